@@ -1,0 +1,37 @@
+# `make serve` and `make test` need nothing but a Python >= 3.11: they create .venv themselves.
+PYTHON ?= python3
+VENV   := .venv
+STAMP  := $(VENV)/.installed
+HOST   := 127.0.0.1
+PORT   := 8000
+
+# A local Ray cluster of our own needs no token; see "Ray clusters" in README for shared ones.
+export RAY_AUTH_MODE ?= disabled
+export RAY_USAGE_STATS_ENABLED ?= 0
+
+.PHONY: serve test check format clean
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv --clear $(VENV)
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+serve: $(STAMP)
+	@$(VENV)/bin/python -c "import socket; socket.create_server(('$(HOST)', $(PORT))).close()" \
+	  || { echo "$(HOST):$(PORT) is taken: stop what listens there (Serve would share the port silently)"; exit 1; }
+	$(VENV)/bin/serve run serve_app:app
+
+test: $(STAMP)
+	$(VENV)/bin/python -m pytest -m "not gpu and not multi_gpu"
+
+check: $(STAMP)
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/mypy
+
+format: $(STAMP)
+	$(VENV)/bin/ruff format .
+	$(VENV)/bin/ruff check --fix .
+
+clean:
+	rm -rf $(VENV)

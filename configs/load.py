@@ -1,0 +1,232 @@
+"""From a YAML file, overrides and the environment to one `AppConfig`.
+
+The only module that reads the environment or YAML. It knows the schema's rules and which settings
+contradict each other; it does not know what any setting does.
+"""
+
+import math
+import os
+import re
+from collections.abc import Hashable, Mapping
+from pathlib import Path
+
+import msgspec
+import yaml
+
+from configs.schema import AppConfig
+
+PROJECT_ROOT = Path(__file__).resolve().parents[1]
+DEFAULT_CONFIG = Path("configs/dev_cpu.yaml")
+CONFIG_VARIABLE = "LAPS_CONFIG"
+MODEL_VARIABLE = "LAPS_MODEL"
+BUILD_ARGUMENTS = ("config", "model")
+
+_PATH = re.compile(r" - at `\$\.?(?P<path>[^`]*)`$")
+_UNKNOWN = re.compile(r"^Object contains unknown field `(?P<name>.*)`$", re.DOTALL)
+
+
+class ConfigFileError(ValueError):
+    """The configuration cannot be used; names the file, the key and what is allowed there."""
+
+
+def load_config(path: Path | None, overrides: Mapping[str, object]) -> AppConfig:
+    """Defaults, then the YAML file, then `overrides` (dotted keys such as "workers.prefill").
+
+    Raises ConfigFileError: unreadable file, bad YAML, unknown or repeated key, wrong type, value
+    out of range, or settings that contradict each other.
+    """
+    source = "overrides" if path is None else str(path)
+    data: dict[str, object] = {} if path is None else _read_yaml(path)
+    for key, value in overrides.items():
+        _set_dotted(data, key, value, source)
+    infinite = _first_non_finite(data, [])
+    if infinite is not None:
+        raise ConfigFileError(f"{source}: {infinite}: must be a finite number")
+    try:
+        config = msgspec.convert(data, type=AppConfig)
+    except msgspec.ValidationError as error:
+        raise ConfigFileError(f"{source}: {_explain(str(error))}") from error
+    problem = _contradiction(config)
+    if problem is not None:
+        raise ConfigFileError(f"{source}: {problem}")
+    return config
+
+
+def config_from_environment(
+    args: Mapping[str, str], environ: Mapping[str, str] | None = None
+) -> AppConfig:
+    """The run's configuration: `args`, else LAPS_CONFIG / LAPS_MODEL, else configs/dev_cpu.yaml.
+
+    Relative paths are looked up under the project's root (the folder above configs/), then under
+    the working directory. The returned `model.path` is absolute. Raises ConfigFileError.
+    """
+    environ = os.environ if environ is None else environ
+    unknown = sorted(set(args) - set(BUILD_ARGUMENTS))
+    if unknown:
+        raise ConfigFileError(
+            f"unknown argument {', '.join(unknown)}; allowed: {', '.join(BUILD_ARGUMENTS)}"
+        )
+    named = args.get("config") or environ.get(CONFIG_VARIABLE) or str(DEFAULT_CONFIG)
+    path = _find(Path(named))
+    if path is None or not path.is_file():
+        raise ConfigFileError(
+            f"{named}: no such configuration file; set {CONFIG_VARIABLE} or config= to one, for"
+            f" example {DEFAULT_CONFIG}"
+        )
+    config = load_config(path, {})
+    model = args.get("model") or environ.get(MODEL_VARIABLE) or config.model.path
+    folder = _find(Path(model))
+    if folder is None or not folder.is_dir():
+        raise ConfigFileError(
+            f"{path}: model.path: there is no model folder {model}; set {MODEL_VARIABLE} or model="
+            " to a Hugging Face model folder (config.json, tokenizer.json, *.safetensors)"
+        )
+    return msgspec.structs.replace(
+        config, model=msgspec.structs.replace(config.model, path=str(folder))
+    )
+
+
+def _find(path: Path) -> Path | None:
+    """Absolute place of an existing file or folder, the project's root before the cwd."""
+    candidates = [path] if path.is_absolute() else [PROJECT_ROOT / path, Path.cwd() / path]
+    return next((candidate.resolve() for candidate in candidates if candidate.exists()), None)
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """YAML lets a key appear twice and keeps the last; here that is an error."""
+
+    def construct_mapping(
+        self, node: yaml.MappingNode, deep: bool = False
+    ) -> dict[Hashable, object]:
+        seen: set[object] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if not isinstance(key, str):
+                raise yaml.MarkedYAMLError(
+                    problem=f"key {key!r} is not a string", problem_mark=key_node.start_mark
+                )
+            if key in seen:
+                raise yaml.MarkedYAMLError(
+                    problem=f"key {key!r} appears twice", problem_mark=key_node.start_mark
+                )
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+def _read_yaml(path: Path) -> dict[str, object]:
+    try:
+        # The loader is a SafeLoader: plain data only.
+        data = yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeyLoader)
+    except OSError as error:
+        raise ConfigFileError(f"{path}: cannot be read: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigFileError(f"{path}: not valid YAML: {error}") from error
+    if data is None:  # an empty file: all defaults
+        return {}
+    if not isinstance(data, dict):
+        raise ConfigFileError(
+            f"{path}: must hold sections ({', '.join(_allowed_keys([]))}),"
+            f" not a {type(data).__name__}"
+        )
+    return data
+
+
+def _set_dotted(data: dict[str, object], key: str, value: object, source: str) -> None:
+    *sections, last = key.split(".")
+    for name in sections:
+        inner = data.setdefault(name, {})
+        if not isinstance(inner, dict):
+            raise ConfigFileError(f"{source}: {key}: {name} is not a section")
+        data = inner
+    data[last] = value
+
+
+def _first_non_finite(value: object, keys: list[str]) -> str | None:
+    """Key path of an infinity or NaN: the schema's bounds alone would let `.inf` pass."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return ".".join(keys)
+    if isinstance(value, dict):
+        found = (_first_non_finite(inner, [*keys, str(key)]) for key, inner in value.items())
+        return next((path for path in found if path is not None), None)
+    return None
+
+
+def _explain(message: str) -> str:
+    """A msgspec message as `key.path: what is wrong; what is allowed`."""
+    found = _PATH.search(message)
+    path = found["path"] if found else ""
+    problem = message[: found.start()] if found else message
+    keys = [key for key in path.split(".") if key]
+    unknown = _UNKNOWN.match(problem)
+    if unknown:
+        where = ".".join([*keys, unknown["name"]])
+        return f"{where}: unknown key; allowed: {', '.join(_allowed_keys(keys))}"
+    values = _allowed_values(keys)
+    allowed = f"; allowed: {', '.join(values)}" if values else ""
+    return f"{'.'.join(keys) or 'top level'}: {problem}{allowed}"
+
+
+def _type_at(keys: list[str]) -> msgspec.inspect.Type:
+    node: msgspec.inspect.Type = msgspec.inspect.type_info(AppConfig)
+    for key in keys:
+        assert isinstance(node, msgspec.inspect.StructType), f"{keys} leads through a leaf"
+        node = next(field.type for field in node.fields if field.name == key)
+    return node
+
+
+def _allowed_keys(keys: list[str]) -> list[str]:
+    node = _type_at(keys)
+    assert isinstance(node, msgspec.inspect.StructType), f"{keys} is not a section"
+    return [field.name for field in node.fields]
+
+
+def _allowed_values(keys: list[str]) -> list[str]:
+    node = _type_at(keys)
+    match node:
+        case msgspec.inspect.LiteralType():
+            return [str(value) for value in node.values]
+        case msgspec.inspect.StructType():
+            return [f"a section with {', '.join(_allowed_keys(keys))}"]
+        case msgspec.inspect.IntType() | msgspec.inspect.FloatType():
+            kind = "an integer" if isinstance(node, msgspec.inspect.IntType) else "a number"
+            bounds = {">=": node.ge, ">": node.gt, "<=": node.le, "<": node.lt}
+            return [" ".join([kind, *(f"{op} {n}" for op, n in bounds.items() if n is not None)])]
+    return []
+
+
+def _contradiction(config: AppConfig) -> str | None:
+    """Settings that are each valid and together are not: what to change, or None."""
+    problem = _worker_contradiction(config)
+    if problem is not None:
+        return problem
+    lifetimes = config.lifetimes
+    if lifetimes.supervisor_heartbeat_s >= lifetimes.supervisor_silence_s:
+        return (
+            "lifetimes.supervisor_heartbeat_s: must be below supervisor_silence_s"
+            f" ({lifetimes.supervisor_silence_s}), or every worker gives itself up"
+        )
+    if lifetimes.acknowledge_every_s >= lifetimes.ingress_silence_s:
+        return (
+            "lifetimes.acknowledge_every_s: must be below ingress_silence_s"
+            f" ({lifetimes.ingress_silence_s}), or workers abort live requests"
+        )
+    return None
+
+
+def _worker_contradiction(config: AppConfig) -> str | None:
+    workers = config.workers
+    if (workers.prefill > 0) != (workers.decode > 0):
+        return (
+            f"workers: prefill {workers.prefill} with decode {workers.decode} cannot serve; set"
+            " both above 0, or both to 0 with unified above 0"
+        )
+    if workers.prefill == 0 and workers.unified == 0:
+        return "workers: nothing can serve; set unified above 0, or prefill and decode above 0"
+    if workers.prefill > 0 and workers.unified > 0:
+        return (
+            f"workers: unified {workers.unified} beside prefill {workers.prefill} and decode"
+            f" {workers.decode} is not supported yet; set unified to 0, or prefill and decode to 0"
+        )
+    if config.model.device == "cpu" and workers.num_gpus > 0:
+        return f"workers.num_gpus: {workers.num_gpus} with model.device cpu; set one of the two"
+    return None

@@ -1,0 +1,125 @@
+"""Every knob of the system: frozen records, unknown keys are errors, nothing changes after start.
+
+A run is one YAML file over these defaults (see the files beside this one). Built by
+`configs.load`, then passed along as an argument; no module reads the environment for it.
+"""
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+Positive = Annotated[int, Meta(ge=1)]
+Seconds = Annotated[float, Meta(gt=0)]
+Share = Annotated[float, Meta(gt=0, le=1)]
+
+
+class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Common rules of all sections."""
+
+
+class ModelConfig(_Section, frozen=True):
+    """Which model, and how it is held."""
+
+    path: str = "demo_model/target"  # Hugging Face folder; relative to the project or absolute
+    served_name: str | None = None  # name in the API; None = the folder's name
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto = fp32 on a CPU, else config.json
+    device: Literal["cpu", "cuda"] = "cpu"
+    max_model_len: Positive | None = None  # tokens; None = what config.json allows
+    attention: Literal["reference"] = "reference"
+
+
+class CacheConfig(_Section, frozen=True):
+    """The paged KV cache of one worker."""
+
+    block_size: Annotated[int, Meta(ge=1, le=1024)] = 16  # tokens
+    num_blocks: Annotated[int, Meta(ge=2)] = 2048
+    enable_prefix_cache: bool = True
+    protected_share: Share = 0.8  # of the blocks, at most, shielded after a second use (SLRU)
+
+
+class SchedulerConfig(_Section, frozen=True):
+    """One iteration of one worker."""
+
+    max_step_tokens: Positive = 512  # new tokens a step computes, prompts and decodes together
+    max_rows: Positive = 64  # requests running at once
+    max_waiting: Positive = 4096  # requests queued in one worker before it refuses more
+    # Finished prompts that wait for room at a decode worker hold at most this share of a prefill
+    # worker's blocks; beyond it no new prompt starts.
+    unreserved_share: Share = 0.25
+
+
+class HandoffConfig(_Section, frozen=True):
+    """Moving KV from a prefill worker to a decode worker."""
+
+    channel: Literal["gloo_pair", "object_store"] = "gloo_pair"
+    lease_s: Seconds = 30.0  # a reservation or a kept prompt lives this long unless renewed
+    transfer_deadline_s: Seconds = 10.0  # one piece, from posting to acknowledgement
+    piece_bytes: Positive = 16 * 2**20  # at most this much per piece
+    max_in_flight_bytes: Positive = 256 * 2**20  # object store bytes alive per sender
+    reserve_timeout_s: Seconds = 30.0  # waiting for room at a full decode worker
+    tries: Positive = 2  # prefill attempts after which the ingress gives up
+
+
+class WorkersConfig(_Section, frozen=True):
+    """How many actors of each role, and what each may use."""
+
+    tokenizer_batchers: Positive = 1
+    prefill: Annotated[int, Meta(ge=0)] = 0
+    decode: Annotated[int, Meta(ge=0)] = 0
+    unified: Annotated[int, Meta(ge=0)] = 1
+    num_cpus: Annotated[float, Meta(ge=0)] = 0.0  # per worker; 0 = a small machine must not wait
+    num_gpus: Annotated[float, Meta(ge=0)] = 0.0  # per worker
+    torch_threads: Positive = 1
+
+
+class TokenizerConfig(_Section, frozen=True):
+    """Dynamic batching in front of the tokenizer: at once when idle, else up to these bounds."""
+
+    max_batch_size: Positive = 32
+    batch_wait_timeout_s: Seconds = 0.002
+
+
+class EdgeConfig(_Section, frozen=True):
+    """The HTTP side: addresses, limits, and how long things may take."""
+
+    num_replicas: Positive = 1
+    max_ongoing_requests: Positive = 1024
+    max_body_bytes: Positive = 8 * 2**20
+    max_n: Positive = 16
+    max_prompts: Positive = 128  # prompts in one /v1/completions call
+    max_stop: Positive = 16
+    max_stop_chars: Positive = 256
+    max_logprobs: Annotated[int, Meta(ge=0)] = 20
+    max_logit_bias: Positive = 1024
+    request_timeout_s: Seconds = 600.0
+    drain_s: Seconds = 10.0  # streams may go on this long when a replica is stopped
+    # Queued tokens over all workers beyond which new requests are refused with 503.
+    max_queued_tokens: Positive = 200_000
+    place_timeout_s: Seconds = 30.0  # a request waits this long for a worker that restarts
+
+
+class LifetimesConfig(_Section, frozen=True):
+    """Who is given up after how long a silence."""
+
+    supervisor_silence_s: Seconds = 15.0  # then a worker exits by itself
+    supervisor_heartbeat_s: Seconds = 2.0
+    ingress_silence_s: Seconds = 10.0  # then a worker aborts that ingress's requests
+    acknowledge_every_s: Seconds = 1.0
+    load_report_every_s: Seconds = 0.1
+    max_unacknowledged_tokens: Positive = 8192  # per request; beyond it that stream is cancelled
+    drain_s: Seconds = 60.0  # an old worker may finish its requests this long after a redeploy
+
+
+class AppConfig(_Section, frozen=True):
+    """The whole system."""
+
+    name: str = "laps"  # Serve application and Ray namespace
+    model: ModelConfig = ModelConfig()
+    cache: CacheConfig = CacheConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    handoff: HandoffConfig = HandoffConfig()
+    workers: WorkersConfig = WorkersConfig()
+    tokenizer: TokenizerConfig = TokenizerConfig()
+    edge: EdgeConfig = EdgeConfig()
+    lifetimes: LifetimesConfig = LifetimesConfig()

@@ -1,0 +1,164 @@
+"""Configuration files and the environment: what is accepted, and what the errors name."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+import yaml
+
+from configs.load import PROJECT_ROOT, ConfigFileError, config_from_environment, load_config
+from configs.schema import AppConfig
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "run.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_no_file_and_no_overrides_give_the_defaults() -> None:
+    assert load_config(None, {}) == AppConfig()
+
+
+def test_an_empty_file_gives_the_defaults(tmp_path: Path) -> None:
+    assert load_config(write(tmp_path, "# nothing\n"), {}) == AppConfig()
+
+
+@pytest.mark.parametrize("path", sorted((PROJECT_ROOT / "configs").glob("*.yaml")), ids=str)
+def test_every_shipped_file_loads_and_says_what_it_holds(path: Path) -> None:
+    config = load_config(path, {})
+    plain = msgspec.to_builtins(config)
+    for section, values in yaml.safe_load(path.read_text()).items():
+        if isinstance(values, dict):
+            for key, value in values.items():
+                assert plain[section][key] == value
+        else:
+            assert plain[section] == values
+
+
+def test_overrides_win_over_the_file_and_the_rest_stays(tmp_path: Path) -> None:
+    path = write(tmp_path, "cache: {num_blocks: 77, block_size: 8}\nname: one\n")
+    config = load_config(path, {"cache.num_blocks": 5, "edge.max_n": 3})
+    assert (config.cache.num_blocks, config.cache.block_size) == (5, 8)
+    assert (config.edge.max_n, config.name) == (3, "one")
+
+
+@pytest.mark.parametrize(
+    ("text", "fragments"),
+    [
+        ("cahce: {}", ["cahce", "unknown key", "cache"]),
+        ("cache: {blocks: 3}", ["cache.blocks", "unknown key", "num_blocks"]),
+        ("cache: {num_blocks: many}", ["cache.num_blocks", "`int`", "`str`", ">= 2"]),
+        ("cache: {num_blocks: 1}", ["cache.num_blocks", ">= 2"]),
+        ("cache: {num_blocks: true}", ["cache.num_blocks", "`bool`"]),
+        ("cache: {protected_share: 1.5}", ["cache.protected_share", "<= 1"]),
+        ("cache: {protected_share: .nan}", ["cache.protected_share"]),
+        ("edge: {request_timeout_s: .inf}", ["edge.request_timeout_s", "finite"]),
+        ("cache: 3", ["cache", "a section with", "num_blocks"]),
+        ("model: {device: tpu}", ["model.device", "cpu", "cuda"]),
+        ("model: {max_model_len: 0}", ["model.max_model_len", ">= 1"]),
+        ("[1, 2]", ["sections", "list"]),
+        ("cache: {num_blocks: 3, num_blocks: 4}", ["num_blocks", "twice"]),
+        ("1: 2", ["not a string"]),
+        ("a: [", ["not valid YAML"]),
+        ("a: !!python/object:os.system {}", ["not valid YAML"]),
+        ("workers: {prefill: 1, unified: 0}", ["workers", "decode 0", "both"]),
+        ("workers: {decode: 1, unified: 0}", ["workers", "prefill 0", "both"]),
+        ("workers: {unified: 0}", ["workers", "nothing can serve"]),
+        ("workers: {prefill: 1, decode: 1}", ["unified 1", "not supported yet", "to 0"]),
+        ("workers: {num_gpus: 1}", ["num_gpus", "device cpu"]),
+        ("lifetimes: {supervisor_heartbeat_s: 15}", ["supervisor_heartbeat_s", "15"]),
+        ("lifetimes: {acknowledge_every_s: 11}", ["acknowledge_every_s", "10"]),
+    ],
+)
+def test_a_bad_file_is_an_error_naming_file_key_and_choices(
+    tmp_path: Path, text: str, fragments: list[str]
+) -> None:
+    path = write(tmp_path, text)
+    with pytest.raises(ConfigFileError) as caught:
+        load_config(path, {})
+    for fragment in [str(path), *fragments]:
+        assert fragment in str(caught.value)
+
+
+def test_a_file_that_is_not_utf8_or_not_there_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "latin.yaml"
+    path.write_bytes(b"name: caf\xe9")
+    with pytest.raises(ConfigFileError, match="not valid YAML"):
+        load_config(path, {})
+    with pytest.raises(ConfigFileError, match="cannot be read"):
+        load_config(tmp_path / "absent.yaml", {})
+
+
+def test_an_override_through_something_that_is_no_section_is_an_error() -> None:
+    with pytest.raises(ConfigFileError, match=r"name\.deep: name is not a section"):
+        load_config(None, {"name": "x", "name.deep": 1})
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "models" / "tiny"
+    folder.mkdir(parents=True)
+    return folder
+
+
+def test_arguments_win_over_the_environment_which_wins_over_the_file(
+    tmp_path: Path, model: Path
+) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    by_file = tmp_path / "file.yaml"
+    by_file.write_text(f"name: by-file\nmodel: {{path: {other}}}\n")
+    by_env = tmp_path / "env.yaml"
+    by_env.write_text("name: by-env\n")
+
+    environ = {"LAPS_CONFIG": str(by_env), "LAPS_MODEL": str(model)}
+    config = config_from_environment({}, environ)
+    assert (config.name, config.model.path) == ("by-env", str(model))
+
+    config = config_from_environment({"config": str(by_file)}, environ)
+    assert (config.name, config.model.path) == ("by-file", str(model))
+
+    config = config_from_environment({"config": str(by_file), "model": str(other)}, environ)
+    assert config.model.path == str(other)
+
+    config = config_from_environment(
+        {"config": str(by_file)}, {"LAPS_CONFIG": "", "LAPS_MODEL": ""}
+    )
+    assert config.model.path == str(other)
+
+
+def test_the_default_is_the_dev_file_of_the_project_from_any_folder(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = config_from_environment({"model": "models/tiny"}, {})
+    expected = load_config(PROJECT_ROOT / "configs" / "dev_cpu.yaml", {"model.path": str(model)})
+    assert config == expected
+    named = config_from_environment({"config": "configs/unified_cpu.yaml", "model": str(model)}, {})
+    assert named.workers.unified == 1
+
+
+def test_the_process_environment_is_the_default_one(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LAPS_MODEL", str(model))
+    monkeypatch.delenv("LAPS_CONFIG", raising=False)
+    assert config_from_environment({}).model.path == str(model)
+
+
+def test_a_missing_model_folder_says_what_to_set(tmp_path: Path) -> None:
+    file = tmp_path / "weights.bin"
+    file.write_bytes(b"")
+    for absent in (str(tmp_path / "nowhere"), str(file)):
+        with pytest.raises(ConfigFileError) as caught:
+            config_from_environment({"model": absent}, {})
+        for fragment in (absent, "LAPS_MODEL", "model="):
+            assert fragment in str(caught.value)
+
+
+def test_a_missing_file_and_an_unknown_argument_say_what_is_allowed(model: Path) -> None:
+    with pytest.raises(ConfigFileError, match=r"nowhere\.yaml.*LAPS_CONFIG"):
+        config_from_environment({"config": "nowhere.yaml", "model": str(model)}, {})
+    with pytest.raises(ConfigFileError, match="unknown argument modle; allowed: config, model"):
+        config_from_environment({"modle": str(model)}, {})
