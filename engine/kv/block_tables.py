@@ -1,0 +1,47 @@
+"""Which blocks each running row has, as one table. Knows no requests and no block contents."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+
+class BlockTables:
+    """Block ids by row: entry i of a row holds its tokens [i * block_size, (i + 1) * block_size).
+
+    Kept on the host, where a step's indices are made from it; a backend that reads tables on the
+    device copies `tensor`.
+    """
+
+    def __init__(self, *, max_rows: int, max_blocks_per_row: int) -> None:
+        # [max_rows, max_blocks_per_row]; entries past a row's last block are meaningless
+        self.tensor = torch.zeros((max_rows, max_blocks_per_row), dtype=torch.int32)
+        # The same memory, as numpy: indexing costs a fraction of what it does through torch.
+        self._table: NDArray[np.int32] = self.tensor.numpy()
+        # [max_rows]
+        self._num_blocks: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)
+
+    def append(self, row: int, block_ids: Sequence[int]) -> None:
+        start = int(self._num_blocks[row])
+        end = start + len(block_ids)
+        assert end <= self._table.shape[1], (
+            f"row {row}: {end} blocks, the table has room for {self._table.shape[1]}"
+        )
+        self._table[row, start:end] = block_ids
+        self._num_blocks[row] = end
+
+    def clear(self, row: int) -> None:
+        self._num_blocks[row] = 0
+
+    def num_blocks(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Blocks of each row, [R]."""
+        return self._num_blocks[rows]
+
+    def of_rows(self, rows: NDArray[np.int64]) -> NDArray[np.int32]:
+        """Tables of `rows` [R], cut to the longest of them: a copy [R, B]."""
+        return self._table[rows, : int(self._num_blocks[rows].max())]
+
+    def block_ids(self, row: int) -> list[int]:
+        ids: list[int] = self._table[row, : self._num_blocks[row]].tolist()
+        return ids

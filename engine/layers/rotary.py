@@ -1,0 +1,84 @@
+"""Rotary angles: frequencies from a `RopeSpec`, cos and sin by position. Knows no heads.
+
+Angles are computed in fp32 and in the order transformers uses, so that they are equal to what the
+published models were checked with, bit by bit, at every position.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.layers.rope_spec import LinearScaling, Llama3Scaling, RopeSpec, YarnScaling
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RotaryAngles:
+    """Of one step's tokens, ready for `kernels.reference.rope`."""
+
+    # [T, 1, head_dim] fp32
+    cos: Tensor
+    # [T, 1, head_dim] fp32, first half negated
+    sin: Tensor
+
+
+class RotaryTable:
+    """cos and sin of every position below `max_tokens`."""
+
+    def __init__(
+        self, spec: RopeSpec, *, head_dim: int, max_tokens: int, device: torch.device
+    ) -> None:
+        self.max_tokens = max_tokens
+        frequencies = inverse_frequencies(spec, head_dim)
+        positions = torch.arange(max_tokens, dtype=torch.float32)
+        angles = positions[:, None] * frequencies
+        scale = spec.scaling.attention_factor if isinstance(spec.scaling, YarnScaling) else 1.0
+        # [max_tokens, head_dim]: cos | sin, each for half of the dimensions
+        self._cos_sin = torch.cat((angles.cos() * scale, angles.sin() * scale), dim=1).to(device)
+
+    def angles(self, positions: Tensor) -> RotaryAngles:
+        """positions: [T] int64."""
+        cos, sin = self._cos_sin.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
+        return RotaryAngles(cos=torch.cat((cos, cos), -1), sin=torch.cat((-sin, sin), -1))
+
+
+def inverse_frequencies(spec: RopeSpec, head_dim: int) -> Tensor:
+    """Radians per token of each pair of dimensions, fp32 [head_dim / 2]."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    wavelengths = spec.theta**exponents
+    match spec.scaling:
+        case None:
+            return 1.0 / wavelengths
+        case LinearScaling(factor=factor):
+            return (1.0 / wavelengths) / factor
+        case Llama3Scaling() as scaling:
+            return _llama3(1.0 / wavelengths, scaling)
+        case YarnScaling() as scaling:
+            return _yarn(wavelengths, scaling, spec.theta, head_dim)
+
+
+def _llama3(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
+    turns = scaling.original_max_tokens / (2 * math.pi / frequencies)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    ramp = (turns - low) / (high - low)
+    blended = (1 - ramp) * frequencies / scaling.factor + ramp * frequencies
+    slowed = frequencies / scaling.factor
+    return torch.where(turns < low, slowed, torch.where(turns > high, frequencies, blended))
+
+
+def _yarn(wavelengths: Tensor, scaling: YarnScaling, theta: float, head_dim: int) -> Tensor:
+    def dimension_turning(num_turns: float) -> float:
+        """Index of the pair that turns `num_turns` times within the original context."""
+        span = scaling.original_max_tokens / (num_turns * 2 * math.pi)
+        return head_dim * math.log(span) / (2 * math.log(theta))
+
+    low, high = dimension_turning(scaling.beta_fast), dimension_turning(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    width = high - low if high != low else 0.001  # keeps the ramp finite
+    index = torch.arange(head_dim // 2, dtype=torch.float32)
+    kept = 1 - torch.clamp((index - low) / width, 0, 1)
+    slowed = 1.0 / (scaling.factor * wavelengths)
+    return slowed * (1 - kept) + (1.0 / wavelengths) * kept

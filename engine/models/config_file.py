@@ -1,0 +1,137 @@
+"""Reads a model's JSON file with types checked. Knows nothing of what the keys mean."""
+
+import json
+import math
+from pathlib import Path
+
+from engine.errors import ConfigError
+
+
+class ConfigFile:
+    """One JSON object of a model folder; every complaint names the file and the key.
+
+    `null` counts as absent, as it does for those who write these files; `has_key` tells the two
+    apart where a model family gives them different meanings.
+    """
+
+    def __init__(self, path: Path, values: dict[str, object], section: str = "") -> None:
+        self.path = path
+        self._values = values
+        self._section = section
+
+    @classmethod
+    def read(cls, path: Path) -> "ConfigFile":
+        """Raises ConfigError when the file is missing, unreadable or not a JSON object."""
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise ConfigError(
+                f"{path}: no such file; a Hugging Face model folder is expected"
+            ) from None
+        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise ConfigError(f"{path}: not readable as JSON: {error}") from error
+        if not isinstance(values, dict):
+            raise ConfigError(f"{path}: a JSON object is expected, found {_kind(values)}")
+        return cls(path, values)
+
+    def error(self, key: str, problem: str) -> ConfigError:
+        """The error to raise about `key`."""
+        return ConfigError(f"{self.path}: {self._section}{key} {problem}")
+
+    def has_key(self, key: str) -> bool:
+        return key in self._values
+
+    @property
+    def keys(self) -> list[str]:
+        return list(self._values)
+
+    def section(self, key: str) -> "ConfigFile | None":
+        """The nested object under `key`, or None when absent or empty."""
+        value = self._values.get(key)
+        if value is None or value == {}:
+            return None
+        if not isinstance(value, dict):
+            raise self.error(key, f"must be an object, found {_kind(value)}")
+        return ConfigFile(self.path, value, f"{self._section}{key}.")
+
+    def integer(self, key: str, default: int | None = None, *, minimum: int = 1) -> int:
+        """An integer; required unless `default` is given."""
+        found = self.optional_integer(key, minimum=minimum)
+        if found is not None:
+            return found
+        if default is None:
+            raise self.error(key, "is missing; an integer is required")
+        return default
+
+    def optional_integer(self, key: str, *, minimum: int = 1) -> int | None:
+        value = self._values.get(key)
+        if value is None:
+            return None
+        # A float that is whole appears in hand-edited files and has one meaning.
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise self.error(key, f"must be an integer, found {_kind(value)}")
+        if value < minimum:
+            raise self.error(key, f"must be at least {minimum}, found {value}")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A positive finite number; required unless `default` is given."""
+        found = self.optional_number(key)
+        if found is not None:
+            return found
+        if default is None:
+            raise self.error(key, "is missing; a number is required")
+        return default
+
+    def optional_number(self, key: str) -> float | None:
+        value = self._values.get(key)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self.error(key, f"must be a number, found {_kind(value)}")
+        if not math.isfinite(value) or value <= 0:
+            raise self.error(key, f"must be positive and finite, found {value}")
+        return float(value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self._values.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise self.error(key, f"must be true or false, found {_kind(value)}")
+        return value
+
+    def text(self, key: str, default: str | None = None) -> str:
+        """A string; required unless `default` is given."""
+        value = self._values.get(key)
+        if value is None and default is not None:
+            return default
+        if not isinstance(value, str):
+            raise self.error(key, f"must be a string, found {_kind(value)}")
+        return value
+
+    def texts(self, key: str) -> tuple[str, ...] | None:
+        """A list of strings, or None when absent."""
+        value = self._values.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise self.error(key, f"must be a list of strings, found {_kind(value)}")
+        return tuple(value)
+
+    def ids(self, key: str) -> tuple[int, ...]:
+        """Token ids written as one integer or as a list; empty when absent."""
+        value = self._values.get(key)
+        if value is None:
+            return ()
+        items = value if isinstance(value, list) else [value]
+        if not all(isinstance(item, int) and not isinstance(item, bool) for item in items):
+            raise self.error(key, f"must be a token id or a list of them, found {value!r}")
+        return tuple(items)
+
+
+def _kind(value: object) -> str:
+    shown = repr(value)
+    return f"{type(value).__name__} {shown if len(shown) <= 40 else shown[:37] + '...'}"

@@ -1,0 +1,222 @@
+"""What a model is, read from a Hugging Face folder's JSON files. Knows no tensors and no weights.
+
+transformers is not imported: reading two small files must not cost seconds of start-up.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+from engine.kv.layout import DTYPE_BYTES, KvDtype, KvLayout
+from engine.layers.rope_spec import RopeSpec
+from engine.models.config_file import ConfigFile
+from engine.models.rope_config import max_tokens_of, parse_rope
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """A dense decoder with grouped-query attention and a gated SiLU feed-forward part."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    has_tied_embeddings: bool
+    has_qkv_bias: bool
+    has_output_bias: bool  # of the attention's output projection
+    has_mlp_bias: bool
+    has_qk_norm: bool
+    # One per layer: a query sees itself and window - 1 keys before it; None = all before it.
+    layer_windows: tuple[int | None, ...]
+    rope: RopeSpec
+    max_model_len: int  # tokens
+    eos_token_ids: tuple[int, ...]  # config.json's, then generation_config.json's others
+    dtype: KvDtype  # of the weights as published
+
+    def kv_layout(self, *, block_size: int, dtype: KvDtype) -> KvLayout:
+        """Layout of this model's KV blocks of `block_size` tokens."""
+        return KvLayout(
+            num_layers=self.num_layers,
+            block_size=block_size,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            dtype=dtype,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Family:
+    """Where one architecture differs from the others, read from its own keys."""
+
+    has_qkv_bias: bool = False
+    has_output_bias: bool = False
+    has_mlp_bias: bool = False
+    has_qk_norm: bool = False
+    default_num_kv_heads: int | None = None  # None = as many as query heads
+    default_head_dim: int | None = None  # None = hidden_size / heads
+    layer_windows: tuple[int | None, ...]
+
+
+def _llama(config: ConfigFile, num_layers: int) -> _Family:
+    has_attention_bias = config.flag("attention_bias", False)
+    return _Family(
+        has_qkv_bias=has_attention_bias,
+        has_output_bias=has_attention_bias,
+        has_mlp_bias=config.flag("mlp_bias", False),
+        layer_windows=(None,) * num_layers,
+    )
+
+
+def _mistral(config: ConfigFile, num_layers: int) -> _Family:
+    # Absent and null differ here: the family's default is 4096 tokens, null means no window.
+    window = config.optional_integer("sliding_window")
+    if window is None and not config.has_key("sliding_window"):
+        window = 4096
+    if len(set(config.texts("layer_types") or ())) > 1:
+        raise config.error("layer_types", "of two kinds are not supported for this architecture")
+    return _Family(default_num_kv_heads=8, layer_windows=(window,) * num_layers)
+
+
+def _qwen2(config: ConfigFile, num_layers: int) -> _Family:
+    return _Family(
+        has_qkv_bias=True,
+        default_num_kv_heads=32,
+        layer_windows=_qwen_windows(config, num_layers),
+    )
+
+
+def _qwen3(config: ConfigFile, num_layers: int) -> _Family:
+    has_attention_bias = config.flag("attention_bias", False)
+    return _Family(
+        has_qkv_bias=has_attention_bias,
+        has_output_bias=has_attention_bias,
+        has_qk_norm=True,
+        default_num_kv_heads=32,
+        default_head_dim=128,
+        layer_windows=_qwen_windows(config, num_layers),
+    )
+
+
+def _qwen_windows(config: ConfigFile, num_layers: int) -> tuple[int | None, ...]:
+    """`layer_types` if written, else the layers from `max_window_layers` on have the window."""
+    window = config.optional_integer("sliding_window")
+    if window is None and not config.has_key("sliding_window"):
+        window = 4096
+    if not config.flag("use_sliding_window", False):
+        window = None
+    layer_types = config.texts("layer_types")
+    if layer_types is None:
+        first = config.integer("max_window_layers", 28, minimum=0)
+        return tuple(window if layer >= first else None for layer in range(num_layers))
+    if len(layer_types) != num_layers:
+        raise config.error("layer_types", f"has {len(layer_types)} entries for {num_layers} layers")
+    unknown = set(layer_types) - {"full_attention", "sliding_attention"}
+    if unknown:
+        raise config.error(
+            "layer_types",
+            f"{sorted(unknown)} not supported; supported: full_attention, sliding_attention",
+        )
+    if window is None and "sliding_attention" in layer_types:
+        raise config.error(
+            "layer_types", "names sliding_attention, but use_sliding_window or its length is unset"
+        )
+    return tuple(window if kind == "sliding_attention" else None for kind in layer_types)
+
+
+_FAMILIES: dict[str, Callable[[ConfigFile, int], _Family]] = {
+    "LlamaForCausalLM": _llama,
+    "MistralForCausalLM": _mistral,
+    "Qwen2ForCausalLM": _qwen2,
+    "Qwen3ForCausalLM": _qwen3,
+}
+SUPPORTED_ARCHITECTURES = tuple(_FAMILIES)
+
+
+def load_spec(folder: Path) -> ModelSpec:
+    """Read `config.json` and, where present, `generation_config.json`.
+
+    Raises ConfigError, naming the file, the key and what is supported.
+    """
+    config = ConfigFile.read(folder / "config.json")
+    architecture = _architecture(config)
+    _refuse_unsupported(config)
+    num_layers = config.integer("num_hidden_layers")
+    hidden_size = config.integer("hidden_size")
+    num_heads = config.integer("num_attention_heads")
+    family = _FAMILIES[architecture](config, num_layers)
+    num_kv_heads = config.integer("num_key_value_heads", family.default_num_kv_heads or num_heads)
+    if num_heads % num_kv_heads:
+        raise config.error(
+            "num_key_value_heads", f"{num_kv_heads} does not divide {num_heads} query heads"
+        )
+    head_dim = config.integer("head_dim", family.default_head_dim or hidden_size // num_heads)
+    if head_dim % 2:
+        raise config.error("head_dim", f"{head_dim} is odd; rotary embedding needs pairs")
+    rope = parse_rope(config)
+    vocab_size = config.integer("vocab_size")
+    return ModelSpec(
+        architecture=architecture,
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=config.integer("intermediate_size"),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        rms_norm_eps=config.number("rms_norm_eps", 1e-6),
+        has_tied_embeddings=config.flag("tie_word_embeddings", False),
+        has_qkv_bias=family.has_qkv_bias,
+        has_output_bias=family.has_output_bias,
+        has_mlp_bias=family.has_mlp_bias,
+        has_qk_norm=family.has_qk_norm,
+        layer_windows=family.layer_windows,
+        rope=rope,
+        max_model_len=max_tokens_of(rope, config.integer("max_position_embeddings")),
+        eos_token_ids=_eos_token_ids(config, folder, vocab_size),
+        dtype=_dtype(config),
+    )
+
+
+def _architecture(config: ConfigFile) -> str:
+    names = config.texts("architectures") or ()
+    for name in names:
+        if name in _FAMILIES:
+            return name
+    raise config.error(
+        "architectures",
+        f"{list(names)} is not supported; supported: {', '.join(SUPPORTED_ARCHITECTURES)}",
+    )
+
+
+def _refuse_unsupported(config: ConfigFile) -> None:
+    if config.section("quantization_config") is not None:
+        raise config.error("quantization_config", "is not supported; use unquantized weights")
+    activation = config.text("hidden_act", "silu")
+    if activation not in ("silu", "swish"):
+        raise config.error("hidden_act", f"{activation!r} is not supported; supported: silu")
+
+
+def _eos_token_ids(config: ConfigFile, folder: Path, vocab_size: int) -> tuple[int, ...]:
+    ids = list(config.ids("eos_token_id"))
+    generation_path = folder / "generation_config.json"
+    if generation_path.exists():
+        ids += ConfigFile.read(generation_path).ids("eos_token_id")
+    for token_id in ids:
+        if not 0 <= token_id < vocab_size:
+            raise config.error(
+                "eos_token_id", f"{token_id} lies outside a vocabulary of {vocab_size}"
+            )
+    return tuple(dict.fromkeys(ids))
+
+
+def _dtype(config: ConfigFile) -> KvDtype:
+    name = config.text("dtype", config.text("torch_dtype", "float32"))
+    if name not in DTYPE_BYTES:
+        raise config.error("dtype", f"{name!r} is not supported; supported: {list(DTYPE_BYTES)}")
+    return cast("KvDtype", name)

@@ -1,0 +1,131 @@
+"""What a request is: its key, how it samples, and its arithmetic. Knows no tensors and no Ray.
+
+One progress number: *computed* tokens (KV present) catch up with *known* tokens (prompt and
+sampled). Prefill, a chunk, a prefix hit, decode and recomputation after preemption differ only
+in how far apart the two are.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+import msgspec
+
+
+class RequestKey(msgspec.Struct, frozen=True, array_like=True, order=True):
+    """Names one try at one choice of one client request, everywhere in the system.
+
+    A late message about attempt 1 can never touch attempt 2, because the keys differ.
+    """
+
+    request_id: str  # 32 hex digits, made by the ingress
+    child: int = 0  # index among the n choices
+    attempt: int = 0  # 0, then +1 for each retry or migration
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How the next token is chosen; every value was validated at the edge.
+
+    Processing order: logit_bias, penalties, min_tokens ban, temperature, top_k, top_p, min_p, then
+    argmax of (log-probability + Gumbel noise). `temperature == 0` means argmax without noise.
+    """
+
+    max_tokens: int
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0  # 0 = all tokens
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}
+    seed: int = 0  # 64-bit; the ingress draws one when the client gave none
+    ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = ()  # the client's, besides the model's own eos ids
+    logprobs: int | None = None  # None = off, k = the chosen token and the k best
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether the choice depends on tokens already present (penalties)."""
+        return (
+            self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+            or self.repetition_penalty != 1.0
+        )
+
+
+class FinishReason(Enum):
+    """Why a request's tokens ended; `value` is what OpenAI calls it."""
+
+    STOP = "stop"  # eos or a stop id, decided by the worker; stop strings by the ingress
+    LENGTH = "length"  # max_tokens or the context is used up
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Request:
+    """A request inside one worker.
+
+    tokens:  [0 ........ num_prompt) prompt   [num_prompt ........ len(tokens)) output
+    KV:      [0 ........ num_computed) present or being written by the step in flight
+    blocks:  block_ids[i] holds tokens [i * block_size, (i + 1) * block_size)
+    hashes:  block_hashes[i] names the content of the i-th *full* block of known tokens
+    """
+
+    key: RequestKey
+    ingress_id: str
+    params: SamplingParams
+    tokens: list[int]
+    num_prompt_tokens: int
+    arrival_s: float
+    deadline_s: float | None = None  # on this worker's clock
+    priority: int = 0  # smaller runs earlier
+    # Output tokens made before this worker saw the request (a migration); they are in `tokens`
+    # and count for penalties, the sampling index and max_tokens, but are never emitted again.
+    num_emitted_tokens: int = 0
+    decode_worker: str | None = None  # where its KV goes; None = it stays here
+    salt: str = ""  # part of every block hash: equal prompts with unequal salts share nothing
+
+    num_computed_tokens: int = 0
+    # Prompt tokens found in the prefix index on first admission; None before, and for a request
+    # that came with its KV.
+    num_cached_tokens: int | None = None
+    num_preemptions: int = 0
+    block_ids: list[int] = field(default_factory=list)
+    block_hashes: list[bytes] = field(default_factory=list)
+    num_indexed_blocks: int = 0  # leading blocks already offered to the prefix index
+    row: int | None = None  # slot in the executor's tables while running
+
+    def __post_init__(self) -> None:
+        assert 0 < self.num_prompt_tokens <= len(self.tokens), (
+            f"{self.key}: {self.num_prompt_tokens} prompt of {len(self.tokens)} known tokens"
+        )
+        assert len(self.tokens) - self.num_prompt_tokens == self.num_emitted_tokens, (
+            f"{self.key}: {len(self.tokens)} known tokens, {self.num_prompt_tokens} of the prompt,"
+            f" {self.num_emitted_tokens} said to be emitted"
+        )
+
+    @property
+    def num_known_tokens(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.tokens) - self.num_prompt_tokens
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        return len(self.tokens) - self.num_computed_tokens
+
+    @property
+    def is_prefilling(self) -> bool:
+        """More than the newest token is still without KV."""
+        return self.num_uncomputed_tokens > 1
+
+    @property
+    def max_known_tokens(self) -> int:
+        """Length at which `max_tokens` is used up."""
+        return self.num_prompt_tokens + self.params.max_tokens

@@ -1,0 +1,59 @@
+"""A step as a value: what one iteration computes and what came of it.
+
+Columnar, free of tensors and encodable, so that a leader can broadcast it to rank actors. Every
+list marked [R] has one entry per scheduled row, in the same order.
+"""
+
+import msgspec
+
+from engine.request import SamplingParams
+
+
+class RowAdmission(msgspec.Struct, frozen=True, kw_only=True):
+    """A request entering a device row (new, handed over, or back after preemption)."""
+
+    row: int
+    token_ids: list[int]  # all known tokens: prompt, then output
+    num_prompt_tokens: int
+    params: SamplingParams
+    block_ids: list[int]
+
+
+class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """What one step does, in this order: zero blocks, release rows, admit rows, append blocks, run.
+
+    Row r of the plan computes tokens [num_computed_tokens[r], num_computed_tokens[r] +
+    num_new_tokens[r]) of its request and returns logits for the last num_logits[r] of them.
+    """
+
+    step: int
+    zero_block_ids: list[int] = []  # blocks whose content was not finite; others may get them now
+    released_rows: list[int] = []  # given up since the last plan; may be re-admitted in this one
+    admissions: list[RowAdmission] = []
+    rows: list[int]  # [R] device row
+    num_new_tokens: list[int]  # [R] >= 1
+    num_computed_tokens: list[int]  # [R] history already in the KV store
+    num_logits: list[int]  # [R] 0 = KV only, 1 = the last position
+    samples: list[bool]  # [R] draw a token from the last position's logits
+    new_block_ids: list[list[int]]  # [R] blocks appended to the row's table before it runs
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.num_new_tokens)
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probabilities under the model's own distribution, before any processing."""
+
+    chosen: float
+    top_ids: list[int]  # best first
+    top_logprobs: list[float]
+
+
+class StepResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What the executor returns for a plan; rows in the plan's order."""
+
+    step: int
+    tokens: list[list[int]]  # [R] sampled ids: empty unless samples[r]
+    logprobs: list[TokenLogprobs | None]  # [R] for rows that asked
+    is_finite: list[bool]  # [R] False = logits held NaN or +-inf everywhere: nothing was sampled

@@ -1,0 +1,267 @@
+"""Attention in plain torch over the paged store: the oracle on a GPU, the backend on a CPU.
+
+Rows with one new token are gathered together into one padded batch (several, where lengths differ
+so much that padding would cost more than another call); each row with more new tokens is its own
+`scaled_dot_product_attention`, over the fresh K and V when it has no history. Grouped queries are
+a view: of the query for single tokens, of an expanded key for chunks; no head is copied.
+
+Per window of the model, `plan` decides the keys a row needs:
+
+    key position   0 ........ first ......... num_computed ........ num_computed + num_new
+    kept blocks       [start_block * block_size ...............................)
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F  # noqa: N812  (the field's own spelling)
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kernels.attention.protocol import AttentionShape, AttentionStep
+from kernels.kv_append import layer_half_blocks
+
+# Padded slots a batch of single-token rows may hold beyond its real ones before it is split:
+# about what gathering and scoring as many slots costs against one more call.
+_MAX_PADDED_SLOTS = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _SingleGroup:
+    """Rows [start, end), one new token each, gathered to a common number of keys."""
+
+    start: int
+    end: int
+    num_keys: int
+    # [2 * rows * blocks] int64  layer-0 half-blocks: all K, then all V
+    half_blocks: Tensor
+    # [rows, 1, 1, num_keys] 0 or -inf; None when every key of every row is seen
+    mask: Tensor | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Chunk:
+    """One row with tokens [start, end) of the step."""
+
+    start: int
+    end: int
+    num_keys: int
+    # [2 * blocks] int64; None = no history, the fresh K and V are all there is
+    half_blocks: Tensor | None
+    # [end - start, num_keys] 0 or -inf; None = plain causal over the fresh keys
+    mask: Tensor | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReferenceMetadata:
+    """Per distinct window: the step's groups and chunks, in token order."""
+
+    by_window: dict[int | None, tuple[list[_SingleGroup], list[_Chunk]]]
+
+
+class ReferenceAttention:
+    """An `AttentionBackend`; holds no state of a step."""
+
+    def __init__(
+        self,
+        shape: AttentionShape,
+        *,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._shape = shape
+        self._block_size = block_size
+        self._dtype = dtype
+        self._device = device
+        self._half_blocks_per_block = 2 * len(shape.layer_windows)
+        self._windows = tuple(dict.fromkeys(shape.layer_windows))
+
+    def plan(self, step: AttentionStep) -> ReferenceMetadata:
+        return ReferenceMetadata(
+            by_window={
+                window: (list(self._single_groups(step, window)), list(self._chunks(step, window)))
+                for window in self._windows
+            }
+        )
+
+    def run(
+        self,
+        q: Tensor,
+        k_new: Tensor,
+        v_new: Tensor,
+        layer: int,
+        store: Tensor,
+        metadata: ReferenceMetadata,
+    ) -> Tensor:
+        groups, chunks = metadata.by_window[self._shape.layer_windows[layer]]
+        half_blocks = layer_half_blocks(store, layer)
+        outputs = [self._run_group(q, half_blocks, group) for group in groups]
+        outputs += [self._run_chunk(q, k_new, v_new, half_blocks, chunk) for chunk in chunks]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    # ---- one new token a row --------------------------------------------------------------------
+
+    def _single_groups(self, step: AttentionStep, window: int | None) -> Iterator[_SingleGroup]:
+        num_rows = step.num_single_rows
+        if num_rows == 0:
+            return
+        lengths = step.num_computed_tokens[:num_rows] + 1
+        first = np.maximum(lengths - window, 0) if window is not None else np.zeros_like(lengths)
+        start_blocks = first // self._block_size
+        num_keys = lengths - start_blocks * self._block_size
+        for start, end in _split_by_padding(num_keys):
+            yield self._single_group(
+                step.block_tables,
+                (start, end),
+                start_blocks[start:end],
+                (first - start_blocks * self._block_size)[start:end],
+                num_keys[start:end],
+            )
+
+    def _single_group(
+        self,
+        block_tables: NDArray[np.int32],
+        rows: tuple[int, int],
+        start_blocks: NDArray[np.int64],
+        first_keys: NDArray[np.int64],
+        num_keys: NDArray[np.int64],
+    ) -> _SingleGroup:
+        """`first_keys`, `num_keys`: [rows], seen keys are [first, num) counted from start_block."""
+        longest = int(num_keys.max())
+        last_blocks = start_blocks + (num_keys - 1) // self._block_size
+        columns = start_blocks[:, None] + np.arange(-(-longest // self._block_size))
+        # A padded entry repeats the row's own last block: a foreign block could hold a NaN, and
+        # 0 * NaN would carry it over in spite of the mask.
+        columns = np.minimum(columns, last_blocks[:, None])
+        blocks = np.take_along_axis(block_tables[rows[0] : rows[1]], columns, axis=1)
+        mask = None
+        if bool((num_keys != longest).any()) or bool(first_keys.any()):
+            keys = np.arange(longest)
+            is_seen = (keys >= first_keys[:, None]) & (keys < num_keys[:, None])
+            mask = self._mask(is_seen)[:, None, None, :]
+        return _SingleGroup(
+            start=rows[0],
+            end=rows[1],
+            num_keys=longest,
+            half_blocks=self._half_blocks(blocks),
+            mask=mask,
+        )
+
+    def _run_group(self, q: Tensor, half_blocks: Tensor, group: _SingleGroup) -> Tensor:
+        shape = self._shape
+        num_rows = group.end - group.start
+        # The queries of one KV head stand where SDPA expects query positions.
+        q_rows = q[group.start : group.end].view(
+            num_rows, shape.num_kv_heads, shape.num_groups, shape.head_dim
+        )
+        k, v = (
+            half_blocks.index_select(0, group.half_blocks)
+            .view(2, num_rows, -1, shape.num_kv_heads, shape.head_dim)[:, :, : group.num_keys]
+            .transpose(2, 3)
+            .unbind(0)
+        )
+        out = F.scaled_dot_product_attention(q_rows, k, v, attn_mask=group.mask, scale=shape.scale)
+        return out.reshape(num_rows, -1)
+
+    # ---- more than one new token ----------------------------------------------------------------
+
+    def _chunks(self, step: AttentionStep, window: int | None) -> Iterator[_Chunk]:
+        start = step.num_single_rows
+        for row in range(step.num_single_rows, len(step.num_new_tokens)):
+            num_new = int(step.num_new_tokens[row])
+            num_computed = int(step.num_computed_tokens[row])
+            yield self._chunk(step.block_tables[row], start, num_new, num_computed, window)
+            start += num_new
+
+    def _chunk(
+        self,
+        block_table: NDArray[np.int32],
+        start: int,
+        num_new: int,
+        num_computed: int,
+        window: int | None,
+    ) -> _Chunk:
+        end = start + num_new
+        if num_computed == 0 and (window is None or num_new <= window):
+            return _Chunk(start=start, end=end, num_keys=num_new, half_blocks=None, mask=None)
+        first = max(0, num_computed - window + 1) if window is not None else 0
+        start_block = first // self._block_size
+        end_block = -(-(num_computed + num_new) // self._block_size)
+        first_key = start_block * self._block_size
+        keys = np.arange(first_key, num_computed + num_new)
+        queries = np.arange(num_computed, num_computed + num_new)[:, None]
+        is_seen = keys <= queries
+        if window is not None:
+            is_seen &= keys > queries - window
+        has_history = num_computed > 0
+        return _Chunk(
+            start=start,
+            end=end,
+            num_keys=len(keys),
+            half_blocks=(
+                self._half_blocks(block_table[start_block:end_block]) if has_history else None
+            ),
+            mask=self._mask(is_seen),
+        )
+
+    def _run_chunk(
+        self, q: Tensor, k_new: Tensor, v_new: Tensor, half_blocks: Tensor, chunk: _Chunk
+    ) -> Tensor:
+        shape = self._shape
+        num_new = chunk.end - chunk.start
+        if chunk.half_blocks is None:
+            k, v = k_new[chunk.start : chunk.end], v_new[chunk.start : chunk.end]
+        else:
+            k, v = (
+                half_blocks.index_select(0, chunk.half_blocks)
+                .view(2, -1, shape.num_kv_heads, shape.head_dim)[:, : chunk.num_keys]
+                .unbind(0)
+            )
+        # [kv_heads, groups, tokens, head_dim]; stride 0 over groups for K and V
+        q_heads = (
+            q[chunk.start : chunk.end]
+            .view(num_new, shape.num_kv_heads, shape.num_groups, shape.head_dim)
+            .permute(1, 2, 0, 3)
+        )
+        expanded = (shape.num_kv_heads, shape.num_groups, chunk.num_keys, shape.head_dim)
+        out = F.scaled_dot_product_attention(
+            q_heads,
+            k.transpose(0, 1).unsqueeze(1).expand(expanded),
+            v.transpose(0, 1).unsqueeze(1).expand(expanded),
+            attn_mask=chunk.mask,
+            is_causal=chunk.mask is None,
+            scale=shape.scale,
+        )
+        return out.permute(2, 0, 1, 3).reshape(num_new, -1)
+
+    # ---- index tensors --------------------------------------------------------------------------
+
+    def _half_blocks(self, blocks: NDArray[np.int32]) -> Tensor:
+        """[2 * blocks.size] int64: layer-0 half-blocks of the K, then of the V, of `blocks`."""
+        k = blocks.ravel().astype(np.int64) * self._half_blocks_per_block
+        return torch.from_numpy(np.concatenate((k, k + 1))).to(self._device)
+
+    def _mask(self, is_seen: NDArray[np.bool_]) -> Tensor:
+        mask = np.where(is_seen, np.float32(0), np.float32(-np.inf))
+        return torch.from_numpy(mask).to(self._device, self._dtype)
+
+
+def _split_by_padding(num_keys: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
+    """Cut rows, ordered by growing history, into ranges [start, end) that pad little.
+
+    A range ends where its padding would exceed a quarter of its real slots and a fixed bound.
+    """
+    start = 0
+    total = 0
+    longest = 0
+    for row, keys in enumerate(num_keys.tolist()):
+        longest = max(longest, keys)
+        padded = longest * (row + 1 - start) - total - keys
+        if row > start and padded > max(_MAX_PADDED_SLOTS, (total + keys) // 4):
+            yield start, row
+            start, total, longest = row, 0, keys
+        total += keys
+    yield start, len(num_keys)

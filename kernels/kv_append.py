@@ -1,0 +1,51 @@
+"""Writes the K and V of a step's new tokens into the paged store. Knows no requests.
+
+The store [blocks, layers, 2, block_size, kv_heads, head_dim] is seen as *lines*: one line is one
+token's K (or V) of one layer, [kv_heads, head_dim], contiguous. Line of a token's K in layer 0:
+
+    block * layers * 2 * block_size + slot_in_block
+
+Its V lies block_size lines further, and layer l lies l * 2 * block_size lines further; so one
+index tensor serves all layers, against a view that starts later.
+"""
+
+from torch import Tensor
+
+
+def layer_lines(store: Tensor, layer: int) -> Tensor:
+    """The store from layer `layer` of block 0 on, as lines [n, kv_heads, head_dim]; a view."""
+    num_blocks, num_layers, _, block_size, num_kv_heads, head_dim = store.shape
+    width = num_kv_heads * head_dim
+    first = layer * 2 * block_size
+    num_lines = num_blocks * num_layers * 2 * block_size - first
+    return store.as_strided(
+        (num_lines, num_kv_heads, head_dim),
+        (width, head_dim, 1),
+        store.storage_offset() + first * width,
+    )
+
+
+def layer_half_blocks(store: Tensor, layer: int) -> Tensor:
+    """The store from `layer` of block 0 on, as [n, block_size * kv_heads * head_dim]; a view.
+
+    Half-block `block * layers * 2` holds the layer's K of a block, the next one its V.
+    """
+    num_blocks, num_layers, _, block_size, num_kv_heads, head_dim = store.shape
+    width = block_size * num_kv_heads * head_dim
+    first = layer * 2
+    return store.as_strided(
+        (num_blocks * num_layers * 2 - first, width),
+        (width, 1),
+        store.storage_offset() + first * width,
+    )
+
+
+def kv_append(k: Tensor, v: Tensor, store: Tensor, layer: int, kv_lines: Tensor) -> None:
+    """store[line of each token] = k, v; mutates `store`.
+
+    k, v: [T, kv_heads, head_dim] in the store's dtype, kv_lines: int64 [2, T], the layer-0 lines
+    of each token's K and V, all different.
+    """
+    lines = layer_lines(store, layer)
+    lines.index_copy_(0, kv_lines[0], k)
+    lines.index_copy_(0, kv_lines[1], v)

@@ -1,0 +1,86 @@
+"""Random-weight Hugging Face folders of every supported architecture, made with transformers."""
+
+import json
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.models.llama import LlamaConfig
+from transformers.models.mistral import MistralConfig
+from transformers.models.qwen2 import Qwen2Config
+from transformers.models.qwen3 import Qwen3Config
+
+CONFIG_CLASSES = {
+    "LlamaForCausalLM": LlamaConfig,
+    "MistralForCausalLM": MistralConfig,
+    "Qwen2ForCausalLM": Qwen2Config,
+    "Qwen3ForCausalLM": Qwen3Config,
+}
+VOCAB_SIZE = 131  # odd, so that nothing is a multiple of anything by accident
+
+
+def save_model(
+    folder: Path,
+    architecture: str = "LlamaForCausalLM",
+    *,
+    seed: int = 0,
+    max_shard_size: str = "5GB",
+    dtype: torch.dtype = torch.float32,
+    **settings: object,
+) -> PreTrainedModel:
+    """Write a small model to `folder`; returns it, in fp32, for comparison.
+
+    Weights, norms and biases are all random, so that a missing one cannot hide.
+    """
+    values: dict[str, object] = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 64,
+        "intermediate_size": 88,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 256,
+        "eos_token_id": 2,
+        "bos_token_id": 1,
+        "pad_token_id": None,
+        "tie_word_embeddings": False,
+        **settings,
+    }
+    if architecture == "MistralForCausalLM":
+        values.setdefault("sliding_window", None)
+    config = CONFIG_CLASSES[architecture](**values)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if "norm" in name:
+                parameter.copy_(1 + 0.3 * noise)
+            elif name.endswith("bias"):
+                parameter.copy_(0.5 * noise)
+            else:
+                parameter.copy_(noise * parameter.shape[-1] ** -0.5)
+    model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
+    finished: PreTrainedModel = model.float().eval()
+    return finished
+
+
+def edit_config(folder: Path, *, remove: tuple[str, ...] = (), **values: object) -> None:
+    """Change config.json by hand, as users do."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    for key in remove:
+        del config[key]
+    config.update(values)
+    path.write_text(json.dumps(config))
+
+
+def reference_logits(folder: Path, token_ids: list[int]) -> torch.Tensor:
+    """What transformers computes for one sequence after loading `folder` itself, [T, vocab]."""
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation="eager", dtype=torch.float32
+    ).eval()
+    with torch.inference_mode():
+        logits: torch.Tensor = model(torch.tensor([token_ids])).logits[0]
+    return logits

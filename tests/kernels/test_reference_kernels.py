@@ -1,0 +1,110 @@
+"""The torch twins against their formulas in float64, at odd sizes and on strided input."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.packed_linear import can_pack, pack_weight, packed_linear
+from kernels.reference import qk_norm, rms_norm, rms_norm_add, rope, silu_mul
+
+# One rounding of the result, a few more inside; a wrong formula is off by orders of magnitude.
+TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 1.2e-2}
+
+
+@pytest.fixture
+def generator() -> torch.Generator:
+    made = torch.Generator()
+    print(f"seed {made.seed()}")
+    return made
+
+
+def _strided(generator: torch.Generator, dtype: torch.dtype, *shape: int) -> Tensor:
+    """A view whose first axis skips every other entry of its memory."""
+    return torch.randn((shape[0] * 2, *shape[1:]), generator=generator).to(dtype)[::2]
+
+
+def _assert_near(ours: Tensor, exact: Tensor, dtype: torch.dtype) -> None:
+    assert ours.dtype == dtype
+    error = (ours.double() - exact).abs().max()
+    assert error <= TOLERANCES[dtype] * exact.abs().max(), f"off by {error}"
+
+
+def _exact_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    x, weight = x.double(), weight.double()
+    return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("size", [1, 7, 129])
+def test_rms_norm_is_its_formula(dtype: torch.dtype, size: int, generator: torch.Generator) -> None:
+    x = _strided(generator, dtype, 5, size)
+    weight = torch.randn(size, generator=generator).to(dtype)
+    _assert_near(rms_norm(x, weight, 0.1), _exact_norm(x, weight, 0.1), dtype)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_the_residual_is_added_before_the_norm(
+    dtype: torch.dtype, generator: torch.Generator
+) -> None:
+    x, residual = (_strided(generator, dtype, 3, 33) for _ in range(2))
+    before = residual.clone()
+    weight = torch.randn(33, generator=generator).to(dtype)
+    normed, added = rms_norm_add(x, residual, weight, 1e-5)
+    assert torch.equal(added, x + before)
+    assert torch.equal(residual, before)
+    _assert_near(normed, _exact_norm(added, weight, 1e-5), dtype)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_qk_norm_takes_each_head_by_itself(dtype: torch.dtype, generator: torch.Generator) -> None:
+    qk = torch.randn((4, 9, 6), generator=generator).to(dtype)[:, 2:7]
+    before = qk.clone()
+    weight = torch.randn((5, 6), generator=generator).to(dtype)
+    _assert_near(qk_norm(qk, weight, 1e-6), _exact_norm(qk, weight, 1e-6), dtype)
+    assert torch.equal(qk, before)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("head_dim", [2, 6, 64])
+def test_rope_turns_pairs_half_a_head_apart(
+    dtype: torch.dtype, head_dim: int, generator: torch.Generator
+) -> None:
+    x = torch.randn((3, 7, head_dim), generator=generator).to(dtype)[:, 1:6]
+    angles = torch.randn((3, 1, head_dim // 2), generator=generator)
+    cos, sin = angles.cos(), angles.sin()
+    ours = rope(x, torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))
+    first, second = x.double().chunk(2, -1)
+    pairs = torch.complex(first, second) * torch.polar(torch.ones_like(first), angles.double())
+    _assert_near(ours, torch.cat((pairs.real, pairs.imag), -1), dtype)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_silu_mul_is_its_formula(dtype: torch.dtype, generator: torch.Generator) -> None:
+    gate_up = _strided(generator, dtype, 5, 2 * 13) * 4
+    gate, up = gate_up.double().chunk(2, -1)
+    _assert_near(silu_mul(gate_up), gate / (1 + (-gate).exp()) * up, dtype)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("shape", [(1, 1), (7, 5), (64, 48), (131, 257)])
+def test_a_packed_weight_gives_the_plain_product(
+    dtype: torch.dtype, has_bias: bool, shape: tuple[int, int], generator: torch.Generator
+) -> None:
+    weight = torch.randn(shape, generator=generator).to(dtype)
+    assert can_pack(weight)
+    bias = torch.randn(shape[0], generator=generator).to(dtype) if has_bias else None
+    packed = pack_weight(weight)
+    for num_rows in (1, 2, 3, 16, 65):
+        x = torch.randn((num_rows, shape[1]), generator=generator).to(dtype)
+        exact = x.double() @ weight.double().T + (0.0 if bias is None else bias.double())
+        error = (packed_linear(x, packed, bias).double() - exact).abs().max()
+        bound = TOLERANCES[dtype] * math.sqrt(shape[1]) * exact.abs().max()
+        assert error <= bound, f"{num_rows} rows: off by {error}"
+
+
+def test_only_cpu_weights_of_a_known_type_are_packed() -> None:
+    assert not can_pack(torch.zeros((2, 2), dtype=torch.float16))
+    assert not can_pack(torch.zeros((2, 2), device="meta"))
