@@ -1,0 +1,52 @@
+"""The randomness of a draw: Gumbel noise named by (seed, index, token), added to the logits.
+
+Knows where each row stands in its own sequence of draws, and nothing of what is in the batch.
+"""
+
+import torch
+from torch import Tensor
+
+from engine.request import SamplingParams
+from engine.sampling.feature import positions_of, put, take
+from kernels.sample import gumbel
+
+_TWO_63 = 2**63
+_TWO_64 = 2**64
+
+
+class GumbelNoise:
+    """Adds each drawing row's noise; the row's index is the number of its output tokens so far."""
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self._token_ids = torch.arange(vocab_size, device=device)  # [vocab]
+        self._seeds: dict[int, int] = {}  # row -> seed, as a signed 64-bit integer
+        self._indices: dict[int, int] = {}  # row -> output tokens so far
+
+    def add(
+        self, row: int, params: SamplingParams, prompt_ids: list[int], output_ids: list[int]
+    ) -> bool:
+        if params.is_greedy:
+            return False
+        self._seeds[row] = (params.seed + _TWO_63) % _TWO_64 - _TWO_63
+        self._indices[row] = len(output_ids)
+        return True
+
+    def remove(self, row: int) -> None:
+        self._seeds.pop(row, None)
+        self._indices.pop(row, None)
+
+    def apply(self, logits: Tensor, rows: list[int]) -> None:
+        positions = positions_of(rows, self._seeds)
+        if not positions:
+            return
+        members = [rows[position] for position in positions]
+        seeds = torch.tensor([self._seeds[row] for row in members], device=logits.device)
+        indices = torch.tensor([self._indices[row] for row in members], device=logits.device)
+        part = take(logits, positions)
+        part += gumbel(seeds, indices, self._token_ids)
+        put(logits, positions, part)
+
+    def observe(self, rows: list[int], token_ids: list[int]) -> None:
+        for row in rows:
+            if row in self._indices:
+                self._indices[row] += 1

@@ -1,0 +1,179 @@
+"""Temperature, and what is cut off before a draw: top_k, top_p, min_p.
+
+Every cut is by value: a row gets a threshold and keeps each token at or above it, so equal logits
+are kept or dropped together, whatever their ids. A GPU kernel can find such a threshold by
+bisection or radix selection, without a sort. Knows nothing of history, bias or noise; a row drawn
+greedily never comes here.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from engine.request import SamplingParams
+from engine.sampling.feature import column, positions_of, put, take
+
+# Below any temperature a client can mean, far above where fp32 division would give 0 / 0.
+_SMALLEST_TEMPERATURE = 1e-30
+# How many of the best tokens top_p looks at first; most nuclei are smaller, and a full sort of the
+# vocabulary costs about twenty times as much.
+_FIRST_LOOK_TOKENS = 64
+
+
+class Temperature:
+    """Shifts a row's maximum to 0, then divides: only differences are scaled, none overflows."""
+
+    def __init__(self) -> None:
+        self._temperatures: dict[int, float] = {}  # row -> temperature > 0
+
+    def __contains__(self, row: object) -> bool:
+        return row in self._temperatures
+
+    def add(
+        self, row: int, params: SamplingParams, prompt_ids: list[int], output_ids: list[int]
+    ) -> bool:
+        if params.is_greedy:
+            return False
+        self._temperatures[row] = max(params.temperature, _SMALLEST_TEMPERATURE)
+        return True
+
+    def remove(self, row: int) -> None:
+        self._temperatures.pop(row, None)
+
+    def apply(self, logits: Tensor, rows: list[int]) -> None:
+        positions = positions_of(rows, self._temperatures)
+        if not positions:
+            return
+        part = take(logits, positions)
+        part -= part.amax(dim=-1, keepdim=True)
+        part /= column(self._temperatures, [rows[position] for position in positions], part)
+        put(logits, positions, part)
+
+    def observe(self, rows: list[int], token_ids: list[int]) -> None:
+        """What was drawn does not matter to a temperature."""
+
+
+class TopK:
+    """Keeps every token whose logit is at least the k-th largest; ties at the k-th stay."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._limits: dict[int, int] = {}  # row -> k, below the vocabulary's size
+
+    def add(
+        self, row: int, params: SamplingParams, prompt_ids: list[int], output_ids: list[int]
+    ) -> bool:
+        if params.is_greedy or not 0 < params.top_k < self._vocab_size:
+            return False
+        self._limits[row] = params.top_k
+        return True
+
+    def remove(self, row: int) -> None:
+        self._limits.pop(row, None)
+
+    def apply(self, logits: Tensor, rows: list[int]) -> None:
+        positions = positions_of(rows, self._limits)
+        if not positions:
+            return
+        limits = [self._limits[rows[position]] for position in positions]
+        part = take(logits, positions)
+        best = part.topk(max(limits), dim=-1).values  # [P, max k], descending
+        last = torch.tensor(limits, device=part.device).unsqueeze(1) - 1
+        part.masked_fill_(part < best.gather(1, last), -torch.inf)
+        put(logits, positions, part)
+
+    def observe(self, rows: list[int], token_ids: list[int]) -> None:
+        """What was drawn does not matter to a cut."""
+
+
+class TopP:
+    """Keeps the smallest set of best tokens whose probability reaches top_p, at least one.
+
+    A token stays if the tokens strictly before it sum to less than top_p; all tokens equal to the
+    last one that stays, stay too.
+    """
+
+    def __init__(self) -> None:
+        self._masses: dict[int, float] = {}  # row -> top_p < 1
+
+    def add(
+        self, row: int, params: SamplingParams, prompt_ids: list[int], output_ids: list[int]
+    ) -> bool:
+        if params.is_greedy or params.top_p >= 1.0:
+            return False
+        self._masses[row] = params.top_p
+        return True
+
+    def remove(self, row: int) -> None:
+        self._masses.pop(row, None)
+
+    def apply(self, logits: Tensor, rows: list[int]) -> None:
+        positions = positions_of(rows, self._masses)
+        if not positions:
+            return
+        part = take(logits, positions)
+        listed = [self._masses[rows[position]] for position in positions]
+        masses = torch.tensor(listed, dtype=torch.float64, device=part.device).unsqueeze(1)
+        part.masked_fill_(part < _nucleus_cutoff(part, masses), -torch.inf)
+        put(logits, positions, part)
+
+    def observe(self, rows: list[int], token_ids: list[int]) -> None:
+        """What was drawn does not matter to a cut."""
+
+
+def _nucleus_cutoff(logits: Tensor, masses: Tensor) -> Tensor:
+    """The smallest logit each row keeps, fp32 [P, 1]; logits fp32 [P, vocab], masses [P, 1].
+
+    Looks at a row's best 64 tokens, then at eight times as many, until its mass is reached; what a
+    row needs is its own, so its result does not depend on the other rows.
+    """
+    vocab_size = logits.shape[1]
+    largest = logits.amax(dim=-1, keepdim=True)
+    totals = (logits - largest).exp_().sum(dim=-1, keepdim=True, dtype=torch.float64)
+    wanted = masses * totals  # [P, 1], in units of the best token's probability
+    cutoff = torch.empty_like(largest)
+    unsettled = torch.arange(logits.shape[0], device=logits.device)
+    num_tokens = _FIRST_LOOK_TOKENS
+    while unsettled.numel() > 0:
+        num_tokens = min(num_tokens, vocab_size)
+        best = logits[unsettled].topk(num_tokens, dim=-1).values  # [U, num_tokens], descending
+        reached = (best - largest[unsettled]).exp_().cumsum(dim=-1, dtype=torch.float64)
+        # `reached` never falls: the kept tokens are those short of the mass, and one more.
+        num_short = (reached < wanted[unsettled]).sum(dim=-1, keepdim=True)
+        cutoff[unsettled] = best.gather(1, num_short.clamp(max=num_tokens - 1))
+        if num_tokens == vocab_size:
+            break
+        unsettled = unsettled[num_short.squeeze(1) == num_tokens]
+        num_tokens *= 8
+    return cutoff
+
+
+class MinP:
+    """Keeps the tokens whose probability is at least min_p times the largest."""
+
+    def __init__(self) -> None:
+        self._log_shares: dict[int, float] = {}  # row -> log(min_p)
+
+    def add(
+        self, row: int, params: SamplingParams, prompt_ids: list[int], output_ids: list[int]
+    ) -> bool:
+        if params.is_greedy or params.min_p <= 0.0:
+            return False
+        self._log_shares[row] = math.log(params.min_p)
+        return True
+
+    def remove(self, row: int) -> None:
+        self._log_shares.pop(row, None)
+
+    def apply(self, logits: Tensor, rows: list[int]) -> None:
+        positions = positions_of(rows, self._log_shares)
+        if not positions:
+            return
+        part = take(logits, positions)
+        log_shares = column(self._log_shares, [rows[position] for position in positions], part)
+        part.masked_fill_(part < part.amax(dim=-1, keepdim=True) + log_shares, -torch.inf)
+        put(logits, positions, part)
+
+    def observe(self, rows: list[int], token_ids: list[int]) -> None:
+        """What was drawn does not matter to a cut."""

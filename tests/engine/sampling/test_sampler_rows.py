@@ -1,0 +1,272 @@
+"""Rows of a batch: greedy and drawn together, invariance, resuming, bad logits, statistics."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from engine.request import SamplingParams
+from engine.sampling.sampler import SampledBatch, Sampler
+
+VOCAB_SIZE = 331
+EOS = (2, 5)
+
+# Every knob, alone and mixed, greedy and drawn.
+MANY_PARAMS = [
+    SamplingParams(max_tokens=99, temperature=0.0),
+    SamplingParams(max_tokens=99, seed=1),
+    SamplingParams(max_tokens=99, seed=-(2**63), temperature=0.6, top_p=0.9),
+    SamplingParams(max_tokens=99, seed=2**64 - 1, top_k=7, logprobs=3),
+    SamplingParams(max_tokens=99, seed=2**40, min_p=0.1, repetition_penalty=1.3),
+    SamplingParams(max_tokens=99, temperature=0.0, frequency_penalty=0.8, logprobs=0),
+    SamplingParams(max_tokens=99, seed=5, temperature=2.0, presence_penalty=1.5, min_tokens=6),
+    SamplingParams(max_tokens=99, temperature=0.0, logit_bias={3: 4.0, 8: -50.0}),
+    SamplingParams(
+        max_tokens=99, seed=9, temperature=1.2, top_k=60, top_p=0.97, min_p=0.01,
+        repetition_penalty=0.9, frequency_penalty=0.2, logit_bias={1: 2.0}, min_tokens=20,
+    ),
+]  # fmt: skip
+PROMPT = [1, 8, 8, 300, 17]
+
+
+def new_sampler(params: list[SamplingParams], max_rows: int = 16) -> Sampler:
+    """Row i of the sampler has params[i]."""
+    sampler = Sampler(VOCAB_SIZE, max_rows, EOS, "cpu")
+    for row, row_params in enumerate(params):
+        sampler.add(row, row_params, PROMPT, [])
+    return sampler
+
+
+def step_logits(generator: torch.Generator, num_steps: int, num_rows: int) -> Tensor:
+    return torch.randn((num_steps, num_rows, VOCAB_SIZE), generator=generator) * 2
+
+
+def test_greedy_is_the_first_of_the_best() -> None:
+    logits = torch.zeros((3, VOCAB_SIZE))
+    logits[1, [330, 40, 41]] = 2.5
+    logits[2] = -torch.inf
+    logits[2, 17] = -1e30
+    plain = SamplingParams(max_tokens=9, temperature=0.0)
+    biased = SamplingParams(max_tokens=9, temperature=0.0, logit_bias={9: -1.0})
+    for params in (plain, biased):
+        assert new_sampler([params] * 3).sample(logits, [0, 1, 2]).token_ids == [0, 40, 17]
+
+
+def test_a_row_draws_the_same_alone_and_in_any_batch_in_any_order(
+    generator: torch.Generator,
+) -> None:
+    num_rows, num_steps = len(MANY_PARAMS), 12
+    logits = step_logits(generator, num_steps, num_rows)
+    alone = [[] for _ in MANY_PARAMS]  # type: list[list[tuple[int, object]]]
+    for row in range(num_rows):
+        sampler = new_sampler(MANY_PARAMS)
+        for step in range(num_steps):
+            drawn = sampler.sample(logits[step, row : row + 1], [row])
+            alone[row].append((drawn.token_ids[0], drawn.logprobs[0]))
+    together = new_sampler(MANY_PARAMS)
+    num_drawn = [0] * num_rows
+    while min(num_drawn) < num_steps:
+        order = torch.randperm(num_rows, generator=generator).tolist()
+        size = int(torch.randint(1, num_rows + 1, (1,), generator=generator))
+        rows = [row for row in order[:size] if num_drawn[row] < num_steps]
+        lines = [logits[num_drawn[row], row] for row in rows]
+        drawn = together.sample(torch.stack(lines) if lines else logits[0, :0], rows)
+        for row, token_id, logprobs in zip(rows, drawn.token_ids, drawn.logprobs, strict=True):
+            assert (token_id, logprobs) == alone[row][num_drawn[row]], (row, num_drawn[row])
+            num_drawn[row] += 1
+
+
+def test_another_sampler_goes_on_exactly_where_the_first_left_off(
+    generator: torch.Generator,
+) -> None:
+    num_rows, num_steps, moved_after = len(MANY_PARAMS), 14, 5
+    logits = step_logits(generator, num_steps, num_rows)
+    rows = list(range(num_rows))
+    stays = new_sampler(MANY_PARAMS)
+    tokens = [stays.sample(logits[step], rows).token_ids for step in range(num_steps)]
+    moved_to = [(row * 4 + 3) % 11 for row in rows]
+    receives = Sampler(VOCAB_SIZE, 16, EOS, "cpu")
+    for row, params in enumerate(MANY_PARAMS):
+        output_ids = [tokens[step][row] for step in range(moved_after)]
+        receives.add(moved_to[row], params, PROMPT, output_ids)
+    for step in range(moved_after, num_steps):
+        assert receives.sample(logits[step], moved_to).token_ids == tokens[step], step
+
+
+def test_a_row_given_to_another_request_starts_afresh(generator: torch.Generator) -> None:
+    logits = step_logits(generator, 6, len(MANY_PARAMS))
+    rows = list(range(len(MANY_PARAMS)))
+    fresh = new_sampler(MANY_PARAMS)
+    expected = [fresh.sample(logits[step], rows) for step in range(6)]
+    used = new_sampler([*MANY_PARAMS[1:], MANY_PARAMS[0]])
+    for step in range(6):
+        used.sample(logits[step], rows)
+    for row in rows:
+        used.remove(row)
+    for row in rows[::-1]:
+        used.add(row, MANY_PARAMS[row], PROMPT, [])
+    assert [used.sample(logits[step], rows) for step in range(6)] == expected
+
+
+@pytest.mark.parametrize("bad", ["nan", "inf", "all -inf"])
+def test_a_bad_row_is_reported_and_disturbs_nobody(bad: str, generator: torch.Generator) -> None:
+    num_rows = len(MANY_PARAMS)
+    rows = list(range(num_rows))
+    logits = step_logits(generator, 4, num_rows)
+    clean, hurt = new_sampler(MANY_PARAMS), new_sampler(MANY_PARAMS)
+    expected = [clean.sample(logits[step], rows) for step in range(4)]
+    assert hurt.sample(logits[0], rows) == expected[0]
+    for victim in rows:
+        broken = logits[1].clone()
+        if bad == "all -inf":
+            broken[victim] = -torch.inf
+        else:
+            broken[victim, 100] = float(bad)
+        found = hurt.sample(broken[victim : victim + 1], [victim])
+        assert found == SampledBatch(token_ids=[0], logprobs=[None], is_finite=[False])
+    # No history advanced above, so this is still every row's second token.
+    for victim in rows[:-1]:
+        broken = torch.stack([torch.full((VOCAB_SIZE,), torch.nan), logits[1, victim]])
+        found = hurt.sample(broken, [num_rows - 1, victim])
+        assert found.is_finite == [False, True]
+        assert found.token_ids == [0, expected[1].token_ids[victim]]
+        assert found.logprobs == [None, expected[1].logprobs[victim]]
+    assert hurt.sample(logits[1, -1:], rows[-1:]).token_ids == expected[1].token_ids[-1:]
+    assert hurt.sample(logits[2], rows) == expected[2]
+
+
+def test_some_minus_infinities_are_fine(generator: torch.Generator) -> None:
+    logits = step_logits(generator, 1, len(MANY_PARAMS))[0]
+    logits[:, 50:] = -torch.inf
+    drawn = new_sampler(MANY_PARAMS).sample(logits, list(range(len(MANY_PARAMS))))
+    assert all(drawn.is_finite)
+    assert max(drawn.token_ids) < 50
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_whose_every_token_is_banned_draws_nothing(temperature: float) -> None:
+    params = SamplingParams(max_tokens=9, temperature=temperature, min_tokens=1, top_p=0.5)
+    logits = torch.full((2, VOCAB_SIZE), -torch.inf)
+    logits[:, EOS] = 0.0
+    logits[1, 7] = 0.0
+    sampler = new_sampler([params, params])
+    found = sampler.sample(logits, [0, 1])
+    assert found.is_finite == [False, True]
+    assert found.token_ids == [0, 7]
+    # Nothing drawn is nothing counted: the first row still owes its one token, the second does not.
+    logits[:, 9] = -30.0
+    found = sampler.sample(logits, [0, 1])
+    assert found.is_finite == [True, True]
+    assert found.token_ids[0] == 9
+    assert found.token_ids[1] in (*EOS, 7)
+
+
+def test_logits_are_left_as_they_are(generator: torch.Generator) -> None:
+    logits = step_logits(generator, 1, len(MANY_PARAMS))[0]
+    before = logits.clone()
+    new_sampler(MANY_PARAMS).sample(logits, list(range(len(MANY_PARAMS))))
+    new_sampler(MANY_PARAMS[8:]).sample(logits[8:], [0])
+    assert torch.equal(logits, before)
+
+
+def test_an_empty_batch_draws_nothing() -> None:
+    found = new_sampler(MANY_PARAMS).sample(torch.zeros((0, VOCAB_SIZE)), [])
+    assert found == SampledBatch(token_ids=[], logprobs=[], is_finite=[])
+
+
+def test_it_works_inside_and_outside_of_inference_mode(generator: torch.Generator) -> None:
+    logits = step_logits(generator, 3, len(MANY_PARAMS))
+    rows = list(range(len(MANY_PARAMS)))
+    expected_from, sampler = new_sampler(MANY_PARAMS), None
+    with torch.inference_mode():
+        sampler = new_sampler(MANY_PARAMS)
+        assert sampler.sample(logits[0] * 1.0, rows) == expected_from.sample(logits[0], rows)
+    assert sampler.sample(logits[1], rows) == expected_from.sample(logits[1], rows)
+    with torch.inference_mode():
+        assert sampler.sample(logits[2], rows) == expected_from.sample(logits[2], rows)
+
+
+def test_misuse_is_noticed() -> None:
+    sampler = new_sampler(MANY_PARAMS[:2], max_rows=3)
+    logits = torch.zeros((2, VOCAB_SIZE))
+    with pytest.raises(AssertionError, match="twice"):
+        sampler.sample(logits, [1, 1])
+    with pytest.raises(AssertionError, match="never added"):
+        sampler.sample(logits, [0, 2])
+    with pytest.raises(AssertionError, match="float64"):
+        sampler.sample(logits.double(), [0, 1])
+    with pytest.raises(AssertionError, match="logits"):
+        sampler.sample(logits, [0])
+    with pytest.raises(AssertionError, match="in use"):
+        sampler.add(1, MANY_PARAMS[0], PROMPT, [])
+    with pytest.raises(AssertionError, match="row 3 of 3"):
+        sampler.add(3, MANY_PARAMS[0], PROMPT, [])
+
+
+class CountingOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Names of the tensor operations run while it is active."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN204
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_plain_greedy_rows_cost_one_maximum_whatever_other_rows_use() -> None:
+    """Absent features must not run a single tensor operation."""
+    plain = SamplingParams(max_tokens=9, temperature=0.0)
+    sampler = new_sampler([*MANY_PARAMS, *[plain] * 4])
+    for row in (6, 8):  # leaving no trace of what the row was used for
+        sampler.remove(row)
+        sampler.add(row, plain, PROMPT, [])
+    logits = torch.zeros((4, VOCAB_SIZE))
+    with CountingOps() as ops:
+        sampler.sample(logits, [9, 12, 6, 8])
+    assert ops.names.count("aten.max.dim") == 1
+    # The others are the finiteness test over [S], however its parts are named.
+    assert len(ops.names) <= 6, ops.names
+
+
+def chi_square_limit(num_free: int) -> float:
+    """The 99.9 % point (Wilson and Hilferty)."""
+    spread = 2 / (9 * num_free)
+    return num_free * (1 - spread + 3.0902 * math.sqrt(spread)) ** 3
+
+
+def test_draws_over_rows_and_steps_follow_the_softmax() -> None:
+    logits = torch.randn(VOCAB_SIZE, generator=torch.Generator().manual_seed(4))
+    kept = logits.topk(40).indices
+    probs = torch.zeros(VOCAB_SIZE, dtype=torch.float64)
+    probs[kept] = (logits[kept].double() / 1.4).softmax(dim=-1)
+    num_rows, num_steps = 64, 250
+    params = [
+        SamplingParams(max_tokens=999, seed=1000 + i, temperature=1.4, top_k=40)
+        for i in range(num_rows)
+    ]
+    sampler = new_sampler(params, max_rows=num_rows)
+    batch, rows = logits.expand(num_rows, -1), list(range(num_rows))
+    drawn = [sampler.sample(batch, rows).token_ids for _ in range(num_steps)]
+    observed = torch.bincount(torch.tensor(drawn).flatten(), minlength=VOCAB_SIZE).double()
+    assert observed[probs == 0].sum() == 0
+    expected = probs[kept] * num_rows * num_steps
+    assert expected.min() > 5, "cells too small for the statistic"
+    statistic = float(((observed[kept] - expected) ** 2 / expected).sum())
+    assert statistic < chi_square_limit(39)
+
+
+def test_seeds_make_different_answers_and_the_same_seed_the_same(
+    generator: torch.Generator,
+) -> None:
+    params = [SamplingParams(max_tokens=99, seed=seed) for seed in (3, 4, 3, 3 + 2**32)]
+    sampler = new_sampler(params)
+    lines = step_logits(generator, 30, 1).expand(30, 4, -1)
+    answers = zip(*[sampler.sample(line, [0, 1, 2, 3]).token_ids for line in lines], strict=True)
+    first, second, same, high_bits = (list(answer) for answer in answers)
+    assert first == same
+    assert first != second
+    assert first != high_bits
