@@ -1,0 +1,84 @@
+"""Names for the content of KV blocks: chained, keyed hashes of tokens.
+
+A block's hash covers everything its KV depends on: model, dtype, adapter, tenant salt and all
+tokens from the start of the sequence to the end of the block. Two blocks with equal hashes are
+interchangeable, and without the key nobody can compute or aim for a hash. Knows no blocks and no
+index.
+
+    root    = H(model, dtype, salt, adapter, extra_key)
+    hash[0] = H(root    | tokens of block 0)
+    hash[i] = H(hash[i-1] | tokens of block i)
+"""
+
+import struct
+from collections.abc import Sequence
+from hashlib import blake2b
+
+HASH_BYTES = 16
+MIN_KEY_BYTES = 16  # a shorter key can be searched, and an empty one means no key to blake2b
+MAX_KEY_BYTES = blake2b.MAX_KEY_SIZE
+
+# Keeps a root from ever being equal to a block's hash, whatever a client puts into the fields.
+_ROOT_DOMAIN = b"kv block root"
+_BLOCK_DOMAIN = b"kv block"
+
+
+def root_hash(
+    key: bytes,
+    *,
+    model: str,
+    dtype: str,
+    salt: str,
+    adapter: str = "",
+    extra_key: str = "",
+) -> bytes:
+    """The hash [16 bytes] that all chains of one (model, dtype, salt, adapter, extra_key) start at.
+
+    Every field goes in behind its own length, so moving a character from one field to the next
+    gives another root. `key` is the application's secret, 16 to 64 bytes, equal on all workers.
+    """
+    assert MIN_KEY_BYTES <= len(key) <= MAX_KEY_BYTES, (
+        f"the block hash key has {len(key)} bytes, not {MIN_KEY_BYTES} to {MAX_KEY_BYTES}"
+    )
+    digest = blake2b(digest_size=HASH_BYTES, key=key, person=_ROOT_DOMAIN)
+    for field in (model, dtype, salt, adapter, extra_key):
+        # surrogatepass: JSON can carry lone surrogates, and they must not fail a request here.
+        data = field.encode("utf-8", "surrogatepass")
+        digest.update(struct.pack("<Q", len(data)))
+        digest.update(data)
+    return digest.digest()
+
+
+def extend_hashes(
+    key: bytes,
+    root: bytes,
+    token_ids: Sequence[int],
+    block_size: int,
+    hashes: list[bytes],
+) -> None:
+    """Append to `hashes` the hash of every full block of `token_ids` that it does not cover yet.
+
+    `hashes[i]` must name tokens [0, (i + 1) * block_size) under the same key and root. Costs
+    nothing but a division while the last block is not full. Token ids are packed as little-endian
+    uint32; one outside [0, 2**32) raises struct.error.
+    """
+    num_known = len(hashes)
+    num_full = len(token_ids) // block_size
+    if num_full == num_known:
+        return
+    assert num_full > num_known, (
+        f"{num_known} hashes known for {len(token_ids)} tokens in blocks of {block_size}"
+    )
+    num_new_tokens = (num_full - num_known) * block_size
+    start = num_known * block_size
+    packed = struct.pack(f"<{num_new_tokens}I", *token_ids[start : start + num_new_tokens])
+    parent = hashes[-1] if hashes else root
+    block_bytes = 4 * block_size
+    for offset in range(0, len(packed), block_bytes):
+        parent = blake2b(
+            parent + packed[offset : offset + block_bytes],
+            digest_size=HASH_BYTES,
+            key=key,
+            person=_BLOCK_DOMAIN,
+        ).digest()
+        hashes.append(parent)

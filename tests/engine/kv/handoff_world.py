@@ -1,0 +1,149 @@
+"""A decode worker's books in a test: real block cache and hashes, a scheduler that only records."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from engine.clock import ManualClock
+from engine.invariants import check_blocks
+from engine.kv.block_cache import BlockCache
+from engine.kv.handoff import IncomingHandoffs
+from engine.kv.layout import KvLayout
+from engine.kv.request_hasher import RequestHasher
+from engine.messages import PieceHeader, Reservation, ReserveRequest, Role, WorkerIdentity
+from engine.request import Request, RequestKey, SamplingParams
+
+BLOCK_SIZE = 3
+LAYOUT = KvLayout(num_layers=2, block_size=BLOCK_SIZE, num_kv_heads=1, head_dim=4, dtype="float32")
+LEASE_S = 8.0
+
+
+def identity(name: str, role: Role, incarnation: str | None = None) -> WorkerIdentity:
+    return WorkerIdentity(
+        name=name,
+        incarnation=incarnation or f"{name}-1",
+        role=role,
+        model="m",
+        layout=LAYOUT,
+        max_model_len=100,
+        node_id="n",
+        pid=1,
+    )
+
+
+SENDER = identity("prefill-0", "prefill")
+RECEIVER = identity("decode-0", "decode")
+
+
+def hasher() -> RequestHasher:
+    return RequestHasher(b"k" * 16, model="m", dtype="float32", block_size=BLOCK_SIZE)
+
+
+@dataclass(frozen=True)
+class Counts:
+    num_waiting: int
+
+
+class RecordingScheduler:
+    """Keeps what joins it, and indexes full blocks as the real one does."""
+
+    def __init__(self, cache: BlockCache) -> None:
+        self._cache = cache
+        self.running: dict[RequestKey, Request] = {}
+        self.num_waiting = 0
+
+    @property
+    def num_running(self) -> int:
+        return len(self.running)
+
+    def statistics(self) -> Counts:
+        return Counts(num_waiting=self.num_waiting)
+
+    def join(self, request: Request) -> None:
+        assert request.num_uncomputed_tokens == 1
+        for i in range(request.num_indexed_blocks, request.num_computed_tokens // BLOCK_SIZE):
+            parent = request.block_hashes[i - 1] if i else None
+            self._cache.index(request.block_ids[i], request.block_hashes[i], parent)
+        self.running[request.key] = request
+
+    def abort(self, key: RequestKey) -> bool:
+        if key not in self.running:
+            return False
+        self.finish(key)
+        return True
+
+    def finish(self, key: RequestKey) -> None:
+        self._cache.release(self.running.pop(key).block_ids)
+
+
+class Decode:
+    """A decode worker without device or network."""
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 16,
+        max_rows: int = 4,
+        incoming_class: type[IncomingHandoffs] = IncomingHandoffs,
+    ) -> None:
+        self.clock = ManualClock(100.0)
+        self.cache = BlockCache(num_blocks, enable_prefix_cache=True, protected_share=0.8)
+        self.scheduler = RecordingScheduler(self.cache)
+        self.incoming = incoming_class(
+            self.cache,
+            hasher=hasher(),
+            scheduler=self.scheduler,
+            identity=RECEIVER,
+            clock=self.clock,
+            lease_s=LEASE_S,
+            max_rows=max_rows,
+        )
+
+    def check(self) -> None:
+        owners = list(self.incoming.owners())
+        owners += [(f"row {key}", r.block_ids) for key, r in self.scheduler.running.items()]
+        check_blocks(self.cache, owners)
+
+    def granted(self, request: ReserveRequest) -> Reservation:
+        answer = self.incoming.reserve(request)
+        assert isinstance(answer, Reservation), answer
+        return answer
+
+
+def key_of(number: int) -> RequestKey:
+    return RequestKey(f"{number:032x}")
+
+
+def asking(
+    number: int, token_ids: Sequence[int], *, num_prompt_tokens: int | None = None
+) -> ReserveRequest:
+    return ReserveRequest(
+        key=key_of(number),
+        sender=SENDER,
+        ingress_id="ingress-0",
+        token_ids=list(token_ids),
+        num_prompt_tokens=num_prompt_tokens or len(token_ids),
+        params=SamplingParams(max_tokens=9),
+    )
+
+
+def piece(
+    number: int,
+    reservation: Reservation,
+    first: int,
+    end: int,
+    *,
+    epoch: int = 1,
+    first_token_id: int | None = None,
+) -> PieceHeader:
+    return PieceHeader(
+        transfer_id=reservation.transfer_id,
+        key=key_of(number),
+        sender=SENDER.name,
+        sender_incarnation=SENDER.incarnation,
+        epoch=epoch,
+        seq=0,
+        first_block=first,
+        num_blocks=end - first,
+        digests=[0] * (end - first),
+        first_token_id=first_token_id,
+    )
