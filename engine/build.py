@@ -1,0 +1,159 @@
+"""Composition root of one worker's engine: config and model folder in, a core ready to step out."""
+
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from configs.schema import AppConfig, ModelConfig
+from engine.clock import Clock
+from engine.core import EngineCore
+from engine.errors import ConfigError
+from engine.execution.executor import Executor
+from engine.execution.warm_up import warm_up
+from engine.kv.block_cache import BlockCache
+from engine.kv.handoff import OutgoingEvent, OutgoingHandoffs
+from engine.kv.kv_store import KvStore
+from engine.kv.layout import KvDtype, KvLayout
+from engine.kv.request_hasher import RequestHasher
+from engine.messages import LoadReport
+from engine.models.registry import build_model
+from engine.models.spec import ModelSpec, load_spec
+from engine.sampling.sampler import Sampler
+from engine.scheduling.scheduler import Scheduler
+
+DTYPES: dict[KvDtype, torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+BLOCK_KEY_BYTES = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engine:
+    """One replica. Everything but `kv_store` belongs to the thread that steps `core`."""
+
+    spec: ModelSpec
+    layout: KvLayout
+    max_model_len: int
+    cache: BlockCache
+    hasher: RequestHasher
+    kv_store: KvStore
+    outgoing: OutgoingHandoffs
+    core: EngineCore
+
+    def load(self) -> LoadReport:
+        """How busy the replica is."""
+        counts = self.core.scheduler.statistics()
+        return LoadReport(
+            queued_tokens=counts.num_queued_tokens,
+            num_waiting=counts.num_waiting,
+            num_running=counts.num_running,
+            num_free_blocks=self.cache.num_available,
+            num_blocks=self.cache.num_blocks,
+        )
+
+    def describe(self) -> str:
+        """One line for the log: what is served and what fits."""
+        kv_mib = self.layout.block_bytes * self.cache.num_blocks / 2**20
+        return (
+            f"{self.spec.architecture}, {self.spec.num_layers} layers, {self.layout.dtype};"
+            f" {self.cache.num_blocks} KV blocks of {self.layout.block_size} tokens"
+            f" ({kv_mib:.0f} MiB), longest context {self.max_model_len} tokens"
+        )
+
+
+def build_engine(
+    config: AppConfig,
+    model_fingerprint: str,
+    clock: Clock,
+    notify: Callable[[OutgoingEvent], None],
+) -> Engine:
+    """Load the model and put the parts together.
+
+    `notify` hears, on the engine thread, of prompts whose KV is to move to another worker. Raises
+    ConfigError when the model folder, the config or the two together cannot be served.
+    """
+    torch.set_num_threads(config.workers.torch_threads)
+    folder = Path(config.model.path)
+    device = torch.device(config.model.device)
+    spec = load_spec(folder)
+    dtype = kv_dtype(config.model, spec)
+    max_model_len = context_length(config, spec)
+    model = build_model(folder, dtype=DTYPES[dtype], device=device, max_model_len=max_model_len)
+    layout = spec.kv_layout(block_size=config.cache.block_size, dtype=dtype)
+    cache = BlockCache(
+        config.cache.num_blocks,
+        enable_prefix_cache=config.cache.enable_prefix_cache,
+        protected_share=config.cache.protected_share,
+    )
+    # Hashes are compared only within one worker, so the key never leaves it.
+    hasher = RequestHasher(
+        secrets.token_bytes(BLOCK_KEY_BYTES),
+        model=model_fingerprint,
+        dtype=dtype,
+        block_size=layout.block_size,
+    )
+    outgoing = OutgoingHandoffs(cache, notify)
+    scheduler = Scheduler(
+        config.scheduler,
+        cache=cache,
+        hasher=hasher,
+        outbox=outgoing,
+        block_size=layout.block_size,
+        max_model_len=max_model_len,
+        eos_token_ids=spec.eos_token_ids,
+    )
+    max_rows = config.scheduler.max_rows
+    executor = Executor(
+        model,
+        layout=layout,
+        num_blocks=config.cache.num_blocks,
+        max_rows=max_rows,
+        max_model_len=max_model_len,
+        sampler=Sampler(spec.vocab_size, max_rows, spec.eos_token_ids, device),
+    )
+    warm_up(
+        executor,
+        num_rows=max_rows,
+        num_blocks=config.cache.num_blocks,
+        max_tokens=min(config.scheduler.max_step_tokens, max_model_len - 1),
+    )
+    return Engine(
+        spec=spec,
+        layout=layout,
+        max_model_len=max_model_len,
+        cache=cache,
+        hasher=hasher,
+        kv_store=executor.kv_store,
+        outgoing=outgoing,
+        core=EngineCore(scheduler, executor, clock),
+    )
+
+
+def kv_dtype(model: ModelConfig, spec: ModelSpec) -> KvDtype:
+    """The dtype of weights and KV: as configured; "auto" = fp32 on a CPU, else config.json's."""
+    if model.dtype != "auto":
+        return model.dtype
+    return "float32" if model.device == "cpu" else spec.dtype
+
+
+def context_length(config: AppConfig, spec: ModelSpec) -> int:
+    """The longest context in tokens: what the model allows, the config asks and the cache holds.
+
+    Raises ConfigError when the config asks for more than the model or the cache can give.
+    """
+    capacity = config.cache.num_blocks * config.cache.block_size
+    asked = config.model.max_model_len
+    if asked is None:
+        return min(spec.max_model_len, capacity)
+    if asked > min(spec.max_model_len, capacity):
+        raise ConfigError(
+            f"model.max_model_len is {asked}, but {config.model.path} allows {spec.max_model_len}"
+            f" tokens and cache.num_blocks x cache.block_size holds {capacity}; lower the first or"
+            " raise cache.num_blocks"
+        )
+    return asked

@@ -1,0 +1,107 @@
+"""Chat messages to prompt text, by the model's own template in transformers' sandbox.
+
+Knows nothing of tokens. Templates come from the model folder only, never from a client.
+"""
+
+from pathlib import Path
+from typing import Protocol, cast
+
+from engine.errors import ConfigError, RequestError
+from engine.messages import TokenizeRequest
+
+# Names a client's chat_template_kwargs may not set: arguments of the renderer, variables it gives
+# to the template, and switches with a request field of their own.
+RESERVED_KWARGS = frozenset(
+    {
+        "add_generation_prompt",
+        "chat_template",
+        "continue_final_message",
+        "conversation",
+        "conversations",
+        "documents",
+        "max_length",
+        "messages",
+        "padding",
+        "return_assistant_tokens_mask",
+        "return_dict",
+        "return_tensors",
+        "sanitize_control_tokens",
+        "self",
+        "tokenize",
+        "tokenizer_kwargs",
+        "tools",
+        "truncation",
+    }
+)
+_MAX_MESSAGE_CHARS = 300  # of a template's own error text
+
+
+def is_reserved_kwarg(name: str) -> bool:
+    """Also every special token's variable (`bos_token`, ...), whatever the model calls it."""
+    return name in RESERVED_KWARGS or name.endswith(("_token", "_tokens"))
+
+
+class TemplateTokenizer(Protocol):
+    """What is used of a transformers tokenizer."""
+
+    chat_template: object
+
+    def apply_chat_template(
+        self, conversation: list[dict[str, object]], **kwargs: object
+    ) -> object: ...
+
+
+class ChatTemplate:
+    """Renders conversations for one model; one without a template refuses each of them."""
+
+    def __init__(self, tokenizer: TemplateTokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    @property
+    def is_present(self) -> bool:
+        return self._tokenizer.chat_template is not None
+
+    def render(self, request: TokenizeRequest) -> str:
+        """Raises RequestError: no template, or the template refuses these messages."""
+        assert request.messages is not None, "no messages to render"
+        reserved = sorted(name for name in request.chat_template_kwargs if is_reserved_kwarg(name))
+        assert not reserved, f"reserved template variables passed the edge: {reserved}"
+        if not self.is_present:
+            raise RequestError(
+                "This model has no chat template; use /v1/completions instead.", param="messages"
+            )
+        try:
+            text = self._tokenizer.apply_chat_template(
+                request.messages,
+                tokenize=False,
+                add_generation_prompt=request.add_generation_prompt,
+                continue_final_message=request.continue_final_message,
+                **request.chat_template_kwargs,
+            )
+        except Exception as error:  # a template is a program of the model's and may raise anything
+            raise RequestError(_explain(error), param="messages") from error
+        assert isinstance(text, str), f"the renderer returned {type(text).__name__}"
+        return text
+
+
+def load_chat_template(folder: Path) -> ChatTemplate:
+    """The template of a model folder; raises ConfigError when transformers cannot load it."""
+    # Imported here because it takes seconds and only tokenizer actors render.
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(folder), local_files_only=True, trust_remote_code=False
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"{folder}: transformers cannot load the tokenizer: {error}") from error
+    return ChatTemplate(cast("TemplateTokenizer", tokenizer))
+
+
+def _explain(error: Exception) -> str:
+    """A template's own complaint (`raise_exception`) for the client; of others only the kind."""
+    from jinja2 import TemplateError
+
+    own_text = isinstance(error, TemplateError) or type(error) is ValueError
+    detail = str(error)[:_MAX_MESSAGE_CHARS] if own_text else type(error).__name__
+    return f"The chat template cannot render these messages: {detail}"

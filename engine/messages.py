@@ -1,0 +1,285 @@
+"""Records that cross a process border, and nothing else: small, typed, one purpose each.
+
+Encoded with msgpack by `encode` / `decoder`. Durations travel, never timestamps: clocks differ
+between hosts. Every message about a request carries its full `RequestKey`.
+"""
+
+from typing import Literal, TypeVar
+
+import msgspec
+
+from engine.kv.layout import KvLayout
+from engine.request import RequestKey, SamplingParams
+from engine.scheduling.plan import TokenLogprobs
+
+Role = Literal["prefill", "decode", "unified"]
+T = TypeVar("T")
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode(message: msgspec.Struct) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode(data: bytes, kind: type[T]) -> T:
+    """Decode and validate; raises msgspec.ValidationError when a peer speaks another version."""
+    return msgspec.msgpack.decode(data, type=kind)
+
+
+def decode_placement(data: bytes) -> "Placement":
+    """The same for the allocator's answer, told apart by its tag."""
+    answer: Placement = msgspec.msgpack.decode(data, type=Placement)
+    return answer
+
+
+def decode_reserve_reply(data: bytes) -> "ReserveReply":
+    """The same for a decode worker's answer to a ReserveRequest."""
+    answer: ReserveReply = msgspec.msgpack.decode(data, type=ReserveReply)
+    return answer
+
+
+# ---- ingress -> tokenizer batcher ---------------------------------------------------------------
+
+
+class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One prompt to turn into ids: exactly one of `text`, `messages` is set."""
+
+    text: str | None = None
+    messages: list[dict[str, object]] | None = None  # OpenAI chat messages, validated
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, object] = {}
+
+
+class TokenizeReply(msgspec.Struct, frozen=True, kw_only=True):
+    """`error` is a message for the client (a template or encoding problem), else the ids."""
+
+    token_ids: list[int] = []
+    error: str | None = None
+
+
+# ---- ingress -> allocator -----------------------------------------------------------------------
+
+
+class PlaceRequest(msgspec.Struct, frozen=True, kw_only=True):
+    key: RequestKey
+    num_prompt_tokens: int
+    max_tokens: int
+    avoid: list[str] = []  # workers that just failed this request
+
+
+class Assign(msgspec.Struct, frozen=True, kw_only=True, tag="assign"):
+    prefill_worker: str
+    decode_worker: str | None  # None = the prefill worker is unified and keeps the request
+
+
+class Hold(msgspec.Struct, frozen=True, kw_only=True, tag="hold"):
+    reason: str
+    retry_after_s: float
+
+
+class Reject(msgspec.Struct, frozen=True, kw_only=True, tag="reject"):
+    reason: str
+    retry_after_s: float
+
+
+Placement = Assign | Hold | Reject
+
+
+# ---- ingress -> worker --------------------------------------------------------------------------
+
+
+class Submit(msgspec.Struct, frozen=True, kw_only=True):
+    """A request for a worker that prefills."""
+
+    key: RequestKey
+    ingress_id: str
+    token_ids: list[int]  # prompt, then output already emitted by an earlier attempt
+    num_prompt_tokens: int
+    params: SamplingParams
+    decode_worker: str | None = None
+    remaining_s: float | None = None  # until the request's deadline
+    priority: int = 0
+    salt: str = ""
+
+
+# ---- worker -> ingress --------------------------------------------------------------------------
+
+
+class TokenRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One token of one request. `index` counts output tokens from 0 across all attempts."""
+
+    key: RequestKey
+    index: int
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+    num_cached_tokens: int | None = None  # with the first token of an attempt
+    finish: Literal["stop", "length"] | None = None
+    stop_token_id: int | None = None  # which id ended it, when finish is "stop"
+
+
+class FailureRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """This attempt is over without a finish; `retryable` = another worker may do better."""
+
+    key: RequestKey
+    reason: str
+    retryable: bool
+    code: str = "worker_error"
+
+
+class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
+    """How busy a worker is, with every step message and at least every 100 ms."""
+
+    queued_tokens: int  # uncomputed tokens of waiting and running requests
+    num_waiting: int
+    num_running: int
+    num_free_blocks: int  # free or evictable
+    num_blocks: int
+
+
+class StepMessage(msgspec.Struct, frozen=True, kw_only=True):
+    """All that one step made for one ingress."""
+
+    worker: str
+    incarnation: str
+    step_seq: int  # counts messages of this stream from 0; acknowledged by the ingress
+    load: LoadReport
+    tokens: list[TokenRecord] = []
+    failures: list[FailureRecord] = []
+
+
+# ---- supervisor <-> everybody -------------------------------------------------------------------
+
+
+class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
+    """Who a worker is; peers refuse each other unless `model` and `layout` are equal."""
+
+    name: str
+    incarnation: str  # new with every process start
+    role: Role
+    model: str  # fingerprint of model, weights and app version
+    layout: KvLayout
+    max_model_len: int
+    node_id: str
+    pid: int
+
+
+class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer to a heartbeat. `identity` is None while the model is still loading."""
+
+    identity: WorkerIdentity | None
+    state: Literal["starting", "ready", "draining", "failed"]
+    detail: str = ""  # why it failed
+    num_requests: int = 0  # in any phase, leases and reservations included
+
+
+class Topology(msgspec.Struct, frozen=True, kw_only=True):
+    """Which actors make up the system now, for ingresses and the allocator."""
+
+    workers: dict[str, WorkerStatus]  # name -> last known status; expected workers only
+    roles: dict[str, Role]  # name -> role, of the same workers
+    batchers: list[str]  # those that answer
+    allocator: str
+
+
+# ---- prefill worker -> decode worker (handoff; see engine/kv/handoff.py) ------------------------
+
+
+class ReserveRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Ask the decode worker for room for a prompt whose first chunk is starting."""
+
+    key: RequestKey
+    sender: WorkerIdentity
+    ingress_id: str
+    token_ids: list[int]
+    num_prompt_tokens: int
+    params: SamplingParams
+    remaining_s: float | None = None
+    priority: int = 0
+    salt: str = ""
+    wait_s: float = 1.0  # how long the decode worker may hold the answer while it is full
+
+
+class Reservation(msgspec.Struct, frozen=True, kw_only=True, tag="reservation"):
+    """Room granted: blocks for all known tokens; the first `num_hit_blocks` need no transfer."""
+
+    transfer_id: str
+    num_blocks: int
+    num_hit_blocks: int
+    lease_s: float
+
+
+class NotNow(msgspec.Struct, frozen=True, kw_only=True, tag="not_now"):
+    """The decode worker is full; ask again."""
+
+
+class Refused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
+    """Never: mismatch, unknown, aborted, shutting down."""
+
+    reason: str
+
+
+ReserveReply = Reservation | NotNow | Refused
+
+ChannelKind = Literal["gloo_pair", "object_store"]
+
+
+class PairRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Open a channel between two workers; an older epoch of the same sender is closed first."""
+
+    sender: WorkerIdentity
+    channel: ChannelKind
+    epoch: int  # of this (sender, receiver): grows by one with every channel opened
+    rendezvous_key: str  # prefix of the channel's keys in the rendezvous
+
+
+class PairReply(msgspec.Struct, frozen=True, kw_only=True):
+    """`receiver` is None when the channel did not open; then `reason` says why."""
+
+    receiver: WorkerIdentity | None = None
+    reason: str = ""
+
+
+class PieceHeader(msgspec.Struct, frozen=True, kw_only=True):
+    """Blocks [first_block, first_block + num_blocks) of a transfer, sent as one message."""
+
+    transfer_id: str
+    key: RequestKey
+    sender: str
+    sender_incarnation: str
+    epoch: int
+    seq: int  # counts the pieces of this epoch's channel from 0
+    first_block: int
+    num_blocks: int  # 0 only when nothing is missing and the piece just commits
+    digests: list[int]  # one per block
+    first_token_id: int | None = None  # set on the last piece: sampled by the sender
+
+
+class PieceReply(msgspec.Struct, frozen=True, kw_only=True):
+    """The acknowledgement. "committed" = the request runs at the receiver, nothing more is due."""
+
+    outcome: Literal["accepted", "committed", "failed"]
+    reason: str = ""
+    is_retryable: bool = False  # the reservation lives: the transfer may start over
+
+
+class CancelTransfer(msgspec.Struct, frozen=True, kw_only=True):
+    """The sender gives a request up: cancels its reservation, or the wait for one."""
+
+    key: RequestKey
+    reason: str = ""
+
+
+class CancelReply(msgspec.Struct, frozen=True, kw_only=True):
+    """Too late when "committed": the request runs at the receiver and its answer was lost."""
+
+    outcome: Literal["cancelled", "committed"]
+
+
+class RenewLease(msgspec.Struct, frozen=True, kw_only=True):
+    """The prompt still computes; answered with HandoffError when the reservation is gone."""
+
+    transfer_id: str
+    key: RequestKey

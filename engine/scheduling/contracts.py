@@ -1,0 +1,66 @@
+"""What the scheduler needs from others, and what a step gives back."""
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from engine.messages import FailureRecord, TokenRecord
+from engine.request import Request, RequestKey
+
+
+class BlockHasher(Protocol):
+    """Names the content of full blocks (see engine/kv/block_hash.py)."""
+
+    def extend(self, request: Request) -> None:
+        """Append to `request.block_hashes` the hash of every full block of its known tokens."""
+        ...
+
+
+class Outbox(Protocol):
+    """Where finished prompts go whose KV belongs on another worker. Called on the engine thread."""
+
+    @property
+    def num_unreserved_blocks(self) -> int:
+        """Blocks held by finished prompts for which no decode worker has made room yet."""
+        ...
+
+    def start(self, request: Request) -> None:
+        """The first chunk starts (again, after a preemption): time to ask for room elsewhere."""
+        ...
+
+    def add(self, request: Request) -> None:
+        """The prompt is computed: take over the request and its block references."""
+        ...
+
+    def drop(self, key: RequestKey) -> None:
+        """The request ended here before `add`, perhaps before `start` too."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOutput:
+    """What a step meant for requests; the ingress of each is in `Request.ingress_id`."""
+
+    num_scheduled_tokens: int = 0  # computed by the step; 0 = nothing could run
+    tokens: list[tuple[str, TokenRecord]] = field(default_factory=list)  # (ingress_id, record)
+    failures: list[tuple[str, FailureRecord]] = field(default_factory=list)
+    left: list[RequestKey] = field(default_factory=list)  # no longer in this scheduler
+
+    def fail(self, request: Request, reason: str, code: str) -> None:
+        """The request is over here, and no other worker would do better."""
+        record = FailureRecord(key=request.key, reason=reason, retryable=False, code=code)
+        self.failures.append((request.ingress_id, record))
+        self.left.append(request.key)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerStatistics:
+    """Counters since start, and sizes now."""
+
+    num_waiting: int
+    num_running: int
+    num_queued_tokens: int
+    num_preemptions: int
+    num_steps: int
+    num_prompt_tokens_computed: int
+    num_cached_tokens: int
+    num_output_tokens: int

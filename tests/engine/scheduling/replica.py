@@ -1,0 +1,166 @@
+"""One replica around a scheduler, without a model: adds requests, steps, and keeps the answers."""
+
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from configs.schema import SchedulerConfig
+from engine.clock import ManualClock
+from engine.core import EngineCore
+from engine.invariants import check_blocks
+from engine.kv.block_cache import BlockCache
+from engine.kv.request_hasher import RequestHasher
+from engine.messages import FailureRecord, TokenRecord
+from engine.request import Request, RequestKey, SamplingParams
+from engine.scheduling.contracts import StepOutput
+from engine.scheduling.plan import StepPlan
+from engine.scheduling.scheduler import Scheduler
+from tests.fakes import (
+    EOS_TOKEN_ID,
+    VOCAB_SIZE,
+    FakeExecutor,
+    RecordingOutbox,
+    expected_output,
+)
+
+BLOCK_SIZE = 4
+HASH_KEY = bytes(range(16))
+FIVE_TOKENS = SamplingParams(max_tokens=5, ignore_eos=True)
+
+
+def params_of(max_tokens: int, **given: Any) -> SamplingParams:
+    """Parameters of a request that only its length ends, unless told otherwise."""
+    return SamplingParams(**{"max_tokens": max_tokens, "ignore_eos": True, **given})
+
+
+def prompt_of(num_tokens: int, seed: int = 0) -> list[int]:
+    """Tokens that are neither eos nor, in practice, those of another length or seed."""
+    return random.Random(f"{num_tokens} {seed}").choices(range(1, VOCAB_SIZE), k=num_tokens)
+
+
+class Replica:
+    """`step` checks the books of all blocks after every step."""
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 32,
+        max_rows: int = 4,
+        max_step_tokens: int = 16,
+        max_waiting: int = 64,
+        unreserved_share: float = 0.25,
+        max_model_len: int = 64,
+        enable_prefix_cache: bool = True,
+    ) -> None:
+        self.clock = ManualClock()
+        self.cache = BlockCache(
+            num_blocks, enable_prefix_cache=enable_prefix_cache, protected_share=0.5
+        )
+        self.outbox = RecordingOutbox()
+        self.max_model_len = max_model_len
+        self.executor = FakeExecutor(
+            num_blocks=num_blocks,
+            block_size=BLOCK_SIZE,
+            max_rows=max_rows,
+            max_step_tokens=max_step_tokens,
+            max_model_len=max_model_len,
+        )
+        self.scheduler = Scheduler(
+            SchedulerConfig(
+                max_step_tokens=max_step_tokens,
+                max_rows=max_rows,
+                max_waiting=max_waiting,
+                unreserved_share=unreserved_share,
+            ),
+            cache=self.cache,
+            hasher=RequestHasher(HASH_KEY, model="m", dtype="float32", block_size=BLOCK_SIZE),
+            outbox=self.outbox,
+            block_size=BLOCK_SIZE,
+            max_model_len=max_model_len,
+            eos_token_ids=(EOS_TOKEN_ID,),
+        )
+        self.core = EngineCore(self.scheduler, self.executor, self.clock)
+        self.records: dict[RequestKey, list[TokenRecord]] = {}
+        self.failures: dict[RequestKey, FailureRecord] = {}
+        self.left: list[RequestKey] = []
+        self.lent: list[int] = []  # blocks that the test holds itself
+
+    # ---- requests -------------------------------------------------------------------------------
+
+    def add(
+        self,
+        name: str,
+        prompt: Sequence[int],
+        *,
+        child: int = 0,
+        emitted: Sequence[int] = (),
+        params: SamplingParams = FIVE_TOKENS,
+        **fields: Any,
+    ) -> Request:
+        """Queue a request; `emitted` are its output tokens of an earlier attempt."""
+        request = Request(
+            key=RequestKey(name, child, int(bool(emitted))),
+            ingress_id=fields.pop("ingress_id", "ingress-a"),
+            params=params,
+            tokens=[*prompt, *emitted],
+            num_prompt_tokens=len(prompt),
+            num_emitted_tokens=len(emitted),
+            arrival_s=self.clock.now_s(),
+            **fields,
+        )
+        self.scheduler.add(request)
+        self.clock.advance(0.001)
+        return request
+
+    def expected(self, request: Request) -> list[int]:
+        """The whole output of a request, by the oracle."""
+        prompt = request.tokens[: request.num_prompt_tokens]
+        return expected_output(prompt, request.params, max_model_len=self.max_model_len)[0]
+
+    def output(self, request: Request) -> list[int]:
+        """Tokens emitted so far; their indices must go up by one."""
+        records = self.records.get(request.key, [])
+        first = request.num_emitted_tokens
+        assert [r.index for r in records] == list(range(first, first + len(records)))
+        return [r.token_id for r in records]
+
+    # ---- steps ----------------------------------------------------------------------------------
+
+    def step(self) -> StepOutput:
+        output = self.core.step()
+        for _, record in output.tokens:
+            self.records.setdefault(record.key, []).append(record)
+        for _, failure in output.failures:
+            assert failure.key not in self.failures
+            self.failures[failure.key] = failure
+        self.left += output.left
+        self.check()
+        return output
+
+    def run(self, max_steps: int = 200) -> int:
+        """Step until there is no work; returns how many steps that took."""
+        for num_steps in range(max_steps):
+            if not self.scheduler.has_work:
+                return num_steps
+            self.step()
+        raise AssertionError(f"still busy after {max_steps} steps: {self.scheduler.statistics()}")
+
+    @property
+    def last_plan(self) -> StepPlan:
+        return self.executor.plans[-1]
+
+    def chunks(self) -> Iterator[list[int]]:
+        """New tokens per row of every step so far."""
+        for plan in self.executor.plans:
+            yield plan.num_new_tokens
+
+    def check(self) -> None:
+        owners = [*self.scheduler.owners(), ("the test", self.lent)]
+        owners += [(f"outbox {key}", r.block_ids) for key, r in self.outbox.held.items()]
+        check_blocks(self.cache, owners)
+
+    def check_idle(self) -> None:
+        """Nothing is held by anybody, and every row is free."""
+        assert not self.scheduler.has_work
+        assert self.cache.num_held == 0
+        assert self.scheduler.num_free_rows == self.scheduler._config.max_rows

@@ -1,0 +1,98 @@
+"""A request's arithmetic."""
+
+import msgspec
+import pytest
+
+from engine.request import Request, RequestKey, SamplingParams
+
+
+def _request(num_prompt_tokens: int, num_emitted_tokens: int = 0, max_tokens: int = 7) -> Request:
+    return Request(
+        key=RequestKey("a"),
+        ingress_id="ingress",
+        params=SamplingParams(max_tokens=max_tokens),
+        tokens=list(range(num_prompt_tokens + num_emitted_tokens)),
+        num_prompt_tokens=num_prompt_tokens,
+        num_emitted_tokens=num_emitted_tokens,
+        arrival_s=0.0,
+    )
+
+
+def test_progress_is_the_distance_between_computed_and_known_tokens() -> None:
+    request = _request(5)
+    assert (request.num_uncomputed_tokens, request.is_prefilling) == (5, True)
+    request.num_computed_tokens = 4
+    assert (request.num_uncomputed_tokens, request.is_prefilling) == (1, False)
+    request.num_computed_tokens = 5
+    request.tokens.append(9)
+    assert (request.num_known_tokens, request.num_output_tokens) == (6, 1)
+    assert (request.num_uncomputed_tokens, request.is_prefilling) == (1, False)
+
+
+def test_tokens_of_an_earlier_attempt_count_for_max_tokens() -> None:
+    request = _request(5, num_emitted_tokens=3)
+    assert (request.num_output_tokens, request.max_known_tokens) == (3, 12)
+
+
+@pytest.mark.parametrize(("num_prompt", "num_tokens", "num_emitted"), [(0, 0, 0), (4, 3, 0)])
+def test_a_prompt_has_tokens_and_is_known(
+    num_prompt: int, num_tokens: int, num_emitted: int
+) -> None:
+    with pytest.raises(AssertionError, match="prompt of"):
+        Request(
+            key=RequestKey("a"),
+            ingress_id="ingress",
+            params=SamplingParams(max_tokens=1),
+            tokens=[1] * num_tokens,
+            num_prompt_tokens=num_prompt,
+            num_emitted_tokens=num_emitted,
+            arrival_s=0.0,
+        )
+
+
+@pytest.mark.parametrize("num_emitted", [0, 1, 3])
+def test_what_follows_the_prompt_must_be_what_was_emitted(num_emitted: int) -> None:
+    with pytest.raises(AssertionError, match="said to be emitted"):
+        Request(
+            key=RequestKey("a"),
+            ingress_id="ingress",
+            params=SamplingParams(max_tokens=1),
+            tokens=[1] * 7,
+            num_prompt_tokens=5,
+            num_emitted_tokens=num_emitted,
+            arrival_s=0.0,
+        )
+
+
+def test_keys_of_other_choices_and_attempts_differ() -> None:
+    keys = {RequestKey("a"), RequestKey("a", 1), RequestKey("a", 0, 1), RequestKey("b")}
+    assert len(keys) == 4
+    assert RequestKey("a") in keys
+    assert sorted(keys)[0] == RequestKey("a")
+
+
+def test_keys_and_parameters_survive_the_wire() -> None:
+    params = SamplingParams(
+        max_tokens=3, temperature=0.5, logit_bias={7: -1.5}, seed=2**64 - 1, stop_token_ids=(1, 2)
+    )
+    for value in (RequestKey("a", 2, 3), params):
+        wire = msgspec.msgpack.encode(value)
+        assert msgspec.msgpack.decode(wire, type=type(value)) == value
+
+
+@pytest.mark.parametrize(
+    ("given", "needs_history"),
+    [
+        ({}, False),
+        ({"presence_penalty": 0.1}, True),
+        ({"frequency_penalty": -0.1}, True),
+        ({"repetition_penalty": 1.1}, True),
+    ],
+)
+def test_only_penalties_need_the_history(given: dict[str, float], needs_history: bool) -> None:
+    assert SamplingParams(max_tokens=1, **given).needs_history is needs_history  # type: ignore[arg-type]
+
+
+def test_greedy_means_temperature_zero() -> None:
+    assert SamplingParams(max_tokens=1, temperature=0.0).is_greedy
+    assert not SamplingParams(max_tokens=1, temperature=0.01).is_greedy

@@ -1,0 +1,255 @@
+"""Stand-ins that obey the real contracts, and an oracle for what requests must output.
+
+`FakeExecutor` computes nothing but keeps books a model would need: every KV slot remembers which
+token, at which position, after which history was written there. A plan that would make a real
+model read another request's block, a lost one or one that is not finite fails at once. What it
+"samples" is a pure function of a request's seed and tokens, so `expected_output` knows every
+request's tokens without any scheduling.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from engine.request import Request, RequestKey, SamplingParams
+from engine.scheduling.plan import RowAdmission, StepPlan, StepResult, TokenLogprobs
+
+VOCAB_SIZE = 97
+EOS_TOKEN_ID = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What one KV slot holds; `history` names all tokens up to and including this one."""
+
+    token_id: int
+    position: int
+    history: int
+
+
+EMPTY = Written(-1, -1, 0)
+NOT_FINITE = Written(-2, -2, 0)
+
+
+def extend_histories(histories: list[int], token_ids: Sequence[int]) -> None:
+    """Append to `histories` the name of every prefix of `token_ids` it does not cover yet."""
+    for token_id in token_ids[len(histories) :]:
+        histories.append(hash((histories[-1] if histories else 7, token_id)))
+
+
+def next_token(seed: int, history: int) -> int:
+    """The token after a history; hashing integers does not depend on PYTHONHASHSEED."""
+    return hash((seed, history)) % VOCAB_SIZE
+
+
+def expected_output(
+    prompt: Sequence[int],
+    params: SamplingParams,
+    *,
+    max_model_len: int,
+    eos_token_ids: Sequence[int] = (EOS_TOKEN_ID,),
+) -> tuple[list[int], Literal["stop", "length"]]:
+    """All output tokens of a request and why they end, from the rules of the API alone."""
+    stop_ids = set(params.stop_token_ids)
+    if not params.ignore_eos:
+        stop_ids.update(eos_token_ids)
+    histories: list[int] = []
+    output: list[int] = []
+    while True:
+        extend_histories(histories, [*prompt, *output])
+        output.append(next_token(params.seed, histories[-1]))
+        if output[-1] in stop_ids:
+            return output, "stop"
+        if len(output) == params.max_tokens or len(prompt) + len(output) == max_model_len:
+            return output, "length"
+
+
+@dataclass(frozen=True, slots=True)
+class FakePendingStep:
+    result: StepResult
+
+    def wait(self) -> StepResult:
+        return self.result
+
+
+@dataclass(slots=True)
+class _Row:
+    seed: int
+    tokens: list[int]
+    histories: list[int]
+    block_ids: list[int]
+
+
+class FakeExecutor:
+    """An `engine.core.Executor` over integers. AssertionError = the plan would go wrong."""
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_rows: int,
+        max_step_tokens: int,
+        max_model_len: int,
+    ) -> None:
+        self.plans: list[StepPlan] = []
+        self._block_size = block_size
+        self._max_rows = max_rows
+        self._max_step_tokens = max_step_tokens
+        self._max_model_len = max_model_len
+        self._store = [[EMPTY] * block_size for _ in range(num_blocks)]
+        self._rows: dict[int, _Row] = {}
+        self._poisoned: dict[int, int] = {}  # seed -> position
+
+    # ---- for tests ------------------------------------------------------------------------------
+
+    def poison(self, seed: int, position: int) -> None:
+        """The step that computes `position` of the request with `seed` yields no finite number."""
+        self._poisoned[seed] = position
+
+    def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """What a KV channel does: the content of some blocks arrives in others."""
+        for source, target in zip(sources, targets, strict=True):
+            self._store[target] = list(self._store[source])
+
+    @property
+    def occupied_rows(self) -> set[int]:
+        return set(self._rows)
+
+    # ---- engine.core.Executor -------------------------------------------------------------------
+
+    def launch(self, plan: StepPlan) -> FakePendingStep:
+        self._check_columns(plan)
+        self.plans.append(plan)
+        for block_id in plan.zero_block_ids:
+            self._store[block_id] = [EMPTY] * self._block_size
+        for row in plan.released_rows:
+            assert row in self._rows, f"step {plan.step} releases row {row}, which is free"
+            del self._rows[row]
+        for admission in plan.admissions:
+            self._admit(plan, admission)
+        for row, block_ids in zip(plan.rows, plan.new_block_ids, strict=True):
+            self._append_blocks(row, block_ids)
+        self._run(plan)
+        return FakePendingStep(self._sample(plan))
+
+    # ---- parts ----------------------------------------------------------------------------------
+
+    def _check_columns(self, plan: StepPlan) -> None:
+        num_rows = len(plan.rows)
+        columns = (
+            plan.num_new_tokens,
+            plan.num_computed_tokens,
+            plan.num_logits,
+            plan.samples,
+            plan.new_block_ids,
+        )
+        assert all(len(column) == num_rows for column in columns), f"ragged plan {plan}"
+        assert plan.step == len(self.plans), f"step {plan.step} is not number {len(self.plans)}"
+        assert len(set(plan.rows)) == num_rows, f"step {plan.step}: a row twice in {plan.rows}"
+        assert all(n >= 1 for n in plan.num_new_tokens), f"an idle row in {plan}"
+        assert plan.num_tokens <= self._max_step_tokens, (
+            f"step {plan.step}: {plan.num_tokens} tokens, the budget is {self._max_step_tokens}"
+        )
+        num_finished = num_rows + len(plan.zero_block_ids) + len(plan.released_rows)
+        assert num_finished > 0, f"step {plan.step} does nothing"
+
+    def _admit(self, plan: StepPlan, admission: RowAdmission) -> None:
+        row = admission.row
+        assert 0 <= row < self._max_rows, f"there is no row {row}"
+        assert row not in self._rows, f"step {plan.step} admits to row {row}, which is occupied"
+        assert row in plan.rows, f"step {plan.step} admits to row {row}, which does not run"
+        assert 0 < admission.num_prompt_tokens <= len(admission.token_ids) < self._max_model_len
+        histories: list[int] = []
+        extend_histories(histories, admission.token_ids)
+        self._rows[row] = _Row(admission.params.seed, list(admission.token_ids), histories, [])
+        self._append_blocks(row, admission.block_ids)
+
+    def _append_blocks(self, row: int, block_ids: Sequence[int]) -> None:
+        known = self._rows[row].block_ids
+        for block_id in block_ids:
+            assert 0 <= block_id < len(self._store), f"there is no block {block_id}"
+            assert block_id not in known, f"row {row} has block {block_id} twice"
+            assert NOT_FINITE not in self._store[block_id], f"block {block_id} holds NaN"
+            known.append(block_id)
+
+    def _run(self, plan: StepPlan) -> None:
+        writers: dict[tuple[int, int], int] = {}
+        spans = list(
+            zip(plan.rows, plan.num_computed_tokens, plan.num_new_tokens, plan.samples, strict=True)
+        )
+        for i, (row, num_computed, num_new, samples) in enumerate(spans):
+            num_known = len(self._rows[row].tokens)
+            assert num_computed + num_new <= num_known, f"row {row} computes what nobody knows"
+            is_end = num_computed + num_new == num_known
+            assert samples == is_end, f"row {row} samples: {samples}, reaches its end: {is_end}"
+            assert plan.num_logits[i] == int(samples), f"row {row}: {plan.num_logits[i]} logits"
+            self._check_present(row, num_computed)
+        for row, num_computed, num_new, _ in spans:
+            for position in range(num_computed, num_computed + num_new):
+                block_id, slot = self._place_of(row, position)
+                other = writers.setdefault((block_id, slot), row)
+                assert other == row, f"rows {other} and {row} both write block {block_id}"
+                self._store[block_id][slot] = self._content(row, position)
+        for row, num_computed, num_new, _ in spans:
+            self._check_present(row, num_computed + num_new)
+
+    def _check_present(self, row: int, num_tokens: int) -> None:
+        """Every one of the first tokens of a row is in its blocks, computed after its history."""
+        for position in range(num_tokens):
+            block_id, slot = self._place_of(row, position)
+            found, due = self._store[block_id][slot], self._content(row, position)
+            assert found == due, f"row {row} needs {due} in block {block_id}, finds {found}"
+
+    def _place_of(self, row: int, position: int) -> tuple[int, int]:
+        block, slot = divmod(position, self._block_size)
+        block_ids = self._rows[row].block_ids
+        assert block < len(block_ids), f"row {row}: position {position} has no block: {block_ids}"
+        return block_ids[block], slot
+
+    def _content(self, row: int, position: int) -> Written:
+        state = self._rows[row]
+        return Written(state.tokens[position], position, state.histories[position])
+
+    def _sample(self, plan: StepPlan) -> StepResult:
+        tokens: list[list[int]] = []
+        is_finite: list[bool] = []
+        logprobs: list[TokenLogprobs | None] = []
+        for i, row in enumerate(plan.rows):
+            start = plan.num_computed_tokens[i]
+            computed = range(start, start + plan.num_new_tokens[i])
+            state = self._rows[row]
+            is_finite.append(self._poisoned.get(state.seed) not in computed)
+            tokens.append([])
+            logprobs.append(None)
+            if not is_finite[-1]:
+                self._spoil(row, computed)
+            elif plan.samples[i]:
+                tokens[-1].append(next_token(state.seed, state.histories[-1]))
+                state.tokens += tokens[-1]
+                extend_histories(state.histories, state.tokens)
+        return StepResult(step=plan.step, tokens=tokens, logprobs=logprobs, is_finite=is_finite)
+
+    def _spoil(self, row: int, positions: range) -> None:
+        for position in positions:
+            block_id, slot = self._place_of(row, position)
+            self._store[block_id][slot] = NOT_FINITE
+
+
+class RecordingOutbox:
+    """An `engine.scheduling.contracts.Outbox` that says what happened; room is set by the test."""
+
+    def __init__(self) -> None:
+        self.num_unreserved_blocks = 0
+        self.events: list[tuple[str, RequestKey]] = []
+        self.held: dict[RequestKey, Request] = {}  # added, with their blocks
+
+    def start(self, request: Request) -> None:
+        self.events.append(("start", request.key))
+
+    def add(self, request: Request) -> None:
+        self.events.append(("add", request.key))
+        self.held[request.key] = request
+
+    def drop(self, key: RequestKey) -> None:
+        self.events.append(("drop", key))
