@@ -78,13 +78,12 @@ def build_engine(
     ConfigError when the model folder, the config or the two together cannot be served.
     """
     torch.set_num_threads(config.workers.torch_threads)
-    folder = Path(config.model.path)
     device = torch.device(config.model.device)
-    spec = load_spec(folder)
+    spec = load_spec(Path(config.model.path))
     dtype = kv_dtype(config.model, spec)
     max_model_len = context_length(config, spec)
-    model = build_model(folder, dtype=DTYPES[dtype], device=device, max_model_len=max_model_len)
     layout = spec.kv_layout(block_size=config.cache.block_size, dtype=dtype)
+    executor = _build_executor(config, layout, device, max_model_len)
     cache = BlockCache(
         config.cache.num_blocks,
         enable_prefix_cache=config.cache.enable_prefix_cache,
@@ -107,21 +106,6 @@ def build_engine(
         max_model_len=max_model_len,
         eos_token_ids=spec.eos_token_ids,
     )
-    max_rows = config.scheduler.max_rows
-    executor = Executor(
-        model,
-        layout=layout,
-        num_blocks=config.cache.num_blocks,
-        max_rows=max_rows,
-        max_model_len=max_model_len,
-        sampler=Sampler(spec.vocab_size, max_rows, spec.eos_token_ids, device),
-    )
-    warm_up(
-        executor,
-        num_rows=max_rows,
-        num_blocks=config.cache.num_blocks,
-        max_tokens=min(config.scheduler.max_step_tokens, max_model_len - 1),
-    )
     return Engine(
         spec=spec,
         layout=layout,
@@ -132,6 +116,34 @@ def build_engine(
         outgoing=outgoing,
         core=EngineCore(scheduler, executor, clock),
     )
+
+
+def _build_executor(
+    config: AppConfig, layout: KvLayout, device: torch.device, max_model_len: int
+) -> Executor:
+    """The model with its KV store, warmed up."""
+    model = build_model(
+        Path(config.model.path),
+        dtype=DTYPES[layout.dtype],
+        device=device,
+        max_model_len=max_model_len,
+    )
+    max_rows = config.scheduler.max_rows
+    executor = Executor(
+        model,
+        layout=layout,
+        num_blocks=config.cache.num_blocks,
+        max_rows=max_rows,
+        max_model_len=max_model_len,
+        sampler=Sampler(model.spec.vocab_size, max_rows, model.spec.eos_token_ids, device),
+    )
+    warm_up(
+        executor,
+        num_rows=max_rows,
+        num_blocks=config.cache.num_blocks,
+        max_tokens=min(config.scheduler.max_step_tokens, max_model_len - 1),
+    )
+    return executor
 
 
 def kv_dtype(model: ModelConfig, spec: ModelSpec) -> KvDtype:

@@ -341,11 +341,11 @@ class Scheduler:
         """End a request whose logits were not finite, and keep its KV from ever being read."""
         self._unseat(request)
         self._cache.forget(request.block_ids)
-        # What it shares was complete before it came. The rest must not carry NaN into a later
-        # owner, where even a masked position would spread it (0 * NaN).
-        num_sound = request.num_indexed_blocks
-        self._poisoned_block_ids += request.block_ids[num_sound:]
-        del request.block_ids[num_sound:]
+        # A block others still read stays as it is; the rest must not carry NaN into a later owner,
+        # where even a masked position would spread it (0 * NaN).
+        is_shared = {b: self._cache.num_references(b) > 1 for b in request.block_ids}
+        self._poisoned_block_ids += [b for b, shared in is_shared.items() if not shared]
+        request.block_ids = [b for b, shared in is_shared.items() if shared]
         self._leave(request)
         output.fail(request, "the model produced a non-finite value", "non_finite_logits")
 

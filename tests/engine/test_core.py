@@ -45,7 +45,9 @@ def test_the_result_of_another_step_is_refused() -> None:
     class LateExecutor:
         def launch(self, plan: StepPlan) -> FakePendingStep:
             step = replica.executor.launch(plan).result
-            return FakePendingStep(type(step)(step=7, tokens=[[1]], logprobs=[None], is_finite=[True]))
+            return FakePendingStep(
+                type(step)(step=7, tokens=[[1]], logprobs=[None], is_finite=[True])
+            )
 
     core = EngineCore(replica.scheduler, LateExecutor(), replica.clock)
     with pytest.raises(AssertionError, match="plan 0 got result 7"):

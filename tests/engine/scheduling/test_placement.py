@@ -1,4 +1,4 @@
-"""Where a prompt goes: least queued tokens, roles, limits, and ties that are always broken alike."""
+"""Where a prompt goes: least queued tokens, roles, limits, and ties always broken alike."""
 
 import random
 from typing import Any
@@ -70,7 +70,9 @@ def test_the_dead_are_not_counted_on() -> None:
     assert _place(dead, alive) == Assign(prefill_worker="u1", decode_worker=None)
 
 
-@pytest.mark.parametrize(("queued", "num_tokens", "is_refused"), [(990, 10, False), (991, 10, True)])
+@pytest.mark.parametrize(
+    ("queued", "num_tokens", "is_refused"), [(990, 10, False), (991, 10, True)]
+)
 def test_queues_are_bounded_over_all_workers(
     queued: int, num_tokens: int, is_refused: bool
 ) -> None:

@@ -90,7 +90,9 @@ def test_preemption_takes_exactly_as_many_of_the_newest_as_blocks_require() -> N
     assert replica.scheduler.num_running == 2
     replica.run()
     assert [replica.output(r) for r in requests] == [replica.expected(r) for r in requests]
-    assert replica.scheduler.statistics().num_preemptions == sum(r.num_preemptions for r in requests)
+    assert replica.scheduler.statistics().num_preemptions == sum(
+        r.num_preemptions for r in requests
+    )
     replica.check_idle()
 
 
@@ -150,9 +152,7 @@ def test_a_prompt_preempted_between_chunks_starts_over() -> None:
 def test_choices_of_one_request_wait_for_the_prompt_they_share_and_then_hit_it() -> None:
     replica = Replica(max_step_tokens=8)
     prompt = prompt_of(19)
-    choices = [
-        replica.add("n", prompt, child=i, params=params_of(6, seed=i + 1)) for i in range(3)
-    ]
+    choices = [replica.add("n", prompt, child=i, params=params_of(6, seed=i + 1)) for i in range(3)]
     stranger = replica.add("stranger", prompt_of(3))
     replica.step()
     assert [c.row is not None for c in choices] == [True, False, False]
@@ -249,15 +249,15 @@ def test_the_plan_that_zeroes_a_block_may_use_it() -> None:
 def test_a_shared_prefix_survives_for_those_who_read_it() -> None:
     replica = Replica(max_step_tokens=32)
     prompt = prompt_of(8, 1)
-    reader = replica.add("reader", prompt + [1], params=params_of(12))
+    reader = replica.add("reader", [*prompt, 1], params=params_of(12))
     replica.step()
-    bad = replica.add("bad", prompt + [2, 3, 4], params=params_of(9, seed=666))
+    bad = replica.add("bad", [*prompt, 2, 3, 4], params=params_of(9, seed=666))
     replica.executor.poison(666, 12)
     replica.step()
     assert bad.num_cached_tokens == 8
     replica.run()
     assert bad.key in replica.failures
     zeroed = {b for plan in replica.executor.plans for b in plan.zero_block_ids}
-    assert len(zeroed) == 1  # not the prefix, nor the block that was complete a step before
+    assert len(zeroed) == 2  # all but the two blocks of the prefix
     assert replica.output(reader) == replica.expected(reader)
     replica.check_idle()

@@ -197,10 +197,10 @@ class PoisonedBlocksAreNotZeroed(Scheduler):
 
 class PoisonedBlocksCanBeFound(Scheduler):
     def _end_as_poisoned(self, request: Request, output: StepOutput) -> None:
-        self._index_full_blocks(request)
-        forget, self._cache.forget = self._cache.forget, lambda _: None  # type: ignore[method-assign]
         super()._end_as_poisoned(request, output)
-        self._cache.forget = forget  # type: ignore[method-assign]
+        for i, block_id in enumerate(self._poisoned_block_ids[: len(request.block_hashes)]):
+            parent = request.block_hashes[i - 1] if i else None
+            self._cache.index(block_id, request.block_hashes[i], parent)
 
 
 class AsksForASpareBlock(Scheduler):

@@ -7,7 +7,6 @@ from engine.request import Request, RequestKey
 from tests.engine.scheduling.replica import BLOCK_SIZE, Replica, params_of, prompt_of
 from tests.fakes import EOS_TOKEN_ID, expected_output
 
-
 # ---- budget and chunks ---------------------------------------------------------------------------
 
 
