@@ -196,7 +196,7 @@ def _allowed_values(keys: list[str]) -> list[str]:
 
 def _contradiction(config: AppConfig) -> str | None:
     """Settings that are each valid and together are not: what to change, or None."""
-    problem = _worker_contradiction(config)
+    problem = _worker_contradiction(config) or _cache_contradiction(config)
     if problem is not None:
         return problem
     lifetimes = config.lifetimes
@@ -209,6 +209,17 @@ def _contradiction(config: AppConfig) -> str | None:
         return (
             "lifetimes.acknowledge_every_s: must be below ingress_silence_s"
             f" ({lifetimes.ingress_silence_s}), or workers abort live requests"
+        )
+    return None
+
+
+def _cache_contradiction(config: AppConfig) -> str | None:
+    asked, cache = config.model.max_model_len, config.cache
+    capacity = cache.num_blocks * cache.block_size
+    if asked is not None and asked > capacity:
+        return (
+            f"model.max_model_len: {asked} tokens, but cache.num_blocks x cache.block_size holds"
+            f" {capacity}; lower the first or raise cache.num_blocks"
         )
     return None
 

@@ -21,7 +21,7 @@ class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 class ModelConfig(_Section, frozen=True):
     """Which model, and how it is held."""
 
-    path: str = "demo_model/target"  # Hugging Face folder; relative to the project or absolute
+    path: str = "demo_model/laps-demo"  # Hugging Face folder; relative to the project or absolute
     served_name: str | None = None  # name in the API; None = the folder's name
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto = fp32 on a CPU, else config.json
     device: Literal["cpu", "cuda"] = "cpu"
@@ -53,12 +53,15 @@ class HandoffConfig(_Section, frozen=True):
     """Moving KV from a prefill worker to a decode worker."""
 
     channel: Literal["gloo_pair", "object_store"] = "gloo_pair"
+    # Where gloo listens, without authentication: None = the node's address, for workers on several
+    # nodes of a private network; 127.0.0.1 when all run on one machine.
+    address: str | None = None
     lease_s: Seconds = 30.0  # a reservation or a kept prompt lives this long unless renewed
     transfer_deadline_s: Seconds = 10.0  # one piece, from posting to acknowledgement
     piece_bytes: Positive = 16 * 2**20  # at most this much per piece
     max_in_flight_bytes: Positive = 256 * 2**20  # object store bytes alive per sender
     reserve_timeout_s: Seconds = 30.0  # waiting for room at a full decode worker
-    tries: Positive = 2  # prefill attempts after which the ingress gives up
+    tries: Positive = 2  # times the ingress tries again elsewhere before it gives up
 
 
 class WorkersConfig(_Section, frozen=True):
@@ -114,7 +117,7 @@ class LifetimesConfig(_Section, frozen=True):
 class AppConfig(_Section, frozen=True):
     """The whole system."""
 
-    name: str = "laps"  # Serve application and Ray namespace
+    name: str | None = None  # Ray namespace of the actors; None = the Serve application's name
     model: ModelConfig = ModelConfig()
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()

@@ -64,9 +64,9 @@ class TokenizeReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlaceRequest(msgspec.Struct, frozen=True, kw_only=True):
-    key: RequestKey
     num_prompt_tokens: int
-    max_tokens: int
+    # Refuse beyond so many queued tokens; None for a retry: what was admitted is not turned away.
+    max_queued_tokens: int | None = None
     avoid: list[str] = []  # workers that just failed this request
 
 
@@ -162,7 +162,6 @@ class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
     model: str  # fingerprint of model, weights and app version
     layout: KvLayout
     max_model_len: int
-    node_id: str
     pid: int
 
 
@@ -172,7 +171,6 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     identity: WorkerIdentity | None
     state: Literal["starting", "ready", "draining", "failed"]
     detail: str = ""  # why it failed
-    num_requests: int = 0  # in any phase, leases and reservations included
 
 
 class Topology(msgspec.Struct, frozen=True, kw_only=True):

@@ -93,6 +93,13 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "engine.build": ("configs.schema", "engine"),
     # -- processes
     "actors.handles": ("engine.errors", "engine.messages", "engine.request"),
+    "actors.preflight": (
+        "configs.schema",
+        "engine.errors",
+        "engine.models.spec",
+        "engine.models.weight_files",
+        "engine.tokenizing",
+    ),
     "actors": (
         "configs.schema",
         "actors",
@@ -128,10 +135,11 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "triton": ("kernels",),
     "flashinfer": ("kernels",),
     "torch": (
-        "actors.channels",
+        "actors.handoff.channels",
         "demo_model",
         "kernels",
         "engine.build",
+        "load_tests.bench_engine",
         "engine.kv.block_tables",
         "engine.kv.kv_store",
         "engine.layers",
@@ -139,7 +147,12 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
         "engine.sampling",
         "engine.execution",
     ),
-    "transformers": ("demo_model", "engine.chat_template", "engine.models"),
+    "transformers": (
+        "demo_model",
+        "engine.chat_template",
+        "engine.models",
+        "load_tests.bench_engine",
+    ),
     "tokenizers": ("demo_model", "engine.tokenizing"),
     "safetensors": ("engine.models",),
     "yaml": ("configs.load", "load_tests"),

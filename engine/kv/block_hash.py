@@ -35,7 +35,7 @@ def root_hash(
     """The hash [16 bytes] that all chains of one (model, dtype, salt, adapter, extra_key) start at.
 
     Every field goes in behind its own length, so moving a character from one field to the next
-    gives another root. `key` is the application's secret, 16 to 64 bytes, equal on all workers.
+    gives another root. `key` is a secret of 16 to 64 bytes, equal wherever hashes are compared.
     """
     assert MIN_KEY_BYTES <= len(key) <= MAX_KEY_BYTES, (
         f"the block hash key has {len(key)} bytes, not {MIN_KEY_BYTES} to {MAX_KEY_BYTES}"

@@ -9,8 +9,7 @@ from engine.request import Request
 class RequestHasher:
     """Extends `Request.block_hashes` under one model, dtype and key.
 
-    All workers of an application share `key`, so that a decode worker recognises a prefix that a
-    prefill worker names.
+    Hashes are compared only within one worker, which draws its own key.
     """
 
     def __init__(self, key: bytes, *, model: str, dtype: str, block_size: int) -> None:

@@ -15,11 +15,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine.errors import ConfigError
-from engine.models.config_file import ConfigFile
 from engine.models.spec import ModelSpec
+from engine.models.weight_files import weight_files
 
-_SINGLE_FILE = "model.safetensors"
-_INDEX_FILE = "model.safetensors.index.json"
 _READABLE_DTYPES = ("F64", "F32", "BF16", "F16")
 # Tensors some exporters leave in that carry no information of their own.
 _HARMLESS = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
@@ -69,7 +67,7 @@ def load_weights(
     """Raises ConfigError naming file, tensor, expected and found shape."""
     weights, destinations = _allocate(spec, dtype, device)
     missing = dict(destinations)
-    for path, names in _tensor_files(folder):
+    for path, names in weight_files(folder):
         for name in _copy_file(path, names, destinations, spec):
             missing.pop(name, None)
     if missing:
@@ -82,32 +80,6 @@ def load_weights(
 
 
 # ---- files --------------------------------------------------------------------------------------
-
-
-def _tensor_files(folder: Path) -> Iterator[tuple[Path, frozenset[str] | None]]:
-    """Each weights file with the names the index places there (None: whatever it holds)."""
-    if (folder / _SINGLE_FILE).exists():
-        yield folder / _SINGLE_FILE, None
-        return
-    if not (folder / _INDEX_FILE).exists():
-        raise ConfigError(
-            f"{folder}: neither {_SINGLE_FILE} nor {_INDEX_FILE}; only safetensors weights are"
-            " read, convert pickled ones first"
-        )
-    index = ConfigFile.read(folder / _INDEX_FILE)
-    weight_map = index.section("weight_map")
-    if weight_map is None:
-        raise index.error("weight_map", "is missing")
-    names_of: dict[str, set[str]] = {}
-    for name in weight_map.keys:
-        names_of.setdefault(weight_map.text(name), set()).add(name)
-    for file_name, names in sorted(names_of.items()):
-        if Path(file_name).name != file_name:
-            raise index.error("weight_map", f"points outside the folder: {file_name!r}")
-        path = folder / file_name
-        if not path.exists():
-            raise ConfigError(f"{path}: this shard of {_INDEX_FILE} is missing")
-        yield path, frozenset(names)
 
 
 def _copy_file(

@@ -23,18 +23,12 @@ class WorkerSnapshot:
     num_blocks: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlacementLimits:
-    """Admission: refuse before queues grow without bound."""
-
-    max_queued_tokens: int  # over all workers that prefill
-    retry_after_s: float = 1.0
+RETRY_AFTER_S = 1.0
 
 
 def place(
     prompt: PlaceRequest,
     snapshots: Sequence[WorkerSnapshot],
-    limits: PlacementLimits,
     now_s: float,
 ) -> Placement:
     """Choose a prefill and a decode worker for a prompt.
@@ -47,17 +41,18 @@ def place(
     alive = sorted((s for s in snapshots if s.is_alive), key=lambda s: s.name)
     prefillers = [s for s in alive if s.role != "decode"]
     if not prefillers:
-        return Hold(reason="no prefill worker is alive", retry_after_s=limits.retry_after_s)
+        return Hold(reason="no prefill worker is alive", retry_after_s=RETRY_AFTER_S)
     queued_tokens = sum(s.queued_tokens for s in prefillers)
-    if queued_tokens > 0 and queued_tokens + prompt.num_prompt_tokens > limits.max_queued_tokens:
-        reason = f"{queued_tokens} tokens are queued; the limit is {limits.max_queued_tokens}"
-        return Reject(reason=reason, retry_after_s=limits.retry_after_s)
+    limit = prompt.max_queued_tokens
+    if limit is not None and 0 < queued_tokens > limit - prompt.num_prompt_tokens:
+        reason = f"{queued_tokens} tokens are queued; the limit is {limit}"
+        return Reject(reason=reason, retry_after_s=RETRY_AFTER_S)
     prefill = min(_prefer(prefillers, prompt.avoid), key=lambda s: s.queued_tokens)
     if prefill.role == "unified":
         return Assign(prefill_worker=prefill.name, decode_worker=None)
     decoders = [s for s in alive if s.role == "decode"]
     if not decoders:
-        return Hold(reason="no decode worker is alive", retry_after_s=limits.retry_after_s)
+        return Hold(reason="no decode worker is alive", retry_after_s=RETRY_AFTER_S)
     decode = min(
         _prefer(decoders, prompt.avoid),
         key=lambda s: s.num_running - s.num_free_blocks / max(s.num_blocks, 1),

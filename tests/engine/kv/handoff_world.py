@@ -25,7 +25,6 @@ def identity(name: str, role: Role, incarnation: str | None = None) -> WorkerIde
         model="m",
         layout=LAYOUT,
         max_model_len=100,
-        node_id="n",
         pid=1,
     )
 

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from engine.messages import Assign, Hold, Placement, PlaceRequest, Reject, Role
-from engine.request import RequestKey
-from engine.scheduling.placement import PlacementLimits, WorkerSnapshot, place
+from engine.scheduling.placement import WorkerSnapshot, place
 
 
 def _worker(name: str, role: Role, **given: Any) -> WorkerSnapshot:
@@ -22,12 +21,13 @@ def _worker(name: str, role: Role, **given: Any) -> WorkerSnapshot:
 
 
 def _place(
-    *snapshots: WorkerSnapshot, num_tokens: int = 10, avoid: tuple[str, ...] = ()
+    *snapshots: WorkerSnapshot,
+    num_tokens: int = 10,
+    limit: int | None = 1000,
+    avoid: tuple[str, ...] = (),
 ) -> Placement:
-    prompt = PlaceRequest(
-        key=RequestKey("a"), num_prompt_tokens=num_tokens, max_tokens=5, avoid=list(avoid)
-    )
-    return place(prompt, snapshots, PlacementLimits(max_queued_tokens=1000), 0.0)
+    prompt = PlaceRequest(num_prompt_tokens=num_tokens, max_queued_tokens=limit, avoid=list(avoid))
+    return place(prompt, snapshots, 0.0)
 
 
 def test_the_least_queued_tokens_win() -> None:
@@ -94,3 +94,9 @@ def test_ties_do_not_depend_on_the_order_of_the_snapshots() -> None:
     for _ in range(20):
         rng.shuffle(workers)
         assert _place(*workers) == Assign(prefill_worker="p0", decode_worker="d0")
+
+
+def test_a_retry_is_not_turned_away_by_admission() -> None:
+    worker = _worker("u0", "unified", queued_tokens=5000)
+    assert isinstance(_place(worker), Reject)
+    assert isinstance(_place(worker, limit=None), Assign)
