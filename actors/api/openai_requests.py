@@ -1,0 +1,267 @@
+"""Bodies of /v1/chat/completions and /v1/completions as typed structs, and reading them strictly.
+
+Every field that is accepted stands here; anything else is refused by name. Shapes and types only:
+ranges, limits and meaning are in actors/api/protocol.py. Source of the fields: OpenAI's API
+reference; those below "extensions" carry vLLM's names and meanings.
+"""
+
+import re
+from typing import TypeVar
+
+import msgspec
+from msgspec import Raw
+
+from engine.errors import RequestError
+
+Scalar = str | int | float | bool | None
+Body = TypeVar("Body", bound="GenerationBody")
+
+
+class _Object(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A JSON object whose every key is known; null means absent throughout."""
+
+
+class StreamOptions(_Object, frozen=True, kw_only=True):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # extension: usage so far on every chunk
+    include_obfuscation: bool | None = None  # no effect: nothing is ever padded here
+
+
+class ContentPart(_Object, frozen=True, kw_only=True):
+    """One part of a message; only text is supported, the others are known so as to be named."""
+
+    type: str
+    text: str | None = None
+    image_url: Raw = Raw()
+    input_audio: Raw = Raw()
+    file: Raw = Raw()
+    refusal: Raw = Raw()
+
+
+class FunctionCall(_Object, frozen=True, kw_only=True):
+    name: str
+    arguments: str  # a JSON object, as text
+
+
+class ToolCall(_Object, frozen=True, kw_only=True):
+    id: str
+    function: FunctionCall
+    type: str = "function"
+    index: int | None = None  # left in by clients that put streamed pieces together
+
+
+class Message(_Object, frozen=True, kw_only=True):
+    role: str
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None  # extension: for templates that keep it
+    refusal: str | None = None
+    annotations: list[Raw] | None = None  # no effect; part of OpenAI's own replies
+    audio: Raw = Raw()
+    function_call: Raw = Raw()
+
+
+class GenerationBody(_Object, frozen=True, kw_only=True):
+    """What both endpoints share."""
+
+    model: str
+    max_tokens: int | None = None
+    n: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    stop: str | list[str] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: int | None = None
+    # Accepted as OpenAI's servers do; no effect here.
+    user: str | None = None
+    # Extensions.
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    stop_token_ids: list[int] | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    return_token_ids: bool | None = None
+    add_special_tokens: bool | None = None
+    cache_salt: str | None = None
+    priority: int | None = None
+    # Known, refused unless at the value that changes nothing (see UNSUPPORTED).
+    structured_outputs: Raw = Raw()
+    prompt_logprobs: Raw = Raw()
+    use_beam_search: Raw = Raw()
+
+
+class ChatBody(GenerationBody, frozen=True, kw_only=True):
+    messages: list[Message]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    # Accepted as OpenAI's servers do; no effect here.
+    store: bool | None = None
+    metadata: dict[str, str] | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    prompt_cache_options: dict[str, Scalar] | None = None
+    parallel_tool_calls: bool | None = None
+    # Extensions.
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Scalar] | None = None
+    # Known, refused unless at the value that changes nothing (see UNSUPPORTED).
+    audio: Raw = Raw()
+    chat_template: Raw = Raw()
+    function_call: Raw = Raw()
+    functions: Raw = Raw()
+    modalities: Raw = Raw()
+    moderation: Raw = Raw()
+    prediction: Raw = Raw()
+    reasoning_effort: Raw = Raw()
+    response_format: Raw = Raw()
+    tool_choice: Raw = Raw()
+    tools: Raw = Raw()
+    verbosity: Raw = Raw()
+    web_search_options: Raw = Raw()
+
+
+class CompletionBody(GenerationBody, frozen=True, kw_only=True):
+    prompt: str | list[str | int | list[int]]
+    logprobs: int | None = None
+    # Only at OpenAI's defaults.
+    echo: bool | None = None
+    best_of: int | None = None
+    suffix: str | None = None
+
+
+# Parameter -> the values beside null that ask for what happens anyway.
+UNSUPPORTED: dict[str, tuple[object, ...]] = {
+    "audio": (),
+    "chat_template": (),
+    "function_call": ("none",),
+    "functions": (),
+    "modalities": (["text"],),
+    "moderation": (),
+    "prediction": (),
+    "prompt_logprobs": (),
+    "reasoning_effort": (),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": (),
+    "tool_choice": ("none",),
+    "tools": (),
+    "use_beam_search": (False,),
+    "verbosity": (),
+    "web_search_options": (),
+}
+_MAX_RAW_BYTES = 64  # longer than every allowed value above: no need to decode more
+
+_PATH = re.compile(r" - at `(?P<path>[^`]*)`$")
+_EXPECTED = re.compile(r"^Expected `(?P<expected>[^`]+)`, got `(?P<got>[^`]+)`$")
+_UNKNOWN = re.compile(r"^Object contains unknown field `(?P<name>.*)`$", re.DOTALL)
+_MISSING = re.compile(r"^Object missing required field `(?P<name>[^`]+)`$")
+_NOUNS = {
+    "str": "a string",
+    "int": "an integer",
+    "float": "a decimal",
+    "bool": "a boolean",
+    "array": "an array",
+    "object": "an object",
+    "null": "null",
+}
+
+
+def decode_body(body: bytes, kind: type[Body]) -> Body:
+    """The body as a `kind`; raises RequestError (400) naming the field."""
+    try:
+        decoded = msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        raise _explain(str(error)) from error
+    except RecursionError as error:
+        raise bad_json("it is nested too deeply") from error
+    except UnicodeDecodeError as error:
+        raise bad_json("it is not valid UTF-8") from error
+    except msgspec.DecodeError as error:
+        raise bad_json(str(error)) from error
+    for name, allowed in UNSUPPORTED.items():
+        if name in kind.__struct_fields__:
+            _check_unsupported(name, getattr(decoded, name), allowed)
+    return decoded
+
+
+def is_given(raw: Raw) -> bool:
+    """Whether an undecoded field is present and not null."""
+    return bytes(raw) not in (b"", b"null")
+
+
+def bad_json(detail: str) -> RequestError:
+    return RequestError(f"We could not parse the JSON body of your request: {detail}.")
+
+
+def unsupported(param: str, detail: str = "") -> RequestError:
+    return RequestError(
+        f"Unsupported parameter: '{param}' is not supported by this server{detail}.",
+        param=param,
+        code="unsupported_parameter",
+    )
+
+
+def _check_unsupported(name: str, raw: Raw, allowed: tuple[object, ...]) -> None:
+    if not is_given(raw):
+        return
+    if len(bytes(raw)) <= _MAX_RAW_BYTES and _decode_raw(raw) in allowed:
+        return
+    choices = " or ".join(str(msgspec.json.encode(value), "utf-8") for value in allowed)
+    raise unsupported(name, f", except as {choices}" if choices else "")
+
+
+def _decode_raw(raw: Raw) -> object:
+    try:
+        return msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise bad_json(str(error)) from error
+
+
+def _explain(message: str) -> RequestError:
+    """A msgspec message in OpenAI's words, with the field's path as `param`."""
+    found = _PATH.search(message)
+    problem = message[: found.start()] if found else message
+    path = _plain_path(found["path"]) if found else ""
+    if match := _UNKNOWN.match(problem):
+        name = _join(path, match["name"])
+        return RequestError(f"Unrecognized request argument supplied: {name}", param=name)
+    if match := _MISSING.match(problem):
+        name = _join(path, match["name"])
+        return RequestError(
+            f"Missing required parameter: '{name}'.", param=name, code="missing_required_parameter"
+        )
+    if match := _EXPECTED.match(problem):
+        # Whether null is allowed too is of no use to somebody who sent something else.
+        kinds = [kind for kind in match["expected"].split(" | ") if kind != "null"]
+        expected = " or ".join(_NOUNS.get(kind, kind) for kind in kinds)
+        got = _NOUNS.get(match["got"], match["got"])
+        return RequestError(
+            f"Invalid type for '{path or 'body'}': expected {expected}, but got {got} instead.",
+            param=path or None,
+            code="invalid_type",
+        )
+    return RequestError(
+        f"Invalid value for '{path or 'body'}': {problem}.",
+        param=path or None,
+        code="invalid_value",
+    )
+
+
+def _plain_path(path: str) -> str:
+    """`$.messages[0].role` -> `messages[0].role`; values of a mapping lose their `[...]`."""
+    return path.removeprefix("$").removeprefix(".").replace("[...]", "")
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name

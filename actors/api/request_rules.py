@@ -1,0 +1,294 @@
+"""Ranges, limits and meaning of request fields, each refused in OpenAI's words and codes.
+
+Pure checks of one value at a time; actors/api/protocol.py puts them together.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from actors.api.openai_requests import Message, Scalar, ToolCall, is_given, unsupported
+from engine.chat_template import is_reserved_kwarg
+from engine.errors import RequestError
+
+MAX_JSON_DEPTH = 64
+MAX_MESSAGES = 2048
+MAX_STOP_TOKEN_IDS = 128
+MAX_SALT_CHARS = 1024
+MAX_TEMPLATE_KWARGS = 32
+MAX_TEMPLATE_KWARG_CHARS = 1024
+INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Values a number may have; `low_is_open` leaves `low` itself out."""
+
+    low: float
+    high: float
+    low_is_open: bool = False
+
+    def check(self, param: str, value: float | None) -> None:
+        """Raises RequestError naming the bound that `value` breaks."""
+        if value is None:
+            return
+        kind = "integer" if isinstance(value, int) else "decimal"
+        if value < self.low or (self.low_is_open and value == self.low):
+            sign = ">" if self.low_is_open else ">="
+            raise RequestError(
+                f"Invalid '{param}': {kind} below minimum value. Expected a value {sign}"
+                f" {self.low}, but got {value} instead.",
+                param=param,
+                code=f"{kind}_below_min_value",
+            )
+        if value > self.high:
+            raise RequestError(
+                f"Invalid '{param}': {kind} above maximum value. Expected a value <= {self.high},"
+                f" but got {_shown(value)} instead.",
+                param=param,
+                code=f"{kind}_above_max_value",
+            )
+
+
+# Fields both endpoints share whose bounds depend on nothing else.
+BOUNDS: Mapping[str, Bounds] = {
+    "temperature": Bounds(0, 2),
+    "top_p": Bounds(0, 1, low_is_open=True),
+    "presence_penalty": Bounds(-2, 2),
+    "frequency_penalty": Bounds(-2, 2),
+    "seed": Bounds(INT64_MIN, INT64_MAX),
+    "top_k": Bounds(-1, INT64_MAX),
+    "min_p": Bounds(0, 1),
+    "repetition_penalty": Bounds(0, 2, low_is_open=True),
+    "min_tokens": Bounds(0, INT64_MAX),
+    "max_tokens": Bounds(1, INT64_MAX),
+    "max_completion_tokens": Bounds(1, INT64_MAX),
+    "priority": Bounds(-(2**31), 2**31 - 1),
+}
+
+
+def invalid(param: str, detail: str, code: str = "invalid_value") -> RequestError:
+    return RequestError(f"Invalid '{param}': {detail}", param=param, code=code)
+
+
+def check_length(param: str, num_items: int, max_items: int) -> None:
+    """An array that must hold between 1 and `max_items` elements."""
+    if num_items == 0:
+        raise invalid(
+            param,
+            "empty array. Expected an array with minimum length 1, but got an empty array instead.",
+            "empty_array",
+        )
+    if num_items > max_items:
+        raise invalid(
+            param,
+            f"array too long. Expected an array with maximum length {max_items}, but got an array"
+            f" with length {num_items} instead.",
+            "array_above_max_length",
+        )
+
+
+def check_chars(param: str, text: str, max_chars: int) -> None:
+    """A string that must hold between 1 and `max_chars` characters."""
+    if not text:
+        raise invalid(param, "empty string.", "empty_string")
+    if len(text) > max_chars:
+        raise invalid(
+            param,
+            f"string too long. Expected a string with maximum length {max_chars}, but got a"
+            f" string with length {len(text)} instead.",
+            "string_above_max_length",
+        )
+
+
+def check_token_ids(param: str, token_ids: Sequence[int], vocab_size: int) -> None:
+    """Every id must be a row of the vocabulary."""
+    for position, token_id in enumerate(token_ids):
+        if not 0 <= token_id < vocab_size:
+            raise invalid(
+                f"{param}[{position}]",
+                f"{_shown(token_id)} is not a token id. Expected a value from 0 to"
+                f" {vocab_size - 1}.",
+            )
+
+
+def read_stops(stop: str | list[str] | None, *, max_stops: int, max_chars: int) -> tuple[str, ...]:
+    if stop is None or stop == []:
+        return ()
+    stops = [stop] if isinstance(stop, str) else stop
+    check_length("stop", len(stops), max_stops)
+    for position, text in enumerate(stops):
+        check_chars("stop" if isinstance(stop, str) else f"stop[{position}]", text, max_chars)
+    return tuple(dict.fromkeys(stops))
+
+
+def read_logit_bias(
+    bias: Mapping[str, float] | None, *, max_entries: int, vocab_size: int
+) -> dict[int, float]:
+    if not bias:
+        return {}
+    if len(bias) > max_entries:
+        raise invalid(
+            "logit_bias",
+            f"too many entries. Expected at most {max_entries}, but got {len(bias)} instead.",
+            "object_above_max_properties",
+        )
+    read: dict[int, float] = {}
+    for key, value in bias.items():
+        # More than ten digits are beyond every vocabulary, and int() of a long string is slow.
+        is_id = key.isascii() and key.isdigit() and len(key) <= 10 and str(int(key)) == key
+        if not is_id or int(key) >= vocab_size:
+            raise invalid(
+                "logit_bias",
+                f"key '{key[:20]}' is not a token id. Expected a value from 0 to {vocab_size - 1}.",
+            )
+        Bounds(-100, 100).check(f"logit_bias.{key}", value)
+        read[int(key)] = value
+    return read
+
+
+def read_template_kwargs(kwargs: Mapping[str, Scalar] | None) -> dict[str, object]:
+    """Variables for the chat template: few, short, and none the renderer itself sets."""
+    if not kwargs:
+        return {}
+    param = "chat_template_kwargs"
+    if len(kwargs) > MAX_TEMPLATE_KWARGS:
+        raise invalid(param, f"at most {MAX_TEMPLATE_KWARGS} are allowed.")
+    for name, value in kwargs.items():
+        if not name.isidentifier() or len(name) > MAX_TEMPLATE_KWARG_CHARS:
+            raise invalid(param, f"'{name[:40]}' is not a variable's name.")
+        if is_reserved_kwarg(name):
+            raise invalid(param, f"'{name[:40]}' is reserved.")
+        if isinstance(value, str) and len(value) > MAX_TEMPLATE_KWARG_CHARS:
+            raise invalid(
+                param, f"'{name[:40]}' is longer than {MAX_TEMPLATE_KWARG_CHARS} characters."
+            )
+        if isinstance(value, int) and not INT64_MIN <= value <= INT64_MAX:
+            raise invalid(param, f"'{name[:40]}' is beyond 64 bits.")
+    return dict(kwargs)
+
+
+def read_message(message: Message, param: str) -> dict[str, object]:
+    """A message as chat templates expect it: text content, arguments of calls as objects.
+
+    "developer" becomes "system", the name templates know for it.
+    """
+    if message.role not in ROLES:
+        supported = ", ".join(f"'{role}'" for role in ROLES)
+        raise RequestError(
+            f"Invalid value: '{message.role[:40]}'. Supported values are: {supported}.",
+            param=f"{param}.role",
+            code="invalid_value",
+        )
+    if message.refusal is not None:
+        raise unsupported(f"{param}.refusal")
+    for name, raw in (("audio", message.audio), ("function_call", message.function_call)):
+        if is_given(raw):
+            raise unsupported(f"{param}.{name}")
+    plain: dict[str, object] = {
+        "role": "system" if message.role == "developer" else message.role,
+        "content": _read_content(message, param),
+    }
+    for name in ("name", "tool_call_id", "reasoning_content"):
+        value = getattr(message, name)
+        if value is not None:
+            plain[name] = value
+    if message.tool_calls:
+        if message.role != "assistant":
+            raise invalid(f"{param}.tool_calls", "only an assistant's message has tool calls.")
+        plain["tool_calls"] = [
+            _read_tool_call(call, f"{param}.tool_calls[{position}]")
+            for position, call in enumerate(message.tool_calls)
+        ]
+    return plain
+
+
+def count_chars(message: Message) -> int:
+    """Characters of everything in a message that can reach the prompt."""
+    texts = [message.name, message.tool_call_id, message.reasoning_content]
+    if isinstance(message.content, str):
+        texts.append(message.content)
+    else:
+        texts += [part.text for part in message.content or ()]
+    for call in message.tool_calls or ():
+        texts += [call.id, call.function.name, call.function.arguments]
+    return sum(len(text) for text in texts if text is not None)
+
+
+def _read_content(message: Message, param: str) -> str | None:
+    content = message.content
+    if isinstance(content, str):
+        return content
+    if content is None:
+        if message.role == "assistant" and message.tool_calls:
+            return None
+        raise RequestError(
+            f"Invalid value for '{param}.content': expected a string, got null.",
+            param=f"{param}.content",
+            code="invalid_type",
+        )
+    texts = []
+    for position, part in enumerate(content):
+        where = f"{param}.content[{position}]"
+        if part.type != "text":
+            raise RequestError(
+                f"Invalid value: '{part.type[:40]}'. Supported values are: 'text'.",
+                param=f"{where}.type",
+                code="invalid_value",
+            )
+        if part.text is None:
+            raise RequestError(
+                f"Missing required parameter: '{where}.text'.",
+                param=f"{where}.text",
+                code="missing_required_parameter",
+            )
+        texts.append(part.text)
+    check_length(f"{param}.content", len(texts), MAX_MESSAGES)
+    return "\n".join(texts)
+
+
+def _read_tool_call(call: ToolCall, param: str) -> dict[str, object]:
+    if call.type != "function":
+        raise RequestError(
+            f"Invalid value: '{call.type[:40]}'. Supported values are: 'function'.",
+            param=f"{param}.type",
+            code="invalid_value",
+        )
+    where = f"{param}.function.arguments"
+    try:
+        arguments = msgspec.json.decode(call.function.arguments, type=dict[str, object])
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise invalid(where, "expected a JSON object as text.") from error
+    _check_plain(arguments, where)
+    return {
+        "id": call.id,
+        "type": "function",
+        "function": {"name": call.function.name, "arguments": arguments},
+    }
+
+
+def _check_plain(value: object, param: str) -> None:
+    """Free-form JSON: bounded depth, and integers that fit the wire's 64 bits."""
+    level: list[object] = [value]
+    for _ in range(MAX_JSON_DEPTH):
+        inner: list[object] = []
+        for item in level:
+            if isinstance(item, list):
+                inner += item
+            elif isinstance(item, dict):
+                inner += item.values()
+            elif isinstance(item, int) and not INT64_MIN <= item <= INT64_MAX:
+                raise invalid(param, "an integer is beyond 64 bits.")
+        if not inner:
+            return
+        level = inner
+    raise invalid(param, f"nested deeper than {MAX_JSON_DEPTH} levels.")
+
+
+def _shown(value: float) -> str:
+    """A number as text, cut: a client may send thousands of digits."""
+    if isinstance(value, int) and not INT64_MIN <= value <= INT64_MAX:
+        return "an integer beyond 64 bits"
+    return str(value)

@@ -1,0 +1,63 @@
+"""The decode worker actor: KV arrives from prefill workers, and tokens follow from it."""
+
+from typing import TYPE_CHECKING, Any
+
+from actors.deployment import DeploymentSpec
+from actors.worker.engine_host import EngineHost, RoleSide
+from actors.worker.engine_worker import EngineWorker
+from engine.errors import WorkerError
+from engine.messages import (
+    CancelTransfer,
+    PairRequest,
+    PieceHeader,
+    RenewLease,
+    ReserveRequest,
+    Role,
+    decode,
+    encode,
+)
+
+if TYPE_CHECKING:
+    from actors.handoff.receiver import HandoffReceiver
+    from actors.handoff.sides import ReceivingSide
+    from engine.build import Engine
+
+
+class DecodeWorker(EngineWorker):
+    """Takes over requests whose prompt is computed, and finishes them."""
+
+    def __init__(self, spec: DeploymentSpec, name: str, role: Role) -> None:
+        self._side: ReceivingSide | None = None
+        super().__init__(EngineHost(spec, name, role, self._make_side))
+
+    def _make_side(self, host: EngineHost, engine: "Engine") -> RoleSide:
+        from actors.handoff.sides import ReceivingSide  # imports torch, which takes seconds
+
+        self._side = ReceivingSide(host, engine)
+        return self._side
+
+    @property
+    def _receiver(self) -> "HandoffReceiver":
+        if self._side is None:
+            raise WorkerError(f"{self} is still loading its model")
+        return self._side.receiver
+
+    async def reserve(self, request: bytes) -> bytes:
+        """ReserveRequest -> Reservation | NotNow | Refused, encoded."""
+        return encode(await self._receiver.reserve(decode(request, ReserveRequest)))
+
+    async def open_pair(self, request: bytes) -> bytes:
+        """PairRequest -> PairReply, encoded."""
+        return encode(await self._receiver.open_pair(decode(request, PairRequest)))
+
+    async def receive_piece(self, header: bytes, payload: list[Any]) -> bytes:
+        """PieceHeader and, for the object store, a reference -> PieceReply, encoded."""
+        return encode(await self._receiver.receive_piece(decode(header, PieceHeader), payload))
+
+    async def cancel_transfer(self, request: bytes) -> bytes:
+        """CancelTransfer -> CancelReply, encoded."""
+        return encode(await self._receiver.cancel_transfer(decode(request, CancelTransfer)))
+
+    async def renew(self, request: bytes) -> None:
+        """Extend a lease. Raises HandoffError when the reservation is gone."""
+        await self._receiver.renew(decode(request, RenewLease))

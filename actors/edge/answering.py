@@ -1,0 +1,226 @@
+"""From a validated request to text deltas: tokenise, generate every choice, detokenise.
+
+Knows no HTTP and no OpenAI objects; the ingress turns deltas into those.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+
+import msgspec
+
+from actors.api.protocol import ParsedRequest, Prompt, ServedModel, child_seed, resolve_sampling
+from actors.api.response_writers import build_output_text
+from actors.edge.generation import Choice, Generations, new_request_id
+from actors.edge.metrics import IngressMetrics
+from actors.handles import BatcherHandle
+from engine.clock import Clock
+from engine.errors import CapacityError, RequestError, WorkerError
+from engine.messages import TokenizeReply, TokenizeRequest
+from engine.output_text import TextDelta
+from engine.request import SamplingParams
+from engine.tokenizing import Tokenizing
+
+TOKENIZER_TIMEOUT_S = 20.0  # far longer than the largest prompt takes
+BATCHER_RETRY_S = 0.2  # then those that were away are asked again
+MAX_PENDING_DELTAS = 256  # per request, between its choices and a client that reads slowly
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedRequest:
+    """A request whose prompts are tokens and fit the context."""
+
+    parsed: ParsedRequest
+    request_ids: list[str]  # per prompt; its n choices share one
+    prompt_ids: list[list[int]]  # per prompt
+    sampling: list[SamplingParams]  # per prompt, with the request's own seed
+    arrived_s: float
+    deadline_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChoiceDelta:
+    """One step of one choice, numbered prompt by prompt."""
+
+    choice: int
+    delta: TextDelta
+
+
+class Batchers:
+    """The tokenizer batchers, in turn; one that is away is skipped."""
+
+    def __init__(
+        self, find: Callable[[str], Awaitable[BatcherHandle]], *, patience_s: float, clock: Clock
+    ) -> None:
+        """A request waits up to `patience_s` for batchers that restart."""
+        self._find = find
+        self._patience_s = patience_s
+        self._clock = clock
+        self._names: list[str] = []
+        self._handles: dict[str, BatcherHandle] = {}
+        self._turn = 0
+
+    def update(self, names: list[str]) -> None:
+        self._names = names
+
+    async def tokenize(self, request: TokenizeRequest) -> list[int]:
+        """Token ids. Raises RequestError for text that has none, CapacityError if none answers.
+
+        Tokenising is a pure function, so a batcher that dies is simply replaced by the next.
+        """
+        give_up_s = self._clock.now_s() + self._patience_s
+        while True:
+            for _ in range(len(self._names)):
+                reply = await self._ask_next(request)
+                if reply is None:
+                    continue
+                if reply.error is not None:
+                    param = "messages" if request.messages else "prompt"
+                    raise RequestError(reply.error, param=param)
+                return reply.token_ids
+            if self._clock.now_s() + BATCHER_RETRY_S > give_up_s:
+                raise CapacityError("no tokenizer is available", retry_after_s=1.0)
+            await asyncio.sleep(BATCHER_RETRY_S)
+
+    async def _ask_next(self, request: TokenizeRequest) -> TokenizeReply | None:
+        """The answer of the batcher whose turn it is; None when it is away."""
+        if not self._names:
+            return None  # the topology changed since
+        name = self._names[self._turn % len(self._names)]
+        self._turn += 1
+        try:
+            async with asyncio.timeout(TOKENIZER_TIMEOUT_S):
+                handle = self._handles.get(name) or await self._find(name)
+                self._handles[name] = handle
+                return await handle.tokenize(request)
+        except (WorkerError, TimeoutError):
+            self._handles.pop(name, None)
+            return None
+
+
+class Answering:
+    """Runs requests through batchers and workers for one ingress replica."""
+
+    def __init__(
+        self,
+        *,
+        model: ServedModel,
+        tokenizing: Tokenizing,
+        batchers: Batchers,
+        generations: Generations,
+        metrics: IngressMetrics,
+        clock: Clock,
+        timeout_s: float,
+    ) -> None:
+        self._model = model
+        self._tokenizing = tokenizing
+        self._batchers = batchers
+        self._generations = generations
+        self._metrics = metrics
+        self._clock = clock
+        self._timeout_s = timeout_s
+
+    async def prepare(self, parsed: ParsedRequest, arrived_s: float) -> PreparedRequest:
+        """Tokenise and settle lengths. Raises RequestError, CapacityError or TimeoutError."""
+        async with asyncio.timeout(self._timeout_s):
+            prompt_ids = await asyncio.gather(*(self._tokenize(p) for p in parsed.prompts))
+        sampling = [
+            resolve_sampling(parsed, len(ids), self._model.max_model_len) for ids in prompt_ids
+        ]
+        self._metrics.count_prompt(sum(map(len, prompt_ids)))
+        return PreparedRequest(
+            parsed=parsed,
+            request_ids=[new_request_id() for _ in prompt_ids],
+            prompt_ids=prompt_ids,
+            sampling=sampling,
+            arrived_s=arrived_s,
+            deadline_s=arrived_s + self._timeout_s,
+        )
+
+    async def run(self, request: PreparedRequest) -> AsyncGenerator[ChoiceDelta, None]:
+        """Deltas of all choices as they come, each choice's in order.
+
+        Ends when every choice has finished. Closing it early cancels all of them; the first
+        error of any choice cancels the others and is raised.
+        """
+        num_choices = request.parsed.num_choices
+        if num_choices == 1:
+            async with aclosing(self._run_choice(request, 0)) as deltas:
+                async for delta in deltas:
+                    yield ChoiceDelta(choice=0, delta=delta)
+        else:
+            async with aclosing(self._run_many(request, num_choices)) as merged:
+                async for item in merged:
+                    yield item
+        self._metrics.observe_e2e(self._clock.now_s() - request.arrived_s)
+
+    # ---- parts ----------------------------------------------------------------------------------
+
+    async def _tokenize(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, list):
+            return prompt
+        return await self._batchers.tokenize(prompt)
+
+    async def _run_choice(
+        self, request: PreparedRequest, choice: int
+    ) -> AsyncGenerator[TextDelta, None]:
+        """One choice from its first token to its finish."""
+        parsed = request.parsed
+        prompt, child = divmod(choice, parsed.n)
+        params = request.sampling[prompt]
+        output = build_output_text(parsed, self._tokenizing)
+        tokens = self._generations.run(
+            Choice(
+                request_id=request.request_ids[prompt],
+                child=child,
+                prompt_ids=request.prompt_ids[prompt],
+                params=msgspec.structs.replace(params, seed=child_seed(params.seed, choice)),
+                deadline_s=request.deadline_s,
+                priority=parsed.priority,
+                salt=parsed.cache_salt,
+            )
+        )
+        async with aclosing(tokens):
+            async for record in tokens:
+                if record.index == 0:
+                    self._metrics.observe_ttft(self._clock.now_s() - request.arrived_s)
+                    self._metrics.count_cached(record.num_cached_tokens or 0)
+                self._metrics.count_tokens(1)
+                delta = output.push(record)
+                yield delta
+                if delta.finish is not None:
+                    self._metrics.count_finished(delta.finish.value)
+                    return
+
+    async def _run_many(
+        self, request: PreparedRequest, num_choices: int
+    ) -> AsyncGenerator[ChoiceDelta, None]:
+        """All choices at once, merged in order of arrival."""
+        queue: asyncio.Queue[ChoiceDelta | Exception | None] = asyncio.Queue(MAX_PENDING_DELTAS)
+
+        async def feed(choice: int) -> None:
+            try:
+                async with aclosing(self._run_choice(request, choice)) as deltas:
+                    async for delta in deltas:
+                        await queue.put(ChoiceDelta(choice=choice, delta=delta))
+            except Exception as error:  # noqa: BLE001 - raised by the reader of the queue
+                await queue.put(error)
+            else:
+                await queue.put(None)
+
+        tasks = [asyncio.create_task(feed(choice)) for choice in range(num_choices)]
+        try:
+            num_running = num_choices
+            while num_running > 0:
+                item = await queue.get()
+                if isinstance(item, Exception):
+                    raise item
+                if item is None:
+                    num_running -= 1
+                else:
+                    yield item
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,73 @@
+"""What an ingress knows of the system: the supervisor's topology, kept fresh, and readiness."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from engine.errors import ConfigError, WorkerError
+from engine.messages import Topology
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.5
+START_POLL_S = 0.1
+
+
+class SystemView:
+    """Polls the supervisor and hands each new topology on."""
+
+    def __init__(
+        self,
+        ask: Callable[[], Awaitable[Topology]],
+        on_topology: Callable[[Topology], None],
+        connected: Callable[[], set[str]],
+    ) -> None:
+        """`ask` raises WorkerError while the supervisor is away; `connected` names live workers."""
+        self._ask = ask
+        self._on_topology = on_topology
+        self._connected = connected
+        self._topology: Topology | None = None
+
+    @property
+    def topology(self) -> Topology | None:
+        """The last one heard of; it goes on being used while the supervisor is away."""
+        return self._topology
+
+    async def wait_ready(self) -> Topology:
+        """Wait until every role can serve. Raises ConfigError when a worker says it never will."""
+        while True:
+            await self.refresh()
+            topology = self._topology
+            if topology is not None:
+                for name, status in topology.workers.items():
+                    if status.state == "failed":
+                        raise ConfigError(f"{name} cannot start: {status.detail}")
+                if not self.missing_roles():
+                    return topology
+            await asyncio.sleep(START_POLL_S)
+
+    async def follow(self) -> None:
+        """Refresh for ever."""
+        while True:
+            await asyncio.sleep(POLL_S)
+            await self.refresh()
+
+    async def refresh(self) -> None:
+        try:
+            topology = await self._ask()
+        except WorkerError as error:
+            logger.debug("%s", error)
+            return
+        self._topology = topology
+        self._on_topology(topology)
+
+    def missing_roles(self) -> list[str]:
+        """Roles without an actor that is ready and connected; empty = the system can serve."""
+        topology = self._topology
+        if topology is None:
+            return ["supervisor"]
+        connected = self._connected()
+        ready = (n for n, status in topology.workers.items() if status.state == "ready")
+        able = {topology.roles[name] for name in ready if name in connected}
+        missing: set[str] = {role for role in topology.roles.values() if role not in able}
+        return sorted(missing if topology.batchers else missing | {"tokenizer"})

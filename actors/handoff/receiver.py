@@ -1,0 +1,351 @@
+"""D's side of the handoff on its event loop: grants room, takes pieces, checks them, commits.
+
+A reservation that does not fit waits in line (reservation_line.py). A piece is received into
+staging, its epoch and place are checked by the engine, its digests in a transfer thread; only then
+is it written to the reserved blocks. The reply to a piece is its acknowledgement, the reply to the
+last one says that the request runs here.
+
+One channel per sender: opening a newer epoch closes the older one and returns only when no write
+of it can land any more. All state here belongs to the event loop; `IncomingHandoffs` is touched
+through `EngineCalls` only. Knows no tensors: pieces are bytes.
+"""
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from actors.handoff.contracts import (
+    Channels,
+    EngineCalls,
+    PieceStore,
+    ReceiveChannel,
+    StagedPiece,
+)
+from actors.handoff.reservation_line import Answer, ReservationLine
+from configs.schema import HandoffConfig
+from engine.errors import HandoffError, WorkerError
+from engine.kv.handoff import BlockWrite, IncomingHandoffs
+from engine.messages import (
+    CancelReply,
+    CancelTransfer,
+    PairReply,
+    PairRequest,
+    PieceHeader,
+    PieceReply,
+    RenewLease,
+    ReserveRequest,
+    WorkerIdentity,
+)
+from engine.request import RequestKey
+
+logger = logging.getLogger(__name__)
+
+CHECKS_PER_LEASE = 4  # a lease ends at most a quarter of its length late
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Pair:
+    """The channel from one sender."""
+
+    sender: WorkerIdentity
+    channel: ReceiveChannel
+    pieces: set[asyncio.Task[PieceReply]] = field(default_factory=set)  # under way
+
+    def carries(self, header: PieceHeader) -> bool:
+        is_sender = header.sender_incarnation == self.sender.incarnation
+        return is_sender and header.epoch == self.channel.epoch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReceiverStatistics:
+    """Sizes now, then counters since start."""
+
+    num_waiting: int  # reservations in line
+    num_channels: int
+    num_pieces_under_way: int
+    num_pieces: int  # verified and written
+    num_bytes: int  # of them
+    num_epochs: int  # channels opened
+    failures: dict[str, int] = field(default_factory=dict)  # reason -> pieces not taken
+
+
+class HandoffReceiver:
+    """Takes over requests from prefill workers. Created on the event loop."""
+
+    def __init__(
+        self,
+        identity: WorkerIdentity,
+        config: HandoffConfig,
+        *,
+        engine: EngineCalls,
+        incoming: IncomingHandoffs,
+        channels: Channels,
+        store: PieceStore,
+    ) -> None:
+        self._identity = identity
+        self._config = config
+        self._engine = engine
+        self._incoming = incoming
+        self._channels = channels
+        self._store = store
+        self._block_bytes = identity.layout.block_bytes
+        self._max_blocks = max(1, config.piece_bytes // self._block_bytes)
+        self._line = ReservationLine(engine, incoming)
+        self._pairs: dict[str, _Pair] = {}  # by sender's name
+        self._opening: dict[str, asyncio.Lock] = {}  # by sender's name
+        self._draining: dict[str, set[asyncio.Task[None]]] = {}  # by sender's name
+        self._epochs: dict[str, tuple[str, int]] = {}  # sender's name -> incarnation, newest epoch
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._is_closing = False
+        self._counts: Counter[str] = Counter()
+        self._failures: Counter[str] = Counter()
+        self._expiring = self._spawn(self._keep_expiring())
+
+    # ---- reservations ---------------------------------------------------------------------------
+
+    async def reserve(self, request: ReserveRequest) -> Answer:
+        """Grant room, refuse, or wait up to `request.wait_s` in line; NotNow when that is over."""
+        return await self._line.reserve(request)
+
+    def on_step(self) -> None:
+        """Blocks or rows may be free now: look at the line again. On the event loop."""
+        self._line.look_again()
+
+    async def renew(self, request: RenewLease) -> None:
+        """Extend a lease. Raises HandoffError if the reservation is gone."""
+        await self._engine.call(lambda: self._incoming.renew(request.key, request.transfer_id))
+
+    async def cancel_transfer(self, request: CancelTransfer) -> CancelReply:
+        """The sender gives a request up, in whatever phase it is here."""
+        self._line.withdraw(request.key)
+        outcome = await self._engine.call(lambda: self._incoming.cancel(request.key))
+        self.on_step()
+        logger.debug("%s: %s by its sender (%s)", request.key, outcome, request.reason)
+        return CancelReply(outcome=outcome)
+
+    def cancel(self, key: RequestKey) -> None:
+        """The request's ingress gives it up: forget it, and in the scheduler if it just joined."""
+        self._spawn(self._forget([key]))
+
+    def cancel_ingress(self, ingress_id: str) -> None:
+        """The same for everything of one ingress that has not been committed."""
+        self._spawn(self._forget(self._line.keys_of(ingress_id), ingress_id))
+
+    # ---- pieces ---------------------------------------------------------------------------------
+
+    async def open_pair(self, request: PairRequest) -> PairReply:
+        """Open this end of a channel, after the sender's older one is closed and drained."""
+        sender = request.sender
+        async with self._opening.setdefault(sender.name, asyncio.Lock()):
+            reason = self._reason_to_refuse(request)
+            if reason is not None:
+                return PairReply(reason=reason)
+            self._epochs[sender.name] = (sender.incarnation, request.epoch)
+            await self._close_pair(sender.name)
+            try:
+                channel = await self._channels.open_receive(request)
+            except WorkerError as error:
+                return PairReply(reason=error.message)
+            self._pairs[sender.name] = _Pair(sender=sender, channel=channel)
+            self._counts["epochs"] += 1
+            if self._is_closing:
+                await self._close_pair(sender.name)
+        return PairReply(receiver=self._identity)
+
+    async def receive_piece(self, header: PieceHeader, payload: list[Any]) -> PieceReply:
+        """Take a piece; the reply acknowledges it. Nothing of a piece that fails is kept."""
+        pair = self._pairs.get(header.sender)
+        if pair is None or not pair.carries(header):
+            return self._failed("epoch", f"epoch {header.epoch} is not open", is_retryable=True)
+        if not pair.channel.claim(header.seq):
+            return self._failed("duplicate", f"piece {header.seq} came before", is_retryable=True)
+        # A task of its own: what is under way completes even if the caller stops listening.
+        piece = asyncio.create_task(self._take(pair, header, payload))
+        pair.pieces.add(piece)
+        piece.add_done_callback(pair.pieces.discard)
+        return await asyncio.shield(piece)
+
+    # ---- life and observation -------------------------------------------------------------------
+
+    async def close(self) -> None:
+        """Refuse everything, let pieces under way end, close the channels, free reservations."""
+        self._is_closing = True
+        await self._line.close(f"{self._identity.name} is shutting down")
+        for name in list(self._opening):
+            async with self._opening[name]:
+                await self._close_pair(name)
+        self._expiring.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._engine.call(self._cancel_all)
+
+    def statistics(self) -> ReceiverStatistics:
+        return ReceiverStatistics(
+            num_waiting=len(self._line),
+            num_channels=len(self._pairs),
+            num_pieces_under_way=sum(len(pair.pieces) for pair in self._pairs.values()),
+            num_pieces=self._counts["pieces"],
+            num_bytes=self._counts["bytes"],
+            num_epochs=self._counts["epochs"],
+            failures=dict(self._failures),
+        )
+
+    # ---- parts of a piece -----------------------------------------------------------------------
+
+    async def _take(self, pair: _Pair, header: PieceHeader, payload: list[Any]) -> PieceReply:
+        """Receive beside the engine's check, verify and write, then let the engine settle it."""
+        if not 0 <= header.num_blocks <= self._max_blocks:
+            self._break(pair)
+            return self._failed("size", f"a piece of {header.num_blocks} blocks", is_retryable=True)
+        num_bytes = header.num_blocks * self._block_bytes
+        leave, data = await asyncio.gather(
+            self._engine.call(partial(self._begin, header)),
+            pair.channel.receive(header.seq, num_bytes, payload),
+            return_exceptions=True,
+        )
+        if isinstance(data, BaseException):
+            self._break(pair)
+            if isinstance(leave, BlockWrite):
+                await self._engine.call(partial(self._end, header, leave, is_verified=False))
+                self.on_step()  # it may have been the last write of an orphan
+            if not isinstance(data, WorkerError):
+                raise data
+            return self._failed("channel", data.message, is_retryable=True)
+        if isinstance(leave, BaseException):
+            raise leave
+        if isinstance(leave, PieceReply):
+            self._failures["reservation"] += leave.outcome == "failed"
+            return leave
+        return await self._write(
+            pair, header, leave, StagedPiece(data=data, digests=header.digests)
+        )
+
+    async def _write(
+        self, pair: _Pair, header: PieceHeader, leave: BlockWrite, piece: StagedPiece
+    ) -> PieceReply:
+        is_verified = False
+        try:
+            if leave.block_ids:
+                is_verified = await self._store.write(leave.block_ids, piece)
+            else:
+                is_verified = not piece.digests
+        finally:
+            reply = await self._engine.call(
+                partial(self._end, header, leave, is_verified=is_verified)
+            )
+        if not is_verified:
+            logger.error("%s: a piece from %s has wrong digests", header.key, header.sender)
+            self._failures["digest"] += 1
+            self._break(pair)
+        elif reply.outcome == "failed":
+            self._failures["reservation"] += 1
+            self.on_step()  # likewise
+        else:
+            self._counts["pieces"] += 1
+            self._counts["bytes"] += piece.data.nbytes
+        return reply
+
+    def _begin(self, header: PieceHeader) -> BlockWrite | PieceReply:
+        """On the engine thread: leave to write, or the reply that ends the piece."""
+        if self._incoming.is_committed(header.key):
+            return PieceReply(outcome="committed")  # sent again because our answer was lost
+        try:
+            return self._incoming.begin_write(header)
+        except HandoffError as error:
+            is_live = self._incoming.is_live(header.key)
+            return PieceReply(outcome="failed", reason=error.message, is_retryable=is_live)
+
+    def _end(self, header: PieceHeader, leave: BlockWrite, *, is_verified: bool) -> PieceReply:
+        """On the engine thread: the write is over; commit if the piece is the last one."""
+        if not self._incoming.end_write(header.key, leave, is_verified=is_verified):
+            return PieceReply(outcome="failed", reason="the reservation ended")
+        if not is_verified:
+            return PieceReply(outcome="failed", reason="wrong bytes", is_retryable=True)
+        if header.first_token_id is None:
+            return PieceReply(outcome="accepted")
+        try:
+            self._incoming.commit(header)
+        except HandoffError as error:
+            return PieceReply(outcome="failed", reason=error.message, is_retryable=True)
+        return PieceReply(outcome="committed")
+
+    def _failed(self, kind: str, reason: str, *, is_retryable: bool) -> PieceReply:
+        self._failures[kind] += 1
+        return PieceReply(outcome="failed", reason=reason, is_retryable=is_retryable)
+
+    # ---- parts of a channel's life --------------------------------------------------------------
+
+    def _reason_to_refuse(self, request: PairRequest) -> str | None:
+        sender, mine = request.sender, self._identity
+        if self._is_closing:
+            return f"{mine.name} is shutting down"
+        if sender.model != mine.model or sender.layout != mine.layout:
+            return f"{mine.name} holds another model or another KV layout than {sender.name}"
+        incarnation, newest = self._epochs.get(sender.name, ("", 0))
+        if incarnation == sender.incarnation and request.epoch <= newest:
+            return f"epoch {request.epoch} is not newer than {newest}"
+        return None
+
+    async def _close_pair(self, sender: str) -> None:
+        """Close the channel from `sender`; on return no write of its pieces can land any more."""
+        pair = self._pairs.get(sender)
+        if pair is not None:
+            self._break(pair)
+        await asyncio.gather(*self._draining.get(sender, ()))
+
+    def _break(self, pair: _Pair) -> None:
+        """Give a channel up, and see to its end beside the piece that failed."""
+        name = pair.sender.name
+        if self._pairs.get(name) is not pair:
+            return
+        del self._pairs[name]
+        draining = self._draining.setdefault(name, set())
+        task = self._spawn(_drain(pair))
+        draining.add(task)
+        task.add_done_callback(draining.discard)
+
+    # ---- parts of a reservation's life ----------------------------------------------------------
+
+    async def _forget(self, keys: list[RequestKey], ingress_id: str | None = None) -> None:
+        for key in keys:
+            self._line.withdraw(key)
+        await self._engine.call(partial(self._abort, keys, ingress_id))
+        self.on_step()
+
+    def _abort(self, keys: list[RequestKey], ingress_id: str | None) -> None:
+        """On the engine thread."""
+        reserved = [] if ingress_id is None else self._incoming.keys_of(ingress_id)
+        for key in (*keys, *reserved):
+            self._incoming.abort(key)
+
+    def _cancel_all(self) -> None:
+        for key in self._incoming.live_keys():
+            self._incoming.cancel(key)
+
+    async def _keep_expiring(self) -> None:
+        while True:
+            await asyncio.sleep(self._config.lease_s / CHECKS_PER_LEASE)
+            expired = await self._engine.call(self._incoming.expire)
+            if expired:
+                logger.warning("leases of %s ended: their senders are silent", expired)
+                self.on_step()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._finished)
+        return task
+
+    def _finished(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            logger.error("%s: %r", self._identity.name, task.exception())
+
+
+async def _drain(pair: _Pair) -> None:
+    """Close a channel and wait for its pieces: afterwards none of their writes can land."""
+    await pair.channel.close()
+    await asyncio.gather(*pair.pieces, return_exceptions=True)

@@ -1,0 +1,387 @@
+"""P's side of the handoff on its event loop: asks for room, sends the blocks, lets them go.
+
+One task per request, from its first chunk to the acknowledgement:
+
+    reserve -> wait for the prompt -> open the channel -> pieces -> acknowledged -> release
+
+A failed piece or channel starts the transfer over, once, on the next channel (peer_link.py chooses
+it). After that, or if D is dead or refuses, the request is reported as failed and retryable.
+Cancelling never interrupts a piece under way. Whatever happens, the blocks are released and D is
+told.
+
+All state here belongs to the event loop; `OutgoingHandoffs` is touched through `EngineCalls` only.
+Knows no tensors: pieces are bytes.
+"""
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import msgspec
+
+from actors.handoff.contracts import EngineCalls, Peer, PieceBytes, PieceStore, SendChannel
+from actors.handoff.peer_link import PeerLinks
+from actors.handoff.waits import EndedError, bounded, settle, unless_ended
+from configs.schema import HandoffConfig
+from engine.clock import Clock
+from engine.errors import HandoffError, WorkerError
+from engine.kv.handoff import (
+    HandoffDropped,
+    HandoffReady,
+    HandoffStarted,
+    OutgoingEvent,
+    OutgoingHandoffs,
+)
+from engine.messages import (
+    CancelTransfer,
+    FailureRecord,
+    PieceHeader,
+    PieceReply,
+    Refused,
+    RenewLease,
+    Reservation,
+    ReserveRequest,
+    WorkerIdentity,
+)
+from engine.request import RequestKey
+
+logger = logging.getLogger(__name__)
+
+RESERVE_WAIT_S = 5.0  # D holds its answer this long while it is full, and our place in its queue
+RESERVE_BACKOFF_S = 0.05  # then we ask again after a pause, doubled each time
+RESERVE_MAX_BACKOFF_S = 1.0
+MAX_CANCELLED_KEYS = 4096
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Handoff:
+    started: HandoffStarted
+    ready: asyncio.Future[HandoffReady]  # the prompt is computed
+    ended: asyncio.Future[None]  # cancelled, or dropped by the scheduler
+    phase: str = "find"  # then "reserve", "compute", "transfer"
+    is_known_to_peer: bool = False  # a call about it was made
+
+    @property
+    def key(self) -> RequestKey:
+        return self.started.key
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SenderStatistics:
+    """Sizes now, then counters since start."""
+
+    num_handoffs: int
+    num_channels: int
+    num_sent: int  # handed over and acknowledged
+    num_ended: int  # cancelled or finished on P
+    num_pieces: int
+    num_bytes: int
+    num_retries: int
+    num_fallbacks: int  # channels opened that were not of the configured kind
+    failures: dict[str, int] = field(default_factory=dict)  # phase -> requests given up
+
+
+class HandoffSender:
+    """Moves computed prompts to decode workers. Created on the event loop."""
+
+    def __init__(
+        self,
+        identity: WorkerIdentity,
+        config: HandoffConfig,
+        *,
+        engine: EngineCalls,
+        outgoing: OutgoingHandoffs,
+        links: PeerLinks,
+        store: PieceStore,
+        clock: Clock,
+        on_failure: Callable[[str, FailureRecord], None],
+    ) -> None:
+        """`on_failure(ingress_id, record)` is called on the event loop, blocks already released."""
+        self._identity = identity
+        self._config = config
+        self._engine = engine
+        self._outgoing = outgoing
+        self._links = links
+        self._store = store
+        self._clock = clock
+        self._on_failure = on_failure
+        self._blocks_per_piece = max(1, config.piece_bytes // identity.layout.block_bytes)
+        self._handoffs: dict[RequestKey, _Handoff] = {}
+        self._tasks: dict[RequestKey, asyncio.Task[None]] = {}
+        self._cancelled: dict[RequestKey, None] = {}  # before we heard of them, oldest first
+        self._is_closing = False
+        self._counts: Counter[str] = Counter()
+        self._failures: Counter[str] = Counter()
+
+    # ---- from the worker ------------------------------------------------------------------------
+
+    def on_event(self, event: OutgoingEvent) -> None:
+        """Follow the scheduler. On the event loop, in the order the engine made the events."""
+        if isinstance(event, HandoffStarted):
+            self._start(event)
+            return
+        handoff = self._handoffs.get(event.key)
+        if handoff is None:
+            return  # cancelled before; `OutgoingHandoffs` frees its blocks
+        if isinstance(event, HandoffReady):
+            settle(handoff.ready, event)
+        elif isinstance(event, HandoffDropped):
+            settle(handoff.ended, None)
+
+    def cancel(self, key: RequestKey) -> None:
+        """Give a request up in any phase; idempotent. Its blocks go when no piece reads them."""
+        handoff = self._handoffs.get(key)
+        if handoff is not None:
+            settle(handoff.ended, None)
+            return
+        self._cancelled[key] = None  # its start may still be on the way from the engine
+        if len(self._cancelled) > MAX_CANCELLED_KEYS:
+            del self._cancelled[next(iter(self._cancelled))]
+
+    def cancel_ingress(self, ingress_id: str) -> None:
+        for handoff in self._handoffs.values():
+            if handoff.started.ingress_id == ingress_id:
+                settle(handoff.ended, None)
+
+    async def close(self) -> None:
+        """Cancel everything, wait until it is over (bounded by deadlines), close the channels."""
+        self._is_closing = True
+        for handoff in self._handoffs.values():
+            settle(handoff.ended, None)
+        await asyncio.gather(*self._tasks.values())
+        await self._links.close()
+
+    def __len__(self) -> int:
+        return len(self._handoffs)
+
+    def statistics(self) -> SenderStatistics:
+        return SenderStatistics(
+            num_handoffs=len(self._handoffs),
+            num_channels=self._links.num_open,
+            num_sent=self._counts["sent"],
+            num_ended=self._counts["ended"],
+            num_pieces=self._counts["pieces"],
+            num_bytes=self._counts["bytes"],
+            num_retries=self._counts["retries"],
+            num_fallbacks=self._links.num_fallbacks,
+            failures=dict(self._failures),
+        )
+
+    # ---- one handoff ----------------------------------------------------------------------------
+
+    def _start(self, event: HandoffStarted) -> None:
+        loop = asyncio.get_running_loop()
+        handoff = _Handoff(started=event, ready=loop.create_future(), ended=loop.create_future())
+        if self._is_closing or event.key in self._cancelled:
+            settle(handoff.ended, None)
+        self._handoffs[event.key] = handoff
+        task = loop.create_task(self._run(handoff))
+        self._tasks[event.key] = task
+        task.add_done_callback(lambda _: self._tasks.pop(event.key, None))
+
+    async def _run(self, handoff: _Handoff) -> None:
+        """Take one request from its first chunk to its end, whatever that is."""
+        failure: FailureRecord | None = None
+        try:
+            await self._hand_over(handoff)
+            self._counts["sent"] += 1
+        except EndedError:
+            self._counts["ended"] += 1
+            await self._tell(handoff, "given up by the sender")
+        except WorkerError as error:
+            failure = await self._settle_failure(handoff, error)
+        except Exception as error:
+            logger.exception("%s: unexpected in the handoff", handoff.key)
+            failure = await self._settle_failure(handoff, WorkerError(type(error).__name__))
+        finally:
+            await self._engine.call(lambda: self._outgoing.release(handoff.key))
+            del self._handoffs[handoff.key]
+        if failure is not None:
+            self._on_failure(handoff.started.ingress_id, failure)
+
+    async def _hand_over(self, handoff: _Handoff) -> None:
+        peer = await self._links.peer(handoff.started.decode_worker)
+        handoff.phase = "reserve"
+        reservation = await self._reserve(handoff, peer)
+        await self._engine.call(lambda: self._outgoing.mark_reserved(handoff.key))
+        handoff.phase = "compute"
+        renewing = asyncio.ensure_future(self._keep_renewing(handoff.key, reservation, peer))
+        try:
+            ready = await unless_ended(handoff.ready, handoff.ended, renewing)
+            handoff.phase = "transfer"
+            await self._transfer(handoff, peer, ready, reservation)
+        finally:
+            renewing.cancel()
+            await asyncio.gather(renewing, return_exceptions=True)
+
+    async def _settle_failure(self, handoff: _Handoff, error: WorkerError) -> FailureRecord | None:
+        """The record to report, or None when the request ended meanwhile or did arrive after all.
+
+        A prompt that still computes is let finish, because its first token is due to the client
+        anyway: it is reported at the point where it would have been sent.
+        """
+        started = handoff.started
+        logger.warning("%s: no handoff to %s: %s", handoff.key, started.decode_worker, error)
+        self._links.forget_peer(started.decode_worker)
+        try:
+            await unless_ended(handoff.ready, handoff.ended)
+        except EndedError:
+            self._counts["ended"] += 1
+            await self._tell(handoff, "given up by the sender")
+            return None
+        if await self._tell(handoff, error.message) == "committed":
+            self._counts["sent"] += 1
+            return None
+        self._failures[handoff.phase] += 1
+        if started.deadline_s is not None and self._clock.now_s() >= started.deadline_s:
+            return FailureRecord(
+                key=handoff.key, reason="the deadline passed", retryable=False, code="timeout"
+            )
+        return FailureRecord(key=handoff.key, reason=error.message, retryable=True)
+
+    async def _tell(
+        self, handoff: _Handoff, reason: str
+    ) -> Literal["cancelled", "committed", "unknown"]:
+        """Cancel at D what it may hold for this request; "unknown" = D was not reached."""
+        if not handoff.is_known_to_peer:
+            return "unknown"
+        request = CancelTransfer(key=handoff.key, reason=reason)
+        try:
+            peer = await self._links.peer(handoff.started.decode_worker)
+            reply = await bounded(peer.cancel_transfer(request), self._config.transfer_deadline_s)
+        except WorkerError as error:
+            logger.info("%s: not cancelled at D, its lease ends it: %s", handoff.key, error)
+            return "unknown"
+        return reply.outcome
+
+    # ---- reservation ----------------------------------------------------------------------------
+
+    async def _reserve(self, handoff: _Handoff, peer: Peer) -> Reservation:
+        """Ask until D has room. Raises HandoffError when it refuses or stays full for too long."""
+        until_s = self._clock.now_s() + self._config.reserve_timeout_s
+        if handoff.started.deadline_s is not None:
+            until_s = min(until_s, handoff.started.deadline_s)
+        pause_s = RESERVE_BACKOFF_S
+        handoff.is_known_to_peer = True
+        while (left_s := until_s - self._clock.now_s()) > 0:
+            request = self._build_reserve(handoff.started, min(left_s, RESERVE_WAIT_S))
+            bound_s = request.wait_s + self._config.transfer_deadline_s
+            answer = await unless_ended(bounded(peer.reserve(request), bound_s), handoff.ended)
+            if isinstance(answer, Reservation):
+                return answer
+            if isinstance(answer, Refused):
+                raise HandoffError(f"{handoff.started.decode_worker} refused: {answer.reason}")
+            await unless_ended(asyncio.sleep(pause_s), handoff.ended)
+            pause_s = min(2 * pause_s, RESERVE_MAX_BACKOFF_S)
+        raise HandoffError(f"{handoff.started.decode_worker} had no room in time")
+
+    def _build_reserve(self, started: HandoffStarted, wait_s: float) -> ReserveRequest:
+        remaining_s = None
+        if started.deadline_s is not None:
+            remaining_s = started.deadline_s - self._clock.now_s()
+        return ReserveRequest(
+            key=started.key,
+            sender=self._identity,
+            ingress_id=started.ingress_id,
+            token_ids=started.token_ids,
+            num_prompt_tokens=started.num_prompt_tokens,
+            params=started.params,
+            remaining_s=remaining_s,
+            priority=started.priority,
+            salt=started.salt,
+            wait_s=wait_s,
+        )
+
+    async def _keep_renewing(self, key: RequestKey, reservation: Reservation, peer: Peer) -> None:
+        """Renew the lease for as long as the handoff lasts; ends only by an error."""
+        request = RenewLease(transfer_id=reservation.transfer_id, key=key)
+        while True:
+            await asyncio.sleep(reservation.lease_s / 3)
+            await bounded(peer.renew(request), self._config.transfer_deadline_s)
+
+    # ---- transfer -------------------------------------------------------------------------------
+
+    async def _transfer(
+        self, handoff: _Handoff, peer: Peer, ready: HandoffReady, reservation: Reservation
+    ) -> None:
+        """Send all that D lacks, and once more under a new epoch if that fails.
+
+        Raises HandoffError when both tries failed, WorkerError when D is dead or has ended the
+        reservation.
+        """
+        if len(ready.block_ids) != reservation.num_blocks:
+            raise HandoffError(
+                f"{len(ready.block_ids)} blocks computed, {reservation.num_blocks} reserved"
+            )
+        for is_last_try in (False, True):
+            try:
+                reply = await self._send_all(handoff, peer, ready, reservation)
+                break
+            except HandoffError as error:
+                if is_last_try:
+                    raise
+                logger.warning("%s: sending again under a new epoch: %s", handoff.key, error)
+                self._counts["retries"] += 1
+        if reply.outcome != "committed":
+            raise WorkerError(f"{handoff.started.decode_worker} gave up: {reply.reason}")
+
+    async def _send_all(
+        self, handoff: _Handoff, peer: Peer, ready: HandoffReady, reservation: Reservation
+    ) -> PieceReply:
+        """One try under one epoch; D's answer to the last piece, or to the one that ended it.
+
+        Raises HandoffError when the transfer may start over, which ends the channel for all its
+        users; EndedError between two pieces.
+        """
+        async with self._links.link(handoff.started.decode_worker).use(peer) as channel:
+            first = reservation.num_hit_blocks
+            while True:
+                end = min(first + self._blocks_per_piece, reservation.num_blocks)
+                is_last = end == reservation.num_blocks
+                header = PieceHeader(
+                    transfer_id=reservation.transfer_id,
+                    key=handoff.key,
+                    sender=self._identity.name,
+                    sender_incarnation=self._identity.incarnation,
+                    epoch=channel.epoch,
+                    seq=0,  # known when the channel takes the piece
+                    first_block=first,
+                    num_blocks=end - first,
+                    digests=[],
+                    first_token_id=ready.first_token_id if is_last else None,
+                )
+                _check_not_ended(handoff)
+                reply = await self._send(channel, peer, header, ready.block_ids[first:end])
+                if reply.outcome == "failed" and reply.is_retryable:
+                    raise HandoffError(f"D did not take a piece: {reply.reason}")
+                if reply.outcome != "accepted":
+                    return reply
+                if is_last:
+                    raise HandoffError("D did not commit with the last piece")
+                first = end
+
+    async def _send(
+        self, channel: SendChannel, peer: Peer, header: PieceHeader, block_ids: list[int]
+    ) -> PieceReply:
+        """Copy a piece out of the store, send it, and wait for its acknowledgement."""
+        data: PieceBytes | None = None
+        if block_ids:
+            piece = await self._store.read(block_ids)
+            data = piece.data
+            header = msgspec.structs.replace(header, digests=piece.digests)
+
+        async def deliver(seq: int, payload: list[Any]) -> PieceReply:
+            return await peer.receive_piece(msgspec.structs.replace(header, seq=seq), payload)
+
+        reply = await channel.send(data, deliver)
+        self._counts["pieces"] += 1
+        self._counts["bytes"] += 0 if data is None else data.nbytes
+        return reply
+
+
+def _check_not_ended(handoff: _Handoff) -> None:
+    if handoff.ended.done():
+        raise EndedError

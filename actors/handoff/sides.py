@@ -1,0 +1,126 @@
+"""What a worker adds to its engine host to take part in handoffs: the sending or receiving side."""
+
+from dataclasses import asdict
+
+import ray
+
+from actors.handles import WorkerHandle, find_actor
+from actors.handoff.channels import KvPieces, WorkerChannels
+from actors.handoff.peer_link import PeerLinks
+from actors.handoff.receiver import HandoffReceiver
+from actors.handoff.sender import HandoffSender
+from actors.options import rendezvous_name
+from actors.rendezvous import RayRendezvousClient
+from actors.worker.engine_host import EngineHost, RoleSide
+from engine.build import Engine
+from engine.kv.handoff import IncomingHandoffs, OutgoingEvent
+from engine.request import RequestKey
+
+RENDEZVOUS_RPC_S = 5.0
+
+
+class SendingSide(RoleSide):
+    """Of a prefill worker."""
+
+    def __init__(self, host: EngineHost, engine: Engine) -> None:
+        config = host.config
+
+        async def find_peer(name: str) -> WorkerHandle:
+            return WorkerHandle(name, await find_actor(name, host.namespace))
+
+        self._outgoing = engine.outgoing
+        self._sender = HandoffSender(
+            host.identity,
+            config.handoff,
+            engine=host,
+            outgoing=engine.outgoing,
+            links=PeerLinks(
+                host.identity,
+                config.handoff,
+                channels=_channels(host),
+                find_peer=find_peer,
+                clock=host.clock,
+            ),
+            store=KvPieces(engine.kv_store),
+            clock=host.clock,
+            on_failure=host.fail,
+        )
+
+    def on_outgoing(self, event: OutgoingEvent) -> None:
+        self._sender.on_event(event)
+
+    def cancel(self, key: RequestKey) -> None:
+        self._sender.cancel(key)
+
+    def drop_ingress(self, ingress_id: str) -> None:
+        self._sender.cancel_ingress(ingress_id)
+
+    @property
+    def num_handoffs(self) -> int:
+        return len(self._sender)
+
+    def owners(self) -> dict[str, list[int]]:
+        return dict(self._outgoing.owners())
+
+    def statistics(self) -> dict[str, object]:
+        return {"sender": asdict(self._sender.statistics())}
+
+
+class ReceivingSide(RoleSide):
+    """Of a decode worker."""
+
+    def __init__(self, host: EngineHost, engine: Engine) -> None:
+        config = host.config
+        self._incoming = IncomingHandoffs(
+            engine.cache,
+            hasher=engine.hasher,
+            scheduler=engine.core.scheduler,
+            identity=host.identity,
+            clock=host.clock,
+            lease_s=config.handoff.lease_s,
+            max_rows=config.scheduler.max_rows,
+        )
+        self.receiver = HandoffReceiver(
+            host.identity,
+            config.handoff,
+            engine=host,
+            incoming=self._incoming,
+            channels=_channels(host),
+            store=KvPieces(engine.kv_store),
+        )
+
+    def on_step(self) -> None:
+        self.receiver.on_step()
+
+    def cancel(self, key: RequestKey) -> None:
+        self.receiver.cancel(key)
+
+    def drop_ingress(self, ingress_id: str) -> None:
+        self.receiver.cancel_ingress(ingress_id)
+
+    @property
+    def num_handoffs(self) -> int:
+        return len(self._incoming)
+
+    def owners(self) -> dict[str, list[int]]:
+        return dict(self._incoming.owners())
+
+    def statistics(self) -> dict[str, object]:
+        return {
+            "receiver": asdict(self.receiver.statistics()),
+            "incoming": asdict(self._incoming.statistics()),
+        }
+
+
+def _channels(host: EngineHost) -> WorkerChannels:
+    config, deployment_hash = host.config, host.name.rpartition(".")[2]
+    return WorkerChannels(
+        RayRendezvousClient(rendezvous_name(deployment_hash), host.namespace, RENDEZVOUS_RPC_S),
+        address=config.handoff.address or _node_address(),
+        deadline_s=config.handoff.transfer_deadline_s,
+        max_in_flight_bytes=config.handoff.max_in_flight_bytes,
+    )
+
+
+def _node_address() -> str:
+    return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]

@@ -1,0 +1,63 @@
+"""Waiting with an end: for at most so long, or unless something else happens first."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from engine.errors import HandoffError
+
+T = TypeVar("T")
+
+
+class EndedError(Exception):
+    """What was waited for is not wanted any more; control flow, never shown to anybody."""
+
+
+async def bounded(call: Awaitable[T], seconds: float) -> T:
+    """Await a call to a peer for at most `seconds`; then HandoffError."""
+    try:
+        async with asyncio.timeout(seconds):
+            return await call
+    except TimeoutError as error:
+        raise HandoffError(f"no answer within {seconds:.1f} s") from error
+
+
+async def unless_ended(
+    call: Awaitable[T], ended: asyncio.Future[None], *watched: asyncio.Future[None]
+) -> T:
+    """The result of `call`; EndedError if `ended` is done first, or the error of a watched task.
+
+    `call` is then cancelled, unless it is a future that the caller made and keeps.
+    """
+    waited = asyncio.ensure_future(call)
+    everything: set[asyncio.Future[T] | asyncio.Future[None]] = {waited, ended, *watched}
+    try:
+        await asyncio.wait(everything, return_when=asyncio.FIRST_COMPLETED)
+        if ended.done():
+            raise EndedError
+        for task in watched:
+            if task.done():
+                await task
+        return await waited
+    finally:
+        if waited is not call:
+            waited.cancel()
+            await asyncio.gather(waited, return_exceptions=True)
+
+
+def settle(future: asyncio.Future[T], value: T) -> None:
+    """Set a future's result unless it has one."""
+    if not future.done():
+        future.set_result(value)
+
+
+async def end_thread(thread: ThreadPoolExecutor, last_job: Callable[[], None]) -> None:
+    """Let a one-thread pool finish what is queued and `last_job`, and end it; idempotent."""
+    try:
+        done = asyncio.get_running_loop().run_in_executor(thread, last_job)
+    except RuntimeError:
+        return  # it was ended before
+    thread.shutdown(wait=False)
+    await done
+    thread.shutdown(wait=True)  # it has nothing left to do: this does not hold up the loop

@@ -1,0 +1,46 @@
+"""Who lives for whom: a detached actor that hears no supervisor for long enough ends itself.
+
+Detached actors survive their creator, and Serve ends a deployment's actors without a hook; this is
+what keeps any of ours from outliving the application.
+"""
+
+import logging
+import threading
+
+import ray
+
+from engine.clock import Clock
+
+logger = logging.getLogger(__name__)
+
+CHECK_EVERY_S = 0.5
+
+
+def exit_for_good() -> None:
+    """End this actor without a restart, whatever its max_restarts says. Any thread may call it."""
+    ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
+
+
+class Lifeline:
+    """A daemon thread that ends the actor after `silence_s` without a `beat`.
+
+    A thread, not a task: a stuck event loop must not keep the process alive.
+    """
+
+    def __init__(self, silence_s: float, clock: Clock) -> None:
+        self._silence_s = silence_s
+        self._clock = clock
+        self._last_beat_s = clock.now_s()
+        self._stop = threading.Event()
+        threading.Thread(target=self._watch, name="lifeline", daemon=True).start()
+
+    def beat(self) -> None:
+        """The supervisor was heard."""
+        self._last_beat_s = self._clock.now_s()
+
+    def _watch(self) -> None:
+        while not self._stop.wait(CHECK_EVERY_S):
+            if self._clock.now_s() - self._last_beat_s > self._silence_s:
+                logger.warning("no supervisor for %.0f s: exiting", self._silence_s)
+                exit_for_good()
+                return

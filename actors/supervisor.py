@@ -1,0 +1,195 @@
+"""The Supervisor: creates, adopts, watches and drains every other actor of the application.
+
+A Serve deployment actor: Serve starts it, restarts it and ends it with the application. What it
+creates is detached, so a restarted Supervisor finds it by name; it ends by itself when no
+Supervisor is heard (actors/lifeline.py). After a redeploy with another config or model the new
+Supervisor drains the workers of the old one, which it knows by the hash in their names.
+"""
+
+import asyncio
+import logging
+import os
+from collections.abc import Iterable
+
+from ray import serve
+from ray.util import list_named_actors
+
+from actors.deployment import DeploymentSpec
+from actors.handles import AllocatorHandle, WorkerHandle, create_actor, find_actor, ping
+from actors.logs import set_up_logging
+from actors.options import (
+    allocator_name,
+    batcher_names,
+    rendezvous_name,
+    service_options,
+    worker_names,
+    worker_options,
+)
+from engine.errors import WorkerError
+from engine.messages import Topology, WorkerStatus, encode
+
+logger = logging.getLogger(__name__)
+
+STARTING = WorkerStatus(identity=None, state="starting")
+STARTING_PERIOD_S = 0.2  # while workers load, readiness should be noticed soon
+EXIT_FAILED = 70  # EX_SOFTWARE
+WORKER_PREFIXES = ("prefill-", "decode-", "unified-")
+
+
+def _exit_without_watcher(watcher: asyncio.Task[None]) -> None:
+    """Fail-stop: without its rounds nobody would be created or kept. Serve starts another one."""
+    logger.critical("the supervisor's task ended, exiting", exc_info=watcher.exception())
+    logging.shutdown()
+    os._exit(EXIT_FAILED)
+
+
+class Supervisor:
+    """Keeps the deployment's actors in existence and says which of them can serve."""
+
+    def __init__(self, spec: DeploymentSpec) -> None:
+        """Starts creating and adopting at once, as a task on the actor's event loop."""
+        set_up_logging()
+        self._spec = spec.in_application(serve.get_deployment_actor_context().app_name)
+        self._config = spec.config
+        self._roles = worker_names(spec.config, spec.hash)
+        self._batchers = batcher_names(spec.config, spec.hash)
+        self._statuses: dict[str, WorkerStatus] = dict.fromkeys(self._roles, STARTING)
+        self._answering: set[str] = set()  # services that answered their last ping
+        # Actors of earlier deployments: those that were there before this supervisor. Of later ones
+        # it must keep its hands off, for it lives on while the streams of its own ingresses end.
+        self._earlier: frozenset[str] | None = None
+        self._has_looked = False  # at all of them at least once
+        # An actor that does not answer must not cost the others their heartbeats.
+        self._patience_s = spec.config.lifetimes.supervisor_silence_s / 4
+        self._watcher = asyncio.get_running_loop().create_task(self._watch())
+        self._watcher.add_done_callback(_exit_without_watcher)
+
+    def __repr__(self) -> str:
+        """What Ray prints before this actor's log lines."""
+        return f"supervisor.{self._spec.hash}"
+
+    async def topology(self) -> bytes:
+        """The current Topology, encoded.
+
+        Raises WorkerError if the watching task has ended, and before its first round has: what an
+        ingress heard from this supervisor's predecessor is better than nothing.
+        """
+        if self._watcher.done():
+            raise WorkerError(f"the supervisor stopped watching: {self._watcher.exception()!r}")
+        if not self._has_looked:
+            raise WorkerError("the supervisor has not looked at its actors yet")
+        return encode(self._topology())
+
+    def _topology(self) -> Topology:
+        return Topology(
+            workers=dict(self._statuses),
+            roles=dict(self._roles),
+            batchers=[n for n in self._batchers if n in self._answering],
+            allocator=allocator_name(self._spec.hash),
+        )
+
+    # ---- one round ------------------------------------------------------------------------------
+
+    async def _watch(self) -> None:
+        """For ever: create what is missing, ask everybody how they are, drain what is old."""
+        while True:
+            names = await asyncio.to_thread(self._named_actors)
+            if self._earlier is None:
+                self._earlier = frozenset(n for n in names if not n.endswith(self._spec.hash))
+            await asyncio.to_thread(self._create_missing, names)
+            await asyncio.gather(
+                *(self._check_worker(name) for name in self._roles),
+                *(self._ping(name) for name in (*self._batchers, rendezvous_name(self._spec.hash))),
+                self._update_allocator(),
+            )
+            self._has_looked = True
+            await self._retire(name for name in names if name in self._earlier)
+            period_s = self._config.lifetimes.supervisor_heartbeat_s
+            await asyncio.sleep(min(period_s, STARTING_PERIOD_S) if self._is_starting else period_s)
+
+    @property
+    def _is_starting(self) -> bool:
+        """Something expected is not up: it should be noticed soon when it is."""
+        is_loading = any(status.state == "starting" for status in self._statuses.values())
+        return is_loading or not self._answering.issuperset(self._batchers)
+
+    def _named_actors(self) -> list[str]:
+        """Names of all detached actors of this application, of any deployment."""
+        entries = list_named_actors(all_namespaces=True)
+        return sorted(e["name"] for e in entries if e["namespace"] == self._spec.namespace)
+
+    def _create_missing(self, names: list[str]) -> None:
+        """Create every expected actor that has no name yet; an existing one is adopted."""
+        from actors import remote_cls  # the actor classes import more than this actor needs
+
+        spec = self._spec
+        for name, role in self._roles.items():
+            if name not in names:
+                cls = remote_cls.WORKERS[role]
+                create_actor(cls, worker_options(spec, name), spec, name, role)
+        for name in self._batchers:
+            if name not in names:
+                options = service_options(spec, name)
+                create_actor(remote_cls.TokenizerBatcherCls, options, spec, name)
+        for name, cls in (
+            (allocator_name(spec.hash), remote_cls.LapsAllocatorCls),
+            (rendezvous_name(spec.hash), remote_cls.RendezvousCls),
+        ):
+            if name not in names:
+                create_actor(cls, service_options(spec, name), spec, name)
+
+    async def _check_worker(self, name: str) -> None:
+        """Beat a worker's lifeline and keep its status."""
+        try:
+            async with asyncio.timeout(self._patience_s):
+                handle = WorkerHandle(name, await find_actor(name, self._spec.namespace))
+                status = await handle.heartbeat()
+        except (WorkerError, TimeoutError):
+            status = STARTING  # it restarts by itself, or is created in the next round
+        if status.state != self._statuses[name].state:
+            pid = f" (pid {status.identity.pid})" if status.identity else ""
+            logger.info("%s is %s%s %s", name, status.state, pid, status.detail)
+        self._statuses[name] = status
+
+    async def _ping(self, name: str) -> None:
+        """Beat a helper actor's lifeline, and remember whether it answers."""
+        try:
+            async with asyncio.timeout(self._patience_s):
+                await ping(name, await find_actor(name, self._spec.namespace))
+            self._answering.add(name)
+        except (WorkerError, TimeoutError) as error:
+            self._answering.discard(name)
+            logger.debug("%s: %r", name, error)
+
+    async def _update_allocator(self) -> None:
+        name = allocator_name(self._spec.hash)
+        try:
+            async with asyncio.timeout(self._patience_s):
+                actor = await find_actor(name, self._spec.namespace)
+                await AllocatorHandle(name, actor).update(self._topology())
+        except (WorkerError, TimeoutError) as error:
+            logger.debug("%s: %r", name, error)
+
+    # ---- other deployments of this application --------------------------------------------------
+
+    async def _retire(self, old_names: Iterable[str]) -> None:
+        """Drain the workers of another deployment once ours can serve, and keep their helpers.
+
+        Old helpers (tokenizers, allocator) are needed until the last old worker has gone; then
+        nobody pings them and they end by themselves.
+        """
+        old = list(old_names)
+        workers = [name for name in old if name.startswith(WORKER_PREFIXES)]
+        if not workers or any(status.state != "ready" for status in self._statuses.values()):
+            return
+        await asyncio.gather(*(self._drain(name) for name in workers))
+        await asyncio.gather(*(self._ping(name) for name in old if name not in workers))
+
+    async def _drain(self, name: str) -> None:
+        try:
+            async with asyncio.timeout(self._patience_s):
+                handle = WorkerHandle(name, await find_actor(name, self._spec.namespace))
+                await handle.heartbeat()
+                await handle.drain(self._config.lifetimes.drain_s)
+        except (WorkerError, TimeoutError) as error:
+            logger.debug("%s: %r", name, error)

@@ -1,0 +1,132 @@
+"""The tokenizer actor: prompts that arrive together are rendered and encoded in one call.
+
+All work on text happens in one worker thread, so the event loop stays free for messages. Knows
+nothing of sampling, placement or HTTP.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from actors.deployment import DeploymentSpec
+from actors.dynamic_batcher import BatchStatistics, DynamicBatcher
+from actors.lifeline import Lifeline
+from actors.logs import set_up_logging
+from configs.schema import TokenizerConfig
+from engine.chat_template import load_chat_template
+from engine.clock import MonotonicClock
+from engine.errors import RequestError
+from engine.messages import TokenizeReply, TokenizeRequest, decode, encode
+from engine.tokenizing import load_tokenizer
+
+
+class PromptTokenizer:
+    """Text or chat messages to ids, batched, for one model folder.
+
+    Raises ConfigError when the folder's tokenizer cannot be used.
+    """
+
+    def __init__(self, model_path: str, config: TokenizerConfig) -> None:
+        folder = Path(model_path)
+        self._tokenizing = load_tokenizer(folder)
+        self._chat_template = load_chat_template(folder)
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer")
+        self._batcher: DynamicBatcher[TokenizeRequest, TokenizeReply] = DynamicBatcher(
+            self._run_in_thread,
+            max_batch_size=config.max_batch_size,
+            wait_timeout_s=config.batch_wait_timeout_s,
+        )
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._chat_template.is_present
+
+    @property
+    def vocab_size(self) -> int:
+        return self._tokenizing.vocab_size
+
+    def statistics(self) -> BatchStatistics:
+        return self._batcher.statistics()
+
+    async def tokenize(self, request: TokenizeRequest) -> TokenizeReply:
+        """Ids, or the error of this prompt alone."""
+        return await self._batcher.submit(request)
+
+    def close(self) -> None:
+        """Ends the worker thread once its batch is done."""
+        self._thread.shutdown(wait=True)
+
+    async def _run_in_thread(self, requests: Sequence[TokenizeRequest]) -> list[TokenizeReply]:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._thread, self.encode_batch, requests)
+
+    def encode_batch(self, requests: Sequence[TokenizeRequest]) -> list[TokenizeReply]:
+        """Replies in order; blocking. One library call for each setting of add_special_tokens."""
+        texts = [self._render(request) for request in requests]
+        ids: list[list[int] | RequestError] = [
+            text if isinstance(text, RequestError) else [] for text in texts
+        ]
+        for flag in (True, False):
+            where = [
+                (index, text)
+                for index, text in enumerate(texts)
+                if isinstance(text, str) and requests[index].add_special_tokens is flag
+            ]
+            encoded = self._tokenizing.encode_batch(
+                [text for _, text in where], add_special_tokens=flag
+            )
+            for (index, _), item in zip(where, encoded, strict=True):
+                ids[index] = item
+        return [
+            TokenizeReply(error=item.message)
+            if isinstance(item, RequestError)
+            else TokenizeReply(token_ids=item)
+            for item in ids
+        ]
+
+    def _render(self, request: TokenizeRequest) -> str | RequestError:
+        if request.messages is None:
+            assert request.text is not None, "neither text nor messages"
+            return request.text
+        try:
+            return self._chat_template.render(request)
+        except RequestError as error:
+            return error
+
+
+class TokenizerBatcher:
+    """The actor around a `PromptTokenizer`."""
+
+    def __init__(self, spec: DeploymentSpec, name: str) -> None:
+        set_up_logging()
+        self._name = name
+        self._model_path = spec.config.model.path
+        self._lifeline = Lifeline(spec.config.lifetimes.supervisor_silence_s, MonotonicClock())
+        self._tokenizer = PromptTokenizer(self._model_path, spec.config.tokenizer)
+
+    def __repr__(self) -> str:
+        """What Ray prints before this actor's log lines."""
+        return self._name
+
+    async def ping(self) -> None:
+        """A supervisor was heard."""
+        self._lifeline.beat()
+
+    async def tokenize(self, data: bytes) -> bytes:
+        """TokenizeRequest -> TokenizeReply, encoded."""
+        return encode(await self._tokenizer.tokenize(decode(data, TokenizeRequest)))
+
+    async def describe(self) -> dict[str, object]:
+        """What process listings and the dashboard show."""
+        statistics = self._tokenizer.statistics()
+        return {
+            "name": self._name,
+            "model": self._model_path,
+            "vocab_size": self._tokenizer.vocab_size,
+            "has_chat_template": self._tokenizer.has_chat_template,
+            "num_batches": statistics.num_batches,
+            "num_prompts": statistics.num_items,
+            "largest_batch": statistics.largest_batch,
+            "num_queued": statistics.num_queued,
+        }

@@ -1,0 +1,13 @@
+"""The unified worker actor: a request enters, runs and finishes here."""
+
+from actors.deployment import DeploymentSpec
+from actors.worker.engine_host import EngineHost, RoleSide
+from actors.worker.engine_worker import EngineWorker
+from engine.messages import Role
+
+
+class UnifiedWorker(EngineWorker):
+    """Prefills and decodes in one process; prompts ride along with decodes."""
+
+    def __init__(self, spec: DeploymentSpec, name: str, role: Role) -> None:
+        super().__init__(EngineHost(spec, name, role, lambda host, engine: RoleSide()))

@@ -1,0 +1,365 @@
+"""What every worker has, whatever its role: an engine in its thread, and streams to the ingresses.
+
+A worker actor is a shell around this plus its side of the handoff. The model loads in a thread, so
+the actor answers heartbeats meanwhile; torch is imported only there.
+"""
+
+import asyncio
+import logging
+import os
+import threading
+import traceback
+import uuid
+from collections.abc import AsyncIterator, Callable
+from dataclasses import asdict
+from typing import TYPE_CHECKING, TypeVar
+
+import ray
+
+from actors.deployment import DeploymentSpec
+from actors.lifeline import Lifeline, exit_for_good
+from actors.logs import set_up_logging
+from actors.worker.engine_thread import EngineThread
+from actors.worker.token_streams import TokenStreams
+from engine.clock import MonotonicClock
+from engine.errors import ConfigError, RequestError, WorkerError
+from engine.invariants import check_blocks, num_held
+from engine.messages import FailureRecord, LoadReport, Role, Submit, WorkerIdentity, WorkerStatus
+from engine.request import Request, RequestKey
+from engine.scheduling.contracts import StepOutput
+
+if TYPE_CHECKING:
+    from engine.build import Engine
+    from engine.kv.handoff import OutgoingEvent
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+HOUSEKEEPING_S = 0.25
+INGRESS_PREFIX = "ingress-"  # streams of other clients (the allocator) hold nobody back
+EXIT_FAILED = 70  # EX_SOFTWARE; Ray restarts the actor
+MAX_ABORTED_KEYS = 4096
+NO_LOAD = LoadReport(queued_tokens=0, num_waiting=0, num_running=0, num_free_blocks=0, num_blocks=0)
+
+
+class RoleSide:
+    """A worker's part in the handoff, as the host sees it. This one has none (unified)."""
+
+    def cancel(self, key: RequestKey) -> None:
+        """Forget a request in any phase of its handoff."""
+
+    def drop_ingress(self, ingress_id: str) -> None:
+        """The same for every request of an ingress that went silent."""
+
+    def on_outgoing(self, event: "OutgoingEvent") -> None:
+        """A prompt whose KV is to move started, is computed or ended."""
+        raise AssertionError(f"{event} on a worker that sends nothing")
+
+    def on_step(self) -> None:
+        """A step was committed: blocks and rows may be free now."""
+
+    @property
+    def num_handoffs(self) -> int:
+        """Requests between two workers that still hold something here."""
+        return 0
+
+    def owners(self) -> dict[str, list[int]]:
+        """Holders of block references here; on the engine thread."""
+        return {}
+
+    def statistics(self) -> dict[str, object]:
+        """Sizes and counters, by part."""
+        return {}
+
+
+class EngineHost:
+    """The engine, its thread and its token streams inside one worker process."""
+
+    def __init__(
+        self,
+        spec: DeploymentSpec,
+        name: str,
+        role: Role,
+        make_side: Callable[["EngineHost", "Engine"], RoleSide],
+    ) -> None:
+        """Starts loading at once. Must be created on the actor's event loop."""
+        set_up_logging()
+        self.name = name
+        self.role = role
+        self.config = spec.config
+        self.namespace = spec.namespace
+        self.model = spec.model
+        self.clock = MonotonicClock()
+        self.incarnation = uuid.uuid4().hex
+        self.side = RoleSide()
+        self._make_side = make_side
+        self._loop = asyncio.get_running_loop()
+        self._lifeline = Lifeline(spec.config.lifetimes.supervisor_silence_s, self.clock)
+        self._engine: Engine | None = None
+        self._thread: EngineThread | None = None
+        self._failure: str | None = None
+        self._aborted: dict[RequestKey, None] = {}  # not found when aborted; oldest first
+        self._drain_until_s: float | None = None
+        self._report = NO_LOAD
+        self.streams = TokenStreams(
+            worker=name,
+            incarnation=self.incarnation,
+            config=spec.config.lifetimes,
+            clock=self.clock,
+            load=lambda: self._report,
+            on_silent=self._drop_ingress,
+            on_overflow=self._drop_slow_request,
+        )
+        self._housekeeper = self._loop.create_task(self._keep_house())
+        threading.Thread(target=self._load, name="model loader", daemon=True).start()
+
+    # ---- life -----------------------------------------------------------------------------------
+
+    def heartbeat(self) -> WorkerStatus:
+        """The supervisor was heard; say how we are."""
+        self._lifeline.beat()
+        if self._housekeeper.done():  # it never returns: without it, silent peers are kept for ever
+            self._on_engine_failure(self._housekeeper.exception() or RuntimeError("cancelled"))
+        if self._failure is not None:
+            return WorkerStatus(identity=None, state="failed", detail=self._failure)
+        if self._engine is None:
+            return WorkerStatus(identity=None, state="starting")
+        is_draining = self._drain_until_s is not None
+        return WorkerStatus(identity=self.identity, state="draining" if is_draining else "ready")
+
+    def drain(self, grace_s: float) -> None:
+        """Exit for good once no ingress is connected and nothing runs, or after `grace_s`."""
+        if self._drain_until_s is None:
+            logger.info("%s drains: another deployment takes over", self.name)
+            self._drain_until_s = self.clock.now_s() + grace_s
+
+    @property
+    def identity(self) -> WorkerIdentity:
+        engine = self.engine
+        return WorkerIdentity(
+            name=self.name,
+            incarnation=self.incarnation,
+            role=self.role,
+            model=self.model,
+            layout=engine.layout,
+            max_model_len=engine.max_model_len,
+            pid=os.getpid(),
+        )
+
+    @property
+    def engine(self) -> "Engine":
+        """The loaded engine. Raises WorkerError while the model is still loading."""
+        if self._engine is None:
+            raise WorkerError(f"{self.name} is still loading its model")
+        return self._engine
+
+    # ---- requests -------------------------------------------------------------------------------
+
+    async def submit(self, submit: Submit) -> None:
+        """Queue a request. Raises RequestError if it can never fit, CapacityError if not now."""
+        engine = self.engine
+        if len(submit.token_ids) >= engine.max_model_len:
+            raise RequestError(
+                f"This model's maximum context length is {engine.max_model_len} tokens.",
+                code="context_length_exceeded",
+            )
+        now_s = self.clock.now_s()
+        request = Request(
+            key=submit.key,
+            ingress_id=submit.ingress_id,
+            params=submit.params,
+            tokens=list(submit.token_ids),
+            num_prompt_tokens=submit.num_prompt_tokens,
+            num_emitted_tokens=len(submit.token_ids) - submit.num_prompt_tokens,
+            arrival_s=now_s,
+            deadline_s=None if submit.remaining_s is None else now_s + submit.remaining_s,
+            priority=submit.priority,
+            decode_worker=submit.decode_worker,
+            salt=submit.salt,
+        )
+
+        def add() -> None:
+            if request.key not in self._aborted:  # a small abort may overtake a large submit
+                engine.core.scheduler.add(request)
+
+        await self.call(add)
+
+    def abort(self, key: RequestKey) -> None:
+        """Forget a request in any phase; idempotent."""
+        if self._engine is None:
+            return
+        scheduler = self._engine.core.scheduler
+
+        def abort() -> None:
+            if not scheduler.abort(key):
+                self._aborted[key] = None
+                if len(self._aborted) > MAX_ABORTED_KEYS:
+                    del self._aborted[next(iter(self._aborted))]
+
+        self._post(abort)
+        self.side.cancel(key)
+
+    def read(self, ingress_id: str) -> AsyncIterator[bytes]:
+        """Encoded StepMessages for one client. Raises WorkerError while the model still loads.
+
+        A client takes a worker whose stream it reads for one that can be given work.
+        """
+        if self._engine is None:
+            raise WorkerError(f"{self.name} is still loading its model")
+        return self.streams.read(ingress_id)
+
+    def acknowledge(self, client_id: str, step_seq: int) -> None:
+        """A client has every message up to `step_seq`.
+
+        An ingress that speaks is a sign of the application's life, as good as the supervisor's:
+        Serve may take longer to replace a supervisor than a worker waits for one.
+        """
+        if client_id.startswith(INGRESS_PREFIX):
+            self._lifeline.beat()
+        self.streams.acknowledge(client_id, step_seq)
+
+    def fail(self, ingress_id: str, failure: FailureRecord) -> None:
+        """Tell a request's ingress that this attempt is over."""
+        self.streams.publish([], [(ingress_id, failure)])
+
+    async def call(self, fn: Callable[[], T]) -> T:
+        """Run `fn` between two steps on the engine thread (the EngineCalls of the handoff)."""
+        if self._thread is None:
+            raise WorkerError(f"{self.name} is still loading its model")
+        return await self._thread.call(fn)
+
+    async def statistics(self) -> dict[str, object]:
+        """What is held and was done, from the engine thread; the blocks' books are checked first.
+
+        Raises AssertionError, with every term, if the conservation law does not hold.
+        """
+        engine, side = self.engine, self.side
+
+        def look() -> dict[str, object]:
+            owners = dict(engine.core.scheduler.owners()) | side.owners()
+            check_blocks(engine.cache, owners.items())
+            return {
+                "held_blocks": num_held(owners.items()),
+                "scheduler": asdict(engine.core.scheduler.statistics()),
+                "free_rows": engine.core.scheduler.num_free_rows,
+                "available_blocks": engine.cache.num_available,
+                "blocks": engine.cache.num_blocks,
+            }
+
+        seen = await self.call(look)
+        return (
+            seen
+            | side.statistics()
+            | {
+                "streams": asdict(self.streams.statistics()),
+                "tasks": len(asyncio.all_tasks()),
+                "num_requests": self._num_requests,
+            }
+        )
+
+    # ---- loading and stepping -------------------------------------------------------------------
+
+    def _load(self) -> None:
+        """Build the engine; on the loader thread."""
+        from engine.build import build_engine  # imports torch, which takes seconds
+
+        started_s = self.clock.now_s()
+        try:
+            engine = build_engine(self.config, self.model, self.clock, self._on_outgoing)
+        except ConfigError as error:
+            self._failure = error.message
+            logger.error("%s cannot start: %s", self.name, error.message)
+        except Exception as error:  # noqa: BLE001 - reported to the supervisor, which says so
+            self._give_up(error)
+        else:
+            took_s = self.clock.now_s() - started_s
+            logger.info("%s loaded in %.1f s: %s", self.name, took_s, engine.describe())
+            self._loop.call_soon_threadsafe(self._begin, engine)
+
+    def _begin(self, engine: "Engine") -> None:
+        self._engine = engine
+        try:
+            self.side = self._make_side(self, engine)
+        except Exception as error:  # noqa: BLE001 - as above
+            self._engine = None
+            self._give_up(error)
+            return
+        self._report = engine.load()  # from now on requests may be placed here
+        self._thread = EngineThread(
+            engine.core, on_step=self._on_step, on_failure=self._on_engine_failure
+        )
+        self._thread.start()
+
+    def _give_up(self, error: Exception) -> None:
+        """Say at the first start why there is none; later it worked before, so try it again."""
+        logger.error("%s cannot start", self.name, exc_info=error)
+        if ray.get_runtime_context().was_current_actor_reconstructed:
+            logging.shutdown()
+            os._exit(EXIT_FAILED)
+        self._failure = f"{type(error).__name__}: {error}"
+
+    def _on_step(self, output: StepOutput) -> None:
+        """On the engine thread, after every turn of its loop."""
+        self._report = self.engine.load()
+        if output.num_scheduled_tokens or output.failures or output.left:
+            self._loop.call_soon_threadsafe(self._deliver, output)
+
+    def _deliver(self, output: StepOutput) -> None:
+        self.streams.publish(output.tokens, output.failures)
+        self.side.on_step()
+
+    def _on_outgoing(self, event: "OutgoingEvent") -> None:
+        """On the engine thread: a prompt started, finished or ended; see engine/kv/handoff.py."""
+        self._loop.call_soon_threadsafe(self.side.on_outgoing, event)
+
+    def _on_engine_failure(self, error: BaseException) -> None:
+        """Fail-stop: a device that failed once answers wrongly later. Ray restarts the actor."""
+        logger.critical(
+            "%s: the engine failed, exiting:\n%s",
+            self.name,
+            "".join(traceback.format_exception(error)),
+        )
+        logging.shutdown()
+        os._exit(EXIT_FAILED)
+
+    # ---- giving up on others --------------------------------------------------------------------
+
+    def _drop_ingress(self, ingress_id: str) -> None:
+        if self._engine is None:
+            return
+        scheduler = self._engine.core.scheduler
+
+        def drop() -> None:
+            for key in scheduler.requests_of(ingress_id):
+                scheduler.abort(key)
+
+        self._post(drop)
+        self.side.drop_ingress(ingress_id)
+        if ingress_id.startswith(INGRESS_PREFIX):
+            logger.warning("%s: %s went silent; its requests are dropped", self.name, ingress_id)
+
+    def _drop_slow_request(self, ingress_id: str, key: RequestKey) -> None:
+        reason = "its tokens were not acknowledged"
+        logger.warning("%s: %s is cancelled: %s", self.name, key, reason)
+        self.abort(key)
+        self.fail(ingress_id, FailureRecord(key=key, reason=reason, retryable=False))
+
+    async def _keep_house(self) -> None:
+        while True:
+            await asyncio.sleep(HOUSEKEEPING_S)
+            self.streams.expire_silent()
+            if self._drain_until_s is not None and self._may_leave(self._drain_until_s):
+                logger.info("%s has drained and exits", self.name)
+                exit_for_good()
+
+    def _may_leave(self, drain_until_s: float) -> bool:
+        is_idle = self._num_requests == 0 and not self.streams.has_reader(INGRESS_PREFIX)
+        return is_idle or self.clock.now_s() > drain_until_s
+
+    @property
+    def _num_requests(self) -> int:
+        return self._report.num_waiting + self._report.num_running + self.side.num_handoffs
+
+    def _post(self, fn: Callable[[], object]) -> None:
+        if self._thread is not None:
+            self._thread.post(fn)

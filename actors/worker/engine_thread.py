@@ -1,0 +1,149 @@
+"""The engine's own thread: it steps while there is work and runs calls between steps.
+
+The actor's event loop never blocks on the engine: it posts closures here and gets futures back,
+and each step's output is delivered to it as one call. Fail-stop: an exception in a step is
+reported once and the thread ends; the owner exits the process, because a device that failed once
+answers wrongly afterwards.
+"""
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from engine.core import EngineCore
+from engine.errors import WorkerError
+from engine.scheduling.contracts import StepOutput
+
+T = TypeVar("T")
+
+# Upper bound of an idle wait; only deadlines in the queue depend on it, calls wake the thread.
+IDLE_WAIT_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """Either is called, once, on the engine thread or after its end."""
+
+    run: Callable[[], object]
+    drop: Callable[[], object]
+
+
+class EngineThread:
+    """Owns the thread that alone touches scheduler, cache and executor."""
+
+    def __init__(
+        self,
+        core: EngineCore,
+        *,
+        on_step: Callable[[StepOutput], None],
+        on_failure: Callable[[BaseException], None],
+    ) -> None:
+        """Both are called on the engine thread: `on_step` after every turn, also an empty one."""
+        self._core = core
+        self._on_step = on_step
+        self._on_failure = on_failure
+        self._calls: deque[_Call] = deque()
+        self._wake = threading.Condition()
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop after the step in flight; calls not yet run are dropped. Idempotent."""
+        with self._wake:
+            self._is_closing = True
+            self._wake.notify()
+        if self._thread.is_alive():
+            self._thread.join()
+        self._drop_calls()
+
+    def post(self, fn: Callable[[], object]) -> None:
+        """Run `fn` between two steps; an exception in it is an engine failure.
+
+        Raises WorkerError once the engine is closing or has failed.
+        """
+        self._post(_Call(run=fn, drop=_nothing))
+
+    async def call(self, fn: Callable[[], T]) -> T:
+        """Run `fn` between two steps and return its result; its exceptions reach the caller.
+
+        Raises WorkerError if the engine ends before it could run.
+        """
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+
+        def run() -> None:
+            try:
+                result = fn()
+            except Exception as error:  # noqa: BLE001 - delivered to the caller below
+                loop.call_soon_threadsafe(_fail, future, error)
+            else:
+                loop.call_soon_threadsafe(_settle, future, result)
+
+        def drop() -> None:
+            loop.call_soon_threadsafe(_fail, future, WorkerError("the engine has ended"))
+
+        self._post(_Call(run=run, drop=drop))
+        return await future
+
+    def _post(self, call: _Call) -> None:
+        with self._wake:
+            if self._is_closing:
+                raise WorkerError("the engine is closing")
+            self._calls.append(call)
+            self._wake.notify()
+
+    def _run(self) -> None:
+        try:
+            while self._wait_for_work():
+                self._run_calls()
+                output = self._core.step()
+                self._on_step(output)
+                if output.num_scheduled_tokens == 0 and self._core.scheduler.has_work:
+                    self._idle()
+        except BaseException as error:  # noqa: BLE001 - the owner ends the process
+            with self._wake:
+                self._is_closing = True
+            self._on_failure(error)
+            self._drop_calls()
+
+    def _wait_for_work(self) -> bool:
+        """Block while there is neither a call nor a request; False when closing."""
+        with self._wake:
+            while not (self._is_closing or self._calls or self._core.scheduler.has_work):
+                self._wake.wait()
+            return not self._is_closing
+
+    def _idle(self) -> None:
+        """Requests wait but none can run: wait for a call, which is what frees blocks or rows."""
+        with self._wake:
+            if not self._calls and not self._is_closing:
+                self._wake.wait(IDLE_WAIT_S)
+
+    def _run_calls(self) -> None:
+        while self._calls:
+            self._calls.popleft().run()
+
+    def _drop_calls(self) -> None:
+        """Tell whoever still waits for a call that it will not run."""
+        while self._calls:
+            self._calls.popleft().drop()
+
+
+def _nothing() -> None:
+    """Nobody waits for a posted call."""
+
+
+def _settle(future: asyncio.Future[T], result: T) -> None:
+    if not future.done():  # else the caller was cancelled
+        future.set_result(result)
+
+
+def _fail(future: asyncio.Future[T], error: Exception) -> None:
+    if not future.done():
+        future.set_exception(error)

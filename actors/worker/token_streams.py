@@ -1,0 +1,160 @@
+"""Tokens from one worker to its ingresses: one message per engine step and ingress.
+
+Lives on the worker's event loop. Each ingress reads one stream; it acknowledges message numbers.
+An ingress that stays silent loses its requests, and a request whose tokens pile up without being
+acknowledged is cancelled alone, so that nothing here grows without bound.
+"""
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+
+from configs.schema import LifetimesConfig
+from engine.clock import Clock
+from engine.messages import FailureRecord, LoadReport, StepMessage, TokenRecord, encode
+from engine.request import RequestKey
+
+
+@dataclass(slots=True, eq=False)
+class _Stream:
+    """What one ingress has not read or not acknowledged yet."""
+
+    last_heard_s: float
+    next_seq: int = 0
+    tokens: list[TokenRecord] = field(default_factory=list)  # not sent yet
+    failures: list[FailureRecord] = field(default_factory=list)
+    unacknowledged: deque[tuple[int, Counter[RequestKey]]] = field(default_factory=deque)
+    num_unacknowledged: Counter[RequestKey] = field(default_factory=Counter)
+    has_news: asyncio.Event = field(default_factory=asyncio.Event)
+    reader: object | None = None  # identity of the generator that serves it now
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamStatistics:
+    num_streams: int
+    num_unacknowledged_tokens: int
+
+
+class TokenStreams:
+    """Fan-out of step outputs to ingresses, with acknowledgement and bounds."""
+
+    def __init__(
+        self,
+        *,
+        worker: str,
+        incarnation: str,
+        config: LifetimesConfig,
+        clock: Clock,
+        load: Callable[[], LoadReport],
+        on_silent: Callable[[str], None],
+        on_overflow: Callable[[str, RequestKey], None],
+    ) -> None:
+        """`on_silent(ingress_id)` and `on_overflow(ingress_id, key)` abort; called on the loop."""
+        self._worker = worker
+        self._incarnation = incarnation
+        self._config = config
+        self._clock = clock
+        self._load = load
+        self._on_silent = on_silent
+        self._on_overflow = on_overflow
+        self._streams: dict[str, _Stream] = {}
+
+    def publish(
+        self,
+        tokens: Sequence[tuple[str, TokenRecord]],
+        failures: Sequence[tuple[str, FailureRecord]],
+    ) -> None:
+        """Queue one step's records for their ingresses and wake each reader once."""
+        touched = set()
+        for ingress_id, record in tokens:
+            stream = self._stream(ingress_id)
+            stream.tokens.append(record)
+            stream.num_unacknowledged[record.key] += 1
+            if stream.num_unacknowledged[record.key] == self._config.max_unacknowledged_tokens:
+                self._on_overflow(ingress_id, record.key)
+            touched.add(ingress_id)
+        for ingress_id, failure in failures:
+            self._stream(ingress_id).failures.append(failure)
+            touched.add(ingress_id)
+        for ingress_id in touched:
+            self._streams[ingress_id].has_news.set()
+
+    def acknowledge(self, ingress_id: str, step_seq: int) -> None:
+        """Everything up to message `step_seq` arrived; -1 says only that the ingress lives."""
+        stream = self._streams.get(ingress_id)
+        if stream is None:
+            return
+        stream.last_heard_s = self._clock.now_s()
+        while stream.unacknowledged and stream.unacknowledged[0][0] <= step_seq:
+            _, counts = stream.unacknowledged.popleft()
+            stream.num_unacknowledged.subtract(counts)
+            for key in counts:
+                if stream.num_unacknowledged[key] <= 0:
+                    del stream.num_unacknowledged[key]
+
+    async def read(self, ingress_id: str) -> AsyncIterator[bytes]:
+        """Encoded StepMessages for one ingress, a load report at least every 100 ms.
+
+        A second reader for the same ingress replaces the first, which then ends.
+        """
+        stream = self._stream(ingress_id)
+        stream.last_heard_s = self._clock.now_s()
+        reader = stream.reader = object()
+        stream.has_news.set()  # ends an earlier reader, which must not clear what we wait for
+        stream.has_news = asyncio.Event()
+        stream.has_news.set()  # the first message goes out at once and says who we are
+        while stream.reader is reader and self._streams.get(ingress_id) is stream:
+            await self._wait_for_news(stream)
+            if stream.reader is reader:
+                yield self._next_message(stream)
+
+    def expire_silent(self) -> None:
+        """Give up ingresses that have not been heard of for too long."""
+        limit_s = self._clock.now_s() - self._config.ingress_silence_s
+        for ingress_id, stream in list(self._streams.items()):
+            if stream.last_heard_s < limit_s:
+                del self._streams[ingress_id]
+                stream.has_news.set()  # ends its reader
+                self._on_silent(ingress_id)
+
+    def has_reader(self, prefix: str) -> bool:
+        """Whether an ingress whose id starts with `prefix` is connected."""
+        return any(ingress_id.startswith(prefix) for ingress_id in self._streams)
+
+    def statistics(self) -> StreamStatistics:
+        counts = (sum(s.num_unacknowledged.values()) for s in self._streams.values())
+        return StreamStatistics(
+            num_streams=len(self._streams), num_unacknowledged_tokens=sum(counts)
+        )
+
+    def _stream(self, ingress_id: str) -> _Stream:
+        stream = self._streams.get(ingress_id)
+        if stream is None:
+            stream = self._streams[ingress_id] = _Stream(last_heard_s=self._clock.now_s())
+        return stream
+
+    async def _wait_for_news(self, stream: _Stream) -> None:
+        has_news = stream.has_news
+        try:
+            async with asyncio.timeout(self._config.load_report_every_s):
+                await has_news.wait()
+        except TimeoutError:
+            pass  # a load report is due
+        has_news.clear()
+
+    def _next_message(self, stream: _Stream) -> bytes:
+        message = StepMessage(
+            worker=self._worker,
+            incarnation=self._incarnation,
+            step_seq=stream.next_seq,
+            load=self._load(),
+            tokens=stream.tokens,
+            failures=stream.failures,
+        )
+        if stream.tokens:
+            counts = Counter(record.key for record in stream.tokens)
+            stream.unacknowledged.append((stream.next_seq, counts))
+        stream.next_seq += 1
+        stream.tokens, stream.failures = [], []
+        return encode(message)

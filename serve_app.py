@@ -1,0 +1,51 @@
+"""Composition root: `serve run serve_app:app`, `serve run serve_app:build config=... model=...`.
+
+Reads the config and binds the one Serve deployment; every other actor is created by the Supervisor
+(actors/supervisor.py). `build` itself creates no actor: a YAML deploy runs it in a task.
+"""
+
+from ray import serve
+from ray.serve import Application
+from ray.serve.config import DeploymentActorConfig
+from ray.serve.schema import LoggingConfig
+
+from actors.deployment import DeploymentSpec, describe_deployment
+from actors.ingress import SUPERVISOR, Ingress
+from actors.options import supervisor_options
+from actors.preflight import check_startable
+from configs.load import config_from_environment
+
+
+def build(args: dict[str, str]) -> Application:
+    """The Serve application. `args` may name `config` (a YAML file) and `model` (a folder).
+
+    Raises ConfigError or ConfigFileError, before anything starts, for what cannot be served.
+    """
+    config = config_from_environment(args)
+    check_startable(config)
+    return bind(describe_deployment(config))
+
+
+def bind(spec: DeploymentSpec) -> Application:
+    """The application of one deployment."""
+    edge = spec.config.edge
+    supervisor = DeploymentActorConfig(
+        name=SUPERVISOR,
+        actor_class="actors.remote_cls:SupervisorCls",
+        init_args=(spec,),
+        actor_options=supervisor_options(),
+    )
+    deployment = serve.deployment(
+        serve.ingress()(Ingress),
+        name="ingress",
+        num_replicas=edge.num_replicas,
+        max_ongoing_requests=edge.max_ongoing_requests,
+        ray_actor_options={"num_cpus": 0},
+        graceful_shutdown_timeout_s=edge.drain_s,
+        deployment_actors=[supervisor],
+        logging_config=LoggingConfig(enable_access_log=False),  # /metrics counts requests
+    )
+    return deployment.bind(spec)
+
+
+app = build

@@ -1,0 +1,181 @@
+"""The tokenizer's batches, judged by transformers; without Ray."""
+
+import asyncio
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from actors.tokenizer_batcher import PromptTokenizer
+from configs.schema import TokenizerConfig
+from engine.chat_template import RESERVED_KWARGS, is_reserved_kwarg
+from engine.errors import ConfigError
+from engine.messages import TokenizeReply, TokenizeRequest
+from tests.tokenizer_folders import LINES, byte_level_folder, llama_like_folder
+
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "敏捷的 fox?"},
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return byte_level_folder(tmp_path_factory.mktemp("model"), adds_bos=True)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder: Path) -> PromptTokenizer:
+    return PromptTokenizer(str(folder), TokenizerConfig())
+
+
+def tokenize(
+    tokenizer: PromptTokenizer, requests: Sequence[TokenizeRequest]
+) -> list[TokenizeReply]:
+    async def main() -> list[TokenizeReply]:
+        async with asyncio.timeout(60):
+            return await asyncio.gather(*(tokenizer.tokenize(request) for request in requests))
+
+    return asyncio.run(main())
+
+
+@pytest.mark.parametrize("add_special_tokens", [True, False])
+def test_prompts_of_all_kinds_get_the_ids_of_transformers(
+    tokenizer: PromptTokenizer, folder: Path, add_special_tokens: bool
+) -> None:
+    theirs = AutoTokenizer.from_pretrained(str(folder))
+    texts = [
+        TokenizeRequest(text=text, add_special_tokens=add_special_tokens) for text in [*LINES, ""]
+    ]
+    chat = TokenizeRequest(messages=[dict(m) for m in CHAT], add_special_tokens=False)
+    replies = tokenize(tokenizer, [*texts, chat])
+    expected = [
+        theirs(line, add_special_tokens=add_special_tokens)["input_ids"] for line in [*LINES, ""]
+    ]
+    rendered = theirs.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=False)
+    assert [reply.token_ids for reply in replies] == [*expected, rendered]
+    assert {reply.error for reply in replies} == {None}
+
+
+def test_chat_switches_reach_the_template(tokenizer: PromptTokenizer, folder: Path) -> None:
+    theirs = AutoTokenizer.from_pretrained(str(folder))
+    turns = [*CHAT, {"role": "assistant", "content": "It is"}]
+    messages: list[dict[str, object]] = [dict(m) for m in turns]
+    closed, continued, prefixed = tokenize(
+        tokenizer,
+        [
+            TokenizeRequest(
+                messages=messages, add_special_tokens=False, add_generation_prompt=False
+            ),
+            TokenizeRequest(
+                messages=messages,
+                add_special_tokens=False,
+                add_generation_prompt=False,
+                continue_final_message=True,
+            ),
+            TokenizeRequest(
+                messages=messages, add_special_tokens=False, chat_template_kwargs={"prefix": "Hm"}
+            ),
+        ],
+    )
+
+    def shown(reply: TokenizeReply) -> str:
+        return str(theirs.decode(reply.token_ids))
+
+    assert shown(closed).endswith("It is<|im_end|>\n")
+    assert shown(continued).endswith("assistant\nIt is")
+    assert shown(prefixed).endswith("assistant\nHm")
+
+
+def test_one_bad_prompt_fails_alone(tokenizer: PromptTokenizer) -> None:
+    good = TokenizeRequest(text="fox")
+    before = tokenizer.statistics()
+    first, torn, forbidden, last = tokenize(
+        tokenizer,
+        [
+            good,
+            TokenizeRequest(text="\ud800"),
+            TokenizeRequest(messages=[{"role": "forbidden", "content": "x"}]),
+            good,
+        ],
+    )
+    assert first == last
+    assert first.token_ids
+    assert torn.error == "The prompt is not valid text and cannot be tokenized."
+    assert forbidden.error is not None
+    assert "This role is not for you." in forbidden.error
+    after = tokenizer.statistics()
+    assert (after.num_batches - before.num_batches, after.num_items - before.num_items) == (1, 4)
+    assert after.largest_batch >= 4
+
+
+def test_a_template_cannot_reach_outside_its_sandbox(tmp_path: Path) -> None:
+    escape = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
+    tokenizer = PromptTokenizer(
+        str(byte_level_folder(tmp_path, chat_template=escape)), TokenizerConfig()
+    )
+    (reply,) = tokenize(tokenizer, [TokenizeRequest(messages=[dict(CHAT[1])])])
+    assert reply.token_ids == []
+    assert reply.error is not None
+    assert "cannot render" in reply.error
+    tokenizer.close()
+
+
+def test_a_model_without_a_template_refuses_chats_and_takes_text(tmp_path: Path) -> None:
+    tokenizer = PromptTokenizer(str(llama_like_folder(tmp_path)), TokenizerConfig())
+    assert not tokenizer.has_chat_template
+    text, chat = tokenize(
+        tokenizer, [TokenizeRequest(text="fox"), TokenizeRequest(messages=[dict(CHAT[1])])]
+    )
+    assert text.token_ids
+    assert chat.error == "This model has no chat template; use /v1/completions instead."
+    tokenizer.close()
+
+
+def test_the_event_loop_goes_on_while_text_is_encoded(folder: Path) -> None:
+    tokenizer = PromptTokenizer(str(folder), TokenizerConfig())
+    entered, may_go_on = threading.Event(), threading.Event()
+    encode_batch = tokenizer.encode_batch
+
+    def slow(requests: Sequence[TokenizeRequest]) -> list[TokenizeReply]:
+        entered.set()
+        assert may_go_on.wait(30)
+        return encode_batch(requests)
+
+    tokenizer.encode_batch = slow  # type: ignore[method-assign]
+
+    async def main() -> None:
+        async with asyncio.timeout(30):
+            call = asyncio.ensure_future(tokenizer.tokenize(TokenizeRequest(text="fox")))
+            assert await asyncio.to_thread(entered.wait, 30)
+            assert not call.done(), "the loop runs although the encoder has not returned"
+            may_go_on.set()
+            assert (await call).token_ids
+
+    asyncio.run(main())
+    tokenizer.close()
+
+
+def test_a_folder_without_a_tokenizer_is_a_start_up_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"tokenizer\.json: no such file"):
+        PromptTokenizer(str(tmp_path), TokenizerConfig())
+
+
+def test_everything_the_renderer_takes_by_name_is_reserved() -> None:
+    import inspect
+
+    from transformers import PreTrainedTokenizerBase
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    taken = {
+        name
+        for function in (PreTrainedTokenizerBase.apply_chat_template, render_jinja_template)
+        for name, parameter in inspect.signature(function).parameters.items()
+        if parameter.kind is not inspect.Parameter.VAR_KEYWORD
+    }
+    assert taken <= RESERVED_KWARGS
+    special = PreTrainedTokenizerBase.SPECIAL_TOKENS_ATTRIBUTES
+    assert all(is_reserved_kwarg(name) for name in special)
+    assert not is_reserved_kwarg("enable_thinking")

@@ -1,0 +1,288 @@
+"""The layering, the budgets and the words of the code, as tests: a rule without a test drifts.
+
+Every rule is a function from a module to its offences, tried here on a module that offends.
+"""
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.layers import MAY_IMPORT, ONLY_IN, ROOMS
+
+ROOT = Path(__file__).resolve().parents[1]
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
+MAX_PARAMETERS = 8  # without self or cls, keyword-only ones included
+MAX_CONSTRUCTOR_PARAMETERS = 10  # composition roots name each part once
+
+REMOTE_CALLS_IN = ("actors.handles", "actors.rendezvous")
+ENVIRONMENT_IN = ("configs.load",)
+ACTOR_CLASSES = {
+    "Supervisor",
+    "TokenizerBatcher",
+    "LapsAllocator",
+    "PrefillWorker",
+    "DecodeWorker",
+    "UnifiedWorker",
+    "Rendezvous",
+    "Ingress",
+}
+ACTOR_CLASSES_IN = ("actors.remote_cls", "serve_app")
+FORBIDDEN_CLASS = re.compile(r"Manager|Helper|Util|Mixin|^_?Base|Base$")
+FORBIDDEN_MODULE = re.compile(r"(^|_)(utils?|helpers?|common|misc)$")
+
+# What decides must also stay importable where there is no torch and no Ray.
+WITHOUT_TENSORS = (
+    "configs.schema",
+    "engine.core",
+    "engine.invariants",
+    "engine.kv.block_cache",
+    "engine.kv.handoff",
+    "engine.kv.request_hasher",
+    "engine.messages",
+    "engine.request",
+    "engine.scheduling.placement",
+    "engine.scheduling.scheduler",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Module:
+    name: str
+    source: str
+
+    @property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.source)
+
+    def is_in(self, prefixes: tuple[str, ...]) -> bool:
+        return any(_is_under(self.name, prefix) for prefix in prefixes)
+
+
+def _is_under(name: str, prefix: str) -> bool:
+    return name == prefix or name.startswith(prefix + ".")
+
+
+def _modules(*rooms: str) -> list[Module]:
+    paths = [path for room in rooms for path in (ROOT / room).rglob("*.py")]
+    paths += [ROOT / f"{room}.py" for room in rooms if (ROOT / f"{room}.py").exists()]
+    return [
+        Module(".".join(path.relative_to(ROOT).with_suffix("").parts), path.read_text())
+        for path in sorted(paths)
+    ]
+
+
+Rule = Callable[[Module], list[str]]
+CODE = _modules(*ROOMS)
+TESTS = _modules("tests")
+
+
+# ---- rules: module -> offences -------------------------------------------------------------------
+
+
+def _imports(module: Module) -> Iterator[str]:
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            # `from a.b import c` may name the module a.b.c, so check the deeper spelling.
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def imports_against_the_layers(module: Module) -> list[str]:
+    name = module.name.removesuffix(".__init__")
+    rule = max((prefix for prefix in MAY_IMPORT if _is_under(name, prefix)), key=len)
+    return [
+        target
+        for target in _imports(module)
+        if target.split(".")[0] in ROOMS
+        and not any(_is_under(target, allowed) for allowed in MAY_IMPORT[rule])
+    ]
+
+
+def third_party_out_of_place(module: Module) -> list[str]:
+    tops = {target.split(".")[0] for target in _imports(module)}
+    return [top for top in sorted(tops) if top in ONLY_IN and not module.is_in(ONLY_IN[top])]
+
+
+def relative_imports(module: Module) -> list[str]:
+    nodes = [node for node in ast.walk(module.tree) if isinstance(node, ast.ImportFrom)]
+    return [f"line {node.lineno}" for node in nodes if node.level > 0]
+
+
+def remote_calls(module: Module) -> list[str]:
+    """Calls of `<something>.remote(...)`; `ray.remote(Cls)` wraps a class and calls nobody."""
+    calls = [node for node in ast.walk(module.tree) if isinstance(node, ast.Call)]
+    return [
+        f"line {call.lineno}"
+        for call in calls
+        if isinstance(call.func, ast.Attribute)
+        and call.func.attr == "remote"
+        and not (isinstance(call.func.value, ast.Name) and call.func.value.id == "ray")
+        and not module.is_in(REMOTE_CALLS_IN)
+    ]
+
+
+def environment_reads(module: Module) -> list[str]:
+    words = {"environ", "environb", "getenv"}
+    return [
+        f"line {node.lineno}"
+        for node in ast.walk(module.tree)
+        if (isinstance(node, ast.Attribute) and node.attr in words)
+        or (isinstance(node, ast.ImportFrom) and words & {alias.name for alias in node.names})
+        if not module.is_in(ENVIRONMENT_IN)
+    ]
+
+
+def imported_actor_classes(module: Module) -> list[str]:
+    if module.is_in(ACTOR_CLASSES_IN):
+        return []
+    return [
+        target
+        for target in _imports(module)
+        if target.startswith("actors.") and target.split(".")[-1] in ACTOR_CLASSES
+    ]
+
+
+def forbidden_names(module: Module) -> list[str]:
+    classes = [node.name for node in ast.walk(module.tree) if isinstance(node, ast.ClassDef)]
+    offences = [name for name in classes if FORBIDDEN_CLASS.search(name)]
+    last = module.name.split(".")[-1]
+    return offences + ([module.name] if FORBIDDEN_MODULE.search(last) else [])
+
+
+def too_long(module: Module) -> list[str]:
+    num_lines = len(module.source.splitlines())
+    offences = [f"{num_lines} lines"] if num_lines > MAX_FILE_LINES else []
+    for node in _functions(module):
+        num_lines = (node.end_lineno or 0) - node.lineno + 1
+        if num_lines > MAX_FUNCTION_LINES and not module.is_in(("kernels",)):
+            offences.append(f"{node.name}: {num_lines} lines")
+    return offences
+
+
+def too_many_parameters(module: Module) -> list[str]:
+    offences = []
+    for node in _functions(module):
+        names = [arg.arg for arg in node.args.posonlyargs + node.args.args + node.args.kwonlyargs]
+        num_parameters = len([name for name in names if name not in ("self", "cls")])
+        limit = MAX_CONSTRUCTOR_PARAMETERS if node.name == "__init__" else MAX_PARAMETERS
+        if num_parameters > limit and not module.is_in(("kernels",)):
+            offences.append(f"{node.name}: {num_parameters} parameters")
+    return offences
+
+
+def _functions(module: Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
+
+
+CODE_RULES: tuple[Rule, ...] = (
+    imports_against_the_layers,
+    third_party_out_of_place,
+    relative_imports,
+    remote_calls,
+    environment_reads,
+    imported_actor_classes,
+    forbidden_names,
+    too_long,
+    too_many_parameters,
+)
+TEST_RULES: tuple[Rule, ...] = (relative_imports, forbidden_names, too_long)
+
+
+@pytest.mark.parametrize("rule", CODE_RULES, ids=lambda rule: rule.__name__)
+def test_the_code_keeps_the_rule(rule: Rule) -> None:
+    assert len(CODE) > 50
+    assert {module.name: found for module in CODE if (found := rule(module))} == {}
+
+
+@pytest.mark.parametrize("rule", TEST_RULES, ids=lambda rule: rule.__name__)
+def test_the_tests_keep_the_rule(rule: Rule) -> None:
+    assert {module.name: found for module in TESTS if (found := rule(module))} == {}
+
+
+# ---- each rule can fail --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rule", "name", "source"),
+    [
+        (imports_against_the_layers, "engine.core", "from engine.execution import executor"),
+        (imports_against_the_layers, "engine.brand_new", "import engine.errors"),
+        (imports_against_the_layers, "kernels.rope", "def f():\n    from engine import errors"),
+        (imports_against_the_layers, "load_tests.locustfile", "import engine.messages"),
+        (third_party_out_of_place, "engine.core", "import torch.nn as nn"),
+        (third_party_out_of_place, "engine.messages", "from ray import serve"),
+        (third_party_out_of_place, "actors.edge.generation", "from fastapi import FastAPI"),
+        (relative_imports, "engine.core", "from .errors import EngineError"),
+        (remote_calls, "actors.ingress", "worker.submit.options(x=1).remote(data)"),
+        (environment_reads, "engine.build", "import os\nx = os.environ['A']"),
+        (environment_reads, "engine.build", "from os import getenv"),
+        (imported_actor_classes, "actors.ingress", "from actors.supervisor import Supervisor"),
+        (forbidden_names, "engine.core", "class BlockManager: ..."),
+        (forbidden_names, "engine.core", "class _BaseWorker: ..."),
+        (forbidden_names, "engine.utils", "x = 1"),
+        (too_long, "engine.core", "x = 1\n" * (MAX_FILE_LINES + 1)),
+        (too_long, "engine.core", "def f():\n" + "    x = 1\n" * MAX_FUNCTION_LINES),
+        (too_many_parameters, "engine.core", "def f(a, b, c, d, *, e, g, h, i, j): ..."),
+        (
+            too_many_parameters,
+            "engine.core",
+            "def __init__(self, a, b, c, d, e, f, g, h, i, j, k): ...",
+        ),
+    ],
+)
+def test_a_rule_notices_an_offence(rule: Rule, name: str, source: str) -> None:
+    assert rule(Module(name, source))
+
+
+def test_what_the_rules_allow_is_no_offence() -> None:
+    wrapping = Module(
+        "actors.remote_cls", "from actors.supervisor import Supervisor\nray.remote(Supervisor)"
+    )
+    assert all(not rule(wrapping) for rule in CODE_RULES)
+    kernel = Module("kernels.rope", "def f(a, b, c, d, e, f, g, h, i, j): ...")
+    assert too_many_parameters(kernel) == []
+
+
+# ---- what only an import can show ----------------------------------------------------------------
+
+
+def _python(code: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_decisions_import_neither_torch_nor_ray() -> None:
+    imports = "; ".join(f"import {name}" for name in WITHOUT_TENSORS)
+    heavy = "{'torch', 'ray', 'transformers', 'fastapi'}"
+    assert _python(f"import sys; {imports}; print(sorted({heavy} & set(sys.modules)))") == "[]"
+
+
+def test_our_kernels_package_says_nothing_to_those_who_probe_for_another_of_that_name() -> None:
+    assert (ROOT / "kernels" / "__init__.py").read_text() == ""
+
+
+@pytest.mark.slow
+def test_transformers_works_beside_our_kernels_package() -> None:
+    found = _python(
+        "import kernels, transformers\n"
+        "from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM\n"
+        "from transformers.utils import is_kernels_available\n"
+        "config = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1,\n"
+        "    num_attention_heads=1, num_key_value_heads=1, vocab_size=8)\n"
+        "LlamaForCausalLM(config)\n"
+        "print(kernels.__path__[0], is_kernels_available(), hasattr(kernels, '__version__'))"
+    )
+    assert found == f"{ROOT / 'kernels'} False False"
