@@ -192,7 +192,9 @@ class Ingress:
                     events = writer.delta(item.choice, item.delta)
                     if events:
                         yield b"".join(events)
-            except (EngineError, TimeoutError) as error:
+            except Exception as error:  # noqa: BLE001 - too late for a status: said in the stream
+                if not isinstance(error, EngineError | TimeoutError):
+                    logger.error("a stream failed", exc_info=error)
                 self._metrics.count_failed(error_reply(error).status)
                 yield sse_error(error)
                 return

@@ -11,6 +11,7 @@ from actors.handles import WorkerHandle, find_actor
 from actors.lifeline import Lifeline
 from actors.logs import set_up_logging
 from engine.clock import MonotonicClock
+from engine.errors import WorkerError
 from engine.messages import Assign, PlaceRequest, StepMessage, Topology, decode, encode
 from engine.scheduling.placement import place
 
@@ -54,7 +55,9 @@ class LapsAllocator:
         self._links.update(decode(topology, Topology).roles)
 
     async def place(self, request: bytes) -> bytes:
-        """PlaceRequest -> Assign | Hold | Reject, encoded."""
+        """PlaceRequest -> Assign | Hold | Reject, encoded. WorkerError before any topology."""
+        if not self._links.links():  # just started: the ingress knows better
+            raise WorkerError("the allocator has heard of no workers yet")
         prompt = decode(request, PlaceRequest)
         placement = place(prompt, self._view.snapshots(), self._clock.now_s())
         if isinstance(placement, Assign):

@@ -286,3 +286,10 @@ def test_transformers_works_beside_our_kernels_package() -> None:
         "print(kernels.__path__[0], is_kernels_available(), hasattr(kernels, '__version__'))"
     )
     assert found == f"{ROOT / 'kernels'} False False"
+
+
+def test_readme_has_a_line_for_every_file() -> None:
+    lines = (ROOT / "README.md").read_text().splitlines()
+    listed = {line.split()[0] for line in lines if line.startswith("    ") and line.strip()}
+    files = {f"{module.name.rpartition('.')[2]}.py" for module in CODE if module.tree.body}
+    assert files - {"__init__.py"} <= listed

@@ -37,6 +37,7 @@ from engine.scheduling.placement import place
 logger = logging.getLogger(__name__)
 
 ALLOCATOR_TIMEOUT_S = 2.0  # then the ingress decides by itself
+ALLOCATOR_PAUSE_S = 5.0  # and does not ask again for so long
 ABORT_TIMEOUT_S = 5.0
 ABORT_RETRY_S = 0.5
 
@@ -84,6 +85,7 @@ class Generations:
         self._find_allocator = find_allocator
         self._allocator: AllocatorHandle | None = None
         self._allocator_name = ""
+        self._no_allocator_until_s = 0.0
         self._mailboxes: dict[RequestKey, Mailbox] = {}
         self._aborts: set[asyncio.Task[None]] = set()
         self._context = contextvars.copy_context()
@@ -137,7 +139,7 @@ class Generations:
             except AttemptFailed as failure:
                 self._judge(failure, key)
                 last = failure
-                avoid = [w for w in (assign.prefill_worker, assign.decode_worker) if w]
+                avoid += [w for w in (assign.prefill_worker, assign.decode_worker) if w]
             finally:
                 await attempt_tokens.aclose()
         if last is not None and isinstance(last.__cause__, CapacityError):
@@ -233,13 +235,16 @@ class Generations:
 
     async def _ask_allocator(self, request: PlaceRequest) -> Placement:
         """The allocator's decision; ours, by the same rule, while it is away."""
-        try:
-            async with asyncio.timeout(ALLOCATOR_TIMEOUT_S):
-                if self._allocator is None:
-                    self._allocator = await self._find_allocator(self._allocator_name)
-                return await self._allocator.place(request)
-        except (WorkerError, TimeoutError):
-            self._allocator = None
+        if self._clock.now_s() >= self._no_allocator_until_s:
+            try:
+                async with asyncio.timeout(ALLOCATOR_TIMEOUT_S):
+                    if self._allocator is None:
+                        self._allocator = await self._find_allocator(self._allocator_name)
+                    return await self._allocator.place(request)
+            except WorkerError:
+                self._allocator = None
+            except TimeoutError:  # it hangs: not every request should find that out
+                self._no_allocator_until_s = self._clock.now_s() + ALLOCATOR_PAUSE_S
         placement = place(request, self._view.snapshots(), self._clock.now_s())
         if isinstance(placement, Assign):
             self._view.note(placement, request.num_prompt_tokens)

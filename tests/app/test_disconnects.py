@@ -146,6 +146,16 @@ def decode_worker_full(application: Application, rng: random.Random) -> Iterator
         occupants.leave()
 
 
+def num_committed(application: Application) -> int:
+    """Handoffs that the decode worker took over."""
+    return look(application, "decode", "incoming")["num_committed"]
+
+
+def num_decoded(application: Application) -> int:
+    """Tokens that the decode worker has sampled."""
+    return look(application, "decode", "scheduler")["num_output_tokens"]
+
+
 def is_in_line(application: Application) -> bool:
     """A reservation waits at the decode worker."""
     return look(application, "decode", "receiver")["num_waiting"] > 0
@@ -211,15 +221,18 @@ def test_leaving_while_the_reservation_waits_in_line(
     rng: random.Random,
     is_stream: bool,
 ) -> None:
-    with (
-        restored(application, baselines, num_clients=2),
-        decode_worker_full(application, rng),
-        Client(application, make_prompt(rng, SHORT), is_stream=is_stream) as client,
-    ):
-        wait_until(lambda: is_in_line(application), "its reservation waits")
-        wait_until(lambda: client.num_tokens == int(is_stream), "the first token came anyway")
-        client.leave()
-        wait_until(lambda: not is_in_line(application), "the line is empty")
+    with restored(application, baselines, num_clients=2):
+        with (
+            decode_worker_full(application, rng),
+            Client(application, make_prompt(rng, SHORT), is_stream=is_stream) as client,
+        ):
+            committed = num_committed(application)
+            wait_until(lambda: is_in_line(application), "its reservation waits")
+            wait_until(lambda: client.num_tokens == int(is_stream), "the first token came anyway")
+            client.leave()
+            wait_until(lambda: not is_in_line(application), "the line is empty")
+        application.wait_quiet()
+        assert num_committed(application) == committed, "room came, but nobody took it"
 
 
 @both_modes
@@ -231,7 +244,7 @@ def test_leaving_while_pieces_move(
 ) -> None:
     with restored(application, baselines):
         before = look(application, "decode", "receiver")["num_pieces"]
-        committed = look(application, "decode", "incoming")["num_committed"]
+        committed = num_committed(application)
         with Client(application, make_prompt(rng, LONG), is_stream=is_stream) as client:
             wait_until(
                 lambda: look(application, "decode", "receiver")["num_pieces"] > before,
@@ -242,7 +255,7 @@ def test_leaving_while_pieces_move(
                 lambda: look(application, "decode", "incoming")["num_reservations"] == 0,
                 "the reservation is given up",
             )
-        assert look(application, "decode", "incoming")["num_committed"] == committed
+        assert num_committed(application) == committed, "the last piece never came"
 
 
 @both_modes
@@ -253,14 +266,15 @@ def test_leaving_while_decoding(
     is_stream: bool,
 ) -> None:
     with restored(application, baselines):
-        before = look(application, "decode", "scheduler")["num_output_tokens"]
+        before = num_decoded(application)
         with Client(application, make_prompt(rng, SHORT), is_stream=is_stream) as client:
-            wait_until(
-                lambda: look(application, "decode", "scheduler")["num_output_tokens"] > before + 3,
-                "it decodes",
-            )
+            wait_until(lambda: num_decoded(application) > before + 3, "it decodes")
             wait_until(lambda: not is_stream or client.num_tokens > 3, "tokens came")
             client.leave()
+        application.wait_quiet()
+        assert num_decoded(application) - before < CONTEXT - SHORT - 1, (
+            "it did not go on to its end"
+        )
 
 
 @both_modes
@@ -285,4 +299,8 @@ def test_leaving_with_choices_in_every_phase(
     ):
         wait_until(is_everywhere, "choices decode, wait in line and are queued")
         assert application.metric("laps_open_attempts") == 6
+        before = num_decoded(application)
         client.leave()
+        application.wait_quiet()
+        # Two decode and fill both rows; none of the six may have been taken to its end.
+        assert num_decoded(application) - before < CONTEXT - SHORT - 1
