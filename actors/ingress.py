@@ -192,7 +192,7 @@ class Ingress:
                     events = writer.delta(item.choice, item.delta)
                     if events:
                         yield b"".join(events)
-            except Exception as error:  # noqa: BLE001 - too late for a status: said in the stream
+            except Exception as error:  # too late for a status: it is said in the stream
                 if not isinstance(error, EngineError | TimeoutError):
                     logger.error("a stream failed", exc_info=error)
                 self._metrics.count_failed(error_reply(error).status)
