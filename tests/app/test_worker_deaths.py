@@ -265,7 +265,6 @@ def test_a_request_whose_worker_dies_on_every_try_ends_with_an_error_and_without
 def test_services_that_die_under_load_fail_no_stream(application: Application) -> None:
     victims = [named(application, prefix) for prefix in ("allocator", "tokenizer", "rendezvous")]
     others = pids(application, *victims)
-    channels = num_channels(application)
     with Load(application, num_streams=NUM_STREAMS, max_tokens=TOKENS // 4) as load:
         for victim in victims:
             victim_pid = application.pid(victim)
@@ -276,7 +275,6 @@ def test_services_that_die_under_load_fail_no_stream(application: Application) -
         load.wait_more(NUM_STREAMS)
     assert not load.problems
     assert pids(application, *victims) == others, "nobody else died"
-    assert num_channels(application) == channels, "open channels do not notice"
 
 
 def test_placement_goes_on_while_the_allocator_hangs(application: Application) -> None:
