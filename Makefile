@@ -17,8 +17,8 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 serve: $(STAMP)
-	@$(VENV)/bin/python -c "import socket; socket.create_server(('$(HOST)', $(PORT))).close()" \
-	  || { echo "$(HOST):$(PORT) is taken: stop what listens there (Serve would share the port silently)"; exit 1; }
+	@$(VENV)/bin/python -c "import socket, sys; sys.exit('$(HOST):$(PORT) is taken: stop what listens there\
+	 (Serve would share the port silently)' if not socket.socket().connect_ex(('$(HOST)', $(PORT))) else 0)"
 	$(VENV)/bin/serve run serve_app:app
 
 test: $(STAMP)
