@@ -182,11 +182,18 @@ def _allowed_keys(keys: list[str]) -> list[str]:
 
 def _allowed_values(keys: list[str]) -> list[str]:
     node = _type_at(keys)
+    if isinstance(node, msgspec.inspect.StructType):
+        return [f"a section with {', '.join(_allowed_keys(keys))}"]
+    return _values_of(node)
+
+
+def _values_of(node: msgspec.inspect.Type) -> list[str]:
+    """What a leaf takes, in words; nothing where its type says it all."""
     match node:
+        case msgspec.inspect.UnionType():
+            return [value for member in node.types for value in _values_of(member)]
         case msgspec.inspect.LiteralType():
             return [str(value) for value in node.values]
-        case msgspec.inspect.StructType():
-            return [f"a section with {', '.join(_allowed_keys(keys))}"]
         case msgspec.inspect.IntType() | msgspec.inspect.FloatType():
             kind = "an integer" if isinstance(node, msgspec.inspect.IntType) else "a number"
             bounds = {">=": node.ge, ">": node.gt, "<=": node.le, "<": node.lt}
@@ -196,7 +203,11 @@ def _allowed_values(keys: list[str]) -> list[str]:
 
 def _contradiction(config: AppConfig) -> str | None:
     """Settings that are each valid and together are not: what to change, or None."""
-    problem = _worker_contradiction(config) or _cache_contradiction(config)
+    problem = (
+        _worker_contradiction(config)
+        or _model_contradiction(config)
+        or _cache_contradiction(config)
+    )
     if problem is not None:
         return problem
     lifetimes = config.lifetimes
@@ -213,8 +224,21 @@ def _contradiction(config: AppConfig) -> str | None:
     return None
 
 
+def _model_contradiction(config: AppConfig) -> str | None:
+    model = config.model
+    if model.device == "cpu" and model.deterministic:
+        return "model.deterministic: needs model.device cuda; set one of the two"
+    if model.device == "cpu" and config.execution.cuda_graphs:
+        return "execution.cuda_graphs: needs model.device cuda; set one of the two"
+    if model.device == "cpu" and model.dtype == "float16":
+        return "model.dtype: float16 needs model.device cuda; on a CPU use float32 or bfloat16"
+    return None
+
+
 def _cache_contradiction(config: AppConfig) -> str | None:
     asked, cache = config.model.max_model_len, config.cache
+    if cache.num_blocks is None:
+        return None
     capacity = cache.num_blocks * cache.block_size
     if asked is not None and asked > capacity:
         return (

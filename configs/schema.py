@@ -18,22 +18,39 @@ class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Common rules of all sections."""
 
 
+AttentionName = Literal["auto", "reference", "triton", "flashinfer", "flash_attn"]
+
+
+class AttentionConfig(_Section, frozen=True):
+    """Which backend computes attention; auto = what measured fastest for device and shape."""
+
+    prefill: AttentionName = "auto"  # rows with two or more new tokens
+    decode: AttentionName = "auto"  # rows with one
+
+
 class ModelConfig(_Section, frozen=True):
     """Which model, and how it is held."""
 
     path: str = "demo_model/laps-demo"  # Hugging Face folder; relative to the project or absolute
     served_name: str | None = None  # name in the API; None = the folder's name
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto = fp32 on a CPU, else config.json
+    # auto = float32 on a CPU, else what config.json says.
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: Literal["cpu", "cuda"] = "cpu"
     max_model_len: Positive | None = None  # tokens; None = what config.json allows
-    attention: Literal["reference"] = "reference"
+    weights: Literal["safetensors", "random"] = "safetensors"  # random = for benchmarks
+    attention: AttentionConfig = AttentionConfig()
+    # The same request gives bit-identical logits alone, in any batch and chunked anyhow; slower.
+    deterministic: bool = False
 
 
 class CacheConfig(_Section, frozen=True):
     """The paged KV cache of one worker."""
 
     block_size: Annotated[int, Meta(ge=1, le=1024)] = 16  # tokens
-    num_blocks: Annotated[int, Meta(ge=2)] = 2048
+    # None = on a GPU as many as fit, on a CPU 2048.
+    num_blocks: Annotated[int, Meta(ge=2)] | None = None
+    # Of a GPU's memory, at most, taken by everything together when num_blocks is None.
+    gpu_memory_share: Share = 0.9
     enable_prefix_cache: bool = True
     protected_share: Share = 0.8  # of the blocks, at most, shielded after a second use (SLRU)
 
@@ -47,6 +64,15 @@ class SchedulerConfig(_Section, frozen=True):
     # Finished prompts that wait for room at a decode worker hold at most this share of a prefill
     # worker's blocks; beyond it no new prompt starts.
     unreserved_share: Share = 0.25
+    # Step n + 1 is planned and launched while step n computes; None = on a GPU, not on a CPU.
+    overlap: bool | None = None
+
+
+class ExecutionConfig(_Section, frozen=True):
+    """How a step runs on the device."""
+
+    # Decode steps replay captured CUDA graphs; None = on a GPU with a backend that can.
+    cuda_graphs: bool | None = None
 
 
 class HandoffConfig(_Section, frozen=True):
@@ -121,6 +147,7 @@ class AppConfig(_Section, frozen=True):
     model: ModelConfig = ModelConfig()
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
+    execution: ExecutionConfig = ExecutionConfig()
     handoff: HandoffConfig = HandoffConfig()
     workers: WorkersConfig = WorkersConfig()
     tokenizer: TokenizerConfig = TokenizerConfig()

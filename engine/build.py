@@ -11,24 +11,17 @@ from configs.schema import AppConfig, ModelConfig
 from engine.clock import Clock
 from engine.core import EngineCore
 from engine.errors import ConfigError
-from engine.execution.executor import Executor
-from engine.execution.warm_up import warm_up
+from engine.execution.replica import Replica
 from engine.kv.block_cache import BlockCache
 from engine.kv.handoff import OutgoingEvent, OutgoingHandoffs
 from engine.kv.kv_store import KvStore
 from engine.kv.layout import KvDtype, KvLayout
 from engine.kv.request_hasher import RequestHasher
 from engine.messages import LoadReport
-from engine.models.registry import build_model
 from engine.models.spec import ModelSpec, load_spec
-from engine.sampling.sampler import Sampler
 from engine.scheduling.scheduler import Scheduler
+from kernels.compilation import CompilationCounter
 
-DTYPES: dict[KvDtype, torch.dtype] = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
 BLOCK_KEY_BYTES = 32
 
 
@@ -44,6 +37,7 @@ class Engine:
     kv_store: KvStore
     outgoing: OutgoingHandoffs
     core: EngineCore
+    compilations: CompilationCounter  # kernels compiled since the engine was ready
 
     def load(self) -> LoadReport:
         """How busy the replica is."""
@@ -78,14 +72,17 @@ def build_engine(
     ConfigError when the model folder, the config or the two together cannot be served.
     """
     torch.set_num_threads(config.workers.torch_threads)
-    device = torch.device(config.model.device)
     spec = load_spec(Path(config.model.path))
     dtype = kv_dtype(config.model, spec)
-    max_model_len = context_length(config, spec)
     layout = spec.kv_layout(block_size=config.cache.block_size, dtype=dtype)
-    executor = _build_executor(config, layout, device, max_model_len)
+    compilations = CompilationCounter()
+    compilations.install()
+    replica = Replica(config, spec, layout)
+    executor = replica.build_executor()
+    compilations.reset()
+    num_blocks = executor.kv_store.num_blocks
     cache = BlockCache(
-        config.cache.num_blocks,
+        num_blocks,
         enable_prefix_cache=config.cache.enable_prefix_cache,
         protected_share=config.cache.protected_share,
     )
@@ -97,6 +94,7 @@ def build_engine(
         block_size=layout.block_size,
     )
     outgoing = OutgoingHandoffs(cache, notify)
+    max_model_len = context_length(config, spec, num_blocks)
     scheduler = Scheduler(
         config.scheduler,
         cache=cache,
@@ -106,6 +104,7 @@ def build_engine(
         max_model_len=max_model_len,
         eos_token_ids=spec.eos_token_ids,
     )
+    overlap = config.scheduler.overlap
     return Engine(
         spec=spec,
         layout=layout,
@@ -114,36 +113,14 @@ def build_engine(
         hasher=hasher,
         kv_store=executor.kv_store,
         outgoing=outgoing,
-        core=EngineCore(scheduler, executor, clock),
+        core=EngineCore(
+            scheduler,
+            executor,
+            clock,
+            overlap=config.model.device == "cuda" if overlap is None else overlap,
+        ),
+        compilations=compilations,
     )
-
-
-def _build_executor(
-    config: AppConfig, layout: KvLayout, device: torch.device, max_model_len: int
-) -> Executor:
-    """The model with its KV store, warmed up."""
-    model = build_model(
-        Path(config.model.path),
-        dtype=DTYPES[layout.dtype],
-        device=device,
-        max_model_len=max_model_len,
-    )
-    max_rows = config.scheduler.max_rows
-    executor = Executor(
-        model,
-        layout=layout,
-        num_blocks=config.cache.num_blocks,
-        max_rows=max_rows,
-        max_model_len=max_model_len,
-        sampler=Sampler(model.spec.vocab_size, max_rows, model.spec.eos_token_ids, device),
-    )
-    warm_up(
-        executor,
-        num_rows=max_rows,
-        num_blocks=config.cache.num_blocks,
-        max_tokens=min(config.scheduler.max_step_tokens, max_model_len - 1),
-    )
-    return executor
 
 
 def kv_dtype(model: ModelConfig, spec: ModelSpec) -> KvDtype:
@@ -153,19 +130,19 @@ def kv_dtype(model: ModelConfig, spec: ModelSpec) -> KvDtype:
     return "float32" if model.device == "cpu" else spec.dtype
 
 
-def context_length(config: AppConfig, spec: ModelSpec) -> int:
+def context_length(config: AppConfig, spec: ModelSpec, num_blocks: int) -> int:
     """The longest context in tokens: what the model allows, the config asks and the cache holds.
 
     Raises ConfigError when the config asks for more than the model or the cache can give.
     """
-    capacity = config.cache.num_blocks * config.cache.block_size
+    capacity = num_blocks * config.cache.block_size
     asked = config.model.max_model_len
     if asked is None:
         return min(spec.max_model_len, capacity)
     if asked > min(spec.max_model_len, capacity):
         raise ConfigError(
             f"model.max_model_len is {asked}, but {config.model.path} allows {spec.max_model_len}"
-            f" tokens and cache.num_blocks x cache.block_size holds {capacity}; lower the first or"
-            " raise cache.num_blocks"
+            f" tokens and {num_blocks} blocks of cache.block_size hold {capacity}; lower the first"
+            " or give the cache more room"
         )
     return asked

@@ -1,11 +1,20 @@
-"""The step loop: plan, launch, wait, commit. Knows no torch (an executor is given) and no Ray."""
+"""The step loop: plan, launch, wait, commit. Knows no torch (an executor is given) and no Ray.
 
+    overlap off     plan(n) launch(n) wait(n) commit(n)   plan(n + 1) ...
+    overlap on      plan(n + 1) launch(n + 1) wait(n) commit(n)   plan(n + 2) ...
+
+With overlap the host's work hides behind the device's: when step n ends, step n + 1 is queued.
+Requests get the same tokens either way.
+"""
+
+from collections import deque
 from typing import Protocol
 
 from engine.clock import Clock
 from engine.scheduling.contracts import StepOutput
 from engine.scheduling.plan import StepPlan, StepResult
 from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.step_times import Phase, StepTimes, StepTimesStatistics
 
 
 class PendingStep(Protocol):
@@ -25,20 +34,57 @@ class Executor(Protocol):
 class EngineCore:
     """One model replica's loop over its scheduler and executor."""
 
-    def __init__(self, scheduler: Scheduler, executor: Executor, clock: Clock) -> None:
+    def __init__(
+        self, scheduler: Scheduler, executor: Executor, clock: Clock, *, overlap: bool
+    ) -> None:
+        """`overlap`: launch a step before the one in front of it has been waited for."""
         self.scheduler = scheduler
         self._executor = executor
         self._clock = clock
+        self._overlap = overlap
+        self._in_flight: deque[tuple[StepPlan, PendingStep]] = deque()
+        self._times = StepTimes(clock)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether another `step` may do something: requests are here, or a step is in flight."""
+        return self.scheduler.has_work or bool(self._in_flight)
 
     def step(self) -> StepOutput:
-        """Run one step. Its output is empty when nothing could run."""
+        """Launch the next step and commit the one that is due; may wait for the device.
+
+        The output is that of the committed step: nothing but `has_progressed` while the first of a
+        series is in flight, and without even that when nothing could run.
+        """
+        self._times.begin()
         plan = self.scheduler.plan(self._clock.now_s())
+        self._times.end(Phase.PLAN)
+        if plan is not None:
+            self._in_flight.append((plan, self._executor.launch(plan)))
+            self._times.end(Phase.LAUNCH)
+        stays_in_flight = self._overlap and plan is not None
+        if len(self._in_flight) > int(stays_in_flight):
+            output = self._commit_oldest()
+        else:
+            output = StepOutput(has_progressed=plan is not None)
         expired = self.scheduler.take_expired()
-        if plan is None:
-            return expired
-        pending = self._executor.launch(plan)
-        result = pending.wait()
-        output = self.scheduler.commit(plan, result)
         output.failures.extend(expired.failures)
         output.left.extend(expired.left)
+        return output
+
+    def settle(self) -> StepOutput:
+        """Wait for and commit the step in flight, if any, without launching another."""
+        self._times.begin()
+        return self._commit_oldest() if self._in_flight else StepOutput()
+
+    def statistics(self) -> StepTimesStatistics:
+        """What the host spent on the last steps."""
+        return self._times.statistics()
+
+    def _commit_oldest(self) -> StepOutput:
+        plan, pending = self._in_flight.popleft()
+        result = pending.wait()
+        self._times.end(Phase.WAIT)
+        output = self.scheduler.commit(plan, result)
+        self._times.end(Phase.COMMIT)
         return output

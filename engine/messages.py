@@ -108,7 +108,7 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True):
 # ---- worker -> ingress --------------------------------------------------------------------------
 
 
-class TokenRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class TokenRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """One token of one request. `index` counts output tokens from 0 across all attempts."""
 
     key: RequestKey

@@ -2,7 +2,8 @@
 
 One progress number: *computed* tokens (KV present) catch up with *known* tokens (prompt and
 sampled). Prefill, a chunk, a prefix hit, decode and recomputation after preemption differ only
-in how far apart the two are.
+in how far apart the two are. While steps are in flight, computed tokens run ahead of the ids known
+here: by the tokens that were sampled and have not come back yet.
 """
 
 from dataclasses import dataclass, field
@@ -11,7 +12,9 @@ from enum import Enum
 import msgspec
 
 
-class RequestKey(msgspec.Struct, frozen=True, array_like=True, order=True):
+class RequestKey(
+    msgspec.Struct, frozen=True, array_like=True, order=True, cache_hash=True, gc=False
+):
     """Names one try at one choice of one client request, everywhere in the system.
 
     A late message about attempt 1 can never touch attempt 2, because the keys differ.
@@ -70,7 +73,7 @@ class Request:
     """A request inside one worker.
 
     tokens:  [0 ........ num_prompt) prompt   [num_prompt ........ len(tokens)) output
-    KV:      [0 ........ num_computed) present or being written by the step in flight
+    KV:      [0 ........ num_computed) present or being written by the steps in flight
     blocks:  block_ids[i] holds tokens [i * block_size, (i + 1) * block_size)
     hashes:  block_hashes[i] names the content of the i-th *full* block of known tokens
     """
@@ -99,6 +102,10 @@ class Request:
     num_indexed_blocks: int = 0  # leading blocks already offered to the prefix index
     row: int | None = None  # slot in the executor's tables while running
 
+    # What ends it: by its parameters, and by the rules of the scheduler that runs it.
+    max_known_tokens: int = field(init=False)  # the length at which it ends, whatever its tokens
+    stop_ids: frozenset[int] = field(init=False)  # it ends with any of these
+
     def __post_init__(self) -> None:
         assert 0 < self.num_prompt_tokens <= len(self.tokens), (
             f"{self.key}: {self.num_prompt_tokens} prompt of {len(self.tokens)} known tokens"
@@ -107,10 +114,22 @@ class Request:
             f"{self.key}: {len(self.tokens)} known tokens, {self.num_prompt_tokens} of the prompt,"
             f" {self.num_emitted_tokens} said to be emitted"
         )
+        self.max_known_tokens = self.num_prompt_tokens + self.params.max_tokens
+        self.stop_ids = frozenset(self.params.stop_token_ids)
 
     @property
     def num_known_tokens(self) -> int:
+        """Tokens whose ids are here."""
         return len(self.tokens)
+
+    @property
+    def num_in_flight_tokens(self) -> int:
+        """Tokens sampled by launched steps whose ids have not come back yet.
+
+        Every step that computes the newest token samples the next one, so each computed token from
+        the newest known one on stands for one.
+        """
+        return max(0, self.num_computed_tokens - len(self.tokens) + 1)
 
     @property
     def num_output_tokens(self) -> int:
@@ -118,14 +137,11 @@ class Request:
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        return len(self.tokens) - self.num_computed_tokens
+        """Known and in flight, without KV; a token in flight is the only one."""
+        num_known = len(self.tokens) - self.num_computed_tokens
+        return num_known if num_known > 1 else 1
 
     @property
     def is_prefilling(self) -> bool:
         """More than the newest token is still without KV."""
-        return self.num_uncomputed_tokens > 1
-
-    @property
-    def max_known_tokens(self) -> int:
-        """Length at which `max_tokens` is used up."""
-        return self.num_prompt_tokens + self.params.max_tokens
+        return len(self.tokens) - self.num_computed_tokens > 1

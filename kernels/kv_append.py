@@ -3,13 +3,26 @@
 The store [blocks, layers, 2, block_size, kv_heads, head_dim] is seen as *lines*: one line is one
 token's K (or V) of one layer, [kv_heads, head_dim], contiguous. Line of a token's K in layer 0:
 
-    block * layers * 2 * block_size + slot_in_block
+    block * layers * 2 * block_size + slot in block
 
 Its V lies block_size lines further, and layer l lies l * 2 * block_size lines further; so one
 index tensor serves all layers, against a view that starts later.
 """
 
+import torch
 from torch import Tensor
+
+
+def slot_lines(slots: Tensor, store: Tensor) -> Tensor:
+    """Layer-0 lines of the K and the V at `slots`, int64 [2, S].
+
+    slots: integer [S], block * block_size + slot in block, none negative.
+    """
+    _, num_layers, _, block_size, _, _ = store.shape
+    slots = slots.long()
+    blocks = slots.div(block_size, rounding_mode="floor")
+    k_lines = slots.add(blocks, alpha=(num_layers * 2 - 1) * block_size)
+    return torch.stack((k_lines, k_lines + block_size))
 
 
 def layer_lines(store: Tensor, layer: int) -> Tensor:

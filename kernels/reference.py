@@ -3,9 +3,14 @@
 Each states its formula. They know shapes and nothing of models, requests or devices.
 """
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F  # noqa: N812  (the field's own spelling)
 from torch import Tensor
+
+from kernels.kv_append import kv_append, slot_lines
+from kernels.ops import HeadNorms
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -25,13 +30,16 @@ def rms_norm_add(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     return F.rms_norm(residual, weight.shape, weight, eps), residual
 
 
-def qk_norm(qk: Tensor, weight: Tensor, eps: float) -> Tensor:
+def qk_norm(qk: Tensor, norms: HeadNorms, num_heads: int) -> Tensor:
     """RMSNorm of every query and key head over its own head_dim, before rotation.
 
-    qk: [T, heads, head_dim], weight: [heads, head_dim]: the query's weight for the leading heads,
-    the key's for the others. One pass for both. arXiv:2302.05442, as in Qwen3.
+    qk: [T, heads + kv_heads, head_dim], queries first; returns a new tensor of that shape. One
+    pass for both. arXiv:2302.05442, as in Qwen3.
     """
-    return F.rms_norm(qk, (qk.shape[-1],), None, eps).mul_(weight)
+    normed = F.rms_norm(qk, (qk.shape[-1],), None, norms.eps)
+    normed[:, :num_heads].mul_(norms.q_weight)
+    normed[:, num_heads:].mul_(norms.k_weight)
+    return normed
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -52,3 +60,93 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     """
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _KvTargets:
+    """Where a step's K and V go, worked out from `slots` for stores like `store`."""
+
+    slots: Tensor
+    store: Tensor
+    # int64 [S]  the tokens that have a slot; None = all
+    tokens: Tensor | None
+    # int64 [2, S]  see kernels/kv_append.py
+    lines: Tensor
+
+    def append(self, k: Tensor, v: Tensor, layer: int) -> None:
+        """k, v: [T, kv_heads, head_dim]; mutates the store."""
+        if self.tokens is not None:
+            k, v = k.index_select(0, self.tokens), v.index_select(0, self.tokens)
+        kv_append(k, v, self.store, layer, self.lines)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class StepAngles:
+    """Angles of one step's tokens, ready for `rope`, and what its layers share besides."""
+
+    # fp32 [T, 1, head_dim]
+    cos: Tensor
+    # fp32 [T, 1, head_dim], first half negated
+    sin: Tensor
+    # Made by the step's first layer: four small operations that would cost every layer of a small
+    # model a tenth of its time.
+    _kv_targets: _KvTargets | None = None
+
+    def kv_targets(self, slots: Tensor, store: Tensor) -> _KvTargets:
+        """slots: int32 [T], not changed while the step lasts."""
+        made = self._kv_targets
+        if made is None or made.slots is not slots or made.store is not store:
+            made = self._kv_targets = _build_kv_targets(slots, store)
+        return made
+
+
+def _build_kv_targets(slots: Tensor, store: Tensor) -> _KvTargets:
+    if int(slots.min()) >= 0:
+        lines = slot_lines(slots, store)
+        return _KvTargets(slots=slots, store=store, tokens=None, lines=lines)
+    tokens = (slots >= 0).nonzero().squeeze(1)
+    lines = slot_lines(slots.index_select(0, tokens), store)
+    return _KvTargets(slots=slots, store=store, tokens=tokens, lines=lines)
+
+
+class TorchOps:
+    """See `kernels.ops.Ops`; overwrites none of its inputs."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x: [T, n], weight: [n]; returns [T, n]."""
+        return rms_norm(x, weight, eps)
+
+    def rms_norm_add(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """x, residual: [T, n], weight: [n]; returns (norm, sum)."""
+        return rms_norm_add(x, residual, weight, eps)
+
+    def rotary(self, cos_sin: Tensor, positions: Tensor) -> StepAngles:
+        """cos_sin: fp32 [max_positions, head_dim], cos | sin; positions: int32 [T]."""
+        cos, sin = cos_sin.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
+        return StepAngles(cos=torch.cat((cos, cos), -1), sin=torch.cat((-sin, sin), -1))
+
+    def rotate_and_store(
+        self,
+        qkv: Tensor,
+        norms: HeadNorms | None,
+        rotary: StepAngles,
+        store: Tensor,
+        layer: int,
+        slots: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """qkv: [T, heads + 2 kv_heads, head_dim]; returns q and k anew and a view v."""
+        num_kv_heads = store.shape[4]
+        num_heads = qkv.shape[1] - 2 * num_kv_heads
+        qk, v = qkv[:, : num_heads + num_kv_heads], qkv[:, num_heads + num_kv_heads :]
+        if norms is not None:
+            qk = qk_norm(qk, norms, num_heads)
+        qk = rope(qk, rotary.cos, rotary.sin)
+        q, k = qk[:, :num_heads], qk[:, num_heads:]
+        rotary.kv_targets(slots, store).append(k, v, layer)
+        return q, k, v
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """gate_up: [T, 2 n]; returns [T, n]."""
+        return silu_mul(gate_up)

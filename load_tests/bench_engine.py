@@ -1,280 +1,275 @@
-"""Tokens per second of the engine in this process, beside transformers on the same model.
+"""What one engine on one GPU reaches: prefill tokens/s, decode ms/step, latency of short prompts.
 
-    python -m load_tests.bench_engine                      # the shipped model, one thread
-    python -m load_tests.bench_engine --model DIR --threads 2 --rounds 5 --json
+    python -m load_tests.bench_engine --shapes qwen3-8b --peer peer.txt --chain chain.txt
+    python -m load_tests.bench_engine --works decode_bs256 --no-host --eager
+    python -m load_tests.bench_engine --profile --works prefill_16x4096 decode_bs64 --traces DIR
 
-Both sides run in one process and take turns (single streams request by request, batches round by
-round), with the same dtype and threads, in inference mode, warm. The prefix cache is off, or later
-rounds would not compute their prompts. Ratios are of neighbours in time, and figures are medians,
-so that a machine that others use too disturbs both sides alike. Knows no Ray and no HTTP:
-`bench_http` adds those.
+In this process, random weights, greedy, no end of sequence, prefix cache off, and timed as the
+peer times itself: prompts are new in every round; a prefill is the median of rounds in which every
+prompt gets one token, a decode step the 128th part of the median for 129 tokens less that for one.
+`--peer` reads its RESULT line and `--chain` what a bare chain of kernels printed. Knows no Ray.
 """
 
 import argparse
+import json
+import random
 import statistics
+import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import msgspec
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from configs.load import load_config
 from configs.schema import AppConfig
-from engine.build import DTYPES, Engine, build_engine, kv_dtype
-from engine.clock import MonotonicClock
-from engine.request import Request, RequestKey, SamplingParams
-from engine.tokenizing import load_tokenizer
-from load_tests.prompts import build_prompts, draw_lengths
-from load_tests.tables import Figure, at_least, describe_machine, median_figure, render, to_json
+from engine.scheduling.contracts import StepOutput
+from load_tests.comparison import Comparison, compare, read_chain, read_peer, render_comparisons
+from load_tests.floors import H200, floor_s
+from load_tests.host_work import measure_host_work
+from load_tests.in_process import EngineInProcess
+from load_tests.kernel_profile import (
+    KernelRun,
+    draw_profile,
+    group_times_us,
+    longest_kernels,
+    read_trace,
+    render_kernels,
+    render_profile,
+)
+from load_tests.shapes import SHAPES, write_shapes
+from load_tests.tables import Figure, describe_machine, render
+from load_tests.works import DECODE_STEPS, DECODES, WORKS, Kind, Work
 
-DECISIVE = 1e-2  # logit margin below which another order of sums may choose another token
-WARM_TOKENS = 8
-
-
-class EngineInProcess:
-    """The unified engine without Ray: requests in, tokens out, on the calling thread."""
-
-    def __init__(self, config: AppConfig) -> None:
-        self.engine: Engine = build_engine(config, "bench", MonotonicClock(), _no_handoff)
-        self._num_requests = 0
-
-    def generate(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[list[int]]:
-        """`num_tokens` greedy tokens for each prompt, all of them running together."""
-        keys = [self._add(prompt, num_tokens) for prompt in prompts]
-        tokens: dict[RequestKey, list[int]] = {key: [] for key in keys}
-        while self.engine.core.scheduler.has_work:
-            output = self.engine.core.step()
-            assert not output.failures, f"failed: {output.failures}"
-            for _, record in output.tokens:
-                tokens[record.key].append(record.token_id)
-        return [tokens[key] for key in keys]
-
-    def first_token_s(self, prompt: Sequence[int]) -> float:
-        """Seconds from adding a prompt to its first token."""
-        started_s = time.perf_counter()
-        self.generate([prompt], 1)
-        return time.perf_counter() - started_s
-
-    def _add(self, prompt: Sequence[int], num_tokens: int) -> RequestKey:
-        self._num_requests += 1
-        key = RequestKey(f"{self._num_requests:032x}")
-        self.engine.core.scheduler.add(
-            Request(
-                key=key,
-                ingress_id="bench",
-                params=SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True),
-                tokens=list(prompt),
-                num_prompt_tokens=len(prompt),
-                arrival_s=time.monotonic(),
-            )
-        )
-        return key
+NUM_ROUNDS = {Kind.PREFILL: 3, Kind.SHORT_PREFILL: 7, Kind.DECODE: 3}
+WARM_UPS = ((8, 128, 8), (64, 512, 4))  # prompts, their tokens, new tokens
+HOST_WORK = DECODES[3]  # the largest batch: most work for the host, least time on the device
+NUM_TRACED_STEPS = 16
+NUM_TRACED_TOKENS = 512  # of every row: the first to decode must still be here with the last
+NUM_LISTED_KERNELS = 20
+FIRST_TOKEN_ID, LAST_TOKEN_ID = 10, 100_000
 
 
-class TransformersModel:
-    """`transformers.generate` on the same folder, greedy, without an end of sequence."""
+class Bench:
+    """Times works on one engine; prompts are random ids, never the same twice."""
 
-    def __init__(self, config: AppConfig, dtype: torch.dtype) -> None:
-        from transformers import AutoModelForCausalLM
+    def __init__(self, ours: EngineInProcess, *, seed: int = 0) -> None:
+        self.ours = ours
+        self._rng = random.Random(seed)
+        self._end_id = min(LAST_TOKEN_ID, ours.engine.spec.vocab_size)
 
-        folder, device = config.model.path, config.model.device
-        loader: Any = AutoModelForCausalLM
-        model = loader.from_pretrained(folder, dtype=dtype).to(device)
-        model.generation_config.eos_token_id = None
-        model.generation_config.pad_token_id = 0  # masked wherever it is read
-        self._model = model.eval()
-        self._device = device
+    def warm_up(self) -> None:
+        """What the peer runs before its first figure."""
+        for num_rows, num_tokens, num_new in WARM_UPS:
+            self._seconds(num_rows, num_tokens, num_new)
 
-    def generate(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[list[int]]:
-        """One batch, padded on the left, with an attention mask."""
-        longest = max(map(len, prompts))
-        ids = torch.tensor([[0] * (longest - len(p)) + list(p) for p in prompts])
-        mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
-        with torch.inference_mode():
-            out = self._model.generate(
-                ids.to(self._device),
-                attention_mask=mask.to(self._device),
-                max_new_tokens=num_tokens,
-                do_sample=False,
-            )
-        tokens: list[list[int]] = out[:, longest:].tolist()
-        return tokens
+    def rounds_s(self, work: Work) -> list[float]:
+        """A duration of every round: of the whole prefill, or of one decode step on average."""
+        num_rounds = range(NUM_ROUNDS[work.kind])
+        firsts_s = [self._seconds(work.num_rows, work.num_tokens, 1) for _ in num_rounds]
+        if work.kind is not Kind.DECODE:
+            return firsts_s
+        num_new = 1 + DECODE_STEPS
+        alls_s = [self._seconds(work.num_rows, work.num_tokens, num_new) for _ in num_rounds]
+        return step_rounds_s(firsts_s, alls_s)
 
-    def margin(self, known: Sequence[int], ours: int, theirs: int) -> float:
-        """How much larger the logit of `theirs` is than that of `ours` after `known`."""
-        with torch.inference_mode():
-            logits = self._model(torch.tensor([list(known)], device=self._device)).logits[0, -1]
-        return float(logits[theirs] - logits[ours])
-
-
-@dataclass(slots=True, kw_only=True)
-class Agreement:
-    """How our greedy tokens compare with theirs; a stream is compared until it first differs."""
-
-    num_streams: int = 0
-    num_compared_tokens: int = 0
-    num_near_ties: int = 0  # differs where two logits are closer than DECISIVE
-    num_mismatches: int = 0  # differs elsewhere: one of the two is wrong
-
-    def count(
-        self, model: TransformersModel, prompt: Sequence[int], ours: list[int], theirs: list[int]
-    ) -> None:
-        assert len(ours) == len(theirs), f"{len(ours)} tokens of ours, {len(theirs)} of theirs"
-        self.num_streams += 1
-        for index, (our_id, their_id) in enumerate(zip(ours, theirs, strict=True)):
-            self.num_compared_tokens += 1
-            if our_id == their_id:
-                continue
-            margin = model.margin([*prompt, *theirs[:index]], our_id, their_id)
-            if abs(margin) < DECISIVE:
-                self.num_near_ties += 1
+    def trace(self, work: Work, path: Path) -> None:
+        """Write the profiler's trace of a prefill, or of decode steps of all rows, to `path`."""
+        is_decode = work.kind is Kind.DECODE
+        for prompt in self.prompts(work.num_rows, work.num_tokens):
+            self.ours.add(prompt, NUM_TRACED_TOKENS if is_decode else 1)
+        if is_decode:
+            self._step_until_decoding(work.num_rows)
+        on_gpu = torch.cuda.is_available()
+        activity = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
+        with profile(activities=[activity]) as profiler:
+            if is_decode:
+                for _ in range(NUM_TRACED_STEPS):
+                    self.ours.step()
             else:
-                self.num_mismatches += 1
-            return
+                self.ours.run_until_idle(_ignore)
+            if on_gpu:
+                torch.cuda.synchronize()  # with a step in flight its kernels belong here too
+        profiler.export_chrome_trace(str(path))
+        self.ours.run_until_idle(_ignore)
 
-
-@dataclass(slots=True, kw_only=True)
-class Rates:
-    """Tokens per second: of single streams by request, of batches by round."""
-
-    ours_1: list[float] = field(default_factory=list)
-    theirs_1: list[float] = field(default_factory=list)
-    ours_many: list[float] = field(default_factory=list)
-    theirs_many: list[float] = field(default_factory=list)
-
-    def figures(self, num_streams: int) -> list[Figure]:
-        many = f"{num_streams} streams"
-        starts = range(0, len(self.ours_1), num_streams)
-        singly = [statistics.median(self.ours_1[i : i + num_streams]) for i in starts]
+    def prompts(self, num_rows: int, num_tokens: int) -> list[list[int]]:
+        draw = self._rng.randrange
         return [
-            median_figure("1 stream, ours", self.ours_1, "tokens/s"),
-            median_figure("1 stream, transformers", self.theirs_1, "tokens/s"),
-            median_figure(f"{many}, ours", self.ours_many, "tokens/s"),
-            median_figure(f"{many}, transformers, padded batch", self.theirs_many, "tokens/s"),
-            at_least(
-                "1 stream: ours / transformers", _ratios(self.ours_1, self.theirs_1), "x", 1.0
-            ),
-            at_least(f"{many}: ours / ours one by one", _ratios(self.ours_many, singly), "x", 3.0),
-            at_least(
-                f"{many}: ours / transformers", _ratios(self.ours_many, self.theirs_many), "x", 1.0
-            ),
+            [draw(FIRST_TOKEN_ID, self._end_id) for _ in range(num_tokens)] for _ in range(num_rows)
         ]
 
+    def _step_until_decoding(self, num_rows: int) -> None:
+        """Until a step computed one token for each of `num_rows` rows and nothing else."""
+        while self.ours.engine.core.has_work:
+            output = self.ours.step()
+            if len(output.tokens) == output.num_scheduled_tokens == num_rows:
+                return
+        raise AssertionError(f"{num_rows} rows never decoded together")
 
-def measure(
-    ours: EngineInProcess,
-    theirs: TransformersModel,
-    prompts: Sequence[Sequence[int]],
-    *,
-    num_tokens: int,
-    num_rounds: int,
-) -> tuple[Rates, Agreement]:
-    """Run every side once per round, in turn. Raises AssertionError if a rate is of wrong work."""
-    rates, agreement = Rates(), Agreement()
-    for side in (ours, theirs):
-        side.generate(prompts, WARM_TOKENS)
-        side.generate(prompts[:1], WARM_TOKENS)
-    for round_index in range(num_rounds):
-        theirs_by_prompt = []
-        for prompt in prompts:
-            [our_ids] = _timed(rates.ours_1, ours.generate, [prompt], num_tokens)
-            [their_ids] = _timed(rates.theirs_1, theirs.generate, [prompt], num_tokens)
-            theirs_by_prompt.append(their_ids)
-            if round_index == 0:
-                agreement.count(theirs, prompt, our_ids, their_ids)
-        batch = _timed(rates.ours_many, ours.generate, prompts, num_tokens)
-        _timed(rates.theirs_many, theirs.generate, prompts, num_tokens)
-        if round_index == 0:
-            for prompt, our_ids, their_ids in zip(prompts, batch, theirs_by_prompt, strict=True):
-                agreement.count(theirs, prompt, our_ids, their_ids)
-    return rates, agreement
+    def _seconds(self, num_rows: int, num_tokens: int, num_new: int) -> float:
+        """From adding `num_rows` prompts until each has `num_new` tokens on the host."""
+        prompts = self.prompts(num_rows, num_tokens)
+        started_s = time.perf_counter()
+        answers = self.ours.generate(prompts, num_new)
+        took_s = time.perf_counter() - started_s
+        assert all(len(answer) == num_new for answer in answers), "not every token was generated"
+        return took_s
 
 
-def bench_config(path: Path | None, model: str | None, threads: int) -> AppConfig:
-    """A config for one engine in this process, without prefix reuse between rounds."""
-    config = load_config(
-        path, {"workers.torch_threads": threads, "cache.enable_prefix_cache": False}
-    )
-    folder = Path(model or config.model.path).resolve()
-    return msgspec.structs.replace(
-        config, model=msgspec.structs.replace(config.model, path=str(folder))
-    )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Results:
+    """All that a run measured."""
+
+    comparisons: list[Comparison]
+    host: list[Figure]
+    about: dict[str, object]
+
+    def render(self, *, is_document: bool) -> str:
+        """Tables in Markdown; without a list of circumstances where it is for a document."""
+        parts = [render_comparisons(self.comparisons)] if self.comparisons else []
+        parts += [render(self.host)] if self.host else []
+        if not is_document:
+            parts.append("\n".join(f"{name}: {value}" for name, value in self.about.items()))
+        return "\n\n".join(parts)
+
+    def to_json(self) -> str:
+        """One object on one line."""
+        host = {figure.name: {"value": figure.value, "unit": figure.unit} for figure in self.host}
+        works = {one.work.key: one.to_builtins() for one in self.comparisons}
+        return json.dumps({"about": self.about, "works": works, "host": host})
 
 
-def encoder(folder: Path) -> Callable[[str], list[int]]:
-    """Text to ids with the model's own tokenizer."""
-    tokenizing = load_tokenizer(folder)
-
-    def encode(text: str) -> list[int]:
-        [ids] = tokenizing.encode_batch([text], add_special_tokens=False)
-        if isinstance(ids, Exception):
-            raise ids
-        return ids
-
-    return encode
+def step_rounds_s(firsts_s: Sequence[float], alls_s: Sequence[float]) -> list[float]:
+    """Seconds a decode step, by round: what a round took beyond the median of first tokens."""
+    first_s = statistics.median(firsts_s)
+    return [(all_s - first_s) / DECODE_STEPS for all_s in alls_s]
 
 
-def _timed(
-    rates: list[float],
-    generate: Callable[[Sequence[Sequence[int]], int], list[list[int]]],
-    prompts: Sequence[Sequence[int]],
-    num_tokens: int,
-) -> list[list[int]]:
-    started_s = time.perf_counter()
-    answers = generate(prompts, num_tokens)
-    took_s = time.perf_counter() - started_s
-    assert all(len(answer) == num_tokens for answer in answers), "not every token was generated"
-    rates.append(len(prompts) * num_tokens / took_s)
-    return answers
+def run_works(
+    bench: Bench, works: Sequence[Work], peer: dict[str, float], chain: dict[str, float]
+) -> list[Comparison]:
+    """Time every work, in order, and set it beside what others reached."""
+    engine = bench.ours.engine
+    floors = [floor_s(work, engine.spec, engine.layout.dtype, H200) for work in works]
+    return [
+        compare(work, bench.rounds_s(work), least_s, peer=peer, chain=chain)
+        for work, least_s in zip(works, floors, strict=True)
+    ]
 
 
-def _ratios(above: Sequence[float], below: Sequence[float]) -> list[float]:
-    return [a / b for a, b in zip(above, below, strict=True)]
+def profile_works(bench: Bench, works: Sequence[Work], folder: Path, png: Path | None) -> str:
+    """Trace every work into `folder`; tables, and maybe a picture, of where the time went."""
+    folder.mkdir(parents=True, exist_ok=True)
+    runs: dict[str, list[KernelRun]] = {}
+    for work in works:
+        path = folder / f"{work.key}.json"
+        bench.trace(work, path)
+        runs[work.label] = read_trace(path)
+    profiles = {label: group_times_us(kernels) for label, kernels in runs.items()}
+    lists = [
+        f"{label}:\n{render_kernels(longest_kernels(kernels, NUM_LISTED_KERNELS))}"
+        for label, kernels in runs.items()
+    ]
+    if png is not None:
+        draw_profile(profiles, png)
+    return "\n\n".join([render_profile(profiles), *lists])
 
 
-def _no_handoff(event: object) -> None:
-    raise AssertionError(f"{event} in a unified engine")
+def engine_config(folder: Path, args: argparse.Namespace) -> AppConfig:
+    """The configuration of the engine under test, from the command line's switches."""
+    overrides: dict[str, object] = {
+        "model.path": str(folder),
+        "model.device": args.device,
+        "model.dtype": "bfloat16" if args.device == "cuda" else "auto",
+        "model.weights": args.weights,
+        "model.max_model_len": args.max_model_len,
+        "model.deterministic": args.deterministic,
+        "model.attention.prefill": args.attention_prefill,
+        "model.attention.decode": args.attention_decode,
+        "cache.enable_prefix_cache": False,
+        "cache.num_blocks": args.num_blocks,
+        "scheduler.max_step_tokens": args.max_step_tokens,
+        "scheduler.max_rows": args.max_rows,
+        "scheduler.overlap": False if args.no_overlap else None,
+        "execution.cuda_graphs": False if args.eager else None,
+    }
+    return load_config(None, overrides)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    model = parser.add_mutually_exclusive_group()
+    model.add_argument("--shapes", choices=sorted(SHAPES), default="qwen3-8b")
+    model.add_argument("--model", type=Path, help="a folder with config.json instead of --shapes")
+    parser.add_argument("--weights", choices=("random", "safetensors"), default="random")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--max-model-len", type=int, default=16384)
+    parser.add_argument("--max-step-tokens", type=int, default=16384)
+    parser.add_argument("--max-rows", type=int, default=256)
+    parser.add_argument("--num-blocks", type=int, help="default: as many as fit")
+    parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
+    parser.add_argument("--no-overlap", action="store_true", help="one step at a time")
+    parser.add_argument("--attention-prefill", default="auto", metavar="NAME")
+    parser.add_argument("--attention-decode", default="auto", metavar="NAME")
+    parser.add_argument("--deterministic", action="store_true")
+    parser.add_argument("--works", nargs="*", default=[""], help="parts of names; default: all")
+    parser.add_argument("--no-host", action="store_true", help="leave out the host's work")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--peer", type=Path, help="file with the peer's RESULT line")
+    parser.add_argument("--chain", type=Path, help="file with what the plain chain printed")
+    output = parser.add_mutually_exclusive_group()
+    output.add_argument("--json", action="store_true", help="one object")
+    output.add_argument("--markdown", action="store_true", help="tables only, for a document")
+    parser.add_argument("--profile", action="store_true", help="where the time goes, no figures")
+    parser.add_argument("--traces", type=Path, help="keep the profiler's traces in this folder")
+    parser.add_argument("--png", type=Path, help="draw the profile; needs matplotlib")
+    return parser
+
+
+def describe(bench: Bench, args: argparse.Namespace) -> dict[str, object]:
+    """What a reader must know to judge the figures."""
+    on_gpu = args.device == "cuda"
+    switches = ("deterministic", "eager", "no_overlap", "attention_prefill", "attention_decode")
+    return describe_machine() | {
+        "device": torch.cuda.get_device_name() if on_gpu else "cpu",
+        "torch": torch.__version__,
+        "engine": bench.ours.engine.describe(),
+        "compiled_since_ready": bench.ours.engine.compilations.names,
+        "max_step_tokens": args.max_step_tokens,
+        **{name: getattr(args, name) for name in switches},
+    }
+
+
+def run(args: argparse.Namespace, scratch: Path) -> str:
+    """Build the engine, measure what `args` asks for, and return what is to be printed."""
+    peer = read_peer(args.peer) if args.peer else {}
+    chain = read_chain(args.chain) if args.chain else {}
+    works = [work for work in WORKS if any(part in work.key for part in args.works)]
+    folder = args.model or write_shapes(args.shapes, scratch)
+    bench = Bench(EngineInProcess(engine_config(folder, args)), seed=args.seed)
+    bench.warm_up()
+    if args.profile:
+        return profile_works(bench, works, args.traces or scratch, args.png)
+    comparisons = run_works(bench, works, peer, chain)
+    host = []
+    if not args.no_host:
+        prompts = bench.prompts(HOST_WORK.num_rows, HOST_WORK.num_tokens)
+        host = measure_host_work(bench.ours, prompts)
+    results = Results(comparisons=comparisons, host=host, about=describe(bench, args))
+    return results.to_json() if args.json else results.render(is_document=args.markdown)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--config", type=Path, help="YAML file; default: the built-in values")
-    parser.add_argument("--model", help="model folder; default: the config's")
-    parser.add_argument("--threads", type=int, default=1, help="torch threads of both sides")
-    parser.add_argument("--streams", type=int, default=16)
-    parser.add_argument("--tokens", type=int, default=128, help="new tokens per stream")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", action="store_true")
-    args = parser.parse_args()
+    args = build_parser().parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        print(run(args, Path(scratch)))
 
-    config = bench_config(args.config, args.model, args.threads)
-    ours = EngineInProcess(config)
-    dtype = kv_dtype(config.model, ours.engine.spec)
-    theirs = TransformersModel(config, DTYPES[dtype])
-    lengths = draw_lengths(args.streams, 16, 256, seed=args.seed)
-    prompts = build_prompts(encoder(Path(config.model.path)), lengths, seed=args.seed)
-    rates, agreement = measure(
-        ours, theirs, prompts, num_tokens=args.tokens, num_rounds=args.rounds
-    )
-    figures = rates.figures(args.streams)
-    about = describe_machine() | {
-        "torch": torch.__version__,
-        "threads": torch.get_num_threads(),
-        "dtype": dtype,
-        "rounds": args.rounds,
-        "seed": args.seed,
-        "mean_prompt_tokens": statistics.mean(lengths),
-        "new_tokens": args.tokens,
-        "agreement": {name: getattr(agreement, name) for name in Agreement.__slots__},
-    }
-    if args.json:
-        print(to_json(figures, about))
-    else:
-        print(render(figures), *(f"{k}: {v}" for k, v in about.items()), sep="\n")
+
+def _ignore(output: StepOutput) -> None:
+    """Only time matters here."""
 
 
 if __name__ == "__main__":

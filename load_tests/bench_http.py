@@ -28,7 +28,8 @@ from pathlib import Path
 import httpx
 import msgspec
 
-from load_tests.bench_engine import EngineInProcess, bench_config, encoder
+from load_tests.bench_transformers import bench_config, encoder
+from load_tests.in_process import EngineInProcess
 from load_tests.prompts import SourceText
 from load_tests.tables import Figure, at_most, describe_machine, median_figure, render, to_json
 

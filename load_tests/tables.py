@@ -63,8 +63,12 @@ def describe_machine() -> dict[str, object]:
 def render(figures: Sequence[Figure]) -> str:
     """A table in Markdown, aligned for a terminal too."""
     header = ("figure", "median", "range", "target", "met")
-    rows = [header, *(_cells(figure) for figure in figures)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
+    return render_rows([header, *(_cells(figure) for figure in figures)])
+
+
+def render_rows(rows: Sequence[Sequence[str]]) -> str:
+    """The same of any cells; the first row is the header."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = [
         "| " + " | ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)) + " |" for r in rows
     ]

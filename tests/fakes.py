@@ -2,13 +2,16 @@
 
 `FakeExecutor` computes nothing but keeps books a model would need: every KV slot remembers which
 token, at which position, after which history was written there. A plan that would make a real
-model read another request's block, a lost one or one that is not finite fails at once. What it
-"samples" is a pure function of a request's seed and tokens, so `expected_output` knows every
-request's tokens without any scheduling.
+model read another request's block, a lost one or one that is not finite fails at once. As on a
+device, steps take effect in the order of their launch, the tokens they sample stay in the rows' own
+memory, and a result is known only to who waits for it, the oldest first. What it "samples" is a
+pure function of a request's seed and tokens, so `expected_output` knows every request's tokens
+without any scheduling.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 from engine.request import Request, RequestKey, SamplingParams
@@ -64,20 +67,38 @@ def expected_output(
             return output, "length"
 
 
-@dataclass(frozen=True, slots=True)
-class FakePendingStep:
-    result: StepResult
-
-    def wait(self) -> StepResult:
-        return self.result
-
-
 @dataclass(slots=True)
 class _Row:
+    """A row's memory on the device; `tokens` has those sampled by launched steps, too."""
+
     seed: int
     tokens: list[int]
     histories: list[int]
-    block_ids: list[int]
+    block_ids: list[int] = field(default_factory=list)
+    num_computed: int | None = None  # None before its first step
+    is_finite: bool = True
+    is_given_up: bool = False  # the host knows that it is not finite
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FakePendingStep:
+    """A launched step; what the host must not know before `wait` is in `_result`."""
+
+    plan: StepPlan
+    rows: list[_Row]  # parallel to the plan's rows
+    _result: StepResult
+    _on_wait: Callable[["FakePendingStep"], None]
+
+    @property
+    def block_ids(self) -> set[int]:
+        """Blocks that the step zeroes, reads or writes."""
+        return {b for row in self.rows for b in row.block_ids} | set(self.plan.zero_block_ids)
+
+    def wait(self) -> StepResult:
+        self._on_wait(self)
+        for row, is_finite in zip(self.rows, self._result.is_finite, strict=True):
+            row.is_given_up |= not is_finite
+        return self._result
 
 
 class FakeExecutor:
@@ -91,8 +112,13 @@ class FakeExecutor:
         max_rows: int,
         max_step_tokens: int,
         max_model_len: int,
+        max_in_flight: int = 1,
     ) -> None:
+        """`max_in_flight`: how many launched steps may be waited for at any time."""
         self.plans: list[StepPlan] = []
+        self.num_waited = 0  # of `plans`
+        self._in_flight: deque[FakePendingStep] = deque()
+        self._max_in_flight = max_in_flight
         self._block_size = block_size
         self._max_rows = max_rows
         self._max_step_tokens = max_step_tokens
@@ -108,7 +134,14 @@ class FakeExecutor:
         self._poisoned[seed] = position
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """What a KV channel does: the content of some blocks arrives in others."""
+        """What a KV channel does: the content of some blocks arrives in others.
+
+        On a device that is in no order with steps in flight: none may write what is copied, or
+        touch what is written.
+        """
+        in_use = self.blocks_unsettled.intersection(sources)
+        in_use |= self.blocks_in_flight.intersection(targets)
+        assert not in_use, f"a step in flight and a handoff both use blocks {in_use}"
         for source, target in zip(sources, targets, strict=True):
             self._store[target] = list(self._store[source])
 
@@ -116,9 +149,27 @@ class FakeExecutor:
     def occupied_rows(self) -> set[int]:
         return set(self._rows)
 
+    @property
+    def blocks_in_flight(self) -> set[int]:
+        """Blocks that steps not waited for yet zero, read or write."""
+        return {block_id for step in self._in_flight for block_id in step.block_ids}
+
+    @property
+    def blocks_unsettled(self) -> set[int]:
+        """Of those, the ones that they zero or write."""
+        unsettled: set[int] = set()
+        for step in self._in_flight:
+            unsettled.update(step.plan.zero_block_ids)
+            spans = zip(step.plan.num_computed_tokens, step.plan.num_new_tokens, strict=True)
+            for row, (start, num_new) in zip(step.rows, spans, strict=True):
+                first, last = start // self._block_size, (start + num_new - 1) // self._block_size
+                unsettled.update(row.block_ids[first : last + 1])
+        return unsettled
+
     # ---- engine.core.Executor -------------------------------------------------------------------
 
     def launch(self, plan: StepPlan) -> FakePendingStep:
+        assert len(self._in_flight) < self._max_in_flight, f"step {plan.step} is launched too soon"
         self._check_columns(plan)
         self.plans.append(plan)
         for block_id in plan.zero_block_ids:
@@ -131,9 +182,18 @@ class FakeExecutor:
         for row, block_ids in zip(plan.rows, plan.new_block_ids, strict=True):
             self._append_blocks(row, block_ids)
         self._run(plan)
-        return FakePendingStep(self._sample(plan))
+        result = self._sample(plan)
+        step = FakePendingStep(plan, [self._rows[row] for row in plan.rows], result, self._waited)
+        self._in_flight.append(step)
+        return step
 
     # ---- parts ----------------------------------------------------------------------------------
+
+    def _waited(self, step: FakePendingStep) -> None:
+        assert self._in_flight, f"step {step.plan.step} was waited for twice"
+        oldest = self._in_flight.popleft()
+        assert oldest is step, f"step {step.plan.step} is waited for before {oldest.plan.step}"
+        self.num_waited += 1
 
     def _check_columns(self, plan: StepPlan) -> None:
         num_rows = len(plan.rows)
@@ -162,7 +222,7 @@ class FakeExecutor:
         assert 0 < admission.num_prompt_tokens <= len(admission.token_ids) < self._max_model_len
         histories: list[int] = []
         extend_histories(histories, admission.token_ids)
-        self._rows[row] = _Row(admission.params.seed, list(admission.token_ids), histories, [])
+        self._rows[row] = _Row(admission.params.seed, list(admission.token_ids), histories)
         self._append_blocks(row, admission.block_ids)
 
     def _append_blocks(self, row: int, block_ids: Sequence[int]) -> None:
@@ -179,7 +239,13 @@ class FakeExecutor:
             zip(plan.rows, plan.num_computed_tokens, plan.num_new_tokens, plan.samples, strict=True)
         )
         for i, (row, num_computed, num_new, samples) in enumerate(spans):
-            num_known = len(self._rows[row].tokens)
+            state = self._rows[row]
+            assert not state.is_given_up, f"step {plan.step}: row {row} is not finite, but goes on"
+            assert state.num_computed in (None, num_computed), (
+                f"step {plan.step}: row {row} goes on at {num_computed}, not {state.num_computed}"
+            )
+            state.num_computed = num_computed + num_new
+            num_known = len(state.tokens)  # with those in flight
             assert num_computed + num_new <= num_known, f"row {row} computes what nobody knows"
             is_end = num_computed + num_new == num_known
             assert samples == is_end, f"row {row} samples: {samples}, reaches its end: {is_end}"
@@ -196,6 +262,8 @@ class FakeExecutor:
 
     def _check_present(self, row: int, num_tokens: int) -> None:
         """Every one of the first tokens of a row is in its blocks, computed after its history."""
+        if not self._rows[row].is_finite:
+            return  # what it reads and writes is worthless, and stays in its own blocks
         for position in range(num_tokens):
             block_id, slot = self._place_of(row, position)
             found, due = self._store[block_id][slot], self._content(row, position)
@@ -219,15 +287,17 @@ class FakeExecutor:
             start = plan.num_computed_tokens[i]
             computed = range(start, start + plan.num_new_tokens[i])
             state = self._rows[row]
-            is_finite.append(self._poisoned.get(state.seed) not in computed)
+            state.is_finite &= self._poisoned.get(state.seed) not in computed
+            is_finite.append(state.is_finite)
             tokens.append([])
             logprobs.append(None)
             if not is_finite[-1]:
                 self._spoil(row, computed)
-            elif plan.samples[i]:
-                tokens[-1].append(next_token(state.seed, state.histories[-1]))
-                state.tokens += tokens[-1]
+            if plan.samples[i]:
+                token_id = next_token(state.seed, state.histories[-1])
+                state.tokens.append(token_id)  # a device draws from NaN, too, and goes on with it
                 extend_histories(state.histories, state.tokens)
+                tokens[-1] += [token_id] if is_finite[-1] else []
         return StepResult(step=plan.step, tokens=tokens, logprobs=logprobs, is_finite=is_finite)
 
     def _spoil(self, row: int, positions: range) -> None:

@@ -41,7 +41,10 @@ class EngineThread:
         on_step: Callable[[StepOutput], None],
         on_failure: Callable[[BaseException], None],
     ) -> None:
-        """Both are called on the engine thread: `on_step` after every turn, also an empty one."""
+        """Both are called on the engine thread.
+
+        `on_step` hears of every turn, also an empty one, and at the end of the step in flight.
+        """
         self._core = core
         self._on_step = on_step
         self._on_failure = on_failure
@@ -54,7 +57,7 @@ class EngineThread:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop after the step in flight; calls not yet run are dropped. Idempotent."""
+        """Stop after the steps in flight; calls not yet run are dropped. Idempotent."""
         with self._wake:
             self._is_closing = True
             self._wake.notify()
@@ -104,8 +107,11 @@ class EngineThread:
                 self._run_calls()
                 output = self._core.step()
                 self._on_step(output)
-                if output.num_scheduled_tokens == 0 and self._core.scheduler.has_work:
+                if not output.has_progressed and self._core.has_work:
                     self._idle()
+            last = self._core.settle()
+            if last.has_progressed:
+                self._on_step(last)
         except BaseException as error:  # noqa: BLE001 - the owner ends the process
             with self._wake:
                 self._is_closing = True
@@ -115,7 +121,7 @@ class EngineThread:
     def _wait_for_work(self) -> bool:
         """Block while there is neither a call nor a request; False when closing."""
         with self._wake:
-            while not (self._is_closing or self._calls or self._core.scheduler.has_work):
+            while not (self._is_closing or self._calls or self._core.has_work):
                 self._wake.wait()
             return not self._is_closing
 

@@ -1,7 +1,9 @@
 """The executor's memory between steps: the known tokens of each running row.
 
-Host memory: input ids of a step are looked up here. Knows no blocks, no sampling and no requests
-beyond their row.
+Tokens a row was admitted with are kept here, on the host. Of sampled ones only the number is:
+their ids may still be on their way, so a step takes the newest from a table on the device. An
+earlier one is never needed again, for its K and V are in the store. Knows no blocks, no sampling
+and no requests beyond their row.
 """
 
 from collections.abc import Sequence
@@ -11,13 +13,15 @@ from numpy.typing import NDArray
 
 
 class RequestRows:
-    """Token ids by row, prompt then output; a row is free or occupied."""
+    """Token ids by row; a row is free or occupied."""
 
     def __init__(self, *, max_rows: int, max_model_len: int) -> None:
         # [max_rows, max_model_len]
         self._token_ids: NDArray[np.int32] = np.zeros((max_rows, max_model_len), dtype=np.int32)
         # [max_rows]; 0 = the row is free
         self._num_known_tokens: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)
+        # [max_rows]  of them, those in the table
+        self._num_given_tokens: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)
 
     def add(self, row: int, token_ids: Sequence[int]) -> None:
         """Occupy a free row with all tokens known so far."""
@@ -26,20 +30,20 @@ class RequestRows:
             f"row {row}: {len(token_ids)} tokens, the table has room for {self._token_ids.shape[1]}"
         )
         self._token_ids[row, : len(token_ids)] = token_ids
-        self._num_known_tokens[row] = len(token_ids)
+        self._num_known_tokens[row] = self._num_given_tokens[row] = len(token_ids)
 
     def remove(self, row: int) -> None:
         assert self.is_occupied(row), f"row {row} is free already"
         self._num_known_tokens[row] = 0
 
-    def append(self, row: int, token_id: int) -> None:
-        """Add a sampled token."""
-        length = int(self._num_known_tokens[row])
-        assert 0 < length < self._token_ids.shape[1], (
-            f"row {row}: no room for a token after {length} of {self._token_ids.shape[1]}"
+    def count_sampled(self, rows: NDArray[np.int64]) -> None:
+        """Each of `rows` [S] has one token more, sampled by the step just launched."""
+        lengths = self._num_known_tokens[rows]
+        assert ((lengths > 0) & (lengths < self._token_ids.shape[1])).all(), (
+            f"rows {rows.tolist()}: no room for a token after {lengths.tolist()} of"
+            f" {self._token_ids.shape[1]}"
         )
-        self._token_ids[row, length] = token_id
-        self._num_known_tokens[row] = length + 1
+        self._num_known_tokens[rows] += 1
 
     def is_occupied(self, row: int) -> bool:
         return bool(self._num_known_tokens[row] > 0)
@@ -48,6 +52,11 @@ class RequestRows:
         """Known tokens of each row, [R]; 0 for a free one."""
         return self._num_known_tokens[rows]
 
-    def token_ids(self, rows: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int32]:
-        """Token at each position of each row; both [T]."""
-        return self._token_ids[rows, positions]
+    def input_ids(self, rows: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Token at each position of each row; both [T]. -1 - row: the row's newest, sampled one."""
+        is_given = positions < self._num_given_tokens[rows]
+        assert (is_given | (positions == self._num_known_tokens[rows] - 1)).all(), (
+            f"rows {rows[~is_given].tolist()} compute sampled tokens at"
+            f" {positions[~is_given].tolist()}, which are not their newest"
+        )
+        return np.where(is_given, self._token_ids[rows, positions], -1 - rows)

@@ -1,51 +1,116 @@
 """Dummy steps before a worker says it is ready, so that no request pays for first-time set-up.
 
-Libraries build a kernel for each new shape the first time they see it. What the dummy rows write
-lands in blocks that nobody holds yet.
+Libraries build or choose a kernel for each new kind of work the first time they see it; on a GPU
+nothing may compile later. What the dummy rows write lands in blocks that nobody holds yet.
 """
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from engine.execution.executor import Executor
 from engine.request import SamplingParams
 from engine.scheduling.plan import RowAdmission, StepPlan
 
-CHUNK_TOKENS = (64, 16, 4, 1)  # lengths of one row's chunk
-BATCH_ROWS = (2, 4, 8)  # rows that decode together
+GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
+# One of each kind of sampling; a row that draws is shaped, and shaped rows take other kernels.
+SAMPLING_KINDS = (
+    SamplingParams(max_tokens=1, temperature=1.0),
+    SamplingParams(max_tokens=1, temperature=0.7, top_k=20, top_p=0.9, min_p=0.01),
+    SamplingParams(max_tokens=1, temperature=0.0, logprobs=0),
+    SamplingParams(max_tokens=1, temperature=1.0, logprobs=20),
+    SamplingParams(
+        max_tokens=1,
+        min_tokens=1,
+        temperature=1.0,
+        stop_token_ids=(0,),
+        logit_bias={0: 1.0},
+        presence_penalty=0.5,
+        frequency_penalty=0.5,
+        repetition_penalty=1.1,
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _DummyRow:
+    num_computed_tokens: int
+    num_new_tokens: int
+    params: SamplingParams = GREEDY
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_computed_tokens + self.num_new_tokens
 
 
 def warm_up(executor: Executor, *, num_rows: int, num_blocks: int, max_tokens: int) -> None:
-    """Run each shape once, within `num_rows` rows, `num_blocks` blocks and `max_tokens` a step."""
+    """Run each kind of step once, within so many rows, blocks, and new tokens a step."""
     block_size = executor.layout.block_size
-    for num_tokens in CHUNK_TOKENS:
-        if num_tokens <= min(max_tokens, num_blocks * block_size):
-            executor.launch(_plan(1, num_tokens, block_size)).wait()
-            executor.launch(_release(1)).wait()
-    for rows in BATCH_ROWS:
-        if rows <= min(num_rows, num_blocks, max_tokens):
-            executor.launch(_plan(rows, 1, block_size)).wait()
-            executor.launch(_release(rows)).wait()
+    is_gpu = executor.model.device.type == "cuda"
+    for rows in _gpu_steps(num_rows, max_tokens) if is_gpu else _cpu_steps():
+        needed_blocks = sum(-(-row.num_tokens // block_size) for row in rows)
+        if (
+            len(rows) <= num_rows
+            and needed_blocks <= num_blocks
+            and sum(row.num_new_tokens for row in rows) <= max_tokens
+        ):
+            executor.launch(_plan(rows, block_size)).wait()
+            executor.launch(_release(len(rows))).wait()
 
 
-def _plan(num_rows: int, num_tokens: int, block_size: int) -> StepPlan:
-    """`num_rows` rows that each compute a prompt of `num_tokens` zeros and sample."""
-    num_blocks = -(-num_tokens // block_size)
+def _cpu_steps() -> Iterator[list[_DummyRow]]:
+    """Shapes whose first run is slow: chunks of one row, and rows that decode together."""
+    for num_tokens in (64, 16, 4, 1):
+        yield [_DummyRow(num_computed_tokens=0, num_new_tokens=num_tokens)]
+    for num_rows in (2, 4, 8):
+        yield [_DummyRow(num_computed_tokens=0, num_new_tokens=1)] * num_rows
+
+
+def _gpu_steps(num_rows: int, max_tokens: int) -> Iterator[list[_DummyRow]]:
+    """Every size of a step up to a factor of two, every kind of batch, every kind of sampling."""
+    size = max_tokens
+    while size > 1:
+        yield [_DummyRow(num_computed_tokens=0, num_new_tokens=size)]
+        yield [_DummyRow(num_computed_tokens=16, num_new_tokens=size // 2 + 1)]
+        size //= 2
+    for count in (1, 2, 3, num_rows // 2, num_rows):
+        if count > 0:
+            yield [_DummyRow(num_computed_tokens=3, num_new_tokens=1)] * count
+    single = _DummyRow(num_computed_tokens=40, num_new_tokens=1)
+    chunk = _DummyRow(num_computed_tokens=0, num_new_tokens=5)
+    later_chunk = _DummyRow(num_computed_tokens=33, num_new_tokens=7)
+    yield [single, chunk]
+    yield [single, single, chunk, later_chunk]
+    for params in SAMPLING_KINDS:
+        row = _DummyRow(num_computed_tokens=0, num_new_tokens=2, params=params)
+        yield [row]
+        yield [row, row, chunk]
+
+
+def _plan(rows: Sequence[_DummyRow], block_size: int) -> StepPlan:
+    """A step that admits `rows` on consecutive blocks, computes their new tokens and samples."""
+    admissions = []
+    next_block = 0
+    for index, row in enumerate(rows):
+        end_block = next_block - (-row.num_tokens // block_size)
+        admissions.append(
+            RowAdmission(
+                row=index,
+                token_ids=[0] * row.num_tokens,
+                num_prompt_tokens=row.num_tokens,
+                params=row.params,
+                block_ids=list(range(next_block, end_block)),
+            )
+        )
+        next_block = end_block
     return StepPlan(
         step=0,
-        admissions=[
-            RowAdmission(
-                row=row,
-                token_ids=[0] * num_tokens,
-                num_prompt_tokens=num_tokens,
-                params=SamplingParams(max_tokens=1, temperature=0.0),
-                block_ids=list(range(row * num_blocks, (row + 1) * num_blocks)),
-            )
-            for row in range(num_rows)
-        ],
-        rows=list(range(num_rows)),
-        num_new_tokens=[num_tokens] * num_rows,
-        num_computed_tokens=[0] * num_rows,
-        num_logits=[1] * num_rows,
-        samples=[True] * num_rows,
-        new_block_ids=[[] for _ in range(num_rows)],
+        admissions=admissions,
+        rows=list(range(len(rows))),
+        num_new_tokens=[row.num_new_tokens for row in rows],
+        num_computed_tokens=[row.num_computed_tokens for row in rows],
+        num_logits=[1] * len(rows),
+        samples=[True] * len(rows),
+        new_block_ids=[[] for _ in rows],
     )
 
 

@@ -52,6 +52,11 @@ class BlockCache:
         self._num_evicted_blocks = 0
 
     @property
+    def keeps_prefixes(self) -> bool:
+        """Whether blocks can be found by hash at all; if not, nobody needs hashes."""
+        return self._enable_prefix_cache
+
+    @property
     def num_blocks(self) -> int:
         return self._pool.num_blocks
 

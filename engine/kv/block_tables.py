@@ -3,22 +3,18 @@
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 
 class BlockTables:
     """Block ids by row: entry i of a row holds its tokens [i * block_size, (i + 1) * block_size).
 
-    Kept on the host, where a step's indices are made from it; a backend that reads tables on the
-    device copies `tensor`.
+    Kept on the host, where a step's indices are made from it.
     """
 
     def __init__(self, *, max_rows: int, max_blocks_per_row: int) -> None:
         # [max_rows, max_blocks_per_row]; entries past a row's last block are meaningless
-        self.tensor = torch.zeros((max_rows, max_blocks_per_row), dtype=torch.int32)
-        # The same memory, as numpy: indexing costs a fraction of what it does through torch.
-        self._table: NDArray[np.int32] = self.tensor.numpy()
+        self._table: NDArray[np.int32] = np.zeros((max_rows, max_blocks_per_row), dtype=np.int32)
         # [max_rows]
         self._num_blocks: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)
 
@@ -38,9 +34,13 @@ class BlockTables:
         """Blocks of each row, [R]."""
         return self._num_blocks[rows]
 
-    def of_rows(self, rows: NDArray[np.int64]) -> NDArray[np.int32]:
-        """Tables of `rows` [R], cut to the longest of them: a copy [R, B]."""
-        return self._table[rows, : int(self._num_blocks[rows].max())]
+    def flatten(self, rows: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int32]:
+        """The first counts[r] block ids of each row, one row after the other, [sum of counts].
+
+        rows, counts: [R], at least one row.
+        """
+        lengths = zip(rows.tolist(), counts.tolist(), strict=True)
+        return np.concatenate([self._table[row, :length] for row, length in lengths])
 
     def block_ids(self, row: int) -> list[int]:
         ids: list[int] = self._table[row, : self._num_blocks[row]].tolist()

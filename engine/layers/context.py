@@ -8,7 +8,6 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from engine.layers.rotary import RotaryAngles
 from kernels.attention.protocol import AttentionBackend
 
 
@@ -31,9 +30,9 @@ class SingleRank:
 class ForwardContext:
     """One step's positions, KV store and attention metadata."""
 
-    rotary: RotaryAngles
-    # [2, T] int64  where each new token's K and V go; see kernels/kv_append.py
-    kv_lines: Tensor
+    rotary: Any  # what the model's `rotary.angles` returned for this step
+    # [T] int32  where each new token's K and V go, block * block_size + offset; -1 = nowhere
+    slots: Tensor
     # [blocks, layers, 2, block_size, kv_heads, head_dim]
     kv_store: Tensor
     attention: AttentionBackend

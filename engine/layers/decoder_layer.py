@@ -5,68 +5,105 @@ normalises, computes, and communicates only at its end. Schedules (two-batch ove
 parallelism) order these parts; nothing here knows of them, nor of requests.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
 from torch import Tensor
 
 from engine.layers.context import ForwardContext
 from engine.layers.linear import Linear
-from engine.layers.norm import HeadNorm, RmsNorm
-from kernels.kv_append import kv_append
-from kernels.reference import rope, silu_mul
+from engine.layers.norm import RmsNorm
+from kernels.ops import HeadNorms, Ops
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ProjectedTokens:
+    """A layer's step up to its attention: K and V are in the store, too."""
+
+    # [T, heads, head_dim]
+    q: Tensor
+    # [T, kv_heads, head_dim]
+    k: Tensor
+    v: Tensor
+    # [T, hidden]
+    residual: Tensor
+
+    def is_finite(self) -> Tensor:
+        """[T] bool: whether a token's stream, K and V are; False too where their sum overflows."""
+        sums = [
+            part.sum(dim=tuple(range(1, part.ndim)), dtype=torch.float32)
+            for part in (self.residual, self.k, self.v)
+        ]
+        return torch.stack(sums).sum(dim=0).isfinite()
 
 
 class Attention:
     """Grouped-query attention of one layer over the paged store."""
 
-    __slots__ = ("_head_dim", "_head_norm", "_layer", "_num_heads", "_num_kv_heads", "_out", "_qkv")
+    __slots__ = ("_head_dim", "_head_norms", "_layer", "_ops", "_out", "_qkv")
 
     def __init__(
         self,
         *,
         layer: int,
-        num_heads: int,
-        num_kv_heads: int,
         head_dim: int,
         qkv: Linear,
         out: Linear,
-        head_norm: HeadNorm,
+        head_norms: HeadNorms | None,
+        ops: Ops,
     ) -> None:
         """qkv: hidden -> [q | k | v] heads * head_dim; out: heads * head_dim -> hidden."""
         self._layer = layer
-        self._num_heads = num_heads
-        self._num_kv_heads = num_kv_heads
         self._head_dim = head_dim
         self._qkv = qkv
         self._out = out
-        self._head_norm = head_norm
+        self._head_norms = head_norms
+        self._ops = ops
 
-    def __call__(self, x: Tensor, ctx: ForwardContext) -> Tensor:
-        """x: [T, hidden]; returns [T, hidden]; mutates ctx.kv_store at the step's tokens."""
-        num_qk_heads = self._num_heads + self._num_kv_heads
-        qkv = self._qkv(x).view(-1, num_qk_heads + self._num_kv_heads, self._head_dim)
-        qk = self._head_norm(qkv[:, :num_qk_heads])
-        qk = rope(qk, ctx.rotary.cos, ctx.rotary.sin)
-        q, k, v = qk[:, : self._num_heads], qk[:, self._num_heads :], qkv[:, num_qk_heads:]
-        kv_append(k, v, ctx.kv_store, self._layer, ctx.kv_lines)
-        attended = ctx.attention.run(q, k, v, self._layer, ctx.kv_store, ctx.attention_metadata)
+    def project(self, x: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor, Tensor]:
+        """x: [T, hidden]; returns rotated q, k, v; mutates ctx.kv_store at the step's tokens."""
+        qkv = self._qkv(x)
+        return self._ops.rotate_and_store(
+            qkv.view(qkv.shape[0], -1, self._head_dim),
+            self._head_norms,
+            ctx.rotary,
+            ctx.kv_store,
+            self._layer,
+            ctx.slots,
+        )
+
+    def attend(self, tokens: ProjectedTokens, ctx: ForwardContext) -> Tensor:
+        """Returns [T, heads * head_dim]."""
+        return ctx.attention.run(
+            tokens.q, tokens.k, tokens.v, self._layer, ctx.kv_store, ctx.attention_metadata
+        )
+
+    def output(self, attended: Tensor) -> Tensor:
+        """attended: [T, heads * head_dim]; returns [T, hidden]."""
         return self._out(attended)
 
 
 class GatedMlp:
-    """down(silu(gate(x)) * up(x)), gate and up in one product."""
+    """down(silu(gate(x)) * up(x))."""
 
-    __slots__ = ("_down", "_gate_up")
+    __slots__ = ("_down", "_gated")
 
-    def __init__(self, *, gate_up: Linear, down: Linear) -> None:
-        self._gate_up = gate_up
+    def __init__(self, *, gated: Callable[[Tensor], Tensor], down: Linear) -> None:
+        """gated: [T, hidden] -> silu(gate) * up, [T, intermediate]."""
+        self._gated = gated
         self._down = down
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [T, hidden]; returns [T, hidden]."""
-        return self._down(silu_mul(self._gate_up(x)))
+        return self._down(self._gated(x))
 
 
 class DecoderLayer:
-    """Pre-norm attention and feed-forward."""
+    """Pre-norm attention and feed-forward.
+
+    `residual` None stands for a stream that begins with `x`.
+    """
 
     __slots__ = ("_attention", "_attention_norm", "_mlp", "_mlp_norm")
 
@@ -79,13 +116,30 @@ class DecoderLayer:
         self._mlp = mlp
 
     def attention_part(
-        self, x: Tensor, residual: Tensor, ctx: ForwardContext
+        self, x: Tensor, residual: Tensor | None, ctx: ForwardContext
     ) -> tuple[Tensor, Tensor]:
-        """x, residual: [T, hidden]; mutates ctx.kv_store."""
+        """x, residual: [T, hidden], may be overwritten; mutates ctx.kv_store."""
+        return self.attend(self.project(x, residual, ctx), ctx)
+
+    def project(self, x: Tensor, residual: Tensor | None, ctx: ForwardContext) -> ProjectedTokens:
+        """First half of the attention part; x, residual: [T, hidden]; mutates ctx.kv_store."""
         x, residual = self._attention_norm.add(x, residual)
-        return ctx.comm.all_reduce(self._attention(x, ctx)), residual
+        q, k, v = self._attention.project(x, ctx)
+        return ProjectedTokens(q=q, k=k, v=v, residual=residual)
+
+    def attend(
+        self, tokens: ProjectedTokens, ctx: ForwardContext, chosen: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Second half of the attention part; returns x and residual, [S, hidden].
+
+        chosen: [S] integer, the tokens that go on; None = all.
+        """
+        attended, residual = self._attention.attend(tokens, ctx), tokens.residual
+        if chosen is not None:
+            attended, residual = (t.index_select(0, chosen) for t in (attended, residual))
+        return ctx.comm.all_reduce(self._attention.output(attended)), residual
 
     def mlp_part(self, x: Tensor, residual: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor]:
-        """x, residual: [T, hidden]."""
+        """x, residual: [T, hidden], may be overwritten."""
         x, residual = self._mlp_norm.add(x, residual)
         return ctx.comm.all_reduce(self._mlp(x)), residual

@@ -5,6 +5,8 @@ from typing import Protocol
 import torch.nn.functional as F  # noqa: N812  (the field's own spelling)
 from torch import Tensor
 
+from engine.errors import ConfigError
+from kernels.ops import Ops
 from kernels.packed_linear import can_pack, pack_weight, packed_linear
 
 # Up to this many elements (1 MiB of fp32) a weight may still be in cache at the next step: then a
@@ -58,10 +60,60 @@ class TwiceHeldLinear:
         return self._dense(x) if x.shape[0] == 1 else self._packed(x)
 
 
-def build_linear(weight: Tensor, bias: Tensor | None) -> Linear:
-    """weight: [out, in], bias: [out] or None."""
+class Gated:
+    """silu(gate) * up as two steps: one product for gate and up, then the gate."""
+
+    __slots__ = ("_gate_up", "_ops")
+
+    def __init__(self, gate_up: Linear, ops: Ops) -> None:
+        self._gate_up = gate_up
+        self._ops = ops
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._ops.silu_mul(self._gate_up(x))
+
+
+def build_linear(weight: Tensor, bias: Tensor | None, *, is_deterministic: bool = False) -> Linear:
+    """weight: [out, in], bias: [out] or None.
+
+    With `is_deterministic` a token's result on a GPU does not depend on the batch it is in; a CPU
+    makes no such promise. Raises ConfigError for a weight on a GPU that this is not possible for.
+    """
+    if weight.device.type == "cuda":
+        return _build_cuda(weight, bias, is_deterministic)
     if not can_pack(weight):
         return DenseLinear(weight, bias)
     if weight.numel() <= _MAX_TWICE_HELD_ELEMENTS:
         return TwiceHeldLinear(weight, bias)
     return PackedLinear(weight, bias)
+
+
+def build_gated(
+    weight: Tensor, bias: Tensor | None, ops: Ops, *, is_deterministic: bool = False
+) -> Linear:
+    """weight: [2 n, in], gate's rows before up's; returns the map x -> silu(gate) * up, [T, n].
+
+    Otherwise as `build_linear`.
+    """
+    if weight.device.type == "cuda" and not is_deterministic:
+        from engine.layers.linear_cuda import SmallBatchGated
+        from kernels.linear_small import supports_small
+
+        if supports_small(weight):
+            return SmallBatchGated(weight, bias, ops)
+    return Gated(build_linear(weight, bias, is_deterministic=is_deterministic), ops)
+
+
+def _build_cuda(weight: Tensor, bias: Tensor | None, is_deterministic: bool) -> Linear:
+    from engine.layers.linear_cuda import InvariantLinear, SmallBatchLinear
+    from kernels.linear_invariant import supports_invariant
+    from kernels.linear_small import supports_small
+
+    if is_deterministic:
+        if not supports_invariant(weight):
+            raise ConfigError(
+                f"deterministic mode: a weight {list(weight.shape)} in {weight.dtype} has no "
+                "batch-invariant product; it takes bfloat16 or float16 with a multiple of 16 inputs"
+            )
+        return InvariantLinear(weight, bias)
+    return SmallBatchLinear(weight, bias) if supports_small(weight) else DenseLinear(weight, bias)

@@ -5,31 +5,23 @@ published models were checked with, bit by bit, at every position.
 """
 
 import math
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from engine.layers.rope_spec import LinearScaling, Llama3Scaling, RopeSpec, YarnScaling
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RotaryAngles:
-    """Of one step's tokens, ready for `kernels.reference.rope`."""
-
-    # [T, 1, head_dim] fp32
-    cos: Tensor
-    # [T, 1, head_dim] fp32, first half negated
-    sin: Tensor
+from kernels.ops import Ops
 
 
 class RotaryTable:
     """cos and sin of every position below `max_tokens`."""
 
     def __init__(
-        self, spec: RopeSpec, *, head_dim: int, max_tokens: int, device: torch.device
+        self, spec: RopeSpec, *, head_dim: int, max_tokens: int, device: torch.device, ops: Ops
     ) -> None:
         self.max_tokens = max_tokens
+        self._ops = ops
         frequencies = inverse_frequencies(spec, head_dim)
         positions = torch.arange(max_tokens, dtype=torch.float32)
         angles = positions[:, None] * frequencies
@@ -37,10 +29,9 @@ class RotaryTable:
         # [max_tokens, head_dim]: cos | sin, each for half of the dimensions
         self._cos_sin = torch.cat((angles.cos() * scale, angles.sin() * scale), dim=1).to(device)
 
-    def angles(self, positions: Tensor) -> RotaryAngles:
-        """positions: [T] int64."""
-        cos, sin = self._cos_sin.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
-        return RotaryAngles(cos=torch.cat((cos, cos), -1), sin=torch.cat((-sin, sin), -1))
+    def angles(self, positions: Tensor) -> Any:  # noqa: ANN401
+        """positions: [T] int32; returns what `Ops.rotate_and_store` needs of them."""
+        return self._ops.rotary(self._cos_sin, positions)
 
 
 def inverse_frequencies(spec: RopeSpec, head_dim: int) -> Tensor:

@@ -4,17 +4,32 @@ What a family has or lacks (biases, QK-norm, tied embeddings) became an object o
 was built; nothing here asks again. Knows no requests and keeps no state of a step.
 """
 
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
 import torch
 import torch.nn.functional as F  # noqa: N812  (the field's own spelling)
 from torch import Tensor
 
 from engine.layers.context import ForwardContext
 from engine.layers.decoder_layer import Attention, DecoderLayer, GatedMlp
-from engine.layers.linear import Linear, build_linear
-from engine.layers.norm import HeadNorm, NoHeadNorm, QkNorm, RmsNorm
+from engine.layers.linear import Linear, build_gated, build_linear
+from engine.layers.norm import RmsNorm
 from engine.layers.rotary import RotaryTable
 from engine.models.spec import ModelSpec
 from engine.models.weights import LayerWeights, ModelWeights
+from kernels.ops import HeadNorms, Ops
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ForwardResult:
+    """What one pass leaves besides K and V."""
+
+    # [S, hidden]  the stream after the final norm
+    hidden: Tensor
+    # [T] bool  whether all that a token leaves in the store is a number; None = not looked at
+    is_finite: Tensor | None
 
 
 class CausalLM:
@@ -46,24 +61,53 @@ class CausalLM:
     def device(self) -> torch.device:
         return self._embedding.device
 
-    def forward(self, input_ids: Tensor, ctx: ForwardContext) -> Tensor:
-        """input_ids: [T] int64; returns the stream before the final norm, [T, hidden].
+    def rotary_at(self, positions: Tensor) -> Any:  # noqa: ANN401
+        """positions: [T] int32; returns the `rotary` of a step's `ForwardContext`."""
+        return self.rotary.angles(positions)
 
-        Mutates ctx.kv_store at the step's tokens.
+    def forward(
+        self,
+        input_ids: Tensor,
+        ctx: ForwardContext,
+        logit_indices: Tensor | None = None,
+        *,
+        checks_finite: bool = False,
+    ) -> ForwardResult:
+        """input_ids: [T] integer; mutates ctx.kv_store at the step's tokens.
+
+        logit_indices: [S] integer, the tokens whose hidden state is wanted; None = all. What the
+        last layer does past its K and V is done for these alone.
+        checks_finite: looks at the stream where the last layer begins, which holds whatever went
+        wrong earlier, and at that layer's K and V. What breaks later is kept nowhere and shows in
+        the hidden states.
         """
-        x = F.embedding(input_ids, self._embedding)
-        residual = torch.zeros_like(x)
-        for layer in self.layers:
+        x, residual = F.embedding(input_ids, self._embedding), None
+        *earlier_layers, last_layer = self.layers
+        for layer in earlier_layers:
             x, residual = layer.attention_part(x, residual, ctx)
             x, residual = layer.mlp_part(x, residual, ctx)
-        return torch.add(x, residual)
+        tokens = last_layer.project(x, residual, ctx)
+        is_finite = tokens.is_finite() if checks_finite else None
+        if logit_indices is not None and len(logit_indices) == 0:
+            return ForwardResult(hidden=tokens.residual[:0], is_finite=is_finite)
+        x, residual = last_layer.attend(tokens, ctx, chosen=logit_indices)
+        x, residual = last_layer.mlp_part(x, residual, ctx)
+        hidden, _ = self._final_norm.add(x, residual)
+        return ForwardResult(hidden=hidden, is_finite=is_finite)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden: [S, hidden], rows of what `forward` returned; returns fp32 [S, vocab]."""
-        return self._head(self._final_norm(hidden)).float()
+        """hidden: [S, hidden], rows of what `forward` returned; returns [S, vocab] in its dtype."""
+        return self._head(hidden)
 
 
-def build_decoder(spec: ModelSpec, weights: ModelWeights, *, max_model_len: int) -> CausalLM:
+def build_decoder(
+    spec: ModelSpec,
+    weights: ModelWeights,
+    *,
+    max_model_len: int,
+    ops: Ops,
+    is_deterministic: bool = False,
+) -> CausalLM:
     """Compose the model; positions below `max_model_len` get rotary angles.
 
     Empties `weights.layers` as it goes, so that a reordered copy of a weight replaces the
@@ -71,49 +115,49 @@ def build_decoder(spec: ModelSpec, weights: ModelWeights, *, max_model_len: int)
     """
     layers: list[DecoderLayer] = []
     while weights.layers:
-        layers.append(_build_layer(spec, len(layers), weights.layers.pop(0)))
+        layer_weights = weights.layers.pop(0)
+        layers.append(_build_layer(spec, len(layers), layer_weights, ops, is_deterministic))
     return CausalLM(
         spec=spec,
         embedding=weights.embedding,
         layers=layers,
-        final_norm=RmsNorm(weights.final_norm, spec.rms_norm_eps),
-        head=build_linear(weights.head, None),
+        final_norm=RmsNorm(weights.final_norm, spec.rms_norm_eps, ops),
+        head=build_linear(weights.head, None, is_deterministic=is_deterministic),
         rotary=RotaryTable(
             spec.rope,
             head_dim=spec.head_dim,
             max_tokens=max_model_len,
             device=weights.embedding.device,
+            ops=ops,
         ),
     )
 
 
-def _build_layer(spec: ModelSpec, layer: int, weights: LayerWeights) -> DecoderLayer:
+def _build_layer(
+    spec: ModelSpec, layer: int, weights: LayerWeights, ops: Ops, is_deterministic: bool
+) -> DecoderLayer:
+    linear = partial(build_linear, is_deterministic=is_deterministic)
     return DecoderLayer(
-        attention_norm=RmsNorm(weights.input_norm, spec.rms_norm_eps),
+        attention_norm=RmsNorm(weights.input_norm, spec.rms_norm_eps, ops),
         attention=Attention(
             layer=layer,
-            num_heads=spec.num_heads,
-            num_kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,
-            qkv=build_linear(weights.qkv, weights.qkv_bias),
-            out=build_linear(weights.output, weights.output_bias),
-            head_norm=_build_head_norm(spec, weights),
+            qkv=linear(weights.qkv, weights.qkv_bias),
+            out=linear(weights.output, weights.output_bias),
+            head_norms=_head_norms(spec, weights),
+            ops=ops,
         ),
-        mlp_norm=RmsNorm(weights.post_norm, spec.rms_norm_eps),
+        mlp_norm=RmsNorm(weights.post_norm, spec.rms_norm_eps, ops),
         mlp=GatedMlp(
-            gate_up=build_linear(weights.gate_up, weights.gate_up_bias),
-            down=build_linear(weights.down, weights.down_bias),
+            gated=build_gated(
+                weights.gate_up, weights.gate_up_bias, ops, is_deterministic=is_deterministic
+            ),
+            down=linear(weights.down, weights.down_bias),
         ),
     )
 
 
-def _build_head_norm(spec: ModelSpec, weights: LayerWeights) -> HeadNorm:
+def _head_norms(spec: ModelSpec, weights: LayerWeights) -> HeadNorms | None:
     if weights.q_norm is None or weights.k_norm is None:
-        return NoHeadNorm()
-    return QkNorm(
-        weights.q_norm,
-        weights.k_norm,
-        num_heads=spec.num_heads,
-        num_kv_heads=spec.num_kv_heads,
-        eps=spec.rms_norm_eps,
-    )
+        return None
+    return HeadNorms(q_weight=weights.q_norm, k_weight=weights.k_norm, eps=spec.rms_norm_eps)

@@ -1,14 +1,18 @@
 """Architecture name -> how its model is built; the one door to a loaded model."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from engine.errors import ConfigError
 from engine.models.decoder import CausalLM, build_decoder
+from engine.models.random_weights import random_weights
 from engine.models.spec import load_spec
 from engine.models.weights import load_weights
+from kernels.ops import Ops
+from kernels.reference import TorchOps
 
 # All four are one composition; what differs between them is in the spec.
 BUILDERS: dict[str, Callable[..., CausalLM]] = {
@@ -20,11 +24,20 @@ BUILDERS: dict[str, Callable[..., CausalLM]] = {
 
 
 def build_model(
-    folder: Path, *, dtype: torch.dtype, device: torch.device, max_model_len: int | None = None
+    folder: Path,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_model_len: int | None = None,
+    ops: Ops | None = None,
+    has_random_weights: bool = False,
+    is_deterministic: bool = False,
 ) -> CausalLM:
     """Load a Hugging Face folder; `.spec` of the result says what it is.
 
-    `max_model_len` (tokens) may shorten what the model allows, never lengthen it.
+    `max_model_len` (tokens) may shorten what the model allows, never lengthen it. `ops` None: the
+    Triton kernels on a GPU, torch elsewhere. With random weights config.json is all that is read.
+    `is_deterministic`: on a GPU, a token's numbers do not depend on the batch it is in.
     Raises ConfigError for anything in the folder that is missing, unsupported or inconsistent.
     """
     spec = load_spec(folder)
@@ -34,5 +47,22 @@ def build_model(
             f"{folder / 'config.json'}: the model allows {allowed} tokens, max_model_len is"
             f" {max_model_len}"
         )
-    weights = load_weights(folder, spec, dtype=dtype, device=device)
-    return BUILDERS[spec.architecture](spec, weights, max_model_len=max_model_len or allowed)
+    load = random_weights if has_random_weights else partial(load_weights, folder)
+    weights = load(spec, dtype=dtype, device=device)
+    return BUILDERS[spec.architecture](
+        spec,
+        weights,
+        max_model_len=max_model_len or allowed,
+        ops=ops or build_ops(device),
+        is_deterministic=is_deterministic,
+    )
+
+
+def build_ops(device: torch.device) -> Ops:
+    """The operations that suit `device`."""
+    if device.type != "cuda":
+        return TorchOps()
+    # A host without a GPU need not have Triton.
+    from kernels.fused import TritonOps
+
+    return TritonOps()

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from engine.errors import ConfigError
 from engine.models.spec import ModelSpec
+from engine.models.staging import TensorCopier, copier_for
 from engine.models.weight_files import weight_files
 
 _READABLE_DTYPES = ("F64", "F32", "BF16", "F16")
@@ -65,11 +66,12 @@ def load_weights(
     folder: Path, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device
 ) -> ModelWeights:
     """Raises ConfigError naming file, tensor, expected and found shape."""
-    weights, destinations = _allocate(spec, dtype, device)
+    weights, destinations = allocate_weights(spec, dtype=dtype, device=device)
     missing = dict(destinations)
-    for path, names in weight_files(folder):
-        for name in _copy_file(path, names, destinations, spec):
-            missing.pop(name, None)
+    with copier_for(device) as copier:
+        for path, names in weight_files(folder):
+            for name in _copy_file(path, names, destinations, spec, copier):
+                missing.pop(name, None)
     if missing:
         first = min(missing)
         raise ConfigError(
@@ -87,6 +89,7 @@ def _copy_file(
     names: frozenset[str] | None,
     destinations: dict[str, Tensor],
     spec: ModelSpec,
+    copier: TensorCopier,
 ) -> list[str]:
     """Copy one file's tensors to their destinations; returns the names it held."""
     try:
@@ -99,12 +102,13 @@ def _copy_file(
                 destination = destinations.get(name)
                 if destination is not None:
                     _check_tensor(path, name, file.get_slice(name), destination)
-                    destination.copy_(file.get_tensor(name))
+                    copier.copy(file.get_tensor(name), destination)
                 elif not _is_harmless(name, spec):
                     raise ConfigError(
                         f"{path}: unexpected tensor {name!r} for {spec.architecture}; the weights"
                         " and config.json describe different models"
                     )
+            copier.wait_copied()  # while the file is still mapped
             return held
     except (SafetensorError, OSError) as error:
         raise ConfigError(f"{path}: not a readable safetensors file: {error}") from error
@@ -131,10 +135,13 @@ def _is_harmless(name: str, spec: ModelSpec) -> bool:
 # ---- destinations -------------------------------------------------------------------------------
 
 
-def _allocate(
-    spec: ModelSpec, dtype: torch.dtype, device: torch.device
+def allocate_weights(
+    spec: ModelSpec, *, dtype: torch.dtype, device: torch.device
 ) -> tuple[ModelWeights, dict[str, Tensor]]:
-    """The model's tensors, unfilled, and published name -> the part of them it fills."""
+    """The model's tensors, unfilled, and published name -> the part of them it fills.
+
+    The parts cover every tensor, do not overlap and are contiguous.
+    """
 
     def empty(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)

@@ -4,20 +4,22 @@ Knows nothing of what ends a request: not stopping at eos is the scheduler's, he
 are only kept from being drawn too early.
 """
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from engine.request import SamplingParams
 from engine.sampling.feature import positions_of
+from engine.sampling.staging import Staging
 
 
 class LogitBias:
     """Adds the client's bias to named tokens."""
 
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, vocab_size: int, staging: Staging) -> None:
         self._vocab_size = vocab_size
-        self._device = device
-        self._biases: dict[int, tuple[Tensor, Tensor]] = {}  # row -> ids [B], values [B]
+        self._staging = staging
+        self._biases: dict[int, tuple[Tensor, ...]] = {}  # row -> ids [B], values [B]
 
     def add(
         self, row: int, params: SamplingParams, prompt_ids: list[int], output_ids: list[int]
@@ -26,10 +28,9 @@ class LogitBias:
             return False
         ids = list(params.logit_bias)
         assert all(0 <= i < self._vocab_size for i in ids), f"row {row}: logit_bias for {ids}"
-        values = list(params.logit_bias.values())
-        self._biases[row] = (
-            torch.tensor(ids, device=self._device),
-            torch.tensor(values, dtype=torch.float32, device=self._device),
+        self._biases[row] = self._staging.send(
+            np.array(ids, dtype=np.int64),
+            np.array(list(params.logit_bias.values()), dtype=np.float32),
         )
         return True
 
@@ -41,19 +42,17 @@ class LogitBias:
             ids, values = self._biases[rows[position]]
             logits[position].index_add_(0, ids, values)
 
-    def observe(self, rows: list[int], token_ids: list[int]) -> None:
+    def observe(self, rows: list[int], token_ids: Tensor) -> None:
         """What was drawn does not matter to a bias."""
 
 
 class MinTokens:
     """Bans eos and stop ids until a row has `min_tokens` output tokens; then lets the row go."""
 
-    def __init__(
-        self, vocab_size: int, eos_token_ids: tuple[int, ...], device: torch.device
-    ) -> None:
+    def __init__(self, vocab_size: int, eos_token_ids: tuple[int, ...], staging: Staging) -> None:
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
-        self._device = device
+        self._staging = staging
         self._banned: dict[int, Tensor] = {}  # row -> ids [B]
         self._num_missing: dict[int, int] = {}  # row -> output tokens still to come, > 0
 
@@ -68,7 +67,7 @@ class MinTokens:
         if num_missing <= 0 or not banned:
             return False
         self._num_missing[row] = num_missing
-        self._banned[row] = torch.tensor(banned, device=self._device)
+        self._banned[row] = self._staging.indices(banned)
         return True
 
     def remove(self, row: int) -> None:
@@ -79,7 +78,7 @@ class MinTokens:
         for position in positions_of(rows, self._banned):
             logits[position].index_fill_(0, self._banned[rows[position]], -torch.inf)
 
-    def observe(self, rows: list[int], token_ids: list[int]) -> None:
+    def observe(self, rows: list[int], token_ids: Tensor) -> None:
         for position in positions_of(rows, self._num_missing):
             row = rows[position]
             self._num_missing[row] -= 1

@@ -4,17 +4,20 @@ A feature owns the parameters and the history of the rows that use it, and nothi
 without such rows costs it one dictionary look-up per row at most. Knows no particular feature.
 """
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Sequence
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from engine.request import SamplingParams
 
 
 class LogitFeature(Protocol):
-    """One knob of `SamplingParams`, as something that changes logits."""
+    """One knob of `SamplingParams`, as something that changes logits.
+
+    On a GPU no verb waits for it: what a feature needs of drawn tokens it reads on the device, and
+    what it counts on the host does not depend on them.
+    """
 
     def add(
         self, row: int, params: SamplingParams, prompt_ids: list[int], output_ids: list[int]
@@ -30,8 +33,8 @@ class LogitFeature(Protocol):
         """Change `logits` fp32 [P, vocab] in place, where `rows[p]` is a row of ours."""
         ...
 
-    def observe(self, rows: list[int], token_ids: list[int]) -> None:
-        """Row `rows[p]` just drew `token_ids[p]`."""
+    def observe(self, rows: list[int], token_ids: Tensor) -> None:
+        """Row `rows[p]` just drew `token_ids[p]`; int64 [P] on the logits' device."""
         ...
 
 
@@ -40,20 +43,14 @@ def positions_of(rows: Sequence[int], members: Container[int]) -> list[int]:
     return [position for position, row in enumerate(rows) if row in members]
 
 
-def column(values: Mapping[int, float], rows: Sequence[int], like: Tensor) -> Tensor:
-    """The rows' values as [len(rows), 1], with the dtype and device of `like`."""
-    listed = [values[row] for row in rows]
-    return torch.tensor(listed, dtype=like.dtype, device=like.device).unsqueeze(1)
-
-
-def take(logits: Tensor, positions: list[int]) -> Tensor:
-    """The rows of `logits` at ascending `positions`: itself when that is all, else a copy."""
-    if len(positions) == logits.shape[0]:
+def take(logits: Tensor, index: Tensor) -> Tensor:
+    """The lines of `logits` at ascending `index`: itself when that is all, else a copy."""
+    if index.shape[0] == logits.shape[0]:
         return logits
-    return logits.index_select(0, torch.tensor(positions, device=logits.device))
+    return logits.index_select(0, index)
 
 
-def put(logits: Tensor, positions: list[int], part: Tensor) -> None:
+def put(logits: Tensor, index: Tensor, part: Tensor) -> None:
     """Write back what `take` returned."""
     if part is not logits:
-        logits.index_copy_(0, torch.tensor(positions, device=logits.device), part)
+        logits.index_copy_(0, index, part)

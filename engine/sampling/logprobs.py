@@ -8,16 +8,22 @@ import torch
 from torch import Tensor
 
 from engine.request import SamplingParams
+from engine.sampling.choice import LogprobTensors
 from engine.sampling.feature import positions_of, take
-from engine.scheduling.plan import TokenLogprobs
+from engine.sampling.staging import Staging
+from kernels.sample_rows import GreedyChoice
 
 
 class Logprobs:
     """Reads log-probabilities for the rows that want them; changes nothing."""
 
-    def __init__(self, vocab_size: int) -> None:
+    def __init__(self, vocab_size: int, staging: Staging) -> None:
         self._vocab_size = vocab_size
+        self._staging = staging
         self._num_best: dict[int, int] = {}  # row -> k >= 0
+
+    def __contains__(self, row: object) -> bool:
+        return row in self._num_best
 
     def add(self, row: int, params: SamplingParams) -> None:
         if params.logprobs is not None:
@@ -26,31 +32,31 @@ class Logprobs:
     def remove(self, row: int) -> None:
         self._num_best.pop(row, None)
 
-    def apply(
-        self, logits: Tensor, rows: list[int], token_ids: list[int], is_finite: list[bool]
-    ) -> list[TokenLogprobs | None]:
-        """One entry per row: None for rows that did not ask or drew nothing.
+    def read(self, logits: Tensor, rows: list[int], choice: GreedyChoice) -> LogprobTensors | None:
+        """Of the rows that asked; None if there is none. `choice`: what each line came to be.
 
-        logits: fp32 [S, vocab], unprocessed, left as they are.
+        logits: [S, vocab], unprocessed, left as they are.
         """
-        found: list[TokenLogprobs | None] = [None] * len(rows)
-        positions = [i for i in positions_of(rows, self._num_best) if is_finite[i]]
+        positions = positions_of(rows, self._num_best)
         if not positions:
-            return found
-        part = take(logits, positions)
+            return None
+        index = self._staging.indices(positions)
+        part = take(logits, index).float()
         logprobs = part.log_softmax(dim=-1)  # [P, vocab]
-        drawn = torch.tensor([token_ids[i] for i in positions], device=part.device).unsqueeze(1)
-        chosen: list[float] = logprobs.gather(1, drawn).squeeze(1).tolist()
+        token_ids = choice.token_ids.index_select(0, index).unsqueeze(1)
+        chosen = logprobs.gather(1, token_ids).squeeze(1)
+        is_finite = choice.is_finite.index_select(0, index)
         limits = [self._num_best[rows[i]] for i in positions]
-        best_ids = best_tokens(part, max(limits))  # [P, max k]
-        best = logprobs.gather(1, best_ids)
-        # A token the model itself rules out (-inf) is no alternative, so it is not listed.
-        num_listed = best.isfinite().sum(dim=-1).tolist()
-        listed = zip(positions, limits, num_listed, best_ids.tolist(), best.tolist(), strict=True)
-        for p, (position, limit, num_finite, ids, values) in enumerate(listed):
-            k = min(limit, num_finite)
-            found[position] = TokenLogprobs(chosen[p], ids[:k], values[:k])
-        return found
+        top_ids = best_tokens(part, max(limits))  # [P, max k]
+        top_values = logprobs.gather(1, top_ids)
+        return LogprobTensors(
+            positions=positions,
+            limits=limits,
+            chosen=chosen.masked_fill(~is_finite, torch.nan),
+            top_ids=top_ids,
+            top_values=top_values,
+            num_finite=top_values.isfinite().sum(dim=-1),
+        )
 
 
 def best_tokens(logits: Tensor, k: int) -> Tensor:
@@ -59,9 +65,11 @@ def best_tokens(logits: Tensor, k: int) -> Tensor:
     Equal logits are ordered by lower id: the values become integers of the same order, and the id
     fills the low half of the key, so that no two keys are equal and `topk` has no choice.
     """
-    vocab_size = logits.shape[1]
+    num_rows, vocab_size = logits.shape
+    ids = torch.arange(vocab_size, device=logits.device)
+    if k == 0:
+        return ids.new_empty((num_rows, 0))
     bits = (logits + 0.0).view(torch.int32)  # + 0.0 turns -0.0 into 0.0, which it equals
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    ids = torch.arange(vocab_size, device=logits.device)
     keys = (ordered.to(torch.int64) << 32) | (0xFFFFFFFF - ids)
     return 0xFFFFFFFF - (keys.topk(k, dim=-1).values & 0xFFFFFFFF)

@@ -10,8 +10,10 @@ from engine.request import SamplingParams
 from engine.sampling.feature import positions_of, put, take
 from kernels.sample import gumbel
 
-_TWO_63 = 2**63
-_TWO_64 = 2**64
+
+def signed_seed(seed: int) -> int:
+    """The low 64 bits of a client's seed, as a signed 64-bit integer."""
+    return (seed + 2**63) % 2**64 - 2**63
 
 
 class GumbelNoise:
@@ -27,7 +29,7 @@ class GumbelNoise:
     ) -> bool:
         if params.is_greedy:
             return False
-        self._seeds[row] = (params.seed + _TWO_63) % _TWO_64 - _TWO_63
+        self._seeds[row] = signed_seed(params.seed)
         self._indices[row] = len(output_ids)
         return True
 
@@ -42,11 +44,17 @@ class GumbelNoise:
         members = [rows[position] for position in positions]
         seeds = torch.tensor([self._seeds[row] for row in members], device=logits.device)
         indices = torch.tensor([self._indices[row] for row in members], device=logits.device)
-        part = take(logits, positions)
+        index = torch.tensor(positions, device=logits.device)
+        part = take(logits, index)
         part += gumbel(seeds, indices, self._token_ids)
-        put(logits, positions, part)
+        put(logits, index, part)
 
-    def observe(self, rows: list[int], token_ids: list[int]) -> None:
+    def observe(self, rows: list[int], token_ids: Tensor) -> None:
+        """Which tokens were drawn does not matter; `advance` counts that they were."""
+        self.advance(rows)
+
+    def advance(self, rows: list[int]) -> None:
+        """Those of `rows` that are ours drew a token each."""
         for row in rows:
             if row in self._indices:
                 self._indices[row] += 1

@@ -4,23 +4,27 @@ Only rows that ask for a penalty get a row of counts; the tables grow when such 
 are reused, so a server whose clients use none holds none. Knows nothing of later processing.
 """
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.request import SamplingParams
-from engine.sampling.feature import column, positions_of, put, take
+from engine.sampling.feature import positions_of, put, take
+from engine.sampling.staging import Staging
 
 
 class TokenCounts:
-    """How often each token occurred, for the rows that care: fp32 [slots, vocab].
+    """How often each token occurred, for the rows that care: fp32 [slots, vocab] on the device.
 
     fp32 because it meets logits, and exact up to 2**24 occurrences. Grows by doubling to at most
     `max_rows` slots; a removed row's slot is used again.
     """
 
-    def __init__(self, vocab_size: int, max_rows: int, device: torch.device) -> None:
+    def __init__(self, vocab_size: int, max_rows: int, staging: Staging) -> None:
         self._max_rows = max_rows
-        self._counts = torch.zeros((0, vocab_size), dtype=torch.float32, device=device)
+        self._staging = staging
+        self._counts = torch.zeros((0, vocab_size), dtype=torch.float32, device=staging.device)
         self._slots: dict[int, int] = {}  # row -> slot
         self._free_slots: list[int] = []
 
@@ -33,35 +37,44 @@ class TokenCounts:
 
     def add(self, row: int, token_ids: list[int]) -> None:
         assert row not in self._slots, f"row {row} already has counts"
-        _, vocab_size = self._counts.shape
-        ids = torch.tensor(token_ids, dtype=torch.int64)
-        counts = torch.bincount(ids, minlength=vocab_size)
-        assert counts.shape[0] == vocab_size, f"row {row}: token id {counts.shape[0] - 1}"
+        self._check_ids(row, token_ids)
         if not self._free_slots:
             self._grow()
         slot = self._free_slots.pop()
         self._slots[row] = slot
-        self._counts[slot] = counts
+        ids = self._staging.indices(token_ids)
+        ones = self._counts.new_ones(len(token_ids))
+        # Sums of ones are exact in any order.
+        self._counts[slot].zero_().index_add_(0, ids, ones)
 
     def remove(self, row: int) -> None:
         slot = self._slots.pop(row, None)
         if slot is not None:
             self._free_slots.append(slot)
 
-    def gather(self, rows: list[int]) -> Tensor:
-        """Counts of the rows, a copy, fp32 [len(rows), vocab]."""
-        return self._counts.index_select(0, self._slots_of(rows))
+    def slots_of(self, rows: list[int]) -> NDArray[np.int64]:
+        """Where the rows' counts are, [len(rows)]."""
+        return np.array([self._slots[row] for row in rows], dtype=np.int64)
 
-    def observe(self, rows: list[int], token_ids: list[int]) -> None:
+    def gather(self, slots: Tensor) -> Tensor:
+        """Counts at int64 [P] slots, a copy, fp32 [P, vocab]."""
+        return self._counts.index_select(0, slots)
+
+    def observe(self, rows: list[int], token_ids: Tensor) -> None:
         positions = positions_of(rows, self._slots)
-        if positions:
-            slots = self._slots_of([rows[position] for position in positions])
-            drawn = [token_ids[position] for position in positions]
-            # Rows are distinct, hence slots too: no element is written twice.
-            self._counts[slots, torch.tensor(drawn, device=slots.device)] += 1
+        if not positions:
+            return
+        members = [rows[position] for position in positions]
+        index, slots = self._staging.send(
+            np.array(positions, dtype=np.int64), self.slots_of(members)
+        )
+        # Rows are distinct, hence slots too: no element is written twice.
+        self._counts[slots, token_ids.index_select(0, index)] += 1
 
-    def _slots_of(self, rows: list[int]) -> Tensor:
-        return torch.tensor([self._slots[row] for row in rows], device=self._counts.device)
+    def _check_ids(self, row: int, token_ids: list[int]) -> None:
+        vocab_size = self._counts.shape[1]
+        for token_id in (min(token_ids, default=0), max(token_ids, default=0)):
+            assert 0 <= token_id < vocab_size, f"row {row}: token id {token_id}"
 
     def _grow(self) -> None:
         old = self.num_slots
@@ -75,8 +88,9 @@ class TokenCounts:
 class RepetitionPenalty:
     """Divides positive logits and multiplies negative ones, for tokens of prompt and output."""
 
-    def __init__(self, vocab_size: int, max_rows: int, device: torch.device) -> None:
-        self._counts = TokenCounts(vocab_size, max_rows, device)
+    def __init__(self, vocab_size: int, max_rows: int, staging: Staging) -> None:
+        self._counts = TokenCounts(vocab_size, max_rows, staging)
+        self._staging = staging
         self._penalties: dict[int, float] = {}  # row -> factor
 
     def add(
@@ -97,23 +111,27 @@ class RepetitionPenalty:
         if not positions:
             return
         members = [rows[position] for position in positions]
-        part = take(logits, positions)
-        penalty = column(self._penalties, members, part)
+        index, slots, penalty = self._staging.send(
+            np.array(positions, dtype=np.int64),
+            self._counts.slots_of(members),
+            np.array([[self._penalties[row]] for row in members], dtype=np.float32),
+        )
+        part = take(logits, index)
         # Positive and negative parts apart: several times faster than a select on the sign.
         penalised = part.clamp(min=0).div_(penalty).add_(part.clamp(max=0).mul_(penalty))
-        put(logits, positions, part.copy_(penalised.where(self._counts.gather(members) > 0, part)))
+        put(logits, index, part.copy_(penalised.where(self._counts.gather(slots) > 0, part)))
 
-    def observe(self, rows: list[int], token_ids: list[int]) -> None:
+    def observe(self, rows: list[int], token_ids: Tensor) -> None:
         self._counts.observe(rows, token_ids)
 
 
 class OccurrencePenalty:
     """Subtracts frequency_penalty per occurrence and presence_penalty once; output tokens only."""
 
-    def __init__(self, vocab_size: int, max_rows: int, device: torch.device) -> None:
-        self._counts = TokenCounts(vocab_size, max_rows, device)
-        self._frequency: dict[int, float] = {}  # row -> penalty
-        self._presence: dict[int, float] = {}  # row -> penalty
+    def __init__(self, vocab_size: int, max_rows: int, staging: Staging) -> None:
+        self._counts = TokenCounts(vocab_size, max_rows, staging)
+        self._staging = staging
+        self._penalties: dict[int, tuple[float, float]] = {}  # row -> frequency, presence
 
     def add(
         self, row: int, params: SamplingParams, prompt_ids: list[int], output_ids: list[int]
@@ -121,25 +139,28 @@ class OccurrencePenalty:
         if params.frequency_penalty == 0.0 and params.presence_penalty == 0.0:
             return False
         self._counts.add(row, output_ids)
-        self._frequency[row] = params.frequency_penalty
-        self._presence[row] = params.presence_penalty
+        self._penalties[row] = (params.frequency_penalty, params.presence_penalty)
         return True
 
     def remove(self, row: int) -> None:
-        self._frequency.pop(row, None)
-        self._presence.pop(row, None)
+        self._penalties.pop(row, None)
         self._counts.remove(row)
 
     def apply(self, logits: Tensor, rows: list[int]) -> None:
-        positions = positions_of(rows, self._frequency)
+        positions = positions_of(rows, self._penalties)
         if not positions:
             return
         members = [rows[position] for position in positions]
-        part = take(logits, positions)
-        counts = self._counts.gather(members)
-        part -= column(self._frequency, members, part) * counts
-        part -= column(self._presence, members, part) * counts.clamp_(max=1)
-        put(logits, positions, part)
+        index, slots, penalties = self._staging.send(
+            np.array(positions, dtype=np.int64),
+            self._counts.slots_of(members),
+            np.array([self._penalties[row] for row in members], dtype=np.float32),  # [P, 2]
+        )
+        part = take(logits, index)
+        counts = self._counts.gather(slots)
+        part -= penalties[:, :1] * counts
+        part -= penalties[:, 1:] * counts.clamp_(max=1)
+        put(logits, index, part)
 
-    def observe(self, rows: list[int], token_ids: list[int]) -> None:
+    def observe(self, rows: list[int], token_ids: Tensor) -> None:
         self._counts.observe(rows, token_ids)

@@ -1,31 +1,28 @@
 """From logits to the next token of every row, with its log-probabilities.
 
 Knows logits, rows and sampling parameters; nothing of models, blocks, stop conditions or text. All
-randomness is `kernels.sample`: no generator, no state besides each row's own history.
+randomness is `kernels.sample`: no generator, no state besides each row's own history. On a GPU it
+only launches: nothing here waits for the device, so the next step can be launched before this
+one's tokens are known to the host.
 """
-
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from engine.request import SamplingParams
 from engine.sampling.bias import LogitBias, MinTokens
-from engine.sampling.feature import LogitFeature, positions_of, put, take
+from engine.sampling.choice import LogprobTensors, SampledTensors
+from engine.sampling.draw import build_draw
+from engine.sampling.feature import LogitFeature, positions_of
 from engine.sampling.logprobs import Logprobs
-from engine.sampling.noise import GumbelNoise
 from engine.sampling.penalties import OccurrencePenalty, RepetitionPenalty
-from engine.sampling.truncation import MinP, Temperature, TopK, TopP
-from engine.scheduling.plan import TokenLogprobs
+from engine.sampling.staging import Staging
+from kernels.sample_rows import GreedyChoice
+from kernels.sample_rows import greedy as greedy_choice
 
+__all__ = ["GreedyChoice", "LogprobTensors", "SampledTensors", "Sampler"]
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SampledBatch:
-    """What was drawn, in the order of the rows that were asked for."""
-
-    token_ids: list[int]  # [S] 0 where not finite, not to be used
-    logprobs: list[TokenLogprobs | None]  # [S] None unless asked for and finite
-    is_finite: list[bool]  # [S] False = nothing could be drawn, history unchanged
+_LOGIT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Sampler:
@@ -63,7 +60,10 @@ class Sampler:
     listed.
 
     A row is not finite when its logits hold NaN or +inf or nothing above -inf, or when bans and
-    penalties left it no finite logit. Other rows are not touched by it.
+    penalties left it no finite logit. Other rows are not touched by it. Its own history means
+    nothing from then on, for the host learns of it when later steps may have been launched.
+
+    Row tables on the device change in stream order: call every method on one stream.
     """
 
     def __init__(
@@ -74,28 +74,20 @@ class Sampler:
         device: torch.device | str,
     ) -> None:
         assert all(0 <= i < vocab_size for i in eos_token_ids), f"eos ids {eos_token_ids}"
-        where = torch.device(device)
+        staging = Staging(torch.device(device))
         self._vocab_size = vocab_size
         self._max_rows = max_rows
-        self._temperature = Temperature()
+        self._staging = staging
         self._adjustments: tuple[LogitFeature, ...] = (  # for greedy rows too
-            LogitBias(vocab_size, where),
-            RepetitionPenalty(vocab_size, max_rows, where),
-            OccurrencePenalty(vocab_size, max_rows, where),
-            MinTokens(vocab_size, eos_token_ids, where),
+            LogitBias(vocab_size, staging),
+            RepetitionPenalty(vocab_size, max_rows, staging),
+            OccurrencePenalty(vocab_size, max_rows, staging),
+            MinTokens(vocab_size, eos_token_ids, staging),
         )
-        self._draws: tuple[LogitFeature, ...] = (  # for rows with a temperature
-            self._temperature,
-            TopK(vocab_size),
-            TopP(),
-            MinP(),
-            GumbelNoise(vocab_size, where),
-        )
-        self._features = self._adjustments + self._draws
-        self._logprobs = Logprobs(vocab_size)
+        self._draw = build_draw(vocab_size, max_rows, staging)  # for rows with a temperature
+        self._logprobs = Logprobs(vocab_size, staging)
         self._rows: set[int] = set()
-        self._shaped_rows: set[int] = set()  # whose logits some feature changes
-        self._logprob_rows: set[int] = set()
+        self._adjusted_rows: set[int] = set()
 
     @torch.inference_mode()
     def add(
@@ -103,81 +95,91 @@ class Sampler:
     ) -> None:
         """A request enters `row`, with the output tokens it already has, wherever they were made.
 
-        Drawing for it goes on exactly where whoever drew `output_ids` left off.
+        Drawing for it goes on exactly where whoever drew `output_ids` left off. Neither disturbs
+        steps launched before nor waits for them.
         """
         assert 0 <= row < self._max_rows, f"row {row} of {self._max_rows}"
         assert row not in self._rows, f"row {row} is in use"
         self._rows.add(row)
-        takers = [f for f in self._features if f.add(row, params, prompt_ids, output_ids)]
-        if takers:
-            self._shaped_rows.add(row)
-        if params.logprobs is not None:
-            self._logprobs.add(row, params)
-            self._logprob_rows.add(row)
+        for feature in self._adjustments:
+            if feature.add(row, params, prompt_ids, output_ids):
+                self._adjusted_rows.add(row)
+        self._draw.add(row, params, prompt_ids, output_ids)
+        self._logprobs.add(row, params)
 
     @torch.inference_mode()
     def remove(self, row: int) -> None:
         """The request leaves `row`; its history is forgotten."""
         self._rows.remove(row)
-        self._shaped_rows.discard(row)
-        self._logprob_rows.discard(row)
+        self._adjusted_rows.discard(row)
+        self._draw.remove(row)
         self._logprobs.remove(row)
-        for feature in self._features:
+        for feature in self._adjustments:
             feature.remove(row)
 
-    @torch.inference_mode()
-    def sample(self, logits: Tensor, rows: list[int]) -> SampledBatch:
-        """Draw one token for each of `rows`, and advance the history of those that are finite.
+    def is_plain(self, rows: list[int]) -> bool:
+        """Whether none of `rows` needs anything but the argmax of its logits."""
+        return not any(
+            row in self._adjusted_rows or row in self._draw or row in self._logprobs for row in rows
+        )
 
-        logits: fp32 [S, vocab], one line per row in the same order, left as they are. Rows come in
-        any order, each at most once.
+    @torch.inference_mode()
+    def sample(
+        self, logits: Tensor, rows: list[int], greedy: GreedyChoice | None = None
+    ) -> SampledTensors:
+        """Draw one token for each of `rows`, and advance their history.
+
+        logits: fp32, bf16 or fp16 [S, vocab], one line per row in the same order, left as they
+        are. Rows come in any order, each at most once. `greedy`: what `kernels.sample_rows.greedy`
+        makes of the logits, if that is known already; left as it is. On a GPU the result's tensors
+        are still being computed; they may be those of `greedy` itself.
         """
+        self._check(logits, rows)
+        choice = greedy if greedy is not None else greedy_choice(logits)
+        adjusted = positions_of(rows, self._adjusted_rows)
+        if adjusted:
+            choice = self._merge(choice, adjusted, self._choose_adjusted(logits, rows, adjusted))
+        drawn = [p for p in positions_of(rows, self._draw) if rows[p] not in self._adjusted_rows]
+        if drawn:
+            part = self._draw.choose(logits, drawn, [rows[p] for p in drawn])
+            choice = self._merge(choice, drawn, part)
+        if adjusted:
+            for feature in self._adjustments:
+                feature.observe(rows, choice.token_ids)
+        self._draw.observe(rows)
+        return SampledTensors(
+            token_ids=choice.token_ids,
+            is_finite=choice.is_finite,
+            logprobs=self._logprobs.read(logits, rows, choice),
+        )
+
+    def _check(self, logits: Tensor, rows: list[int]) -> None:
         assert logits.shape == (len(rows), self._vocab_size), f"logits {tuple(logits.shape)}"
-        assert logits.dtype == torch.float32, f"logits are {logits.dtype}"
+        assert logits.dtype in _LOGIT_DTYPES, f"logits are {logits.dtype}"
         assert len(set(rows)) == len(rows), f"a row twice in {rows}"
         assert self._rows.issuperset(rows), f"a row never added in {rows}"
-        # NaN and +inf win a maximum and -inf never does, so one pass finds token and bad rows.
-        best, best_ids = logits.max(dim=-1)
-        token_ids: list[int] = best_ids.tolist()
-        is_finite: list[bool] = best.isfinite().tolist()
-        if not self._shaped_rows.isdisjoint(rows):
-            self._sample_shaped(logits, rows, token_ids, is_finite)
-        if not all(is_finite):
-            token_ids = [i if ok else 0 for i, ok in zip(token_ids, is_finite, strict=True)]
-        logprobs: list[TokenLogprobs | None] = [None] * len(rows)
-        if not self._logprob_rows.isdisjoint(rows):
-            logprobs = self._logprobs.apply(logits, rows, token_ids, is_finite)
-        return SampledBatch(token_ids=token_ids, logprobs=logprobs, is_finite=is_finite)
 
-    def _sample_shaped(
-        self, logits: Tensor, rows: list[int], token_ids: list[int], is_finite: list[bool]
-    ) -> None:
-        """Overwrite the entries of the rows that any feature touches, and advance those rows."""
-        positions = [i for i in positions_of(rows, self._shaped_rows) if is_finite[i]]
-        if not positions:
-            return
-        shaped_rows = [rows[i] for i in positions]
+    def _choose_adjusted(
+        self, logits: Tensor, rows: list[int], positions: list[int]
+    ) -> GreedyChoice:
+        """The tokens of the lines at `positions`, whose logits some feature changes; [P]."""
+        adjusted_rows = [rows[p] for p in positions]
         # [P, vocab], always a copy: the caller's logits stay as they are.
-        work = logits.index_select(0, torch.tensor(positions, device=logits.device))
+        work = logits.index_select(0, self._staging.indices(positions)).float()
         for feature in self._adjustments:
-            feature.apply(work, shaped_rows)
-        self._add_noise(work, shaped_rows)
-        best, best_ids = work.max(dim=-1)
-        drawn: list[int] = best_ids.tolist()
-        drawn_finite: list[bool] = best.isfinite().tolist()
-        for position, token_id, ok in zip(positions, drawn, drawn_finite, strict=True):
-            token_ids[position], is_finite[position] = token_id, ok
-        advanced = [p for p, ok in enumerate(drawn_finite) if ok]
-        for feature in self._features:
-            feature.observe([shaped_rows[p] for p in advanced], [drawn[p] for p in advanced])
+            feature.apply(work, adjusted_rows)
+        choice = greedy_choice(work)
+        drawn = positions_of(adjusted_rows, self._draw)
+        if not drawn:
+            return choice
+        part = self._draw.choose(work, drawn, [adjusted_rows[p] for p in drawn])
+        return self._merge(choice, drawn, part)
 
-    def _add_noise(self, work: Tensor, rows: list[int]) -> None:
-        """Turn the lines of rows with a temperature into scores whose argmax is a draw."""
-        positions = positions_of(rows, self._temperature)
-        if not positions:
-            return
-        part = take(work, positions)
-        drawing_rows = [rows[position] for position in positions]
-        for feature in self._draws:
-            feature.apply(part, drawing_rows)
-        put(work, positions, part)
+    def _merge(
+        self, choice: GreedyChoice, positions: list[int], part: GreedyChoice
+    ) -> GreedyChoice:
+        """`choice` with the lines at `positions` replaced; bad logits stay bad, even if banned."""
+        index = self._staging.indices(positions)
+        is_finite = choice.is_finite.index_copy(0, index, part.is_finite) & choice.is_finite
+        token_ids = choice.token_ids.index_copy(0, index, part.token_ids)
+        return GreedyChoice(token_ids=token_ids.masked_fill_(~is_finite, 0), is_finite=is_finite)

@@ -1,21 +1,22 @@
 """Temperature, and what is cut off before a draw: top_k, top_p, min_p.
 
 Every cut is by value: a row gets a threshold and keeps each token at or above it, so equal logits
-are kept or dropped together, whatever their ids. A GPU kernel can find such a threshold by
-bisection or radix selection, without a sort. Knows nothing of history, bias or noise; a row drawn
-greedily never comes here.
+are kept or dropped together, whatever their ids. Plain torch that reads back what it computes: the
+implementation on a CPU and the oracle of `kernels.sample_limits_triton`, which does the same on a
+GPU without waiting. Knows nothing of history, bias or noise; a row drawn greedily never comes here.
 """
 
 import math
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from engine.request import SamplingParams
-from engine.sampling.feature import column, positions_of, put, take
+from engine.sampling.feature import positions_of, put, take
 
 # Below any temperature a client can mean, far above where fp32 division would give 0 / 0.
-_SMALLEST_TEMPERATURE = 1e-30
+SMALLEST_TEMPERATURE = 1e-30
 # How many of the best tokens top_p looks at first; most nuclei are smaller, and a full sort of the
 # vocabulary costs about twenty times as much.
 _FIRST_LOOK_TOKENS = 64
@@ -35,7 +36,7 @@ class Temperature:
     ) -> bool:
         if params.is_greedy:
             return False
-        self._temperatures[row] = max(params.temperature, _SMALLEST_TEMPERATURE)
+        self._temperatures[row] = max(params.temperature, SMALLEST_TEMPERATURE)
         return True
 
     def remove(self, row: int) -> None:
@@ -45,12 +46,13 @@ class Temperature:
         positions = positions_of(rows, self._temperatures)
         if not positions:
             return
-        part = take(logits, positions)
+        index = torch.tensor(positions, device=logits.device)
+        part = take(logits, index)
         part -= part.amax(dim=-1, keepdim=True)
         part /= column(self._temperatures, [rows[position] for position in positions], part)
-        put(logits, positions, part)
+        put(logits, index, part)
 
-    def observe(self, rows: list[int], token_ids: list[int]) -> None:
+    def observe(self, rows: list[int], token_ids: Tensor) -> None:
         """What was drawn does not matter to a temperature."""
 
 
@@ -77,13 +79,14 @@ class TopK:
         if not positions:
             return
         limits = [self._limits[rows[position]] for position in positions]
-        part = take(logits, positions)
+        index = torch.tensor(positions, device=logits.device)
+        part = take(logits, index)
         best = part.topk(max(limits), dim=-1).values  # [P, max k], descending
         last = torch.tensor(limits, device=part.device).unsqueeze(1) - 1
         part.masked_fill_(part < best.gather(1, last), -torch.inf)
-        put(logits, positions, part)
+        put(logits, index, part)
 
-    def observe(self, rows: list[int], token_ids: list[int]) -> None:
+    def observe(self, rows: list[int], token_ids: Tensor) -> None:
         """What was drawn does not matter to a cut."""
 
 
@@ -112,13 +115,14 @@ class TopP:
         positions = positions_of(rows, self._masses)
         if not positions:
             return
-        part = take(logits, positions)
+        index = torch.tensor(positions, device=logits.device)
+        part = take(logits, index)
         listed = [self._masses[rows[position]] for position in positions]
         masses = torch.tensor(listed, dtype=torch.float64, device=part.device).unsqueeze(1)
         part.masked_fill_(part < _nucleus_cutoff(part, masses), -torch.inf)
-        put(logits, positions, part)
+        put(logits, index, part)
 
-    def observe(self, rows: list[int], token_ids: list[int]) -> None:
+    def observe(self, rows: list[int], token_ids: Tensor) -> None:
         """What was drawn does not matter to a cut."""
 
 
@@ -170,10 +174,17 @@ class MinP:
         positions = positions_of(rows, self._log_shares)
         if not positions:
             return
-        part = take(logits, positions)
+        index = torch.tensor(positions, device=logits.device)
+        part = take(logits, index)
         log_shares = column(self._log_shares, [rows[position] for position in positions], part)
         part.masked_fill_(part < part.amax(dim=-1, keepdim=True) + log_shares, -torch.inf)
-        put(logits, positions, part)
+        put(logits, index, part)
 
-    def observe(self, rows: list[int], token_ids: list[int]) -> None:
+    def observe(self, rows: list[int], token_ids: Tensor) -> None:
         """What was drawn does not matter to a cut."""
+
+
+def column(values: Mapping[int, float], rows: Sequence[int], like: Tensor) -> Tensor:
+    """The rows' values as [len(rows), 1], with the dtype and device of `like`."""
+    listed = [values[row] for row in rows]
+    return torch.tensor(listed, dtype=like.dtype, device=like.device).unsqueeze(1)

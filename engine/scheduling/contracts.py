@@ -38,9 +38,10 @@ class Outbox(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutput:
-    """What a step meant for requests; the ingress of each is in `Request.ingress_id`."""
+    """What a turn of the loop meant for requests; `Request.ingress_id` says whose they are."""
 
-    num_scheduled_tokens: int = 0  # computed by the step; 0 = nothing could run
+    num_scheduled_tokens: int = 0  # computed by the step that was committed
+    has_progressed: bool = False  # a step was launched or committed; False = nothing could run
     tokens: list[tuple[str, TokenRecord]] = field(default_factory=list)  # (ingress_id, record)
     failures: list[tuple[str, FailureRecord]] = field(default_factory=list)
     left: list[RequestKey] = field(default_factory=list)  # no longer in this scheduler

@@ -12,6 +12,12 @@ class FinishRules:
         self._eos_token_ids = frozenset(eos_token_ids)
         self._max_model_len = max_model_len
 
+    def apply(self, request: Request) -> None:
+        """Write to a request what ends it here, so that no step has to put it together again."""
+        request.max_known_tokens = min(request.max_known_tokens, self._max_model_len)
+        if not request.params.ignore_eos:
+            request.stop_ids |= self._eos_token_ids
+
     def reason(
         self, request: Request, token_id: int
     ) -> tuple[Literal["stop", "length"] | None, int | None]:
@@ -20,13 +26,20 @@ class FinishRules:
         (None, None) when it goes on. min_tokens needs no rule here: until it is reached the
         sampler does not draw eos or stop ids.
         """
-        is_eos = token_id in self._eos_token_ids and not request.params.ignore_eos
-        if is_eos or token_id in request.params.stop_token_ids:
+        if token_id in request.stop_ids:
             return "stop", token_id
-        if request.num_known_tokens >= self.max_known_tokens(request):
+        if len(request.tokens) >= request.max_known_tokens:
             return "length", None
         return None, None
 
-    def max_known_tokens(self, request: Request) -> int:
-        """The length at which the request ends, whatever its tokens are."""
-        return min(request.max_known_tokens, self._max_model_len)
+    def can_go_on(self, request: Request) -> bool:
+        """Whether a running request has a token to compute next.
+
+        Not while a token is in flight that ends it by its length, or with which it moves to another
+        worker. One that ends it by its id is noticed when it comes back.
+        """
+        num_computed = request.num_computed_tokens
+        if num_computed < len(request.tokens):
+            return True
+        # Its newest token is in flight, the only one after those computed.
+        return num_computed + 1 < request.max_known_tokens and request.decode_worker is None

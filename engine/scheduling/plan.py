@@ -23,7 +23,9 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     """What one step does, in this order: zero blocks, release rows, admit rows, append blocks, run.
 
     Row r of the plan computes tokens [num_computed_tokens[r], num_computed_tokens[r] +
-    num_new_tokens[r]) of its request and returns logits for the last num_logits[r] of them.
+    num_new_tokens[r]) of its request and returns logits for the last num_logits[r] of them. A plan
+    may be launched while the one before it computes: a row that samples there computes the token
+    it samples here, and only the device knows its id.
     """
 
     step: int

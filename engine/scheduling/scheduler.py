@@ -10,8 +10,11 @@ admitted while rows, tokens and blocks last. A role is only where requests enter
 
 A preempted request goes back to `waiting` and recomputes here, whatever the role.
 
-`plan` advances `num_computed_tokens` to include the step in flight; `commit` appends what was
-sampled and only then offers blocks to the prefix index. Knows no tensors, no Ray and no text.
+`plan` advances `num_computed_tokens` to include the step it describes; `commit` offers the blocks
+that step completed to the prefix index and appends what it sampled. One earlier plan may be in
+flight: the token a row samples there is what it computes next. If that token must be the last, the
+row pauses; if it turns out to be (eos), the row's next result is dropped. Knows no tensors, no Ray
+and no text.
 """
 
 from collections.abc import Iterator
@@ -24,7 +27,10 @@ from engine.request import Request, RequestKey
 from engine.scheduling.contracts import BlockHasher, Outbox, SchedulerStatistics, StepOutput
 from engine.scheduling.finish import FinishRules
 from engine.scheduling.plan import StepPlan, StepResult, TokenLogprobs
-from engine.scheduling.row_slots import RowSlots, row_of
+from engine.scheduling.plan_building import build_plan
+from engine.scheduling.request_blocks import RequestBlocks
+from engine.scheduling.row_slots import RowSlots
+from engine.scheduling.steps_in_flight import StepInFlight, StepsInFlight
 from engine.scheduling.waiting import WaitingQueue
 
 
@@ -60,10 +66,9 @@ class Scheduler:
         self._waiting = WaitingQueue()
         self._running: dict[RequestKey, Request] = {}  # oldest admission first
         self._rows = RowSlots(config.max_rows)
-        # Not finite; held here until the plan that zeroes them, so that nobody gets them before.
-        self._poisoned_block_ids: list[int] = []
+        self._blocks = RequestBlocks(cache, hasher, block_size)
         self._expired: list[Request] = []
-        self._in_flight: list[Request] = []  # parallel to the rows of the plan in flight
+        self._in_flight = StepsInFlight()
         self._num_steps = 0
         self._num_preemptions = 0
         self._num_prompt_tokens_computed = 0
@@ -74,14 +79,15 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request whose tokens have no KV here. Raises CapacityError when full."""
-        limit = self._finish_rules.max_known_tokens(request)
-        assert request.num_known_tokens < limit, (
-            f"{request.key}: {request.num_known_tokens} known tokens leave no room below {limit}"
+        self._finish_rules.apply(request)
+        assert request.num_known_tokens < request.max_known_tokens, (
+            f"{request.key}: {request.num_known_tokens} known tokens leave no room below"
+            f" {request.max_known_tokens}"
         )
         assert request.key not in self._running, f"{request.key} runs already"
         if len(self._waiting) >= self._config.max_waiting:
             raise CapacityError(f"the worker's queue holds {len(self._waiting)} requests")
-        self._hasher.extend(request)
+        self._blocks.hash_full(request)
         self._waiting.add(request)
 
     def join(self, request: Request) -> None:
@@ -91,8 +97,9 @@ class Scheduler:
         recomputed if no row is free (its blocks stay in the prefix index).
         """
         assert request.num_uncomputed_tokens == 1, f"{request.key}: {request.num_computed_tokens}"
-        self._hasher.extend(request)
-        self._index_full_blocks(request)
+        self._finish_rules.apply(request)
+        self._blocks.hash_full(request)
+        self._blocks.index_full(request, request.num_computed_tokens)
         self._running[request.key] = request
         if self._rows.num_free > 0:
             self._rows.give(request)
@@ -117,36 +124,57 @@ class Scheduler:
     # ---- one step -------------------------------------------------------------------------------
 
     def plan(self, now_s: float) -> StepPlan | None:
-        """Decide the next step; None when no request can run and no block needs zeroing."""
-        zero_block_ids, self._poisoned_block_ids = self._poisoned_block_ids, []
-        self._cache.release(zero_block_ids)  # this very plan may use them, once zeroed
-        grown = self._grow_running_rows()
-        chosen = [(request, 1) for request in self._running.values() if not request.is_prefilling]
+        """Decide the next step; None when nothing can run before a step in flight is committed.
+
+        At most one earlier plan is not committed yet.
+        """
+        assert len(self._in_flight) <= 1, f"{len(self._in_flight)} steps are in flight"
+        runnable = self._runnable()
+        grown = self._grow_rows(runnable)
+        if grown is None:
+            return None
+        chosen = [request for request in runnable if not request.is_prefilling]
+        num_new_tokens = [1] * len(chosen)
         budget = self._config.max_step_tokens - len(chosen)
-        for request in self._running.values():
-            if request.is_prefilling and budget > 0:
-                num_tokens = min(request.num_uncomputed_tokens, budget)
-                chosen.append((request, num_tokens))
-                budget -= num_tokens
-        chosen.extend(self._admit(budget, now_s))
+        prompts = [request for request in runnable if request.is_prefilling]
+        for request, num_tokens in self._chunks(prompts, budget, now_s):
+            chosen.append(request)
+            num_new_tokens.append(num_tokens)
+        zero_block_ids = self._blocks.take_poisoned()
         if not chosen and not zero_block_ids:
             return None
-        return self._build_plan(chosen, grown, zero_block_ids)
+        return self._start_step(chosen, num_new_tokens, grown, zero_block_ids)
 
     def commit(self, plan: StepPlan, result: StepResult) -> StepOutput:
-        """Settle a step: append sampled tokens, index complete blocks, end what is finished."""
+        """Settle the oldest step: append sampled tokens, index blocks, end what is finished."""
         assert plan.step == result.step, f"plan {plan.step} got result {result.step}"
-        output = StepOutput(num_scheduled_tokens=plan.num_tokens)
-        for i, request in enumerate(self._in_flight):
-            if request.row != plan.rows[i] or request.key not in self._running:
-                continue  # aborted or preempted while the step ran
-            if not result.is_finite[i]:
+        output = StepOutput(num_scheduled_tokens=plan.num_tokens, has_progressed=True)
+        step = self._in_flight.pop()
+        self._cache.release(step.zero_block_ids)  # no sooner: a handoff may write what it gets
+        rows = zip(
+            step.requests,
+            plan.num_computed_tokens,
+            plan.num_new_tokens,
+            result.is_finite,
+            result.tokens,
+            result.logprobs,
+            strict=True,
+        )
+        for request, num_computed, num_new, is_finite, token_ids, logprobs in rows:
+            if self._has_left(request):
+                continue  # aborted since, or ended by the step before: whatever came is dropped
+            if not is_finite:
                 self._end_as_poisoned(request, output)
                 continue
-            self._index_full_blocks(request)
-            for token_id in result.tokens[i]:
-                self._append(request, token_id, result.logprobs[i], output)
-        self._in_flight = []
+            # Not `request.num_computed_tokens`: a later step may be counted there already.
+            self._blocks.index_full(request, num_computed + num_new)
+            for token_id in token_ids:
+                self._append(request, token_id, logprobs, output)
+        for i, block_ids in step.left_block_ids.items():
+            if result.is_finite[i]:
+                self._cache.release(block_ids)
+            else:
+                self._cache.release(self._blocks.set_aside(block_ids))
         return output
 
     def take_expired(self) -> StepOutput:
@@ -161,7 +189,9 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._running) or len(self._waiting) > 0 or bool(self._poisoned_block_ids)
+        """Whether requests are here, a step is in flight or blocks are to be zeroed."""
+        is_idle = not self._running and len(self._waiting) == 0 and len(self._in_flight) == 0
+        return not is_idle or bool(self._blocks.poisoned_block_ids)
 
     @property
     def num_free_rows(self) -> int:
@@ -176,11 +206,12 @@ class Scheduler:
         for request in self._all_requests():
             if request.block_ids:
                 yield f"request {request.key}", request.block_ids
-        if self._poisoned_block_ids:
-            yield "poisoned", self._poisoned_block_ids
+        if self._blocks.poisoned_block_ids:
+            yield "poisoned", self._blocks.poisoned_block_ids
+        yield from self._in_flight.owners()
 
     def statistics(self) -> SchedulerStatistics:
-        running_tokens = sum(r.num_uncomputed_tokens for r in self._running.values())
+        running_tokens = sum(request.num_uncomputed_tokens for request in self._runnable())
         return SchedulerStatistics(
             num_waiting=len(self._waiting),
             num_running=len(self._running),
@@ -194,26 +225,42 @@ class Scheduler:
 
     # ---- parts of plan --------------------------------------------------------------------------
 
-    def _grow_running_rows(self) -> dict[RequestKey, list[int]]:
-        """Blocks for every known token of the running rows, preempting the newest as needed.
+    def _grow_rows(self, runnable: list[Request]) -> dict[int, list[int]] | None:
+        """Blocks for every token of these running rows, by row, for those that were too short.
 
+        While there are too few, the newest is preempted, and leaves `runnable`.
         The count is exact: blocks freed by a preemption are seen before the next one is chosen.
+        None, and no effect, if one is due while a step is in flight: its commit may free blocks,
+        and a preemption before it would lose what it samples, for a lone row again and again.
         """
-        while self._running:
-            missing = {key: self._num_missing_blocks(r) for key, r in self._running.items()}
-            if sum(missing.values()) <= self._cache.num_available:
-                break
-            self._preempt(next(reversed(self._running.values())))
-        grown: dict[RequestKey, list[int]] = {}
-        for request in self._running.values():
-            num_missing = self._num_missing_blocks(request)
-            if num_missing > 0:
-                block_ids = self._cache.allocate(num_missing)
-                assert block_ids is not None, "counted above"
-                request.block_ids.extend(block_ids)
-                if not self._rows.is_entering(request):  # else its admission carries them
-                    grown[request.key] = block_ids
+        missing = self._missing_blocks(runnable)
+        while sum(num_blocks for _, num_blocks in missing) > self._cache.num_available:
+            if len(self._in_flight) > 0:
+                return None
+            self._preempt(runnable.pop())
+            missing = self._missing_blocks(runnable)
+        grown: dict[int, list[int]] = {}
+        for request, num_blocks in missing:
+            block_ids = self._blocks.grow(request, num_blocks)
+            if not self._rows.is_entering(request):  # else its admission carries them
+                grown[row_of(request)] = block_ids
         return grown
+
+    def _missing_blocks(self, runnable: list[Request]) -> list[tuple[Request, int]]:
+        """How many blocks rows lack for their next token, of those who lack any."""
+        num_missing = self._blocks.num_missing
+        return [(request, num) for request in runnable if (num := num_missing(request)) > 0]
+
+    def _chunks(
+        self, prompts: list[Request], budget: int, now_s: float
+    ) -> Iterator[tuple[Request, int]]:
+        """Who computes how much of its prompt within `budget` tokens: who runs, then who waits."""
+        for request in prompts:
+            num_tokens = min(request.num_uncomputed_tokens, budget)
+            if num_tokens > 0:
+                budget -= num_tokens
+                yield request, num_tokens
+        yield from self._admit(budget, now_s)
 
     def _admit(self, budget: int, now_s: float) -> Iterator[tuple[Request, int]]:
         """Move waiting requests to rows, in order, until tokens, rows or blocks run out.
@@ -235,7 +282,7 @@ class Scheduler:
             self._waiting.remove(request.key)
             self._running[request.key] = request
             self._rows.give(request)
-            num_left = self._finish_rules.max_known_tokens(request) - request.num_known_tokens
+            num_left = request.max_known_tokens - request.num_known_tokens
             if request.decode_worker is not None and num_left > 1:  # the first token stays here
                 self._outbox.start(request)
             num_tokens = min(request.num_uncomputed_tokens, budget)
@@ -243,52 +290,35 @@ class Scheduler:
             yield request, num_tokens
 
     def _acquire_blocks(self, request: Request) -> bool:
-        """Reference cached blocks and allocate the rest; False, and no effect, without room.
+        """Blocks for a request that waits; False, and no effect, without room.
 
         Room means: afterwards every running row can still grow by one block, so that an admission
-        does not cause a preemption right away. One token at least stays to be computed.
+        does not cause a preemption right away.
         """
-        hashes = request.block_hashes[: (request.num_known_tokens - 1) // self._block_size]
-        hit_ids = self._cache.match(hashes)
-        num_missing = self._num_blocks_for(request.num_known_tokens) - len(hit_ids)
-        if self._cache.num_available_beside(hit_ids) < num_missing + len(self._running):
+        if not self._blocks.acquire(request, num_spare_blocks=len(self._running)):
             return False
-        hit_ids = self._cache.acquire_prefix(hashes)
-        new_ids = self._cache.allocate(num_missing)
-        assert new_ids is not None, f"{request.key}: {num_missing} blocks were counted"
-        request.block_ids = hit_ids + new_ids
-        request.num_indexed_blocks = len(hit_ids)
-        request.num_computed_tokens = len(hit_ids) * self._block_size
         if request.num_preemptions == 0:
             request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
             self._num_cached_tokens += request.num_cached_tokens
         return True
 
-    def _build_plan(
+    def _start_step(
         self,
-        chosen: list[tuple[Request, int]],
-        grown: dict[RequestKey, list[int]],
+        chosen: list[Request],
+        num_new_tokens: list[int],
+        grown: dict[int, list[int]],
         zero_block_ids: list[int],
     ) -> StepPlan:
-        reaches_end = [n == request.num_uncomputed_tokens for request, n in chosen]
-        admissions, released_rows = self._rows.take_changes()
-        plan = StepPlan(
-            step=self._num_steps,
-            zero_block_ids=zero_block_ids,
-            admissions=admissions,
-            released_rows=released_rows,
-            rows=[row_of(request) for request, _ in chosen],
-            num_new_tokens=[num_tokens for _, num_tokens in chosen],
-            num_computed_tokens=[request.num_computed_tokens for request, _ in chosen],
-            num_logits=[int(ends) for ends in reaches_end],
-            samples=reaches_end,
-            new_block_ids=[grown.get(request.key, []) for request, _ in chosen],
+        """Make the plan and count its step as in flight."""
+        plan = build_plan(
+            self._num_steps, chosen, num_new_tokens, grown, zero_block_ids, self._rows
         )
-        for request, num_tokens in chosen:
+        for request, num_tokens in zip(chosen, num_new_tokens, strict=True):
             num_prompt_left = request.num_prompt_tokens - request.num_computed_tokens
-            self._num_prompt_tokens_computed += max(0, min(num_tokens, num_prompt_left))
+            if num_prompt_left > 0:
+                self._num_prompt_tokens_computed += min(num_tokens, num_prompt_left)
             request.num_computed_tokens += num_tokens
-        self._in_flight = [request for request, _ in chosen]
+        self._in_flight.add(StepInFlight(requests=chosen, zero_block_ids=zero_block_ids))
         self._num_steps += 1
         return plan
 
@@ -302,8 +332,8 @@ class Scheduler:
         output: StepOutput,
     ) -> None:
         """Add one sampled token: emit it, and end or hand over the request where it is due."""
-        is_first_here = request.num_output_tokens == request.num_emitted_tokens
-        index = request.num_output_tokens
+        index = len(request.tokens) - request.num_prompt_tokens
+        is_first_here = index == request.num_emitted_tokens
         request.tokens.append(token_id)
         self._num_output_tokens += 1
         finish, stop_token_id = self._finish_rules.reason(request, token_id)
@@ -326,26 +356,13 @@ class Scheduler:
             self._outbox.add(request)
             output.left.append(request.key)
 
-    def _index_full_blocks(self, request: Request) -> None:
-        """Offer the blocks that are complete now; called only when their KV is known to be good."""
-        num_full = request.num_computed_tokens // self._block_size
-        if num_full <= request.num_indexed_blocks:
-            return
-        self._hasher.extend(request)
-        for i in range(request.num_indexed_blocks, num_full):
-            parent = request.block_hashes[i - 1] if i else None
-            self._cache.index(request.block_ids[i], request.block_hashes[i], parent)
-        request.num_indexed_blocks = num_full
-
     def _end_as_poisoned(self, request: Request, output: StepOutput) -> None:
-        """End a request whose logits were not finite, and keep its KV from ever being read."""
+        """End a request whose logits were not finite, and keep its KV from ever being read.
+
+        A step in flight may write more of it; the one that zeroes the blocks will run after that.
+        """
         self._unseat(request)
-        self._cache.forget(request.block_ids)
-        # A block others still read stays as it is; the rest must not carry NaN into a later owner,
-        # where even a masked position would spread it (0 * NaN).
-        is_shared = {b: self._cache.num_references(b) > 1 for b in request.block_ids}
-        self._poisoned_block_ids += [b for b, shared in is_shared.items() if not shared]
-        request.block_ids = [b for b, shared in is_shared.items() if shared]
+        request.block_ids = self._blocks.set_aside(request.block_ids)
         self._leave(request)
         output.fail(request, "the model produced a non-finite value", "non_finite_logits")
 
@@ -358,17 +375,17 @@ class Scheduler:
         """A request ends in this worker without moving on: free all it holds."""
         if request.decode_worker is not None:
             self._outbox.drop(request.key)
-        self._release_blocks(request)
-
-    def _release_blocks(self, request: Request) -> None:
-        self._cache.release(request.block_ids)
-        request.block_ids = []
-        request.num_indexed_blocks = 0
+        block_ids = self._blocks.take(request)
+        if self._in_flight.is_computing(request):
+            self._in_flight.hold(request, block_ids)
+        else:
+            self._cache.release(block_ids)
 
     def _preempt(self, request: Request) -> None:
         """Give up a running request's row and blocks; it will recompute what it knows."""
+        assert not self._in_flight.is_computing(request), f"{request.key} is in flight"
         self._unseat(request)
-        self._release_blocks(request)
+        self._cache.release(self._blocks.take(request))
         request.num_computed_tokens = 0
         request.num_preemptions += 1
         self._num_preemptions += 1
@@ -380,11 +397,13 @@ class Scheduler:
         yield from self._running.values()
         yield from self._waiting
 
-    def _num_blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._block_size)
+    def _runnable(self) -> list[Request]:
+        """Running requests with a token to compute next, oldest admission first."""
+        return [r for r in self._running.values() if self._finish_rules.can_go_on(r)]
 
-    def _num_missing_blocks(self, request: Request) -> int:
-        return self._num_blocks_for(request.num_known_tokens) - len(request.block_ids)
+    def _has_left(self, request: Request) -> bool:
+        """Whether a request that a step computed for has no row any more."""
+        return request.row is None
 
     def _is_outbox_full(self) -> bool:
         limit = self._config.unreserved_share * self._cache.num_blocks
@@ -392,9 +411,9 @@ class Scheduler:
 
     def _has_prefilling_sibling(self, request: Request) -> bool:
         """Whether another choice of the same request is computing the prompt they share."""
-        num_shared_tokens = (request.num_prompt_tokens - 1) // self._block_size * self._block_size
+        num_shared_blocks = (request.num_prompt_tokens - 1) // self._block_size
         return request.key.child > 0 and any(
             other.key.request_id == request.key.request_id
-            and other.num_computed_tokens < num_shared_tokens
+            and other.num_indexed_blocks < num_shared_blocks
             for other in self._running.values()
         )

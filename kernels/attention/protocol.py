@@ -4,10 +4,12 @@ A backend reads the paged store, block-first `[blocks, layers, 2, block_size, kv
 It knows neither requests nor models.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -39,8 +41,36 @@ class AttentionShape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RowTensors:
+    """A step's rows on the device, int32; row r has tokens [cu_tokens[r], cu_tokens[r + 1]).
+
+    In a CUDA graph these are views of buffers that never move and whose content changes from
+    replay to replay; rows past the step's own are padding with `num_keys` 0 and no blocks, and
+    what attention returns for them is never read.
+    """
+
+    # [R + 1]
+    cu_tokens: Tensor
+    # [R]  history and new tokens
+    num_keys: Tensor
+    # [R + 1]  row r's blocks are block_ids[cu_blocks[r] : cu_blocks[r + 1]]
+    cu_blocks: Tensor
+    # [N or more]
+    block_ids: Tensor
+
+    def part(self, start: int, end: int) -> "RowTensors":
+        """Rows [start, end); `cu_tokens` and `cu_blocks` keep counting from the step's start."""
+        return RowTensors(
+            cu_tokens=self.cu_tokens[start : end + 1],
+            num_keys=self.num_keys[start:end],
+            cu_blocks=self.cu_blocks[start : end + 1],
+            block_ids=self.block_ids,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionStep:
-    """The rows of one step, on the host.
+    """The rows of one step: on the host to plan with, on the device to compute with.
 
     The first `num_single_rows` rows have one new token each, ordered by growing history; the
     others have two or more. The step's tokens lie in row order.
@@ -51,8 +81,61 @@ class AttentionStep:
     num_new_tokens: NDArray[np.int64]
     # [R]  tokens whose K and V are in the store already
     num_computed_tokens: NDArray[np.int64]
-    # [R, B]  block ids of each row; entries past a row's last block are meaningless
-    block_tables: NDArray[np.int32]
+    # [R + 1]
+    cu_blocks: NDArray[np.int64]
+    # [N]  block ids of all rows, one row after the other
+    block_ids: NDArray[np.int32]
+    device_rows: RowTensors
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.num_new_tokens)
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.num_new_tokens.sum())
+
+    @property
+    def max_new_tokens(self) -> int:
+        return int(self.num_new_tokens.max())
+
+    @property
+    def max_keys(self) -> int:
+        """Keys of the longest row, its new tokens included."""
+        return int((self.num_computed_tokens + self.num_new_tokens).max())
+
+    def row_blocks(self, row: int) -> NDArray[np.int32]:
+        return self.block_ids[self.cu_blocks[row] : self.cu_blocks[row + 1]]
+
+
+def build_step(
+    num_new_tokens: Sequence[int],
+    num_computed_tokens: Sequence[int],
+    row_blocks: Sequence[Sequence[int]],
+    device: torch.device | str,
+) -> AttentionStep:
+    """A step from plain lists; rows with one new token must come first, by growing history."""
+    num_new = np.array(num_new_tokens, dtype=np.int64)
+    num_computed = np.array(num_computed_tokens, dtype=np.int64)
+    block_ids = np.array([b for blocks in row_blocks for b in blocks], dtype=np.int32)
+    cu_blocks = np.cumsum([0, *map(len, row_blocks)], dtype=np.int64)
+
+    def on_device(values: NDArray[Any]) -> Tensor:
+        return torch.from_numpy(values.astype(np.int32)).to(device)
+
+    return AttentionStep(
+        num_single_rows=int((num_new == 1).sum()),
+        num_new_tokens=num_new,
+        num_computed_tokens=num_computed,
+        cu_blocks=cu_blocks,
+        block_ids=block_ids,
+        device_rows=RowTensors(
+            cu_tokens=on_device(np.cumsum([0, *num_new_tokens])),
+            num_keys=on_device(num_new + num_computed),
+            cu_blocks=on_device(cu_blocks),
+            block_ids=on_device(block_ids),
+        ),
+    )
 
 
 class AttentionBackend(Protocol):
@@ -62,7 +145,10 @@ class AttentionBackend(Protocol):
     """
 
     def plan(self, step: AttentionStep) -> Any:  # noqa: ANN401
-        """All that is constant over the layers of a step: indices and masks, on the device."""
+        """All that is constant over the layers of a step: indices and masks, on the device.
+
+        Copies what it needs from `step`'s host arrays before it returns; never waits for the GPU.
+        """
         ...
 
     def run(
@@ -76,7 +162,29 @@ class AttentionBackend(Protocol):
     ) -> Tensor:
         """softmax(q k^T * scale + mask) v for every token of the step.
 
-        q: [T, heads, head_dim]; k_new, v_new: [T, kv_heads, head_dim], already in `store` too;
-        returns [T, heads * head_dim]. Query head h reads KV head h // (heads / kv_heads).
+        q: [T, heads, head_dim]; k_new, v_new: [T, kv_heads, head_dim], already in `store` too.
+        All three may be views whose token stride is larger (one buffer holds q, k and v).
+        Returns [T, heads * head_dim]. Query head h reads KV head h // (heads / kv_heads).
         """
+        ...
+
+
+class GraphAttention(AttentionBackend, Protocol):
+    """A backend whose steps of single-token rows can be captured in a CUDA graph.
+
+    Before capture:       metadata = open_graph(rows, max_keys)
+    in the captured part: begin(metadata), then run(...) per layer
+    before each replay:   refresh(metadata, step), after the rows' buffers were scheduled to change
+    """
+
+    def open_graph(self, rows: RowTensors, max_keys: int) -> Any:  # noqa: ANN401
+        """Metadata over fixed buffers for all of `rows`, each with at most `max_keys` keys."""
+        ...
+
+    def begin(self, metadata: Any) -> None:  # noqa: ANN401
+        """Kernels that derive what the layers need from the rows' current content."""
+        ...
+
+    def refresh(self, metadata: Any, step: AttentionStep) -> None:  # noqa: ANN401
+        """What has to be planned on the host for the next replay; `step` is not padded."""
         ...

@@ -114,7 +114,7 @@ class ReferenceAttention:
         num_keys = lengths - start_blocks * self._block_size
         for start, end in _split_by_padding(num_keys):
             yield self._single_group(
-                step.block_tables,
+                step,
                 (start, end),
                 start_blocks[start:end],
                 (first - start_blocks * self._block_size)[start:end],
@@ -123,7 +123,7 @@ class ReferenceAttention:
 
     def _single_group(
         self,
-        block_tables: NDArray[np.int32],
+        step: AttentionStep,
         rows: tuple[int, int],
         start_blocks: NDArray[np.int64],
         first_keys: NDArray[np.int64],
@@ -136,7 +136,7 @@ class ReferenceAttention:
         # A padded entry repeats the row's own last block: a foreign block could hold a NaN, and
         # 0 * NaN would carry it over in spite of the mask.
         columns = np.minimum(columns, last_blocks[:, None])
-        blocks = np.take_along_axis(block_tables[rows[0] : rows[1]], columns, axis=1)
+        blocks = step.block_ids[step.cu_blocks[rows[0] : rows[1], None] + columns]
         mask = None
         if bool((num_keys != longest).any()) or bool(first_keys.any()):
             keys = np.arange(longest)
@@ -170,15 +170,15 @@ class ReferenceAttention:
 
     def _chunks(self, step: AttentionStep, window: int | None) -> Iterator[_Chunk]:
         start = step.num_single_rows
-        for row in range(step.num_single_rows, len(step.num_new_tokens)):
+        for row in range(step.num_single_rows, step.num_rows):
             num_new = int(step.num_new_tokens[row])
             num_computed = int(step.num_computed_tokens[row])
-            yield self._chunk(step.block_tables[row], start, num_new, num_computed, window)
+            yield self._chunk(step.row_blocks(row), start, num_new, num_computed, window)
             start += num_new
 
     def _chunk(
         self,
-        block_table: NDArray[np.int32],
+        row_blocks: NDArray[np.int32],
         start: int,
         num_new: int,
         num_computed: int,
@@ -202,7 +202,7 @@ class ReferenceAttention:
             end=end,
             num_keys=len(keys),
             half_blocks=(
-                self._half_blocks(block_table[start_block:end_block]) if has_history else None
+                self._half_blocks(row_blocks[start_block:end_block]) if has_history else None
             ),
             mask=self._mask(is_seen),
         )
@@ -242,11 +242,17 @@ class ReferenceAttention:
     def _half_blocks(self, blocks: NDArray[np.int32]) -> Tensor:
         """[2 * blocks.size] int64: layer-0 half-blocks of the K, then of the V, of `blocks`."""
         k = blocks.ravel().astype(np.int64) * self._half_blocks_per_block
-        return torch.from_numpy(np.concatenate((k, k + 1))).to(self._device)
+        return self._to_device(torch.from_numpy(np.concatenate((k, k + 1))))
 
     def _mask(self, is_seen: NDArray[np.bool_]) -> Tensor:
         mask = np.where(is_seen, np.float32(0), np.float32(-np.inf))
-        return torch.from_numpy(mask).to(self._device, self._dtype)
+        return self._to_device(torch.from_numpy(mask).to(self._dtype))
+
+    def _to_device(self, host: Tensor) -> Tensor:
+        """A copy that does not wait: only a pinned source lets the host run ahead of the GPU."""
+        if self._device.type == "cpu":
+            return host
+        return host.pin_memory().to(self._device, non_blocking=True)
 
 
 def _split_by_padding(num_keys: NDArray[np.int64]) -> Iterator[tuple[int, int]]:

@@ -11,8 +11,8 @@ from actors.worker.engine_thread import EngineThread
 from engine.core import EngineCore
 from engine.errors import CapacityError, WorkerError
 from engine.scheduling.contracts import StepOutput
-from engine.scheduling.plan import StepPlan
-from tests.engine.scheduling.replica import Replica, prompt_of
+from engine.scheduling.plan import StepPlan, StepResult
+from tests.engine.scheduling.replica import Replica, params_of, prompt_of
 from tests.fakes import FakePendingStep
 
 
@@ -37,12 +37,44 @@ class Host:
     def _on_step(self, output: StepOutput) -> None:
         self.log.append("step")
         self.outputs.append(output)
-        if not self.replica.scheduler.has_work:
+        if not self.replica.core.has_work:
             self.is_idle.set()
 
     def _on_failure(self, error: BaseException) -> None:
         self.failures.append(error)
         self.has_failed.set()
+
+
+class _GatedStep:
+    """A step whose result comes only when the test lets it."""
+
+    def __init__(self, step: FakePendingStep, executor: "_GatedExecutor") -> None:
+        self._step = step
+        self._executor = executor
+
+    def wait(self) -> StepResult:
+        self._executor.is_waiting.set()
+        assert self._executor.may_end.wait(20)
+        return self._step.wait()
+
+
+class _GatedExecutor:
+    def __init__(self, replica: Replica) -> None:
+        self._replica = replica
+        self.is_waiting = threading.Event()
+        self.may_end = threading.Event()
+
+    def launch(self, plan: StepPlan) -> _GatedStep:
+        return _GatedStep(self._replica.executor.launch(plan), self)
+
+
+def _wait_for_closing(thread: EngineThread) -> None:
+    with thread._wake:
+        assert thread._wake.wait_for(lambda: thread._is_closing, 20)
+
+
+def _refuse_to_idle() -> None:
+    raise AssertionError("the thread idles although a step can be launched or committed")
 
 
 def _run(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -117,7 +149,7 @@ def test_posted_calls_run_in_order_between_two_steps() -> None:
     async def scenario() -> None:
         replica = Replica()
         executor = SlowExecutor(replica)
-        host = Host(replica, EngineCore(replica.scheduler, executor, replica.clock))
+        host = Host(replica, EngineCore(replica.scheduler, executor, replica.clock, overlap=False))
         request = replica.add("a", prompt_of(5))
         host.thread.start()
         await _wait(executor.has_started)
@@ -154,6 +186,41 @@ def test_requests_that_cannot_run_wait_for_the_call_that_makes_room() -> None:
     _run(scenario)
 
 
+def test_overlapped_requests_run_to_their_end_without_an_idle_wait() -> None:
+    async def scenario() -> None:
+        replica = Replica(max_rows=1, overlap=True)
+        host = Host(replica)
+        requests = [replica.add(name, prompt_of(5, i)) for i, name in enumerate("ab")]
+        host.thread._idle = _refuse_to_idle  # type: ignore[method-assign]
+        host.thread.start()
+        await _wait(host.is_idle)
+        host.thread.close()
+        assert host.failures == []
+        assert host.tokens == [token for r in requests for token in replica.expected(r)]
+
+    _run(scenario)
+
+
+def test_closing_commits_the_step_in_flight_and_tells_its_tokens() -> None:
+    async def scenario() -> None:
+        replica = Replica(overlap=True)
+        executor = _GatedExecutor(replica)
+        host = Host(replica, EngineCore(replica.scheduler, executor, replica.clock, overlap=True))
+        request = replica.add("a", prompt_of(5), params=params_of(50))
+        host.thread.start()
+        await _wait(executor.is_waiting)
+        closing = asyncio.create_task(asyncio.to_thread(host.thread.close))
+        await asyncio.to_thread(_wait_for_closing, host.thread)
+        executor.may_end.set()
+        await closing
+        num_launched = len(replica.executor.plans)
+        assert (num_launched, replica.executor.num_waited) == (2, 2)
+        assert host.tokens == replica.expected(request)[:2]
+        assert host.failures == []
+
+    _run(scenario)
+
+
 class _BrokenExecutor:
     def launch(self, plan: StepPlan) -> FakePendingStep:
         raise ZeroDivisionError(f"the device failed in step {plan.step}")
@@ -161,7 +228,8 @@ class _BrokenExecutor:
 
 def _broken_host() -> Host:
     replica = Replica()
-    return Host(replica, EngineCore(replica.scheduler, _BrokenExecutor(), replica.clock))
+    core = EngineCore(replica.scheduler, _BrokenExecutor(), replica.clock, overlap=False)
+    return Host(replica, core)
 
 
 def test_a_failing_step_is_told_once_and_ends_the_thread() -> None:

@@ -48,8 +48,11 @@ def test_overrides_win_over_the_file_and_the_rest_stays(tmp_path: Path) -> None:
     [
         ("cahce: {}", ["cahce", "unknown key", "cache"]),
         ("cache: {blocks: 3}", ["cache.blocks", "unknown key", "num_blocks"]),
-        ("cache: {num_blocks: many}", ["cache.num_blocks", "`int`", "`str`", ">= 2"]),
+        ("cache: {num_blocks: many}", ["cache.num_blocks", "`int", "`str`", ">= 2"]),
         ("cache: {num_blocks: 1}", ["cache.num_blocks", ">= 2"]),
+        ("model: {deterministic: true}", ["model.deterministic", "cuda"]),
+        ("execution: {cuda_graphs: true}", ["execution.cuda_graphs", "cuda"]),
+        ("model: {attention: {decode: magic}}", ["model.attention.decode", "triton", "flashinfer"]),
         ("cache: {num_blocks: true}", ["cache.num_blocks", "`bool`"]),
         ("cache: {protected_share: 1.5}", ["cache.protected_share", "<= 1"]),
         ("cache: {protected_share: .nan}", ["cache.protected_share"]),

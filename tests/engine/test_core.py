@@ -2,11 +2,13 @@
 
 import pytest
 
+from engine.clock import ManualClock
 from engine.core import EngineCore
 from engine.invariants import check_blocks, num_held
 from engine.kv.block_cache import BlockCache
-from engine.scheduling.plan import StepPlan
-from tests.engine.scheduling.replica import Replica, prompt_of
+from engine.scheduling.plan import StepPlan, StepResult
+from engine.scheduling.step_times import NUM_KEPT_STEPS, Phase, PhaseDurations, StepTimes
+from tests.engine.scheduling.replica import Replica, params_of, prompt_of
 from tests.fakes import FakePendingStep
 
 
@@ -42,16 +44,90 @@ def test_the_result_of_another_step_is_refused() -> None:
     replica = Replica()
     replica.add("a", prompt_of(5))
 
-    class LateExecutor:
-        def launch(self, plan: StepPlan) -> FakePendingStep:
-            step = replica.executor.launch(plan).result
-            return FakePendingStep(
-                type(step)(step=7, tokens=[[1]], logprobs=[None], is_finite=[True])
-            )
+    class LateStep:
+        def wait(self) -> StepResult:
+            return StepResult(step=7, tokens=[[1]], logprobs=[None], is_finite=[True])
 
-    core = EngineCore(replica.scheduler, LateExecutor(), replica.clock)
+    class LateExecutor:
+        def launch(self, plan: StepPlan) -> LateStep:
+            return LateStep()
+
+    core = EngineCore(replica.scheduler, LateExecutor(), replica.clock, overlap=False)
     with pytest.raises(AssertionError, match="plan 0 got result 7"):
         core.step()
+
+
+def test_the_step_in_flight_counts_as_work_and_can_be_settled_alone() -> None:
+    replica = Replica(overlap=True)
+    request = replica.add("a", prompt_of(5), params=params_of(1))
+    launched = replica.core.step()
+    assert (launched.has_progressed, launched.tokens) == (True, [])
+    had_work = replica.core.has_work
+    output = replica.core.settle()
+    assert [record.token_id for _, record in output.tokens] == replica.expected(request)
+    assert (had_work, replica.core.has_work) == (True, False)
+    assert not replica.core.settle().has_progressed
+    assert len(replica.executor.plans) == 1
+
+
+def test_the_step_in_flight_is_committed_when_nothing_can_be_planned() -> None:
+    replica = Replica(max_rows=1, overlap=True)
+    replica.add("a", prompt_of(5), params=params_of(1))
+    waiting = replica.add("b", prompt_of(5, 1), params=params_of(1))
+    replica.core.step()
+    assert [len(replica.core.step().tokens) for _ in range(3)] == [1, 0, 1]
+    assert waiting.num_output_tokens == 1
+
+
+def test_requests_that_expired_are_reported_while_the_first_step_is_in_flight() -> None:
+    replica = Replica(overlap=True)
+    late = replica.add("late", prompt_of(5), deadline_s=1.0)
+    replica.clock.advance(2.0)
+    replica.add("b", prompt_of(6))
+    output = replica.core.step()
+    assert (output.num_scheduled_tokens, output.has_progressed) == (0, True)
+    assert output.left == [late.key]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_durations_of_each_phase_are_kept(overlap: bool) -> None:
+    replica = Replica(overlap=overlap)
+    clock = replica.clock
+
+    class SlowStep:
+        def __init__(self, step: FakePendingStep) -> None:
+            self.step = step
+
+        def wait(self) -> StepResult:
+            clock.advance(8.0)
+            return self.step.wait()
+
+    class SlowExecutor:
+        def launch(self, plan: StepPlan) -> SlowStep:
+            clock.advance(2.0)
+            return SlowStep(replica.executor.launch(plan))
+
+    core = EngineCore(replica.scheduler, SlowExecutor(), clock, overlap=overlap)
+    replica.add("a", prompt_of(5), params=params_of(3))
+    while core.has_work:
+        core.step()
+    seen = core.statistics()
+    assert (seen.plan.mean_s, seen.commit.mean_s) == (0.0, 0.0)
+    assert (seen.launch.num_steps, seen.launch.mean_s, seen.launch.max_s) == (3, 2.0, 2.0)
+    assert (seen.wait.num_steps, seen.wait.mean_s, seen.wait.max_s) == (3, 8.0, 8.0)
+    assert (seen.plan.num_steps, seen.commit.num_steps) == (3 + int(overlap), 3)
+
+
+def test_only_the_last_steps_are_measured() -> None:
+    clock = ManualClock()
+    times = StepTimes(clock)
+    for num_seconds in range(NUM_KEPT_STEPS + 1):
+        times.begin()
+        clock.advance(NUM_KEPT_STEPS - num_seconds)
+        times.end(Phase.WAIT)
+    wait = times.statistics().wait
+    assert (wait.num_steps, wait.max_s) == (NUM_KEPT_STEPS, NUM_KEPT_STEPS - 1)
+    assert times.statistics().plan == PhaseDurations(num_steps=0, mean_s=0.0, max_s=0.0)
 
 
 def test_the_conservation_law_names_every_owner_it_was_given() -> None:

@@ -1,117 +1,31 @@
 """The torch backend over the paged store against attention written out in float64."""
 
-import random
-from dataclasses import dataclass
-
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
-from kernels.attention.protocol import AttentionShape, AttentionStep
+from kernels.attention.protocol import AttentionShape
 from kernels.attention.reference import ReferenceAttention, _split_by_padding
 from kernels.kv_append import kv_append
+from tests.kernels.attention_cases import (
+    ROW_SETS,
+    TOLERANCES,
+    Problem,
+    assert_close,
+    build_problem,
+    check,
+    fresh_seed,
+    run_layer,
+)
 
 NUM_LAYERS = 3
+CPU = torch.device("cpu")
 
 
-@dataclass
-class Problem:
-    """Rows of known K and V on scattered blocks of a store that is NaN everywhere else."""
-
-    step: AttentionStep
-    store: Tensor
-    # per row: [length, kv_heads, head_dim] of every layer
-    keys: list[Tensor]
-    values: list[Tensor]
-    queries: list[Tensor]  # [num_new, heads, head_dim]
-
-
-def _make(
-    rows: list[tuple[int, int]],
-    shape: AttentionShape,
-    block_size: int,
-    generator: torch.Generator,
-    dtype: torch.dtype,
-) -> Problem:
-    """rows: (computed, new) in batch order."""
-    num_blocks_of = [-(-sum(row) // block_size) for row in rows]
-    block_ids = list(range(sum(num_blocks_of) + 3))
-    random.Random(generator.initial_seed()).shuffle(block_ids)
-    store = torch.full(
-        (len(block_ids), NUM_LAYERS, 2, block_size, shape.num_kv_heads, shape.head_dim),
-        torch.nan,
-        dtype=dtype,
+def _backend(problem: Problem, device: torch.device = CPU) -> ReferenceAttention:
+    return ReferenceAttention(
+        problem.shape, block_size=problem.block_size, dtype=problem.store.dtype, device=device
     )
-    tables = np.full((len(rows), max(num_blocks_of)), 10**6, dtype=np.int32)
-    problem = Problem(
-        step=AttentionStep(
-            num_single_rows=sum(new == 1 for _, new in rows),
-            num_new_tokens=np.array([new for _, new in rows], dtype=np.int64),
-            num_computed_tokens=np.array([computed for computed, _ in rows], dtype=np.int64),
-            block_tables=tables,
-        ),
-        store=store,
-        keys=[],
-        values=[],
-        queries=[],
-    )
-    for row, (computed, new) in enumerate(rows):
-        length = computed + new
-        own = [block_ids.pop() for _ in range(num_blocks_of[row])]
-        tables[row, : len(own)] = own
-        kv_shape = (NUM_LAYERS, length, shape.num_kv_heads, shape.head_dim)
-        keys, values = (torch.randn(kv_shape, generator=generator).to(dtype) for _ in range(2))
-        for position in range(length):
-            block, slot = own[position // block_size], position % block_size
-            store[block, :, 0, slot] = keys[:, position]
-            store[block, :, 1, slot] = values[:, position]
-        # What the row's last block holds behind its last token was left by somebody else: any
-        # finite number, for the executor zeroes what was not.
-        tail = slice((length - 1) % block_size + 1, None)
-        store[own[-1], :, :, tail] = 50.0
-        problem.keys.append(keys)
-        problem.values.append(values)
-        queries = torch.randn((new, shape.num_heads, shape.head_dim), generator=generator)
-        problem.queries.append(queries.to(dtype))
-    return problem
-
-
-def _exact(problem: Problem, row: int, layer: int, shape: AttentionShape) -> Tensor:
-    """[num_new, heads * head_dim], one query, one head, one softmax at a time."""
-    keys, values = problem.keys[row][layer].double(), problem.values[row][layer].double()
-    queries = problem.queries[row].double()
-    computed = int(problem.step.num_computed_tokens[row])
-    window = shape.layer_windows[layer]
-    out = torch.empty_like(queries)
-    for index in range(len(queries)):
-        last = computed + index
-        first = 0 if window is None else max(0, last - window + 1)
-        for head in range(shape.num_heads):
-            kv_head = head * shape.num_kv_heads // shape.num_heads
-            scores = keys[first : last + 1, kv_head] @ queries[index, head] * shape.head_dim**-0.5
-            out[index, head] = scores.softmax(0) @ values[first : last + 1, kv_head]
-    return out.flatten(1)
-
-
-def _strided(parts: list[Tensor]) -> Tensor:
-    """[T, heads, head_dim] as the middle heads of a wider tensor, as a fused projection gives."""
-    whole = torch.cat(parts)
-    wide = torch.full((len(whole), whole.shape[1] + 3, whole.shape[2]), 9.0, dtype=whole.dtype)
-    wide[:, 1:-2] = whole
-    return wide[:, 1:-2]
-
-
-ROW_SETS = {
-    "one_token": [(0, 1)],
-    "one_decode": [(12, 1)],
-    "equal_decodes": [(8, 1)] * 3,
-    "decodes": [(0, 1), (3, 1), (4, 1), (5, 1), (17, 1), (30, 1)],
-    "far_apart_decodes": [(1, 1), (2, 1), (700, 1), (701, 1)],
-    "fresh_chunk": [(0, 7)],
-    "chunk_after_history": [(9, 5)],
-    "everything": [(2, 1), (19, 1), (0, 11), (5, 2), (16, 16), (0, 2)],
-}
 
 
 @pytest.mark.parametrize("rows", ROW_SETS.values(), ids=ROW_SETS)
@@ -124,80 +38,64 @@ def test_attention_equals_its_definition(
     num_kv_heads: int,
     head_dim: int,
 ) -> None:
-    generator = torch.Generator()
-    print(f"seed {generator.seed()}")
     shape = AttentionShape(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         layer_windows=(None, 3, 8),
     )
-    problem = _make(rows, shape, block_size, generator, torch.float32)
-    backend = ReferenceAttention(
-        shape, block_size=block_size, dtype=torch.float32, device=torch.device("cpu")
-    )
+    problem = build_problem(rows, shape, block_size=block_size, dtype=torch.float32)
+    backend = _backend(problem)
     metadata = backend.plan(problem.step)
     for layer in range(NUM_LAYERS):
-        ours = _run(backend, problem, layer, metadata)
-        theirs = torch.cat([_exact(problem, row, layer, shape) for row in range(len(rows))])
-        error = (ours.double() - theirs).abs().max()
-        assert error <= 3e-6, f"layer {layer}: off by {error}"
+        out = run_layer(backend, problem, layer, metadata)
+        assert_close(out, problem.exact(layer), TOLERANCES[torch.float32])
 
 
-def _run(backend: ReferenceAttention, problem: Problem, layer: int, metadata: object) -> Tensor:
-    new_tokens = problem.step.num_new_tokens.tolist()
-    fresh = [
-        [kv[layer][-new:] for kv, new in zip(source, new_tokens, strict=True)]
-        for source in (problem.keys, problem.values)
-    ]
-    return backend.run(
-        _strided(problem.queries),
-        _strided(fresh[0]),
-        _strided(fresh[1]),
-        layer,
-        problem.store,
-        metadata,  # type: ignore[arg-type]
-    )
+def test_the_oracle_is_one_softmax_per_query_and_head() -> None:
+    shape = AttentionShape(num_heads=6, num_kv_heads=2, head_dim=5, layer_windows=(None, 3))
+    problem = build_problem([(4, 1), (3, 6)], shape, block_size=2, dtype=torch.float32)
+    for layer, window in enumerate(shape.layer_windows):
+        expected = []
+        for queries, keys, values in zip(
+            problem.queries, problem.keys, problem.values, strict=True
+        ):
+            computed = keys.shape[1] - len(queries)
+            for index, query in enumerate(queries.double()):
+                last = computed + index
+                first = 0 if window is None else max(0, last - window + 1)
+                for head in range(6):
+                    seen = keys[layer, first : last + 1, head // 3].double()
+                    weights = (seen @ query[head] * 5**-0.5).softmax(0)
+                    expected.append(weights @ values[layer, first : last + 1, head // 3].double())
+        assert_close(problem.exact(layer), torch.stack(expected).view(-1, 30), 1e-13)
 
 
 def test_bfloat16_scores_are_accumulated_in_fp32() -> None:
     # Over 2,000 nearly equal keys a bf16 sum would stop growing at 256; bf16 rounds the output
     # once, by at most 2^-8 of it.
-    generator = torch.Generator()
-    print(f"seed {generator.seed()}")
     shape = AttentionShape(num_heads=2, num_kv_heads=1, head_dim=16, layer_windows=(None,) * 3)
-    problem = _make([(2000, 1), (1990, 10)], shape, 16, generator, torch.bfloat16)
-    for values in problem.values:
-        values.copy_(1 + values * 0.125)
-    for row, values in enumerate(problem.values):
-        for position in range(values.shape[1]):
-            block = problem.step.block_tables[row, position // 16]
-            problem.store[block, :, 1, position % 16] = values[:, position]
-    backend = ReferenceAttention(
-        shape, block_size=16, dtype=torch.bfloat16, device=torch.device("cpu")
+    problem = build_problem(
+        [(2000, 1), (1990, 10)], shape, block_size=16, dtype=torch.bfloat16, value_mean=1.0
     )
-    ours = _run(backend, problem, 1, backend.plan(problem.step)).double()
-    theirs = torch.cat([_exact(problem, row, 1, shape) for row in range(2)])
-    assert ((ours - theirs).abs() <= 2**-7 * theirs.abs()).all()
+    backend = _backend(problem)
+    ours = run_layer(backend, problem, 1, backend.plan(problem.step)).double()
+    exact = problem.exact(1)
+    assert ((ours - exact).abs() <= 2**-7 * exact.abs()).all()
 
 
 def test_metadata_of_two_steps_may_be_alive_at_once() -> None:
-    generator = torch.Generator()
-    print(f"seed {generator.seed()}")
     shape = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=8, layer_windows=(None,) * 3)
-    backend = ReferenceAttention(
-        shape, block_size=4, dtype=torch.float32, device=torch.device("cpu")
-    )
     problems = [
-        _make(rows, shape, 4, generator, torch.float32) for rows in ([(5, 1)], [(0, 6), (3, 4)])
+        build_problem(rows, shape, block_size=4, dtype=torch.float32)
+        for rows in ([(5, 1)], [(0, 6), (3, 4)])
     ]
+    backend = _backend(problems[0])
     plans = [backend.plan(problem.step) for problem in problems]
     for problem, plan in zip(problems, plans, strict=True):
         for layer in range(NUM_LAYERS):
-            ours = _run(backend, problem, layer, plan)
-            rows = range(len(problem.keys))
-            theirs = torch.cat([_exact(problem, row, layer, shape) for row in rows])
-            assert (ours.double() - theirs).abs().max() <= 3e-6
+            out = run_layer(backend, problem, layer, plan)
+            assert_close(out, problem.exact(layer), TOLERANCES[torch.float32])
 
 
 def test_rows_are_split_where_padding_would_cost_more_than_a_call() -> None:
@@ -212,8 +110,7 @@ def test_rows_are_split_where_padding_would_cost_more_than_a_call() -> None:
 
 
 def test_kv_append_touches_its_lines_only() -> None:
-    generator = torch.Generator()
-    print(f"seed {generator.seed()}")
+    generator = torch.Generator().manual_seed(fresh_seed())
     store = torch.randn((5, NUM_LAYERS, 2, 4, 2, 6), generator=generator)
     expected = store.clone()
     slots = [(3, 0), (0, 3), (4, 1)]
@@ -225,3 +122,15 @@ def test_kv_append_touches_its_lines_only() -> None:
         expected[block, 1, 0, slot] = k[index]
         expected[block, 1, 1, slot] = v[index]
     assert torch.equal(store, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("rows", ROW_SETS.values(), ids=ROW_SETS)
+def test_attention_on_a_gpu_equals_its_definition(
+    rows: list[tuple[int, int]], dtype: torch.dtype
+) -> None:
+    shape = AttentionShape(num_heads=6, num_kv_heads=2, head_dim=80, layer_windows=(None, 3, 8))
+    problem = build_problem(rows, shape, block_size=7, dtype=dtype, device="cuda")
+    for layer in range(NUM_LAYERS):
+        check(_backend(problem, torch.device("cuda")), problem, layer)

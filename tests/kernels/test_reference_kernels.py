@@ -6,8 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.kv_append import slot_lines
+from kernels.ops import HeadNorms
 from kernels.packed_linear import can_pack, pack_weight, packed_linear
-from kernels.reference import qk_norm, rms_norm, rms_norm_add, rope, silu_mul
+from kernels.reference import TorchOps, qk_norm, rms_norm, rms_norm_add, rope, silu_mul
+from tests.kernels.ops_checks import Heads, OpsChecks
 
 # One rounding of the result, a few more inside; a wrong formula is off by orders of magnitude.
 TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 1.2e-2}
@@ -61,8 +64,10 @@ def test_the_residual_is_added_before_the_norm(
 def test_qk_norm_takes_each_head_by_itself(dtype: torch.dtype, generator: torch.Generator) -> None:
     qk = torch.randn((4, 9, 6), generator=generator).to(dtype)[:, 2:7]
     before = qk.clone()
-    weight = torch.randn((5, 6), generator=generator).to(dtype)
-    _assert_near(qk_norm(qk, weight, 1e-6), _exact_norm(qk, weight, 1e-6), dtype)
+    q_weight, k_weight = torch.randn((2, 6), generator=generator).to(dtype)
+    norms = HeadNorms(q_weight=q_weight, k_weight=k_weight, eps=1e-6)
+    weight = torch.stack((*[q_weight] * 3, *[k_weight] * 2))
+    _assert_near(qk_norm(qk, norms, 3), _exact_norm(qk, weight, 1e-6), dtype)
     assert torch.equal(qk, before)
 
 
@@ -108,3 +113,37 @@ def test_a_packed_weight_gives_the_plain_product(
 def test_only_cpu_weights_of_a_known_type_are_packed() -> None:
     assert not can_pack(torch.zeros((2, 2), dtype=torch.float16))
     assert not can_pack(torch.zeros((2, 2), device="meta"))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_the_operations_of_a_layer_are_their_formulas(dtype: torch.dtype) -> None:
+    checks = OpsChecks(TorchOps(), dtype)
+    checks.rms_norm(3, 33)
+    checks.rms_norm_add(3, 33)
+    checks.silu_mul(3, 13)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("num_tokens", [1, 9])
+@pytest.mark.parametrize("has_norms", [False, True])
+def test_keys_and_values_go_to_their_slots_once_rotated(
+    dtype: torch.dtype, num_tokens: int, has_norms: bool
+) -> None:
+    heads = Heads(num_heads=4, num_kv_heads=2, head_dim=6, block_size=3, has_norms=has_norms)
+    OpsChecks(TorchOps(), dtype).rotate_and_store(heads, num_tokens)
+
+
+def test_a_slot_is_a_line_of_its_block() -> None:
+    store = torch.empty((4, 3, 2, 5, 1, 2))
+    slots = torch.tensor([0, 4, 5, 19], dtype=torch.int32)
+    k_lines = [0, 4, 30, 94]
+    assert slot_lines(slots, store).tolist() == [k_lines, [line + 5 for line in k_lines]]
+
+
+def test_a_step_with_other_slots_is_not_written_to_the_first_ones() -> None:
+    ops, store = TorchOps(), torch.zeros((2, 1, 2, 2, 1, 2))
+    rotary = ops.rotary(torch.randn(3, 2), torch.tensor([2], dtype=torch.int32))
+    for slot in (1, 2):
+        qkv, slots = torch.randn(1, 3, 2), torch.tensor([slot], dtype=torch.int32)
+        _, k, v = ops.rotate_and_store(qkv, None, rotary, store, 0, slots)
+        assert torch.equal(store[slot // 2, 0, :, slot % 2], torch.cat((k, v)))

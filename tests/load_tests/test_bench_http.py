@@ -10,8 +10,8 @@ from typing import TypeVar
 import httpx
 import pytest
 
-from load_tests.bench_engine import encoder
 from load_tests.bench_http import FreshPrompts, Server, Stages
+from load_tests.bench_transformers import encoder
 
 MODEL = Path(__file__).resolve().parents[2] / "demo_model" / "laps-demo"
 SEED = random.SystemRandom().randrange(2**32)

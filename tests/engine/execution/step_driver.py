@@ -11,7 +11,10 @@ from engine.models.decoder import CausalLM
 from engine.request import SamplingParams
 from engine.sampling.sampler import Sampler
 from engine.scheduling.plan import RowAdmission, StepPlan, StepResult
+from kernels.attention.protocol import AttentionShape
+from kernels.attention.select import AttentionNames, build_attention
 
+AUTO = AttentionNames(prefill="auto", decode="auto")
 GREEDY = SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True)
 
 
@@ -27,16 +30,37 @@ class StepDriver:
         num_blocks: int = 128,
         max_rows: int = 8,
         sampler: RowSampler | None = None,
+        attention: AttentionNames = AUTO,
+        fixed_tile: bool = False,
     ) -> None:
-        dtype = {torch.float32: "float32", torch.bfloat16: "bfloat16"}[model.dtype]
+        dtype = {
+            torch.float32: "float32",
+            torch.bfloat16: "bfloat16",
+            torch.float16: "float16",
+        }[model.dtype]
+        layout = model.spec.kv_layout(block_size=block_size, dtype=dtype)
         self.executor = Executor(
             model,
-            layout=model.spec.kv_layout(block_size=block_size, dtype=dtype),
+            layout=layout,
             num_blocks=num_blocks,
             max_rows=max_rows,
             max_model_len=model.spec.max_model_len,
+            max_step_tokens=max_rows * model.spec.max_model_len,
             sampler=sampler
             or Sampler(model.spec.vocab_size, max_rows, model.spec.eos_token_ids, model.device),
+            attention=build_attention(
+                attention,
+                AttentionShape(
+                    num_heads=model.spec.num_heads,
+                    num_kv_heads=model.spec.num_kv_heads,
+                    head_dim=model.spec.head_dim,
+                    layer_windows=model.spec.layer_windows,
+                ),
+                block_size=block_size,
+                dtype=model.dtype,
+                device=model.device,
+                fixed_tile=fixed_tile,
+            ),
         )
         self.block_size = block_size
         self.random = random.Random(seed)

@@ -9,11 +9,17 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.errors import ConfigError
+from engine.models import staging
+from engine.models.decoder import build_decoder
+from engine.models.random_weights import random_weights
 from engine.models.registry import BUILDERS, build_model
-from engine.models.spec import SUPPORTED_ARCHITECTURES
+from engine.models.spec import SUPPORTED_ARCHITECTURES, load_spec
+from engine.models.staging import chunk_pairs
+from engine.models.weights import LayerWeights, load_weights
+from kernels.reference import TorchOps
 from tests.engine.execution.step_driver import StepDriver
 from tests.engine.models.closeness import assert_same_logits
-from tests.engine.models.tiny_models import reference_logits, save_model
+from tests.engine.models.tiny_models import edit_config, reference_logits, save_model
 
 Tensors = dict[str, torch.Tensor]
 
@@ -147,3 +153,95 @@ def test_a_wrong_index_is_refused(weight_map: object, problem: str, sharded: Pat
 def test_a_longer_context_than_the_model_allows_is_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match="allows 256 tokens, max_model_len is 257"):
         build_model(folder, dtype=torch.float32, device=torch.device("cpu"), max_model_len=257)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_chunks_of_two_tensors_cover_both_side_by_side(dtype: torch.dtype) -> None:
+    source = torch.randn(23, 7).to(dtype)
+    destination = torch.full((30, 7), torch.nan)[3:26]
+    num_chunks = 0
+    for chunk, target in chunk_pairs(source, destination, 100):
+        assert chunk.nbytes <= 100
+        target.copy_(chunk)
+        num_chunks += 1
+    assert num_chunks == -(-source.nbytes // 100)
+    assert torch.equal(destination, source.float())
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_random_weights_need_only_config_json(is_tied: bool, folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    edit_config(folder, tie_word_embeddings=is_tied, attention_bias=True)
+    spec = load_spec(folder)
+    device = torch.device("cpu")
+    made = random_weights(spec, dtype=torch.bfloat16, device=device, seed=3)
+    again = random_weights(spec, dtype=torch.bfloat16, device=device, seed=3)
+    other = random_weights(spec, dtype=torch.bfloat16, device=device, seed=4)
+    assert (made.head is made.embedding) == is_tied
+    assert len(made.layers) == spec.num_layers
+    for tensor in (made.embedding, made.head, made.layers[1].qkv, made.layers[0].down):
+        assert 0.9e-3 < tensor.abs().max().item() <= 1.001e-3  # bf16 rounds 1e-3 up
+        assert abs(tensor.float().mean().item()) < 1e-4
+    assert made.layers[1].qkv_bias is not None
+    assert (made.layers[1].qkv_bias != 0).any()
+    for norm in (made.final_norm, made.layers[0].input_norm, made.layers[1].post_norm):
+        assert torch.equal(norm, torch.ones_like(norm))
+    assert torch.equal(made.layers[1].gate_up, again.layers[1].gate_up)
+    assert not torch.equal(made.layers[1].gate_up, other.layers[1].gate_up)
+
+
+def test_a_model_of_random_weights_computes_finite_logits_that_depend_on_its_input(
+    folder: Path,
+) -> None:
+    spec = load_spec(folder)
+    weights = random_weights(spec, dtype=torch.float32, device=torch.device("cpu"))
+    driver = StepDriver(
+        build_decoder(spec, weights, max_model_len=spec.max_model_len, ops=TorchOps()), seed=0
+    )
+    driver.admit(0, [5, 4, 3])
+    driver.admit(1, [9, 9, 2])
+    logits = driver.logits({0: 3, 1: 3})
+    assert all(torch.isfinite(logits[row]).all() for row in (0, 1))
+    assert not torch.allclose(logits[0], logits[1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("chunk_bytes", [256, 4096, staging.CHUNK_BYTES])
+def test_loading_to_a_gpu_gives_the_same_weights_as_to_a_cpu(
+    dtype: torch.dtype, chunk_bytes: int, sharded: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staging, "CHUNK_BYTES", chunk_bytes)
+    spec = load_spec(sharded)
+    expected = load_weights(sharded, spec, dtype=dtype, device=torch.device("cpu"))
+    # What the allocator hands out next should not hold these weights already.
+    torch.full((2**22,), torch.nan, device="cuda")
+    loaded = load_weights(sharded, spec, dtype=dtype, device=torch.device("cuda"))
+    assert torch.equal(loaded.embedding.cpu(), expected.embedding)
+    assert torch.equal(loaded.head.cpu(), expected.head)
+    assert torch.equal(loaded.final_norm.cpu(), expected.final_norm)
+    for ours, theirs in zip(loaded.layers, expected.layers, strict=True):
+        for name in LayerWeights.__slots__:
+            tensor = getattr(ours, name)
+            assert tensor is None or torch.equal(tensor.cpu(), getattr(theirs, name)), name
+
+
+@pytest.mark.gpu
+def test_loading_to_a_gpu_holds_no_second_copy(tmp_path: Path) -> None:
+    save_model(tmp_path, vocab_size=100_003, hidden_size=512)
+    spec = load_spec(tmp_path)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    loaded = load_weights(tmp_path, spec, dtype=torch.bfloat16, device=torch.device("cuda"))
+    held = torch.cuda.memory_allocated() - before
+    peak = torch.cuda.max_memory_allocated() - before
+    assert loaded.embedding.nbytes > staging.CHUNK_BYTES
+    assert peak - held <= 2 * staging.NUM_LANES * staging.CHUNK_BYTES
+
+
+@pytest.mark.gpu
+def test_a_tensor_that_does_not_fit_stops_the_start_on_a_gpu_too(folder: Path) -> None:
+    _rewrite(folder, lambda t: t.update({"model.norm.weight": torch.ones(63)}))
+    with pytest.raises(ConfigError, match=r"model\.norm\.weight"):
+        load_weights(folder, load_spec(folder), dtype=torch.float32, device=torch.device("cuda"))

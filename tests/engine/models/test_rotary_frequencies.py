@@ -13,6 +13,7 @@ from engine.layers.rope_spec import RopeSpec
 from engine.layers.rotary import RotaryTable, inverse_frequencies
 from engine.models.config_file import ConfigFile
 from engine.models.rope_config import parse_rope
+from kernels.reference import TorchOps
 
 LENGTHS = {"original_max_position_embeddings": 8192}
 CASES: dict[str, dict[str, Any]] = {
@@ -58,8 +59,9 @@ def test_angles_equal_transformers_bit_by_bit(case: str, head_dim: int, tmp_path
         assert torch.equal(inverse_frequencies(spec, head_dim), frequencies)
     positions = torch.tensor([0, 1, 2, 77, 4095, 20011, 32767])
     cos, sin = theirs(torch.zeros(1), positions[None])
-    table = RotaryTable(spec, head_dim=head_dim, max_tokens=32768, device=torch.device("cpu"))
-    angles = table.angles(positions)
+    cpu = torch.device("cpu")
+    table = RotaryTable(spec, head_dim=head_dim, max_tokens=32768, device=cpu, ops=TorchOps())
+    angles = table.angles(positions.int())
     assert torch.equal(angles.cos[:, 0], cos[0])
     half = head_dim // 2
     assert torch.equal(angles.sin[:, 0, half:], sin[0, :, half:])

@@ -8,9 +8,11 @@ from engine.request import SamplingParams
 from engine.sampling.bias import LogitBias, MinTokens
 from engine.sampling.penalties import OccurrencePenalty, RepetitionPenalty, TokenCounts
 from engine.sampling.sampler import Sampler
+from engine.sampling.staging import Staging
+from tests.engine.sampling.drawn import sample
 
 VOCAB_SIZE = 517
-CPU = torch.device("cpu")
+ON_CPU = Staging(torch.device("cpu"))
 
 
 def greedy(**knobs: object) -> SamplingParams:
@@ -26,10 +28,10 @@ def random_ids(generator: torch.Generator, num_tokens: int, below: int = 40) -> 
 def test_repetition_penalty_is_transformers_over_prompt_and_output(
     penalty: float, generator: torch.Generator
 ) -> None:
-    feature = RepetitionPenalty(VOCAB_SIZE, 4, CPU)
+    feature = RepetitionPenalty(VOCAB_SIZE, 4, ON_CPU)
     prompt_ids, output_ids = random_ids(generator, 23), random_ids(generator, 7, VOCAB_SIZE)
     feature.add(2, greedy(repetition_penalty=penalty), prompt_ids, output_ids)
-    feature.observe([2, 0], [499, 3])  # row 0 is not ours
+    feature.observe([2, 0], torch.tensor([499, 3]))  # row 0 is not ours
     logits = torch.randn((3, VOCAB_SIZE), generator=generator)
     logits[1, prompt_ids[0]] = -torch.inf
     shaped = logits.clone()
@@ -43,14 +45,14 @@ def test_repetition_penalty_is_transformers_over_prompt_and_output(
 def test_frequency_and_presence_penalties_follow_openais_formula_over_output_only(
     generator: torch.Generator,
 ) -> None:
-    feature = OccurrencePenalty(VOCAB_SIZE, 4, CPU)
+    feature = OccurrencePenalty(VOCAB_SIZE, 4, ON_CPU)
     knobs = [(0.7, 0.0), (0.0, -1.1), (-2.0, 2.0)]
     outputs = [random_ids(generator, n) for n in (0, 31, 90)]
     for row, ((frequency, presence), output_ids) in enumerate(zip(knobs, outputs, strict=True)):
         params = greedy(frequency_penalty=frequency, presence_penalty=presence)
         feature.add(row, params, random_ids(generator, 50), output_ids)
     for token_id in (8, 8, 516):
-        feature.observe([2, 0, 1], [token_id] * 3)
+        feature.observe([2, 0, 1], torch.tensor([token_id] * 3))
         for output_ids in outputs:
             output_ids.append(token_id)
     logits = torch.randn((3, VOCAB_SIZE), generator=generator)
@@ -64,11 +66,12 @@ def test_frequency_and_presence_penalties_follow_openais_formula_over_output_onl
 
 
 def test_a_removed_rows_table_is_used_again_and_starts_empty() -> None:
-    counts = TokenCounts(VOCAB_SIZE, 8, CPU)
+    counts = TokenCounts(VOCAB_SIZE, 8, ON_CPU)
     for lap in range(10):
         for row in (5, 1, 7):
             counts.add(row, [lap, lap, row])
-        assert counts.gather([1]).nonzero()[:, 1].tolist() == sorted({lap, 1})
+        counted = counts.gather(torch.from_numpy(counts.slots_of([1])))
+        assert counted.nonzero()[:, 1].tolist() == sorted({lap, 1})
         for row in (1, 5, 7):
             counts.remove(row)
     assert counts.num_slots == 4
@@ -76,7 +79,7 @@ def test_a_removed_rows_table_is_used_again_and_starts_empty() -> None:
 
 
 def test_no_table_exists_until_a_row_needs_one_and_it_never_exceeds_max_rows() -> None:
-    counts = TokenCounts(VOCAB_SIZE, 5, CPU)
+    counts = TokenCounts(VOCAB_SIZE, 5, ON_CPU)
     assert counts.num_slots == 0
     for row in range(5):
         counts.add(row, [])
@@ -87,15 +90,15 @@ def test_no_table_exists_until_a_row_needs_one_and_it_never_exceeds_max_rows() -
 
 def test_ids_outside_the_vocabulary_are_refused() -> None:
     with pytest.raises(AssertionError, match=f"token id {VOCAB_SIZE}"):
-        TokenCounts(VOCAB_SIZE, 2, CPU).add(0, [1, VOCAB_SIZE])
+        TokenCounts(VOCAB_SIZE, 2, ON_CPU).add(0, [1, VOCAB_SIZE])
     with pytest.raises(AssertionError, match="logit_bias"):
-        LogitBias(VOCAB_SIZE, CPU).add(0, greedy(logit_bias={VOCAB_SIZE: 1.0}), [], [])
+        LogitBias(VOCAB_SIZE, ON_CPU).add(0, greedy(logit_bias={VOCAB_SIZE: 1.0}), [], [])
     with pytest.raises(AssertionError, match="eos ids"):
         Sampler(VOCAB_SIZE, 2, (VOCAB_SIZE,), "cpu")
 
 
 def test_logit_bias_is_added_to_the_named_tokens_only(generator: torch.Generator) -> None:
-    feature = LogitBias(VOCAB_SIZE, CPU)
+    feature = LogitBias(VOCAB_SIZE, ON_CPU)
     feature.add(3, greedy(logit_bias={0: 1.5, 516: -2.25, 40: 100.0}), [], [])
     logits = torch.randn((2, VOCAB_SIZE), generator=generator)
     shaped = logits.clone()
@@ -118,7 +121,7 @@ def test_a_bias_of_100_forces_and_of_minus_100_excludes(
         params = SamplingParams(max_tokens=9, temperature=temperature, logit_bias=bias, seed=5)
         sampler.add(row, params, [], [])
     for _ in range(20):
-        forced, excluded = sampler.sample(logits, [0, 1]).token_ids
+        forced, excluded = sample(sampler, logits, [0, 1]).token_ids
         assert forced == 77
         assert excluded != best
 
@@ -128,7 +131,7 @@ def test_bias_comes_before_the_penalties() -> None:
     # Biased first: 6 / 3 = 2 loses to 3. Penalised first: 1 / 3 + 5 would win.
     params = greedy(logit_bias={0: 5.0}, repetition_penalty=3.0)
     sampler.add(0, params, [0], [])
-    assert sampler.sample(torch.tensor([[1.0, 3.0, 0.0, 0.0]]), [0]).token_ids == [1]
+    assert sample(sampler, torch.tensor([[1.0, 3.0, 0.0, 0.0]]), [0]).token_ids == [1]
 
 
 def eos_loving_logits(num_rows: int) -> torch.Tensor:
@@ -144,7 +147,7 @@ def test_eos_and_stop_ids_are_banned_for_exactly_min_tokens() -> None:
     sampler.add(1, greedy(min_tokens=3, stop_token_ids=(9, 10**9, -1)), [1], [])
     sampler.add(2, greedy(min_tokens=3), [1], [7, 7])  # two came from elsewhere
     sampler.add(3, greedy(min_tokens=3), [1], [7, 7, 7, 7])
-    drawn = [sampler.sample(eos_loving_logits(4), [0, 1, 2, 3]).token_ids for _ in range(5)]
+    drawn = [sample(sampler, eos_loving_logits(4), [0, 1, 2, 3]).token_ids for _ in range(5)]
     assert [list(tokens) for tokens in zip(*drawn, strict=True)] == [
         [9, 9, 9, 2, 2],
         [4, 4, 4, 2, 2],
@@ -157,14 +160,14 @@ def test_ignore_eos_leaves_eos_possible_but_not_the_clients_own_stop_ids() -> No
     sampler = Sampler(VOCAB_SIZE, 2, (2, 3), "cpu")
     sampler.add(0, greedy(min_tokens=9, ignore_eos=True), [1], [])
     sampler.add(1, greedy(min_tokens=1, ignore_eos=True, stop_token_ids=(2,)), [1], [])
-    assert sampler.sample(eos_loving_logits(2), [0, 1]).token_ids == [2, 3]
-    assert sampler.sample(eos_loving_logits(2), [0, 1]).token_ids == [2, 2]
+    assert sample(sampler, eos_loving_logits(2), [0, 1]).token_ids == [2, 3]
+    assert sample(sampler, eos_loving_logits(2), [0, 1]).token_ids == [2, 2]
 
 
 def test_the_ban_lets_a_row_go_once_it_is_over() -> None:
-    feature = MinTokens(VOCAB_SIZE, (2,), CPU)
+    feature = MinTokens(VOCAB_SIZE, (2,), ON_CPU)
     assert feature.add(0, greedy(min_tokens=1), [], [])
-    feature.observe([0], [9])
+    feature.observe([0], torch.tensor([9]))
     logits = eos_loving_logits(1)
     feature.apply(logits, [0])
     assert torch.equal(logits, eos_loving_logits(1))
@@ -176,6 +179,6 @@ def test_penalties_see_the_tokens_drawn_here() -> None:
     sampler.add(0, greedy(frequency_penalty=1.5), [1], [])
     logits = torch.zeros((1, VOCAB_SIZE))
     logits[0, [5, 6]] = torch.tensor([10.0, 9.0])
-    drawn = [sampler.sample(logits, [0]).token_ids[0] for _ in range(4)]
+    drawn = [sample(sampler, logits, [0]).token_ids[0] for _ in range(4)]
     # 10, 9 | 8.5, 9 | 8.5, 7.5 | 7, 7.5
     assert drawn == [5, 6, 5, 6]

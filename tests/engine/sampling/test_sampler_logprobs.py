@@ -5,16 +5,17 @@ import torch
 
 from engine.request import SamplingParams
 from engine.sampling.logprobs import best_tokens
-from engine.sampling.sampler import SampledBatch, Sampler
+from engine.sampling.sampler import Sampler
+from tests.engine.sampling.drawn import Drawn, to_host
 
 VOCAB_SIZE = 613
 
 
-def sample(logits: torch.Tensor, *params: SamplingParams) -> SampledBatch:
+def sample(logits: torch.Tensor, *params: SamplingParams) -> Drawn:
     sampler = Sampler(logits.shape[1], len(params), (2,), "cpu")
     for row, row_params in enumerate(params):
         sampler.add(row, row_params, [1, 2, 3], [])
-    return sampler.sample(logits, list(range(len(params))))
+    return to_host(sampler.sample(logits, list(range(len(params)))))
 
 
 def greedy(**knobs: object) -> SamplingParams:

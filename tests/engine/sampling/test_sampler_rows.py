@@ -8,7 +8,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.request import SamplingParams
-from engine.sampling.sampler import SampledBatch, Sampler
+from engine.sampling.sampler import Sampler
+from kernels.sample_rows import greedy
+from tests.engine.sampling.drawn import Drawn, sample, to_host
 
 VOCAB_SIZE = 331
 EOS = (2, 5)
@@ -51,7 +53,7 @@ def test_greedy_is_the_first_of_the_best() -> None:
     plain = SamplingParams(max_tokens=9, temperature=0.0)
     biased = SamplingParams(max_tokens=9, temperature=0.0, logit_bias={9: -1.0})
     for params in (plain, biased):
-        assert new_sampler([params] * 3).sample(logits, [0, 1, 2]).token_ids == [0, 40, 17]
+        assert sample(new_sampler([params] * 3), logits, [0, 1, 2]).token_ids == [0, 40, 17]
 
 
 def test_a_row_draws_the_same_alone_and_in_any_batch_in_any_order(
@@ -63,7 +65,7 @@ def test_a_row_draws_the_same_alone_and_in_any_batch_in_any_order(
     for row in range(num_rows):
         sampler = new_sampler(MANY_PARAMS)
         for step in range(num_steps):
-            drawn = sampler.sample(logits[step, row : row + 1], [row])
+            drawn = sample(sampler, logits[step, row : row + 1], [row])
             alone[row].append((drawn.token_ids[0], drawn.logprobs[0]))
     together = new_sampler(MANY_PARAMS)
     num_drawn = [0] * num_rows
@@ -72,7 +74,7 @@ def test_a_row_draws_the_same_alone_and_in_any_batch_in_any_order(
         size = int(torch.randint(1, num_rows + 1, (1,), generator=generator))
         rows = [row for row in order[:size] if num_drawn[row] < num_steps]
         lines = [logits[num_drawn[row], row] for row in rows]
-        drawn = together.sample(torch.stack(lines) if lines else logits[0, :0], rows)
+        drawn = sample(together, torch.stack(lines) if lines else logits[0, :0], rows)
         for row, token_id, logprobs in zip(rows, drawn.token_ids, drawn.logprobs, strict=True):
             assert (token_id, logprobs) == alone[row][num_drawn[row]], (row, num_drawn[row])
             num_drawn[row] += 1
@@ -85,62 +87,68 @@ def test_another_sampler_goes_on_exactly_where_the_first_left_off(
     logits = step_logits(generator, num_steps, num_rows)
     rows = list(range(num_rows))
     stays = new_sampler(MANY_PARAMS)
-    tokens = [stays.sample(logits[step], rows).token_ids for step in range(num_steps)]
+    tokens = [sample(stays, logits[step], rows).token_ids for step in range(num_steps)]
     moved_to = [(row * 4 + 3) % 11 for row in rows]
     receives = Sampler(VOCAB_SIZE, 16, EOS, "cpu")
     for row, params in enumerate(MANY_PARAMS):
         output_ids = [tokens[step][row] for step in range(moved_after)]
         receives.add(moved_to[row], params, PROMPT, output_ids)
     for step in range(moved_after, num_steps):
-        assert receives.sample(logits[step], moved_to).token_ids == tokens[step], step
+        assert sample(receives, logits[step], moved_to).token_ids == tokens[step], step
 
 
 def test_a_row_given_to_another_request_starts_afresh(generator: torch.Generator) -> None:
     logits = step_logits(generator, 6, len(MANY_PARAMS))
     rows = list(range(len(MANY_PARAMS)))
     fresh = new_sampler(MANY_PARAMS)
-    expected = [fresh.sample(logits[step], rows) for step in range(6)]
+    expected = [sample(fresh, logits[step], rows) for step in range(6)]
     used = new_sampler([*MANY_PARAMS[1:], MANY_PARAMS[0]])
     for step in range(6):
-        used.sample(logits[step], rows)
+        sample(used, logits[step], rows)
     for row in rows:
         used.remove(row)
     for row in rows[::-1]:
         used.add(row, MANY_PARAMS[row], PROMPT, [])
-    assert [used.sample(logits[step], rows) for step in range(6)] == expected
+    assert [sample(used, logits[step], rows) for step in range(6)] == expected
 
 
 @pytest.mark.parametrize("bad", ["nan", "inf", "all -inf"])
 def test_a_bad_row_is_reported_and_disturbs_nobody(bad: str, generator: torch.Generator) -> None:
-    num_rows = len(MANY_PARAMS)
-    rows = list(range(num_rows))
-    logits = step_logits(generator, 4, num_rows)
-    clean, hurt = new_sampler(MANY_PARAMS), new_sampler(MANY_PARAMS)
-    expected = [clean.sample(logits[step], rows) for step in range(4)]
-    assert hurt.sample(logits[0], rows) == expected[0]
+    rows = list(range(len(MANY_PARAMS)))
+    logits = step_logits(generator, 3, len(rows))
+    clean = new_sampler(MANY_PARAMS)
+    expected = [sample(clean, logits[step], rows) for step in range(3)]
     for victim in rows:
+        hurt = new_sampler(MANY_PARAMS)
+        assert sample(hurt, logits[0], rows) == expected[0]
         broken = logits[1].clone()
         if bad == "all -inf":
             broken[victim] = -torch.inf
         else:
-            broken[victim, 100] = float(bad)
-        found = hurt.sample(broken[victim : victim + 1], [victim])
-        assert found == SampledBatch(token_ids=[0], logprobs=[None], is_finite=[False])
-    # No history advanced above, so this is still every row's second token.
-    for victim in rows[:-1]:
-        broken = torch.stack([torch.full((VOCAB_SIZE,), torch.nan), logits[1, victim]])
-        found = hurt.sample(broken, [num_rows - 1, victim])
-        assert found.is_finite == [False, True]
-        assert found.token_ids == [0, expected[1].token_ids[victim]]
-        assert found.logprobs == [None, expected[1].logprobs[victim]]
-    assert hurt.sample(logits[1, -1:], rows[-1:]).token_ids == expected[1].token_ids[-1:]
-    assert hurt.sample(logits[2], rows) == expected[2]
+            broken[victim, [100, *EOS]] = float(bad)  # eos may be banned, which hides nothing
+        assert lines_of(sample(hurt, broken, rows), [victim]) == Drawn(
+            token_ids=[0], logprobs=[None], is_finite=[False]
+        )
+        others = [row for row in rows if row != victim]
+        again = new_sampler(MANY_PARAMS)
+        sample(again, logits[0], rows)
+        found = sample(again, broken, rows)
+        assert lines_of(found, others) == lines_of(expected[1], others)
+        assert sample(again, logits[2, others], others) == lines_of(expected[2], others)
+
+
+def lines_of(drawn: Drawn, lines: list[int]) -> Drawn:
+    return Drawn(
+        token_ids=[drawn.token_ids[i] for i in lines],
+        logprobs=[drawn.logprobs[i] for i in lines],
+        is_finite=[drawn.is_finite[i] for i in lines],
+    )
 
 
 def test_some_minus_infinities_are_fine(generator: torch.Generator) -> None:
     logits = step_logits(generator, 1, len(MANY_PARAMS))[0]
     logits[:, 50:] = -torch.inf
-    drawn = new_sampler(MANY_PARAMS).sample(logits, list(range(len(MANY_PARAMS))))
+    drawn = sample(new_sampler(MANY_PARAMS), logits, list(range(len(MANY_PARAMS))))
     assert all(drawn.is_finite)
     assert max(drawn.token_ids) < 50
 
@@ -152,28 +160,22 @@ def test_a_row_whose_every_token_is_banned_draws_nothing(temperature: float) -> 
     logits[:, EOS] = 0.0
     logits[1, 7] = 0.0
     sampler = new_sampler([params, params])
-    found = sampler.sample(logits, [0, 1])
+    found = sample(sampler, logits, [0, 1])
     assert found.is_finite == [False, True]
     assert found.token_ids == [0, 7]
-    # Nothing drawn is nothing counted: the first row still owes its one token, the second does not.
-    logits[:, 9] = -30.0
-    found = sampler.sample(logits, [0, 1])
-    assert found.is_finite == [True, True]
-    assert found.token_ids[0] == 9
-    assert found.token_ids[1] in (*EOS, 7)
 
 
 def test_logits_are_left_as_they_are(generator: torch.Generator) -> None:
     logits = step_logits(generator, 1, len(MANY_PARAMS))[0]
     before = logits.clone()
-    new_sampler(MANY_PARAMS).sample(logits, list(range(len(MANY_PARAMS))))
-    new_sampler(MANY_PARAMS[8:]).sample(logits[8:], [0])
+    sample(new_sampler(MANY_PARAMS), logits, list(range(len(MANY_PARAMS))))
+    sample(new_sampler(MANY_PARAMS[8:]), logits[8:], [0])
     assert torch.equal(logits, before)
 
 
 def test_an_empty_batch_draws_nothing() -> None:
-    found = new_sampler(MANY_PARAMS).sample(torch.zeros((0, VOCAB_SIZE)), [])
-    assert found == SampledBatch(token_ids=[], logprobs=[], is_finite=[])
+    found = sample(new_sampler(MANY_PARAMS), torch.zeros((0, VOCAB_SIZE)), [])
+    assert found == Drawn(token_ids=[], logprobs=[], is_finite=[])
 
 
 def test_it_works_inside_and_outside_of_inference_mode(generator: torch.Generator) -> None:
@@ -182,23 +184,23 @@ def test_it_works_inside_and_outside_of_inference_mode(generator: torch.Generato
     expected_from, sampler = new_sampler(MANY_PARAMS), None
     with torch.inference_mode():
         sampler = new_sampler(MANY_PARAMS)
-        assert sampler.sample(logits[0] * 1.0, rows) == expected_from.sample(logits[0], rows)
-    assert sampler.sample(logits[1], rows) == expected_from.sample(logits[1], rows)
+        assert sample(sampler, logits[0] * 1.0, rows) == sample(expected_from, logits[0], rows)
+    assert sample(sampler, logits[1], rows) == sample(expected_from, logits[1], rows)
     with torch.inference_mode():
-        assert sampler.sample(logits[2], rows) == expected_from.sample(logits[2], rows)
+        assert sample(sampler, logits[2], rows) == sample(expected_from, logits[2], rows)
 
 
 def test_misuse_is_noticed() -> None:
     sampler = new_sampler(MANY_PARAMS[:2], max_rows=3)
     logits = torch.zeros((2, VOCAB_SIZE))
     with pytest.raises(AssertionError, match="twice"):
-        sampler.sample(logits, [1, 1])
+        sample(sampler, logits, [1, 1])
     with pytest.raises(AssertionError, match="never added"):
-        sampler.sample(logits, [0, 2])
+        sample(sampler, logits, [0, 2])
     with pytest.raises(AssertionError, match="float64"):
-        sampler.sample(logits.double(), [0, 1])
+        sample(sampler, logits.double(), [0, 1])
     with pytest.raises(AssertionError, match="logits"):
-        sampler.sample(logits, [0])
+        sample(sampler, logits, [0])
     with pytest.raises(AssertionError, match="in use"):
         sampler.add(1, MANY_PARAMS[0], PROMPT, [])
     with pytest.raises(AssertionError, match="row 3 of 3"):
@@ -232,6 +234,42 @@ def test_plain_greedy_rows_cost_one_maximum_whatever_other_rows_use() -> None:
     assert len(ops.names) <= 6, ops.names
 
 
+def test_a_choice_made_early_is_used_and_left_as_it_is(generator: torch.Generator) -> None:
+    logits = step_logits(generator, 1, len(MANY_PARAMS))[0]
+    logits[2] = torch.nan
+    rows = list(range(len(MANY_PARAMS)))
+    early = greedy(logits)
+    before = (early.token_ids.clone(), early.is_finite.clone())
+    given = to_host(new_sampler(MANY_PARAMS).sample(logits, rows, early))
+    assert given == sample(new_sampler(MANY_PARAMS), logits, rows)
+    assert torch.equal(early.token_ids, before[0])
+    assert torch.equal(early.is_finite, before[1])
+    sampler, first = new_sampler(MANY_PARAMS), logits[:1]
+    with CountingOps() as ops:
+        sampler.sample(first, [0], early)  # a plain row
+    assert ops.names == []
+
+
+def test_plain_rows_are_those_that_need_an_argmax_only() -> None:
+    sampler = new_sampler(MANY_PARAMS)
+    assert [row for row in range(len(MANY_PARAMS)) if sampler.is_plain([row])] == [0]
+    assert not sampler.is_plain([0, 5])
+    sampler.remove(5)
+    sampler.add(5, MANY_PARAMS[0], PROMPT, [])
+    assert sampler.is_plain([5, 0])
+    assert sampler.is_plain([])
+
+
+def test_half_precision_logits_are_drawn_as_their_fp32_values(generator: torch.Generator) -> None:
+    rows = list(range(len(MANY_PARAMS)))
+    for dtype in (torch.bfloat16, torch.float16):
+        logits = step_logits(generator, 3, len(rows)).to(dtype)
+        half, single = new_sampler(MANY_PARAMS), new_sampler(MANY_PARAMS)
+        for step in range(3):
+            expected = sample(single, logits[step].float(), rows)
+            assert sample(half, logits[step], rows) == expected
+
+
 def chi_square_limit(num_free: int) -> float:
     """The 99.9 % point (Wilson and Hilferty)."""
     spread = 2 / (9 * num_free)
@@ -250,7 +288,7 @@ def test_draws_over_rows_and_steps_follow_the_softmax() -> None:
     ]
     sampler = new_sampler(params, max_rows=num_rows)
     batch, rows = logits.expand(num_rows, -1), list(range(num_rows))
-    drawn = [sampler.sample(batch, rows).token_ids for _ in range(num_steps)]
+    drawn = [sample(sampler, batch, rows).token_ids for _ in range(num_steps)]
     observed = torch.bincount(torch.tensor(drawn).flatten(), minlength=VOCAB_SIZE).double()
     assert observed[probs == 0].sum() == 0
     expected = probs[kept] * num_rows * num_steps
@@ -265,7 +303,7 @@ def test_seeds_make_different_answers_and_the_same_seed_the_same(
     params = [SamplingParams(max_tokens=99, seed=seed) for seed in (3, 4, 3, 3 + 2**32)]
     sampler = new_sampler(params)
     lines = step_logits(generator, 30, 1).expand(30, 4, -1)
-    answers = zip(*[sampler.sample(line, [0, 1, 2, 3]).token_ids for line in lines], strict=True)
+    answers = zip(*[sample(sampler, line, [0, 1, 2, 3]).token_ids for line in lines], strict=True)
     first, second, same, high_bits = (list(answer) for answer in answers)
     assert first == same
     assert first != second

@@ -19,6 +19,7 @@ from engine.request import SamplingParams
 from engine.sampling.sampler import Sampler
 from engine.sampling.truncation import MinP, Temperature, TopK, TopP
 from kernels.sample import gumbel
+from tests.engine.sampling.drawn import sample
 
 VOCAB_SIZE = 1031
 NO_IDS: Any = torch.zeros((1, 0), dtype=torch.int64)  # what the warpers do not look at
@@ -201,7 +202,7 @@ def test_a_draw_is_the_argmax_of_transformers_pipeline_plus_noise(
         noise = gumbel(torch.tensor([seed]), torch.tensor([0]), torch.arange(VOCAB_SIZE))
         sampler = Sampler(VOCAB_SIZE, 3, (2,), "cpu")
         sampler.add(1, params, prompt_ids, [])
-        drawn = sampler.sample(logits, [1]).token_ids
+        drawn = sample(sampler, logits, [1]).token_ids
         assert drawn == (theirs + noise).argmax(dim=-1).tolist(), (case, params)
 
 
@@ -220,4 +221,4 @@ def test_each_knob_at_its_extreme_draws_the_best_token(
         logits = random_logits(generator, 8)
         best = logits.argmax(dim=-1)
         logits[torch.arange(8), best] += 0.001  # at 1e-6, a thousand times the noise's scale
-        assert sampler.sample(logits, list(range(8))).token_ids == best.tolist()
+        assert sample(sampler, logits, list(range(8))).token_ids == best.tolist()

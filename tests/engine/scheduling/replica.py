@@ -15,6 +15,7 @@ from engine.request import Request, RequestKey, SamplingParams
 from engine.scheduling.contracts import StepOutput
 from engine.scheduling.plan import StepPlan
 from engine.scheduling.scheduler import Scheduler
+from tests.engine.scheduling.in_flight import check_blocks_in_flight
 from tests.fakes import (
     EOS_TOKEN_ID,
     VOCAB_SIZE,
@@ -51,6 +52,7 @@ class Replica:
         unreserved_share: float = 0.25,
         max_model_len: int = 64,
         enable_prefix_cache: bool = True,
+        overlap: bool = False,
     ) -> None:
         self.clock = ManualClock()
         self.cache = BlockCache(
@@ -64,6 +66,7 @@ class Replica:
             max_rows=max_rows,
             max_step_tokens=max_step_tokens,
             max_model_len=max_model_len,
+            max_in_flight=1 + int(overlap),
         )
         self.scheduler = Scheduler(
             SchedulerConfig(
@@ -79,7 +82,7 @@ class Replica:
             max_model_len=max_model_len,
             eos_token_ids=(EOS_TOKEN_ID,),
         )
-        self.core = EngineCore(self.scheduler, self.executor, self.clock)
+        self.core = EngineCore(self.scheduler, self.executor, self.clock, overlap=overlap)
         self.records: dict[RequestKey, list[TokenRecord]] = {}
         self.failures: dict[RequestKey, FailureRecord] = {}
         self.left: list[RequestKey] = []
@@ -140,7 +143,7 @@ class Replica:
     def run(self, max_steps: int = 200) -> int:
         """Step until there is no work; returns how many steps that took."""
         for num_steps in range(max_steps):
-            if not self.scheduler.has_work:
+            if not self.core.has_work:
                 return num_steps
             self.step()
         raise AssertionError(f"still busy after {max_steps} steps: {self.scheduler.statistics()}")
@@ -158,9 +161,10 @@ class Replica:
         owners = [*self.scheduler.owners(), ("the test", self.lent)]
         owners += [(f"outbox {key}", r.block_ids) for key, r in self.outbox.held.items()]
         check_blocks(self.cache, owners)
+        check_blocks_in_flight(self.cache, self.executor)
 
     def check_idle(self) -> None:
         """Nothing is held by anybody, and every row is free."""
-        assert not self.scheduler.has_work
+        assert not self.core.has_work
         assert self.cache.num_held == 0
         assert self.scheduler.num_free_rows == self.scheduler._config.max_rows

@@ -1,5 +1,6 @@
 """The scheduler under random histories, against an oracle that knows no scheduling; and proof that
-the comparison can fail: each of a list of planted bugs must be found by the same machine.
+the comparison can fail: each of a list of planted bugs must be found by the same machine. All of it
+with one step at a time, and with the next one launched before the last is waited for.
 """
 
 from typing import Any
@@ -19,8 +20,11 @@ from hypothesis.stateful import (
 from configs.schema import SchedulerConfig
 from engine.request import Request, RequestKey, SamplingParams
 from engine.scheduling.contracts import StepOutput
+from engine.scheduling.finish import FinishRules
 from engine.scheduling.plan import StepPlan, TokenLogprobs
+from engine.scheduling.request_blocks import RequestBlocks
 from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.steps_in_flight import StepsInFlight
 from tests.engine.scheduling.world import BLOCK_SIZE, World
 
 # One of few prompts for each length, so that prefixes are shared.
@@ -35,10 +39,11 @@ PICK = st.integers(0, 99)
 
 class SchedulerMachine(RuleBasedStateMachine):
     scheduler_class: type[Scheduler] = Scheduler
+    overlap = False
 
     def __init__(self) -> None:
         super().__init__()
-        self.world = World(self.scheduler_class)
+        self.world = World(self.scheduler_class, overlap=self.overlap)
         self.history: list[tuple[str, dict[str, Any]]] = []
         self.is_sound = True
 
@@ -108,10 +113,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not self.is_sound:
             return  # a second failure would hide the first
         self.do("drain")
-        twin = World(self.scheduler_class)
+        twin = World(self.scheduler_class, overlap=self.overlap)
         for operation, arguments in self.history:
             getattr(twin, operation)(**arguments)
         assert twin.executor.plans == self.world.executor.plans
+
+
+class OverlappedMachine(SchedulerMachine):
+    overlap = True
 
 
 # ---- planted bugs --------------------------------------------------------------------------------
@@ -125,9 +134,20 @@ class AbortKeepsTheBlocks(Scheduler):
         return super().abort(key)
 
 
-class CountsOneBlockTooFew(Scheduler):
-    def _num_missing_blocks(self, request: Request) -> int:
-        return max(0, super()._num_missing_blocks(request) - 1)
+class WithPlantedBlocks(Scheduler):
+    """A scheduler whose `RequestBlocks` have the bug."""
+
+    blocks_class: type[RequestBlocks]
+
+    def __init__(self, config: SchedulerConfig, **parts: Any) -> None:
+        super().__init__(config, **parts)
+        self._blocks = self.blocks_class(parts["cache"], parts["hasher"], parts["block_size"])
+
+
+class CountsOneBlockTooFew(WithPlantedBlocks):
+    class blocks_class(RequestBlocks):  # noqa: N801 - an attribute
+        def num_missing(self, request: Request) -> int:
+            return max(0, super().num_missing(request) - 1)
 
 
 class IndexesBeforeTheStepHasRun(Scheduler):
@@ -190,22 +210,23 @@ class HitsTheWholePrompt(Scheduler):
 
 class PoisonedBlocksAreNotZeroed(Scheduler):
     def plan(self, now_s: float) -> StepPlan | None:
-        self._cache.release(self._poisoned_block_ids)
-        self._poisoned_block_ids = []
+        self._cache.release(self._blocks.take_poisoned())
         return super().plan(now_s)
 
 
 class PoisonedBlocksCanBeFound(Scheduler):
     def _end_as_poisoned(self, request: Request, output: StepOutput) -> None:
         super()._end_as_poisoned(request, output)
-        for i, block_id in enumerate(self._poisoned_block_ids[: len(request.block_hashes)]):
+        poisoned = self._blocks.poisoned_block_ids
+        for i, block_id in enumerate(poisoned[: len(request.block_hashes)]):
             parent = request.block_hashes[i - 1] if i else None
             self._cache.index(block_id, request.block_hashes[i], parent)
 
 
 class AsksForASpareBlock(Scheduler):
     def _acquire_blocks(self, request: Request) -> bool:
-        is_last = self._num_blocks_for(request.num_known_tokens) == self._cache.num_blocks
+        num_blocks = -(-request.num_known_tokens // BLOCK_SIZE)
+        is_last = num_blocks == self._cache.num_blocks
         return not is_last and super()._acquire_blocks(request)
 
 
@@ -225,6 +246,70 @@ class TwinsDecideDifferently(Scheduler):
         return super().plan(now_s)
 
 
+# ---- planted bugs that need a step in flight -----------------------------------------------------
+
+
+class EmitsTheTokenAfterTheLast(Scheduler):
+    """What comes for a request that has left is not dropped."""
+
+    def _has_left(self, request: Request) -> bool:
+        return False
+
+    def _unseat(self, request: Request) -> None:
+        self._running[request.key] = request
+        super()._unseat(request)
+
+
+class IndexesWhatIsStillInFlight(WithPlantedBlocks):
+    class blocks_class(RequestBlocks):  # noqa: N801 - an attribute
+        def index_full(self, request: Request, num_computed_tokens: int) -> None:
+            num_tokens = min(request.num_computed_tokens, request.num_known_tokens)
+            super().index_full(request, num_tokens)
+
+
+class PreemptsWithAStepInFlight(Scheduler):
+    """And takes a request that is back in a row for the one that the step computed."""
+
+    def _grow_rows(self, runnable: list[Request]) -> dict[int, list[int]] | None:
+        in_flight, self._in_flight = self._in_flight, StepsInFlight()
+        grown = super()._grow_rows(runnable)
+        self._in_flight = in_flight
+        return grown
+
+
+class FreesBlocksOfAStepInFlight(Scheduler):
+    def _leave(self, request: Request) -> None:
+        in_flight, self._in_flight = self._in_flight, StepsInFlight()
+        super()._leave(request)
+        self._in_flight = in_flight
+
+
+class FreesBlocksOfAStepInFlightTwice(Scheduler):
+    def _leave(self, request: Request) -> None:
+        block_ids = list(request.block_ids)
+        super()._leave(request)
+        self._cache.release(block_ids)
+
+
+class GoesOnPastItsLastToken(Scheduler):
+    def __init__(self, config: SchedulerConfig, **parts: Any) -> None:
+        super().__init__(config, **parts)
+
+        class Rules(FinishRules):
+            def can_go_on(self, request: Request) -> bool:
+                return True
+
+        self._finish_rules = Rules(parts["eos_token_ids"], parts["max_model_len"])
+
+
+class ZeroedBlocksAreFreeAtOnce(WithPlantedBlocks):
+    class blocks_class(RequestBlocks):  # noqa: N801 - an attribute
+        def take_poisoned(self) -> list[int]:
+            block_ids = super().take_poisoned()
+            self._cache.release(block_ids)
+            return block_ids
+
+
 SETTINGS = settings(
     deadline=None,
     database=None,
@@ -232,10 +317,21 @@ SETTINGS = settings(
     suppress_health_check=list(HealthCheck),
 )
 SchedulerMachine.TestCase.settings = settings(SETTINGS, max_examples=100)
+OverlappedMachine.TestCase.settings = settings(SETTINGS, max_examples=100)
 TestSchedulerUnderRandomHistories = pytest.mark.slow(SchedulerMachine.TestCase)
+TestOverlappedSchedulerUnderRandomHistories = pytest.mark.slow(OverlappedMachine.TestCase)
+
+
+def _find(planted: type[Scheduler], machine: type[SchedulerMachine]) -> None:
+    """Run the machine on a planted bug; the failure it meets is raised."""
+    planted_machine = type("PlantedMachine", (machine,), {"scheduler_class": planted})
+    # The first failure is enough (no shrinking), and it is the same on every day.
+    options = settings(SETTINGS, max_examples=200, phases=[Phase.generate], derandomize=True)
+    run_state_machine_as_test(planted_machine, settings=options)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("machine", [SchedulerMachine, OverlappedMachine])
 @pytest.mark.parametrize(
     "planted",
     [
@@ -253,9 +349,26 @@ TestSchedulerUnderRandomHistories = pytest.mark.slow(SchedulerMachine.TestCase)
         TwinsDecideDifferently,
     ],
 )
-def test_the_machine_finds_a_planted_bug(planted: type[Scheduler]) -> None:
-    machine = type("PlantedMachine", (SchedulerMachine,), {"scheduler_class": planted})
-    # The first failure is enough (no shrinking), and it is the same on every day.
-    options = settings(SETTINGS, max_examples=200, phases=[Phase.generate], derandomize=True)
+def test_the_machine_finds_a_planted_bug(
+    planted: type[Scheduler], machine: type[SchedulerMachine]
+) -> None:
     with pytest.raises(AssertionError):
-        run_state_machine_as_test(machine, settings=options)
+        _find(planted, machine)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "planted",
+    [
+        EmitsTheTokenAfterTheLast,
+        IndexesWhatIsStillInFlight,
+        PreemptsWithAStepInFlight,
+        FreesBlocksOfAStepInFlight,
+        FreesBlocksOfAStepInFlightTwice,
+        GoesOnPastItsLastToken,
+        ZeroedBlocksAreFreeAtOnce,
+    ],
+)
+def test_the_machine_finds_a_bug_that_needs_a_step_in_flight(planted: type[Scheduler]) -> None:
+    with pytest.raises(AssertionError):
+        _find(planted, OverlappedMachine)

@@ -20,6 +20,7 @@ from engine.messages import FailureRecord, TokenRecord
 from engine.request import Request, RequestKey, SamplingParams
 from engine.scheduling.contracts import StepOutput
 from engine.scheduling.scheduler import Scheduler
+from tests.engine.scheduling.in_flight import check_blocks_in_flight
 from tests.fakes import EOS_TOKEN_ID, FakeExecutor, expected_output
 
 BLOCK_SIZE = 4
@@ -47,7 +48,7 @@ class Story:
 
 
 class World:
-    def __init__(self, scheduler_class: type[Scheduler]) -> None:
+    def __init__(self, scheduler_class: type[Scheduler], *, overlap: bool) -> None:
         self.clock = ManualClock()
         self.cache = BlockCache(NUM_BLOCKS, enable_prefix_cache=True, protected_share=0.5)
         self.executor = FakeExecutor(
@@ -56,6 +57,7 @@ class World:
             max_rows=CONFIG.max_rows,
             max_step_tokens=CONFIG.max_step_tokens,
             max_model_len=MAX_MODEL_LEN,
+            max_in_flight=1 + int(overlap),
         )
         self.ready: dict[RequestKey, HandoffReady] = {}
         self.outgoing = OutgoingHandoffs(self.cache, self._on_outgoing)
@@ -70,7 +72,7 @@ class World:
             max_model_len=MAX_MODEL_LEN,
             eos_token_ids=(EOS_TOKEN_ID,),
         )
-        self.core = EngineCore(self.scheduler, self.executor, self.clock)
+        self.core = EngineCore(self.scheduler, self.executor, self.clock, overlap=overlap)
         self.stories: dict[RequestKey, Story] = {}
         self.lent: list[int] = []
 
@@ -176,26 +178,27 @@ class World:
         self.clock.advance(seconds)
 
     def step(self) -> None:
-        num_plans = len(self.executor.plans)
+        num_plans, num_waited = len(self.executor.plans), self.executor.num_waited
         held_elsewhere = any(self.outgoing.owners()) or self.lent
-        must_move = self.scheduler.has_work and not held_elsewhere
+        must_move = self.core.has_work and not held_elsewhere
         output = self.core.step()
         for _, record in output.tokens:
             self._receive_token(record)
         for _, failure in output.failures:
             self._receive_failure(failure)
         self._check_left(output)
-        has_moved = len(self.executor.plans) > num_plans or output.failures
+        waited = self.executor.plans[num_waited : self.executor.num_waited]
+        has_moved = len(self.executor.plans) > num_plans or bool(waited)
+        assert output.has_progressed == has_moved
+        must_move = must_move and not output.failures
         assert has_moved or not must_move, f"nothing moves: {self.scheduler.statistics()}"
-        assert output.num_scheduled_tokens == sum(
-            plan.num_tokens for plan in self.executor.plans[num_plans:]
-        )
+        assert output.num_scheduled_tokens == sum(plan.num_tokens for plan in waited)
 
     def drain(self) -> None:
         """Nothing arrives any more: all must end, in a bounded number of steps."""
         self.squeeze(0)
         for _ in range(MAX_DRAIN_STEPS):
-            if not self.scheduler.has_work and not self.ready:
+            if not self.core.has_work and not self.ready:
                 break
             self.step()
             self.check()
@@ -204,7 +207,7 @@ class World:
                 self.check()
             if self.ready:
                 self.give_up(0)
-        assert not self.scheduler.has_work, f"livelock: {self.scheduler.statistics()}"
+        assert not self.core.has_work, f"livelock: {self.scheduler.statistics()}"
         assert len(self.outgoing) == 0, f"handoffs without a request: {len(self.outgoing)}"
         assert all(story.phase == "over" for story in self.stories.values())
         self.check()
@@ -215,6 +218,7 @@ class World:
     def check(self) -> None:
         owners = [*self.scheduler.owners(), *self.outgoing.owners(), ("others", self.lent)]
         check_blocks(self.cache, owners)
+        check_blocks_in_flight(self.cache, self.executor)
         counts = self.scheduler.statistics()
         num_here = sum(story.phase == "scheduler" for story in self.stories.values())
         assert counts.num_waiting + counts.num_running == num_here

@@ -1,0 +1,143 @@
+"""One model replica on its device, ready to step: weights, attention, KV memory, warm-up, graphs.
+
+Composition of the tensor side of an engine; what runs on it and when is not known here.
+"""
+
+import logging
+from pathlib import Path
+
+import torch
+
+from configs.schema import AppConfig
+from engine.errors import ConfigError
+from engine.execution.executor import Executor
+from engine.execution.memory import num_blocks_that_fit
+from engine.execution.warm_up import warm_up
+from engine.kv.layout import KvDtype, KvLayout
+from engine.models.decoder import CausalLM
+from engine.models.registry import build_model
+from engine.models.spec import ModelSpec
+from engine.sampling.sampler import Sampler
+from kernels.attention.phased import PhasedAttention
+from kernels.attention.protocol import AttentionShape
+from kernels.attention.select import AttentionNames, BackendUnavailable, build_attention
+
+logger = logging.getLogger(__name__)
+
+DTYPES: dict[KvDtype, torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+CPU_BLOCKS = 2048  # where cache.num_blocks is left open
+
+
+class Replica:
+    """Builds the executor of `config`, once or as a trial."""
+
+    def __init__(self, config: AppConfig, spec: ModelSpec, layout: KvLayout) -> None:
+        """Loads the weights. Raises ConfigError: model, backend and device do not go together."""
+        self._config = config
+        self._spec = spec
+        self._layout = layout
+        self._device = torch.device(config.model.device)
+        asked = config.model.max_model_len
+        self._max_model_len = spec.max_model_len if asked is None else asked
+        attention = self._build_attention()  # refuses in a moment what loading would delay
+        self._uses_graphs = _uses_graphs(config, attention)
+        self._model = self._load_model()
+
+    def build_executor(self) -> Executor:
+        """Warmed up and captured, with as many blocks as configured or as fit."""
+        num_blocks = self._config.cache.num_blocks
+        if num_blocks is None:
+            num_blocks = self._num_blocks_that_fit() if self._is_gpu else CPU_BLOCKS
+        return self._build(num_blocks)
+
+    @property
+    def _is_gpu(self) -> bool:
+        return self._device.type == "cuda"
+
+    def _num_blocks_that_fit(self) -> int:
+        scheduler, layout = self._config.scheduler, self._layout
+        # The largest step, and a block for every row.
+        trial_blocks = layout.num_blocks_for(scheduler.max_step_tokens) + scheduler.max_rows
+
+        def run_trial() -> None:
+            self._build(trial_blocks)
+
+        return num_blocks_that_fit(
+            run_trial,
+            trial_blocks=trial_blocks,
+            block_bytes=layout.block_bytes,
+            share=self._config.cache.gpu_memory_share,
+        )
+
+    def _build(self, num_blocks: int) -> Executor:
+        scheduler = self._config.scheduler
+        capacity = num_blocks * self._layout.block_size
+        executor = Executor(
+            self._model,
+            layout=self._layout,
+            num_blocks=num_blocks,
+            max_rows=scheduler.max_rows,
+            max_model_len=self._max_model_len,
+            max_step_tokens=scheduler.max_step_tokens,
+            sampler=Sampler(
+                self._spec.vocab_size, scheduler.max_rows, self._spec.eos_token_ids, self._device
+            ),
+            attention=self._build_attention(),
+        )
+        warm_up(
+            executor,
+            num_rows=scheduler.max_rows,
+            num_blocks=num_blocks,
+            max_tokens=min(scheduler.max_step_tokens, self._max_model_len - 1, capacity),
+        )
+        if self._uses_graphs:
+            executor.capture_graphs(logger.info)
+        return executor
+
+    def _load_model(self) -> CausalLM:
+        model = self._config.model
+        return build_model(
+            Path(model.path),
+            dtype=DTYPES[self._layout.dtype],
+            device=self._device,
+            max_model_len=self._max_model_len,
+            has_random_weights=model.weights == "random",
+            is_deterministic=model.deterministic,
+        )
+
+    def _build_attention(self) -> PhasedAttention:
+        """Raises ConfigError: a backend that is not there or cannot do this model."""
+        names, spec = self._config.model.attention, self._spec
+        try:
+            return build_attention(
+                AttentionNames(prefill=names.prefill, decode=names.decode),
+                AttentionShape(
+                    num_heads=spec.num_heads,
+                    num_kv_heads=spec.num_kv_heads,
+                    head_dim=spec.head_dim,
+                    layer_windows=spec.layer_windows,
+                ),
+                block_size=self._layout.block_size,
+                dtype=DTYPES[self._layout.dtype],
+                device=self._device,
+                fixed_tile=self._config.model.deterministic,
+            )
+        except BackendUnavailable as error:
+            raise ConfigError(f"model.attention: {error}") from error
+
+
+def _uses_graphs(config: AppConfig, attention: PhasedAttention) -> bool:
+    """Whether decode steps replay CUDA graphs. Raises ConfigError if asked for and impossible."""
+    asked = config.execution.cuda_graphs
+    if asked and not attention.can_capture:
+        raise ConfigError(
+            "execution.cuda_graphs: the decode backend cannot be captured; set"
+            " model.attention.decode to triton, flashinfer or flash_attn, or leave it out"
+        )
+    if asked is None:
+        return config.model.device == "cuda" and attention.can_capture
+    return asked

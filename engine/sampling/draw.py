@@ -1,0 +1,163 @@
+"""How rows with a temperature are drawn: torch features on a CPU, one fused object on a GPU.
+
+Both mean the same, steps 5 to 9 of `Sampler`; which one is used is decided once, by device. Knows
+nothing of history and bias, which have been applied to the logits that come here.
+"""
+
+import math
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.request import SamplingParams
+from engine.sampling.feature import LogitFeature
+from engine.sampling.noise import GumbelNoise, signed_seed
+from engine.sampling.staging import Staging
+from engine.sampling.truncation import SMALLEST_TEMPERATURE, MinP, Temperature, TopK, TopP
+from kernels.sample_rows import Draws, GreedyChoice, greedy
+
+
+class Draw(Protocol):
+    """The rows that have a temperature, and where each stands in its own sequence of draws."""
+
+    def __contains__(self, row: object) -> bool: ...
+
+    def add(
+        self, row: int, params: SamplingParams, prompt_ids: list[int], output_ids: list[int]
+    ) -> bool:
+        """Take the row unless it is greedy; say whether it was taken."""
+        ...
+
+    def remove(self, row: int) -> None:
+        """Forget the row; one never taken is fine."""
+        ...
+
+    def choose(self, logits: Tensor, positions: list[int], rows: list[int]) -> GreedyChoice:
+        """Draw for line `positions[p]` of `logits` [S, vocab] as `rows[p]` asks; [P] results.
+
+        The rows are ours; logits are left as they are. Advances no row.
+        """
+        ...
+
+    def observe(self, rows: list[int]) -> None:
+        """Those of `rows` that are ours just drew a token each."""
+        ...
+
+
+class TorchDraw:
+    """Temperature, cuts and noise as features of plain torch, each waiting for what it computes."""
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self._temperature = Temperature()
+        self._noise = GumbelNoise(vocab_size, device)
+        self._features: tuple[LogitFeature, ...] = (
+            self._temperature,
+            TopK(vocab_size),
+            TopP(),
+            MinP(),
+            self._noise,
+        )
+
+    def __contains__(self, row: object) -> bool:
+        return row in self._temperature
+
+    def add(
+        self, row: int, params: SamplingParams, prompt_ids: list[int], output_ids: list[int]
+    ) -> bool:
+        for feature in self._features:
+            feature.add(row, params, prompt_ids, output_ids)
+        return row in self._temperature
+
+    def remove(self, row: int) -> None:
+        for feature in self._features:
+            feature.remove(row)
+
+    def choose(self, logits: Tensor, positions: list[int], rows: list[int]) -> GreedyChoice:
+        index = torch.tensor(positions, device=logits.device)
+        scores = logits.index_select(0, index).float()  # a copy
+        for feature in self._features:
+            feature.apply(scores, rows)
+        return greedy(scores)
+
+    def observe(self, rows: list[int]) -> None:
+        self._noise.advance(rows)
+
+
+class FusedDraw:
+    """The same by `kernels.sample_rows_triton`, without waiting.
+
+    Parameters are kept on the host and sent with each step, so rows may come and go while earlier
+    steps are still on the GPU: those have their own copy.
+    """
+
+    def __init__(self, vocab_size: int, max_rows: int, staging: Staging) -> None:
+        # Needs Triton, which only a GPU host has to have.
+        from kernels.sample_rows_triton import draw
+
+        self._launch = draw
+        self._vocab_size = vocab_size
+        self._staging = staging
+        self._members: set[int] = set()
+        # All [max_rows].
+        self._seeds = np.zeros(max_rows, dtype=np.int64)
+        self._indices = np.zeros(max_rows, dtype=np.int64)  # output tokens so far
+        self._temperatures = np.ones(max_rows, dtype=np.float32)
+        self._top_ks = np.zeros(max_rows, dtype=np.int32)  # 0 = no cut
+        self._top_ps = np.ones(max_rows, dtype=np.float32)  # 1 = no cut
+        self._max_depths = np.zeros(max_rows, dtype=np.float32)  # -log(min_p), inf = no cut
+
+    def __contains__(self, row: object) -> bool:
+        return row in self._members
+
+    def add(
+        self, row: int, params: SamplingParams, prompt_ids: list[int], output_ids: list[int]
+    ) -> bool:
+        if params.is_greedy:
+            return False
+        self._members.add(row)
+        self._seeds[row] = signed_seed(params.seed)
+        self._indices[row] = len(output_ids)
+        self._temperatures[row] = max(params.temperature, SMALLEST_TEMPERATURE)
+        self._top_ks[row] = params.top_k if 0 < params.top_k < self._vocab_size else 0
+        self._top_ps[row] = min(params.top_p, 1.0)
+        self._max_depths[row] = abs(math.log(params.min_p)) if params.min_p > 0.0 else math.inf
+        return True
+
+    def remove(self, row: int) -> None:
+        self._members.discard(row)
+
+    def choose(self, logits: Tensor, positions: list[int], rows: list[int]) -> GreedyChoice:
+        members = np.array(rows, dtype=np.int64)
+        lines, seeds, indices, temperatures, top_ks, top_ps, max_depths = self._staging.send(
+            np.array(positions, dtype=np.int64),
+            self._seeds[members],
+            self._indices[members],
+            self._temperatures[members],
+            self._top_ks[members],
+            self._top_ps[members],
+            self._max_depths[members],
+        )
+        return self._launch(
+            logits,
+            Draws(
+                lines=lines,
+                seeds=seeds,
+                indices=indices,
+                temperatures=temperatures,
+                top_ks=top_ks,
+                top_ps=top_ps,
+                max_depths=max_depths,
+            ),
+        )
+
+    def observe(self, rows: list[int]) -> None:
+        self._indices[[row for row in rows if row in self._members]] += 1
+
+
+def build_draw(vocab_size: int, max_rows: int, staging: Staging) -> Draw:
+    """The implementation for the staging's device."""
+    if staging.device.type == "cuda":
+        return FusedDraw(vocab_size, max_rows, staging)
+    return TorchDraw(vocab_size, staging.device)

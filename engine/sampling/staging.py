@@ -1,0 +1,57 @@
+"""Small arrays from the host to the device without waiting: one copy for all that a part needs.
+
+A plain copy of a Python list to a GPU waits for everything launched before it. From page-locked
+memory it does not, but then that memory must outlive the copy. Torch's page-locked allocator sees
+to it: it notes the stream that reads a buffer and hands the buffer out again only when that read
+is done, so any number of steps may be in flight. Knows nothing of what it carries.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+# Every array starts at a multiple: no kernel ever sees an unaligned pointer.
+_ALIGNMENT_BYTES = 16
+
+
+class Staging:
+    """Sends arrays to one device; pinned where the device is a GPU, plain memory on a CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._is_pinned = device.type == "cuda"
+
+    def send(self, *arrays: NDArray[Any]) -> tuple[Tensor, ...]:
+        """The arrays as device tensors of the same shape and dtype, by one copy.
+
+        Returns before the copy is done; work launched later on the current stream sees it. The
+        arrays may be changed at once.
+        """
+        starts = [0]
+        for array in arrays:
+            starts.append(starts[-1] + -(-array.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES)
+        buffer = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=self._is_pinned)
+        host_bytes = buffer.numpy()
+        for start, array in zip(starts, arrays, strict=False):
+            host_bytes[start : start + array.nbytes] = (
+                np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+            )
+        on_device = buffer.to(self.device, non_blocking=True)
+        return tuple(
+            _as_array(on_device[start : start + array.nbytes], array)
+            for start, array in zip(starts, arrays, strict=False)
+        )
+
+    def indices(self, positions: list[int]) -> Tensor:
+        """The positions as int64 [P] on the device."""
+        (index,) = self.send(np.array(positions, dtype=np.int64))
+        return index
+
+
+def _as_array(raw: Tensor, like: NDArray[Any]) -> Tensor:
+    """Bytes uint8 [nbytes] as a tensor with the shape and dtype of `like`."""
+    dtype = torch.from_numpy(np.empty(0, dtype=like.dtype)).dtype
+    return raw.view(dtype).view(like.shape)

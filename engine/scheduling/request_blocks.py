@@ -1,0 +1,98 @@
+"""The blocks of requests: acquired with a prefix hit, grown, indexed, released or set aside.
+
+Blocks with content that is not finite are set aside until a step has zeroed them: a later owner
+would spread a NaN even from a masked position (0 * NaN). Knows no rows, no queue and no steps.
+"""
+
+from collections.abc import Sequence
+
+from engine.kv.block_cache import BlockCache
+from engine.request import Request
+from engine.scheduling.contracts import BlockHasher
+
+
+class RequestBlocks:
+    """What the requests of one scheduler hold in its `BlockCache`."""
+
+    def __init__(self, cache: BlockCache, hasher: BlockHasher, block_size: int) -> None:
+        self._cache = cache
+        self._hasher = hasher
+        self._block_size = block_size
+        self.poisoned_block_ids: list[int] = []  # held here until `take_poisoned`
+
+    def hash_full(self, request: Request) -> None:
+        """Name the full blocks of the request's known tokens, if anybody could be asked for them."""
+        if self._cache.keeps_prefixes:
+            self._hasher.extend(request)
+
+    def num_missing(self, request: Request) -> int:
+        """Blocks the request lacks for all its tokens, known and in flight."""
+        num_slots = len(request.block_ids) * self._block_size
+        if request.num_computed_tokens < num_slots >= len(request.tokens):
+            return 0
+        num_tokens = request.num_known_tokens + request.num_in_flight_tokens
+        return self._num_blocks_for(num_tokens) - len(request.block_ids)
+
+    def grow(self, request: Request, num_blocks: int) -> list[int]:
+        """Append that many blocks, which must be available; returns them."""
+        block_ids = self._cache.allocate(num_blocks)
+        assert block_ids is not None, f"{request.key}: {num_blocks} blocks were counted"
+        request.block_ids.extend(block_ids)
+        return block_ids
+
+    def acquire(self, request: Request, *, num_spare_blocks: int) -> bool:
+        """Reference cached blocks and allocate the rest; False, and no effect, without room.
+
+        Room means: `num_spare_blocks` stay available. One token at least stays to be computed.
+        """
+        hashes = request.block_hashes[: (request.num_known_tokens - 1) // self._block_size]
+        hit_ids = self._cache.match(hashes)
+        num_missing = self._num_blocks_for(request.num_known_tokens) - len(hit_ids)
+        if self._cache.num_available_beside(hit_ids) < num_missing + num_spare_blocks:
+            return False
+        request.block_ids = self._cache.acquire_prefix(hashes)
+        self.grow(request, num_missing)
+        request.num_indexed_blocks = len(hit_ids)
+        request.num_computed_tokens = len(hit_ids) * self._block_size
+        return True
+
+    def index_full(self, request: Request, num_computed_tokens: int) -> None:
+        """Offer the blocks that the request's first `num_computed_tokens` tokens fill.
+
+        Their ids are known and their KV is known to be good: a later step, still in flight, may
+        have been counted in `request.num_computed_tokens` already, but not here.
+        """
+        num_full = num_computed_tokens // self._block_size
+        if num_full <= request.num_indexed_blocks:
+            return
+        if self._cache.keeps_prefixes:
+            self._hasher.extend(request)
+            for i in range(request.num_indexed_blocks, num_full):
+                parent = request.block_hashes[i - 1] if i else None
+                self._cache.index(request.block_ids[i], request.block_hashes[i], parent)
+        request.num_indexed_blocks = num_full
+
+    def take(self, request: Request) -> list[int]:
+        """The request's references, which are the caller's from now on."""
+        block_ids, request.block_ids = request.block_ids, []
+        request.num_indexed_blocks = 0
+        return block_ids
+
+    def set_aside(self, block_ids: Sequence[int]) -> list[int]:
+        """Keep for zeroing what nobody else reads of a sequence that may hold numbers not finite.
+
+        Nobody finds any of its blocks again. Returns those that others still read, for the caller
+        to release: they were complete, and good, before the step that failed.
+        """
+        self._cache.forget(block_ids)
+        is_shared = {b: self._cache.num_references(b) > 1 for b in block_ids}
+        self.poisoned_block_ids += [b for b, shared in is_shared.items() if not shared]
+        return [b for b, shared in is_shared.items() if shared]
+
+    def take_poisoned(self) -> list[int]:
+        """Blocks for the next plan to zero, with their references."""
+        block_ids, self.poisoned_block_ids = self.poisoned_block_ids, []
+        return block_ids
+
+    def _num_blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._block_size)

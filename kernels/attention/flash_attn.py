@@ -1,0 +1,217 @@
+"""FlashAttention-3 over the paged store, as vLLM builds it: Hopper, bf16 and fp16.
+
+FlashAttention-3 (arXiv:2407.08608) reads K and V of a block through a two-dimensional table
+[rows, blocks], while a step carries its block ids flat; `expand_blocks` writes the table on the
+device, once a step. So is the work of all layers laid out over the SMs (the library's scheduler
+metadata: how many splits of its keys each row gets), once per window instead of once per layer.
+"""
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.attention.protocol import AttentionShape, AttentionStep, RowTensors
+
+_HOMES = ("vllm.vllm_flash_attn", "vllm_flash_attn")
+_HEAD_DIMS = (64, 128, 256)
+_DTYPES = (torch.bfloat16, torch.float16)
+_BLOCK_MULTIPLE = 16
+_COLUMNS = 1024
+
+
+def why_not(
+    shape: AttentionShape, block_size: int, dtype: torch.dtype, device: torch.device
+) -> str | None:
+    """What keeps `FlashAttention` from this model on this machine; None where nothing does."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+        return "FlashAttention-3 needs a GPU of compute capability 9 (Hopper)"
+    if dtype not in _DTYPES:
+        return f"FlashAttention-3 computes in bfloat16 and float16, not {dtype}"
+    if shape.head_dim not in _HEAD_DIMS:
+        return f"FlashAttention-3 has heads of 64, 128 and 256, not {shape.head_dim}"
+    if block_size % _BLOCK_MULTIPLE:
+        return f"block size {block_size} is not a multiple of {_BLOCK_MULTIPLE}"
+    if _home() is None:
+        return (
+            "neither vllm.vllm_flash_attn nor vllm_flash_attn is installed; "
+            "`pip install vllm` brings the first"
+        )
+    return None
+
+
+def _home() -> str | None:
+    """The first of `_HOMES` on this machine; looks for a folder, imports nothing."""
+    for home in _HOMES:
+        if importlib.util.find_spec(home.partition(".")[0]) is not None:
+            return home
+    return None
+
+
+@triton.jit(
+    do_not_specialize=["num_columns"],
+    do_not_specialize_on_alignment=["cu_blocks_ptr", "block_ids_ptr", "table_ptr"],
+)
+def _expand_blocks_kernel(
+    cu_blocks_ptr, block_ids_ptr, table_ptr, num_columns, COLUMNS: tl.constexpr
+):
+    row = tl.program_id(0)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    first = tl.load(cu_blocks_ptr + row)
+    num_blocks = tl.load(cu_blocks_ptr + row + 1) - first
+    ids = tl.load(block_ids_ptr + first + columns, mask=columns < num_blocks, other=0)
+    tl.store(table_ptr + row.to(tl.int64) * num_columns + columns, ids, mask=columns < num_columns)
+
+
+def expand_blocks(rows: RowTensors, table: Tensor) -> None:
+    """table[r, c] = block_ids[cu_blocks[r] + c], and 0, a valid id, past a row's last block.
+
+    table: int32 [R, columns], contiguous, overwritten; columns >= the longest row's blocks.
+    """
+    num_rows, num_columns = table.shape
+    grid = (num_rows, triton.cdiv(num_columns, _COLUMNS))
+    _expand_blocks_kernel[grid](
+        rows.cu_blocks, rows.block_ids, table, num_columns, COLUMNS=_COLUMNS
+    )
+
+
+def expand_blocks_torch(rows: RowTensors, table: Tensor) -> None:
+    """The twin of `expand_blocks`."""
+    columns = torch.arange(table.shape[1], device=table.device)
+    first, num_blocks = rows.cu_blocks[:-1, None], rows.cu_blocks.diff()[:, None]
+    places = (first + columns).clamp(max=len(rows.block_ids) - 1)
+    table.copy_(torch.where(columns < num_blocks, rows.block_ids[places], 0))
+
+
+@dataclass(slots=True, kw_only=True)
+class FlashAttentionMetadata:
+    """What all layers of a step share."""
+
+    rows: RowTensors
+    max_new_tokens: int
+    max_keys: int
+    # [R, blocks] int32
+    table: Tensor
+    # window -> the library's layout of the step's work; filled by `begin`
+    schedules: dict[int | None, Tensor]
+
+
+class FlashAttention:
+    """A `GraphAttention`; single-token rows and chunks go through the same call."""
+
+    def __init__(
+        self,
+        shape: AttentionShape,
+        *,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """Raises ValueError where `why_not` has a reason."""
+        reason = why_not(shape, block_size, dtype, device)
+        if reason is not None:
+            raise ValueError(reason)
+        library = _import_library()
+        self._attend: Callable[..., Tensor] = library.flash_attn_varlen_func
+        self._schedule: Callable[..., Tensor] = library.get_scheduler_metadata
+        self._shape = shape
+        self._block_size = block_size
+        self._dtype = dtype
+        self._device = device
+        self._windows = tuple(dict.fromkeys(shape.layer_windows))
+
+    def plan(self, step: AttentionStep) -> FlashAttentionMetadata:
+        metadata = self._metadata(step.device_rows, step.max_new_tokens, step.max_keys)
+        self.begin(metadata)
+        return metadata
+
+    def run(
+        self,
+        q: Tensor,
+        k_new: Tensor,
+        v_new: Tensor,
+        layer: int,
+        store: Tensor,
+        metadata: FlashAttentionMetadata,
+    ) -> Tensor:
+        window = self._shape.layer_windows[layer]
+        out = self._attend(
+            q=q,
+            k=store[:, layer, 0],
+            v=store[:, layer, 1],
+            max_seqlen_q=metadata.max_new_tokens,
+            cu_seqlens_q=metadata.rows.cu_tokens,
+            max_seqlen_k=metadata.max_keys,
+            seqused_k=metadata.rows.num_keys,
+            block_table=metadata.table,
+            softmax_scale=self._shape.scale,
+            causal=True,
+            window_size=_window_size(window),
+            scheduler_metadata=metadata.schedules[window],
+            fa_version=3,
+        )
+        return out.view(len(q), -1)
+
+    # ---- in a CUDA graph ------------------------------------------------------------------------
+
+    def open_graph(self, rows: RowTensors, max_keys: int) -> FlashAttentionMetadata:
+        return self._metadata(rows, 1, max_keys)
+
+    def begin(self, metadata: FlashAttentionMetadata) -> None:
+        """Fills the table and the schedules; a capture keeps the memory of the latter."""
+        expand_blocks(metadata.rows, metadata.table)
+        for window in self._windows:
+            metadata.schedules[window] = self._schedule(
+                batch_size=len(metadata.rows.num_keys),
+                max_seqlen_q=metadata.max_new_tokens,
+                max_seqlen_k=metadata.max_keys,
+                num_heads_q=self._shape.num_heads,
+                num_heads_kv=self._shape.num_kv_heads,
+                headdim=self._shape.head_dim,
+                cache_seqlens=metadata.rows.num_keys,
+                qkv_dtype=self._dtype,
+                cu_seqlens_q=metadata.rows.cu_tokens,
+                page_size=self._block_size,
+                causal=True,
+                window_size=_window_size(window),
+            )
+
+    def refresh(self, metadata: FlashAttentionMetadata, step: AttentionStep) -> None:
+        """Nothing: the captured part derives all it needs from the rows."""
+
+    def _metadata(
+        self, rows: RowTensors, max_new_tokens: int, max_keys: int
+    ) -> FlashAttentionMetadata:
+        num_columns = -(-max_keys // self._block_size)
+        return FlashAttentionMetadata(
+            rows=rows,
+            max_new_tokens=max_new_tokens,
+            max_keys=max_keys,
+            table=torch.empty(
+                (len(rows.num_keys), num_columns), dtype=torch.int32, device=self._device
+            ),
+            schedules={},
+        )
+
+
+def _window_size(window: int | None) -> tuple[int, int]:
+    """Keys seen before and after a query's own, as the library counts them; -1 = all."""
+    return (-1, -1) if window is None else (window - 1, 0)
+
+
+def _import_library() -> ModuleType:
+    home = _home()
+    assert home is not None, "asked for before why_not"
+    library = importlib.import_module(home)
+    if not hasattr(library, "get_scheduler_metadata"):
+        raise ValueError(
+            f"{home} {getattr(library, '__version__', '')} has no FlashAttention-3; "
+            "`pip install vllm` brings it as vllm.vllm_flash_attn"
+        )
+    return library

@@ -1,0 +1,218 @@
+"""Which backend computes attention: chosen once, by name or by device and shape.
+
+"auto" never depends on what happens to be installed: a missing package is an error that names it,
+not another backend with another speed.
+"""
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+
+from kernels.attention.phased import PhasedAttention
+from kernels.attention.protocol import AttentionBackend, AttentionShape, GraphAttention
+from kernels.attention.reference import ReferenceAttention
+
+AttentionName = Literal["auto", "reference", "triton", "flashinfer", "flash_attn"]
+_Phase = Literal["prefill", "decode"]
+_TRITON_HEAD_DIMS = (64, 128)
+_TRITON_DTYPES = (torch.bfloat16, torch.float16)
+_TRITON_BLOCK_MULTIPLE = 16
+
+
+class BackendUnavailable(ValueError):  # noqa: N818  (a state of this machine, not a failure)
+    """A backend cannot serve this model here; says why, how to get it, and what would do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionNames:
+    """The backend of rows with two or more new tokens, and that of rows with one."""
+
+    prefill: AttentionName
+    decode: AttentionName
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Target:
+    """What a backend is asked to serve."""
+
+    shape: AttentionShape
+    block_size: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+def build_attention(
+    names: AttentionNames,
+    shape: AttentionShape,
+    *,
+    block_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    fixed_tile: bool,
+) -> PhasedAttention:
+    """The backends of both phases as one.
+
+    fixed_tile: a request's numbers are the same bits in any batch; only "triton" has that.
+    Raises BackendUnavailable where a named (or automatic) backend cannot do it here.
+    """
+    target = _Target(shape=shape, block_size=block_size, dtype=dtype, device=device)
+    if fixed_tile:
+        _check_fixed_tile(names, target)
+        triton = _build_triton(target, fixed_tile=True)
+        return PhasedAttention(prefill=triton, decode=triton, graph=triton)
+    prefill_name = _resolve(names.prefill, "prefill", target)
+    decode_name = _resolve(names.decode, "decode", target)
+    graph = _build_graph(decode_name, "decode", target)
+    decode = graph or _build_reference(target)
+    if prefill_name == decode_name and decode_name != "flashinfer":
+        return PhasedAttention(prefill=decode, decode=decode, graph=graph)
+    # FlashInfer is two objects even for both phases: one plan suits one kind of rows.
+    prefill = _build_graph(prefill_name, "prefill", target) or _build_reference(target)
+    return PhasedAttention(prefill=prefill, decode=decode, graph=graph)
+
+
+def automatic_name(phase: _Phase, shape: AttentionShape, device: torch.device) -> AttentionName:
+    """What "auto" means: the fastest measured for the phase, by device and shape alone."""
+    if device.type != "cuda" or shape.head_dim not in _TRITON_HEAD_DIMS:
+        return "reference"
+    return "flash_attn" if phase == "prefill" else "triton"
+
+
+def why_not(
+    name: AttentionName,
+    shape: AttentionShape,
+    *,
+    block_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> str | None:
+    """What keeps backend `name` from this model on this machine; None where nothing does."""
+    return _why_not(name, _Target(shape=shape, block_size=block_size, dtype=dtype, device=device))
+
+
+def _resolve(name: AttentionName, phase: _Phase, target: _Target) -> str:
+    chosen = automatic_name(phase, target.shape, target.device) if name == "auto" else name
+    reason = _why_not(chosen, target)
+    if reason is None:
+        return chosen
+    if name == "auto":
+        reason += " (auto chose it for this device and head size)"
+    raise _unavailable(chosen, phase, reason, target)
+
+
+def _unavailable(name: str, phase: _Phase, reason: str, target: _Target) -> BackendUnavailable:
+    others = [other for other in _WHY_NOT if other != name and _why_not(other, target) is None]
+    return BackendUnavailable(
+        f"{name} cannot compute attention's {phase} phase here: {reason}. "
+        f"What would work for {phase}: {', '.join(others)}"
+    )
+
+
+def _check_fixed_tile(names: AttentionNames, target: _Target) -> None:
+    for phase, name in (("prefill", names.prefill), ("decode", names.decode)):
+        if name not in ("auto", "triton"):
+            raise BackendUnavailable(
+                f"{name} cannot compute attention's {phase} phase with the same bits in any batch. "
+                f"What would work for {phase}: triton"
+            )
+    reason = _why_not("triton", target)
+    if reason is not None:
+        raise BackendUnavailable(
+            f"triton alone gives the same bits in any batch, and cannot here: {reason}"
+        )
+
+
+# ---- backends; each module is imported only where it is asked for --------------------------------
+
+
+def _why_not(name: str, target: _Target) -> str | None:
+    assert name in get_args(AttentionName), f"attention backend {name!r}"
+    return _WHY_NOT[name](target)
+
+
+def _why_not_triton(target: _Target) -> str | None:
+    if target.device.type != "cuda":
+        return "the Triton kernels need a GPU"
+    if target.dtype not in _TRITON_DTYPES:
+        return f"the Triton kernels compute in bfloat16 and float16, not {target.dtype}"
+    if target.shape.head_dim not in _TRITON_HEAD_DIMS:
+        return f"the Triton kernels have heads of 64 and 128, not {target.shape.head_dim}"
+    if target.block_size % _TRITON_BLOCK_MULTIPLE:
+        return f"block size {target.block_size} is not a multiple of {_TRITON_BLOCK_MULTIPLE}"
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed; `pip install triton` brings it"
+    return None
+
+
+def _why_not_flashinfer(target: _Target) -> str | None:
+    from kernels.attention import flashinfer
+
+    return flashinfer.why_not(target.shape, target.block_size, target.dtype, target.device)
+
+
+def _why_not_flash_attn(target: _Target) -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed; `pip install triton` brings it"
+    from kernels.attention import flash_attn
+
+    return flash_attn.why_not(target.shape, target.block_size, target.dtype, target.device)
+
+
+def _build_reference(target: _Target) -> AttentionBackend:
+    return ReferenceAttention(
+        target.shape, block_size=target.block_size, dtype=target.dtype, device=target.device
+    )
+
+
+def _build_graph(name: str, phase: _Phase, target: _Target) -> GraphAttention | None:
+    """None for the reference, which no graph can capture."""
+    try:
+        match name:
+            case "triton":
+                return _build_triton(target, fixed_tile=False)
+            case "flashinfer":
+                return _build_flashinfer(target)
+            case "flash_attn":
+                return _build_flash_attn(target)
+    except (ImportError, ValueError) as error:  # installed, but built for another torch or older
+        raise _unavailable(name, phase, str(error), target) from error
+    return None
+
+
+def _build_triton(target: _Target, *, fixed_tile: bool) -> GraphAttention:
+    from kernels.attention.triton import TritonAttention
+
+    return TritonAttention(
+        target.shape,
+        block_size=target.block_size,
+        dtype=target.dtype,
+        device=target.device,
+        fixed_tile=fixed_tile,
+    )
+
+
+def _build_flashinfer(target: _Target) -> GraphAttention:
+    from kernels.attention.flashinfer import FlashInferAttention
+
+    return FlashInferAttention(
+        target.shape, block_size=target.block_size, dtype=target.dtype, device=target.device
+    )
+
+
+def _build_flash_attn(target: _Target) -> GraphAttention:
+    from kernels.attention.flash_attn import FlashAttention
+
+    return FlashAttention(
+        target.shape, block_size=target.block_size, dtype=target.dtype, device=target.device
+    )
+
+
+_WHY_NOT: dict[str, Callable[[_Target], str | None]] = {
+    "flash_attn": _why_not_flash_attn,
+    "flashinfer": _why_not_flashinfer,
+    "triton": _why_not_triton,
+    "reference": lambda _: None,
+}

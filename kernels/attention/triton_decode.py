@@ -1,0 +1,400 @@
+"""Attention for rows with one new token: keys split over programs, the last one to end combines.
+
+    out = sum_j 2^(s_j - m) v_j / l,  l = sum_j 2^(s_j - m),  s_j = q k_j scale log2 e,  m = max s_j
+
+Split over key ranges as in Flash-Decoding (Dao et al., 2023). A program is one *item*, a part of a
+row's keys, for one KV head; the queries that share the head share each tile of keys. `_plan_kernel`
+divides all rows of a step into items on the device, from the lengths as they are then, so that a
+captured graph balances every replay anew:
+
+    rows     | 0 | 1  |      2      |
+    keys     |---|----|----|----|---|     parts of a row are equal and whole tiles
+    items      4    3   0    1    2       last row first: rows are sorted, long ones start early
+
+Parts of a row leave (out, m + log2 l) in scratch memory; whoever arrives last adds them up in part
+order, so the result does not depend on who that is. Knows no requests and no prefill.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.attention.protocol import AttentionShape, RowTensors
+from kernels.pdl import pdl_supported
+
+# tl.dot's smallest number of rows; fewer queries per KV head are padded to it.
+MIN_DOT_ROWS = 16
+# int32 fields of an item: row, part, number of the row's parts (0 = no work), first and end key,
+# the row's first block in block_ids, the first key the query sees; one unused.
+_ITEM_FIELDS = tl.constexpr(8)
+_ROW_TILE = tl.constexpr(1024)
+# Numbers of other parts combined at once; more would need more registers than the main loop.
+_COMBINED_ELEMENTS = 2048
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeConfig:
+    """What may be tuned; the defaults are for an H200."""
+
+    # Keys of one K or V tile, a power of two of 16 or more.
+    tile_keys: int = 64
+    num_warps: int = 4
+    num_stages: int = 3
+    # A row of no more tiles is not split: combining costs about as much as four of them.
+    min_part_tiles: int = 4
+    # Programs wanted beyond one for each row and KV head: four for each of 132 SMs.
+    num_programs: int = 528
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeWork:
+    """Rows of one new token, how their keys are split, and the memory the parts meet in."""
+
+    shape: AttentionShape
+    config: DecodeConfig
+    rows: RowTensors
+    # per window: [num_items, 8] int32, written by `plan_decode`
+    items: dict[int | None, Tensor]
+    # [num_items, kv_heads, groups, head_dim] fp32
+    partial: Tensor
+    # [num_items, kv_heads, groups] fp32  log2 of the sum of 2^score
+    log_sums: Tensor
+    # [R, kv_heads] int32  parts that have ended; 0 between kernels
+    num_arrived: Tensor
+
+
+def layer_constants(
+    q: Tensor, layer: int, store: Tensor, shape: AttentionShape
+) -> dict[str, int | float]:
+    """What a kernel has compiled in: the model's numbers and how q and the store lie."""
+    assert q.stride(2) == 1, f"the numbers of a query lie {q.stride(2)} apart"
+    assert store.stride()[4:] == (shape.head_dim, 1), f"strides of the store: {store.stride()}"
+    return {
+        "SCALE_LOG2E": shape.scale * math.log2(math.e),
+        "WINDOW": shape.layer_windows[layer] or 0,  # 0: none
+        "NUM_KV_HEADS": shape.num_kv_heads,
+        "NUM_GROUPS": shape.num_groups,
+        "HEAD_DIM": shape.head_dim,
+        "BLOCK_SIZE": store.shape[3],
+        "Q_TOKEN_STRIDE": q.stride(0),
+        "Q_HEAD_STRIDE": q.stride(1),
+        "BLOCK_STRIDE": store.stride(0),
+        "LAYER_STRIDE": store.stride(1),
+        "HALF_STRIDE": store.stride(2),
+        "TOKEN_STRIDE": store.stride(3),
+    }
+
+
+@triton.jit
+def key_offsets(  # noqa: ANN201
+    blocks, keys, BLOCK_SIZE: tl.constexpr, BLOCK_STRIDE: tl.constexpr, TOKEN_STRIDE: tl.constexpr
+):
+    """Where keys lie in their half of the store, int64: it has more than 2^31 elements."""
+    return blocks.to(tl.int64) * BLOCK_STRIDE + (keys % BLOCK_SIZE) * TOKEN_STRIDE
+
+
+@triton.jit
+def _num_tiles(num_keys, TILE_KEYS: tl.constexpr, WINDOW: tl.constexpr):
+    """Tiles, counted from key 0, with keys the query sees; the first such key."""
+    first_seen = tl.maximum(num_keys - WINDOW, 0) if WINDOW > 0 else num_keys * 0
+    return (num_keys + TILE_KEYS - 1) // TILE_KEYS - first_seen // TILE_KEYS, first_seen
+
+
+@triton.jit(
+    do_not_specialize=["num_rows", "num_items"],
+    do_not_specialize_on_alignment=["num_keys_ptr", "cu_blocks_ptr"],
+)
+def _plan_kernel(
+    num_keys_ptr,
+    cu_blocks_ptr,
+    items_ptr,
+    num_rows,
+    num_items,
+    MAX_EXTRA_ITEMS: tl.constexpr,
+    MIN_PART_TILES: tl.constexpr,
+    TILE_KEYS: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    lane = tl.arange(0, _ROW_TILE)
+    num_all_tiles = 0
+    for start in range(0, num_rows, _ROW_TILE):
+        num_keys = tl.load(num_keys_ptr + start + lane, mask=start + lane < num_rows, other=0)
+        num_tiles, _ = _num_tiles(num_keys, TILE_KEYS, WINDOW)
+        num_all_tiles += tl.sum(num_tiles)
+    # sum of ceil(tiles / limit) over rows <= rows + all tiles / limit <= rows + MAX_EXTRA_ITEMS
+    limit = tl.maximum(tl.cdiv(num_all_tiles, MAX_EXTRA_ITEMS), MIN_PART_TILES)
+    num_used = 0
+    for start in range(0, num_rows, _ROW_TILE):
+        row = num_rows - 1 - start - lane
+        num_keys = tl.load(num_keys_ptr + row, mask=row >= 0, other=0)
+        first_block = tl.load(cu_blocks_ptr + row, mask=row >= 0, other=0)
+        num_tiles, first_seen = _num_tiles(num_keys, TILE_KEYS, WINDOW)
+        part_tiles = tl.maximum(tl.cdiv(num_tiles, tl.maximum(tl.cdiv(num_tiles, limit), 1)), 1)
+        num_parts = tl.cdiv(num_tiles, part_tiles)
+        first_item = num_used + tl.cumsum(num_parts) - num_parts
+        for part in range(tl.max(num_parts)):
+            item = first_item + part
+            is_item = (part < num_parts) & (item < num_items)
+            first_key = (first_seen // TILE_KEYS + part * part_tiles) * TILE_KEYS
+            at = items_ptr + item * _ITEM_FIELDS
+            tl.store(at, row, mask=is_item)
+            tl.store(at + 1, lane * 0 + part, mask=is_item)
+            tl.store(at + 2, num_parts, mask=is_item)
+            tl.store(at + 3, first_key, mask=is_item)
+            tl.store(at + 4, tl.minimum(first_key + part_tiles * TILE_KEYS, num_keys), mask=is_item)
+            tl.store(at + 5, first_block, mask=is_item)
+            tl.store(at + 6, first_seen, mask=is_item)
+        num_used += tl.sum(num_parts)
+    for start in range(num_used, num_items, _ROW_TILE):
+        item = start + lane
+        tl.store(items_ptr + item * _ITEM_FIELDS + 2, lane * 0, mask=item < num_items)
+
+
+@triton.jit
+def _combine_parts(
+    partial_ptr,
+    log_sums_ptr,
+    out_ptr,
+    first_slot,
+    num_parts,
+    SLOT_STRIDE: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PART_TILE: tl.constexpr,
+    NUM_COLUMNS: tl.constexpr,
+):
+    """Weighted mean of a row's parts, column by column, parts in order."""
+    column = tl.arange(0, NUM_COLUMNS)
+    is_column = column < NUM_GROUPS * HEAD_DIM
+    biggest = tl.full([NUM_COLUMNS], float("-inf"), tl.float32)
+    total = tl.zeros([NUM_COLUMNS], tl.float32)
+    out = tl.zeros([NUM_COLUMNS], tl.float32)
+    for start in range(0, num_parts, PART_TILE):
+        part = start + tl.arange(0, PART_TILE)
+        slot = first_slot + part[:, None] * SLOT_STRIDE
+        is_part = (part < num_parts)[:, None] & is_column[None, :]
+        # From L2: another SM wrote these, and this one's L1 may hold what lay there before.
+        log_sum = tl.load(
+            log_sums_ptr + slot * NUM_GROUPS + (column // HEAD_DIM)[None, :],
+            mask=is_part,
+            other=float("-inf"),
+            cache_modifier=".cg",
+        )
+        values = tl.load(
+            partial_ptr + slot.to(tl.int64) * (NUM_GROUPS * HEAD_DIM) + column[None, :],
+            mask=is_part,
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        log_sum = tl.where(is_column[None, :], log_sum, 0.0)
+        bigger = tl.maximum(biggest, tl.max(log_sum, 0))
+        weight = tl.exp2(log_sum - bigger[None, :])
+        shrink = tl.exp2(biggest - bigger)
+        total = total * shrink + tl.sum(weight, 0)
+        out = out * shrink + tl.sum(weight * values, 0)
+        biggest = bigger
+    tl.store(out_ptr + column, (out / total).to(out_ptr.dtype.element_ty), mask=is_column)
+
+
+@triton.jit(do_not_specialize=["layer"], do_not_specialize_on_alignment=["block_ids_ptr"])
+def _decode_kernel(
+    q_ptr,
+    store_ptr,
+    block_ids_ptr,
+    items_ptr,
+    partial_ptr,
+    log_sums_ptr,
+    num_arrived_ptr,
+    out_ptr,
+    layer,
+    SCALE_LOG2E: tl.constexpr,
+    WINDOW: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    Q_TOKEN_STRIDE: tl.constexpr,
+    Q_HEAD_STRIDE: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr,
+    LAYER_STRIDE: tl.constexpr,
+    HALF_STRIDE: tl.constexpr,
+    TOKEN_STRIDE: tl.constexpr,
+    TILE_KEYS: tl.constexpr,
+    QUERY_ROWS: tl.constexpr,
+    PART_TILE: tl.constexpr,
+    NUM_COLUMNS: tl.constexpr,
+    USE_PDL: tl.constexpr,
+):
+    if USE_PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    kv_head = tl.program_id(0)
+    item = tl.program_id(1)
+    at = items_ptr + item * _ITEM_FIELDS
+    row = tl.load(at)
+    part = tl.load(at + 1)
+    num_parts = tl.load(at + 2)
+    first_key = tl.load(at + 3)
+    end_key = tl.load(at + 4)
+    first_block = tl.load(at + 5)
+    first_seen = tl.load(at + 6)
+    if num_parts == 0:
+        return
+
+    ids_ptr = block_ids_ptr + first_block
+    group = tl.arange(0, QUERY_ROWS)
+    dim = tl.arange(0, HEAD_DIM)
+    is_group = (group < NUM_GROUPS)[:, None]
+    heads = kv_head * NUM_GROUPS + group
+    q = tl.load(
+        q_ptr + row.to(tl.int64) * Q_TOKEN_STRIDE + heads[:, None] * Q_HEAD_STRIDE + dim[None, :],
+        mask=is_group,
+        other=0.0,
+    )
+    k_ptr = store_ptr + layer.to(tl.int64) * LAYER_STRIDE + kv_head * HEAD_DIM
+    v_ptr = k_ptr + HALF_STRIDE
+
+    biggest = tl.full([QUERY_ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([QUERY_ROWS], tl.float32)
+    acc = tl.zeros([QUERY_ROWS, HEAD_DIM], tl.float32)
+    lane = tl.arange(0, TILE_KEYS)
+    # Ids are fetched one tile ahead, so that no K waits for them.
+    blocks = tl.load(
+        ids_ptr + (first_key + lane) // BLOCK_SIZE, mask=first_key + lane < end_key, other=0
+    )
+    for start in tl.range(first_key, end_key, TILE_KEYS):
+        keys = start + lane
+        offsets = key_offsets(blocks, keys, BLOCK_SIZE, BLOCK_STRIDE, TOKEN_STRIDE)
+        is_key = keys < end_key
+        k = tl.load(k_ptr + offsets[:, None] + dim[None, :], mask=is_key[:, None], other=0.0)
+        v = tl.load(v_ptr + offsets[:, None] + dim[None, :], mask=is_key[:, None], other=0.0)
+        next_keys = keys + TILE_KEYS
+        blocks = tl.load(ids_ptr + next_keys // BLOCK_SIZE, mask=next_keys < end_key, other=0)
+        scores = tl.dot(q, tl.trans(k)) * SCALE_LOG2E
+        is_seen = is_key
+        if WINDOW > 0:
+            is_seen = is_seen & (keys >= first_seen)
+        scores = tl.where(is_seen[None, :], scores, float("-inf"))
+        # Each tile has a key the query sees: the maximum is finite.
+        bigger = tl.maximum(biggest, tl.max(scores, 1))
+        p = tl.exp2(scores - bigger[:, None])
+        shrink = tl.exp2(biggest - bigger)
+        total = total * shrink + tl.sum(p, 1)
+        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None])
+        biggest = bigger
+    out = acc / total[:, None]
+
+    first_out_ptr = out_ptr + (row.to(tl.int64) * NUM_KV_HEADS + kv_head) * (NUM_GROUPS * HEAD_DIM)
+    within = group[:, None] * HEAD_DIM + dim[None, :]
+    if num_parts == 1:
+        tl.store(first_out_ptr + within, out.to(out_ptr.dtype.element_ty), mask=is_group)
+    else:
+        slot = item * NUM_KV_HEADS + kv_head
+        partial_at = partial_ptr + slot.to(tl.int64) * (NUM_GROUPS * HEAD_DIM)
+        tl.store(partial_at + within, out, mask=is_group)
+        tl.store(
+            log_sums_ptr + slot * NUM_GROUPS + group,
+            biggest + tl.log2(total),
+            mask=group < NUM_GROUPS,
+        )
+        # All threads' stores, the barrier, one thread's release; the last one's acquire, its loads.
+        tl.debug_barrier()
+        arrived_ptr = num_arrived_ptr + row * NUM_KV_HEADS + kv_head
+        ticket = tl.atomic_add(arrived_ptr, 1, sem="acq_rel", scope="gpu")
+        if ticket == num_parts - 1:
+            _combine_parts(
+                partial_ptr,
+                log_sums_ptr,
+                first_out_ptr,
+                (item - part) * NUM_KV_HEADS + kv_head,
+                num_parts,
+                NUM_KV_HEADS,
+                NUM_GROUPS,
+                HEAD_DIM,
+                PART_TILE,
+                NUM_COLUMNS,
+            )
+            tl.store(arrived_ptr, 0)
+
+
+def open_decode(
+    rows: RowTensors, max_keys: int, shape: AttentionShape, config: DecodeConfig
+) -> DecodeWork:
+    """Memory for `rows`, each with at most `max_keys` keys; `plan_decode` has to fill it."""
+    num_rows = len(rows.num_keys)
+    max_tiles = triton.cdiv(max_keys, config.tile_keys)
+    num_items = min(
+        num_rows + _max_extra_items(shape, config),
+        num_rows * triton.cdiv(max_tiles, config.min_part_tiles),
+    )
+    slots = (num_items, shape.num_kv_heads, shape.num_groups)
+    device = rows.num_keys.device
+    return DecodeWork(
+        shape=shape,
+        config=config,
+        rows=rows,
+        items={
+            window: torch.empty((num_items, _ITEM_FIELDS.value), dtype=torch.int32, device=device)
+            for window in dict.fromkeys(shape.layer_windows)
+        },
+        partial=torch.empty((*slots, shape.head_dim), dtype=torch.float32, device=device),
+        log_sums=torch.empty(slots, dtype=torch.float32, device=device),
+        num_arrived=torch.zeros((num_rows, shape.num_kv_heads), dtype=torch.int32, device=device),
+    )
+
+
+def plan_decode(work: DecodeWork) -> None:
+    """Splits the rows' present keys into items, on the device; mutates `work.items`."""
+    for window, items in work.items.items():
+        _plan_kernel[(1,)](
+            work.rows.num_keys,
+            work.rows.cu_blocks,
+            items,
+            len(work.rows.num_keys),
+            len(items),
+            MAX_EXTRA_ITEMS=_max_extra_items(work.shape, work.config),
+            MIN_PART_TILES=work.config.min_part_tiles,
+            TILE_KEYS=work.config.tile_keys,
+            WINDOW=window or 0,
+        )
+
+
+def decode_attention(q: Tensor, out: Tensor, layer: int, store: Tensor, work: DecodeWork) -> None:
+    """Row r's query is token r of `q`; writes token r of `out`, nothing for a row without keys.
+
+    q: [T, heads, head_dim], T >= R, its tokens and heads may be strided; out: [T, heads *
+    head_dim] contiguous. store: [blocks, layers, 2, block_size, kv_heads, head_dim].
+    """
+    shape, config = work.shape, work.config
+    use_pdl = pdl_supported(q.device)
+    items = work.items[shape.layer_windows[layer]]
+    num_columns = triton.next_power_of_2(shape.num_groups) * shape.head_dim
+    _decode_kernel[(shape.num_kv_heads, len(items))](
+        q,
+        store,
+        work.rows.block_ids,
+        items,
+        work.partial,
+        work.log_sums,
+        work.num_arrived,
+        out,
+        layer,
+        **layer_constants(q, layer, store, shape),
+        TILE_KEYS=config.tile_keys,
+        QUERY_ROWS=max(MIN_DOT_ROWS, num_columns // shape.head_dim),
+        PART_TILE=max(1, _COMBINED_ELEMENTS // num_columns),
+        NUM_COLUMNS=num_columns,
+        USE_PDL=use_pdl,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        launch_pdl=use_pdl,
+    )
+
+
+def _max_extra_items(shape: AttentionShape, config: DecodeConfig) -> int:
+    """Items beyond one a row."""
+    return max(config.num_programs // shape.num_kv_heads, 1)

@@ -1,0 +1,58 @@
+"""The operations of a decoder layer as Triton kernels (CUDA, 16-bit or fp32 elements).
+
+Each works in place where its contract allows, and none has a size of the step as a constant: a
+model's kernels are compiled once, whatever its steps are.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from kernels.ops import HeadNorms
+from kernels.rms_norm import rms_norm, rms_norm_add
+from kernels.rotate_and_store import rotate_and_store
+from kernels.silu_mul import silu_mul
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RotaryPositions:
+    """Where a step's angles stand in the table; the kernel reads them itself."""
+
+    # fp32 [max_positions, head_dim]
+    cos_sin: Tensor
+    # int32 [T]
+    positions: Tensor
+
+
+class TritonOps:
+    """See `kernels.ops.Ops`."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x: [T, n], weight: [n]; returns [T, n]."""
+        return rms_norm(x, weight, eps)
+
+    def rms_norm_add(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """x, residual: [T, n], both overwritten, weight: [n]; returns them."""
+        return rms_norm_add(x, residual, weight, eps)
+
+    def rotary(self, cos_sin: Tensor, positions: Tensor) -> RotaryPositions:
+        """cos_sin: fp32 [max_positions, head_dim]; positions: int32 [T]."""
+        return RotaryPositions(cos_sin=cos_sin, positions=positions)
+
+    def rotate_and_store(
+        self,
+        qkv: Tensor,
+        norms: HeadNorms | None,
+        rotary: RotaryPositions,
+        store: Tensor,
+        layer: int,
+        slots: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """qkv: [T, heads + 2 kv_heads, head_dim], overwritten; returns its views q, k, v."""
+        return rotate_and_store(qkv, norms, rotary.cos_sin, rotary.positions, store, layer, slots)
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """gate_up: [T, 2 n]; returns [T, n]."""
+        return silu_mul(gate_up)

@@ -1,0 +1,32 @@
+"""Tokens that are known only on the device: taken as inputs, and kept after sampling.
+
+    ids[t] = input_ids[t]                      if input_ids[t] >= 0
+             last_tokens[-1 - input_ids[t]]    else: the newest token of that row
+
+    last_tokens[rows[s]] = token_ids[s]        after sampling
+
+So a step can be launched before the tokens it continues have reached the host.
+"""
+
+import torch
+from torch import Tensor
+
+
+def resolve_input_ids(input_ids: Tensor, last_tokens: Tensor) -> Tensor:
+    """input_ids: int32 [T], last_tokens: int32 [rows]; returns int32 [T]."""
+    if input_ids.is_cuda:
+        from kernels.input_ids_triton import resolve  # a CPU needs no Triton
+
+        return resolve(input_ids, last_tokens)
+    rows = torch.clamp(-1 - input_ids, min=0)
+    return torch.where(input_ids >= 0, input_ids, last_tokens.index_select(0, rows))
+
+
+def keep_last_tokens(token_ids: Tensor, rows: Tensor, last_tokens: Tensor) -> None:
+    """token_ids: int64 [S], rows: int32 [S], distinct up to a spare one; mutates `last_tokens`."""
+    if token_ids.is_cuda:
+        from kernels.input_ids_triton import keep
+
+        keep(token_ids, rows, last_tokens)
+    else:
+        last_tokens.index_copy_(0, rows.long(), token_ids.int())

@@ -1,0 +1,400 @@
+"""Linear maps of a few tokens: as fast as the weights can be read, with their start prefetched.
+
+y = x W^T + b, and silu(x Wg^T + bg) * (x Wu^T + bu), for at most `MAX_SMALL_TOKENS` rows of x.
+
+A program owns BLOCK_N rows of the weight and all rows of x, so each weight byte is read once. Where
+a weight has too few rows to keep every multiprocessor reading, its columns are split into
+`split_k` parts; the last program to finish a tile adds the parts in their order, so a result does
+not depend on which program was last.
+
+With programmatic dependent launch a program starts while the kernel before it still runs, asks the
+L2 cache for the first columns of its weight rows, and only then waits for x. Weights are the only
+memory touched before the wait.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.pdl import pdl_supported
+
+MAX_SMALL_TOKENS = 64
+# Only weights of fewer than 2^15 rows are split, into tiles of 16 rows or more.
+_MAX_TILES = 2048
+# Columns and rows must come in whole 32-byte pieces, which keeps every load 16-byte aligned.
+_SIZE_MULTIPLE = 16
+_CACHE_LINE_ELEMENTS = tl.constexpr(64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SmallConfig:
+    """How one product is cut; sizes in elements."""
+
+    block_n: int  # weight rows of a program
+    block_k: int  # columns of a pipeline stage
+    split_k: int = 1
+    num_warps: int = 4
+    num_stages: int = 4
+    is_swapped: bool = False  # the weight tile is the left operand, 64 rows or more: wgmma
+    prefetch_k: int = 512  # columns asked for before x is ready: 0 or a power of two >= 64
+    starts_next_early: bool = True  # let the next kernel start at once, not after the last load
+
+
+class Shape(Enum):
+    """Kinds of weights that want the same cut."""
+
+    NARROW = "few rows, more than columns: queries, keys and values"
+    SQUARE = "few rows, no more than columns: output projection"
+    DEEP = "few rows of many columns: down projection"
+    WIDE = "very many rows: vocabulary"
+    GATED = "gate and up together"
+
+
+# Measured on an H200 (132 multiprocessors) with Qwen3-8B's weights, each kind in a graph over more
+# weights than the L2 cache holds. Microseconds, ours | cuBLAS, at 1 token: 15.1 | 15.6 narrow,
+# 10.2 | 12.5 square, 25.6 | 29.9 deep, 279 | 297 wide, 49.9 | 51.1 gated (floor, weight bytes at
+# 4.29 TB/s: 11.7, 7.8, 23.5, 290, 46.9). Whole model without attention: 3.98 | 4.29 ms at 1 token,
+# 4.10 | 4.35 at 16, 4.21 | 4.45 at 32, 4.75 | 4.55 at 64; early start is worth 0.22 ms of it.
+_CONFIGS: dict[tuple[int, Shape], SmallConfig] = {
+    (16, Shape.NARROW): SmallConfig(block_n=32, block_k=128, split_k=2, num_stages=6, prefetch_k=0),
+    (16, Shape.SQUARE): SmallConfig(
+        block_n=64, block_k=128, split_k=2, num_stages=8, is_swapped=True, prefetch_k=256
+    ),
+    (16, Shape.DEEP): SmallConfig(
+        block_n=64, block_k=256, split_k=2, is_swapped=True, prefetch_k=256
+    ),
+    (16, Shape.WIDE): SmallConfig(block_n=64, block_k=128, is_swapped=True, prefetch_k=0),
+    (16, Shape.GATED): SmallConfig(
+        block_n=64, block_k=128, num_stages=8, is_swapped=True, prefetch_k=256
+    ),
+    (32, Shape.NARROW): SmallConfig(
+        block_n=32, block_k=128, split_k=2, num_stages=5, prefetch_k=256
+    ),
+    (32, Shape.SQUARE): SmallConfig(
+        block_n=64, block_k=128, split_k=4, is_swapped=True, prefetch_k=256
+    ),
+    (32, Shape.DEEP): SmallConfig(
+        block_n=64, block_k=128, split_k=2, num_stages=8, is_swapped=True, prefetch_k=256
+    ),
+    (32, Shape.WIDE): SmallConfig(block_n=64, block_k=128, prefetch_k=256),
+    (32, Shape.GATED): SmallConfig(
+        block_n=64, block_k=64, num_stages=5, is_swapped=True, prefetch_k=256
+    ),
+    (64, Shape.NARROW): SmallConfig(
+        block_n=64, block_k=64, split_k=2, num_stages=5, prefetch_k=256
+    ),
+    (64, Shape.SQUARE): SmallConfig(block_n=128, block_k=128, split_k=4, prefetch_k=256),
+    (64, Shape.DEEP): SmallConfig(block_n=128, block_k=128, split_k=4, prefetch_k=256),
+    (64, Shape.WIDE): SmallConfig(block_n=128, block_k=128, num_warps=8, prefetch_k=256),
+    (64, Shape.GATED): SmallConfig(block_n=64, block_k=128, prefetch_k=256),
+}
+# Up to so many tokens these kernels beat the library's.
+_FASTER_UP_TO = {shape: 64 if shape is Shape.WIDE else 32 for shape in Shape}
+
+
+def supports_small(weight: Tensor) -> bool:
+    """Whether these kernels can read `weight` [out, in]."""
+    return (
+        weight.device.type == "cuda"
+        and weight.dtype in (torch.bfloat16, torch.float16)
+        and weight.is_contiguous()
+        and weight.data_ptr() % 16 == 0
+        and all(size % _SIZE_MULTIPLE == 0 for size in weight.shape)
+    )
+
+
+def tile_counters(device: torch.device) -> Tensor:
+    """Zeros in which programs of split products count themselves; every call leaves zeros.
+
+    Calls that may run at the same time need different counters.
+    """
+    return torch.zeros(_MAX_TILES, dtype=torch.int32, device=device)
+
+
+def choose_config(num_tokens: int, num_rows: int, num_columns: int, *, gated: bool) -> SmallConfig:
+    """The cut of a product of `num_tokens` tokens with a weight [num_rows, num_columns]."""
+    return _CONFIGS[token_bucket(num_tokens), _shape_of(num_rows, num_columns, gated)]
+
+
+def faster_up_to(weight: Tensor, *, gated: bool) -> int:
+    """The largest number of tokens for which these kernels are the faster choice."""
+    num_rows, num_columns = weight.shape
+    return _FASTER_UP_TO[_shape_of(num_rows, num_columns, gated)]
+
+
+def _shape_of(num_rows: int, num_columns: int, gated: bool) -> Shape:
+    if gated:
+        return Shape.GATED
+    if num_rows >= 2**15:
+        return Shape.WIDE
+    if num_columns >= 2 * num_rows:
+        return Shape.DEEP
+    return Shape.SQUARE if num_rows <= num_columns else Shape.NARROW
+
+
+def token_bucket(num_tokens: int) -> int:
+    """Rows that `num_tokens` are padded to: 16 or the next power of two."""
+    return max(16, triton.next_power_of_2(num_tokens))
+
+
+@triton.jit
+def _prefetch_rows(weight_ptr, rows, k_start, K: tl.constexpr, PREFETCH_K: tl.constexpr):
+    """Ask the L2 cache for columns [k_start, k_start + PREFETCH_K) of `rows`."""
+    lines = k_start + tl.arange(0, PREFETCH_K // _CACHE_LINE_ELEMENTS) * _CACHE_LINE_ELEMENTS
+    columns = tl.minimum(lines, K - 1)
+    addresses = (weight_ptr + rows[:, None] * K + columns[None, :]).to(tl.int64)
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [addresses],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def _multiply_add(x, w, acc, IS_SWAPPED: tl.constexpr):
+    """acc + x w^T, or its transpose acc + w x^T; the order of the sum is the same for every row."""
+    if IS_SWAPPED:
+        acc = tl.dot(w, tl.trans(x), acc, input_precision="ieee")
+    else:
+        acc = tl.dot(x, tl.trans(w), acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def _load_tokens(pointers, is_token, k_offsets, num_columns, MASK_K: tl.constexpr):
+    """x tile: rows past the step's tokens are zeros and cost no traffic."""
+    mask = is_token[:, None]
+    if MASK_K:
+        mask = mask & (k_offsets[None, :] < num_columns)
+    return tl.load(pointers, mask=mask, other=0.0)
+
+
+@triton.jit
+def _load_weight(pointers, k_offsets, num_columns, MASK_K: tl.constexpr):
+    """Weight tile; rows always exist."""
+    if MASK_K:
+        mask = k_offsets[None, :] < num_columns
+        w = tl.load(pointers, mask=mask, other=0.0)
+    else:
+        w = tl.load(pointers)
+    return w
+
+
+@triton.jit
+def _add_parts(
+    acc, partials_ptr, counters_ptr, tile, part, num_tokens, offsets, mask, N: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+):  # fmt: skip
+    """Publish this part; returns (whether it was the tile's last, sum of all parts in order)."""
+    part_stride = num_tokens.to(tl.int64) * N
+    tl.store(partials_ptr + part * part_stride + offsets, acc, mask=mask)
+    # Every thread's store comes before the count that tells others of it.
+    tl.debug_barrier()
+    is_last = tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel") == SPLIT_K - 1
+    total = tl.zeros_like(acc)
+    if is_last:
+        for i in tl.static_range(SPLIT_K):
+            # .cg: parts come from other multiprocessors, whose L2 writes this L1 may not show.
+            total += tl.load(
+                partials_ptr + i * part_stride + offsets, mask=mask, other=0.0, cache_modifier=".cg"
+            )
+        tl.store(counters_ptr + tile, 0)
+    return is_last, total
+
+
+@triton.jit
+def _weight_rows(columns, N: tl.constexpr, IS_GATED: tl.constexpr):
+    """Rows behind a program's columns; gate and up alternate, so a tile holds both of a pair."""
+    # Columns past the end repeat the last and are not stored: cheaper than a mask on every load.
+    inside = tl.minimum(columns, N - 1).to(tl.int64)
+    if IS_GATED:
+        inside = (inside % 2) * (N // 2) + inside // 2
+    return inside
+
+
+@triton.jit
+def _store_rows(
+    acc, bias_ptr, y_ptr, w_rows, first_column, tokens, num_tokens, N: tl.constexpr,
+    HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, IS_GATED: tl.constexpr,
+):  # fmt: skip
+    """Bias and gate in fp32, one rounding, tokens and columns inside only."""
+    if HAS_BIAS:
+        acc += tl.load(bias_ptr + w_rows).to(tl.float32)[None, :]
+    NUM_OUTPUTS: tl.constexpr = N // 2 if IS_GATED else N
+    WIDTH: tl.constexpr = BLOCK_N // 2 if IS_GATED else BLOCK_N
+    if IS_GATED:
+        gate, up = tl.split(tl.reshape(acc, (BLOCK_M, WIDTH, 2)))
+        first_column = first_column // 2
+        y = gate * tl.sigmoid(gate) * up
+    else:
+        y = acc
+    columns = first_column + tl.arange(0, WIDTH)
+    mask = (tokens < num_tokens)[:, None] & (columns < NUM_OUTPUTS)[None, :]
+    offsets = tokens[:, None].to(tl.int64) * NUM_OUTPUTS + columns[None, :]
+    tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _small_linear_kernel(
+    x_ptr,  # [num_tokens, K], row stride STRIDE_X
+    weight_ptr,  # [N, K]
+    bias_ptr,  # [N] if HAS_BIAS
+    y_ptr,  # [num_tokens, N], or N // 2 if IS_GATED
+    partials_ptr,  # [SPLIT_K, num_tokens, N] fp32 if SPLIT_K > 1
+    counters_ptr,  # [tiles] zeros, left as zeros
+    num_tokens,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    STRIDE_X: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    PART_K: tl.constexpr,  # columns of a part, a multiple of BLOCK_K
+    IS_SWAPPED: tl.constexpr,
+    PREFETCH_K: tl.constexpr,
+    STARTS_NEXT_EARLY: tl.constexpr,
+    USE_PDL: tl.constexpr,
+):
+    MASK_K: tl.constexpr = PART_K * SPLIT_K != K
+    tile = tl.program_id(0)
+    part = tl.program_id(1)
+    k_start = part * PART_K
+    columns = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    w_rows = _weight_rows(columns, N, IS_GATED)
+    if USE_PDL:
+        if STARTS_NEXT_EARLY:
+            tl.extra.cuda.gdc_launch_dependents()
+        if PREFETCH_K > 0:
+            _prefetch_rows(weight_ptr, w_rows, k_start, K, PREFETCH_K)
+        tl.extra.cuda.gdc_wait()
+    tokens = tl.arange(0, BLOCK_M)
+    is_token = tokens < num_tokens
+    k_offsets = tl.arange(0, BLOCK_K)
+    x_pointers = x_ptr + tokens[:, None] * STRIDE_X + k_start + k_offsets[None, :]
+    w_pointers = weight_ptr + w_rows[:, None] * K + k_start + k_offsets[None, :]
+    if IS_SWAPPED:
+        acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+    else:
+        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for k in range(0, PART_K, BLOCK_K):
+        num_left = K - k_start - k
+        x = _load_tokens(x_pointers + k, is_token, k_offsets, num_left, MASK_K)
+        w = _load_weight(w_pointers + k, k_offsets, num_left, MASK_K)
+        acc = _multiply_add(x, w, acc, IS_SWAPPED)
+    if USE_PDL and not STARTS_NEXT_EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    if IS_SWAPPED:
+        acc = tl.trans(acc)
+    is_last = True
+    if SPLIT_K > 1:
+        offsets = tokens[:, None].to(tl.int64) * N + columns[None, :]
+        mask = is_token[:, None] & (columns < N)[None, :]
+        is_last, acc = _add_parts(
+            acc, partials_ptr, counters_ptr, tile, part, num_tokens, offsets, mask, N, SPLIT_K
+        )
+    if is_last:
+        _store_rows(
+            acc, bias_ptr, y_ptr, w_rows, tile * BLOCK_N, tokens, num_tokens, N, HAS_BIAS,
+            BLOCK_M, BLOCK_N, IS_GATED,
+        )  # fmt: skip
+
+
+def small_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    counters: Tensor,
+    config: SmallConfig | None = None,
+) -> Tensor:
+    """x: [T <= MAX_SMALL_TOKENS, K], rows may be strided; weight: [N, K]; bias: [N] or None.
+
+    Returns [T, N]. counters: from `tile_counters`; config: the table's unless given. Torch twin:
+    `torch.nn.functional.linear`.
+    """
+    y = x.new_empty((x.shape[0], weight.shape[0]))
+    if y.numel() > 0:
+        config = config or choose_config(x.shape[0], *weight.shape, gated=False)
+        _launch(x, weight, bias, y, counters, config)
+    return y
+
+
+def small_gated_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    counters: Tensor,
+    config: SmallConfig | None = None,
+) -> Tensor:
+    """silu(gate) * up of [gate | up] = x W^T + b, never rounded in between; otherwise the same.
+
+    weight: [2 n, K], rows of gate first; returns [T, n].
+    """
+    y = x.new_empty((x.shape[0], weight.shape[0] // 2))
+    if y.numel() > 0:
+        config = config or choose_config(x.shape[0], *weight.shape, gated=True)
+        _launch(x, weight, bias, y, counters, config)
+    return y
+
+
+def _launch(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    y: Tensor,
+    counters: Tensor,
+    cut: SmallConfig,
+) -> None:
+    num_tokens, num_columns = x.shape
+    num_rows = weight.shape[0]
+    _check_operands(x, weight)
+    num_tiles = triton.cdiv(num_rows, cut.block_n)
+    partials = y
+    if cut.split_k > 1:
+        assert num_tiles <= counters.numel(), f"{num_tiles} tiles, {counters.numel()} counters"
+        partials = x.new_empty((cut.split_k, num_tokens, num_rows), dtype=torch.float32)
+    use_pdl = pdl_supported(x.device)
+    _small_linear_kernel[(num_tiles, cut.split_k)](
+        x,
+        weight,
+        weight if bias is None else bias,
+        y,
+        partials,
+        counters,
+        num_tokens,
+        N=num_rows,
+        K=num_columns,
+        STRIDE_X=x.stride(0),
+        HAS_BIAS=bias is not None,
+        IS_GATED=y.shape[1] != num_rows,
+        BLOCK_M=token_bucket(num_tokens),
+        BLOCK_N=cut.block_n,
+        BLOCK_K=cut.block_k,
+        SPLIT_K=cut.split_k,
+        PART_K=triton.cdiv(num_columns, cut.block_k * cut.split_k) * cut.block_k,
+        IS_SWAPPED=cut.is_swapped,
+        PREFETCH_K=cut.prefetch_k,
+        STARTS_NEXT_EARLY=cut.starts_next_early,
+        USE_PDL=use_pdl,
+        num_warps=cut.num_warps,
+        num_stages=cut.num_stages,
+        launch_pdl=use_pdl,
+    )
+
+
+def _check_operands(x: Tensor, weight: Tensor) -> None:
+    assert weight.shape[1] == x.shape[1], f"{x.shape} against {weight.shape}"
+    assert x.dtype == weight.dtype, f"{x.dtype} against {weight.dtype}"
+    assert weight.is_contiguous(), f"weight has strides {weight.stride()}"
+    assert x.stride(1) == 1, f"strides {x.stride()}: a row's elements must be adjacent"
+    assert x.stride(0) % 8 == 0, f"strides {x.stride()}: every row must start on 16 bytes"
+    assert x.data_ptr() % 16 == 0, "x must start on 16 bytes"

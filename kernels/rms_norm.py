@@ -1,0 +1,110 @@
+"""RMSNorm of rows on a GPU, alone or right after a residual addition.
+
+    y = x / sqrt(mean(x^2) + eps) * weight        (arXiv:1910.07467)
+
+One program holds one row in registers, so a row is read once, and its sum is taken in an order
+that depends on its length alone: a row's result is the same bits in any batch.
+Torch twins: `kernels.reference.rms_norm`, `kernels.reference.rms_norm_add`.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.pdl import pdl_supported
+
+_MAX_ROW = 16384  # elements; more than 32 a thread would leave the registers
+_ELEMENTS_PER_THREAD = 16  # two 16-byte loads of each operand in flight
+
+
+@triton.jit
+def _rms_norm_kernel(
+    x_ptr,  # [T, n]
+    residual_ptr,  # [T, n]
+    weight_ptr,  # [n]
+    out_ptr,  # [T, n]
+    eps: tl.constexpr,
+    n: tl.constexpr,
+    x_stride: tl.constexpr,
+    residual_stride: tl.constexpr,
+    out_stride: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    BLOCK: tl.constexpr,
+    USE_PDL: tl.constexpr,
+):
+    if USE_PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    mask = columns < n
+    weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+    if USE_PDL:
+        tl.extra.cuda.gdc_wait()
+    x = tl.load(x_ptr + row * x_stride + columns, mask=mask, other=0.0)
+    if HAS_RESIDUAL:
+        place = residual_ptr + row * residual_stride + columns
+        residual = tl.load(place, mask=mask, other=0.0).to(tl.float32)
+        # The norm is of the stream as it is kept, rounded.
+        x = (x.to(tl.float32) + residual).to(x_ptr.dtype.element_ty)
+        tl.store(place, x, mask=mask)
+    x = x.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(x * x, axis=0) / n + eps)
+    out = (x * scale * weight).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + row * out_stride + columns, out, mask=mask)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x: [T, n] in any float type, rows may be strided, n <= 16384; weight: [n].
+
+    Returns a new contiguous [T, n] in x's dtype.
+    """
+    _check(x, weight)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _launch(x, None, weight, out, eps)
+    return out
+
+
+def rms_norm_add(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """residual += x, then x = rms_norm(residual); returns (x, residual), both in place.
+
+    x, residual: [T, n] of one dtype, rows may be strided, n <= 16384; weight: [n].
+    """
+    _check(x, weight)
+    _check(residual, weight)
+    assert x.shape == residual.shape, f"{list(x.shape)} and {list(residual.shape)}"
+    _launch(x, residual, weight, x, eps)
+    return x, residual
+
+
+def _check(x: Tensor, weight: Tensor) -> None:
+    assert x.ndim == 2, f"{list(x.shape)} are no rows"
+    assert weight.shape == x.shape[1:], f"weight {list(weight.shape)} for rows of {x.shape[1]}"
+    assert x.dtype == weight.dtype, f"{x.dtype} with a weight in {weight.dtype}"
+    assert x.stride(1) == 1, f"strides {x.stride()}: elements of a row must be adjacent"
+    assert weight.is_contiguous(), f"weight with stride {weight.stride()}"
+    assert x.shape[1] <= _MAX_ROW, f"rows of {x.shape[1]}, at most {_MAX_ROW} fit a program"
+
+
+def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, out: Tensor, eps: float) -> None:
+    num_rows, n = x.shape
+    if num_rows == 0:
+        return
+    block = triton.next_power_of_2(n)
+    use_pdl = pdl_supported(x.device)
+    _rms_norm_kernel[(num_rows,)](
+        x,
+        x if residual is None else residual,
+        weight,
+        out,
+        eps=eps,
+        n=n,
+        x_stride=x.stride(0),
+        residual_stride=x.stride(0) if residual is None else residual.stride(0),
+        out_stride=out.stride(0),
+        HAS_RESIDUAL=residual is not None,
+        BLOCK=block,
+        USE_PDL=use_pdl,
+        num_warps=min(max(block // (32 * _ELEMENTS_PER_THREAD), 1), 16),
+        launch_pdl=use_pdl,
+    )

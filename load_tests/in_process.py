@@ -1,0 +1,68 @@
+"""The unified engine in this process, without Ray and without HTTP: prompts in, tokens out."""
+
+import time
+from collections.abc import Callable, Sequence
+
+from configs.schema import AppConfig
+from engine.build import Engine, build_engine
+from engine.clock import MonotonicClock
+from engine.request import Request, RequestKey, SamplingParams
+from engine.scheduling.contracts import StepOutput
+
+
+class EngineInProcess:
+    """Steps on the calling thread; every request is greedy and ignores the end of sequence."""
+
+    def __init__(self, config: AppConfig) -> None:
+        """Loads the model and warms up. Raises ConfigError when that cannot be done."""
+        self.engine: Engine = build_engine(config, "bench", MonotonicClock(), _no_handoff)
+        self._num_requests = 0
+
+    def generate(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[list[int]]:
+        """`num_tokens` greedy tokens for each prompt, all of them running together."""
+        keys = [self.add(prompt, num_tokens) for prompt in prompts]
+        tokens: dict[RequestKey, list[int]] = {key: [] for key in keys}
+
+        def keep(output: StepOutput) -> None:
+            for _, record in output.tokens:
+                tokens[record.key].append(record.token_id)
+
+        self.run_until_idle(keep)
+        return [tokens[key] for key in keys]
+
+    def first_token_s(self, prompt: Sequence[int]) -> float:
+        """Seconds from adding a prompt to its first token."""
+        started_s = time.perf_counter()
+        self.generate([prompt], 1)
+        return time.perf_counter() - started_s
+
+    def add(self, prompt: Sequence[int], num_tokens: int, *, ingress: str = "bench") -> RequestKey:
+        """Queue a prompt; its tokens appear in the outputs of the steps that follow."""
+        self._num_requests += 1
+        key = RequestKey(f"{self._num_requests:032x}")
+        self.engine.core.scheduler.add(
+            Request(
+                key=key,
+                ingress_id=ingress,
+                params=SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True),
+                tokens=list(prompt),
+                num_prompt_tokens=len(prompt),
+                arrival_s=time.monotonic(),
+            )
+        )
+        return key
+
+    def step(self) -> StepOutput:
+        """One step. Raises AssertionError when a request failed: then a figure means nothing."""
+        output = self.engine.core.step()
+        assert not output.failures, f"failed: {output.failures}"
+        return output
+
+    def run_until_idle(self, on_step: Callable[[StepOutput], None]) -> None:
+        """Step until every request has left."""
+        while self.engine.core.has_work:
+            on_step(self.step())
+
+
+def _no_handoff(event: object) -> None:
+    raise AssertionError(f"{event} in a unified engine")

@@ -1,0 +1,177 @@
+"""The whole engine on a GPU: exact tokens, graphs and overlap on and off, nothing compiled late."""
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.build import Engine
+from engine.errors import ConfigError
+from engine.request import SamplingParams
+from engine.tokenizing import load_tokenizer
+from tests.engine.in_process import GREEDY, answer, start_engine
+from tests.engine.models.tiny_models import VOCAB_SIZE, save_model
+
+pytestmark = pytest.mark.gpu
+
+DEMO_MODEL = Path("demo_model/laps-demo")
+# The shipped model is sure of these, so bf16 and any backend must agree with fp32 on a CPU.
+DECISIVE = {
+    "def add(a, b):\n    return ": "a + b\n\n\ndef",
+    'if __name__ == "__main__":\n    ': "main()",
+}
+BASE = {"model__device": "cuda", "cache__num_blocks": 600, "scheduler__max_rows": 24}
+
+Work = list[tuple[list[int], SamplingParams]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("model")
+    save_model(
+        made,
+        "Qwen3ForCausalLM",
+        seed=5,
+        hidden_size=256,
+        intermediate_size=208,
+        num_hidden_layers=3,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=1024,
+        dtype=torch.bfloat16,
+    )
+    return made
+
+
+def mixed_work(seed: int, count: int = 40) -> Work:
+    """Prompts of 1 to 400 tokens with every kind of sampling, more of them than rows."""
+    rng = random.Random(seed)
+    work: Work = []
+    for number in range(count):
+        length = rng.choice((1, 2, 5, 17, 64, 130, 400))
+        prompt = [rng.randrange(3, VOCAB_SIZE) for _ in range(length)]
+        params = rng.choice(
+            (
+                GREEDY,
+                SamplingParams(max_tokens=rng.randrange(1, 40), temperature=0.0),
+                SamplingParams(max_tokens=30, temperature=0.8, seed=number),
+                SamplingParams(max_tokens=20, temperature=1.2, top_k=7, top_p=0.9, seed=number),
+                SamplingParams(max_tokens=20, temperature=1.0, min_p=0.1, logprobs=3, seed=number),
+                SamplingParams(
+                    max_tokens=25,
+                    temperature=0.9,
+                    repetition_penalty=1.3,
+                    presence_penalty=0.4,
+                    frequency_penalty=0.2,
+                    logit_bias={7: 2.0},
+                    min_tokens=4,
+                    stop_token_ids=(9, 11),
+                    seed=number,
+                ),
+            )
+        )
+        work.append((prompt, params))
+    return work
+
+
+def tokens_of(engine: Engine, work: Work) -> list[tuple[list[int], str | None]]:
+    return [(found.tokens, found.finish) for found in answer(engine, work)]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_shipped_model_answers_exactly(dtype: str) -> None:
+    attention = "auto" if dtype == "bfloat16" else "reference"
+    engine = start_engine(
+        **BASE,
+        model__dtype=dtype,
+        model__attention__prefill=attention,
+        model__attention__decode=attention,
+    )
+    tokenizer = load_tokenizer(DEMO_MODEL)
+    work = [
+        (tokenizer.encode(prompt), SamplingParams(max_tokens=8, temperature=0.0))
+        for prompt in DECISIVE
+    ]
+    for found, expected in zip(answer(engine, work), DECISIVE.values(), strict=True):
+        text = tokenizer.decode(found.tokens)
+        assert text.startswith(expected), text
+
+
+def test_graphs_and_overlap_change_no_token(folder: Path) -> None:
+    """Bit-identical logits make the comparison exact, whatever each mode batches together."""
+    work = mixed_work(seed=1)
+    outcomes = {}
+    for graphs in (True, False):
+        for overlap in (True, False):
+            engine = start_engine(
+                **BASE,
+                model__path=str(folder),
+                model__deterministic=True,
+                execution__cuda_graphs=graphs,
+                scheduler__overlap=overlap,
+                scheduler__max_step_tokens=192,
+            )
+            outcomes[graphs, overlap] = tokens_of(engine, work)
+    plain = outcomes[False, False]
+    assert all(tokens for tokens, _ in plain)
+    for mode, outcome in outcomes.items():
+        assert outcome == plain, mode
+
+
+@pytest.mark.parametrize("decode", ["triton", "flash_attn", "flashinfer"])
+@pytest.mark.parametrize("prefill", ["triton", "flash_attn", "flashinfer"])
+def test_every_pair_of_backends_gives_the_decisive_tokens(prefill: str, decode: str) -> None:
+    engine = start_engine(
+        **BASE, model__attention__prefill=prefill, model__attention__decode=decode
+    )
+    tokenizer = load_tokenizer(DEMO_MODEL)
+    for prompt, expected in DECISIVE.items():
+        work = [(tokenizer.encode(prompt), SamplingParams(max_tokens=8, temperature=0.0))]
+        assert tokenizer.decode(answer(engine, work)[0].tokens).startswith(expected)
+
+
+@pytest.mark.parametrize("is_deterministic", [False, True])
+def test_nothing_compiles_once_the_engine_is_ready(folder: Path, is_deterministic: bool) -> None:
+    engine = start_engine(
+        **BASE,
+        model__path=str(folder),
+        model__deterministic=is_deterministic,
+        scheduler__max_step_tokens=768,
+    )
+    for seed in range(2, 5):
+        answer(engine, mixed_work(seed))
+    for length in (1, 3, 31, 33, 100, 255, 511, 700):
+        answer(engine, [([5] * length, GREEDY)])
+    assert engine.compilations.names == []
+
+
+def test_the_kv_store_takes_what_the_share_leaves(folder: Path) -> None:
+    torch.cuda.empty_cache()
+    free_before, total = torch.cuda.mem_get_info()
+    share = 1 - free_before / total + 0.1
+    engine = start_engine(
+        **(BASE | {"cache__num_blocks": None}),
+        model__path=str(folder),
+        cache__gpu_memory_share=share,
+    )
+    free_after, _ = torch.cuda.mem_get_info()
+    assert engine.cache.num_blocks * engine.layout.block_bytes > 0.05 * total
+    assert (1 - share) * total < free_after + 2**30
+    assert tokens_of(engine, mixed_work(7, count=6))
+
+
+def test_a_share_that_leaves_nothing_is_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="gpu_memory_share"):
+        start_engine(
+            **(BASE | {"cache__num_blocks": None}),
+            model__path=str(folder),
+            cache__gpu_memory_share=0.0001,
+        )
+
+
+def test_random_weights_need_no_files(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    engine = start_engine(**BASE, model__path=str(tmp_path), model__weights="random")
+    assert all(len(tokens) == 24 for tokens, _ in tokens_of(engine, [([3, 4, 5], GREEDY)] * 3))

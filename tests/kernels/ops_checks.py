@@ -1,0 +1,141 @@
+"""What every implementation of `kernels.ops.Ops` has to pass: each formula again, in float64.
+
+Runs on any device; memory an operation allocates holds NaN before it is written.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels.ops import HeadNorms, Ops
+
+# Of the whole result, relative: one rounding and a few more inside.
+TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heads:
+    """One model's heads and the store they are kept in."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    has_norms: bool
+
+
+class OpsChecks:
+    """The checks of one implementation in one dtype on one device, on fresh inputs."""
+
+    def __init__(self, ops: Ops, dtype: torch.dtype, device: str = "cpu") -> None:
+        self.ops = ops
+        self.dtype = dtype
+        self.device = device
+        self.generator = torch.Generator()
+        print(f"seed {self.generator.seed()}, {dtype}")
+
+    def random(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self.generator).to(self.device, self.dtype)
+
+    def strided(self, num_rows: int, n: int) -> Tensor:
+        """Rows that lie among others' elements."""
+        return self.random(num_rows, n + 16)[:, 8 : 8 + n]
+
+    def rms_norm(self, num_rows: int, n: int) -> None:
+        weight, eps = self.random(n), 0.1
+        for x in (self.random(num_rows, n), self.strided(num_rows, n)):
+            exact = exact_norm(x, weight, eps)
+            with _poisoned_memory():
+                normed = self.ops.rms_norm(x, weight, eps)
+            assert normed.is_contiguous()
+            assert_near(normed, exact)
+
+    def rms_norm_add(self, num_rows: int, n: int) -> None:
+        weight, eps = self.random(n), 1e-5
+        for make in (self.random, self.strided):
+            x, residual = make(num_rows, n), make(num_rows, n)
+            added = x + residual
+            with _poisoned_memory():
+                normed, ours = self.ops.rms_norm_add(x, residual, weight, eps)
+            assert torch.equal(ours, added)
+            assert_near(normed, exact_norm(added, weight, eps))
+
+    def silu_mul(self, num_rows: int, n: int) -> None:
+        for gate_up in (4 * self.random(num_rows, 2 * n), 4 * self.strided(num_rows, 2 * n)):
+            gate, up = gate_up.double().chunk(2, -1)
+            with _poisoned_memory():
+                ours = self.ops.silu_mul(gate_up)
+            assert_near(ours, gate / (1 + (-gate).exp()) * up)
+
+    def rotate_and_store(self, heads: Heads, num_tokens: int) -> None:
+        """Every layer of a store, each with other slots; the third token has none."""
+        num_blocks, num_layers, max_positions = 7 + num_tokens, 3, 50
+        norms = None
+        if heads.has_norms:
+            norms = HeadNorms(
+                q_weight=self.random(heads.head_dim), k_weight=self.random(heads.head_dim), eps=0.1
+            )
+        angles = torch.randn((max_positions, heads.head_dim // 2), generator=self.generator)
+        cos_sin = torch.cat((angles.cos(), angles.sin()), dim=1).to(self.device)
+        sizes = (num_layers, 2, heads.block_size, heads.num_kv_heads, heads.head_dim)
+        store = self.random(num_blocks, *sizes)
+        num_all_heads = heads.num_heads + 2 * heads.num_kv_heads
+        for layer in range(num_layers):
+            qkv = self.random(num_tokens, num_all_heads, heads.head_dim)
+            positions = torch.randint(max_positions, (num_tokens,), generator=self.generator)
+            slots = torch.randperm(num_blocks * heads.block_size, generator=self.generator)
+            slots = slots[:num_tokens]
+            slots[2:3] = -1
+            exact = exact_rotation(qkv, norms, cos_sin.double().cpu()[positions], heads)
+            before, v_before = store.clone(), qkv[:, -heads.num_kv_heads :].clone()
+            rotary = self.ops.rotary(cos_sin, positions.int().to(self.device))
+            on_device = slots.int().to(self.device)
+            with _poisoned_memory():
+                q, k, v = self.ops.rotate_and_store(qkv, norms, rotary, store, layer, on_device)
+            assert_near(torch.cat((q, k), dim=1), exact)
+            assert torch.equal(v, v_before)
+            for token, slot in enumerate(slots.tolist()):
+                if slot >= 0:
+                    block, place = divmod(slot, heads.block_size)
+                    before[block, layer, 0, place] = k[token]
+                    before[block, layer, 1, place] = v[token]
+            assert torch.equal(store, before)
+
+
+def exact_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """float64, over the last axis."""
+    x, weight = x.double(), weight.double()
+    return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight
+
+
+def exact_rotation(qkv: Tensor, norms: HeadNorms | None, cos_sin: Tensor, heads: Heads) -> Tensor:
+    """q and k, normalised and turned as complex numbers; cos_sin: [T, head_dim] by token."""
+    q, k, _ = qkv.double().split([heads.num_heads, heads.num_kv_heads, heads.num_kv_heads], dim=1)
+    if norms is not None:
+        q = exact_norm(q, norms.q_weight, norms.eps)
+        k = exact_norm(k, norms.k_weight, norms.eps)
+    real, imaginary = torch.cat((q, k), dim=1).cpu().chunk(2, -1)
+    cos, sin = cos_sin.unsqueeze(1).chunk(2, -1)
+    turned = torch.complex(real, imaginary) * torch.complex(cos, sin)
+    return torch.cat((turned.real, turned.imag), dim=-1)
+
+
+def assert_near(ours: Tensor, exact: Tensor) -> None:
+    assert ours.shape == exact.shape, f"{list(ours.shape)} and {list(exact.shape)}"
+    difference = ours.double().cpu() - exact.cpu()
+    error = (difference.norm() / exact.norm()).item()
+    assert error < TOLERANCES[ours.dtype], f"relative error {error}"
+
+
+@contextmanager
+def _poisoned_memory() -> Iterator[None]:
+    """`torch.empty` is full of NaN."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.empty(3).isnan().all()
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)

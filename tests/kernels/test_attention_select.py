@@ -1,0 +1,149 @@
+"""Choosing attention backends: what "auto" means, and errors that say what would work."""
+
+import importlib.util
+from importlib.machinery import ModuleSpec
+
+import pytest
+import torch
+
+from kernels.attention.phased import PhasedAttention
+from kernels.attention.protocol import AttentionShape
+from kernels.attention.select import (
+    AttentionName,
+    AttentionNames,
+    BackendUnavailable,
+    automatic_name,
+    build_attention,
+    why_not,
+)
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+PLAIN = AttentionShape(num_heads=8, num_kv_heads=2, head_dim=128, layer_windows=(None, None))
+WINDOWED = AttentionShape(num_heads=8, num_kv_heads=2, head_dim=128, layer_windows=(None, 64))
+SMALL_HEADS = AttentionShape(num_heads=8, num_kv_heads=2, head_dim=80, layer_windows=(None,))
+
+
+def _build(
+    prefill: AttentionName,
+    decode: AttentionName,
+    shape: AttentionShape = PLAIN,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device = CPU,
+    fixed_tile: bool = False,
+) -> PhasedAttention:
+    return build_attention(
+        AttentionNames(prefill=prefill, decode=decode),
+        shape,
+        block_size=16,
+        dtype=dtype,
+        device=device,
+        fixed_tile=fixed_tile,
+    )
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers as a Hopper GPU would where a backend asks; nothing is launched."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+
+
+def _uninstall(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:
+    find_spec = importlib.util.find_spec
+
+    def find(name: str, package: str | None = None) -> ModuleSpec | None:
+        return None if name in packages else find_spec(name, package)
+
+    monkeypatch.setattr(importlib.util, "find_spec", find)
+
+
+def _install(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:
+    find_spec = importlib.util.find_spec
+
+    def find(name: str, package: str | None = None) -> ModuleSpec | None:
+        return ModuleSpec(name, None) if name in packages else find_spec(name, package)
+
+    monkeypatch.setattr(importlib.util, "find_spec", find)
+
+
+def test_auto_depends_on_device_and_shape_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    _uninstall(monkeypatch, "triton", "flashinfer", "vllm", "vllm_flash_attn")
+    assert automatic_name("prefill", PLAIN, CPU) == "reference"
+    assert automatic_name("decode", PLAIN, CPU) == "reference"
+    assert automatic_name("prefill", PLAIN, GPU) == "flash_attn"
+    assert automatic_name("decode", WINDOWED, GPU) == "triton"
+    assert automatic_name("prefill", SMALL_HEADS, GPU) == "reference"
+    assert automatic_name("decode", SMALL_HEADS, GPU) == "reference"
+
+
+def test_the_reference_serves_a_cpu_and_cannot_be_captured() -> None:
+    attention = _build("auto", "auto")
+    assert not attention.can_capture
+    assert not _build("reference", "reference", SMALL_HEADS, dtype=torch.float32).can_capture
+
+
+@pytest.mark.parametrize("name", ["triton", "flashinfer", "flash_attn"])
+def test_a_gpu_backend_on_a_cpu_names_what_works_there(name: AttentionName) -> None:
+    with pytest.raises(BackendUnavailable, match=r"needs? a GPU.*work for prefill: reference$"):
+        _build(name, "reference")
+    with pytest.raises(BackendUnavailable, match=r"needs? a GPU.*work for decode: reference$"):
+        _build("reference", name)
+
+
+@pytest.mark.usefixtures("hopper")
+def test_a_package_that_is_missing_is_named_with_how_to_get_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _uninstall(monkeypatch, "flashinfer", "vllm", "vllm_flash_attn")
+    with pytest.raises(BackendUnavailable) as raised:
+        _build("auto", "auto", device=GPU)
+    message = str(raised.value)
+    assert "flash_attn cannot compute attention's prefill phase" in message
+    assert "auto chose it" in message
+    assert "pip install vllm" in message
+    assert message.endswith("What would work for prefill: triton, reference")
+    with pytest.raises(BackendUnavailable, match="pip install flashinfer-python"):
+        _build("flashinfer", "flashinfer", device=GPU)
+
+
+@pytest.mark.usefixtures("hopper")
+def test_what_a_backend_cannot_do_is_said_before_it_is_built(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _install(monkeypatch, "flashinfer", "vllm", "vllm_flash_attn")
+
+    def reason(name: AttentionName, shape: AttentionShape, dtype: torch.dtype, block: int) -> str:
+        return why_not(name, shape, block_size=block, dtype=dtype, device=GPU) or "can"
+
+    half, brain, full = torch.float16, torch.bfloat16, torch.float32
+    assert reason("flashinfer", PLAIN, brain, 48) == "can"
+    assert "sliding windows" in reason("flashinfer", WINDOWED, brain, 16)
+    assert "float16" in reason("flashinfer", PLAIN, half, 16)
+    assert "80" in reason("flashinfer", SMALL_HEADS, brain, 16)
+    assert "32-bit" in reason("flashinfer", PLAIN, brain, 2**22)
+    assert reason("flash_attn", WINDOWED, half, 16) == "can"
+    assert "float32" in reason("flash_attn", PLAIN, full, 16)
+    assert "80" in reason("flash_attn", SMALL_HEADS, brain, 16)
+    assert "24" in reason("flash_attn", PLAIN, brain, 24)
+    assert reason("triton", WINDOWED, half, 48) == "can"
+    assert "24" in reason("triton", PLAIN, brain, 24)
+    assert "80" in reason("triton", SMALL_HEADS, brain, 16)
+    assert "float32" in reason("triton", PLAIN, full, 16)
+    assert reason("reference", SMALL_HEADS, full, 24) == "can"
+
+
+def test_flash_attention_is_for_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    _install(monkeypatch, "vllm")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
+    with pytest.raises(BackendUnavailable, match=r"capability 9.*work for prefill: .*triton"):
+        _build("flash_attn", "triton", device=GPU)
+
+
+@pytest.mark.parametrize("name", ["reference", "flashinfer", "flash_attn"])
+def test_fixed_tiles_leave_triton_alone(name: AttentionName) -> None:
+    with pytest.raises(BackendUnavailable, match=f"{name} .*same bits.*prefill: triton"):
+        _build(name, "auto", fixed_tile=True)
+    with pytest.raises(BackendUnavailable, match=f"{name} .*same bits.*decode: triton"):
+        _build("triton", name, fixed_tile=True)
+    with pytest.raises(BackendUnavailable, match="cannot here: the Triton kernels need a GPU"):
+        _build("auto", "triton", fixed_tile=True)
