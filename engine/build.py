@@ -77,8 +77,7 @@ def build_engine(
     layout = spec.kv_layout(block_size=config.cache.block_size, dtype=dtype)
     compilations = CompilationCounter()
     compilations.install()
-    replica = Replica(config, spec, layout)
-    executor = replica.build_executor()
+    executor = Replica(config, spec, layout).build_executor()
     compilations.reset()
     num_blocks = executor.kv_store.num_blocks
     cache = BlockCache(

@@ -138,7 +138,7 @@ def _shape_of(num_rows: int, num_columns: int, gated: bool) -> Shape:
 
 def token_bucket(num_tokens: int) -> int:
     """Rows that `num_tokens` are padded to: 16 or the next power of two."""
-    return max(16, triton.next_power_of_2(num_tokens))
+    return max(16, int(triton.next_power_of_2(num_tokens)))
 
 
 @triton.jit

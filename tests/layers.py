@@ -69,7 +69,13 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "engine.core": ("engine.clock", "engine.scheduling"),
     # -- engine: tensors
     "engine.layers": ("kernels", "engine.errors", "engine.layers"),
-    "engine.models": ("engine.errors", "engine.layers", "engine.models", "engine.kv.layout"),
+    "engine.models": (
+        "kernels",
+        "engine.errors",
+        "engine.layers",
+        "engine.models",
+        "engine.kv.layout",
+    ),
     "engine.sampling": (
         "kernels",
         "engine.errors",
@@ -90,7 +96,16 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "engine.execution",
         "engine.scheduling.plan",
     ),
-    "engine.build": ("configs.schema", "engine"),
+    "engine.execution.replica": (
+        "configs.schema",
+        "kernels",
+        "engine.errors",
+        "engine.execution",
+        "engine.kv.layout",
+        "engine.models",
+        "engine.sampling",
+    ),
+    "engine.build": ("configs.schema", "kernels.compilation", "engine"),
     # -- processes
     "actors.handles": ("engine.errors", "engine.messages", "engine.request"),
     "actors.preflight": (
@@ -124,6 +139,11 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     # -- load
     "load_tests": ("load_tests",),
     "load_tests.bench_engine": ("load_tests", "configs", "engine"),
+    "load_tests.bench_scheduler": ("load_tests", "configs", "engine"),
+    "load_tests.bench_transformers": ("load_tests", "configs", "engine"),
+    "load_tests.floors": ("load_tests", "configs", "engine"),
+    "load_tests.host_work": ("load_tests", "configs", "engine"),
+    "load_tests.in_process": ("load_tests", "configs", "engine"),
     "load_tests.simulate": ("load_tests", "configs", "engine"),
 }
 
@@ -140,7 +160,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
         "kernels",
         "engine.build",
         "load_tests.bench_engine",
-        "engine.kv.block_tables",
+        "load_tests.bench_transformers",
         "engine.kv.kv_store",
         "engine.layers",
         "engine.models",
@@ -151,7 +171,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
         "demo_model",
         "engine.chat_template",
         "engine.models",
-        "load_tests.bench_engine",
+        "load_tests.bench_transformers",
     ),
     "tokenizers": ("demo_model", "engine.tokenizing"),
     "safetensors": ("engine.models",),

@@ -11,7 +11,8 @@ index.
 """
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from hashlib import blake2b
 
 HASH_BYTES = 16
@@ -69,16 +70,14 @@ def extend_hashes(
     assert num_full > num_known, (
         f"{num_known} hashes known for {len(token_ids)} tokens in blocks of {block_size}"
     )
-    num_new_tokens = (num_full - num_known) * block_size
-    start = num_known * block_size
-    packed = struct.pack(f"<{num_new_tokens}I", *token_ids[start : start + num_new_tokens])
+    pack = _packer(block_size)
     parent = hashes[-1] if hashes else root
-    block_bytes = 4 * block_size
-    for offset in range(0, len(packed), block_bytes):
-        parent = blake2b(
-            parent + packed[offset : offset + block_bytes],
-            digest_size=HASH_BYTES,
-            key=key,
-            person=_BLOCK_DOMAIN,
-        ).digest()
+    for start in range(num_known * block_size, num_full * block_size, block_size):
+        content = parent + pack(*token_ids[start : start + block_size])
+        parent = blake2b(content, digest_size=HASH_BYTES, key=key, person=_BLOCK_DOMAIN).digest()
         hashes.append(parent)
+
+
+@lru_cache
+def _packer(block_size: int) -> Callable[..., bytes]:
+    return struct.Struct(f"<{block_size}I").pack

@@ -33,6 +33,11 @@ class RequestBlocks:
         num_tokens = request.num_known_tokens + request.num_in_flight_tokens
         return self._num_blocks_for(num_tokens) - len(request.block_ids)
 
+    def missing(self, requests: Sequence[Request]) -> list[tuple[Request, int]]:
+        """Of those who lack blocks for all their tokens: how many."""
+        counts = zip(requests, map(self.num_missing, requests), strict=True)
+        return [(request, num_blocks) for request, num_blocks in counts if num_blocks]
+
     def grow(self, request: Request, num_blocks: int) -> list[int]:
         """Append that many blocks, which must be available; returns them."""
         block_ids = self._cache.allocate(num_blocks)
@@ -88,6 +93,10 @@ class RequestBlocks:
         is_shared = {b: self._cache.num_references(b) > 1 for b in block_ids}
         self.poisoned_block_ids += [b for b, shared in is_shared.items() if not shared]
         return [b for b, shared in is_shared.items() if shared]
+
+    def let_go(self, block_ids: Sequence[int], *, is_finite: bool) -> None:
+        """Release what a request held; without `is_finite`, its own blocks are set aside."""
+        self._cache.release(block_ids if is_finite else self.set_aside(block_ids))
 
     def take_poisoned(self) -> list[int]:
         """Blocks for the next plan to zero, with their references."""

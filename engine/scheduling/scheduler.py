@@ -29,7 +29,7 @@ from engine.scheduling.finish import FinishRules
 from engine.scheduling.plan import StepPlan, StepResult, TokenLogprobs
 from engine.scheduling.plan_building import build_plan
 from engine.scheduling.request_blocks import RequestBlocks
-from engine.scheduling.row_slots import RowSlots
+from engine.scheduling.row_slots import RowSlots, row_of
 from engine.scheduling.steps_in_flight import StepInFlight, StepsInFlight
 from engine.scheduling.waiting import WaitingQueue
 
@@ -133,10 +133,10 @@ class Scheduler:
         grown = self._grow_rows(runnable)
         if grown is None:
             return None
-        chosen = [request for request in runnable if not request.is_prefilling]
+        prompts = [request for request in runnable if request.is_prefilling]
+        chosen = [r for r in runnable if not r.is_prefilling] if prompts else runnable
         num_new_tokens = [1] * len(chosen)
         budget = self._config.max_step_tokens - len(chosen)
-        prompts = [request for request in runnable if request.is_prefilling]
         for request, num_tokens in self._chunks(prompts, budget, now_s):
             chosen.append(request)
             num_new_tokens.append(num_tokens)
@@ -171,10 +171,7 @@ class Scheduler:
             for token_id in token_ids:
                 self._append(request, token_id, logprobs, output)
         for i, block_ids in step.left_block_ids.items():
-            if result.is_finite[i]:
-                self._cache.release(block_ids)
-            else:
-                self._cache.release(self._blocks.set_aside(block_ids))
+            self._blocks.let_go(block_ids, is_finite=result.is_finite[i])
         return output
 
     def take_expired(self) -> StepOutput:
@@ -211,7 +208,7 @@ class Scheduler:
         yield from self._in_flight.owners()
 
     def statistics(self) -> SchedulerStatistics:
-        running_tokens = sum(request.num_uncomputed_tokens for request in self._runnable())
+        running_tokens = sum([request.num_uncomputed_tokens for request in self._runnable()])
         return SchedulerStatistics(
             num_waiting=len(self._waiting),
             num_running=len(self._running),
@@ -228,28 +225,23 @@ class Scheduler:
     def _grow_rows(self, runnable: list[Request]) -> dict[int, list[int]] | None:
         """Blocks for every token of these running rows, by row, for those that were too short.
 
-        While there are too few, the newest is preempted, and leaves `runnable`.
-        The count is exact: blocks freed by a preemption are seen before the next one is chosen.
+        While there are too few blocks, the newest is preempted, and leaves `runnable`. The count is
+        exact: what a preemption frees is seen before the next one is chosen.
         None, and no effect, if one is due while a step is in flight: its commit may free blocks,
         and a preemption before it would lose what it samples, for a lone row again and again.
         """
-        missing = self._missing_blocks(runnable)
+        missing = self._blocks.missing(runnable)
         while sum(num_blocks for _, num_blocks in missing) > self._cache.num_available:
             if len(self._in_flight) > 0:
                 return None
-            self._preempt(runnable.pop())
-            missing = self._missing_blocks(runnable)
+            self._preempt(runnable.pop())  # all that run, in this case: the last is the newest
+            missing = self._blocks.missing(runnable)
         grown: dict[int, list[int]] = {}
         for request, num_blocks in missing:
             block_ids = self._blocks.grow(request, num_blocks)
             if not self._rows.is_entering(request):  # else its admission carries them
                 grown[row_of(request)] = block_ids
         return grown
-
-    def _missing_blocks(self, runnable: list[Request]) -> list[tuple[Request, int]]:
-        """How many blocks rows lack for their next token, of those who lack any."""
-        num_missing = self._blocks.num_missing
-        return [(request, num) for request in runnable if (num := num_missing(request)) > 0]
 
     def _chunks(
         self, prompts: list[Request], budget: int, now_s: float
@@ -399,7 +391,7 @@ class Scheduler:
 
     def _runnable(self) -> list[Request]:
         """Running requests with a token to compute next, oldest admission first."""
-        return [r for r in self._running.values() if self._finish_rules.can_go_on(r)]
+        return list(filter(self._finish_rules.can_go_on, self._running.values()))
 
     def _has_left(self, request: Request) -> bool:
         """Whether a request that a step computed for has no row any more."""

@@ -27,8 +27,11 @@ class WaitingQueue:
         return key in self._place
 
     def __iter__(self) -> Iterator[Request]:
-        """A snapshot in order: the queue may change while it is walked."""
-        return iter([self._requests[place] for place in self._order])
+        """In order; the queue may change while it is walked: who has left is passed over."""
+        for place in list(self._order):
+            request = self._requests.get(place)
+            if request is not None:
+                yield request
 
     @property
     def num_tokens(self) -> int:

@@ -62,10 +62,7 @@ class _Staging:
             torch.empty(_STAGING_BYTES, dtype=torch.uint8, pin_memory=True)
             for _ in range(_NUM_STAGING)
         ]
-        self._copied = [
-            torch.cuda.Event()  # type: ignore[no-untyped-call]
-            for _ in range(_NUM_STAGING)
-        ]
+        self._copied = [torch.cuda.Event() for _ in range(_NUM_STAGING)]
         self._next = 0
 
     def take(self) -> tuple[Tensor, torch.cuda.Event]:

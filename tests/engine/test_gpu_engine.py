@@ -9,7 +9,7 @@ import torch
 from engine.build import Engine
 from engine.errors import ConfigError
 from engine.request import SamplingParams
-from engine.tokenizing import load_tokenizer
+from engine.tokenizing import Tokenizing, load_tokenizer
 from tests.engine.in_process import GREEDY, answer, start_engine
 from tests.engine.models.tiny_models import VOCAB_SIZE, save_model
 
@@ -76,6 +76,12 @@ def mixed_work(seed: int, count: int = 40) -> Work:
     return work
 
 
+def encode(tokenizer: Tokenizing, text: str) -> list[int]:
+    (ids,) = tokenizer.encode_batch([text], add_special_tokens=False)
+    assert isinstance(ids, list), ids
+    return ids
+
+
 def tokens_of(engine: Engine, work: Work) -> list[tuple[list[int], str | None]]:
     return [(found.tokens, found.finish) for found in answer(engine, work)]
 
@@ -91,7 +97,7 @@ def test_the_shipped_model_answers_exactly(dtype: str) -> None:
     )
     tokenizer = load_tokenizer(DEMO_MODEL)
     work = [
-        (tokenizer.encode(prompt), SamplingParams(max_tokens=8, temperature=0.0))
+        (encode(tokenizer, prompt), SamplingParams(max_tokens=8, temperature=0.0))
         for prompt in DECISIVE
     ]
     for found, expected in zip(answer(engine, work), DECISIVE.values(), strict=True):
@@ -128,7 +134,7 @@ def test_every_pair_of_backends_gives_the_decisive_tokens(prefill: str, decode: 
     )
     tokenizer = load_tokenizer(DEMO_MODEL)
     for prompt, expected in DECISIVE.items():
-        work = [(tokenizer.encode(prompt), SamplingParams(max_tokens=8, temperature=0.0))]
+        work = [(encode(tokenizer, prompt), SamplingParams(max_tokens=8, temperature=0.0))]
         assert tokenizer.decode(answer(engine, work)[0].tokens).startswith(expected)
 
 
