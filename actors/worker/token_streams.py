@@ -25,7 +25,7 @@ class _Stream:
     tokens: list[TokenRecord] = field(default_factory=list)  # not sent yet
     failures: list[FailureRecord] = field(default_factory=list)
     unacknowledged: deque[tuple[int, Counter[RequestKey]]] = field(default_factory=deque)
-    num_unacknowledged: Counter[RequestKey] = field(default_factory=Counter)
+    num_unacknowledged: dict[RequestKey, int] = field(default_factory=dict)
     has_news: asyncio.Event = field(default_factory=asyncio.Event)
     reader: object | None = None  # identity of the generator that serves it now
 
@@ -66,19 +66,22 @@ class TokenStreams:
         failures: Sequence[tuple[str, FailureRecord]],
     ) -> None:
         """Queue one step's records for their ingresses and wake each reader once."""
-        touched = set()
+        limit = self._config.max_unacknowledged_tokens
+        touched: dict[str, _Stream] = {}
         for ingress_id, record in tokens:
-            stream = self._stream(ingress_id)
+            stream = touched.get(ingress_id)
+            if stream is None:
+                stream = touched[ingress_id] = self._stream(ingress_id)
             stream.tokens.append(record)
-            stream.num_unacknowledged[record.key] += 1
-            if stream.num_unacknowledged[record.key] == self._config.max_unacknowledged_tokens:
-                self._on_overflow(ingress_id, record.key)
-            touched.add(ingress_id)
+            counts, key = stream.num_unacknowledged, record.key
+            counts[key] = num_tokens = counts.get(key, 0) + 1
+            if num_tokens == limit:
+                self._on_overflow(ingress_id, key)
         for ingress_id, failure in failures:
-            self._stream(ingress_id).failures.append(failure)
-            touched.add(ingress_id)
-        for ingress_id in touched:
-            self._streams[ingress_id].has_news.set()
+            stream = touched[ingress_id] = self._stream(ingress_id)
+            stream.failures.append(failure)
+        for stream in touched.values():
+            stream.has_news.set()
 
     def acknowledge(self, ingress_id: str, step_seq: int) -> None:
         """Everything up to message `step_seq` arrived; -1 says only that the ingress lives."""
@@ -88,10 +91,10 @@ class TokenStreams:
         stream.last_heard_s = self._clock.now_s()
         while stream.unacknowledged and stream.unacknowledged[0][0] <= step_seq:
             _, counts = stream.unacknowledged.popleft()
-            stream.num_unacknowledged.subtract(counts)
-            for key in counts:
-                if stream.num_unacknowledged[key] <= 0:
-                    del stream.num_unacknowledged[key]
+            for key, num_tokens in counts.items():
+                num_left = stream.num_unacknowledged.pop(key) - num_tokens
+                if num_left > 0:
+                    stream.num_unacknowledged[key] = num_left
 
     async def read(self, ingress_id: str) -> AsyncIterator[bytes]:
         """Encoded StepMessages for one ingress, a load report at least every 100 ms.
@@ -153,7 +156,7 @@ class TokenStreams:
             failures=stream.failures,
         )
         if stream.tokens:
-            counts = Counter(record.key for record in stream.tokens)
+            counts = Counter([record.key for record in stream.tokens])
             stream.unacknowledged.append((stream.next_seq, counts))
         stream.next_seq += 1
         stream.tokens, stream.failures = [], []

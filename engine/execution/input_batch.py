@@ -65,47 +65,30 @@ def write_input_batch(
     `num_padded_rows` (steps of single-token rows only): rows up to it are made harmless, for a
     graph of that many: no keys, no blocks, token 0, nothing written to the store.
     """
-    num_new_in_plan = np.array(plan.num_new_tokens, dtype=np.int64)
-    num_computed_in_plan = np.array(plan.num_computed_tokens, dtype=np.int64)
-    plan_rows = np.lexsort((num_computed_in_plan, num_new_in_plan > 1))
-    rows = np.array(plan.rows, dtype=np.int64)[plan_rows]
-    num_new, num_computed = num_new_in_plan[plan_rows], num_computed_in_plan[plan_rows]
-    _check(plan, rows, num_new, num_computed, request_rows, block_tables, layout)
-
-    # [T] each
-    positions = concat_ranges(num_computed, num_new)
-    batch_row = np.repeat(np.arange(len(rows)), num_new)
-    num_blocks = -(-(num_computed + num_new) // layout.block_size)
+    rows = _rows_of(plan)
+    _check(plan, rows, request_rows, block_tables, layout)
+    num_blocks = -(-rows.num_keys // layout.block_size)
     cu_blocks = np.concatenate(([0], np.cumsum(num_blocks)))
-    block_ids = block_tables.flatten(rows, num_blocks)
-    blocks = block_ids[cu_blocks[batch_row] + positions // layout.block_size].astype(np.int64)
-
-    num_rows, num_tokens = len(rows), len(positions)
-    cu_tokens = np.concatenate(([0], np.cumsum(num_new)))
+    block_ids = block_tables.flatten(rows.rows, num_blocks)
     fields = buffers.write()
-    fields["cu_tokens"][: num_rows + 1] = cu_tokens
-    fields["num_keys"][:num_rows] = num_computed + num_new
-    fields["cu_blocks"][: num_rows + 1] = cu_blocks
-    sampling = np.flatnonzero(np.array(plan.samples, dtype=bool)[plan_rows])
-    fields["sampled_rows"][: len(sampling)] = rows[sampling]
-    fields["logit_indices"][: len(sampling)] = cu_tokens[1:][sampling] - 1
-    fields["input_ids"][:num_tokens] = request_rows.input_ids(rows[batch_row], positions)
-    fields["positions"][:num_tokens] = positions
-    fields["slots"][:num_tokens] = blocks * layout.block_size + positions % layout.block_size
+    fields["cu_blocks"][: len(cu_blocks)] = cu_blocks
     fields["block_ids"][: len(block_ids)] = block_ids
+    _write_rows(fields, rows)
+    _write_tokens(fields, rows, cu_blocks, block_ids, request_rows, layout.block_size)
+    num_rows, num_tokens, num_sampled = len(rows.rows), rows.num_tokens, len(rows.sampling)
     num_padded = num_padded_rows or num_rows
     if num_padded > num_rows:
-        assert num_tokens == num_rows == len(sampling), f"step {plan.step} cannot be padded"
+        assert num_tokens == num_rows == num_sampled, f"step {plan.step} cannot be padded"
         _pad(fields, num_rows, num_padded, spare_row=buffers.max_rows)
     buffers.send(len(block_ids))
     return InputBatch(
-        plan_rows=plan_rows,
-        rows=rows.tolist(),
-        first_tokens=cu_tokens[:-1],
+        plan_rows=rows.plan_rows,
+        rows=rows.rows.tolist(),
+        first_tokens=rows.cu_tokens[:-1],
         attention=AttentionStep(
-            num_single_rows=int((num_new == 1).sum()),
-            num_new_tokens=num_new,
-            num_computed_tokens=num_computed,
+            num_single_rows=int((rows.num_new == 1).sum()),
+            num_new_tokens=rows.num_new,
+            num_computed_tokens=rows.num_computed,
             cu_blocks=cu_blocks,
             block_ids=block_ids,
             device_rows=row_tensors(buffers, num_padded),
@@ -113,12 +96,10 @@ def write_input_batch(
         input_ids=buffers.on_device("input_ids", num_tokens),
         positions=buffers.on_device("positions", num_tokens),
         slots=buffers.on_device("slots", num_tokens),
-        sampling=sampling,
-        sampled_rows=buffers.on_device("sampled_rows", len(sampling)),
+        sampling=rows.sampling,
+        sampled_rows=buffers.on_device("sampled_rows", num_sampled),
         logit_indices=(
-            buffers.on_device("logit_indices", len(sampling))
-            if len(sampling) < num_tokens
-            else None
+            buffers.on_device("logit_indices", num_sampled) if num_sampled < num_tokens else None
         ),
     )
 
@@ -141,6 +122,76 @@ def concat_ranges(starts: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArr
     return ranges
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rows:
+    """A plan's rows in batch order, [R] each."""
+
+    plan_rows: NDArray[np.int64]
+    # device rows
+    rows: NDArray[np.int64]
+    num_new: NDArray[np.int64]
+    num_computed: NDArray[np.int64]
+    # their sum
+    num_keys: NDArray[np.int64]
+    num_logits: NDArray[np.int64]
+    samples: NDArray[np.bool_]
+    # [S]  batch rows
+    sampling: NDArray[np.int64]
+    # [R + 1]
+    cu_tokens: NDArray[np.int64]
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.cu_tokens[-1])
+
+
+def _rows_of(plan: StepPlan) -> _Rows:
+    num_new = np.array(plan.num_new_tokens, dtype=np.int64)
+    num_computed = np.array(plan.num_computed_tokens, dtype=np.int64)
+    plan_rows = np.lexsort((num_computed, num_new > 1))
+    num_new, num_computed = num_new[plan_rows], num_computed[plan_rows]
+    samples = np.array(plan.samples, dtype=bool)[plan_rows]
+    return _Rows(
+        plan_rows=plan_rows,
+        rows=np.array(plan.rows, dtype=np.int64)[plan_rows],
+        num_new=num_new,
+        num_computed=num_computed,
+        num_keys=num_computed + num_new,
+        num_logits=np.array(plan.num_logits, dtype=np.int64)[plan_rows],
+        samples=samples,
+        sampling=np.flatnonzero(samples),
+        cu_tokens=np.concatenate(([0], np.cumsum(num_new))),
+    )
+
+
+def _write_rows(fields: HostFields, rows: _Rows) -> None:
+    """What there is one of for each row, or for each row that samples."""
+    num_rows, num_sampled = len(rows.rows), len(rows.sampling)
+    fields["cu_tokens"][: num_rows + 1] = rows.cu_tokens
+    fields["num_keys"][:num_rows] = rows.num_keys
+    fields["sampled_rows"][:num_sampled] = rows.rows[rows.sampling]
+    fields["logit_indices"][:num_sampled] = rows.cu_tokens[1:][rows.sampling] - 1
+
+
+def _write_tokens(
+    fields: HostFields,
+    rows: _Rows,
+    cu_blocks: NDArray[np.int64],
+    block_ids: NDArray[np.int32],
+    request_rows: RequestRows,
+    block_size: int,
+) -> None:
+    """What there is one of for each token: its id, its position, and its slot in the store."""
+    positions = concat_ranges(rows.num_computed, rows.num_new)
+    batch_rows = np.repeat(np.arange(len(rows.rows)), rows.num_new)
+    in_row, offsets = np.divmod(positions, block_size)
+    blocks = block_ids[cu_blocks[batch_rows] + in_row]
+    num_tokens = len(positions)
+    fields["input_ids"][:num_tokens] = request_rows.input_ids(rows.rows[batch_rows], positions)
+    fields["positions"][:num_tokens] = positions
+    fields["slots"][:num_tokens] = blocks * np.int64(block_size) + offsets
+
+
 def _pad(fields: HostFields, start: int, end: int, *, spare_row: int) -> None:
     """Single-token rows [start, end) that change nothing anybody reads."""
     fields["cu_tokens"][start + 1 : end + 1] = np.arange(start + 1, end + 1)
@@ -154,34 +205,25 @@ def _pad(fields: HostFields, start: int, end: int, *, spare_row: int) -> None:
 
 def _check(
     plan: StepPlan,
-    rows: NDArray[np.int64],
-    num_new: NDArray[np.int64],
-    num_computed: NDArray[np.int64],
+    rows: _Rows,
     request_rows: RequestRows,
     block_tables: BlockTables,
     layout: KvLayout,
 ) -> None:
     """Our own invariants: a plan that breaks one would read or write another row's memory."""
-    num_known = request_rows.num_known_tokens(rows)
-    num_slots = block_tables.num_blocks(rows) * layout.block_size
-    is_wrong = (
-        (num_new < 1)
-        | (num_computed < 0)
-        | (num_computed + num_new > num_known)
-        | (num_computed + num_new > num_slots)
-    )
+    num_new, num_computed, num_keys = rows.num_new, rows.num_computed, rows.num_keys
+    num_known = request_rows.num_known_tokens(rows.rows)
+    num_slots = block_tables.num_blocks(rows.rows) * layout.block_size
+    is_wrong = (num_new < 1) | (num_computed < 0) | (num_keys > np.minimum(num_known, num_slots))
     assert not is_wrong.any(), (
-        f"step {plan.step}: rows {rows[is_wrong].tolist()} compute {num_new[is_wrong].tolist()}"
-        f" tokens after {num_computed[is_wrong].tolist()}, know {num_known[is_wrong].tolist()} and"
-        f" have blocks for {num_slots[is_wrong].tolist()}"
+        f"step {plan.step}: rows {rows.rows[is_wrong].tolist()} compute"
+        f" {num_new[is_wrong].tolist()} tokens after {num_computed[is_wrong].tolist()}, know"
+        f" {num_known[is_wrong].tolist()} and have blocks for {num_slots[is_wrong].tolist()}"
     )
     assert len(set(plan.rows)) == len(plan.rows), f"step {plan.step}: a row twice in {plan.rows}"
-    assert all(0 <= n <= m for n, m in zip(plan.num_logits, plan.num_new_tokens, strict=True)), (
+    assert not ((rows.num_logits < 0) | (rows.num_logits > num_new)).any(), (
         f"step {plan.step}: logits {plan.num_logits} of new tokens {plan.num_new_tokens}"
     )
-    ends_early = dict(
-        zip(rows.tolist(), (num_computed + num_new < num_known).tolist(), strict=True)
-    )
-    assert not any(s and ends_early[row] for row, s in zip(plan.rows, plan.samples, strict=True)), (
+    assert not (rows.samples & (num_keys < num_known)).any(), (
         f"step {plan.step}: a row of {plan.rows} samples before its last known token"
     )

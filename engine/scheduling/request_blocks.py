@@ -21,7 +21,7 @@ class RequestBlocks:
         self.poisoned_block_ids: list[int] = []  # held here until `take_poisoned`
 
     def hash_full(self, request: Request) -> None:
-        """Name the full blocks of the request's known tokens, if anybody could be asked for them."""
+        """Name the full blocks of the request's known tokens, if they can be found by name."""
         if self._cache.keeps_prefixes:
             self._hasher.extend(request)
 
@@ -33,10 +33,10 @@ class RequestBlocks:
         num_tokens = request.num_known_tokens + request.num_in_flight_tokens
         return self._num_blocks_for(num_tokens) - len(request.block_ids)
 
-    def missing(self, requests: Sequence[Request]) -> list[tuple[Request, int]]:
-        """Of those who lack blocks for all their tokens: how many."""
+    def missing(self, requests: Sequence[Request]) -> dict[Request, int]:
+        """`num_missing` of those who lack any."""
         counts = zip(requests, map(self.num_missing, requests), strict=True)
-        return [(request, num_blocks) for request, num_blocks in counts if num_blocks]
+        return {request: num_blocks for request, num_blocks in counts if num_blocks}
 
     def grow(self, request: Request, num_blocks: int) -> list[int]:
         """Append that many blocks, which must be available; returns them."""

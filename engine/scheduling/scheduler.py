@@ -33,6 +33,8 @@ from engine.scheduling.row_slots import RowSlots, row_of
 from engine.scheduling.steps_in_flight import StepInFlight, StepsInFlight
 from engine.scheduling.waiting import WaitingQueue
 
+Chunk = tuple[Request, int]  # who computes, and how many tokens
+
 
 class Scheduler:
     """Continuous batching per iteration over one `BlockCache`.
@@ -59,7 +61,6 @@ class Scheduler:
         )
         self._config = config
         self._cache = cache
-        self._hasher = hasher
         self._outbox = outbox
         self._block_size = block_size
         self._finish_rules = FinishRules(eos_token_ids, max_model_len)
@@ -80,9 +81,9 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request whose tokens have no KV here. Raises CapacityError when full."""
         self._finish_rules.apply(request)
-        assert request.num_known_tokens < request.max_known_tokens, (
-            f"{request.key}: {request.num_known_tokens} known tokens leave no room below"
-            f" {request.max_known_tokens}"
+        num_known, limit = request.num_known_tokens, request.max_known_tokens
+        assert num_known < limit, (
+            f"{request.key}: {num_known} known tokens leave no room below {limit}"
         )
         assert request.key not in self._running, f"{request.key} runs already"
         if len(self._waiting) >= self._config.max_waiting:
@@ -151,23 +152,14 @@ class Scheduler:
         output = StepOutput(num_scheduled_tokens=plan.num_tokens, has_progressed=True)
         step = self._in_flight.pop()
         self._cache.release(step.zero_block_ids)  # no sooner: a handoff may write what it gets
-        rows = zip(
-            step.requests,
-            plan.num_computed_tokens,
-            plan.num_new_tokens,
-            result.is_finite,
-            result.tokens,
-            result.logprobs,
-            strict=True,
-        )
-        for request, num_computed, num_new, is_finite, token_ids, logprobs in rows:
+        for request, num_computed, is_finite, token_ids, logprobs in step.rows(plan, result):
             if self._has_left(request):
                 continue  # aborted since, or ended by the step before: whatever came is dropped
             if not is_finite:
                 self._end_as_poisoned(request, output)
                 continue
             # Not `request.num_computed_tokens`: a later step may be counted there already.
-            self._blocks.index_full(request, num_computed + num_new)
+            self._blocks.index_full(request, num_computed)
             for token_id in token_ids:
                 self._append(request, token_id, logprobs, output)
         for i, block_ids in step.left_block_ids.items():
@@ -231,21 +223,19 @@ class Scheduler:
         and a preemption before it would lose what it samples, for a lone row again and again.
         """
         missing = self._blocks.missing(runnable)
-        while sum(num_blocks for _, num_blocks in missing) > self._cache.num_available:
+        while sum(missing.values()) > self._cache.num_available:
             if len(self._in_flight) > 0:
                 return None
             self._preempt(runnable.pop())  # all that run, in this case: the last is the newest
             missing = self._blocks.missing(runnable)
         grown: dict[int, list[int]] = {}
-        for request, num_blocks in missing:
+        for request, num_blocks in missing.items():
             block_ids = self._blocks.grow(request, num_blocks)
             if not self._rows.is_entering(request):  # else its admission carries them
                 grown[row_of(request)] = block_ids
         return grown
 
-    def _chunks(
-        self, prompts: list[Request], budget: int, now_s: float
-    ) -> Iterator[tuple[Request, int]]:
+    def _chunks(self, prompts: list[Request], budget: int, now_s: float) -> Iterator[Chunk]:
         """Who computes how much of its prompt within `budget` tokens: who runs, then who waits."""
         for request in prompts:
             num_tokens = min(request.num_uncomputed_tokens, budget)
@@ -254,7 +244,7 @@ class Scheduler:
                 yield request, num_tokens
         yield from self._admit(budget, now_s)
 
-    def _admit(self, budget: int, now_s: float) -> Iterator[tuple[Request, int]]:
+    def _admit(self, budget: int, now_s: float) -> Iterator[Chunk]:
         """Move waiting requests to rows, in order, until tokens, rows or blocks run out.
 
         Yields each with the number of tokens its first chunk computes.
@@ -297,15 +287,13 @@ class Scheduler:
     def _start_step(
         self,
         chosen: list[Request],
-        num_new_tokens: list[int],
+        counts: list[int],
         grown: dict[int, list[int]],
         zero_block_ids: list[int],
     ) -> StepPlan:
-        """Make the plan and count its step as in flight."""
-        plan = build_plan(
-            self._num_steps, chosen, num_new_tokens, grown, zero_block_ids, self._rows
-        )
-        for request, num_tokens in zip(chosen, num_new_tokens, strict=True):
+        """Make the plan, of `counts` new tokens by row, and count its step as in flight."""
+        plan = build_plan(self._num_steps, chosen, counts, grown, zero_block_ids, self._rows)
+        for request, num_tokens in zip(chosen, counts, strict=True):
             num_prompt_left = request.num_prompt_tokens - request.num_computed_tokens
             if num_prompt_left > 0:
                 self._num_prompt_tokens_computed += min(num_tokens, num_prompt_left)
@@ -324,8 +312,8 @@ class Scheduler:
         output: StepOutput,
     ) -> None:
         """Add one sampled token: emit it, and end or hand over the request where it is due."""
-        index = len(request.tokens) - request.num_prompt_tokens
-        is_first_here = index == request.num_emitted_tokens
+        index = request.num_output_tokens
+        is_first = index == request.num_emitted_tokens  # of those that come from here
         request.tokens.append(token_id)
         self._num_output_tokens += 1
         finish, stop_token_id = self._finish_rules.reason(request, token_id)
@@ -334,7 +322,7 @@ class Scheduler:
             index=index,
             token_id=token_id,
             logprobs=logprobs,
-            num_cached_tokens=request.num_cached_tokens if is_first_here else None,
+            num_cached_tokens=request.num_cached_tokens if is_first else None,
             finish=finish,
             stop_token_id=stop_token_id,
         )

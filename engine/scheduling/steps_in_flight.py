@@ -14,8 +14,10 @@ Knows no rows and no cache: what is held here, the scheduler lets go.
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from operator import add
 
 from engine.request import Request
+from engine.scheduling.plan import StepPlan, StepResult, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +28,22 @@ class StepInFlight:
     zero_block_ids: list[int]
     # index in `requests` -> the blocks of a request that left since
     left_block_ids: dict[int, list[int]] = field(default_factory=dict)
+
+    def rows(self, plan: StepPlan, result: StepResult) -> "Iterator[RowOutcome]":
+        """Who computed what, and what came of it, in the plan's order."""
+        return zip(
+            self.requests,
+            map(add, plan.num_computed_tokens, plan.num_new_tokens),
+            result.is_finite,
+            result.tokens,
+            result.logprobs,
+            strict=True,
+        )
+
+
+# request, its tokens with KV after the step, whether the numbers were finite, sampled ids, their
+# log-probabilities
+RowOutcome = tuple[Request, int, bool, list[int], TokenLogprobs | None]
 
 
 class StepsInFlight:

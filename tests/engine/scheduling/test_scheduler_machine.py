@@ -154,7 +154,7 @@ class IndexesBeforeTheStepHasRun(Scheduler):
     def _acquire_blocks(self, request: Request) -> bool:
         is_admitted = super()._acquire_blocks(request)
         if is_admitted:
-            self._hasher.extend(request)
+            self._blocks.hash_full(request)
             for i in range(request.num_indexed_blocks, request.num_known_tokens // BLOCK_SIZE):
                 parent = request.block_hashes[i - 1] if i else None
                 self._cache.index(request.block_ids[i], request.block_hashes[i], parent)
