@@ -12,19 +12,20 @@ import gc
 import random
 import time
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from configs.schema import SchedulerConfig
 from engine.kv.block_cache import BlockCache
 from engine.kv.request_hasher import RequestHasher
 from engine.messages import LoadReport, StepMessage, TokenRecord, encode
 from engine.request import Request, RequestKey, SamplingParams
+from engine.scheduling.contracts import SchedulerStatistics
 from engine.scheduling.plan import StepPlan, StepResult
 from engine.scheduling.scheduler import Scheduler
 from load_tests.tables import Figure, describe_machine, median_figure, render
 
 EOS_TOKEN_ID, DRAWN_TOKEN_ID = 151_645, 7
 NUM_WARM_UP_STEPS = 2  # the prompts, and the first step in which every row decodes
-LOAD = LoadReport(queued_tokens=0, num_waiting=0, num_running=0, num_free_blocks=0, num_blocks=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,12 +51,18 @@ class Durations:
     add_us: list[float] = field(default_factory=list)
     plan_us: list[float] = field(default_factory=list)
     commit_us: list[float] = field(default_factory=list)
+    report_us: list[float] = field(default_factory=list)
     encode_us: list[float] = field(default_factory=list)
+
+    @property
+    def of_step(self) -> tuple[list[float], ...]:
+        """The parts of a step, in their order."""
+        return self.plan_us, self.commit_us, self.report_us, self.encode_us
 
     def figures(self) -> list[Figure]:
         """One line a part, and their sum in a step."""
-        parts = {"plan": self.plan_us, "commit": self.commit_us, "encode": self.encode_us}
-        sums_us = [sum(step) for step in zip(*parts.values(), strict=True)]
+        parts = dict(zip(("plan", "commit", "report", "encode"), self.of_step, strict=True))
+        sums_us = [sum(step) for step in zip(*self.of_step, strict=True)]
         return [
             *(median_figure(name, part_us, "us/step") for name, part_us in parts.items()),
             median_figure("sum of these", sums_us, "us/step"),
@@ -76,9 +83,9 @@ class Bench:
         durations = Durations()
         for i in range(self._batch.num_rows):
             request = self._request(i)
-            started_s = time.perf_counter()
+            start_s = time.perf_counter()
             self._scheduler.add(request)
-            durations.add_us.append(_us_since(started_s))
+            durations.add_us.append(1e6 * (time.perf_counter() - start_s))
         in_flight = self._plan()
         for _ in range(NUM_WARM_UP_STEPS):
             in_flight = self._step(in_flight, Durations())
@@ -88,17 +95,19 @@ class Bench:
         return durations
 
     def _step(self, in_flight: StepPlan, durations: Durations) -> StepPlan:
-        """Plan a step, settle the one `in_flight` and encode its tokens; returns the plan."""
+        """Plan a step, settle the one `in_flight`, and say what came of it; returns the plan."""
         result = _result_of(in_flight)
-        started_s = time.perf_counter()
+        times_s = [time.perf_counter()]
         plan = self._plan()
-        durations.plan_us.append(_us_since(started_s))
-        started_s = time.perf_counter()
+        times_s.append(time.perf_counter())
         output = self._scheduler.commit(in_flight, result)
-        durations.commit_us.append(_us_since(started_s))
-        started_s = time.perf_counter()
-        encode(_message([record for _, record in output.tokens]))
-        durations.encode_us.append(_us_since(started_s))
+        times_s.append(time.perf_counter())
+        counts = self._scheduler.statistics()
+        times_s.append(time.perf_counter())
+        encode(_message([record for _, record in output.tokens], counts))
+        times_s.append(time.perf_counter())
+        for part_us, (start_s, end_s) in zip(durations.of_step, pairwise(times_s), strict=True):
+            part_us.append(1e6 * (end_s - start_s))
         num_tokens = len(output.tokens)
         assert num_tokens == self._batch.num_rows, f"a step of {num_tokens} tokens"
         return plan
@@ -169,12 +178,15 @@ def _result_of(plan: StepPlan) -> StepResult:
     )
 
 
-def _message(tokens: list[TokenRecord]) -> StepMessage:
-    return StepMessage(worker="w", incarnation="0", step_seq=0, load=LOAD, tokens=tokens)
-
-
-def _us_since(started_s: float) -> float:
-    return 1e6 * (time.perf_counter() - started_s)
+def _message(tokens: list[TokenRecord], counts: SchedulerStatistics) -> StepMessage:
+    load = LoadReport(
+        queued_tokens=counts.num_queued_tokens,
+        num_waiting=counts.num_waiting,
+        num_running=counts.num_running,
+        num_free_blocks=0,
+        num_blocks=0,
+    )
+    return StepMessage(worker="w", incarnation="0", step_seq=0, load=load, tokens=tokens)
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -1,9 +1,12 @@
 """A request's arithmetic."""
 
+from typing import Any
+
 import msgspec
 import pytest
 
 from engine.request import Request, RequestKey, SamplingParams
+from engine.scheduling.finish import FinishRules
 
 
 def _request(num_prompt_tokens: int, num_emitted_tokens: int = 0, max_tokens: int = 7) -> Request:
@@ -44,6 +47,38 @@ def test_a_token_in_flight_is_the_next_to_compute() -> None:
 def test_tokens_of_an_earlier_attempt_count_for_max_tokens() -> None:
     request = _request(5, num_emitted_tokens=3)
     assert (request.num_output_tokens, request.max_known_tokens) == (3, 12)
+
+
+@pytest.mark.parametrize(
+    ("given", "max_model_len", "stop_ids", "max_known_tokens"),
+    [
+        ({}, 100, {1, 2}, 12),
+        ({"ignore_eos": True}, 100, set(), 12),
+        ({"stop_token_ids": (7,)}, 9, {1, 2, 7}, 9),
+        ({"stop_token_ids": (7,), "ignore_eos": True}, 12, {7}, 12),
+    ],
+)
+def test_a_scheduler_writes_to_a_request_what_ends_it(
+    given: dict[str, Any], max_model_len: int, stop_ids: set[int], max_known_tokens: int
+) -> None:
+    request = Request(
+        key=RequestKey("a"),
+        ingress_id="ingress",
+        params=SamplingParams(max_tokens=7, **given),
+        tokens=[3] * 5,
+        num_prompt_tokens=5,
+        arrival_s=0.0,
+    )
+    rules = FinishRules((1, 2), max_model_len)
+    for _ in range(2):  # once more when it comes back by `join`
+        rules.apply(request)
+        assert (request.stop_ids, request.max_known_tokens) == (stop_ids, max_known_tokens)
+    endings = {token_id: rules.reason(request, token_id) for token_id in range(8)}
+    assert {token_id for token_id, (why, _) in endings.items() if why == "stop"} == stop_ids
+    request.tokens += [3] * (max_known_tokens - 6)
+    assert rules.reason(request, 3) == (None, None)
+    request.tokens.append(3)
+    assert rules.reason(request, 3) == ("length", None)
 
 
 @pytest.mark.parametrize(("num_prompt", "num_tokens", "num_emitted"), [(0, 0, 0), (4, 3, 0)])

@@ -69,6 +69,7 @@ def test_without_a_prefix_cache_nothing_is_found() -> None:
         request = replica.add(name, prompt_of(13))
         replica.run()
         assert replica.records[request.key][0].num_cached_tokens == 0
+        assert request.block_hashes == []  # nobody could ask for its blocks
     assert replica.cache.num_free == replica.cache.num_blocks
 
 

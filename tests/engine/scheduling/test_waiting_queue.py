@@ -50,6 +50,17 @@ def test_walking_the_queue_may_change_it() -> None:
     assert (len(queue), queue.num_tokens) == (0, 0)
 
 
+def test_who_leaves_while_the_queue_is_walked_is_passed_over() -> None:
+    queue = WaitingQueue()
+    for i in range(4):
+        queue.add(_request(str(i), arrival_s=float(i)))
+    walked = []
+    for request in queue:
+        walked.append(request.key.request_id)
+        queue.remove(RequestKey("2"))
+    assert walked == ["0", "1", "3"]
+
+
 def test_a_key_waits_only_once_and_a_stranger_is_not_found() -> None:
     queue = WaitingQueue()
     queue.add(_request("a", arrival_s=1.0))
