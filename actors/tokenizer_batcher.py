@@ -102,8 +102,10 @@ class TokenizerBatcher:
         set_up_logging()
         self._name = name
         self._model_path = spec.config.model.path
-        self._lifeline = Lifeline(spec.config.lifetimes.supervisor_silence_s, MonotonicClock())
         self._tokenizer = PromptTokenizer(self._model_path, spec.config.tokenizer)
+        # Only now: nobody can be heard while it loads, which may take longer than silence may last;
+        # an actor that ended itself then would do so again after each restart.
+        self._lifeline = Lifeline(spec.config.lifetimes.supervisor_silence_s, MonotonicClock())
 
     def __repr__(self) -> str:
         """What Ray prints before this actor's log lines."""

@@ -8,7 +8,10 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from actors.tokenizer_batcher import PromptTokenizer
+from actors import tokenizer_batcher
+from actors.deployment import describe_deployment
+from actors.tokenizer_batcher import PromptTokenizer, TokenizerBatcher
+from configs.load import load_config
 from configs.schema import TokenizerConfig
 from engine.chat_template import RESERVED_KWARGS, is_reserved_kwarg
 from engine.errors import ConfigError
@@ -179,3 +182,21 @@ def test_everything_the_renderer_takes_by_name_is_reserved() -> None:
     special = PreTrainedTokenizerBase.SPECIAL_TOKENS_ATTRIBUTES
     assert all(is_reserved_kwarg(name) for name in special)
     assert not is_reserved_kwarg("enable_thinking")
+
+
+def test_silence_is_not_counted_while_the_tokenizer_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody can be heard then: one that counted would end at each start where that is slow."""
+    silences: list[str] = []
+    load = tokenizer_batcher.PromptTokenizer
+
+    def load_slowly(path: str, config: TokenizerConfig) -> PromptTokenizer:
+        silences.append("loading")
+        return load(path, config)
+
+    def begin_counting(silence_s: float, clock: object) -> None:
+        silences.append("counting")
+
+    monkeypatch.setattr(tokenizer_batcher, "PromptTokenizer", load_slowly)
+    monkeypatch.setattr(tokenizer_batcher, "Lifeline", begin_counting)
+    TokenizerBatcher(describe_deployment(load_config(None, {})), "tokenizer-0")
+    assert silences == ["loading", "counting"]
