@@ -117,16 +117,16 @@ def tile_counters(device: torch.device) -> Tensor:
 
 def choose_config(num_tokens: int, num_rows: int, num_columns: int, *, gated: bool) -> SmallConfig:
     """The cut of a product of `num_tokens` tokens with a weight [num_rows, num_columns]."""
-    return _CONFIGS[token_bucket(num_tokens), _shape_of(num_rows, num_columns, gated)]
+    return _CONFIGS[token_bucket(num_tokens), shape_of(num_rows, num_columns, gated)]
 
 
 def faster_up_to(weight: Tensor, *, gated: bool) -> int:
     """The largest number of tokens for which these kernels are the faster choice."""
     num_rows, num_columns = weight.shape
-    return _FASTER_UP_TO[_shape_of(num_rows, num_columns, gated)]
+    return _FASTER_UP_TO[shape_of(num_rows, num_columns, gated)]
 
 
-def _shape_of(num_rows: int, num_columns: int, gated: bool) -> Shape:
+def shape_of(num_rows: int, num_columns: int, gated: bool) -> Shape:
     if gated:
         return Shape.GATED
     if num_rows >= 2**15:

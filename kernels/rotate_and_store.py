@@ -110,7 +110,8 @@ def rotate_and_store(
     """Rotates q and k in `qkv`, in place; writes k and v to `store`; returns views q, k, v.
 
     qkv: [T, heads + 2 kv_heads, head_dim], contiguous, in the store's dtype; cos_sin: fp32
-    [max_positions, head_dim]; positions, slots: int32 [T], a slot of -1 writes no k and v;
+    [max_positions, head_dim]; positions, slots: int32 [T], a slot of -1 writes no k and v; without
+    query heads q is empty;
     store: [blocks, layers, 2, block_size, kv_heads, head_dim].
     """
     num_tokens, num_all_heads, head_dim = qkv.shape
@@ -158,7 +159,7 @@ def _check(
 ) -> None:
     num_tokens, num_all_heads, head_dim = qkv.shape
     assert store.shape[5] == head_dim, f"heads of {head_dim} in a store of {store.shape[5]}"
-    assert num_all_heads > 2 * store.shape[4], f"{num_all_heads} heads, {store.shape[4]} of K"
+    assert num_all_heads >= 2 * store.shape[4], f"{num_all_heads} heads, {store.shape[4]} of K"
     assert qkv.dtype == store.dtype, f"{qkv.dtype} into a store in {store.dtype}"
     assert qkv.is_contiguous(), f"qkv with strides {qkv.stride()}"
     assert store.is_contiguous(), f"store with strides {store.stride()}"

@@ -7,22 +7,23 @@ blocks it gets, the plan says.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from engine.execution.decode_graphs import DecodeGraphs, DecodeOutput
-from engine.execution.input_batch import InputBatch, concat_ranges, write_input_batch
+from engine.execution.input_batch import InputBatch, concat_ranges, row_tensors, write_input_batch
+from engine.execution.last_tokens import LastTokenSteps
 from engine.execution.pending_step import EmptyStep, PendingStep
 from engine.execution.request_rows import RequestRows
-from engine.execution.step_buffers import StepBuffers
+from engine.execution.step_buffers import GraphSize, StepBuffers
+from engine.execution.step_graphs import GraphOutput, StepGraphs, decode_sizes, prompt_sizes
 from engine.kv.block_tables import BlockTables
 from engine.kv.kv_store import KvStore
 from engine.kv.layout import KvLayout
-from engine.layers.context import ForwardContext, SingleRank
+from engine.layers.context import ForwardContext, LastTokens, SingleRank
 from engine.models.decoder import CausalLM, ForwardResult
 from engine.request import SamplingParams
 from engine.sampling.sampler import GreedyChoice, SampledTensors
@@ -30,6 +31,9 @@ from engine.scheduling.plan import RowAdmission, StepPlan
 from kernels.attention.phased import PhasedAttention
 from kernels.input_ids import keep_last_tokens, resolve_input_ids
 from kernels.sample_rows import greedy
+
+# From here on the last layer's queries and attention take longer than planning the smaller step.
+_MIN_TOKENS_TO_SKIP_QUERIES = 1024
 
 
 class RowSampler(Protocol):
@@ -94,24 +98,31 @@ class Executor:
         self._block_tables = BlockTables(
             max_rows=max_rows, max_blocks_per_row=self._max_blocks_per_row
         )
+        self._max_step_tokens = max_step_tokens
         self._buffers = self._step_buffers(max_step_tokens)
+        self._last_token_steps = LastTokenSteps(max_rows, model.device)
         # [max_rows + 1]  each row's newest sampled token; the last entry belongs to padding
         self._last_tokens = torch.zeros(max_rows + 1, dtype=torch.int32, device=model.device)
-        self._graphs: DecodeGraphs | None = None
+        self._decode_graphs: StepGraphs | None = None
+        self._prompt_graphs: StepGraphs | None = None
         self._comm = SingleRank()
 
     def capture_graphs(self, report: Callable[[str], None]) -> None:
-        """From now on, decode steps replay CUDA graphs. Needs a decode backend that can."""
+        """From now on, steps replay CUDA graphs where one is large enough.
+
+        Decode steps need a decode backend that can be captured, others a prefill backend.
+        """
         assert self._attention.can_capture, "the decode backend cannot be captured"
-        graphs = DecodeGraphs(
-            buffers=self._step_buffers(self._max_rows),
-            attention=self._attention,
-            max_keys=self._max_model_len,
-            compute=lambda num_rows, metadata: self._decode(graphs.buffers, num_rows, metadata),
+        decode = self._graphs("decode", decode_sizes(self._max_rows), self._decode)
+        prompt = self._graphs(
+            "prompt", prompt_sizes(self._max_rows, self._max_step_tokens), self._prompt
         )
         with torch.inference_mode():
-            graphs.capture(report)
-        self._graphs = graphs
+            decode.capture(report)
+            if self._attention.can_capture_prompts:
+                prompt.capture(report)
+                self._prompt_graphs = prompt
+        self._decode_graphs = decode
 
     def launch(self, plan: StepPlan) -> PendingStep | EmptyStep:
         """Queue a step: apply admissions and blocks, compute, sample, and keep the tokens.
@@ -126,7 +137,7 @@ class Executor:
             computed = self._compute(plan)
             batch, sampled = computed.batch, None
             if computed.logits is not None:
-                rows = [batch.rows[index] for index in batch.sampling.tolist()]
+                rows = batch.sampled_row_list
                 sampled = self._sampler.sample(computed.logits, rows, computed.greedy)
                 keep_last_tokens(sampled.token_ids, batch.sampled_rows, self._last_tokens)
                 self._request_rows.count_sampled(np.array(rows))
@@ -186,21 +197,36 @@ class Executor:
 
     def _compute(self, plan: StepPlan) -> _Computed:
         is_decode = all(plan.samples) and max(plan.num_new_tokens) == 1
-        if is_decode and self._graphs is not None:
-            size = self._graphs.size_for(len(plan.rows))
-            batch = self._write_batch(plan, self._graphs.buffers, num_padded_rows=size)
-            output = self._graphs.replay(batch)
-            return _Computed(
-                batch=batch, logits=output.logits, greedy=output.greedy, is_finite_token=None
-            )
+        graphs = self._decode_graphs if is_decode else self._prompt_graphs
+        size = graphs.size_for(len(plan.rows), plan.num_tokens) if graphs else None
+        if graphs is not None and size is not None:
+            return self._replay(plan, graphs, size)
         batch = self._write_batch(plan, self._buffers)
-        result = self._forward(batch, batch.logit_indices, checks_finite=not is_decode)
         samples = len(batch.sampling) > 0
+        skips = batch.num_tokens >= _MIN_TOKENS_TO_SKIP_QUERIES and self.model.can_skip_queries
+        if skips and samples:
+            result = self._forward_to_last(batch)
+            hidden = result.hidden.index_select(0, batch.sampled_lines)
+        else:
+            result = self._forward(batch, batch.logit_indices, checks_finite=not is_decode)
+            hidden = result.hidden
         return _Computed(
             batch=batch,
-            logits=self.model.logits(result.hidden) if samples else None,
+            logits=self.model.logits(hidden) if samples else None,
             greedy=None,
             is_finite_token=result.is_finite,
+        )
+
+    def _replay(self, plan: StepPlan, graphs: StepGraphs, size: GraphSize) -> _Computed:
+        batch = self._write_batch(plan, graphs.buffers, size)
+        self._attention.refresh(graphs.attention_metadata(size), batch.attention)
+        num_sampled = len(batch.sampling)
+        output = graphs.replay(size).first(num_sampled, batch.num_tokens)
+        return _Computed(
+            batch=batch,
+            logits=output.logits if num_sampled else None,
+            greedy=output.greedy,
+            is_finite_token=output.is_finite_token,
         )
 
     def _forward(
@@ -215,15 +241,60 @@ class Executor:
         ids = resolve_input_ids(batch.input_ids, self._last_tokens)
         return self.model.forward(ids, ctx, logit_indices, checks_finite=checks_finite)
 
-    def _decode(self, buffers: StepBuffers, num_rows: int, metadata: Any) -> DecodeOutput:  # noqa: ANN401
-        """One token for each of the first `num_rows` rows of `buffers`; what a graph captures."""
-        self._attention.begin(metadata)
-        ids = resolve_input_ids(buffers.on_device("input_ids", num_rows), self._last_tokens)
-        ctx = self._context(
-            buffers.on_device("positions", num_rows), buffers.on_device("slots", num_rows), metadata
+    def _forward_to_last(self, batch: InputBatch) -> ForwardResult:
+        """The stream after the final norm at every row's last token, in batch order."""
+        step = self._last_token_steps.of(batch.attention)
+        last_ctx = self._context(step.positions, step.slots, self._attention.plan(step.attention))
+        ctx = replace(
+            self._context(batch.positions, batch.slots, self._attention.plan(batch.attention)),
+            last=LastTokens(indices=step.indices, ctx=last_ctx),
         )
-        logits = self.model.logits(self.model.forward(ids, ctx).hidden)
-        return DecodeOutput(logits=logits, greedy=greedy(logits))
+        ids = resolve_input_ids(batch.input_ids, self._last_tokens)
+        return self.model.forward(ids, ctx, checks_finite=True)
+
+    # ---- what graphs capture --------------------------------------------------------------------
+
+    def _graphs(
+        self,
+        kind: Literal["decode", "prompt"],
+        sizes: list[GraphSize],
+        compute: Callable[[StepBuffers, GraphSize, ForwardContext], GraphOutput],
+    ) -> StepGraphs:
+        buffers = self._step_buffers(sizes[-1].num_tokens)
+
+        def open_attention(size: GraphSize) -> Any:  # noqa: ANN401
+            return self._attention.open_graph(
+                row_tensors(buffers, size.num_rows),
+                max_keys=self._max_model_len,
+                max_tokens=size.num_tokens if kind == "prompt" else None,
+            )
+
+        def run(size: GraphSize, metadata: Any) -> GraphOutput:  # noqa: ANN401
+            self._attention.begin(metadata)
+            positions = buffers.on_device("positions", size.num_tokens)
+            slots = buffers.on_device("slots", size.num_tokens)
+            return compute(buffers, size, self._context(positions, slots, metadata))
+
+        return StepGraphs(kind, sizes, buffers, open_attention=open_attention, compute=run)
+
+    def _decode(self, buffers: StepBuffers, size: GraphSize, ctx: ForwardContext) -> GraphOutput:
+        """One token for each of the first rows of `buffers`."""
+        logits = self.model.logits(self.model.forward(self._ids(buffers, size), ctx).hidden)
+        return GraphOutput(logits=logits, greedy=greedy(logits), is_finite_token=None)
+
+    def _prompt(self, buffers: StepBuffers, size: GraphSize, ctx: ForwardContext) -> GraphOutput:
+        """Any number of tokens for each of the first rows of `buffers`, and a line for each."""
+        indices = buffers.on_device("logit_indices", size.num_rows)
+        ids = self._ids(buffers, size)
+        result = self.model.forward(ids, ctx, indices, checks_finite=True)
+        logits = self.model.logits(result.hidden)
+        return GraphOutput(logits=logits, greedy=greedy(logits), is_finite_token=result.is_finite)
+
+    def _ids(self, buffers: StepBuffers, size: GraphSize) -> Tensor:
+        ids = buffers.on_device("input_ids", size.num_tokens)
+        return resolve_input_ids(ids, self._last_tokens)
+
+    # ---- parts ----------------------------------------------------------------------------------
 
     def _context(self, positions: Tensor, slots: Tensor, metadata: Any) -> ForwardContext:  # noqa: ANN401
         return ForwardContext(
@@ -236,7 +307,7 @@ class Executor:
         )
 
     def _write_batch(
-        self, plan: StepPlan, buffers: StepBuffers, num_padded_rows: int | None = None
+        self, plan: StepPlan, buffers: StepBuffers, padded_to: GraphSize | None = None
     ) -> InputBatch:
         return write_input_batch(
             plan,
@@ -244,7 +315,7 @@ class Executor:
             self._block_tables,
             self.layout,
             buffers,
-            num_padded_rows=num_padded_rows,
+            padded_to=padded_to,
         )
 
     def _step_buffers(self, max_tokens: int) -> StepBuffers:

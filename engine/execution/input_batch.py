@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.execution.request_rows import RequestRows
-from engine.execution.step_buffers import HostFields, StepBuffers
+from engine.execution.step_buffers import GraphSize, HostFields, StepBuffers
 from engine.kv.block_tables import BlockTables
 from engine.kv.layout import KvLayout
 from engine.scheduling.plan import StepPlan
@@ -39,12 +39,21 @@ class InputBatch:
     sampling: NDArray[np.int64]
     # [S] int32  their device rows, on the device
     sampled_rows: Tensor
+    # [S] int32  `sampling` on the device
+    sampled_lines: Tensor
     # [S] int32  their last tokens, on the device; None = every token, in order
     logit_indices: Tensor | None
 
     @property
     def num_rows(self) -> int:
         return len(self.rows)
+
+    @property
+    def sampled_row_list(self) -> list[int]:
+        """Device rows that sample, in batch order."""
+        if len(self.sampling) == len(self.rows):
+            return self.rows
+        return [self.rows[index] for index in self.sampling.tolist()]
 
     @property
     def num_tokens(self) -> int:
@@ -58,12 +67,12 @@ def write_input_batch(
     layout: KvLayout,
     buffers: StepBuffers,
     *,
-    num_padded_rows: int | None = None,
+    padded_to: GraphSize | None = None,
 ) -> InputBatch:
     """Fill `buffers` and send them; `plan` has rows, its admissions and new blocks were applied.
 
-    `num_padded_rows` (steps of single-token rows only): rows up to it are made harmless, for a
-    graph of that many: no keys, no blocks, token 0, nothing written to the store.
+    `padded_to`: rows and tokens up to it are made harmless, for a graph of that size: no keys, no
+    blocks, token 0, nothing written to the store.
     """
     rows = _rows_of(plan)
     _check(plan, rows, request_rows, block_tables, layout)
@@ -76,10 +85,8 @@ def write_input_batch(
     _write_rows(fields, rows)
     _write_tokens(fields, rows, cu_blocks, block_ids, request_rows, layout.block_size)
     num_rows, num_tokens, num_sampled = len(rows.rows), rows.num_tokens, len(rows.sampling)
-    num_padded = num_padded_rows or num_rows
-    if num_padded > num_rows:
-        assert num_tokens == num_rows == num_sampled, f"step {plan.step} cannot be padded"
-        _pad(fields, num_rows, num_padded, spare_row=buffers.max_rows)
+    if padded_to is not None:
+        _pad(fields, rows, padded_to, spare_row=buffers.max_rows)
     buffers.send(len(block_ids))
     return InputBatch(
         plan_rows=rows.plan_rows,
@@ -91,13 +98,14 @@ def write_input_batch(
             num_computed_tokens=rows.num_computed,
             cu_blocks=cu_blocks,
             block_ids=block_ids,
-            device_rows=row_tensors(buffers, num_padded),
+            device_rows=row_tensors(buffers, padded_to.num_rows if padded_to else num_rows),
         ),
         input_ids=buffers.on_device("input_ids", num_tokens),
         positions=buffers.on_device("positions", num_tokens),
         slots=buffers.on_device("slots", num_tokens),
         sampling=rows.sampling,
         sampled_rows=buffers.on_device("sampled_rows", num_sampled),
+        sampled_lines=buffers.on_device("sampled_lines", num_sampled),
         logit_indices=(
             buffers.on_device("logit_indices", num_sampled) if num_sampled < num_tokens else None
         ),
@@ -170,6 +178,7 @@ def _write_rows(fields: HostFields, rows: _Rows) -> None:
     fields["cu_tokens"][: num_rows + 1] = rows.cu_tokens
     fields["num_keys"][:num_rows] = rows.num_keys
     fields["sampled_rows"][:num_sampled] = rows.rows[rows.sampling]
+    fields["sampled_lines"][:num_sampled] = rows.sampling
     fields["logit_indices"][:num_sampled] = rows.cu_tokens[1:][rows.sampling] - 1
 
 
@@ -192,15 +201,22 @@ def _write_tokens(
     fields["slots"][:num_tokens] = blocks * np.int64(block_size) + offsets
 
 
-def _pad(fields: HostFields, start: int, end: int, *, spare_row: int) -> None:
-    """Single-token rows [start, end) that change nothing anybody reads."""
-    fields["cu_tokens"][start + 1 : end + 1] = np.arange(start + 1, end + 1)
-    fields["num_keys"][start:end] = 0
-    fields["cu_blocks"][start + 1 : end + 1] = fields["cu_blocks"][start]
-    fields["sampled_rows"][start:end] = spare_row
-    fields["input_ids"][start:end] = 0
-    fields["positions"][start:end] = 0
-    fields["slots"][start:end] = -1
+def _pad(fields: HostFields, rows: _Rows, size: GraphSize, *, spare_row: int) -> None:
+    """Rows and tokens up to `size` that change nothing anybody reads.
+
+    A padding row has one padding token while there are any, then none.
+    """
+    num_rows, num_tokens, num_sampled = len(rows.rows), rows.num_tokens, len(rows.sampling)
+    num_padding_rows = size.num_rows - num_rows
+    ends = np.minimum(num_tokens + np.arange(1, num_padding_rows + 1), size.num_tokens)
+    fields["cu_tokens"][num_rows + 1 : size.num_rows + 1] = ends
+    fields["num_keys"][num_rows : size.num_rows] = 0
+    fields["cu_blocks"][num_rows + 1 : size.num_rows + 1] = fields["cu_blocks"][num_rows]
+    fields["sampled_rows"][num_sampled : size.num_rows] = spare_row
+    fields["logit_indices"][num_sampled : size.num_rows] = 0
+    fields["input_ids"][num_tokens : size.num_tokens] = 0
+    fields["positions"][num_tokens : size.num_tokens] = 0
+    fields["slots"][num_tokens : size.num_tokens] = -1
 
 
 def _check(

@@ -92,7 +92,8 @@ class Replica:
             executor,
             num_rows=scheduler.max_rows,
             num_blocks=num_blocks,
-            max_tokens=min(scheduler.max_step_tokens, self._max_model_len - 1, capacity),
+            max_tokens=min(scheduler.max_step_tokens, capacity),
+            max_row_tokens=self._max_model_len - 1,
         )
         if self._uses_graphs:
             executor.capture_graphs(logger.info)

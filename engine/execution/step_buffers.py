@@ -1,12 +1,14 @@
 """A step's integers, packed: written on the host, sent in one copy, read in place on the device.
 
-    cu_tokens [R + 1] | num_keys [R] | cu_blocks [R + 1] | sampled_rows [S] | logit_indices [S]
-    | input_ids [T] | positions [T] | slots [T] | block_ids [N]
+    cu_tokens [R + 1] | num_keys [R] | cu_blocks [R + 1] | sampled_rows [S] | sampled_lines [S]
+    | logit_indices [S] | input_ids [T] | positions [T] | slots [T] | block_ids [N]
 
 The places never move, so a CUDA graph may read them, and only what is used is sent: the block ids
 come last. The host side is a ring of pinned buffers: one is written while the copy of an earlier
 one may still wait in the stream. Knows no plan and no model.
 """
+
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -17,6 +19,14 @@ from torch import Tensor
 # the one being written.
 _RING = 3
 _ALIGNMENT = 32  # int32 elements: kernels are specialised on aligned addresses
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphSize:
+    """What a graph was captured for; a step has at most as much."""
+
+    num_rows: int
+    num_tokens: int
 
 
 class StepBuffers:
@@ -32,6 +42,7 @@ class StepBuffers:
             "num_keys": max_rows,
             "cu_blocks": max_rows + 1,
             "sampled_rows": max_rows,
+            "sampled_lines": max_rows,
             "logit_indices": max_rows,
             "input_ids": max_tokens,
             "positions": max_tokens,

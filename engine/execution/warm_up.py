@@ -42,11 +42,13 @@ class _DummyRow:
         return self.num_computed_tokens + self.num_new_tokens
 
 
-def warm_up(executor: Executor, *, num_rows: int, num_blocks: int, max_tokens: int) -> None:
-    """Run each kind of step once, within so many rows, blocks, and new tokens a step."""
+def warm_up(
+    executor: Executor, *, num_rows: int, num_blocks: int, max_tokens: int, max_row_tokens: int
+) -> None:
+    """Run each kind of step once, within so many rows, blocks, and new tokens a step and a row."""
     block_size = executor.layout.block_size
     is_gpu = executor.model.device.type == "cuda"
-    for rows in _gpu_steps(num_rows, max_tokens) if is_gpu else _cpu_steps():
+    for rows in _gpu_steps(num_rows, max_tokens, max_row_tokens) if is_gpu else _cpu_steps():
         needed_blocks = sum(-(-row.num_tokens // block_size) for row in rows)
         if (
             len(rows) <= num_rows
@@ -65,12 +67,17 @@ def _cpu_steps() -> Iterator[list[_DummyRow]]:
         yield [_DummyRow(num_computed_tokens=0, num_new_tokens=1)] * num_rows
 
 
-def _gpu_steps(num_rows: int, max_tokens: int) -> Iterator[list[_DummyRow]]:
+def _gpu_steps(num_rows: int, max_tokens: int, max_row_tokens: int) -> Iterator[list[_DummyRow]]:
     """Every size of a step up to a factor of two, every kind of batch, every kind of sampling."""
     size = max_tokens
     while size > 1:
-        yield [_DummyRow(num_computed_tokens=0, num_new_tokens=size)]
-        yield [_DummyRow(num_computed_tokens=16, num_new_tokens=size // 2 + 1)]
+        yield [
+            _DummyRow(num_computed_tokens=0, num_new_tokens=min(max_row_tokens, size - start))
+            for start in range(0, size, max_row_tokens)
+        ]
+        num_new_tokens = min(size // 2 + 1, max_row_tokens - 16)
+        if num_new_tokens > 0:
+            yield [_DummyRow(num_computed_tokens=16, num_new_tokens=num_new_tokens)]
         size //= 2
     for count in (1, 2, 3, num_rows // 2, num_rows):
         if count > 0:

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+_FEW_BLOCKS = 32  # of a row, on average
+
 
 class BlockTables:
     """Block ids by row: entry i of a row holds its tokens [i * block_size, (i + 1) * block_size).
@@ -39,8 +41,16 @@ class BlockTables:
 
         rows, counts: [R], at least one row.
         """
-        lengths = zip(rows.tolist(), counts.tolist(), strict=True)
-        return np.concatenate([self._table[row, :length] for row, length in lengths])
+        num_blocks = int(counts.sum())
+        if num_blocks > _FEW_BLOCKS * len(rows):
+            lengths = zip(rows.tolist(), counts.tolist(), strict=True)
+            return np.concatenate([self._table[row, :length] for row, length in lengths])
+        # One index for each block costs less than one piece for each row while rows are short.
+        first_places = rows * self._table.shape[1] - (counts.cumsum() - counts)
+        places = np.repeat(first_places, counts)
+        places += np.arange(num_blocks)
+        block_ids: NDArray[np.int32] = self._table.reshape(-1)[places]
+        return block_ids
 
     def block_ids(self, row: int) -> list[int]:
         ids: list[int] = self._table[row, : self._num_blocks[row]].tolist()

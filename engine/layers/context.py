@@ -38,3 +38,14 @@ class ForwardContext:
     attention: AttentionBackend
     attention_metadata: Any  # what `attention.plan` returned for this step
     comm: Comm
+    # The only tokens that go on behind the last layer's K and V; None = the caller chooses later.
+    last: "LastTokens | None" = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LastTokens:
+    """Each row's last token in this step, as a step of its own that writes no K and V."""
+
+    # [R] integer  places among the step's tokens
+    indices: Tensor
+    ctx: ForwardContext

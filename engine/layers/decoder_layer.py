@@ -11,18 +11,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.layers.context import ForwardContext
+from engine.layers.context import ForwardContext, LastTokens
 from engine.layers.linear import Linear
 from engine.layers.norm import RmsNorm
 from kernels.ops import HeadNorms, Ops
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class ProjectedTokens:
-    """A layer's step up to its attention: K and V are in the store, too."""
+class StoredTokens:
+    """A layer's step up to K and V, which are in the store, too."""
 
-    # [T, heads, head_dim]
-    q: Tensor
+    # [T, hidden]  normalised
+    x: Tensor
     # [T, kv_heads, head_dim]
     k: Tensor
     v: Tensor
@@ -38,10 +38,18 @@ class ProjectedTokens:
         return torch.stack(sums).sum(dim=0).isfinite()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ProjectedTokens(StoredTokens):
+    """A layer's step up to its attention."""
+
+    # [T, heads, head_dim]
+    q: Tensor
+
+
 class Attention:
     """Grouped-query attention of one layer over the paged store."""
 
-    __slots__ = ("_head_dim", "_head_norms", "_layer", "_ops", "_out", "_qkv")
+    __slots__ = ("_head_dim", "_head_norms", "_kv", "_layer", "_ops", "_out", "_qkv")
 
     def __init__(
         self,
@@ -49,23 +57,42 @@ class Attention:
         layer: int,
         head_dim: int,
         qkv: Linear,
+        kv: Linear | None,
         out: Linear,
         head_norms: HeadNorms | None,
         ops: Ops,
     ) -> None:
-        """qkv: hidden -> [q | k | v] heads * head_dim; out: heads * head_dim -> hidden."""
+        """qkv: hidden -> [q | k | v] heads * head_dim; kv: the k | v of it alone, if wanted.
+
+        out: heads * head_dim -> hidden.
+        """
         self._layer = layer
         self._head_dim = head_dim
         self._qkv = qkv
+        self._kv = kv
         self._out = out
         self._head_norms = head_norms
         self._ops = ops
 
     def project(self, x: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor, Tensor]:
         """x: [T, hidden]; returns rotated q, k, v; mutates ctx.kv_store at the step's tokens."""
-        qkv = self._qkv(x)
+        return self._rotate_and_store(self._qkv(x), ctx)
+
+    @property
+    def can_store_alone(self) -> bool:
+        return self._kv is not None
+
+    def store(self, x: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor]:
+        """x: [T, hidden]; returns rotated k and v; mutates ctx.kv_store at the step's tokens."""
+        assert self._kv is not None, "built without a map of its own to K and V"
+        _, k, v = self._rotate_and_store(self._kv(x), ctx)
+        return k, v
+
+    def _rotate_and_store(
+        self, projected: Tensor, ctx: ForwardContext
+    ) -> tuple[Tensor, Tensor, Tensor]:
         return self._ops.rotate_and_store(
-            qkv.view(qkv.shape[0], -1, self._head_dim),
+            projected.view(projected.shape[0], -1, self._head_dim),
             self._head_norms,
             ctx.rotary,
             ctx.kv_store,
@@ -125,7 +152,25 @@ class DecoderLayer:
         """First half of the attention part; x, residual: [T, hidden]; mutates ctx.kv_store."""
         x, residual = self._attention_norm.add(x, residual)
         q, k, v = self._attention.project(x, ctx)
-        return ProjectedTokens(q=q, k=k, v=v, residual=residual)
+        return ProjectedTokens(x=x, q=q, k=k, v=v, residual=residual)
+
+    @property
+    def can_store_alone(self) -> bool:
+        """Whether `store` may be called."""
+        return self._attention.can_store_alone
+
+    def store(self, x: Tensor, residual: Tensor | None, ctx: ForwardContext) -> StoredTokens:
+        """`project` without queries; mutates ctx.kv_store."""
+        x, residual = self._attention_norm.add(x, residual)
+        k, v = self._attention.store(x, ctx)
+        return StoredTokens(x=x, k=k, v=v, residual=residual)
+
+    def project_last(self, stored: StoredTokens, last: LastTokens) -> ProjectedTokens:
+        """What `store` left out, for each row's last token alone; [R]."""
+        x = stored.x.index_select(0, last.indices)
+        q, k, v = self._attention.project(x, last.ctx)
+        residual = stored.residual.index_select(0, last.indices)
+        return ProjectedTokens(x=x, q=q, k=k, v=v, residual=residual)
 
     def attend(
         self, tokens: ProjectedTokens, ctx: ForwardContext, chosen: Tensor | None = None

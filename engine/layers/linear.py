@@ -96,16 +96,16 @@ def build_gated(
     Otherwise as `build_linear`.
     """
     if weight.device.type == "cuda" and not is_deterministic:
-        from engine.layers.linear_cuda import SmallBatchGated
+        from engine.layers.linear_cuda import FastestGated
         from kernels.linear_small import supports_small
 
         if supports_small(weight):
-            return SmallBatchGated(weight, bias, ops)
+            return FastestGated(weight, bias, ops)
     return Gated(build_linear(weight, bias, is_deterministic=is_deterministic), ops)
 
 
 def _build_cuda(weight: Tensor, bias: Tensor | None, is_deterministic: bool) -> Linear:
-    from engine.layers.linear_cuda import InvariantLinear, SmallBatchLinear
+    from engine.layers.linear_cuda import FastestLinear, InvariantLinear
     from kernels.linear_invariant import supports_invariant
     from kernels.linear_small import supports_small
 
@@ -116,4 +116,4 @@ def _build_cuda(weight: Tensor, bias: Tensor | None, is_deterministic: bool) -> 
                 "batch-invariant product; it takes bfloat16 or float16 with a multiple of 16 inputs"
             )
         return InvariantLinear(weight, bias)
-    return SmallBatchLinear(weight, bias) if supports_small(weight) else DenseLinear(weight, bias)
+    return FastestLinear(weight, bias) if supports_small(weight) else DenseLinear(weight, bias)

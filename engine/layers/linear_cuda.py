@@ -1,4 +1,4 @@
-"""Linear maps on a CUDA device: few tokens by our kernels, many by the library.
+"""Linear maps on a CUDA device: our kernels where they measured faster, else the library.
 
 Imported only for weights on such a device, because the kernels need Triton.
 """
@@ -7,6 +7,14 @@ import torch.nn.functional as F  # noqa: N812  (the field's own spelling)
 from torch import Tensor
 
 from kernels.linear_invariant import invariant_linear
+from kernels.linear_large import (
+    LargeConfig,
+    TokenRange,
+    faster_ranges,
+    large_gated_linear,
+    large_linear,
+    supports_large,
+)
 from kernels.linear_small import (
     faster_up_to,
     small_gated_linear,
@@ -16,28 +24,33 @@ from kernels.linear_small import (
 from kernels.ops import Ops
 
 
-class SmallBatchLinear:
-    """y = x @ weight.T + bias, a few tokens as fast as the weight is read."""
+class FastestLinear:
+    """y = x @ weight.T + bias, by whichever kernel measured fastest for the number of tokens."""
 
-    __slots__ = ("_bias", "_counters", "_max_small_tokens", "_weight")
+    __slots__ = ("_bias", "_counters", "_large_ranges", "_max_small_tokens", "_weight")
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         """weight: [out, in] that `supports_small`. Calls must not overlap in time."""
         self._weight = weight
         self._bias = bias
         self._max_small_tokens = faster_up_to(weight, gated=False)
+        self._large_ranges = _large_ranges(weight, gated=False)
         self._counters = tile_counters(weight.device)
 
     def __call__(self, x: Tensor) -> Tensor:
-        if x.shape[0] > self._max_small_tokens:
-            return F.linear(x, self._weight, self._bias)
-        return small_linear(x, self._weight, self._bias, self._counters)
+        num_tokens = x.shape[0]
+        if num_tokens <= self._max_small_tokens:
+            return small_linear(x, self._weight, self._bias, self._counters)
+        config = _config_for(num_tokens, self._large_ranges)
+        if config is not None:
+            return large_linear(x, self._weight, self._bias, config=config)
+        return F.linear(x, self._weight, self._bias)
 
 
-class SmallBatchGated:
-    """silu(gate) * up, gate and up from one weight; one kernel for few tokens."""
+class FastestGated:
+    """silu(gate) * up, gate and up from one weight; where a kernel of ours is faster, by one."""
 
-    __slots__ = ("_bias", "_counters", "_max_small_tokens", "_ops", "_weight")
+    __slots__ = ("_bias", "_counters", "_large_ranges", "_max_small_tokens", "_ops", "_weight")
 
     def __init__(self, weight: Tensor, bias: Tensor | None, ops: Ops) -> None:
         """weight: [2 n, in] that `supports_small`, gate's rows first. Calls must not overlap."""
@@ -45,13 +58,27 @@ class SmallBatchGated:
         self._bias = bias
         self._ops = ops
         self._max_small_tokens = faster_up_to(weight, gated=True)
+        self._large_ranges = _large_ranges(weight, gated=True)
         self._counters = tile_counters(weight.device)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [T, in]; returns [T, n]."""
-        if x.shape[0] > self._max_small_tokens:
-            return self._ops.silu_mul(F.linear(x, self._weight, self._bias))
-        return small_gated_linear(x, self._weight, self._bias, self._counters)
+        num_tokens = x.shape[0]
+        if num_tokens <= self._max_small_tokens:
+            return small_gated_linear(x, self._weight, self._bias, self._counters)
+        config = _config_for(num_tokens, self._large_ranges)
+        if config is not None:
+            return large_gated_linear(x, self._weight, self._bias, config)
+        return self._ops.silu_mul(F.linear(x, self._weight, self._bias))
+
+
+def _large_ranges(weight: Tensor, *, gated: bool) -> tuple[TokenRange, ...]:
+    return faster_ranges(weight, gated=gated) if supports_large(weight) else ()
+
+
+def _config_for(num_tokens: int, ranges: tuple[TokenRange, ...]) -> LargeConfig | None:
+    fitting = (r.config for r in ranges if r.first <= num_tokens <= r.last)
+    return next(fitting, None)
 
 
 class InvariantLinear:

@@ -61,6 +61,11 @@ class CausalLM:
     def device(self) -> torch.device:
         return self._embedding.device
 
+    @property
+    def can_skip_queries(self) -> bool:
+        """Whether `forward` takes a context with `last`."""
+        return self.layers[-1].can_store_alone
+
     def rotary_at(self, positions: Tensor) -> Any:  # noqa: ANN401
         """positions: [T] int32; returns the `rotary` of a step's `ForwardContext`."""
         return self.rotary.angles(positions)
@@ -75,8 +80,9 @@ class CausalLM:
     ) -> ForwardResult:
         """input_ids: [T] integer; mutates ctx.kv_store at the step's tokens.
 
-        logit_indices: [S] integer, the tokens whose hidden state is wanted; None = all. What the
-        last layer does past its K and V is done for these alone.
+        logit_indices: [S] integer, the tokens whose hidden state is wanted; None = all, or those of
+        `ctx.last`. What the last layer does past its attention is done for these alone; with
+        `ctx.last` its queries and its attention, too.
         checks_finite: looks at the stream where the last layer begins, which holds whatever went
         wrong earlier, and at that layer's K and V. What breaks later is kept nowhere and shows in
         the hidden states.
@@ -86,11 +92,18 @@ class CausalLM:
         for layer in earlier_layers:
             x, residual = layer.attention_part(x, residual, ctx)
             x, residual = layer.mlp_part(x, residual, ctx)
-        tokens = last_layer.project(x, residual, ctx)
-        is_finite = tokens.is_finite() if checks_finite else None
-        if logit_indices is not None and len(logit_indices) == 0:
-            return ForwardResult(hidden=tokens.residual[:0], is_finite=is_finite)
-        x, residual = last_layer.attend(tokens, ctx, chosen=logit_indices)
+        if ctx.last is None:
+            tokens = last_layer.project(x, residual, ctx)
+            is_finite = tokens.is_finite() if checks_finite else None
+            if logit_indices is not None and len(logit_indices) == 0:
+                return ForwardResult(hidden=tokens.residual[:0], is_finite=is_finite)
+            x, residual = last_layer.attend(tokens, ctx, chosen=logit_indices)
+        else:
+            assert logit_indices is None, "the context has chosen already"
+            stored = last_layer.store(x, residual, ctx)
+            is_finite = stored.is_finite() if checks_finite else None
+            tokens = last_layer.project_last(stored, ctx.last)
+            x, residual = last_layer.attend(tokens, ctx.last.ctx)
         x, residual = last_layer.mlp_part(x, residual, ctx)
         hidden, _ = self._final_norm.add(x, residual)
         return ForwardResult(hidden=hidden, is_finite=is_finite)
@@ -137,12 +150,15 @@ def _build_layer(
     spec: ModelSpec, layer: int, weights: LayerWeights, ops: Ops, is_deterministic: bool
 ) -> DecoderLayer:
     linear = partial(build_linear, is_deterministic=is_deterministic)
+    is_last = layer == spec.num_layers - 1
     return DecoderLayer(
         attention_norm=RmsNorm(weights.input_norm, spec.rms_norm_eps, ops),
         attention=Attention(
             layer=layer,
             head_dim=spec.head_dim,
             qkv=linear(weights.qkv, weights.qkv_bias),
+            # In deterministic mode K and V come from one product, whatever else is wanted of it.
+            kv=_kv_linear(spec, weights) if is_last and not is_deterministic else None,
             out=linear(weights.output, weights.output_bias),
             head_norms=_head_norms(spec, weights),
             ops=ops,
@@ -154,6 +170,15 @@ def _build_layer(
             ),
             down=linear(weights.down, weights.down_bias),
         ),
+    )
+
+
+def _kv_linear(spec: ModelSpec, weights: LayerWeights) -> Linear:
+    """hidden -> [k | v], from the same memory as the whole."""
+    num_query_rows = spec.num_heads * spec.head_dim
+    bias = weights.qkv_bias
+    return build_linear(
+        weights.qkv[num_query_rows:], None if bias is None else bias[num_query_rows:]
     )
 
 

@@ -88,6 +88,7 @@ class Sampler:
         self._logprobs = Logprobs(vocab_size, staging)
         self._rows: set[int] = set()
         self._adjusted_rows: set[int] = set()
+        self._special_rows: set[int] = set()  # need more than the argmax of their logits
 
     @torch.inference_mode()
     def add(
@@ -106,12 +107,15 @@ class Sampler:
                 self._adjusted_rows.add(row)
         self._draw.add(row, params, prompt_ids, output_ids)
         self._logprobs.add(row, params)
+        if row in self._adjusted_rows or row in self._draw or row in self._logprobs:
+            self._special_rows.add(row)
 
     @torch.inference_mode()
     def remove(self, row: int) -> None:
         """The request leaves `row`; its history is forgotten."""
         self._rows.remove(row)
         self._adjusted_rows.discard(row)
+        self._special_rows.discard(row)
         self._draw.remove(row)
         self._logprobs.remove(row)
         for feature in self._adjustments:
@@ -119,9 +123,7 @@ class Sampler:
 
     def is_plain(self, rows: list[int]) -> bool:
         """Whether none of `rows` needs anything but the argmax of its logits."""
-        return not any(
-            row in self._adjusted_rows or row in self._draw or row in self._logprobs for row in rows
-        )
+        return self._special_rows.isdisjoint(rows)
 
     @torch.inference_mode()
     def sample(
@@ -136,6 +138,10 @@ class Sampler:
         """
         self._check(logits, rows)
         choice = greedy if greedy is not None else greedy_choice(logits)
+        if self.is_plain(rows):
+            return SampledTensors(
+                token_ids=choice.token_ids, is_finite=choice.is_finite, logprobs=None
+            )
         adjusted = positions_of(rows, self._adjusted_rows)
         if adjusted:
             choice = self._merge(choice, adjusted, self._choose_adjusted(logits, rows, adjusted))

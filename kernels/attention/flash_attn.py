@@ -139,9 +139,10 @@ class FlashAttention:
         layer: int,
         store: Tensor,
         metadata: FlashAttentionMetadata,
+        out: Tensor | None = None,
     ) -> Tensor:
         window = self._shape.layer_windows[layer]
-        out = self._attend(
+        attended = self._attend(
             q=q,
             k=store[:, layer, 0],
             v=store[:, layer, 1],
@@ -155,13 +156,20 @@ class FlashAttention:
             window_size=_window_size(window),
             scheduler_metadata=metadata.schedules[window],
             fa_version=3,
+            out=None if out is None else out.view(q.shape),
         )
-        return out.view(len(q), -1)
+        return attended.view(len(q), -1) if out is None else out
 
     # ---- in a CUDA graph ------------------------------------------------------------------------
 
-    def open_graph(self, rows: RowTensors, max_keys: int) -> FlashAttentionMetadata:
-        return self._metadata(rows, 1, max_keys)
+    @property
+    def can_capture_prompts(self) -> bool:
+        return True
+
+    def open_graph(
+        self, rows: RowTensors, *, max_keys: int, max_tokens: int | None = None
+    ) -> FlashAttentionMetadata:
+        return self._metadata(rows, max_tokens or 1, max_keys)
 
     def begin(self, metadata: FlashAttentionMetadata) -> None:
         """Fills the table and the schedules; a capture keeps the memory of the latter."""

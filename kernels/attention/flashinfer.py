@@ -130,15 +130,26 @@ class FlashInferAttention:
         layer: int,
         store: Tensor,
         metadata: FlashInferMetadata,
+        out: Tensor | None = None,
     ) -> Tensor:
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        metadata.wrapper.run(q, (store[:, layer, 0], store[:, layer, 1]), out=out)
-        return out.view(len(q), -1)
+        if out is None:
+            out = torch.empty((len(q), q.shape[1] * q.shape[2]), dtype=q.dtype, device=q.device)
+        keys_and_values = (store[:, layer, 0], store[:, layer, 1])
+        metadata.wrapper.run(q, keys_and_values, out=out.view(q.shape))
+        return out
 
     # ---- in a CUDA graph ------------------------------------------------------------------------
 
-    def open_graph(self, rows: RowTensors, max_keys: int) -> FlashInferMetadata:
+    @property
+    def can_capture_prompts(self) -> bool:
+        """No: the host plans how chunks are cut, and a graph keeps the first cut."""
+        return False
+
+    def open_graph(
+        self, rows: RowTensors, *, max_keys: int, max_tokens: int | None = None
+    ) -> FlashInferMetadata:
         """Plans rows of one key each: a capture needs a plan, and any has the same launches."""
+        assert max_tokens is None, "only rows of one new token can be captured"
         num_rows = len(rows.num_keys)
         num_partial_bytes = self._num_partial_bytes(num_rows)
         if num_partial_bytes > len(self._partials):

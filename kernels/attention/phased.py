@@ -31,9 +31,10 @@ class _Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhasedMetadata:
-    """One part for each phase a step has, in token order."""
+    """One part for each phase a step has, in token order; in a graph one for all."""
 
     parts: tuple[_Part, ...]
+    graph: GraphAttention | None = None  # whose verbs prepare a replay
 
 
 class PhasedAttention:
@@ -45,17 +46,28 @@ class PhasedAttention:
         prefill: AttentionBackend,
         decode: AttentionBackend,
         graph: GraphAttention | None,
+        prompt_graph: GraphAttention | None = None,
     ) -> None:
-        """graph: `decode` once more where it can be captured in a CUDA graph, else None."""
+        """graph: `decode` once more where it can be captured in a CUDA graph, else None.
+
+        prompt_graph: the same of `prefill`; in a graph it attends single tokens, too.
+        """
         assert graph is None or graph is decode, "a graph would compute with another backend"
+        assert prompt_graph is None or prompt_graph is prefill, "likewise"
         self._prefill = prefill
         self._decode = decode
         self._graph = graph
+        self._prompt_graph = prompt_graph
 
     @property
     def can_capture(self) -> bool:
-        """Whether the graph verbs may be called."""
+        """Whether the graph verbs may be called for rows of one new token."""
         return self._graph is not None
+
+    @property
+    def can_capture_prompts(self) -> bool:
+        """Whether they may be called for rows of any number of new tokens."""
+        return self._prompt_graph is not None and self._prompt_graph.can_capture_prompts
 
     def plan(self, step: AttentionStep) -> PhasedMetadata:
         num_single = step.num_single_rows
@@ -79,39 +91,47 @@ class PhasedAttention:
         layer: int,
         store: Tensor,
         metadata: PhasedMetadata,
+        out: Tensor | None = None,
     ) -> Tensor:
         if len(metadata.parts) == 1:
             part = metadata.parts[0]
-            return part.backend.run(q, k_new, v_new, layer, store, part.metadata)
-        outputs = []
+            return part.backend.run(q, k_new, v_new, layer, store, part.metadata, out)
+        if out is None:
+            out = torch.empty((len(q), q.shape[1] * q.shape[2]), dtype=q.dtype, device=q.device)
         for part in metadata.parts:
             tokens = slice(part.start, part.end)
-            outputs.append(
-                part.backend.run(
-                    q[tokens], k_new[tokens], v_new[tokens], layer, store, part.metadata
-                )
+            part.backend.run(
+                q[tokens],
+                k_new[tokens],
+                v_new[tokens],
+                layer,
+                store,
+                part.metadata,
+                out[tokens],
             )
-        return torch.cat(outputs)
+        return out
 
     # ---- in a CUDA graph ------------------------------------------------------------------------
 
-    def open_graph(self, rows: RowTensors, max_keys: int) -> PhasedMetadata:
-        graph = self._capturable()
-        num_rows = len(rows.num_keys)
-        metadata = graph.open_graph(rows, max_keys)
+    def open_graph(
+        self, rows: RowTensors, *, max_keys: int, max_tokens: int | None = None
+    ) -> PhasedMetadata:
+        backend = self._graph if max_tokens is None else self._prompt_graph
+        assert backend is not None, "this phase's backend cannot be captured"
+        metadata = backend.open_graph(rows, max_keys=max_keys, max_tokens=max_tokens)
+        num_tokens = max_tokens or len(rows.num_keys)
         return PhasedMetadata(
-            parts=(_Part(backend=graph, start=0, end=num_rows, metadata=metadata),)
+            parts=(_Part(backend=backend, start=0, end=num_tokens, metadata=metadata),),
+            graph=backend,
         )
 
     def begin(self, metadata: PhasedMetadata) -> None:
-        self._capturable().begin(metadata.parts[0].metadata)
+        assert metadata.graph is not None, "metadata of no graph"
+        metadata.graph.begin(metadata.parts[0].metadata)
 
     def refresh(self, metadata: PhasedMetadata, step: AttentionStep) -> None:
-        self._capturable().refresh(metadata.parts[0].metadata, step)
-
-    def _capturable(self) -> GraphAttention:
-        assert self._graph is not None, f"{type(self._decode).__name__} cannot be captured"
-        return self._graph
+        assert metadata.graph is not None, "metadata of no graph"
+        metadata.graph.refresh(metadata.parts[0].metadata, step)
 
 
 def _plan_part(backend: AttentionBackend, step: AttentionStep, start: int) -> _Part:

@@ -159,26 +159,37 @@ class AttentionBackend(Protocol):
         layer: int,
         store: Tensor,
         metadata: Any,  # noqa: ANN401
+        out: Tensor | None = None,
     ) -> Tensor:
         """softmax(q k^T * scale + mask) v for every token of the step.
 
         q: [T, heads, head_dim]; k_new, v_new: [T, kv_heads, head_dim], already in `store` too.
         All three may be views whose token stride is larger (one buffer holds q, k and v).
-        Returns [T, heads * head_dim]. Query head h reads KV head h // (heads / kv_heads).
+        Returns [T, heads * head_dim], written to `out` where that is given, which is contiguous.
+        Query head h reads KV head h // (heads / kv_heads).
         """
         ...
 
 
 class GraphAttention(AttentionBackend, Protocol):
-    """A backend whose steps of single-token rows can be captured in a CUDA graph.
+    """A backend whose steps can be captured in a CUDA graph.
 
     Before capture:       metadata = open_graph(rows, max_keys)
     in the captured part: begin(metadata), then run(...) per layer
     before each replay:   refresh(metadata, step), after the rows' buffers were scheduled to change
     """
 
-    def open_graph(self, rows: RowTensors, max_keys: int) -> Any:  # noqa: ANN401
-        """Metadata over fixed buffers for all of `rows`, each with at most `max_keys` keys."""
+    @property
+    def can_capture_prompts(self) -> bool:
+        """Whether `open_graph` takes rows with more than one new token."""
+        ...
+
+    def open_graph(self, rows: RowTensors, *, max_keys: int, max_tokens: int | None = None) -> Any:  # noqa: ANN401
+        """Metadata over fixed buffers for all of `rows`, each with at most `max_keys` keys.
+
+        max_tokens: new tokens of all rows together, at most, spread over them anyhow; None = each
+        row has one.
+        """
         ...
 
     def begin(self, metadata: Any) -> None:  # noqa: ANN401

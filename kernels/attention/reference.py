@@ -95,11 +95,14 @@ class ReferenceAttention:
         layer: int,
         store: Tensor,
         metadata: ReferenceMetadata,
+        out: Tensor | None = None,
     ) -> Tensor:
         groups, chunks = metadata.by_window[self._shape.layer_windows[layer]]
         half_blocks = layer_half_blocks(store, layer)
         outputs = [self._run_group(q, half_blocks, group) for group in groups]
         outputs += [self._run_chunk(q, k_new, v_new, half_blocks, chunk) for chunk in chunks]
+        if out is not None:
+            return torch.cat(outputs, out=out)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     # ---- one new token a row --------------------------------------------------------------------

@@ -62,16 +62,17 @@ def build_attention(
     if fixed_tile:
         _check_fixed_tile(names, target)
         triton = _build_triton(target, fixed_tile=True)
-        return PhasedAttention(prefill=triton, decode=triton, graph=triton)
+        return PhasedAttention(prefill=triton, decode=triton, graph=triton, prompt_graph=triton)
     prefill_name = _resolve(names.prefill, "prefill", target)
     decode_name = _resolve(names.decode, "decode", target)
     graph = _build_graph(decode_name, "decode", target)
     decode = graph or _build_reference(target)
     if prefill_name == decode_name and decode_name != "flashinfer":
-        return PhasedAttention(prefill=decode, decode=decode, graph=graph)
+        return PhasedAttention(prefill=decode, decode=decode, graph=graph, prompt_graph=graph)
     # FlashInfer is two objects even for both phases: one plan suits one kind of rows.
-    prefill = _build_graph(prefill_name, "prefill", target) or _build_reference(target)
-    return PhasedAttention(prefill=prefill, decode=decode, graph=graph)
+    prompt_graph = _build_graph(prefill_name, "prefill", target)
+    prefill = prompt_graph or _build_reference(target)
+    return PhasedAttention(prefill=prefill, decode=decode, graph=graph, prompt_graph=prompt_graph)
 
 
 def automatic_name(phase: _Phase, shape: AttentionShape, device: torch.device) -> AttentionName:

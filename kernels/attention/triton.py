@@ -83,19 +83,27 @@ class TritonAttention:
         layer: int,
         store: Tensor,
         metadata: TritonMetadata,
+        out: Tensor | None = None,
     ) -> Tensor:
         """The fresh K and V are read from `store` like all others."""
-        out = torch.empty((len(q), q.shape[1] * q.shape[2]), dtype=q.dtype, device=q.device)
+        if out is None:
+            out = torch.empty((len(q), q.shape[1] * q.shape[2]), dtype=q.dtype, device=q.device)
         if metadata.decode is not None:
             decode_attention(q, out, layer, store, metadata.decode)
         if metadata.prefill is not None:
             prefill_attention(q, out, layer, store, metadata.prefill)
         return out
 
-    def open_graph(self, rows: RowTensors, max_keys: int) -> TritonMetadata:
-        num_rows = len(rows.num_keys)
-        if self._is_fixed_tile:
-            return TritonMetadata(decode=None, prefill=self._prefill(rows, 0, num_rows))
+    @property
+    def can_capture_prompts(self) -> bool:
+        return True
+
+    def open_graph(
+        self, rows: RowTensors, *, max_keys: int, max_tokens: int | None = None
+    ) -> TritonMetadata:
+        if self._is_fixed_tile or max_tokens is not None:
+            num_tokens = max_tokens or len(rows.num_keys)
+            return TritonMetadata(decode=None, prefill=self._prefill(rows, 0, num_tokens))
         return TritonMetadata(decode=self._open_decode(rows, max_keys), prefill=None)
 
     def begin(self, metadata: TritonMetadata) -> None:

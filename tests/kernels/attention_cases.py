@@ -149,13 +149,14 @@ def run_layer(
     problem: Problem,
     layer: int,
     metadata: Any,
+    out: Tensor | None = None,
 ) -> Tensor:
     """`backend.run` over strided views, in memory that held NaN before."""
     num_heads, num_kv_heads = problem.shape.num_heads, problem.shape.num_kv_heads
     q, k, v = torch.split(problem.qkv(layer), [num_heads, num_kv_heads, num_kv_heads], 1)
     poison = torch.full(q.shape, torch.nan, dtype=q.dtype, device=q.device)
     del poison  # an allocator that caches hands this memory to the output
-    return backend.run(q, k, v, layer, problem.store, metadata)
+    return backend.run(q, k, v, layer, problem.store, metadata, out)
 
 
 def assert_close(out: Tensor, exact: Tensor, tolerance: float) -> None:
@@ -169,9 +170,18 @@ def check(
     backend: AttentionBackend, problem: Problem, layer: int, tolerance: float | None = None
 ) -> None:
     """Plan and run one layer of `problem`; tolerance: `TOLERANCES` of its dtype by default."""
-    out = run_layer(backend, problem, layer, backend.plan(problem.step))
+    metadata = backend.plan(problem.step)
+    out = run_layer(backend, problem, layer, metadata)
     assert out.dtype == problem.store.dtype
-    assert_close(out, problem.exact(layer), tolerance or TOLERANCES[out.dtype])
+    tolerance = tolerance or TOLERANCES[out.dtype]
+    assert_close(out, problem.exact(layer), tolerance)
+    # Into memory that is given, and not beyond it.
+    guarded = torch.full((len(out) + 2, out.shape[1]), torch.nan, dtype=out.dtype).to(out.device)
+    given = guarded[1:-1]
+    written = run_layer(backend, problem, layer, metadata, given)
+    assert written.data_ptr() == given.data_ptr()
+    assert guarded[[0, -1]].isnan().all()
+    assert_close(given, problem.exact(layer), tolerance)
 
 
 class FixedRows:
@@ -186,8 +196,11 @@ class FixedRows:
             cu_tokens=fields[0], num_keys=fields[1], cu_blocks=fields[2], block_ids=fields[3]
         )
 
-    def load(self, step: AttentionStep) -> None:
-        """`step`'s rows first; the others become padding: no keys, no blocks, one token each."""
+    def load(self, step: AttentionStep, max_tokens: int | None = None) -> None:
+        """`step`'s rows first; the others become padding: no keys, no blocks, one token each.
+
+        With `max_tokens` they have none beyond so many in all.
+        """
         source, rows = step.device_rows, self.rows
         num_rows, num_padding = step.num_rows, len(rows.num_keys) - step.num_rows
         for fixed in (rows.num_keys, rows.cu_blocks, rows.cu_tokens):
@@ -199,4 +212,6 @@ class FixedRows:
         rows.cu_tokens[num_rows + 1 :] = source.cu_tokens[-1] + torch.arange(
             1, num_padding + 1, dtype=torch.int32, device=rows.cu_tokens.device
         )
+        if max_tokens is not None:
+            rows.cu_tokens.clamp_(max=max_tokens)
         rows.block_ids[: len(source.block_ids)] = source.block_ids

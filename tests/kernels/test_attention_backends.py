@@ -134,8 +134,10 @@ def test_the_reference_refuses_to_be_captured() -> None:
     reference = _Recorder(problem)
     phased = PhasedAttention(prefill=reference, decode=reference, graph=None)
     assert not phased.can_capture
-    with pytest.raises(AssertionError, match="_Recorder cannot be captured"):
-        phased.open_graph(problem.step.device_rows, 4)
+    assert not phased.can_capture_prompts
+    for max_tokens in (None, 7):
+        with pytest.raises(AssertionError, match="cannot be captured"):
+            phased.open_graph(problem.step.device_rows, max_keys=4, max_tokens=max_tokens)
 
 
 def _random_rows(num_rows: int, longest: int, device: str) -> RowTensors:
@@ -260,17 +262,38 @@ GRAPH_STEPS = [
 ]
 
 
+# Chunks, whole prompts, re-prefills on a history and single tokens, up to 24 rows and 700 tokens.
+PROMPT_STEPS = [
+    [(0, 700)],
+    [(0, 64)],
+    [(2000, 32)] * 4,
+    [(0, 1), (5, 1), (2999, 1), (0, 100), (1000, 77), (0, 3), (2500, 499)],
+    [(number * 7, 1) for number in range(20)] + [(0, 16)] * 4,
+    [(17, 5)],
+]
+
+
 class _Captured:
     """One layer of attention over fixed rows in a CUDA graph."""
 
-    def __init__(self, backend: PhasedAttention, problem: Problem, num_rows: int) -> None:
+    def __init__(
+        self,
+        backend: PhasedAttention,
+        problem: Problem,
+        num_rows: int,
+        max_tokens: int | None = None,
+    ) -> None:
         self._backend = backend
         self._store = problem.store
         num_blocks = num_rows * -(-MAX_KEYS // problem.block_size)
         self._fixed = FixedRows(num_rows, num_blocks, problem.store.device)
-        self._qkv = torch.zeros_like(problem.qkv(0)[:1].expand(num_rows, -1, -1).contiguous())
+        self._max_tokens = max_tokens
+        num_tokens = max_tokens or num_rows
+        self._qkv = torch.zeros_like(problem.qkv(0)[:1].expand(num_tokens, -1, -1).contiguous())
         self._num_heads = problem.shape.num_heads
-        self._metadata = backend.open_graph(self._fixed.rows, MAX_KEYS)
+        self._metadata = backend.open_graph(
+            self._fixed.rows, max_keys=MAX_KEYS, max_tokens=max_tokens
+        )
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -287,16 +310,41 @@ class _Captured:
         return self._backend.run(q, k, v, 1, self._store, self._metadata)
 
     def replay(self, problem: Problem) -> Tensor:
-        """[rows of the problem's step, heads * head_dim]"""
-        num_rows = problem.step.num_rows
+        """[tokens of the problem's step, heads * head_dim]"""
+        num_tokens = problem.step.num_tokens
         self._qkv.fill_(torch.nan)
-        self._qkv[:num_rows] = problem.qkv(1)
-        self._fixed.load(problem.step)
+        self._qkv[:num_tokens] = problem.qkv(1)
+        self._fixed.load(problem.step, self._max_tokens)
         self._out.fill_(torch.nan)
         step = replace(problem.step, device_rows=self._fixed.rows)
         self._backend.refresh(self._metadata, step)
         self._graph.replay()
-        return self._out[:num_rows].clone()
+        return self._out[:num_tokens].clone()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("windows", WINDOWS)
+@pytest.mark.parametrize("name", ["triton", "flash_attn"])
+def test_a_captured_prompt_step_follows_its_rows(name: AttentionName, windows: str) -> None:
+    shape = _shape(32, 8, 128, windows)
+
+    def make(rows: list[tuple[int, int]], store: Tensor | None) -> Problem:
+        dtype = torch.bfloat16
+        return build_problem(rows, shape, block_size=16, dtype=dtype, device="cuda", store=store)
+
+    first = make([(2999, 1)] * 24, None)
+    backend = _build(name, "triton", first)
+    assert backend.can_capture_prompts
+    first.store.zero_()  # what a warm-up reads is finite
+    captured = [
+        _Captured(backend, first, num_rows, max_tokens)
+        for num_rows, max_tokens in ((24, 768), (64, 1024))
+    ]
+    for rows in [*PROMPT_STEPS, *PROMPT_STEPS[::-1]]:
+        problem = make(rows, first.store)
+        for graph in captured:
+            out = graph.replay(problem)
+            assert_close(out, problem.exact(1), TOLERANCES[torch.bfloat16])
 
 
 @pytest.mark.gpu

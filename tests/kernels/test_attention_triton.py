@@ -112,7 +112,7 @@ def _check_replays(
     backend = _backend(first, **options)
     num_blocks = max(len(problem.step.block_ids) for problem in problems)
     fixed = FixedRows(num_rows, num_blocks, first.store.device)
-    metadata = backend.open_graph(fixed.rows, max(p.step.max_keys for p in problems))
+    metadata = backend.open_graph(fixed.rows, max_keys=max(p.step.max_keys for p in problems))
     num_layers = len(first.shape.layer_windows)
     qkv = torch.zeros_like(first.qkv(0)[:1]).repeat(num_rows, 1, 1)
     q, k, v = torch.split(

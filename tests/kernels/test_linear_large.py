@@ -8,9 +8,9 @@ from torch import Tensor
 from kernels.compilation import CompilationCounter
 from kernels.linear_large import (
     LargeConfig,
+    faster_ranges,
     large_gated_linear,
     large_linear,
-    prefers_large,
     supports_large,
 )
 from tests.kernels.interpreter import run_interpreted
@@ -19,8 +19,8 @@ from tests.kernels.interpreter import run_interpreted
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 # T, N, K: fewer and more than a tile of each, odd tokens, sizes that are and are not whole tiles.
-SIZES = [(1, 4096, 4096), (5, 32, 48), (127, 272, 720), (333, 4112, 1040), (700, 4096, 12288)]
-SIZES += [(1025, 6144, 4096), (2049, 8208, 4096), (5001, 528, 80)]
+SIZES = [(1, 4096, 4096), (5, 144, 128), (127, 272, 720), (333, 4112, 1040), (700, 4096, 12288)]
+SIZES += [(1025, 6144, 4096), (2049, 8208, 4096), (5001, 528, 144)]
 
 
 def _rows(num_rows: int, num_columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -90,8 +90,11 @@ def test_interpreted_products_are_their_formula() -> None:
 
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("shape", [(6144, 4096), (4096, 12288), (151936, 4096), (24576, 4096)])
-def test_few_tokens_are_left_to_others(shape: tuple[int, int], gated: bool) -> None:
-    assert not prefers_large(64, torch.empty(shape, device="meta"), gated)
+def test_ranges_ascend_and_leave_few_tokens_to_others(shape: tuple[int, int], gated: bool) -> None:
+    ends = [32.0]
+    for tokens in faster_ranges(torch.empty(shape, device="meta"), gated=gated):
+        assert ends[-1] < tokens.first <= tokens.last
+        ends.append(tokens.last)
 
 
 def test_a_weight_on_a_cpu_is_not_supported() -> None:
@@ -143,9 +146,16 @@ def test_products_are_as_in_float64(
 
 
 @pytest.mark.gpu
+def test_small_weights_are_left_to_others() -> None:
+    for shape in ((32, 4096), (4096, 48)):
+        assert not supports_large(torch.empty(shape, dtype=torch.bfloat16, device=GPU))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize(
     "config",
     [
+        LargeConfig(block_m=64, block_n=64, block_k=128, num_warps=4, num_stages=6, group_m=1),
         LargeConfig(num_stages=3),
         LargeConfig(num_stages=3, is_flat=True),
         LargeConfig(num_stores=2),

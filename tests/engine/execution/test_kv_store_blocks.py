@@ -1,5 +1,7 @@
 """Whole blocks in and out of the store, and the digest that guards them."""
 
+import random
+
 import numpy as np
 import pytest
 import torch
@@ -190,3 +192,18 @@ def test_block_tables_grow_and_are_cleared_by_row() -> None:
     tables.append(1, [3, 3, 3, 3])
     with pytest.raises(AssertionError, match="row 1: 5 blocks"):
         tables.append(1, [0])
+
+
+@pytest.mark.parametrize("longest", [1, 5, 90])
+def test_flat_tables_are_the_rows_one_after_the_other(longest: int) -> None:
+    """Rows of few blocks and rows of many are put together in different ways."""
+    rng = random.Random(longest)
+    tables = BlockTables(max_rows=12, max_blocks_per_row=longest)
+    ids = {row: rng.sample(range(10_000), longest) for row in range(12)}
+    for row, block_ids in ids.items():
+        tables.append(row, block_ids)
+    for _ in range(20):
+        rows = rng.sample(range(12), rng.randrange(1, 13))
+        counts = [rng.randrange(longest + 1) for _ in rows]
+        expected = [b for row, count in zip(rows, counts, strict=True) for b in ids[row][:count]]
+        assert tables.flatten(np.array(rows), np.array(counts)).tolist() == expected

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.layers.context import ForwardContext, SingleRank
+from engine.layers.context import ForwardContext, LastTokens, SingleRank
 from engine.models.decoder import CausalLM
 from engine.models.registry import build_model, build_ops
 from kernels.attention.protocol import AttentionShape, build_step
@@ -77,6 +77,36 @@ def test_the_tokens_asked_for_are_those_of_the_whole(
     assert_same_logits(ours, theirs[indices])
     assert_same_logits(model.logits(every.hidden), theirs)
     assert torch.equal(part.kv_store.nan_to_num(9.0), whole.kv_store.nan_to_num(9.0))
+
+
+def test_the_last_tokens_alone_are_those_of_the_whole(folder: Path, model: CausalLM) -> None:
+    """With K and V of all others in the store, their queries in the last layer are not missed."""
+    # Zeros, as in the engine: a row's last block is read past its end, with weight 0.
+    whole, part = (
+        replace(ctx, kv_store=torch.zeros_like(ctx.kv_store))
+        for ctx in (_context(model), _context(model))
+    )
+    lengths = [len(FIRST), len(SECOND)]
+    histories = [length - 1 for length in lengths]
+    step = build_step([1, 1], histories, ROW_BLOCKS, CPU)
+    last = LastTokens(
+        indices=torch.tensor([len(FIRST) - 1, len(TOKENS) - 1]),
+        ctx=replace(
+            part,
+            rotary=model.rotary_at(torch.tensor(histories, dtype=torch.int32)),
+            slots=torch.tensor([-1, -1], dtype=torch.int32),
+            attention_metadata=part.attention.plan(step),
+        ),
+    )
+    with torch.inference_mode():
+        every = model.forward(TOKENS, whole, checks_finite=True)
+        some = model.forward(TOKENS, replace(part, last=last), checks_finite=True)
+        ours = model.logits(some.hidden)
+    theirs = torch.cat([reference_logits(folder, row)[-1:] for row in (FIRST, SECOND)])
+    assert_same_logits(ours, theirs)
+    assert some.is_finite is not None
+    assert torch.equal(some.is_finite, every.is_finite)
+    torch.testing.assert_close(part.kv_store, whole.kv_store, rtol=1e-5, atol=1e-6)
 
 
 def test_a_step_without_logits_fills_the_store_all_the_same(model: CausalLM) -> None:
