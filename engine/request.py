@@ -123,25 +123,14 @@ class Request:
         return len(self.tokens)
 
     @property
-    def num_in_flight_tokens(self) -> int:
-        """Tokens sampled by launched steps whose ids have not come back yet.
-
-        Every step that computes the newest token samples the next one, so each computed token from
-        the newest known one on stands for one.
-        """
-        return max(0, self.num_computed_tokens - len(self.tokens) + 1)
-
-    @property
     def num_output_tokens(self) -> int:
         return len(self.tokens) - self.num_prompt_tokens
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """Known and in flight, without KV; a token in flight is the only one."""
+        """Known and in flight, without KV; a token in flight is the only one.
+
+        Every step that computes the newest token samples the next one.
+        """
         num_known = len(self.tokens) - self.num_computed_tokens
         return num_known if num_known > 1 else 1
-
-    @property
-    def is_prefilling(self) -> bool:
-        """More than the newest token is still without KV."""
-        return len(self.tokens) - self.num_computed_tokens > 1

@@ -1,5 +1,6 @@
 """When a request's tokens end. Stop strings are not here: only the ingress sees text."""
 
+from collections.abc import Iterable
 from typing import Literal
 
 from engine.request import Request
@@ -32,14 +33,15 @@ class FinishRules:
             return "length", None
         return None, None
 
-    def can_go_on(self, request: Request) -> bool:
-        """Whether a running request has a token to compute next.
+    def at_last_token(self, requests: Iterable[Request]) -> list[Request]:
+        """Of requests whose newest token is in flight, those that have no other to compute here.
 
-        Not while a token is in flight that ends it by its length, or with which it moves to another
-        worker. One that ends it by its id is noticed when it comes back.
+        That token ends them by their length, or they move with it to another worker. One that ends
+        a request by its id is noticed when it comes back.
         """
-        num_computed = request.num_computed_tokens
-        if num_computed < len(request.tokens):
-            return True
-        # Its newest token is in flight, the only one after those computed.
-        return num_computed + 1 < request.max_known_tokens and request.decode_worker is None
+        return [
+            request
+            for request in requests
+            if request.num_computed_tokens + 1 >= request.max_known_tokens
+            or request.decode_worker is not None
+        ]

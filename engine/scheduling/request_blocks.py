@@ -4,7 +4,7 @@ Blocks with content that is not finite are set aside until a step has zeroed the
 would spread a NaN even from a masked position (0 * NaN). Knows no rows, no queue and no steps.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from engine.kv.block_cache import BlockCache
 from engine.request import Request
@@ -25,25 +25,17 @@ class RequestBlocks:
         if self._cache.keeps_prefixes:
             self._hasher.extend(request)
 
-    def num_missing(self, request: Request) -> int:
-        """Blocks the request lacks for all its tokens, known and in flight."""
-        num_slots = len(request.block_ids) * self._block_size
-        if request.num_computed_tokens < num_slots >= len(request.tokens):
-            return 0
-        num_tokens = request.num_known_tokens + request.num_in_flight_tokens
-        return self._num_blocks_for(num_tokens) - len(request.block_ids)
+    def full(self, requests: Iterable[Request]) -> list[Request]:
+        """Of requests whose known tokens have KV, or get it now, those without a slot for more."""
+        size = self._block_size
+        return [r for r in requests if r.num_computed_tokens >= len(r.block_ids) * size]
 
-    def missing(self, requests: Sequence[Request]) -> dict[Request, int]:
-        """`num_missing` of those who lack any."""
-        counts = zip(requests, map(self.num_missing, requests), strict=True)
-        return {request: num_blocks for request, num_blocks in counts if num_blocks}
-
-    def grow(self, request: Request, num_blocks: int) -> list[int]:
-        """Append that many blocks, which must be available; returns them."""
-        block_ids = self._cache.allocate(num_blocks)
-        assert block_ids is not None, f"{request.key}: {num_blocks} blocks were counted"
-        request.block_ids.extend(block_ids)
-        return block_ids
+    def grow(self, requests: Sequence[Request]) -> list[tuple[Request, list[int]]]:
+        """Append one block to each of these; all must be available. Returns who got which."""
+        grown = [(r, [b]) for r, b in zip(requests, self._allocate(len(requests)), strict=True)]
+        for request, block_ids in grown:
+            request.block_ids += block_ids
+        return grown
 
     def acquire(self, request: Request, *, num_spare_blocks: int) -> bool:
         """Reference cached blocks and allocate the rest; False, and no effect, without room.
@@ -56,7 +48,7 @@ class RequestBlocks:
         if self._cache.num_available_beside(hit_ids) < num_missing + num_spare_blocks:
             return False
         request.block_ids = self._cache.acquire_prefix(hashes)
-        self.grow(request, num_missing)
+        request.block_ids += self._allocate(num_missing)
         request.num_indexed_blocks = len(hit_ids)
         request.num_computed_tokens = len(hit_ids) * self._block_size
         return True
@@ -101,6 +93,12 @@ class RequestBlocks:
     def take_poisoned(self) -> list[int]:
         """Blocks for the next plan to zero, with their references."""
         block_ids, self.poisoned_block_ids = self.poisoned_block_ids, []
+        return block_ids
+
+    def _allocate(self, num_blocks: int) -> list[int]:
+        """Blocks that were counted as available before."""
+        block_ids = self._cache.allocate(num_blocks)
+        assert block_ids is not None, f"{num_blocks} of {self._cache.num_available} blocks"
         return block_ids
 
     def _num_blocks_for(self, num_tokens: int) -> int:

@@ -22,18 +22,17 @@ from collections.abc import Iterator
 from configs.schema import SchedulerConfig
 from engine.errors import CapacityError
 from engine.kv.block_cache import BlockCache
-from engine.messages import TokenRecord
 from engine.request import Request, RequestKey
 from engine.scheduling.contracts import BlockHasher, Outbox, SchedulerStatistics, StepOutput
 from engine.scheduling.finish import FinishRules
-from engine.scheduling.plan import StepPlan, StepResult, TokenLogprobs
-from engine.scheduling.plan_building import build_plan
+from engine.scheduling.plan import StepPlan, StepResult
+from engine.scheduling.plan_building import Chunk, build_plan
 from engine.scheduling.request_blocks import RequestBlocks
 from engine.scheduling.row_slots import RowSlots, row_of
+from engine.scheduling.running import RunningRequests
+from engine.scheduling.sampled_tokens import SampledTokens
 from engine.scheduling.steps_in_flight import StepInFlight, StepsInFlight
 from engine.scheduling.waiting import WaitingQueue
-
-Chunk = tuple[Request, int]  # who computes, and how many tokens
 
 
 class Scheduler:
@@ -64,8 +63,9 @@ class Scheduler:
         self._outbox = outbox
         self._block_size = block_size
         self._finish_rules = FinishRules(eos_token_ids, max_model_len)
+        self._sampled = SampledTokens(self._finish_rules)
         self._waiting = WaitingQueue()
-        self._running: dict[RequestKey, Request] = {}  # oldest admission first
+        self._running = RunningRequests()
         self._rows = RowSlots(config.max_rows)
         self._blocks = RequestBlocks(cache, hasher, block_size)
         self._expired: list[Request] = []
@@ -98,12 +98,16 @@ class Scheduler:
         recomputed if no row is free (its blocks stay in the prefix index).
         """
         assert request.num_uncomputed_tokens == 1, f"{request.key}: {request.num_computed_tokens}"
+        # As of every decode, so that its tokens need no more than a decode's.
+        stays_as_it_came = request.decode_worker is None and request.num_cached_tokens is None
+        assert stays_as_it_came, f"{request.key} has a prompt to compute here"
         self._finish_rules.apply(request)
         self._blocks.hash_full(request)
         self._blocks.index_full(request, request.num_computed_tokens)
-        self._running[request.key] = request
+        self._running.add(request)
         if self._rows.num_free > 0:
             self._rows.give(request)
+            self._running.begin_decode(request)
         else:
             self._preempt(request)
 
@@ -130,38 +134,39 @@ class Scheduler:
         At most one earlier plan is not committed yet.
         """
         assert len(self._in_flight) <= 1, f"{len(self._in_flight)} steps are in flight"
-        runnable = self._runnable()
-        grown = self._grow_rows(runnable)
+        grown = self._grow_rows()
         if grown is None:
             return None
-        prompts = [request for request in runnable if request.is_prefilling]
-        chosen = [r for r in runnable if not r.is_prefilling] if prompts else runnable
-        num_new_tokens = [1] * len(chosen)
-        budget = self._config.max_step_tokens - len(chosen)
-        for request, num_tokens in self._chunks(prompts, budget, now_s):
-            chosen.append(request)
-            num_new_tokens.append(num_tokens)
+        decodes = list(self._running.decodes.values())
+        chunks = list(self._chunks(self._config.max_step_tokens - len(decodes), now_s))
         zero_block_ids = self._blocks.take_poisoned()
-        if not chosen and not zero_block_ids:
+        if not decodes and not chunks and not zero_block_ids:
             return None
-        return self._start_step(chosen, num_new_tokens, grown, zero_block_ids)
+        return self._start_step(decodes, chunks, grown, zero_block_ids)
 
     def commit(self, plan: StepPlan, result: StepResult) -> StepOutput:
-        """Settle the oldest step: append sampled tokens, index blocks, end what is finished."""
+        """Settle the oldest step: append sampled tokens, index blocks, end what is finished.
+
+        Whatever comes for a request without a row is dropped: it was aborted since, was ended by
+        the step before, or is not finite.
+        """
         assert plan.step == result.step, f"plan {plan.step} got result {result.step}"
         output = StepOutput(num_scheduled_tokens=plan.num_tokens, has_progressed=True)
         step = self._in_flight.pop()
         self._cache.release(step.zero_block_ids)  # no sooner: a handoff may write what it gets
-        for request, num_computed, is_finite, token_ids, logprobs in step.rows(plan, result):
-            if self._has_left(request):
-                continue  # aborted since, or ended by the step before: whatever came is dropped
-            if not is_finite:
+        for request in step.not_finite(result):
+            if request.row is not None:
                 self._end_as_poisoned(request, output)
-                continue
-            # Not `request.num_computed_tokens`: a later step may be counted there already.
-            self._blocks.index_full(request, num_computed)
-            for token_id in token_ids:
-                self._append(request, token_id, logprobs, output)
+        self._index_full_blocks(step.requests, plan)
+        endings = self._sampled.append_all(step, result, output)
+        self._num_output_tokens += len(output.tokens)
+        for request, finish in endings:
+            self._unseat(request)
+            if finish is not None:
+                self._leave(request)
+            else:
+                self._outbox.add(request)
+            output.left.append(request.key)
         for i, block_ids in step.left_block_ids.items():
             self._blocks.let_go(block_ids, is_finite=result.is_finite[i])
         return output
@@ -179,7 +184,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether requests are here, a step is in flight or blocks are to be zeroed."""
-        is_idle = not self._running and len(self._waiting) == 0 and len(self._in_flight) == 0
+        is_idle = len(self._running) == len(self._waiting) == len(self._in_flight) == 0
         return not is_idle or bool(self._blocks.poisoned_block_ids)
 
     @property
@@ -200,11 +205,10 @@ class Scheduler:
         yield from self._in_flight.owners()
 
     def statistics(self) -> SchedulerStatistics:
-        running_tokens = sum([request.num_uncomputed_tokens for request in self._runnable()])
         return SchedulerStatistics(
             num_waiting=len(self._waiting),
             num_running=len(self._running),
-            num_queued_tokens=self._waiting.num_tokens + running_tokens,
+            num_queued_tokens=self._waiting.num_tokens + self._running.num_queued_tokens,
             num_preemptions=self._num_preemptions,
             num_steps=self._num_steps,
             num_prompt_tokens_computed=self._num_prompt_tokens_computed,
@@ -214,30 +218,27 @@ class Scheduler:
 
     # ---- parts of plan --------------------------------------------------------------------------
 
-    def _grow_rows(self, runnable: list[Request]) -> dict[int, list[int]] | None:
-        """Blocks for every token of these running rows, by row, for those that were too short.
+    def _grow_rows(self) -> dict[int, list[int]] | None:
+        """A block for every decode whose blocks are full, by row.
 
-        While there are too few blocks, the newest is preempted, and leaves `runnable`. The count is
-        exact: what a preemption frees is seen before the next one is chosen.
+        While there are too few blocks, the newest request is preempted. The count is exact: what a
+        preemption frees is seen before the next one is chosen.
         None, and no effect, if one is due while a step is in flight: its commit may free blocks,
         and a preemption before it would lose what it samples, for a lone row again and again.
         """
-        missing = self._blocks.missing(runnable)
-        while sum(missing.values()) > self._cache.num_available:
+        full = self._blocks.full(self._running.decodes.values())
+        while len(full) > self._cache.num_available:
             if len(self._in_flight) > 0:
                 return None
-            self._preempt(runnable.pop())  # all that run, in this case: the last is the newest
-            missing = self._blocks.missing(runnable)
-        grown: dict[int, list[int]] = {}
-        for request, num_blocks in missing.items():
-            block_ids = self._blocks.grow(request, num_blocks)
-            if not self._rows.is_entering(request):  # else its admission carries them
-                grown[row_of(request)] = block_ids
-        return grown
+            self._preempt(self._running.newest)
+            full = self._blocks.full(self._running.decodes.values())
+        grown = self._blocks.grow(full)
+        # The blocks of an entering row are all in its admission.
+        return {row_of(r): ids for r, ids in grown if not self._rows.is_entering(r)}
 
-    def _chunks(self, prompts: list[Request], budget: int, now_s: float) -> Iterator[Chunk]:
+    def _chunks(self, budget: int, now_s: float) -> Iterator[Chunk]:
         """Who computes how much of its prompt within `budget` tokens: who runs, then who waits."""
-        for request in prompts:
+        for request in self._running.prompts.values():
             num_tokens = min(request.num_uncomputed_tokens, budget)
             if num_tokens > 0:
                 budget -= num_tokens
@@ -262,7 +263,7 @@ class Scheduler:
             if not self._acquire_blocks(request):
                 return  # strictly in order: a younger, smaller request must not starve this one
             self._waiting.remove(request.key)
-            self._running[request.key] = request
+            self._running.add(request)
             self._rows.give(request)
             num_left = request.max_known_tokens - request.num_known_tokens
             if request.decode_worker is not None and num_left > 1:  # the first token stays here
@@ -286,55 +287,41 @@ class Scheduler:
 
     def _start_step(
         self,
-        chosen: list[Request],
-        counts: list[int],
+        decodes: list[Request],
+        chunks: list[Chunk],
         grown: dict[int, list[int]],
         zero_block_ids: list[int],
     ) -> StepPlan:
-        """Make the plan, of `counts` new tokens by row, and count its step as in flight."""
-        plan = build_plan(self._num_steps, chosen, counts, grown, zero_block_ids, self._rows)
-        for request, num_tokens in zip(chosen, counts, strict=True):
-            num_prompt_left = request.num_prompt_tokens - request.num_computed_tokens
-            if num_prompt_left > 0:
-                self._num_prompt_tokens_computed += min(num_tokens, num_prompt_left)
+        """Make the plan, count its step as in flight, and see who has what left to compute."""
+        plan = build_plan(self._num_steps, decodes, chunks, grown, zero_block_ids, self._rows)
+        for request in decodes:
+            request.num_computed_tokens += 1
+        for request, num_tokens in chunks:
+            num_prompt_left = max(0, request.num_prompt_tokens - request.num_computed_tokens)
+            self._num_prompt_tokens_computed += min(num_tokens, num_prompt_left)
             request.num_computed_tokens += num_tokens
-        self._in_flight.add(StepInFlight(requests=chosen, zero_block_ids=zero_block_ids))
+            if request.num_computed_tokens == request.num_known_tokens:
+                self._running.begin_decode(request)
+        self._running.pause(self._finish_rules.at_last_token(self._running.decodes.values()))
+        step = StepInFlight(
+            requests=decodes + [request for request, _ in chunks],
+            num_decodes=len(decodes),
+            zero_block_ids=zero_block_ids,
+        )
+        self._in_flight.add(step)
         self._num_steps += 1
         return plan
 
     # ---- parts of commit ------------------------------------------------------------------------
 
-    def _append(
-        self,
-        request: Request,
-        token_id: int,
-        logprobs: TokenLogprobs | None,
-        output: StepOutput,
-    ) -> None:
-        """Add one sampled token: emit it, and end or hand over the request where it is due."""
-        index = request.num_output_tokens
-        is_first = index == request.num_emitted_tokens  # of those that come from here
-        request.tokens.append(token_id)
-        self._num_output_tokens += 1
-        finish, stop_token_id = self._finish_rules.reason(request, token_id)
-        record = TokenRecord(
-            key=request.key,
-            index=index,
-            token_id=token_id,
-            logprobs=logprobs,
-            num_cached_tokens=request.num_cached_tokens if is_first else None,
-            finish=finish,
-            stop_token_id=stop_token_id,
-        )
-        output.tokens.append((request.ingress_id, record))
-        if finish is not None:
-            self._unseat(request)
-            self._leave(request)
-            output.left.append(request.key)
-        elif request.decode_worker is not None:
-            self._unseat(request)
-            self._outbox.add(request)
-            output.left.append(request.key)
+    def _index_full_blocks(self, requests: list[Request], plan: StepPlan) -> None:
+        """Offer every block that the plan filled."""
+        block_size = self._block_size
+        counts = zip(requests, plan.num_computed_tokens, plan.num_new_tokens, strict=True)
+        for request, num_before, num_new in counts:
+            if num_before % block_size + num_new >= block_size and request.row is not None:
+                # Not `request.num_computed_tokens`: a later step may be counted there already.
+                self._blocks.index_full(request, num_before + num_new)
 
     def _end_as_poisoned(self, request: Request, output: StepOutput) -> None:
         """End a request whose logits were not finite, and keep its KV from ever being read.
@@ -348,7 +335,7 @@ class Scheduler:
 
     def _unseat(self, request: Request) -> None:
         """Take a running request out of its row."""
-        del self._running[request.key]
+        self._running.remove(request)
         self._rows.take_back(request)
 
     def _leave(self, request: Request) -> None:
@@ -374,16 +361,8 @@ class Scheduler:
     # ---- questions ------------------------------------------------------------------------------
 
     def _all_requests(self) -> Iterator[Request]:
-        yield from self._running.values()
+        yield from self._running
         yield from self._waiting
-
-    def _runnable(self) -> list[Request]:
-        """Running requests with a token to compute next, oldest admission first."""
-        return list(filter(self._finish_rules.can_go_on, self._running.values()))
-
-    def _has_left(self, request: Request) -> bool:
-        """Whether a request that a step computed for has no row any more."""
-        return request.row is None
 
     def _is_outbox_full(self) -> bool:
         limit = self._config.unreserved_share * self._cache.num_blocks
@@ -395,5 +374,5 @@ class Scheduler:
         return request.key.child > 0 and any(
             other.key.request_id == request.key.request_id
             and other.num_indexed_blocks < num_shared_blocks
-            for other in self._running.values()
+            for other in self._running
         )

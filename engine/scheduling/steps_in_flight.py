@@ -14,36 +14,31 @@ Knows no rows and no cache: what is held here, the scheduler lets go.
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from operator import add
 
 from engine.request import Request
-from engine.scheduling.plan import StepPlan, StepResult, TokenLogprobs
+from engine.scheduling.plan import StepResult, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepInFlight:
     """One launched step."""
 
-    requests: list[Request]  # parallel to the plan's rows
+    requests: list[Request]  # parallel to the plan's rows: decodes, then chunks of prompts
+    num_decodes: int
     zero_block_ids: list[int]
     # index in `requests` -> the blocks of a request that left since
     left_block_ids: dict[int, list[int]] = field(default_factory=dict)
 
-    def rows(self, plan: StepPlan, result: StepResult) -> "Iterator[RowOutcome]":
-        """Who computed what, and what came of it, in the plan's order."""
-        return zip(
-            self.requests,
-            map(add, plan.num_computed_tokens, plan.num_new_tokens),
-            result.is_finite,
-            result.tokens,
-            result.logprobs,
-            strict=True,
-        )
+    def rows(self, result: StepResult) -> Iterator[tuple[Request, list[int], TokenLogprobs | None]]:
+        """Who sampled what, with log-probabilities where asked for, in the plan's order."""
+        return zip(self.requests, result.tokens, result.logprobs, strict=True)
 
-
-# request, its tokens with KV after the step, whether the numbers were finite, sampled ids, their
-# log-probabilities
-RowOutcome = tuple[Request, int, bool, list[int], TokenLogprobs | None]
+    def not_finite(self, result: StepResult) -> list[Request]:
+        """Whose numbers were not finite; nothing was sampled for them."""
+        if all(result.is_finite):
+            return []
+        whether = zip(self.requests, result.is_finite, strict=True)
+        return [request for request, is_finite in whether if not is_finite]
 
 
 class StepsInFlight:

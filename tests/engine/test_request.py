@@ -23,25 +23,24 @@ def _request(num_prompt_tokens: int, num_emitted_tokens: int = 0, max_tokens: in
 
 def test_progress_is_the_distance_between_computed_and_known_tokens() -> None:
     request = _request(5)
-    assert (request.num_uncomputed_tokens, request.is_prefilling) == (5, True)
+    assert request.num_uncomputed_tokens == 5
     request.num_computed_tokens = 4
-    assert (request.num_uncomputed_tokens, request.is_prefilling) == (1, False)
+    assert request.num_uncomputed_tokens == 1
     request.num_computed_tokens = 5
     request.tokens.append(9)
     assert (request.num_known_tokens, request.num_output_tokens) == (6, 1)
-    assert (request.num_uncomputed_tokens, request.is_prefilling) == (1, False)
+    assert request.num_uncomputed_tokens == 1
 
 
 def test_a_token_in_flight_is_the_next_to_compute() -> None:
     request = _request(5)
     progress = []
-    for num_computed_tokens in (3, 4, 5, 6):
+    for num_computed_tokens in (3, 4, 5, 6):  # the last with two in flight
         request.num_computed_tokens = num_computed_tokens
-        progress.append((request.num_in_flight_tokens, request.num_uncomputed_tokens))
-    assert progress == [(0, 2), (0, 1), (1, 1), (2, 1)]
+        progress.append(request.num_uncomputed_tokens)
+    assert progress == [2, 1, 1, 1]
     request.tokens.append(9)  # the older of the two has come back
-    assert (request.num_in_flight_tokens, request.num_uncomputed_tokens) == (1, 1)
-    assert (request.num_known_tokens, request.is_prefilling) == (6, False)
+    assert (request.num_known_tokens, request.num_uncomputed_tokens) == (6, 1)
 
 
 def test_tokens_of_an_earlier_attempt_count_for_max_tokens() -> None:

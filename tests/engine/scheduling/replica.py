@@ -16,6 +16,7 @@ from engine.scheduling.contracts import StepOutput
 from engine.scheduling.plan import StepPlan
 from engine.scheduling.scheduler import Scheduler
 from tests.engine.scheduling.in_flight import check_blocks_in_flight
+from tests.engine.scheduling.running_rows import check_running
 from tests.fakes import (
     EOS_TOKEN_ID,
     VOCAB_SIZE,
@@ -162,6 +163,7 @@ class Replica:
         owners += [(f"outbox {key}", r.block_ids) for key, r in self.outbox.held.items()]
         check_blocks(self.cache, owners)
         check_blocks_in_flight(self.cache, self.executor)
+        check_running(self.scheduler._running)
 
     def check_idle(self) -> None:
         """Nothing is held by anybody, and every row is free."""

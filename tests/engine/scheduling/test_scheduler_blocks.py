@@ -135,7 +135,7 @@ def test_a_preempted_request_comes_back_before_younger_ones_and_reports_no_cache
 def test_a_prompt_preempted_between_chunks_starts_over() -> None:
     replica = Replica(num_blocks=10, max_rows=2, max_step_tokens=3, max_model_len=40)
     old = replica.add("old", prompt_of(7, 1), params=params_of(25))
-    while old.is_prefilling:
+    while old.num_uncomputed_tokens > 1:
         replica.step()
     long = replica.add("long", prompt_of(21, 2), params=params_of(3))
     while long.num_preemptions == 0:

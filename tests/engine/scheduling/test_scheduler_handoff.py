@@ -79,7 +79,7 @@ def test_a_preempted_prompt_starts_again_and_is_dropped_when_its_deadline_passes
     # The drop was forgotten: the reservation at the decode worker outlived the request.
     replica = Replica(num_blocks=10, max_rows=2, max_step_tokens=3, max_model_len=40)
     old = replica.add("old", prompt_of(7, 1), params=params_of(25))
-    while old.is_prefilling:
+    while old.num_uncomputed_tokens > 1:
         replica.step()
     prompt = prompt_of(21, 2)
     moving = replica.add("moving", prompt, decode_worker="d", deadline_s=9.0)

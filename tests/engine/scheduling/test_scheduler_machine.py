@@ -3,9 +3,9 @@ the comparison can fail: each of a list of planted bugs must be found by the sam
 with one step at a time, and with the next one launched before the last is waited for.
 """
 
+from dataclasses import replace
 from typing import Any
 
-import msgspec
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
@@ -17,14 +17,13 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from configs.schema import SchedulerConfig
-from engine.request import Request, RequestKey, SamplingParams
+from engine.request import SamplingParams
 from engine.scheduling.contracts import StepOutput
-from engine.scheduling.finish import FinishRules
-from engine.scheduling.plan import StepPlan, TokenLogprobs
-from engine.scheduling.request_blocks import RequestBlocks
+from engine.scheduling.plan import StepResult
+from engine.scheduling.sampled_tokens import Ending, SampledTokens
 from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.steps_in_flight import StepsInFlight
+from engine.scheduling.steps_in_flight import StepInFlight
+from tests.engine.scheduling import planted_bugs
 from tests.engine.scheduling.world import BLOCK_SIZE, World
 
 # One of few prompts for each length, so that prefixes are shared.
@@ -35,6 +34,15 @@ PROMPTS = st.builds(
 )
 PARAMS = st.builds(SamplingParams, max_tokens=st.integers(1, 18), ignore_eos=st.booleans())
 PICK = st.integers(0, 99)
+
+
+class EveryRowInFull(SampledTokens):
+    """What the scheduler does with tokens, without the short way for decodes that go on."""
+
+    def append_all(
+        self, step: StepInFlight, result: StepResult, output: StepOutput
+    ) -> list[Ending]:
+        return super().append_all(replace(step, num_decodes=0), result, output)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -114,200 +122,15 @@ class SchedulerMachine(RuleBasedStateMachine):
             return  # a second failure would hide the first
         self.do("drain")
         twin = World(self.scheduler_class, overlap=self.overlap)
+        twin.scheduler._sampled = EveryRowInFull(twin.scheduler._finish_rules)
         for operation, arguments in self.history:
             getattr(twin, operation)(**arguments)
         assert twin.executor.plans == self.world.executor.plans
+        assert twin.outputs == self.world.outputs
 
 
 class OverlappedMachine(SchedulerMachine):
     overlap = True
-
-
-# ---- planted bugs --------------------------------------------------------------------------------
-
-
-class AbortKeepsTheBlocks(Scheduler):
-    def abort(self, key: RequestKey) -> bool:
-        requests = [r for r in self._all_requests() if r.key == key]
-        for request in requests:
-            self._cache._pool.acquire(request.block_ids)
-        return super().abort(key)
-
-
-class WithPlantedBlocks(Scheduler):
-    """A scheduler whose `RequestBlocks` have the bug."""
-
-    blocks_class: type[RequestBlocks]
-
-    def __init__(self, config: SchedulerConfig, **parts: Any) -> None:
-        super().__init__(config, **parts)
-        self._blocks = self.blocks_class(parts["cache"], parts["hasher"], parts["block_size"])
-
-
-class CountsOneBlockTooFew(WithPlantedBlocks):
-    class blocks_class(RequestBlocks):  # noqa: N801 - an attribute
-        def num_missing(self, request: Request) -> int:
-            return max(0, super().num_missing(request) - 1)
-
-
-class IndexesBeforeTheStepHasRun(Scheduler):
-    def _acquire_blocks(self, request: Request) -> bool:
-        is_admitted = super()._acquire_blocks(request)
-        if is_admitted:
-            self._blocks.hash_full(request)
-            for i in range(request.num_indexed_blocks, request.num_known_tokens // BLOCK_SIZE):
-                parent = request.block_hashes[i - 1] if i else None
-                self._cache.index(request.block_ids[i], request.block_hashes[i], parent)
-        return is_admitted
-
-
-class CountsTokensAnewAfterPreemption(Scheduler):
-    def _append(
-        self,
-        request: Request,
-        token_id: int,
-        logprobs: TokenLogprobs | None,
-        output: StepOutput,
-    ) -> None:
-        super()._append(request, token_id, logprobs, output)
-        ingress_id, record = output.tokens[-1]
-        if request.num_preemptions > 0:
-            output.tokens[-1] = ingress_id, msgspec.structs.replace(record, index=record.index + 1)
-
-
-class TakesOneTokenMoreThanTheBudget(Scheduler):
-    def __init__(self, config: SchedulerConfig, **parts: Any) -> None:
-        generous = msgspec.structs.replace(config, max_step_tokens=config.max_step_tokens + 1)
-        super().__init__(generous, **parts)
-
-
-class PreemptionKeepsTheProgress(Scheduler):
-    def _preempt(self, request: Request) -> None:
-        num_computed_tokens = request.num_computed_tokens
-        super()._preempt(request)
-        request.num_computed_tokens = num_computed_tokens
-
-    def _acquire_blocks(self, request: Request) -> bool:
-        num_computed_tokens = request.num_computed_tokens
-        is_admitted = super()._acquire_blocks(request)
-        request.num_computed_tokens = max(num_computed_tokens, request.num_computed_tokens)
-        return is_admitted
-
-
-class RowsAreLost(Scheduler):
-    def _unseat(self, request: Request) -> None:
-        del self._running[request.key]
-        request.row = None
-
-
-class HitsTheWholePrompt(Scheduler):
-    def _acquire_blocks(self, request: Request) -> bool:
-        request.tokens.append(0)
-        is_admitted = super()._acquire_blocks(request)
-        request.tokens.pop()
-        return is_admitted
-
-
-class PoisonedBlocksAreNotZeroed(Scheduler):
-    def plan(self, now_s: float) -> StepPlan | None:
-        self._cache.release(self._blocks.take_poisoned())
-        return super().plan(now_s)
-
-
-class PoisonedBlocksCanBeFound(Scheduler):
-    def _end_as_poisoned(self, request: Request, output: StepOutput) -> None:
-        super()._end_as_poisoned(request, output)
-        poisoned = self._blocks.poisoned_block_ids
-        for i, block_id in enumerate(poisoned[: len(request.block_hashes)]):
-            parent = request.block_hashes[i - 1] if i else None
-            self._cache.index(block_id, request.block_hashes[i], parent)
-
-
-class AsksForASpareBlock(Scheduler):
-    def _acquire_blocks(self, request: Request) -> bool:
-        num_blocks = -(-request.num_known_tokens // BLOCK_SIZE)
-        is_last = num_blocks == self._cache.num_blocks
-        return not is_last and super()._acquire_blocks(request)
-
-
-class TwinsDecideDifferently(Scheduler):
-    """As if an order came from a set or from addresses: every other instance turns it round."""
-
-    num_built = 0
-
-    def __init__(self, config: SchedulerConfig, **parts: Any) -> None:
-        super().__init__(config, **parts)
-        type(self).num_built += 1
-        self._turns_round = self.num_built % 2 == 0
-
-    def plan(self, now_s: float) -> StepPlan | None:
-        if self._turns_round:
-            self._running = dict(reversed(self._running.items()))
-        return super().plan(now_s)
-
-
-# ---- planted bugs that need a step in flight -----------------------------------------------------
-
-
-class EmitsTheTokenAfterTheLast(Scheduler):
-    """What comes for a request that has left is not dropped."""
-
-    def _has_left(self, request: Request) -> bool:
-        return False
-
-    def _unseat(self, request: Request) -> None:
-        self._running[request.key] = request
-        super()._unseat(request)
-
-
-class IndexesWhatIsStillInFlight(WithPlantedBlocks):
-    class blocks_class(RequestBlocks):  # noqa: N801 - an attribute
-        def index_full(self, request: Request, num_computed_tokens: int) -> None:
-            num_tokens = min(request.num_computed_tokens, request.num_known_tokens)
-            super().index_full(request, num_tokens)
-
-
-class PreemptsWithAStepInFlight(Scheduler):
-    """And takes a request that is back in a row for the one that the step computed."""
-
-    def _grow_rows(self, runnable: list[Request]) -> dict[int, list[int]] | None:
-        in_flight, self._in_flight = self._in_flight, StepsInFlight()
-        grown = super()._grow_rows(runnable)
-        self._in_flight = in_flight
-        return grown
-
-
-class FreesBlocksOfAStepInFlight(Scheduler):
-    def _leave(self, request: Request) -> None:
-        in_flight, self._in_flight = self._in_flight, StepsInFlight()
-        super()._leave(request)
-        self._in_flight = in_flight
-
-
-class FreesBlocksOfAStepInFlightTwice(Scheduler):
-    def _leave(self, request: Request) -> None:
-        block_ids = list(request.block_ids)
-        super()._leave(request)
-        self._cache.release(block_ids)
-
-
-class GoesOnPastItsLastToken(Scheduler):
-    def __init__(self, config: SchedulerConfig, **parts: Any) -> None:
-        super().__init__(config, **parts)
-
-        class Rules(FinishRules):
-            def can_go_on(self, request: Request) -> bool:
-                return True
-
-        self._finish_rules = Rules(parts["eos_token_ids"], parts["max_model_len"])
-
-
-class ZeroedBlocksAreFreeAtOnce(WithPlantedBlocks):
-    class blocks_class(RequestBlocks):  # noqa: N801 - an attribute
-        def take_poisoned(self) -> list[int]:
-            block_ids = super().take_poisoned()
-            self._cache.release(block_ids)
-            return block_ids
 
 
 SETTINGS = settings(
@@ -335,18 +158,21 @@ def _find(planted: type[Scheduler], machine: type[SchedulerMachine]) -> None:
 @pytest.mark.parametrize(
     "planted",
     [
-        AbortKeepsTheBlocks,
-        CountsOneBlockTooFew,
-        IndexesBeforeTheStepHasRun,
-        CountsTokensAnewAfterPreemption,
-        TakesOneTokenMoreThanTheBudget,
-        PreemptionKeepsTheProgress,
-        RowsAreLost,
-        HitsTheWholePrompt,
-        PoisonedBlocksAreNotZeroed,
-        PoisonedBlocksCanBeFound,
-        AsksForASpareBlock,
-        TwinsDecideDifferently,
+        planted_bugs.AbortKeepsTheBlocks,
+        planted_bugs.CountsOneBlockTooFew,
+        planted_bugs.IndexesBeforeTheStepHasRun,
+        planted_bugs.CountsTokensAnewAfterPreemption,
+        planted_bugs.TakesOneTokenMoreThanTheBudget,
+        planted_bugs.PreemptionKeepsTheProgress,
+        planted_bugs.RowsAreLost,
+        planted_bugs.HitsTheWholePrompt,
+        planted_bugs.PoisonedBlocksAreNotZeroed,
+        planted_bugs.PoisonedBlocksCanBeFound,
+        planted_bugs.AsksForASpareBlock,
+        planted_bugs.TwinsDecideDifferently,
+        planted_bugs.PausesOneTokenTooSoon,
+        planted_bugs.WhoLeavesIsPlannedOn,
+        planted_bugs.ADecodeThatEndsIsPassedOver,
     ],
 )
 def test_the_machine_finds_a_planted_bug(
@@ -360,13 +186,13 @@ def test_the_machine_finds_a_planted_bug(
 @pytest.mark.parametrize(
     "planted",
     [
-        EmitsTheTokenAfterTheLast,
-        IndexesWhatIsStillInFlight,
-        PreemptsWithAStepInFlight,
-        FreesBlocksOfAStepInFlight,
-        FreesBlocksOfAStepInFlightTwice,
-        GoesOnPastItsLastToken,
-        ZeroedBlocksAreFreeAtOnce,
+        planted_bugs.EmitsTheTokenAfterTheLast,
+        planted_bugs.IndexesWhatIsStillInFlight,
+        planted_bugs.PreemptsWithAStepInFlight,
+        planted_bugs.FreesBlocksOfAStepInFlight,
+        planted_bugs.FreesBlocksOfAStepInFlightTwice,
+        planted_bugs.GoesOnPastItsLastToken,
+        planted_bugs.ZeroedBlocksAreFreeAtOnce,
     ],
 )
 def test_the_machine_finds_a_bug_that_needs_a_step_in_flight(planted: type[Scheduler]) -> None:

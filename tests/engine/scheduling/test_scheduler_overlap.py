@@ -189,7 +189,7 @@ def test_where_a_preemption_is_due_the_step_in_flight_is_committed_first() -> No
     new = replica.add("new", prompt_of(7, 2), params=params_of(6))
     while new.num_preemptions == 0:
         replica.step()
-    assert new.num_in_flight_tokens == 0
+    assert new.num_computed_tokens == 0
     assert len(replica.output(new)) == new.num_output_tokens > 0
     replica.run()
     assert (old.num_preemptions, new.num_preemptions) == (0, 1)

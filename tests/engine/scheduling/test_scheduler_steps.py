@@ -36,7 +36,7 @@ def test_decodes_ride_along_and_shrink_the_chunk_of_a_prompt() -> None:
 def test_every_running_request_decodes_in_every_step() -> None:
     replica = Replica(max_rows=4, max_step_tokens=4)
     requests = [replica.add(str(i), prompt_of(3, i), params=params_of(9)) for i in range(4)]
-    while replica.scheduler.num_running < 4 or any(r.is_prefilling for r in requests):
+    while replica.scheduler.num_running < 4 or any(r.num_uncomputed_tokens > 1 for r in requests):
         replica.step()
     before = [len(replica.output(r)) for r in requests]
     replica.step()

@@ -21,6 +21,7 @@ from engine.request import Request, RequestKey, SamplingParams
 from engine.scheduling.contracts import StepOutput
 from engine.scheduling.scheduler import Scheduler
 from tests.engine.scheduling.in_flight import check_blocks_in_flight
+from tests.engine.scheduling.running_rows import check_running
 from tests.fakes import EOS_TOKEN_ID, FakeExecutor, expected_output
 
 BLOCK_SIZE = 4
@@ -75,6 +76,7 @@ class World:
         self.core = EngineCore(self.scheduler, self.executor, self.clock, overlap=overlap)
         self.stories: dict[RequestKey, Story] = {}
         self.lent: list[int] = []
+        self.outputs: list[StepOutput] = []
 
     # ---- operations -----------------------------------------------------------------------------
 
@@ -182,6 +184,7 @@ class World:
         held_elsewhere = any(self.outgoing.owners()) or self.lent
         must_move = self.core.has_work and not held_elsewhere
         output = self.core.step()
+        self.outputs.append(output)
         for _, record in output.tokens:
             self._receive_token(record)
         for _, failure in output.failures:
@@ -219,6 +222,7 @@ class World:
         owners = [*self.scheduler.owners(), *self.outgoing.owners(), ("others", self.lent)]
         check_blocks(self.cache, owners)
         check_blocks_in_flight(self.cache, self.executor)
+        check_running(self.scheduler._running)
         counts = self.scheduler.statistics()
         num_here = sum(story.phase == "scheduler" for story in self.stories.values())
         assert counts.num_waiting + counts.num_running == num_here

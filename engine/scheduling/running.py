@@ -1,0 +1,65 @@
+"""Requests that have a row: those whose prompt computes, and those that compute a token every step.
+
+    add() -> prompts -> decodes -> paused -> remove()
+             computes   computes   its last token here is in flight: nothing is left to compute
+             chunks     one token
+
+A request moves to the right once for every time it gets a row, and may be removed from anywhere.
+Each step plans all `decodes` alike, so that nobody has to be asked what it would compute next.
+Knows no rows, no blocks and no steps.
+"""
+
+from collections.abc import Iterable, Iterator
+
+from engine.request import Request, RequestKey
+
+
+class RunningRequests:
+    """Ordered dicts by key: `prompts` and the whole by admission, `decodes` by when it began."""
+
+    def __init__(self) -> None:
+        self._all: dict[RequestKey, Request] = {}
+        self.prompts: dict[RequestKey, Request] = {}
+        self.decodes: dict[RequestKey, Request] = {}
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def __contains__(self, key: RequestKey) -> bool:
+        return key in self._all
+
+    def __iter__(self) -> Iterator[Request]:
+        """All of them, oldest admission first."""
+        return iter(self._all.values())
+
+    @property
+    def newest(self) -> Request:
+        return next(reversed(self._all.values()))
+
+    @property
+    def num_queued_tokens(self) -> int:
+        """What they have yet to compute, as far as it is known."""
+        num_prompt_tokens = sum([r.num_uncomputed_tokens for r in self.prompts.values()])
+        return num_prompt_tokens + len(self.decodes)
+
+    def get(self, key: RequestKey) -> Request | None:
+        return self._all.get(key)
+
+    def add(self, request: Request) -> None:
+        """Take in a request whose known tokens are to be computed in chunks."""
+        self._all[request.key] = self.prompts[request.key] = request
+
+    def begin_decode(self, request: Request) -> None:
+        """From the next step on the request computes one token a step: its newest."""
+        self.prompts.pop(request.key)
+        self.decodes[request.key] = request
+
+    def pause(self, requests: Iterable[Request]) -> None:
+        """Plan no more for these: each has its last token in flight."""
+        for request in requests:
+            del self.decodes[request.key]
+
+    def remove(self, request: Request) -> None:
+        del self._all[request.key]
+        self.prompts.pop(request.key, None)
+        self.decodes.pop(request.key, None)

@@ -1,0 +1,80 @@
+"""What a step sampled: tokens for its requests, and records for those who wait for them.
+
+Says who has its last token, and ends nobody. Knows no blocks and no queue; a row only as something
+that a request which has left has not.
+"""
+
+from itertools import islice
+from typing import Literal
+
+from engine.messages import TokenRecord
+from engine.request import Request
+from engine.scheduling.contracts import StepOutput
+from engine.scheduling.finish import FinishRules
+from engine.scheduling.plan import StepResult, TokenLogprobs
+from engine.scheduling.steps_in_flight import StepInFlight
+
+# Who has its last token here, and how it finished; None = it goes on at another worker.
+Ending = tuple[Request, Literal["stop", "length"] | None]
+
+
+class SampledTokens:
+    """Appends tokens to requests and emits them, by one set of `FinishRules`."""
+
+    def __init__(self, finish_rules: FinishRules) -> None:
+        self._finish_rules = finish_rules
+
+    def append_all(
+        self, step: StepInFlight, result: StepResult, output: StepOutput
+    ) -> list[Ending]:
+        """Add what was sampled to requests that have a row and to `output`, in the plan's order.
+
+        Most rows are decodes that go on: two comparisons tell them, and there is nothing else to
+        say about their tokens. All others go through `_append`, which is right for any row.
+        """
+        endings: list[Ending] = []
+        rows = step.rows(result)
+        for request, token_ids, logprobs in islice(rows, step.num_decodes):
+            if request.row is None:
+                continue
+            for token_id in token_ids:
+                num_known = len(request.tokens)
+                if token_id in request.stop_ids or num_known + 1 >= request.max_known_tokens:
+                    endings += self._append(request, token_id, logprobs, output)
+                    continue
+                request.tokens.append(token_id)
+                index = num_known - request.num_prompt_tokens
+                record = TokenRecord(
+                    key=request.key, index=index, token_id=token_id, logprobs=logprobs
+                )
+                output.tokens.append((request.ingress_id, record))
+        for request, token_ids, logprobs in rows:
+            if request.row is not None:
+                for token_id in token_ids:
+                    endings += self._append(request, token_id, logprobs, output)
+        return endings
+
+    def _append(
+        self,
+        request: Request,
+        token_id: int,
+        logprobs: TokenLogprobs | None,
+        output: StepOutput,
+    ) -> list[Ending]:
+        """Add and emit one token; returns whether it is the request's last one here."""
+        index = request.num_output_tokens
+        is_first = index == request.num_emitted_tokens  # of those that come from here
+        request.tokens.append(token_id)
+        finish, stop_token_id = self._finish_rules.reason(request, token_id)
+        record = TokenRecord(
+            key=request.key,
+            index=index,
+            token_id=token_id,
+            logprobs=logprobs,
+            num_cached_tokens=request.num_cached_tokens if is_first else None,
+            finish=finish,
+            stop_token_id=stop_token_id,
+        )
+        output.tokens.append((request.ingress_id, record))
+        is_last = finish is not None or request.decode_worker is not None
+        return [(request, finish)] if is_last else []

@@ -1,0 +1,249 @@
+"""Schedulers with one bug each, which the machine of random histories has to find."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from configs.schema import SchedulerConfig
+from engine.request import Request, RequestKey
+from engine.scheduling.contracts import StepOutput
+from engine.scheduling.finish import FinishRules
+from engine.scheduling.plan import StepPlan, StepResult
+from engine.scheduling.request_blocks import RequestBlocks
+from engine.scheduling.running import RunningRequests
+from engine.scheduling.sampled_tokens import Ending, SampledTokens
+from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.steps_in_flight import StepInFlight, StepsInFlight
+from tests.engine.scheduling.world import BLOCK_SIZE
+
+
+class AbortKeepsTheBlocks(Scheduler):
+    def abort(self, key: RequestKey) -> bool:
+        requests = [r for r in self._all_requests() if r.key == key]
+        for request in requests:
+            self._cache._pool.acquire(request.block_ids)
+        return super().abort(key)
+
+
+class WithPlantedBlocks(Scheduler):
+    """A scheduler whose `RequestBlocks` have the bug."""
+
+    blocks_class: type[RequestBlocks]
+
+    def __init__(self, config: SchedulerConfig, **parts: Any) -> None:
+        super().__init__(config, **parts)
+        self._blocks = self.blocks_class(parts["cache"], parts["hasher"], parts["block_size"])
+
+
+class CountsOneBlockTooFew(WithPlantedBlocks):
+    class blocks_class(RequestBlocks):  # noqa: N801 - an attribute
+        def full(self, requests: Iterable[Request]) -> list[Request]:
+            return super().full(requests)[1:]
+
+
+class IndexesBeforeTheStepHasRun(Scheduler):
+    def _acquire_blocks(self, request: Request) -> bool:
+        is_admitted = super()._acquire_blocks(request)
+        if is_admitted:
+            self._blocks.hash_full(request)
+            for i in range(request.num_indexed_blocks, request.num_known_tokens // BLOCK_SIZE):
+                parent = request.block_hashes[i - 1] if i else None
+                self._cache.index(request.block_ids[i], request.block_hashes[i], parent)
+        return is_admitted
+
+
+class CountsTokensAnewAfterPreemption(Scheduler):
+    def commit(self, plan: StepPlan, result: StepResult) -> StepOutput:
+        preempted = {request.key for request in self._running if request.num_preemptions > 0}
+        output = super().commit(plan, result)
+        for i, (ingress_id, record) in enumerate(output.tokens):
+            index = record.index + int(record.key in preempted)
+            output.tokens[i] = ingress_id, msgspec.structs.replace(record, index=index)
+        return output
+
+
+class TakesOneTokenMoreThanTheBudget(Scheduler):
+    def __init__(self, config: SchedulerConfig, **parts: Any) -> None:
+        generous = msgspec.structs.replace(config, max_step_tokens=config.max_step_tokens + 1)
+        super().__init__(generous, **parts)
+
+
+class PreemptionKeepsTheProgress(Scheduler):
+    def _preempt(self, request: Request) -> None:
+        num_computed_tokens = request.num_computed_tokens
+        super()._preempt(request)
+        request.num_computed_tokens = num_computed_tokens
+
+    def _acquire_blocks(self, request: Request) -> bool:
+        num_computed_tokens = request.num_computed_tokens
+        is_admitted = super()._acquire_blocks(request)
+        request.num_computed_tokens = max(num_computed_tokens, request.num_computed_tokens)
+        return is_admitted
+
+
+class RowsAreLost(Scheduler):
+    def _unseat(self, request: Request) -> None:
+        self._running.remove(request)
+        request.row = None
+
+
+class HitsTheWholePrompt(Scheduler):
+    def _acquire_blocks(self, request: Request) -> bool:
+        request.tokens.append(0)
+        is_admitted = super()._acquire_blocks(request)
+        request.tokens.pop()
+        return is_admitted
+
+
+class PoisonedBlocksAreNotZeroed(Scheduler):
+    def plan(self, now_s: float) -> StepPlan | None:
+        self._cache.release(self._blocks.take_poisoned())
+        return super().plan(now_s)
+
+
+class PoisonedBlocksCanBeFound(Scheduler):
+    def _end_as_poisoned(self, request: Request, output: StepOutput) -> None:
+        super()._end_as_poisoned(request, output)
+        poisoned = self._blocks.poisoned_block_ids
+        for i, block_id in enumerate(poisoned[: len(request.block_hashes)]):
+            parent = request.block_hashes[i - 1] if i else None
+            self._cache.index(block_id, request.block_hashes[i], parent)
+
+
+class AsksForASpareBlock(Scheduler):
+    def _acquire_blocks(self, request: Request) -> bool:
+        num_blocks = -(-request.num_known_tokens // BLOCK_SIZE)
+        is_last = num_blocks == self._cache.num_blocks
+        return not is_last and super()._acquire_blocks(request)
+
+
+class TwinsDecideDifferently(Scheduler):
+    """As if an order came from a set or from addresses: every other instance turns it round."""
+
+    num_built = 0
+
+    def __init__(self, config: SchedulerConfig, **parts: Any) -> None:
+        super().__init__(config, **parts)
+        type(self).num_built += 1
+        self._turns_round = self.num_built % 2 == 0
+
+    def plan(self, now_s: float) -> StepPlan | None:
+        if self._turns_round:
+            self._running.decodes = dict(reversed(self._running.decodes.items()))
+        return super().plan(now_s)
+
+
+# ---- planted bugs that need a step in flight -----------------------------------------------------
+
+
+class EmitsTheTokenAfterTheLast(Scheduler):
+    """What comes for a request that has left is not dropped."""
+
+    def __init__(self, config: SchedulerConfig, **parts: Any) -> None:
+        super().__init__(config, **parts)
+
+        class Sampled(SampledTokens):
+            def append_all(
+                self, step: StepInFlight, result: StepResult, output: StepOutput
+            ) -> list[Ending]:
+                gone = [request for request in step.requests if request.row is None]
+                for request in gone:
+                    request.row = 0
+                endings = super().append_all(step, result, output)
+                for request in gone:
+                    request.row = None
+                return [(request, finish) for request, finish in endings if request not in gone]
+
+        self._sampled = Sampled(self._finish_rules)
+
+
+class IndexesWhatIsStillInFlight(WithPlantedBlocks):
+    class blocks_class(RequestBlocks):  # noqa: N801 - an attribute
+        def index_full(self, request: Request, num_computed_tokens: int) -> None:
+            num_tokens = min(request.num_computed_tokens, request.num_known_tokens)
+            super().index_full(request, num_tokens)
+
+
+class PreemptsWithAStepInFlight(Scheduler):
+    """And takes a request that is back in a row for the one that the step computed."""
+
+    def _grow_rows(self) -> dict[int, list[int]] | None:
+        in_flight, self._in_flight = self._in_flight, StepsInFlight()
+        grown = super()._grow_rows()
+        self._in_flight = in_flight
+        return grown
+
+
+class FreesBlocksOfAStepInFlight(Scheduler):
+    def _leave(self, request: Request) -> None:
+        in_flight, self._in_flight = self._in_flight, StepsInFlight()
+        super()._leave(request)
+        self._in_flight = in_flight
+
+
+class FreesBlocksOfAStepInFlightTwice(Scheduler):
+    def _leave(self, request: Request) -> None:
+        block_ids = list(request.block_ids)
+        super()._leave(request)
+        self._cache.release(block_ids)
+
+
+class GoesOnPastItsLastToken(Scheduler):
+    def __init__(self, config: SchedulerConfig, **parts: Any) -> None:
+        super().__init__(config, **parts)
+
+        class Rules(FinishRules):
+            def at_last_token(self, requests: Iterable[Request]) -> list[Request]:
+                return []
+
+        self._finish_rules = Rules(parts["eos_token_ids"], parts["max_model_len"])
+
+
+class PausesOneTokenTooSoon(Scheduler):
+    def __init__(self, config: SchedulerConfig, **parts: Any) -> None:
+        super().__init__(config, **parts)
+
+        class Rules(FinishRules):
+            def at_last_token(self, requests: Iterable[Request]) -> list[Request]:
+                return [r for r in requests if r.num_computed_tokens + 2 >= r.max_known_tokens]
+
+        self._finish_rules = Rules(parts["eos_token_ids"], parts["max_model_len"])
+
+
+class WhoLeavesIsPlannedOn(Scheduler):
+    def __init__(self, config: SchedulerConfig, **parts: Any) -> None:
+        super().__init__(config, **parts)
+
+        class Running(RunningRequests):
+            def remove(self, request: Request) -> None:
+                is_decode = request.key in self.decodes
+                super().remove(request)
+                if is_decode:
+                    self.decodes[request.key] = request
+
+        self._running = Running()
+
+
+class ADecodeThatEndsIsPassedOver(Scheduler):
+    """The short way for decodes is taken by all that have one token left, too."""
+
+    def __init__(self, config: SchedulerConfig, **parts: Any) -> None:
+        super().__init__(config, **parts)
+
+        class Sampled(SampledTokens):
+            def append_all(
+                self, step: StepInFlight, result: StepResult, output: StepOutput
+            ) -> list[Ending]:
+                endings = super().append_all(step, result, output)
+                return [(r, f) for r, f in endings if r not in step.requests[: step.num_decodes]]
+
+        self._sampled = Sampled(self._finish_rules)
+
+
+class ZeroedBlocksAreFreeAtOnce(WithPlantedBlocks):
+    class blocks_class(RequestBlocks):  # noqa: N801 - an attribute
+        def take_poisoned(self) -> list[int]:
+            block_ids = super().take_poisoned()
+            self._cache.release(block_ids)
+            return block_ids

@@ -1,0 +1,27 @@
+"""Who computes what next, asked of every running request: the definition of `RunningRequests`."""
+
+from engine.request import Request
+from engine.scheduling.running import RunningRequests
+
+
+def check_running(running: RunningRequests) -> None:
+    """Every request is where its own numbers put it, and nobody else is anywhere."""
+    keys = [request.key for request in running]
+    assert set(running.prompts) | set(running.decodes) <= set(keys)
+    assert not set(running.prompts) & set(running.decodes)
+    assert list(running.prompts) == [key for key in keys if key in running.prompts]
+    for request in running:
+        place = (request.key in running.prompts, request.key in running.decodes)
+        assert place in _places(request), f"{request.key} is in (prompts, decodes): {place}"
+
+
+def _places(request: Request) -> list[tuple[bool, bool]]:
+    """Whether it may be (in the prompts, in the decodes)."""
+    num_without_kv = request.num_known_tokens - request.num_computed_tokens
+    if num_without_kv > 1:
+        return [(True, False)]
+    if num_without_kv == 1:  # the last of a prompt, or the token that came back from the last step
+        return [(True, False), (False, True)]
+    # Its newest token is in flight: is there another one to compute here?
+    has_next = request.num_computed_tokens + 1 < request.max_known_tokens
+    return [(False, has_next and request.decode_worker is None)]

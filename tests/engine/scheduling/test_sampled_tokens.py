@@ -1,0 +1,120 @@
+"""What is emitted for a row is the same whether it is one of the step's decodes or not."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.request import Request, RequestKey, SamplingParams
+from engine.scheduling.contracts import StepOutput
+from engine.scheduling.finish import FinishRules
+from engine.scheduling.plan import StepResult, TokenLogprobs
+from engine.scheduling.sampled_tokens import SampledTokens
+from engine.scheduling.steps_in_flight import StepInFlight
+
+EOS_TOKEN_ID, MAX_MODEL_LEN = 0, 9
+LOGPROBS = TokenLogprobs(-0.5, [3], [-0.5])
+RULES = FinishRules((EOS_TOKEN_ID,), MAX_MODEL_LEN)
+Story = tuple[list[int], int, int, bool, bool]
+
+# For each row: sampled ids, tokens known before, how many of them are output, whether it has left,
+# whether it asked for log-probabilities.
+STORIES = st.lists(
+    st.tuples(
+        st.lists(st.integers(0, 3), max_size=1),
+        st.integers(2, MAX_MODEL_LEN - 1),
+        st.integers(0, 4),
+        st.booleans(),
+        st.booleans(),
+    ),
+    max_size=6,
+)
+
+
+def _step(stories: list[Story], num_decodes: int) -> tuple[StepInFlight, StepResult]:
+    """Decodes as a scheduler has them: with a token emitted from here or before they came."""
+    requests = []
+    for i, (_, num_known, num_output, has_left, _) in enumerate(stories):
+        request = Request(
+            key=RequestKey(str(i)),
+            ingress_id=f"ingress-{i % 2}",
+            params=SamplingParams(max_tokens=6, stop_token_ids=(2,), ignore_eos=i % 3 == 0),
+            tokens=[3] * num_known,
+            num_prompt_tokens=max(1, num_known - num_output),
+            num_emitted_tokens=num_known - max(1, num_known - num_output),
+            arrival_s=0.0,
+            row=None if has_left else i,
+        )
+        if i >= num_decodes:
+            request.num_cached_tokens = i
+            request.decode_worker = "decode-0" if i % 2 else None
+        RULES.apply(request)
+        requests.append(request)
+    result = StepResult(
+        step=0,
+        tokens=[token_ids for token_ids, *_ in stories],
+        logprobs=[LOGPROBS if asks else None for *_, asks in stories],
+        is_finite=[True] * len(stories),
+    )
+    return StepInFlight(requests=requests, num_decodes=num_decodes, zero_block_ids=[]), result
+
+
+@given(stories=STORIES, num_decodes=st.integers(0, 6))
+def test_the_short_way_for_decodes_says_what_the_long_one_does(
+    stories: list[Story], num_decodes: int
+) -> None:
+    outcomes = []
+    for is_short in (True, False):
+        step, result = _step(stories, min(num_decodes, len(stories)))
+        output = StepOutput()
+        taken = step if is_short else replace(step, num_decodes=0)
+        endings = SampledTokens(RULES).append_all(taken, result, output)
+        tokens = [request.tokens for request in step.requests]
+        outcomes.append((output, [(r.key, finish) for r, finish in endings], tokens))
+    assert outcomes[0] == outcomes[1]
+
+
+@given(stories=STORIES, num_decodes=st.integers(0, 6))
+def test_every_token_of_a_request_that_is_here_is_emitted_once(
+    stories: list[Story], num_decodes: int
+) -> None:
+    step, result = _step(stories, min(num_decodes, len(stories)))
+    output = StepOutput()
+    endings = {r.key: why for r, why in SampledTokens(RULES).append_all(step, result, output)}
+    due = []
+    for request, (token_ids, num_known, _, has_left, asks) in zip(
+        step.requests, stories, strict=True
+    ):
+        is_due = bool(token_ids) and not has_left
+        assert request.tokens == [3] * num_known + token_ids * is_due
+        if not is_due:
+            assert request.key not in endings
+            continue
+        finish = None
+        if num_known + 1 >= request.max_known_tokens:
+            finish = "length"
+        if token_ids[0] in request.stop_ids:
+            finish = "stop"
+        index = num_known - request.num_prompt_tokens
+        logprobs = LOGPROBS if asks else None
+        due.append((request.key, index, token_ids[0], logprobs, request.num_cached_tokens, finish))
+        ends_here = finish is not None or request.decode_worker is not None
+        assert (request.key in endings) == ends_here
+        assert endings.get(request.key) == finish
+    emitted = [
+        (t.key, t.index, t.token_id, t.logprobs, t.num_cached_tokens, t.finish)
+        for _, t in output.tokens
+    ]
+    assert emitted == due
+    assert [ingress_id for ingress_id, _ in output.tokens] == [
+        f"ingress-{int(key.request_id) % 2}" for key, *_ in due
+    ]
+
+
+@pytest.mark.parametrize("num_decodes", [0, 2])
+def test_results_for_another_number_of_rows_are_refused(num_decodes: int) -> None:
+    step, _ = _step([([3], 4, 2, False, False)] * 2, num_decodes)
+    _, result = _step([([3], 4, 2, False, False)] * 3, num_decodes)
+    with pytest.raises(ValueError, match="zip"):
+        SampledTokens(RULES).append_all(step, result, StepOutput())
