@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import yaml
 
-from configs.schema import AppConfig
+from configs.schema import AppConfig, LapsConfig
 
 PROJECT_ROOT = Path(__file__).resolve().parents[1]
 DEFAULT_CONFIG = Path("configs/dev_cpu.yaml")
@@ -170,7 +170,11 @@ def _type_at(keys: list[str]) -> msgspec.inspect.Type:
     node: msgspec.inspect.Type = msgspec.inspect.type_info(AppConfig)
     for key in keys:
         assert isinstance(node, msgspec.inspect.StructType), f"{keys} leads through a leaf"
-        node = next(field.type for field in node.fields if field.name == key)
+        name, bracket, _ = key.partition("[")  # an element of a list is `name[0]`
+        node = next(field.type for field in node.fields if field.name == name)
+        if bracket:
+            assert isinstance(node, msgspec.inspect.VarTupleType), f"{keys} is not a list"
+            node = node.item_type
     return node
 
 
@@ -207,6 +211,9 @@ def _contradiction(config: AppConfig) -> str | None:
         _worker_contradiction(config)
         or _model_contradiction(config)
         or _cache_contradiction(config)
+        or _laps_queue_contradiction(config.laps)
+        or _laps_graph_contradiction(config)
+        or _laps_pool_contradiction(config)
     )
     if problem is not None:
         return problem
@@ -264,4 +271,72 @@ def _worker_contradiction(config: AppConfig) -> str | None:
         )
     if config.model.device == "cpu" and workers.num_gpus > 0:
         return f"workers.num_gpus: {workers.num_gpus} with model.device cpu; set one of the two"
+    return None
+
+
+def _laps_queue_contradiction(laps: LapsConfig) -> str | None:
+    if laps.enable_laps_scheduler != (laps.queue == "laps"):
+        return (
+            f"laps.queue: {laps.queue} with enable_laps_scheduler"
+            f" {str(laps.enable_laps_scheduler).lower()}; set queue to laps and"
+            " enable_laps_scheduler to true, or neither"
+        )
+    if laps.window != "none" and laps.queue != "laps":
+        return f"laps.window: {laps.window} needs laps.queue laps; set one of the two"
+    if laps.min_window_s > laps.max_window_s:
+        return (
+            f"laps.min_window_s: {laps.min_window_s} is above max_window_s {laps.max_window_s};"
+            " lower the first or raise the second"
+        )
+    return None
+
+
+def _laps_graph_contradiction(config: AppConfig) -> str | None:
+    laps = config.laps
+    for key, sizes in (
+        ("batch_prefill_batch_sizes", laps.batch_prefill_batch_sizes),
+        ("batch_prefill_seq_lengths", laps.batch_prefill_seq_lengths),
+    ):
+        if not sizes or list(sizes) != sorted(set(sizes)):
+            return f"laps.{key}: {list(sizes)} must be ascending sizes, each once and at least one"
+    longest = laps.batch_prefill_seq_lengths[-1]
+    if longest > laps.batch_prefill_max_seq_len:
+        return (
+            f"laps.batch_prefill_seq_lengths: {longest} is above batch_prefill_max_seq_len"
+            f" {laps.batch_prefill_max_seq_len}; drop it or raise the second"
+        )
+    if not laps.enable_batch_prefill_cuda_graph:
+        return None
+    if config.model.device == "cpu":
+        return "laps.enable_batch_prefill_cuda_graph: needs model.device cuda; set one of the two"
+    if config.execution.cuda_graphs is False:
+        return (
+            "laps.enable_batch_prefill_cuda_graph: needs execution.cuda_graphs, which is false;"
+            " set one of the two"
+        )
+    return None
+
+
+def _laps_pool_contradiction(config: AppConfig) -> str | None:
+    laps = config.laps
+    if not laps.enable_laps_alloc:
+        return None
+    num_workers = config.workers.prefill + config.workers.unified
+    if num_workers < laps.min_workers_to_split:
+        return (
+            f"laps.enable_laps_alloc: {num_workers} workers prefill, fewer than"
+            f" laps.min_workers_to_split {laps.min_workers_to_split}; add workers, lower the"
+            " latter, or set enable_laps_alloc to false"
+        )
+    if 2 * laps.min_workers_per_pool > num_workers:
+        return (
+            f"laps.min_workers_per_pool: two pools of {laps.min_workers_per_pool} need more than"
+            f" the {num_workers} workers that prefill; lower it or add workers"
+        )
+    if laps.laps_rebalance_interval_s > laps.rebalance_cool_down_s > 0:
+        return (
+            f"laps.rebalance_cool_down_s: {laps.rebalance_cool_down_s} is shorter than"
+            f" laps_rebalance_interval_s {laps.laps_rebalance_interval_s} and would do nothing;"
+            " raise it, or set it to 0"
+        )
     return None

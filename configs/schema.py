@@ -68,6 +68,56 @@ class SchedulerConfig(_Section, frozen=True):
     overlap: bool | None = None
 
 
+class LapsConfig(_Section, frozen=True):
+    """Length-aware scheduling: in time (one worker), in execution (its graphs), in space (pools).
+
+    A prompt is short or long by the tokens no cache holds, never by its whole length.
+    """
+
+    # -- in time: the queue in front of a worker that prefills
+    enable_laps_scheduler: bool = False  # short prompts first, long ones in bounded chunks
+    # A prompt that costs at most what so many uncached tokens cost is short, inside a worker.
+    laps_length_threshold: Positive = 256
+    # laps = short first with ageing, and needs enable_laps_scheduler; fcfs and priority do not.
+    queue: Literal["laps", "fcfs", "priority"] = "fcfs"
+    # exclusive = a step holds short prompts or one long chunk; fill = a long chunk shrinks to fit.
+    mix: Literal["exclusive", "fill"] = "exclusive"
+    # Gathering short prompts while the device is idle: none = a step starts at once.
+    window: Literal["adaptive", "fixed", "none"] = "none"
+    fixed_window_s: Seconds = 0.005  # window fixed: at most so long after the first short prompt
+    fixed_window_requests: Positive = 8  # window fixed: at most so many short prompts
+    min_window_s: Annotated[float, Meta(ge=0)] = 0.0  # window adaptive: bounds of its length
+    max_window_s: Seconds = 0.008
+    # A long chunk keeps its step this short, by the cost model: a short prompt waits no longer.
+    max_step_ms: Annotated[float, Meta(gt=0)] = 50.0
+    max_long_wait_s: Seconds = 2.0  # a long prompt that waited so long gets one chunk
+    short_ttft_deadline_s: Seconds | None = None  # of a short prompt without its own; None = none
+    long_ttft_deadline_s: Seconds | None = None  # of a long prompt without its own; None = none
+
+    # -- in execution: batch-prefill CUDA graphs with attention inside
+    enable_batch_prefill_cuda_graph: bool = False  # short prefill batches replay captured graphs
+    batch_prefill_max_seq_len: Positive = 256  # new tokens of a prompt, at most, in such a batch
+    batch_prefill_batch_sizes: tuple[Positive, ...] = (1, 2, 4, 8)  # rows of the captured graphs
+    batch_prefill_seq_lengths: tuple[Positive, ...] = (16, 32, 64, 128, 256)  # tokens per row
+
+    # -- in space: which prefill worker a prompt goes to
+    enable_laps_alloc: bool = False  # prefill workers form a short and a long pool
+    laps_alloc_threshold: Positive = 256  # as laps_length_threshold, for the choice of a pool
+    laps_rebalance_interval_s: Seconds = 5.0  # the pools are looked at, and change, this often
+    # A pool takes a worker over when its load exceeds the other's by this factor.
+    laps_rebalance_ratio: Annotated[float, Meta(gt=1)] = 2.0
+    # Load: pressure = predicted seconds of queued work (P90 of the pool), ratio = waiting prompts.
+    rebalance_policy: Literal["pressure", "ratio"] = "pressure"
+    rebalance_cool_down_s: Annotated[float, Meta(ge=0)] = 10.0  # between two moves
+    # Seconds of queued work (P90 of the pool) below which no worker moves there.
+    min_pending_s: Annotated[float, Meta(ge=0)] = 0.25
+    min_workers_per_pool: Positive = 1
+    # Fewer workers that prefill than this are not split: a worker kept for long prompts strands.
+    min_workers_to_split: Annotated[int, Meta(ge=2)] = 3
+    # A prompt leaves its pool only for a first token sooner by this much.
+    spill_margin_s: Annotated[float, Meta(ge=0)] = 0.02
+
+
 class ExecutionConfig(_Section, frozen=True):
     """How a step runs on the device."""
 
@@ -147,6 +197,7 @@ class AppConfig(_Section, frozen=True):
     model: ModelConfig = ModelConfig()
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
+    laps: LapsConfig = LapsConfig()
     execution: ExecutionConfig = ExecutionConfig()
     handoff: HandoffConfig = HandoffConfig()
     workers: WorkersConfig = WorkersConfig()

@@ -43,6 +43,32 @@ def test_overrides_win_over_the_file_and_the_rest_stays(tmp_path: Path) -> None:
     assert (config.edge.max_n, config.name) == (3, "one")
 
 
+# Settings that are valid as far as they go; a test adds what is not.
+QUEUE = "laps: {enable_laps_scheduler: true, queue: laps, window: adaptive"
+CUDA = "{model: {device: cuda}, laps: {enable_batch_prefill_cuda_graph: true}"
+POOLS = "{workers: {unified: 4}, laps: {enable_laps_alloc: true"
+
+
+@pytest.mark.parametrize("text", [f"{QUEUE}}}", f"{CUDA}}}", f"{POOLS}}}}}"])
+def test_the_features_of_laps_can_be_switched_on(tmp_path: Path, text: str) -> None:
+    assert load_config(write(tmp_path, text), {}).laps != AppConfig().laps
+
+
+def test_the_defaults_of_laps_are_the_published_ones() -> None:
+    laps = AppConfig().laps
+    assert (laps.laps_length_threshold, laps.laps_alloc_threshold) == (256, 256)
+    assert (laps.laps_rebalance_interval_s, laps.laps_rebalance_ratio) == (5.0, 2.0)
+    assert laps.batch_prefill_batch_sizes == (1, 2, 4, 8)
+    assert laps.batch_prefill_seq_lengths == (16, 32, 64, 128, 256)
+    assert laps.batch_prefill_max_seq_len == 256
+    switches = (
+        laps.enable_laps_scheduler,
+        laps.enable_laps_alloc,
+        laps.enable_batch_prefill_cuda_graph,
+    )
+    assert not any(switches)
+
+
 @pytest.mark.parametrize(
     ("text", "fragments"),
     [
@@ -70,6 +96,26 @@ def test_overrides_win_over_the_file_and_the_rest_stays(tmp_path: Path) -> None:
         ("workers: {unified: 0}", ["workers", "nothing can serve"]),
         ("workers: {prefill: 1, decode: 1}", ["unified 1", "not supported yet", "to 0"]),
         ("workers: {num_gpus: 1}", ["num_gpus", "device cpu"]),
+        ("laps: {laps_length_threshold: 0}", ["laps.laps_length_threshold", ">= 1"]),
+        ("laps: {laps_alloc_threshold: -5}", ["laps.laps_alloc_threshold", ">= 1"]),
+        ("laps: {laps_rebalance_ratio: 1.0}", ["laps.laps_rebalance_ratio", "> 1"]),
+        ("laps: {laps_rebalance_interval_s: 0}", ["laps.laps_rebalance_interval_s", "> 0"]),
+        ("laps: {min_workers_to_split: 1}", ["laps.min_workers_to_split", ">= 2"]),
+        ("laps: {batch_prefill_batch_sizes: [0]}", ["laps.batch_prefill_batch_sizes", ">= 1"]),
+        ("laps: {queue: sjf}", ["laps.queue", "fcfs", "priority"]),
+        ("laps: {queue: laps}", ["laps.queue", "enable_laps_scheduler false", "or neither"]),
+        ("laps: {enable_laps_scheduler: true}", ["laps.queue", "fcfs", "set queue to laps"]),
+        ("laps: {window: fixed}", ["laps.window", "queue laps"]),
+        (f"{QUEUE}, min_window_s: 0.1}}", ["laps.min_window_s", "max_window_s 0.008"]),
+        ("laps: {batch_prefill_batch_sizes: []}", ["batch_prefill_batch_sizes", "at least one"]),
+        ("laps: {batch_prefill_batch_sizes: [2, 1]}", ["batch_prefill_batch_sizes", "ascending"]),
+        ("laps: {batch_prefill_seq_lengths: [16, 16]}", ["batch_prefill_seq_lengths", "once"]),
+        ("laps: {batch_prefill_max_seq_len: 128}", ["batch_prefill_seq_lengths: 256", "128"]),
+        ("laps: {enable_batch_prefill_cuda_graph: true}", ["cuda_graph: needs model.device cuda"]),
+        (f"{CUDA}, execution: {{cuda_graphs: false}}}}", ["needs execution.cuda_graphs"]),
+        ("laps: {enable_laps_alloc: true}", ["laps.enable_laps_alloc: 1 workers", "to_split 3"]),
+        (f"{POOLS}, min_workers_per_pool: 3}}}}", ["laps.min_workers_per_pool", "4 workers"]),
+        (f"{POOLS}, rebalance_cool_down_s: 1}}}}", ["laps.rebalance_cool_down_s", "set it to 0"]),
         ("lifetimes: {supervisor_heartbeat_s: 15}", ["supervisor_heartbeat_s", "15"]),
         ("lifetimes: {acknowledge_every_s: 11}", ["acknowledge_every_s", "10"]),
     ],

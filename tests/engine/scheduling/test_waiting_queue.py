@@ -5,7 +5,7 @@ import random
 import pytest
 
 from engine.request import Request, RequestKey, SamplingParams
-from engine.scheduling.waiting import WaitingQueue
+from engine.scheduling.waiting import WaitingQueue, by_arrival
 
 
 def _request(name: str, *, arrival_s: float, priority: int = 0, num_tokens: int = 3) -> Request:
@@ -29,6 +29,13 @@ def test_order_is_priority_then_arrival_then_order_of_adding() -> None:
     queue.add(_request("patient", arrival_s=0.0, priority=1))
     names = [request.key.request_id for request in queue]
     assert names == ["urgent", "early", "twin of early", "late", "patient"]
+
+
+def test_first_come_first_served_knows_no_priority() -> None:
+    queue = WaitingQueue(by_arrival)
+    queue.add(_request("late", arrival_s=2.0, priority=-3))
+    queue.add(_request("early", arrival_s=1.0, priority=3))
+    assert [request.key.request_id for request in queue] == ["early", "late"]
 
 
 def test_a_request_that_comes_back_goes_ahead_of_what_arrived_after_it() -> None:

@@ -1,0 +1,310 @@
+"""Length-aware scheduling in time: two queues, short prompts first, long ones in chunks that age.
+
+A prompt is short if computing what no cache holds of it takes, alone and by the cost model, at most
+as long as `laps_length_threshold` tokens without a history; until the model is fitted, if it has at
+most that many uncached tokens. Its class is decided while it waits (again when the caches have
+changed, see `reclassify`) and kept while it runs: the last piece of a long prompt is still long.
+
+Order inside a class: (priority, due time if there is one else arrival, arrival, order of adding).
+Short prompts that run go on before others start. What a step holds:
+
+    exclusive   short prompts, or one long request's chunk when no short one can be granted tokens
+    fill        short prompts, then chunks of long ones in the room they left
+
+Decodes ride with either. A long request that computes in chunks competes at every chunk boundary.
+
+Ageing: a long request *has aged* when it has got no chunk for `max_long_wait_s` (since it arrived,
+or since its last one). While short prompts wait, the one without a chunk for longest then goes
+first, once; in `fill` its chunk shrinks, at most by half, to leave room for them. Two steps in a
+row never begin with a long chunk while a short prompt that can be admitted waits.
+
+Bound, as long as nothing is refused: when a long request has aged, let m others have waited longer
+and let those ahead of it in its class have c chunks left. Before its next chunk come at most m + c
+long chunks (m aged ones; c in order, in steps without short prompts or in the room these left) and
+m + c + 1 steps that begin with short prompts. While short prompts never run out, `exclusive` gives
+at most m and m + 1. A preempted request keeps its arrival and may count among the m.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from heapq import merge
+from itertools import chain, islice
+
+from configs.schema import LapsConfig
+from engine.messages import LengthClass
+from engine.request import Request, RequestKey
+from engine.scheduling.cost_model import NO_WORK, CostModel, StepWork
+from engine.scheduling.placement import classify
+from engine.scheduling.step_room import StepRoom, Turn, rest_of_prompt
+from engine.scheduling.waiting import Place, WaitingQueue
+
+
+@dataclass(slots=True, kw_only=True)
+class _Entry:
+    """A waiting request, as it was when its uncached tokens were last counted."""
+
+    serial: int  # order of adding, kept when it changes its class
+    length_class: LengthClass
+    num_uncached_tokens: int
+
+
+@dataclass(slots=True, kw_only=True)
+class _Progress:
+    """A running prompt that was granted a chunk from here."""
+
+    length_class: LengthClass
+    last_chunk_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClassStatistics:
+    """The waiting requests of one class."""
+
+    num_waiting: int
+    work: StepWork  # all of them in one step
+    oldest_arrival_s: float | None  # None = nobody waits
+    first_due_s: float | None  # None = none of them has a due time
+
+
+class DualQueue:
+    """A `PromptQueue` of two classes.
+
+    `count_uncached` says how many tokens of a waiting request have to be computed, by the prefix
+    cache as it is now; `due_of` when its first token is due, None for the default of its class.
+    """
+
+    def __init__(
+        self,
+        config: LapsConfig,
+        *,
+        model: CostModel,
+        count_uncached: Callable[[Request], int],
+        due_of: Callable[[Request], float | None],
+    ) -> None:
+        self._config = config
+        self._model = model
+        self._count_uncached = count_uncached
+        self._due_of = due_of
+        self._waiting: dict[LengthClass, WaitingQueue] = {
+            "short": WaitingQueue(self._place_among_short),
+            "long": WaitingQueue(self._place_among_long),
+        }
+        self._entries: dict[RequestKey, _Entry] = {}
+        self._progress: dict[RequestKey, _Progress] = {}
+        self._num_added = 0
+        self._has_long_gone_first = False  # in the last step that computed prompts
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, key: RequestKey) -> bool:
+        return key in self._entries
+
+    def __iter__(self) -> Iterator[Request]:
+        """Short ones in order, then long ones."""
+        return chain(self._waiting["short"], self._waiting["long"])
+
+    @property
+    def num_tokens(self) -> int:
+        """Known tokens of all waiting requests: an upper bound on what they will compute."""
+        return sum([queue.num_tokens for queue in self._waiting.values()])
+
+    def add(self, request: Request) -> None:
+        assert request.key not in self._entries, f"{request.key} is already waiting"
+        num_uncached = self._uncached(request)
+        length_class = self._class_of(num_uncached, request.num_known_tokens - num_uncached)
+        self._entries[request.key] = _Entry(
+            serial=self._num_added, length_class=length_class, num_uncached_tokens=num_uncached
+        )
+        self._num_added += 1
+        self._waiting[length_class].add(request)
+
+    def remove(self, key: RequestKey) -> Request | None:
+        entry = self._entries.pop(key, None)
+        return None if entry is None else self._waiting[entry.length_class].remove(key)
+
+    def reclassify(self) -> None:
+        """Count every waiting request's uncached tokens again: the caches or the model changed.
+
+        Whoever is about to be offered a turn is counted anyway; this is for those behind.
+        """
+        for request in list(self):
+            self._reclassify(request)
+
+    def length_class(self, key: RequestKey) -> LengthClass | None:
+        """Of a request that waits or whose prompt is being computed; None for any other."""
+        known = self._entries.get(key) or self._progress.get(key)
+        return None if known is None else known.length_class
+
+    def statistics(self, length_class: LengthClass) -> ClassStatistics:
+        """Walks the class."""
+        requests = list(self._waiting[length_class])
+        dues = [self._due_s(request, length_class) for request in requests]
+        return ClassStatistics(
+            num_waiting=len(requests),
+            work=self._work(requests),
+            oldest_arrival_s=min([request.arrival_s for request in requests], default=None),
+            first_due_s=min([due_s for due_s in dues if due_s is not None], default=None),
+        )
+
+    # ---- one step -------------------------------------------------------------------------------
+
+    def turns(self, running: Sequence[Request], room: StepRoom) -> Iterator[Turn]:
+        """See `PromptQueue.turns`, and the rules above.
+
+        Walks the long requests, and remembers which kind of step this was.
+        """
+        short, long = self._split(running)
+        self._reclassify_heads()
+        is_fill = self._config.mix == "fill"
+        if not self._has_long_gone_first and (short or len(self._waiting["short"]) > 0):
+            yield from self._aged_turns(long, short, room)
+        if is_fill or room.num_prompts == 0:
+            yield from self._offer(chain(short, self._waiting_short()), room, "short")
+        if is_fill or room.num_prompts == 0:
+            ordered = merge(long, self._waiting["long"], key=self._place_among_long)
+            yield from self._offer(ordered, room, "long", max_prompts=None if is_fill else 1)
+
+    def _aged_turns(
+        self, long: list[Request], short: list[Request], room: StepRoom
+    ) -> Iterator[Turn]:
+        """One chunk for the long request that has had none for longest, if that is too long."""
+        aged = [
+            (since_s, request)
+            for request in chain(long, self._waiting["long"])
+            if room.now_s - (since_s := self._last_served_s(request))
+            >= self._config.max_long_wait_s
+        ]
+        if not aged:
+            return
+        aged.sort(key=lambda pair: pair[0])
+        beside = NO_WORK
+        if self._config.mix == "fill":  # more of them than tokens change nothing
+            first_short = islice(self._waiting["short"], room.num_tokens_left)
+            beside = self._work(chain(short, first_short))
+        ordered = [request for _, request in aged]
+        yield from self._offer(ordered, room, "long", max_prompts=1, beside=beside)
+
+    def _offer(
+        self,
+        candidates: Iterable[Request],
+        room: StepRoom,
+        length_class: LengthClass,
+        *,
+        max_prompts: int | None = None,
+        beside: StepWork = NO_WORK,
+    ) -> Iterator[Turn]:
+        """Turns in order until `max_prompts` have a chunk.
+
+        Chunks leave room for `beside`, or half of their own if that is less.
+        """
+        num_prompts = 0
+        offers = room.offer(candidates, work_of=self._rest, is_waiting=self._is_waiting)
+        for request, max_tokens in offers:
+            if beside is not NO_WORK:
+                rest = self._rest(request)
+                max_tokens = max(room.fit(*rest, beside=beside), room.fit(*rest) // 2)
+            yield request, max_tokens
+            if room.num_granted(request) == 0:
+                continue
+            if room.num_prompts == 1:
+                self._has_long_gone_first = length_class == "long"
+            self._progress[request.key] = _Progress(
+                length_class=length_class, last_chunk_s=room.now_s
+            )
+            num_prompts += 1
+            if num_prompts == max_prompts:
+                return
+
+    def _split(self, running: Sequence[Request]) -> tuple[list[Request], list[Request]]:
+        """Running prompts by class, in order; forgets those that run no more."""
+        progress = {r.key: self._progress.get(r.key) or self._enter(r) for r in running}
+        self._progress = progress
+        short = [r for r in running if progress[r.key].length_class == "short"]
+        long = [r for r in running if progress[r.key].length_class == "long"]
+        return (
+            sorted(short, key=self._place_among_short),
+            sorted(long, key=self._place_among_long),
+        )
+
+    def _enter(self, request: Request) -> _Progress:
+        """A running prompt that was admitted without a chunk."""
+        return _Progress(
+            length_class=self._class_of(*rest_of_prompt(request)), last_chunk_s=request.arrival_s
+        )
+
+    def _waiting_short(self) -> Iterator[Request]:
+        """Short ones in order, each counted again first; who has become long moves."""
+        for request in self._waiting["short"]:
+            if self._reclassify(request) == "short":
+                yield request
+
+    def _work(self, requests: Iterable[Request]) -> StepWork:
+        """The rest of their prompts, in one step."""
+        work = NO_WORK
+        for request in requests:
+            work = work.with_prompt(*self._rest(request))
+        return work
+
+    # ---- classes and places ---------------------------------------------------------------------
+
+    def _class_of(self, num_uncached: int, num_cached: int) -> LengthClass:
+        threshold = self._config.laps_length_threshold
+        if not self._model.costs.is_fitted:
+            return "short" if num_uncached <= threshold else "long"
+        return classify(num_uncached, num_cached, threshold, self._model.costs)
+
+    def _reclassify_heads(self) -> None:
+        """Long ones at the head that have become short move, so that they are offered as such."""
+        for request in self._waiting["long"]:
+            if self._reclassify(request) == "long":
+                return
+
+    def _reclassify(self, request: Request) -> LengthClass:
+        entry = self._entries[request.key]
+        entry.num_uncached_tokens = num_uncached = self._uncached(request)
+        length_class = self._class_of(num_uncached, request.num_known_tokens - num_uncached)
+        if length_class != entry.length_class:
+            self._waiting[entry.length_class].remove(request.key)
+            entry.length_class = length_class
+            self._waiting[length_class].add(request)
+        return length_class
+
+    def _uncached(self, request: Request) -> int:
+        """At least the newest token is computed, whatever is cached."""
+        return max(1, min(self._count_uncached(request), request.num_known_tokens))
+
+    def _rest(self, request: Request) -> tuple[int, int]:
+        """New and cached tokens of what it has to compute."""
+        entry = self._entries.get(request.key)
+        if entry is None:
+            return rest_of_prompt(request)
+        return entry.num_uncached_tokens, request.num_known_tokens - entry.num_uncached_tokens
+
+    def _is_waiting(self, request: Request) -> bool:
+        return request.key in self._entries
+
+    def _last_served_s(self, request: Request) -> float:
+        progress = self._progress.get(request.key)
+        return request.arrival_s if progress is None else progress.last_chunk_s
+
+    def _due_s(self, request: Request, length_class: LengthClass) -> float | None:
+        due_s = self._due_of(request)
+        if due_s is not None:
+            return due_s
+        config = self._config
+        is_short = length_class == "short"
+        default_s = config.short_ttft_deadline_s if is_short else config.long_ttft_deadline_s
+        return None if default_s is None else request.arrival_s + default_s
+
+    def _place_among_short(self, request: Request) -> Place:
+        return self._place(request, self._due_s(request, "short"))
+
+    def _place_among_long(self, request: Request) -> Place:
+        return self._place(request, self._due_s(request, "long"))
+
+    def _place(self, request: Request, due_s: float | None) -> Place:
+        order_s = request.arrival_s if due_s is None else due_s
+        entry = self._entries.get(request.key)
+        serial = -1 if entry is None else entry.serial  # of equals, who runs goes first
+        return request.priority, order_s, request.arrival_s, serial

@@ -1,0 +1,197 @@
+"""Whether to start a step of short prompts now, or to wait for more of them to share it.
+
+Sharing saves a step's floor c0 (weights, launches) for each prompt that comes along. While the
+device is busy, gathering is free, so wait until its step ends. On an idle device dt of waiting
+delays each of n prompts by dt and saves r dt c0 of device time, r being the rate at which short
+prompts arrive. So `AdaptiveWindow` waits only while all of these hold:
+
+    r c0 > n                            what waiting saves exceeds what it costs
+    n < D                               D = prompts expected by the end: n at opening + r W
+    now < opening + W                   W = time in which the largest useful batch arrives, bounded
+    due - now - step > slack            the first due time can still be kept
+
+D and W are computed afresh whenever a window opens and from the rate alone, never from the depth
+of the last batch: a depth that is learnt from batches that it limits can only fall. D ends the
+wait; it never limits the batch. `FixedWindow` waits as long and for as many as it is told;
+`NoWindow` never waits on an idle device. Whatever runs anyway (decodes, long chunks) shares its
+floor with short prompts already, so beside it no adaptive wait pays.
+
+Pure but for the rate and the open window: time comes as an argument, and a `Wait` is not a timer.
+The caller asks again when it is over or when something has happened (an arrival, the end of a
+step).
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gathered:
+    """The short prompts that could start now, and what the device does."""
+
+    num_waiting: int
+    oldest_arrival_s: float | None  # None = nobody waits
+    first_due_s: float | None = None  # the earliest time a first token is due; None = never
+    step_s: float = 0.0  # predicted, with all of them
+    floor_s: float = 0.0  # c0: of that, what a step costs whatever it holds
+    busy_until_s: float | None = None  # when the device's step should end; None = it is idle
+    has_other_work: bool = False  # a step runs in any case: decodes, or a long prompt's chunk
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatch:
+    """Start a step with all that was gathered."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Ask again at `until_s`, or as soon as anything happens."""
+
+    until_s: float  # inf = only when something happens
+    reason: str
+
+
+class Window(Protocol):
+    """Decides when gathered short prompts start."""
+
+    def arrived(self, now_s: float) -> None:
+        """A short prompt has joined the queue."""
+        ...
+
+    def decide(self, gathered: Gathered, now_s: float) -> Dispatch | Wait: ...
+
+
+class ArrivalRate:
+    """Arrivals per second, weighted exponentially by age: starts at 0, and fades without any."""
+
+    def __init__(self, time_constant_s: float) -> None:
+        assert time_constant_s > 0, f"a time constant of {time_constant_s} s"
+        self._time_constant_s = time_constant_s
+        self._rate = 0.0
+        self._at_s = -math.inf
+
+    def arrived(self, now_s: float) -> None:
+        self._rate = self.per_second(now_s) + 1.0 / self._time_constant_s
+        self._at_s = max(self._at_s, now_s)
+
+    def per_second(self, now_s: float) -> float:
+        age_s = max(0.0, now_s - self._at_s)
+        return self._rate * math.exp(-age_s / self._time_constant_s)
+
+
+class NoWindow:
+    """Starts as soon as the device is idle."""
+
+    def arrived(self, now_s: float) -> None:
+        """Nothing to learn."""
+
+    def decide(self, gathered: Gathered, now_s: float) -> Dispatch | Wait:
+        return _decide_without_window(gathered, now_s) or Dispatch("no window")
+
+
+class FixedWindow:
+    """Waits until the oldest has waited `window_s` or `max_requests` have gathered."""
+
+    def __init__(self, window_s: float, max_requests: int) -> None:
+        self._window_s = window_s
+        self._max_requests = max_requests
+
+    def arrived(self, now_s: float) -> None:
+        """Nothing to learn."""
+
+    def decide(self, gathered: Gathered, now_s: float) -> Dispatch | Wait:
+        decided = _decide_without_window(gathered, now_s)
+        if decided is not None:
+            return decided
+        assert gathered.oldest_arrival_s is not None, f"{gathered.num_waiting} without an oldest"
+        until_s = gathered.oldest_arrival_s + self._window_s
+        if gathered.num_waiting >= self._max_requests:
+            return Dispatch("as many as were to be gathered")
+        return Dispatch("the window is over") if now_s >= until_s else Wait(until_s, "window")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Opening:
+    """One epoch: from the first wait on an idle device to the next start."""
+
+    until_s: float
+    depth: float
+
+
+class AdaptiveWindow:
+    """Waits while waiting pays; see the rules above.
+
+    `max_depth` is the most prompts that it pays to put together: beyond the knee of the step time
+    sharing saves next to nothing.
+    """
+
+    def __init__(
+        self,
+        *,
+        min_window_s: float,
+        max_window_s: float,
+        max_depth: int = 8,
+        slack_s: float = 0.005,
+        rate_time_constant_s: float = 0.25,
+    ) -> None:
+        assert 0 <= min_window_s <= max_window_s, f"a window in [{min_window_s}, {max_window_s}] s"
+        assert max_depth > 0, f"a depth of {max_depth}"
+        self._min_window_s = min_window_s
+        self._max_window_s = max_window_s
+        self._max_depth = max_depth
+        self._slack_s = slack_s
+        self._rate = ArrivalRate(rate_time_constant_s)
+        self._opening: _Opening | None = None
+
+    def arrived(self, now_s: float) -> None:
+        self._rate.arrived(now_s)
+
+    def decide(self, gathered: Gathered, now_s: float) -> Dispatch | Wait:
+        decision = _decide_without_window(gathered, now_s) or self._decide_idle(gathered, now_s)
+        is_gathering = isinstance(decision, Wait) and _is_idle(gathered) and gathered.num_waiting
+        if not is_gathering:
+            self._opening = None  # the next wait on an idle device is a new epoch
+        return decision
+
+    def _decide_idle(self, gathered: Gathered, now_s: float) -> Dispatch | Wait:
+        if gathered.has_other_work:
+            return Dispatch("a step runs anyway")
+        rate, num_waiting = self._rate.per_second(now_s), gathered.num_waiting
+        if rate * gathered.floor_s <= num_waiting:
+            return Dispatch("waiting costs more than it saves")
+        opening = self._opening = self._opening or self._open(num_waiting, rate, now_s)
+        if num_waiting >= opening.depth:
+            return Dispatch("as many as were expected")
+        until_s = opening.until_s
+        if gathered.first_due_s is not None:
+            until_s = min(until_s, gathered.first_due_s - gathered.step_s - self._slack_s)
+        if now_s >= until_s:
+            return Dispatch("the window is over, or the first due time is near")
+        return Wait(until_s, "more are expected")
+
+    def _open(self, num_waiting: int, rate: float, now_s: float) -> _Opening:
+        """`rate` > 0: it exceeds num_waiting / floor_s."""
+        filling_s = (self._max_depth - num_waiting) / rate
+        window_s = min(max(filling_s, self._min_window_s), self._max_window_s)
+        depth = max(1.0, min(self._max_depth, num_waiting + rate * window_s))
+        return _Opening(until_s=now_s + window_s, depth=depth)
+
+
+def _is_idle(gathered: Gathered) -> bool:
+    return gathered.busy_until_s is None
+
+
+def _decide_without_window(gathered: Gathered, now_s: float) -> Dispatch | Wait | None:
+    """What every window decides alike; None if the device is idle and prompts wait.
+
+    Of a step that takes longer than predicted nothing is known but that its end will be told.
+    """
+    if gathered.num_waiting == 0:
+        return Wait(math.inf, "no short prompt waits")
+    if gathered.busy_until_s is not None:
+        is_late = gathered.busy_until_s <= now_s
+        return Wait(math.inf if is_late else gathered.busy_until_s, "the device is busy")
+    return None
