@@ -6,6 +6,7 @@ reload a model.
 """
 
 import hashlib
+import secrets
 from pathlib import Path
 
 import msgspec
@@ -14,6 +15,7 @@ from configs.schema import AppConfig
 
 VERSION = "0.1.0"
 HASH_DIGITS = 8
+BLOCK_KEY_BYTES = 32
 EDGE_ONLY = ("name", "edge")
 
 
@@ -23,6 +25,9 @@ class DeploymentSpec(msgspec.Struct, frozen=True, kw_only=True):
     config: AppConfig
     model: str  # fingerprint of the model folder
     hash: str
+    # Secret of the block hashes, the same in all workers, so that what they report can be compared.
+    # Not part of the hash: workers of a deployment that goes on keep theirs.
+    block_key: bytes
     namespace: str = ""  # Ray namespace of all actors; known once the application runs
 
     def in_application(self, app_name: str) -> "DeploymentSpec":
@@ -37,7 +42,12 @@ def describe_deployment(config: AppConfig) -> DeploymentSpec:
     for section in EDGE_ONLY:
         del sections[section]
     digest = hashlib.blake2b(msgspec.json.encode([VERSION, model, sections]), digest_size=16)
-    return DeploymentSpec(config=config, model=model, hash=digest.hexdigest()[:HASH_DIGITS])
+    return DeploymentSpec(
+        config=config,
+        model=model,
+        hash=digest.hexdigest()[:HASH_DIGITS],
+        block_key=secrets.token_bytes(BLOCK_KEY_BYTES),
+    )
 
 
 def _model_fingerprint(folder: Path) -> str:

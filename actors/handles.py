@@ -18,6 +18,7 @@ from engine.errors import EngineError, WorkerError
 from engine.messages import (
     CancelReply,
     CancelTransfer,
+    LapsStatus,
     PairReply,
     PairRequest,
     PieceHeader,
@@ -32,6 +33,7 @@ from engine.messages import (
     TokenizeReply,
     TokenizeRequest,
     Topology,
+    WorkerNews,
     WorkerStatus,
     decode,
     decode_placement,
@@ -122,6 +124,12 @@ class WorkerHandle:
         finally:
             ray.cancel(stream)  # dropping the generator would leave its producer running
 
+    # ---- from the allocator ---------------------------------------------------------------------
+
+    async def news(self, after: int | None) -> WorkerNews:
+        """What it cached since the block changes numbered `after`; None asks for everything."""
+        return await _decoded(self._actor.news.remote(after), self.name, _as(WorkerNews))
+
     # ---- from the supervisor --------------------------------------------------------------------
 
     async def heartbeat(self) -> WorkerStatus:
@@ -175,6 +183,9 @@ class AllocatorHandle:
     async def place(self, request: PlaceRequest) -> Placement:
         reference = self._actor.place.remote(encode(request))
         return await _decoded(reference, self.name, decode_placement)
+
+    async def status(self) -> LapsStatus:
+        return await _decoded(self._actor.status.remote(), self.name, _as(LapsStatus))
 
     async def update(self, topology: Topology) -> None:
         await _answer(self._actor.update.remote(encode(topology)), self.name)

@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, suppress
 from pathlib import Path
 
+import msgspec
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from ray import serve
@@ -45,6 +46,7 @@ logger = logging.getLogger(__name__)
 
 SUPERVISOR = "supervisor"
 SUPERVISOR_TIMEOUT_S = 5.0
+ALLOCATOR_TIMEOUT_S = 2.0
 CLIENT_CLOSED_REQUEST = 499  # nginx's status; nobody is left to read it
 JSON_TYPE = "application/json"
 SSE_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -124,6 +126,7 @@ class Ingress:
         app.add_api_route("/health", self._health, methods=["GET"])
         app.add_api_route("/ready", self._ready, methods=["GET"])
         app.add_api_route("/metrics", self._show_metrics, methods=["GET"])
+        app.add_api_route("/laps_status", self._show_laps, methods=["GET"])
         app.add_api_route("/version", self._version, methods=["GET"])
         app.add_exception_handler(Exception, self._on_error)
         app.add_exception_handler(EngineError, self._on_error)
@@ -245,6 +248,15 @@ class Ingress:
             generations.links.links(), generations.num_open, generations.counters.num_retries
         )
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def _show_laps(self) -> Response:
+        """Pools, what waits in them and the last moves, as the allocator sees them; else 5xx."""
+        topology = self._system.topology
+        assert topology is not None, "a replica that answers has seen one"
+        async with asyncio.timeout(ALLOCATOR_TIMEOUT_S):
+            allocator = await self._find_allocator(topology.allocator)
+            status = await allocator.status()
+        return Response(msgspec.json.encode(status), media_type=JSON_TYPE)
 
     async def _version(self) -> Response:
         return JSONResponse({"version": VERSION, "deployment": self._spec.hash})

@@ -65,11 +65,12 @@ def build_engine(
     model_fingerprint: str,
     clock: Clock,
     notify: Callable[[OutgoingEvent], None],
+    block_key: bytes | None = None,
 ) -> Engine:
     """Load the model and put the parts together.
 
-    `notify` hears, on the engine thread, of prompts whose KV is to move to another worker. Raises
-    ConfigError when the model folder, the config or the two together cannot be served.
+    `notify` hears, on the engine thread, of prompts whose KV is to move. `block_key`: of the block
+    hashes; None = drawn here. Raises ConfigError when model folder and config cannot be served.
     """
     torch.set_num_threads(config.workers.torch_threads)
     spec = load_spec(Path(config.model.path))
@@ -85,9 +86,8 @@ def build_engine(
         enable_prefix_cache=config.cache.enable_prefix_cache,
         protected_share=config.cache.protected_share,
     )
-    # Hashes are compared only within one worker, so the key never leaves it.
     hasher = RequestHasher(
-        secrets.token_bytes(BLOCK_KEY_BYTES),
+        secrets.token_bytes(BLOCK_KEY_BYTES) if block_key is None else block_key,
         model=model_fingerprint,
         dtype=dtype,
         block_size=layout.block_size,

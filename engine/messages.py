@@ -10,9 +10,11 @@ import msgspec
 
 from engine.kv.layout import KvLayout
 from engine.request import RequestKey, SamplingParams
+from engine.scheduling.cost_model import StepCosts
 from engine.scheduling.plan import TokenLogprobs
 
 Role = Literal["prefill", "decode", "unified"]
+LengthClass = Literal["short", "long"]  # of a prompt, by what must be computed of it
 T = TypeVar("T")
 
 _encoder = msgspec.msgpack.Encoder()
@@ -68,11 +70,22 @@ class PlaceRequest(msgspec.Struct, frozen=True, kw_only=True):
     # Refuse beyond so many queued tokens; None for a retry: what was admitted is not turned away.
     max_queued_tokens: int | None = None
     avoid: list[str] = []  # workers that just failed this request
+    # The chain of the prompt's full blocks (engine/kv/block_hash.py); empty = hits are not known.
+    block_hashes: list[bytes] = []
+    # Until its first token is due; None = the class default of the config, if there is one.
+    ttft_deadline_s: float | None = None
 
 
 class Assign(msgspec.Struct, frozen=True, kw_only=True, tag="assign"):
+    """The prompt's workers, and what was predicted of it on the first of them."""
+
     prefill_worker: str
     decode_worker: str | None  # None = the prefill worker is unified and keeps the request
+    length_class: LengthClass = "short"
+    num_new_tokens: int = 0  # to be computed there; the others are in its prefix cache
+    work_s: float = 0.0  # to compute them alone
+    ttft_s: float = 0.0  # until the first token, with what is queued before it
+    reason: str = ""
 
 
 class Hold(msgspec.Struct, frozen=True, kw_only=True, tag="hold"):
@@ -88,6 +101,60 @@ class Reject(msgspec.Struct, frozen=True, kw_only=True, tag="reject"):
 Placement = Assign | Hold | Reject
 
 
+class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """One worker that prefills, as placement sees it."""
+
+    worker: str
+    pool: LengthClass | None  # None = it takes prompts of both classes
+    is_alive: bool
+    num_waiting: int
+    queued_tokens: int
+    queued_s: float  # predicted seconds of these
+    num_cached_blocks: int  # that placement knows of
+
+
+class PoolMove(msgspec.Struct, frozen=True, kw_only=True):
+    worker: str
+    pool: LengthClass  # the one it belongs to since
+    ago_s: float
+    reason: str
+
+
+class LapsStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer of `GET /laps_status`."""
+
+    enabled: bool
+    threshold: int  # tokens
+    policy: str
+    pools: dict[LengthClass, list[str]]  # empty lists = the workers are not split
+    pending: dict[LengthClass, int]  # waiting prompts, by class where workers tell them apart
+    workers: list[WorkerLoad]
+    moves: list[PoolMove]  # the last ones, newest first
+
+
+# ---- allocator -> worker ------------------------------------------------------------------------
+
+
+class BlockChanges(msgspec.Struct, frozen=True, kw_only=True):
+    """Which blocks a worker's prefix cache gained and lost since its last report of this kind.
+
+    `sequence` counts the reports of one incarnation; with `is_resync`, `added` is all there is.
+    """
+
+    incarnation: str
+    sequence: int
+    is_resync: bool
+    added: list[bytes]
+    removed: list[bytes]
+
+
+class WorkerNews(msgspec.Struct, frozen=True, kw_only=True):
+    """What placement wants to know besides the load, asked for now and then."""
+
+    costs: StepCosts | None = None  # None = nothing is fitted yet
+    blocks: BlockChanges | None = None  # None = no change
+
+
 # ---- ingress -> worker --------------------------------------------------------------------------
 
 
@@ -101,6 +168,7 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True):
     params: SamplingParams
     decode_worker: str | None = None
     remaining_s: float | None = None  # until the request's deadline
+    ttft_deadline_s: float | None = None  # until its first token is due; None = the class default
     priority: int = 0
     salt: str = ""
 
@@ -129,6 +197,14 @@ class FailureRecord(msgspec.Struct, frozen=True, kw_only=True):
     code: str = "worker_error"
 
 
+class ShortLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """The short prompts among those that wait, at a worker that serves them first."""
+
+    num_waiting: int
+    queued_tokens: int
+    queued_s: float | None = None  # as LoadReport.queued_s
+
+
 class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
     """How busy a worker is, with every step message and at least every 100 ms."""
 
@@ -137,6 +213,8 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
     num_running: int
     num_free_blocks: int  # free or evictable
     num_blocks: int
+    queued_s: float | None = None  # predicted seconds of queued_tokens; None = not predicted there
+    short: ShortLoad | None = None  # None = one queue: a short prompt waits for all before it
 
 
 class StepMessage(msgspec.Struct, frozen=True, kw_only=True):
@@ -163,6 +241,8 @@ class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
     layout: KvLayout
     max_model_len: int
     pid: int
+    # Of its block hashes, for who asks what it has cached; kept within the application.
+    block_key: bytes = b""
 
 
 class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):

@@ -48,6 +48,7 @@ WITHOUT_TENSORS = (
     "engine.messages",
     "engine.request",
     "engine.scheduling.placement",
+    "engine.scheduling.pools",
     "engine.scheduling.scheduler",
 )
 

@@ -16,11 +16,13 @@ from dataclasses import dataclass
 
 from actors.edge.mailbox import AttemptFailed, Mailbox
 from actors.edge.placement_view import PlacementView
+from actors.edge.system_view import block_hasher
 from actors.edge.worker_links import WorkerLinks
 from actors.handles import AllocatorHandle, WorkerHandle
 from configs.schema import AppConfig
 from engine.clock import Clock
 from engine.errors import CapacityError, NumericsError, WorkerError
+from engine.kv.request_hasher import RequestHasher
 from engine.messages import (
     Assign,
     Hold,
@@ -86,6 +88,7 @@ class Generations:
         self._allocator: AllocatorHandle | None = None
         self._allocator_name = ""
         self._no_allocator_until_s = 0.0
+        self._hasher: RequestHasher | None = None  # None before a worker has said who it is
         self._mailboxes: dict[RequestKey, Mailbox] = {}
         self._aborts: set[asyncio.Task[None]] = set()
         self._context = contextvars.copy_context()
@@ -109,6 +112,7 @@ class Generations:
     def update(self, topology: Topology) -> None:
         """Follow the system as the supervisor sees it."""
         self.links.update(topology.roles)
+        self._hasher = self._hasher or block_hasher(topology)
         if topology.allocator != self._allocator_name:
             self._allocator_name, self._allocator = topology.allocator, None
 
@@ -129,7 +133,7 @@ class Generations:
         for attempt in range(1 + self._config.handoff.tries):
             key = RequestKey(choice.request_id, choice.child, attempt)
             known_ids = choice.prompt_ids + emitted
-            assign = await self._place(key, choice, len(known_ids), avoid)
+            assign = await self._place(key, choice, known_ids, avoid)
             attempt_tokens = self._attempt(key, choice, known_ids, assign)
             try:
                 async for record in attempt_tokens:
@@ -208,13 +212,14 @@ class Generations:
     # ---- placement ------------------------------------------------------------------------------
 
     async def _place(
-        self, key: RequestKey, choice: Choice, num_tokens: int, avoid: list[str]
+        self, key: RequestKey, choice: Choice, known_ids: list[int], avoid: list[str]
     ) -> Assign:
         """Ask until a worker can take it. Raises CapacityError when refused or held too long."""
         request = PlaceRequest(
-            num_prompt_tokens=num_tokens,
+            num_prompt_tokens=len(known_ids),
             max_queued_tokens=None if key.attempt else self._config.edge.max_queued_tokens,
             avoid=avoid,
+            block_hashes=self._hasher.chain(known_ids, choice.salt) if self._hasher else [],
         )
         give_up_s = min(choice.deadline_s, self._clock.now_s() + self._config.edge.place_timeout_s)
         while True:

@@ -5,12 +5,31 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from engine.errors import ConfigError, WorkerError
+from engine.kv.request_hasher import RequestHasher
 from engine.messages import Topology
 
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.5
 START_POLL_S = 0.1
+
+
+def block_hasher(topology: Topology) -> RequestHasher | None:
+    """Names blocks as the workers do; None before one of them has said who it is.
+
+    A worker that hashes under another key, made after a redeploy of the same config and model,
+    seems to have nothing cached.
+    """
+    for status in topology.workers.values():
+        identity = status.identity
+        if identity is not None:
+            return RequestHasher(
+                identity.block_key,
+                model=identity.model,
+                dtype=identity.layout.dtype,
+                block_size=identity.layout.block_size,
+            )
+    return None
 
 
 class SystemView:

@@ -19,12 +19,21 @@ import ray
 from actors.deployment import DeploymentSpec
 from actors.lifeline import Lifeline, exit_for_good
 from actors.logs import set_up_logging
+from actors.worker.cache_reports import CacheReports
 from actors.worker.engine_thread import EngineThread
 from actors.worker.token_streams import TokenStreams
 from engine.clock import MonotonicClock
 from engine.errors import ConfigError, RequestError, WorkerError
 from engine.invariants import check_blocks, num_held
-from engine.messages import FailureRecord, LoadReport, Role, Submit, WorkerIdentity, WorkerStatus
+from engine.messages import (
+    FailureRecord,
+    LoadReport,
+    Role,
+    Submit,
+    WorkerIdentity,
+    WorkerNews,
+    WorkerStatus,
+)
 from engine.request import Request, RequestKey
 from engine.scheduling.contracts import StepOutput
 
@@ -89,8 +98,10 @@ class EngineHost:
         self.config = spec.config
         self.namespace = spec.namespace
         self.model = spec.model
+        self._block_key = spec.block_key
         self.clock = MonotonicClock()
         self.incarnation = uuid.uuid4().hex
+        self._cache_reports = CacheReports(self.incarnation)
         self.side = RoleSide()
         self._make_side = make_side
         self._loop = asyncio.get_running_loop()
@@ -144,6 +155,7 @@ class EngineHost:
             layout=engine.layout,
             max_model_len=engine.max_model_len,
             pid=os.getpid(),
+            block_key=self._block_key,
         )
 
     @property
@@ -228,6 +240,12 @@ class EngineHost:
             raise WorkerError(f"{self.name} is still loading its model")
         return await self._thread.call(fn)
 
+    async def news(self, after: int | None) -> WorkerNews:
+        """What the prefix cache gained and lost since report `after`; see `CacheReports.since`."""
+        engine = self.engine
+        blocks = await self.call(lambda: self._cache_reports.since(engine.cache, after))
+        return WorkerNews(blocks=blocks)
+
     async def statistics(self) -> dict[str, object]:
         """What is held and was done, from the engine thread; the blocks' books are checked first.
 
@@ -265,7 +283,9 @@ class EngineHost:
 
         started_s = self.clock.now_s()
         try:
-            engine = build_engine(self.config, self.model, self.clock, self._on_outgoing)
+            engine = build_engine(
+                self.config, self.model, self.clock, self._on_outgoing, self._block_key
+            )
         except ConfigError as error:
             self._failure = error.message
             logger.error("%s cannot start: %s", self.name, error.message)

@@ -45,6 +45,10 @@ class EngineWorker:
         async for message in self._host.read(ingress_id):
             yield message
 
+    async def news(self, after: int | None) -> bytes:
+        """WorkerNews since the block changes numbered `after`, encoded; None = all there is."""
+        return encode(await self._host.news(after))
+
     async def statistics(self) -> dict[str, object]:
         """Everything a test or a person may want to see at rest; see `EngineHost.statistics`."""
         return await self._host.statistics()

@@ -1,5 +1,6 @@
 """Block hashes of requests: which chain a request belongs to. The hashing itself is block_hash."""
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 from engine.kv.block_hash import extend_hashes, root_hash
@@ -7,10 +8,7 @@ from engine.request import Request
 
 
 class RequestHasher:
-    """Extends `Request.block_hashes` under one model, dtype and key.
-
-    Hashes are compared only within one worker, which draws its own key.
-    """
+    """Names blocks under one model, dtype and key; hashes of equal hashers may be compared."""
 
     def __init__(self, key: bytes, *, model: str, dtype: str, block_size: int) -> None:
         self._key = key
@@ -28,3 +26,9 @@ class RequestHasher:
             self._block_size,
             request.block_hashes,
         )
+
+    def chain(self, token_ids: Sequence[int], salt: str) -> list[bytes]:
+        """The hashes [16 bytes each] of the full blocks of a prompt that is no request here."""
+        hashes: list[bytes] = []
+        extend_hashes(self._key, self._root(salt), token_ids, self._block_size, hashes)
+        return hashes

@@ -49,7 +49,9 @@ def board() -> Iterator[str]:
 
 def new_board(name: str) -> str:
     config = AppConfig(lifetimes=LifetimesConfig(supervisor_silence_s=600.0))
-    spec = DeploymentSpec(config=config, model="", hash="", namespace=NAMESPACE)
+    spec = DeploymentSpec(
+        config=config, model="", hash="", block_key=b"k" * 16, namespace=NAMESPACE
+    )
     actor = ray.remote(Rendezvous).options(name=name, num_cpus=0).remote(spec, name)
     ray.get(actor.num_keys.remote(), timeout=60)
     boards[name] = actor

@@ -1,0 +1,52 @@
+"""What a worker tells of its prefix cache to the one who follows it, change by change."""
+
+from typing import Protocol
+
+from engine.messages import BlockChanges
+
+
+class IndexEvents(Protocol):
+    """One batch of changes of an index (engine/kv/prefix_index.py)."""
+
+    @property
+    def sequence(self) -> int: ...
+    @property
+    def is_resync(self) -> bool: ...
+    @property
+    def added(self) -> list[bytes]: ...
+    @property
+    def removed(self) -> list[bytes]: ...
+
+
+class EventSource(Protocol):
+    """A `BlockCache`, as far as it tells what changed in it."""
+
+    def request_resync(self) -> None: ...
+    def take_events(self) -> IndexEvents | None: ...
+
+
+class CacheReports:
+    """Makes the reports of one incarnation. For one reader: two would ask each other's away."""
+
+    def __init__(self, incarnation: str) -> None:
+        self._incarnation = incarnation
+        self._last: int | None = None  # the number of the last report
+
+    def since(self, cache: EventSource, after: int | None) -> BlockChanges | None:
+        """The changes after report `after`, or None if there were none.
+
+        Everything that is indexed if another report was made since, or for None.
+        """
+        if after is None or after != self._last:
+            cache.request_resync()
+        events = cache.take_events()
+        if events is None:
+            return None
+        self._last = events.sequence
+        return BlockChanges(
+            incarnation=self._incarnation,
+            sequence=events.sequence,
+            is_resync=events.is_resync,
+            added=events.added,
+            removed=events.removed,
+        )
