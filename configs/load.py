@@ -291,29 +291,66 @@ def _laps_queue_contradiction(laps: LapsConfig) -> str | None:
     return None
 
 
+_GRID_KEYS = (
+    "batch_prefill_max_seq_len",
+    "batch_prefill_batch_sizes",
+    "batch_prefill_seq_lengths",
+)
+
+
 def _laps_graph_contradiction(config: AppConfig) -> str | None:
     laps = config.laps
+    is_grid = laps.batch_prefill_form == "grid"
+    asked = laps.enable_batch_prefill_cuda_graph
+    if is_grid and asked is False:
+        return (
+            "laps.batch_prefill_form: grid with enable_batch_prefill_cuda_graph false captures"
+            " nothing; leave one of the two out"
+        )
+    if asked or is_grid:
+        key = "enable_batch_prefill_cuda_graph" if asked else "batch_prefill_form: grid"
+        if config.model.device == "cpu":
+            return f"laps.{key}: needs model.device cuda; set one of the two"
+        if config.execution.cuda_graphs is False:
+            return f"laps.{key}: needs execution.cuda_graphs, which is false; set one of the two"
+    return _grid_contradiction(config) if is_grid else _stray_grid_key(laps)
+
+
+def _stray_grid_key(laps: LapsConfig) -> str | None:
+    """Ragged graphs have none of the grid's settings, and would ignore them."""
+    values, defaults = msgspec.structs.asdict(laps), msgspec.structs.asdict(LapsConfig())
+    key = next((key for key in _GRID_KEYS if values[key] != defaults[key]), None)
+    if key is None:
+        return None
+    return f"laps.{key}: belongs to batch_prefill_form grid; set that, or leave this out"
+
+
+def _grid_contradiction(config: AppConfig) -> str | None:
+    laps, scheduler = config.laps, config.scheduler
+    num_rows, lengths = laps.batch_prefill_batch_sizes, laps.batch_prefill_seq_lengths
     for key, sizes in (
-        ("batch_prefill_batch_sizes", laps.batch_prefill_batch_sizes),
-        ("batch_prefill_seq_lengths", laps.batch_prefill_seq_lengths),
+        ("batch_prefill_batch_sizes", num_rows),
+        ("batch_prefill_seq_lengths", lengths),
     ):
         if not sizes or list(sizes) != sorted(set(sizes)):
             return f"laps.{key}: {list(sizes)} must be ascending sizes, each once and at least one"
-    longest = laps.batch_prefill_seq_lengths[-1]
-    if longest > laps.batch_prefill_max_seq_len:
-        return (
-            f"laps.batch_prefill_seq_lengths: {longest} is above batch_prefill_max_seq_len"
-            f" {laps.batch_prefill_max_seq_len}; drop it or raise the second"
-        )
-    if not laps.enable_batch_prefill_cuda_graph:
-        return None
-    if config.model.device == "cpu":
-        return "laps.enable_batch_prefill_cuda_graph: needs model.device cuda; set one of the two"
-    if config.execution.cuda_graphs is False:
-        return (
-            "laps.enable_batch_prefill_cuda_graph: needs execution.cuda_graphs, which is false;"
-            " set one of the two"
-        )
+    for key, largest, limit_key, limit in (
+        (
+            "batch_prefill_seq_lengths",
+            lengths[-1],
+            "batch_prefill_max_seq_len",
+            laps.batch_prefill_max_seq_len,
+        ),
+        (
+            "batch_prefill_max_seq_len",
+            laps.batch_prefill_max_seq_len,
+            "scheduler.max_step_tokens",
+            scheduler.max_step_tokens,
+        ),
+        ("batch_prefill_batch_sizes", num_rows[-1], "scheduler.max_rows", scheduler.max_rows),
+    ):
+        if largest > limit:
+            return f"laps.{key}: {largest} is above {limit_key} {limit}; lower it or raise that"
     return None
 
 

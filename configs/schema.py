@@ -78,8 +78,9 @@ class LapsConfig(_Section, frozen=True):
     enable_laps_scheduler: bool = False  # short prompts first, long ones in bounded chunks
     # A prompt that costs at most what so many uncached tokens cost is short, inside a worker.
     laps_length_threshold: Positive = 256
-    # laps = short first with ageing, and needs enable_laps_scheduler; fcfs and priority do not.
-    queue: Literal["laps", "fcfs", "priority"] = "fcfs"
+    # priority = a request's own, then first come first served; fcfs = by arrival alone; laps =
+    # short first with ageing, and needs enable_laps_scheduler.
+    queue: Literal["laps", "fcfs", "priority"] = "priority"
     # exclusive = a step holds short prompts or one long chunk; fill = a long chunk shrinks to fit.
     mix: Literal["exclusive", "fill"] = "exclusive"
     # Gathering short prompts while the device is idle: none = a step starts at once.
@@ -88,17 +89,21 @@ class LapsConfig(_Section, frozen=True):
     fixed_window_requests: Positive = 8  # window fixed: at most so many short prompts
     min_window_s: Annotated[float, Meta(ge=0)] = 0.0  # window adaptive: bounds of its length
     max_window_s: Seconds = 0.008
-    # A long chunk keeps its step this short, by the cost model: a short prompt waits no longer.
+    # A long chunk keeps its step this short, by the cost model: a short prompt waits no longer. But
+    # four times what a step costs at least are always allowed, or capacity would be lost.
     max_step_ms: Annotated[float, Meta(gt=0)] = 50.0
     max_long_wait_s: Seconds = 2.0  # a long prompt that waited so long gets one chunk
     short_ttft_deadline_s: Seconds | None = None  # of a short prompt without its own; None = none
     long_ttft_deadline_s: Seconds | None = None  # of a long prompt without its own; None = none
 
     # -- in execution: batch-prefill CUDA graphs with attention inside
-    enable_batch_prefill_cuda_graph: bool = False  # short prefill batches replay captured graphs
-    batch_prefill_max_seq_len: Positive = 256  # new tokens of a prompt, at most, in such a batch
-    batch_prefill_batch_sizes: tuple[Positive, ...] = (1, 2, 4, 8)  # rows of the captured graphs
-    batch_prefill_seq_lengths: tuple[Positive, ...] = (16, 32, 64, 128, 256)  # tokens per row
+    # Short steps with prompts replay captured graphs; None = on a GPU with a backend that can.
+    enable_batch_prefill_cuda_graph: bool | None = None
+    # ragged = sizes by tokens, up to 1024, in any mix of rows; grid = by rows and their length.
+    batch_prefill_form: Literal["ragged", "grid"] = "ragged"
+    batch_prefill_max_seq_len: Positive = 256  # grid: new tokens of a row, at most, in such a step
+    batch_prefill_batch_sizes: tuple[Positive, ...] = (1, 2, 4, 8)  # grid: rows
+    batch_prefill_seq_lengths: tuple[Positive, ...] = (16, 32, 64, 128, 256)  # grid: tokens a row
 
     # -- in space: which prefill worker a prompt goes to
     enable_laps_alloc: bool = False  # prefill workers form a short and a long pool

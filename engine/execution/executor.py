@@ -8,18 +8,21 @@ blocks it gets, the plan says.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from engine.execution.graph_sizes import GraphSize, PromptSizes, decode_sizes
+from engine.execution.graph_statistics import ExecutorStatistics, PromptStepCounter
 from engine.execution.input_batch import InputBatch, concat_ranges, row_tensors, write_input_batch
 from engine.execution.last_tokens import LastTokenSteps
 from engine.execution.pending_step import EmptyStep, PendingStep
 from engine.execution.request_rows import RequestRows
-from engine.execution.step_buffers import GraphSize, StepBuffers
-from engine.execution.step_graphs import GraphOutput, StepGraphs, decode_sizes, prompt_sizes
+from engine.execution.step_buffers import StepBuffers
+from engine.execution.step_graphs import GraphOutput, Recorder, StepGraphs
+from engine.execution.step_timer import StepTimer
 from engine.kv.block_tables import BlockTables
 from engine.kv.kv_store import KvStore
 from engine.kv.layout import KvLayout
@@ -105,24 +108,40 @@ class Executor:
         self._last_tokens = torch.zeros(max_rows + 1, dtype=torch.int32, device=model.device)
         self._decode_graphs: StepGraphs | None = None
         self._prompt_graphs: StepGraphs | None = None
+        self._prompt_steps: PromptStepCounter | None = None
         self._comm = SingleRank()
 
-    def capture_graphs(self, report: Callable[[str], None]) -> None:
-        """From now on, steps replay CUDA graphs where one is large enough.
+    def capture_graphs(
+        self,
+        recorder: Recorder,
+        report: Callable[[str], None],
+        *,
+        prompts: PromptSizes | None,
+    ) -> None:
+        """From now on, steps replay graphs where one is large enough.
 
-        Decode steps need a decode backend that can be captured, others a prefill backend.
+        Decode steps need a decode backend that can be captured. `prompts`: of the other steps,
+        which need a prefill backend that can; None = they replay none.
         """
         assert self._attention.can_capture, "the decode backend cannot be captured"
-        decode = self._graphs("decode", decode_sizes(self._max_rows), self._decode)
-        prompt = self._graphs(
-            "prompt", prompt_sizes(self._max_rows, self._max_step_tokens), self._prompt
-        )
         with torch.inference_mode():
-            decode.capture(report)
-            if self._attention.can_capture_prompts:
-                prompt.capture(report)
+            if prompts is not None:
+                assert self._attention.can_capture_prompts, "the prefill backend cannot"
+                prompt = self._graphs("prompt", prompts.sizes, self._prompt)
+                prompt.capture(recorder, report)
                 self._prompt_graphs = prompt
-        self._decode_graphs = decode
+                self._prompt_steps = PromptStepCounter(prompts)
+            decode = self._graphs("decode", decode_sizes(self._max_rows), self._decode)
+            decode.capture(recorder, report)
+            self._decode_graphs = decode
+
+    def statistics(self) -> ExecutorStatistics:
+        decode, prompt, steps = self._decode_graphs, self._prompt_graphs, self._prompt_steps
+        return ExecutorStatistics(
+            decode_graphs=decode.statistics() if decode else None,
+            prompt_graphs=prompt.statistics() if prompt else None,
+            prompt_steps=steps.statistics() if steps else None,
+        )
 
     def launch(self, plan: StepPlan) -> PendingStep | EmptyStep:
         """Queue a step: apply admissions and blocks, compute, sample, and keep the tokens.
@@ -130,6 +149,7 @@ class Executor:
         A row whose numbers are not finite gets no token and `is_finite` says so; other rows are
         unaffected, and stay so if its blocks are zeroed before they serve anybody else.
         """
+        timer = StepTimer(self.model.device)
         with torch.inference_mode():
             self._apply_rows(plan)
             if not plan.rows:
@@ -141,7 +161,7 @@ class Executor:
                 sampled = self._sampler.sample(computed.logits, rows, computed.greedy)
                 keep_last_tokens(sampled.token_ids, batch.sampled_rows, self._last_tokens)
                 self._request_rows.count_sampled(np.array(rows))
-            return PendingStep(plan, batch, sampled, computed.is_finite_token)
+            return PendingStep(plan, batch, sampled, computed.is_finite_token, timer)
 
     def forward_logits(self, plan: StepPlan) -> Tensor:
         """Run a step without sampling; returns fp32 [sum(num_logits), vocab] in plan order."""
@@ -196,9 +216,12 @@ class Executor:
     # ---- one step -------------------------------------------------------------------------------
 
     def _compute(self, plan: StepPlan) -> _Computed:
-        is_decode = all(plan.samples) and max(plan.num_new_tokens) == 1
+        num_tokens, longest_row = plan.num_tokens, max(plan.num_new_tokens)
+        is_decode = all(plan.samples) and longest_row == 1
         graphs = self._decode_graphs if is_decode else self._prompt_graphs
-        size = graphs.size_for(len(plan.rows), plan.num_tokens) if graphs else None
+        size = graphs.size_for(len(plan.rows), num_tokens, longest_row) if graphs else None
+        if self._prompt_steps is not None and not is_decode:
+            self._prompt_steps.count(num_tokens, longest_row, size)
         if graphs is not None and size is not None:
             return self._replay(plan, graphs, size)
         batch = self._write_batch(plan, self._buffers)
@@ -221,7 +244,7 @@ class Executor:
         batch = self._write_batch(plan, graphs.buffers, size)
         self._attention.refresh(graphs.attention_metadata(size), batch.attention)
         num_sampled = len(batch.sampling)
-        output = graphs.replay(size).first(num_sampled, batch.num_tokens)
+        output = graphs.replay(size).first(num_sampled, batch.end_token)
         return _Computed(
             batch=batch,
             logits=output.logits if num_sampled else None,
@@ -256,8 +279,8 @@ class Executor:
 
     def _graphs(
         self,
-        kind: Literal["decode", "prompt"],
-        sizes: list[GraphSize],
+        kind: str,
+        sizes: Sequence[GraphSize],
         compute: Callable[[StepBuffers, GraphSize, ForwardContext], GraphOutput],
     ) -> StepGraphs:
         buffers = self._step_buffers(sizes[-1].num_tokens)
@@ -267,6 +290,7 @@ class Executor:
                 row_tensors(buffers, size.num_rows),
                 max_keys=self._max_model_len,
                 max_tokens=size.num_tokens if kind == "prompt" else None,
+                max_row_tokens=size.span_tokens,
             )
 
         def run(size: GraphSize, metadata: Any) -> GraphOutput:  # noqa: ANN401
@@ -288,7 +312,11 @@ class Executor:
         ids = self._ids(buffers, size)
         result = self.model.forward(ids, ctx, indices, checks_finite=True)
         logits = self.model.logits(result.hidden)
-        return GraphOutput(logits=logits, greedy=greedy(logits), is_finite_token=result.is_finite)
+        is_finite = result.is_finite
+        if size.span_tokens is not None and is_finite is not None:
+            # Between two rows lies padding, of which nobody wants to know.
+            is_finite = is_finite | (ctx.slots < 0)
+        return GraphOutput(logits=logits, greedy=greedy(logits), is_finite_token=is_finite)
 
     def _ids(self, buffers: StepBuffers, size: GraphSize) -> Tensor:
         ids = buffers.on_device("input_ids", size.num_tokens)

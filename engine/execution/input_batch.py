@@ -10,8 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.execution.graph_sizes import GraphSize
 from engine.execution.request_rows import RequestRows
-from engine.execution.step_buffers import GraphSize, HostFields, StepBuffers
+from engine.execution.step_buffers import HostFields, StepBuffers
 from engine.kv.block_tables import BlockTables
 from engine.kv.layout import KvLayout
 from engine.scheduling.plan import StepPlan
@@ -59,6 +60,11 @@ class InputBatch:
     def num_tokens(self) -> int:
         return self.attention.num_tokens
 
+    @property
+    def end_token(self) -> int:
+        """Behind the last row's last token; more than `num_tokens` where rows lie in spans."""
+        return int(self.first_tokens[-1] + self.attention.num_new_tokens[-1])
+
 
 def write_input_batch(
     plan: StepPlan,
@@ -71,10 +77,10 @@ def write_input_batch(
 ) -> InputBatch:
     """Fill `buffers` and send them; `plan` has rows, its admissions and new blocks were applied.
 
-    `padded_to`: rows and tokens up to it are made harmless, for a graph of that size: no keys, no
-    blocks, token 0, nothing written to the store.
+    `padded_to`: rows lie as a graph of that size has them, and what they leave of it is made
+    harmless: token 0, nothing written to the store.
     """
-    rows = _rows_of(plan)
+    rows = _rows_of(plan, padded_to.span_tokens if padded_to else None)
     _check(plan, rows, request_rows, block_tables, layout)
     num_blocks = -(-rows.num_keys // layout.block_size)
     cu_blocks = np.concatenate(([0], np.cumsum(num_blocks)))
@@ -83,15 +89,16 @@ def write_input_batch(
     fields["cu_blocks"][: len(cu_blocks)] = cu_blocks
     fields["block_ids"][: len(block_ids)] = block_ids
     _write_rows(fields, rows)
-    _write_tokens(fields, rows, cu_blocks, block_ids, request_rows, layout.block_size)
-    num_rows, num_tokens, num_sampled = len(rows.rows), rows.num_tokens, len(rows.sampling)
+    num_rows, num_tokens, num_sampled = len(rows.rows), rows.end_token, len(rows.sampling)
     if padded_to is not None:
         _pad(fields, rows, padded_to, spare_row=buffers.max_rows)
-    buffers.send(len(block_ids))
+    _write_tokens(fields, rows, cu_blocks, block_ids, request_rows, layout.block_size)
+    # A span's padding rows have a block each, at most.
+    buffers.send(len(block_ids) + (padded_to.num_rows - num_rows if padded_to else 0))
     return InputBatch(
         plan_rows=rows.plan_rows,
         rows=rows.rows.tolist(),
-        first_tokens=rows.cu_tokens[:-1],
+        first_tokens=rows.first_tokens,
         attention=AttentionStep(
             num_single_rows=int((rows.num_new == 1).sum()),
             num_new_tokens=rows.num_new,
@@ -145,15 +152,20 @@ class _Rows:
     samples: NDArray[np.bool_]
     # [S]  batch rows
     sampling: NDArray[np.int64]
-    # [R + 1]
+    # [R + 1]  where rows end, as attention sees them: with what is before their tokens in a span
     cu_tokens: NDArray[np.int64]
 
     @property
-    def num_tokens(self) -> int:
+    def first_tokens(self) -> NDArray[np.int64]:
+        return self.cu_tokens[1:] - self.num_new
+
+    @property
+    def end_token(self) -> int:
         return int(self.cu_tokens[-1])
 
 
-def _rows_of(plan: StepPlan) -> _Rows:
+def _rows_of(plan: StepPlan, span_tokens: int | None) -> _Rows:
+    """Without spans rows follow each other, else each lies at the end of its own."""
     num_new = np.array(plan.num_new_tokens, dtype=np.int64)
     num_computed = np.array(plan.num_computed_tokens, dtype=np.int64)
     plan_rows = np.lexsort((num_computed, num_new > 1))
@@ -168,7 +180,11 @@ def _rows_of(plan: StepPlan) -> _Rows:
         num_logits=np.array(plan.num_logits, dtype=np.int64)[plan_rows],
         samples=samples,
         sampling=np.flatnonzero(samples),
-        cu_tokens=np.concatenate(([0], np.cumsum(num_new))),
+        cu_tokens=(
+            np.concatenate(([0], np.cumsum(num_new)))
+            if span_tokens is None
+            else np.arange(len(num_new) + 1) * span_tokens
+        ),
     )
 
 
@@ -196,27 +212,52 @@ def _write_tokens(
     in_row, offsets = np.divmod(positions, block_size)
     blocks = block_ids[cu_blocks[batch_rows] + in_row]
     num_tokens = len(positions)
-    fields["input_ids"][:num_tokens] = request_rows.input_ids(rows.rows[batch_rows], positions)
-    fields["positions"][:num_tokens] = positions
-    fields["slots"][:num_tokens] = blocks * np.int64(block_size) + offsets
+    places: slice | NDArray[np.int64] = slice(num_tokens)
+    if rows.end_token > num_tokens:
+        places = concat_ranges(rows.first_tokens, rows.num_new)
+    fields["input_ids"][places] = request_rows.input_ids(rows.rows[batch_rows], positions)
+    fields["positions"][places] = positions
+    fields["slots"][places] = blocks * np.int64(block_size) + offsets
 
 
 def _pad(fields: HostFields, rows: _Rows, size: GraphSize, *, spare_row: int) -> None:
-    """Rows and tokens up to `size` that change nothing anybody reads.
-
-    A padding row has one padding token while there are any, then none.
-    """
-    num_rows, num_tokens, num_sampled = len(rows.rows), rows.num_tokens, len(rows.sampling)
-    num_padding_rows = size.num_rows - num_rows
-    ends = np.minimum(num_tokens + np.arange(1, num_padding_rows + 1), size.num_tokens)
-    fields["cu_tokens"][num_rows + 1 : size.num_rows + 1] = ends
-    fields["num_keys"][num_rows : size.num_rows] = 0
-    fields["cu_blocks"][num_rows + 1 : size.num_rows + 1] = fields["cu_blocks"][num_rows]
+    """Rows and tokens up to `size` that change nothing anybody reads; tokens are written later."""
+    num_rows, num_sampled = len(rows.rows), len(rows.sampling)
+    if size.span_tokens is None:
+        _pad_rows(fields, num_rows, rows.end_token, size)
+        start = rows.end_token
+    else:
+        _pad_spans(fields, num_rows, size, size.span_tokens)
+        start = 0  # every span may begin with padding
     fields["sampled_rows"][num_sampled : size.num_rows] = spare_row
     fields["logit_indices"][num_sampled : size.num_rows] = 0
-    fields["input_ids"][num_tokens : size.num_tokens] = 0
-    fields["positions"][num_tokens : size.num_tokens] = 0
-    fields["slots"][num_tokens : size.num_tokens] = -1
+    fields["input_ids"][start : size.num_tokens] = 0
+    fields["positions"][start : size.num_tokens] = 0
+    fields["slots"][start : size.num_tokens] = -1
+
+
+def _pad_rows(fields: HostFields, num_rows: int, end_token: int, size: GraphSize) -> None:
+    """A padding row has one padding token while there are any, then none; no keys, no blocks."""
+    counts = np.arange(1, size.num_rows - num_rows + 1)
+    fields["cu_tokens"][num_rows + 1 : size.num_rows + 1] = np.minimum(
+        end_token + counts, size.num_tokens
+    )
+    fields["num_keys"][num_rows : size.num_rows] = 0
+    fields["cu_blocks"][num_rows + 1 : size.num_rows + 1] = fields["cu_blocks"][num_rows]
+
+
+def _pad_spans(fields: HostFields, num_rows: int, size: GraphSize, span_tokens: int) -> None:
+    """A padding row has one key, so that every backend computes something for it.
+
+    It reads the step's first block, which is valid whatever is free, and writes nothing (no slot),
+    so it can hurt no other row.
+    """
+    counts = np.arange(1, size.num_rows - num_rows + 1)
+    fields["cu_tokens"][num_rows + 1 : size.num_rows + 1] = (num_rows + counts) * span_tokens
+    fields["num_keys"][num_rows : size.num_rows] = 1
+    num_blocks = int(fields["cu_blocks"][num_rows])
+    fields["cu_blocks"][num_rows + 1 : size.num_rows + 1] = num_blocks + counts
+    fields["block_ids"][num_blocks : num_blocks + len(counts)] = fields["block_ids"][0]
 
 
 def _check(

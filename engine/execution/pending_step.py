@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from engine.execution.input_batch import InputBatch
+from engine.execution.step_timer import StepTimer
 from engine.sampling.sampler import LogprobTensors, SampledTensors
 from engine.scheduling.plan import StepPlan, StepResult, TokenLogprobs
 
@@ -35,8 +36,12 @@ class PendingStep:
         batch: InputBatch,
         sampled: SampledTensors | None,
         is_finite_token: Tensor | None,
+        timer: StepTimer,
     ) -> None:
-        """Queues the copies. `sampled` None: no row of the step samples."""
+        """Queues the copies, and stops `timer` behind them.
+
+        `sampled` None: no row of the step samples.
+        """
         self._plan = plan
         self._batch = batch
         self._copies = _HostCopies(
@@ -45,15 +50,17 @@ class PendingStep:
             is_finite_token=None if is_finite_token is None else _to_host(is_finite_token),
             logprobs=sampled.logprobs.map(_to_host) if sampled and sampled.logprobs else None,
         )
-        self._event: torch.cuda.Event | None = None
-        if batch.input_ids.is_cuda:
-            self._event = torch.cuda.Event()
-            self._event.record()
+        self._timer = timer
+        timer.stop()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._timer.is_done
 
     def wait(self) -> StepResult:
         """Block until the step's tokens are on the host."""
-        if self._event is not None:
-            self._event.synchronize()
+        duration_s = self._timer.wait()
         num_rows = self._batch.num_rows
         tokens: list[list[int]] = [[] for _ in range(num_rows)]
         logprobs: list[TokenLogprobs | None] = [None] * num_rows
@@ -69,7 +76,11 @@ class PendingStep:
                 tokens[place] = [token_id]
                 logprobs[place] = records[line]
         return StepResult(
-            step=self._plan.step, tokens=tokens, logprobs=logprobs, is_finite=is_finite
+            step=self._plan.step,
+            tokens=tokens,
+            logprobs=logprobs,
+            is_finite=is_finite,
+            duration_s=duration_s,
         )
 
     def _finite_chunks(self) -> list[bool]:
@@ -95,6 +106,10 @@ class EmptyStep:
 
     def __init__(self, step: int) -> None:
         self._step = step
+
+    @property
+    def is_done(self) -> bool:
+        return True
 
     def wait(self) -> StepResult:
         return StepResult(step=self._step, tokens=[], logprobs=[], is_finite=[])

@@ -11,7 +11,9 @@ import torch
 from configs.schema import AppConfig
 from engine.errors import ConfigError
 from engine.execution.executor import Executor
+from engine.execution.graph_sizes import PromptSizes, grid_sizes, ragged_sizes
 from engine.execution.memory import num_blocks_that_fit
+from engine.execution.step_graphs import CudaRecorder
 from engine.execution.warm_up import warm_up
 from engine.kv.layout import KvDtype, KvLayout
 from engine.models.decoder import CausalLM
@@ -35,8 +37,13 @@ CPU_BLOCKS = 2048  # where cache.num_blocks is left open
 class Replica:
     """Builds the executor of `config`, once or as a trial."""
 
-    def __init__(self, config: AppConfig, spec: ModelSpec, layout: KvLayout) -> None:
-        """Loads the weights. Raises ConfigError: model, backend and device do not go together."""
+    def __init__(
+        self, config: AppConfig, spec: ModelSpec, layout: KvLayout, model: CausalLM | None = None
+    ) -> None:
+        """`model`: built before from an equal model section; None = its weights are loaded here.
+
+        Raises ConfigError: model, backend and device do not go together.
+        """
         self._config = config
         self._spec = spec
         self._layout = layout
@@ -45,7 +52,8 @@ class Replica:
         self._max_model_len = spec.max_model_len if asked is None else asked
         attention = self._build_attention()  # refuses in a moment what loading would delay
         self._uses_graphs = _uses_graphs(config, attention)
-        self._model = self._load_model()
+        self._prompt_sizes = build_prompt_sizes(config, attention, uses_graphs=self._uses_graphs)
+        self._model = self._load_model() if model is None else model
 
     def build_executor(self) -> Executor:
         """Warmed up and captured, with as many blocks as configured or as fit."""
@@ -96,7 +104,7 @@ class Replica:
             max_row_tokens=self._max_model_len - 1,
         )
         if self._uses_graphs:
-            executor.capture_graphs(logger.info)
+            executor.capture_graphs(CudaRecorder(), logger.info, prompts=self._prompt_sizes)
         return executor
 
     def _load_model(self) -> CausalLM:
@@ -142,3 +150,36 @@ def _uses_graphs(config: AppConfig, attention: PhasedAttention) -> bool:
     if asked is None:
         return config.model.device == "cuda" and attention.can_capture
     return asked
+
+
+def build_prompt_sizes(
+    config: AppConfig, attention: PhasedAttention, *, uses_graphs: bool
+) -> PromptSizes | None:
+    """The prompt steps to capture; None = none. Raises ConfigError if asked for and impossible."""
+    laps, scheduler = config.laps, config.scheduler
+    asked, is_grid = laps.enable_batch_prefill_cuda_graph, laps.batch_prefill_form == "grid"
+    is_possible = uses_graphs and attention.can_capture_prompts
+    if (asked or is_grid) and not is_possible:
+        key = "enable_batch_prefill_cuda_graph" if asked else "batch_prefill_form: grid"
+        raise ConfigError(f"laps.{key}: {_why_no_prompt_graphs(uses_graphs=uses_graphs)}")
+    if asked is False or not is_possible:
+        return None
+    if is_grid:
+        return grid_sizes(
+            laps.batch_prefill_batch_sizes,
+            laps.batch_prefill_seq_lengths,
+            max_row_tokens=laps.batch_prefill_max_seq_len,
+        )
+    return ragged_sizes(scheduler.max_rows, scheduler.max_step_tokens)
+
+
+def _why_no_prompt_graphs(*, uses_graphs: bool) -> str:
+    if not uses_graphs:
+        return (
+            "decode steps replay no graphs here, so prompts cannot; set model.attention.decode to"
+            " triton, flashinfer or flash_attn, or leave the key out"
+        )
+    return (
+        "the prefill backend cannot be captured; set model.attention.prefill to flash_attn or"
+        " triton, or leave the key out"
+    )

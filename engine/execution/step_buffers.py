@@ -8,8 +8,6 @@ come last. The host side is a ring of pinned buffers: one is written while the c
 one may still wait in the stream. Knows no plan and no model.
 """
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -19,14 +17,6 @@ from torch import Tensor
 # the one being written.
 _RING = 3
 _ALIGNMENT = 32  # int32 elements: kernels are specialised on aligned addresses
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GraphSize:
-    """What a graph was captured for; a step has at most as much."""
-
-    num_rows: int
-    num_tokens: int
 
 
 class StepBuffers:

@@ -167,9 +167,15 @@ class FlashAttention:
         return True
 
     def open_graph(
-        self, rows: RowTensors, *, max_keys: int, max_tokens: int | None = None
+        self,
+        rows: RowTensors,
+        *,
+        max_keys: int,
+        max_tokens: int | None = None,
+        max_row_tokens: int | None = None,
     ) -> FlashAttentionMetadata:
-        return self._metadata(rows, max_tokens or 1, max_keys)
+        """The library writes zeros for a token that sees no key."""
+        return self._metadata(rows, max_row_tokens or max_tokens or 1, max_keys)
 
     def begin(self, metadata: FlashAttentionMetadata) -> None:
         """Fills the table and the schedules; a capture keeps the memory of the latter."""

@@ -146,7 +146,12 @@ class FlashInferAttention:
         return False
 
     def open_graph(
-        self, rows: RowTensors, *, max_keys: int, max_tokens: int | None = None
+        self,
+        rows: RowTensors,
+        *,
+        max_keys: int,
+        max_tokens: int | None = None,
+        max_row_tokens: int | None = None,
     ) -> FlashInferMetadata:
         """Plans rows of one key each: a capture needs a plan, and any has the same launches."""
         assert max_tokens is None, "only rows of one new token can be captured"

@@ -114,11 +114,18 @@ class PhasedAttention:
     # ---- in a CUDA graph ------------------------------------------------------------------------
 
     def open_graph(
-        self, rows: RowTensors, *, max_keys: int, max_tokens: int | None = None
+        self,
+        rows: RowTensors,
+        *,
+        max_keys: int,
+        max_tokens: int | None = None,
+        max_row_tokens: int | None = None,
     ) -> PhasedMetadata:
         backend = self._graph if max_tokens is None else self._prompt_graph
         assert backend is not None, "this phase's backend cannot be captured"
-        metadata = backend.open_graph(rows, max_keys=max_keys, max_tokens=max_tokens)
+        metadata = backend.open_graph(
+            rows, max_keys=max_keys, max_tokens=max_tokens, max_row_tokens=max_row_tokens
+        )
         num_tokens = max_tokens or len(rows.num_keys)
         return PhasedMetadata(
             parts=(_Part(backend=backend, start=0, end=num_tokens, metadata=metadata),),

@@ -45,8 +45,10 @@ class RowTensors:
     """A step's rows on the device, int32; row r has tokens [cu_tokens[r], cu_tokens[r + 1]).
 
     In a CUDA graph these are views of buffers that never move and whose content changes from
-    replay to replay; rows past the step's own are padding with `num_keys` 0 and no blocks, and
-    what attention returns for them is never read.
+    replay to replay. Rows past the step's own are padding, with no key or with one, and what
+    attention returns for them is never read. A row may have more new tokens than keys: its last
+    token sees the last key, the tokens too many come first, see nothing, and nobody reads what
+    they get.
     """
 
     # [R + 1]
@@ -184,11 +186,19 @@ class GraphAttention(AttentionBackend, Protocol):
         """Whether `open_graph` takes rows with more than one new token."""
         ...
 
-    def open_graph(self, rows: RowTensors, *, max_keys: int, max_tokens: int | None = None) -> Any:  # noqa: ANN401
+    def open_graph(
+        self,
+        rows: RowTensors,
+        *,
+        max_keys: int,
+        max_tokens: int | None = None,
+        max_row_tokens: int | None = None,
+    ) -> Any:  # noqa: ANN401
         """Metadata over fixed buffers for all of `rows`, each with at most `max_keys` keys.
 
-        max_tokens: new tokens of all rows together, at most, spread over them anyhow; None = each
-        row has one.
+        max_tokens: new tokens of all rows together, at most; None = each row has one.
+        max_row_tokens: of one row, at most, padding before its own included; None = they are
+        spread over the rows anyhow.
         """
         ...
 
@@ -197,5 +207,8 @@ class GraphAttention(AttentionBackend, Protocol):
         ...
 
     def refresh(self, metadata: Any, step: AttentionStep) -> None:  # noqa: ANN401
-        """What has to be planned on the host for the next replay; `step` is not padded."""
+        """What has to be planned on the host for the next replay.
+
+        `step`'s host arrays are not padded; its device rows are the graph's.
+        """
         ...

@@ -99,7 +99,12 @@ class TritonAttention:
         return True
 
     def open_graph(
-        self, rows: RowTensors, *, max_keys: int, max_tokens: int | None = None
+        self,
+        rows: RowTensors,
+        *,
+        max_keys: int,
+        max_tokens: int | None = None,
+        max_row_tokens: int | None = None,
     ) -> TritonMetadata:
         if self._is_fixed_tile or max_tokens is not None:
             num_tokens = max_tokens or len(rows.num_keys)

@@ -5,6 +5,8 @@ the end of their row's keys:
 
     token i of a row sees keys j with  p - window < j <= p,   p = num_keys - num_new + i
 
+A token with p < 0, in a row of more new tokens than keys, sees none and gets zeros.
+
 A program takes a tile of a row's tokens with all query heads of one KV head:
 
     keys    0 ... start | tiles all its queries see | tiles to mask | end <= num_keys
@@ -210,7 +212,8 @@ def _prefill_kernel(
         first_key = tl.maximum(first_position - WINDOW + 1, 0) // TILE_KEYS * TILE_KEYS
         full_end = first_key
     elif not IS_FIXED_TILE:
-        full_end = (first_position + 1) // TILE_KEYS * TILE_KEYS
+        # Below 0 where a row has more new tokens than keys.
+        full_end = tl.maximum(first_position + 1, 0) // TILE_KEYS * TILE_KEYS
 
     k_ptr = store_ptr + layer.to(tl.int64) * LAYER_STRIDE + kv_head * HEAD_DIM
     v_ptr = k_ptr + HALF_STRIDE
@@ -228,7 +231,8 @@ def _prefill_kernel(
         q, k_ptr, v_ptr, ids_ptr, positions, biggest, total, acc, full_end, end_key,
         True, SCALE_LOG2E, WINDOW, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, TOKEN_STRIDE, TILE_KEYS,
     )  # fmt: skip
-    out = acc / total[:, None]
+    # A token before the row's first key has seen nothing: zeros.
+    out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     out_at = out_ptr + (tokens * NUM_KV_HEADS * NUM_GROUPS + heads)[:, None] * HEAD_DIM
     tl.store(out_at + dim[None, :], out.to(out_ptr.dtype.element_ty), mask=is_query)
 

@@ -46,10 +46,21 @@ def test_overrides_win_over_the_file_and_the_rest_stays(tmp_path: Path) -> None:
 # Settings that are valid as far as they go; a test adds what is not.
 QUEUE = "laps: {enable_laps_scheduler: true, queue: laps, window: adaptive"
 CUDA = "{model: {device: cuda}, laps: {enable_batch_prefill_cuda_graph: true}"
+GRID = "{model: {device: cuda}, laps: {batch_prefill_form: grid"
 POOLS = "{workers: {unified: 4}, laps: {enable_laps_alloc: true"
 
 
-@pytest.mark.parametrize("text", [f"{QUEUE}}}", f"{CUDA}}}", f"{POOLS}}}}}"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"{QUEUE}}}",
+        f"{CUDA}}}",
+        f"{GRID}}}}}",
+        f"{GRID}, batch_prefill_batch_sizes: [3, 64], batch_prefill_seq_lengths: [7]}}}}",
+        "laps: {enable_batch_prefill_cuda_graph: false}",
+        f"{POOLS}}}}}",
+    ],
+)
 def test_the_features_of_laps_can_be_switched_on(tmp_path: Path, text: str) -> None:
     assert load_config(write(tmp_path, text), {}).laps != AppConfig().laps
 
@@ -61,12 +72,10 @@ def test_the_defaults_of_laps_are_the_published_ones() -> None:
     assert laps.batch_prefill_batch_sizes == (1, 2, 4, 8)
     assert laps.batch_prefill_seq_lengths == (16, 32, 64, 128, 256)
     assert laps.batch_prefill_max_seq_len == 256
-    switches = (
-        laps.enable_laps_scheduler,
-        laps.enable_laps_alloc,
-        laps.enable_batch_prefill_cuda_graph,
-    )
-    assert not any(switches)
+    assert not laps.enable_laps_scheduler
+    assert not laps.enable_laps_alloc
+    # By the device: ragged graphs wherever attention can be captured.
+    assert (laps.enable_batch_prefill_cuda_graph, laps.batch_prefill_form) == (None, "ragged")
 
 
 @pytest.mark.parametrize(
@@ -104,13 +113,21 @@ def test_the_defaults_of_laps_are_the_published_ones() -> None:
         ("laps: {batch_prefill_batch_sizes: [0]}", ["laps.batch_prefill_batch_sizes", ">= 1"]),
         ("laps: {queue: sjf}", ["laps.queue", "fcfs", "priority"]),
         ("laps: {queue: laps}", ["laps.queue", "enable_laps_scheduler false", "or neither"]),
-        ("laps: {enable_laps_scheduler: true}", ["laps.queue", "fcfs", "set queue to laps"]),
+        ("laps: {enable_laps_scheduler: true}", ["laps.queue", "priority", "set queue to laps"]),
         ("laps: {window: fixed}", ["laps.window", "queue laps"]),
         (f"{QUEUE}, min_window_s: 0.1}}", ["laps.min_window_s", "max_window_s 0.008"]),
-        ("laps: {batch_prefill_batch_sizes: []}", ["batch_prefill_batch_sizes", "at least one"]),
-        ("laps: {batch_prefill_batch_sizes: [2, 1]}", ["batch_prefill_batch_sizes", "ascending"]),
-        ("laps: {batch_prefill_seq_lengths: [16, 16]}", ["batch_prefill_seq_lengths", "once"]),
-        ("laps: {batch_prefill_max_seq_len: 128}", ["batch_prefill_seq_lengths: 256", "128"]),
+        (f"{GRID}, batch_prefill_batch_sizes: []}}}}", ["batch_sizes", "at least one"]),
+        (f"{GRID}, batch_prefill_batch_sizes: [2, 1]}}}}", ["batch_sizes", "ascending"]),
+        (f"{GRID}, batch_prefill_seq_lengths: [16, 16]}}}}", ["seq_lengths", "once"]),
+        (f"{GRID}, batch_prefill_max_seq_len: 128}}}}", ["seq_lengths: 256", "seq_len 128"]),
+        (f"{GRID}, batch_prefill_max_seq_len: 600}}}}", ["seq_len: 600", "max_step_tokens 512"]),
+        (f"{GRID}, batch_prefill_batch_sizes: [65]}}}}", ["batch_sizes: 65", "max_rows 64"]),
+        (f"{GRID}, enable_batch_prefill_cuda_graph: false}}}}", ["grid", "captures nothing"]),
+        (f"{GRID}}}, execution: {{cuda_graphs: false}}}}", ["grid", "needs execution.cuda_graphs"]),
+        ("laps: {batch_prefill_form: grid}", ["batch_prefill_form: grid", "needs model.device"]),
+        ("laps: {batch_prefill_form: dense}", ["laps.batch_prefill_form", "ragged", "grid"]),
+        ("laps: {batch_prefill_max_seq_len: 128}", ["laps.batch_prefill_max_seq_len", "form grid"]),
+        ("laps: {batch_prefill_batch_sizes: [1]}", ["laps.batch_prefill_batch_sizes", "leave"]),
         ("laps: {enable_batch_prefill_cuda_graph: true}", ["cuda_graph: needs model.device cuda"]),
         (f"{CUDA}, execution: {{cuda_graphs: false}}}}", ["needs execution.cuda_graphs"]),
         ("laps: {enable_laps_alloc: true}", ["laps.enable_laps_alloc: 1 workers", "to_split 3"]),

@@ -128,6 +128,36 @@ def test_graphs_and_overlap_change_no_token(folder: Path) -> None:
         assert outcome == plain, mode
 
 
+PROMPT_GRAPHS: dict[str, dict[str, object]] = {
+    "none": {"laps__enable_batch_prefill_cuda_graph": False},
+    "ragged": {"laps__enable_batch_prefill_cuda_graph": True},
+    "grid": {
+        "laps__batch_prefill_form": "grid",
+        "laps__batch_prefill_max_seq_len": 130,
+        "laps__batch_prefill_batch_sizes": [1, 3, 24],
+        "laps__batch_prefill_seq_lengths": [7, 130],
+    },
+}
+
+
+def test_graphs_of_prompts_change_no_token_and_compile_nothing(folder: Path) -> None:
+    work = mixed_work(seed=9)
+    outcomes = {}
+    for form, keys in PROMPT_GRAPHS.items():
+        engine = start_engine(
+            **BASE,
+            **keys,
+            model__path=str(folder),
+            model__deterministic=True,
+            scheduler__max_step_tokens=192,
+        )
+        outcomes[form] = tokens_of(engine, work)
+        assert engine.compilations.names == [], form
+    assert all(tokens for tokens, _ in outcomes["none"])
+    assert outcomes["ragged"] == outcomes["none"]
+    assert outcomes["grid"] == outcomes["none"]
+
+
 @pytest.mark.parametrize("decode", ["triton", "flash_attn", "flashinfer"])
 @pytest.mark.parametrize("prefill", ["triton", "flash_attn", "flashinfer"])
 def test_every_pair_of_backends_gives_the_decisive_tokens(prefill: str, decode: str) -> None:

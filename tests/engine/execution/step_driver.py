@@ -11,6 +11,7 @@ from engine.models.decoder import CausalLM
 from engine.request import SamplingParams
 from engine.sampling.sampler import Sampler
 from engine.scheduling.plan import RowAdmission, StepPlan, StepResult
+from kernels.attention.phased import PhasedAttention
 from kernels.attention.protocol import AttentionShape
 from kernels.attention.select import AttentionNames, build_attention
 
@@ -32,7 +33,9 @@ class StepDriver:
         sampler: RowSampler | None = None,
         attention: AttentionNames = AUTO,
         fixed_tile: bool = False,
+        phased: PhasedAttention | None = None,
     ) -> None:
+        """`phased`: computes attention instead of what `attention` names."""
         dtype = {
             torch.float32: "float32",
             torch.bfloat16: "bfloat16",
@@ -48,7 +51,8 @@ class StepDriver:
             max_step_tokens=max_rows * model.spec.max_model_len,
             sampler=sampler
             or Sampler(model.spec.vocab_size, max_rows, model.spec.eos_token_ids, model.device),
-            attention=build_attention(
+            attention=phased
+            or build_attention(
                 attention,
                 AttentionShape(
                     num_heads=model.spec.num_heads,
