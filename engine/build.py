@@ -11,6 +11,7 @@ from configs.schema import AppConfig, ModelConfig
 from engine.clock import Clock
 from engine.core import EngineCore
 from engine.errors import ConfigError
+from engine.execution.executor import Executor
 from engine.execution.replica import Replica
 from engine.kv.block_cache import BlockCache
 from engine.kv.handoff import OutgoingEvent, OutgoingHandoffs
@@ -18,6 +19,7 @@ from engine.kv.kv_store import KvStore
 from engine.kv.layout import KvDtype, KvLayout
 from engine.kv.request_hasher import RequestHasher
 from engine.messages import LoadReport
+from engine.models.decoder import CausalLM
 from engine.models.spec import ModelSpec, load_spec
 from engine.scheduling.scheduler import Scheduler
 from kernels.compilation import CompilationCounter
@@ -34,6 +36,7 @@ class Engine:
     max_model_len: int
     cache: BlockCache
     hasher: RequestHasher
+    executor: Executor
     kv_store: KvStore
     outgoing: OutgoingHandoffs
     core: EngineCore
@@ -42,12 +45,15 @@ class Engine:
     def load(self) -> LoadReport:
         """How busy the replica is."""
         counts = self.core.scheduler.statistics()
+        queued = self.core.queued_work()
         return LoadReport(
             queued_tokens=counts.num_queued_tokens,
             num_waiting=counts.num_waiting,
             num_running=counts.num_running,
             num_free_blocks=self.cache.num_available,
             num_blocks=self.cache.num_blocks,
+            queued_s=queued.queued_s,
+            short=queued.short,
         )
 
     def describe(self) -> str:
@@ -66,11 +72,13 @@ def build_engine(
     clock: Clock,
     notify: Callable[[OutgoingEvent], None],
     block_key: bytes | None = None,
+    model: CausalLM | None = None,
 ) -> Engine:
     """Load the model and put the parts together.
 
     `notify` hears, on the engine thread, of prompts whose KV is to move. `block_key`: of the block
-    hashes; None = drawn here. Raises ConfigError when model folder and config cannot be served.
+    hashes; None = drawn here. `model`: that of an engine that is gone, whose model section was
+    equal; None = it is loaded. Raises ConfigError when model folder and config cannot be served.
     """
     torch.set_num_threads(config.workers.torch_threads)
     spec = load_spec(Path(config.model.path))
@@ -78,7 +86,7 @@ def build_engine(
     layout = spec.kv_layout(block_size=config.cache.block_size, dtype=dtype)
     compilations = CompilationCounter()
     compilations.install()
-    executor = Replica(config, spec, layout).build_executor()
+    executor = Replica(config, spec, layout, model).build_executor()
     compilations.reset()
     num_blocks = executor.kv_store.num_blocks
     cache = BlockCache(
@@ -102,23 +110,32 @@ def build_engine(
         block_size=layout.block_size,
         max_model_len=max_model_len,
         eos_token_ids=spec.eos_token_ids,
+        laps=config.laps,
     )
-    overlap = config.scheduler.overlap
     return Engine(
         spec=spec,
         layout=layout,
         max_model_len=max_model_len,
         cache=cache,
         hasher=hasher,
+        executor=executor,
         kv_store=executor.kv_store,
         outgoing=outgoing,
-        core=EngineCore(
-            scheduler,
-            executor,
-            clock,
-            overlap=config.model.device == "cuda" if overlap is None else overlap,
-        ),
+        core=_build_core(config, scheduler, executor, clock),
         compilations=compilations,
+    )
+
+
+def _build_core(
+    config: AppConfig, scheduler: Scheduler, executor: Executor, clock: Clock
+) -> EngineCore:
+    overlap = config.scheduler.overlap
+    return EngineCore(
+        scheduler,
+        executor,
+        clock,
+        overlap=config.model.device == "cuda" if overlap is None else overlap,
+        gathers=config.laps.enable_laps_scheduler,
     )
 
 

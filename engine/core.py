@@ -13,12 +13,22 @@ from typing import Protocol
 from engine.clock import Clock
 from engine.scheduling.contracts import StepOutput
 from engine.scheduling.plan import StepPlan, StepResult
+from engine.scheduling.prompt_scheduling import QueuedWork
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.step_times import Phase, StepTimes, StepTimesStatistics
+
+# Planning, metadata and the first launch of a step take the host about 1 ms, and it may be late.
+_LEAD_S = 2.5e-3
+_LOOK_EVERY_S = 0.05  # looking at the queue takes as long as the queue is
 
 
 class PendingStep(Protocol):
     """A step that was launched and may still be computing."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether `wait` would return at once."""
+        ...
 
     def wait(self) -> StepResult:
         """Block until the step's tokens are on the host."""
@@ -35,13 +45,25 @@ class EngineCore:
     """One model replica's loop over its scheduler and executor."""
 
     def __init__(
-        self, scheduler: Scheduler, executor: Executor, clock: Clock, *, overlap: bool
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        clock: Clock,
+        *,
+        overlap: bool,
+        gathers: bool = False,
     ) -> None:
-        """`overlap`: launch a step before the one in front of it has been waited for."""
+        """`overlap`: launch a step before the one in front of it has been waited for.
+
+        `gathers`: plan it no sooner than it has to be, see `gathering_s`.
+        """
         self.scheduler = scheduler
         self._executor = executor
         self._clock = clock
         self._overlap = overlap
+        self._gathers = gathers
+        self._queued: tuple[float, QueuedWork] | None = None
+        self._busy_until_s = 0.0  # predicted end of the steps in flight
         self._in_flight: deque[tuple[StepPlan, PendingStep]] = deque()
         self._times = StepTimes(clock)
 
@@ -49,6 +71,28 @@ class EngineCore:
     def has_work(self) -> bool:
         """Whether another `step` may do something: requests are here, or a step is in flight."""
         return self.scheduler.has_work or bool(self._in_flight)
+
+    def queued_work(self) -> QueuedWork:
+        """What the queue's prompts should take, as of at most `_LOOK_EVERY_S` ago."""
+        now_s = self._clock.now_s()
+        if self._queued is None or now_s - self._queued[0] >= _LOOK_EVERY_S:
+            self._queued = now_s, self.scheduler.queued_work()
+        return self._queued[1]
+
+    def gathering_s(self) -> float:
+        """How long the next `step` may be put off: who arrives meanwhile takes part in it.
+
+        With a step in flight, until the device is about to need another; with none, while the
+        queue's window says so. 0 = now. Ask again whenever something has happened.
+        """
+        now_s = self._clock.now_s()
+        if self._in_flight:
+            if not self._gathers or not self.scheduler.costs.is_fitted:
+                return 0.0
+            is_done = self._in_flight[-1][1].is_done
+            return 0.0 if is_done else max(0.0, self._busy_until_s - _LEAD_S - now_s)
+        until_s = self.scheduler.gathers_until_s
+        return 0.0 if until_s is None else max(0.0, until_s - now_s)
 
     def step(self) -> StepOutput:
         """Launch the next step and commit the one that is due; may wait for the device.
@@ -60,7 +104,9 @@ class EngineCore:
         plan = self.scheduler.plan(self._clock.now_s())
         self._times.end(Phase.PLAN)
         if plan is not None:
+            start_s = max(self._clock.now_s(), self._busy_until_s)
             self._in_flight.append((plan, self._executor.launch(plan)))
+            self._busy_until_s = start_s + self.scheduler.newest_step_s
             self._times.end(Phase.LAUNCH)
         stays_in_flight = self._overlap and plan is not None
         if len(self._in_flight) > int(stays_in_flight):
@@ -84,7 +130,9 @@ class EngineCore:
     def _commit_oldest(self) -> StepOutput:
         plan, pending = self._in_flight.popleft()
         result = pending.wait()
-        self._times.end(Phase.WAIT)
+        now_s = self._times.end(Phase.WAIT)
+        if self._in_flight:
+            self._busy_until_s = now_s + self.scheduler.newest_step_s
         output = self.scheduler.commit(plan, result)
         self._times.end(Phase.COMMIT)
         return output

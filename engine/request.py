@@ -85,6 +85,7 @@ class Request:
     num_prompt_tokens: int
     arrival_s: float
     deadline_s: float | None = None  # on this worker's clock
+    first_token_due_s: float | None = None  # likewise, and a wish; None = the default of its class
     priority: int = 0  # smaller runs earlier
     # Output tokens made before this worker saw the request (a migration); they are in `tokens`
     # and count for penalties, the sampling index and max_tokens, but are never emitted again.

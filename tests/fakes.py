@@ -88,11 +88,16 @@ class FakePendingStep:
     rows: list[_Row]  # parallel to the plan's rows
     _result: StepResult
     _on_wait: Callable[["FakePendingStep"], None]
+    _is_idle: Callable[[], bool]
 
     @property
     def block_ids(self) -> set[int]:
         """Blocks that the step zeroes, reads or writes."""
         return {b for row in self.rows for b in row.block_ids} | set(self.plan.zero_block_ids)
+
+    @property
+    def is_done(self) -> bool:
+        return self._is_idle()
 
     def wait(self) -> StepResult:
         self._on_wait(self)
@@ -117,6 +122,8 @@ class FakeExecutor:
         """`max_in_flight`: how many launched steps may be waited for at any time."""
         self.plans: list[StepPlan] = []
         self.num_waited = 0  # of `plans`
+        self.step_s: float | None = None  # what a step is said to have taken
+        self.is_idle = False  # whether all launched steps are said to have ended
         self._in_flight: deque[FakePendingStep] = deque()
         self._max_in_flight = max_in_flight
         self._block_size = block_size
@@ -183,7 +190,8 @@ class FakeExecutor:
             self._append_blocks(row, block_ids)
         self._run(plan)
         result = self._sample(plan)
-        step = FakePendingStep(plan, [self._rows[row] for row in plan.rows], result, self._waited)
+        rows = [self._rows[row] for row in plan.rows]
+        step = FakePendingStep(plan, rows, result, self._waited, lambda: self.is_idle)
         self._in_flight.append(step)
         return step
 
@@ -298,7 +306,13 @@ class FakeExecutor:
                 state.tokens.append(token_id)  # a device draws from NaN, too, and goes on with it
                 extend_histories(state.histories, state.tokens)
                 tokens[-1] += [token_id] if is_finite[-1] else []
-        return StepResult(step=plan.step, tokens=tokens, logprobs=logprobs, is_finite=is_finite)
+        return StepResult(
+            duration_s=self.step_s,
+            step=plan.step,
+            tokens=tokens,
+            logprobs=logprobs,
+            is_finite=is_finite,
+        )
 
     def _spoil(self, row: int, positions: range) -> None:
         for position in positions:

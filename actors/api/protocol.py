@@ -83,6 +83,7 @@ class ParsedRequest:
     return_token_ids: bool = False
     cache_salt: str = ""
     priority: int = 0
+    ttft_deadline_s: float | None = None  # from arrival; from a header, not the body
 
     @property
     def num_choices(self) -> int:

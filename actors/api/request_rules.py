@@ -3,6 +3,7 @@
 Pure checks of one value at a time; actors/api/protocol.py puts them together.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -50,6 +51,33 @@ class Bounds:
                 param=param,
                 code=f"{kind}_above_max_value",
             )
+
+
+TTFT_DEADLINE_HEADER = "x-ttft-deadline-ms"
+_TTFT_DEADLINE_MS = Bounds(0, 24 * 3600 * 1000, low_is_open=True)
+
+
+def read_ttft_deadline_s(value: str | None) -> float | None:
+    """Seconds from arrival in which the client wants its first token; None = it did not say.
+
+    A wish that decides who goes first, no timeout. Raises RequestError unless the header is a
+    number of milliseconds.
+    """
+    if value is None:
+        return None
+    try:
+        milliseconds = float(value)
+    except ValueError:
+        milliseconds = math.nan
+    if math.isnan(milliseconds):
+        raise RequestError(
+            f"Invalid '{TTFT_DEADLINE_HEADER}': expected a number of milliseconds, but got"
+            f" {value[:40]!r} instead.",
+            param=TTFT_DEADLINE_HEADER,
+            code="invalid_value",
+        )
+    _TTFT_DEADLINE_MS.check(TTFT_DEADLINE_HEADER, milliseconds)
+    return 1e-3 * milliseconds
 
 
 # Fields both endpoints share whose bounds depend on nothing else.

@@ -184,7 +184,8 @@ class EngineHost:
             num_prompt_tokens=submit.num_prompt_tokens,
             num_emitted_tokens=len(submit.token_ids) - submit.num_prompt_tokens,
             arrival_s=now_s,
-            deadline_s=None if submit.remaining_s is None else now_s + submit.remaining_s,
+            deadline_s=_on_our_clock(now_s, submit.remaining_s),
+            first_token_due_s=_on_our_clock(now_s, submit.ttft_deadline_s),
             priority=submit.priority,
             decode_worker=submit.decode_worker,
             salt=submit.salt,
@@ -244,7 +245,8 @@ class EngineHost:
         """What the prefix cache gained and lost since report `after`; see `CacheReports.since`."""
         engine = self.engine
         blocks = await self.call(lambda: self._cache_reports.since(engine.cache, after))
-        return WorkerNews(blocks=blocks)
+        costs = engine.core.scheduler.costs
+        return WorkerNews(costs=costs if costs.is_fitted else None, blocks=blocks)
 
     async def statistics(self) -> dict[str, object]:
         """What is held and was done, from the engine thread; the blocks' books are checked first.
@@ -259,6 +261,8 @@ class EngineHost:
             return {
                 "held_blocks": num_held(owners.items()),
                 "scheduler": asdict(engine.core.scheduler.statistics()),
+                "step_times": asdict(engine.core.statistics()),
+                "execution": asdict(engine.executor.statistics()),
                 "free_rows": engine.core.scheduler.num_free_rows,
                 "available_blocks": engine.cache.num_available,
                 "blocks": engine.cache.num_blocks,
@@ -383,3 +387,8 @@ class EngineHost:
     def _post(self, fn: Callable[[], object]) -> None:
         if self._thread is not None:
             self._thread.post(fn)
+
+
+def _on_our_clock(now_s: float, in_s: float | None) -> float | None:
+    """When something is that a message says how far away it is."""
+    return None if in_s is None else now_s + in_s

@@ -21,6 +21,8 @@ T = TypeVar("T")
 
 # Upper bound of an idle wait; only deadlines in the queue depend on it, calls wake the thread.
 IDLE_WAIT_S = 0.05
+# A step may end sooner than predicted, and only asking tells.
+GATHER_POLL_S = 0.0005
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +107,7 @@ class EngineThread:
         try:
             while self._wait_for_work():
                 self._run_calls()
+                self._gather()
                 output = self._core.step()
                 self._on_step(output)
                 if not output.has_progressed and self._core.has_work:
@@ -124,6 +127,16 @@ class EngineThread:
             while not (self._is_closing or self._calls or self._core.has_work):
                 self._wake.wait()
             return not self._is_closing
+
+    def _gather(self) -> None:
+        """Run calls as they come until the next step is due: who arrives now takes part in it."""
+        while (left_s := self._core.gathering_s()) > 0.0:
+            with self._wake:
+                if self._is_closing:
+                    return
+                if not self._calls:
+                    self._wake.wait(min(left_s, GATHER_POLL_S))
+            self._run_calls()
 
     def _idle(self) -> None:
         """Requests wait but none can run: wait for a call, which is what frees blocks or rows."""

@@ -157,21 +157,24 @@ class DualQueue:
         short, long = self._split(running)
         self._reclassify_heads()
         is_fill = self._config.mix == "fill"
-        if not self._has_long_gone_first and (short or len(self._waiting["short"]) > 0):
-            yield from self._aged_turns(long, short, room)
+        waiting_short = self._waiting_short() if room.can_admit else iter(())
+        waiting_long = self._waiting["long"] if room.can_admit else ()
+        has_short = bool(short) or (room.can_admit and len(self._waiting["short"]) > 0)
+        if has_short and not self._has_long_gone_first:
+            yield from self._aged_turns(chain(long, waiting_long), short, room)
         if is_fill or room.num_prompts == 0:
-            yield from self._offer(chain(short, self._waiting_short()), room, "short")
+            yield from self._offer(chain(short, waiting_short), room, "short")
         if is_fill or room.num_prompts == 0:
-            ordered = merge(long, self._waiting["long"], key=self._place_among_long)
+            ordered = merge(long, waiting_long, key=self._place_among_long)
             yield from self._offer(ordered, room, "long", max_prompts=None if is_fill else 1)
 
     def _aged_turns(
-        self, long: list[Request], short: list[Request], room: StepRoom
+        self, long: Iterable[Request], short: list[Request], room: StepRoom
     ) -> Iterator[Turn]:
         """One chunk for the long request that has had none for longest, if that is too long."""
         aged = [
             (since_s, request)
-            for request in chain(long, self._waiting["long"])
+            for request in long
             if room.now_s - (since_s := self._last_served_s(request))
             >= self._config.max_long_wait_s
         ]

@@ -58,4 +58,5 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     tokens: list[list[int]]  # [R] sampled ids: empty unless samples[r]
     logprobs: list[TokenLogprobs | None]  # [R] for rows that asked
+    duration_s: float | None = None  # of the device, for this step alone; None = not measured
     is_finite: list[bool]  # [R] False = logits held NaN or +-inf everywhere: nothing was sampled

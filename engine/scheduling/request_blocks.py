@@ -37,6 +37,11 @@ class RequestBlocks:
             request.block_ids += block_ids
         return grown
 
+    def num_uncached(self, request: Request) -> int:
+        """Known tokens that an admission now would have to compute, one at least."""
+        hashes = request.block_hashes[: (request.num_known_tokens - 1) // self._block_size]
+        return request.num_known_tokens - len(self._cache.match(hashes)) * self._block_size
+
     def acquire(self, request: Request, *, num_spare_blocks: int) -> bool:
         """Reference cached blocks and allocate the rest; False, and no effect, without room.
 

@@ -63,3 +63,12 @@ class RunningRequests:
         del self._all[request.key]
         self.prompts.pop(request.key, None)
         self.decodes.pop(request.key, None)
+
+    def has_prefilling_sibling(self, request: Request, block_size: int) -> bool:
+        """Whether another choice of the same request is computing the prompt they share."""
+        num_shared_blocks = (request.num_prompt_tokens - 1) // block_size
+        return request.key.child > 0 and any(
+            other.key.request_id == request.key.request_id
+            and other.num_indexed_blocks < num_shared_blocks
+            for other in self
+        )

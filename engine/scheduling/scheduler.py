@@ -1,8 +1,8 @@
 """Who runs in the next step. One scheduler for prefill, decode and unified workers.
 
 Each step: running rows first grow to hold what they know (the newest are preempted if blocks run
-out), every decode gets its token, running prompts continue in chunks, then waiting requests are
-admitted while rows, tokens and blocks last. A role is only where requests enter and leave:
+out), every decode gets its token, then prompts compute in the order that the queue decides, waiting
+ones as far as rows, tokens and blocks last. A role is only where requests enter and leave:
 
     add()  -> waiting -> running -> finished                    (unified)
     add()  -> waiting -> running -> OutgoingHandoffs            (prefill: after the first token)
@@ -19,20 +19,24 @@ and no text.
 
 from collections.abc import Iterator
 
-from configs.schema import SchedulerConfig
+from configs.schema import LapsConfig, SchedulerConfig
 from engine.errors import CapacityError
 from engine.kv.block_cache import BlockCache
 from engine.request import Request, RequestKey
 from engine.scheduling.contracts import BlockHasher, Outbox, SchedulerStatistics, StepOutput
+from engine.scheduling.cost_model import StepCosts, StepWork
 from engine.scheduling.finish import FinishRules
 from engine.scheduling.plan import StepPlan, StepResult
 from engine.scheduling.plan_building import Chunk, build_plan
+from engine.scheduling.prompt_scheduling import PromptScheduling, QueuedWork
 from engine.scheduling.request_blocks import RequestBlocks
 from engine.scheduling.row_slots import RowSlots, row_of
 from engine.scheduling.running import RunningRequests
 from engine.scheduling.sampled_tokens import SampledTokens
+from engine.scheduling.step_room import StepRoom
 from engine.scheduling.steps_in_flight import StepInFlight, StepsInFlight
-from engine.scheduling.waiting import WaitingQueue
+
+DEFAULT_LAPS = LapsConfig()
 
 
 class Scheduler:
@@ -51,6 +55,7 @@ class Scheduler:
         block_size: int,
         max_model_len: int,
         eos_token_ids: tuple[int, ...],
+        laps: LapsConfig = DEFAULT_LAPS,
     ) -> None:
         assert config.max_rows <= config.max_step_tokens, (
             f"{config.max_rows} rows cannot each decode in {config.max_step_tokens} tokens"
@@ -64,10 +69,11 @@ class Scheduler:
         self._block_size = block_size
         self._finish_rules = FinishRules(eos_token_ids, max_model_len)
         self._sampled = SampledTokens(self._finish_rules)
-        self._waiting = WaitingQueue()
         self._running = RunningRequests()
         self._rows = RowSlots(config.max_rows)
         self._blocks = RequestBlocks(cache, hasher, block_size)
+        self._prompts = PromptScheduling(laps, count_uncached=self._blocks.num_uncached)
+        self._waiting = self._prompts.queue
         self._expired: list[Request] = []
         self._in_flight = StepsInFlight()
         self._num_steps = 0
@@ -75,6 +81,7 @@ class Scheduler:
         self._num_prompt_tokens_computed = 0
         self._num_cached_tokens = 0
         self._num_output_tokens = 0
+        self.gathers_until_s: float | None = None  # why the last `plan` was None, if it was so
 
     # ---- entering and leaving -------------------------------------------------------------------
 
@@ -89,7 +96,7 @@ class Scheduler:
         if len(self._waiting) >= self._config.max_waiting:
             raise CapacityError(f"the worker's queue holds {len(self._waiting)} requests")
         self._blocks.hash_full(request)
-        self._waiting.add(request)
+        self._prompts.arrived(request)
 
     def join(self, request: Request) -> None:
         """Take a request whose KV is here already: all known tokens but the newest are computed.
@@ -138,11 +145,18 @@ class Scheduler:
         if grown is None:
             return None
         decodes = list(self._running.decodes.values())
-        chunks = list(self._chunks(self._config.max_step_tokens - len(decodes), now_s))
+        room = self._prompts.open_room(
+            now_s,
+            self._config.max_step_tokens - len(decodes),
+            decodes,
+            can_admit=self._rows.num_free > 0 and not self._is_outbox_full(),
+        )
+        self.gathers_until_s = self._must_gather_until_s(now_s)
+        chunks = [] if self.gathers_until_s is not None else list(self._chunks(room))
         zero_block_ids = self._blocks.take_poisoned()
         if not decodes and not chunks and not zero_block_ids:
             return None
-        return self._start_step(decodes, chunks, grown, zero_block_ids)
+        return self._start_step(decodes, chunks, grown, zero_block_ids, room.work)
 
     def commit(self, plan: StepPlan, result: StepResult) -> StepOutput:
         """Settle the oldest step: append sampled tokens, index blocks, end what is finished.
@@ -153,6 +167,8 @@ class Scheduler:
         assert plan.step == result.step, f"plan {plan.step} got result {result.step}"
         output = StepOutput(num_scheduled_tokens=plan.num_tokens, has_progressed=True)
         step = self._in_flight.pop()
+        if result.duration_s is not None:
+            self._prompts.observe(step.work, result.duration_s)
         self._cache.release(step.zero_block_ids)  # no sooner: a handoff may write what it gets
         for request in step.not_finite(result):
             if request.row is not None:
@@ -204,6 +220,20 @@ class Scheduler:
             yield "poisoned", self._blocks.poisoned_block_ids
         yield from self._in_flight.owners()
 
+    @property
+    def costs(self) -> StepCosts:
+        """What steps cost, as far as it is known by now."""
+        return self._prompts.model.costs
+
+    @property
+    def newest_step_s(self) -> float:
+        """How long the step launched last should take; a step must be in flight."""
+        return self.costs.step_seconds(self._in_flight.newest.work)
+
+    def queued_work(self) -> QueuedWork:
+        """Predicted; walks the queue."""
+        return self._prompts.queued_work(self._running.prompts.values())
+
     def statistics(self) -> SchedulerStatistics:
         return SchedulerStatistics(
             num_waiting=len(self._waiting),
@@ -236,41 +266,40 @@ class Scheduler:
         # The blocks of an entering row are all in its admission.
         return {row_of(r): ids for r, ids in grown if not self._rows.is_entering(r)}
 
-    def _chunks(self, budget: int, now_s: float) -> Iterator[Chunk]:
-        """Who computes how much of its prompt within `budget` tokens: who runs, then who waits."""
-        for request in self._running.prompts.values():
-            num_tokens = min(request.num_uncomputed_tokens, budget)
-            if num_tokens > 0:
-                budget -= num_tokens
-                yield request, num_tokens
-        yield from self._admit(budget, now_s)
+    def _must_gather_until_s(self, now_s: float) -> float | None:
+        """Until when to wait for more short prompts, on a device that would have nothing else."""
+        if len(self._running) > 0 or len(self._in_flight) > 0:
+            return None
+        return self._prompts.must_gather_until_s(now_s)
 
-    def _admit(self, budget: int, now_s: float) -> Iterator[Chunk]:
-        """Move waiting requests to rows, in order, until tokens, rows or blocks run out.
-
-        Yields each with the number of tokens its first chunk computes.
-        """
-        for request in self._waiting:
-            if budget <= 0 or self._rows.num_free == 0 or self._is_outbox_full():
-                return
-            if request.deadline_s is not None and now_s > request.deadline_s:
-                self._waiting.remove(request.key)
-                self._leave(request)
-                self._expired.append(request)
+    def _chunks(self, room: StepRoom) -> Iterator[Chunk]:
+        """Who computes how much of its prompt in this step, as the queue decides."""
+        for turn in self._waiting.turns(list(self._running.prompts.values()), room):
+            request, _ = turn
+            if request.key in self._waiting and not self._admit(request, room):
                 continue
-            if self._has_prefilling_sibling(request):
-                continue  # it will find the shared prompt in the prefix index
-            if not self._acquire_blocks(request):
-                return  # strictly in order: a younger, smaller request must not starve this one
+            yield request, room.grant(turn)
+
+    def _admit(self, request: Request, room: StepRoom) -> bool:
+        """Move a request that waits to a row, if that is possible now."""
+        if request.deadline_s is not None and room.now_s > request.deadline_s:
             self._waiting.remove(request.key)
-            self._running.add(request)
-            self._rows.give(request)
-            num_left = request.max_known_tokens - request.num_known_tokens
-            if request.decode_worker is not None and num_left > 1:  # the first token stays here
-                self._outbox.start(request)
-            num_tokens = min(request.num_uncomputed_tokens, budget)
-            budget -= num_tokens
-            yield request, num_tokens
+            self._leave(request)
+            self._expired.append(request)
+            return False
+        if self._running.has_prefilling_sibling(request, self._block_size):
+            return False  # it will find the shared prompt in the prefix index
+        is_full = self._rows.num_free == 0 or self._is_outbox_full()
+        if is_full or not self._acquire_blocks(request):
+            room.refuse(request)  # a younger, smaller request must not starve this one
+            return False
+        self._waiting.remove(request.key)
+        self._running.add(request)
+        self._rows.give(request)
+        num_left = request.max_known_tokens - request.num_known_tokens
+        if request.decode_worker is not None and num_left > 1:  # the first token stays here
+            self._outbox.start(request)
+        return True
 
     def _acquire_blocks(self, request: Request) -> bool:
         """Blocks for a request that waits; False, and no effect, without room.
@@ -291,6 +320,7 @@ class Scheduler:
         chunks: list[Chunk],
         grown: dict[int, list[int]],
         zero_block_ids: list[int],
+        work: StepWork,
     ) -> StepPlan:
         """Make the plan, count its step as in flight, and see who has what left to compute."""
         plan = build_plan(self._num_steps, decodes, chunks, grown, zero_block_ids, self._rows)
@@ -307,6 +337,7 @@ class Scheduler:
             requests=decodes + [request for request, _ in chunks],
             num_decodes=len(decodes),
             zero_block_ids=zero_block_ids,
+            work=work,
         )
         self._in_flight.add(step)
         self._num_steps += 1
@@ -367,12 +398,3 @@ class Scheduler:
     def _is_outbox_full(self) -> bool:
         limit = self._config.unreserved_share * self._cache.num_blocks
         return self._outbox.num_unreserved_blocks > limit
-
-    def _has_prefilling_sibling(self, request: Request) -> bool:
-        """Whether another choice of the same request is computing the prompt they share."""
-        num_shared_blocks = (request.num_prompt_tokens - 1) // self._block_size
-        return request.key.child > 0 and any(
-            other.key.request_id == request.key.request_id
-            and other.num_indexed_blocks < num_shared_blocks
-            for other in self._running
-        )

@@ -30,11 +30,14 @@ class StepRoom:
         max_step_s: float | None = None,
         costs: StepCosts = PRIOR,
         decoding: StepWork = NO_WORK,
+        can_admit: bool = True,
     ) -> None:
+        """can_admit: whether a request that waits could start, as far as that is known already."""
         assert max_tokens >= 0, f"{max_tokens} tokens are left beside the decodes"
         assert min_chunk_tokens > 0, f"a chunk of {min_chunk_tokens} tokens"
         self.now_s = now_s
         self.min_chunk_tokens = min_chunk_tokens
+        self.can_admit = can_admit
         self._num_tokens_left = max_tokens
         self._max_step_s = max_step_s
         self._costs = costs

@@ -53,11 +53,12 @@ class StepTimes:
         """The next phase begins now."""
         self._began_s = self._clock.now_s()
 
-    def end(self, phase: Phase) -> None:
-        """A phase ends now, and the next begins."""
+    def end(self, phase: Phase) -> float:
+        """A phase ends now, and the next begins; returns the time."""
         now_s = self._clock.now_s()
         self._rings[phase].append(now_s - self._began_s)
         self._began_s = now_s
+        return now_s
 
     def statistics(self) -> StepTimesStatistics:
         return StepTimesStatistics(

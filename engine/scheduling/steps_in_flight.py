@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from engine.request import Request
+from engine.scheduling.cost_model import NO_WORK, StepWork
 from engine.scheduling.plan import StepResult, TokenLogprobs
 
 
@@ -26,6 +27,7 @@ class StepInFlight:
     requests: list[Request]  # parallel to the plan's rows: decodes, then chunks of prompts
     num_decodes: int
     zero_block_ids: list[int]
+    work: StepWork = NO_WORK
     # index in `requests` -> the blocks of a request that left since
     left_block_ids: dict[int, list[int]] = field(default_factory=dict)
 
@@ -52,6 +54,10 @@ class StepsInFlight:
 
     def add(self, step: StepInFlight) -> None:
         self._steps.append(step)
+
+    @property
+    def newest(self) -> StepInFlight:
+        return self._steps[-1]
 
     def pop(self) -> StepInFlight:
         """The oldest step, whose result has come."""

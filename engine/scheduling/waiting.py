@@ -112,7 +112,7 @@ class WaitingQueue:
     def turns(self, running: Sequence[Request], room: StepRoom) -> Iterator[Turn]:
         """Running prompts, then waiting requests, each in order."""
         return room.offer(
-            chain(running, self),
+            chain(running, self) if room.can_admit else running,
             work_of=self._work_of,
             is_waiting=lambda request: request.key in self._place,
         )

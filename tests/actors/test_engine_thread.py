@@ -5,12 +5,15 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+import msgspec
 import pytest
 
 from actors.worker.engine_thread import EngineThread
+from configs.schema import LapsConfig
 from engine.core import EngineCore
 from engine.errors import CapacityError, WorkerError
 from engine.scheduling.contracts import StepOutput
+from engine.scheduling.cost_model import PRIOR
 from engine.scheduling.plan import StepPlan, StepResult
 from tests.engine.scheduling.replica import Replica, params_of, prompt_of
 from tests.fakes import FakePendingStep
@@ -312,5 +315,40 @@ def test_a_caller_that_gave_up_does_not_disturb_the_engine() -> None:
         assert await host.thread.call(lambda: 2) == 2
         host.thread.close()
         assert host.failures == []
+
+    _run(scenario)
+
+
+def test_who_arrives_while_a_step_computes_takes_part_in_the_next() -> None:
+    """With a step in flight the next is planned late; calls run meanwhile."""
+
+    async def scenario() -> None:
+        laps = LapsConfig(enable_laps_scheduler=True, queue="laps", laps_length_threshold=10)
+        replica = Replica(
+            num_blocks=600,
+            max_step_tokens=512,
+            max_model_len=1200,
+            overlap=True,
+            gathers=True,
+            laps=laps,
+        )
+        fitted = msgspec.structs.replace(PRIOR, num_samples=1)
+        replica.scheduler._prompts.model.costs = fitted
+        host = Host(replica)
+        host.thread.start()
+        await host.thread.call(lambda: replica.add("long", prompt_of(900), params=params_of(1)))
+        # The clock stands still, so a second step is never due: calls run all the same.
+        while await host.thread.call(lambda: len(replica.executor.plans)) < 1:
+            pass
+        short = await host.thread.call(
+            lambda: replica.add("short", prompt_of(8), params=params_of(1))
+        )
+        assert await host.thread.call(lambda: len(replica.executor.plans)) == 1
+        replica.executor.is_idle = True  # from now on every step has ended when it is asked for
+        host.is_idle.clear()
+        await _wait(host.is_idle)
+        host.thread.close()
+        assert replica.executor.plans[1].num_new_tokens == [8]
+        assert replica.expected(short)[0] in host.tokens
 
     _run(scenario)

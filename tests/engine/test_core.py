@@ -45,6 +45,8 @@ def test_the_result_of_another_step_is_refused() -> None:
     replica.add("a", prompt_of(5))
 
     class LateStep:
+        is_done = True
+
         def wait(self) -> StepResult:
             return StepResult(step=7, tokens=[[1]], logprobs=[None], is_finite=[True])
 

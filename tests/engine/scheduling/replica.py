@@ -4,7 +4,7 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from configs.schema import SchedulerConfig
+from configs.schema import LapsConfig, SchedulerConfig
 from engine.clock import ManualClock
 from engine.core import EngineCore
 from engine.invariants import check_blocks
@@ -14,7 +14,7 @@ from engine.messages import FailureRecord, TokenRecord
 from engine.request import Request, RequestKey, SamplingParams
 from engine.scheduling.contracts import StepOutput
 from engine.scheduling.plan import StepPlan
-from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.scheduler import DEFAULT_LAPS, Scheduler
 from tests.engine.scheduling.in_flight import check_blocks_in_flight
 from tests.engine.scheduling.running_rows import check_running
 from tests.fakes import (
@@ -54,6 +54,8 @@ class Replica:
         max_model_len: int = 64,
         enable_prefix_cache: bool = True,
         overlap: bool = False,
+        gathers: bool = False,
+        laps: LapsConfig = DEFAULT_LAPS,
     ) -> None:
         self.clock = ManualClock()
         self.cache = BlockCache(
@@ -82,8 +84,11 @@ class Replica:
             block_size=BLOCK_SIZE,
             max_model_len=max_model_len,
             eos_token_ids=(EOS_TOKEN_ID,),
+            laps=laps,
         )
-        self.core = EngineCore(self.scheduler, self.executor, self.clock, overlap=overlap)
+        self.core = EngineCore(
+            self.scheduler, self.executor, self.clock, overlap=overlap, gathers=gathers
+        )
         self.records: dict[RequestKey, list[TokenRecord]] = {}
         self.failures: dict[RequestKey, FailureRecord] = {}
         self.left: list[RequestKey] = []

@@ -6,6 +6,7 @@ with one step at a time, and with the next one launched before the last is waite
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
@@ -17,11 +18,12 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from configs.schema import LapsConfig
 from engine.request import SamplingParams
 from engine.scheduling.contracts import StepOutput
 from engine.scheduling.plan import StepResult
 from engine.scheduling.sampled_tokens import Ending, SampledTokens
-from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.scheduler import DEFAULT_LAPS, Scheduler
 from engine.scheduling.steps_in_flight import StepInFlight
 from tests.engine.scheduling import planted_bugs
 from tests.engine.scheduling.world import BLOCK_SIZE, World
@@ -48,10 +50,11 @@ class EveryRowInFull(SampledTokens):
 class SchedulerMachine(RuleBasedStateMachine):
     scheduler_class: type[Scheduler] = Scheduler
     overlap = False
+    laps = DEFAULT_LAPS
 
     def __init__(self) -> None:
         super().__init__()
-        self.world = World(self.scheduler_class, overlap=self.overlap)
+        self.world = World(self.scheduler_class, overlap=self.overlap, laps=self.laps)
         self.history: list[tuple[str, dict[str, Any]]] = []
         self.is_sound = True
 
@@ -121,7 +124,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not self.is_sound:
             return  # a second failure would hide the first
         self.do("drain")
-        twin = World(self.scheduler_class, overlap=self.overlap)
+        twin = World(self.scheduler_class, overlap=self.overlap, laps=self.laps)
         twin.scheduler._sampled = EveryRowInFull(twin.scheduler._finish_rules)
         for operation, arguments in self.history:
             getattr(twin, operation)(**arguments)
@@ -133,6 +136,22 @@ class OverlappedMachine(SchedulerMachine):
     overlap = True
 
 
+SHORT_FIRST = LapsConfig(
+    enable_laps_scheduler=True,
+    queue="laps",
+    laps_length_threshold=5,
+    max_long_wait_s=0.5,
+)
+
+
+class ExclusiveMachine(OverlappedMachine):
+    laps = SHORT_FIRST
+
+
+class FillMachine(OverlappedMachine):
+    laps = msgspec.structs.replace(SHORT_FIRST, mix="fill")
+
+
 SETTINGS = settings(
     deadline=None,
     database=None,
@@ -141,8 +160,13 @@ SETTINGS = settings(
 )
 SchedulerMachine.TestCase.settings = settings(SETTINGS, max_examples=100)
 OverlappedMachine.TestCase.settings = settings(SETTINGS, max_examples=100)
+ExclusiveMachine.TestCase.settings = settings(SETTINGS, max_examples=60)
+FillMachine.TestCase.settings = settings(SETTINGS, max_examples=60)
 TestSchedulerUnderRandomHistories = pytest.mark.slow(SchedulerMachine.TestCase)
 TestOverlappedSchedulerUnderRandomHistories = pytest.mark.slow(OverlappedMachine.TestCase)
+
+TestShortFirstUnderRandomHistories = pytest.mark.slow(ExclusiveMachine.TestCase)
+TestFilledStepsUnderRandomHistories = pytest.mark.slow(FillMachine.TestCase)
 
 
 def _find(planted: type[Scheduler], machine: type[SchedulerMachine]) -> None:

@@ -8,7 +8,7 @@ other blocks.
 from dataclasses import dataclass, field
 from typing import Literal
 
-from configs.schema import SchedulerConfig
+from configs.schema import LapsConfig, SchedulerConfig
 from engine.clock import ManualClock
 from engine.core import EngineCore
 from engine.errors import CapacityError
@@ -19,7 +19,7 @@ from engine.kv.request_hasher import RequestHasher
 from engine.messages import FailureRecord, TokenRecord
 from engine.request import Request, RequestKey, SamplingParams
 from engine.scheduling.contracts import StepOutput
-from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.scheduler import DEFAULT_LAPS, Scheduler
 from tests.engine.scheduling.in_flight import check_blocks_in_flight
 from tests.engine.scheduling.running_rows import check_running
 from tests.fakes import EOS_TOKEN_ID, FakeExecutor, expected_output
@@ -49,7 +49,13 @@ class Story:
 
 
 class World:
-    def __init__(self, scheduler_class: type[Scheduler], *, overlap: bool) -> None:
+    def __init__(
+        self,
+        scheduler_class: type[Scheduler],
+        *,
+        overlap: bool,
+        laps: LapsConfig = DEFAULT_LAPS,
+    ) -> None:
         self.clock = ManualClock()
         self.cache = BlockCache(NUM_BLOCKS, enable_prefix_cache=True, protected_share=0.5)
         self.executor = FakeExecutor(
@@ -72,6 +78,7 @@ class World:
             block_size=BLOCK_SIZE,
             max_model_len=MAX_MODEL_LEN,
             eos_token_ids=(EOS_TOKEN_ID,),
+            laps=laps,
         )
         self.core = EngineCore(self.scheduler, self.executor, self.clock, overlap=overlap)
         self.stories: dict[RequestKey, Story] = {}

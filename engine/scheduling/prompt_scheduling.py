@@ -1,0 +1,148 @@
+"""What chooses the prompts of one worker's steps: its queue, its window, and what steps cost.
+
+    arrived      a request joins the queue
+    must_gather  whether an idle device should wait for more short prompts
+    open_room    how much prompt work the next step may hold beside its decodes
+    queue.turns  who gets it
+    observe      how long a step took
+
+Composition of the parts that `LapsConfig` names. Knows no blocks and no rows.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from configs.schema import LapsConfig
+from engine.messages import LengthClass, ShortLoad
+from engine.request import Request
+from engine.scheduling.cost_model import NO_WORK, CostModel, StepWork
+from engine.scheduling.laps import DualQueue
+from engine.scheduling.step_room import StepRoom, rest_of_prompt
+from engine.scheduling.waiting import PromptQueue, WaitingQueue, by_arrival, by_priority
+from engine.scheduling.window import AdaptiveWindow, FixedWindow, Gathered, NoWindow, Wait, Window
+
+CLASSES: tuple[LengthClass, LengthClass] = ("short", "long")
+_MIN_LONG_CHUNK_TOKENS = 64  # below it a step costs what it costs without the chunk's tokens
+
+_MIN_STEP_FLOORS = 4  # a long chunk's step may take so many times what a step costs at least
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueuedWork:
+    """What placement wants to know of a worker's queue."""
+
+    queued_s: float
+    short: ShortLoad | None  # None = short prompts do not go first here
+
+
+class PromptScheduling:
+    """The queue of one worker and all that its decisions rest on; mutated by the engine thread."""
+
+    def __init__(self, laps: LapsConfig, *, count_uncached: Callable[[Request], int]) -> None:
+        """count_uncached: tokens of a waiting request that no cached block saves."""
+        self._laps = laps
+        self._model = CostModel()
+        self._window = _build_window(laps)
+        self._dual: DualQueue | None = None
+        self.queue: PromptQueue
+        if laps.queue == "laps":
+            self.queue = self._dual = DualQueue(
+                laps,
+                model=self._model,
+                count_uncached=count_uncached,
+                due_of=lambda request: request.first_token_due_s,
+            )
+        else:
+            self.queue = WaitingQueue(by_arrival if laps.queue == "fcfs" else by_priority)
+
+    @property
+    def model(self) -> CostModel:
+        """What steps cost, as far as it is known by now."""
+        return self._model
+
+    def arrived(self, request: Request) -> None:
+        """Queue a request, and count its arrival."""
+        self.queue.add(request)
+        if self._dual is not None and self._dual.length_class(request.key) == "short":
+            self._window.arrived(request.arrival_s)
+
+    def must_gather_until_s(self, now_s: float) -> float | None:
+        """Until when an idle device with nothing else to do should wait; None = start now."""
+        if self._dual is None or isinstance(self._window, NoWindow):
+            return None
+        short = self._dual.statistics("short")
+        if short.num_waiting == 0:
+            return None
+        decision = self._window.decide(
+            Gathered(
+                num_waiting=short.num_waiting,
+                oldest_arrival_s=short.oldest_arrival_s,
+                first_due_s=short.first_due_s,
+                step_s=self._model.costs.step_seconds(short.work),
+                floor_s=self._model.costs.floor_s,
+                has_other_work=len(self.queue) > short.num_waiting,
+            ),
+            now_s,
+        )
+        return decision.until_s if isinstance(decision, Wait) else None
+
+    def open_room(
+        self, now_s: float, max_tokens: int, decodes: Iterable[Request], *, can_admit: bool
+    ) -> StepRoom:
+        """Room beside `decodes`, each of which computes one token."""
+        keys = [request.num_computed_tokens + 1 for request in decodes]
+        is_laps = self._dual is not None
+        return StepRoom(
+            now_s=now_s,
+            max_tokens=max_tokens,
+            min_chunk_tokens=_MIN_LONG_CHUNK_TOKENS if is_laps else 1,
+            max_step_s=self._max_step_s if is_laps else None,
+            costs=self._model.costs,
+            decoding=StepWork(num_decode_rows=len(keys), num_decode_keys=sum(keys)),
+            can_admit=can_admit,
+        )
+
+    @property
+    def _max_step_s(self) -> float:
+        """As configured, but never so short that steps are mostly floor: that would cost capacity,
+        queues would grow, and no short prompt would be served sooner.
+        """
+        return max(1e-3 * self._laps.max_step_ms, _MIN_STEP_FLOORS * self._model.costs.floor_s)
+
+    def observe(self, work: StepWork, duration_s: float) -> None:
+        """Learn from a step that kept the device busy for `duration_s`."""
+        self._model.observe(work, duration_s)
+
+    def queued_work(self, running: Iterable[Request]) -> QueuedWork:
+        """Predicted seconds of all prompts that wait or run. Walks both."""
+        rest = NO_WORK
+        for request in running:
+            rest = rest.with_prompt(*rest_of_prompt(request))
+        if self._dual is None:
+            for request in self.queue:
+                rest = rest.with_prompt(*rest_of_prompt(request))
+            return QueuedWork(queued_s=self._seconds(rest), short=None)
+        short, long = (self._dual.statistics(name) for name in CLASSES)
+        short_s = self._seconds(short.work)
+        return QueuedWork(
+            queued_s=short_s + self._seconds(long.work.with_work(rest)),
+            short=ShortLoad(
+                num_waiting=short.num_waiting,
+                queued_tokens=short.work.num_prompt_tokens,
+                queued_s=short_s,
+            ),
+        )
+
+    def _seconds(self, work: StepWork) -> float:
+        """No work takes no time, although an empty step would."""
+        return self._model.costs.step_seconds(work) if work.num_new_tokens > 0 else 0.0
+
+
+def _build_window(laps: LapsConfig) -> Window:
+    match laps.window:
+        case "adaptive":
+            return AdaptiveWindow(min_window_s=laps.min_window_s, max_window_s=laps.max_window_s)
+        case "fixed":
+            return FixedWindow(laps.fixed_window_s, laps.fixed_window_requests)
+        case "none":
+            return NoWindow()

@@ -1,0 +1,208 @@
+"""The scheduler with the length-aware queue: who computes in which step, what bounds a chunk."""
+
+import math
+
+import msgspec
+import pytest
+
+from configs.schema import LapsConfig
+from engine.messages import ShortLoad
+from engine.scheduling.cost_model import StepCosts, StepWork
+from engine.scheduling.plan import StepPlan
+from tests.engine.scheduling.replica import Replica, params_of, prompt_of
+
+SHORT_FIRST = LapsConfig(enable_laps_scheduler=True, queue="laps", laps_length_threshold=10)
+FILL = msgspec.structs.replace(SHORT_FIRST, mix="fill")
+# 1 ms a step and 0.1 ms a prompt token, fitted.
+COSTS = StepCosts(
+    floor_s=1e-3,
+    slopes_s=(1e-4,) * 8,
+    attended_s=0.0,
+    history_s=0.0,
+    decode_row_s=0.0,
+    decode_key_s=0.0,
+    num_samples=1,
+)
+
+
+def replica_of(laps: LapsConfig, **fields: object) -> Replica:
+    sizes: dict[str, object] = {"num_blocks": 600, "max_rows": 8, "max_step_tokens": 512}
+    replica = Replica(**(sizes | {"max_model_len": 1200} | fields), laps=laps)  # type: ignore[arg-type]
+    replica.scheduler._prompts.model.costs = COSTS
+    return replica
+
+
+def rows_of(plan: StepPlan) -> dict[int, int]:
+    return dict(zip(plan.rows, plan.num_new_tokens, strict=True))
+
+
+def test_a_short_prompt_overtakes_a_long_one_that_waits_and_one_that_runs() -> None:
+    replica = replica_of(SHORT_FIRST)
+    long = replica.add("long", prompt_of(900))
+    replica.step()
+    other = replica.add("other", prompt_of(800))
+    short = replica.add("short", prompt_of(8))
+    replica.step()
+    assert rows_of(replica.last_plan) == {short.row: 8}  # exclusive: nobody's chunk beside it
+    assert other.row is None
+    assert long.num_computed_tokens < 900
+    replica.run()
+    for request in (long, other, short):
+        assert replica.output(request) == replica.expected(request)
+    replica.check_idle()
+
+
+def test_a_long_chunk_keeps_its_step_within_the_limit() -> None:
+    laps = msgspec.structs.replace(SHORT_FIRST, max_step_ms=11.05)
+    replica = replica_of(laps)
+    replica.add("long", prompt_of(350), params=params_of(1))
+    replica.run()
+    assert list(replica.chunks()) == [[100], [100], [100], [50]]
+
+
+def test_a_limit_near_the_floor_does_not_cost_all_capacity() -> None:
+    replica = replica_of(msgspec.structs.replace(SHORT_FIRST, max_step_ms=0.5))
+    replica.add("long", prompt_of(64), params=params_of(1))
+    replica.run()
+    assert list(replica.chunks()) == [[64]]
+    replica.add("longer", prompt_of(200), params=params_of(1))
+    costs = msgspec.structs.replace(COSTS, floor_s=4e-3)
+    replica.scheduler._prompts.model.costs = costs
+    replica.step()
+    assert replica.last_plan.num_new_tokens == [120]  # 4 * 4 ms are 4 ms and 120 tokens
+
+
+def test_in_fill_a_long_chunk_takes_what_short_prompts_leave() -> None:
+    laps = msgspec.structs.replace(FILL, max_step_ms=21.0)
+    replica = replica_of(laps)
+    replica.add("long", prompt_of(900), params=params_of(1))
+    replica.step()
+    replica.add("short", prompt_of(9), params=params_of(1))
+    replica.step()
+    assert sorted(replica.last_plan.num_new_tokens) == [9, 191]
+
+
+def test_a_long_prompt_that_has_waited_gets_a_chunk_between_short_ones() -> None:
+    laps = msgspec.structs.replace(SHORT_FIRST, max_step_ms=11.05, max_long_wait_s=1.0)
+    replica = replica_of(laps)
+    long = replica.add("long", prompt_of(200), params=params_of(1))
+    widths = []
+    for number in range(12):
+        replica.add(f"short-{number}", prompt_of(9, seed=number), params=params_of(1))
+        replica.step()
+        widths.append(replica.last_plan.num_tokens)
+        replica.clock.advance(0.3)
+    assert widths.count(100) == 2
+    assert widths.index(100) == 4  # not before it has waited for a second
+    assert replica.output(long) == replica.expected(long)
+
+
+def test_a_prompt_whose_prefix_is_cached_is_short() -> None:
+    replica = replica_of(SHORT_FIRST)
+    prompt = prompt_of(400)
+    replica.add("first", prompt, params=params_of(1))
+    replica.run()
+    replica.add("long", prompt_of(500, seed=1), params=params_of(1))
+    again = replica.add("again", [*prompt, 3, 4], params=params_of(1))
+    replica.step()
+    assert list(rows_of(replica.last_plan).values()) == [2]
+    assert again.num_cached_tokens == 400
+
+
+def test_the_queue_says_what_its_work_takes() -> None:
+    replica = replica_of(SHORT_FIRST)
+    assert replica.scheduler.queued_work().queued_s == 0.0
+    replica.add("short", prompt_of(9))
+    replica.add("long", prompt_of(100))
+    work = replica.scheduler.queued_work()
+    assert work.short == ShortLoad(num_waiting=1, queued_tokens=9, queued_s=pytest.approx(1.9e-3))
+    assert work.queued_s == pytest.approx(1.9e-3 + 11e-3)
+    plain = replica_of(LapsConfig())
+    plain.add("short", prompt_of(9))
+    plain.add("long", prompt_of(100))
+    assert plain.scheduler.queued_work().short is None
+    assert plain.scheduler.queued_work().queued_s == pytest.approx(1e-3 + 109e-4)
+
+
+def test_steps_teach_the_cost_model_what_they_took() -> None:
+    replica = Replica(laps=SHORT_FIRST, num_blocks=600, max_step_tokens=512, max_model_len=1200)
+    seen: list[tuple[StepWork, float]] = []
+    replica.scheduler._prompts.model.observe = (  # type: ignore[method-assign]
+        lambda work, seconds: seen.append((work, seconds))
+    )
+    replica.executor.step_s = 0.25
+    replica.add("a", prompt_of(40), params=params_of(3))
+    replica.run()
+    works = [work for work, _ in seen]
+    assert [seconds for _, seconds in seen] == [0.25] * 3
+    assert works[0] == StepWork(num_prompt_tokens=40, num_attended=1600)
+    assert works[1:] == [StepWork(num_decode_rows=1, num_decode_keys=keys) for keys in (41, 42)]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_first_come_first_served_ignores_priorities(overlap: bool) -> None:
+    for queue, expected in (("fcfs", ["low", "high"]), ("priority", ["high", "low"])):
+        replica = Replica(max_rows=1, overlap=overlap, laps=LapsConfig(queue=queue))
+        replica.add("low", prompt_of(5), priority=5)
+        replica.add("high", prompt_of(5), priority=-5)
+        replica.run()
+        assert [key.request_id for key in replica.left] == expected
+
+
+# ---- waiting on purpose --------------------------------------------------------------------------
+
+
+def test_a_window_holds_a_short_prompt_back_until_it_is_over() -> None:
+    laps = msgspec.structs.replace(SHORT_FIRST, window="fixed", fixed_window_s=0.5)
+    replica = replica_of(laps)
+    replica.add("short", prompt_of(8))
+    assert not replica.step().has_progressed
+    assert replica.core.gathering_s() == pytest.approx(0.499)
+    replica.add("another", prompt_of(9))
+    replica.clock.advance(0.6)
+    assert replica.core.gathering_s() == 0.0
+    replica.step()
+    assert sorted(replica.last_plan.num_new_tokens) == [8, 9]
+
+
+def test_a_long_prompt_or_a_full_window_ends_the_waiting() -> None:
+    laps = msgspec.structs.replace(
+        SHORT_FIRST, window="fixed", fixed_window_s=0.5, fixed_window_requests=3
+    )
+    replica = replica_of(laps)
+    for number in range(3):
+        assert not replica.step().has_progressed
+        replica.add(f"short-{number}", prompt_of(8, seed=number))
+    assert replica.step().num_scheduled_tokens == 24
+
+
+def test_the_next_step_is_planned_shortly_before_the_device_needs_it() -> None:
+    replica = replica_of(SHORT_FIRST, overlap=True, gathers=True)
+    assert replica.core.gathering_s() == 0.0
+    replica.add("long", prompt_of(900))
+    replica.step()  # 49 ms of predicted work are launched
+    left_s = replica.core.gathering_s()
+    assert 0.03 < left_s < 0.0511 - 2e-3
+    short = replica.add("short", prompt_of(8))  # arrives while the step computes
+    replica.clock.advance(left_s)
+    assert replica.core.gathering_s() == 0.0
+    replica.step()
+    assert rows_of(replica.last_plan) == {short.row: 8}
+
+
+def test_a_step_that_has_ended_early_is_not_waited_for() -> None:
+    replica = replica_of(SHORT_FIRST, overlap=True, gathers=True)
+    replica.add("long", prompt_of(900))
+    replica.step()
+    assert replica.core.gathering_s() > 0.0
+    replica.executor.is_idle = True
+    assert replica.core.gathering_s() == 0.0
+
+
+def test_without_a_fitted_model_nothing_is_put_off() -> None:
+    replica = replica_of(SHORT_FIRST, overlap=True, gathers=True)
+    replica.scheduler._prompts.model.costs = msgspec.structs.replace(COSTS, num_samples=0)
+    replica.add("long", prompt_of(900))
+    replica.step()
+    assert replica.core.gathering_s() == 0.0
+    assert math.isfinite(replica.scheduler.newest_step_s)
