@@ -11,11 +11,11 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, suppress
+from dataclasses import replace
 from pathlib import Path
 
-import msgspec
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
 from ray import serve
 from ray.exceptions import TaskCancelledError
 from starlette.exceptions import HTTPException as StarletteHTTPException
@@ -23,11 +23,15 @@ from starlette.types import Receive
 
 from actors.api.openai_objects import ModelList, error_reply, model_card, sse_error, to_json
 from actors.api.protocol import ParsedRequest, ServedModel, parse_chat, parse_completion
+from actors.api.request_rules import TTFT_DEADLINE_HEADER, read_ttft_deadline_s
 from actors.api.response_writers import ResponseIdentity, ResponseWriter, build_writer
 from actors.deployment import VERSION, DeploymentSpec
 from actors.edge.answering import Answering, Batchers, ChoiceDelta, PreparedRequest
 from actors.edge.generation import Generations
+from actors.edge.laps_page import PAGE_HEADERS, build_view, page
+from actors.edge.laps_page import to_json as laps_json
 from actors.edge.metrics import IngressMetrics
+from actors.edge.recent_ttft import RecentTtft
 from actors.edge.system_view import SystemView
 from actors.handles import (
     AllocatorHandle,
@@ -38,8 +42,8 @@ from actors.handles import (
 )
 from actors.logs import set_up_logging
 from engine.clock import MonotonicClock
-from engine.errors import EngineError, RequestError, WorkerError
-from engine.messages import Topology
+from engine.errors import CapacityError, EngineError, RequestError, WorkerError
+from engine.messages import LapsStatus, Topology
 from engine.tokenizing import load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -97,7 +101,8 @@ class Ingress:
             created_s=int(time.time()),
         )
         self._tokenizing = tokenizing
-        self._metrics = IngressMetrics(name)
+        self._recent_ttft = RecentTtft(self._clock)
+        self._metrics = IngressMetrics(name, self._recent_ttft)
         self._answering = Answering(
             model=self._model,
             tokenizing=tokenizing,
@@ -126,7 +131,8 @@ class Ingress:
         app.add_api_route("/health", self._health, methods=["GET"])
         app.add_api_route("/ready", self._ready, methods=["GET"])
         app.add_api_route("/metrics", self._show_metrics, methods=["GET"])
-        app.add_api_route("/laps_status", self._show_laps, methods=["GET"])
+        app.add_api_route("/laps", self._show_laps, methods=["GET"])
+        app.add_api_route("/laps_status", self._show_laps_status, methods=["GET"])
         app.add_api_route("/version", self._version, methods=["GET"])
         app.add_exception_handler(Exception, self._on_error)
         app.add_exception_handler(EngineError, self._on_error)
@@ -146,7 +152,8 @@ class Ingress:
 
     async def _answer(self, request: Request, parse: Parse) -> Response:
         arrived_s = self._clock.now_s()
-        parsed = parse(await self._read_body(request))
+        deadline_s = read_ttft_deadline_s(request.headers.get(TTFT_DEADLINE_HEADER))
+        parsed = replace(parse(await self._read_body(request)), ttft_deadline_s=deadline_s)
         prepared = await self._answering.prepare(parsed, arrived_s)
         identity = ResponseIdentity(
             request_id=prepared.request_ids[0], created_s=int(time.time()), model=self._model.name
@@ -243,20 +250,32 @@ class Ingress:
         return JSONResponse({"status": "ready"})
 
     async def _show_metrics(self) -> Response:
+        try:
+            laps = await self._ask_laps_status()
+        except CapacityError:  # what is known here is worth a scrape without it
+            laps = None
         generations = self._generations
         text = self._metrics.render(
-            generations.links.links(), generations.num_open, generations.counters.num_retries
+            generations.links.links(), generations.num_open, generations.counters.num_retries, laps
         )
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def _show_laps(self) -> Response:
-        """Pools, what waits in them and the last moves, as the allocator sees them; else 5xx."""
-        topology = self._system.topology
-        assert topology is not None, "a replica that answers has seen one"
-        async with asyncio.timeout(ALLOCATOR_TIMEOUT_S):
-            allocator = await self._find_allocator(topology.allocator)
-            status = await allocator.status()
-        return Response(msgspec.json.encode(status), media_type=JSON_TYPE)
+        """The live page; it asks for `/laps_status` by itself."""
+        return HTMLResponse(page(), headers=PAGE_HEADERS)
+
+    async def _show_laps_status(self) -> Response:
+        """Pools, what waits in them and the last moves, as the allocator sees them; else 503."""
+        status = await self._ask_laps_status()
+        view = build_view(
+            model=self._model.name,
+            ingress=self._ingress_id,
+            laps=self._config.laps,
+            ttft=self._recent_ttft.summary(),
+            links=self._generations.links.links(),
+        )
+        headers = {"Cache-Control": "no-store"}
+        return Response(laps_json(status, view), media_type=JSON_TYPE, headers=headers)
 
     async def _version(self) -> Response:
         return JSONResponse({"version": VERSION, "deployment": self._spec.hash})
@@ -297,6 +316,17 @@ class Ingress:
                 return await SupervisorHandle(actor).topology()
         except (ValueError, TimeoutError) as error:
             raise WorkerError("the supervisor is not running") from error
+
+    async def _ask_laps_status(self) -> LapsStatus:
+        """Raises CapacityError while the allocator is away."""
+        topology = self._system.topology
+        assert topology is not None, "a replica that answers has seen one"
+        try:
+            async with asyncio.timeout(ALLOCATOR_TIMEOUT_S):
+                allocator = await self._find_allocator(topology.allocator)
+                return await allocator.status()
+        except (WorkerError, TimeoutError) as error:
+            raise CapacityError("the allocator does not answer", retry_after_s=1.0) from error
 
     async def _find_worker(self, name: str) -> WorkerHandle:
         return WorkerHandle(name, await find_actor(name, self._spec.namespace))

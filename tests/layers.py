@@ -150,12 +150,15 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     # -- load
     "load_tests": ("load_tests",),
     "load_tests.bench_engine": ("load_tests", "configs", "engine"),
+    "load_tests.bench_mixed": ("load_tests", "configs", "engine"),
     "load_tests.bench_scheduler": ("load_tests", "configs", "engine"),
     "load_tests.bench_transformers": ("load_tests", "configs", "engine"),
     "load_tests.floors": ("load_tests", "configs", "engine"),
     "load_tests.host_work": ("load_tests", "configs", "engine"),
     "load_tests.in_process": ("load_tests", "configs", "engine"),
+    "load_tests.open_loop": ("load_tests", "configs", "engine"),
     "load_tests.simulate": ("load_tests", "configs", "engine"),
+    "load_tests.simulation": ("load_tests", "configs", "engine"),
 }
 
 # Third-party name -> the only prefixes that may import it.
@@ -172,6 +175,8 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
         "engine.build",
         "load_tests.bench_engine",
         "load_tests.bench_transformers",
+        "load_tests.in_process",
+        "load_tests.one_batch",
         "engine.kv.kv_store",
         "engine.layers",
         "engine.models",

@@ -17,7 +17,7 @@ from actors.edge.metrics import IngressMetrics
 from actors.handles import BatcherHandle
 from engine.clock import Clock
 from engine.errors import CapacityError, RequestError, WorkerError
-from engine.messages import TokenizeReply, TokenizeRequest
+from engine.messages import Assign, TokenizeReply, TokenizeRequest
 from engine.output_text import TextDelta
 from engine.request import SamplingParams
 from engine.tokenizing import Tokenizing
@@ -170,6 +170,12 @@ class Answering:
         prompt, child = divmod(choice, parsed.n)
         params = request.sampling[prompt]
         output = build_output_text(parsed, self._tokenizing)
+        placed: list[Assign] = []  # filled before the first token
+
+        def on_placed(assign: Assign) -> None:
+            placed.append(assign)
+            self._metrics.classes.count_placed(assign)
+
         tokens = self._generations.run(
             Choice(
                 request_id=request.request_ids[prompt],
@@ -178,13 +184,17 @@ class Answering:
                 params=msgspec.structs.replace(params, seed=child_seed(params.seed, choice)),
                 deadline_s=request.deadline_s,
                 priority=parsed.priority,
+                first_token_due_s=_due_s(request),
                 salt=parsed.cache_salt,
-            )
+            ),
+            on_placed,
         )
         async with aclosing(tokens):
             async for record in tokens:
                 if record.index == 0:
-                    self._metrics.observe_ttft(self._clock.now_s() - request.arrived_s)
+                    ttft_s = self._clock.now_s() - request.arrived_s
+                    self._metrics.observe_ttft(ttft_s)
+                    self._metrics.classes.observe_ttft(placed[0].length_class, ttft_s)
                     self._metrics.count_cached(record.num_cached_tokens or 0)
                 self._metrics.count_tokens(1)
                 delta = output.push(record)
@@ -224,3 +234,8 @@ class Answering:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _due_s(request: PreparedRequest) -> float | None:
+    deadline_s = request.parsed.ttft_deadline_s
+    return None if deadline_s is None else request.arrived_s + deadline_s

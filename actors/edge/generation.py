@@ -60,6 +60,7 @@ class Choice:
     deadline_s: float  # on this process's clock
     priority: int = 0
     salt: str = ""
+    first_token_due_s: float | None = None  # likewise, and a wish; None = its class's default
 
 
 @dataclass(slots=True)
@@ -120,9 +121,12 @@ class Generations:
         await asyncio.gather(*self._aborts, return_exceptions=True)
         await self.links.close()
 
-    async def run(self, choice: Choice) -> AsyncGenerator[TokenRecord, None]:
+    async def run(
+        self, choice: Choice, on_placed: Callable[[Assign], None]
+    ) -> AsyncGenerator[TokenRecord, None]:
         """The choice's tokens in order, each once; the last carries `finish`.
 
+        `on_placed` is told where the first attempt goes, before its first token.
         Closing the iterator early cancels the request on every worker. Raises CapacityError
         (nothing can take it now), NumericsError or WorkerError (tries are used up), and
         TimeoutError when the deadline passes.
@@ -134,6 +138,8 @@ class Generations:
             key = RequestKey(choice.request_id, choice.child, attempt)
             known_ids = choice.prompt_ids + emitted
             assign = await self._place(key, choice, known_ids, avoid)
+            if attempt == 0:
+                on_placed(assign)
             attempt_tokens = self._attempt(key, choice, known_ids, assign)
             try:
                 async for record in attempt_tokens:
@@ -192,11 +198,17 @@ class Generations:
             remaining_s=choice.deadline_s - self._clock.now_s(),
             priority=choice.priority,
             salt=choice.salt,
+            ttft_deadline_s=self._due_in_s(choice),
         )
         try:
             await self.links.get(assign.prefill_worker).submit(submit)
         except (WorkerError, CapacityError) as error:
             raise AttemptFailed(error.message, is_retryable=True, code="submit_failed") from error
+
+    def _due_in_s(self, choice: Choice) -> float | None:
+        """Until its first token is due, negative when it is late; None = nothing was asked for."""
+        due_s = choice.first_token_due_s
+        return None if due_s is None else due_s - self._clock.now_s()
 
     def _judge(self, failure: AttemptFailed, key: RequestKey) -> None:
         """Raise what the client must see, or return to try again."""
@@ -220,6 +232,7 @@ class Generations:
             max_queued_tokens=None if key.attempt else self._config.edge.max_queued_tokens,
             avoid=avoid,
             block_hashes=self._hasher.chain(known_ids, choice.salt) if self._hasher else [],
+            ttft_deadline_s=self._due_in_s(choice),
         )
         give_up_s = min(choice.deadline_s, self._clock.now_s() + self._config.edge.place_timeout_s)
         while True:
