@@ -1,11 +1,16 @@
 """The unified engine in this process, without Ray and without HTTP: prompts in, tokens out."""
 
+import gc
 import time
 from collections.abc import Callable, Sequence
+
+import msgspec
+import torch
 
 from configs.schema import AppConfig
 from engine.build import Engine, build_engine
 from engine.clock import MonotonicClock
+from engine.models.decoder import CausalLM
 from engine.request import Request, RequestKey, SamplingParams
 from engine.scheduling.contracts import StepOutput
 
@@ -15,8 +20,23 @@ class EngineInProcess:
 
     def __init__(self, config: AppConfig) -> None:
         """Loads the model and warms up. Raises ConfigError when that cannot be done."""
-        self.engine: Engine = build_engine(config, "bench", MonotonicClock(), _no_handoff)
+        self.engine: Engine = _build(config)
+        self._model_config = config.model
         self._num_requests = 0
+
+    def restart(self, config: AppConfig) -> None:
+        """Go on as `config` says with the same weights and as many KV blocks. Raises ConfigError.
+
+        Nothing may be running. The old engine's KV memory is free before the new one takes any.
+        """
+        assert not self.engine.core.has_work, "requests are running"
+        assert config.model == self._model_config, "other weights need another engine"
+        model = self.engine.executor.model
+        cache = msgspec.structs.replace(config.cache, num_blocks=self.engine.cache.num_blocks)
+        del self.engine
+        gc.collect()
+        torch.cuda.empty_cache()  # or pieces of the old KV store would be in the new one's way
+        self.engine = _build(msgspec.structs.replace(config, cache=cache), model)
 
     def generate(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[list[int]]:
         """`num_tokens` greedy tokens for each prompt, all of them running together."""
@@ -62,6 +82,10 @@ class EngineInProcess:
         """Step until every request has left."""
         while self.engine.core.has_work:
             on_step(self.step())
+
+
+def _build(config: AppConfig, model: CausalLM | None = None) -> Engine:
+    return build_engine(config, "bench", MonotonicClock(), _no_handoff, model=model)
 
 
 def _no_handoff(event: object) -> None:

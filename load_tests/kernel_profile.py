@@ -31,7 +31,11 @@ RULES: tuple[tuple[str, str], ...] = (
         r"flash(?!infer)|fmha|attn|attention|_decode_kernel|_prefill_kernel|_combine|_merge|merge_?state"
         r"|_plan_kernel|expand_blocks|prefill_?with|decode_?with",
     ),
-    ("sampling", r"sampl|gumbel|argmax|arg_max|logprob|penalt|logit|top_?[kp]|sort|multinomial"),
+    (
+        "sampling",
+        r"sampl|gumbel|argmax|arg_max|logprob|penalt|logit|top_?[kp]|sort|multinomial|_greedy_kernel"
+        r"|_best_chunk_kernel|_score_kernel|_limit_kernel|_maxima_kernel|_keep_kernel",
+    ),
     ("norm", r"rms_?norm|layer_?norm|head_norm|qk_norm"),
     ("linear", r"gemm|gemv|nvjet|cutlass|cublas|xmma|split_?k|linear|matmul"),
 )

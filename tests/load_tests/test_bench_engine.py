@@ -11,7 +11,13 @@ from engine.request import RequestKey
 from load_tests import bench_engine
 from load_tests.bench_engine import Bench, build_parser, engine_config, run, step_rounds_s
 from load_tests.comparison import TARGETS, compare, read_chain, read_peer, render_comparisons
-from load_tests.host_work import NUM_STREAMS, StreamReaders, measure_host_work, split_by_stream
+from load_tests.host_work import (
+    NUM_STREAMS,
+    StreamReaders,
+    above_neighbours,
+    measure_host_work,
+    split_by_stream,
+)
 from load_tests.in_process import EngineInProcess
 from load_tests.works import DECODE_STEPS, DECODES, LONG_PREFILLS, SHORT_PREFILLS, Kind, Work
 
@@ -251,3 +257,11 @@ def test_a_record_that_nobody_reads_is_noticed() -> None:
 
 def test_the_timed_steps_are_the_peers() -> None:
     assert DECODE_STEPS == 128
+
+
+def test_steady_growth_is_not_counted_as_unsteadiness() -> None:
+    growing = [10.0 + 0.01 * i for i in range(300)]
+    assert max(map(abs, above_neighbours(growing)[20:-20])) < 0.02
+    growing[150] += 3.0
+    assert above_neighbours(growing)[150] == pytest.approx(3.0, abs=0.02)
+    assert above_neighbours([7.0]) == [0.0]
