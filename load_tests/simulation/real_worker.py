@@ -1,0 +1,130 @@
+"""The whole scheduler on a virtual clock: the truth that the light worker is held against.
+
+Every step is planned and committed by `engine.scheduling.scheduler.Scheduler` over a `BlockCache`,
+decodes one by one. Tokens have no meaning, and nothing is cached for later prompts.
+"""
+
+import math
+from collections import deque
+from dataclasses import dataclass
+
+from configs.schema import SchedulerConfig
+from engine.kv.block_cache import BlockCache
+from engine.request import Request, RequestKey
+from engine.scheduling.contracts import StepOutput
+from engine.scheduling.plan import StepPlan, StepResult
+from engine.scheduling.scheduler import Scheduler
+from load_tests.simulation.worker import Load, Outcome, WorkerSpec
+
+BLOCK_SIZE = 16  # tokens
+ANY_TOKEN_ID = 7
+
+
+@dataclass(slots=True)
+class _Outbox:
+    """Takes prompts whose KV belongs elsewhere, and gives their blocks up at once."""
+
+    cache: BlockCache
+    num_unreserved_blocks: int = 0
+
+    def start(self, request: Request) -> None:
+        """Room elsewhere is none of this worker's business."""
+
+    def add(self, request: Request) -> None:
+        self.cache.release(request.block_ids)
+        request.block_ids = []
+
+    def drop(self, key: RequestKey) -> None:
+        """Nothing is kept here."""
+
+
+class _NoHasher:
+    """Nothing is found again, so nothing has a name."""
+
+    def extend(self, request: Request) -> None:
+        raise AssertionError(f"{request.key} is hashed without a prefix cache")
+
+
+class RealWorker:
+    """A `Worker` that is the engine's scheduler, with costs instead of a device."""
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        self._spec = spec
+        num_blocks = spec.max_kv_tokens // BLOCK_SIZE
+        cache = BlockCache(num_blocks, enable_prefix_cache=False, protected_share=0.5)
+        self._scheduler = Scheduler(
+            SchedulerConfig(
+                max_step_tokens=spec.max_step_tokens, max_rows=spec.max_rows, max_waiting=10**6
+            ),
+            cache=cache,
+            hasher=_NoHasher(),
+            outbox=_Outbox(cache),
+            block_size=BLOCK_SIZE,
+            max_model_len=num_blocks * BLOCK_SIZE,
+            eos_token_ids=(),
+            laps=spec.laps,
+        )
+        # The engine fits these to its steps; here they are known.
+        self._scheduler._prompts.model.costs = spec.known_costs
+        self._requests: dict[RequestKey, Request] = {}
+        self._in_flight: deque[tuple[StepPlan, float]] = deque()  # with the time of its end
+        self._is_idle = True
+        self.next_plan_s = math.inf
+
+    def add(self, request: Request, now_s: float) -> None:
+        """A prompt arrives."""
+        if not self._spec.keeps_decodes:
+            request.decode_worker = "another"
+        self._requests[request.key] = request
+        self._scheduler.add(request)
+        if self._is_idle:
+            self._is_idle = False
+            self.next_plan_s = now_s
+
+    def plan(self, now_s: float) -> Outcome:
+        """Commit what ended, then plan the next step."""
+        outcome = Outcome()
+        self._is_idle = False
+        while self._in_flight and self._in_flight[0][1] <= now_s:
+            plan, end_s = self._in_flight.popleft()
+            self._tell(self._scheduler.commit(plan, _result_of(plan)), end_s, outcome)
+            if self._spec.predicts:
+                outcome.load = self.load()
+        free_s = self._in_flight[-1][1] if self._in_flight else -math.inf
+        next_plan = self._scheduler.plan(now_s)
+        if next_plan is not None:
+            start_s = max(now_s + self._spec.host_s, free_s)
+            end_s = start_s + self._scheduler.newest_step_s
+            self._in_flight.append((next_plan, end_s))
+            self.next_plan_s = start_s if self._spec.overlap else end_s
+        elif self._in_flight:
+            self.next_plan_s = free_s
+        else:
+            self._is_idle = True
+            until_s = self._scheduler.gathers_until_s
+            self.next_plan_s = math.inf if until_s is None else until_s
+        return outcome
+
+    def load(self) -> Load:
+        """Walks the queue."""
+        counts = self._scheduler.statistics()
+        queued = self._scheduler.queued_work()
+        return Load(counts.num_queued_tokens, counts.num_waiting, queued)
+
+    def _tell(self, output: StepOutput, end_s: float, outcome: Outcome) -> None:
+        assert not output.failures, f"{output.failures}"
+        for _, record in output.tokens:
+            if record.index == 0:
+                outcome.first_tokens.append((self._requests[record.key], end_s))
+        for key in output.left:
+            outcome.finished.append((self._requests.pop(key), end_s))
+
+
+def _result_of(plan: StepPlan) -> StepResult:
+    """Every row that samples draws the same token."""
+    return StepResult(
+        step=plan.step,
+        tokens=[[ANY_TOKEN_ID] if samples else [] for samples in plan.samples],
+        logprobs=[None] * len(plan.rows),
+        is_finite=[True] * len(plan.rows),
+    )
