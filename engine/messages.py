@@ -84,6 +84,7 @@ class Assign(msgspec.Struct, frozen=True, kw_only=True, tag="assign"):
     length_class: LengthClass = "short"
     num_new_tokens: int = 0  # to be computed there; the others are in its prefix cache
     work_s: float = 0.0  # to compute them alone
+    shared_s: float = 0.0  # of it, what a step costs however many prompts are in it
     ttft_s: float = 0.0  # until the first token, with what is queued before it
     reason: str = ""
 

@@ -62,7 +62,8 @@ class PlacementView:
         now_s = self._clock.now_s()
         is_short = assign.length_class == "short"
         done_s = now_s + assign.ttft_s + DONE_AFTER_S
-        placed = _Placed(now_s, assign.num_new_tokens, assign.work_s, is_short, done_s)
+        work_s = assign.work_s - assign.shared_s  # prompts that wait together share a step
+        placed = _Placed(now_s, assign.num_new_tokens, work_s, is_short, done_s)
         self._placed.setdefault(assign.prefill_worker, []).append(placed)
         if assign.decode_worker is not None:
             arriving = _Placed(now_s, 0, 0.0, is_short, math.inf)

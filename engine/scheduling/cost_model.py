@@ -16,6 +16,7 @@ little (Huber's weights). Knows no queue, no clock and no device.
 
 import math
 from bisect import bisect_left, bisect_right
+from collections.abc import Iterable
 
 import msgspec
 import numpy as np
@@ -35,6 +36,20 @@ class StepWork(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     num_history_tokens: int = 0  # sum of H
     num_decode_rows: int = 0
     num_decode_keys: int = 0  # tokens that the decode rows attend to
+
+    @classmethod
+    def of_prompts(cls, prompts: Iterable[tuple[int, int]]) -> "StepWork":
+        """Prompt rows of (new, cached) tokens in one step; for many, cheaper than one by one."""
+        num_prompt_tokens = num_attended = num_history_tokens = 0
+        for num_new, num_cached in prompts:
+            num_prompt_tokens += num_new
+            num_attended += num_new * (num_new + 2 * num_cached)
+            num_history_tokens += num_cached
+        return cls(
+            num_prompt_tokens=num_prompt_tokens,
+            num_attended=num_attended,
+            num_history_tokens=num_history_tokens,
+        )
 
     @property
     def num_new_tokens(self) -> int:

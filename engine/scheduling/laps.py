@@ -244,10 +244,7 @@ class DualQueue:
 
     def _work(self, requests: Iterable[Request]) -> StepWork:
         """The rest of their prompts, in one step."""
-        work = NO_WORK
-        for request in requests:
-            work = work.with_prompt(*self._rest(request))
-        return work
+        return StepWork.of_prompts(map(self._rest, requests))
 
     # ---- classes and places ---------------------------------------------------------------------
 

@@ -147,6 +147,7 @@ def place(
         length_class=chosen.length_class,
         num_new_tokens=chosen.num_new_tokens,
         work_s=chosen.work_s,
+        shared_s=shared_s(rules.cost),
         ttft_s=chosen.ttft_s,
         reason=reason,
     )
@@ -158,6 +159,11 @@ def classify(
     """Short = it costs at most what `threshold_tokens` cost without a history."""
     cost_s = cost.seconds(num_new_tokens, num_cached_tokens)
     return "short" if cost_s <= cost.seconds(threshold_tokens, 0) else "long"
+
+
+def shared_s(cost: PrefillCost) -> float:
+    """What a step costs however many prompts are in it; prompts that wait together pay it once."""
+    return cost.seconds(0, 0)
 
 
 def wait_s(worker: WorkerSnapshot, length_class: LengthClass, max_step_s: float) -> float:

@@ -11,11 +11,12 @@ Composition of the parts that `LapsConfig` names. Knows no blocks and no rows.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import chain
 
 from configs.schema import LapsConfig
 from engine.messages import LengthClass, ShortLoad
 from engine.request import Request
-from engine.scheduling.cost_model import NO_WORK, CostModel, StepWork
+from engine.scheduling.cost_model import CostModel, StepWork
 from engine.scheduling.laps import DualQueue
 from engine.scheduling.step_room import StepRoom, rest_of_prompt
 from engine.scheduling.waiting import PromptQueue, WaitingQueue, by_arrival, by_priority
@@ -115,13 +116,10 @@ class PromptScheduling:
 
     def queued_work(self, running: Iterable[Request]) -> QueuedWork:
         """Predicted seconds of all prompts that wait or run. Walks both."""
-        rest = NO_WORK
-        for request in running:
-            rest = rest.with_prompt(*rest_of_prompt(request))
         if self._dual is None:
-            for request in self.queue:
-                rest = rest.with_prompt(*rest_of_prompt(request))
-            return QueuedWork(queued_s=self._seconds(rest), short=None)
+            work = StepWork.of_prompts(map(rest_of_prompt, chain(running, self.queue)))
+            return QueuedWork(queued_s=self._seconds(work), short=None)
+        rest = StepWork.of_prompts(map(rest_of_prompt, running))
         short, long = (self._dual.statistics(name) for name in CLASSES)
         short_s = self._seconds(short.work)
         return QueuedWork(

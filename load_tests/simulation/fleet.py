@@ -18,6 +18,7 @@ from engine.scheduling.placement import (
     ShortQueue,
     WorkerSnapshot,
     classify,
+    shared_s,
 )
 
 Floats = npt.NDArray[np.float64]
@@ -244,6 +245,7 @@ class FastPlacement:
             length_class=predicted.length_class,
             num_new_tokens=predicted.num_new_tokens,
             work_s=predicted.work_s,
+            shared_s=shared_s(self._rules.cost),
             ttft_s=ttft_s,
             reason=reason,
         )

@@ -42,7 +42,8 @@ class LoadView:
         i = self._fleet.index[assign.prefill_worker]
         expires_s = now_s + min(assign.ttft_s + DONE_AFTER_S, COUNTED_AFTER_S)
         is_short = assign.length_class == "short"
-        self._placed[i].append(_Placed(assign.num_new_tokens, assign.work_s, is_short, expires_s))
+        work_s = assign.work_s - assign.shared_s
+        self._placed[i].append(_Placed(assign.num_new_tokens, work_s, is_short, expires_s))
         heappush(self._expiring, (expires_s, i))
         self._write(i)
 

@@ -107,6 +107,14 @@ def test_prompts_that_arrive_together_are_spread_over_their_pool() -> None:
     assert sorted(world.place(900).prefill_worker for _ in range(4)) == sorted(2 * long)
 
 
+def test_prompts_that_wait_together_share_what_a_step_costs_anyway() -> None:
+    alone: dict[str, object] = {"workers.unified": 0, "workers.prefill": 1, "workers.decode": 1}
+    world = _World(alone, {"prefill-0": "prefill", "decode-0": "decode"})
+    first, second = world.place(100), world.place(100)
+    assert 0 < first.shared_s < first.work_s == first.ttft_s
+    assert second.ttft_s == pytest.approx(2 * first.work_s - first.shared_s)
+
+
 def test_what_was_placed_counts_until_a_report_must_have_seen_it() -> None:
     world = _World()
     worker = world.place(20_000).prefill_worker  # busy for 0.3 s

@@ -198,3 +198,12 @@ def test_non_negative_least_squares_meets_its_optimality_conditions(seed: int) -
 
 
 FITTED = [_fit(machine, seed=5, num_steps=640).costs for machine in MACHINES.values()]
+
+
+def test_many_prompts_are_the_same_work_as_one_after_the_other() -> None:
+    pairs = [(5, 0), (1, 300), (4096, 17), (64, 64)]
+    one_by_one = NO_WORK
+    for num_new, num_cached in pairs:
+        one_by_one = one_by_one.with_prompt(num_new, num_cached)
+    assert StepWork.of_prompts(pairs) == one_by_one
+    assert StepWork.of_prompts([]) == NO_WORK
