@@ -18,7 +18,7 @@ from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.step_times import Phase, StepTimes, StepTimesStatistics
 
 # Planning, metadata and the first launch of a step take the host about 1 ms, and it may be late.
-_LEAD_S = 2.5e-3
+LEAD_S = 2.5e-3
 _LOOK_EVERY_S = 0.05  # looking at the queue takes as long as the queue is
 
 
@@ -90,7 +90,7 @@ class EngineCore:
             if not self._gathers or not self.scheduler.costs.is_fitted:
                 return 0.0
             is_done = self._in_flight[-1][1].is_done
-            return 0.0 if is_done else max(0.0, self._busy_until_s - _LEAD_S - now_s)
+            return 0.0 if is_done else max(0.0, self._busy_until_s - LEAD_S - now_s)
         until_s = self.scheduler.gathers_until_s
         return 0.0 if until_s is None else max(0.0, until_s - now_s)
 

@@ -6,6 +6,7 @@ question asks for everything.
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Iterable
 
 from actors.edge.worker_links import WorkerLink, WorkerLinks
@@ -15,6 +16,7 @@ from engine.messages import WorkerNews
 logger = logging.getLogger(__name__)
 
 PERIOD_S = 0.1
+IDLE_PERIOD_S = 0.5  # of a worker that has nothing to do: it has little to tell
 PATIENCE_S = 5.0  # a long step may come first
 
 
@@ -27,13 +29,16 @@ class NewsReader:
         last_sequence: Callable[[str], int | None],
         learn: Callable[[str, WorkerNews], None],
         period_s: float = PERIOD_S,
+        idle_period_s: float = IDLE_PERIOD_S,
     ) -> None:
         """Starts at once. Must be created on the event loop."""
         self._links = links
         self._last_sequence = last_sequence
         self._learn = learn
         self._period_s = period_s
+        self._idle_period_s = idle_period_s
         self._asking: dict[str, asyncio.Task[None]] = {}
+        self._asked_s: dict[str, float] = {}  # by the loop's clock
         self._task = asyncio.get_running_loop().create_task(self._read())
 
     def check(self) -> None:
@@ -50,20 +55,24 @@ class NewsReader:
 
     async def _read(self) -> None:
         while True:
-            for link in self._silent(self._links.links()):
+            now_s = asyncio.get_running_loop().time()
+            for link in self._silent(self._links.links(), now_s):
                 self._asking[link.name] = asyncio.create_task(self._ask(link))
+                self._asked_s[link.name] = now_s
             await asyncio.sleep(self._period_s)
 
-    def _silent(self, links: Iterable[WorkerLink]) -> list[WorkerLink]:
-        """Those that prefill, can be asked and are not being asked."""
+    def _silent(self, links: Iterable[WorkerLink], now_s: float) -> list[WorkerLink]:
+        """Those that prefill, can be asked and are not being asked, unless they are idle."""
         for task in [task for task in self._asking.values() if task.done()]:
             task.result()
         self._asking = {name: task for name, task in self._asking.items() if not task.done()}
-        return [
-            link
-            for link in links
-            if link.is_up and link.role != "decode" and link.name not in self._asking
-        ]
+        return [link for link in links if self._is_due(link, now_s)]
+
+    def _is_due(self, link: WorkerLink, now_s: float) -> bool:
+        if not link.is_up or link.role == "decode" or link.name in self._asking:
+            return False
+        asked_s = self._asked_s.get(link.name, -math.inf)
+        return _is_busy(link) or now_s - asked_s >= self._idle_period_s
 
     async def _ask(self, link: WorkerLink) -> None:
         assert link.handle is not None, f"{link.name} is not connected"
@@ -76,3 +85,8 @@ class NewsReader:
             return
         if link.is_up and link.incarnation == incarnation:  # else it was lost meanwhile
             self._learn(link.name, news)
+
+
+def _is_busy(link: WorkerLink) -> bool:
+    load = link.load
+    return load is None or load.num_running + load.num_waiting > 0

@@ -96,7 +96,7 @@ class RealWorker:
             start_s = max(now_s + self._spec.host_s, free_s)
             end_s = start_s + self._scheduler.newest_step_s
             self._in_flight.append((next_plan, end_s))
-            self.next_plan_s = start_s if self._spec.overlap else end_s
+            self.next_plan_s = self._spec.plan_s(start_s, end_s)
         elif self._in_flight:
             self.next_plan_s = free_s
         else:

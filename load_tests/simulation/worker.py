@@ -4,7 +4,7 @@
     step          between plan and end nothing changes; steps of decodes alone come as one run
 
 With overlap a step is planned when the one in front of it starts, so an arrival in between joins
-the step after next. Times of tokens are known when their step is planned, and told at once.
+the step after next; with the length-aware queue, shortly before that one ends. Times of tokens are known when their step is planned, and told at once.
 Instead of blocks there are tokens of KV: a request reserves its final length, so nobody is
 preempted. `real_worker` runs the whole scheduler in its place; both give the same times.
 """
@@ -17,6 +17,7 @@ from typing import Protocol
 import msgspec
 
 from configs.schema import LapsConfig
+from engine.core import LEAD_S
 from engine.request import Request
 from engine.scheduling.cost_model import PRIOR, StepCosts
 from engine.scheduling.prompt_scheduling import PromptScheduling, QueuedWork
@@ -43,6 +44,12 @@ class WorkerSpec:
     def known_costs(self) -> StepCosts:
         """As a worker has them that has fitted them: its queue then classifies by cost."""
         return msgspec.structs.replace(self.costs, num_samples=max(1, self.costs.num_samples))
+
+    def plan_s(self, start_s: float, end_s: float) -> float:
+        """When the step after one from `start_s` to `end_s` is planned."""
+        if not self.overlap:
+            return end_s
+        return max(start_s, end_s - LEAD_S) if self.laps.enable_laps_scheduler else start_s
 
     def with_queue(self, queue: str) -> "WorkerSpec":
         """The same with a queue by name. Raises msgspec.ValidationError for an unknown name."""
@@ -177,8 +184,9 @@ class LightWorker:
             self._is_idle = False
             self.next_plan_s = now_s
         elif run is not None:
-            boundary = run.first_boundary_at(now_s)
-            run.cut(boundary + 1 if self._spec.overlap else max(1, boundary))
+            boundary = max(1, run.first_boundary_at(now_s))
+            is_planned = now_s > self._plan_s(run, boundary)
+            run.cut(boundary + 1 if is_planned else boundary)
             self._schedule_run(run)
 
     # ---- one plan moment ------------------------------------------------------------------------
@@ -274,7 +282,7 @@ class LightWorker:
                 self._rows.add(request)
             else:
                 self._end_decodes([request], end_s, outcome)
-        self.next_plan_s = start_s if self._spec.overlap else end_s
+        self.next_plan_s = self._spec.plan_s(start_s, end_s)
 
     # ---- decodes --------------------------------------------------------------------------------
 
@@ -294,8 +302,11 @@ class LightWorker:
         self._schedule_run(run)
 
     def _schedule_run(self, run: DecodeRun) -> None:
-        last = run.num_steps - 1 if self._spec.overlap else run.num_steps
-        self.next_plan_s = run.boundary_s(last)
+        self.next_plan_s = self._plan_s(run, run.num_steps)
+
+    def _plan_s(self, run: DecodeRun, boundary: int) -> float:
+        """When what follows the first so many steps of a run is planned."""
+        return self._spec.plan_s(run.boundary_s(boundary - 1), run.boundary_s(boundary))
 
     def _close_run(self, outcome: Outcome) -> None:
         run, self._run = self._run, None

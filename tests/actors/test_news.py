@@ -98,7 +98,7 @@ def test_the_reader_ends_up_with_what_is_cached_though_answers_are_lost() -> Non
             applied.set()
 
         links = cast("WorkerLinks", _Links(handle))
-        reader = NewsReader(links, hits.last_sequence, learn, period_s=0.001)
+        reader = NewsReader(links, hits.last_sequence, learn, period_s=0.001, idle_period_s=0.002)
         async with asyncio.timeout(20):
             for num_blocks in range(1, 7):
                 _index(handle.cache, CHAIN[:num_blocks])
