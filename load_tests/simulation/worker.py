@@ -4,9 +4,10 @@
     step          between plan and end nothing changes; steps of decodes alone come as one run
 
 With overlap a step is planned when the one in front of it starts, so an arrival in between joins
-the step after next; with the length-aware queue, shortly before that one ends. Times of tokens are known when their step is planned, and told at once.
-Instead of blocks there are tokens of KV: a request reserves its final length, so nobody is
-preempted. `real_worker` runs the whole scheduler in its place; both give the same times.
+the step after next; with the length-aware queue, shortly before that one ends. Times of tokens are
+known when their step is planned, and told at once. Instead of blocks there are tokens of KV: a
+request reserves its final length, so nobody is preempted. `real_worker` runs the whole scheduler in
+its place; both give the same times.
 """
 
 import math
