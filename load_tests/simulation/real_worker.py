@@ -69,6 +69,8 @@ class RealWorker:
         self._requests: dict[RequestKey, Request] = {}
         self._in_flight: deque[tuple[StepPlan, float]] = deque()  # with the time of its end
         self._is_idle = True
+        self._has_ended = False  # a step did, since the last plan
+        self._due_s = math.inf  # when the next step is to be planned; commits may come before
         self.next_plan_s = math.inf
 
     def add(self, request: Request, now_s: float) -> None:
@@ -79,31 +81,39 @@ class RealWorker:
         self._scheduler.add(request)
         if self._is_idle:
             self._is_idle = False
-            self.next_plan_s = now_s
+            self._due_s = self.next_plan_s = now_s
 
     def plan(self, now_s: float) -> Outcome:
-        """Commit what ended, then plan the next step."""
+        """Commit what ended, then plan the next step if that is due."""
         outcome = Outcome()
-        self._is_idle = False
         while self._in_flight and self._in_flight[0][1] <= now_s:
             plan, end_s = self._in_flight.popleft()
             self._tell(self._scheduler.commit(plan, _result_of(plan)), end_s, outcome)
-            if self._spec.predicts:
+            self._has_ended = True
+        if now_s >= self._due_s:
+            if self._has_ended and self._spec.predicts:  # told with the next plan, as over there
                 outcome.load = self.load()
+            self._has_ended = False
+            self._plan_step(now_s)
+        end_s = self._in_flight[0][1] if self._in_flight else math.inf
+        self.next_plan_s = min(self._due_s, end_s)
+        return outcome
+
+    def _plan_step(self, now_s: float) -> None:
+        self._is_idle = False
         free_s = self._in_flight[-1][1] if self._in_flight else -math.inf
         next_plan = self._scheduler.plan(now_s)
         if next_plan is not None:
             start_s = max(now_s + self._spec.host_s, free_s)
             end_s = start_s + self._scheduler.newest_step_s
             self._in_flight.append((next_plan, end_s))
-            self.next_plan_s = self._spec.plan_s(start_s, end_s)
+            self._due_s = self._spec.plan_s(start_s, end_s)
         elif self._in_flight:
-            self.next_plan_s = free_s
+            self._due_s = free_s
         else:
             self._is_idle = True
             until_s = self._scheduler.gathers_until_s
-            self.next_plan_s = math.inf if until_s is None else until_s
-        return outcome
+            self._due_s = math.inf if until_s is None else until_s
 
     def load(self) -> Load:
         """Walks the queue."""
