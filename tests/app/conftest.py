@@ -7,6 +7,7 @@ os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # a cluster of our own, gone
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -72,3 +73,15 @@ def rng() -> random.Random:
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     return random.Random(seed)
+
+
+SHARED = {"disaggregated", "over_gloo_pairs", "over_object_store", "unified"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Modules with few shared applications first: idle, too, each takes time of the machine."""
+    shared: dict[Path, set[str]] = {}
+    for item in items:
+        used = SHARED.intersection(getattr(item, "fixturenames", ()))
+        shared.setdefault(item.path, set()).update(used)
+    items.sort(key=lambda item: len(shared[item.path]))
