@@ -12,7 +12,6 @@ prompt gets one token, a decode step the 128th part of the median for 129 tokens
 
 import argparse
 import json
-import random
 import statistics
 import tempfile
 import time
@@ -39,6 +38,7 @@ from load_tests.kernel_profile import (
     render_kernels,
     render_profile,
 )
+from load_tests.prompts import RandomPrompts
 from load_tests.shapes import SHAPES, write_shapes
 from load_tests.tables import Figure, describe_machine, render
 from load_tests.works import DECODE_STEPS, DECODES, WORKS, Kind, Work
@@ -49,7 +49,6 @@ HOST_WORK = DECODES[3]  # the largest batch: most work for the host, least time 
 NUM_TRACED_STEPS = 16
 NUM_TRACED_TOKENS = 512  # of every row: the first to decode must still be here with the last
 NUM_LISTED_KERNELS = 20
-FIRST_TOKEN_ID, LAST_TOKEN_ID = 10, 100_000
 
 
 class Bench:
@@ -57,8 +56,7 @@ class Bench:
 
     def __init__(self, ours: EngineInProcess, *, seed: int = 0) -> None:
         self.ours = ours
-        self._rng = random.Random(seed)
-        self._end_id = min(LAST_TOKEN_ID, ours.engine.spec.vocab_size)
+        self._random = RandomPrompts(ours.engine.spec.vocab_size, seed=seed)
 
     def warm_up(self) -> None:
         """What the peer runs before its first figure."""
@@ -96,10 +94,7 @@ class Bench:
         self.ours.run_until_idle(_ignore)
 
     def prompts(self, num_rows: int, num_tokens: int) -> list[list[int]]:
-        draw = self._rng.randrange
-        return [
-            [draw(FIRST_TOKEN_ID, self._end_id) for _ in range(num_tokens)] for _ in range(num_rows)
-        ]
+        return self._random.draw(num_rows, num_tokens)
 
     def _step_until_decoding(self, num_rows: int) -> None:
         """Until a step computed one token for each of `num_rows` rows and nothing else."""

@@ -29,11 +29,12 @@ from configs.schema import AppConfig
 from engine.models.spec import load_spec
 from load_tests.in_process import EngineInProcess
 from load_tests.mixed_http import serve_over_http
-from load_tests.mixed_load import FIRST_TOKEN_ID, NUM_OUTPUT_TOKENS, MixedLoad
+from load_tests.mixed_load import NUM_OUTPUT_TOKENS, MixedLoad
 from load_tests.mixed_report import Limits, read_peer_tables
 from load_tests.mixed_sweep import Budget, Results, Serve, Sweep, note
 from load_tests.one_batch import measure_batches, read_chain_batches
 from load_tests.open_loop import serve_load
+from load_tests.prompts import FIRST_TOKEN_ID
 from load_tests.shapes import SHAPES, write_shapes
 from load_tests.tables import describe_machine
 

@@ -15,6 +15,8 @@ from typing import Literal
 
 import numpy as np
 
+from load_tests.prompts import FIRST_TOKEN_ID, LAST_TOKEN_ID
+
 LengthClass = Literal["short", "long"]
 
 SHARE_LONG = 0.2
@@ -22,7 +24,6 @@ SHORT_TOKENS = (8, 256)  # at least, at most
 SHORT_LOG_MEAN, SHORT_LOG_DEVIATION = 4.3, 0.8
 LONG_TOKENS = (2048, 8192)  # from, below
 NUM_OUTPUT_TOKENS = 64
-FIRST_TOKEN_ID, LAST_TOKEN_ID = 10, 100_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

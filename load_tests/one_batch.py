@@ -7,7 +7,6 @@ The second is what a bare chain's replayed graph is compared with; it has sampli
 of the step's inputs and tokens in it besides.
 """
 
-import random
 import re
 import statistics
 import time
@@ -20,7 +19,7 @@ import torch
 
 from load_tests.comparison import read_chain
 from load_tests.in_process import EngineInProcess
-from load_tests.mixed_load import FIRST_TOKEN_ID, LAST_TOKEN_ID
+from load_tests.prompts import RandomPrompts
 from load_tests.tables import render_rows
 
 NUM_ROUNDS = 9
@@ -98,8 +97,7 @@ class OneBatch:
 
     def __init__(self, ours: EngineInProcess, *, seed: int = 0) -> None:
         self._ours = ours
-        self._rng = random.Random(seed)
-        self._end_id = min(LAST_TOKEN_ID, ours.engine.spec.vocab_size)
+        self._prompts = RandomPrompts(ours.engine.spec.vocab_size, seed=seed)
 
     def wall_rounds_ms(self, batch: Batch) -> list[float]:
         """From adding the prompts until each has its first token."""
@@ -113,12 +111,12 @@ class OneBatch:
         self, batch: Batch, measure: Callable[[Sequence[Sequence[int]]], float]
     ) -> list[float]:
         """Prompts are new in every round, except for what is cached."""
-        histories = self._prompts(batch.num_rows, batch.num_cached)
+        histories = self._prompts.draw(batch.num_rows, batch.num_cached)
         if batch.num_cached:
             self._ours.generate(histories, 1)
         rounds = []
         for _ in range(NUM_WARM_UP_ROUNDS + NUM_ROUNDS):
-            rests = self._prompts(batch.num_rows, batch.num_tokens)
+            rests = self._prompts.draw(batch.num_rows, batch.num_tokens)
             num_cached = self._num_cached_tokens
             rounds.append(measure([a + b for a, b in zip(histories, rests, strict=True)]))
             num_cached = self._num_cached_tokens - num_cached
@@ -146,12 +144,6 @@ class OneBatch:
         assert len(committed.tokens) == len(prompts), "the prompts did not share one step"
         end.synchronize()
         return float(start.elapsed_time(end))
-
-    def _prompts(self, num_rows: int, num_tokens: int) -> list[list[int]]:
-        draw = self._rng.randrange
-        return [
-            [draw(FIRST_TOKEN_ID, self._end_id) for _ in range(num_tokens)] for _ in range(num_rows)
-        ]
 
     @property
     def _num_cached_tokens(self) -> int:

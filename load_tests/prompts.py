@@ -1,4 +1,4 @@
-"""Prompts for figures: random slices of the standard library's source, the same for one seed.
+"""Prompts for figures: slices of the standard library's source, or ids at random, by a seed.
 
 Knows no tokenizer: a caller turns text into ids and cuts them to the wanted lengths.
 """
@@ -9,6 +9,22 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 CHARS_PER_TOKEN = 12  # generous: a slice must not turn out too short
+FIRST_TOKEN_ID, LAST_TOKEN_ID = 10, 100_000  # of ids at random, as far as the vocabulary goes
+
+
+class RandomPrompts:
+    """Prompts of random ids, never the same twice; the same series for one seed."""
+
+    def __init__(self, vocab_size: int, *, seed: int) -> None:
+        self._rng = random.Random(seed)
+        self._end_id = min(LAST_TOKEN_ID, vocab_size)
+
+    def draw(self, num_rows: int, num_tokens: int) -> list[list[int]]:
+        """`num_rows` prompts of `num_tokens` each."""
+        draw = self._rng.randrange
+        return [
+            [draw(FIRST_TOKEN_ID, self._end_id) for _ in range(num_tokens)] for _ in range(num_rows)
+        ]
 
 
 class SourceText:

@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from actors.edge.worker_links import WorkerLink, WorkerLinks
 from engine.clock import Clock
 from engine.messages import Assign, LengthClass, LoadReport
-from engine.scheduling.placement import DEFAULT_RULES, PrefillCost, ShortQueue, WorkerSnapshot
-
-# A report this much younger than a placement has counted it: submitting takes milliseconds.
-COUNTED_AFTER_S = 0.2
-# So long after its predicted first token a prompt is no load any more, whatever the last report
-# says: else a worker that is idle again would seem busy until the next one.
-DONE_AFTER_S = 0.05
+from engine.scheduling.placement import (
+    COUNTED_AFTER_S,
+    DEFAULT_RULES,
+    DONE_AFTER_S,
+    PrefillCost,
+    ShortQueue,
+    WorkerSnapshot,
+)
 
 NO_HITS: Mapping[str, int] = {}
 NO_LABELS: Mapping[str, LengthClass] = {}

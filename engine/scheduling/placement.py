@@ -19,6 +19,11 @@ from typing import Protocol
 from configs.schema import LapsConfig
 from engine.messages import Assign, Hold, LengthClass, Placement, PlaceRequest, Reject, Role
 
+# A report this much younger than a placement has counted it: submitting takes milliseconds.
+COUNTED_AFTER_S = 0.2
+# So long after its predicted first token a prompt is no load any more, whatever the last report
+# says: else a worker that is idle again would seem busy until the next one.
+DONE_AFTER_S = 0.05
 RETRY_AFTER_S = 1.0
 
 

@@ -12,11 +12,9 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from engine.messages import Assign
+from engine.scheduling.placement import COUNTED_AFTER_S, DONE_AFTER_S
 from load_tests.simulation.fleet import Decoders, Prefillers
 from load_tests.simulation.worker import Load
-
-COUNTED_AFTER_S = 0.2  # a report this much younger than a placement has seen it
-DONE_AFTER_S = 0.05  # so long after its predicted first token a prompt is no load any more
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.edge.placement_view import COUNTED_AFTER_S, DONE_AFTER_S
 from actors.edge.placing import Placing
 from actors.edge.worker_links import WorkerLink, WorkerLinks
 from actors.handles import WorkerHandle
@@ -29,6 +28,7 @@ from engine.messages import (
     encode,
 )
 from engine.scheduling.cost_model import PRIOR
+from engine.scheduling.placement import COUNTED_AFTER_S, DONE_AFTER_S
 
 ROLES: dict[str, Role] = {
     **{f"prefill-{i}": "prefill" for i in range(4)},

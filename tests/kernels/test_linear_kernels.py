@@ -9,10 +9,7 @@ from torch import Tensor
 
 from kernels.ops import Ops
 from tests.kernels.interpreter import run_interpreted
-
-# norm(ours - exact) / norm(exact): sums in fp32, one rounding of the result.
-TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
-CPU, GPU = torch.device("cpu"), torch.device("cuda")
+from tests.kernels.linear_cases import CPU, GPU, assert_near, exact_gated, exact_product, poison
 
 Case = tuple[Tensor, Tensor, Tensor | None]
 
@@ -27,29 +24,6 @@ def _case(
     weight = (num_columns**-0.5 * torch.randn(num_rows, num_columns, device=device)).to(dtype)
     bias = 9 * torch.randn(num_rows, device=device).to(dtype) if with_bias else None
     return x, weight, bias
-
-
-def _exact(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    product = x.double() @ weight.double().T
-    return product if bias is None else product + bias.double()
-
-
-def _exact_gated(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    gate, up = _exact(x, weight, bias).chunk(2, dim=1)
-    return gate * torch.sigmoid(gate) * up
-
-
-def _assert_near(ours: Tensor, exact: Tensor, dtype: torch.dtype) -> None:
-    assert ours.shape == exact.shape
-    assert ours.dtype == dtype
-    error = float((ours.double() - exact).norm() / exact.norm())
-    assert error <= TOLERANCES[dtype], f"off by {error} for {list(exact.shape)}"
-
-
-def _poison(device: torch.device, num_elements: int) -> None:
-    """Leaves NaN in memory that the next allocations are likely to get."""
-    pieces = [torch.full((num_elements,), torch.nan, device=device) for _ in range(4)]
-    del pieces
 
 
 # ---- on a CPU ------------------------------------------------------------------------------------
@@ -72,8 +46,8 @@ def check_small_interpreted() -> None:
         for num_rows, num_columns, with_bias in ((96, 96, True), (80, 112, False)):
             shape = (num_tokens, num_rows, num_columns)
             case = _case(shape, dtype, CPU, with_bias=with_bias)
-            _assert_near(small_linear(*case, counters, cut), _exact(*case), dtype)
-            _assert_near(small_gated_linear(*case, counters, cut), _exact_gated(*case), dtype)
+            assert_near(small_linear(*case, counters, cut), exact_product(*case), dtype)
+            assert_near(small_gated_linear(*case, counters, cut), exact_gated(*case), dtype)
             assert not counters.any(), "a call left its counts behind"
 
 
@@ -85,7 +59,7 @@ def check_invariant_interpreted() -> None:
     )  # 3 token tiles: the last group has one only
     for shape, dtype in (((35, 80, 96), torch.float32), ((7, 64, 48), torch.float16)):
         case = _case(shape, dtype, CPU, with_bias=True)
-        _assert_near(invariant_linear(*case, cut), _exact(*case), dtype)
+        assert_near(invariant_linear(*case, cut), exact_product(*case), dtype)
 
 
 @pytest.mark.slow
@@ -118,10 +92,10 @@ def test_few_tokens_are_multiplied_as_in_float64(dtype: torch.dtype, gated: bool
     product = _small_product(gated=gated)
     for index, shape in enumerate(SIZES):
         case = _case(shape, dtype, GPU, with_bias=index % 2 == 0)
-        _poison(GPU, 8 * shape[0] * shape[1])
+        poison(8 * shape[0] * shape[1])
         ours = product(*case)
-        exact = _exact_gated(*case) if gated else _exact(*case)
-        _assert_near(ours, exact, dtype)
+        exact = exact_gated(*case) if gated else exact_product(*case)
+        assert_near(ours, exact, dtype)
 
 
 @pytest.mark.gpu
@@ -172,8 +146,8 @@ def test_any_number_of_tokens_is_multiplied_as_in_float64(
     from kernels.linear_invariant import invariant_linear
 
     case = _case(shape, dtype, GPU, with_bias=True)
-    _poison(GPU, shape[0] * shape[1])
-    _assert_near(invariant_linear(*case), _exact(*case), dtype)
+    poison(shape[0] * shape[1])
+    assert_near(invariant_linear(*case), exact_product(*case), dtype)
 
 
 @pytest.mark.gpu
@@ -197,8 +171,8 @@ def test_layers_choose_by_number_of_tokens(num_tokens: int, is_deterministic: bo
     x, weight, bias = _case((num_tokens, 768, 256), torch.bfloat16, GPU, with_bias=True)
     linear = build_linear(weight, bias, is_deterministic=is_deterministic)
     gated = build_gated(weight, bias, _two_step_gate(), is_deterministic=is_deterministic)
-    _assert_near(linear(x), _exact(x, weight, bias), torch.bfloat16)
-    _assert_near(gated(x), _exact_gated(x, weight, bias), torch.bfloat16)
+    assert_near(linear(x), exact_product(x, weight, bias), torch.bfloat16)
+    assert_near(gated(x), exact_gated(x, weight, bias), torch.bfloat16)
 
 
 @pytest.mark.gpu
@@ -215,7 +189,7 @@ def test_a_gate_on_a_cpu_is_two_steps() -> None:
 
     x, weight, bias = _case((5, 96, 40), torch.float32, CPU, with_bias=True)
     gated = build_gated(weight, bias, _two_step_gate())
-    _assert_near(gated(x), _exact_gated(x, weight, bias), torch.float32)
+    assert_near(gated(x), exact_gated(x, weight, bias), torch.float32)
 
 
 class _TwoStepGate:

@@ -14,10 +14,8 @@ from kernels.linear_large import (
     supports_large,
 )
 from tests.kernels.interpreter import run_interpreted
+from tests.kernels.linear_cases import CPU, GPU, assert_near, exact_gated, exact_product, poison
 
-# norm(ours - exact) / norm(exact): sums in fp32, one rounding of the result.
-TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
-CPU, GPU = torch.device("cpu"), torch.device("cuda")
 # T, N, K: fewer and more than a tile of each, odd tokens, sizes that are and are not whole tiles.
 SIZES = [(1, 4096, 4096), (5, 144, 128), (127, 272, 720), (333, 4112, 1040), (700, 4096, 12288)]
 SIZES += [(1025, 6144, 4096), (2049, 8208, 4096), (5001, 528, 144)]
@@ -39,29 +37,6 @@ def _case(
     return x, weight, torch.randn(num_rows, device=device).to(dtype)
 
 
-def _exact(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    product = x.double() @ weight.double().T
-    return product if bias is None else product + bias.double()
-
-
-def _exact_gated(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    gate, up = _exact(x, weight, bias).chunk(2, dim=1)
-    return gate * torch.sigmoid(gate) * up
-
-
-def _assert_near(ours: Tensor, exact: Tensor, dtype: torch.dtype) -> None:
-    assert ours.shape == exact.shape
-    assert ours.dtype == dtype
-    error = float((ours.double() - exact).norm() / exact.norm())
-    assert error <= TOLERANCES[dtype], f"off by {error} for {list(exact.shape)}"
-
-
-def _poison(num_elements: int) -> None:
-    """Leaves NaN in memory that the next allocations are likely to get."""
-    pieces = [torch.full((num_elements,), torch.nan, device=GPU) for _ in range(4)]
-    del pieces
-
-
 # ---- on a CPU ------------------------------------------------------------------------------------
 
 
@@ -74,13 +49,13 @@ def check_interpreted() -> None:
             )
             x, weight, bias = _case(shape, dtype, CPU)
             residual = _rows(shape[0], shape[1], dtype, CPU)
-            exact = _exact(x, weight, bias)
-            _assert_near(large_linear(x, weight, bias, None, cut), exact, dtype)
+            exact = exact_product(x, weight, bias)
+            assert_near(large_linear(x, weight, bias, None, cut), exact, dtype)
             with_residual = large_linear(x, weight, bias, residual, cut)
-            _assert_near(with_residual, exact + residual.double(), dtype)
-            _assert_near(large_linear(x, weight, None, None, cut), exact - bias.double(), dtype)
-            gated = _exact_gated(x, weight, bias)
-            _assert_near(large_gated_linear(x, weight, bias, cut), gated, dtype)
+            assert_near(with_residual, exact + residual.double(), dtype)
+            assert_near(large_linear(x, weight, None, None, cut), exact - bias.double(), dtype)
+            gated = exact_gated(x, weight, bias)
+            assert_near(large_gated_linear(x, weight, bias, cut), gated, dtype)
 
 
 @pytest.mark.slow
@@ -133,16 +108,14 @@ def test_products_are_as_in_float64(
     assert supports_large(weight)
     used_bias = bias if with_bias else None
     residual = _rows(shape[0], shape[1], dtype, GPU)
-    exact = _exact(x, weight, used_bias)
-    _poison(shape[0] * shape[1])
-    _assert_near(large_linear(x, weight, used_bias), exact, dtype)
-    _poison(shape[0] * shape[1])
+    exact = exact_product(x, weight, used_bias)
+    poison(shape[0] * shape[1])
+    assert_near(large_linear(x, weight, used_bias), exact, dtype)
+    poison(shape[0] * shape[1])
     with_residual = large_linear(x, weight, used_bias, residual)
-    _assert_near(with_residual, exact + residual.double(), dtype)
-    _poison(shape[0] * shape[1])
-    _assert_near(
-        large_gated_linear(x, weight, used_bias), _exact_gated(x, weight, used_bias), dtype
-    )
+    assert_near(with_residual, exact + residual.double(), dtype)
+    poison(shape[0] * shape[1])
+    assert_near(large_gated_linear(x, weight, used_bias), exact_gated(x, weight, used_bias), dtype)
 
 
 @pytest.mark.gpu
@@ -165,9 +138,11 @@ def test_small_weights_are_left_to_others() -> None:
 )
 def test_every_cut_gives_the_same_product(config: LargeConfig) -> None:
     x, weight, bias = _case((3001, 2064, 1040), torch.bfloat16, GPU)
-    _assert_near(large_linear(x, weight, bias, None, config), _exact(x, weight, bias), x.dtype)
+    assert_near(
+        large_linear(x, weight, bias, None, config), exact_product(x, weight, bias), x.dtype
+    )
     gated = large_gated_linear(x, weight, bias, config)
-    _assert_near(gated, _exact_gated(x, weight, bias), x.dtype)
+    assert_near(gated, exact_gated(x, weight, bias), x.dtype)
 
 
 @pytest.mark.gpu
@@ -186,8 +161,8 @@ def test_outputs_beyond_two_to_the_31_are_in_their_place() -> None:
     y = large_linear(x, weight, bias)
     assert y.numel() > 2**31
     for start in (0, 14000, 16383 - 65):
-        exact = _exact(x[start : start + 65], weight, bias)
-        _assert_near(y[start : start + 65], exact, torch.bfloat16)
+        exact = exact_product(x[start : start + 65], weight, bias)
+        assert_near(y[start : start + 65], exact, torch.bfloat16)
 
 
 @pytest.mark.gpu
