@@ -142,7 +142,9 @@ def token_bucket(num_tokens: int) -> int:
 
 
 @triton.jit
-def _prefetch_rows(weight_ptr, rows, k_start, K: tl.constexpr, PREFETCH_K: tl.constexpr):
+def prefetch_rows(
+    weight_ptr, rows, k_start, K: tl.constexpr, PREFETCH_K: tl.constexpr
+) -> None:  # fmt: skip
     """Ask the L2 cache for columns [k_start, k_start + PREFETCH_K) of `rows`."""
     lines = k_start + tl.arange(0, PREFETCH_K // _CACHE_LINE_ELEMENTS) * _CACHE_LINE_ELEMENTS
     columns = tl.minimum(lines, K - 1)
@@ -275,7 +277,7 @@ def _small_linear_kernel(
         if STARTS_NEXT_EARLY:
             tl.extra.cuda.gdc_launch_dependents()
         if PREFETCH_K > 0:
-            _prefetch_rows(weight_ptr, w_rows, k_start, K, PREFETCH_K)
+            prefetch_rows(weight_ptr, w_rows, k_start, K, PREFETCH_K)
         tl.extra.cuda.gdc_wait()
     tokens = tl.arange(0, BLOCK_M)
     is_token = tokens < num_tokens
