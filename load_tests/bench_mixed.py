@@ -17,8 +17,8 @@ import itertools
 import json
 import math
 import tempfile
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -30,7 +30,7 @@ from engine.models.spec import load_spec
 from load_tests.in_process import EngineInProcess
 from load_tests.mixed_http import serve_over_http
 from load_tests.mixed_load import NUM_OUTPUT_TOKENS, MixedLoad
-from load_tests.mixed_report import Limits, read_peer_tables
+from load_tests.mixed_report import limits_from_text, read_peer_tables
 from load_tests.mixed_sweep import Budget, Results, Serve, Sweep, note
 from load_tests.one_batch import measure_batches, read_chain_batches
 from load_tests.open_loop import serve_load
@@ -50,12 +50,14 @@ class Variant:
     mix: str
     window: str
     graphs: str
+    max_step_ms: float | None = None  # None: as the configuration has it
 
     @property
     def label(self) -> str:
         parts = [self.queue]
         if self.queue == "laps":
             parts += [self.mix] + ([f"window {self.window}"] if self.window != "none" else [])
+        parts += [] if self.max_step_ms is None else [f"{self.max_step_ms:g} ms"]
         return ", ".join(parts + ([f"graphs {self.graphs}"] if self.graphs != "auto" else []))
 
     @property
@@ -67,6 +69,8 @@ class Variant:
         }
         if self.queue == "laps":
             keys |= {"laps.mix": self.mix, "laps.window": self.window}
+        if self.max_step_ms is not None:
+            keys["laps.max_step_ms"] = self.max_step_ms
         if self.graphs != "auto":
             keys["laps.enable_batch_prefill_cuda_graph"] = self.graphs != "off"
         if self.graphs not in ("auto", "off"):
@@ -75,10 +79,10 @@ class Variant:
 
 
 def build_variants(args: argparse.Namespace) -> list[Variant]:
-    """Every combination that differs: mix and window are of the laps queue alone."""
+    """Every combination that differs: mix, window and step time are of the laps queue alone."""
     variants = []
-    for graphs, queue, mix, window in itertools.product(
-        args.graphs, args.queue, args.mix, args.window
+    for graphs, queue, mix, window, max_step_ms in itertools.product(
+        args.graphs, args.queue, args.mix, args.window, args.max_step_ms
     ):
         is_laps = queue == "laps"
         variants.append(
@@ -87,6 +91,7 @@ def build_variants(args: argparse.Namespace) -> list[Variant]:
                 mix=mix if is_laps else "exclusive",
                 window=window if is_laps else "none",
                 graphs=graphs,
+                max_step_ms=max_step_ms if is_laps else None,
             )
         )
     return list(dict.fromkeys(variants))
@@ -135,10 +140,12 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--queue", nargs="+", default=["laps"], metavar="laps|fcfs|priority")
     parser.add_argument("--mix", nargs="+", default=["exclusive"], metavar="exclusive|fill")
     parser.add_argument("--window", nargs="+", default=["none"], metavar="none|adaptive|fixed")
+    parser.add_argument("--max-step-ms", type=float, nargs="+", default=[None], metavar="MS")
     parser.add_argument("--graphs", nargs="+", default=["auto"], metavar="auto|off|ragged|grid")
     parser.add_argument("--set", type=_setting, nargs="+", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--limits", type=_limits, metavar="SHORT,LONG,TPOT", help="in ms")
+    parser.add_argument("--limits", type=limits_from_text, metavar="SHORT,LONG,TPOT", help="in ms")
     parser.add_argument("--search", action="store_true", help="for the highest good rate")
+    parser.add_argument("--search-seeds", type=int, nargs="+", help="fewer, for the search alone")
     parser.add_argument("--one-batch", action="store_true", help="a few short prompts at once too")
     parser.add_argument("--peer", type=Path, nargs="+", default=[], help="files with RESULT lines")
     parser.add_argument("--chain", type=Path, help="file with what the plain chain printed")
@@ -203,11 +210,14 @@ def _run_in_process(
         note(f"{variant.label}: starting the engine")
         ours = start(variant.overrides)
         warm_up(ours, _warm_up_load(args))
-        _measure_all(sweep, variant.label, partial(serve_load, ours), args)
-        results.costs[variant.label] = msgspec.to_builtins(ours.engine.core.scheduler.costs)
+        keep_costs = partial(_keep_costs, results, variant.label, ours)
+        _measure_all(sweep, variant.label, partial(serve_load, ours), args, keep_costs)
+        cache, layout = ours.engine.cache, ours.engine.layout
         results.about |= {
             "engine": ours.engine.describe(),
+            "num_kv_tokens": cache.num_blocks * layout.block_size,
             f"compiled_since_ready, {variant.label}": list(ours.engine.compilations.names),
+            f"graphs, {variant.label}": asdict(ours.engine.executor.statistics()),
         }
         sweep.save()
     if args.one_batch:
@@ -227,11 +237,26 @@ def warm_up(ours: EngineInProcess, load: MixedLoad) -> None:
     serve_load(ours, load)
 
 
-def _measure_all(sweep: Sweep, variant: str, serve: Serve, args: argparse.Namespace) -> None:
+def _measure_all(
+    sweep: Sweep,
+    variant: str,
+    serve: Serve,
+    args: argparse.Namespace,
+    after: Callable[[float], None] = lambda rate: None,
+) -> None:
+    """`after` is told each of the given rates once it was measured."""
     for rate in args.rates:
         sweep.measure(variant, rate, serve)
+        after(rate)
     if args.search:
-        sweep.search(variant, serve)
+        sweep.search(variant, serve, args.search_seeds or args.seeds)
+
+
+def _keep_costs(results: Results, variant: str, ours: EngineInProcess, rate: float) -> None:
+    """The step costs fitted by now, also by rate: a simulation may then know less than the end."""
+    costs = msgspec.to_builtins(ours.engine.core.scheduler.costs)
+    results.costs[variant] = costs
+    results.costs_by_rate.setdefault(variant, {})[rate] = costs
 
 
 def _loads(args: argparse.Namespace) -> Iterator[MixedLoad]:
@@ -261,12 +286,6 @@ def _setting(text: str) -> tuple[str, object]:
         return key, json.loads(value)
     except json.JSONDecodeError:
         return key, value
-
-
-def _limits(text: str) -> Limits:
-    """`100,1000,50` in ms: TTFT of short prompts, of long ones, TPOT."""
-    short_s, long_s, tpot_s = (float(part) / 1e3 for part in text.split(","))
-    return Limits(short_ttft_s=short_s, long_ttft_s=long_s, tpot_s=tpot_s)
 
 
 if __name__ == "__main__":

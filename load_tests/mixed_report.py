@@ -4,6 +4,7 @@ A quantile is the value at rank int(q * n) of n sorted ones, as in the peer's re
 the peer printed; runs nothing.
 """
 
+import argparse
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -152,6 +153,18 @@ def quantiles_ms(served: Sequence[Served]) -> dict[str, float]:
         if values_s[name]:
             numbers[key] = round(1e3 * quantile(values_s[name], int(q) / 100), 2)
     return numbers
+
+
+def limits_from_text(text: str) -> Limits:
+    """`100,1000,50` in ms: TTFT of short prompts, of long ones, TPOT.
+
+    Raises argparse.ArgumentTypeError for anything else.
+    """
+    parts = text.split(",")
+    if len(parts) != 3:
+        raise argparse.ArgumentTypeError(f"{text}: not three times in ms, as in 100,1000,50")
+    short_s, long_s, tpot_s = (float(part) / 1e3 for part in parts)
+    return Limits(short_ttft_s=short_s, long_ttft_s=long_s, tpot_s=tpot_s)
 
 
 def read_peer_tables(paths: Sequence[Path]) -> list[tuple[str, dict[str, float]]]:

@@ -47,6 +47,8 @@ class Results:
     points: list[Point] = field(default_factory=list)
     best_rates: dict[str, float | None] = field(default_factory=dict)  # by variant
     costs: dict[str, object] = field(default_factory=dict)  # fitted, by variant
+    # Likewise, and by rate: as they were when that rate had been measured.
+    costs_by_rate: dict[str, dict[float, object]] = field(default_factory=dict)
     batches: list[BatchFigure] = field(default_factory=list)
     about: dict[str, object] = field(default_factory=dict)
 
@@ -73,6 +75,7 @@ class Results:
                 "peers": [{"name": name, **numbers} for name, numbers in self.peers],
                 "best_rates": self.best_rates,
                 "step_costs": self.costs,
+                "step_costs_by_rate": self.costs_by_rate,
                 "one_batch": [figure.to_builtins() for figure in self.batches],
             }
         )
@@ -90,10 +93,14 @@ class Sweep:
         self._loads = loads
         self._path = path
 
-    def measure(self, variant: str, rate: float, serve: Serve) -> Point | None:
-        """All seeds that time allows, pooled; None if it allows none."""
+    def measure(
+        self, variant: str, rate: float, serve: Serve, seeds: Sequence[int] | None = None
+    ) -> Point | None:
+        """All seeds (or those given) that time allows, pooled; None if it allows none."""
         runs = []
         for load in self._loads:
+            if seeds is not None and load.seed not in seeds:
+                continue
             what = f"{variant} at {rate:.3g}/s, seed {load.seed}"
             if not self._budget.allows(what, DRAIN_SHARE * load.duration_s):
                 continue
@@ -107,13 +114,13 @@ class Sweep:
         self.save()
         return point
 
-    def search(self, variant: str, serve: Serve) -> None:
+    def search(self, variant: str, serve: Serve, seeds: Sequence[int] | None = None) -> None:
         """Narrow down the highest good rate, from the rates of `variant` that were measured."""
         limits = self._results.limits
         assert limits is not None, "a good rate is one within limits"
         good = {p.rate: is_good(p, limits) for p in self._results.points if p.variant == variant}
         while good and (rate := next_rate(good, SEARCH_STEP)) is not None:
-            point = self.measure(variant, rate, serve)
+            point = self.measure(variant, rate, serve, seeds)
             if point is None:
                 break
             good[rate] = is_good(point, limits)
