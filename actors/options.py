@@ -59,5 +59,14 @@ def worker_options(spec: DeploymentSpec, name: str) -> dict[str, object]:
     return service_options(spec, name) | {
         "num_cpus": config.workers.num_cpus,
         "num_gpus": config.workers.num_gpus,
-        "runtime_env": {"env_vars": {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}},
+        "runtime_env": {
+            "env_vars": {
+                "OMP_NUM_THREADS": threads,
+                "MKL_NUM_THREADS": threads,
+                # A pair's failure is ours to handle: NCCL's watchdog would end the worker, and its
+                # monitor would poll the rendezvous.
+                "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+                "TORCH_NCCL_ENABLE_MONITORING": "0",
+            }
+        },
     }

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import ray
 from ray.actor import ActorHandle
@@ -135,30 +135,11 @@ class Rendezvous:
         return self._keys.delete_prefix(prefix)
 
 
-class RendezvousClient(Protocol):
-    """The board from a thread of another process: every call blocks, and is bounded.
-
-    Calls raise HandoffError when the board or the awaited keys do not answer in time, WorkerError
-    when the board is dead.
-    """
-
-    def set(self, key: str, value: bytes) -> None: ...
-
-    def add(self, key: str, amount: int) -> int: ...
-
-    def get(self, keys: Sequence[str], timeout_s: float) -> list[bytes]: ...
-
-    def has(self, keys: Sequence[str]) -> bool: ...
-
-    def num_keys(self) -> int: ...
-
-    def delete(self, key: str) -> bool: ...
-
-    def delete_prefix(self, prefix: str) -> int: ...
-
-
 class RayRendezvousClient:
-    """`RendezvousClient` over the named actor; found anew for each use, so restarts are fine."""
+    """The channels' `RendezvousClient` over the named actor; found anew for each use.
+
+    So restarts are fine.
+    """
 
     def __init__(self, name: str, namespace: str, rpc_timeout_s: float) -> None:
         """`rpc_timeout_s` bounds a call beyond the time it was asked to wait."""

@@ -92,6 +92,11 @@ class LapsConfig(_Section, frozen=True):
     # A long chunk keeps its step this short, by the cost model: a short prompt waits no longer. But
     # four times what a step costs at least are always allowed, or capacity would be lost.
     max_step_ms: Annotated[float, Meta(gt=0)] = 50.0
+    # So long may a step of long chunks alone be while ten such steps of work are queued: fewer
+    # interruptions, more throughput. None = max_step_ms.
+    max_busy_step_ms: Annotated[float, Meta(gt=0)] | None = None
+    # fill: so long may a step be that holds short prompts and a chunk. None = max_step_ms.
+    max_mixed_step_ms: Annotated[float, Meta(gt=0)] | None = None
     max_long_wait_s: Seconds = 2.0  # a long prompt that waited so long gets one chunk
     short_ttft_deadline_s: Seconds | None = None  # of a short prompt without its own; None = none
     long_ttft_deadline_s: Seconds | None = None  # of a long prompt without its own; None = none
@@ -99,7 +104,7 @@ class LapsConfig(_Section, frozen=True):
     # -- in execution: batch-prefill CUDA graphs with attention inside
     # Short steps with prompts replay captured graphs; None = on a GPU with a backend that can.
     enable_batch_prefill_cuda_graph: bool | None = None
-    # ragged = sizes by tokens, up to 1024, in any mix of rows; grid = by rows and their length.
+    # ragged = sizes by tokens, up to 4096, in any mix of rows; grid = by rows and their length.
     batch_prefill_form: Literal["ragged", "grid"] = "ragged"
     batch_prefill_max_seq_len: Positive = 256  # grid: new tokens of a row, at most, in such a step
     batch_prefill_batch_sizes: tuple[Positive, ...] = (1, 2, 4, 8)  # grid: rows
@@ -130,16 +135,31 @@ class ExecutionConfig(_Section, frozen=True):
     cuda_graphs: bool | None = None
 
 
+class FloorsConfig(_Section, frozen=True):
+    """The rate in GB/s that a new channel must show before KV goes over it; 0 = no proof."""
+
+    cuda_ipc: Annotated[float, Meta(ge=0)] = 10.0
+    nccl_pair: Annotated[float, Meta(ge=0)] = 1.0
+    gloo_pair: Annotated[float, Meta(ge=0)] = 0.0
+
+
 class HandoffConfig(_Section, frozen=True):
     """Moving KV from a prefill worker to a decode worker."""
 
-    channel: Literal["gloo_pair", "object_store"] = "gloo_pair"
+    # auto = the first that opens of cuda_ipc (two GPUs of one host), nccl_pair (any two GPUs),
+    # gloo_pair, object_store. A kind named here falls back to object_store only.
+    channel: Literal["auto", "cuda_ipc", "nccl_pair", "gloo_pair", "object_store"] = "auto"
+    floors_gb_s: FloorsConfig = FloorsConfig()
     # Where gloo listens, without authentication: None = the node's address, for workers on several
     # nodes of a private network; 127.0.0.1 when all run on one machine.
     address: str | None = None
     lease_s: Seconds = 30.0  # a reservation or a kept prompt lives this long unless renewed
     transfer_deadline_s: Seconds = 10.0  # one piece, from posting to acknowledgement
-    piece_bytes: Positive = 16 * 2**20  # at most this much per piece
+    piece_bytes: Positive = 16 * 2**20  # at most this much per piece, through host memory
+    # The same from GPU to GPU; for nccl_pair each worker stages two pieces, in GPU memory.
+    device_piece_bytes: Positive = 256 * 2**20
+    nccl_max_ctas: Positive = 16  # SMs that an nccl_pair may take from the decode steps
+    max_nccl_pairs: Positive = 8  # open at a time in one worker
     max_in_flight_bytes: Positive = 256 * 2**20  # object store bytes alive per sender
     reserve_timeout_s: Seconds = 30.0  # waiting for room at a full decode worker
     tries: Positive = 2  # times the ingress tries again elsewhere before it gives up
@@ -183,6 +203,17 @@ class EdgeConfig(_Section, frozen=True):
     place_timeout_s: Seconds = 30.0  # a request waits this long for a worker that restarts
 
 
+class ApiConfig(_Section, frozen=True):
+    """What the model is called, and how it writes what is not plain text."""
+
+    # Names a request may use, the first the canonical one; () = model.served_name alone.
+    served_model_names: tuple[Annotated[str, Meta(min_length=1)], ...] = ()
+    # How the model writes tool calls: auto = by its chat template; none = `tools` are refused.
+    tool_parser: Literal["auto", "hermes", "llama3_json", "mistral", "none"] = "auto"
+    # think = <think>...</think> goes to `reasoning_content`; auto = if the template knows it.
+    reasoning_parser: Literal["auto", "think", "none"] = "auto"
+
+
 class LifetimesConfig(_Section, frozen=True):
     """Who is given up after how long a silence."""
 
@@ -208,4 +239,5 @@ class AppConfig(_Section, frozen=True):
     workers: WorkersConfig = WorkersConfig()
     tokenizer: TokenizerConfig = TokenizerConfig()
     edge: EdgeConfig = EdgeConfig()
+    api: ApiConfig = ApiConfig()
     lifetimes: LifetimesConfig = LifetimesConfig()

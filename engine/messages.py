@@ -302,7 +302,7 @@ class Refused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
 
 ReserveReply = Reservation | NotNow | Refused
 
-ChannelKind = Literal["gloo_pair", "object_store"]
+ChannelKind = Literal["cuda_ipc", "nccl_pair", "gloo_pair", "object_store"]
 
 
 class PairRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -312,6 +312,7 @@ class PairRequest(msgspec.Struct, frozen=True, kw_only=True):
     channel: ChannelKind
     epoch: int  # of this (sender, receiver): grows by one with every channel opened
     rendezvous_key: str  # prefix of the channel's keys in the rendezvous
+    offer: bytes = b""  # what the receiver needs besides to open this kind; cuda_ipc: the KV store
 
 
 class PairReply(msgspec.Struct, frozen=True, kw_only=True):
@@ -319,6 +320,7 @@ class PairReply(msgspec.Struct, frozen=True, kw_only=True):
 
     receiver: WorkerIdentity | None = None
     reason: str = ""
+    is_unfit: bool = False  # this kind will not do here: asking again is of no use
 
 
 class PieceHeader(msgspec.Struct, frozen=True, kw_only=True):

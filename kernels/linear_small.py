@@ -142,9 +142,7 @@ def token_bucket(num_tokens: int) -> int:
 
 
 @triton.jit
-def prefetch_rows(
-    weight_ptr, rows, k_start, K: tl.constexpr, PREFETCH_K: tl.constexpr
-) -> None:  # fmt: skip
+def prefetch_rows(weight_ptr, rows, k_start, K: tl.constexpr, PREFETCH_K: tl.constexpr) -> None:
     """Ask the L2 cache for columns [k_start, k_start + PREFETCH_K) of `rows`."""
     lines = k_start + tl.arange(0, PREFETCH_K // _CACHE_LINE_ELEMENTS) * _CACHE_LINE_ELEMENTS
     columns = tl.minimum(lines, K - 1)

@@ -1,15 +1,22 @@
 """What the two sides of a handoff need from others: peers, the engine thread, channels, staging.
 
-Protocols only, so that sender and receiver run in tests without Ray, torch or threads.
+Protocols and plain records only, so that sender and receiver run in tests without Ray, torch or
+threads.
+
+A piece is bytes in host memory, or it stays on the GPU: then the sender's end is `StoredBlocks`,
+which names blocks of its KV store, and the receiver's end `ArrivedBlocks`, which knows how to get
+them into the reserved blocks.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.errors import HandoffError
 from engine.messages import (
     CancelReply,
     CancelTransfer,
@@ -28,6 +35,46 @@ from engine.messages import (
 T = TypeVar("T")
 
 PieceBytes = NDArray[np.uint8]  # [n * block_bytes], contiguous, host memory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredBlocks:
+    """A piece that is still in the sender's KV store, on a GPU; nothing changes it there."""
+
+    block_ids: tuple[int, ...]
+    nbytes: int
+
+
+class ArrivedBlocks(ABC):
+    """A piece that the receiver can have on its GPU, not yet in its KV store."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int: ...
+
+    @abstractmethod
+    async def write(self, block_ids: Sequence[int], digests: list[int]) -> bool:
+        """Get the bytes into `block_ids`; whether they digest to `digests`, one per block.
+
+        If not, the content of the blocks is undefined. On return, also by an exception, nothing
+        can land in them any more. Ends the piece, as `discard` does.
+        """
+
+    @abstractmethod
+    def discard(self) -> None:
+        """Give up the piece and what it holds; idempotent."""
+
+
+OutgoingData = PieceBytes | StoredBlocks
+IncomingData = PieceBytes | ArrivedBlocks
+
+
+class UnfitError(HandoffError):
+    """A kind of channel will not do between two workers: another host, no GPU, too slow.
+
+    Asking again is of no use until one of them restarts.
+    """
+
 
 # The RPC that carries a piece's header: (sequence number, object references) -> acknowledgement.
 Deliver = Callable[[int, list[Any]], Awaitable[PieceReply]]
@@ -55,23 +102,29 @@ class EngineCalls(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StagedPiece:
-    """Blocks copied out of a store, with what they must digest to at the other end."""
+Data = TypeVar("Data", bound=PieceBytes | StoredBlocks | ArrivedBlocks, covariant=True)
 
-    data: PieceBytes
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagedPiece(Generic[Data]):
+    """A piece out of a store or on its way into one, with what its blocks must digest to."""
+
+    data: Data
     digests: list[int]  # one per block
 
 
 class PieceStore(Protocol):
-    """Blocks as bytes; copied in transfer threads, never on the event loop."""
+    """Blocks as pieces; copied in transfer threads, never on the event loop."""
 
-    async def read(self, block_ids: Sequence[int]) -> StagedPiece:
-        """A copy of the blocks, in that order."""
+    async def read(self, block_ids: Sequence[int]) -> StagedPiece[OutgoingData]:
+        """The blocks in that order: a copy, or their names if the store is on a GPU."""
         ...
 
-    async def write(self, block_ids: Sequence[int], piece: StagedPiece) -> bool:
-        """Overwrite the blocks; False, and nothing is written, if the digests are not those."""
+    async def write(self, block_ids: Sequence[int], piece: StagedPiece[IncomingData]) -> bool:
+        """Overwrite the blocks; False if the digests are not those.
+
+        Host memory is checked first and then not written; `ArrivedBlocks` are checked in place.
+        """
         ...
 
 
@@ -82,16 +135,16 @@ class SendChannel(Protocol):
     @property
     def epoch(self) -> int: ...
 
-    async def send(self, data: PieceBytes | None, deliver: Deliver) -> PieceReply:
+    async def send(self, data: OutgoingData | None, deliver: Deliver) -> PieceReply:
         """Send one piece (None = no bytes) and return the receiver's acknowledgement.
 
-        Pieces of concurrent calls go out in the order of the calls. Raises HandoffError when the
+        Concurrent calls take turns. Raises HandoffError when the
         channel fails or a deadline passes, WorkerError when the receiver is dead.
         """
         ...
 
     async def close(self) -> None:
-        """Give up the channel after what is in flight; the other end notices at once."""
+        """Give up the channel; what is in flight ends, well or badly, before this returns."""
         ...
 
 
@@ -103,8 +156,8 @@ class ReceiveChannel(Protocol):
         """Take a piece's number; False, without effect, if it came before."""
         ...
 
-    async def receive(self, seq: int, num_bytes: int, payload: list[Any]) -> PieceBytes:
-        """The bytes [num_bytes] of the claimed piece `seq`, in a buffer of their own.
+    async def receive(self, seq: int, num_bytes: int, payload: list[Any]) -> IncomingData:
+        """The bytes [num_bytes] of the claimed piece `seq`, outside the KV store.
 
         Raises HandoffError when the bytes are not as announced, the channel fails, or at the
         deadline; the channel is then of no further use.
@@ -112,7 +165,7 @@ class ReceiveChannel(Protocol):
         ...
 
     async def close(self) -> None:
-        """Give up the channel after what is in flight."""
+        """Give up the channel; what is in flight ends, well or badly, before this returns."""
         ...
 
 
@@ -120,9 +173,31 @@ class Channels(Protocol):
     """Opens channels; both ends of one are opened at the same time with the same request."""
 
     async def open_send(self, request: PairRequest) -> SendChannel:
-        """The sender's end, ready to use. Raises HandoffError or WorkerError."""
+        """The sender's end, ready to use. Raises UnfitError, HandoffError or WorkerError."""
         ...
 
     async def open_receive(self, request: PairRequest) -> ReceiveChannel:
-        """The receiver's end, ready to use. Raises HandoffError or WorkerError."""
+        """The receiver's end, ready to use. Raises UnfitError, HandoffError or WorkerError."""
         ...
+
+
+class RendezvousClient(Protocol):
+    """The board where two ends meet, from a thread: every call blocks, and is bounded.
+
+    Calls raise HandoffError when the board or the awaited keys do not answer in time, WorkerError
+    when the board is dead.
+    """
+
+    def set(self, key: str, value: bytes) -> None: ...
+
+    def add(self, key: str, amount: int) -> int: ...
+
+    def get(self, keys: Sequence[str], timeout_s: float) -> list[bytes]: ...
+
+    def has(self, keys: Sequence[str]) -> bool: ...
+
+    def num_keys(self) -> int: ...
+
+    def delete(self, key: str) -> bool: ...
+
+    def delete_prefix(self, prefix: str) -> int: ...

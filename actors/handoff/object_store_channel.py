@@ -6,7 +6,7 @@ of blocks.
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
@@ -16,19 +16,12 @@ import numpy as np
 import ray
 from ray.exceptions import RayError
 
-from actors.handoff.contracts import Deliver, PieceBytes
-from actors.handoff.waits import end_thread
+from actors.handoff.contracts import Deliver, OutgoingData, PieceBytes, StoredBlocks
+from actors.handoff.host_staging import pageable
+from actors.handoff.piece_numbers import PieceNumbers
+from actors.handoff.waits import acknowledged, end_thread
 from engine.errors import HandoffError
 from engine.messages import ChannelKind, PieceReply
-
-
-async def acknowledged(reply: "asyncio.Future[PieceReply]", deadline_s: float) -> PieceReply:
-    """Wait for a piece's acknowledgement; HandoffError at the deadline, which ends the wait."""
-    try:
-        async with asyncio.timeout(deadline_s):
-            return await reply
-    except TimeoutError as error:
-        raise HandoffError(f"no acknowledgement within {deadline_s} s") from error
 
 
 class ByteBudget:
@@ -77,7 +70,8 @@ class ObjectStoreSender:
     def epoch(self) -> int:
         return self._epoch
 
-    async def send(self, data: PieceBytes | None, deliver: Deliver) -> PieceReply:
+    async def send(self, data: OutgoingData | None, deliver: Deliver) -> PieceReply:
+        assert not isinstance(data, StoredBlocks), "blocks of a GPU go through host memory first"
         num_bytes = 0 if data is None else data.nbytes
         async with self._budget.hold(num_bytes):
             if not self._is_open:
@@ -103,11 +97,14 @@ class ObjectStoreSender:
 class ObjectStoreReceiver:
     """The receiving end of an `object_store` channel: pieces may come in any order."""
 
-    def __init__(self, epoch: int, deadline_s: float) -> None:
+    def __init__(
+        self, epoch: int, deadline_s: float, empty: Callable[[int], PieceBytes] = pageable
+    ) -> None:
+        """`empty(num_bytes)` makes a buffer to receive into."""
         self._epoch = epoch
         self._deadline_s = deadline_s
-        self._claimed: set[int] = set()  # of those from `_num_claimed` on
-        self._num_claimed = 0  # every piece below came
+        self._empty = empty
+        self._numbers = PieceNumbers()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"kv-get-{epoch}")
         self._is_open = True
 
@@ -116,19 +113,12 @@ class ObjectStoreReceiver:
         return self._epoch
 
     def claim(self, seq: int) -> bool:
-        is_new = seq >= self._num_claimed and seq not in self._claimed
-        self._claimed.add(seq)
-        while self._num_claimed in self._claimed:
-            self._claimed.remove(self._num_claimed)
-            self._num_claimed += 1
-        return is_new
+        return self._numbers.claim(seq)
 
     async def receive(self, seq: int, num_bytes: int, payload: list[Any]) -> PieceBytes:
         if not self._is_open:
             raise HandoffError(f"the channel of epoch {self._epoch} is closed")
-        assert seq < self._num_claimed or seq in self._claimed, (
-            f"piece {seq} of epoch {self._epoch} was not claimed"
-        )
+        assert seq in self._numbers, f"piece {seq} of epoch {self._epoch} was not claimed"
         if len(payload) != (1 if num_bytes else 0):
             raise HandoffError(f"{len(payload)} objects came for {num_bytes} bytes")
         fetch = partial(self._fetch, num_bytes, payload)
@@ -140,7 +130,7 @@ class ObjectStoreReceiver:
 
     def _fetch(self, num_bytes: int, payload: list[Any]) -> PieceBytes:
         """Copy the object out of shared memory, so that its bytes are free again right after."""
-        data = np.empty(num_bytes, dtype=np.uint8)
+        data = self._empty(num_bytes)
         if not payload:
             return data
         try:

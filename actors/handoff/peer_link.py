@@ -1,18 +1,17 @@
 """The sender's channels: at most one to each decode worker, opened when first used.
 
 Every channel opened to a peer has the next epoch. A channel that fails is closed and replaced at
-its next use. When the configured kind does not open, or failed MAX_FAILURES times within
-FAILURE_WINDOW_S, the object store takes its place until the window has passed; that is logged and
-counted. Knows nothing of requests.
+its next use. Which kinds are tried, and in which order, channel_choice.py says; what was chosen
+instead of the favourite, and why, is logged once per channel and counted. Knows no requests.
 """
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
-from actors.handoff.contracts import Channels, Peer, SendChannel
+from actors.handoff.channel_choice import ChannelChoice, channel_order
+from actors.handoff.contracts import Channels, Peer, SendChannel, UnfitError
 from actors.handoff.waits import bounded
 from configs.schema import HandoffConfig
 from engine.clock import Clock
@@ -21,8 +20,12 @@ from engine.messages import ChannelKind, PairReply, PairRequest, WorkerIdentity
 
 logger = logging.getLogger(__name__)
 
-MAX_FAILURES = 3
-FAILURE_WINDOW_S = 60.0
+Offer = Callable[[ChannelKind], bytes]
+
+
+def no_offer(_: ChannelKind) -> bytes:
+    """Of a worker whose KV store is in host memory."""
+    return b""
 
 
 class PeerLink:
@@ -35,20 +38,21 @@ class PeerLink:
         config: HandoffConfig,
         *,
         channels: Channels,
-        clock: Clock,
+        choice: ChannelChoice,
+        offer: Offer,
     ) -> None:
         self._name = name
         self._identity = identity
         self._config = config
         self._channels = channels
-        self._clock = clock
+        self._choice = choice
+        self._offer = offer
         self._lock = asyncio.Lock()
         self._channel: SendChannel | None = None
         self._discarded: set[asyncio.Task[None]] = set()
         self._num_users = 0
         self._epoch = 0
-        self._failed_at_s: deque[float] = deque(maxlen=MAX_FAILURES)
-        self.num_fallbacks = 0  # channels opened that were not of the configured kind
+        self.num_fallbacks = 0  # channels opened that were not of the favourite kind
 
     @property
     def is_open(self) -> bool:
@@ -84,7 +88,8 @@ class PeerLink:
         """Close a channel that failed, unless another of its users did so already."""
         async with self._lock:
             if self._channel is channel:
-                self._failed_at_s.append(self._clock.now_s())
+                self._choice.count_failure(channel.kind)
+                self._choice.forget_unfit()
                 await self._hang_up()
 
     async def _hang_up(self) -> None:
@@ -92,37 +97,45 @@ class PeerLink:
         if channel is not None:
             await channel.close()
 
-    def _preferred(self) -> ChannelKind:
-        since_s = self._clock.now_s() - FAILURE_WINDOW_S
-        num_failures = sum(at_s > since_s for at_s in self._failed_at_s)
-        return self._config.channel if num_failures < MAX_FAILURES else "object_store"
-
     def _should_change(self, channel: SendChannel) -> bool:
-        """Go back to the configured kind once it may be tried again and nobody is under way."""
-        return self._num_users == 0 and channel.kind != self._preferred()
+        """Go back to a better kind once it may be tried again and nobody is under way."""
+        return self._num_users == 0 and channel.kind != self._choice.candidates()[0]
 
     async def _open(self, peer: Peer) -> SendChannel:
-        kind = self._preferred()
-        if kind == self._config.channel:
+        """The first kind that opens. Raises the last one's HandoffError, or WorkerError."""
+        candidates = self._choice.candidates()
+        reasons: list[str] = []
+        for kind in candidates[:-1]:
             try:
-                return await self._open_kind(peer, kind)
+                return self._opened(await self._open_kind(peer, kind), reasons)
+            except UnfitError as error:
+                self._choice.count_unfit(kind)
+                reasons.append(f"{kind}: {error}")
             except HandoffError as error:
-                if kind == "object_store":
-                    raise
-                self._failed_at_s.append(self._clock.now_s())
-                logger.warning("no %s to %s: %s", kind, self._name, error)
+                self._choice.count_failure(kind)
+                reasons.append(f"{kind}: {error}")
+        return self._opened(await self._open_kind(peer, candidates[-1]), reasons)
+
+    def _opened(self, channel: SendChannel, reasons: list[str]) -> SendChannel:
+        """Log and count what was chosen."""
+        if channel.kind == self._choice.favourite:
+            logger.info("KV for %s goes by %s", self._name, channel.kind)
+            return channel
         self.num_fallbacks += 1
-        logger.warning("KV for %s goes through the object store", self._name)
-        return await self._open_kind(peer, "object_store")
+        why = "; ".join(reasons) or "better kinds failed lately or do not fit"
+        logger.warning("KV for %s goes by %s (%s)", self._name, channel.kind, why)
+        return channel
 
     async def _open_kind(self, peer: Peer, kind: ChannelKind) -> SendChannel:
-        """Open both ends at the same time. Raises HandoffError or WorkerError."""
+        """Open both ends at the same time. Raises UnfitError, HandoffError or WorkerError."""
+        offer = self._offer(kind)
         self._epoch += 1
         request = PairRequest(
             sender=self._identity,
             channel=kind,
             epoch=self._epoch,
             rendezvous_key=f"{self._identity.incarnation}/{self._name}/{self._epoch}/",
+            offer=offer,
         )
         # The receiver first waits for what is under way on the older epoch, then for us.
         bound_s = 3 * self._config.transfer_deadline_s
@@ -146,7 +159,8 @@ class PeerLink:
     def _check(self, reply: PairReply) -> None:
         mine, receiver = self._identity, reply.receiver
         if receiver is None:
-            raise HandoffError(f"{self._name} did not open a channel: {reply.reason}")
+            kind_of_error = UnfitError if reply.is_unfit else HandoffError
+            raise kind_of_error(f"{self._name} did not open a channel: {reply.reason}")
         if receiver.model != mine.model or receiver.layout != mine.layout:
             raise WorkerError(f"{self._name} holds another model or another KV layout")
 
@@ -162,13 +176,21 @@ class PeerLinks:
         channels: Channels,
         find_peer: Callable[[str], Awaitable[Peer]],
         clock: Clock,
+        is_on_gpu: bool = False,
+        offer: Offer = no_offer,
     ) -> None:
-        """`find_peer(name)` raises WorkerError when there is no such worker (now)."""
+        """`find_peer(name)` raises WorkerError when there is no such worker (now).
+
+        `is_on_gpu`: where the KV store is. `offer(kind)`: what a request to open says of it, or
+        UnfitError. Raises ConfigError when the configured kind of channel needs a GPU.
+        """
         self._identity = identity
         self._config = config
         self._channels = channels
         self._find_peer = find_peer
         self._clock = clock
+        self._order = channel_order(config, is_on_gpu=is_on_gpu)
+        self._offer = offer
         self._peers: dict[str, Peer] = {}
         self._links: dict[str, PeerLink] = {}
 
@@ -193,7 +215,12 @@ class PeerLinks:
     def link(self, name: str) -> PeerLink:
         if name not in self._links:
             self._links[name] = PeerLink(
-                name, self._identity, self._config, channels=self._channels, clock=self._clock
+                name,
+                self._identity,
+                self._config,
+                channels=self._channels,
+                choice=ChannelChoice(self._order, self._clock),
+                offer=self._offer,
             )
         return self._links[name]
 

@@ -1,29 +1,33 @@
 """D's side of the handoff on its event loop: grants room, takes pieces, checks them, commits.
 
-A reservation that does not fit waits in line (reservation_line.py). A piece is received into
-staging, its epoch and place are checked by the engine, its digests in a transfer thread; only then
-is it written to the reserved blocks. The reply to a piece is its acknowledgement, the reply to the
-last one says that the request runs here.
+A reservation that does not fit waits in line (reservation_line.py). A piece is received outside
+the store, its epoch and place are checked by the engine, its digests in a transfer thread, before
+or while it is written to the reserved blocks, which stay reserved until that is over. The reply to
+a piece is its acknowledgement, the reply to the last one says that the request runs here.
 
 One channel per sender: opening a newer epoch closes the older one and returns only when no write
 of it can land any more. All state here belongs to the event loop; `IncomingHandoffs` is touched
-through `EngineCalls` only. Knows no tensors: pieces are bytes.
+through `EngineCalls` only. Knows no tensors.
 """
 
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from actors.handoff.channel_choice import piece_bytes_of
 from actors.handoff.contracts import (
+    ArrivedBlocks,
     Channels,
     EngineCalls,
+    IncomingData,
     PieceStore,
     ReceiveChannel,
     StagedPiece,
+    UnfitError,
 )
 from actors.handoff.reservation_line import Answer, ReservationLine
 from configs.schema import HandoffConfig
@@ -37,6 +41,7 @@ from engine.messages import (
     PieceHeader,
     PieceReply,
     RenewLease,
+    Reservation,
     ReserveRequest,
     WorkerIdentity,
 )
@@ -53,6 +58,7 @@ class _Pair:
 
     sender: WorkerIdentity
     channel: ReceiveChannel
+    max_blocks: int  # in a piece
     pieces: set[asyncio.Task[PieceReply]] = field(default_factory=set)  # under way
 
     def carries(self, header: PieceHeader) -> bool:
@@ -85,7 +91,11 @@ class HandoffReceiver:
         incoming: IncomingHandoffs,
         channels: Channels,
         store: PieceStore,
+        on_grant: Callable[[], None] = lambda: None,
     ) -> None:
+        """`on_grant()` is called on the event loop when blocks were reserved, before they are told
+        of: steps launched earlier may still write to them.
+        """
         self._identity = identity
         self._config = config
         self._engine = engine
@@ -93,7 +103,7 @@ class HandoffReceiver:
         self._channels = channels
         self._store = store
         self._block_bytes = identity.layout.block_bytes
-        self._max_blocks = max(1, config.piece_bytes // self._block_bytes)
+        self._on_grant = on_grant
         self._line = ReservationLine(engine, incoming)
         self._pairs: dict[str, _Pair] = {}  # by sender's name
         self._opening: dict[str, asyncio.Lock] = {}  # by sender's name
@@ -109,7 +119,10 @@ class HandoffReceiver:
 
     async def reserve(self, request: ReserveRequest) -> Answer:
         """Grant room, refuse, or wait up to `request.wait_s` in line; NotNow when that is over."""
-        return await self._line.reserve(request)
+        answer = await self._line.reserve(request)
+        if isinstance(answer, Reservation):
+            self._on_grant()
+        return answer
 
     def on_step(self) -> None:
         """Blocks or rows may be free now: look at the line again. On the event loop."""
@@ -149,8 +162,10 @@ class HandoffReceiver:
             try:
                 channel = await self._channels.open_receive(request)
             except WorkerError as error:
-                return PairReply(reason=error.message)
-            self._pairs[sender.name] = _Pair(sender=sender, channel=channel)
+                return PairReply(reason=error.message, is_unfit=isinstance(error, UnfitError))
+            piece_bytes = piece_bytes_of(self._config, request.channel)
+            max_blocks = max(1, piece_bytes // self._block_bytes)
+            self._pairs[sender.name] = _Pair(sender=sender, channel=channel, max_blocks=max_blocks)
             self._counts["epochs"] += 1
             if self._is_closing:
                 await self._close_pair(sender.name)
@@ -197,7 +212,7 @@ class HandoffReceiver:
 
     async def _take(self, pair: _Pair, header: PieceHeader, payload: list[Any]) -> PieceReply:
         """Receive beside the engine's check, verify and write, then let the engine settle it."""
-        if not 0 <= header.num_blocks <= self._max_blocks:
+        if not 0 <= header.num_blocks <= pair.max_blocks:
             self._break(pair)
             return self._failed("size", f"a piece of {header.num_blocks} blocks", is_retryable=True)
         num_bytes = header.num_blocks * self._block_bytes
@@ -214,19 +229,22 @@ class HandoffReceiver:
             if not isinstance(data, WorkerError):
                 raise data
             return self._failed("channel", data.message, is_retryable=True)
-        if isinstance(leave, BaseException):
-            raise leave
-        if isinstance(leave, PieceReply):
-            self._failures["reservation"] += leave.outcome == "failed"
-            return leave
-        return await self._write(
-            pair, header, leave, StagedPiece(data=data, digests=header.digests)
-        )
+        try:
+            if isinstance(leave, BaseException):
+                raise leave
+            if isinstance(leave, PieceReply):
+                self._failures["reservation"] += leave.outcome == "failed"
+                return leave
+            return await self._write(pair, header, leave, data)
+        finally:
+            if isinstance(data, ArrivedBlocks):
+                data.discard()
 
     async def _write(
-        self, pair: _Pair, header: PieceHeader, leave: BlockWrite, piece: StagedPiece
+        self, pair: _Pair, header: PieceHeader, leave: BlockWrite, data: IncomingData
     ) -> PieceReply:
         is_verified = False
+        piece: StagedPiece[IncomingData] = StagedPiece(data=data, digests=header.digests)
         try:
             if leave.block_ids:
                 is_verified = await self._store.write(leave.block_ids, piece)
@@ -245,7 +263,7 @@ class HandoffReceiver:
             self.on_step()  # likewise
         else:
             self._counts["pieces"] += 1
-            self._counts["bytes"] += piece.data.nbytes
+            self._counts["bytes"] += data.nbytes
         return reply
 
     def _begin(self, header: PieceHeader) -> BlockWrite | PieceReply:

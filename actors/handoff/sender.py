@@ -4,13 +4,13 @@ One task per request, from its first chunk to the acknowledgement:
 
     reserve -> wait for the prompt -> open the channel -> pieces -> acknowledged -> release
 
-A failed piece or channel starts the transfer over, once, on the next channel (peer_link.py chooses
+A failed piece or channel starts the transfer over, once, on the next channel (peer_link.py opens
 it). After that, or if D is dead or refuses, the request is reported as failed and retryable.
 Cancelling never interrupts a piece under way. Whatever happens, the blocks are released and D is
 told.
 
 All state here belongs to the event loop; `OutgoingHandoffs` is touched through `EngineCalls` only.
-Knows no tensors: pieces are bytes.
+Knows no tensors.
 """
 
 import asyncio
@@ -22,7 +22,14 @@ from typing import Any, Literal
 
 import msgspec
 
-from actors.handoff.contracts import EngineCalls, Peer, PieceBytes, PieceStore, SendChannel
+from actors.handoff.channel_choice import piece_bytes_of
+from actors.handoff.contracts import (
+    EngineCalls,
+    OutgoingData,
+    Peer,
+    PieceStore,
+    SendChannel,
+)
 from actors.handoff.peer_link import PeerLinks
 from actors.handoff.waits import EndedError, bounded, settle, unless_ended
 from configs.schema import HandoffConfig
@@ -80,7 +87,7 @@ class SenderStatistics:
     num_pieces: int
     num_bytes: int
     num_retries: int
-    num_fallbacks: int  # channels opened that were not of the configured kind
+    num_fallbacks: int  # channels opened that were not of the favourite kind
     failures: dict[str, int] = field(default_factory=dict)  # phase -> requests given up
 
 
@@ -108,7 +115,7 @@ class HandoffSender:
         self._store = store
         self._clock = clock
         self._on_failure = on_failure
-        self._blocks_per_piece = max(1, config.piece_bytes // identity.layout.block_bytes)
+        self._block_bytes = identity.layout.block_bytes
         self._handoffs: dict[RequestKey, _Handoff] = {}
         self._tasks: dict[RequestKey, asyncio.Task[None]] = {}
         self._cancelled: dict[RequestKey, None] = {}  # before we heard of them, oldest first
@@ -337,9 +344,11 @@ class HandoffSender:
         users; EndedError between two pieces.
         """
         async with self._links.link(handoff.started.decode_worker).use(peer) as channel:
+            piece_bytes = piece_bytes_of(self._config, channel.kind)
+            blocks_per_piece = max(1, piece_bytes // self._block_bytes)
             first = reservation.num_hit_blocks
             while True:
-                end = min(first + self._blocks_per_piece, reservation.num_blocks)
+                end = min(first + blocks_per_piece, reservation.num_blocks)
                 is_last = end == reservation.num_blocks
                 header = PieceHeader(
                     transfer_id=reservation.transfer_id,
@@ -366,8 +375,8 @@ class HandoffSender:
     async def _send(
         self, channel: SendChannel, peer: Peer, header: PieceHeader, block_ids: list[int]
     ) -> PieceReply:
-        """Copy a piece out of the store, send it, and wait for its acknowledgement."""
-        data: PieceBytes | None = None
+        """Read a piece, send it, and wait for its acknowledgement."""
+        data: OutgoingData | None = None
         if block_ids:
             piece = await self._store.read(block_ids)
             data = piece.data

@@ -5,7 +5,7 @@ from dataclasses import asdict
 import ray
 
 from actors.handles import WorkerHandle, find_actor
-from actors.handoff.channels import KvPieces, WorkerChannels
+from actors.handoff.channels import KvPieces, WorkerChannels, device_channels
 from actors.handoff.peer_link import PeerLinks
 from actors.handoff.receiver import HandoffReceiver
 from actors.handoff.sender import HandoffSender
@@ -29,6 +29,8 @@ class SendingSide(RoleSide):
             return WorkerHandle(name, await find_actor(name, host.namespace))
 
         self._outgoing = engine.outgoing
+        pieces = KvPieces(engine.kv_store)
+        channels = _channels(host, pieces)
         self._sender = HandoffSender(
             host.identity,
             config.handoff,
@@ -37,11 +39,13 @@ class SendingSide(RoleSide):
             links=PeerLinks(
                 host.identity,
                 config.handoff,
-                channels=_channels(host),
+                channels=channels,
                 find_peer=find_peer,
                 clock=host.clock,
+                is_on_gpu=pieces.is_on_gpu,
+                offer=channels.offer,
             ),
-            store=KvPieces(engine.kv_store),
+            store=pieces,
             clock=host.clock,
             on_failure=host.fail,
         )
@@ -80,13 +84,15 @@ class ReceivingSide(RoleSide):
             lease_s=config.handoff.lease_s,
             max_rows=config.scheduler.max_rows,
         )
+        pieces = KvPieces(engine.kv_store)
         self.receiver = HandoffReceiver(
             host.identity,
             config.handoff,
             engine=host,
             incoming=self._incoming,
-            channels=_channels(host),
-            store=KvPieces(engine.kv_store),
+            channels=_channels(host, pieces),
+            store=pieces,
+            on_grant=pieces.fence,
         )
 
     def on_step(self) -> None:
@@ -112,13 +118,15 @@ class ReceivingSide(RoleSide):
         }
 
 
-def _channels(host: EngineHost) -> WorkerChannels:
+def _channels(host: EngineHost, pieces: KvPieces) -> WorkerChannels:
     config, deployment_hash = host.config, host.name.rpartition(".")[2]
     return WorkerChannels(
         RayRendezvousClient(rendezvous_name(deployment_hash), host.namespace, RENDEZVOUS_RPC_S),
         address=config.handoff.address or _node_address(),
         deadline_s=config.handoff.transfer_deadline_s,
         max_in_flight_bytes=config.handoff.max_in_flight_bytes,
+        floors_gb_s=config.handoff.floors_gb_s,
+        device=device_channels(pieces, config.handoff),
     )
 
 

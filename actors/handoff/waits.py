@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from engine.errors import HandoffError
+from engine.messages import PieceReply
 
 T = TypeVar("T")
 
@@ -21,6 +22,15 @@ async def bounded(call: Awaitable[T], seconds: float) -> T:
             return await call
     except TimeoutError as error:
         raise HandoffError(f"no answer within {seconds:.1f} s") from error
+
+
+async def acknowledged(reply: "asyncio.Future[PieceReply]", deadline_s: float) -> PieceReply:
+    """Wait for a piece's acknowledgement; HandoffError at the deadline, which ends the wait."""
+    try:
+        async with asyncio.timeout(deadline_s):
+            return await reply
+    except TimeoutError as error:
+        raise HandoffError(f"no acknowledgement within {deadline_s} s") from error
 
 
 async def unless_ended(
@@ -44,6 +54,15 @@ async def unless_ended(
         if waited is not call:
             waited.cancel()
             await asyncio.gather(waited, return_exceptions=True)
+
+
+async def to_the_end(running: asyncio.Future[T]) -> T:
+    """Await what cannot be stopped: a cancellation is raised only when it is over."""
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        await asyncio.wait([running])
+        raise
 
 
 def settle(future: asyncio.Future[T], value: T) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.kv.layout import KvLayout
+from kernels.block_digest import block_digests
 
 _TORCH_DTYPES = {
     "float32": torch.float32,
@@ -19,7 +20,7 @@ _TORCH_DTYPES = {
 # Widest integer that divides a block's bytes: fewer, wider words make a cheaper digest. K and V
 # of two bytes each make four at least.
 _WORD_DTYPES = {8: torch.int64, 4: torch.int32}
-_DIGEST_SLAB_BYTES = 32 * 2**20  # bounds the digest's temporaries
+_DIGEST_SLAB_BYTES = 32 * 2**20  # bounds the digest's temporaries on a CPU
 
 
 class KvStore:
@@ -34,15 +35,23 @@ class KvStore:
         self.tensor = torch.zeros(
             (num_blocks, *layout.block_shape), dtype=self.dtype, device=device
         )
-        self._digest_weights = _digest_weights(layout).to(device)
+        self._weights = _digest_weights(layout).to(device)
+        if device.type == "cuda":
+            self.digest([0])  # compiles the kernel now, not under the first handoff
 
     @property
     def device(self) -> torch.device:
         return self.tensor.device
 
-    def gather(self, block_ids: Sequence[int]) -> Tensor:
-        """A contiguous copy [n, *block_shape] in the order of `block_ids`."""
-        return self.tensor.index_select(0, self._index(block_ids))
+    def gather(self, block_ids: Sequence[int], out: Tensor | None = None) -> Tensor:
+        """A contiguous copy [n, *block_shape] in the order of `block_ids`.
+
+        out: uint8 [n * block_bytes] on the store's device that the copy is to lie in.
+        """
+        if out is None:
+            return self.tensor.index_select(0, self._index(block_ids))
+        blocks = out.view(self.dtype).view(len(block_ids), *self.layout.block_shape)
+        return torch.index_select(self.tensor, 0, self._index(block_ids), out=blocks)
 
     def scatter(self, block_ids: Sequence[int], data: Tensor) -> None:
         """Overwrite distinct blocks with `data`.
@@ -68,12 +77,8 @@ class KvStore:
         self.tensor.index_fill_(0, self._index(block_ids), 0)
 
     def digest(self, block_ids: Sequence[int]) -> list[int]:
-        """Checksum of each block, in order; see `digest_staged`."""
-        slab = max(1, _DIGEST_SLAB_BYTES // self.layout.block_bytes)
-        digests: list[int] = []
-        for start in range(0, len(block_ids), slab):
-            digests += self.digest_staged(self.gather(block_ids[start : start + slab]))
-        return digests
+        """Checksum of each block where it lies, in order; see `digest_staged`."""
+        return self._digests(self._words_of(self.tensor), self._index(block_ids))
 
     def digest_staged(self, data: Tensor) -> list[int]:
         """Checksum of each of n blocks held outside the store, made on the store's device.
@@ -85,18 +90,18 @@ class KvStore:
 
         data: contiguous [n, *block_shape] in the layout's dtype, or uint8 of as many bytes.
         """
-        words = data.contiguous().view(-1).view(torch.uint8).view(self._word_dtype)
-        words = words.view(-1, self._digest_weights.numel()).to(self.device)
-        slab = max(1, _DIGEST_SLAB_BYTES // self.layout.block_bytes)
-        digests: list[int] = []
-        for part in torch.split(words, slab):
-            sums = (part.to(torch.int64) * self._digest_weights).sum(dim=1)
-            digests += sums.tolist()
-        return digests
+        words = self._words_of(data.contiguous()).to(self.device)
+        return self._digests(words, torch.arange(words.shape[0], device=self.device))
 
-    @property
-    def _word_dtype(self) -> torch.dtype:
-        return _WORD_DTYPES[_word_bytes(self.layout)]
+    def _digests(self, words: Tensor, block_ids: Tensor) -> list[int]:
+        digests = block_digests(words, self._weights, block_ids, _DIGEST_SLAB_BYTES)
+        values: list[int] = digests.tolist()  # the one copy to the host
+        return values
+
+    def _words_of(self, blocks: Tensor) -> Tensor:
+        """[n, words per block] of the same memory."""
+        words = blocks.view(-1).view(torch.uint8).view(_WORD_DTYPES[_word_bytes(self.layout)])
+        return words.view(-1, self._weights.numel())
 
     def _index(self, block_ids: Sequence[int]) -> Tensor:
         # Checked here: on a GPU an index out of range kills the whole context.

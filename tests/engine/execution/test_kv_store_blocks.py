@@ -181,17 +181,16 @@ def test_digest_words_wrap_around_in_64_bits() -> None:
 
 def test_block_tables_grow_and_are_cleared_by_row() -> None:
     tables = BlockTables(max_rows=3, max_blocks_per_row=4)
-    tables.append(1, [7, 9])
-    tables.append(2, [5])
-    tables.append(1, [8])
+    tables.append([1], [2], [7, 9])
+    tables.append([2, 1], [1, 1], [5, 8])
     assert tables.block_ids(1) == [7, 9, 8]
     flat = tables.flatten(np.array([2, 1]), np.array([1, 2]))
     assert (flat.dtype, flat.tolist()) == (np.int32, [5, 7, 9])
     tables.clear(1)
     assert tables.block_ids(1) == []
-    tables.append(1, [3, 3, 3, 3])
-    with pytest.raises(AssertionError, match="row 1: 5 blocks"):
-        tables.append(1, [0])
+    tables.append([1, 0], [4, 0], [3, 3, 3, 3])
+    with pytest.raises(AssertionError, match=r"rows \[0, 1\]: \[1, 5\] blocks"):
+        tables.append([0, 1], [1, 1], [0, 0])
 
 
 @pytest.mark.parametrize("longest", [1, 5, 90])
@@ -200,8 +199,11 @@ def test_flat_tables_are_the_rows_one_after_the_other(longest: int) -> None:
     rng = random.Random(longest)
     tables = BlockTables(max_rows=12, max_blocks_per_row=longest)
     ids = {row: rng.sample(range(10_000), longest) for row in range(12)}
-    for row, block_ids in ids.items():
-        tables.append(row, block_ids)
+    for start in range(0, longest, 7):  # by several at once
+        parts = {row: block_ids[start : start + 7] for row, block_ids in ids.items()}
+        flat = [b for part in parts.values() for b in part]
+        tables.append(list(parts), list(map(len, parts.values())), flat)
+    assert all(tables.block_ids(row) == block_ids for row, block_ids in ids.items())
     for _ in range(20):
         rows = rng.sample(range(12), rng.randrange(1, 13))
         counts = [rng.randrange(longest + 1) for _ in rows]

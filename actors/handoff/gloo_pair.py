@@ -1,0 +1,145 @@
+"""The `gloo_pair` channel: a 2-rank gloo group per (sender, receiver, epoch), bytes over TCP.
+
+What listens where: the two ends meet on a board (rendezvous_store.py), so there is no TCPStore,
+which would listen on all interfaces. Gloo itself listens on one port per group end, on the
+`address` given and no other: loopback on a single host, the private interface's between hosts.
+
+Pieces arrive in host memory, never in the KV store.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from actors.handoff.contracts import OutgoingData, PieceBytes, RendezvousClient, StoredBlocks
+from actors.handoff.host_staging import pageable
+from actors.handoff.pair_ends import PairReceiver, PairSender
+from actors.handoff.pair_proof import SENDER_RANK, Greeting, greet
+from actors.handoff.pair_thread import PairThread
+from actors.handoff.rendezvous_store import RendezvousStore
+from engine.errors import HandoffError, WorkerError
+from engine.messages import ChannelKind
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_CPU = torch.device("cpu")
+
+
+class GlooConnection:
+    """One end of a 2-rank gloo group, driven by its own thread in one order.
+
+    Gloo cannot be interrupted: every operation has a deadline instead, and after the first failure
+    the group is dropped, which the other end sees as a closed connection.
+    """
+
+    def __init__(
+        self,
+        epoch: int,
+        rank: int,
+        deadline_s: float,
+        *,
+        floor_gb_s: float = 0.0,
+        empty: Callable[[int], PieceBytes] = pageable,
+    ) -> None:
+        """`empty(num_bytes)` makes a buffer to receive into."""
+        self.deadline_s = deadline_s
+        self._greeting = Greeting(epoch=epoch, rank=rank, device=_CPU, floor_gb_s=floor_gb_s)
+        self._empty = empty
+        self._thread = PairThread(epoch, self._drop)
+        # Touched by the thread only:
+        self._store: RendezvousStore | None = None  # gloo may call it as long as the group lives
+        self._group: Any = None  # ProcessGroupGloo
+
+    @property
+    def kind(self) -> ChannelKind:
+        return "gloo_pair"
+
+    @property
+    def epoch(self) -> int:
+        return self._greeting.epoch
+
+    @property
+    def is_open(self) -> bool:
+        return self._thread.is_open
+
+    def start(self, operation: Callable[[], T]) -> "asyncio.Future[T]":
+        return self._thread.start(operation)
+
+    async def load(self, data: OutgoingData) -> PieceBytes:
+        assert not isinstance(data, StoredBlocks), "blocks of a GPU go through host memory first"
+        return data
+
+    async def room(self, num_bytes: int) -> PieceBytes:
+        return self._empty(num_bytes)
+
+    def release(self, staged: PieceBytes) -> None:
+        """Host memory goes with its last reference."""
+
+    async def close(self) -> None:
+        """Refuse new operations, wait for the queued ones (bounded by their deadlines), hang up."""
+        await self._thread.close()
+
+    # ---- operations, in the thread --------------------------------------------------------------
+
+    def open(self, client: RendezvousClient, key: str, address: str) -> None:
+        """Meet the other end, connect, exchange epochs and prove the rate."""
+        gloo: Any = dist.ProcessGroupGloo  # its stubs lack half of it
+        options = gloo._Options()
+        options._timeout = timedelta(seconds=self.deadline_s)
+        options._threads = 1
+        options._devices = [gloo.create_device(hostname=address)]
+        rank = self._greeting.rank
+        self._store = RendezvousStore(client, self.deadline_s)
+        self._group = gloo(dist.PrefixStore(key, self._store), rank, 2, options)
+        greet(self, self._greeting)
+        if rank == SENDER_RANK:
+            remove_keys(client, key)
+
+    def send_staged(self, staged: PieceBytes) -> None:
+        self.send(torch.from_numpy(staged))
+
+    def receive_staged(self, staged: PieceBytes) -> None:
+        self.receive(torch.from_numpy(staged))
+
+    def send(self, data: Tensor) -> None:
+        self._wait(self._require_group().send([data], 1 - self._greeting.rank, 0), "send")
+
+    def receive(self, data: Tensor) -> None:
+        self._wait(self._require_group().recv([data], 1 - self._greeting.rank, 0), "receive")
+
+    def _wait(self, work: Any, verb: str) -> None:  # noqa: ANN401 - torch types it loosely
+        if not work.wait(timedelta(seconds=self.deadline_s)):
+            raise HandoffError(f"the channel did not {verb} within {self.deadline_s} s")
+
+    def _require_group(self) -> Any:  # noqa: ANN401
+        if self._group is None:
+            raise HandoffError(f"the channel of epoch {self.epoch} is closed")
+        return self._group
+
+    def _drop(self) -> None:
+        self._group = None  # hangs up
+        self._store = None
+
+
+def remove_keys(client: RendezvousClient, key: str) -> None:
+    """An open pair does not need the board any more; keys that stay expire by themselves."""
+    try:
+        client.delete_prefix(key)
+    except WorkerError as error:
+        logger.warning("keys of an open channel stay in the rendezvous: %s", error)
+
+
+class GlooSender(PairSender[PieceBytes]):
+    """The sending end of a `gloo_pair`."""
+
+
+class GlooReceiver(PairReceiver[PieceBytes]):
+    """The receiving end of a `gloo_pair`."""

@@ -1,0 +1,218 @@
+"""The two ends of a pair: pieces in one order over a connection that has no tags.
+
+A piece's header goes by RPC, its bytes beside it over the connection. Headers may overtake each
+other, bytes may not: each end counts. Knows no kind of connection: what a piece is staged in, and
+how it moves, is the connection's.
+"""
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Generic, Protocol, TypeVar
+
+from actors.handoff.contracts import Deliver, IncomingData, OutgoingData
+from actors.handoff.waits import acknowledged, to_the_end
+from engine.errors import HandoffError, WorkerError
+from engine.messages import ChannelKind, PieceReply
+
+T = TypeVar("T")
+Staged = TypeVar("Staged", bound=IncomingData)
+
+ANSWERED_S = 0.5  # the bytes of a piece that was answered for have left by then
+
+
+class PairConnection(Protocol[Staged]):
+    """One end of a connected pair."""
+
+    @property
+    def kind(self) -> ChannelKind: ...
+
+    @property
+    def epoch(self) -> int: ...
+
+    @property
+    def deadline_s(self) -> float: ...
+
+    @property
+    def is_open(self) -> bool: ...
+
+    async def load(self, data: OutgoingData) -> Staged:
+        """The piece where it can be sent from. Raises HandoffError when there is no room."""
+        ...
+
+    async def room(self, num_bytes: int) -> Staged:
+        """Where a piece can be received. Raises HandoffError when there is no room in time."""
+        ...
+
+    def release(self, staged: Staged) -> None:
+        """What `load` or `room` gave is not needed any more; idempotent."""
+        ...
+
+    def start(self, operation: Callable[[], T]) -> "asyncio.Future[T]":
+        """Queue an operation for the connection's thread; its failure breaks the connection."""
+        ...
+
+    def send_staged(self, staged: Staged) -> None:
+        """In the thread: returns when `staged` may be overwritten."""
+        ...
+
+    def receive_staged(self, staged: Staged) -> None:
+        """In the thread: returns when the bytes are in `staged`."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class PairSender(Generic[Staged]):
+    """The sending end."""
+
+    def __init__(self, connection: PairConnection[Staged]) -> None:
+        self._connection = connection
+        self._order = asyncio.Lock()  # fair: first come, first served
+        self._next_seq = 0
+
+    @property
+    def kind(self) -> ChannelKind:
+        return self._connection.kind
+
+    @property
+    def epoch(self) -> int:
+        return self._connection.epoch
+
+    async def send(self, data: OutgoingData | None, deliver: Deliver) -> PieceReply:
+        # Staged before the header goes: a receiver's staging is held only for what can move.
+        staged = None if data is None else await self._connection.load(data)
+        try:
+            async with self._order:
+                reply = await self._send_in_turn(staged, deliver)
+        finally:
+            if staged is not None:
+                self._connection.release(staged)
+        return await acknowledged(reply, self._connection.deadline_s)
+
+    async def _send_in_turn(
+        self, staged: Staged | None, deliver: Deliver
+    ) -> "asyncio.Future[PieceReply]":
+        connection = self._connection
+        if not connection.is_open:
+            raise HandoffError(f"the channel of epoch {self.epoch} is closed")
+        seq, self._next_seq = self._next_seq, self._next_seq + 1
+        # The receiver posts its receive when it has the header: both must be under way.
+        reply = asyncio.ensure_future(deliver(seq, []))
+        try:
+            if staged is not None:
+                await self._send_staged(staged, reply)
+        except WorkerError as failure:
+            raise _reason(reply, failure) from None
+        except BaseException:
+            reply.cancel()
+            raise
+        return reply
+
+    async def _send_staged(self, staged: Staged, reply: "asyncio.Future[PieceReply]") -> None:
+        """Send unless the receiver answers without taking: it is dead, or refuses the piece."""
+        connection = self._connection
+        sending = connection.start(partial(connection.send_staged, staged))
+        try:
+            either: list[asyncio.Future[Any]] = [sending, reply]
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([sending], timeout=ANSWERED_S)
+            if not sending.done() and reply.done():
+                await connection.close()
+        finally:
+            await to_the_end(asyncio.ensure_future(asyncio.wait([sending])))
+        await sending
+
+    async def close(self) -> None:
+        await self._connection.close()
+
+
+class PairReceiver(Generic[Staged]):
+    """The receiving end."""
+
+    def __init__(self, connection: PairConnection[Staged]) -> None:
+        self._connection = connection
+        self._next_seq = 0
+        self._claimed: set[int] = set()  # numbers from _next_seq on
+        self._early: dict[int, asyncio.Future[None]] = {}
+
+    @property
+    def epoch(self) -> int:
+        return self._connection.epoch
+
+    def claim(self, seq: int) -> bool:
+        if seq < self._next_seq or seq in self._claimed:
+            return False
+        self._claimed.add(seq)
+        return True
+
+    async def receive(self, seq: int, num_bytes: int, payload: list[Any]) -> IncomingData:
+        assert seq in self._claimed, f"piece {seq} of epoch {self.epoch} was not claimed"
+        if payload:
+            raise HandoffError("a piece of a pair came with an object reference")
+        if seq > self._next_seq:
+            await self._wait_for_turn(seq)
+        try:
+            staged = await self._connection.room(num_bytes)
+            received = self._start(staged, num_bytes)
+        except WorkerError as error:
+            self._fail_early(error.message)
+            raise
+        self._claimed.remove(seq)
+        self._next_seq += 1
+        self._wake(self._next_seq)
+        try:
+            await to_the_end(received)
+        except BaseException as error:
+            self._connection.release(staged)
+            if isinstance(error, WorkerError):
+                self._fail_early(error.message)
+            raise
+        return staged
+
+    async def close(self) -> None:
+        self._fail_early("it is closing")
+        await self._connection.close()
+
+    def _start(self, staged: Staged, num_bytes: int) -> "asyncio.Future[None]":
+        try:
+            if num_bytes:
+                receive = partial(self._connection.receive_staged, staged)
+                return self._connection.start(receive)
+            return self._connection.start(_nothing)
+        except BaseException:
+            self._connection.release(staged)
+            raise
+
+    async def _wait_for_turn(self, seq: int) -> None:
+        turn = asyncio.get_running_loop().create_future()
+        self._early[seq] = turn
+        try:
+            async with asyncio.timeout(self._connection.deadline_s):
+                await turn
+        except TimeoutError as error:
+            raise HandoffError(f"piece {self._next_seq} never came, {seq} did") from error
+        finally:
+            del self._early[seq]
+
+    def _wake(self, seq: int) -> None:
+        turn = self._early.get(seq)
+        if turn is not None and not turn.done():
+            turn.set_result(None)
+
+    def _fail_early(self, reason: str) -> None:
+        for turn in self._early.values():
+            if not turn.done():
+                turn.set_exception(HandoffError(f"channel of epoch {self.epoch}: {reason}"))
+
+
+def _reason(reply: "asyncio.Future[PieceReply]", failure: WorkerError) -> BaseException:
+    """Why a piece was not sent: a receiver's death says more than the broken connection."""
+    if not reply.done():
+        reply.cancel()
+        return failure
+    return (None if reply.cancelled() else reply.exception()) or failure
+
+
+def _nothing() -> None:
+    """A piece without bytes keeps its place in the order."""

@@ -1,0 +1,320 @@
+"""Two processes that move KV between them over one channel, each with a store and a device.
+
+In place of the actors: a folder is the board where ends meet, a Unix socket carries the calls. The
+channels, the copies and the digests are those of the workers; there is no scheduler and no Ray.
+"""
+
+import asyncio
+import fcntl
+import os
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from actors.handoff.channel_choice import piece_bytes_of
+from actors.handoff.contracts import IncomingData, ReceiveChannel, SendChannel, StagedPiece
+from actors.handoff.cuda_ipc import CudaIpcSender, offer_store, open_receiver
+from actors.handoff.gloo_pair import GlooConnection, GlooReceiver, GlooSender
+from actors.handoff.host_staging import HostStagedSender
+from actors.handoff.kv_pieces import KvPieces
+from actors.handoff.nccl_pair import NcclPairs, NcclSettings
+from actors.handoff.pair_proof import RECEIVER_RANK, SENDER_RANK
+from configs.schema import HandoffConfig
+from engine.errors import HandoffError, WorkerError
+from engine.kv.kv_store import KvStore
+from engine.kv.layout import KvLayout
+from engine.messages import ChannelKind, PairRequest, PieceReply, WorkerIdentity, decode, encode
+
+POLL_S = 0.002
+MEET_S = 120.0  # for the other process to start
+LOOPBACK = "127.0.0.1"
+
+Answer = Callable[..., Awaitable[Any]]
+
+
+class FileBoard:
+    """The channels' `RendezvousClient` over files of one folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._lock = folder / "lock"
+
+    def set(self, key: str, value: bytes) -> None:
+        written = self._path(key).with_suffix(f".{os.getpid()}.new")
+        written.write_bytes(value)
+        written.rename(self._path(key))
+
+    def add(self, key: str, amount: int) -> int:
+        with self._lock.open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            total = amount + (int(self._path(key).read_bytes()) if self.has([key]) else 0)
+            self.set(key, str(total).encode())
+        return total
+
+    def get(self, keys: Sequence[str], timeout_s: float) -> list[bytes]:
+        until_s = time.monotonic() + timeout_s
+        while not self.has(keys):
+            if time.monotonic() > until_s:
+                raise HandoffError(f"nobody wrote all of {list(keys)} within {timeout_s} s")
+            time.sleep(POLL_S)
+        return [self._path(key).read_bytes() for key in keys]
+
+    def has(self, keys: Sequence[str]) -> bool:
+        return all(self._path(key).exists() for key in keys)
+
+    def num_keys(self) -> int:
+        return len(list(self._folder.glob("*.key")))
+
+    def delete(self, key: str) -> bool:
+        is_there = self.has([key])
+        self._path(key).unlink(missing_ok=True)
+        return is_there
+
+    def delete_prefix(self, prefix: str) -> int:
+        paths = list(self._folder.glob(f"{prefix.encode().hex()}*.key"))
+        for path in paths:
+            path.unlink(missing_ok=True)
+        return len(paths)
+
+    def _path(self, key: str) -> Path:
+        return self._folder / f"{key.encode().hex()}.key"
+
+
+class End:
+    """One process's store and what its channels need."""
+
+    def __init__(
+        self, folder: Path, layout: KvLayout, num_blocks: int, config: HandoffConfig, device: str
+    ) -> None:
+        self.config = config
+        self.store = KvStore(layout, num_blocks=num_blocks, device=torch.device(device))
+        self.pieces = KvPieces(self.store)
+        self._board = FileBoard(folder)
+        self._nccl = NcclPairs(
+            self.pieces,
+            NcclSettings(
+                deadline_s=config.transfer_deadline_s,
+                piece_bytes=config.device_piece_bytes,
+                max_ctas=config.nccl_max_ctas,
+                max_pairs=config.max_nccl_pairs,
+                floor_gb_s=config.floors_gb_s.nccl_pair,
+            ),
+        )
+
+    def request(self, kind: ChannelKind, epoch: int) -> PairRequest:
+        identity = WorkerIdentity(
+            name="sender",
+            incarnation="1",
+            role="prefill",
+            model="bench",
+            layout=self.store.layout,
+            max_model_len=1,
+            pid=os.getpid(),
+        )
+        offer = offer_store(self.store.tensor) if kind == "cuda_ipc" else b""
+        key = f"{os.getpid()}/{epoch}/"
+        return PairRequest(
+            sender=identity, channel=kind, epoch=epoch, rendezvous_key=key, offer=offer
+        )
+
+    async def open_send(self, request: PairRequest) -> SendChannel:
+        match request.channel:
+            case "cuda_ipc":
+                return CudaIpcSender(request.epoch, self.config.transfer_deadline_s)
+            case "nccl_pair":
+                return await self._nccl.open_send(request, self._board)
+            case "gloo_pair":
+                sender = GlooSender(await self._gloo(request, SENDER_RANK))
+                return HostStagedSender(sender, self.pieces.to_host)
+            case "object_store":
+                raise HandoffError("the object store needs Ray")
+
+    async def open_receive(self, request: PairRequest) -> ReceiveChannel:
+        match request.channel:
+            case "cuda_ipc":
+                floor_gb_s = self.config.floors_gb_s.cuda_ipc
+                return await open_receiver(
+                    request.epoch, request.offer, self.pieces, floor_gb_s=floor_gb_s
+                )
+            case "nccl_pair":
+                return await self._nccl.open_receive(request, self._board)
+            case "gloo_pair":
+                return GlooReceiver(await self._gloo(request, RECEIVER_RANK))
+            case "object_store":
+                raise HandoffError("the object store needs Ray")
+
+    async def _gloo(self, request: PairRequest, rank: int) -> GlooConnection:
+        config = self.config
+        connection = GlooConnection(
+            request.epoch,
+            rank,
+            config.transfer_deadline_s,
+            floor_gb_s=config.floors_gb_s.gloo_pair,
+            empty=self.pieces.empty,
+        )
+        key = request.rendezvous_key
+        try:
+            await connection.start(partial(connection.open, self._board, key, LOOPBACK))
+        except BaseException:
+            await connection.close()
+            raise
+        return connection
+
+
+# ---- the receiver's process ---------------------------------------------------------------------
+
+
+class ReceivingProcess:
+    """Answers a sender's calls, one after the other."""
+
+    def __init__(self, end: End, folder: Path, more: Mapping[str, Answer] | None = None) -> None:
+        """`more`: calls to answer besides those of the channel."""
+        self._end = end
+        self._more = dict(more or {})
+        self._listener = Listener(str(folder / "calls"), "AF_UNIX")
+        self._channel: ReceiveChannel | None = None
+
+    async def serve(self) -> None:
+        """One sender after the other, without end."""
+        while True:
+            connection = await asyncio.to_thread(self._listener.accept)
+            try:
+                await self._serve_one(connection)
+            except (EOFError, OSError):
+                await self.close_channel()
+
+    async def _serve_one(self, connection: "Connection[Any, Any]") -> None:
+        while True:
+            verb, arguments = await asyncio.to_thread(connection.recv)
+            connection.send(await self.answer(verb, *arguments))
+
+    async def answer(self, verb: str, *arguments: Any) -> Any:  # noqa: ANN401
+        match verb:
+            case "open":
+                return await self._open(decode(arguments[0], PairRequest))
+            case "take":
+                return await self._take(*arguments)
+            case "digests":
+                return self._end.store.digest(arguments[0])
+        return await self._more[verb](*arguments)
+
+    async def close_channel(self) -> None:
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            await channel.close()
+
+    async def _open(self, request: PairRequest) -> str:
+        """ "" or why it did not open."""
+        await self.close_channel()
+        try:
+            self._channel = await self._end.open_receive(request)
+        except WorkerError as error:
+            return error.message
+        return ""
+
+    async def _take(
+        self, seq: int, block_ids: list[int], digests: list[int], payload: list[Any]
+    ) -> str:
+        """ "" or why the piece was not taken."""
+        channel, block_bytes = self._channel, self._end.store.layout.block_bytes
+        if channel is None or not channel.claim(seq):
+            return "no channel, or a piece that came before"
+        try:
+            data = await channel.receive(seq, len(block_ids) * block_bytes, payload)
+        except WorkerError as error:
+            return error.message
+        piece: StagedPiece[IncomingData] = StagedPiece(data=data, digests=digests)
+        return "" if await self._end.pieces.write(block_ids, piece) else "wrong digests"
+
+
+# ---- the sender's process -----------------------------------------------------------------------
+
+
+class SendingProcess:
+    """Opens channels to the other process and hands blocks over."""
+
+    def __init__(self, end: End, folder: Path) -> None:
+        self.end = end
+        self._calls = _meet(folder / "calls")
+        self._epoch = 0
+        self._channel: SendChannel | None = None
+
+    @property
+    def channel(self) -> SendChannel:
+        assert self._channel is not None, "no channel is open"
+        return self._channel
+
+    async def call(self, verb: str, *arguments: Any) -> Any:  # noqa: ANN401
+        """One at a time. Raises EOFError or OSError when the other process is gone."""
+        return await asyncio.to_thread(self._call, verb, arguments)
+
+    async def open(self, kind: ChannelKind) -> float:
+        """Replace the channel; the seconds it took. Raises HandoffError."""
+        await self.close_channel()
+        self._epoch += 1
+        request = self.end.request(kind, self._epoch)
+        started_s = time.perf_counter()
+        theirs = asyncio.ensure_future(self.call("open", encode(request)))
+        try:
+            self._channel = await self.end.open_send(request)
+        finally:
+            reason: str = await theirs
+        if reason:
+            raise HandoffError(f"the receiver did not open {kind}: {reason}")
+        return time.perf_counter() - started_s
+
+    async def hand_over(self, from_ids: Sequence[int], to_ids: Sequence[int]) -> float:
+        """Move blocks, in pieces, with digests; the seconds it took. Raises HandoffError."""
+        piece_bytes = piece_bytes_of(self.end.config, self.channel.kind)
+        num_blocks = max(1, piece_bytes // self.end.store.layout.block_bytes)
+        started_s = time.perf_counter()
+        for first in range(0, len(from_ids), num_blocks):
+            part = slice(first, first + num_blocks)
+            await self.send_piece(list(from_ids[part]), list(to_ids[part]))
+        return time.perf_counter() - started_s
+
+    async def send_piece(
+        self, from_ids: list[int], to_ids: list[int], digests: list[int] | None = None
+    ) -> None:
+        """One piece; `digests`: others than those of the blocks. Raises HandoffError."""
+        piece = await self.end.pieces.read(from_ids)
+        digests = piece.digests if digests is None else digests
+
+        async def deliver(seq: int, payload: list[Any]) -> PieceReply:
+            try:
+                reason = await self.call("take", seq, to_ids, digests, payload)
+            except (EOFError, OSError) as error:
+                raise WorkerError("the receiver is gone") from error
+            return PieceReply(outcome="failed" if reason else "accepted", reason=reason)
+
+        reply = await self.channel.send(piece.data, deliver)
+        if reply.outcome != "accepted":
+            raise HandoffError(reply.reason)
+
+    async def close_channel(self) -> None:
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            await channel.close()
+
+    def close(self) -> None:
+        self._calls.close()
+
+    def _call(self, verb: str, arguments: tuple[Any, ...]) -> Any:  # noqa: ANN401
+        self._calls.send((verb, arguments))
+        return self._calls.recv()
+
+
+def _meet(address: Path) -> "Connection[Any, Any]":
+    until_s = time.monotonic() + MEET_S
+    while True:
+        try:
+            return Client(str(address), "AF_UNIX")
+        except (FileNotFoundError, ConnectionRefusedError):
+            if time.monotonic() > until_s:
+                raise
+            time.sleep(POLL_S)

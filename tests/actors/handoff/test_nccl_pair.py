@@ -1,0 +1,279 @@
+"""The `nccl_pair` over two ranks in one process: order, staging, deadlines, proofs."""
+
+import asyncio
+import random
+import threading
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+import torch
+
+from actors.handoff import pair_ends, pair_proof
+from actors.handoff.contracts import ArrivedBlocks, UnfitError
+from actors.handoff.kv_pieces import KvPieces
+from actors.handoff.nccl_pair import NcclPairs, NcclSettings
+from actors.handoff.pair_ends import PairReceiver, PairSender
+from actors.handoff.staging_ring import NUM_SLOTS, RingPiece, StagingRing
+from engine.errors import HandoffError, WorkerError
+from engine.messages import PairRequest, PieceReply
+from tests.actors.handoff.fake_pair_group import Wires
+from tests.actors.handoff.gpu_stand_in import LAYOUT, random_blocks, random_store, stored
+from tests.actors.test_channels_local import LocalBoard
+from tests.engine.kv.handoff_world import SENDER
+
+ACCEPTED = PieceReply(outcome="accepted")
+MAX_BLOCKS = 4  # in a piece
+
+
+def settings(**changes: Any) -> NcclSettings:
+    values: dict[str, Any] = {
+        "deadline_s": 5.0,
+        "piece_bytes": MAX_BLOCKS * LAYOUT.block_bytes,
+        "max_ctas": 1,
+        "max_pairs": 3,
+        "floor_gb_s": 0.0,
+    }
+    return NcclSettings(**(values | changes))
+
+
+def request_of(epoch: int) -> PairRequest:
+    return PairRequest(
+        sender=SENDER, channel="nccl_pair", epoch=epoch, rendezvous_key=f"k/{epoch}/"
+    )
+
+
+class Ends:
+    """Two workers' pairs, and one channel between them."""
+
+    def __init__(self, rng: random.Random, wires: Wires, **changes: Any) -> None:
+        self.wires = wires
+        self.source, self.target = random_store(11, rng), random_store(19, rng)
+        self.sources, self.targets = KvPieces(self.source), KvPieces(self.target)
+        given = settings(**changes)
+        self.sending = NcclPairs(self.sources, given, wires.make_group)
+        self.receiving = NcclPairs(self.targets, given, wires.make_group)
+        self.board = LocalBoard()
+
+    async def open(
+        self, epoch: int = 1, other_epoch: int | None = None
+    ) -> tuple[PairSender[RingPiece], PairReceiver[RingPiece]]:
+        sender, receiver = await asyncio.gather(
+            self.sending.open_send(request_of(epoch), self.board),
+            self.receiving.open_receive(request_of(other_epoch or epoch), self.board),
+            return_exceptions=True,
+        )
+        for end in (sender, receiver):
+            if isinstance(end, BaseException):
+                raise end
+        assert isinstance(sender, PairSender)
+        assert isinstance(receiver, PairReceiver)
+        return sender, receiver
+
+    def check_idle(self) -> None:
+        assert self.sending.num_free_slots == self.receiving.num_free_slots == NUM_SLOTS
+        assert self.sending.num_open == self.receiving.num_open == 0
+        assert not [t for t in threading.enumerate() if t.name.startswith("kv-pair")]
+
+
+def with_ends(scenario: Callable[[Ends, random.Random], Awaitable[None]], **changes: Any) -> None:
+    async def main() -> None:
+        rng = random.Random()
+        ends = Ends(rng, Wires(), **changes)
+        await scenario(ends, rng)
+        ends.sources.close()
+        ends.targets.close()
+        ends.check_idle()
+
+    asyncio.run(main())
+
+
+async def close(*channels: PairSender[RingPiece] | PairReceiver[RingPiece]) -> None:
+    for channel in channels:
+        await channel.close()
+
+
+async def move(
+    ends: Ends,
+    sender: PairSender[RingPiece],
+    receiver: PairReceiver[RingPiece],
+    from_ids: list[int],
+    to_ids: list[int],
+) -> bool:
+    written: list[bool] = []
+    digests = ends.source.digest(from_ids)
+
+    async def deliver(seq: int, payload: list[Any]) -> PieceReply:
+        if seq % 2 == 0:  # the next header may overtake this one
+            await asyncio.sleep(0)
+        assert receiver.claim(seq)
+        assert not receiver.claim(seq)
+        data = await receiver.receive(seq, len(to_ids) * LAYOUT.block_bytes, payload)
+        assert isinstance(data, ArrivedBlocks)
+        written.append(await data.write(to_ids, digests))
+        return ACCEPTED
+
+    await sender.send(stored(from_ids, ends.sources), deliver)
+    return written[0]
+
+
+def test_pieces_of_many_senders_at_once_arrive_bit_for_bit_over_two_slots() -> None:
+    async def scenario(ends: Ends, rng: random.Random) -> None:
+        pair = await ends.open()
+        to_ids = random_blocks(16, ends.target, rng)
+        parts = [to_ids[i : i + rng.randint(1, MAX_BLOCKS)] for i in range(0, 16, MAX_BLOCKS)]
+        sent = [random_blocks(len(part), ends.source, rng) for part in parts]
+        moves = (move(ends, *pair, s, part) for s, part in zip(sent, parts, strict=True))
+        assert all(await asyncio.gather(*moves))
+        for part, from_ids in zip(parts, sent, strict=True):
+            assert torch.equal(ends.target.tensor[part], ends.source.tensor[from_ids])
+        assert ends.board.num_keys() == 0
+        await close(*pair)
+
+    with_ends(scenario)
+
+
+def test_a_flipped_bit_stays_out_of_the_store() -> None:
+    async def scenario(ends: Ends, rng: random.Random) -> None:
+        sender, receiver = await ends.open()
+        before = ends.target.tensor.clone()
+        assert receiver.claim(0)
+        from_ids = random_blocks(2, ends.source, rng)
+        digests = ends.source.digest(from_ids)
+
+        async def deliver(seq: int, payload: list[Any]) -> PieceReply:
+            data = await receiver.receive(seq, 2 * LAYOUT.block_bytes, payload)
+            assert isinstance(data, RingPiece)
+            data.staging[rng.randrange(data.nbytes)] ^= 1 << rng.randrange(8)
+            assert not await data.write([3, 5], digests)
+            return ACCEPTED
+
+        await sender.send(stored(from_ids, ends.sources), deliver)
+        assert torch.equal(ends.target.tensor, before)
+        await close(sender, receiver)
+
+    with_ends(scenario)
+
+
+def test_a_peer_that_falls_silent_is_aborted_at_the_deadline_and_a_new_epoch_works() -> None:
+    async def scenario(ends: Ends, rng: random.Random) -> None:
+        pair = await ends.open(1)
+        ends.wires.is_silent = True
+        assert pair[1].claim(0)
+        with pytest.raises(HandoffError, match="receive"):
+            await pair[1].receive(0, LAYOUT.block_bytes, [])
+        assert ends.wires.num_aborts == 1
+        assert pair[1].claim(1)
+        with pytest.raises(HandoffError, match="closed"):
+            await pair[1].receive(1, LAYOUT.block_bytes, [])
+        await close(*pair)
+        ends.wires.is_silent = False
+        pair = await ends.open(2)
+        assert await move(ends, *pair, [1, 2], [4, 0])
+        await close(*pair)
+
+    with_ends(scenario, deadline_s=0.2)
+
+
+@pytest.mark.parametrize("error", [None, WorkerError("decode-0 died")])
+def test_a_piece_that_is_answered_for_untaken_does_not_wait_for_the_deadline(
+    error: WorkerError | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pair_ends, "ANSWERED_S", 0.01)
+
+    async def scenario(ends: Ends, rng: random.Random) -> None:
+        sender, receiver = await ends.open()
+
+        async def refuse(seq: int, payload: list[Any]) -> PieceReply:
+            if error is not None:
+                raise error
+            return PieceReply(outcome="failed", reason="a piece came before")
+
+        with pytest.raises(WorkerError, match="died" if error else "channel"):
+            await sender.send(stored([1], ends.sources), refuse)
+        await close(sender, receiver)
+
+    with_ends(scenario, deadline_s=1000.0)
+
+
+def test_closing_cuts_what_is_under_way_and_gives_its_slot_back() -> None:
+    async def scenario(ends: Ends, rng: random.Random) -> None:
+        sender, receiver = await ends.open()
+        assert receiver.claim(0)
+        waiting = asyncio.ensure_future(receiver.receive(0, LAYOUT.block_bytes, []))
+        while ends.receiving.num_free_slots == NUM_SLOTS:  # noqa: ASYNC110 - no event for tests
+            await asyncio.sleep(0)
+        await receiver.close()
+        with pytest.raises(HandoffError):
+            await waiting
+        await sender.close()
+
+    with_ends(scenario, deadline_s=100.0)
+
+
+def test_ends_of_two_epochs_do_not_open() -> None:
+    async def scenario(ends: Ends, rng: random.Random) -> None:
+        with pytest.raises(HandoffError, match="epoch"):
+            await ends.open(4, 5)
+
+    with_ends(scenario, deadline_s=0.5)
+
+
+def test_no_more_pairs_open_than_the_config_allows_until_one_closes() -> None:
+    async def scenario(ends: Ends, rng: random.Random) -> None:
+        pairs = [await ends.open(epoch) for epoch in (1, 2, 3)]
+        with pytest.raises(HandoffError, match="max_nccl_pairs"):
+            await ends.open(4)
+        await close(*pairs.pop())
+        pairs.append(await ends.open(5))
+        for pair in pairs:
+            await close(*pair)
+
+    with_ends(scenario)
+
+
+class TestProof:
+    @pytest.fixture(autouse=True)
+    def _small(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(pair_proof, "PROOF_BYTES", (3, 1001))
+
+    def test_a_pair_above_its_floor_opens_and_carries(self) -> None:
+        async def scenario(ends: Ends, rng: random.Random) -> None:
+            pair = await ends.open()
+            assert await move(ends, *pair, [7], [1])
+            await close(*pair)
+
+        with_ends(scenario, floor_gb_s=1e-12)
+
+    def test_a_pair_below_its_floor_is_unfit(self) -> None:
+        async def scenario(ends: Ends, rng: random.Random) -> None:
+            receiving = asyncio.ensure_future(
+                ends.receiving.open_receive(request_of(1), ends.board)
+            )
+            with pytest.raises(UnfitError, match="floors_gb_s"):
+                await ends.sending.open_send(request_of(1), ends.board)
+            await (await receiving).close()
+
+        with_ends(scenario, floor_gb_s=1e9)
+
+
+class TestRing:
+    def test_a_piece_too_large_and_a_ring_without_a_free_slot_are_errors(self) -> None:
+        async def main() -> None:
+            ring = StagingRing(KvPieces(random_store(2, random.Random())), slot_bytes=10)
+            with pytest.raises(HandoffError, match="takes 10"):
+                await ring.acquire(11, 1.0)
+            held = [await ring.acquire(n, 1.0) for n in (10, 0)]
+            with pytest.raises(HandoffError, match="staging"):
+                await ring.acquire(1, 0.01)
+            waiting = asyncio.ensure_future(ring.acquire(1, 1.0))
+            await asyncio.sleep(0)
+            held[0].discard()
+            held[0].discard()
+            piece = await waiting
+            assert ring.num_free == 0
+            for one in (piece, held[1]):
+                one.discard()
+            assert ring.num_free == NUM_SLOTS
+
+        asyncio.run(main())

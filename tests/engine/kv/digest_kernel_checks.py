@@ -1,0 +1,26 @@
+"""The digest kernel against its torch twin, run by Triton's interpreter."""
+
+import torch
+
+from kernels.block_digest import block_digests
+from kernels.block_digest_triton import digests
+
+
+def check(seed: str) -> None:
+    generator = torch.Generator().manual_seed(int(seed))
+    for dtype, num_words in ((torch.int64, 1), (torch.int64, 1025), (torch.int32, 17_000)):
+        bounds = torch.iinfo(dtype)
+        words = torch.randint(
+            bounds.min, bounds.max, (5, num_words), dtype=dtype, generator=generator
+        )
+        weights = torch.randint(
+            -(2**62), 2**62, (num_words,), dtype=torch.int64, generator=generator
+        )
+        block_ids = torch.tensor([4, 0, 3])
+        expected = block_digests(words, weights, block_ids, slab_bytes=9000)
+        assert torch.equal(digests(words, weights, block_ids), expected)
+        for i, block in enumerate(block_ids.tolist()):
+            pairs = zip(words[block].tolist(), weights.tolist(), strict=True)
+            total = sum(word * weight for word, weight in pairs) % 2**64
+            assert int(expected[i]) % 2**64 == total
+    print("checked")
