@@ -21,10 +21,24 @@ from ray.exceptions import TaskCancelledError
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.types import Receive
 
-from actors.api.openai_objects import ModelList, error_reply, model_card, sse_error, to_json
-from actors.api.protocol import ParsedRequest, ServedModel, parse_chat, parse_completion
-from actors.api.request_rules import TTFT_DEADLINE_HEADER, read_ttft_deadline_s
-from actors.api.response_writers import ResponseIdentity, ResponseWriter, build_writer
+from actors.api.chat_dialect import build_dialect
+from actors.api.openai_objects import error_reply, model_card, model_list, sse_error, to_json
+from actors.api.openapi import build_openapi
+from actors.api.protocol import ParsedRequest, parse_chat, parse_completion
+from actors.api.request_rules import (
+    TTFT_DEADLINE_HEADER,
+    check_content_type,
+    read_ttft_deadline_s,
+)
+from actors.api.response_parts import ResponseIdentity
+from actors.api.response_writers import ResponseWriter, build_writer
+from actors.api.served_model import ServedModel, check_model, served_names
+from actors.api.token_requests import (
+    detokenize_answer,
+    parse_detokenize,
+    parse_tokenize,
+    tokenize_answer,
+)
 from actors.deployment import VERSION, DeploymentSpec
 from actors.edge.answering import Answering, Batchers, ChoiceDelta, PreparedRequest
 from actors.edge.generation import Generations
@@ -41,6 +55,7 @@ from actors.handles import (
     find_actor,
 )
 from actors.logs import set_up_logging
+from engine.chat_template import read_template_text
 from engine.clock import MonotonicClock
 from engine.errors import CapacityError, EngineError, RequestError, WorkerError
 from engine.messages import LapsStatus, Topology
@@ -90,15 +105,18 @@ class Ingress:
             self._find_batcher, patience_s=config.edge.place_timeout_s, clock=self._clock
         )
         self._system = SystemView(self._ask_supervisor, self._follow, self._connected)
-        tokenizing = await asyncio.to_thread(load_tokenizer, Path(config.model.path))
+        folder = Path(config.model.path)
+        name, *aliases = served_names(config)
+        tokenizing = await asyncio.to_thread(load_tokenizer, folder)
         topology = await self._system.wait_ready()
         lengths = [s.identity.max_model_len for s in topology.workers.values() if s.identity]
-        name = config.model.served_name or Path(config.model.path).name
         self._model = ServedModel(
             name=name,
             max_model_len=min(lengths),
             vocab_size=tokenizing.vocab_size,
             created_s=int(time.time()),
+            aliases=tuple(aliases),
+            dialect=build_dialect(read_template_text(folder), config.api, tokenizing),
         )
         self._tokenizing = tokenizing
         self._recent_ttft = RecentTtft(self._clock)
@@ -123,9 +141,12 @@ class Ingress:
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """The routes; called by Serve after the constructor."""
-        app = FastAPI(title="LAPS engine", version=VERSION, docs_url=None, redoc_url=None)
+        app = FastAPI(openapi_url=None)  # the document here is built from the structs
         app.add_api_route("/v1/chat/completions", self._chat, methods=["POST"])
         app.add_api_route("/v1/completions", self._complete, methods=["POST"])
+        app.add_api_route("/tokenize", self._tokenize, methods=["POST"])
+        app.add_api_route("/detokenize", self._detokenize, methods=["POST"])
+        app.add_api_route("/openapi.json", self._show_openapi, methods=["GET"])
         app.add_api_route("/v1/models", self._list_models, methods=["GET"])
         app.add_api_route("/v1/models/{name:path}", self._show_model, methods=["GET"])
         app.add_api_route("/health", self._health, methods=["GET"])
@@ -156,7 +177,7 @@ class Ingress:
         parsed = replace(parse(await self._read_body(request)), ttft_deadline_s=deadline_s)
         prepared = await self._answering.prepare(parsed, arrived_s)
         identity = ResponseIdentity(
-            request_id=prepared.request_ids[0], created_s=int(time.time()), model=self._model.name
+            request_id=prepared.request_ids[0], created_s=int(time.time()), model=parsed.model
         )
         writer = build_writer(parsed, identity, self._tokenizing)
         # X-Request-Id is Serve's: it echoes the client's, or makes one, on every response.
@@ -215,6 +236,7 @@ class Ingress:
 
     async def _read_body(self, request: Request) -> bytes:
         """The body, counted as it comes: the length a client claims proves nothing."""
+        check_content_type(request.headers.get("content-type"))
         limit = self._config.edge.max_body_bytes
         body = bytearray()
         async for piece in request.stream():
@@ -225,18 +247,27 @@ class Ingress:
 
     # ---- everything else ------------------------------------------------------------------------
 
+    async def _tokenize(self, request: Request) -> Response:
+        call = parse_tokenize(await self._read_body(request), self._model)
+        async with asyncio.timeout(self._config.edge.request_timeout_s):
+            token_ids = await self._batchers.tokenize(call.prompt)
+        answer = tokenize_answer(call, token_ids, self._model, self._tokenizing)
+        return Response(to_json(answer), media_type=JSON_TYPE)
+
+    async def _detokenize(self, request: Request) -> Response:
+        token_ids = parse_detokenize(await self._read_body(request), self._model)
+        answer = detokenize_answer(token_ids, self._tokenizing)
+        return Response(to_json(answer), media_type=JSON_TYPE)
+
+    async def _show_openapi(self) -> Response:
+        return Response(build_openapi("LAPS engine", VERSION), media_type=JSON_TYPE)
+
     async def _list_models(self) -> Response:
-        return Response(to_json(ModelList(data=[model_card(self._model)])), media_type=JSON_TYPE)
+        return Response(to_json(model_list(self._model)), media_type=JSON_TYPE)
 
     async def _show_model(self, name: str) -> Response:
-        if name != self._model.name:
-            raise RequestError(
-                f"The model `{name[:200]}` does not exist",
-                param="model",
-                code="model_not_found",
-                status=404,
-            )
-        return Response(to_json(model_card(self._model)), media_type=JSON_TYPE)
+        check_model(name, self._model)
+        return Response(to_json(model_card(self._model, name)), media_type=JSON_TYPE)
 
     async def _health(self) -> Response:
         """This replica's event loop answers."""

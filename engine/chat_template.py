@@ -6,8 +6,15 @@ Knows nothing of tokens. Templates come from the model folder only, never from a
 from pathlib import Path
 from typing import Protocol, cast
 
+import msgspec
+
 from engine.errors import ConfigError, RequestError
 from engine.messages import TokenizeRequest
+
+TEMPLATE_FILE = "chat_template.jinja"
+MORE_TEMPLATES = "additional_chat_templates"  # folder
+CONFIG_FILE = "tokenizer_config.json"
+TOOLS = "tools"  # the one reserved variable that the edge itself may set
 
 # Names a client's chat_template_kwargs may not set: arguments of the renderer, variables it gives
 # to the template, and switches with a request field of their own.
@@ -29,7 +36,7 @@ RESERVED_KWARGS = frozenset(
         "self",
         "tokenize",
         "tokenizer_kwargs",
-        "tools",
+        TOOLS,
         "truncation",
     }
 )
@@ -64,7 +71,8 @@ class ChatTemplate:
     def render(self, request: TokenizeRequest) -> str:
         """Raises RequestError: no template, or the template refuses these messages."""
         assert request.messages is not None, "no messages to render"
-        reserved = sorted(name for name in request.chat_template_kwargs if is_reserved_kwarg(name))
+        names = set(request.chat_template_kwargs) - {TOOLS}
+        reserved = sorted(name for name in names if is_reserved_kwarg(name))
         assert not reserved, f"reserved template variables passed the edge: {reserved}"
         if not self.is_present:
             raise RequestError(
@@ -82,6 +90,41 @@ class ChatTemplate:
             raise RequestError(_explain(error), param="messages") from error
         assert isinstance(text, str), f"the renderer returned {type(text).__name__}"
         return text
+
+
+class _NamedTemplate(msgspec.Struct):
+    template: str
+
+
+class _TokenizerConfig(msgspec.Struct):
+    """The one part of tokenizer_config.json that is read here."""
+
+    chat_template: str | list[_NamedTemplate] | None = None
+
+
+def read_template_text(folder: Path) -> str | None:
+    """All chat templates of a model folder as one text; None when it has none.
+
+    For whoever must know what the templates speak of without loading transformers. The files are
+    those that transformers prefers, in its order. Raises ConfigError.
+    """
+    files = [folder / TEMPLATE_FILE, *sorted((folder / MORE_TEMPLATES).glob("*.jinja"))]
+    texts = [_read(path) for path in files if path.is_file()]
+    path = folder / CONFIG_FILE
+    if not texts and path.is_file():
+        try:
+            found = msgspec.json.decode(_read(path), type=_TokenizerConfig).chat_template
+        except msgspec.DecodeError as error:
+            raise ConfigError(f"{path}: cannot be read: {error}") from error
+        texts = [found] if isinstance(found, str) else [one.template for one in found or ()]
+    return "\n".join(texts) if texts else None
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from error
 
 
 def load_chat_template(folder: Path) -> ChatTemplate:

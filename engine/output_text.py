@@ -4,7 +4,7 @@ Puts detokenizer and stop strings together and decides how a choice ends as the 
 Knows nothing of HTTP, JSON or which worker made the tokens.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from engine.detokenizing import Detokenizer
@@ -49,12 +49,15 @@ class OutputText:
         min_tokens: int = 0,
         client_stop_ids: Sequence[int] = (),
         include_stop: bool = False,
+        markers: Mapping[int, str] | None = None,
     ) -> None:
+        """`markers`: special tokens, id -> text, that the output shows all the same."""
         self._detokenizer = detokenizer
         self._stop_strings = stop_strings
         self._min_tokens = min_tokens
         self._client_stop_ids = frozenset(client_stop_ids)
         self._include_stop = include_stop
+        self._markers = {} if markers is None else markers
         self._num_tokens = 0
         self._num_chars = 0
         self._is_finished = False
@@ -92,11 +95,17 @@ class OutputText:
     def _new_text(self, record: TokenRecord) -> str:
         """Raw text of the token. One that stops the request shows only if the client asked."""
         is_hidden = record.stop_token_id is not None and not self._include_stop
-        text = "" if is_hidden else self._detokenizer.push(record.token_id)
+        text = "" if is_hidden else self._push(record.token_id)
         if record.finish is not None:
             text += self._detokenizer.flush()
         self._num_chars += len(text)
         return text
+
+    def _push(self, token_id: int) -> str:
+        marker = self._markers.get(token_id)
+        if marker is None:
+            return self._detokenizer.push(token_id)
+        return self._detokenizer.flush() + marker  # a character torn before it stays torn
 
     def _search(self, text: str) -> tuple[str, str | None]:
         # A stop string may end the choice with token number min_tokens, not before.

@@ -27,10 +27,10 @@ def completion_logprobs(
     for token in tokens:
         logprobs = token.logprobs
         assert logprobs is not None, f"token {token.token_id} was sampled without logprobs"
-        names.append(_completion_name(token.token_id, tokenizing))
+        names.append(token_name(token.token_id, tokenizing))
         chosen.append(_finite(logprobs.chosen))
         top = {
-            _completion_name(token_id, tokenizing): _finite(value)
+            token_name(token_id, tokenizing): _finite(value)
             for token_id, value in zip(logprobs.top_ids, logprobs.top_logprobs, strict=True)
         }
         tops.append(top | {names[-1]: chosen[-1]})
@@ -66,7 +66,8 @@ def _chat_name(piece: bytes) -> str:
     return piece.decode("utf-8", "replace")
 
 
-def _completion_name(token_id: int, tokenizing: Tokenizing) -> str:
+def token_name(token_id: int, tokenizing: Tokenizing) -> str:
+    """A token as text that no other token of other bytes shares."""
     piece = tokenizing.piece(token_id)
     try:
         return piece.decode("utf-8")

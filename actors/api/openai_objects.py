@@ -10,11 +10,11 @@ from typing import Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from actors.api.protocol import ServedModel
+from actors.api.served_model import ServedModel
 from engine.errors import CapacityError, ConfigError, EngineError, RequestError
 
 SSE_DONE = b"data: [DONE]\n\n"
-FinishText = Literal["stop", "length"]
+FinishText = Literal["stop", "length", "tool_calls"]
 
 _encoder = msgspec.json.Encoder()
 
@@ -59,15 +59,44 @@ class CompletionLogprobs(_Record, frozen=True):
     text_offset: list[int]
 
 
+class FunctionText(_Record, frozen=True):
+    name: str
+    arguments: str  # JSON, as the model wrote it
+
+
+class ToolCallObject(_Record, frozen=True):
+    id: str
+    function: FunctionText
+    type: Literal["function"] = "function"
+
+
+class FunctionPiece(_Record, frozen=True):
+    arguments: str
+    name: str | UnsetType = UNSET
+
+
+class ToolCallPiece(_Record, frozen=True):
+    """Of a streamed call; all but the first have only the index and the next arguments."""
+
+    index: int
+    function: FunctionPiece
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+
+
 class ChatMessage(_Record, frozen=True):
-    content: str
+    content: str | None  # null only where something else stands in its place
     role: Literal["assistant"] = "assistant"
     refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallObject] | UnsetType = UNSET
 
 
 class ChatDelta(_Record, frozen=True):
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallPiece] | UnsetType = UNSET
 
 
 class ChatChoice(_Record, frozen=True):
@@ -138,6 +167,7 @@ class ModelCard(_Record, frozen=True):
     id: str
     created: int
     max_model_len: int
+    root: str  # the canonical name of the same model
     object: Literal["model"] = "model"
     owned_by: str = "laps"
 
@@ -145,6 +175,19 @@ class ModelCard(_Record, frozen=True):
 class ModelList(_Record, frozen=True):
     data: list[ModelCard]
     object: Literal["list"] = "list"
+
+
+class TokenizeAnswer(_Record, frozen=True):
+    """vLLM's shape, as the next one."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeAnswer(_Record, frozen=True):
+    prompt: str
 
 
 class ErrorDetail(_Record, frozen=True):
@@ -167,9 +210,16 @@ def sse_event(record: _Record) -> bytes:
     return b"data: " + _encoder.encode(record) + b"\n\n"
 
 
-def model_card(model: ServedModel) -> ModelCard:
-    """The object of GET /v1/models/{model}."""
-    return ModelCard(id=model.name, created=model.created_s, max_model_len=model.max_model_len)
+def model_card(model: ServedModel, name: str) -> ModelCard:
+    """The object of GET /v1/models/{name}, `name` being one of the model's."""
+    return ModelCard(
+        id=name, created=model.created_s, max_model_len=model.max_model_len, root=model.name
+    )
+
+
+def model_list(model: ServedModel) -> ModelList:
+    """The object of GET /v1/models: every name is a card."""
+    return ModelList(data=[model_card(model, name) for name in model.names])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

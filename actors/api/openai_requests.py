@@ -1,4 +1,4 @@
-"""Bodies of /v1/chat/completions and /v1/completions as typed structs, and reading them strictly.
+"""Bodies of requests as typed structs, and reading them strictly.
 
 Every field that is accepted stands here; anything else is refused by name. Shapes and types only:
 ranges, limits and meaning are in actors/api/protocol.py. Source of the fields: OpenAI's API
@@ -6,15 +6,15 @@ reference; those below "extensions" carry vLLM's names and meanings.
 """
 
 import re
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import msgspec
-from msgspec import Raw
+from msgspec import Raw, field
 
 from engine.errors import RequestError
 
 Scalar = str | int | float | bool | None
-Body = TypeVar("Body", bound="GenerationBody")
+Body = TypeVar("Body", bound=msgspec.Struct)
 
 
 class _Object(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -32,10 +32,10 @@ class ContentPart(_Object, frozen=True, kw_only=True):
 
     type: str
     text: str | None = None
-    image_url: Raw = Raw()
-    input_audio: Raw = Raw()
-    file: Raw = Raw()
-    refusal: Raw = Raw()
+    image_url: Raw = field(default_factory=Raw)
+    input_audio: Raw = field(default_factory=Raw)
+    file: Raw = field(default_factory=Raw)
+    refusal: Raw = field(default_factory=Raw)
 
 
 class FunctionCall(_Object, frozen=True, kw_only=True):
@@ -59,8 +59,41 @@ class Message(_Object, frozen=True, kw_only=True):
     reasoning_content: str | None = None  # extension: for templates that keep it
     refusal: str | None = None
     annotations: list[Raw] | None = None  # no effect; part of OpenAI's own replies
-    audio: Raw = Raw()
-    function_call: Raw = Raw()
+    audio: Raw = field(default_factory=Raw)
+    function_call: Raw = field(default_factory=Raw)
+
+
+class FunctionDefinition(_Object, frozen=True, kw_only=True):
+    name: str
+    description: str | None = None
+    parameters: Raw = field(default_factory=Raw)  # a JSON schema
+    strict: bool | None = None
+
+
+class Tool(_Object, frozen=True, kw_only=True):
+    type: str
+    function: FunctionDefinition | None = None
+    custom: Raw = field(default_factory=Raw)  # known so as to be named
+
+
+class FunctionName(_Object, frozen=True, kw_only=True):
+    name: str
+
+
+class ToolChoice(_Object, frozen=True, kw_only=True):
+    """A choice that is more than a word."""
+
+    type: str
+    function: FunctionName | None = None
+    custom: Raw = field(default_factory=Raw)  # known so as to be named
+    allowed_tools: Raw = field(default_factory=Raw)  # likewise
+
+
+class Prediction(_Object, frozen=True, kw_only=True):
+    """A guess at the answer, which may make it faster and never different: not used here."""
+
+    type: Literal["content"]
+    content: str | list[ContentPart]
 
 
 class GenerationBody(_Object, frozen=True, kw_only=True):
@@ -91,11 +124,12 @@ class GenerationBody(_Object, frozen=True, kw_only=True):
     return_token_ids: bool | None = None
     add_special_tokens: bool | None = None
     cache_salt: str | None = None
+    extra_key: str | None = None  # SGLang's: further part of what a cached prefix is known by
     priority: int | None = None
     # Known, refused unless at the value that changes nothing (see UNSUPPORTED).
-    structured_outputs: Raw = Raw()
-    prompt_logprobs: Raw = Raw()
-    use_beam_search: Raw = Raw()
+    structured_outputs: Raw = field(default_factory=Raw)
+    prompt_logprobs: Raw = field(default_factory=Raw)
+    use_beam_search: Raw = field(default_factory=Raw)
 
 
 class ChatBody(GenerationBody, frozen=True, kw_only=True):
@@ -106,39 +140,63 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
     # Accepted as OpenAI's servers do; no effect here.
     store: bool | None = None
     metadata: dict[str, str] | None = None
-    service_tier: str | None = None
+    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     prompt_cache_options: dict[str, Scalar] | None = None
+    prediction: Prediction | None = None
+    # Tools.
+    tools: list[Tool] | None = None
+    tool_choice: str | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    # For templates that know it; others cannot honour it.
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     # Extensions.
+    include_reasoning: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Scalar] | None = None
     # Known, refused unless at the value that changes nothing (see UNSUPPORTED).
-    audio: Raw = Raw()
-    chat_template: Raw = Raw()
-    function_call: Raw = Raw()
-    functions: Raw = Raw()
-    modalities: Raw = Raw()
-    moderation: Raw = Raw()
-    prediction: Raw = Raw()
-    reasoning_effort: Raw = Raw()
-    response_format: Raw = Raw()
-    tool_choice: Raw = Raw()
-    tools: Raw = Raw()
-    verbosity: Raw = Raw()
-    web_search_options: Raw = Raw()
+    audio: Raw = field(default_factory=Raw)
+    chat_template: Raw = field(default_factory=Raw)
+    function_call: Raw = field(default_factory=Raw)
+    functions: Raw = field(default_factory=Raw)
+    modalities: Raw = field(default_factory=Raw)
+    moderation: Raw = field(default_factory=Raw)
+    response_format: Raw = field(default_factory=Raw)
+    verbosity: Raw = field(default_factory=Raw)
+    web_search_options: Raw = field(default_factory=Raw)
 
 
 class CompletionBody(GenerationBody, frozen=True, kw_only=True):
     prompt: str | list[str | int | list[int]]
     logprobs: int | None = None
-    # Only at OpenAI's defaults.
     echo: bool | None = None
-    best_of: int | None = None
-    suffix: str | None = None
+    best_of: int | None = None  # only as n
+    suffix: str | None = None  # not supported
+
+
+class TokenizeBody(_Object, frozen=True, kw_only=True):
+    """vLLM's /tokenize: exactly one of `prompt` and `messages`."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool | None = None  # null = as the endpoint of such a prompt does
+    return_token_strs: bool | None = None
+    # With messages only.
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Scalar] | None = None
+    tools: list[Tool] | None = None
+
+
+class DetokenizeBody(_Object, frozen=True, kw_only=True):
+    """vLLM's /detokenize."""
+
+    model: str | None = None
+    tokens: list[int]
 
 
 # Parameter -> the values beside null that ask for what happens anyway.
@@ -149,17 +207,15 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "functions": (),
     "modalities": (["text"],),
     "moderation": (),
-    "prediction": (),
     "prompt_logprobs": (),
-    "reasoning_effort": (),
     "response_format": ({"type": "text"},),
     "structured_outputs": (),
-    "tool_choice": ("none",),
-    "tools": (),
     "use_beam_search": (False,),
-    "verbosity": (),
+    "verbosity": ("medium",),
     "web_search_options": (),
 }
+# What took the place of a deprecated parameter.
+_SUCCESSORS = {"function_call": "tool_choice", "functions": "tools"}
 _MAX_RAW_BYTES = 64  # longer than every allowed value above: no need to decode more
 
 _PATH = re.compile(r" - at `(?P<path>[^`]*)`$")
@@ -218,7 +274,10 @@ def _check_unsupported(name: str, raw: Raw, allowed: tuple[object, ...]) -> None
     if len(bytes(raw)) <= _MAX_RAW_BYTES and _decode_raw(raw) in allowed:
         return
     choices = " or ".join(str(msgspec.json.encode(value), "utf-8") for value in allowed)
-    raise unsupported(name, f", except as {choices}" if choices else "")
+    detail = f", except as {choices}" if choices else ""
+    if name in _SUCCESSORS:
+        detail += f"; use '{_SUCCESSORS[name]}' instead"
+    raise unsupported(name, detail)
 
 
 def _decode_raw(raw: Raw) -> object:
@@ -235,7 +294,11 @@ def _explain(message: str) -> RequestError:
     path = _plain_path(found["path"]) if found else ""
     if match := _UNKNOWN.match(problem):
         name = _join(path, match["name"])
-        return RequestError(f"Unrecognized request argument supplied: {name}", param=name)
+        return RequestError(
+            f"Unrecognized request argument supplied: {name[:200]}",
+            param=name[:200],
+            code="unknown_parameter",
+        )
     if match := _MISSING.match(problem):
         name = _join(path, match["name"])
         return RequestError(

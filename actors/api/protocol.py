@@ -5,12 +5,13 @@ the prompt's length. Knows no HTTP and no workers.
 """
 
 import secrets
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 import msgspec
 
+from actors.api.chat_dialect import ToolFormat
 from actors.api.openai_requests import (
     ChatBody,
     CompletionBody,
@@ -19,33 +20,35 @@ from actors.api.openai_requests import (
     decode_body,
     unsupported,
 )
+from actors.api.prompts import (
+    Prompt as Prompt,
+)
+from actors.api.prompts import (
+    prompt_too_long,
+    read_chat_prompt,
+    read_completion_prompts,
+)
 from actors.api.request_rules import (
     BOUNDS,
-    MAX_MESSAGES,
-    MAX_SALT_CHARS,
     MAX_STOP_TOKEN_IDS,
     Bounds,
-    check_chars,
     check_length,
+    check_metadata,
     check_token_ids,
-    count_chars,
     invalid,
+    read_cache_identity,
     read_logit_bias,
-    read_message,
     read_stops,
-    read_template_kwargs,
 )
+from actors.api.served_model import ServedModel as ServedModel
+from actors.api.served_model import check_model
+from actors.api.tool_rules import read_tool_use
 from configs.schema import EdgeConfig
-from engine.errors import RequestError
-from engine.messages import TokenizeRequest
 from engine.request import SamplingParams
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions
-MAX_CHARS_PER_TOKEN = 16  # a prompt beyond it cannot fit, whatever the tokenizer makes of it
 SEED_BITS = 63  # seeds stay non-negative in a signed 64-bit integer
 _UINT64 = 2**64 - 1
-
-Prompt = TokenizeRequest | list[int]
 
 
 class Endpoint(Enum):
@@ -53,16 +56,6 @@ class Endpoint(Enum):
 
     CHAT = "messages"
     COMPLETION = "prompt"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServedModel:
-    """What the edge must know of the model it serves."""
-
-    name: str
-    max_model_len: int  # tokens, prompt and output together
-    vocab_size: int  # ids 0 ... vocab_size - 1 may be sent
-    created_s: int = 0  # Unix time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +74,15 @@ class ParsedRequest:
     include_usage: bool = False
     continuous_usage: bool = False
     return_token_ids: bool = False
-    cache_salt: str = ""
+    cache_salt: str = ""  # whose cached prefixes may be used: only requests with an equal one
+    echo: bool = False  # a completion's text begins with its prompt's
+    # What else than text the answer may hold.
+    tool_format: ToolFormat | None = None  # None = no calls
+    tool_names: frozenset[str] = frozenset()
+    parallel_tool_calls: bool = True  # False: an answer shows its first call only
+    splits_reasoning: bool = False
+    include_reasoning: bool = True
+    markers: Mapping[int, str] = field(default_factory=dict)  # special tokens whose text is read
     priority: int = 0
     ttft_deadline_s: float | None = None  # from arrival; from a header, not the body
 
@@ -116,17 +117,35 @@ def parse_chat(
 ) -> ParsedRequest:
     """A /v1/chat/completions body; raises RequestError with `param` and OpenAI's code."""
     chat = decode_body(body, ChatBody)
-    _check_model(chat.model, model)
+    check_model(chat.model, model)
     if chat.top_logprobs is not None and not chat.logprobs:
         raise invalid("top_logprobs", "only allowed when 'logprobs' is true.")
     Bounds(0, limits.max_logprobs).check("top_logprobs", chat.top_logprobs)
+    check_metadata(chat.metadata)
     logprobs = (chat.top_logprobs or 0) if chat.logprobs else None
-    return _assemble(
+    tools = read_tool_use(chat, model)
+    parsed = _assemble(
         chat,
         Endpoint.CHAT,
-        [_read_chat_prompt(chat, model)],
+        [read_chat_prompt(chat, model, None if tools is None else tools.definitions)],
         _sampling(chat, limits, model, logprobs, new_seed),
         limits,
+    )
+    dialect = model.dialect
+    parsed = replace(
+        parsed,
+        splits_reasoning=dialect.splits_reasoning,
+        include_reasoning=chat.include_reasoning is not False,
+        markers=dialect.reasoning_markers,
+    )
+    if tools is None:
+        return parsed
+    return replace(
+        parsed,
+        tool_format=dialect.tool_format,
+        tool_names=tools.names,
+        parallel_tool_calls=chat.parallel_tool_calls is not False,
+        markers={**dialect.reasoning_markers, **dialect.tool_markers},
     )
 
 
@@ -138,21 +157,21 @@ def parse_completion(
 ) -> ParsedRequest:
     """A /v1/completions body; raises RequestError with `param` and OpenAI's code."""
     completion = decode_body(body, CompletionBody)
-    _check_model(completion.model, model)
-    if completion.echo:
-        raise unsupported("echo")
+    check_model(completion.model, model)
     if completion.suffix is not None:
         raise unsupported("suffix")
-    if completion.best_of is not None and completion.best_of != (completion.n or 1):
-        raise unsupported("best_of", ", except as n")
+    if completion.echo and completion.logprobs is not None:
+        raise unsupported("echo", " together with 'logprobs'")
+    _check_best_of(completion)
     Bounds(0, limits.max_logprobs).check("logprobs", completion.logprobs)
-    return _assemble(
+    parsed = _assemble(
         completion,
         Endpoint.COMPLETION,
-        _read_completion_prompts(completion, limits, model),
+        read_completion_prompts(completion, limits, model),
         _sampling(completion, limits, model, completion.logprobs, new_seed),
         limits,
     )
+    return replace(parsed, echo=bool(completion.echo))
 
 
 def resolve_sampling(
@@ -168,134 +187,13 @@ def resolve_sampling(
         raise invalid(param, "the prompt holds no tokens.", "empty_prompt")
     remaining = max_model_len - num_prompt_tokens
     if remaining < 1 or (parsed.max_tokens or 1) > remaining:
-        raise _too_long(param, num_prompt_tokens, parsed.max_tokens, max_model_len)
+        raise prompt_too_long(param, num_prompt_tokens, parsed.max_tokens, max_model_len)
     default = remaining if parsed.endpoint is Endpoint.CHAT else DEFAULT_COMPLETION_TOKENS
     max_tokens = parsed.max_tokens or min(default, remaining)
     min_tokens = parsed.base_sampling.min_tokens
     if min_tokens > max_tokens:
         raise invalid("min_tokens", f"must not exceed max_tokens ({max_tokens}), got {min_tokens}.")
     return msgspec.structs.replace(parsed.base_sampling, max_tokens=max_tokens)
-
-
-def _too_long(
-    param: str, num_prompt_tokens: int, max_tokens: int | None, max_model_len: int
-) -> RequestError:
-    if max_tokens is None:
-        used = f"your {param} resulted in {num_prompt_tokens} tokens"
-        advice = f"reduce the length of the {param}"
-    else:
-        used = (
-            f"you requested {num_prompt_tokens + max_tokens} tokens ({num_prompt_tokens} in the"
-            f" {param}, {max_tokens} in the completion)"
-        )
-        advice = f"reduce the length of the {param} or completion"
-    return _context_exceeded(param, max_model_len, used, advice)
-
-
-def _context_exceeded(param: str, max_model_len: int, used: str, advice: str) -> RequestError:
-    return RequestError(
-        f"This model's maximum context length is {max_model_len} tokens. However, {used}. Please"
-        f" {advice}.",
-        param=param,
-        code="context_length_exceeded",
-    )
-
-
-def _check_model(name: str, model: ServedModel) -> None:
-    if name != model.name:
-        raise RequestError(
-            f"The model `{name[:200]}` does not exist",
-            param="model",
-            code="model_not_found",
-            status=404,
-        )
-
-
-def _check_prompt_chars(param: str, num_chars: int, model: ServedModel) -> None:
-    """Refuses before any work on the text what cannot fit."""
-    if num_chars > MAX_CHARS_PER_TOKEN * model.max_model_len:
-        raise _context_exceeded(
-            param,
-            model.max_model_len,
-            f"your {param} resulted in far more ({num_chars} characters)",
-            f"reduce the length of the {param}",
-        )
-
-
-def _read_chat_prompt(chat: ChatBody, model: ServedModel) -> TokenizeRequest:
-    check_length("messages", len(chat.messages), MAX_MESSAGES)
-    # First, so that no work is done on what cannot fit.
-    _check_prompt_chars("messages", sum(map(count_chars, chat.messages)), model)
-    messages = [
-        read_message(message, f"messages[{position}]")
-        for position, message in enumerate(chat.messages)
-    ]
-    continues = bool(chat.continue_final_message)
-    adds_prompt = chat.add_generation_prompt
-    if continues and adds_prompt:
-        raise invalid("continue_final_message", "cannot be combined with 'add_generation_prompt'.")
-    if continues and messages[-1]["role"] != "assistant":
-        raise invalid("continue_final_message", "the last message must be an assistant's.")
-    return TokenizeRequest(
-        messages=messages,
-        # Chat templates write the special tokens themselves.
-        add_special_tokens=bool(chat.add_special_tokens),
-        add_generation_prompt=not continues if adds_prompt is None else adds_prompt,
-        continue_final_message=continues,
-        chat_template_kwargs=read_template_kwargs(chat.chat_template_kwargs),
-    )
-
-
-def _read_completion_prompts(
-    completion: CompletionBody, limits: EdgeConfig, model: ServedModel
-) -> list[Prompt]:
-    prompt = completion.prompt
-    if isinstance(prompt, str):
-        return [_text_prompt(prompt, "prompt", completion, model)]
-    if prompt and isinstance(prompt[0], int):
-        return [_ids_prompt(prompt, "prompt", model)]
-    check_length("prompt", len(prompt), limits.max_prompts)
-    kind = type(prompt[0])
-    read: list[Prompt] = []
-    for position, item in enumerate(prompt):
-        where = f"prompt[{position}]"
-        if type(item) is not kind:
-            raise _mixed_prompt(where)
-        if isinstance(item, str):
-            read.append(_text_prompt(item, where, completion, model))
-        elif isinstance(item, list):
-            read.append(_ids_prompt(item, where, model))
-    return read
-
-
-def _mixed_prompt(param: str) -> RequestError:
-    return RequestError(
-        f"Invalid type for '{param}': a prompt is a string, or an array of only strings, only token"
-        " ids or only arrays of token ids.",
-        param=param,
-        code="invalid_type",
-    )
-
-
-def _text_prompt(
-    text: str, param: str, completion: CompletionBody, model: ServedModel
-) -> TokenizeRequest:
-    if not text:
-        raise invalid(param, "empty string.", "empty_string")
-    _check_prompt_chars("prompt", len(text), model)
-    adds = completion.add_special_tokens
-    return TokenizeRequest(text=text, add_special_tokens=True if adds is None else adds)
-
-
-def _ids_prompt(items: Sequence[object], param: str, model: ServedModel) -> list[int]:
-    ids = [item for item in items if isinstance(item, int)]
-    if len(ids) != len(items):
-        raise _mixed_prompt(param)
-    if len(ids) >= model.max_model_len:
-        raise _too_long("prompt", len(ids), None, model.max_model_len)
-    check_length(param, len(ids), model.max_model_len)
-    check_token_ids(param, ids, model.vocab_size)
-    return ids
 
 
 def _sampling(
@@ -348,8 +246,6 @@ def _assemble(
     limits: EdgeConfig,
 ) -> ParsedRequest:
     Bounds(1, limits.max_n).check("n", body.n)
-    if body.cache_salt is not None:
-        check_chars("cache_salt", body.cache_salt, MAX_SALT_CHARS)
     options = body.stream_options or StreamOptions()
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options", "only allowed when 'stream' is true.")
@@ -366,7 +262,7 @@ def _assemble(
         include_usage=bool(options.include_usage),
         continuous_usage=bool(options.include_usage and options.continuous_usage_stats),
         return_token_ids=bool(body.return_token_ids),
-        cache_salt=body.cache_salt or "",
+        cache_salt=read_cache_identity(body.cache_salt, body.extra_key),
         priority=body.priority or 0,
     )
 
@@ -376,3 +272,13 @@ def _read_max_tokens(body: GenerationBody) -> int | None:
     if newer is not None and body.max_tokens is not None and newer != body.max_tokens:
         raise invalid("max_tokens", "differs from 'max_completion_tokens'; send one of the two.")
     return body.max_tokens if newer is None else newer
+
+
+def _check_best_of(completion: CompletionBody) -> None:
+    """As many as are returned: nothing here generates more to choose from."""
+    best_of, n = completion.best_of, completion.n or 1
+    if best_of is None or best_of == n:
+        return
+    if best_of < n:
+        raise invalid("best_of", f"must not be less than n ({n}), got {best_of}.")
+    raise unsupported("best_of", ", except as n")

@@ -7,20 +7,20 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import msgspec
-
-from actors.api.openai_requests import Message, Scalar, ToolCall, is_given, unsupported
+from actors.api.openai_requests import Scalar
 from engine.chat_template import is_reserved_kwarg
 from engine.errors import RequestError
 
 MAX_JSON_DEPTH = 64
-MAX_MESSAGES = 2048
 MAX_STOP_TOKEN_IDS = 128
 MAX_SALT_CHARS = 1024
 MAX_TEMPLATE_KWARGS = 32
 MAX_TEMPLATE_KWARG_CHARS = 1024
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
-ROLES = ("system", "developer", "user", "assistant", "tool")
+MAX_METADATA = 16
+MAX_METADATA_KEY_CHARS = 64
+MAX_METADATA_VALUE_CHARS = 512
+JSON_MEDIA_TYPE = "application/json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +101,56 @@ def invalid(param: str, detail: str, code: str = "invalid_value") -> RequestErro
     return RequestError(f"Invalid '{param}': {detail}", param=param, code=code)
 
 
+def missing(param: str) -> RequestError:
+    return RequestError(
+        f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter"
+    )
+
+
+def unknown_kind(param: str, value: str, supported: Sequence[str]) -> RequestError:
+    """For a word that is none of those which are understood."""
+    words = ", ".join(f"'{word}'" for word in supported)
+    return RequestError(
+        f"Invalid value: '{value[:40]}'. Supported values are: {words}.",
+        param=param,
+        code="invalid_value",
+    )
+
+
+def check_content_type(value: str | None) -> None:
+    """Refuses a body that says it is something else than JSON; one that says nothing is read."""
+    media_type = (value or JSON_MEDIA_TYPE).split(";")[0].strip().lower()
+    if media_type != JSON_MEDIA_TYPE:
+        raise RequestError(
+            f"Unsupported content type '{media_type[:80]}': send the header 'Content-Type:"
+            f" {JSON_MEDIA_TYPE}'.",
+            code="unsupported_content_type",
+        )
+
+
+def check_metadata(metadata: Mapping[str, str] | None) -> None:
+    """OpenAI's bounds of a field without effect here."""
+    if metadata is None:
+        return
+    if len(metadata) > MAX_METADATA:
+        raise invalid(
+            "metadata",
+            f"too many properties. Expected an object with at most {MAX_METADATA} properties, but"
+            f" got an object with {len(metadata)} properties instead.",
+            "object_above_max_properties",
+        )
+    for key, value in metadata.items():
+        if len(key) > MAX_METADATA_KEY_CHARS:
+            raise invalid("metadata", f"a key is longer than {MAX_METADATA_KEY_CHARS} characters.")
+        if len(value) > MAX_METADATA_VALUE_CHARS:
+            where = f"metadata.{key}"
+            raise invalid(
+                where,
+                f"string too long. Expected at most {MAX_METADATA_VALUE_CHARS} characters.",
+                "string_above_max_length",
+            )
+
+
 def check_length(param: str, num_items: int, max_items: int) -> None:
     """An array that must hold between 1 and `max_items` elements."""
     if num_items == 0:
@@ -110,12 +160,17 @@ def check_length(param: str, num_items: int, max_items: int) -> None:
             "empty_array",
         )
     if num_items > max_items:
-        raise invalid(
-            param,
-            f"array too long. Expected an array with maximum length {max_items}, but got an array"
-            f" with length {num_items} instead.",
-            "array_above_max_length",
-        )
+        raise too_many(param, num_items, max_items)
+
+
+def too_many(param: str, num_items: int, max_items: int) -> RequestError:
+    """For an array that is longer than allowed."""
+    return invalid(
+        param,
+        f"array too long. Expected an array with maximum length {max_items}, but got an array"
+        f" with length {num_items} instead.",
+        "array_above_max_length",
+    )
 
 
 def check_chars(param: str, text: str, max_chars: int) -> None:
@@ -177,6 +232,17 @@ def read_logit_bias(
     return read
 
 
+def read_cache_identity(salt: str | None, extra_key: str | None) -> str:
+    """Both as one string, different for every different pair; "" when neither is given."""
+    for param, text in (("cache_salt", salt), ("extra_key", extra_key)):
+        if text is not None:
+            check_chars(param, text, MAX_SALT_CHARS)
+    salt = salt or ""
+    if extra_key is None and not salt.startswith("\0"):
+        return salt
+    return f"\0{len(salt)}:{salt}{extra_key or ''}"
+
+
 def read_template_kwargs(kwargs: Mapping[str, Scalar] | None) -> dict[str, object]:
     """Variables for the chat template: few, short, and none the renderer itself sets."""
     if not kwargs:
@@ -198,106 +264,7 @@ def read_template_kwargs(kwargs: Mapping[str, Scalar] | None) -> dict[str, objec
     return dict(kwargs)
 
 
-def read_message(message: Message, param: str) -> dict[str, object]:
-    """A message as chat templates expect it: text content, arguments of calls as objects.
-
-    "developer" becomes "system", the name templates know for it.
-    """
-    if message.role not in ROLES:
-        supported = ", ".join(f"'{role}'" for role in ROLES)
-        raise RequestError(
-            f"Invalid value: '{message.role[:40]}'. Supported values are: {supported}.",
-            param=f"{param}.role",
-            code="invalid_value",
-        )
-    if message.refusal is not None:
-        raise unsupported(f"{param}.refusal")
-    for name, raw in (("audio", message.audio), ("function_call", message.function_call)):
-        if is_given(raw):
-            raise unsupported(f"{param}.{name}")
-    plain: dict[str, object] = {
-        "role": "system" if message.role == "developer" else message.role,
-        "content": _read_content(message, param),
-    }
-    for name in ("name", "tool_call_id", "reasoning_content"):
-        value = getattr(message, name)
-        if value is not None:
-            plain[name] = value
-    if message.tool_calls:
-        if message.role != "assistant":
-            raise invalid(f"{param}.tool_calls", "only an assistant's message has tool calls.")
-        plain["tool_calls"] = [
-            _read_tool_call(call, f"{param}.tool_calls[{position}]")
-            for position, call in enumerate(message.tool_calls)
-        ]
-    return plain
-
-
-def count_chars(message: Message) -> int:
-    """Characters of everything in a message that can reach the prompt."""
-    texts = [message.name, message.tool_call_id, message.reasoning_content]
-    if isinstance(message.content, str):
-        texts.append(message.content)
-    else:
-        texts += [part.text for part in message.content or ()]
-    for call in message.tool_calls or ():
-        texts += [call.id, call.function.name, call.function.arguments]
-    return sum(len(text) for text in texts if text is not None)
-
-
-def _read_content(message: Message, param: str) -> str | None:
-    content = message.content
-    if isinstance(content, str):
-        return content
-    if content is None:
-        if message.role == "assistant" and message.tool_calls:
-            return None
-        raise RequestError(
-            f"Invalid value for '{param}.content': expected a string, got null.",
-            param=f"{param}.content",
-            code="invalid_type",
-        )
-    texts = []
-    for position, part in enumerate(content):
-        where = f"{param}.content[{position}]"
-        if part.type != "text":
-            raise RequestError(
-                f"Invalid value: '{part.type[:40]}'. Supported values are: 'text'.",
-                param=f"{where}.type",
-                code="invalid_value",
-            )
-        if part.text is None:
-            raise RequestError(
-                f"Missing required parameter: '{where}.text'.",
-                param=f"{where}.text",
-                code="missing_required_parameter",
-            )
-        texts.append(part.text)
-    check_length(f"{param}.content", len(texts), MAX_MESSAGES)
-    return "\n".join(texts)
-
-
-def _read_tool_call(call: ToolCall, param: str) -> dict[str, object]:
-    if call.type != "function":
-        raise RequestError(
-            f"Invalid value: '{call.type[:40]}'. Supported values are: 'function'.",
-            param=f"{param}.type",
-            code="invalid_value",
-        )
-    where = f"{param}.function.arguments"
-    try:
-        arguments = msgspec.json.decode(call.function.arguments, type=dict[str, object])
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise invalid(where, "expected a JSON object as text.") from error
-    _check_plain(arguments, where)
-    return {
-        "id": call.id,
-        "type": "function",
-        "function": {"name": call.function.name, "arguments": arguments},
-    }
-
-
-def _check_plain(value: object, param: str) -> None:
+def check_plain(value: object, param: str) -> None:
     """Free-form JSON: bounded depth, and integers that fit the wire's 64 bits."""
     level: list[object] = [value]
     for _ in range(MAX_JSON_DEPTH):

@@ -6,22 +6,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from actors.api.chat_dialect import ChatDialect, ToolFormat
 from actors.api.protocol import (
     Endpoint,
     ParsedRequest,
-    ServedModel,
     child_seed,
     draw_seed,
     parse_chat,
     parse_completion,
     resolve_sampling,
 )
+from actors.api.served_model import ServedModel
 from configs.schema import EdgeConfig
 from engine.errors import RequestError
 from engine.messages import TokenizeRequest, decode, encode
 from engine.request import SamplingParams
 
-MODEL = ServedModel(name="tiny", max_model_len=100, vocab_size=500)
+DIALECT = ChatDialect(knows_tools=True, tool_format=ToolFormat.HERMES)
+MODEL = ServedModel(name="tiny", max_model_len=100, vocab_size=500, dialect=DIALECT)
 LIMITS = EdgeConfig()
 USER: dict[str, object] = {"role": "user", "content": "hi"}
 
@@ -183,7 +185,8 @@ def test_fields_openai_accepts_without_effect_here_change_nothing() -> None:
         "safety_identifier": "s",
         "prompt_cache_key": "k",
         "prompt_cache_retention": "24h",
-        "parallel_tool_calls": True,
+        "prediction": {"type": "content", "content": "maybe this"},
+        "verbosity": "medium",
     }
     assert chat(**without_effect) == chat()
 
@@ -205,6 +208,7 @@ def test_unsupported_parameters_may_ask_for_what_happens_anyway(
 
 def test_completion_extras_may_stand_at_their_defaults() -> None:
     assert completion(echo=False, best_of=1, suffix=None) == completion()
+    assert completion(echo=True).echo
     assert completion(n=2, best_of=2) == completion(n=2)
 
 

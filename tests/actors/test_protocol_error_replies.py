@@ -11,20 +11,23 @@ from actors.api.openai_objects import (
     ChatChunk,
     ChatChunkChoice,
     ChatDelta,
-    ModelList,
     error_reply,
-    model_card,
+    model_list,
     sse_error,
     sse_event,
     to_json,
 )
-from actors.api.protocol import ServedModel
+from actors.api.served_model import ServedModel
 from engine.errors import CapacityError, ConfigError, NumericsError, RequestError, WorkerError
 
 
 def test_the_models_list_is_the_clients_object() -> None:
-    model = ServedModel(name="tiny", max_model_len=100, vocab_size=5, created_s=12)
-    listed = json.loads(to_json(ModelList(data=[model_card(model)])))
+    model = ServedModel(
+        name="tiny", max_model_len=100, vocab_size=5, created_s=12, aliases=("small",)
+    )
+    listed = json.loads(to_json(model_list(model)))
+    assert [card["id"] for card in listed["data"]] == ["tiny", "small"]
+    assert {card["root"] for card in listed["data"]} == {"tiny"}
     assert listed["object"] == "list"
     read = Model.model_validate(listed["data"][0])
     assert (read.id, read.object, read.created, read.owned_by) == ("tiny", "model", 12, "laps")

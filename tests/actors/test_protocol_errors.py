@@ -1,18 +1,22 @@
 """Every way a request can be wrong: status, parameter and code, one row each."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from actors.api.chat_dialect import ChatDialect, ToolFormat
 from actors.api.openai_objects import error_reply
 from actors.api.openai_requests import UNSUPPORTED, ChatBody
-from actors.api.protocol import ParsedRequest, ServedModel, parse_chat, parse_completion
+from actors.api.protocol import ParsedRequest, parse_chat, parse_completion
+from actors.api.served_model import ServedModel
 from configs.schema import EdgeConfig
 from engine.errors import RequestError
 
-MODEL = ServedModel(name="tiny", max_model_len=100, vocab_size=500)
+DIALECT = ChatDialect(knows_tools=True, tool_format=ToolFormat.HERMES)
+MODEL = ServedModel(name="tiny", max_model_len=100, vocab_size=500, dialect=DIALECT)
 LIMITS = EdgeConfig(max_n=4, max_prompts=3, max_stop=2, max_stop_chars=5, max_logit_bias=2)
 USER = {"role": "user", "content": "hi"}
 BIG = 10**30
@@ -87,12 +91,14 @@ SHARED_ROWS: list[tuple[dict[str, object], str | None, str | None]] = [
     ({"stream": "yes"}, "stream", "invalid_type"),
     ({"stream": 1}, "stream", "invalid_type"),
     ({"stream_options": {"include_usage": True}}, "stream_options", "invalid_value"),
-    ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x", None),
+    ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x", "unknown_parameter"),
     ({"stream": True, "stream_options": 1}, "stream_options", "invalid_type"),
     ({"cache_salt": ""}, "cache_salt", "empty_string"),
     ({"cache_salt": "x" * 2000}, "cache_salt", "string_above_max_length"),
+    ({"extra_key": ""}, "extra_key", "empty_string"),
+    ({"extra_key": "x" * 2000}, "extra_key", "string_above_max_length"),
     ({"ignore_eos": 1}, "ignore_eos", "invalid_type"),
-    ({"nonsense": 1}, "nonsense", None),
+    ({"nonsense": 1}, "nonsense", "unknown_parameter"),
     ({"structured_outputs": {"json": {}}}, "structured_outputs", "unsupported_parameter"),
     ({"prompt_logprobs": 1}, "prompt_logprobs", "unsupported_parameter"),
     ({"use_beam_search": True}, "use_beam_search", "unsupported_parameter"),
@@ -122,7 +128,7 @@ CHAT_ROWS: list[tuple[dict[str, object], str | None, str | None]] = [
         "messages[0].content[0].type",
         "invalid_value",
     ),
-    (message(mood="happy"), "messages[0].mood", None),
+    (message(mood="happy"), "messages[0].mood", "unknown_parameter"),
     (message(refusal="no"), "messages[0].refusal", "unsupported_parameter"),
     (message(audio={"id": "a"}), "messages[0].audio", "unsupported_parameter"),
     (message(function_call={}), "messages[0].function_call", "unsupported_parameter"),
@@ -165,21 +171,28 @@ CHAT_ROWS: list[tuple[dict[str, object], str | None, str | None]] = [
         "invalid_value",
     ),
     ({"chat_template": "{{ 1 }}"}, "chat_template", "unsupported_parameter"),
-    ({"tools": []}, "tools", "unsupported_parameter"),
-    ({"tool_choice": "auto"}, "tool_choice", "unsupported_parameter"),
+    ({"tools": []}, "tools", "empty_array"),
+    ({"tool_choice": "auto"}, "tool_choice", "invalid_value"),
     ({"functions": []}, "functions", "unsupported_parameter"),
     ({"function_call": "auto"}, "function_call", "unsupported_parameter"),
     ({"response_format": {"type": "json_object"}}, "response_format", "unsupported_parameter"),
     ({"audio": {}}, "audio", "unsupported_parameter"),
     ({"modalities": ["text", "audio"]}, "modalities", "unsupported_parameter"),
-    ({"prediction": {}}, "prediction", "unsupported_parameter"),
+    ({"prediction": {}}, "prediction.type", "missing_required_parameter"),
+    ({"prediction": {"type": "x", "content": "x"}}, "prediction.type", "invalid_value"),
+    ({"service_tier": "gold"}, "service_tier", "invalid_value"),
+    ({"metadata": {f"k{i}": "v" for i in range(17)}}, "metadata", "object_above_max_properties"),
+    ({"metadata": {"k" * 65: "v"}}, "metadata", "invalid_value"),
+    ({"metadata": {"k": "v" * 513}}, "metadata.k", "string_above_max_length"),
+    ({"include_reasoning": "no"}, "include_reasoning", "invalid_type"),
+    ({"reasoning_effort": "endless"}, "reasoning_effort", "invalid_value"),
     ({"reasoning_effort": "low"}, "reasoning_effort", "unsupported_parameter"),
     ({"verbosity": "low"}, "verbosity", "unsupported_parameter"),
     ({"web_search_options": {}}, "web_search_options", "unsupported_parameter"),
     ({"moderation": {}}, "moderation", "unsupported_parameter"),
     ({"metadata": {"a": 1}}, "metadata", "invalid_type"),
     ({"store": "x"}, "store", "invalid_type"),
-    ({"prompt": "x"}, "prompt", None),
+    ({"prompt": "x"}, "prompt", "unknown_parameter"),
 ]
 COMPLETION_ROWS: list[tuple[dict[str, object], str | None, str | None]] = [
     ({"prompt": ""}, "prompt", "empty_string"),
@@ -209,11 +222,14 @@ COMPLETION_ROWS: list[tuple[dict[str, object], str | None, str | None]] = [
     ({"logprobs": True}, "logprobs", "invalid_type"),
     ({"logprobs": 21}, "logprobs", "integer_above_max_value"),
     ({"logprobs": -1}, "logprobs", "integer_below_min_value"),
-    ({"echo": True}, "echo", "unsupported_parameter"),
+    ({"echo": True, "logprobs": 0}, "echo", "unsupported_parameter"),
+    ({"echo": 1}, "echo", "invalid_type"),
     ({"best_of": 2}, "best_of", "unsupported_parameter"),
+    ({"n": 2, "best_of": 1}, "best_of", "invalid_value"),
     ({"suffix": "x"}, "suffix", "unsupported_parameter"),
-    ({"messages": [USER]}, "messages", None),
-    ({"tools": []}, "tools", None),
+    ({"messages": [USER]}, "messages", "unknown_parameter"),
+    ({"tools": []}, "tools", "unknown_parameter"),
+    ({"max_completion_tokens": 5}, "max_completion_tokens", "unknown_parameter"),
 ]
 
 
@@ -310,7 +326,7 @@ def test_numbers_beyond_floats_are_refused(number: str) -> None:
 @pytest.mark.parametrize(("depth", "is_fine"), [(63, True), (64, False), (300_000, False)])
 def test_a_tool_calls_arguments_may_be_64_levels_deep(depth: int, is_fine: bool) -> None:
     body = json.dumps(good("chat") | call('{"a": ' + nested(depth) + "}")).encode()
-    roomy = ServedModel(name="tiny", max_model_len=100_000, vocab_size=500)
+    roomy = replace(MODEL, max_model_len=100_000)
     if is_fine:
         assert parse_chat(body, LIMITS, roomy).num_choices == 1
         return
@@ -333,36 +349,6 @@ def test_a_missing_field_is_named() -> None:
     assert error.message == "Missing required parameter: 'model'."
     assert (error.param, error.code) == ("model", "missing_required_parameter")
     assert refusal("completion", b'{"model": "tiny"}').param == "prompt"
-
-
-def test_the_words_are_openais() -> None:
-    def words(fields: dict[str, object]) -> str:
-        return refusal("chat", json.dumps(good("chat") | fields).encode()).message
-
-    assert words({"model": "gone"}) == "The model `gone` does not exist"
-    assert words({"foo": 1}) == "Unrecognized request argument supplied: foo"
-    assert words({"n": "x"}) == (
-        "Invalid type for 'n': expected an integer, but got a string instead."
-    )
-    assert words({"stop": 3}) == (
-        "Invalid type for 'stop': expected a string or an array, but got an integer instead."
-    )
-    assert words({"temperature": 3.0}) == (
-        "Invalid 'temperature': decimal above maximum value. Expected a value <= 2, but got 3.0"
-        " instead."
-    )
-    assert words({"messages": []}) == (
-        "Invalid 'messages': empty array. Expected an array with minimum length 1, but got an empty"
-        " array instead."
-    )
-    assert words(message(role="robot")) == (
-        "Invalid value: 'robot'. Supported values are: 'system', 'developer', 'user', 'assistant',"
-        " 'tool'."
-    )
-    assert words({"response_format": {"type": "json_object"}}) == (
-        "Unsupported parameter: 'response_format' is not supported by this server, except as"
-        ' {"type":"text"}.'
-    )
 
 
 def test_every_unsupported_parameter_is_refused_with_a_foreign_value() -> None:

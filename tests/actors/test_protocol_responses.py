@@ -14,8 +14,10 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from pydantic import BaseModel, ConfigDict
 
 from actors.api.openai_objects import SSE_DONE
-from actors.api.protocol import ParsedRequest, ServedModel, parse_chat, parse_completion
-from actors.api.response_writers import ResponseIdentity, build_output_text, build_writer
+from actors.api.protocol import ParsedRequest, parse_chat, parse_completion
+from actors.api.response_parts import ResponseIdentity
+from actors.api.response_writers import build_output_text, build_writer
+from actors.api.served_model import ServedModel
 from configs.schema import EdgeConfig
 from engine.messages import TokenRecord
 from engine.output_text import TextDelta

@@ -14,6 +14,7 @@ MESSAGES = [{"role": "user", "content": "def main():"}]
 TOKENS = 24
 VOCAB_SIZE = 3072
 MAX_MODEL_LEN = 2048
+TOOL = {"type": "function", "function": {"name": "add"}}  # the shipped template knows none
 TOO_LONG = [5] * MAX_MODEL_LEN
 # (fields over a good body, status, param, code)
 SHARED_ROWS: list[tuple[dict[str, Any], int, str | None, str | None]] = [
@@ -26,7 +27,7 @@ SHARED_ROWS: list[tuple[dict[str, Any], int, str | None, str | None]] = [
     ({"stop": ["a", ""]}, 400, "stop[1]", "empty_string"),
     ({"logit_bias": {"3072": 1}}, 400, "logit_bias", "invalid_value"),
     ({"min_tokens": 30}, 400, "min_tokens", "invalid_value"),
-    ({"nonsense": 1}, 400, "nonsense", None),
+    ({"nonsense": 1}, 400, "nonsense", "unknown_parameter"),
 ]
 COMPLETION_ROWS: list[tuple[dict[str, Any], int, str | None, str | None]] = [
     ({"prompt": ""}, 400, "prompt", "empty_string"),
@@ -37,7 +38,7 @@ COMPLETION_ROWS: list[tuple[dict[str, Any], int, str | None, str | None]] = [
     ({"prompt": "a b " * MAX_MODEL_LEN}, 400, "prompt", "context_length_exceeded"),
     ({"prompt": ["ok", "a b " * MAX_MODEL_LEN]}, 400, "prompt", "context_length_exceeded"),
     ({"logprobs": 21}, 400, "logprobs", "integer_above_max_value"),
-    ({"echo": True}, 400, "echo", "unsupported_parameter"),
+    ({"echo": True, "logprobs": 1}, 400, "echo", "unsupported_parameter"),
 ]
 CHAT_ROWS: list[tuple[dict[str, Any], int, str | None, str | None]] = [
     ({"messages": []}, 400, "messages", "empty_array"),
@@ -50,7 +51,8 @@ CHAT_ROWS: list[tuple[dict[str, Any], int, str | None, str | None]] = [
         "context_length_exceeded",
     ),
     ({"top_logprobs": 2}, 400, "top_logprobs", "invalid_value"),
-    ({"tools": [{}]}, 400, "tools", "unsupported_parameter"),
+    ({"tools": [TOOL]}, 400, "tools", "unsupported_parameter"),
+    ({"tool_choice": "auto"}, 400, "tool_choice", "invalid_value"),
 ]
 ROWS = [
     *(("completions", *row) for row in (*SHARED_ROWS, *COMPLETION_ROWS)),
@@ -110,3 +112,11 @@ def test_unknown_routes_and_methods_are_error_objects(disaggregated: Application
     answer = httpx.get(f"{disaggregated.url}/v1/completions", timeout=PATIENCE_S)
     check_error(answer, 405, None, "unknown_url")
     assert answer.headers["allow"] == "POST"
+
+
+def test_a_body_that_says_it_is_no_json_is_refused(disaggregated: Application) -> None:
+    body = b'{"model": "' + disaggregated.model.encode() + b'", "prompt": "x"}'
+    url = f"{disaggregated.url}/v1/completions"
+    headers = {"content-type": "text/plain"}
+    answer = httpx.post(url, content=body, headers=headers, timeout=PATIENCE_S)
+    check_error(answer, 400, None, "unsupported_content_type")

@@ -1,0 +1,124 @@
+"""Responses of /v1/completions: one text_completion object, or a stream of them."""
+
+from collections.abc import Sequence
+
+from msgspec import UNSET, UnsetType
+
+from actors.api.logprob_objects import completion_logprobs
+from actors.api.openai_objects import (
+    SSE_DONE,
+    Completion,
+    CompletionChoice,
+    Usage,
+    sse_event,
+    to_json,
+)
+from actors.api.protocol import ParsedRequest
+from actors.api.response_parts import ResponseIdentity, StreamResponse, UnaryResponse
+from engine.messages import TokenizeRequest
+from engine.output_text import TextDelta
+from engine.tokenizing import Tokenizing
+
+
+def _echo(
+    parsed: ParsedRequest, choice_index: int, prompt_ids: Sequence[int], tokenizing: Tokenizing
+) -> str:
+    """The prompt's text where it was asked for: as the client sent it, or what its ids say."""
+    if not parsed.echo:
+        return ""
+    prompt = parsed.prompts[choice_index // parsed.n]
+    if isinstance(prompt, TokenizeRequest):
+        assert prompt.text is not None, "a completion's prompt is text or ids"
+        return prompt.text
+    return tokenizing.decode(prompt_ids, skip_special_tokens=False)
+
+
+class CompletionUnary(UnaryResponse):
+    """A text_completion object."""
+
+    def finish(self) -> list[bytes]:
+        body = Completion(
+            id=f"cmpl-{self._identity.request_id}",
+            created=self._identity.created_s,
+            model=self._identity.model,
+            choices=[self._choice(index) for index in range(self._parsed.num_choices)],
+            usage=self._usage.usage(),
+        )
+        return [to_json(body)]
+
+    def _choice(self, index: int) -> CompletionChoice:
+        choice = self._choices[index]
+        prompt_ids = self._prompt_ids[index // self._parsed.n]
+        return CompletionChoice(
+            index=index,
+            text=_echo(self._parsed, index, prompt_ids, self._tokenizing) + choice.text,
+            logprobs=(
+                completion_logprobs(choice.tokens, self._tokenizing) if self._has_logprobs else None
+            ),
+            finish_reason=self._finish_of(index),
+            stop_reason=choice.stop_reason,
+            token_ids=self._token_ids(index),
+            prompt_token_ids=list(prompt_ids) if self._parsed.return_token_ids else UNSET,
+        )
+
+
+class CompletionStream(StreamResponse):
+    """text_completion events; the last of a choice carries its finish_reason."""
+
+    def __init__(
+        self, parsed: ParsedRequest, identity: ResponseIdentity, tokenizing: Tokenizing
+    ) -> None:
+        super().__init__(parsed, identity, tokenizing)
+        self._prompt_ids: Sequence[Sequence[int]] = ()
+        self._started: set[int] = set()  # choices that have sent a chunk
+
+    def start(self, prompt_ids: Sequence[Sequence[int]]) -> list[bytes]:
+        self._prompt_ids = prompt_ids
+        self._usage.start(prompt_ids)
+        return []
+
+    def delta(self, choice_index: int, delta: TextDelta) -> list[bytes]:
+        self._count(choice_index, delta)
+        is_first = choice_index not in self._started
+        text = (self._echo_of(choice_index) if is_first else "") + delta.text
+        if not text and not self._has_news(delta) and delta.finish is None:
+            return []
+        self._started.add(choice_index)
+        choice = CompletionChoice(
+            index=choice_index,
+            text=text,
+            logprobs=(
+                completion_logprobs(delta.tokens, self._tokenizing) if self._has_logprobs else None
+            ),
+            finish_reason=None if delta.finish is None else delta.finish.value,
+            stop_reason=UNSET if delta.finish is None else delta.stop_reason,
+            token_ids=self._token_ids(delta),
+            prompt_token_ids=self._ids_of_prompt(choice_index) if is_first else UNSET,
+        )
+        return [sse_event(self._chunk([choice], self._chunk_usage()))]
+
+    def finish(self) -> list[bytes]:
+        self._assert_complete()
+        if not self._parsed.include_usage:
+            return [SSE_DONE]
+        return [sse_event(self._chunk([], self._usage.usage())), SSE_DONE]
+
+    def _echo_of(self, choice_index: int) -> str:
+        prompt_ids = self._prompt_ids[choice_index // self._parsed.n]
+        return _echo(self._parsed, choice_index, prompt_ids, self._tokenizing)
+
+    def _ids_of_prompt(self, choice_index: int) -> list[int] | UnsetType:
+        if not self._parsed.return_token_ids:
+            return UNSET
+        return list(self._prompt_ids[choice_index // self._parsed.n])
+
+    def _chunk(
+        self, choices: list[CompletionChoice], usage: Usage | UnsetType | None
+    ) -> Completion:
+        return Completion(
+            id=f"cmpl-{self._identity.request_id}",
+            created=self._identity.created_s,
+            model=self._identity.model,
+            choices=choices,
+            usage=usage,
+        )

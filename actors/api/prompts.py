@@ -1,0 +1,151 @@
+"""Prompts of both endpoints: what there is to tokenise, or token ids, once they can fit.
+
+Refuses by length before any work on the text. Knows no sampling parameters.
+"""
+
+from collections.abc import Sequence
+
+from actors.api.message_rules import MAX_MESSAGES, count_chars, read_messages, uses_tools
+from actors.api.openai_requests import ChatBody, CompletionBody, unsupported
+from actors.api.request_rules import (
+    check_length,
+    check_token_ids,
+    invalid,
+    read_template_kwargs,
+)
+from actors.api.served_model import ServedModel
+from actors.api.tool_rules import check_model_knows_tools, count_tool_chars
+from configs.schema import EdgeConfig
+from engine.chat_template import TOOLS
+from engine.errors import RequestError
+from engine.messages import TokenizeRequest
+
+MAX_CHARS_PER_TOKEN = 16  # a prompt beyond it cannot fit, whatever the tokenizer makes of it
+
+Prompt = TokenizeRequest | list[int]
+
+
+def prompt_too_long(
+    param: str, num_prompt_tokens: int, max_tokens: int | None, max_model_len: int
+) -> RequestError:
+    if max_tokens is None:
+        used = f"your {param} resulted in {num_prompt_tokens} tokens"
+        advice = f"reduce the length of the {param}"
+    else:
+        used = (
+            f"you requested {num_prompt_tokens + max_tokens} tokens ({num_prompt_tokens} in the"
+            f" {param}, {max_tokens} in the completion)"
+        )
+        advice = f"reduce the length of the {param} or completion"
+    return _context_exceeded(param, max_model_len, used, advice)
+
+
+def _context_exceeded(param: str, max_model_len: int, used: str, advice: str) -> RequestError:
+    return RequestError(
+        f"This model's maximum context length is {max_model_len} tokens. However, {used}. Please"
+        f" {advice}.",
+        param=param,
+        code="context_length_exceeded",
+    )
+
+
+def check_prompt_chars(param: str, num_chars: int, model: ServedModel) -> None:
+    """Refuses before any work on the text what cannot fit."""
+    if num_chars > MAX_CHARS_PER_TOKEN * model.max_model_len:
+        raise _context_exceeded(
+            param,
+            model.max_model_len,
+            f"your {param} resulted in far more ({num_chars} characters)",
+            f"reduce the length of the {param}",
+        )
+
+
+def read_chat_prompt(
+    chat: ChatBody, model: ServedModel, tools: list[dict[str, object]] | None
+) -> TokenizeRequest:
+    """The conversation for the chat template; `tools` are those that the model is told of."""
+    # First, so that no work is done on what cannot fit.
+    num_chars = sum(map(count_chars, chat.messages)) + count_tool_chars(chat.tools)
+    check_length("messages", len(chat.messages), MAX_MESSAGES)
+    check_prompt_chars("messages", num_chars, model)
+    messages = read_messages(chat.messages)
+    position = uses_tools(chat.messages)
+    if position is not None:
+        check_model_knows_tools(model, f"messages[{position}]")
+    continues = bool(chat.continue_final_message)
+    adds_prompt = chat.add_generation_prompt
+    if continues and adds_prompt:
+        raise invalid("continue_final_message", "cannot be combined with 'add_generation_prompt'.")
+    if continues and messages[-1]["role"] != "assistant":
+        raise invalid("continue_final_message", "the last message must be an assistant's.")
+    return TokenizeRequest(
+        messages=messages,
+        # Chat templates write the special tokens themselves.
+        add_special_tokens=bool(chat.add_special_tokens),
+        add_generation_prompt=not continues if adds_prompt is None else adds_prompt,
+        continue_final_message=continues,
+        chat_template_kwargs=_template_variables(chat, model, tools),
+    )
+
+
+def _template_variables(
+    chat: ChatBody, model: ServedModel, tools: list[dict[str, object]] | None
+) -> dict[str, object]:
+    variables = read_template_kwargs(chat.chat_template_kwargs)
+    if chat.reasoning_effort is not None:
+        if not model.dialect.knows_reasoning_effort:
+            raise unsupported("reasoning_effort", " for this model: its chat template knows none")
+        variables = {"reasoning_effort": chat.reasoning_effort} | variables
+    return variables if tools is None else variables | {TOOLS: tools}
+
+
+def read_completion_prompts(
+    completion: CompletionBody, limits: EdgeConfig, model: ServedModel
+) -> list[Prompt]:
+    prompt = completion.prompt
+    if isinstance(prompt, str):
+        return [_text_prompt(prompt, "prompt", completion, model)]
+    if prompt and isinstance(prompt[0], int):
+        return [_ids_prompt(prompt, "prompt", model)]
+    check_length("prompt", len(prompt), limits.max_prompts)
+    kind = type(prompt[0])
+    read: list[Prompt] = []
+    for position, item in enumerate(prompt):
+        where = f"prompt[{position}]"
+        if type(item) is not kind:
+            raise _mixed_prompt(where)
+        if isinstance(item, str):
+            read.append(_text_prompt(item, where, completion, model))
+        elif isinstance(item, list):
+            read.append(_ids_prompt(item, where, model))
+    return read
+
+
+def _mixed_prompt(param: str) -> RequestError:
+    return RequestError(
+        f"Invalid type for '{param}': a prompt is a string, or an array of only strings, only token"
+        " ids or only arrays of token ids.",
+        param=param,
+        code="invalid_type",
+    )
+
+
+def _text_prompt(
+    text: str, param: str, completion: CompletionBody, model: ServedModel
+) -> TokenizeRequest:
+    if not text:
+        raise invalid(param, "empty string.", "empty_string")
+    check_prompt_chars("prompt", len(text), model)
+    adds = completion.add_special_tokens
+    return TokenizeRequest(text=text, add_special_tokens=True if adds is None else adds)
+
+
+def _ids_prompt(items: Sequence[object], param: str, model: ServedModel) -> list[int]:
+    ids = [item for item in items if isinstance(item, int)]
+    if len(ids) != len(items):
+        raise _mixed_prompt(param)
+    if len(ids) >= model.max_model_len:
+        raise prompt_too_long("prompt", len(ids), None, model.max_model_len)
+    check_length(param, len(ids), model.max_model_len)
+    check_token_ids(param, ids, model.vocab_size)
+    return ids
