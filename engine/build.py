@@ -86,7 +86,8 @@ def build_engine(
     layout = spec.kv_layout(block_size=config.cache.block_size, dtype=dtype)
     compilations = CompilationCounter()
     compilations.install()
-    executor = Replica(config, spec, layout, model).build_executor()
+    replica = Replica(config, spec, layout, model)
+    executor = replica.build_executor()
     compilations.reset()
     num_blocks = executor.kv_store.num_blocks
     cache = BlockCache(
@@ -111,6 +112,7 @@ def build_engine(
         max_model_len=max_model_len,
         eos_token_ids=spec.eos_token_ids,
         laps=config.laps,
+        full_step_tokens=replica.full_step_tokens,
     )
     return Engine(
         spec=spec,

@@ -4,8 +4,10 @@
              last_tokens[-1 - input_ids[t]]    else: the newest token of that row
 
     last_tokens[rows[s]] = token_ids[s]        after sampling
+    drawn[s] = token_ids[s]                    if is_finite[s], else -1: all the host wants to know
 
-So a step can be launched before the tokens it continues have reached the host.
+So a step can be launched before the tokens it continues have reached the host. Both can be captured
+in a CUDA graph.
 """
 
 import torch
@@ -22,11 +24,17 @@ def resolve_input_ids(input_ids: Tensor, last_tokens: Tensor) -> Tensor:
     return torch.where(input_ids >= 0, input_ids, last_tokens.index_select(0, rows))
 
 
-def keep_last_tokens(token_ids: Tensor, rows: Tensor, last_tokens: Tensor) -> None:
-    """token_ids: int64 [S], rows: int32 [S], distinct up to a spare one; mutates `last_tokens`."""
+def keep_last_tokens(
+    token_ids: Tensor, is_finite: Tensor, rows: Tensor, last_tokens: Tensor
+) -> Tensor:
+    """Mutates `last_tokens`, int32; returns `drawn`, int32 [S].
+
+    token_ids: int64 [S], is_finite: bool [S], rows: int32 [S], distinct up to a spare one.
+    """
     if token_ids.is_cuda:
         from kernels.input_ids_triton import keep
 
-        keep(token_ids, rows, last_tokens)
-    else:
-        last_tokens.index_copy_(0, rows.long(), token_ids.int())
+        return keep(token_ids, is_finite, rows, last_tokens)
+    newest = token_ids.int()
+    last_tokens.index_copy_(0, rows.long(), newest)
+    return newest.masked_fill(~is_finite, -1)

@@ -18,12 +18,16 @@ def _resolve_kernel(input_ids, last_tokens, ids, num_tokens, BLOCK_TOKENS: tl.co
 
 
 @triton.jit(do_not_specialize=["num_sampled"])
-def _keep_kernel(token_ids, rows, last_tokens, num_sampled, BLOCK_TOKENS: tl.constexpr):
+def _keep_kernel(
+    token_ids, is_finite, rows, last_tokens, drawn, num_sampled, BLOCK_TOKENS: tl.constexpr
+):
     line = tl.program_id(0) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
     is_real = line < num_sampled
     row = tl.load(rows + line, mask=is_real, other=0)
-    token = tl.load(token_ids + line, mask=is_real, other=0)
-    tl.store(last_tokens + row, token.to(tl.int32), mask=is_real)
+    token = tl.load(token_ids + line, mask=is_real, other=0).to(tl.int32)
+    is_token = tl.load(is_finite + line, mask=is_real, other=0) != 0
+    tl.store(last_tokens + row, token, mask=is_real)
+    tl.store(drawn + line, tl.where(is_token, token, -1), mask=is_real)
 
 
 def resolve(input_ids: Tensor, last_tokens: Tensor) -> Tensor:
@@ -35,8 +39,18 @@ def resolve(input_ids: Tensor, last_tokens: Tensor) -> Tensor:
     return ids
 
 
-def keep(token_ids: Tensor, rows: Tensor, last_tokens: Tensor) -> None:
-    """token_ids: int64 [S], rows: int32 [S]; mutates `last_tokens`, int32."""
+def keep(token_ids: Tensor, is_finite: Tensor, rows: Tensor, last_tokens: Tensor) -> Tensor:
+    """As `kernels.input_ids.keep_last_tokens`, all on one GPU."""
     num_sampled = token_ids.shape[0]
+    drawn = torch.empty_like(rows)
     grid = (triton.cdiv(num_sampled, _BLOCK_TOKENS),)
-    _keep_kernel[grid](token_ids, rows, last_tokens, num_sampled, BLOCK_TOKENS=_BLOCK_TOKENS)
+    _keep_kernel[grid](
+        token_ids,
+        is_finite.view(torch.uint8),
+        rows,
+        last_tokens,
+        drawn,
+        num_sampled,
+        BLOCK_TOKENS=_BLOCK_TOKENS,
+    )
+    return drawn

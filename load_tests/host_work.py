@@ -6,6 +6,7 @@ as a worker does, and decodes them too, which there is the ingresses' work.
 """
 
 import asyncio
+import gc
 import statistics
 import threading
 import time
@@ -33,10 +34,15 @@ def measure_host_work(
     ours: EngineInProcess, prompts: Sequence[Sequence[int]], *, num_tokens: int = NUM_TOKENS
 ) -> list[Figure]:
     """Decode all prompts together: alone, then with NUM_STREAMS streams encoded beside."""
-    alone = _decode(ours, prompts, num_tokens, None)
-    times = ours.engine.core.statistics()
-    with StreamReaders(NUM_STREAMS, ours.engine.load()) as readers:
-        beside = _decode(ours, prompts, num_tokens, readers)
+    gc.collect()
+    gc.freeze()  # as a worker does once it has loaded
+    try:
+        alone = _decode(ours, prompts, num_tokens, None)
+        times = ours.engine.core.statistics()
+        with StreamReaders(NUM_STREAMS, ours.engine.load()) as readers:
+            beside = _decode(ours, prompts, num_tokens, readers)
+    finally:
+        gc.unfreeze()
     encode_us = _encode_rounds_us(alone.tokens, ours.engine.load())
     return [
         *_host_figures(times),

@@ -8,22 +8,24 @@ blocks it gets, the plan says.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, compress
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from engine.execution.decode_run import DecodeInputs, DecodeRun
 from engine.execution.graph_sizes import GraphSize, PromptSizes, decode_sizes
 from engine.execution.graph_statistics import ExecutorStatistics, PromptStepCounter
-from engine.execution.input_batch import InputBatch, concat_ranges, row_tensors, write_input_batch
+from engine.execution.input_batch import InputBatch, row_tensors, write_input_batch
 from engine.execution.last_tokens import LastTokenSteps
-from engine.execution.pending_step import EmptyStep, PendingStep
+from engine.execution.pending_step import EmptyStep, PendingStep, StepTensors
 from engine.execution.request_rows import RequestRows
 from engine.execution.step_buffers import StepBuffers
 from engine.execution.step_graphs import GraphOutput, Recorder, StepGraphs
-from engine.execution.step_timer import StepTimer
-from engine.kv.block_tables import BlockTables
+from engine.execution.step_slots import StepSlots
+from engine.kv.block_tables import BlockTables, concat_ranges
 from engine.kv.kv_store import KvStore
 from engine.kv.layout import KvLayout
 from engine.layers.context import ForwardContext, LastTokens, SingleRank
@@ -62,7 +64,8 @@ class _Computed:
     batch: InputBatch
     # [S, vocab]; None = no row samples
     logits: Tensor | None
-    greedy: GreedyChoice | None
+    # by a graph, which kept each line's best token; None = without one
+    replayed: GraphOutput | None
     # [T] bool; None = the logits tell
     is_finite_token: Tensor | None
 
@@ -106,7 +109,9 @@ class Executor:
         self._last_token_steps = LastTokenSteps(max_rows, model.device)
         # [max_rows + 1]  each row's newest sampled token; the last entry belongs to padding
         self._last_tokens = torch.zeros(max_rows + 1, dtype=torch.int32, device=model.device)
+        self._slots = StepSlots(max_rows, model.device)
         self._decode_graphs: StepGraphs | None = None
+        self._decode_run: DecodeRun | None = None
         self._prompt_graphs: StepGraphs | None = None
         self._prompt_steps: PromptStepCounter | None = None
         self._comm = SingleRank()
@@ -134,6 +139,9 @@ class Executor:
             decode = self._graphs("decode", decode_sizes(self._max_rows), self._decode)
             decode.capture(recorder, report)
             self._decode_graphs = decode
+            self._decode_run = DecodeRun(
+                decode.buffers, self._request_rows, self._block_tables, self.layout.block_size
+            )
 
     def statistics(self) -> ExecutorStatistics:
         decode, prompt, steps = self._decode_graphs, self._prompt_graphs, self._prompt_steps
@@ -149,19 +157,16 @@ class Executor:
         A row whose numbers are not finite gets no token and `is_finite` says so; other rows are
         unaffected, and stay so if its blocks are zeroed before they serve anybody else.
         """
-        timer = StepTimer(self.model.device)
+        if not plan.rows:
+            with torch.inference_mode():
+                self._apply_rows(plan)
+            return EmptyStep(plan.step)
+        slot = self._slots.take()
         with torch.inference_mode():
+            slot.timer.start()
             self._apply_rows(plan)
-            if not plan.rows:
-                return EmptyStep(plan.step)
             computed = self._compute(plan)
-            batch, sampled = computed.batch, None
-            if computed.logits is not None:
-                rows = batch.sampled_row_list
-                sampled = self._sampler.sample(computed.logits, rows, computed.greedy)
-                keep_last_tokens(sampled.token_ids, batch.sampled_rows, self._last_tokens)
-                self._request_rows.count_sampled(np.array(rows))
-            return PendingStep(plan, batch, sampled, computed.is_finite_token, timer)
+            return PendingStep(plan, computed.batch, self._slots, slot, self._sample(computed))
 
     def forward_logits(self, plan: StepPlan) -> Tensor:
         """Run a step without sampling; returns fp32 [sum(num_logits), vocab] in plan order."""
@@ -181,20 +186,23 @@ class Executor:
         """Zero blocks, release rows, admit rows, append blocks."""
         if plan.zero_block_ids:
             self.kv_store.zero(plan.zero_block_ids)
+        if self._decode_run is not None and (plan.released_rows or plan.admissions):
+            self._decode_run.end()
         for row in plan.released_rows:
             self._release(row)
         for admission in plan.admissions:
             self._admit(admission)
-        for row, block_ids in zip(plan.rows, plan.new_block_ids, strict=True):
-            if block_ids:
-                self._append_blocks(row, block_ids)
+        assert len(plan.new_block_ids) == len(plan.rows), f"step {plan.step} is ragged"
+        block_ids = list(filter(None, plan.new_block_ids))
+        if block_ids:
+            self._append_blocks(list(compress(plan.rows, plan.new_block_ids)), block_ids)
 
     def _admit(self, admission: RowAdmission) -> None:
         row, num_prompt = admission.row, admission.num_prompt_tokens
         if self._request_rows.is_occupied(row):
             self._release(row)
         self._request_rows.add(row, admission.token_ids)
-        self._append_blocks(row, admission.block_ids)
+        self._append_blocks([row], [admission.block_ids])
         self._sampler.add(
             row,
             admission.params,
@@ -207,23 +215,30 @@ class Executor:
         self._block_tables.clear(row)
         self._sampler.remove(row)
 
-    def _append_blocks(self, row: int, block_ids: Sequence[int]) -> None:
-        assert all(0 <= block_id < self.kv_store.num_blocks for block_id in block_ids), (
-            f"row {row}: block ids {list(block_ids)} for a store of {self.kv_store.num_blocks}"
-        )
-        self._block_tables.append(row, block_ids)
+    def _append_blocks(self, rows: Sequence[int], block_ids: Sequence[Sequence[int]]) -> None:
+        """block_ids: [R], those of each row."""
+        ids = list(chain.from_iterable(block_ids))
+        is_known = not ids or (min(ids) >= 0 and max(ids) < self.kv_store.num_blocks)
+        assert is_known, f"rows {rows}: block ids {ids} for a store of {self.kv_store.num_blocks}"
+        self._block_tables.append(rows, [len(of_row) for of_row in block_ids], ids)
 
     # ---- one step -------------------------------------------------------------------------------
 
     def _compute(self, plan: StepPlan) -> _Computed:
+        inputs = self._decode_run.go_on(plan) if self._decode_run else None
+        if inputs is not None and self._decode_graphs is not None:
+            return self._replay(self._decode_graphs, inputs)
         num_tokens, longest_row = plan.num_tokens, max(plan.num_new_tokens)
-        is_decode = all(plan.samples) and longest_row == 1
+        is_decode = plan.is_decode
         graphs = self._decode_graphs if is_decode else self._prompt_graphs
         size = graphs.size_for(len(plan.rows), num_tokens, longest_row) if graphs else None
         if self._prompt_steps is not None and not is_decode:
             self._prompt_steps.count(num_tokens, longest_row, size)
         if graphs is not None and size is not None:
-            return self._replay(plan, graphs, size)
+            inputs = DecodeInputs(batch=self._write_batch(plan, graphs.buffers, size), size=size)
+            if is_decode and self._decode_run is not None:
+                self._decode_run.begin(plan, inputs)
+            return self._replay(graphs, inputs)
         batch = self._write_batch(plan, self._buffers)
         samples = len(batch.sampling) > 0
         skips = batch.num_tokens >= _MIN_TOKENS_TO_SKIP_QUERIES and self.model.can_skip_queries
@@ -236,21 +251,37 @@ class Executor:
         return _Computed(
             batch=batch,
             logits=self.model.logits(hidden) if samples else None,
-            greedy=None,
+            replayed=None,
             is_finite_token=result.is_finite,
         )
 
-    def _replay(self, plan: StepPlan, graphs: StepGraphs, size: GraphSize) -> _Computed:
-        batch = self._write_batch(plan, graphs.buffers, size)
+    def _replay(self, graphs: StepGraphs, inputs: DecodeInputs) -> _Computed:
+        batch, size = inputs.batch, inputs.size
         self._attention.refresh(graphs.attention_metadata(size), batch.attention)
         num_sampled = len(batch.sampling)
         output = graphs.replay(size).first(num_sampled, batch.end_token)
         return _Computed(
             batch=batch,
             logits=output.logits if num_sampled else None,
-            greedy=output.greedy,
+            replayed=output,
             is_finite_token=output.is_finite_token,
         )
+
+    def _sample(self, computed: _Computed) -> StepTensors:
+        """Draw and keep a token for each row that samples."""
+        batch, replayed, flags = computed.batch, computed.replayed, computed.is_finite_token
+        if computed.logits is None:
+            return StepTensors(drawn=None, logprobs=None, is_finite_token=flags)
+        choice = replayed.greedy if replayed else None
+        sampled = self._sampler.sample(computed.logits, batch.sampled_row_list, choice)
+        self._request_rows.count_sampled(batch.rows[batch.sampling])
+        if replayed is not None and sampled.is_choice(replayed.greedy):
+            drawn = replayed.drawn
+        else:
+            drawn = keep_last_tokens(
+                sampled.token_ids, sampled.is_finite, batch.sampled_rows, self._last_tokens
+            )
+        return StepTensors(drawn=drawn, logprobs=sampled.logprobs, is_finite_token=flags)
 
     def _forward(
         self,
@@ -304,7 +335,7 @@ class Executor:
     def _decode(self, buffers: StepBuffers, size: GraphSize, ctx: ForwardContext) -> GraphOutput:
         """One token for each of the first rows of `buffers`."""
         logits = self.model.logits(self.model.forward(self._ids(buffers, size), ctx).hidden)
-        return GraphOutput(logits=logits, greedy=greedy(logits), is_finite_token=None)
+        return self._output(buffers, size, logits, None)
 
     def _prompt(self, buffers: StepBuffers, size: GraphSize, ctx: ForwardContext) -> GraphOutput:
         """Any number of tokens for each of the first rows of `buffers`, and a line for each."""
@@ -316,7 +347,18 @@ class Executor:
         if size.span_tokens is not None and is_finite is not None:
             # Between two rows lies padding, of which nobody wants to know.
             is_finite = is_finite | (ctx.slots < 0)
-        return GraphOutput(logits=logits, greedy=greedy(logits), is_finite_token=is_finite)
+        return self._output(buffers, size, logits, is_finite)
+
+    def _output(
+        self, buffers: StepBuffers, size: GraphSize, logits: Tensor, is_finite_token: Tensor | None
+    ) -> GraphOutput:
+        """Keeps each line's best token as its row's newest; another choice is kept after it."""
+        choice = greedy(logits)
+        rows = buffers.on_device("sampled_rows", size.num_rows)
+        drawn = keep_last_tokens(choice.token_ids, choice.is_finite, rows, self._last_tokens)
+        return GraphOutput(
+            logits=logits, greedy=choice, drawn=drawn, is_finite_token=is_finite_token
+        )
 
     def _ids(self, buffers: StepBuffers, size: GraphSize) -> Tensor:
         ids = buffers.on_device("input_ids", size.num_tokens)

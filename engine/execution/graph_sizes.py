@@ -19,7 +19,9 @@ PromptForm = Literal["ragged", "grid"]
 
 # Rows of a ragged graph. Each costs a line of logits, whether or not a step uses it.
 _MAX_RAGGED_ROWS = 128
-_MAX_RAGGED_TOKENS = 1024  # beyond it the device takes longer than the host needs to launch
+# On the device a graph gains nothing beyond 1,024 tokens. But a step that is launched kernel by
+# kernel keeps the host for 15 to 30 ms, and with it the tokens of the step before.
+_MAX_RAGGED_TOKENS = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +58,11 @@ class PromptSizes:
     max_tokens: int  # of a step
     max_row_tokens: int
 
+    @property
+    def full_step_tokens(self) -> tuple[int, ...]:
+        """Tokens of the steps that a graph computes nothing beside; () where rows decide too."""
+        return tuple(s.num_tokens for s in self.sizes) if self.form == "ragged" else ()
+
     def is_eligible(self, num_tokens: int, longest_row: int) -> bool:
         """Whether a step is short enough; one of too many rows may still fit none."""
         return num_tokens <= self.max_tokens and longest_row <= self.max_row_tokens
@@ -69,9 +76,9 @@ def decode_sizes(max_rows: int) -> list[GraphSize]:
 
 
 def ragged_sizes(max_rows: int, max_tokens: int) -> PromptSizes:
-    """Up to `max_tokens` tokens, at most 1024; padding stays below 64 tokens or an eighth."""
+    """Up to `max_tokens` tokens, at most 4096; padding stays below 64 tokens or an eighth."""
     limit = min(max_tokens, _MAX_RAGGED_TOKENS)
-    steps = [16, 32, *range(64, 512, 64), *range(512, _MAX_RAGGED_TOKENS, 128)]
+    steps = [16, 32, *range(64, 512, 64), *range(512, 1536, 128), *range(1536, limit, 256)]
     counts = [*(count for count in steps if count < limit), limit]
     sizes = tuple(
         GraphSize(num_rows=min(count, max_rows, _MAX_RAGGED_ROWS), num_tokens=count)

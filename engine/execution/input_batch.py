@@ -5,6 +5,7 @@ the others. Attention then works on contiguous ranges. `plan_rows` undoes the di
 """
 
 from dataclasses import dataclass
+from operator import le
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +14,7 @@ from torch import Tensor
 from engine.execution.graph_sizes import GraphSize
 from engine.execution.request_rows import RequestRows
 from engine.execution.step_buffers import HostFields, StepBuffers
-from engine.kv.block_tables import BlockTables
+from engine.kv.block_tables import BlockTables, concat_ranges
 from engine.kv.layout import KvLayout
 from engine.scheduling.plan import StepPlan
 from kernels.attention.protocol import AttentionStep, RowTensors
@@ -26,7 +27,7 @@ class InputBatch:
     # [R]  batch row -> its place in the plan
     plan_rows: NDArray[np.int64]
     # [R]  batch row -> device row
-    rows: list[int]
+    rows: NDArray[np.int64]
     # [R]  batch row -> its first token in the batch
     first_tokens: NDArray[np.int64]
     attention: AttentionStep
@@ -38,7 +39,9 @@ class InputBatch:
     slots: Tensor
     # [S]  batch rows that sample
     sampling: NDArray[np.int64]
-    # [S] int32  their device rows, on the device
+    # [S]  their device rows
+    sampled_row_list: list[int]
+    # [S] int32  the same on the device
     sampled_rows: Tensor
     # [S] int32  `sampling` on the device
     sampled_lines: Tensor
@@ -48,13 +51,6 @@ class InputBatch:
     @property
     def num_rows(self) -> int:
         return len(self.rows)
-
-    @property
-    def sampled_row_list(self) -> list[int]:
-        """Device rows that sample, in batch order."""
-        if len(self.sampling) == len(self.rows):
-            return self.rows
-        return [self.rows[index] for index in self.sampling.tolist()]
 
     @property
     def num_tokens(self) -> int:
@@ -97,7 +93,7 @@ def write_input_batch(
     buffers.send(len(block_ids) + (padded_to.num_rows - num_rows if padded_to else 0))
     return InputBatch(
         plan_rows=rows.plan_rows,
-        rows=rows.rows.tolist(),
+        rows=rows.rows,
         first_tokens=rows.first_tokens,
         attention=AttentionStep(
             num_single_rows=int((rows.num_new == 1).sum()),
@@ -111,6 +107,7 @@ def write_input_batch(
         positions=buffers.on_device("positions", num_tokens),
         slots=buffers.on_device("slots", num_tokens),
         sampling=rows.sampling,
+        sampled_row_list=rows.rows[rows.sampling].tolist(),
         sampled_rows=buffers.on_device("sampled_rows", num_sampled),
         sampled_lines=buffers.on_device("sampled_lines", num_sampled),
         logit_indices=(
@@ -129,14 +126,6 @@ def row_tensors(buffers: StepBuffers, num_rows: int) -> RowTensors:
     )
 
 
-def concat_ranges(starts: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """[starts[0], starts[0] + 1, ...(counts[0] of them), starts[1], ...]."""
-    before = np.cumsum(counts) - counts
-    ranges: NDArray[np.int64] = np.repeat(starts - before, counts)
-    ranges += np.arange(len(ranges))
-    return ranges
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rows:
     """A plan's rows in batch order, [R] each."""
@@ -148,7 +137,6 @@ class _Rows:
     num_computed: NDArray[np.int64]
     # their sum
     num_keys: NDArray[np.int64]
-    num_logits: NDArray[np.int64]
     samples: NDArray[np.bool_]
     # [S]  batch rows
     sampling: NDArray[np.int64]
@@ -166,18 +154,21 @@ class _Rows:
 
 def _rows_of(plan: StepPlan, span_tokens: int | None) -> _Rows:
     """Without spans rows follow each other, else each lies at the end of its own."""
-    num_new = np.array(plan.num_new_tokens, dtype=np.int64)
     num_computed = np.array(plan.num_computed_tokens, dtype=np.int64)
-    plan_rows = np.lexsort((num_computed, num_new > 1))
-    num_new, num_computed = num_new[plan_rows], num_computed[plan_rows]
-    samples = np.array(plan.samples, dtype=bool)[plan_rows]
+    if plan.is_decode:  # what the others come to, sooner
+        plan_rows = num_computed.argsort(kind="stable")
+        num_new, samples = np.ones(len(plan_rows), np.int64), np.ones(len(plan_rows), bool)
+    else:
+        num_new = np.array(plan.num_new_tokens, dtype=np.int64)
+        plan_rows = np.lexsort((num_computed, num_new > 1))
+        num_new, samples = num_new[plan_rows], np.array(plan.samples, dtype=bool)[plan_rows]
+    num_computed = num_computed[plan_rows]
     return _Rows(
         plan_rows=plan_rows,
         rows=np.array(plan.rows, dtype=np.int64)[plan_rows],
         num_new=num_new,
         num_computed=num_computed,
         num_keys=num_computed + num_new,
-        num_logits=np.array(plan.num_logits, dtype=np.int64)[plan_rows],
         samples=samples,
         sampling=np.flatnonzero(samples),
         cu_tokens=(
@@ -207,11 +198,13 @@ def _write_tokens(
     block_size: int,
 ) -> None:
     """What there is one of for each token: its id, its position, and its slot in the store."""
-    positions = concat_ranges(rows.num_computed, rows.num_new)
-    batch_rows = np.repeat(np.arange(len(rows.rows)), rows.num_new)
+    num_tokens = int(rows.num_new.sum())
+    positions, batch_rows = rows.num_computed, np.arange(len(rows.rows))
+    if num_tokens > len(batch_rows):
+        positions = concat_ranges(rows.num_computed, rows.num_new)
+        batch_rows = np.repeat(batch_rows, rows.num_new)
     in_row, offsets = np.divmod(positions, block_size)
     blocks = block_ids[cu_blocks[batch_rows] + in_row]
-    num_tokens = len(positions)
     places: slice | NDArray[np.int64] = slice(num_tokens)
     if rows.end_token > num_tokens:
         places = concat_ranges(rows.first_tokens, rows.num_new)
@@ -278,7 +271,10 @@ def _check(
         f" {num_known[is_wrong].tolist()} and have blocks for {num_slots[is_wrong].tolist()}"
     )
     assert len(set(plan.rows)) == len(plan.rows), f"step {plan.step}: a row twice in {plan.rows}"
-    assert not ((rows.num_logits < 0) | (rows.num_logits > num_new)).any(), (
+    has_logits = plan.num_logits == plan.num_new_tokens or (
+        min(plan.num_logits) >= 0 and all(map(le, plan.num_logits, plan.num_new_tokens))
+    )
+    assert has_logits, (
         f"step {plan.step}: logits {plan.num_logits} of new tokens {plan.num_new_tokens}"
     )
     assert not (rows.samples & (num_keys < num_known)).any(), (

@@ -8,23 +8,27 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.execution.input_batch import InputBatch
-from engine.execution.step_timer import StepTimer
-from engine.sampling.sampler import LogprobTensors, SampledTensors
+from engine.execution.step_slots import StepSlot, StepSlots
+from engine.sampling.sampler import LogprobTensors
 from engine.scheduling.plan import StepPlan, StepResult, TokenLogprobs
+
+NOT_FINITE = -1  # in place of a token, as `kernels.input_ids` has it
+_NOT_SAMPLED = -2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _HostCopies:
-    # [S] int64
-    token_ids: Tensor
-    # [S] bool
-    is_finite: Tensor
+class StepTensors:
+    """What a step leaves on the device for the host."""
+
+    # [S] int32  a token or `NOT_FINITE`; None: no row of the step samples
+    drawn: Tensor | None
+    logprobs: LogprobTensors | None
     # [T] bool; None = the sampled rows' logits say all there is to say
     is_finite_token: Tensor | None
-    logprobs: LogprobTensors | None
 
 
 class PendingStep:
@@ -34,71 +38,66 @@ class PendingStep:
         self,
         plan: StepPlan,
         batch: InputBatch,
-        sampled: SampledTensors | None,
-        is_finite_token: Tensor | None,
-        timer: StepTimer,
+        slots: StepSlots,
+        slot: StepSlot,
+        left: StepTensors,
     ) -> None:
-        """Queues the copies, and stops `timer` behind them.
-
-        `sampled` None: no row of the step samples.
-        """
+        """Queues copies of what is `left`, and stops the timer of `slot` behind them."""
         self._plan = plan
         self._batch = batch
-        self._copies = _HostCopies(
-            token_ids=_to_host(sampled.token_ids) if sampled else torch.empty(0, dtype=torch.int64),
-            is_finite=_to_host(sampled.is_finite) if sampled else torch.empty(0, dtype=torch.bool),
-            is_finite_token=None if is_finite_token is None else _to_host(is_finite_token),
-            logprobs=sampled.logprobs.map(_to_host) if sampled and sampled.logprobs else None,
-        )
-        self._timer = timer
-        timer.stop()
+        self._slots = slots
+        self._slot = slot
+        if left.drawn is not None:
+            slot.copy_drawn(left.drawn)
+        self._logprobs = left.logprobs.map(_to_host) if left.logprobs else None
+        flags = left.is_finite_token
+        self._is_finite_token = None if flags is None else _to_host(flags)
+        slot.timer.stop()
 
     @property
     def is_done(self) -> bool:
         """Whether `wait` would return at once."""
-        return self._timer.is_done
+        return self._slot.timer.is_done
 
     def wait(self) -> StepResult:
-        """Block until the step's tokens are on the host."""
-        duration_s = self._timer.wait()
-        num_rows = self._batch.num_rows
-        tokens: list[list[int]] = [[] for _ in range(num_rows)]
-        logprobs: list[TokenLogprobs | None] = [None] * num_rows
-        is_finite = self._finite_chunks()
-        places = self._batch.plan_rows[self._batch.sampling].tolist()
-        records = self._logprob_records(len(places))
-        drawn = zip(
-            places, self._copies.token_ids.tolist(), self._copies.is_finite.tolist(), strict=True
-        )
-        for line, (place, token_id, is_sound) in enumerate(drawn):
-            is_finite[place] = is_finite[place] and is_sound
-            if is_finite[place]:
-                tokens[place] = [token_id]
-                logprobs[place] = records[line]
+        """Block until the step's tokens are on the host. Called once."""
+        duration_s = self._slot.timer.wait()
+        sampled_places = self._batch.plan_rows[self._batch.sampling]
+        # [R]  by plan row
+        drawn = np.full(self._batch.num_rows, _NOT_SAMPLED, dtype=np.int32)
+        drawn[sampled_places] = self._slot.drawn(len(sampled_places))
+        self._slots.give_back(self._slot)
+        if self._is_finite_token is not None:
+            drawn[~self._finite_chunks(self._is_finite_token)] = NOT_FINITE
+        token_ids: list[int] = drawn.tolist()
         return StepResult(
             step=self._plan.step,
-            tokens=tokens,
-            logprobs=logprobs,
-            is_finite=is_finite,
+            tokens=[[token_id] if token_id >= 0 else [] for token_id in token_ids],
+            logprobs=self._logprob_records(sampled_places.tolist(), token_ids),
+            is_finite=(drawn != NOT_FINITE).tolist(),
             duration_s=duration_s,
         )
 
-    def _finite_chunks(self) -> list[bool]:
-        """By plan row: whether every token of its chunk was computed from finite numbers."""
-        num_rows = self._batch.num_rows
-        if self._copies.is_finite_token is None:
-            return [True] * num_rows
-        flags = self._copies.is_finite_token.numpy()
-        by_batch_row = np.logical_and.reduceat(flags, self._batch.first_tokens)
-        by_plan_row = np.empty(num_rows, dtype=bool)
-        by_plan_row[self._batch.plan_rows] = by_batch_row
-        finite: list[bool] = by_plan_row.tolist()
-        return finite
+    def _finite_chunks(self, is_finite_token: Tensor) -> NDArray[np.bool_]:
+        """[R] by plan row: whether every token of its chunk was computed from finite numbers."""
+        flags = is_finite_token.numpy()
+        by_plan_row = np.empty(self._batch.num_rows, dtype=bool)
+        by_plan_row[self._batch.plan_rows] = np.logical_and.reduceat(
+            flags, self._batch.first_tokens
+        )
+        return by_plan_row
 
-    def _logprob_records(self, num_lines: int) -> list[TokenLogprobs | None]:
-        if self._copies.logprobs is None:
-            return [None] * num_lines
-        return self._copies.logprobs.records(num_lines)
+    def _logprob_records(
+        self, sampled_places: list[int], token_ids: list[int]
+    ) -> list[TokenLogprobs | None]:
+        """[R] of the rows that asked and got a token."""
+        by_plan_row: list[TokenLogprobs | None] = [None] * len(token_ids)
+        if self._logprobs is not None:
+            records = self._logprobs.records(len(sampled_places))
+            for place, record in zip(sampled_places, records, strict=True):
+                if token_ids[place] >= 0:
+                    by_plan_row[place] = record
+        return by_plan_row
 
 
 class EmptyStep:

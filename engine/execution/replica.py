@@ -63,6 +63,11 @@ class Replica:
         return self._build(num_blocks)
 
     @property
+    def full_step_tokens(self) -> tuple[int, ...]:
+        """Tokens of prompt steps that compute nothing in vain, ascending; () = all alike."""
+        return () if self._prompt_sizes is None else self._prompt_sizes.full_step_tokens
+
+    @property
     def _is_gpu(self) -> bool:
         return self._device.type == "cuda"
 

@@ -49,23 +49,26 @@ class StepBuffers:
         self._ring = [
             torch.zeros(length, dtype=torch.int32, pin_memory=is_cuda) for _ in range(_RING)
         ]
+        self._fields = [self._fields_of(memory.numpy()) for memory in self._ring]
         self._turn = 0
+        self._num_sent = 0
         self._sent = torch.zeros(length, dtype=torch.int32, device=device)
 
     def write(self) -> "HostFields":
         """The next host buffer, to be filled; what it held was sent `_RING` steps ago."""
         self._turn = (self._turn + 1) % _RING
-        memory = self._ring[self._turn].numpy()
-        return HostFields(
-            {
-                name: memory[start : start + self._sizes[name]]
-                for name, start in self._starts.items()
-            }
-        )
+        return self._fields[self._turn]
+
+    def write_again(self) -> "HostFields":
+        """The same, filled already with what was sent last."""
+        last = self._fields[self._turn].memory
+        fields = self.write()
+        fields.memory[: self._num_sent] = last[: self._num_sent]
+        return fields
 
     def send(self, num_block_ids: int) -> None:
         """Copy what was written since `write` to the device, in stream order."""
-        end = self._starts["block_ids"] + num_block_ids
+        self._num_sent = end = self._starts["block_ids"] + num_block_ids
         self._sent[:end].copy_(self._ring[self._turn][:end], non_blocking=True)
 
     def on_device(self, name: str, size: int | None = None) -> Tensor:
@@ -73,11 +76,22 @@ class StepBuffers:
         start = self._starts[name]
         return self._sent[start : start + (self._sizes[name] if size is None else size)]
 
+    def _fields_of(self, memory: NDArray[np.int32]) -> "HostFields":
+        return HostFields(
+            memory,
+            {
+                name: memory[start : start + self._sizes[name]]
+                for name, start in self._starts.items()
+            },
+        )
+
 
 class HostFields:
     """One host buffer's fields by name, numpy views to write into."""
 
-    def __init__(self, fields: dict[str, NDArray[np.int32]]) -> None:
+    def __init__(self, memory: NDArray[np.int32], fields: dict[str, NDArray[np.int32]]) -> None:
+        """`fields` are views of `memory`, all of one host buffer."""
+        self.memory = memory
         self._fields = fields
 
     def __getitem__(self, name: str) -> NDArray[np.int32]:

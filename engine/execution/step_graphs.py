@@ -29,6 +29,8 @@ class GraphOutput:
     # [S, vocab]  one line for each row that samples
     logits: Tensor
     greedy: GreedyChoice
+    # [S] int32  the same for the host; these tokens are kept as the rows' newest already
+    drawn: Tensor
     # [T] bool; None = the logits tell
     is_finite_token: Tensor | None
 
@@ -41,6 +43,7 @@ class GraphOutput:
                 token_ids=self.greedy.token_ids[:num_sampled],
                 is_finite=self.greedy.is_finite[:num_sampled],
             ),
+            drawn=self.drawn[:num_sampled],
             is_finite_token=None if flags is None else flags[:num_tokens],
         )
 

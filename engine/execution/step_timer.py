@@ -9,22 +9,28 @@ import torch
 
 
 class StepTimer:
-    """Starts when it is made. On a CPU, where a launch computes, the host's clock is used."""
+    """Times one step after the other. On a CPU, where a launch computes, by the host's clock."""
 
     def __init__(self, device: torch.device) -> None:
-        self._start: torch.cuda.Event | None = None
-        self._end: torch.cuda.Event | None = None
-        self._started_s = time.perf_counter()
+        is_cuda = device.type == "cuda"
+        self._start = torch.cuda.Event(enable_timing=True) if is_cuda else None
+        self._end = torch.cuda.Event(enable_timing=True) if is_cuda else None
+        self._stream: torch.cuda.Stream | None = None  # asked for once a step: as dear as to record
+        self._started_s = 0.0
         self._took_s = 0.0
-        if device.type == "cuda":
-            self._start = torch.cuda.Event(enable_timing=True)
-            self._end = torch.cuda.Event(enable_timing=True)
-            self._start.record()
+
+    def start(self) -> None:
+        """The step's first work comes now; the one timed before was waited for."""
+        if self._start is not None:
+            self._stream = torch.cuda.current_stream()
+            self._start.record(self._stream)
+        else:
+            self._started_s = time.perf_counter()
 
     def stop(self) -> None:
-        """All work of the step has been queued."""
+        """All work of the step has been queued, in the stream in which it began."""
         if self._end is not None:
-            self._end.record()
+            self._end.record(self._stream)
         else:
             self._took_s = time.perf_counter() - self._started_s
 

@@ -17,17 +17,36 @@ class BlockTables:
     def __init__(self, *, max_rows: int, max_blocks_per_row: int) -> None:
         # [max_rows, max_blocks_per_row]; entries past a row's last block are meaningless
         self._table: NDArray[np.int32] = np.zeros((max_rows, max_blocks_per_row), dtype=np.int32)
+        self._flat = self._table.reshape(-1)  # the same memory
         # [max_rows]
         self._num_blocks: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)
 
-    def append(self, row: int, block_ids: Sequence[int]) -> None:
-        start = int(self._num_blocks[row])
-        end = start + len(block_ids)
-        assert end <= self._table.shape[1], (
-            f"row {row}: {end} blocks, the table has room for {self._table.shape[1]}"
+    def append(self, rows: Sequence[int], counts: Sequence[int], block_ids: Sequence[int]) -> None:
+        """counts[r] blocks more for each of `rows` [R], which are distinct.
+
+        block_ids: [sum of counts], one row's after the other's.
+        """
+        index = np.array(rows)
+        starts = self._num_blocks[index]
+        ends = starts + counts
+        assert ends.max() <= self._table.shape[1], (
+            f"rows {list(rows)}: {ends.tolist()} blocks, the table has room for"
+            f" {self._table.shape[1]}"
         )
-        self._table[row, start:end] = block_ids
-        self._num_blocks[row] = end
+        places = index * self._table.shape[1] + starts
+        if set(counts) != {1}:  # mostly each gets one, and has one place
+            places = concat_ranges(places, ends - starts)
+        self._flat[places] = block_ids
+        self._num_blocks[index] = ends
+
+    def block_at(
+        self, rows: NDArray[np.int64], indices: NDArray[np.int64]
+    ) -> NDArray[np.int32] | None:
+        """Block number indices[r] of each row, [R]; None if any has fewer blocks."""
+        if (indices >= self._num_blocks[rows]).any():
+            return None
+        block_ids: NDArray[np.int32] = self._table[rows, indices]
+        return block_ids
 
     def clear(self, row: int) -> None:
         self._num_blocks[row] = 0
@@ -46,12 +65,19 @@ class BlockTables:
             lengths = zip(rows.tolist(), counts.tolist(), strict=True)
             return np.concatenate([self._table[row, :length] for row, length in lengths])
         # One index for each block costs less than one piece for each row while rows are short.
-        first_places = rows * self._table.shape[1] - (counts.cumsum() - counts)
-        places = np.repeat(first_places, counts)
-        places += np.arange(num_blocks)
-        block_ids: NDArray[np.int32] = self._table.reshape(-1)[places]
+        block_ids: NDArray[np.int32] = self._flat[
+            concat_ranges(rows * self._table.shape[1], counts)
+        ]
         return block_ids
 
     def block_ids(self, row: int) -> list[int]:
         ids: list[int] = self._table[row, : self._num_blocks[row]].tolist()
         return ids
+
+
+def concat_ranges(starts: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """[starts[0], starts[0] + 1, ...(counts[0] of them), starts[1], ...]."""
+    before = np.cumsum(counts) - counts
+    ranges: NDArray[np.int64] = np.repeat(starts - before, counts)
+    ranges += np.arange(len(ranges))
+    return ranges

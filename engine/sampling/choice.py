@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from engine.scheduling.plan import TokenLogprobs
+from kernels.sample_rows import GreedyChoice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,3 +59,11 @@ class SampledTensors:
     token_ids: Tensor  # int64 [S]  0 where not finite, not to be used
     is_finite: Tensor  # bool [S]  False = nothing could be drawn
     logprobs: LogprobTensors | None  # None = no row asked
+
+    def is_choice(self, choice: GreedyChoice) -> bool:
+        """Whether this is `choice` itself, of which nothing had to be changed, and no more."""
+        return (
+            self.token_ids is choice.token_ids
+            and self.is_finite is choice.is_finite
+            and self.logprobs is None
+        )

@@ -123,9 +123,8 @@ class Sampler:
 
     def is_plain(self, rows: list[int]) -> bool:
         """Whether none of `rows` needs anything but the argmax of its logits."""
-        return self._special_rows.isdisjoint(rows)
+        return not self._special_rows or self._special_rows.isdisjoint(rows)
 
-    @torch.inference_mode()
     def sample(
         self, logits: Tensor, rows: list[int], greedy: GreedyChoice | None = None
     ) -> SampledTensors:
@@ -137,6 +136,14 @@ class Sampler:
         are still being computed; they may be those of `greedy` itself.
         """
         self._check(logits, rows)
+        if greedy is None or not self.is_plain(rows):
+            return self._sample(logits, rows, greedy)
+        return SampledTensors(token_ids=greedy.token_ids, is_finite=greedy.is_finite, logprobs=None)
+
+    @torch.inference_mode()
+    def _sample(
+        self, logits: Tensor, rows: list[int], greedy: GreedyChoice | None
+    ) -> SampledTensors:
         choice = greedy if greedy is not None else greedy_choice(logits)
         if self.is_plain(rows):
             return SampledTensors(
@@ -162,8 +169,9 @@ class Sampler:
     def _check(self, logits: Tensor, rows: list[int]) -> None:
         assert logits.shape == (len(rows), self._vocab_size), f"logits {tuple(logits.shape)}"
         assert logits.dtype in _LOGIT_DTYPES, f"logits are {logits.dtype}"
-        assert len(set(rows)) == len(rows), f"a row twice in {rows}"
-        assert self._rows.issuperset(rows), f"a row never added in {rows}"
+        distinct = set(rows)
+        assert len(distinct) == len(rows), f"a row twice in {rows}"
+        assert distinct <= self._rows, f"a row never added in {rows}"
 
     def _choose_adjusted(
         self, logits: Tensor, rows: list[int], positions: list[int]

@@ -148,7 +148,9 @@ class CostModel:
     """Fits `StepCosts` to measured steps. `observe` mutates it; `costs` is always usable."""
 
     MIN_SAMPLES = 16  # before these the prior stands
-    REFIT_EVERY = 64  # samples; a fit takes about a millisecond
+    REFIT_EVERY = 64  # samples, until there are NUM_EARLY; a fit takes a few milliseconds
+    NUM_EARLY = 1024
+    LATE_REFIT_EVERY = 512
     NUM_KEPT = 64  # samples of each kind of step
     NUM_ROUNDS = 5  # of reweighting in a fit
     PRIOR_WEIGHT = 0.01  # a coefficient twice its prior is as bad as one step predicted 10 % off
@@ -181,8 +183,13 @@ class CostModel:
         self._features[place] = _features(work)
         self._seconds[place] = seconds
         self._num_samples += 1
-        if self._num_samples == self.MIN_SAMPLES or self._num_samples % self.REFIT_EVERY == 0:
+        if self._is_refit_due():
             self._refit()
+
+    def _is_refit_due(self) -> bool:
+        is_early = self._num_samples <= self.NUM_EARLY
+        every = self.REFIT_EVERY if is_early else self.LATE_REFIT_EVERY
+        return self._num_samples == self.MIN_SAMPLES or self._num_samples % every == 0
 
     def _refit(self) -> None:
         """Reweighted non-negative least squares of relative errors, in units of the prior."""

@@ -13,6 +13,10 @@ Short prompts that run go on before others start. What a step holds:
 
 Decodes ride with either. A long request that computes in chunks competes at every chunk boundary.
 
+How long a step may take: `max_step_ms`. One of long chunks alone may take a tenth of the queued
+long work, up to `max_busy_step_ms`: near saturation every boundary costs capacity. In `fill`,
+chunks are put beside short prompts up to `max_mixed_step_ms`: who shares a step waits for it all.
+
 Ageing: a long request *has aged* when it has got no chunk for `max_long_wait_s` (since it arrived,
 or since its last one). While short prompts wait, the one without a chunk for longest then goes
 first, once; in `fill` its chunk shrinks, at most by half, to leave room for them. Two steps in a
@@ -37,6 +41,9 @@ from engine.scheduling.cost_model import NO_WORK, CostModel, StepWork
 from engine.scheduling.placement import classify
 from engine.scheduling.step_room import StepRoom, Turn, rest_of_prompt
 from engine.scheduling.waiting import Place, WaitingQueue
+
+_MIN_STEP_FLOORS = 4  # a long chunk's step may take so many times what a step costs at least
+_BUSY_SHARE = 0.1  # of the queued long work that one step may take
 
 
 @dataclass(slots=True, kw_only=True)
@@ -109,6 +116,13 @@ class DualQueue:
         """Known tokens of all waiting requests: an upper bound on what they will compute."""
         return sum([queue.num_tokens for queue in self._waiting.values()])
 
+    @property
+    def max_step_s(self) -> float:
+        """As configured, but never so short that steps are mostly floor: that would cost capacity,
+        queues would grow, and no short prompt would be served sooner.
+        """
+        return max(1e-3 * self._config.max_step_ms, _MIN_STEP_FLOORS * self._model.costs.floor_s)
+
     def add(self, request: Request) -> None:
         assert request.key not in self._entries, f"{request.key} is already waiting"
         num_uncached = self._uncached(request)
@@ -165,8 +179,18 @@ class DualQueue:
         if is_fill or room.num_prompts == 0:
             yield from self._offer(chain(short, waiting_short), room, "short")
         if is_fill or room.num_prompts == 0:
+            self._limit_long_chunks(chain(long, waiting_long), room)
             ordered = merge(long, waiting_long, key=self._place_among_long)
             yield from self._offer(ordered, room, "long", max_prompts=None if is_fill else 1)
+
+    def _limit_long_chunks(self, long: Iterable[Request], room: StepRoom) -> None:
+        """Give chunks of `long` another time than `max_step_ms`, where the configuration does."""
+        mixed_ms, busy_ms = self._config.max_mixed_step_ms, self._config.max_busy_step_ms
+        if room.num_prompts > 0 and mixed_ms is not None:
+            room.limit_time(min(self.max_step_s, 1e-3 * mixed_ms))
+        elif room.num_prompts == 0 and busy_ms is not None:
+            queued_s = self._model.costs.step_seconds(self._work(long))
+            room.limit_time(max(self.max_step_s, min(1e-3 * busy_ms, _BUSY_SHARE * queued_s)))
 
     def _aged_turns(
         self, long: Iterable[Request], short: list[Request], room: StepRoom

@@ -43,6 +43,11 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     def num_tokens(self) -> int:
         return sum(self.num_new_tokens)
 
+    @property
+    def is_decode(self) -> bool:
+        """Whether every row computes one token and samples the next; there is a row."""
+        return all(self.samples) and max(self.num_new_tokens) == min(self.num_new_tokens) == 1
+
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     """Log-probabilities under the model's own distribution, before any processing."""

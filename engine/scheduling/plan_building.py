@@ -1,8 +1,10 @@
 """From who computes how many tokens to a `StepPlan`. Decides nothing and advances nobody."""
 
+from itertools import repeat
+
 from engine.request import Request
 from engine.scheduling.plan import StepPlan
-from engine.scheduling.row_slots import RowSlots, row_of
+from engine.scheduling.row_slots import RowSlots
 
 Chunk = tuple[Request, int]  # who computes known tokens, and how many of them
 
@@ -24,7 +26,8 @@ def build_plan(
     num_decodes = len(decodes)
     requests = decodes + [request for request, _ in chunks]
     reaches_end = [num_new == request.num_uncomputed_tokens for request, num_new in chunks]
-    rows = list(map(row_of, requests))
+    rows = [request.row for request in requests if request.row is not None]
+    assert len(rows) == len(requests), f"step {step}: a request of {len(requests)} has no row"
     no_blocks: list[int] = []
     admissions, released_rows = row_slots.take_changes()
     return StepPlan(
@@ -37,5 +40,5 @@ def build_plan(
         num_computed_tokens=[request.num_computed_tokens for request in requests],
         num_logits=[1] * num_decodes + list(map(int, reaches_end)),
         samples=[True] * num_decodes + reaches_end,
-        new_block_ids=[grown.get(row, no_blocks) for row in rows],
+        new_block_ids=list(map(grown.get, rows, repeat(no_blocks))),
     )

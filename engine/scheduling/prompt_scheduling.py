@@ -9,7 +9,7 @@
 Composition of the parts that `LapsConfig` names. Knows no blocks and no rows.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -25,8 +25,6 @@ from engine.scheduling.window import AdaptiveWindow, FixedWindow, Gathered, NoWi
 CLASSES: tuple[LengthClass, LengthClass] = ("short", "long")
 _MIN_LONG_CHUNK_TOKENS = 64  # below it a step costs what it costs without the chunk's tokens
 
-_MIN_STEP_FLOORS = 4  # a long chunk's step may take so many times what a step costs at least
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueuedWork:
@@ -39,9 +37,19 @@ class QueuedWork:
 class PromptScheduling:
     """The queue of one worker and all that its decisions rest on; mutated by the engine thread."""
 
-    def __init__(self, laps: LapsConfig, *, count_uncached: Callable[[Request], int]) -> None:
-        """count_uncached: tokens of a waiting request that no cached block saves."""
+    def __init__(
+        self,
+        laps: LapsConfig,
+        *,
+        count_uncached: Callable[[Request], int],
+        full_step_tokens: Sequence[int] = (),
+    ) -> None:
+        """count_uncached: tokens of a waiting request that no cached block saves.
+
+        full_step_tokens: sizes, ascending, of prompt steps that compute nothing in vain.
+        """
         self._laps = laps
+        self._full_step_tokens = full_step_tokens
         self._model = CostModel()
         self._window = _build_window(laps)
         self._dual: DualQueue | None = None
@@ -97,18 +105,12 @@ class PromptScheduling:
             now_s=now_s,
             max_tokens=max_tokens,
             min_chunk_tokens=_MIN_LONG_CHUNK_TOKENS if is_laps else 1,
-            max_step_s=self._max_step_s if is_laps else None,
+            max_step_s=None if self._dual is None else self._dual.max_step_s,
             costs=self._model.costs,
             decoding=StepWork(num_decode_rows=len(keys), num_decode_keys=sum(keys)),
             can_admit=can_admit,
+            full_step_tokens=self._full_step_tokens if is_laps else (),
         )
-
-    @property
-    def _max_step_s(self) -> float:
-        """As configured, but never so short that steps are mostly floor: that would cost capacity,
-        queues would grow, and no short prompt would be served sooner.
-        """
-        return max(1e-3 * self._laps.max_step_ms, _MIN_STEP_FLOORS * self._model.costs.floor_s)
 
     def observe(self, work: StepWork, duration_s: float) -> None:
         """Learn from a step that kept the device busy for `duration_s`."""

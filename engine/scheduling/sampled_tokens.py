@@ -33,21 +33,23 @@ class SampledTokens:
         say about their tokens. All others go through `_append`, which is right for any row.
         """
         endings: list[Ending] = []
+        emit = output.tokens.append
         rows = step.rows(result)
         for request, token_ids, logprobs in islice(rows, step.num_decodes):
             if request.row is None:
                 continue
             for token_id in token_ids:
-                num_known = len(request.tokens)
+                tokens = request.tokens
+                num_known = len(tokens)
                 if token_id in request.stop_ids or num_known + 1 >= request.max_known_tokens:
                     endings += self._append(request, token_id, logprobs, output)
                     continue
-                request.tokens.append(token_id)
+                tokens.append(token_id)
                 index = num_known - request.num_prompt_tokens
                 record = TokenRecord(
                     key=request.key, index=index, token_id=token_id, logprobs=logprobs
                 )
-                output.tokens.append((request.ingress_id, record))
+                emit((request.ingress_id, record))
         for request, token_ids, logprobs in rows:
             if request.row is not None:
                 for token_id in token_ids:

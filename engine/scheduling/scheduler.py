@@ -17,7 +17,7 @@ row pauses; if it turns out to be (eos), the row's next result is dropped. Knows
 and no text.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from configs.schema import LapsConfig, SchedulerConfig
 from engine.errors import CapacityError
@@ -56,7 +56,9 @@ class Scheduler:
         max_model_len: int,
         eos_token_ids: tuple[int, ...],
         laps: LapsConfig = DEFAULT_LAPS,
+        full_step_tokens: Sequence[int] = (),
     ) -> None:
+        """full_step_tokens: sizes, ascending, of prompt steps that compute nothing in vain."""
         assert config.max_rows <= config.max_step_tokens, (
             f"{config.max_rows} rows cannot each decode in {config.max_step_tokens} tokens"
         )
@@ -72,7 +74,9 @@ class Scheduler:
         self._running = RunningRequests()
         self._rows = RowSlots(config.max_rows)
         self._blocks = RequestBlocks(cache, hasher, block_size)
-        self._prompts = PromptScheduling(laps, count_uncached=self._blocks.num_uncached)
+        self._prompts = PromptScheduling(
+            laps, count_uncached=self._blocks.num_uncached, full_step_tokens=full_step_tokens
+        )
         self._waiting = self._prompts.queue
         self._expired: list[Request] = []
         self._in_flight = StepsInFlight()
@@ -173,7 +177,9 @@ class Scheduler:
         for request in step.not_finite(result):
             if request.row is not None:
                 self._end_as_poisoned(request, output)
-        self._index_full_blocks(step.requests, plan)
+        for request, num_computed_tokens in step.filled(plan, self._block_size):
+            if request.row is not None:
+                self._blocks.index_full(request, num_computed_tokens)
         endings = self._sampled.append_all(step, result, output)
         self._num_output_tokens += len(output.tokens)
         for request, finish in endings:
@@ -344,15 +350,6 @@ class Scheduler:
         return plan
 
     # ---- parts of commit ------------------------------------------------------------------------
-
-    def _index_full_blocks(self, requests: list[Request], plan: StepPlan) -> None:
-        """Offer every block that the plan filled."""
-        block_size = self._block_size
-        counts = zip(requests, plan.num_computed_tokens, plan.num_new_tokens, strict=True)
-        for request, num_before, num_new in counts:
-            if num_before % block_size + num_new >= block_size and request.row is not None:
-                # Not `request.num_computed_tokens`: a later step may be counted there already.
-                self._blocks.index_full(request, num_before + num_new)
 
     def _end_as_poisoned(self, request: Request, output: StepOutput) -> None:
         """End a request whose logits were not finite, and keep its KV from ever being read.

@@ -5,7 +5,8 @@ first prompt of a step always gets a chunk, or decodes that fill `max_step_s` wo
 prompts. Knows neither blocks nor rows, nor who is next.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from engine.request import Request, RequestKey
 from engine.scheduling.cost_model import NO_WORK, PRIOR, StepCosts, StepWork
@@ -31,8 +32,13 @@ class StepRoom:
         costs: StepCosts = PRIOR,
         decoding: StepWork = NO_WORK,
         can_admit: bool = True,
+        full_step_tokens: Sequence[int] = (),
     ) -> None:
-        """can_admit: whether a request that waits could start, as far as that is known already."""
+        """can_admit: whether a request that waits could start, as far as that is known already.
+
+        full_step_tokens: sizes of steps, ascending, that compute nothing in vain; chunks are cut
+        to make steps of them.
+        """
         assert max_tokens >= 0, f"{max_tokens} tokens are left beside the decodes"
         assert min_chunk_tokens > 0, f"a chunk of {min_chunk_tokens} tokens"
         self.now_s = now_s
@@ -42,6 +48,7 @@ class StepRoom:
         self._max_step_s = max_step_s
         self._costs = costs
         self._work = decoding
+        self._full_step_tokens = full_step_tokens
         self._granted: dict[RequestKey, int] = {}
         self._refused: set[RequestKey] = set()
 
@@ -63,6 +70,10 @@ class StepRoom:
         """Tokens of its prompt that this step computes."""
         return self._granted.get(request.key, 0)
 
+    def limit_time(self, max_step_s: float) -> None:
+        """From here on, chunks keep the step this short."""
+        self._max_step_s = max_step_s
+
     # ---- the scheduler's answers to a turn ------------------------------------------------------
 
     def grant(self, turn: Turn) -> int:
@@ -76,7 +87,7 @@ class StepRoom:
         assert request.key not in self._granted, f"{request.key} has its chunk of this step"
         num_new, num_cached = rest_of_prompt(request)
         num_fitting = min(max_tokens, self.fit(num_new, num_cached))
-        num_tokens = max(num_fitting, self._least(num_new))
+        num_tokens = max(self._without_padding(num_fitting, num_new), self._least(num_new))
         self._work = self._work.with_prompt(num_tokens, num_cached)
         self._num_tokens_left -= num_tokens
         self._granted[request.key] = num_tokens
@@ -137,6 +148,15 @@ class StepRoom:
                 return
             yield request, self._num_tokens_left
             is_closed = is_closed or request.key in self._refused
+
+    def _without_padding(self, num_tokens: int, num_new: int) -> int:
+        """A chunk that does not end its prompt, shortened to a full step; by half at most."""
+        if num_tokens == num_new or not self._full_step_tokens:
+            return num_tokens
+        num_before = self._work.num_new_tokens
+        place = bisect_right(self._full_step_tokens, num_before + num_tokens)
+        num_full = self._full_step_tokens[place - 1] - num_before if place > 0 else 0
+        return num_full if 2 * num_full >= num_tokens else num_tokens
 
     def _least(self, num_new: int) -> int:
         return min(num_new, self.min_chunk_tokens, self._num_tokens_left)

@@ -8,11 +8,20 @@ from torch import Tensor
 
 from engine.execution.step_graphs import GraphOutput
 from engine.models.decoder import CausalLM
+from engine.request import SamplingParams
 from engine.sampling.sampler import GreedyChoice, SampledTensors, Sampler
 from engine.scheduling.plan import StepResult
 from kernels.attention.phased import PhasedAttention
 from kernels.attention.protocol import AttentionShape, AttentionStep, RowTensors
-from tests.engine.execution.step_driver import StepDriver
+from tests.engine.execution.step_driver import GREEDY, StepDriver
+
+# One of each way that a row may sample.
+KINDS = (
+    GREEDY,
+    SamplingParams(max_tokens=64, temperature=1.3, seed=8, ignore_eos=True),
+    SamplingParams(max_tokens=64, temperature=0.0, logprobs=2, ignore_eos=True),
+    SamplingParams(max_tokens=64, temperature=0.0, frequency_penalty=1.5, ignore_eos=True),
+)
 
 
 class RerunRecorder:
@@ -154,6 +163,27 @@ def tell(
                 del outputs[row]
                 for driver in drivers:
                     driver.release(row)
+
+
+def decode_ahead(driver: StepDriver, rng: random.Random) -> list[list[list[int]]]:
+    """Sampled ids by step; each step is launched before the one in front of it is waited for."""
+    pending, results = [], []
+    for step in range(30):
+        if step % 11 == 7:
+            driver.release(rng.choice(list(driver.tokens)))
+        while len(driver.tokens) < (5 if step < 12 else 3):
+            row = next(row for row in range(8) if row not in driver.tokens)
+            prompt = [rng.randrange(3, 100) for _ in range(rng.randrange(1, 12))]
+            driver.admit(row, prompt, params=rng.choice(KINDS if step < 20 else (GREEDY,)))
+        num_new = {
+            row: len(known) - driver.num_computed[row] for row, known in driver.tokens.items()
+        }
+        pending.append(driver.executor.launch(driver.plan(num_new, samples=True)))
+        for known in driver.tokens.values():
+            known.append(-1)  # counted as known; its id is not
+        if len(pending) > 1:
+            results.append(pending.pop(0).wait().tokens)
+    return [*results, pending.pop().wait().tokens]
 
 
 def _draw_new(driver: StepDriver, row: int, rng: random.Random) -> int:

@@ -39,7 +39,7 @@ def test_the_grid_takes_the_fewest_rows_and_the_shortest_span_that_hold_a_step(
     assert found is None or found.num_tokens == found.num_rows * (found.span_tokens or 0)
 
 
-@given(rows=LENGTHS, max_rows=st.integers(1, 12), max_tokens=st.integers(1, 600))
+@given(rows=LENGTHS, max_rows=st.integers(1, 12), max_tokens=st.integers(1, 5000))
 def test_ragged_sizes_hold_what_is_short_enough_with_little_padding(
     rows: list[int], max_rows: int, max_tokens: int
 ) -> None:
@@ -52,9 +52,14 @@ def test_ragged_sizes_hold_what_is_short_enough_with_little_padding(
         assert found.num_tokens - sum(rows) < max(64, sum(rows) // 8 + 1)
 
 
-def test_ragged_sizes_end_at_1024_tokens_and_128_rows() -> None:
+def test_ragged_sizes_end_at_4096_tokens_and_128_rows() -> None:
     largest = ragged_sizes(256, 8192).sizes[-1]
-    assert (largest.num_tokens, largest.num_rows) == (1024, 128)
+    assert (largest.num_tokens, largest.num_rows) == (4096, 128)
+
+
+def test_steps_without_padding_are_known_for_ragged_graphs_alone() -> None:
+    assert ragged_sizes(256, 70).full_step_tokens == (16, 32, 64, 70)
+    assert grid_sizes((1, 2), (16,), max_row_tokens=16).full_step_tokens == ()
 
 
 def test_decode_sizes_end_with_all_rows() -> None:

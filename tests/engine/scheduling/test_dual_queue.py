@@ -8,7 +8,7 @@ import pytest
 
 from configs.schema import LapsConfig
 from engine.request import Request
-from engine.scheduling.cost_model import PRIOR, CostModel
+from engine.scheduling.cost_model import PRIOR, CostModel, StepWork
 from engine.scheduling.laps import DualQueue
 from tests.engine.scheduling.toy_worker import ToyWorker, make_request
 
@@ -164,6 +164,48 @@ def test_fill_gives_long_prompts_the_room_that_short_ones_left() -> None:
     world.add("short", 10)
     assert world.worker.step() == {"short": 10, "long": 590}
     assert world.worker.step() == {"long": 410, "next long": 190}
+
+
+def test_a_chunk_beside_short_prompts_keeps_its_own_time() -> None:
+    world = make_world(
+        model=CostModel(FITTED),
+        mix="fill",
+        max_tokens=8192,
+        max_step_s=0.04,
+        max_step_ms=40.0,
+        max_mixed_step_ms=12.0,
+    )
+    world.add("short", 50)
+    world.add("long", 8000)
+    mixed = world.worker.step()
+    assert mixed["short"] == 50
+    assert 0 < mixed["long"] < world.worker.step()["long"]
+    alone_s, mixed_s = (
+        FITTED.step_seconds(StepWork.of_prompts([(n, 0) for n in step.values()]))
+        for step in (world.worker.steps[1], mixed)
+    )
+    assert mixed_s <= 0.012 < alone_s <= 0.04
+
+
+def test_a_step_may_take_a_tenth_of_the_queued_long_work_up_to_a_limit() -> None:
+    def first_step_s(num_long: int) -> float:
+        world = make_world(
+            model=CostModel(FITTED),
+            mix="exclusive",
+            max_tokens=8192,
+            max_step_ms=40.0,
+            max_busy_step_ms=80.0,
+        )
+        for i in range(num_long):
+            world.add(f"long {i}", 4000)
+        return FITTED.step_seconds(
+            StepWork.of_prompts([(n, 0) for n in world.worker.step().values()])
+        )
+
+    assert 0.035 < first_step_s(1) <= 0.04  # a tenth of its work is less
+    six_s = FITTED.step_seconds(StepWork.of_prompts([(4000, 0)] * 6))
+    assert 0.05 < first_step_s(6) <= six_s / 10 < 0.08
+    assert 0.07 < first_step_s(60) <= 0.08
 
 
 def test_a_long_chunk_keeps_the_step_short() -> None:
