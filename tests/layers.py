@@ -205,5 +205,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "tokenizers": ("demo_model", "engine.tokenizing"),
     "safetensors": ("engine.models", "load_tests.bench_load"),
     "yaml": ("configs.load", "load_tests"),
-    "locust": ("load_tests",),
+    "locust": ("load_tests.locustfile",),
+    "gevent": ("load_tests.locustfile", "load_tests.http_load.open_loop"),
+    "rich": ("load_tests.chat", "load_tests.sweep", "load_tests.http_load.progress"),
 }

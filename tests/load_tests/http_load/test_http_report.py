@@ -1,0 +1,164 @@
+"""The report and the results file of a sweep: all names, all rates, nothing unescaped."""
+
+import json
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from load_tests.http_load.client import AskOptions
+from load_tests.http_load.dialogue import PromptStyle
+from load_tests.http_load.metrics import Point, Run
+from load_tests.http_load.options import LoadOptions
+from load_tests.http_load.records import Header, Outcome, Record
+from load_tests.http_load.report import to_html, warnings
+from load_tests.http_load.results import Sweep, to_json
+from load_tests.http_load.scenario import LENGTH_CLASSES, Changes, read_scenario
+
+ROOT = Path(__file__).resolve().parents[3]
+SCENARIO = read_scenario("mixed")
+VLLM_FIELDS = (
+    "date endpoint_type backend label model_id tokenizer_id num_prompts request_rate burstiness"
+    " max_concurrency duration completed failed total_input_tokens total_output_tokens"
+    " request_throughput request_goodput output_throughput total_token_throughput"
+    " max_output_tokens_per_s max_concurrent_requests"
+)
+
+
+def record(rng: random.Random, index: int, outcome: Outcome = Outcome.COMPLETED) -> Record:
+    sent_s = rng.uniform(0, 10)
+    num_tokens = 0 if outcome is Outcome.FAILED else rng.randint(1, 9)
+    chunk_s = sorted(sent_s + rng.uniform(0.01, 2) for _ in range(num_tokens))
+    return Record(
+        index=index,
+        session=index,
+        length_class=rng.choice(LENGTH_CLASSES),
+        num_prompt_tokens=rng.randint(1, 999),
+        num_output_tokens=num_tokens,
+        due_s=sent_s,
+        sent_s=sent_s,
+        ended_s=sent_s + 2,
+        outcome=outcome,
+        error="a <b>bad</b> thing" if outcome is Outcome.FAILED else None,
+        chunk_s=chunk_s,
+        chunk_tokens=[1] * num_tokens,
+    )
+
+
+def run(rate: float, seed: int, records: list[Record]) -> Run:
+    header = Header(
+        scenario="mixed",
+        url="http://here",
+        model="a<model>",
+        rate=rate,
+        seed=seed,
+        salt=3,
+        duration_s=10.0,
+        num_arrivals=len(records),
+        started_at="2026-01-01T00:00:00+00:00",
+    )
+    return Run(header=header, records=records)
+
+
+def sweep_of(points: list[Point]) -> Sweep:
+    return Sweep(
+        scenario=SCENARIO,
+        options=LoadOptions(
+            scenario="mixed",
+            changes=Changes(),
+            style=PromptStyle.CHAT,
+            takes_extensions=True,
+            tokens_per_word=1.0,
+            vocab_size=1000,
+            model=None,
+            api_key_file=None,
+            salt=1,
+        ),
+        url="http://here",
+        model="a<model>",
+        date="2026-01-01T00:00:00+00:00",
+        command="python -m load_tests.sweep",
+        points=points,
+    )
+
+
+def points(rates: list[float], outcome: Outcome = Outcome.COMPLETED) -> list[Point]:
+    rng = random.Random()
+    return [
+        Point(
+            rate=rate,
+            slo=SCENARIO.slo,
+            runs=[
+                run(rate, seed, [record(rng, i, outcome) for i in range(rng.randint(1, 30))])
+                for seed in (7, 8)
+            ],
+        )
+        for rate in rates
+    ]
+
+
+def loaded(sweep: Sweep) -> dict[str, Any]:
+    fields: dict[str, Any] = json.loads(to_json(sweep))
+    return fields
+
+
+def test_results_have_the_names_of_vllms_benchmark_and_their_own_by_class() -> None:
+    rates = sorted(random.sample(range(1, 99), 3))
+    results = loaded(sweep_of(points([float(rate) for rate in rates])))
+    assert [point["request_rate"] for point in results["points"]] == rates
+    for point in results["points"]:
+        times = [f"{q}_{m}_ms" for q in ("mean", "median", "std", "p99")
+                 for m in ("ttft", "tpot", "itl", "e2el")]  # fmt: skip
+        assert set(point) >= {*VLLM_FIELDS.split(), *times, "cancelled", "slo_share"}
+        assert set(point["by_class"]) == {"short", "long"}
+        assert set(point["by_seed"]) == {"7", "8"}
+        for key in ("num_prompts", "completed", "total_output_tokens"):
+            assert sum(point["by_class"][name][key] for name in LENGTH_CLASSES) == point[key]
+        assert point["burstiness"] == 1.0
+        assert point["endpoint_type"] == "openai-chat"
+
+
+@pytest.mark.parametrize("num_rates", [1, 2, 5])
+@pytest.mark.parametrize("outcome", Outcome)
+def test_a_report_is_whole_whatever_became_of_the_requests(
+    num_rates: int, outcome: Outcome
+) -> None:
+    sweep = sweep_of(points([2.0**i for i in range(num_rates)], outcome))
+    page = to_html(sweep)
+    assert page.count("<svg") == page.count("</svg>") == 5
+    assert "a&lt;model&gt;" in page
+    assert "<model>" not in page
+    assert "<b>bad" not in page
+    assert ("a &lt;b&gt;bad&lt;/b&gt; thing" in page) == (outcome is Outcome.FAILED)
+    assert not re.search(r"""(src|href)\s*=\s*["'](?!#)""", page)  # needs nothing else
+    assert any("failed" in text for text in warnings(sweep)) == (outcome is Outcome.FAILED)
+
+
+def test_a_client_that_was_late_is_told() -> None:
+    late = record(random.Random(), 0)
+    fields = {name: getattr(late, name) for name in Record.__struct_fields__}
+    one = Record(**(fields | {"due_s": (late.sent_s or 0.0) - 0.5}))
+    point = Point(rate=3.0, runs=[run(3.0, 7, [one])], slo=SCENARIO.slo)
+    assert any("500 ms at 3/s" in text for text in warnings(sweep_of([point])))
+
+
+def test_the_load_side_imports_no_engine() -> None:
+    code = (
+        "import sys, load_tests.locustfile, load_tests.sweep, load_tests.chat\n"
+        "ours = {'actors', 'configs', 'engine', 'kernels', 'serve_app', 'torch', 'ray'}\n"
+        "print(sorted(ours & {name.partition('.')[0] for name in sys.modules}))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "[]"
+
+
+def test_a_body_has_the_style_of_its_prompts() -> None:
+    for style in PromptStyle:
+        body = json.loads(AskOptions(model="m", style=style).body("x", 3))
+        assert ("messages" in body) == (style is PromptStyle.CHAT)
