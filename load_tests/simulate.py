@@ -6,9 +6,11 @@
     python -m load_tests.simulate --load azure:AzureLLMInferenceTrace_conv.csv --workers 8
     python -m load_tests.simulate --plan --rate 100 --load sharegpt --slo-ttft 0.4 --slo-tpot 0.05
 
-The engine's own queues, placement and pools decide; step costs (an 8B model on one H200, or those
-of `--costs`, fitted by an engine) stand for the devices. Without decode workers and `--unified`
-requests end with their first token. Seeds are shared: all policies get the same requests.
+The engine's own queues, placement and pools decide; step costs stand for the devices: those of an
+8B model on one H200, or of `--costs`, fitted by an engine (with `--costs-of VARIANT`: in a file of
+`bench_mixed --json`). How close that comes is what `load_tests.validate_simulation` tells.
+Without decode workers and `--unified` requests end with their first token. Seeds are shared: all
+policies get the same requests.
 """
 
 import argparse
@@ -16,7 +18,9 @@ import os
 import time
 from pathlib import Path
 
+from engine.scheduling.cost_model import StepCosts
 from load_tests.simulation.cluster import ClusterSpec
+from load_tests.simulation.measured import read_measured
 from load_tests.simulation.metrics import Limits
 from load_tests.simulation.planner import Question, plan
 from load_tests.simulation.plots import has_plotting, write_plots
@@ -53,6 +57,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--slo-ttft", type=float, default=0.4, help="seconds")
     parser.add_argument("--slo-tpot", type=float, help="seconds; default: no limit")
     parser.add_argument("--costs", type=Path, help="JSON of fitted step costs")
+    parser.add_argument("--costs-of", metavar="VARIANT", help="--costs is of bench_mixed --json")
     parser.add_argument("--host-ms", type=float, default=0.0, help="before an idle device starts")
     parser.add_argument("--no-overlap", action="store_true")
     parser.add_argument("--max-step-tokens", type=int, default=8192)
@@ -68,10 +73,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def build_cluster(args: argparse.Namespace) -> ClusterSpec:
-    """But for queue and routing. Raises msgspec.ValidationError for a bad setting or costs file."""
+    """But for queue and routing. Raises ValueError for a bad setting or costs file."""
     worker = WorkerSpec(
         laps=build_laps(args.set),
-        costs=read_costs(args.costs),
+        costs=_choose_costs(args),
         keeps_decodes=args.unified,
         overlap=not args.no_overlap,
         max_step_tokens=args.max_step_tokens,
@@ -84,6 +89,12 @@ def build_cluster(args: argparse.Namespace) -> ClusterSpec:
         num_decode=args.decode_workers,
         is_real=args.real,
     )
+
+
+def _choose_costs(args: argparse.Namespace) -> StepCosts:
+    if args.costs_of is None or args.costs is None:
+        return read_costs(args.costs)
+    return read_measured(args.costs).final_costs(args.costs_of)
 
 
 def run_sweep(args: argparse.Namespace, cluster: ClusterSpec, load: Load) -> None:
@@ -137,6 +148,8 @@ def main() -> None:
     load = build_load(args.load, cv=args.cv, duration_s=args.seconds, max_requests=args.requests)
     if load.trace is None and not (args.rate if args.plan else args.rates):
         parser.error(f"{args.load} needs {'--rate' if args.plan else '--rates'}")
+    if args.costs_of is not None and args.costs is None:
+        parser.error("--costs-of needs --costs")
     if args.plan and args.slo_tpot is None:
         parser.error("--plan needs --slo-tpot")
     if args.out is not None and not has_plotting():

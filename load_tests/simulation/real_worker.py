@@ -63,6 +63,7 @@ class RealWorker:
             max_model_len=num_blocks * BLOCK_SIZE,
             eos_token_ids=(),
             laps=spec.laps,
+            full_step_tokens=spec.full_step_tokens,
         )
         # The engine fits these to its steps; here they are known.
         self._scheduler._prompts.model.costs = spec.known_costs

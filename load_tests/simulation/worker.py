@@ -39,6 +39,7 @@ class WorkerSpec:
     max_rows: int = 256
     max_kv_tokens: int = 700_000  # an 8B model in 16 bits on one H200
     host_s: float = 0.0  # from a plan to the start of its step, on an idle device
+    full_step_tokens: tuple[int, ...] = ()  # sizes that chunks are cut to, as captured in graphs
     predicts: bool = True  # whether it tells its load: nobody may want to know
 
     @property
@@ -149,7 +150,11 @@ class LightWorker:
         """`cache` None: no prompt shares anything."""
         self._spec = spec
         self._cache = cache
-        self._scheduling = PromptScheduling(spec.laps, count_uncached=self._count_uncached)
+        self._scheduling = PromptScheduling(
+            spec.laps,
+            count_uncached=self._count_uncached,
+            full_step_tokens=spec.full_step_tokens,
+        )
         self._scheduling.model.costs = spec.known_costs
         self._queue = self._scheduling.queue
         self._prompts: dict[Request, None] = {}  # running, in the order of admission

@@ -130,7 +130,7 @@ def test_small_weights_are_left_to_others() -> None:
     [
         LargeConfig(block_m=64, block_n=64, block_k=128, num_warps=4, num_stages=6, group_m=1),
         LargeConfig(block_m=64, block_n=64, num_warps=4, prefetch_k=512),
-        LargeConfig(prefetch_k=128),
+        LargeConfig(num_stages=3, prefetch_k=128),
         LargeConfig(num_stages=3),
         LargeConfig(num_stages=3, is_flat=True),
         LargeConfig(num_stores=2),

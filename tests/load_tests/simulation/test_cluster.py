@@ -127,3 +127,42 @@ def test_a_cache_that_is_too_small_gives_up_what_was_used_longest_ago() -> None:
     worker = WorkerSpec(max_kv_tokens=4 * 512)
     served = serve(ClusterSpec(worker=worker, policy=Policy.PREDICTED), workload)
     assert served.cached_tokens.tolist() == [0, 0, 1024, 0, 1024, 0]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_worker_moves_under_a_steady_load_that_both_pools_carry(seed: int) -> None:
+    spec = with_policies(ClusterSpec(num_prefill=8), "laps", Policy.LAPS)
+    workload = drawn("steady", Mix(0.9), rate=40.0, num_requests=1600, seed=seed)
+    served = serve(spec, workload)
+    assert served.moves == ()
+    assert [(size.num_short, size.num_long) for size in served.pool_sizes] == [(4, 4)]
+
+
+@pytest.mark.parametrize("policy", ["pressure", "ratio"])
+def test_pools_never_run_empty_while_the_traffic_turns_over(policy: str) -> None:
+    """All short, then mostly long, again and again, with pools that follow as fast as may be."""
+    laps = LapsConfig(
+        laps_rebalance_interval_s=0.5,
+        rebalance_cool_down_s=0.0,
+        min_pending_s=0.0,
+        spill_margin_s=60.0,
+        rebalance_policy="ratio" if policy == "ratio" else "pressure",
+    )
+    spec = with_policies(
+        ClusterSpec(worker=WorkerSpec(laps=laps), num_prefill=4), "laps", Policy.LAPS
+    )
+    rng = np.random.default_rng()
+    arrival_s = np.sort(rng.uniform(0.0, 40.0, 1600))
+    is_long = (arrival_s % 10.0 > 5.0) & (rng.random(1600) < 0.7)
+    served = serve(
+        spec,
+        Workload(
+            name="turning",
+            arrival_s=arrival_s,
+            prompt_tokens=np.where(is_long, 3000, 60),
+            output_tokens=np.ones(1600, dtype=np.int64),
+        ),
+    )
+    assert len(served.moves) > 1
+    assert min(min(size.num_short, size.num_long) for size in served.pool_sizes) >= 1
+    assert {size.num_short + size.num_long for size in served.pool_sizes} == {4}

@@ -110,6 +110,28 @@ def test_recorded_arrivals_are_replayed_with_fitted_costs(
     assert "NO" in out  # every step takes a second
 
 
+def test_costs_are_taken_from_a_measured_run_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slow = msgspec.structs.replace(PRIOR, floor_s=1.5, num_samples=99)
+    numbers = {"short_ttft_p50_ms": 1.0}
+    point = {"variant": "fcfs", "rate": 8.0, "by_seed": {"7": numbers}} | numbers
+    costs = {"fcfs": msgspec.to_builtins(slow)}
+    path = tmp_path / "mixed.json"
+    path.write_text(json.dumps({"about": {}, "points": [point], "step_costs": costs}))
+    files = ["--costs", str(path), "--costs-of"]
+    load = ["--load", "online", "--rates", "2", "--workers", "1"]
+    run_main(monkeypatch, *SMALL, *load, *files, "fcfs")
+    rows = [line.split("|") for line in capsys.readouterr().out.splitlines()]
+    (row,) = [row for row in rows if len(row) > 10 and row[3].strip() == "all"]
+    assert float(row[5]) > 1500
+    with pytest.raises(ValueError, match="no step costs of 'laps'; there are \\['fcfs'\\]"):
+        run_main(monkeypatch, *SMALL, *load, *files, "laps")
+    with pytest.raises(SystemExit):
+        run_main(monkeypatch, *SMALL, *load, "--costs-of", "fcfs")
+    assert "--costs-of needs --costs" in capsys.readouterr().err
+
+
 def test_settings_are_those_of_the_config_and_wrong_ones_are_errors() -> None:
     assert build_laps(["mix=fill", "max_step_ms=20", "laps_length_threshold=128"]).mix == "fill"
     with pytest.raises(msgspec.ValidationError):

@@ -2,6 +2,7 @@
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -100,6 +101,20 @@ def test_they_are_equal_when_rows_are_short_too(queue: str, overlap: bool) -> No
     times, _ = serve(LightWorker(spec), arrivals)
     expected, _ = serve(RealWorker(spec), arrivals)
     assert times == approx(expected)
+
+
+@pytest.mark.parametrize("mix", ["exclusive", "fill"])
+def test_they_are_equal_when_chunks_are_cut_to_captured_sizes(mix: str) -> None:
+    laps = LapsConfig(
+        enable_laps_scheduler=True, queue="laps", mix="fill" if mix == "fill" else "exclusive"
+    )
+    plain = WorkerSpec(laps=laps, keeps_decodes=True, max_step_tokens=2048)
+    spec = replace(plain, full_step_tokens=(64, 300, 700, 1100))
+    arrivals = draw_arrivals(60, 15.0, 11)
+    times, _ = serve(LightWorker(spec), arrivals)
+    expected, _ = serve(RealWorker(spec), arrivals)
+    assert times == approx(expected)
+    assert times != serve(LightWorker(plain), arrivals)[0]
 
 
 def test_they_tell_the_same_load_after_steps_with_prompts() -> None:
