@@ -16,7 +16,7 @@ from configs.schema import AppConfig
 VERSION = "0.1.0"
 HASH_DIGITS = 8
 BLOCK_KEY_BYTES = 32
-EDGE_ONLY = ("name", "edge")
+EDGE_ONLY = ("name", "edge", "api", "tracing")
 
 
 class DeploymentSpec(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,18 +1,16 @@
 """The ingress: a Serve deployment that speaks OpenAI's protocol. Routes, statuses and SSE only.
 
-Everything a request needs is decided before its first byte: tokens, a worker, and in stream mode
-the first delta too, so that an error is always the right status. Afterwards an error is an SSE
-event without a [DONE] after it.
+Everything a request needs is decided before its first byte: who asks, tokens, a worker, and in
+stream mode the first delta too, so that an error is always the right status. Afterwards an error is
+an SSE event without a [DONE] after it.
 """
 
 import asyncio
 import logging
 import time
-import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import aclosing, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import replace
-from pathlib import Path
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
@@ -21,7 +19,6 @@ from ray.exceptions import TaskCancelledError
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.types import Receive
 
-from actors.api.chat_dialect import build_dialect
 from actors.api.openai_objects import error_reply, model_card, model_list, sse_error, to_json
 from actors.api.openapi import build_openapi
 from actors.api.protocol import ParsedRequest, parse_chat, parse_completion
@@ -32,7 +29,7 @@ from actors.api.request_rules import (
 )
 from actors.api.response_parts import ResponseIdentity
 from actors.api.response_writers import ResponseWriter, build_writer
-from actors.api.served_model import ServedModel, check_model, served_names
+from actors.api.served_model import check_model
 from actors.api.token_requests import (
     detokenize_answer,
     parse_detokenize,
@@ -40,32 +37,22 @@ from actors.api.token_requests import (
     tokenize_answer,
 )
 from actors.deployment import VERSION, DeploymentSpec
-from actors.edge.answering import Answering, Batchers, ChoiceDelta, PreparedRequest
-from actors.edge.generation import Generations
+from actors.edge.admission import estimate_tokens
+from actors.edge.answering import ChoiceDelta, PreparedRequest
+from actors.edge.composition import Edge, build_edge
+from actors.edge.exchange import Exchange
+from actors.edge.key_gate import KEY_NAME, KeyGate
 from actors.edge.laps_page import PAGE_HEADERS, build_view, page
 from actors.edge.laps_page import to_json as laps_json
-from actors.edge.metrics import IngressMetrics
-from actors.edge.recent_ttft import RecentTtft
-from actors.edge.system_view import SystemView
-from actors.handles import (
-    AllocatorHandle,
-    BatcherHandle,
-    SupervisorHandle,
-    WorkerHandle,
-    find_actor,
-)
+from actors.edge.peers import SUPERVISOR as SUPERVISOR
+from actors.edge.rate_limits import RateLimitError
+from actors.edge.request_times import RequestTimes
+from actors.edge.timed_writer import TIMINGS_HEADER, TimedWriter, wants_timings
 from actors.logs import set_up_logging
-from engine.chat_template import read_template_text
-from engine.clock import MonotonicClock
-from engine.errors import CapacityError, EngineError, RequestError, WorkerError
-from engine.messages import LapsStatus, Topology
-from engine.tokenizing import load_tokenizer
+from engine.errors import EngineError, RequestError
 
 logger = logging.getLogger(__name__)
 
-SUPERVISOR = "supervisor"
-SUPERVISOR_TIMEOUT_S = 5.0
-ALLOCATOR_TIMEOUT_S = 2.0
 CLIENT_CLOSED_REQUEST = 499  # nginx's status; nobody is left to read it
 JSON_TYPE = "application/json"
 SSE_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -76,8 +63,10 @@ Parse = Callable[[bytes], ParsedRequest]
 class EventStream(StreamingResponse):
     """Server-sent events that end quietly when the client leaves; Serve raises that as an error."""
 
-    def __init__(self, events: AsyncIterator[bytes]) -> None:
-        super().__init__(events, media_type="text/event-stream", headers=SSE_HEADERS)
+    def __init__(self, events: AsyncIterator[bytes], headers: Mapping[str, str]) -> None:
+        super().__init__(
+            events, media_type="text/event-stream", headers=SSE_HEADERS | dict(headers)
+        )
 
     async def listen_for_disconnect(self, receive: Receive) -> None:
         with suppress(TaskCancelledError):
@@ -85,63 +74,35 @@ class EventStream(StreamingResponse):
 
 
 class Ingress:
-    """One replica of the HTTP edge; owns every request it accepted."""
+    """One replica of the HTTP edge, as Serve runs it."""
 
     async def __init__(self, spec: DeploymentSpec) -> None:  # type: ignore[misc] # Serve awaits it
         """Returns when the system can serve. Raises ConfigError when it never will."""
         set_up_logging()
-        self._spec = spec.in_application(serve.get_replica_context().app_name)
-        self._config = config = spec.config
-        self._clock = MonotonicClock()
-        self._ingress_id = f"ingress-{uuid.uuid4().hex}"
-        self._generations = Generations(
-            config,
-            ingress_id=self._ingress_id,
-            find_worker=self._find_worker,
-            find_allocator=self._find_allocator,
-            clock=self._clock,
-        )
-        self._batchers = Batchers(
-            self._find_batcher, patience_s=config.edge.place_timeout_s, clock=self._clock
-        )
-        self._system = SystemView(self._ask_supervisor, self._follow, self._connected)
-        folder = Path(config.model.path)
-        name, *aliases = served_names(config)
-        tokenizing = await asyncio.to_thread(load_tokenizer, folder)
-        topology = await self._system.wait_ready()
-        lengths = [s.identity.max_model_len for s in topology.workers.values() if s.identity]
-        self._model = ServedModel(
-            name=name,
-            max_model_len=min(lengths),
-            vocab_size=tokenizing.vocab_size,
-            created_s=int(time.time()),
-            aliases=tuple(aliases),
-            dialect=build_dialect(read_template_text(folder), config.api, tokenizing),
-        )
-        self._tokenizing = tokenizing
-        self._recent_ttft = RecentTtft(self._clock)
-        self._metrics = IngressMetrics(name, self._recent_ttft)
-        self._answering = Answering(
-            model=self._model,
-            tokenizing=tokenizing,
-            batchers=self._batchers,
-            generations=self._generations,
-            metrics=self._metrics,
-            clock=self._clock,
-            timeout_s=config.edge.request_timeout_s,
-        )
-        self._follower = asyncio.create_task(self._system.follow())
-        logger.info("%s serves %s", self._ingress_id, name)
+        self._edge = await build_edge(spec.in_application(serve.get_replica_context().app_name))
 
     async def check_health(self) -> None:
         """Asked by Serve, which replaces the replica when this raises."""
-        if self._follower.done():
-            raise RuntimeError(f"the topology task ended: {self._follower.exception()!r}")
-        self._generations.links.check()
+        self._edge.check()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """The routes; called by Serve after the constructor."""
-        app = FastAPI(openapi_url=None)  # the document here is built from the structs
+        return Api(self._edge).app()
+
+
+class Api:
+    """The routes of one replica, which owns every request it accepted."""
+
+    def __init__(self, edge: Edge) -> None:
+        self._edge = edge
+        self._config = edge.spec.config
+        self._model = edge.model
+        self._metrics = edge.metrics
+
+    def app(self) -> FastAPI:
+        """Every route behind the gate, unknown ones too."""
+        # The document of /openapi.json is built from the structs.
+        app = FastAPI(openapi_url=None, lifespan=self._lifespan)
         app.add_api_route("/v1/chat/completions", self._chat, methods=["POST"])
         app.add_api_route("/v1/completions", self._complete, methods=["POST"])
         app.add_api_route("/tokenize", self._tokenize, methods=["POST"])
@@ -159,7 +120,18 @@ class Ingress:
         app.add_exception_handler(EngineError, self._on_error)
         app.add_exception_handler(TimeoutError, self._on_error)
         app.add_exception_handler(StarletteHTTPException, self._on_http_error)
+        app.add_middleware(
+            KeyGate,
+            keys=self._edge.keys,
+            limits=self._config.edge,
+            on_refused=self._metrics.count_failed,
+        )
         return app
+
+    @asynccontextmanager
+    async def _lifespan(self, _: FastAPI) -> AsyncIterator[None]:
+        yield
+        await asyncio.to_thread(self._edge.tracing.close)
 
     # ---- generation -----------------------------------------------------------------------------
 
@@ -172,41 +144,73 @@ class Ingress:
         return await self._answer(request, lambda body: parse_completion(body, edge, model))
 
     async def _answer(self, request: Request, parse: Parse) -> Response:
-        arrived_s = self._clock.now_s()
+        edge = self._edge
+        times = RequestTimes(arrived_s=edge.clock.now_s())
+        is_timed = wants_timings(request.headers.get(TIMINGS_HEADER))
         deadline_s = read_ttft_deadline_s(request.headers.get(TTFT_DEADLINE_HEADER))
         parsed = replace(parse(await self._read_body(request)), ttft_deadline_s=deadline_s)
-        prepared = await self._answering.prepare(parsed, arrived_s)
+        if self._config.edge.log_prompts:
+            logger.info("asked: %s", parsed.prompts)
+        num_tokens = estimate_tokens(parsed.prompts)
+        with edge.admission.admitted(num_tokens):
+            exchange = self._open_exchange(request, parsed, times, num_tokens)
+            try:
+                prepared = await edge.answering.prepare(parsed, times)
+                exchange.settle(prepared)
+            except BaseException as error:
+                exchange.end(error)
+                raise
         identity = ResponseIdentity(
             request_id=prepared.request_ids[0], created_s=int(time.time()), model=parsed.model
         )
-        writer = build_writer(parsed, identity, self._tokenizing)
+        writer = build_writer(parsed, identity, edge.tokenizing)
+        if is_timed:
+            writer = TimedWriter(writer, parsed, times, edge.clock)
         # X-Request-Id is Serve's: it echoes the client's, or makes one, on every response.
         try:
             if parsed.stream:
-                return await self._stream(prepared, writer)
-            return await self._gather(prepared, writer)
+                return await self._stream(prepared, writer, exchange)
+            return await self._gather(prepared, writer, exchange)
         except asyncio.CancelledError:
             self._metrics.count_disconnected()
             raise
 
-    async def _gather(self, prepared: PreparedRequest, writer: ResponseWriter) -> Response:
+    def _open_exchange(
+        self, request: Request, parsed: ParsedRequest, times: RequestTimes, num_tokens: int
+    ) -> Exchange:
+        """Raises RateLimitError if the key's minute is used up."""
+        edge = self._edge
+        asked = 0 if parsed.max_tokens is None else parsed.max_tokens * parsed.num_choices
+        return Exchange(
+            grant=edge.rate_limits.grant(request.scope[KEY_NAME], num_tokens + asked),
+            trace=edge.tracing.start(parsed, request.headers, times.arrived_s),
+            times=times,
+            latencies=self._metrics.latencies,
+            clock=edge.clock,
+        )
+
+    async def _gather(
+        self, prepared: PreparedRequest, writer: ResponseWriter, exchange: Exchange
+    ) -> Response:
         """The whole answer as one JSON object."""
         writer.start(prepared.prompt_ids)
-        async with aclosing(self._answering.run(prepared)) as deltas:
+        async with aclosing(exchange.watch(self._edge.answering.run(prepared))) as deltas:
             async for item in deltas:
                 writer.delta(item.choice, item.delta)
-        return Response(b"".join(writer.finish()), media_type=JSON_TYPE)
+        return Response(b"".join(writer.finish()), media_type=JSON_TYPE, headers=exchange.headers())
 
-    async def _stream(self, prepared: PreparedRequest, writer: ResponseWriter) -> Response:
+    async def _stream(
+        self, prepared: PreparedRequest, writer: ResponseWriter, exchange: Exchange
+    ) -> Response:
         """The answer as server-sent events, once the first delta is there."""
-        deltas = self._answering.run(prepared)
+        deltas = exchange.watch(self._edge.answering.run(prepared))
         try:
             first = await anext(deltas)
         except BaseException:
             await deltas.aclose()
             raise
         events = self._events(prepared, writer, first, deltas)
-        return EventStream(events)
+        return EventStream(events, exchange.headers())
 
     async def _events(
         self,
@@ -250,13 +254,13 @@ class Ingress:
     async def _tokenize(self, request: Request) -> Response:
         call = parse_tokenize(await self._read_body(request), self._model)
         async with asyncio.timeout(self._config.edge.request_timeout_s):
-            token_ids = await self._batchers.tokenize(call.prompt)
-        answer = tokenize_answer(call, token_ids, self._model, self._tokenizing)
+            token_ids = await self._edge.batchers.tokenize(call.prompt)
+        answer = tokenize_answer(call, token_ids, self._model, self._edge.tokenizing)
         return Response(to_json(answer), media_type=JSON_TYPE)
 
     async def _detokenize(self, request: Request) -> Response:
         token_ids = parse_detokenize(await self._read_body(request), self._model)
-        answer = detokenize_answer(token_ids, self._tokenizing)
+        answer = detokenize_answer(token_ids, self._edge.tokenizing)
         return Response(to_json(answer), media_type=JSON_TYPE)
 
     async def _show_openapi(self) -> Response:
@@ -275,20 +279,13 @@ class Ingress:
 
     async def _ready(self) -> Response:
         """200 while every role has a worker that is loaded and connected, else 503."""
-        missing = self._system.missing_roles()
+        missing = self._edge.system.missing_roles()
         if missing:
             return JSONResponse({"status": "not ready", "missing_roles": missing}, status_code=503)
         return JSONResponse({"status": "ready"})
 
     async def _show_metrics(self) -> Response:
-        try:
-            laps = await self._ask_laps_status()
-        except CapacityError:  # what is known here is worth a scrape without it
-            laps = None
-        generations = self._generations
-        text = self._metrics.render(
-            generations.links.links(), generations.num_open, generations.counters.num_retries, laps
-        )
+        text = await self._edge.observation.prometheus_text()
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def _show_laps(self) -> Response:
@@ -297,19 +294,20 @@ class Ingress:
 
     async def _show_laps_status(self) -> Response:
         """Pools, what waits in them and the last moves, as the allocator sees them; else 503."""
-        status = await self._ask_laps_status()
+        edge = self._edge
+        status = await edge.observation.laps_status()
         view = build_view(
             model=self._model.name,
-            ingress=self._ingress_id,
+            ingress=edge.ingress_id,
             laps=self._config.laps,
-            ttft=self._recent_ttft.summary(),
-            links=self._generations.links.links(),
+            ttft=edge.recent_ttft.summary(),
+            links=edge.generations.links.links(),
         )
         headers = {"Cache-Control": "no-store"}
         return Response(laps_json(status, view), media_type=JSON_TYPE, headers=headers)
 
     async def _version(self) -> Response:
-        return JSONResponse({"version": VERSION, "deployment": self._spec.hash})
+        return JSONResponse({"version": VERSION, "deployment": self._edge.spec.hash})
 
     # ---- errors ---------------------------------------------------------------------------------
 
@@ -322,7 +320,8 @@ class Ingress:
         if reply.status >= 500 and not isinstance(error, EngineError | TimeoutError):
             logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
         self._metrics.count_failed(reply.status)
-        return Response(reply.body, reply.status, headers=reply.headers, media_type=JSON_TYPE)
+        headers = reply.headers | (error.headers if isinstance(error, RateLimitError) else {})
+        return Response(reply.body, reply.status, headers=headers, media_type=JSON_TYPE)
 
     async def _on_http_error(self, request: Request, error: Exception) -> Response:
         """Unknown route or wrong method, in the same shape as every other error."""
@@ -330,40 +329,3 @@ class Ingress:
         message = f"{error.detail}: {request.method} {request.url.path[:200]}"
         reply = error_reply(RequestError(message, code="unknown_url", status=error.status_code))
         return Response(reply.body, reply.status, headers=error.headers, media_type=JSON_TYPE)
-
-    # ---- other actors ---------------------------------------------------------------------------
-
-    def _follow(self, topology: Topology) -> None:
-        self._generations.update(topology)
-        self._batchers.update(topology.batchers)
-
-    def _connected(self) -> set[str]:
-        return {link.name for link in self._generations.links.links() if link.is_up}
-
-    async def _ask_supervisor(self) -> Topology:
-        try:
-            async with asyncio.timeout(SUPERVISOR_TIMEOUT_S):
-                actor = await asyncio.to_thread(serve.get_deployment_actor, SUPERVISOR)
-                return await SupervisorHandle(actor).topology()
-        except (ValueError, TimeoutError) as error:
-            raise WorkerError("the supervisor is not running") from error
-
-    async def _ask_laps_status(self) -> LapsStatus:
-        """Raises CapacityError while the allocator is away."""
-        topology = self._system.topology
-        assert topology is not None, "a replica that answers has seen one"
-        try:
-            async with asyncio.timeout(ALLOCATOR_TIMEOUT_S):
-                allocator = await self._find_allocator(topology.allocator)
-                return await allocator.status()
-        except (WorkerError, TimeoutError) as error:
-            raise CapacityError("the allocator does not answer", retry_after_s=1.0) from error
-
-    async def _find_worker(self, name: str) -> WorkerHandle:
-        return WorkerHandle(name, await find_actor(name, self._spec.namespace))
-
-    async def _find_allocator(self, name: str) -> AllocatorHandle:
-        return AllocatorHandle(name, await find_actor(name, self._spec.namespace))
-
-    async def _find_batcher(self, name: str) -> BatcherHandle:
-        return BatcherHandle(name, await find_actor(name, self._spec.namespace))

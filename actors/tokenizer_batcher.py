@@ -1,12 +1,15 @@
 """The tokenizer actor: prompts that arrive together are rendered and encoded in one call.
 
-All work on text happens in one worker thread, so the event loop stays free for messages. Knows
-nothing of sampling, placement or HTTP.
+It names the prompts' blocks too, once a prompt, where somebody asks: that takes as long as the
+prompt, and an ingress has one event loop for all its clients. All of it happens in one worker
+thread, so the event loop here stays free for messages. Knows nothing of sampling, placement or
+HTTP.
 """
 
 import asyncio
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from pathlib import Path
 
 from actors.deployment import DeploymentSpec
@@ -17,12 +20,15 @@ from configs.schema import TokenizerConfig
 from engine.chat_template import load_chat_template
 from engine.clock import MonotonicClock
 from engine.errors import RequestError
+from engine.kv.request_hasher import RequestHasher
 from engine.messages import TokenizeReply, TokenizeRequest, decode, encode
 from engine.tokenizing import load_tokenizer
 
+MAX_NAMINGS = 8  # kept at once; a second one comes with a redeploy
+
 
 class PromptTokenizer:
-    """Text or chat messages to ids, batched, for one model folder.
+    """Text or chat messages to ids, and ids to names of blocks, batched, for one model folder.
 
     Raises ConfigError when the folder's tokenizer cannot be used.
     """
@@ -31,6 +37,7 @@ class PromptTokenizer:
         folder = Path(model_path)
         self._tokenizing = load_tokenizer(folder)
         self._chat_template = load_chat_template(folder)
+        self._hasher_of = lru_cache(MAX_NAMINGS)(RequestHasher.of)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer")
         self._batcher: DynamicBatcher[TokenizeRequest, TokenizeReply] = DynamicBatcher(
             self._run_in_thread,
@@ -65,7 +72,7 @@ class PromptTokenizer:
         """Replies in order; blocking. One library call for each setting of add_special_tokens."""
         texts = [self._render(request) for request in requests]
         ids: list[list[int] | RequestError] = [
-            text if isinstance(text, RequestError) else [] for text in texts
+            [] if isinstance(text, str) else text for text in texts
         ]
         for flag in (True, False):
             where = [
@@ -78,16 +85,24 @@ class PromptTokenizer:
             )
             for (index, _), item in zip(where, encoded, strict=True):
                 ids[index] = item
-        return [
-            TokenizeReply(error=item.message)
-            if isinstance(item, RequestError)
-            else TokenizeReply(token_ids=item)
-            for item in ids
-        ]
+        return [self._reply(*pair) for pair in zip(requests, ids, strict=True)]
 
-    def _render(self, request: TokenizeRequest) -> str | RequestError:
+    def _reply(self, request: TokenizeRequest, ids: list[int] | RequestError) -> TokenizeReply:
+        if isinstance(ids, RequestError):
+            return TokenizeReply(error=ids.message)
+        hashes = []
+        if request.naming is not None:
+            hashes = self._hasher_of(request.naming).chain(ids, request.salt)
+        return TokenizeReply(
+            token_ids=ids if request.token_ids is None else [], block_hashes=hashes
+        )
+
+    def _render(self, request: TokenizeRequest) -> str | list[int] | RequestError:
+        """What is to be encoded; ids as they came."""
+        if request.token_ids is not None:
+            return request.token_ids
         if request.messages is None:
-            assert request.text is not None, "neither text nor messages"
+            assert request.text is not None, "neither text, messages nor ids"
             return request.text
         try:
             return self._chat_template.render(request)

@@ -13,6 +13,8 @@ from pathlib import Path
 import msgspec
 import yaml
 
+from configs.api_keys import KEYS_VARIABLE, with_keys
+from configs.errors import ConfigFileError as ConfigFileError
 from configs.schema import AppConfig, LapsConfig
 
 PROJECT_ROOT = Path(__file__).resolve().parents[1]
@@ -21,12 +23,8 @@ CONFIG_VARIABLE = "LAPS_CONFIG"
 MODEL_VARIABLE = "LAPS_MODEL"
 BUILD_ARGUMENTS = ("config", "model")
 
-_PATH = re.compile(r" - at `\$\.?(?P<path>[^`]*)`$")
+_PATH = re.compile(r" - at (`key` in )?`\$\.?(?P<path>[^`]*)`$")
 _UNKNOWN = re.compile(r"^Object contains unknown field `(?P<name>.*)`$", re.DOTALL)
-
-
-class ConfigFileError(ValueError):
-    """The configuration cannot be used; names the file, the key and what is allowed there."""
 
 
 def load_config(path: Path | None, overrides: Mapping[str, object]) -> AppConfig:
@@ -57,8 +55,9 @@ def config_from_environment(
 ) -> AppConfig:
     """The run's configuration: `args`, else LAPS_CONFIG / LAPS_MODEL, else configs/dev_cpu.yaml.
 
-    Relative paths are looked up under the project's root (the folder above configs/), then under
-    the working directory. The returned `model.path` is absolute. Raises ConfigFileError.
+    API keys come from `api.keys_file` and LAPS_API_KEYS. Relative paths are looked up under the
+    project's root (the folder above configs/), then under the working directory. The returned
+    `model.path` is absolute. Raises ConfigFileError.
     """
     environ = os.environ if environ is None else environ
     unknown = sorted(set(args) - set(BUILD_ARGUMENTS))
@@ -81,8 +80,11 @@ def config_from_environment(
             f"{path}: model.path: there is no model folder {model}; set {MODEL_VARIABLE} or model="
             " to a Hugging Face model folder (config.json, tokenizer.json, *.safetensors)"
         )
+    keys_file = None if config.api.keys_file is None else _find(Path(config.api.keys_file))
     return msgspec.structs.replace(
-        config, model=msgspec.structs.replace(config.model, path=str(folder))
+        config,
+        model=msgspec.structs.replace(config.model, path=str(folder)),
+        api=with_keys(config.api, keys_file, environ.get(KEYS_VARIABLE)),
     )
 
 
@@ -154,7 +156,7 @@ def _first_non_finite(value: object, keys: list[str]) -> str | None:
 def _explain(message: str) -> str:
     """A msgspec message as `key.path: what is wrong; what is allowed`."""
     found = _PATH.search(message)
-    path = found["path"] if found else ""
+    path = found["path"].replace("[...]", "[]") if found else ""  # a value of a mapping
     problem = message[: found.start()] if found else message
     keys = [key for key in path.split(".") if key]
     unknown = _UNKNOWN.match(problem)
@@ -173,9 +175,15 @@ def _type_at(keys: list[str]) -> msgspec.inspect.Type:
         name, bracket, _ = key.partition("[")  # an element of a list is `name[0]`
         node = next(field.type for field in node.fields if field.name == name)
         if bracket:
-            assert isinstance(node, msgspec.inspect.VarTupleType), f"{keys} is not a list"
-            node = node.item_type
+            node = _element_type(node)
     return node
+
+
+def _element_type(node: msgspec.inspect.Type) -> msgspec.inspect.Type:
+    if isinstance(node, msgspec.inspect.DictType):
+        return node.value_type
+    assert isinstance(node, msgspec.inspect.VarTupleType), f"{node} has no elements"
+    return node.item_type
 
 
 def _allowed_keys(keys: list[str]) -> list[str]:

@@ -12,6 +12,11 @@ from msgspec import Meta
 Positive = Annotated[int, Meta(ge=1)]
 Seconds = Annotated[float, Meta(gt=0)]
 Share = Annotated[float, Meta(gt=0, le=1)]
+KeyName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+Sha256 = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}$")]  # in hex
+
+EVERY_KEY = "*"  # in api.limits: every key without limits of its own
+LimitName = Annotated[str, Meta(pattern=r"^(\*|[A-Za-z0-9_.-]{1,64})$")]
 
 
 class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -189,6 +194,8 @@ class EdgeConfig(_Section, frozen=True):
 
     num_replicas: Positive = 1
     max_ongoing_requests: Positive = 1024
+    max_headers: Positive = 100
+    max_header_bytes: Positive = 16 * 1024  # names and values of all headers of a request
     max_body_bytes: Positive = 8 * 2**20
     max_n: Positive = 16
     max_prompts: Positive = 128  # prompts in one /v1/completions call
@@ -198,13 +205,25 @@ class EdgeConfig(_Section, frozen=True):
     max_logit_bias: Positive = 1024
     request_timeout_s: Seconds = 600.0
     drain_s: Seconds = 10.0  # streams may go on this long when a replica is stopped
-    # Queued tokens over all workers beyond which new requests are refused with 503.
+    # Queued tokens over all workers beyond which new requests are refused with 503: before their
+    # prompts are tokenised, at four characters a token, and afterwards by their real length.
     max_queued_tokens: Positive = 200_000
     place_timeout_s: Seconds = 30.0  # a request waits this long for a worker that restarts
+    log_prompts: bool = False  # prompts in the ingress's log, for debugging; they are users' data
+
+
+class RateLimitConfig(_Section, frozen=True):
+    """What one API key may ask for, at each ingress replica; None = as much as it likes.
+
+    A key that was quiet may use a whole minute's worth at once.
+    """
+
+    requests_per_minute: Positive | None = None
+    tokens_per_minute: Positive | None = None  # of prompts and of answers, together
 
 
 class ApiConfig(_Section, frozen=True):
-    """What the model is called, and how it writes what is not plain text."""
+    """What the model is called, how it writes what is not plain text, and who may ask."""
 
     # Names a request may use, the first the canonical one; () = model.served_name alone.
     served_model_names: tuple[Annotated[str, Meta(min_length=1)], ...] = ()
@@ -212,6 +231,20 @@ class ApiConfig(_Section, frozen=True):
     tool_parser: Literal["auto", "hermes", "llama3_json", "mistral", "none"] = "auto"
     # think = <think>...</think> goes to `reasoning_content`; auto = if the template knows it.
     reasoning_parser: Literal["auto", "think", "none"] = "auto"
+    # A key per line, or `name:sha256-in-hex`; nobody but the owner (and group) may read the file.
+    # LAPS_API_KEYS holds more of them, separated by commas. No key anywhere = everybody is served.
+    keys_file: str | None = None
+    keys: dict[KeyName, Sha256] = {}  # by name; those of the file and of LAPS_API_KEYS join them
+    limits: dict[LimitName, RateLimitConfig] = {}  # by name; "*" = every other key
+
+
+class TracingConfig(_Section, frozen=True):
+    """Where traces of requests go, by OpenTelemetry."""
+
+    # Of an OTLP/HTTP collector, e.g. http://127.0.0.1:4318/v1/traces; None = no traces.
+    otlp_endpoint: Annotated[str, Meta(pattern=r"^https?://\S+$")] | None = None
+    # Of the requests that come without a trace; one that comes with a trace keeps its choice.
+    sampled_share: Share = 1.0
 
 
 class LifetimesConfig(_Section, frozen=True):
@@ -240,4 +273,5 @@ class AppConfig(_Section, frozen=True):
     tokenizer: TokenizerConfig = TokenizerConfig()
     edge: EdgeConfig = EdgeConfig()
     api: ApiConfig = ApiConfig()
+    tracing: TracingConfig = TracingConfig()
     lifetimes: LifetimesConfig = LifetimesConfig()

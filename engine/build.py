@@ -54,6 +54,7 @@ class Engine:
             num_blocks=self.cache.num_blocks,
             queued_s=queued.queued_s,
             short=queued.short,
+            num_preemptions=counts.num_preemptions,
         )
 
     def describe(self) -> str:

@@ -9,6 +9,7 @@ from typing import Literal, TypeVar
 import msgspec
 
 from engine.kv.layout import KvLayout
+from engine.kv.request_hasher import BlockNaming
 from engine.request import RequestKey, SamplingParams
 from engine.scheduling.cost_model import StepCosts
 from engine.scheduling.plan import TokenLogprobs
@@ -45,7 +46,7 @@ def decode_reserve_reply(data: bytes) -> "ReserveReply":
 
 
 class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One prompt to turn into ids: exactly one of `text`, `messages` is set."""
+    """One prompt to turn into ids: exactly one of `text`, `messages`, `token_ids` is set."""
 
     text: str | None = None
     messages: list[dict[str, object]] | None = None  # OpenAI chat messages, validated
@@ -53,12 +54,19 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, object] = {}
+    token_ids: list[int] | None = None  # only its blocks are to be named
+    naming: BlockNaming | None = None  # None = nobody asks for names of blocks
+    salt: str = ""  # of their names
 
 
 class TokenizeReply(msgspec.Struct, frozen=True, kw_only=True):
-    """`error` is a message for the client (a template or encoding problem), else the ids."""
+    """`error` is a message for the client (a template or encoding problem), else the ids.
+
+    There are none for a prompt that came as ids: whoever asked has them.
+    """
 
     token_ids: list[int] = []
+    block_hashes: list[bytes] = []  # the chain of the prompt's full blocks; empty = not asked for
     error: str | None = None
 
 
@@ -185,6 +193,7 @@ class TokenRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
     token_id: int
     logprobs: TokenLogprobs | None = None
     num_cached_tokens: int | None = None  # with the first token of an attempt
+    waited_s: float | None = None  # likewise: from its arrival here to its prompt's first step
     finish: Literal["stop", "length"] | None = None
     stop_token_id: int | None = None  # which id ended it, when finish is "stop"
 
@@ -216,6 +225,15 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: int
     queued_s: float | None = None  # predicted seconds of queued_tokens; None = not predicted there
     short: ShortLoad | None = None  # None = one queue: a short prompt waits for all before it
+    num_preemptions: int = 0  # since the worker started
+
+
+class HandoffTotals(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker that sends KV has done since it started."""
+
+    num_done: int  # prompts that a decode worker has taken over
+    num_bytes: int
+    num_failures: int  # handoffs tried again, or given up
 
 
 class StepMessage(msgspec.Struct, frozen=True, kw_only=True):
@@ -227,6 +245,8 @@ class StepMessage(msgspec.Struct, frozen=True, kw_only=True):
     load: LoadReport
     tokens: list[TokenRecord] = []
     failures: list[FailureRecord] = []
+    joined: list[RequestKey] = []  # their KV has arrived here; this comes before their tokens
+    handoffs: HandoffTotals | None = None  # now and then, from a worker that sends KV
 
 
 # ---- supervisor <-> everybody -------------------------------------------------------------------

@@ -98,6 +98,7 @@ class Request:
     # that came with its KV.
     num_cached_tokens: int | None = None
     num_preemptions: int = 0
+    started_s: float | None = None  # when its prompt's first step was planned here
     block_ids: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
     num_indexed_blocks: int = 0  # leading blocks already offered to the prefix index

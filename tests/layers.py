@@ -30,6 +30,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "engine.messages": (
         "engine.request",
         "engine.kv.layout",
+        "engine.kv.request_hasher",
         "engine.scheduling.cost_model",
         "engine.scheduling.plan",
     ),
@@ -169,6 +170,8 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "ray": ("actors", "serve_app"),
     "fastapi": ("actors.ingress",),
     "starlette": ("actors.ingress",),
+    "opentelemetry": ("actors.edge.otlp_tracing",),
+    "prometheus_client": ("actors.edge",),
     "triton": ("kernels",),
     "flashinfer": ("kernels",),
     "torch": (

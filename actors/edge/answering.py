@@ -14,17 +14,28 @@ from actors.api.protocol import ParsedRequest, Prompt, ServedModel, child_seed, 
 from actors.api.response_writers import build_output_text
 from actors.edge.generation import Choice, Generations, new_request_id
 from actors.edge.metrics import IngressMetrics
+from actors.edge.request_times import RequestTimes
 from actors.handles import BatcherHandle
 from engine.clock import Clock
 from engine.errors import CapacityError, RequestError, WorkerError
-from engine.messages import Assign, TokenizeReply, TokenizeRequest
+from engine.messages import Assign, TokenizeReply, TokenizeRequest, TokenRecord
 from engine.output_text import TextDelta
 from engine.request import SamplingParams
 from engine.tokenizing import Tokenizing
 
 TOKENIZER_TIMEOUT_S = 20.0  # far longer than the largest prompt takes
 BATCHER_RETRY_S = 0.2  # then those that were away are asked again
+# Naming the blocks of so many ids takes 0.06 ms here, and asking a batcher some ms.
+MAX_NAMED_HERE_TOKENS = 512
 MAX_PENDING_DELTAS = 256  # per request, between its choices and a client that reads slowly
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizedPrompt:
+    """A prompt's tokens, and the names of its full blocks; none while no worker said how."""
+
+    ids: list[int]
+    block_hashes: list[bytes]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,8 +45,9 @@ class PreparedRequest:
     parsed: ParsedRequest
     request_ids: list[str]  # per prompt; its n choices share one
     prompt_ids: list[list[int]]  # per prompt
+    block_hashes: list[list[bytes]]  # per prompt, for all its choices
     sampling: list[SamplingParams]  # per prompt, with the request's own seed
-    arrived_s: float
+    times: RequestTimes
     deadline_s: float
 
 
@@ -65,8 +77,13 @@ class Batchers:
         self._names = names
 
     async def tokenize(self, request: TokenizeRequest) -> list[int]:
-        """Token ids. Raises RequestError for text that has none, CapacityError if none answers.
+        """Token ids; raises as `ask`."""
+        return (await self.ask(request)).token_ids
 
+    async def ask(self, request: TokenizeRequest) -> TokenizeReply:
+        """Ids and names of blocks, as far as they are asked for.
+
+        Raises RequestError for text that has no ids, CapacityError if no batcher answers.
         Tokenising is a pure function, so a batcher that dies is simply replaced by the next.
         """
         give_up_s = self._clock.now_s() + self._patience_s
@@ -78,7 +95,7 @@ class Batchers:
                 if reply.error is not None:
                     param = "messages" if request.messages else "prompt"
                     raise RequestError(reply.error, param=param)
-                return reply.token_ids
+                return reply
             if self._clock.now_s() + BATCHER_RETRY_S > give_up_s:
                 raise CapacityError("no tokenizer is available", retry_after_s=1.0)
             await asyncio.sleep(BATCHER_RETRY_S)
@@ -121,21 +138,26 @@ class Answering:
         self._clock = clock
         self._timeout_s = timeout_s
 
-    async def prepare(self, parsed: ParsedRequest, arrived_s: float) -> PreparedRequest:
+    async def prepare(self, parsed: ParsedRequest, times: RequestTimes) -> PreparedRequest:
         """Tokenise and settle lengths. Raises RequestError, CapacityError or TimeoutError."""
         async with asyncio.timeout(self._timeout_s):
-            prompt_ids = await asyncio.gather(*(self._tokenize(p) for p in parsed.prompts))
+            prompts = await asyncio.gather(
+                *(self._tokenize(prompt, parsed.cache_salt) for prompt in parsed.prompts)
+            )
+        prompt_ids = [prompt.ids for prompt in prompts]
         sampling = [
             resolve_sampling(parsed, len(ids), self._model.max_model_len) for ids in prompt_ids
         ]
+        times.tokenized_s = self._clock.now_s()
         self._metrics.count_prompt(sum(map(len, prompt_ids)))
         return PreparedRequest(
             parsed=parsed,
             request_ids=[new_request_id() for _ in prompt_ids],
             prompt_ids=prompt_ids,
+            block_hashes=[prompt.block_hashes for prompt in prompts],
             sampling=sampling,
-            arrived_s=arrived_s,
-            deadline_s=arrived_s + self._timeout_s,
+            times=times,
+            deadline_s=times.arrived_s + self._timeout_s,
         )
 
     async def run(self, request: PreparedRequest) -> AsyncGenerator[ChoiceDelta, None]:
@@ -153,14 +175,22 @@ class Answering:
             async with aclosing(self._run_many(request, num_choices)) as merged:
                 async for item in merged:
                     yield item
-        self._metrics.observe_e2e(self._clock.now_s() - request.arrived_s)
+        self._metrics.latencies.observe_e2e(self._clock.now_s() - request.times.arrived_s)
 
     # ---- parts ----------------------------------------------------------------------------------
 
-    async def _tokenize(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, list):
-            return prompt
-        return await self._batchers.tokenize(prompt)
+    async def _tokenize(self, prompt: Prompt, salt: str) -> TokenizedPrompt:
+        """Blocks are named by a batcher, in the call for the ids if there has to be one."""
+        hasher = self._generations.hasher
+        naming = None if hasher is None else hasher.naming
+        if not isinstance(prompt, list):
+            asked = msgspec.structs.replace(prompt, naming=naming, salt=salt)
+            reply = await self._batchers.ask(asked)
+            return TokenizedPrompt(reply.token_ids, reply.block_hashes)
+        if hasher is None or len(prompt) <= MAX_NAMED_HERE_TOKENS:
+            return TokenizedPrompt(prompt, [] if hasher is None else hasher.chain(prompt, salt))
+        asked = TokenizeRequest(token_ids=prompt, naming=naming, salt=salt)
+        return TokenizedPrompt(prompt, (await self._batchers.ask(asked)).block_hashes)
 
     async def _run_choice(
         self, request: PreparedRequest, choice: int
@@ -174,13 +204,20 @@ class Answering:
 
         def on_placed(assign: Assign) -> None:
             placed.append(assign)
+            if choice == 0:
+                request.times.placed_s = self._clock.now_s()
             self._metrics.classes.count_placed(assign)
+
+        def on_joined() -> None:
+            if choice == 0:
+                request.times.moved_s = self._clock.now_s()
 
         tokens = self._generations.run(
             Choice(
                 request_id=request.request_ids[prompt],
                 child=child,
                 prompt_ids=request.prompt_ids[prompt],
+                block_hashes=request.block_hashes[prompt],
                 params=msgspec.structs.replace(params, seed=child_seed(params.seed, choice)),
                 deadline_s=request.deadline_s,
                 priority=parsed.priority,
@@ -188,19 +225,16 @@ class Answering:
                 salt=parsed.cache_salt,
             ),
             on_placed,
+            on_joined,
         )
+        watch = _TokenWatch(request, choice, self._metrics)
         async with aclosing(tokens):
             async for record in tokens:
-                if record.index == 0:
-                    ttft_s = self._clock.now_s() - request.arrived_s
-                    self._metrics.observe_ttft(ttft_s)
-                    self._metrics.classes.observe_ttft(placed[0].length_class, ttft_s)
-                    self._metrics.count_cached(record.num_cached_tokens or 0)
-                self._metrics.count_tokens(1)
+                watch.see(record, placed[0], self._clock.now_s())
                 delta = output.push(record)
                 yield delta
                 if delta.finish is not None:
-                    self._metrics.count_finished(delta.finish.value)
+                    watch.finish(delta.finish.value)
                     return
 
     async def _run_many(
@@ -236,6 +270,43 @@ class Answering:
             await asyncio.gather(*tasks, return_exceptions=True)
 
 
+class _TokenWatch:
+    """Tells the metrics, and the request's times, of one choice's tokens."""
+
+    def __init__(self, request: PreparedRequest, choice: int, metrics: IngressMetrics) -> None:
+        self._times = request.times
+        self._is_first_choice = choice == 0
+        self._num_prompt_tokens = len(request.prompt_ids[choice // request.parsed.n])
+        self._metrics = metrics
+        self._num_tokens = 0
+        self._first_s = 0.0
+        self._last_s = 0.0
+
+    def see(self, record: TokenRecord, assign: Assign, now_s: float) -> None:
+        """The next token came."""
+        metrics = self._metrics
+        if record.index == 0:
+            self._first_s = now_s
+            ttft_s = now_s - self._times.arrived_s
+            metrics.latencies.observe_ttft(ttft_s)
+            metrics.classes.observe_ttft(assign.length_class, ttft_s)
+            metrics.count_cached(record.num_cached_tokens or 0, self._num_prompt_tokens)
+        else:
+            metrics.latencies.observe_gap(now_s - self._last_s)
+        if self._is_first_choice:
+            self._times.see_token(record.index, now_s, record.waited_s)
+        metrics.count_tokens(1)
+        self._num_tokens += 1
+        self._last_s = now_s
+
+    def finish(self, reason: str) -> None:
+        """The choice ended with the token seen last."""
+        self._metrics.count_finished(reason)
+        self._metrics.latencies.observe_choice(
+            self._num_prompt_tokens, self._num_tokens, self._last_s - self._first_s
+        )
+
+
 def _due_s(request: PreparedRequest) -> float | None:
     deadline_s = request.parsed.ttft_deadline_s
-    return None if deadline_s is None else request.arrived_s + deadline_s
+    return None if deadline_s is None else request.times.arrived_s + deadline_s

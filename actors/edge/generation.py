@@ -56,6 +56,7 @@ class Choice:
     request_id: str
     child: int
     prompt_ids: list[int]
+    block_hashes: list[bytes]  # of the prompt's full blocks; empty = not known
     params: SamplingParams
     deadline_s: float  # on this process's clock
     priority: int = 0
@@ -106,6 +107,11 @@ class Generations:
         self._view = PlacementView(self.links, clock)
 
     @property
+    def hasher(self) -> RequestHasher | None:
+        """Names blocks as the workers do; None before one of them has said who it is."""
+        return self._hasher
+
+    @property
     def num_open(self) -> int:
         """Attempts that wait for tokens now."""
         return len(self._mailboxes)
@@ -122,11 +128,15 @@ class Generations:
         await self.links.close()
 
     async def run(
-        self, choice: Choice, on_placed: Callable[[Assign], None]
+        self,
+        choice: Choice,
+        on_placed: Callable[[Assign], None],
+        on_joined: Callable[[], None] = lambda: None,
     ) -> AsyncGenerator[TokenRecord, None]:
         """The choice's tokens in order, each once; the last carries `finish`.
 
-        `on_placed` is told where the first attempt goes, before its first token.
+        `on_placed` is told where the first attempt goes, before its first token; `on_joined` is
+        called when its KV has arrived at a decode worker, of every attempt.
         Closing the iterator early cancels the request on every worker. Raises CapacityError
         (nothing can take it now), NumericsError or WorkerError (tries are used up), and
         TimeoutError when the deadline passes.
@@ -140,7 +150,7 @@ class Generations:
             assign = await self._place(key, choice, known_ids, avoid)
             if attempt == 0:
                 on_placed(assign)
-            attempt_tokens = self._attempt(key, choice, known_ids, assign)
+            attempt_tokens = self._attempt(key, choice, known_ids, assign, on_joined)
             try:
                 async for record in attempt_tokens:
                     emitted.append(record.token_id)
@@ -159,13 +169,19 @@ class Generations:
     # ---- one attempt ----------------------------------------------------------------------------
 
     async def _attempt(
-        self, key: RequestKey, choice: Choice, known_ids: list[int], assign: Assign
+        self,
+        key: RequestKey,
+        choice: Choice,
+        known_ids: list[int],
+        assign: Assign,
+        on_joined: Callable[[], None],
     ) -> AsyncGenerator[TokenRecord, None]:
         """Submit, then yield what comes; whatever ends it early cancels it on the workers."""
         mailbox = Mailbox(
             prefill_worker=assign.prefill_worker,
             decode_worker=assign.decode_worker,
             next_index=len(known_ids) - len(choice.prompt_ids),
+            on_joined=on_joined,
         )
         self._mailboxes[key] = mailbox
         loop = asyncio.get_running_loop()
@@ -231,7 +247,8 @@ class Generations:
             num_prompt_tokens=len(known_ids),
             max_queued_tokens=None if key.attempt else self._config.edge.max_queued_tokens,
             avoid=avoid,
-            block_hashes=self._hasher.chain(known_ids, choice.salt) if self._hasher else [],
+            # What an earlier attempt emitted is cached nowhere but where that attempt failed.
+            block_hashes=choice.block_hashes,
             ttft_deadline_s=self._due_in_s(choice),
         )
         give_up_s = min(choice.deadline_s, self._clock.now_s() + self._config.edge.place_timeout_s)
@@ -271,6 +288,10 @@ class Generations:
     # ---- messages and cancellation --------------------------------------------------------------
 
     def _dispatch(self, message: StepMessage) -> None:
+        for key in message.joined:
+            mailbox = self._mailboxes.get(key)
+            if mailbox is not None:
+                mailbox.joined()
         for record in message.tokens:
             mailbox = self._mailboxes.get(record.key)
             if mailbox is not None:

@@ -6,7 +6,7 @@ rest), on streams of their own: what is ahead waits, what is behind was seen and
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 
 from engine.messages import FailureRecord, TokenRecord
 
@@ -24,7 +24,16 @@ class AttemptFailed(Exception):  # noqa: N818 - a signal inside the ingress, not
 class Mailbox:
     """Receives records from the links' tasks, hands them to one reader in order."""
 
-    def __init__(self, *, prefill_worker: str, decode_worker: str | None, next_index: int) -> None:
+    def __init__(
+        self,
+        *,
+        prefill_worker: str,
+        decode_worker: str | None,
+        next_index: int,
+        on_joined: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`on_joined()` is called when the decode worker says that it has the request."""
+        self.joined = on_joined
         self.workers = {prefill_worker} | ({decode_worker} if decode_worker else set())
         self._decode_worker = decode_worker
         self._is_decoding = False

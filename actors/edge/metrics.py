@@ -4,23 +4,47 @@ Names with `vllm:` mean what vLLM's dashboards mean by them; the rest is ours. A
 its own requests and the load of every worker it is connected to.
 """
 
+from collections.abc import Iterable, Iterator
+
 from prometheus_client import (
     CollectorRegistry,
     Counter,
     Gauge,
     Histogram,
+    Metric,
     disable_created_metrics,
     generate_latest,
 )
+from prometheus_client.registry import Collector
 
 from actors.edge.recent_ttft import RecentTtft
+from actors.edge.request_times import Stage
 from actors.edge.worker_links import WorkerLink
+from actors.edge.worker_metrics import WorkerMetrics
 from engine.messages import Assign, LapsStatus, LengthClass, PoolMove
 from engine.scheduling.pools import CLASSES
 
 LATENCY_BUCKETS_S = (
     0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0,
 )  # fmt: skip
+
+TOKEN_BUCKETS_S = (
+    0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3,
+    0.4, 0.5, 0.75, 1.0, 2.5,
+)  # fmt: skip
+NUM_TOKENS_BUCKETS = (
+    1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000,
+)  # fmt: skip
+
+INTER_TOKEN = "vllm:inter_token_latency_seconds"
+INTER_TOKEN_BEFORE = "vllm:time_per_output_token_seconds"  # what older dashboards call it
+
+# Stage of a request (actors/edge/request_times.py) -> its histogram.
+STAGE_METRICS = {
+    "queue": ("vllm:request_queue_time_seconds", "At the worker, before its first step."),
+    "prefill": ("vllm:request_prefill_time_seconds", "From there to the first token."),
+    "handoff": ("laps_handoff_seconds", "From there until its KV is at the decode worker."),
+}
 
 UNSPLIT = "any"  # the pool of workers that take prompts of both classes
 
@@ -119,64 +143,145 @@ def num_new_moves(before: list[PoolMove], now: list[PoolMove]) -> int:
     return next(num for num in range(len(new) + 1) if new[num:] == old[: len(new) - num])
 
 
+class SecondName(Collector):
+    """A histogram's series under another name, made when somebody looks."""
+
+    def __init__(self, original: Histogram, name: str) -> None:
+        self._original = original
+        self._name = name
+
+    def collect(self) -> Iterator[Metric]:
+        for family in self._original.collect():
+            renamed = Metric(self._name, family.documentation, family.type)
+            for sample in family.samples:
+                name = self._name + sample.name.removeprefix(family.name)
+                renamed.add_sample(name, sample.labels, sample.value)
+            yield renamed
+
+
+class LatencyMetrics:
+    """How long what took, of every choice; stages of every request's first one."""
+
+    def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
+        label = {"model_name": model_name}
+
+        def family(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(name, text, list(label), registry=registry, buckets=buckets)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            return family(name, text, buckets).labels(**label)
+
+        gaps = family(INTER_TOKEN, "From one token of a choice to the next.", TOKEN_BUCKETS_S)
+        registry.register(SecondName(gaps, INTER_TOKEN_BEFORE))
+        self._inter_token = gaps.labels(**label)
+        self._ttft = histogram(
+            "vllm:time_to_first_token_seconds", "Arrival to the first token.", LATENCY_BUCKETS_S
+        )
+        self._e2e = histogram(
+            "vllm:e2e_request_latency_seconds", "Arrival to the last token.", LATENCY_BUCKETS_S
+        )
+        self._per_token = histogram(
+            "vllm:request_time_per_output_token_seconds",
+            "The mean of these over a whole choice.",
+            TOKEN_BUCKETS_S,
+        )
+        self._decode = histogram(
+            "vllm:request_decode_time_seconds",
+            "First to last token of a choice.",
+            LATENCY_BUCKETS_S,
+        )
+        self._num_prompt_tokens = histogram(
+            "vllm:request_prompt_tokens", "Prompt tokens of a choice.", NUM_TOKENS_BUCKETS
+        )
+        self._num_output_tokens = histogram(
+            "vllm:request_generation_tokens", "Tokens generated of a choice.", NUM_TOKENS_BUCKETS
+        )
+        self._stages = {
+            stage: histogram(name, text, LATENCY_BUCKETS_S)
+            for stage, (name, text) in STAGE_METRICS.items()
+        }
+
+    def observe_ttft(self, seconds: float) -> None:
+        self._ttft.observe(seconds)
+
+    def observe_e2e(self, seconds: float) -> None:
+        self._e2e.observe(seconds)
+
+    def observe_gap(self, seconds: float) -> None:
+        """Between two tokens of one choice."""
+        self._inter_token.observe(seconds)
+
+    def observe_choice(
+        self, num_prompt_tokens: int, num_output_tokens: int, decode_s: float
+    ) -> None:
+        """A choice ended well, `decode_s` after its first token."""
+        self._num_prompt_tokens.observe(num_prompt_tokens)
+        self._num_output_tokens.observe(num_output_tokens)
+        self._decode.observe(decode_s)
+        if num_output_tokens > 1:
+            self._per_token.observe(decode_s / (num_output_tokens - 1))
+
+    def observe_stages(self, stages: Iterable[Stage]) -> None:
+        """A request ended well."""
+        for stage in stages:
+            found = self._stages.get(stage.name)
+            if found is not None:
+                found.observe(stage.end_s - stage.start_s)
+
+
 class IngressMetrics:
-    """Counters and histograms of one replica; gauges are set when `render` is called."""
+    """Counters and histograms of one replica; gauges are set when `refresh` is called."""
 
     def __init__(self, model_name: str, recent: RecentTtft) -> None:
         # Else every counter gets a second series that nobody plots.
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self._registry = registry = CollectorRegistry()
         self.classes = ClassMetrics(registry, model_name, recent)
+        self.latencies = LatencyMetrics(registry, model_name)
         self._pools = PoolMetrics(registry, model_name)
+        self.workers = WorkerMetrics(registry, model_name)
         self._label = {"model_name": model_name}
         names = list(self._label)
 
-        def histogram(name: str, text: str) -> Histogram:
-            made = Histogram(name, text, names, registry=registry, buckets=LATENCY_BUCKETS_S)
-            return made.labels(**self._label)
+        def labelled(name: str, text: str, label: str) -> Counter:
+            return Counter(name, text, [*names, label], registry=registry)
 
-        def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(name, text, [*names, *labels], registry=registry)
+        def counter(name: str, text: str) -> Counter:
+            return Counter(name, text, names, registry=registry).labels(**self._label)
 
         def gauge(name: str, text: str) -> Gauge:
-            return Gauge(name, text, [*names, "worker", "role"], registry=registry)
+            return Gauge(name, text, names, registry=registry).labels(**self._label)
 
-        self._finished = counter(
+        self._finished = labelled(
             "vllm:request_success_total", "Choices that ended well.", "finished_reason"
         )
-        self._failed = counter(
-            "laps_requests_failed_total",
-            "Requests answered with an error, by HTTP status.",
-            "status",
+        self._failed = labelled(
+            "laps_requests_failed_total", "Requests answered with an error, by status.", "status"
         )
         self._disconnected = counter("laps_clients_left_total", "Answers whose client went away.")
         self._prompt_tokens = counter("vllm:prompt_tokens_total", "Prompt tokens accepted.")
         self._cached_tokens = counter(
             "laps_cached_prompt_tokens_total", "Of these, found in cache."
         )
+        self._prefix_queries = counter(
+            "vllm:prefix_cache_queries_total", "Prompt tokens that workers looked up."
+        )
+        self._prefix_hits = counter("vllm:prefix_cache_hits_total", "Of these, found in cache.")
         self._output_tokens = counter("vllm:generation_tokens_total", "Tokens generated.")
-        self._ttft = histogram("vllm:time_to_first_token_seconds", "Arrival to the first token.")
-        self._e2e = histogram("vllm:e2e_request_latency_seconds", "Arrival to the last token.")
-        self._retries = Gauge(
-            "laps_request_retries", "Attempts repeated since start.", names, registry=registry
-        )
-        self._open = Gauge(
-            "laps_open_attempts", "Attempts waiting for tokens.", names, registry=registry
-        )
-        self._up = gauge("laps_worker_up", "1 while the worker's stream is read.")
-        self._running = gauge("vllm:num_requests_running", "Requests in the worker's batch.")
-        self._waiting = gauge("vllm:num_requests_waiting", "Requests queued at the worker.")
-        self._queued = gauge("laps_queued_tokens", "Tokens the worker has yet to compute.")
-        self._kv_usage = gauge("vllm:kv_cache_usage_perc", "Share of KV blocks held, 0 to 1.")
+        self._retries = gauge("laps_request_retries", "Attempts repeated since start.")
+        self._open = gauge("laps_open_attempts", "Attempts waiting for tokens.")
 
     def count_prompt(self, num_tokens: int) -> None:
-        self._prompt_tokens.labels(**self._label).inc(num_tokens)
+        self._prompt_tokens.inc(num_tokens)
 
     def count_tokens(self, num_tokens: int) -> None:
-        self._output_tokens.labels(**self._label).inc(num_tokens)
+        self._output_tokens.inc(num_tokens)
 
-    def count_cached(self, num_tokens: int) -> None:
-        self._cached_tokens.labels(**self._label).inc(num_tokens)
+    def count_cached(self, num_cached_tokens: int, num_prompt_tokens: int) -> None:
+        """A worker looked a choice's prompt up in its cache."""
+        self._cached_tokens.inc(num_cached_tokens)
+        self._prefix_hits.inc(num_cached_tokens)
+        self._prefix_queries.inc(num_prompt_tokens)
 
     def count_finished(self, reason: str) -> None:
         self._finished.labels(**self._label, finished_reason=reason).inc()
@@ -185,13 +290,28 @@ class IngressMetrics:
         self._failed.labels(**self._label, status=str(status)).inc()
 
     def count_disconnected(self) -> None:
-        self._disconnected.labels(**self._label).inc()
+        self._disconnected.inc()
 
-    def observe_ttft(self, seconds: float) -> None:
-        self._ttft.observe(seconds)
+    def refresh(
+        self,
+        links: list[WorkerLink],
+        num_open: int,
+        num_retries: int,
+        laps: LapsStatus | None,
+    ) -> None:
+        """Set the gauges to what is now; `laps` is None while the allocator does not answer."""
+        self._pools.show(laps)
+        self.workers.show(links)
+        self._open.set(num_open)
+        self._retries.set(num_retries)
 
-    def observe_e2e(self, seconds: float) -> None:
-        self._e2e.observe(seconds)
+    def families(self) -> list[Metric]:
+        """All metrics as of the last `refresh`."""
+        return list(self._registry.collect())
+
+    def text(self) -> bytes:
+        """The same in the form that Prometheus scrapes."""
+        return generate_latest(self._registry)
 
     def render(
         self,
@@ -200,20 +320,6 @@ class IngressMetrics:
         num_retries: int,
         laps: LapsStatus | None,
     ) -> bytes:
-        """The text Prometheus scrapes; `laps` is None while the allocator does not answer."""
-        self._pools.show(laps)
-        self._open.labels(**self._label).set(num_open)
-        self._retries.labels(**self._label).set(num_retries)
-        for gauge in (self._up, self._running, self._waiting, self._queued, self._kv_usage):
-            gauge.clear()
-        for link in links:
-            labels = self._label | {"worker": link.name, "role": link.role}
-            load = link.load
-            self._up.labels(**labels).set(int(link.is_up))
-            if load is not None:
-                self._running.labels(**labels).set(load.num_running)
-                self._waiting.labels(**labels).set(load.num_waiting)
-                self._queued.labels(**labels).set(load.queued_tokens)
-                held = load.num_blocks - load.num_free_blocks
-                self._kv_usage.labels(**labels).set(held / max(load.num_blocks, 1))
-        return generate_latest(self._registry)
+        """`refresh`, then `text`."""
+        self.refresh(links, num_open, num_retries, laps)
+        return self.text()

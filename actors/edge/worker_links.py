@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from actors.handles import WorkerHandle
 from engine.clock import Clock
 from engine.errors import WorkerError
-from engine.messages import LoadReport, Role, StepMessage
+from engine.messages import HandoffTotals, LoadReport, Role, StepMessage
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +31,7 @@ class WorkerLink:
     handle: WorkerHandle | None = None  # None = not connected
     incarnation: str | None = None
     load: LoadReport | None = None
+    handoffs: HandoffTotals | None = None  # None = it sends no KV, or has not said
     load_at_s: float = 0.0
     next_seq: int = 0
 
@@ -115,7 +116,7 @@ class WorkerLinks:
             except (WorkerError, TimeoutError) as error:
                 logger.debug("%s: %r", link.name, error)
             if link.handle is not None:
-                link.handle, link.load = None, None
+                link.handle, link.load, link.handoffs = None, None, None
                 logger.warning("lost the connection to %s; reconnecting", link.name)
                 self._on_lost(link.name)
             await asyncio.sleep(RECONNECT_S)
@@ -137,6 +138,7 @@ class WorkerLinks:
                         raise WorkerError(f"{link.name} skipped messages")
                     link.next_seq += 1
                     link.load, link.load_at_s = message.load, self._clock.now_s()
+                    link.handoffs = message.handoffs or link.handoffs
                     self._on_message(message)
         finally:
             if acknowledger is not None:

@@ -1,5 +1,6 @@
 """What a worker adds to its engine host to take part in handoffs: the sending or receiving side."""
 
+import asyncio
 from dataclasses import asdict
 
 import ray
@@ -12,9 +13,12 @@ from actors.handoff.sender import HandoffSender
 from actors.options import rendezvous_name
 from actors.rendezvous import RayRendezvousClient
 from actors.worker.engine_host import EngineHost, RoleSide
+from actors.worker.token_streams import TokenStreams
 from engine.build import Engine
 from engine.kv.handoff import IncomingHandoffs, OutgoingEvent
-from engine.request import RequestKey
+from engine.messages import HandoffTotals
+from engine.request import Request, RequestKey
+from engine.scheduling.contracts import SchedulerStatistics
 
 RENDEZVOUS_RPC_S = 5.0
 
@@ -49,6 +53,7 @@ class SendingSide(RoleSide):
             clock=host.clock,
             on_failure=host.fail,
         )
+        host.streams.report_handoffs(self._totals)
 
     def on_outgoing(self, event: OutgoingEvent) -> None:
         self._sender.on_event(event)
@@ -69,6 +74,42 @@ class SendingSide(RoleSide):
     def statistics(self) -> dict[str, object]:
         return {"sender": asdict(self._sender.statistics())}
 
+    def _totals(self) -> HandoffTotals:
+        counts = self._sender.statistics()
+        return HandoffTotals(
+            num_done=counts.num_sent,
+            num_bytes=counts.num_bytes,
+            num_failures=counts.num_retries + sum(counts.failures.values()),
+        )
+
+
+class AnnouncedJoins:
+    """A scheduler whose requests' ingresses hear when they join: their handoff is over."""
+
+    def __init__(
+        self, engine: Engine, streams: TokenStreams, loop: asyncio.AbstractEventLoop
+    ) -> None:
+        """loop: that of `streams`; everything else here is called on the engine thread."""
+        self._scheduler = engine.core.scheduler
+        self._streams = streams
+        self._loop = loop
+
+    @property
+    def num_running(self) -> int:
+        return self._scheduler.num_running
+
+    def statistics(self) -> SchedulerStatistics:
+        return self._scheduler.statistics()
+
+    def join(self, request: Request) -> None:
+        self._scheduler.join(request)
+        self._loop.call_soon_threadsafe(
+            self._streams.announce_joined, request.ingress_id, request.key
+        )
+
+    def abort(self, key: RequestKey) -> bool:
+        return self._scheduler.abort(key)
+
 
 class ReceivingSide(RoleSide):
     """Of a decode worker."""
@@ -78,7 +119,7 @@ class ReceivingSide(RoleSide):
         self._incoming = IncomingHandoffs(
             engine.cache,
             hasher=engine.hasher,
-            scheduler=engine.core.scheduler,
+            scheduler=AnnouncedJoins(engine, host.streams, asyncio.get_running_loop()),
             identity=host.identity,
             clock=host.clock,
             lease_s=config.handoff.lease_s,

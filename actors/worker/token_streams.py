@@ -12,8 +12,17 @@ from dataclasses import dataclass, field
 
 from configs.schema import LifetimesConfig
 from engine.clock import Clock
-from engine.messages import FailureRecord, LoadReport, StepMessage, TokenRecord, encode
+from engine.messages import (
+    FailureRecord,
+    HandoffTotals,
+    LoadReport,
+    StepMessage,
+    TokenRecord,
+    encode,
+)
 from engine.request import RequestKey
+
+TOTALS_EVERY_S = 1.0
 
 
 @dataclass(slots=True, eq=False)
@@ -24,6 +33,8 @@ class _Stream:
     next_seq: int = 0
     tokens: list[TokenRecord] = field(default_factory=list)  # not sent yet
     failures: list[FailureRecord] = field(default_factory=list)
+    joined: list[RequestKey] = field(default_factory=list)
+    totals_due_s: float = 0.0
     unacknowledged: deque[tuple[int, Counter[RequestKey]]] = field(default_factory=deque)
     num_unacknowledged: dict[RequestKey, int] = field(default_factory=dict)
     has_news: asyncio.Event = field(default_factory=asyncio.Event)
@@ -59,6 +70,17 @@ class TokenStreams:
         self._on_silent = on_silent
         self._on_overflow = on_overflow
         self._streams: dict[str, _Stream] = {}
+        self._handoffs: Callable[[], HandoffTotals] | None = None
+
+    def report_handoffs(self, totals: Callable[[], HandoffTotals]) -> None:
+        """From now on, tell every client once a second what `totals` says."""
+        self._handoffs = totals
+
+    def announce_joined(self, ingress_id: str, key: RequestKey) -> None:
+        """A request's KV is here: its ingress learns it before the request's next token."""
+        stream = self._stream(ingress_id)
+        stream.joined.append(key)
+        stream.has_news.set()
 
     def publish(
         self,
@@ -154,10 +176,19 @@ class TokenStreams:
             load=self._load(),
             tokens=stream.tokens,
             failures=stream.failures,
+            joined=stream.joined,
+            handoffs=self._due_handoffs(stream),
         )
         if stream.tokens:
             counts = Counter([record.key for record in stream.tokens])
             stream.unacknowledged.append((stream.next_seq, counts))
         stream.next_seq += 1
-        stream.tokens, stream.failures = [], []
+        stream.tokens, stream.failures, stream.joined = [], [], []
         return encode(message)
+
+    def _due_handoffs(self, stream: _Stream) -> HandoffTotals | None:
+        now_s = self._clock.now_s()
+        if self._handoffs is None or now_s < stream.totals_due_s:
+            return None
+        stream.totals_due_s = now_s + TOTALS_EVERY_S
+        return self._handoffs()

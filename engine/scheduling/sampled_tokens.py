@@ -74,9 +74,15 @@ class SampledTokens:
             token_id=token_id,
             logprobs=logprobs,
             num_cached_tokens=request.num_cached_tokens if is_first else None,
+            waited_s=_waited_s(request) if is_first else None,
             finish=finish,
             stop_token_id=stop_token_id,
         )
         output.tokens.append((request.ingress_id, record))
         is_last = finish is not None or request.decode_worker is not None
         return [(request, finish)] if is_last else []
+
+
+def _waited_s(request: Request) -> float | None:
+    """Before its prompt's first step; None for a request that came with its KV."""
+    return None if request.started_s is None else request.started_s - request.arrival_s

@@ -1,6 +1,8 @@
 """The tokenizer's batches, judged by transformers; without Ray."""
 
 import asyncio
+import random
+import secrets
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +17,9 @@ from configs.load import load_config
 from configs.schema import TokenizerConfig
 from engine.chat_template import RESERVED_KWARGS, is_reserved_kwarg
 from engine.errors import ConfigError
+from engine.kv.request_hasher import BlockNaming, RequestHasher
 from engine.messages import TokenizeReply, TokenizeRequest
+from engine.request import Request, RequestKey, SamplingParams
 from tests.tokenizer_folders import LINES, byte_level_folder, llama_like_folder
 
 CHAT = [
@@ -112,6 +116,49 @@ def test_one_bad_prompt_fails_alone(tokenizer: PromptTokenizer) -> None:
     after = tokenizer.statistics()
     assert (after.num_batches - before.num_batches, after.num_items - before.num_items) == (1, 4)
     assert after.largest_batch >= 4
+
+
+def test_blocks_get_the_names_that_workers_give_them(tokenizer: PromptTokenizer) -> None:
+    """As text, as messages or as ids, and under the salt of the request alone."""
+    naming = BlockNaming(
+        key=secrets.token_bytes(32), model="m", dtype="float32", block_size=random.randint(1, 5)
+    )
+    text = TokenizeRequest(text=" ".join(LINES), naming=naming, salt="tenant é")
+    chat = TokenizeRequest(
+        messages=[dict(m) for m in CHAT], add_special_tokens=False, naming=naming
+    )
+    of_text, of_chat = tokenize(tokenizer, [text, chat])
+    ids = TokenizeRequest(token_ids=of_text.token_ids, naming=naming, salt="tenant é")
+    saltless = TokenizeRequest(token_ids=of_text.token_ids, naming=naming)
+    unasked = TokenizeRequest(text=" ".join(LINES))
+    torn = TokenizeRequest(text="\ud800", naming=naming)
+    of_ids, of_saltless, of_unasked, of_torn = tokenize(tokenizer, [ids, saltless, unasked, torn])
+    assert of_text.block_hashes == _worker_hashes(naming, of_text.token_ids, "tenant é")
+    assert len(of_text.block_hashes) == len(of_text.token_ids) // naming.block_size > 0
+    assert of_chat.block_hashes == _worker_hashes(naming, of_chat.token_ids, "")
+    assert of_ids == TokenizeReply(block_hashes=of_text.block_hashes)
+    assert of_saltless.block_hashes == _worker_hashes(naming, of_text.token_ids, "")
+    assert set(of_saltless.block_hashes).isdisjoint(of_text.block_hashes)
+    assert of_unasked == TokenizeReply(token_ids=of_text.token_ids)
+    assert of_torn.block_hashes == []
+    assert of_torn.error is not None
+
+
+def _worker_hashes(naming: BlockNaming, token_ids: list[int], salt: str) -> list[bytes]:
+    """As a worker names the blocks of a request while it computes them."""
+    request = Request(
+        key=RequestKey("request"),
+        ingress_id="ingress",
+        params=SamplingParams(max_tokens=1),
+        tokens=list(token_ids),
+        num_prompt_tokens=len(token_ids),
+        arrival_s=0.0,
+        salt=salt,
+    )
+    RequestHasher(
+        naming.key, model=naming.model, dtype=naming.dtype, block_size=naming.block_size
+    ).extend(request)
+    return request.block_hashes
 
 
 def test_a_template_cannot_reach_outside_its_sandbox(tmp_path: Path) -> None:

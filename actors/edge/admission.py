@@ -1,0 +1,75 @@
+"""Whether a request may cost anything at all: decided before its prompt is tokenised.
+
+By four characters a token, from what the workers have queued and what is being tokenised here. The
+allocator decides again by the real length, knowing what other ingresses placed. Knows no HTTP.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+from actors.api.protocol import Prompt
+from actors.edge.worker_links import WorkerLink
+from engine.errors import CapacityError
+
+CHARS_PER_TOKEN = 4
+MIN_RETRY_S = 1.0
+MAX_RETRY_S = 30.0
+
+
+def estimate_tokens(prompts: Sequence[Prompt]) -> int:
+    """About how many tokens the prompts have; exact for those that came as ids."""
+    return sum(_estimate(prompt) for prompt in prompts)
+
+
+class Admission:
+    """Counts what is being tokenised, and refuses what would not fit behind it."""
+
+    def __init__(self, links: Callable[[], Iterable[WorkerLink]], max_queued_tokens: int) -> None:
+        self._links = links
+        self._max_queued_tokens = max_queued_tokens
+        self._num_tokens = 0  # of prompts between their arrival and their placement
+
+    @property
+    def num_tokens(self) -> int:
+        """Estimated tokens of the prompts that are being tokenised now."""
+        return self._num_tokens
+
+    @contextmanager
+    def admitted(self, num_tokens: int) -> Iterator[None]:
+        """Count a request of about `num_tokens` while it is prepared.
+
+        Raises CapacityError (503) if it would exceed the limit. One that nothing is before is
+        never refused: it would be refused for ever.
+        """
+        loads = [link.load for link in self._links() if link.is_up and link.role != "decode"]
+        queued = sum(load.queued_tokens for load in loads if load is not None) + self._num_tokens
+        if queued and queued + num_tokens > self._max_queued_tokens:
+            waits_s = [load.queued_s or 0.0 for load in loads if load is not None]
+            raise CapacityError(
+                f"{queued} tokens are queued; the limit is {self._max_queued_tokens}",
+                retry_after_s=min(max([*waits_s, MIN_RETRY_S]), MAX_RETRY_S),
+            )
+        self._num_tokens += num_tokens
+        try:
+            yield
+        finally:
+            self._num_tokens -= num_tokens
+
+
+def _estimate(prompt: Prompt) -> int:
+    if isinstance(prompt, list):
+        return len(prompt)
+    num_chars = len(prompt.text or "") + _num_chars(prompt.messages)
+    return -(-num_chars // CHARS_PER_TOKEN)
+
+
+def _num_chars(value: object) -> int:
+    """Characters of all strings in a JSON value."""
+    match value:
+        case str():
+            return len(value)
+        case list():
+            return sum(map(_num_chars, value))
+        case dict():
+            return sum(map(_num_chars, value.values()))
+    return 0

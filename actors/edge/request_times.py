@@ -1,0 +1,65 @@
+"""When what happened to a request, and the stages that follow from it.
+
+    arrived   tokenized   placed            first token   moved    second token      ended
+       |-tokenize-|--place--|-queue-|-prefill-|--handoff---|-first_decode-|--stream----|
+
+Of the first choice, on this process's clock; only how long a prompt waited at its worker is what
+that worker says. Knows no HTTP and no OpenTelemetry.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One part of a request's life; a stage begins where the one before it ended."""
+
+    name: str
+    start_s: float
+    end_s: float
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class RequestTimes:
+    """Moments in seconds of the ingress's clock; None = it did not come to that, or not yet."""
+
+    arrived_s: float
+    tokenized_s: float | None = None
+    placed_s: float | None = None
+    waited_s: float | None = None  # a duration: from the worker's queue to its first step
+    first_token_s: float | None = None
+    moved_s: float | None = None  # its KV had arrived at the decode worker; None = it stayed
+    second_token_s: float | None = None
+    ended_s: float | None = None
+
+    def see_token(self, index: int, now_s: float, waited_s: float | None = None) -> None:
+        """Token `index` of the first choice arrived; the first one says how long it waited."""
+        if index == 0:
+            self.first_token_s, self.waited_s = now_s, waited_s
+        elif index == 1:
+            self.second_token_s = now_s
+
+    def stages(self, now_s: float | None = None) -> list[Stage]:
+        """What has passed, in order; a request that has not ended ends at `now_s`, if given."""
+        started_s = None
+        if self.placed_s is not None and self.waited_s is not None:
+            started_s = self.placed_s + self.waited_s
+            if self.first_token_s is not None:
+                started_s = min(started_s, self.first_token_s)
+        ends = (
+            ("tokenize", self.tokenized_s),
+            ("place", self.placed_s),
+            ("queue", started_s),
+            ("prefill", self.first_token_s),
+            ("handoff", self.moved_s),
+            ("first_decode", self.second_token_s),
+            ("stream", now_s if self.ended_s is None else self.ended_s),
+        )
+        stages: list[Stage] = []
+        start_s = self.arrived_s
+        for name, end_s in ends:
+            if end_s is not None:
+                end_s = max(start_s, end_s)
+                stages.append(Stage(name, start_s, end_s))
+                start_s = end_s
+        return stages

@@ -1,0 +1,211 @@
+"""A whole ingress without Ray: the real routes and parts, tokens from a script, one fake worker."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import httpx
+import msgspec
+from fastapi import FastAPI
+
+from actors.api.chat_dialect import build_dialect
+from actors.api.served_model import ServedModel
+from actors.deployment import DeploymentSpec
+from actors.edge.admission import Admission
+from actors.edge.answering import Answering, Batchers
+from actors.edge.api_keys import ApiKeys
+from actors.edge.composition import Edge
+from actors.edge.generation import Choice, GenerationCounters, Generations
+from actors.edge.metrics import IngressMetrics
+from actors.edge.observation import Observation
+from actors.edge.rate_limits import RateLimits
+from actors.edge.recent_ttft import RecentTtft
+from actors.edge.system_view import SystemView
+from actors.edge.tracing import NoTracing, Tracing
+from actors.edge.worker_links import WorkerLink
+from actors.handles import WorkerHandle
+from actors.ingress import Api
+from configs.load import PROJECT_ROOT, load_config
+from engine.chat_template import read_template_text
+from engine.clock import Clock, MonotonicClock
+from engine.errors import CapacityError, WorkerError
+from engine.messages import (
+    Assign,
+    LapsStatus,
+    LoadReport,
+    TokenizeReply,
+    TokenizeRequest,
+    TokenRecord,
+    Topology,
+)
+from engine.request import RequestKey
+from engine.tokenizing import Tokenizing, load_tokenizer
+
+MODEL_FOLDER = PROJECT_ROOT / "demo_model" / "laps-demo"
+MAX_MODEL_LEN = 512
+IDLE = LoadReport(queued_tokens=0, num_waiting=0, num_running=0, num_free_blocks=8, num_blocks=8)
+ASSIGN = Assign(prefill_worker="unified-0", decode_worker=None, length_class="short")
+
+Send = Callable[[httpx.AsyncClient], Awaitable[Any]]
+
+
+@dataclass(slots=True)
+class ScriptedWorkers:
+    """Stands in for `Generations`: as many tokens as asked for, or as `num_tokens` says."""
+
+    load: LoadReport = IDLE
+    num_tokens: int | None = None
+    error: Exception | None = None  # raised in place of the first token
+    joins_before: int | None = None  # the token before which the KV has moved; None = it stays
+    pause: Callable[[int], Coroutine[Any, Any, None]] | None = None  # before token i
+
+    def links(self) -> list[WorkerLink]:
+        handle = cast("WorkerHandle", object())
+        return [WorkerLink(name="unified-0", role="unified", handle=handle, load=self.load)]
+
+    async def run(
+        self,
+        choice: Choice,
+        on_placed: Callable[[Assign], None],
+        on_joined: Callable[[], None] = lambda: None,
+    ) -> AsyncGenerator[TokenRecord, None]:
+        if self.error is not None:
+            raise self.error
+        on_placed(ASSIGN)
+        num_tokens = min(self.num_tokens or choice.params.max_tokens, choice.params.max_tokens)
+        for index in range(num_tokens):
+            if self.pause is not None:
+                await self.pause(index)
+            if index == self.joins_before:
+                on_joined()
+            yield TokenRecord(
+                key=RequestKey(choice.request_id, choice.child),
+                index=index,
+                token_id=100 + index,
+                num_cached_tokens=0 if index == 0 else None,
+                finish="length" if index == num_tokens - 1 else None,
+            )
+
+
+class _Generations:
+    """As much of `Generations` as the ingress touches."""
+
+    def __init__(self, workers: ScriptedWorkers) -> None:
+        self.links = workers
+        self.run = workers.run
+        self.counters = GenerationCounters()
+        self.num_open = 0
+        self.hasher = None  # no worker has said how it names blocks
+
+
+class _Batchers:
+    """Tokenises here."""
+
+    def __init__(self, tokenizing: Tokenizing) -> None:
+        self._tokenizing = tokenizing
+        self.num_calls = 0
+
+    async def ask(self, request: TokenizeRequest) -> TokenizeReply:
+        self.num_calls += 1
+        text = request.text or str(request.messages)
+        (ids,) = self._tokenizing.encode_batch([text], add_special_tokens=False)
+        assert isinstance(ids, list), f"{ids!r}"
+        return TokenizeReply(token_ids=ids)
+
+
+async def _no_topology() -> Topology:
+    raise WorkerError("there is no supervisor")
+
+
+async def no_allocator() -> LapsStatus:
+    """What an allocator that is away answers."""
+    raise CapacityError("there is no allocator")
+
+
+@dataclass(slots=True)
+class EdgeApp:
+    """The parts a test looks at."""
+
+    edge: Edge
+    app: FastAPI
+    workers: ScriptedWorkers
+    batchers: _Batchers
+
+    def ask(self, send: Send, server: tuple[str, int] = ("127.0.0.1", 8000)) -> Any:
+        """Run `send` with a client that talks to the application in this process."""
+
+        async def main() -> object:
+            transport = httpx.ASGITransport(app=self.app, raise_app_exceptions=False)
+            url = f"http://{server[0]}:{server[1]}"
+            async with httpx.AsyncClient(transport=transport, base_url=url) as client:
+                return await send(client)
+
+        return asyncio.run(main())
+
+    def post(self, body: dict[str, Any], **headers: str) -> httpx.Response:
+        """POST a completion; `_` in a header's name stands for `-`."""
+        sent = {name.replace("_", "-"): value for name, value in headers.items()}
+        whole = {"model": "tiny", "prompt": "hi there"} | body
+
+        async def send(client: httpx.AsyncClient) -> httpx.Response:
+            return await client.post("/v1/completions", json=whole, headers=sent)
+
+        response: httpx.Response = self.ask(send)
+        return response
+
+
+def edge_app(
+    overrides: dict[str, Any] | None = None,
+    *,
+    clock: Clock | None = None,
+    tracing: Tracing | None = None,
+    model_folder: Path = MODEL_FOLDER,
+) -> EdgeApp:
+    """An ingress with this configuration (dotted keys over the defaults)."""
+    config = load_config(None, overrides or {})
+    clock = clock or MonotonicClock()
+    tokenizing = load_tokenizer(model_folder)
+    workers, batchers = ScriptedWorkers(), _Batchers(tokenizing)
+    generations = cast("Generations", _Generations(workers))
+    recent = RecentTtft(clock)
+    metrics = IngressMetrics("tiny", recent)
+    model = ServedModel(
+        name="tiny",
+        max_model_len=MAX_MODEL_LEN,
+        vocab_size=tokenizing.vocab_size,
+        dialect=build_dialect(read_template_text(model_folder), config.api, tokenizing),
+    )
+    edge = Edge(
+        ingress_id="ingress-0",
+        spec=DeploymentSpec(config=config, model="m", hash="h", block_key=b""),
+        clock=clock,
+        model=model,
+        tokenizing=tokenizing,
+        batchers=cast("Batchers", batchers),
+        generations=generations,
+        system=SystemView(_no_topology, lambda _: None, set),
+        metrics=metrics,
+        recent_ttft=recent,
+        observation=Observation(metrics, generations, no_allocator),
+        answering=Answering(
+            model=model,
+            tokenizing=tokenizing,
+            batchers=cast("Batchers", batchers),
+            generations=generations,
+            metrics=metrics,
+            clock=clock,
+            timeout_s=config.edge.request_timeout_s,
+        ),
+        keys=ApiKeys(config.api.keys) if config.api.keys else None,
+        admission=Admission(generations.links.links, config.edge.max_queued_tokens),
+        rate_limits=RateLimits(config.api.limits, clock),
+        tracing=tracing or NoTracing(),
+    )
+    return EdgeApp(edge=edge, app=Api(edge).app(), workers=workers, batchers=batchers)
+
+
+def busy(queued_tokens: int, queued_s: float | None = None) -> LoadReport:
+    """A load with so much before the next prompt."""
+    return msgspec.structs.replace(IDLE, queued_tokens=queued_tokens, queued_s=queued_s)

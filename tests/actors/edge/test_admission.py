@@ -1,0 +1,53 @@
+"""Overload: refused before tokenising, with the time after which to come back."""
+
+import pytest
+
+from actors.edge.admission import Admission, estimate_tokens
+from actors.edge.worker_links import WorkerLink
+from engine.errors import CapacityError
+from engine.messages import TokenizeRequest
+from tests.actors.edge.edge_app import busy, edge_app
+
+
+def test_prompts_are_estimated_by_their_characters() -> None:
+    message: dict[str, object] = {"role": "user", "content": [{"type": "text", "text": "x" * 31}]}
+    assert estimate_tokens([TokenizeRequest(text="x" * 9)]) == 3
+    assert estimate_tokens([TokenizeRequest(messages=[message])]) == 10  # 39 characters
+    assert estimate_tokens([[7, 8], [9], TokenizeRequest(text="")]) == 3
+
+
+def test_what_is_being_tokenised_counts_until_it_is_placed() -> None:
+    admission = Admission(list, max_queued_tokens=10)
+    with admission.admitted(99):  # nothing is before it
+        assert admission.num_tokens == 99
+        with pytest.raises(CapacityError), admission.admitted(1):
+            pass
+    with pytest.raises(RuntimeError), admission.admitted(7):
+        raise RuntimeError
+    assert admission.num_tokens == 0
+
+
+def test_workers_that_decode_or_are_away_have_no_queue() -> None:
+    links = [
+        WorkerLink(name="decode-0", role="decode", load=busy(90)),
+        WorkerLink(name="prefill-0", role="prefill", load=busy(90)),  # not connected
+    ]
+    with Admission(lambda: links, max_queued_tokens=10).admitted(50):
+        pass
+
+
+@pytest.mark.parametrize(("queued_s", "retry_after"), [(None, "1"), (7.2, "8"), (500.0, "30")])
+def test_a_full_system_refuses_before_it_tokenises(
+    queued_s: float | None, retry_after: str
+) -> None:
+    app = edge_app({"edge.max_queued_tokens": 100})
+    app.workers.load = busy(95, queued_s)
+    refused = app.post({"prompt": "twenty-one characters"})
+    assert refused.status_code == 503
+    assert refused.headers["retry-after"] == retry_after
+    assert refused.json()["error"]["code"] == "overloaded"
+    assert app.batchers.num_calls == 0
+    assert app.post({"prompt": "x" * 20, "max_tokens": 1}).status_code == 200
+    app.workers.load = busy(0)
+    assert app.post({"prompt": [1] * 300, "max_tokens": 1}).status_code == 200
+    assert app.edge.admission.num_tokens == 0

@@ -1,0 +1,51 @@
+"""Hashers that were told the same give the same names, in whatever process they are."""
+
+import random
+import secrets
+
+import msgspec
+import pytest
+
+from engine.kv.request_hasher import BlockNaming, RequestHasher
+from engine.request import Request, RequestKey, SamplingParams
+
+NAMING = BlockNaming(key=secrets.token_bytes(32), model="m", dtype="bfloat16", block_size=3)
+TOKENS = [random.randrange(2**32) for _ in range(random.randint(3, 40))]
+
+
+def worker_names(hasher: RequestHasher, tokens: list[int], salt: str) -> list[bytes]:
+    """As a worker names the blocks of a request, in two parts."""
+    request = Request(
+        key=RequestKey("r"),
+        ingress_id="ingress",
+        params=SamplingParams(max_tokens=1),
+        tokens=tokens[: len(tokens) // 2],
+        num_prompt_tokens=len(tokens) // 2,
+        arrival_s=0.0,
+        salt=salt,
+    )
+    hasher.extend(request)
+    request.tokens = tokens
+    hasher.extend(request)
+    return request.block_hashes
+
+
+def test_a_naming_that_was_sent_gives_the_names_that_a_worker_gives() -> None:
+    worker = RequestHasher(
+        NAMING.key, model=NAMING.model, dtype=NAMING.dtype, block_size=NAMING.block_size
+    )
+    assert worker.naming == NAMING
+    sent = msgspec.msgpack.decode(msgspec.msgpack.encode(worker.naming), type=BlockNaming)
+    assert hash(sent) == hash(NAMING)  # hashers are kept by it
+    for salt in ("", "tenant é"):
+        names = RequestHasher.of(sent).chain(TOKENS, salt)
+        assert len(names) == len(TOKENS) // 3
+        assert names == worker_names(worker, TOKENS, salt)
+
+
+@pytest.mark.parametrize(
+    "other", [{"key": secrets.token_bytes(32)}, {"model": "n"}, {"dtype": "float32"}]
+)
+def test_another_naming_gives_other_names(other: dict[str, object]) -> None:
+    theirs = RequestHasher.of(msgspec.structs.replace(NAMING, **other)).chain(TOKENS, "")
+    assert set(theirs).isdisjoint(RequestHasher.of(NAMING).chain(TOKENS, ""))
