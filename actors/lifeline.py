@@ -6,9 +6,11 @@ what keeps any of ours from outliving the application.
 
 import logging
 import threading
+from collections.abc import Callable
 
 import ray
 
+from actors.placement_groups import leave_group
 from engine.clock import Clock
 
 logger = logging.getLogger(__name__)
@@ -17,17 +19,27 @@ CHECK_EVERY_S = 0.5
 
 
 def exit_for_good() -> None:
-    """End this actor without a restart, whatever its max_restarts says. Any thread may call it."""
-    ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
+    """End this actor without a restart, whatever its max_restarts says. Any thread may call it.
+
+    The devices that were held for it are free again.
+    """
+    try:
+        leave_group()
+    finally:
+        ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
 
 
 class Lifeline:
     """A daemon thread that ends the actor after `silence_s` without a `beat`.
 
-    A thread, not a task: a stuck event loop must not keep the process alive.
+    A thread, not a task: a stuck event loop must not keep the process alive. `last_act` is called
+    before the end, for what the actor has to clear away besides itself.
     """
 
-    def __init__(self, silence_s: float, clock: Clock) -> None:
+    def __init__(
+        self, silence_s: float, clock: Clock, last_act: Callable[[], None] | None = None
+    ) -> None:
+        self._last_act = last_act
         self._silence_s = silence_s
         self._clock = clock
         self._last_beat_s = clock.now_s()
@@ -42,5 +54,9 @@ class Lifeline:
         while not self._stop.wait(CHECK_EVERY_S):
             if self._clock.now_s() - self._last_beat_s > self._silence_s:
                 logger.warning("no supervisor for %.0f s: exiting", self._silence_s)
-                exit_for_good()
+                try:
+                    if self._last_act is not None:
+                        self._last_act()
+                finally:
+                    exit_for_good()
                 return

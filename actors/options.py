@@ -52,6 +52,12 @@ def service_options(spec: DeploymentSpec, name: str) -> dict[str, object]:
     }
 
 
+def worker_bundle(config: AppConfig) -> dict[str, float]:
+    """What one worker takes of a node, by Ray's names; empty when it asks for nothing."""
+    asked = {"CPU": config.workers.num_cpus, "GPU": config.workers.num_gpus}
+    return {resource: amount for resource, amount in asked.items() if amount}
+
+
 def worker_options(spec: DeploymentSpec, name: str) -> dict[str, object]:
     """A detached worker with a model replica and its devices."""
     config = spec.config

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import ray
@@ -17,6 +18,7 @@ from ray.exceptions import RayError, RayTaskError
 
 from actors.deployment import DeploymentSpec
 from actors.lifeline import Lifeline
+from actors.placement_groups import remove_unused
 from engine.clock import Clock, MonotonicClock
 from engine.errors import HandoffError, WorkerError
 
@@ -102,7 +104,9 @@ class Rendezvous:
     def __init__(self, spec: DeploymentSpec, name: str) -> None:
         clock = MonotonicClock()
         self._name = name
-        self._lifeline = Lifeline(spec.config.lifetimes.supervisor_silence_s, clock)
+        # There is one of these in a deployment, and it never waits for a device itself.
+        clear = partial(remove_unused, spec.namespace, spec.hash)
+        self._lifeline = Lifeline(spec.config.lifetimes.supervisor_silence_s, clock, clear)
         self._keys = RendezvousKeys(clock)
 
     def __repr__(self) -> str:

@@ -22,9 +22,11 @@ from actors.options import (
     batcher_names,
     rendezvous_name,
     service_options,
+    worker_bundle,
     worker_names,
     worker_options,
 )
+from actors.placement_groups import hold_places, remove_groups, unused_groups, worker_groups
 from engine.errors import WorkerError
 from engine.messages import Topology, WorkerStatus, encode
 
@@ -93,9 +95,11 @@ class Supervisor:
     async def _watch(self) -> None:
         """For ever: create what is missing, ask everybody how they are, drain what is old."""
         while True:
+            groups = await asyncio.to_thread(worker_groups, self._spec.namespace)
             names = await asyncio.to_thread(self._named_actors)
             if self._earlier is None:
-                self._earlier = frozenset(n for n in names if not n.endswith(self._spec.hash))
+                there = {*names, *groups}
+                self._earlier = frozenset(n for n in there if not n.endswith(self._spec.hash))
             await asyncio.to_thread(self._create_missing, names)
             await asyncio.gather(
                 *(self._check_worker(name) for name in self._roles),
@@ -104,6 +108,9 @@ class Supervisor:
             )
             self._has_looked = True
             await self._retire(name for name in names if name in self._earlier)
+            old_groups = {name: groups[name] for name in groups if name in self._earlier}
+            unused = unused_groups(old_groups, names)
+            await asyncio.to_thread(remove_groups, unused, self._spec.namespace)
             period_s = self._config.lifetimes.supervisor_heartbeat_s
             await asyncio.sleep(min(period_s, STARTING_PERIOD_S) if self._is_starting else period_s)
 
@@ -123,10 +130,11 @@ class Supervisor:
         from actors import remote_cls  # the actor classes import more than this actor needs
 
         spec = self._spec
-        for name, role in self._roles.items():
-            if name not in names:
-                cls = remote_cls.WORKERS[role]
-                create_actor(cls, worker_options(spec, name), spec, name, role)
+        missing = {name: role for name, role in self._roles.items() if name not in names}
+        places = hold_places(self._roles, missing, spec.namespace, worker_bundle(spec.config))
+        for name, role in missing.items():
+            options = worker_options(spec, name) | places.get(name, {})
+            create_actor(remote_cls.WORKERS[role], options, spec, name, role)
         for name in self._batchers:
             if name not in names:
                 options = service_options(spec, name)

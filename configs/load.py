@@ -15,6 +15,7 @@ import yaml
 
 from configs.api_keys import KEYS_VARIABLE, with_keys
 from configs.errors import ConfigFileError as ConfigFileError
+from configs.faults import parse_faults
 from configs.schema import AppConfig, LapsConfig
 
 PROJECT_ROOT = Path(__file__).resolve().parents[1]
@@ -216,7 +217,8 @@ def _values_of(node: msgspec.inspect.Type) -> list[str]:
 def _contradiction(config: AppConfig) -> str | None:
     """Settings that are each valid and together are not: what to change, or None."""
     problem = (
-        _worker_contradiction(config)
+        _fault_contradiction(config)
+        or _worker_contradiction(config)
         or _model_contradiction(config)
         or _cache_contradiction(config)
         or _laps_queue_contradiction(config.laps)
@@ -260,6 +262,16 @@ def _cache_contradiction(config: AppConfig) -> str | None:
             f"model.max_model_len: {asked} tokens, but cache.num_blocks x cache.block_size holds"
             f" {capacity}; lower the first or raise cache.num_blocks"
         )
+    return None
+
+
+def _fault_contradiction(config: AppConfig) -> str | None:
+    try:
+        faults = parse_faults(config.faults)
+    except ConfigFileError as error:
+        return f"faults: {error}"
+    if faults and not config.debug:
+        return f"faults: {config.faults!r} needs debug true, which is for tests; set one of the two"
     return None
 
 

@@ -180,6 +180,8 @@ class WorkersConfig(_Section, frozen=True):
     num_cpus: Annotated[float, Meta(ge=0)] = 0.0  # per worker; 0 = a small machine must not wait
     num_gpus: Annotated[float, Meta(ge=0)] = 0.0  # per worker
     torch_threads: Positive = 1
+    # A worker whose engine has work and makes no progress for so long exits, and is restarted.
+    stall_s: Seconds = 60.0
 
 
 class TokenizerConfig(_Section, frozen=True):
@@ -263,6 +265,8 @@ class AppConfig(_Section, frozen=True):
     """The whole system."""
 
     name: str | None = None  # Ray namespace of the actors; None = the Serve application's name
+    debug: bool = False  # allows what must never be on in production: `faults`
+    faults: str = ""  # what goes wrong on demand, for tests; see configs/faults.py
     model: ModelConfig = ModelConfig()
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()

@@ -1,0 +1,238 @@
+"""The place of each worker on Ray: a placement group of its own, on a node near its partners.
+
+A group is detached like its worker and found again by name, so a restarted worker or Supervisor
+finds the devices still held. Ray ends a worker whose group is removed, for good; the other way
+round nobody removes a group by itself, so every path that ends a worker comes through here.
+Workers that ask for no resources have no group: Ray knows no empty one.
+"""
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import zip_longest
+
+import ray
+from ray._private.state import available_resources_per_node  # Ray has no public form of it
+from ray._raylet import PlacementGroupID
+from ray.exceptions import RaySystemError
+from ray.util import list_named_actors
+from ray.util.placement_group import (
+    PlacementGroup,
+    get_current_placement_group,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from engine.messages import Role
+
+logger = logging.getLogger(__name__)
+
+Resources = Mapping[str, float]  # Ray's names -> amount: {"CPU": 2.0, "GPU": 1.0}
+
+PARTNERS: Mapping[Role, Role] = {"prefill": "decode", "decode": "prefill"}
+PRECISION = 1e-4  # Ray counts resources in ten-thousandths
+
+
+# ---- which node: a decision on a snapshot --------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeRoom:
+    """What a node had free when it was looked at."""
+
+    node_id: str
+    free: Resources
+
+
+def choose_nodes(
+    roles: Mapping[str, Role],
+    placed: Mapping[str, str],
+    nodes: Sequence[NodeRoom],
+    bundle: Resources,
+) -> dict[str, str | None]:
+    """The node to prefer for every worker that is not placed yet; None = no node has room for it.
+
+    roles: all workers of a deployment. placed: worker -> node id. bundle: what one worker takes.
+    A prefill and a decode worker go to one node while one has room for both, for there KV moves
+    from GPU to GPU; else each goes where it has most partners. Among equals the fullest node, which
+    leaves room for whole pairs elsewhere.
+    """
+    at = dict(placed)
+    room = {node.node_id: dict(node.free) for node in nodes}
+    chosen: dict[str, str | None] = {}
+    for pair in _pairs(roles, placed):
+        shared = _best_node(pair, roles, at, room, bundle)
+        for name in pair:
+            node_id = shared or _best_node((name,), roles, at, room, bundle)
+            chosen[name] = node_id
+            if node_id is not None:
+                at[name] = node_id
+                for resource, amount in bundle.items():
+                    room[node_id][resource] -= amount
+    return chosen
+
+
+def _pairs(roles: Mapping[str, Role], placed: Mapping[str, str]) -> list[tuple[str, ...]]:
+    """Workers without a place: prefill and decode workers two by two, what remains one by one."""
+    prefill, decode, unified = (
+        [name for name, role in roles.items() if role == wanted and name not in placed]
+        for wanted in ("prefill", "decode", "unified")
+    )
+    pairs = zip_longest(prefill, decode)
+    return [tuple(name for name in pair if name) for pair in pairs] + [(n,) for n in unified]
+
+
+def _best_node(
+    names: Sequence[str],
+    roles: Mapping[str, Role],
+    at: Mapping[str, str],
+    room: Mapping[str, Resources],
+    bundle: Resources,
+) -> str | None:
+    """The node with room for all of `names` together that `choose_nodes` would take, or None."""
+    wanted = {PARTNERS.get(roles[name]) for name in names}
+
+    def rank(node_id: str) -> tuple[int, float, str]:
+        num_partners = sum(at[n] == node_id and roles.get(n) in wanted for n in at)
+        return -num_partners, sum(room[node_id].get(r, 0.0) for r in bundle), node_id
+
+    fitting = [
+        node_id
+        for node_id, free in room.items()
+        if all(free.get(r, 0.0) >= len(names) * n - PRECISION for r, n in bundle.items())
+    ]
+    return min(fitting, key=rank, default=None)
+
+
+# ---- groups on Ray -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerGroup:
+    """The placement group of a worker, as Ray's table has it."""
+
+    worker: str  # name of the worker's actor
+    id: str  # in hex
+    node_id: str | None  # None = it waits for a node with room
+
+    @property
+    def handle(self) -> PlacementGroup:
+        """What Ray's functions take."""
+        return PlacementGroup(PlacementGroupID(bytes.fromhex(self.id)))
+
+
+def worker_groups(namespace: str) -> dict[str, WorkerGroup]:
+    """Worker -> its group, of every deployment of an application. Waits for Ray's control store.
+
+    namespace: of the application's actors. A name is unique on Ray, so the group's carries it.
+    """
+    prefix = f"{namespace}/"
+    groups = (
+        WorkerGroup(
+            worker=entry["name"].removeprefix(prefix),
+            id=entry["placement_group_id"],
+            node_id=entry["bundles_to_node_id"][0] if entry["state"] == "CREATED" else None,
+        )
+        for entry in placement_group_table().values()
+        if entry["state"] != "REMOVED" and entry["name"].startswith(prefix)
+    )
+    return {group.worker: group for group in groups}
+
+
+def hold_places(
+    roles: Mapping[str, Role], missing: Iterable[str], namespace: str, bundle: Resources
+) -> dict[str, dict[str, object]]:
+    """Actor options that put each of the `missing` workers into its group, found or created.
+
+    roles: all workers of the deployment. bundle: what one worker takes; without any there are no
+    groups, and no options. Does not wait for room: a group without waits on Ray, and its worker
+    with it.
+    """
+    names = frozenset(missing)
+    if not bundle or not names:
+        return {}
+    groups = worker_groups(namespace)
+    placed = {n: g.node_id for n, g in groups.items() if n in roles and g.node_id is not None}
+    handles = {name: groups[name].handle for name in names if name in groups}
+    # Ray serves groups as they come: created in pairs, so that too few devices still make a pair.
+    for name, node_id in choose_nodes(roles, placed, _look_at_nodes(), bundle).items():
+        if name in names and name not in handles:
+            handles[name] = _create(name, namespace, bundle, node_id)
+    return {name: {"scheduling_strategy": _inside(handle)} for name, handle in handles.items()}
+
+
+def _inside(group: PlacementGroup) -> PlacementGroupSchedulingStrategy:
+    return PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=0)
+
+
+def _look_at_nodes() -> list[NodeRoom]:
+    """Every living node. Ray's own view lags by a moment, so what comes of it is a preference."""
+    nodes: dict[str, Resources] = available_resources_per_node()  # type: ignore[no-untyped-call]
+    return [NodeRoom(node_id=node_id, free=free) for node_id, free in nodes.items()]
+
+
+def _create(worker: str, namespace: str, bundle: Resources, node_id: str | None) -> PlacementGroup:
+    """A new group that prefers a node, but takes another when that one is full or gone.
+
+    Raises RaySystemError when Ray refuses it.
+    """
+    if node_id is None:
+        logger.warning("%s waits: no node has %s free", worker, dict(bundle))
+    try:
+        group: PlacementGroup = placement_group(
+            [dict(bundle)],
+            strategy="STRICT_PACK",
+            name=f"{namespace}/{worker}",
+            lifetime="detached",
+            _soft_target_node_id=node_id,
+        )
+    except RaySystemError:  # the name is taken: another supervisor of the deployment was quicker
+        found = worker_groups(namespace).get(worker)
+        if found is None:
+            raise
+        return found.handle
+    return group
+
+
+# ---- the end of a group --------------------------------------------------------------------------
+
+
+def remove_groups(groups: Iterable[WorkerGroup], namespace: str) -> None:
+    """End the workers of these groups, for good, and give their devices back.
+
+    Ray ends who runs in a removed group, but who still waits for it would wait for ever.
+    """
+    for group in groups:
+        logger.info("the place of %s is given back", group.worker)
+        with suppress(ValueError):  # it has no actor any more
+            ray.kill(ray.get_actor(group.worker, namespace), no_restart=True)
+        remove_placement_group(group.handle)
+
+
+def unused_groups(groups: Mapping[str, WorkerGroup], actors: Iterable[str]) -> list[WorkerGroup]:
+    """Those without a worker, and those whose worker never got a node."""
+    alive = frozenset(actors)
+    return [g for g in groups.values() if g.worker not in alive or g.node_id is None]
+
+
+def remove_unused(namespace: str, deployment_hash: str) -> None:
+    """Remove the unused groups of a deployment that nobody watches any more.
+
+    Its running workers leave by themselves (`leave_group`); one that waits for a device cannot,
+    and would keep asking the cluster for it for ever.
+    """
+    groups = worker_groups(namespace)
+    entries = list_named_actors(all_namespaces=True)
+    actors = [e["name"] for e in entries if e["namespace"] == namespace]
+    ours = {name: g for name, g in groups.items() if name.endswith(f".{deployment_hash}")}
+    remove_groups(unused_groups(ours, actors), namespace)
+
+
+def leave_group() -> None:
+    """Remove the group that this actor is in, if it is in one; Ray then ends the actor for good."""
+    group = get_current_placement_group()
+    if group is not None:
+        remove_placement_group(group)
