@@ -18,6 +18,7 @@ from engine.errors import EngineError, WorkerError
 from engine.messages import (
     CancelReply,
     CancelTransfer,
+    ConstraintVerdict,
     LapsStatus,
     PairReply,
     PairRequest,
@@ -40,7 +41,7 @@ from engine.messages import (
     decode_reserve_reply,
     encode,
 )
-from engine.request import RequestKey
+from engine.request import Constraint, RequestKey
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -171,6 +172,10 @@ class BatcherHandle:
     async def tokenize(self, request: TokenizeRequest) -> TokenizeReply:
         reference = self._actor.tokenize.remote(encode(request))
         return await _decoded(reference, self.name, _as(TokenizeReply))
+
+    async def check(self, constraint: Constraint) -> ConstraintVerdict:
+        reference = self._actor.check.remote(encode(constraint))
+        return await _decoded(reference, self.name, _as(ConstraintVerdict))
 
 
 class AllocatorHandle:

@@ -2,8 +2,8 @@
 
 It names the prompts' blocks too, once a prompt, where somebody asks: that takes as long as the
 prompt, and an ingress has one event loop for all its clients. All of it happens in one worker
-thread, so the event loop here stays free for messages. Knows nothing of sampling, placement or
-HTTP.
+thread, so the event loop here stays free for messages. Constraints on outputs are tried out here
+too, in processes of their own. Knows nothing of sampling, placement or HTTP.
 """
 
 import asyncio
@@ -19,9 +19,17 @@ from actors.logs import set_up_logging
 from configs.schema import TokenizerConfig
 from engine.chat_template import load_chat_template
 from engine.clock import MonotonicClock
+from engine.constraints.checks import ConstraintChecks
 from engine.errors import RequestError
 from engine.kv.request_hasher import RequestHasher
-from engine.messages import TokenizeReply, TokenizeRequest, decode, encode
+from engine.messages import (
+    ConstraintVerdict,
+    TokenizeReply,
+    TokenizeRequest,
+    decode,
+    encode,
+)
+from engine.request import Constraint
 from engine.tokenizing import load_tokenizer
 
 MAX_NAMINGS = 8  # kept at once; a second one comes with a redeploy
@@ -118,6 +126,7 @@ class TokenizerBatcher:
         self._name = name
         self._model_path = spec.config.model.path
         self._tokenizer = PromptTokenizer(self._model_path, spec.config.tokenizer)
+        self._checks = ConstraintChecks(self._model_path)
         # Only now: nobody can be heard while it loads, which may take longer than silence may last;
         # an actor that ended itself then would do so again after each restart.
         self._lifeline = Lifeline(spec.config.lifetimes.supervisor_silence_s, MonotonicClock())
@@ -133,6 +142,13 @@ class TokenizerBatcher:
     async def tokenize(self, data: bytes) -> bytes:
         """TokenizeRequest -> TokenizeReply, encoded."""
         return encode(await self._tokenizer.tokenize(decode(data, TokenizeRequest)))
+
+    async def check(self, data: bytes) -> bytes:
+        """Constraint -> ConstraintVerdict, encoded. Raises CapacityError when too many wait."""
+        check = self._checks.check(decode(data, Constraint))
+        # One check may have several callers: none of them may cancel it for the others.
+        verdict = await asyncio.shield(asyncio.wrap_future(check))
+        return encode(ConstraintVerdict(error=verdict or None))
 
     async def describe(self) -> dict[str, object]:
         """What process listings and the dashboard show."""

@@ -25,11 +25,28 @@ class RequestKey(
     attempt: int = 0  # 0, then +1 for each retry or migration
 
 
+class ConstraintKind(Enum):
+    """In which language a constraint is written."""
+
+    JSON_SCHEMA = "json_schema"  # within the subset of engine/constraints/json_schema.py
+    REGEX = "regex"
+    GRAMMAR = "grammar"  # EBNF; the rule `root` is the whole output
+    STRUCTURAL_TAG = "structural_tag"  # xgrammar's: literal text around schemas
+
+
+class Constraint(msgspec.Struct, frozen=True, array_like=True, cache_hash=True):
+    """What the output's text must be, as a whole; equal constraints are equal records."""
+
+    kind: ConstraintKind
+    text: str
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How the next token is chosen; every value was validated at the edge.
 
-    Processing order: logit_bias, penalties, min_tokens ban, temperature, top_k, top_p, min_p, then
-    argmax of (log-probability + Gumbel noise). `temperature == 0` means argmax without noise.
+    Processing order: logit_bias, penalties, min_tokens ban, constraint, temperature, top_k, top_p,
+    min_p, then argmax of (log-probability + Gumbel noise). `temperature == 0` means argmax without
+    noise.
     """
 
     max_tokens: int
@@ -46,6 +63,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()  # the client's, besides the model's own eos ids
     logprobs: int | None = None  # None = off, k = the chosen token and the k best
+    constraint: Constraint | None = None  # every token keeps to it; eos ends it, and nothing else
 
     @property
     def is_greedy(self) -> bool:

@@ -11,7 +11,13 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from actors.api.served_model import ServedModel
-from engine.errors import CapacityError, ConfigError, EngineError, RequestError
+from engine.errors import (
+    CapacityError,
+    ConfigError,
+    EngineError,
+    PoisonedError,
+    RequestError,
+)
 
 SSE_DONE = b"data: [DONE]\n\n"
 FinishText = Literal["stop", "length", "tool_calls"]
@@ -272,6 +278,8 @@ def _detail(error: Exception) -> ErrorDetail:
             return ErrorDetail(
                 message="The request did not finish in time.", type="server_error", code="timeout"
             )
+        case PoisonedError():
+            return ErrorDetail(message=error.message, type="server_error", code="poisoned")
         case EngineError() if not isinstance(error, ConfigError):
             return ErrorDetail(message=error.message, type="server_error")
     # Whatever else was raised may quote paths or prompts.

@@ -89,6 +89,27 @@ class ToolChoice(_Object, frozen=True, kw_only=True):
     allowed_tools: Raw = field(default_factory=Raw)  # likewise
 
 
+class JsonSchemaFormat(_Object, frozen=True, kw_only=True):
+    name: str
+    description: str | None = None
+    schema: Raw = field(default_factory=Raw)
+    strict: bool | None = None
+
+
+class ResponseFormat(_Object, frozen=True, kw_only=True):
+    type: str
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(_Object, frozen=True, kw_only=True):
+    """vLLM's: exactly one."""
+
+    json: Raw = field(default_factory=Raw)  # a JSON schema, or its text
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None  # EBNF
+
+
 class Prediction(_Object, frozen=True, kw_only=True):
     """A guess at the answer, which may make it faster and never different: not used here."""
 
@@ -126,8 +147,9 @@ class GenerationBody(_Object, frozen=True, kw_only=True):
     cache_salt: str | None = None
     extra_key: str | None = None  # SGLang's: further part of what a cached prefix is known by
     priority: int | None = None
+    response_format: ResponseFormat | None = None  # OpenAI's for chats; vLLM's for completions too
+    structured_outputs: StructuredOutputs | None = None
     # Known, refused unless at the value that changes nothing (see UNSUPPORTED).
-    structured_outputs: Raw = field(default_factory=Raw)
     prompt_logprobs: Raw = field(default_factory=Raw)
     use_beam_search: Raw = field(default_factory=Raw)
 
@@ -164,7 +186,6 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
     functions: Raw = field(default_factory=Raw)
     modalities: Raw = field(default_factory=Raw)
     moderation: Raw = field(default_factory=Raw)
-    response_format: Raw = field(default_factory=Raw)
     verbosity: Raw = field(default_factory=Raw)
     web_search_options: Raw = field(default_factory=Raw)
 
@@ -208,8 +229,6 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "modalities": (["text"],),
     "moderation": (),
     "prompt_logprobs": (),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
     "use_beam_search": (False,),
     "verbosity": ("medium",),
     "web_search_options": (),

@@ -20,6 +20,7 @@ from actors.api.openai_requests import (
     decode_body,
     unsupported,
 )
+from actors.api.output_rules import check_can_end, read_constraint
 from actors.api.prompts import (
     Prompt as Prompt,
 )
@@ -44,7 +45,7 @@ from actors.api.served_model import ServedModel as ServedModel
 from actors.api.served_model import check_model
 from actors.api.tool_rules import read_tool_use
 from configs.schema import EdgeConfig
-from engine.request import SamplingParams
+from engine.request import Constraint, SamplingParams
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions
 SEED_BITS = 63  # seeds stay non-negative in a signed 64-bit integer
@@ -124,11 +125,16 @@ def parse_chat(
     check_metadata(chat.metadata)
     logprobs = (chat.top_logprobs or 0) if chat.logprobs else None
     tools = read_tool_use(chat, model)
+    constraint = read_constraint(chat)
+    if tools is not None:
+        if constraint is not None:
+            raise invalid("tools", "cannot be combined with an output that must have a format.")
+        constraint = tools.constraint
     parsed = _assemble(
         chat,
         Endpoint.CHAT,
         [read_chat_prompt(chat, model, None if tools is None else tools.definitions)],
-        _sampling(chat, limits, model, logprobs, new_seed),
+        _sampling(chat, limits, model, logprobs, new_seed, constraint),
         limits,
     )
     dialect = model.dialect
@@ -163,12 +169,13 @@ def parse_completion(
     if completion.echo and completion.logprobs is not None:
         raise unsupported("echo", " together with 'logprobs'")
     _check_best_of(completion)
+    constraint = read_constraint(completion)
     Bounds(0, limits.max_logprobs).check("logprobs", completion.logprobs)
     parsed = _assemble(
         completion,
         Endpoint.COMPLETION,
         read_completion_prompts(completion, limits, model),
-        _sampling(completion, limits, model, completion.logprobs, new_seed),
+        _sampling(completion, limits, model, completion.logprobs, new_seed, constraint),
         limits,
     )
     return replace(parsed, echo=bool(completion.echo))
@@ -202,7 +209,9 @@ def _sampling(
     model: ServedModel,
     logprobs: int | None,
     new_seed: Callable[[], int],
+    constraint: Constraint | None,
 ) -> SamplingParams:
+    check_can_end(body, constraint)
     for name, bounds in BOUNDS.items():
         bounds.check(name, getattr(body, name, None))
     stop_ids = body.stop_token_ids or []
@@ -226,6 +235,7 @@ def _sampling(
         ignore_eos=bool(body.ignore_eos),
         stop_token_ids=tuple(dict.fromkeys(stop_ids)),
         logprobs=logprobs,
+        constraint=constraint,
     )
 
 

@@ -6,13 +6,19 @@ from dataclasses import dataclass
 
 import msgspec
 
+from actors.api.chat_dialect import ChatDialect, ToolFormat
 from actors.api.openai_requests import ChatBody, Tool, ToolChoice, is_given, unsupported
-from actors.api.request_rules import check_length, check_plain, invalid, missing, unknown_kind
+from actors.api.output_rules import decode_schema, tag_constraint
+from actors.api.request_rules import check_length, invalid, missing, unknown_kind
 from actors.api.served_model import ServedModel
-from engine.errors import RequestError
+from actors.api.tools import held_calls
+from actors.api.tools.held_calls import Layout
+from engine.constraints.json_schema import restrict
+from engine.request import Constraint
 
 MAX_TOOLS = 128  # OpenAI's limit
 NO_PARAMETERS: dict[str, object] = {"type": "object", "properties": {}}
+ANY_PARAMETERS: dict[str, object] = {"type": "object"}
 
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _CHOICES = ("none", "auto", "required")
@@ -24,6 +30,7 @@ class ToolUse:
 
     definitions: list[dict[str, object]]  # for the template, in OpenAI's shape
     names: frozenset[str]
+    constraint: Constraint | None  # None = the model may write what it likes
 
 
 def read_tool_use(chat: ChatBody, model: ServedModel) -> ToolUse | None:
@@ -37,30 +44,23 @@ def read_tool_use(chat: ChatBody, model: ServedModel) -> ToolUse | None:
     _check_choice(chat.tool_choice, names)
     if chat.tool_choice == "none":  # a model that is not told of tools calls none
         return None
-    refuse_constrained(chat)
     if model.dialect.tool_format is None:
         raise unsupported(
             "tools",
             " for this model: nothing here reads the calls it writes (the server's api.tool_parser"
             " names what can be read)",
         )
-    return ToolUse(definitions=definitions, names=frozenset(names))
+    return ToolUse(
+        definitions=definitions,
+        names=frozenset(names),
+        constraint=_read_constraint(chat, chat.tools, model.dialect, model.dialect.tool_format),
+    )
 
 
 def check_model_knows_tools(model: ServedModel, param: str) -> None:
     """Raises RequestError unless the model's chat template has a place for tools."""
     if not model.dialect.knows_tools:
         raise unsupported(param, " for this model: its chat template knows no tools")
-
-
-def refuse_constrained(chat: ChatBody) -> None:
-    """Refuses what only output held to a grammar can promise."""
-    choice = chat.tool_choice
-    if choice == "required" or isinstance(choice, ToolChoice):
-        raise unsupported("tool_choice", ', except as "auto" or "none"')
-    for position, tool in enumerate(chat.tools or ()):
-        if tool.function is not None and tool.function.strict:
-            raise unsupported(f"tools[{position}].function.strict", ", except as false")
 
 
 def count_tool_chars(tools: Sequence[Tool] | None) -> int:
@@ -100,16 +100,7 @@ def _read_parameters(raw: msgspec.Raw, param: str) -> dict[str, object]:
     """A schema as the template writes it; nothing here interprets it."""
     if not is_given(raw):
         return NO_PARAMETERS
-    try:
-        schema = msgspec.json.decode(raw, type=dict[str, object])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise RequestError(
-            f"Invalid type for '{param}': expected an object with a JSON schema.",
-            param=param,
-            code="invalid_type",
-        ) from error
-    check_plain(schema, param)
-    return schema
+    return decode_schema(raw, param)
 
 
 def _check_nothing_needs_tools(chat: ChatBody) -> None:
@@ -132,3 +123,68 @@ def _check_choice(choice: str | ToolChoice | None, names: Sequence[str]) -> None
         raise missing("tool_choice.function")
     if choice.function.name not in names:
         raise invalid("tool_choice", "it names a function that is not among 'tools'.")
+
+
+# ---- calls that the output is held to -----------------------------------------------------------
+
+
+def _read_constraint(
+    chat: ChatBody, tools: Sequence[Tool], dialect: ChatDialect, tool_format: ToolFormat
+) -> Constraint | None:
+    """For calls that are required, or arguments that are `strict`; None = neither is asked for."""
+    choice = chat.tool_choice
+    if isinstance(choice, ToolChoice) and choice.function is not None:
+        schemas = _held_schemas(tools, only=choice.function.name)
+        return tag_constraint(_calls(tool_format, schemas, only_first=True), "tools")
+    if choice == "required":
+        only_first = chat.parallel_tool_calls is False
+        layout = _calls(tool_format, _held_schemas(tools), only_first=only_first)
+        return tag_constraint(layout, "tools")
+    strict = [position for position, tool in enumerate(tools) if _is_strict(tool)]
+    if not strict:
+        return None
+    if tool_format is not ToolFormat.HERMES or dialect.tool_markers:
+        raise unsupported(
+            f"tools[{strict[0]}].function.strict",
+            " for this model, except with 'tool_choice' as \"required\" or a function's name:"
+            " nothing in its output tells for certain where a call begins",
+        )
+    layout = held_calls.hermes_text_with_calls(_held_schemas(tools, loosens_others=True))
+    return tag_constraint(layout, "tools")
+
+
+def _calls(tool_format: ToolFormat, schemas: held_calls.Schemas, *, only_first: bool) -> Layout:
+    match tool_format:
+        case ToolFormat.HERMES:
+            return held_calls.hermes_calls(schemas, only_first=only_first)
+        case ToolFormat.LLAMA3_JSON:
+            return held_calls.llama3_json_calls(schemas, only_first=only_first)
+    return held_calls.mistral_calls(schemas, only_first=only_first)
+
+
+def _held_schemas(
+    tools: Sequence[Tool], *, only: str | None = None, loosens_others: bool = False
+) -> held_calls.Schemas:
+    """By name. `only`: of this function. `loosens_others`: any arguments where not `strict`."""
+    schemas: dict[str, object] = {}
+    for position, tool in enumerate(tools):
+        function = tool.function
+        if function is None or only not in (None, function.name):
+            continue
+        param = f"tools[{position}].function.parameters"
+        is_any = loosens_others and not function.strict
+        schema = ANY_PARAMETERS if is_any else _arguments_schema(function.parameters, param)
+        schemas[function.name] = restrict(schema, param)
+    return schemas
+
+
+def _arguments_schema(raw: msgspec.Raw, param: str) -> dict[str, object]:
+    """An object's: arguments are nothing else."""
+    schema = _read_parameters(raw, param)
+    if schema.get("type", "object") != "object":
+        raise invalid(f"{param}.type", "expected 'object': a call's arguments are one.")
+    return schema
+
+
+def _is_strict(tool: Tool) -> bool:
+    return tool.function is not None and tool.function.strict is True

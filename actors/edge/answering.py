@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
+from typing import TypeVar
 
 import msgspec
 
@@ -20,10 +21,13 @@ from engine.clock import Clock
 from engine.errors import CapacityError, RequestError, WorkerError
 from engine.messages import Assign, TokenizeReply, TokenizeRequest, TokenRecord
 from engine.output_text import TextDelta
-from engine.request import SamplingParams
+from engine.request import Constraint, SamplingParams
 from engine.tokenizing import Tokenizing
 
+T = TypeVar("T")
+
 TOKENIZER_TIMEOUT_S = 20.0  # far longer than the largest prompt takes
+CHECK_TIMEOUT_S = 60.0  # a check bounds itself, and others may come before it
 BATCHER_RETRY_S = 0.2  # then those that were away are asked again
 # Naming the blocks of so many ids takes 0.06 ms here, and asking a batcher some ms.
 MAX_NAMED_HERE_TOKENS = 512
@@ -86,31 +90,43 @@ class Batchers:
         Raises RequestError for text that has no ids, CapacityError if no batcher answers.
         Tokenising is a pure function, so a batcher that dies is simply replaced by the next.
         """
+        reply = await self._any(lambda handle: handle.tokenize(request), TOKENIZER_TIMEOUT_S)
+        if reply.error is not None:
+            param = "messages" if request.messages else "prompt"
+            raise RequestError(reply.error, param=param)
+        return reply
+
+    async def check(self, constraint: Constraint) -> None:
+        """Raises RequestError for a constraint that no output can be held to, else as `ask`."""
+        verdict = await self._any(lambda handle: handle.check(constraint), CHECK_TIMEOUT_S)
+        if verdict.error is not None:
+            raise RequestError(verdict.error, code="invalid_value")
+
+    async def _any(self, call: Callable[[BatcherHandle], Awaitable[T]], timeout_s: float) -> T:
+        """The answer of the first batcher in turn that gives one; CapacityError if none does."""
         give_up_s = self._clock.now_s() + self._patience_s
         while True:
             for _ in range(len(self._names)):
-                reply = await self._ask_next(request)
-                if reply is None:
-                    continue
-                if reply.error is not None:
-                    param = "messages" if request.messages else "prompt"
-                    raise RequestError(reply.error, param=param)
-                return reply
+                reply = await self._call_next(call, timeout_s)
+                if reply is not None:
+                    return reply
             if self._clock.now_s() + BATCHER_RETRY_S > give_up_s:
                 raise CapacityError("no tokenizer is available", retry_after_s=1.0)
             await asyncio.sleep(BATCHER_RETRY_S)
 
-    async def _ask_next(self, request: TokenizeRequest) -> TokenizeReply | None:
+    async def _call_next(
+        self, call: Callable[[BatcherHandle], Awaitable[T]], timeout_s: float
+    ) -> T | None:
         """The answer of the batcher whose turn it is; None when it is away."""
         if not self._names:
             return None  # the topology changed since
         name = self._names[self._turn % len(self._names)]
         self._turn += 1
         try:
-            async with asyncio.timeout(TOKENIZER_TIMEOUT_S):
+            async with asyncio.timeout(timeout_s):
                 handle = self._handles.get(name) or await self._find(name)
                 self._handles[name] = handle
-                return await handle.tokenize(request)
+                return await call(handle)
         except (WorkerError, TimeoutError):
             self._handles.pop(name, None)
             return None
@@ -141,6 +157,8 @@ class Answering:
     async def prepare(self, parsed: ParsedRequest, times: RequestTimes) -> PreparedRequest:
         """Tokenise and settle lengths. Raises RequestError, CapacityError or TimeoutError."""
         async with asyncio.timeout(self._timeout_s):
+            if parsed.base_sampling.constraint is not None:
+                await self._batchers.check(parsed.base_sampling.constraint)
             prompts = await asyncio.gather(
                 *(self._tokenize(prompt, parsed.cache_salt) for prompt in parsed.prompts)
             )

@@ -42,13 +42,15 @@ _MIN_TOKENS_TO_SKIP_QUERIES = 1024
 
 
 class RowSampler(Protocol):
-    """Keeps each row's sampling state; `sample` advances it and only queues work."""
+    """Keeps each row's sampling state; `sample` and `hear` advance it and only queue work."""
 
     def add(
         self, row: int, params: SamplingParams, prompt_ids: list[int], output_ids: list[int]
     ) -> None: ...
 
     def remove(self, row: int) -> None: ...
+
+    def hear(self, row: int, token_id: int) -> None: ...
 
     def sample(
         self, logits: Tensor, rows: list[int], greedy: GreedyChoice | None = None
@@ -62,8 +64,7 @@ class _Computed:
     """A step's forward pass, queued."""
 
     batch: InputBatch
-    # [S, vocab]; None = no row samples
-    logits: Tensor | None
+    logits: Tensor | None  # [S, vocab]; None = no row samples
     # by a graph, which kept each line's best token; None = without one
     replayed: GraphOutput | None
     # [T] bool; None = the logits tell
@@ -183,7 +184,7 @@ class Executor:
     # ---- rows -----------------------------------------------------------------------------------
 
     def _apply_rows(self, plan: StepPlan) -> None:
-        """Zero blocks, release rows, admit rows, append blocks."""
+        """Zero blocks, release rows, admit rows, append blocks, hear tokens."""
         if plan.zero_block_ids:
             self.kv_store.zero(plan.zero_block_ids)
         if self._decode_run is not None and (plan.released_rows or plan.admissions):
@@ -196,6 +197,8 @@ class Executor:
         block_ids = list(filter(None, plan.new_block_ids))
         if block_ids:
             self._append_blocks(list(compress(plan.rows, plan.new_block_ids)), block_ids)
+        for row, token_id in plan.heard_tokens:
+            self._sampler.hear(row, token_id)
 
     def _admit(self, admission: RowAdmission) -> None:
         row, num_prompt = admission.row, admission.num_prompt_tokens

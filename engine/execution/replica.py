@@ -19,6 +19,7 @@ from engine.kv.layout import KvDtype, KvLayout
 from engine.models.decoder import CausalLM
 from engine.models.registry import build_model
 from engine.models.spec import ModelSpec
+from engine.sampling.constraint import Matchers
 from engine.sampling.sampler import Sampler
 from kernels.attention.phased import PhasedAttention
 from kernels.attention.protocol import AttentionShape
@@ -38,15 +39,22 @@ class Replica:
     """Builds the executor of `config`, once or as a trial."""
 
     def __init__(
-        self, config: AppConfig, spec: ModelSpec, layout: KvLayout, model: CausalLM | None = None
+        self,
+        config: AppConfig,
+        spec: ModelSpec,
+        layout: KvLayout,
+        model: CausalLM | None = None,
+        matchers: Matchers | None = None,
     ) -> None:
         """`model`: built before from an equal model section; None = its weights are loaded here.
 
+        `matchers`: of rows with a constraint; None = there are none.
         Raises ConfigError: model, backend and device do not go together.
         """
         self._config = config
         self._spec = spec
         self._layout = layout
+        self._matchers = matchers
         self._device = torch.device(config.model.device)
         asked = config.model.max_model_len
         self._max_model_len = spec.max_model_len if asked is None else asked
@@ -97,7 +105,11 @@ class Replica:
             max_model_len=self._max_model_len,
             max_step_tokens=scheduler.max_step_tokens,
             sampler=Sampler(
-                self._spec.vocab_size, scheduler.max_rows, self._spec.eos_token_ids, self._device
+                self._spec.vocab_size,
+                scheduler.max_rows,
+                self._spec.eos_token_ids,
+                self._device,
+                self._matchers,
             ),
             attention=self._build_attention(),
         )

@@ -12,6 +12,7 @@ from torch import Tensor
 from engine.request import SamplingParams
 from engine.sampling.bias import LogitBias, MinTokens
 from engine.sampling.choice import LogprobTensors, SampledTensors
+from engine.sampling.constraint import Constraints, Matchers, NoMatchers
 from engine.sampling.draw import build_draw
 from engine.sampling.feature import LogitFeature, positions_of
 from engine.sampling.logprobs import Logprobs
@@ -38,19 +39,22 @@ class Sampler:
     4. min_tokens          eos and stop_token_ids are impossible while fewer output tokens exist
                            (vLLM). With ignore_eos the model's eos ids are not banned, they merely
                            do not stop, which is the scheduler's; stop_token_ids still are.
-    5. temperature         0: the argmax of what stands now, lowest id among equals, no noise, and
-                           6-9 do not apply. Above 0: divides. However small, it does not turn into
+    5. constraint          tokens after which the output could not meet it are impossible; eos is
+                           possible where the output is complete, and there alone. A row with one
+                           has to `hear` its newest token before it samples the next.
+    6. temperature         0: the argmax of what stands now, lowest id among equals, no noise, and
+                           7-10 do not apply. Above 0: divides. However small, it does not turn into
                            another mode (vLLM: below 1e-5 is greedy): 1e-6 draws the best token,
                            and draws among exact equals.
-    6. top_k               keeps every logit >= the k-th largest; ties at the k-th all stay, so more
+    7. top_k               keeps every logit >= the k-th largest; ties at the k-th all stay, so more
                            than k may. 0, or k >= vocabulary: all (vLLM also says -1; the edge maps
                            it).
-    7. top_p               keeps the smallest set of best tokens, of those left and renormalised,
+    8. top_p               keeps the smallest set of best tokens, of those left and renormalised,
                            with mass >= top_p, at least one; tokens equal to the last all stay.
-    8. min_p               keeps tokens with at least min_p times the largest probability, after
+    9. min_p               keeps tokens with at least min_p times the largest probability, after
                            temperature. Last, as in Hugging Face; vLLM applies it before top_k and
                            top_p, which can differ when min_p and top_p are used together.
-    9. noise               argmax(logit + Gumbel(seed, index, token)) is a draw from softmax(logit).
+    10. noise              argmax(logit + Gumbel(seed, index, token)) is a draw from softmax(logit).
                            index = output tokens so far, across preemption and migration: the same
                            seed continues the same answer whatever else is in the batch. OpenAI
                            promises best effort for `seed`; here only the logits can make it differ.
@@ -72,17 +76,21 @@ class Sampler:
         max_rows: int,
         eos_token_ids: tuple[int, ...],
         device: torch.device | str,
+        matchers: Matchers | None = None,
     ) -> None:
+        """matchers: follow the outputs of rows with a constraint; None = no row has one."""
         assert all(0 <= i < vocab_size for i in eos_token_ids), f"eos ids {eos_token_ids}"
         staging = Staging(torch.device(device))
         self._vocab_size = vocab_size
         self._max_rows = max_rows
         self._staging = staging
+        self._constraints = Constraints(vocab_size, matchers or NoMatchers(), staging)
         self._adjustments: tuple[LogitFeature, ...] = (  # for greedy rows too
             LogitBias(vocab_size, staging),
             RepetitionPenalty(vocab_size, max_rows, staging),
             OccurrencePenalty(vocab_size, max_rows, staging),
             MinTokens(vocab_size, eos_token_ids, staging),
+            self._constraints,
         )
         self._draw = build_draw(vocab_size, max_rows, staging)  # for rows with a temperature
         self._logprobs = Logprobs(vocab_size, staging)
@@ -120,6 +128,10 @@ class Sampler:
         self._logprobs.remove(row)
         for feature in self._adjustments:
             feature.remove(row)
+
+    def hear(self, row: int, token_id: int) -> None:
+        """The newest token of a row with a constraint, before the row samples again."""
+        self._constraints.hear(row, token_id)
 
     def is_plain(self, rows: list[int]) -> bool:
         """Whether none of `rows` needs anything but the argmax of its logits."""

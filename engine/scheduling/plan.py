@@ -25,7 +25,8 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     Row r of the plan computes tokens [num_computed_tokens[r], num_computed_tokens[r] +
     num_new_tokens[r]) of its request and returns logits for the last num_logits[r] of them. A plan
     may be launched while the one before it computes: a row that samples there computes the token
-    it samples here, and only the device knows its id.
+    it samples here, and only the device knows its id. A row with a constraint is not in both: what
+    it may sample depends on that id.
     """
 
     step: int
@@ -38,6 +39,8 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     num_logits: list[int]  # [R] 0 = KV only, 1 = the last position
     samples: list[bool]  # [R] draw a token from the last position's logits
     new_block_ids: list[list[int]]  # [R] blocks appended to the row's table before it runs
+    # The newest token of each row whose constraint has to hear of it before the row samples again.
+    heard_tokens: list[tuple[int, int]] = []  # (row, token id)
 
     @property
     def num_tokens(self) -> int:

@@ -4,7 +4,7 @@ from itertools import repeat
 
 from engine.request import Request
 from engine.scheduling.plan import StepPlan
-from engine.scheduling.row_slots import RowSlots
+from engine.scheduling.row_slots import RowSlots, row_of
 
 Chunk = tuple[Request, int]  # who computes known tokens, and how many of them
 
@@ -29,6 +29,11 @@ def build_plan(
     rows = [request.row for request in requests if request.row is not None]
     assert len(rows) == len(requests), f"step {step}: a request of {len(requests)} has no row"
     no_blocks: list[int] = []
+    heard_tokens = [
+        (row_of(request), request.tokens[-1])
+        for request in decodes
+        if request.params.constraint is not None and not row_slots.is_entering(request)
+    ]
     admissions, released_rows = row_slots.take_changes()
     return StepPlan(
         step=step,
@@ -41,4 +46,5 @@ def build_plan(
         num_logits=[1] * num_decodes + list(map(int, reaches_end)),
         samples=[True] * num_decodes + reaches_end,
         new_block_ids=list(map(grown.get, rows, repeat(no_blocks))),
+        heard_tokens=heard_tokens,
     )

@@ -5,6 +5,8 @@
              chunks     one token
 
 A request moves to the right once for every time it gets a row, and may be removed from anywhere.
+One with a constraint is paused after every step, until its token came: what it may sample next
+depends on that token.
 Each step plans all `decodes` alike, so that nobody has to be asked what it would compute next.
 Knows no rows, no blocks and no steps.
 """
@@ -21,6 +23,7 @@ class RunningRequests:
         self._all: dict[RequestKey, Request] = {}
         self.prompts: dict[RequestKey, Request] = {}
         self.decodes: dict[RequestKey, Request] = {}
+        self._constrained: dict[RequestKey, Request] = {}
 
     def __len__(self) -> int:
         return len(self._all)
@@ -48,6 +51,8 @@ class RunningRequests:
     def add(self, request: Request) -> None:
         """Take in a request whose known tokens are to be computed in chunks."""
         self._all[request.key] = self.prompts[request.key] = request
+        if request.params.constraint is not None:
+            self._constrained[request.key] = request
 
     def begin_decode(self, request: Request) -> None:
         """From the next step on the request computes one token a step: its newest."""
@@ -59,10 +64,23 @@ class RunningRequests:
         for request in requests:
             del self.decodes[request.key]
 
+    def hold_constrained(self) -> list[Request]:
+        """Pause decodes with a constraint, each with a token in flight; they are to `resume`."""
+        held = [r for r in self._constrained.values() if r.key in self.decodes]
+        self.pause(held)
+        return held
+
+    def resume(self, held: Iterable[Request]) -> None:
+        """The tokens of what was held came: those that still run decode on."""
+        for request in held:
+            if self._all.get(request.key) is request:
+                self.decodes[request.key] = request
+
     def remove(self, request: Request) -> None:
         del self._all[request.key]
         self.prompts.pop(request.key, None)
         self.decodes.pop(request.key, None)
+        self._constrained.pop(request.key, None)
 
     def has_prefilling_sibling(self, request: Request, block_size: int) -> bool:
         """Whether another choice of the same request is computing the prompt they share."""

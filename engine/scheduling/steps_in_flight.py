@@ -12,7 +12,7 @@ Knows no rows and no cache: what is held here, the scheduler lets go.
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from engine.request import Request
@@ -28,6 +28,7 @@ class StepInFlight:
     num_decodes: int
     zero_block_ids: list[int]
     work: StepWork = NO_WORK
+    held: Sequence[Request] = ()  # plan nothing before they know the token they sample here
     # index in `requests` -> the blocks of a request that left since
     left_block_ids: dict[int, list[int]] = field(default_factory=dict)
 

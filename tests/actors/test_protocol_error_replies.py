@@ -18,7 +18,14 @@ from actors.api.openai_objects import (
     to_json,
 )
 from actors.api.served_model import ServedModel
-from engine.errors import CapacityError, ConfigError, NumericsError, RequestError, WorkerError
+from engine.errors import (
+    CapacityError,
+    ConfigError,
+    NumericsError,
+    PoisonedError,
+    RequestError,
+    WorkerError,
+)
 
 
 def test_the_models_list_is_the_clients_object() -> None:
@@ -66,6 +73,7 @@ ERRORS: list[tuple[Exception, int, str, str | None, type[openai.APIStatusError]]
     (CapacityError("m"), 503, "service_unavailable", "overloaded", openai.InternalServerError),
     (WorkerError("m"), 500, "server_error", None, openai.InternalServerError),
     (NumericsError("m"), 500, "server_error", None, openai.InternalServerError),
+    (PoisonedError("m"), 500, "server_error", "poisoned", openai.InternalServerError),
     (TimeoutError("/secret"), 504, "server_error", "timeout", openai.InternalServerError),
     (ConfigError("/secret"), 500, "server_error", None, openai.InternalServerError),
     (KeyError("/secret"), 500, "server_error", None, openai.InternalServerError),

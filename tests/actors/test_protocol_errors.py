@@ -99,7 +99,9 @@ SHARED_ROWS: list[tuple[dict[str, object], str | None, str | None]] = [
     ({"extra_key": "x" * 2000}, "extra_key", "string_above_max_length"),
     ({"ignore_eos": 1}, "ignore_eos", "invalid_type"),
     ({"nonsense": 1}, "nonsense", "unknown_parameter"),
-    ({"structured_outputs": {"json": {}}}, "structured_outputs", "unsupported_parameter"),
+    ({"structured_outputs": {}}, "structured_outputs", "invalid_value"),
+    ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs", "invalid_value"),
+    ({"response_format": {"type": "xml"}}, "response_format.type", "invalid_value"),
     ({"prompt_logprobs": 1}, "prompt_logprobs", "unsupported_parameter"),
     ({"use_beam_search": True}, "use_beam_search", "unsupported_parameter"),
 ]
@@ -175,7 +177,11 @@ CHAT_ROWS: list[tuple[dict[str, object], str | None, str | None]] = [
     ({"tool_choice": "auto"}, "tool_choice", "invalid_value"),
     ({"functions": []}, "functions", "unsupported_parameter"),
     ({"function_call": "auto"}, "function_call", "unsupported_parameter"),
-    ({"response_format": {"type": "json_object"}}, "response_format", "unsupported_parameter"),
+    (
+        {"response_format": {"type": "text", "json_schema": {"name": "a"}}},
+        "response_format.json_schema",
+        "invalid_value",
+    ),
     ({"audio": {}}, "audio", "unsupported_parameter"),
     ({"modalities": ["text", "audio"]}, "modalities", "unsupported_parameter"),
     ({"prediction": {}}, "prediction.type", "missing_required_parameter"),

@@ -5,6 +5,7 @@ From the bytes and the content type of a request to the error object; no HTTP, n
 
 import json
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -25,7 +26,8 @@ CHAT: dict[str, object] = {"model": "tiny", "messages": [{"role": "user", "conte
 TEXT: dict[str, object] = {"model": "tiny", "prompt": "hi"}
 TOOL = {"type": "function", "function": {"name": "add"}}
 WORDY = {"type": "function", "function": {"name": "f", "description": "x" * 1601}}
-STRICT = {"type": "function", "function": {"name": "add", "strict": True}}
+STRICT: dict[str, Any] = {"type": "function", "function": {"name": "add", "strict": True}}
+UNKEPT = {"type": "object", "minProperties": 2}
 PROMPT_TOKENS = 60
 INVALID = "invalid_request_error"
 
@@ -145,11 +147,11 @@ ROWS: list[tuple[str, Reader, Fields, str, str]] = [
         "invalid_type",
     ),
     (
-        "a promise about arguments",
+        "a promise about arguments that nothing keeps",
         chat,
-        {"tools": [TOOL, STRICT]},
-        "tools[1].function.strict",
-        "unsupported_parameter",
+        {"tools": [TOOL, STRICT | {"function": STRICT["function"] | {"parameters": UNKEPT}}]},
+        "tools[1].function.parameters",
+        "invalid_value",
     ),
     (
         "bad tool choice",
@@ -167,18 +169,18 @@ ROWS: list[tuple[str, Reader, Fields, str, str]] = [
         "invalid_value",
     ),
     (
-        "required call",
+        "required call and a format",
         chat,
-        {"tools": [TOOL], "tool_choice": "required"},
-        "tool_choice",
-        "unsupported_parameter",
+        {"tools": [TOOL], "response_format": {"type": "json_object"}},
+        "tools",
+        "invalid_value",
     ),
     (
-        "named call",
+        "named call without an end",
         chat,
-        {"tools": [TOOL], "tool_choice": TOOL},
-        "tool_choice",
-        "unsupported_parameter",
+        {"tools": [TOOL], "tool_choice": TOOL, "ignore_eos": True},
+        "ignore_eos",
+        "invalid_value",
     ),
     (
         "named call of nothing",
@@ -218,9 +220,9 @@ ROWS: list[tuple[str, Reader, Fields, str, str]] = [
     (
         "a schema without a schema",
         chat,
-        {"response_format": {"type": "json_schema"}},
-        "response_format",
-        "unsupported_parameter",
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}},
+        "response_format.json_schema.schema",
+        "missing_required_parameter",
     ),
     (
         "prompt log-probabilities, streamed",

@@ -42,9 +42,11 @@ def test_the_words_are_openais() -> None:
         "Invalid value: 'robot'. Supported values are: 'system', 'developer', 'user', 'assistant',"
         " 'tool'."
     )
-    assert words({"response_format": {"type": "json_object"}}) == (
-        "Unsupported parameter: 'response_format' is not supported by this server, except as"
-        ' {"type":"text"}.'
+    assert words({"response_format": {"type": "xml"}}) == (
+        "Invalid value: 'xml'. Supported values are: 'text', 'json_object', 'json_schema'."
+    )
+    assert words({"modalities": ["audio"]}) == (
+        "Unsupported parameter: 'modalities' is not supported by this server, except as [\"text\"]."
     )
     assert words({"functions": []}) == (
         "Unsupported parameter: 'functions' is not supported by this server; use 'tools' instead."

@@ -24,4 +24,5 @@ def _places(request: Request) -> list[tuple[bool, bool]]:
         return [(True, False), (False, True)]
     # Its newest token is in flight: is there another one to compute here?
     has_next = request.num_computed_tokens + 1 < request.max_known_tokens
-    return [(False, has_next and request.decode_worker is None)]
+    waits_for_its_token = request.params.constraint is not None
+    return [(False, has_next and request.decode_worker is None and not waits_for_its_token)]

@@ -1,0 +1,123 @@
+"""The process that tries a constraint out before anything depends on it, within time and memory.
+
+One constraint a line comes in, one verdict a line goes out: JSON texts, "" = it will do. A
+constraint that takes too much ends the process, by signals that no code here has to stay alive
+for; whoever started it sees the end of its output. It ends with its input, too.
+"""
+
+import os
+import random
+import resource
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+import numpy as np
+import xgrammar
+
+from engine.constraints.compiling import compile_constraint
+from engine.constraints.vocabulary import load_vocabulary
+from engine.errors import RequestError
+from engine.models.spec import load_spec
+from engine.request import Constraint
+
+START_LIMIT_S = 120.0  # of this process, until it takes constraints
+CPU_LIMIT_S = 6.0  # of one constraint
+WALL_LIMIT_S = 12.0
+MEMORY_LIMIT_BYTES = 2 * 2**30  # beyond what the process has when it starts
+MAX_GRAMMAR_BYTES = 128 * 2**20
+NUM_TRIED_TOKENS = 64
+MAX_MEAN_STEP_S = 0.01  # of one token of one output, in which every other output waits
+NICENESS = 5
+
+
+def main(arguments: Sequence[str]) -> None:
+    """arguments: the model's folder."""
+    _limit_time(cpu_s=START_LIMIT_S, wall_s=START_LIMIT_S)
+    replies = _own_output()
+    os.nice(NICENESS)
+    folder = Path(arguments[0])
+    spec = load_spec(folder)
+    vocabulary = load_vocabulary(
+        folder, vocab_size=spec.vocab_size, eos_token_ids=spec.eos_token_ids
+    )
+    compiler = xgrammar.GrammarCompiler(vocabulary, max_threads=1, cache_enabled=False)
+    _limit_memory()
+    _limit_time(cpu_s=0.0, wall_s=0.0)
+    _say(replies, "")
+    for line in sys.stdin.buffer:
+        constraint = msgspec.json.decode(line, type=Constraint)
+        _limit_time(cpu_s=CPU_LIMIT_S, wall_s=WALL_LIMIT_S)
+        verdict = judge(compiler, constraint)
+        _limit_time(cpu_s=0.0, wall_s=0.0)
+        _say(replies, verdict)
+
+
+def judge(compiler: xgrammar.GrammarCompiler, constraint: Constraint) -> str:
+    """What is wrong with it, for the client; "" = nothing. Bounds no time."""
+    try:
+        grammar = compile_constraint(compiler, constraint)
+    except RequestError as error:
+        return error.message
+    except MemoryError:
+        return f"The constraint on the output ({constraint.kind.value}) takes too much memory."
+    problem = "is too large" if grammar.memory_size_bytes > MAX_GRAMMAR_BYTES else _try(grammar)
+    return f"The constraint on the output ({constraint.kind.value}) {problem}." if problem else ""
+
+
+def _try(grammar: xgrammar.CompiledGrammar) -> str:
+    """Follow a random output for a while, as slowly as it ends: can it go on, and how fast?"""
+    matcher = xgrammar.GrammarMatcher(grammar)
+    vocab_size = grammar.tokenizer_info.vocab_size
+    mask = xgrammar.allocate_token_bitmask(1, vocab_size)
+    draw = random.Random(0)
+    spent_s = 0.0
+    for position in range(NUM_TRIED_TOKENS):
+        started_s = time.process_time()
+        mask.fill_(-1)
+        matcher.fill_next_token_bitmask(mask)
+        spent_s += time.process_time() - started_s
+        bits = np.unpackbits(mask.numpy().view(np.uint8), bitorder="little")[:vocab_size]
+        allowed = np.flatnonzero(bits)
+        going_on = np.setdiff1d(allowed, grammar.tokenizer_info.stop_token_ids)
+        if len(allowed) == 0:
+            return "can come to a point where nothing may follow"
+        if len(going_on) == 0:
+            return "allows nothing but an empty output" if position == 0 else ""
+        started_s = time.process_time()
+        matcher.accept_token(int(draw.choice(going_on)))
+        spent_s += time.process_time() - started_s
+    if spent_s > NUM_TRIED_TOKENS * MAX_MEAN_STEP_S:
+        return "takes too long to follow: it can be read in too many ways"
+    return ""
+
+
+def _limit_time(*, cpu_s: float, wall_s: float) -> None:
+    """Both signals end the process where it stands, also inside the compiler; 0 = no limit."""
+    signal.setitimer(signal.ITIMER_PROF, cpu_s)
+    signal.setitimer(signal.ITIMER_REAL, wall_s)
+
+
+def _limit_memory() -> None:
+    """On what is private and writable; address space alone costs nothing."""
+    status = Path("/proc/self/status").read_text()
+    used_kib = next(int(line.split()[1]) for line in status.splitlines() if line[:7] == "VmData:")
+    limit_bytes = used_kib * 1024 + MEMORY_LIMIT_BYTES
+    resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, limit_bytes))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _own_output() -> BinaryIO:
+    """Where verdicts go; what a library prints goes to the errors instead."""
+    own = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    return own
+
+
+def _say(replies: BinaryIO, text: str) -> None:
+    replies.write(msgspec.json.encode(text) + b"\n")
+    replies.flush()

@@ -1,0 +1,137 @@
+"""Whether constraints will do, found out in processes of their own that may die of them.
+
+A constraint is the client's program for the compiler: it can be impossible, huge or endless. What
+takes a check too long or too much memory is refused, and other checks go on beside it. Verdicts
+are kept, refusals too.
+"""
+
+import subprocess
+import sys
+from collections import OrderedDict
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from threading import Lock
+
+import msgspec
+
+from engine.errors import CapacityError, WorkerError
+from engine.request import Constraint
+
+MAX_CHILDREN = 2
+MAX_UNCHECKED = 32  # waiting or being checked
+MAX_VERDICTS = 1024
+_START = (
+    "import sys; sys.path[:] = sys.argv[1].split('\\n');"
+    " from engine.constraints.check_child import main; main(sys.argv[2:])"
+)
+
+
+class ConstraintChecks:
+    """Checks for one model folder. Children start with the first constraint, and stay."""
+
+    def __init__(self, model_path: str) -> None:
+        self._model_path = str(Path(model_path).resolve())
+        self._threads = ThreadPoolExecutor(MAX_CHILDREN, thread_name_prefix="constraint checks")
+        self._idle: SimpleQueue[_Child] = SimpleQueue()
+        self._lock = Lock()
+        self._verdicts: OrderedDict[Constraint, str] = OrderedDict()  # "" = it will do
+        self._under_way: dict[Constraint, Future[str]] = {}
+
+    def check(self, constraint: Constraint) -> "Future[str]":
+        """What is wrong with it, for the client; "" = nothing. Never waits.
+
+        The future raises WorkerError when no check can be made. Raises CapacityError when too many
+        others wait.
+        """
+        with self._lock:
+            known = self._verdicts.get(constraint)
+            if known is not None:
+                self._verdicts.move_to_end(constraint)
+                done: Future[str] = Future()
+                done.set_result(known)
+                return done
+            if constraint in self._under_way:
+                return self._under_way[constraint]
+            if len(self._under_way) >= MAX_UNCHECKED:
+                raise CapacityError("too many new constraints are being checked", status=429)
+            future = self._threads.submit(self._check, constraint)
+            self._under_way[constraint] = future
+        # A future that is done already calls back at once, so not under the lock.
+        future.add_done_callback(lambda _: self._forget(constraint))
+        return future
+
+    def close(self) -> None:
+        """Ends the children once their checks are over."""
+        self._threads.shutdown(wait=True, cancel_futures=True)
+        while (child := self._take_idle()) is not None:
+            child.close()
+
+    # ---- on the threads -------------------------------------------------------------------------
+
+    def _check(self, constraint: Constraint) -> str:
+        child = self._take_idle() or _Child(self._model_path)
+        verdict = child.check(constraint)
+        if verdict is None:
+            child.close()
+            verdict = (
+                f"The constraint on the output ({constraint.kind.value}) takes too long or too much"
+                " memory to compile; make it smaller."
+            )
+        else:
+            self._idle.put(child)
+        with self._lock:
+            self._verdicts[constraint] = verdict
+            if len(self._verdicts) > MAX_VERDICTS:
+                self._verdicts.popitem(last=False)
+        return verdict
+
+    def _take_idle(self) -> "_Child | None":
+        try:
+            return self._idle.get_nowait()
+        except Empty:
+            return None
+
+    def _forget(self, constraint: Constraint) -> None:
+        with self._lock:
+            self._under_way.pop(constraint, None)
+
+
+class _Child:
+    """One process; for one thread at a time. It bounds its own time, so that no read here hangs."""
+
+    def __init__(self, model_path: str) -> None:
+        """Raises WorkerError when it does not start."""
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _START, "\n".join(sys.path), model_path],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        if self._read() is None:
+            code = self.close()
+            raise WorkerError(f"the process that checks constraints did not start (exit {code})")
+
+    def check(self, constraint: Constraint) -> str | None:
+        """The verdict; None when the process died of the constraint."""
+        stdin = self._process.stdin
+        assert stdin is not None
+        try:
+            stdin.write(msgspec.json.encode(constraint) + b"\n")
+            stdin.flush()
+        except BrokenPipeError:
+            return None
+        return self._read()
+
+    def close(self) -> int:
+        """Ends it; its exit status."""
+        for stream in (self._process.stdin, self._process.stdout):
+            assert stream is not None
+            stream.close()
+        self._process.kill()
+        return self._process.wait()
+
+    def _read(self) -> str | None:
+        stdout = self._process.stdout
+        assert stdout is not None
+        line = stdout.readline()
+        return msgspec.json.decode(line, type=str) if line.endswith(b"\n") else None

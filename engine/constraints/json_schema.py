@@ -1,0 +1,394 @@
+"""JSON schemas as the grammar compiler takes them: what it would ignore is refused, not dropped.
+
+`restrict` rewrites a schema to one that allows a part of what it allowed, never more:
+
+    an object with properties      has these and no others, in this order
+    an object or array that says   may hold anything (the compiler would leave it empty)
+      nothing of what is in it
+    a required name without a      may have any value that additionalProperties allows
+      property of its own
+
+A schema that no value can satisfy is refused too, also one that needs itself without end. Knows no
+compiler and no tokens.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import cast
+
+from engine.constraints.pattern import writable_pattern
+from engine.errors import RequestError
+
+Schema = dict[str, object]
+
+MAX_NODES = 20_000
+MAX_BOUND = 10**15 - 1  # of integers with a bound: JSON readers keep them all
+# What a value must be to be of a type, as JSON is decoded.
+_TYPES: Mapping[str, Callable[[object], bool]] = {
+    "null": lambda value: value is None,
+    "boolean": lambda value: isinstance(value, bool),
+    "string": lambda value: isinstance(value, str),
+    "integer": lambda value: (
+        not isinstance(value, bool)
+        and (isinstance(value, int) or (isinstance(value, float) and value.is_integer()))
+    ),
+    "number": lambda value: not isinstance(value, bool) and isinstance(value, int | float),
+    "array": lambda value: isinstance(value, list),
+    "object": lambda value: isinstance(value, dict),
+}
+# Keyword -> the types it says something about.
+_KEYWORDS: Mapping[str, tuple[str, ...]] = {
+    "properties": ("object",),
+    "required": ("object",),
+    "additionalProperties": ("object",),
+    "items": ("array",),
+    "prefixItems": ("array",),
+    "minItems": ("array",),
+    "maxItems": ("array",),
+    "minLength": ("string",),
+    "maxLength": ("string",),
+    "pattern": ("string",),
+    "minimum": ("integer", "number"),
+    "maximum": ("integer", "number"),
+    "exclusiveMinimum": ("integer", "number"),
+    "exclusiveMaximum": ("integer", "number"),
+}
+_COUNTS = ("minItems", "maxItems", "minLength", "maxLength")
+# Each says alone what the value is.
+_DECIDERS = ("$ref", "const", "enum", "anyOf", "allOf")
+_DEFINITIONS = ("$defs", "definitions")
+_ANNOTATIONS = (
+    *("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"),
+    *("$schema", "$id", "$comment", "format", "discriminator"),
+)
+
+
+def restrict(schema: object, param: str) -> Schema:
+    """A copy that the compiler takes as it is meant. Raises RequestError naming `param`."""
+    if not isinstance(schema, dict):
+        raise _refused(param, "expected an object with a JSON schema")
+    root = cast("Schema", schema)
+    restricted = _Restriction(param).node(root, param)
+    for name in _DEFINITIONS:
+        if name in root and name not in restricted:
+            raise _refused(param, f"'{name}' may not stand beside a boolean schema")
+    if not _Satisfiability(restricted, param).can_be_met():
+        raise _refused(param, "no value can satisfy it")
+    return restricted
+
+
+class _Restriction:
+    """One schema's copy; counts its nodes."""
+
+    def __init__(self, param: str) -> None:
+        self._param = param
+        self._num_nodes = 0
+
+    def node(self, schema: object, where: str) -> Schema:
+        self._num_nodes += 1
+        if self._num_nodes > MAX_NODES:
+            raise _refused(self._param, f"it has more than {MAX_NODES} parts")
+        if schema is True:
+            return {}
+        if schema is False:
+            return {"enum": []}
+        if not isinstance(schema, dict):
+            raise _refused(where, "expected a JSON schema")
+        _check_keywords(schema, where)
+        kept: Schema = {
+            name: {key: self.node(value, f"{where}.{name}.{key}") for key, value in inner.items()}
+            for name, inner in _objects(schema, _DEFINITIONS, where)
+        }
+        deciders = [name for name in _DECIDERS if name in schema]
+        if deciders:
+            return kept | self._decided(schema, deciders, where)
+        types = _types_of(schema, where)
+        return kept | self._typed(schema, types, where)
+
+    def _decided(self, schema: Schema, deciders: list[str], where: str) -> Schema:
+        others = [name for name in schema if name in _KEYWORDS]
+        if len(deciders) > 1 or others:
+            names = ", ".join(f"'{name}'" for name in (*deciders, *others))
+            raise _refused(where, f"{names} cannot be combined; keep one of them")
+        match deciders[0]:
+            case "$ref":
+                self._refuse_type(schema, where)
+                return {"$ref": _reference(schema["$ref"], where)}
+            case "const":
+                return {"enum": _of_type([schema["const"]], schema, where)}
+            case "enum":
+                return {"enum": _of_type(_list(schema["enum"], f"{where}.enum"), schema, where)}
+            case "anyOf":
+                self._refuse_type(schema, where)
+                return {"anyOf": self._list(schema["anyOf"], f"{where}.anyOf")}
+        parts = self._list(schema["allOf"], f"{where}.allOf")
+        if len(parts) != 1:
+            raise _refused(f"{where}.allOf", "only a single schema is supported")
+        self._refuse_type(schema, where)
+        return {"anyOf": parts}
+
+    def _refuse_type(self, schema: Schema, where: str) -> None:
+        if "type" in schema:
+            raise _refused(where, "'type' cannot stand beside '$ref', 'anyOf' or 'allOf'")
+
+    def _list(self, value: object, where: str) -> list[Schema]:
+        found = _list(value, where)
+        if not found:
+            raise _refused(where, "expected at least one schema")
+        return [self.node(item, f"{where}[{i}]") for i, item in enumerate(found)]
+
+    def _typed(self, schema: Schema, types: tuple[str, ...], where: str) -> Schema:
+        """One alternative a type: then each has its own keywords only."""
+        parts = [self._of_type(schema, name, where) for name in types]
+        if len(parts) == 1:
+            return parts[0]
+        return {"anyOf": parts} if parts else {}
+
+    def _of_type(self, schema: Schema, name: str, where: str) -> Schema:
+        own = {
+            key: value
+            for key, value in schema.items()
+            if name in _KEYWORDS.get(key, ()) and key not in _STRUCTURE
+        }
+        _check_bounds(own, where)
+        if "pattern" in own:
+            own["pattern"] = writable_pattern(str(own["pattern"]), f"{where}.pattern")
+        match name:
+            case "object":
+                return {"type": "object", **self._object(schema, where)}
+            case "array":
+                return {"type": "array", **self._array(schema, where), **own}
+            case "integer":
+                return _integer(own)
+            case "number" if own:
+                raise _refused(where, "bounds are supported for integers only")
+        return {"type": name, **own}
+
+    def _object(self, schema: Schema, where: str) -> Schema:
+        is_open = schema.get("additionalProperties", "properties" not in schema)
+        others = self.node(is_open, f"{where}.additionalProperties")
+        names = _strings(schema.get("required", []), f"{where}.required")
+        inner = _object_at(schema, "properties", where)
+        properties = {
+            key: self.node(value, f"{where}.properties.{key}") for key, value in inner.items()
+        }
+        properties |= {name: others for name in names if name not in properties}
+        if not properties:
+            is_closed = others == {"enum": []}
+            return {"additionalProperties": False if is_closed else (others or True)}
+        return {"properties": properties, "required": names, "additionalProperties": False}
+
+    def _array(self, schema: Schema, where: str) -> Schema:
+        items = schema.get("items", True)
+        prefix = _list(schema.get("prefixItems", []), f"{where}.prefixItems")
+        if not prefix:
+            return {"items": self.node(items, f"{where}.items") or True}
+        if "minItems" in schema or "maxItems" in schema:
+            raise _refused(where, "'prefixItems' cannot be combined with 'minItems' or 'maxItems'")
+        # Just the items that are listed: an array of exactly these is what the schema allows too.
+        return {
+            "prefixItems": self._list(prefix, f"{where}.prefixItems"),
+            "items": False,
+        }
+
+
+_STRUCTURE = ("properties", "required", "additionalProperties", "items", "prefixItems")
+
+
+class _Satisfiability:
+    """Whether a restricted schema has a value. A least fixed point: what needs itself has none."""
+
+    def __init__(self, root: Schema, param: str) -> None:
+        self._root = root
+        self._nodes: dict[int, Schema] = {}
+        self._targets: dict[int, Schema] = {}  # of references
+        for node in _walk(root):
+            self._nodes[id(node)] = node
+            if "$ref" in node:
+                self._targets[id(node)] = _resolve(root, str(node["$ref"]), param)
+        self._met: set[int] = set()
+
+    def can_be_met(self) -> bool:
+        open_ids = dict.fromkeys(reversed(self._nodes))
+        while True:
+            met = [node_id for node_id in open_ids if self._has_value(self._nodes[node_id])]
+            if not met:
+                return id(self._root) in self._met
+            for node_id in met:
+                self._met.add(node_id)
+                del open_ids[node_id]
+
+    def _has_value(self, node: Schema) -> bool:
+        if "$ref" in node:
+            return id(self._targets[id(node)]) in self._met
+        if "enum" in node:
+            return bool(node["enum"])
+        if "anyOf" in node:
+            return any(id(part) in self._met for part in cast("list[Schema]", node["anyOf"]))
+        if node.get("type") == "object":
+            properties = cast("dict[str, Schema]", node.get("properties", {}))
+            required = cast("list[str]", node.get("required", []))
+            return all(id(properties[name]) in self._met for name in required)
+        if node.get("type") == "array":
+            needed = list(cast("list[Schema]", node.get("prefixItems", [])))
+            if cast("int", node.get("minItems", 0)) > 0 and isinstance(node["items"], dict):
+                needed.append(cast("Schema", node["items"]))
+            return all(id(part) in self._met for part in needed)
+        return True
+
+
+def _walk(root: Schema) -> Iterator[Schema]:
+    """Every node of a restricted schema, outer ones first."""
+    stack = [root]
+    while stack:
+        node = stack.pop()
+        yield node
+        for name in (*_DEFINITIONS, "properties"):
+            stack += cast("dict[str, Schema]", node.get(name, {})).values()
+        for name in ("anyOf", "prefixItems"):
+            stack += cast("list[Schema]", node.get(name, []))
+        for name in ("items", "additionalProperties"):
+            inner = node.get(name)
+            if isinstance(inner, dict):
+                stack.append(inner)
+
+
+def _check_keywords(schema: Schema, where: str) -> None:
+    for name, value in schema.items():
+        is_known = name in _KEYWORDS or name in _DECIDERS or name in _DEFINITIONS
+        if is_known or name == "type" or name in _ANNOTATIONS or name.startswith("x-"):
+            continue
+        if name == "uniqueItems" and value is False:
+            continue
+        raise _refused(where, f"the keyword '{name[:60]}' is not supported")
+
+
+def _check_bounds(own: Schema, where: str) -> None:
+    for name, value in own.items():
+        is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+        if name in _COUNTS and not is_count:
+            raise _refused(f"{where}.{name}", "expected a whole number, 0 or more")
+        if name == "pattern" and not isinstance(value, str):
+            raise _refused(f"{where}.pattern", "expected a string")
+        if name not in _COUNTS and name != "pattern" and not _is_bound(value):
+            raise _refused(f"{where}.{name}", "expected a number of at most 15 digits")
+    if "pattern" in own and len(own.keys() & {"minLength", "maxLength"}) > 0:
+        raise _refused(
+            where, "'pattern' cannot be combined with 'minLength' or 'maxLength'; say it in one"
+        )
+
+
+def _is_bound(value: object) -> bool:
+    return _TYPES["number"](value) and abs(cast("float", value)) <= MAX_BOUND
+
+
+def _integer(own: Schema) -> Schema:
+    """All within the bounds, as pieces: the compiler goes wrong in most ranges but such."""
+    if not own:
+        return {"type": "integer"}
+    bounds = {name: cast("float", value) for name, value in own.items()}
+    low = max(
+        math.ceil(bounds.get("minimum", -MAX_BOUND)),
+        math.floor(bounds.get("exclusiveMinimum", -MAX_BOUND - 1)) + 1,
+    )
+    high = min(
+        math.floor(bounds.get("maximum", MAX_BOUND)),
+        math.ceil(bounds.get("exclusiveMaximum", MAX_BOUND + 1)) - 1,
+    )
+    pieces = [(-last, -first) for first, last in _pieces(max(1, -high), -low)]
+    pieces += _pieces(max(1, low), high)
+    singles: list[object] = [first for first, last in pieces if first == last]
+    if low <= 0 <= high:
+        singles.append(0)
+    ranges: list[Schema] = [
+        {"type": "integer", "minimum": first, "maximum": last}
+        for first, last in pieces
+        if first < last
+    ]
+    return {"anyOf": [{"enum": singles}, *ranges] if singles else ranges}
+
+
+def _pieces(low: int, high: int) -> list[tuple[int, int]]:
+    """1 <= low ... high cut where the last digits run from 0 to 9; none when it is empty."""
+    pieces = []
+    while low <= high:
+        size = 1
+        while low % (10 * size) == 0 and low + 10 * size - 1 <= high:
+            size *= 10
+        pieces.append((low, low + size - 1))
+        low += size
+    return pieces
+
+
+def _types_of(schema: Schema, where: str) -> tuple[str, ...]:
+    """As it says, or as its keywords imply; () = any."""
+    if "type" not in schema:
+        groups = {_KEYWORDS[name][-1] for name in schema if name in _KEYWORDS}
+        if len(groups) > 1:
+            raise _refused(where, "it needs a 'type': its keywords are about different ones")
+        return tuple(groups)
+    value = schema["type"]
+    names = [value] if isinstance(value, str) else _strings(value, f"{where}.type")
+    unknown = [name for name in names if name not in _TYPES]
+    if unknown or not names:
+        kinds = ", ".join(_TYPES)
+        raise _refused(f"{where}.type", f"expected one or several of {kinds}")
+    return tuple(dict.fromkeys(names))
+
+
+def _of_type(values: list[object], schema: Schema, where: str) -> list[object]:
+    if "type" not in schema:
+        return values
+    types = _types_of(schema, where)
+    return [value for value in values if any(_TYPES[name](value) for name in types)]
+
+
+def _objects(
+    schema: Schema, names: tuple[str, ...], where: str
+) -> Iterator[tuple[str, dict[str, object]]]:
+    for name in names:
+        if name in schema:
+            yield name, _object_at(schema, name, where)
+
+
+def _object_at(schema: Schema, name: str, where: str) -> dict[str, object]:
+    value = schema.get(name, {})
+    if not isinstance(value, dict):
+        raise _refused(f"{where}.{name}", "expected an object")
+    return value
+
+
+def _list(value: object, where: str) -> list[object]:
+    if not isinstance(value, list):
+        raise _refused(where, "expected an array")
+    return value
+
+
+def _strings(value: object, where: str) -> list[str]:
+    found = _list(value, where)
+    if not all(isinstance(item, str) for item in found):
+        raise _refused(where, "expected an array of strings")
+    return list(dict.fromkeys(cast("list[str]", found)))
+
+
+def _reference(value: object, where: str) -> str:
+    if not isinstance(value, str) or not (value == "#" or value.startswith("#/")):
+        raise _refused(f"{where}.$ref", "only references into the schema itself ('#/...') are")
+    return value
+
+
+def _resolve(root: Schema, reference: str, param: str) -> Schema:
+    """What a reference names in a restricted schema; raises RequestError if there is none."""
+    found: object = root
+    for part in reference.split("/")[1:]:
+        key = part.replace("~1", "/").replace("~0", "~")
+        found = found.get(key) if isinstance(found, dict) else None
+    if not isinstance(found, dict):
+        raise _refused(param, f"'{reference[:80]}' names nothing in it")
+    return cast("Schema", found)
+
+
+def _refused(where: str, detail: str) -> RequestError:
+    return RequestError(
+        f"Invalid schema at '{where[:200]}': {detail}.", param=where[:200], code="invalid_value"
+    )

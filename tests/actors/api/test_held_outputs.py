@@ -1,0 +1,236 @@
+"""Requests for an output of a given form: what constraint they become, and calls parsers read."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import xgrammar
+
+from actors.api.chat_dialect import ChatDialect, ToolFormat, build_tool_parser
+from actors.api.protocol import ParsedRequest, parse_chat, parse_completion
+from actors.api.served_model import ServedModel
+from actors.api.tools.events import CallArguments, CallEnded, CallStarted, Content
+from configs.schema import EdgeConfig
+from engine.constraints.compiling import compile_constraint
+from engine.constraints.vocabulary import load_vocabulary
+from engine.errors import RequestError
+from engine.messages import decode, encode
+from engine.models.spec import load_spec
+from engine.request import Constraint, ConstraintKind, SamplingParams
+from tests.actors.api.dialects import DIALECT
+
+FOLDER = Path(__file__).parents[3] / "demo_model" / "laps-demo"
+MODEL = ServedModel(name="tiny", max_model_len=100, vocab_size=500, dialect=DIALECT)
+POINT = {
+    "type": "object",
+    "properties": {"x": {"type": "integer"}, "tag": {"enum": ["a", "b"]}},
+    "required": ["x"],
+}
+MOVE = {"type": "function", "function": {"name": "move-to", "parameters": POINT}}
+WAIT = {"type": "function", "function": {"name": "wait"}}
+STRICT = {"type": "function", "function": {"name": "go", "parameters": POINT, "strict": True}}
+
+
+def chat(model: ServedModel = MODEL, **fields: Any) -> ParsedRequest:
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]} | fields
+    return parse_chat(json.dumps(body).encode(), EdgeConfig(), model, lambda: 1)
+
+
+def speaking(tool_format: ToolFormat) -> ServedModel:
+    return replace(MODEL, dialect=ChatDialect(knows_tools=True, tool_format=tool_format))
+
+
+def constraint_of(parsed: ParsedRequest) -> Constraint:
+    params = parsed.base_sampling
+    assert params.constraint is not None
+    assert decode(encode(params), SamplingParams) == params
+    return params.constraint
+
+
+@pytest.fixture(scope="module")
+def compiler() -> xgrammar.GrammarCompiler:
+    spec = load_spec(FOLDER)
+    vocabulary = load_vocabulary(
+        FOLDER, vocab_size=spec.vocab_size, eos_token_ids=spec.eos_token_ids
+    )
+    return xgrammar.GrammarCompiler(vocabulary, max_threads=1, cache_enabled=False)
+
+
+def allows(compiler: xgrammar.GrammarCompiler, constraint: Constraint, text: str) -> bool:
+    matcher = xgrammar.GrammarMatcher(compile_constraint(compiler, constraint))
+    return bool(matcher.accept_string(text) and matcher.is_completed())
+
+
+def test_without_a_form_there_is_no_constraint() -> None:
+    cases: list[dict[str, Any]] = [
+        {},
+        {"response_format": {"type": "text"}},
+        {"structured_outputs": None},
+    ]
+    for fields in cases:
+        assert chat(**fields).base_sampling.constraint is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "good", "bad"),
+    [
+        ({"response_format": {"type": "json_object"}}, ['{"a": [1]}', "{}"], ["[1]", "x"]),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "p"}}},
+            ['{"x": 3}', '{"x": -1, "tag": "b"}'],
+            ["{}", '{"x": "3"}', '{"x": 3, "y": 4}'],
+        ),
+        ({"structured_outputs": {"json": POINT}}, ['{"x": 3}'], ["{}"]),
+        ({"structured_outputs": {"json": json.dumps(POINT)}}, ['{"x": 3}'], ["{}"]),
+        ({"structured_outputs": {"regex": "a+|b"}}, ["aaa", "b"], ["ab", ""]),
+        ({"structured_outputs": {"choice": ["yes", 'n"o\n']}}, ["yes", 'n"o\n'], ["ye", "no"]),
+        ({"structured_outputs": {"grammar": 'root ::= "x" root | "y"'}}, ["xxy"], ["xx"]),
+    ],
+)
+def test_a_form_allows_what_it_says_and_nothing_else(
+    compiler: xgrammar.GrammarCompiler, fields: Any, good: list[str], bad: list[str]
+) -> None:
+    fields = json.loads(json.dumps(fields))
+    described = fields.get("response_format", {}).get("json_schema")
+    for strict in (None, True, False):
+        if described is not None:
+            described |= {"schema": POINT, "strict": strict}
+        constraint = constraint_of(chat(**fields))
+        assert [allows(compiler, constraint, text) for text in good] == [True] * len(good)
+        assert [allows(compiler, constraint, text) for text in bad] == [False] * len(bad)
+
+
+def test_completions_take_the_same_forms() -> None:
+    cases: list[dict[str, Any]] = [
+        {"response_format": {"type": "json_object"}},
+        {"structured_outputs": {"regex": "a"}},
+    ]
+    for fields in cases:
+        body = json.dumps({"model": "tiny", "prompt": "x"} | fields).encode()
+        parsed = parse_completion(body, EdgeConfig(), MODEL, lambda: 1)
+        assert constraint_of(parsed) == constraint_of(chat(**fields))
+
+
+def test_a_long_constraint_is_refused_by_its_size() -> None:
+    with pytest.raises(RequestError) as caught:
+        chat(structured_outputs={"regex": "a" * 70_000})
+    assert caught.value.param == "structured_outputs.regex"
+    assert caught.value.code == "string_above_max_length"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "code"),
+    [
+        ({"structured_outputs": {"xml": "a"}}, "structured_outputs.xml", "unknown_parameter"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "empty_array"),
+        ({"structured_outputs": {"regex": ""}}, "structured_outputs.regex", "empty_string"),
+        ({"structured_outputs": {"json": [1]}}, "structured_outputs.json", "invalid_type"),
+        ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "invalid_type"),
+        ({"structured_outputs": {"regex": "a"}, "ignore_eos": True}, "ignore_eos", "invalid_value"),
+        ({"structured_outputs": {"regex": "a"}, "min_tokens": 2}, "min_tokens", "invalid_value"),
+        (
+            {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
+            "structured_outputs",
+            "invalid_value",
+        ),
+    ],
+)
+def test_a_form_that_is_none_is_refused_by_name(
+    fields: dict[str, Any], param: str, code: str
+) -> None:
+    with pytest.raises(RequestError) as caught:
+        chat(**fields)
+    assert (caught.value.param, caught.value.code) == (param, code)
+
+
+HERMES = '<tool_call>\n{{"name": "{0}", "arguments": {1}}}\n</tool_call>'
+LLAMA = '{{"name": "{0}", "parameters": {1}}}'
+OBJECT = '{{"name": "{0}", "arguments": {1}}}'
+
+
+def written(tool_format: ToolFormat, *calls: tuple[str, str]) -> str:
+    """Calls as a model of that format is to write them."""
+    match tool_format:
+        case ToolFormat.HERMES:
+            return "\n".join(HERMES.format(*call) for call in calls)
+        case ToolFormat.LLAMA3_JSON:
+            return "; ".join(LLAMA.format(*call) for call in calls)
+    return f"[TOOL_CALLS][{', '.join(OBJECT.format(*call) for call in calls)}]"
+
+
+ONE, TWO = ("move-to", '{"x": 12, "tag": "a"}'), ("wait", "{}")
+
+
+@pytest.mark.parametrize("tool_format", list(ToolFormat))
+def test_required_calls_are_calls_that_the_formats_parser_reads(
+    compiler: xgrammar.GrammarCompiler, tool_format: ToolFormat
+) -> None:
+    parsed = chat(speaking(tool_format), tools=[MOVE, WAIT], tool_choice="required")
+    constraint = constraint_of(parsed)
+    assert constraint.kind is ConstraintKind.STRUCTURAL_TAG
+    both = written(tool_format, ONE, TWO)
+    assert allows(compiler, constraint, both)
+    for text in ("Hello.", "", written(tool_format, ("go", "{}")), f"{both} and more"):
+        assert not allows(compiler, constraint, text)
+    assert not allows(compiler, constraint, written(tool_format, ("move-to", "{}")))
+    parser = build_tool_parser(tool_format, parsed.tool_names)
+    assert [*parser.push(both), *parser.finish()] == [
+        CallStarted("move-to"),
+        CallArguments(ONE[1]),
+        CallEnded(True),
+        CallStarted("wait"),
+        CallArguments("{}"),
+        CallEnded(True),
+    ]
+
+
+@pytest.mark.parametrize("tool_format", list(ToolFormat))
+def test_a_named_function_is_called_once(
+    compiler: xgrammar.GrammarCompiler, tool_format: ToolFormat
+) -> None:
+    choice = {"type": "function", "function": {"name": "move-to"}}
+    constraint = constraint_of(chat(speaking(tool_format), tools=[MOVE, WAIT], tool_choice=choice))
+    assert allows(compiler, constraint, written(tool_format, ONE))
+    assert not allows(compiler, constraint, written(tool_format, TWO))
+    assert not allows(compiler, constraint, written(tool_format, ONE, ONE))
+
+
+def test_without_parallel_calls_one_is_required() -> None:
+    first, many = (
+        constraint_of(chat(tools=[WAIT], tool_choice="required", parallel_tool_calls=parallel))
+        for parallel in (False, True)
+    )
+    assert first != many
+
+
+def test_a_strict_function_may_be_left_uncalled_but_not_called_wrongly(
+    compiler: xgrammar.GrammarCompiler,
+) -> None:
+    constraint = constraint_of(chat(tools=[STRICT, MOVE]))
+    go = HERMES.format("go", '{"x": 1}')
+    loose = HERMES.format("move-to", '{"what": ["ever"]}')
+    for text in ("Just text.", go, f"First\n{go} then\n{loose}", ""):
+        assert allows(compiler, constraint, text)
+    for text in (HERMES.format("go", "{}"), HERMES.format("other", "{}"), "<tool_call>x"):
+        assert not allows(compiler, constraint, text)
+    parser = build_tool_parser(ToolFormat.HERMES, frozenset({"go"}))
+    assert Content("First") in [*parser.push(f"First\n{go}"), *parser.finish()]
+
+
+@pytest.mark.parametrize("tool_format", [ToolFormat.LLAMA3_JSON, ToolFormat.MISTRAL])
+def test_a_strict_function_is_refused_where_text_and_calls_look_alike(
+    tool_format: ToolFormat,
+) -> None:
+    with pytest.raises(RequestError) as caught:
+        chat(speaking(tool_format), tools=[MOVE, STRICT])
+    assert caught.value.param == "tools[1].function.strict"
+    chat(speaking(tool_format), tools=[MOVE, STRICT], tool_choice="required")
+
+
+def test_a_strict_function_is_refused_where_special_tokens_begin_calls() -> None:
+    dialect = replace(DIALECT, tool_markers={7: "<tool_call>"})
+    with pytest.raises(RequestError) as caught:
+        chat(replace(MODEL, dialect=dialect), tools=[STRICT])
+    assert caught.value.param == "tools[0].function.strict"

@@ -1,0 +1,139 @@
+"""Schemas that are rewritten for the grammar compiler: narrower or refused, never wider."""
+
+import json
+import random
+from typing import Any
+
+import jsonschema
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.constraints.json_schema import MAX_NODES, restrict
+from engine.errors import RequestError
+from tests.engine.constraints.schemas import random_schema
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-99, 99) | st.text(max_size=4) | st.just(1.5),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["key_0", "key_1", "a", "b"]), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+def accepts(schema: Any, value: Any) -> bool:
+    return bool(jsonschema.Draft202012Validator(schema).is_valid(value))
+
+
+@given(st.integers(0, 10**6), st.lists(VALUES, min_size=8, max_size=8))
+def test_a_restricted_schema_allows_nothing_that_its_original_forbids(
+    seed: int, values: list[Any]
+) -> None:
+    schema = random_schema(random.Random(seed))
+    restricted = restrict(json.loads(json.dumps(schema)), "schema")
+    # A pattern is meant to match the whole string by then, so it cannot be compared here.
+    if "pattern" in json.dumps(schema):
+        return
+    for value in values:
+        assert not accepts(restricted, value) or accepts(schema, value)
+
+
+@pytest.mark.parametrize(
+    ("schema", "value"),
+    [
+        ({"type": "object"}, {"any": [1, {"thing": None}]}),
+        ({"type": "array"}, [1, ["x"], {}]),
+        ({}, {"x": 1}),
+        ({"type": "object", "properties": {}}, {}),
+        ({"type": "object", "required": ["a"], "additionalProperties": {"const": 1}}, {"a": 1}),
+        ({"properties": {"a": {"type": "integer"}}}, {"a": 1}),
+        ({"minLength": 2}, "ab"),
+        ({"type": ["integer", "string"], "minimum": 3, "maxLength": 1}, 4),
+        ({"allOf": [{"enum": [1, 2]}]}, 2),
+        ({"type": "integer", "minimum": 2.5, "exclusiveMaximum": 4}, 3),
+        ({"type": "number", "format": "double"}, 0.5),
+        ({"type": "integer", "minimum": -3}, 10**14),
+        ({"type": "integer", "maximum": 0}, -(10**14)),
+        ({"x-order": 1, "title": "t", "uniqueItems": False, "type": "array"}, []),
+        ({"type": "string", "enum": ["a", 1]}, "a"),
+        (
+            {
+                "$defs": {
+                    "node": {
+                        "type": "object",
+                        "properties": {"next": {"anyOf": [{"$ref": "#/$defs/node"}, {"const": 0}]}},
+                        "required": ["next"],
+                    }
+                },
+                "$ref": "#/$defs/node",
+            },
+            {"next": {"next": 0}},
+        ),
+    ],
+)
+def test_what_a_schema_plainly_means_stays_allowed(schema: Any, value: Any) -> None:
+    assert accepts(restrict(schema, "schema"), value)
+
+
+@pytest.mark.parametrize(
+    ("schema", "where"),
+    [
+        ([], "schema"),
+        ({"type": "strin"}, "schema.type"),
+        ({"type": []}, "schema.type"),
+        ({"properties": []}, "schema.properties"),
+        ({"enum": 1}, "schema.enum"),
+        ({"enum": []}, "schema"),
+        ({"type": "string", "enum": [1]}, "schema"),
+        ({"$ref": "#/nowhere"}, "schema"),
+        ({"$ref": "http://elsewhere/x"}, "schema.$ref"),
+        ({"anyOf": []}, "schema.anyOf"),
+        ({"anyOf": [{"$ref": "#"}]}, "schema"),
+        ({"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}, "schema"),
+        ({"type": "array", "items": {"$ref": "#"}, "minItems": 1}, "schema"),
+        (
+            {"type": "object", "additionalProperties": False, "properties": {}, "required": ["a"]},
+            "schema",
+        ),
+        ({"type": "array", "items": {"uniqueItems": True}}, "schema.items"),
+        ({"not": {}}, "schema"),
+        ({"oneOf": [{}]}, "schema"),
+        ({"if": {}, "then": {}}, "schema"),
+        ({"type": "object", "patternProperties": {}}, "schema"),
+        ({"type": "integer", "multipleOf": 3}, "schema"),
+        ({"allOf": [{}, {}]}, "schema.allOf"),
+        ({"const": 1, "minimum": 0}, "schema"),
+        ({"anyOf": [{}], "type": "object"}, "schema"),
+        ({"minLength": 1, "minimum": 1}, "schema"),
+        ({"type": "string", "minLength": -1}, "schema.minLength"),
+        ({"type": "string", "maxLength": "3"}, "schema.maxLength"),
+        ({"type": "string", "pattern": "a", "maxLength": 3}, "schema"),
+        ({"type": "number", "minimum": 0}, "schema"),
+        ({"type": "integer", "minimum": 5, "maximum": 4}, "schema"),
+        ({"type": "integer", "minimum": 10**16}, "schema.minimum"),
+        ({"type": "number", "exclusiveMinimum": 0}, "schema"),
+        ({"type": "number", "minimum": True}, "schema.minimum"),
+        ({"prefixItems": [{}], "minItems": 1}, "schema"),
+        ({"required": [1]}, "schema.required"),
+    ],
+)
+def test_what_could_not_be_kept_is_refused_by_its_place(schema: Any, where: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        restrict(schema, "schema")
+    assert caught.value.param == where
+
+
+@given(st.integers(-500, 500), st.integers(0, 1200))
+def test_an_integers_bounds_are_kept_exactly(low: int, width: int) -> None:
+    high = low + width
+    restricted = restrict({"type": "integer", "minimum": low, "maximum": high}, "schema")
+    for value in {low - 1, low, low + 1, 0, (low + high) // 2, high - 1, high, high + 1}:
+        assert accepts(restricted, value) == (low <= value <= high)
+
+
+def test_a_schema_of_too_many_parts_is_refused() -> None:
+    wide = {"type": "object", "properties": {f"p{i}": {} for i in range(MAX_NODES)}}
+    with pytest.raises(RequestError, match="more than"):
+        restrict(wide, "schema")

@@ -1,0 +1,111 @@
+"""Constraints inside the sampler: which tokens are banned, for whom, and when they are heard."""
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.request import Constraint, ConstraintKind, SamplingParams
+from engine.sampling.sampler import Sampler
+from tests.engine.sampling.drawn import sample
+
+VOCAB = 77  # not a multiple of a mask's word
+HELD = Constraint(ConstraintKind.REGEX, "counting up by steps")
+
+
+class Steps:
+    """Allows the tokens above the newest one, at most `stride` further on."""
+
+    def __init__(self, stride: int) -> None:
+        self.heard: list[int] = []
+        self._stride = stride
+
+    def allowed(self) -> range:
+        newest = self.heard[-1] if self.heard else -1
+        return range(newest + 1, min(VOCAB, newest + 1 + self._stride))
+
+    def accept_token(self, token_id: int) -> bool:
+        if token_id not in self.allowed():
+            return False
+        self.heard.append(token_id)
+        return True
+
+    def fill_next_token_bitmask(self, bitmask: Tensor, index: int = 0) -> bool:
+        bits = sum(1 << token_id for token_id in self.allowed())
+        words = [bits >> (32 * word) & 0xFFFFFFFF for word in range(bitmask.shape[1])]
+        signed = [word - (1 << 32) if word >= 1 << 31 else word for word in words]
+        bitmask[index] = torch.tensor(signed, dtype=torch.int32)
+        return True
+
+
+class Source:
+    def __init__(self, stride: int) -> None:
+        self.made: list[Steps] = []
+        self._stride = stride
+
+    def matcher(self, constraint: Constraint) -> Steps:
+        assert constraint == HELD
+        self.made.append(Steps(self._stride))
+        return self.made[-1]
+
+
+def held_params(temperature: float, seed: int = 0) -> SamplingParams:
+    return SamplingParams(max_tokens=99, temperature=temperature, seed=seed, constraint=HELD)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.3])
+def test_only_rows_with_a_constraint_are_held_and_each_by_its_own_tokens(
+    temperature: float,
+) -> None:
+    source = Source(stride=3)
+    sampler = Sampler(VOCAB, 8, (0,), "cpu", source)
+    free = SamplingParams(max_tokens=99, temperature=temperature, seed=5)
+    sampler.add(4, free, [1], [])
+    for row in (6, 1):
+        sampler.add(row, held_params(temperature, row), [9, 9], [2, 4] if row == 1 else [])
+    rows = [6, 4, 1]
+    alone = Sampler(VOCAB, 8, (0,), "cpu")
+    alone.add(4, free, [1], [])
+    for _ in range(10):
+        logits = torch.randn(3, VOCAB)
+        kept = logits.clone()
+        drawn = sample(sampler, logits, rows)
+        assert torch.equal(logits, kept), "the caller's logits changed"
+        assert drawn.is_finite == [True] * 3
+        assert drawn.token_ids[1] == sample(alone, logits[1:2], [4]).token_ids[0]
+        for matcher, position, row in ((source.made[0], 0, 6), (source.made[1], 2, 1)):
+            allowed = list(matcher.allowed())
+            assert drawn.token_ids[position] in allowed
+            if temperature == 0.0:
+                best = int(logits[position, allowed].argmax())
+                assert drawn.token_ids[position] == allowed[best]
+            sampler.hear(row, drawn.token_ids[position])
+    assert source.made[1].heard[:2] == [2, 4]
+
+
+def test_a_row_that_leaves_leaves_its_constraint_too() -> None:
+    source = Source(stride=1)
+    sampler = Sampler(VOCAB, 8, (0,), "cpu", source)
+    sampler.add(3, held_params(0.0), [1], [])
+    assert not sampler.is_plain([3])
+    sampler.remove(3)
+    sampler.add(3, SamplingParams(max_tokens=9, temperature=0.0), [1], [])
+    assert sampler.is_plain([3])
+    logits = torch.zeros(1, VOCAB)
+    best = random.randrange(1, VOCAB)
+    logits[0, best] = 1.0
+    assert sample(sampler, logits, [3]).token_ids == [best]
+
+
+def test_where_nothing_is_allowed_nothing_is_drawn_and_other_rows_are() -> None:
+    sampler = Sampler(VOCAB, 8, (0,), "cpu", Source(stride=0))
+    sampler.add(0, held_params(1.0), [1], [])
+    sampler.add(1, SamplingParams(max_tokens=9, temperature=0.0), [1], [])
+    assert sample(sampler, torch.randn(2, VOCAB), [0, 1]).is_finite == [False, True]
+
+
+def test_a_token_that_breaks_the_constraint_is_our_mistake() -> None:
+    sampler = Sampler(VOCAB, 8, (0,), "cpu", Source(stride=2))
+    with pytest.raises(AssertionError, match="token 9 breaks"):
+        sampler.add(0, held_params(1.0), [1], [0, 9])

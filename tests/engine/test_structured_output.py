@@ -1,0 +1,195 @@
+"""Outputs held to constraints, through a whole engine: what ends by itself is as asked for."""
+
+import json
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import msgspec
+import pytest
+
+from engine.build import Engine
+from engine.constraints.json_schema import restrict
+from engine.messages import Submit, decode, encode
+from engine.request import Constraint, ConstraintKind, Request, RequestKey, SamplingParams
+from engine.tokenizing import Tokenizing, load_tokenizer
+from tests.engine.constraints.schemas import random_schema
+from tests.engine.in_process import Answer, answer, start_engine
+
+MODEL = Path(__file__).parents[2] / "demo_model" / "laps-demo"
+BUDGET_TOKENS = 160
+PROMPT = "def settings():\n    return "
+SEED = random.SystemRandom().randrange(10**6)
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["in turn", "overlapped"])
+def engine(request: pytest.FixtureRequest) -> Engine:
+    return start_engine(scheduler__overlap=request.param, scheduler__max_rows=64)
+
+
+@pytest.fixture(scope="module")
+def tokenizing() -> Tokenizing:
+    return load_tokenizer(MODEL)
+
+
+def by_schema(schema: Any) -> Constraint:
+    return Constraint(ConstraintKind.JSON_SCHEMA, json.dumps(restrict(schema, "schema")))
+
+
+def by_tag(layout: Any) -> Constraint:
+    text = json.dumps({"type": "structural_tag", "format": layout})
+    return Constraint(ConstraintKind.STRUCTURAL_TAG, text)
+
+
+def params_of(constraint: Constraint | None, seed: int, **given: Any) -> SamplingParams:
+    fields = {"max_tokens": BUDGET_TOKENS, "temperature": 1.0, "seed": seed} | given
+    return SamplingParams(**fields, constraint=constraint)
+
+
+def prompt_of(tokenizing: Tokenizing, text: str = PROMPT) -> list[int]:
+    (ids,) = tokenizing.encode_batch([text], add_special_tokens=True)
+    assert isinstance(ids, list)
+    return ids
+
+
+def text_of(tokenizing: Tokenizing, found: Answer) -> str:
+    return tokenizing.decode(found.tokens)
+
+
+def check_schemas(engine: Engine, tokenizing: Tokenizing, num_schemas: int) -> None:
+    """Every answer that stopped is valid, and nearly all stop."""
+    draw = random.Random(SEED)
+    schemas = [random_schema(draw) for _ in range(num_schemas)]
+    requests = [
+        (prompt_of(tokenizing), params_of(by_schema(schema), SEED + i))
+        for i, schema in enumerate(schemas)
+    ]
+    num_stopped = 0
+    for schema, found in zip(schemas, answer(engine, requests), strict=True):
+        if found.finish == "stop":
+            num_stopped += 1
+            text = text_of(tokenizing, found)
+            try:
+                jsonschema.Draft202012Validator(schema).validate(json.loads(text))
+            except (ValueError, jsonschema.ValidationError) as error:
+                pytest.fail(f"seed {SEED}: {schema} gave {text!r}: {error}")
+    assert num_stopped >= 0.9 * num_schemas, f"seed {SEED}: {num_stopped} of {num_schemas} stopped"
+
+
+def test_answers_of_a_hundred_random_schemas_are_valid(
+    engine: Engine, tokenizing: Tokenizing
+) -> None:
+    check_schemas(engine, tokenizing, 100)
+
+
+@pytest.mark.slow
+def test_answers_of_five_hundred_random_schemas_are_valid(
+    engine: Engine, tokenizing: Tokenizing
+) -> None:
+    check_schemas(engine, tokenizing, 500)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.5])
+def test_regexes_choices_and_grammars_hold(
+    engine: Engine, tokenizing: Tokenizing, temperature: float
+) -> None:
+    words = [{"type": "const_string", "value": word} for word in ("red", "gr\u00e9en\n", '"')]
+    cases = [
+        (Constraint(ConstraintKind.REGEX, "[0-9]{3}-(ab|c){1,4}"), "[0-9]{3}-(ab|c){1,4}"),
+        (Constraint(ConstraintKind.REGEX, "(\u00e9|x)\\.{2}"), "(\u00e9|x)\\.{2}"),
+        (by_tag({"type": "or", "elements": words}), 'red|gr\u00e9en\n|"'),
+        (Constraint(ConstraintKind.GRAMMAR, 'root ::= "<" b ">"\nb ::= "x" | "yy"'), "<(x|yy)>"),
+    ]
+    requests = [
+        (prompt_of(tokenizing), params_of(constraint, SEED + i, temperature=temperature))
+        for i, (constraint, _) in enumerate(cases)
+    ]
+    for (_, expected), found in zip(cases, answer(engine, requests), strict=True):
+        assert found.finish == "stop"
+        assert re.fullmatch(expected, text_of(tokenizing, found))
+
+
+def test_max_tokens_cuts_an_answer_that_may_not_end_yet(
+    engine: Engine, tokenizing: Tokenizing
+) -> None:
+    constraint = Constraint(ConstraintKind.REGEX, "[ab]{50,60}")
+    params = params_of(constraint, SEED, max_tokens=7)
+    (found,) = answer(engine, [(prompt_of(tokenizing), params)])
+    assert (found.finish, len(found.tokens)) == ("length", 7)
+    assert re.fullmatch("[ab]+", text_of(tokenizing, found))
+
+
+def test_rows_without_a_constraint_get_the_tokens_they_get_alone(
+    engine: Engine, tokenizing: Tokenizing
+) -> None:
+    free = [
+        (prompt_of(tokenizing, text), params_of(None, SEED, max_tokens=30, temperature=warmth))
+        for text, warmth in (("import os", 0.0), ("class A:\n", 0.8), ("for i in ", 1.2))
+    ]
+    held = [
+        (prompt_of(tokenizing), params_of(by_schema(random_schema(random.Random(i))), i))
+        for i in range(5)
+    ]
+    alone = [found.tokens for found in answer(engine, free)]
+    mixed = answer(engine, [held[0], free[0], *held[1:3], free[1], free[2], *held[3:]])
+    assert [mixed[i].tokens for i in (1, 4, 5)] == alone
+
+
+def test_an_answer_goes_on_elsewhere_from_the_tokens_that_were_emitted(
+    engine: Engine, tokenizing: Tokenizing
+) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 12}, "n": {"type": "integer"}},
+        "required": ["name"],
+    }
+    params, prompt = params_of(by_schema(schema), SEED), prompt_of(tokenizing)
+    (whole,) = answer(engine, [(prompt, params)])
+    num_emitted = random.randrange(1, len(whole.tokens))
+    submit = Submit(
+        key=RequestKey("f" * 32, 0, 1),
+        ingress_id="test",
+        token_ids=prompt + whole.tokens[:num_emitted],
+        num_prompt_tokens=len(prompt),
+        params=params,
+    )
+    sent = decode(encode(submit), Submit)
+    engine.core.scheduler.add(
+        Request(
+            key=sent.key,
+            ingress_id=sent.ingress_id,
+            params=sent.params,
+            tokens=list(sent.token_ids),
+            num_prompt_tokens=sent.num_prompt_tokens,
+            num_emitted_tokens=num_emitted,
+            arrival_s=0.0,
+        )
+    )
+    rest: list[int] = []
+    while engine.core.has_work:
+        rest += [record.token_id for _, record in engine.core.step().tokens]
+    assert whole.tokens[:num_emitted] + rest == whole.tokens
+
+
+def test_preemption_changes_no_answer(tokenizing: Tokenizing) -> None:
+    constraint = Constraint(ConstraintKind.REGEX, "([a-z]{3}-[0-9]{2}){15,20}")
+    requests = [(prompt_of(tokenizing), params_of(constraint, SEED + i)) for i in range(6)]
+    limits = {"cache__block_size": 4, "model__max_model_len": 200}
+    roomy, tight = (
+        start_engine(scheduler__overlap=True, cache__num_blocks=n, **limits) for n in (400, 50)
+    )
+    expected = [found.tokens for found in answer(roomy, requests)]
+    assert [found.tokens for found in answer(tight, requests)] == expected
+    assert tight.core.scheduler.statistics().num_preemptions > 0
+
+
+def test_logprobs_are_the_models_own(engine: Engine, tokenizing: Tokenizing) -> None:
+    constraint = by_tag({"type": "const_string", "value": "zz"})
+    params = msgspec.structs.replace(params_of(constraint, SEED), logprobs=2, temperature=0.0)
+    (found,) = answer(engine, [(prompt_of(tokenizing), params)])
+    first = found.records[0].logprobs
+    assert first is not None
+    assert found.tokens[0] not in first.top_ids
+    assert first.chosen < first.top_logprobs[-1]
