@@ -3,8 +3,9 @@
 from typing import TYPE_CHECKING, Any
 
 from actors.deployment import DeploymentSpec
-from actors.worker.engine_host import EngineHost, RoleSide
+from actors.worker.engine_host import EngineHost
 from actors.worker.engine_worker import EngineWorker
+from actors.worker.role_side import RoleSide
 from engine.errors import WorkerError
 from engine.messages import (
     CancelTransfer,
@@ -44,7 +45,10 @@ class DecodeWorker(EngineWorker):
 
     async def reserve(self, request: bytes) -> bytes:
         """ReserveRequest -> Reservation | NotNow | Refused, encoded."""
-        return encode(await self._receiver.reserve(decode(request, ReserveRequest)))
+        receiver, asked = self._receiver, decode(request, ReserveRequest)
+        if asked.params.constraint is not None:  # compiled while the KV is on its way
+            self._host.engine.grammars.prepare(asked.params.constraint)
+        return encode(await receiver.reserve(asked))
 
     async def open_pair(self, request: bytes) -> bytes:
         """PairRequest -> PairReply, encoded."""

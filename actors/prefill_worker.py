@@ -3,8 +3,9 @@
 from typing import TYPE_CHECKING
 
 from actors.deployment import DeploymentSpec
-from actors.worker.engine_host import EngineHost, RoleSide
+from actors.worker.engine_host import EngineHost
 from actors.worker.engine_worker import EngineWorker
+from actors.worker.role_side import RoleSide
 from engine.messages import Role
 
 if TYPE_CHECKING:

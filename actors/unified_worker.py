@@ -1,8 +1,9 @@
 """The unified worker actor: a request enters, runs and finishes here."""
 
 from actors.deployment import DeploymentSpec
-from actors.worker.engine_host import EngineHost, RoleSide
+from actors.worker.engine_host import EngineHost
 from actors.worker.engine_worker import EngineWorker
+from actors.worker.role_side import RoleSide
 from engine.messages import Role
 
 

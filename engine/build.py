@@ -9,6 +9,8 @@ import torch
 
 from configs.schema import AppConfig, ModelConfig
 from engine.clock import Clock
+from engine.constraints.grammars import Grammars
+from engine.constraints.vocabulary import load_vocabulary
 from engine.core import EngineCore
 from engine.errors import ConfigError
 from engine.execution.executor import Executor
@@ -29,7 +31,7 @@ BLOCK_KEY_BYTES = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engine:
-    """One replica. Everything but `kv_store` belongs to the thread that steps `core`."""
+    """One replica. All but `kv_store` and `grammars` belongs to the thread that steps `core`."""
 
     spec: ModelSpec
     layout: KvLayout
@@ -38,6 +40,7 @@ class Engine:
     hasher: RequestHasher
     executor: Executor
     kv_store: KvStore
+    grammars: Grammars  # of constraints; safe to call from any thread
     outgoing: OutgoingHandoffs
     core: EngineCore
     compilations: CompilationCounter  # kernels compiled since the engine was ready
@@ -87,15 +90,12 @@ def build_engine(
     layout = spec.kv_layout(block_size=config.cache.block_size, dtype=dtype)
     compilations = CompilationCounter()
     compilations.install()
-    replica = Replica(config, spec, layout, model)
+    grammars = _build_grammars(config, spec)
+    replica = Replica(config, spec, layout, model, grammars)
     executor = replica.build_executor()
     compilations.reset()
     num_blocks = executor.kv_store.num_blocks
-    cache = BlockCache(
-        num_blocks,
-        enable_prefix_cache=config.cache.enable_prefix_cache,
-        protected_share=config.cache.protected_share,
-    )
+    cache = _build_cache(config, num_blocks)
     hasher = RequestHasher(
         secrets.token_bytes(BLOCK_KEY_BYTES) if block_key is None else block_key,
         model=model_fingerprint,
@@ -123,9 +123,26 @@ def build_engine(
         hasher=hasher,
         executor=executor,
         kv_store=executor.kv_store,
+        grammars=grammars,
         outgoing=outgoing,
         core=_build_core(config, scheduler, executor, clock),
         compilations=compilations,
+    )
+
+
+def _build_cache(config: AppConfig, num_blocks: int) -> BlockCache:
+    return BlockCache(
+        num_blocks,
+        enable_prefix_cache=config.cache.enable_prefix_cache,
+        protected_share=config.cache.protected_share,
+    )
+
+
+def _build_grammars(config: AppConfig, spec: ModelSpec) -> Grammars:
+    return Grammars(
+        lambda: load_vocabulary(
+            Path(config.model.path), vocab_size=spec.vocab_size, eos_token_ids=spec.eos_token_ids
+        )
     )
 
 

@@ -8,6 +8,7 @@ Requests get the same tokens either way.
 """
 
 from collections import deque
+from collections.abc import Callable
 from typing import Protocol
 
 from engine.clock import Clock
@@ -66,6 +67,10 @@ class EngineCore:
         self._busy_until_s = 0.0  # predicted end of the steps in flight
         self._in_flight: deque[tuple[StepPlan, PendingStep]] = deque()
         self._times = StepTimes(clock)
+
+    def wrap_executor(self, wrap: Callable[[Executor], Executor]) -> None:
+        """Put something between the loop and its executor; before the first step."""
+        self._executor = wrap(self._executor)
 
     @property
     def has_work(self) -> bool:

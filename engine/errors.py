@@ -5,7 +5,8 @@ EngineError
 ├── CapacityError       come back later: 429 or 503, with `retry_after_s`
 ├── WorkerError         infrastructure failed under a request: 5xx
 │   ├── HandoffError    moving a request's KV failed; nothing was committed
-│   └── NumericsError   a row's logits were not finite; that request alone ends
+│   ├── NumericsError   a row's logits were not finite; that request alone ends
+│   └── PoisonedError   the request ended several workers; it is not tried again
 └── ConfigError         start-up only: names the file or key and what is supported
 
 Asserts are for our own invariants; everything a user can cause is one of these.
@@ -56,6 +57,10 @@ class HandoffError(WorkerError):
 
 class NumericsError(WorkerError):
     """The model produced NaN or infinity for this request; its blocks are never cached."""
+
+
+class PoisonedError(WorkerError):
+    """Workers died under this request again and again, and nobody wants to lose another one."""
 
 
 class ConfigError(EngineError):

@@ -70,6 +70,12 @@ class TokenizeReply(msgspec.Struct, frozen=True, kw_only=True):
     error: str | None = None
 
 
+class ConstraintVerdict(msgspec.Struct, frozen=True, kw_only=True):
+    """Whether outputs can be held to a constraint; `error` is a message for the client."""
+
+    error: str | None = None
+
+
 # ---- ingress -> allocator -----------------------------------------------------------------------
 
 

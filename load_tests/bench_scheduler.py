@@ -161,6 +161,12 @@ class _NoOutbox:
     def start(self, request: Request) -> None:
         raise AssertionError(f"{request.key} stays")
 
+    def advance(self, request: Request) -> None:
+        """What stays has nothing to send."""
+
+    def retract(self, key: RequestKey) -> None:
+        """Likewise."""
+
     def add(self, request: Request) -> None:
         raise AssertionError(f"{request.key} stays")
 

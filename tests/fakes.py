@@ -140,6 +140,10 @@ class FakeExecutor:
         """The step that computes `position` of the request with `seed` yields no finite number."""
         self._poisoned[seed] = position
 
+    def content(self, block_id: int, slot: int) -> Written:
+        """What a token's place in a block holds, steps in flight included."""
+        return self._store[block_id][slot]
+
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """What a KV channel does: the content of some blocks arrives in others.
 
@@ -326,10 +330,19 @@ class RecordingOutbox:
     def __init__(self) -> None:
         self.num_unreserved_blocks = 0
         self.events: list[tuple[str, RequestKey]] = []
+        self.advances: list[tuple[RequestKey, int]] = []  # with the full blocks by then
+        self.retracted: list[RequestKey] = []
         self.held: dict[RequestKey, Request] = {}  # added, with their blocks
 
     def start(self, request: Request) -> None:
         self.events.append(("start", request.key))
+
+    def advance(self, request: Request) -> None:
+        if request.decode_worker is not None:
+            self.advances.append((request.key, request.num_indexed_blocks))
+
+    def retract(self, key: RequestKey) -> None:
+        self.retracted.append(key)
 
     def add(self, request: Request) -> None:
         self.events.append(("add", request.key))

@@ -14,14 +14,15 @@ import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass
 
-from actors.edge.mailbox import AttemptFailed, Mailbox
+from actors.edge.mailbox import HOLDER_LOST, AttemptFailed, Mailbox
 from actors.edge.placement_view import PlacementView
+from actors.edge.quarantine import Deaths, Quarantine
 from actors.edge.system_view import block_hasher
 from actors.edge.worker_links import WorkerLinks
 from actors.handles import AllocatorHandle, WorkerHandle
 from configs.schema import AppConfig
 from engine.clock import Clock
-from engine.errors import CapacityError, NumericsError, WorkerError
+from engine.errors import CapacityError, NumericsError, PoisonedError, WorkerError
 from engine.kv.request_hasher import RequestHasher
 from engine.messages import (
     Assign,
@@ -92,6 +93,7 @@ class Generations:
         self._no_allocator_until_s = 0.0
         self._hasher: RequestHasher | None = None  # None before a worker has said who it is
         self._mailboxes: dict[RequestKey, Mailbox] = {}
+        self._quarantine = Quarantine(clock)
         self._aborts: set[asyncio.Task[None]] = set()
         self._context = contextvars.copy_context()
         self.counters = GenerationCounters()
@@ -138,9 +140,12 @@ class Generations:
         `on_placed` is told where the first attempt goes, before its first token; `on_joined` is
         called when its KV has arrived at a decode worker, of every attempt.
         Closing the iterator early cancels the request on every worker. Raises CapacityError
-        (nothing can take it now), NumericsError or WorkerError (tries are used up), and
-        TimeoutError when the deadline passes.
+        (nothing can take it now), NumericsError, PoisonedError (workers died under it, or lately
+        under one like it), WorkerError (tries are used up), and TimeoutError when the deadline
+        passes.
         """
+        self._quarantine.check(choice.prompt_ids, choice.params, choice.salt)
+        deaths = Deaths()
         emitted: list[int] = []
         avoid: list[str] = []
         last: AttemptFailed | None = None
@@ -158,6 +163,7 @@ class Generations:
                 return
             except AttemptFailed as failure:
                 self._judge(failure, key)
+                self._count_death(choice, deaths, failure, len(emitted))
                 last = failure
                 avoid += [w for w in (assign.prefill_worker, assign.decode_worker) if w]
             finally:
@@ -191,6 +197,7 @@ class Generations:
         try:
             # A worker that is lost or frozen answers nothing: the mailbox hears of it.
             await mailbox.unless_failed(self._submit(key, choice, known_ids, assign))
+            mailbox.submitted()
             while not is_finished:
                 record = await mailbox.get()
                 is_finished = record.finish is not None
@@ -236,6 +243,16 @@ class Generations:
         if not failure.is_retryable:
             raise WorkerError(failure.reason) from failure
         self.counters.num_retries += 1
+
+    def _count_death(
+        self, choice: Choice, deaths: Deaths, failure: AttemptFailed, num_tokens: int
+    ) -> None:
+        """Raise PoisonedError, now and for a while, for a request that ends its workers."""
+        is_death = failure.code == HOLDER_LOST
+        if deaths.is_suspect(is_death=is_death, num_tokens=num_tokens):
+            logger.error("request %s ended workers again and again", choice.request_id)
+            self._quarantine.add(choice.prompt_ids, choice.params, choice.salt)
+            raise PoisonedError("Workers failed under this request; it is not tried again.")
 
     # ---- placement ------------------------------------------------------------------------------
 

@@ -10,6 +10,10 @@ from collections.abc import Awaitable, Callable
 
 from engine.messages import FailureRecord, TokenRecord
 
+# Codes of an attempt whose worker died, or fell silent
+WORKER_LOST = "worker_lost"
+HOLDER_LOST = "holder_lost"  # while it computed the request: who knows whether because of it
+
 
 class AttemptFailed(Exception):  # noqa: N818 - a signal inside the ingress, not one of our errors
     """This attempt brings no more tokens; `is_retryable` = another one may."""
@@ -33,7 +37,9 @@ class Mailbox:
         on_joined: Callable[[], None] = lambda: None,
     ) -> None:
         """`on_joined()` is called when the decode worker says that it has the request."""
-        self.joined = on_joined
+        self._on_joined = on_joined
+        self._prefill_worker = prefill_worker
+        self._holder: str | None = None
         self.workers = {prefill_worker} | ({decode_worker} if decode_worker else set())
         self._decode_worker = decode_worker
         self._is_decoding = False
@@ -43,6 +49,15 @@ class Mailbox:
         self._failure: AttemptFailed | None = None
         self._failed = asyncio.Event()
         self._has_news = asyncio.Event()
+
+    def submitted(self) -> None:
+        """The prefill worker has queued the request."""
+        self._holder = self._holder or self._prefill_worker
+
+    def joined(self) -> None:
+        """The decode worker has it."""
+        self._holder = self._decode_worker
+        self._on_joined()
 
     def put(self, worker: str, record: TokenRecord) -> None:
         """A token arrived.
@@ -67,7 +82,8 @@ class Mailbox:
     def lose(self, worker: str) -> None:
         """A worker died, or its messages may be missing."""
         if worker in self.workers:
-            self._end(AttemptFailed(f"{worker} was lost", is_retryable=True, code="worker_lost"))
+            code = HOLDER_LOST if worker == self._holder else WORKER_LOST
+            self._end(AttemptFailed(f"{worker} was lost", is_retryable=True, code=code))
 
     def expire(self) -> None:
         """The request's deadline passed."""

@@ -40,6 +40,7 @@ from engine.messages import (
     PairRequest,
     PieceHeader,
     PieceReply,
+    Refused,
     RenewLease,
     Reservation,
     ReserveRequest,
@@ -92,8 +93,11 @@ class HandoffReceiver:
         channels: Channels,
         store: PieceStore,
         on_grant: Callable[[], None] = lambda: None,
+        refusal: Callable[[RequestKey], str | None] = lambda _: None,
     ) -> None:
-        """`on_grant()` is called on the event loop when blocks were reserved, before they are told
+        """`refusal(key)` says why a request is not taken at all; None if it is.
+
+        `on_grant()` is called on the event loop when blocks were reserved, before they are told
         of: steps launched earlier may still write to them.
         """
         self._identity = identity
@@ -104,6 +108,7 @@ class HandoffReceiver:
         self._store = store
         self._block_bytes = identity.layout.block_bytes
         self._on_grant = on_grant
+        self._refusal = refusal
         self._line = ReservationLine(engine, incoming)
         self._pairs: dict[str, _Pair] = {}  # by sender's name
         self._opening: dict[str, asyncio.Lock] = {}  # by sender's name
@@ -119,6 +124,9 @@ class HandoffReceiver:
 
     async def reserve(self, request: ReserveRequest) -> Answer:
         """Grant room, refuse, or wait up to `request.wait_s` in line; NotNow when that is over."""
+        reason = self._refusal(request.key)
+        if reason is not None:
+            return Refused(reason=reason)
         answer = await self._line.reserve(request)
         if isinstance(answer, Reservation):
             self._on_grant()

@@ -2,10 +2,13 @@
 
 One task per request, from its first chunk to the acknowledgement:
 
-    reserve -> wait for the prompt -> open the channel -> pieces -> acknowledged -> release
+    reserve -> pieces of what is computed, while the rest computes -> last piece -> acknowledged
+            -> release
 
-A failed piece or channel starts the transfer over, once, on the next channel (peer_link.py opens
-it). After that, or if D is dead or refuses, the request is reported as failed and retryable.
+Full blocks go as soon as their step was committed; the last piece has the first token, so it goes
+after the prompt's end. A failed piece or channel starts the transfer over, once, on the next
+channel (peer_link.py opens it; computed_blocks.py says from where). After that, or if D is dead or
+refuses, the request is reported as failed and retryable.
 Cancelling never interrupts a piece under way. Whatever happens, the blocks are released and D is
 told.
 
@@ -23,6 +26,7 @@ from typing import Any, Literal
 import msgspec
 
 from actors.handoff.channel_choice import piece_bytes_of
+from actors.handoff.computed_blocks import ComputedBlocks, NextPiece
 from actors.handoff.contracts import (
     EngineCalls,
     OutgoingData,
@@ -31,13 +35,16 @@ from actors.handoff.contracts import (
     SendChannel,
 )
 from actors.handoff.peer_link import PeerLinks
+from actors.handoff.room import RoomAsker
 from actors.handoff.waits import EndedError, bounded, settle, unless_ended
 from configs.schema import HandoffConfig
 from engine.clock import Clock
 from engine.errors import HandoffError, WorkerError
 from engine.kv.handoff import (
     HandoffDropped,
+    HandoffProgress,
     HandoffReady,
+    HandoffRetracted,
     HandoffStarted,
     OutgoingEvent,
     OutgoingHandoffs,
@@ -47,26 +54,21 @@ from engine.messages import (
     FailureRecord,
     PieceHeader,
     PieceReply,
-    Refused,
-    RenewLease,
     Reservation,
-    ReserveRequest,
     WorkerIdentity,
 )
 from engine.request import RequestKey
 
 logger = logging.getLogger(__name__)
 
-RESERVE_WAIT_S = 5.0  # D holds its answer this long while it is full, and our place in its queue
-RESERVE_BACKOFF_S = 0.05  # then we ask again after a pause, doubled each time
-RESERVE_MAX_BACKOFF_S = 1.0
 MAX_CANCELLED_KEYS = 4096
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Handoff:
     started: HandoffStarted
-    ready: asyncio.Future[HandoffReady]  # the prompt is computed
+    blocks: ComputedBlocks
+    computed: asyncio.Future[None]  # the prompt is
     ended: asyncio.Future[None]  # cancelled, or dropped by the scheduler
     phase: str = "find"  # then "reserve", "compute", "transfer"
     is_known_to_peer: bool = False  # a call about it was made
@@ -86,6 +88,7 @@ class SenderStatistics:
     num_ended: int  # cancelled or finished on P
     num_pieces: int
     num_bytes: int
+    num_early_blocks: int  # sent while their prompt still computed
     num_retries: int
     num_fallbacks: int  # channels opened that were not of the favourite kind
     failures: dict[str, int] = field(default_factory=dict)  # phase -> requests given up
@@ -115,9 +118,11 @@ class HandoffSender:
         self._store = store
         self._clock = clock
         self._on_failure = on_failure
+        self._room = RoomAsker(identity, config, clock)
         self._block_bytes = identity.layout.block_bytes
         self._handoffs: dict[RequestKey, _Handoff] = {}
         self._tasks: dict[RequestKey, asyncio.Task[None]] = {}
+        self._letting_go: set[asyncio.Task[None]] = set()
         self._cancelled: dict[RequestKey, None] = {}  # before we heard of them, oldest first
         self._is_closing = False
         self._counts: Counter[str] = Counter()
@@ -133,8 +138,14 @@ class HandoffSender:
         handoff = self._handoffs.get(event.key)
         if handoff is None:
             return  # cancelled before; `OutgoingHandoffs` frees its blocks
-        if isinstance(event, HandoffReady):
-            settle(handoff.ready, event)
+        if isinstance(event, HandoffProgress):
+            handoff.blocks.advance(event.block_ids)
+        elif isinstance(event, HandoffRetracted):
+            handoff.blocks.retract()
+            self._let_go(handoff)
+        elif isinstance(event, HandoffReady):
+            handoff.blocks.complete(event)
+            settle(handoff.computed, None)
         elif isinstance(event, HandoffDropped):
             settle(handoff.ended, None)
 
@@ -158,7 +169,7 @@ class HandoffSender:
         self._is_closing = True
         for handoff in self._handoffs.values():
             settle(handoff.ended, None)
-        await asyncio.gather(*self._tasks.values())
+        await asyncio.gather(*self._tasks.values(), *self._letting_go)
         await self._links.close()
 
     def __len__(self) -> int:
@@ -172,6 +183,7 @@ class HandoffSender:
             num_ended=self._counts["ended"],
             num_pieces=self._counts["pieces"],
             num_bytes=self._counts["bytes"],
+            num_early_blocks=self._counts["early blocks"],
             num_retries=self._counts["retries"],
             num_fallbacks=self._links.num_fallbacks,
             failures=dict(self._failures),
@@ -181,7 +193,12 @@ class HandoffSender:
 
     def _start(self, event: HandoffStarted) -> None:
         loop = asyncio.get_running_loop()
-        handoff = _Handoff(started=event, ready=loop.create_future(), ended=loop.create_future())
+        handoff = _Handoff(
+            started=event,
+            blocks=ComputedBlocks(),
+            computed=loop.create_future(),
+            ended=loop.create_future(),
+        )
         if self._is_closing or event.key in self._cancelled:
             settle(handoff.ended, None)
         self._handoffs[event.key] = handoff
@@ -212,35 +229,44 @@ class HandoffSender:
     async def _hand_over(self, handoff: _Handoff) -> None:
         peer = await self._links.peer(handoff.started.decode_worker)
         handoff.phase = "reserve"
-        reservation = await self._reserve(handoff, peer)
+        handoff.is_known_to_peer = True
+        reservation = await self._room.reserve(handoff.started, handoff.ended, peer)
         await self._engine.call(lambda: self._outgoing.mark_reserved(handoff.key))
-        handoff.phase = "compute"
-        renewing = asyncio.ensure_future(self._keep_renewing(handoff.key, reservation, peer))
+        handoff.blocks.expect(reservation)
+        renewing = asyncio.ensure_future(self._room.keep(handoff.key, reservation, peer))
         try:
-            ready = await unless_ended(handoff.ready, handoff.ended, renewing)
-            handoff.phase = "transfer"
-            await self._transfer(handoff, peer, ready, reservation)
+            await self._transfer(handoff, peer, reservation, renewing)
         finally:
             renewing.cancel()
             await asyncio.gather(renewing, return_exceptions=True)
+
+    def _let_go(self, handoff: _Handoff) -> None:
+        """Give retracted blocks back when no piece reads them; in the order of the retractions."""
+
+        async def let_go() -> None:
+            async with handoff.blocks.reading:
+                await self._engine.call(lambda: self._outgoing.let_go(handoff.key))
+
+        task = asyncio.ensure_future(let_go())
+        self._letting_go.add(task)
+        task.add_done_callback(self._letting_go.discard)
 
     async def _settle_failure(self, handoff: _Handoff, error: WorkerError) -> FailureRecord | None:
         """The record to report, or None when the request ended meanwhile or did arrive after all.
 
         A prompt that still computes is let finish, because its first token is due to the client
-        anyway: it is reported at the point where it would have been sent.
+        anyway: it is reported at the point where its last block would have been sent.
         """
         started = handoff.started
         logger.warning("%s: no handoff to %s: %s", handoff.key, started.decode_worker, error)
         self._links.forget_peer(started.decode_worker)
-        try:
-            await unless_ended(handoff.ready, handoff.ended)
-        except EndedError:
-            self._counts["ended"] += 1
-            await self._tell(handoff, "given up by the sender")
-            return None
         if await self._tell(handoff, error.message) == "committed":
             self._counts["sent"] += 1
+            return None
+        try:
+            await unless_ended(handoff.computed, handoff.ended)
+        except EndedError:
+            self._counts["ended"] += 1
             return None
         self._failures[handoff.phase] += 1
         if started.deadline_s is not None and self._clock.now_s() >= started.deadline_s:
@@ -264,113 +290,81 @@ class HandoffSender:
             return "unknown"
         return reply.outcome
 
-    # ---- reservation ----------------------------------------------------------------------------
-
-    async def _reserve(self, handoff: _Handoff, peer: Peer) -> Reservation:
-        """Ask until D has room. Raises HandoffError when it refuses or stays full for too long."""
-        until_s = self._clock.now_s() + self._config.reserve_timeout_s
-        if handoff.started.deadline_s is not None:
-            until_s = min(until_s, handoff.started.deadline_s)
-        pause_s = RESERVE_BACKOFF_S
-        handoff.is_known_to_peer = True
-        while (left_s := until_s - self._clock.now_s()) > 0:
-            request = self._build_reserve(handoff.started, min(left_s, RESERVE_WAIT_S))
-            bound_s = request.wait_s + self._config.transfer_deadline_s
-            answer = await unless_ended(bounded(peer.reserve(request), bound_s), handoff.ended)
-            if isinstance(answer, Reservation):
-                return answer
-            if isinstance(answer, Refused):
-                raise HandoffError(f"{handoff.started.decode_worker} refused: {answer.reason}")
-            await unless_ended(asyncio.sleep(pause_s), handoff.ended)
-            pause_s = min(2 * pause_s, RESERVE_MAX_BACKOFF_S)
-        raise HandoffError(f"{handoff.started.decode_worker} had no room in time")
-
-    def _build_reserve(self, started: HandoffStarted, wait_s: float) -> ReserveRequest:
-        remaining_s = None
-        if started.deadline_s is not None:
-            remaining_s = started.deadline_s - self._clock.now_s()
-        return ReserveRequest(
-            key=started.key,
-            sender=self._identity,
-            ingress_id=started.ingress_id,
-            token_ids=started.token_ids,
-            num_prompt_tokens=started.num_prompt_tokens,
-            params=started.params,
-            remaining_s=remaining_s,
-            priority=started.priority,
-            salt=started.salt,
-            wait_s=wait_s,
-        )
-
-    async def _keep_renewing(self, key: RequestKey, reservation: Reservation, peer: Peer) -> None:
-        """Renew the lease for as long as the handoff lasts; ends only by an error."""
-        request = RenewLease(transfer_id=reservation.transfer_id, key=key)
-        while True:
-            await asyncio.sleep(reservation.lease_s / 3)
-            await bounded(peer.renew(request), self._config.transfer_deadline_s)
-
     # ---- transfer -------------------------------------------------------------------------------
 
     async def _transfer(
-        self, handoff: _Handoff, peer: Peer, ready: HandoffReady, reservation: Reservation
+        self,
+        handoff: _Handoff,
+        peer: Peer,
+        reservation: Reservation,
+        renewing: asyncio.Future[None],
     ) -> None:
-        """Send all that D lacks, and once more under a new epoch if that fails.
+        """Send all that D lacks as it is computed, and once more under a new epoch if that fails.
 
         Raises HandoffError when both tries failed, WorkerError when D is dead or has ended the
         reservation.
         """
-        if len(ready.block_ids) != reservation.num_blocks:
-            raise HandoffError(
-                f"{len(ready.block_ids)} blocks computed, {reservation.num_blocks} reserved"
-            )
-        for is_last_try in (False, True):
+        has_failed = False
+        reply: PieceReply | None = None
+        while reply is None:
+            handoff.phase = "compute"
+            await unless_ended(handoff.blocks.wait_sendable(), handoff.ended, renewing)
+            handoff.phase = "transfer"
             try:
-                reply = await self._send_all(handoff, peer, ready, reservation)
-                break
+                reply = await self._send_computed(handoff, peer, reservation)
             except HandoffError as error:
-                if is_last_try:
+                if has_failed:
                     raise
+                has_failed = True
                 logger.warning("%s: sending again under a new epoch: %s", handoff.key, error)
                 self._counts["retries"] += 1
         if reply.outcome != "committed":
             raise WorkerError(f"{handoff.started.decode_worker} gave up: {reply.reason}")
 
-    async def _send_all(
-        self, handoff: _Handoff, peer: Peer, ready: HandoffReady, reservation: Reservation
-    ) -> PieceReply:
-        """One try under one epoch; D's answer to the last piece, or to the one that ended it.
+    async def _send_computed(
+        self, handoff: _Handoff, peer: Peer, reservation: Reservation
+    ) -> PieceReply | None:
+        """Send what is computed so far; None if more is to come, else D's answer that ends it.
 
         Raises HandoffError when the transfer may start over, which ends the channel for all its
         users; EndedError between two pieces.
         """
+        blocks = handoff.blocks
         async with self._links.link(handoff.started.decode_worker).use(peer) as channel:
-            piece_bytes = piece_bytes_of(self._config, channel.kind)
-            blocks_per_piece = max(1, piece_bytes // self._block_bytes)
-            first = reservation.num_hit_blocks
+            blocks.go_on_under(channel.epoch)
+            max_blocks = max(1, piece_bytes_of(self._config, channel.kind) // self._block_bytes)
             while True:
-                end = min(first + blocks_per_piece, reservation.num_blocks)
-                is_last = end == reservation.num_blocks
-                header = PieceHeader(
-                    transfer_id=reservation.transfer_id,
-                    key=handoff.key,
-                    sender=self._identity.name,
-                    sender_incarnation=self._identity.incarnation,
-                    epoch=channel.epoch,
-                    seq=0,  # known when the channel takes the piece
-                    first_block=first,
-                    num_blocks=end - first,
-                    digests=[],
-                    first_token_id=ready.first_token_id if is_last else None,
-                )
                 _check_not_ended(handoff)
-                reply = await self._send(channel, peer, header, ready.block_ids[first:end])
+                async with blocks.reading:
+                    piece = blocks.next_piece(max_blocks)
+                    if piece is None:
+                        return None
+                    header = self._header(handoff, reservation, channel.epoch, piece)
+                    reply = await self._send(channel, peer, header, piece.block_ids)
                 if reply.outcome == "failed" and reply.is_retryable:
                     raise HandoffError(f"D did not take a piece: {reply.reason}")
                 if reply.outcome != "accepted":
                     return reply
-                if is_last:
+                if piece.first_token_id is not None:
                     raise HandoffError("D did not commit with the last piece")
-                first = end
+                blocks.acknowledged(piece)
+                self._counts["early blocks"] += len(piece.block_ids) * piece.is_early
+
+    def _header(
+        self, handoff: _Handoff, reservation: Reservation, epoch: int, piece: NextPiece
+    ) -> PieceHeader:
+        return PieceHeader(
+            transfer_id=reservation.transfer_id,
+            key=handoff.key,
+            sender=self._identity.name,
+            sender_incarnation=self._identity.incarnation,
+            epoch=epoch,
+            seq=0,  # known when the channel takes the piece
+            first_block=piece.first_block,
+            num_blocks=len(piece.block_ids),
+            digests=[],  # known when the blocks are read
+            first_token_id=piece.first_token_id,
+        )
 
     async def _send(
         self, channel: SendChannel, peer: Peer, header: PieceHeader, block_ids: list[int]

@@ -7,12 +7,14 @@ import ray
 
 from actors.handles import WorkerHandle, find_actor
 from actors.handoff.channels import KvPieces, WorkerChannels, device_channels
+from actors.handoff.faulty_pieces import FaultyPieces
 from actors.handoff.peer_link import PeerLinks
 from actors.handoff.receiver import HandoffReceiver
 from actors.handoff.sender import HandoffSender
 from actors.options import rendezvous_name
 from actors.rendezvous import RayRendezvousClient
-from actors.worker.engine_host import EngineHost, RoleSide
+from actors.worker.engine_host import EngineHost
+from actors.worker.role_side import RoleSide
 from actors.worker.token_streams import TokenStreams
 from engine.build import Engine
 from engine.kv.handoff import IncomingHandoffs, OutgoingEvent
@@ -49,7 +51,7 @@ class SendingSide(RoleSide):
                 is_on_gpu=pieces.is_on_gpu,
                 offer=channels.offer,
             ),
-            store=pieces,
+            store=FaultyPieces(pieces, host.faults) if host.faults else pieces,
             clock=host.clock,
             on_failure=host.fail,
         )
@@ -63,6 +65,9 @@ class SendingSide(RoleSide):
 
     def drop_ingress(self, ingress_id: str) -> None:
         self._sender.cancel_ingress(ingress_id)
+
+    def keys_of(self, ingress_id: str) -> list[RequestKey]:
+        return self._outgoing.keys_of(ingress_id)
 
     @property
     def num_handoffs(self) -> int:
@@ -134,6 +139,7 @@ class ReceivingSide(RoleSide):
             channels=_channels(host, pieces),
             store=pieces,
             on_grant=pieces.fence,
+            refusal=host.draining.refusal,
         )
 
     def on_step(self) -> None:

@@ -9,20 +9,27 @@ import gc
 import logging
 import os
 import threading
-import traceback
 import uuid
 from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict
-from typing import TYPE_CHECKING, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import ray
 
 from actors.deployment import DeploymentSpec
 from actors.lifeline import Lifeline, exit_for_good
 from actors.logs import set_up_logging
+from actors.placement_groups import remove_unused
 from actors.worker.cache_reports import CacheReports
+from actors.worker.draining import Draining
 from actors.worker.engine_thread import EngineThread
+from actors.worker.fail_stop import EXIT_FAILED, exit_failed, exit_stalled
+from actors.worker.faulty_steps import FaultySteps
+from actors.worker.role_side import RoleSide
+from actors.worker.stall_watch import StallWatch
 from actors.worker.token_streams import TokenStreams
+from configs.faults import parse_faults
 from engine.clock import MonotonicClock
 from engine.errors import ConfigError, RequestError, WorkerError
 from engine.invariants import check_blocks, num_held
@@ -47,39 +54,8 @@ T = TypeVar("T")
 
 HOUSEKEEPING_S = 0.25
 INGRESS_PREFIX = "ingress-"  # streams of other clients (the allocator) hold nobody back
-EXIT_FAILED = 70  # EX_SOFTWARE; Ray restarts the actor
 MAX_ABORTED_KEYS = 4096
 NO_LOAD = LoadReport(queued_tokens=0, num_waiting=0, num_running=0, num_free_blocks=0, num_blocks=0)
-
-
-class RoleSide:
-    """A worker's part in the handoff, as the host sees it. This one has none (unified)."""
-
-    def cancel(self, key: RequestKey) -> None:
-        """Forget a request in any phase of its handoff."""
-
-    def drop_ingress(self, ingress_id: str) -> None:
-        """The same for every request of an ingress that went silent."""
-
-    def on_outgoing(self, event: "OutgoingEvent") -> None:
-        """A prompt whose KV is to move started, is computed or ended."""
-        raise AssertionError(f"{event} on a worker that sends nothing")
-
-    def on_step(self) -> None:
-        """A step was committed: blocks and rows may be free now."""
-
-    @property
-    def num_handoffs(self) -> int:
-        """Requests between two workers that still hold something here."""
-        return 0
-
-    def owners(self) -> dict[str, list[int]]:
-        """Holders of block references here; on the engine thread."""
-        return {}
-
-    def statistics(self) -> dict[str, object]:
-        """Sizes and counters, by part."""
-        return {}
 
 
 class EngineHost:
@@ -98,6 +74,8 @@ class EngineHost:
         self.role = role
         self.config = spec.config
         self.namespace = spec.namespace
+        faults = parse_faults(spec.config.faults) if spec.config.debug else ()
+        self.faults = [fault for fault in faults if fault.role == role]
         self.model = spec.model
         self._block_key = spec.block_key
         self.clock = MonotonicClock()
@@ -106,12 +84,14 @@ class EngineHost:
         self.side = RoleSide()
         self._make_side = make_side
         self._loop = asyncio.get_running_loop()
-        self._lifeline = Lifeline(spec.config.lifetimes.supervisor_silence_s, self.clock)
+        # First what waits for a device, or it would take the one that is given back here.
+        clear = partial(remove_unused, spec.namespace, spec.hash)
+        self._lifeline = Lifeline(spec.config.lifetimes.supervisor_silence_s, self.clock, clear)
         self._engine: Engine | None = None
         self._thread: EngineThread | None = None
         self._failure: str | None = None
         self._aborted: dict[RequestKey, None] = {}  # not found when aborted; oldest first
-        self._drain_until_s: float | None = None
+        self.draining = Draining(name, self.clock, self._hand_over)
         self._report = NO_LOAD
         self.streams = TokenStreams(
             worker=name,
@@ -136,14 +116,14 @@ class EngineHost:
             return WorkerStatus(identity=None, state="failed", detail=self._failure)
         if self._engine is None:
             return WorkerStatus(identity=None, state="starting")
-        is_draining = self._drain_until_s is not None
-        return WorkerStatus(identity=self.identity, state="draining" if is_draining else "ready")
+        state: Literal["draining", "ready"] = "draining" if self.draining.is_begun else "ready"
+        return WorkerStatus(identity=self.identity, state=state)
 
     def drain(self, grace_s: float) -> None:
-        """Exit for good once no ingress is connected and nothing runs, or after `grace_s`."""
-        if self._drain_until_s is None:
+        """Take nothing new; exit for good once nothing runs, or after `grace_s` and a hand-over."""
+        if not self.draining.is_begun:
             logger.info("%s drains: another deployment takes over", self.name)
-            self._drain_until_s = self.clock.now_s() + grace_s
+        self.draining.begin(grace_s)
 
     @property
     def identity(self) -> WorkerIdentity:
@@ -171,11 +151,15 @@ class EngineHost:
     async def submit(self, submit: Submit) -> None:
         """Queue a request. Raises RequestError if it can never fit, CapacityError if not now."""
         engine = self.engine
+        self.draining.check(submit.key)
         if len(submit.token_ids) >= engine.max_model_len:
             raise RequestError(
                 f"This model's maximum context length is {engine.max_model_len} tokens.",
                 code="context_length_exceeded",
             )
+        if submit.params.constraint is not None:  # the sampler must not wait for the compiler
+            compiled = engine.grammars.prepare(submit.params.constraint)
+            await asyncio.shield(asyncio.wrap_future(compiled))  # others may wait for it too
         now_s = self.clock.now_s()
         request = Request(
             key=submit.key,
@@ -312,11 +296,15 @@ class EngineHost:
             self._engine = None
             self._give_up(error)
             return
+        if self.faults:
+            engine.core.wrap_executor(lambda executor: FaultySteps(executor, self.faults))
         self._report = engine.load()  # from now on requests may be placed here
         self._thread = EngineThread(
             engine.core, on_step=self._on_step, on_failure=self._on_engine_failure
         )
         self._thread.start()
+        thread, stall_s = self._thread, self.config.workers.stall_s
+        StallWatch(stall_s, lambda: thread.turn, lambda: exit_stalled(self.name, stall_s)).start()
 
     def _give_up(self, error: Exception) -> None:
         """Say at the first start why there is none; later it worked before, so try it again."""
@@ -341,14 +329,7 @@ class EngineHost:
         self._loop.call_soon_threadsafe(self.side.on_outgoing, event)
 
     def _on_engine_failure(self, error: BaseException) -> None:
-        """Fail-stop: a device that failed once answers wrongly later. Ray restarts the actor."""
-        logger.critical(
-            "%s: the engine failed, exiting:\n%s",
-            self.name,
-            "".join(traceback.format_exception(error)),
-        )
-        logging.shutdown()
-        os._exit(EXIT_FAILED)
+        exit_failed(self.name, error)
 
     # ---- giving up on others --------------------------------------------------------------------
 
@@ -376,13 +357,29 @@ class EngineHost:
         while True:
             await asyncio.sleep(HOUSEKEEPING_S)
             self.streams.expire_silent()
-            if self._drain_until_s is not None and self._may_leave(self._drain_until_s):
+            if await self._may_leave():
                 logger.info("%s has drained and exits", self.name)
                 exit_for_good()
 
-    def _may_leave(self, drain_until_s: float) -> bool:
+    async def _may_leave(self) -> bool:
         is_idle = self._num_requests == 0 and not self.streams.has_reader(INGRESS_PREFIX)
-        return is_idle or self.clock.now_s() > drain_until_s
+        return await self.draining.may_leave(is_idle=is_idle, has_unread=self.streams.has_unread)
+
+    async def _hand_over(self) -> None:
+        """Give up what still runs; its ingresses go on elsewhere, with the tokens they have."""
+        reason = f"{self.name} is drained"
+        for ingress_id in self.streams.clients():
+            for key in await self.call(partial(self._give_up_all, ingress_id)):
+                self.fail(ingress_id, FailureRecord(key=key, reason=reason, retryable=True))
+            self.side.drop_ingress(ingress_id)
+
+    def _give_up_all(self, ingress_id: str) -> list[RequestKey]:
+        """On the engine thread: forget an ingress's requests; those that another may go on with."""
+        scheduler = self.engine.core.scheduler
+        keys = scheduler.requests_of(ingress_id)
+        for key in keys:
+            scheduler.abort(key)
+        return keys + [key for key in self.side.keys_of(ingress_id) if key not in keys]
 
     @property
     def _num_requests(self) -> int:

@@ -53,6 +53,8 @@ class EngineThread:
         self._calls: deque[_Call] = deque()
         self._wake = threading.Condition()
         self._is_closing = False
+        self._num_turns = 0
+        self._is_busy = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -66,6 +68,11 @@ class EngineThread:
         if self._thread.is_alive():
             self._thread.join()
         self._drop_calls()
+
+    @property
+    def turn(self) -> int | None:
+        """Number of the turn under way; None while there is nothing to do. For any thread."""
+        return self._num_turns if self._is_busy else None
 
     def post(self, fn: Callable[[], object]) -> None:
         """Run `fn` between two steps; an exception in it is an engine failure.
@@ -115,6 +122,7 @@ class EngineThread:
             last = self._core.settle()
             if last.has_progressed:
                 self._on_step(last)
+            self._is_busy = False
         except BaseException as error:  # noqa: BLE001 - the owner ends the process
             with self._wake:
                 self._is_closing = True
@@ -125,7 +133,10 @@ class EngineThread:
         """Block while there is neither a call nor a request; False when closing."""
         with self._wake:
             while not (self._is_closing or self._calls or self._core.has_work):
+                self._is_busy = False
                 self._wake.wait()
+            self._num_turns += 1
+            self._is_busy = True
             return not self._is_closing
 
     def _gather(self) -> None:

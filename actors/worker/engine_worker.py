@@ -22,7 +22,7 @@ class EngineWorker:
         return encode(self._host.heartbeat())
 
     async def drain(self, grace_s: float) -> None:
-        """Another deployment takes over: finish what runs, then exit for good."""
+        """Take nothing new, finish what runs for `grace_s`, hand the rest over, exit for good."""
         self._host.drain(grace_s)
 
     async def submit(self, request: bytes) -> None:

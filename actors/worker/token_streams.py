@@ -147,6 +147,15 @@ class TokenStreams:
         """Whether an ingress whose id starts with `prefix` is connected."""
         return any(ingress_id.startswith(prefix) for ingress_id in self._streams)
 
+    def clients(self) -> list[str]:
+        """Whoever reads, or is about to read, a stream."""
+        return list(self._streams)
+
+    @property
+    def has_unread(self) -> bool:
+        """Whether something waits to be read by anybody."""
+        return any(s.tokens or s.failures for s in self._streams.values())
+
     def statistics(self) -> StreamStatistics:
         counts = (sum(s.num_unacknowledged.values()) for s in self._streams.values())
         return StreamStatistics(

@@ -119,6 +119,12 @@ class BlockCache:
             self._num_evicted_blocks += len(evicted)
         return self._pool.allocate(num_blocks)
 
+    def share(self, block_ids: Sequence[int]) -> None:
+        """One reference more to each of these blocks, which somebody holds."""
+        for block_id in block_ids:
+            assert self._pool.reference_count(block_id) > 0, f"nobody holds block {block_id}"
+        self._pool.acquire(block_ids)
+
     def index(self, block_id: int, block_hash: bytes, parent: bytes | None) -> None:
         """Offer a complete block, held by the caller, to whoever asks for its content.
 

@@ -1,6 +1,6 @@
 """The books of a KV handoff: who holds which blocks while a prompt moves from worker P to worker D.
 
-    P, `OutgoingHandoffs`   start ------ add --------------------------------------- release
+    P, `OutgoingHandoffs`   start .. advance ........... add ..................... release
     D, `IncomingHandoffs`      reserve ......... begin_write, end_write, ..., commit
                                |<----------- lease, renewed ----------->|
 
@@ -10,7 +10,9 @@ One import for both sides; knows nothing of its own.
 from engine.kv.handoff_incoming import BlockWrite, IncomingHandoffs, IncomingStatistics
 from engine.kv.handoff_outgoing import (
     HandoffDropped,
+    HandoffProgress,
     HandoffReady,
+    HandoffRetracted,
     HandoffStarted,
     OutgoingEvent,
     OutgoingHandoffs,
@@ -19,7 +21,9 @@ from engine.kv.handoff_outgoing import (
 __all__ = [
     "BlockWrite",
     "HandoffDropped",
+    "HandoffProgress",
     "HandoffReady",
+    "HandoffRetracted",
     "HandoffStarted",
     "IncomingHandoffs",
     "IncomingStatistics",

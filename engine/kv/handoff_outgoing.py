@@ -1,15 +1,23 @@
 """P's side of a KV handoff: prompts that compute or wait here until their KV has moved.
 
-    start ...... add ................................ release
-    the prompt   its blocks are held here, and read   freed
-    computes     by transfer threads
+    start .. advance .. advance .. add ............... release
+    the prompt computes; its       all of its blocks   freed
+    full blocks are held here,     are held here
+    too, and read by transfers
+
+A full block never changes, so it may move as soon as the step that filled it was committed. If the
+scheduler takes the prompt back to its queue (`retract`), the blocks that are held here stay good
+for a transfer that reads them just now, and go when the sender says so (`let_go`): P needs their
+room. What D has of them stays right, because it is the KV of the same tokens.
 
 Implements the scheduler's `Outbox` and tells the sender, by immutable events, what to do. Called
 on the engine thread only. Knows no tensors, no channels and no Ray.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import chain
 
 from engine.kv.block_cache import BlockCache
 from engine.request import Request, RequestKey, SamplingParams
@@ -31,6 +39,21 @@ class HandoffStarted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HandoffProgress:
+    """The first blocks of a prompt that still computes are full, and held until further notice."""
+
+    key: RequestKey
+    block_ids: list[int]  # all of them, those of earlier notices first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandoffRetracted:
+    """The prompt will compute again, in other blocks: `let_go` of these when nothing reads them."""
+
+    key: RequestKey
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HandoffReady:
     """The prompt is computed and its blocks are held until `OutgoingHandoffs.release`."""
 
@@ -41,12 +64,15 @@ class HandoffReady:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandoffDropped:
-    """The request ended on P before its prompt was complete, or with its first token."""
+    """The request ended on P before its prompt was complete, or with its first token.
+
+    What is held of it goes with `OutgoingHandoffs.release`.
+    """
 
     key: RequestKey
 
 
-OutgoingEvent = HandoffStarted | HandoffReady | HandoffDropped
+OutgoingEvent = HandoffStarted | HandoffProgress | HandoffRetracted | HandoffReady | HandoffDropped
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -54,8 +80,17 @@ class _Outgoing:
     ingress_id: str
     num_tokens: int
     block_ids: list[int] | None = None  # None = still computing: the scheduler holds them
+    shared_ids: list[int] = field(default_factory=list)  # of them, the full ones, held here too
+    retracted: deque[list[int]] = field(default_factory=deque)  # may be read, oldest first
     is_reserved: bool = False
     is_abandoned: bool = False  # released while still computing: frees as soon as it is added
+    is_dropped: bool = False  # the scheduler has forgotten it
+
+    @property
+    def held_ids(self) -> list[int]:
+        """With repetitions: a reference each."""
+        retracted = chain.from_iterable(self.retracted)
+        return [*(self.block_ids or ()), *self.shared_ids, *retracted]
 
 
 class OutgoingHandoffs:
@@ -79,8 +114,12 @@ class OutgoingHandoffs:
         )
 
     def start(self, request: Request) -> None:
-        """The first chunk starts; nothing happens when a preempted request starts again."""
+        """The first chunk starts, or that of a preempted request starts again.
+
+        What the prefix cache holds of the prompt can be sent at once.
+        """
         if request.key in self._entries:
+            self.advance(request)
             return
         assert request.decode_worker is not None, f"{request.key} has nowhere to go"
         self._entries[request.key] = _Outgoing(
@@ -99,6 +138,30 @@ class OutgoingHandoffs:
                 salt=request.salt,
             )
         )
+        self.advance(request)
+
+    def advance(self, request: Request) -> None:
+        """A step of the prompt is committed: hold its full blocks, too, and tell the sender.
+
+        Nothing happens without a new full block, or if the request did not start.
+        """
+        entry = self._entries.get(request.key)
+        num_full = request.num_indexed_blocks
+        if entry is None or entry.is_abandoned or num_full <= len(entry.shared_ids):
+            return
+        assert entry.block_ids is None, f"{request.key} was added: it computes no more"
+        self._cache.share(request.block_ids[len(entry.shared_ids) : num_full])
+        entry.shared_ids = request.block_ids[:num_full]
+        self._notify(HandoffProgress(key=request.key, block_ids=list(entry.shared_ids)))
+
+    def retract(self, key: RequestKey) -> None:
+        """The prompt gave its blocks back and will compute again."""
+        entry = self._entries.get(key)
+        if entry is None or not entry.shared_ids:
+            return
+        entry.retracted.append(entry.shared_ids)
+        entry.shared_ids = []
+        self._notify(HandoffRetracted(key=key))
 
     def add(self, request: Request) -> None:
         """Take over a computed prompt with its first token, and its block references."""
@@ -112,6 +175,8 @@ class OutgoingHandoffs:
             del self._entries[request.key]
             self._cache.release(request.block_ids)
             return
+        self._cache.release(entry.shared_ids)
+        entry.shared_ids = []
         entry.block_ids = request.block_ids
         self._notify(
             HandoffReady(
@@ -122,11 +187,17 @@ class OutgoingHandoffs:
         )
 
     def drop(self, key: RequestKey) -> None:
-        """The request ended here before `add`; nothing happens if it never started."""
-        entry = self._entries.pop(key, None)
-        if entry is None:
+        """The request ended here before `add`; nothing happens if it never started.
+
+        What a transfer may be reading of it stays until `release`.
+        """
+        entry = self._entries.get(key)
+        if entry is None or entry.is_dropped:
             return
         assert entry.block_ids is None, f"{key} was added: it left the scheduler"
+        entry.is_dropped = True
+        if not entry.held_ids:
+            del self._entries[key]
         if not entry.is_abandoned:
             self._notify(HandoffDropped(key=key))
 
@@ -138,19 +209,28 @@ class OutgoingHandoffs:
         if entry is not None:
             entry.is_reserved = True
 
+    def let_go(self, key: RequestKey) -> None:
+        """Nothing reads the blocks of the oldest `HandoffRetracted` any more; once for each."""
+        entry = self._entries.get(key)
+        if entry is not None and not entry.is_abandoned:  # else they have gone
+            self._cache.release(entry.retracted.popleft())
+
     def release(self, key: RequestKey) -> None:
         """The handoff is over, well or badly: drop the block references. Idempotent.
 
-        While the prompt still computes, they are dropped when the scheduler adds or drops it.
+        While the prompt still computes, the scheduler's go when it adds or drops the request.
         """
         entry = self._entries.get(key)
         if entry is None:
             return
-        if entry.block_ids is None:
-            entry.is_abandoned = True
+        for block_ids in (entry.block_ids or [], entry.shared_ids, *entry.retracted):
+            self._cache.release(block_ids)
+        if entry.block_ids is not None or entry.is_dropped:
+            del self._entries[key]
             return
-        del self._entries[key]
-        self._cache.release(entry.block_ids)
+        entry.shared_ids = []
+        entry.retracted.clear()
+        entry.is_abandoned = True
 
     # ---- observation ----------------------------------------------------------------------------
 
@@ -160,8 +240,8 @@ class OutgoingHandoffs:
     def owners(self) -> Iterator[tuple[str, list[int]]]:
         """Every holder of block references here, for the conservation law."""
         for key, entry in self._entries.items():
-            if entry.block_ids:
-                yield f"outgoing {key}", entry.block_ids
+            if held_ids := entry.held_ids:
+                yield f"outgoing {key}", held_ids
 
     def keys_of(self, ingress_id: str) -> list[RequestKey]:
         return [key for key, entry in self._entries.items() if entry.ingress_id == ingress_id]

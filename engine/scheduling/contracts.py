@@ -27,6 +27,17 @@ class Outbox(Protocol):
         """The first chunk starts (again, after a preemption): time to ask for room elsewhere."""
         ...
 
+    def advance(self, request: Request) -> None:
+        """A step was committed: `request.num_indexed_blocks` leading blocks will never change.
+
+        Nothing happens for a request that did not start or has no new full block.
+        """
+        ...
+
+    def retract(self, key: RequestKey) -> None:
+        """The request was preempted: its blocks are about to be released, it computes again."""
+        ...
+
     def add(self, request: Request) -> None:
         """The prompt is computed: take over the request and its block references."""
         ...

@@ -13,8 +13,8 @@ A preempted request goes back to `waiting` and recomputes here, whatever the rol
 `plan` advances `num_computed_tokens` to include the step it describes; `commit` offers the blocks
 that step completed to the prefix index and appends what it sampled. One earlier plan may be in
 flight: the token a row samples there is what it computes next. If that token must be the last, the
-row pauses; if it turns out to be (eos), the row's next result is dropped. Knows no tensors, no Ray
-and no text.
+row pauses; if it turns out to be (eos), the row's next result is dropped. A row with a constraint
+waits for its token instead, and no other row waits with it. Knows no tensors, no Ray and no text.
 """
 
 from collections.abc import Iterator, Sequence
@@ -40,10 +40,7 @@ DEFAULT_LAPS = LapsConfig()
 
 
 class Scheduler:
-    """Continuous batching per iteration over one `BlockCache`.
-
-    Mutated only by the thread that steps the engine.
-    """
+    """Continuous batching per iteration over one `BlockCache`; for the engine's thread alone."""
 
     def __init__(
         self,
@@ -180,6 +177,7 @@ class Scheduler:
         for request, num_computed_tokens in step.filled(plan, self._block_size):
             if request.row is not None:
                 self._blocks.index_full(request, num_computed_tokens)
+                self._outbox.advance(request)
         endings = self._sampled.append_all(step, result, output)
         self._num_output_tokens += len(output.tokens)
         for request, finish in endings:
@@ -189,6 +187,7 @@ class Scheduler:
             else:
                 self._outbox.add(request)
             output.left.append(request.key)
+        self._running.resume(step.held)
         for i, block_ids in step.left_block_ids.items():
             self._blocks.let_go(block_ids, is_finite=result.is_finite[i])
         return output
@@ -302,6 +301,8 @@ class Scheduler:
         self._waiting.remove(request.key)
         self._running.add(request)
         self._rows.give(request)
+        if request.started_s is None:
+            request.started_s = room.now_s
         num_left = request.max_known_tokens - request.num_known_tokens
         if request.decode_worker is not None and num_left > 1:  # the first token stays here
             self._outbox.start(request)
@@ -344,6 +345,7 @@ class Scheduler:
             num_decodes=len(decodes),
             zero_block_ids=zero_block_ids,
             work=work,
+            held=self._running.hold_constrained(),
         )
         self._in_flight.add(step)
         self._num_steps += 1
@@ -380,6 +382,7 @@ class Scheduler:
         """Give up a running request's row and blocks; it will recompute what it knows."""
         assert not self._in_flight.is_computing(request), f"{request.key} is in flight"
         self._unseat(request)
+        self._outbox.retract(request.key)
         self._cache.release(self._blocks.take(request))
         request.num_computed_tokens = 0
         request.num_preemptions += 1

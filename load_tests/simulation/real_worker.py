@@ -30,6 +30,12 @@ class _Outbox:
     def start(self, request: Request) -> None:
         """Room elsewhere is none of this worker's business."""
 
+    def advance(self, request: Request) -> None:
+        """Blocks that move before the last one cost nothing here."""
+
+    def retract(self, key: RequestKey) -> None:
+        """Likewise."""
+
     def add(self, request: Request) -> None:
         self.cache.release(request.block_ids)
         request.block_ids = []

@@ -98,10 +98,13 @@ class Side:
         return "open"
 
     async def send(self, peer: Any, seed: int, num_bytes: int) -> str:
+        """`peer` None: the piece's header reaches nobody."""
         data = random_bytes(seed, num_bytes)
         assert self._sending is not None
 
         async def deliver(seq: int, payload: list[Any]) -> PieceReply:
+            if peer is None:
+                await asyncio.Event().wait()
             outcome = await peer.receive.remote(seq, num_bytes, payload)
             return PieceReply(outcome="accepted" if outcome == "ok" else "failed", reason=outcome)
 

@@ -76,6 +76,20 @@ def _digests(data: PieceBytes) -> list[int]:
     return [zlib.crc32(block.tobytes()) for block in data.reshape(-1, LAYOUT.block_bytes)]
 
 
+class ScrubbingCache(BlockCache):
+    """Whatever is read after it was let go of reads garbage."""
+
+    def __init__(self, num_blocks: int, pieces: MemoryPieces) -> None:
+        super().__init__(num_blocks, enable_prefix_cache=True, protected_share=0.8)
+        self._pieces = pieces
+
+    def release(self, block_ids: Sequence[int]) -> None:
+        super().release(block_ids)
+        for block_id in block_ids:
+            if self.num_references(block_id) == 0:
+                self._pieces.blocks[block_id] = 0xEE
+
+
 # ---- the two workers ----------------------------------------------------------------------------
 
 
@@ -89,6 +103,8 @@ class World:
         *,
         config: HandoffConfig = CONFIG,
         seed: int = 0,
+        outgoing_class: type[OutgoingHandoffs] = OutgoingHandoffs,
+        sender_class: type[HandoffSender] = HandoffSender,
     ) -> None:
         self.faults = faults or Faults()
         self.decode = decode_side
@@ -105,12 +121,13 @@ class World:
             store=self.decode_pieces,
         )
         self.peer = FakePeer(self.receiver, self.faults)
-        self.prefill_cache = BlockCache(64, enable_prefix_cache=True, protected_share=0.8)
         self.prefill_pieces = MemoryPieces(64, seed)
-        self.outgoing = OutgoingHandoffs(self.prefill_cache, self._notify)
+        self.prefill_cache = ScrubbingCache(64, self.prefill_pieces)
+        self.outgoing = outgoing_class(self.prefill_cache, self._notify)
         self.failures: dict[RequestKey, FailureRecord] = {}
         self.kv: dict[RequestKey, PieceBytes] = {}  # what P computed
-        self.sender = HandoffSender(
+        self.computing: dict[RequestKey, Request] = {}  # with blocks, before they are added
+        self.sender = sender_class(
             SENDER,
             config,
             engine=engine,
@@ -141,7 +158,14 @@ class World:
     def start(
         self, number: int, token_ids: Sequence[int], *, deadline_s: float | None = None
     ) -> Request:
-        request = Request(
+        request = self.build(number, token_ids, deadline_s=deadline_s)
+        self.outgoing.start(request)
+        return request
+
+    def build(
+        self, number: int, token_ids: Sequence[int], *, deadline_s: float | None = None
+    ) -> Request:
+        return Request(
             key=key_of(number),
             ingress_id="ingress-0",
             params=SamplingParams(max_tokens=9),
@@ -151,23 +175,56 @@ class World:
             deadline_s=deadline_s,
             decode_worker="decode-0",
         )
-        self.outgoing.start(request)
-        return request
+
+    def hit(self, request: Request, num_tokens: int) -> None:
+        """P's prefix cache has that much of a prompt that has not started."""
+        self._write(request, num_tokens)
+        request.num_indexed_blocks = num_tokens // BLOCK_SIZE
+
+    def compute(self, request: Request, num_tokens: int) -> None:
+        """A chunk ends `num_tokens` into the prompt; the first one takes all blocks."""
+        self.hit(request, num_tokens)
+        self.outgoing.advance(request)
+
+    def preempt(self, request: Request) -> None:
+        """The prompt will compute from its start, in other blocks."""
+        self.outgoing.retract(request.key)
+        self._release_blocks(request)
+
+    def drop(self, request: Request) -> None:
+        """The request ends before its prompt."""
+        self.outgoing.drop(request.key)
+        self._release_blocks(request)
 
     def finish(self, request: Request) -> None:
         num_tokens = request.num_known_tokens
-        block_ids = self.prefill_cache.allocate(-(-num_tokens // BLOCK_SIZE))
-        assert block_ids is not None
-        random.Random(num_tokens).shuffle(block_ids)
-        for i, block_id in enumerate(block_ids):  # equal prefixes have equal KV
-            prefix = tuple(request.tokens[: (i + 1) * BLOCK_SIZE])
-            rng = np.random.default_rng(abs(hash(prefix)))
-            self.prefill_pieces.blocks[block_id] = rng.integers(0, 256, LAYOUT.block_bytes)
-        request.block_ids = block_ids
-        request.num_computed_tokens = num_tokens
+        self._write(request, num_tokens)
         request.tokens.append(FIRST_TOKEN)
-        self.kv[request.key] = self.prefill_pieces.blocks[block_ids].copy()
+        self.kv[request.key] = self.prefill_pieces.blocks[request.block_ids].copy()
+        del self.computing[request.key]
         self.outgoing.add(request)
+
+    def _write(self, request: Request, num_tokens: int) -> None:
+        if not request.block_ids:
+            num_blocks = -(-request.num_known_tokens // BLOCK_SIZE)
+            block_ids = self.prefill_cache.allocate(num_blocks)
+            assert block_ids is not None
+            self.computing[request.key] = request
+            random.Random(num_blocks).shuffle(block_ids)
+            request.block_ids = block_ids
+        num_written = request.num_computed_tokens // BLOCK_SIZE
+        for i in range(num_written, -(-num_tokens // BLOCK_SIZE)):  # equal prefixes, equal KV
+            prefix = tuple(request.tokens[: min((i + 1) * BLOCK_SIZE, num_tokens)])
+            rng = np.random.default_rng(abs(hash(prefix)))
+            block = rng.integers(0, 256, LAYOUT.block_bytes)
+            self.prefill_pieces.blocks[request.block_ids[i]] = block
+        request.num_computed_tokens = num_tokens
+
+    def _release_blocks(self, request: Request) -> None:
+        self.computing.pop(request.key, None)  # it may have none yet
+        self.prefill_cache.release(request.block_ids)
+        request.block_ids = []
+        request.num_computed_tokens = request.num_indexed_blocks = 0
 
     # ---- what must hold
 
@@ -192,7 +249,8 @@ class World:
 
     def check_books(self) -> None:
         self.decode.check()
-        check_blocks(self.prefill_cache, self.outgoing.owners())
+        computing = [(f"computes {key}", r.block_ids) for key, r in self.computing.items()]
+        check_blocks(self.prefill_cache, [*self.outgoing.owners(), *computing])
 
     async def close(self) -> None:
         """Shut both down and look for anything that stayed."""
@@ -221,12 +279,21 @@ def simulate(
     decode_side: Decode | None = None,
     config: HandoffConfig = CONFIG,
     seed: int = 0,
+    outgoing_class: type[OutgoingHandoffs] = OutgoingHandoffs,
+    sender_class: type[HandoffSender] = HandoffSender,
 ) -> None:
     """Run a scenario on virtual time, then shut down and check that nothing is left."""
     side = decode_side or Decode(num_blocks=40, max_rows=8)
 
     async def main() -> None:
-        world = World(side, faults, config=config, seed=seed)
+        world = World(
+            side,
+            faults,
+            config=config,
+            seed=seed,
+            outgoing_class=outgoing_class,
+            sender_class=sender_class,
+        )
         await scenario(world)
         await world.close()
 

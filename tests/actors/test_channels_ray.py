@@ -169,7 +169,7 @@ def test_a_peer_killed_in_a_transfer_is_noticed_and_survived(pair: Pair, victim:
         waiting = survivor.receive.remote(0, 1000, [])
     else:
         survivor = pair.sender
-        waiting = survivor.send.remote(survivor, 1, 20_000_000)  # its header reaches nobody
+        waiting = survivor.send.remote(None, 1, 20_000_000)  # its header reaches nobody
     assert ray.get(survivor.ping.remote(), timeout=10) == "here"
     started_s = time.monotonic()
     ray.kill(getattr(pair, victim))

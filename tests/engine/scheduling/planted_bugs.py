@@ -247,3 +247,14 @@ class ZeroedBlocksAreFreeAtOnce(WithPlantedBlocks):
             block_ids = super().take_poisoned()
             self._cache.release(block_ids)
             return block_ids
+
+
+class AnnouncesWhatIsStillInFlight(Scheduler):
+    def plan(self, now_s: float) -> StepPlan | None:
+        plan = super().plan(now_s)
+        for request in self._running.prompts.values():
+            num_indexed_blocks = request.num_indexed_blocks
+            request.num_indexed_blocks = request.num_computed_tokens // BLOCK_SIZE
+            self._outbox.advance(request)
+            request.num_indexed_blocks = num_indexed_blocks
+        return plan

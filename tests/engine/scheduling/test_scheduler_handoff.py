@@ -27,6 +27,15 @@ def test_a_prompt_starts_with_its_first_chunk_and_leaves_with_its_first_token() 
     assert not replica.scheduler.has_work
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_chunks_full_blocks_may_move_when_its_step_is_committed(overlap: bool) -> None:
+    replica = Replica(max_step_tokens=6, overlap=overlap)
+    request = replica.add("a", prompt_of(19), decode_worker="decode-0")
+    replica.run()
+    key = request.key
+    assert replica.outbox.advances == [(key, 1), (key, 3), (key, 4)]  # 6, 12, 18 tokens, 4 a block
+
+
 def test_a_handed_over_prompt_can_be_found_by_the_next() -> None:
     replica = Replica()
     replica.add("a", prompt_of(13), decode_worker="decode-0")
@@ -86,6 +95,7 @@ def test_a_preempted_prompt_starts_again_and_is_dropped_when_its_deadline_passes
     while moving.num_preemptions == 0:
         replica.step()
     assert replica.outbox.events == [("start", moving.key)]
+    assert replica.outbox.retracted == [old.key] * old.num_preemptions + [moving.key]
     replica.clock.advance(10.0)
     while moving.key not in replica.failures:
         replica.step()

@@ -217,6 +217,7 @@ def test_the_machine_finds_a_planted_bug(
         planted_bugs.FreesBlocksOfAStepInFlightTwice,
         planted_bugs.GoesOnPastItsLastToken,
         planted_bugs.ZeroedBlocksAreFreeAtOnce,
+        planted_bugs.AnnouncesWhatIsStillInFlight,
     ],
 )
 def test_the_machine_finds_a_bug_that_needs_a_step_in_flight(planted: type[Scheduler]) -> None:

@@ -21,6 +21,7 @@ from engine.request import Request, RequestKey, SamplingParams
 from engine.scheduling.contracts import StepOutput
 from engine.scheduling.scheduler import DEFAULT_LAPS, Scheduler
 from tests.engine.scheduling.in_flight import check_blocks_in_flight
+from tests.engine.scheduling.reading_sender import ReadingSender
 from tests.engine.scheduling.running_rows import check_running
 from tests.fakes import EOS_TOKEN_ID, FakeExecutor, expected_output
 
@@ -67,6 +68,7 @@ class World:
             max_in_flight=1 + int(overlap),
         )
         self.ready: dict[RequestKey, HandoffReady] = {}
+        self.sender = ReadingSender()
         self.outgoing = OutgoingHandoffs(self.cache, self._on_outgoing)
         self.scheduler = scheduler_class(
             CONFIG,
@@ -187,8 +189,9 @@ class World:
         self.clock.advance(seconds)
 
     def step(self) -> None:
+        self.sender.answer(self.outgoing)
         num_plans, num_waited = len(self.executor.plans), self.executor.num_waited
-        held_elsewhere = any(self.outgoing.owners()) or self.lent
+        held_elsewhere = self.ready or self.lent
         must_move = self.core.has_work and not held_elsewhere
         output = self.core.step()
         self.outputs.append(output)
@@ -200,7 +203,7 @@ class World:
         waited = self.executor.plans[num_waited : self.executor.num_waited]
         has_moved = len(self.executor.plans) > num_plans or bool(waited)
         assert output.has_progressed == has_moved
-        must_move = must_move and not output.failures
+        must_move = must_move and not output.failures and not self.sender.num_unanswered
         assert has_moved or not must_move, f"nothing moves: {self.scheduler.statistics()}"
         assert output.num_scheduled_tokens == sum(plan.num_tokens for plan in waited)
 
@@ -208,7 +211,7 @@ class World:
         """Nothing arrives any more: all must end, in a bounded number of steps."""
         self.squeeze(0)
         for _ in range(MAX_DRAIN_STEPS):
-            if not self.core.has_work and not self.ready:
+            if not self.core.has_work and not self.ready and not self.sender.num_unanswered:
                 break
             self.step()
             self.check()
@@ -230,6 +233,7 @@ class World:
         check_blocks(self.cache, owners)
         check_blocks_in_flight(self.cache, self.executor)
         check_running(self.scheduler._running)
+        self.sender.check(self.executor, BLOCK_SIZE, self._computed_tokens)
         counts = self.scheduler.statistics()
         num_here = sum(story.phase == "scheduler" for story in self.stories.values())
         assert counts.num_waiting + counts.num_running == num_here
@@ -240,6 +244,7 @@ class World:
         )
         assert counts.num_output_tokens == sum(len(s.tokens) for s in self.stories.values())
         live = {key for key, story in self.stories.items() if story.phase != "over"}
+        live |= self.sender.ending
         assert set(self.outgoing.keys_of("ingress")) <= live
 
     def live(self, phase: Literal["scheduler", "outbox"]) -> list[RequestKey]:
@@ -280,13 +285,20 @@ class World:
 
     def _release(self, key: RequestKey, story: Story) -> None:
         self.outgoing.release(key)
+        self.sender.forget(key)
         del self.ready[key]
         story.phase = "over"
 
     def _on_outgoing(self, event: OutgoingEvent) -> None:
         assert self.stories[event.key].decode_worker == "decode-0"
+        self.sender.on_event(event)
         if isinstance(event, HandoffReady):
             self.ready[event.key] = event
+
+    def _computed_tokens(self, key: RequestKey) -> list[int]:
+        """Of a request that moves: all that has KV when it does."""
+        story = self.stories[key]
+        return story.prompt + story.expected[: story.num_migrated]
 
     def _output(self, story: Story) -> list[int]:
         return story.expected[: story.num_migrated] + story.tokens
