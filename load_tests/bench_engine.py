@@ -82,7 +82,7 @@ class Bench:
             self._step_until_decoding(work.num_rows)
         on_gpu = torch.cuda.is_available()
         activity = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
-        with profile(activities=[activity]) as profiler:
+        with profile(activities=[activity], acc_events=True) as profiler:
             if is_decode:
                 for _ in range(NUM_TRACED_STEPS):
                     self.ours.step()
