@@ -29,7 +29,7 @@ from configs.schema import AppConfig
 from engine.models.spec import load_spec
 from load_tests.in_process import EngineInProcess
 from load_tests.mixed_http import serve_over_http
-from load_tests.mixed_load import NUM_OUTPUT_TOKENS, MixedLoad
+from load_tests.mixed_load import NUM_OUTPUT_TOKENS, WARM_UP_PROMPTS, WARM_UP_SEED, MixedLoad
 from load_tests.mixed_report import limits_from_text, read_peer_tables
 from load_tests.mixed_sweep import Budget, Results, Serve, Sweep, note
 from load_tests.one_batch import measure_batches, read_chain_batches
@@ -37,9 +37,6 @@ from load_tests.open_loop import serve_load
 from load_tests.prompts import FIRST_TOKEN_ID
 from load_tests.shapes import SHAPES, write_shapes
 from load_tests.tables import describe_machine
-
-WARM_UP_PROMPTS = (64, 512)  # how many, and their tokens: what the peer runs first
-WARM_UP_SEED = 1_000_003
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

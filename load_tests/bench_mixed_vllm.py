@@ -20,15 +20,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from load_tests.mixed_load import Arrival, MixedLoad, Served, Stamps
+from load_tests.mixed_load import (
+    NUM_OUTPUT_TOKENS,
+    WARM_UP_PROMPTS,
+    WARM_UP_SEED,
+    Arrival,
+    MixedLoad,
+    Served,
+    Stamps,
+)
 from load_tests.mixed_report import limits_from_text
 from load_tests.mixed_sweep import Budget, Results, Sweep, note
 from load_tests.prompts import FIRST_TOKEN_ID
 from load_tests.shapes import SHAPES, write_shapes
 from load_tests.tables import describe_machine
 
-WARM_UP_PROMPTS = (64, 512)  # how many, and their tokens
-WARM_UP_SEED = 1_000_003
 MAX_MODEL_LEN, MAX_ROWS = 16384, 256
 SHORT_FIRST_PRIORITIES = {"short": 0, "long": 1}  # vLLM serves the lower number first
 
@@ -101,7 +107,7 @@ class VllmEngine:
 
     async def _generate_all(self, num_prompts: int, num_tokens: int) -> None:
         async def one(token_id: int) -> None:
-            async for _ in self._generate([token_id] * num_tokens, 64, 0):
+            async for _ in self._generate([token_id] * num_tokens, NUM_OUTPUT_TOKENS, 0):
                 pass
 
         async with asyncio.TaskGroup() as tasks:
@@ -162,13 +168,15 @@ def run(args: argparse.Namespace, scratch: Path) -> Results:
     engine = VllmEngine(write_shapes(args.shapes, scratch), vocab_size, args)
     results.about["vllm"] = engine.version
     warm_up = replace(loads[0], rate=args.rates[0], seed=WARM_UP_SEED, duration_s=args.warm_up_s)
-    engine.warm_up(warm_up)
-    for rate in args.rates:
-        sweep.measure(label(args), rate, engine.serve)
-    if args.search:
-        sweep.search(label(args), engine.serve, args.search_seeds or args.seeds)
-    sweep.save()
-    engine.close()
+    try:
+        engine.warm_up(warm_up)
+        for rate in args.rates:
+            sweep.measure(label(args), rate, engine.serve)
+        if args.search:
+            sweep.search(label(args), engine.serve, args.search_seeds or args.seeds)
+    finally:  # its engine is a process of its own
+        sweep.save()
+        engine.close()
     return results
 
 

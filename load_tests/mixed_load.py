@@ -24,6 +24,10 @@ SHORT_TOKENS = (8, 256)  # at least, at most
 SHORT_LOG_MEAN, SHORT_LOG_DEVIATION = 4.3, 0.8
 LONG_TOKENS = (2048, 8192)  # from, below
 NUM_OUTPUT_TOKENS = 64
+# What every engine serves before it is timed: equal prompts at once (how many, their tokens), then
+# a stretch of the load by a seed of its own.
+WARM_UP_PROMPTS = (64, 512)
+WARM_UP_SEED = 1_000_003
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

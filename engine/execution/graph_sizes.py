@@ -20,7 +20,7 @@ PromptForm = Literal["ragged", "grid"]
 # Rows of a ragged graph. Each costs a line of logits, whether or not a step uses it.
 _MAX_RAGGED_ROWS = 128
 # On the device a graph gains nothing beyond 1,024 tokens. But a step that is launched kernel by
-# kernel keeps the host for 15 to 30 ms, and with it the tokens of the step before.
+# kernel keeps the host meanwhile, and with it the tokens of the step before.
 _MAX_RAGGED_TOKENS = 4096
 
 

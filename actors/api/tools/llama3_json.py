@@ -7,8 +7,9 @@ between them. An object anywhere else is content.
 from collections.abc import Collection
 from enum import Enum, auto
 
-from actors.api.tools.call_reader import CallReader, Progress
-from actors.api.tools.events import Event, EventSink, num_held_chars
+from actors.api.tools.call_reader import Progress
+from actors.api.tools.call_text import CallText
+from actors.api.tools.events import Event
 
 TAG = "<|python_tag|>"
 MARKERS = (TAG,)
@@ -26,24 +27,14 @@ class Llama3JsonParser:
     """A `ToolParser`."""
 
     def __init__(self, names: Collection[str]) -> None:
-        self._names = names
-        self._sink = EventSink()
+        self._text = CallText(names)
         self._mode = _Mode.START
-        self._rest = ""  # not yet understood
-        self._call = CallReader(self._sink, names, "")
 
     def push(self, text: str) -> list[Event]:
-        self._rest += text
-        while self._advance():
-            pass
-        return self._sink.take()
+        return self._text.push(text, self._advance)
 
     def finish(self) -> list[Event]:
-        if self._mode is _Mode.CALL:
-            self._call.finish()
-        self._sink.content(self._rest)
-        self._rest = ""
-        return self._sink.finish()
+        return self._text.finish()
 
     def _advance(self) -> bool:
         """One stretch of text; False when more text has to come first."""
@@ -57,34 +48,28 @@ class Llama3JsonParser:
         return self._read_between()
 
     def _begin_call(self, opening: str, rest: str) -> None:
-        self._rest = rest
-        self._call = CallReader(self._sink, self._names, opening)
+        self._text.begin_call(opening, rest)
         self._mode = _Mode.CALL
 
     def _read_start(self) -> bool:
-        rest = self._rest.lstrip()
+        text = self._text.rest
+        rest = text.lstrip()
         if not rest:
             return False
         if rest.startswith("{"):
-            self._begin_call(self._rest[: -len(rest)], rest)
+            self._begin_call(text[: -len(rest)], rest)
         else:
             self._mode = _Mode.CONTENT
         return True
 
     def _read_content(self) -> bool:
-        before, tag, after = self._rest.partition(TAG)
-        if tag:
-            self._sink.content(before)
-            self._begin_call(TAG, after)
-            return True
-        num_sent = len(before) - num_held_chars(before, (TAG,))
-        self._sink.content(before[:num_sent])
-        self._rest = before[num_sent:]
-        return False
+        if not self._text.skip_to(TAG):
+            return False
+        self._begin_call(TAG, self._text.rest)
+        return True
 
     def _read_call(self) -> bool:
-        self._rest = self._rest[self._call.read(self._rest) :]
-        match self._call.progress:
+        match self._text.read_call():
             case Progress.READING:
                 return False
             case Progress.COMPLETE:
@@ -94,7 +79,7 @@ class Llama3JsonParser:
         return True
 
     def _read_between(self) -> bool:
-        rest = self._rest.lstrip()
+        rest = self._text.rest.lstrip()
         after = rest[1:].lstrip() if rest.startswith(_SEPARATORS) else rest
         if not after:
             return False

@@ -8,8 +8,9 @@ import re
 from collections.abc import Collection
 from enum import Enum, auto
 
-from actors.api.tools.call_reader import CallReader, Progress
-from actors.api.tools.events import Event, EventSink, num_held_chars
+from actors.api.tools.call_reader import Progress
+from actors.api.tools.call_text import CallText
+from actors.api.tools.events import Event
 
 TOOL_CALLS = "[TOOL_CALLS]"
 ARGS = "[ARGS]"
@@ -38,27 +39,15 @@ class MistralParser:
     """A `ToolParser`."""
 
     def __init__(self, names: Collection[str]) -> None:
-        self._names = names
-        self._sink = EventSink()
+        self._text = CallText(names)
         self._mode = _Mode.CONTENT
-        self._rest = ""  # not yet understood
-        self._call = CallReader(self._sink, names, "")
         self._in_array = False
 
     def push(self, text: str) -> list[Event]:
-        self._rest += text
-        while self._advance():
-            pass
-        return self._sink.take()
+        return self._text.push(text, self._advance)
 
     def finish(self) -> list[Event]:
-        if self._mode is _Mode.CALL:
-            self._call.finish()
-        if self._mode is _Mode.HEAD:
-            self._sink.content(TOOL_CALLS)
-        self._sink.content(self._rest)
-        self._rest = ""
-        return self._sink.finish()
+        return self._text.finish(unread=TOOL_CALLS if self._mode is _Mode.HEAD else "")
 
     def _advance(self) -> bool:
         """One stretch of text; False when more text has to come first."""
@@ -72,67 +61,61 @@ class MistralParser:
         return self._read_between()
 
     def _read_content(self) -> bool:
-        before, marker, after = self._rest.partition(TOOL_CALLS)
-        if marker:
-            self._sink.content(before)
-            self._rest = after
-            self._mode = _Mode.HEAD
-            return True
-        num_sent = len(before) - num_held_chars(before, (TOOL_CALLS,))
-        self._sink.content(before[:num_sent])
-        self._rest = before[num_sent:]
-        return False
+        if not self._text.skip_to(TOOL_CALLS):
+            return False
+        self._mode = _Mode.HEAD
+        return True
 
     def _read_head(self) -> bool:
-        rest = self._rest.lstrip()
+        text = self._text.rest
+        rest = text.lstrip()
         if not rest:
             return False
         if rest.startswith("["):
-            spaces = self._rest[: -len(rest)]
+            spaces = text[: -len(rest)]
             self._begin_call(TOOL_CALLS + spaces + "[", rest[1:], in_array=True)
         elif rest.startswith("{"):
-            self._begin_call(TOOL_CALLS, self._rest, in_array=False)
-        elif named := _NAMED.match(self._rest):
+            self._begin_call(TOOL_CALLS, text, in_array=False)
+        elif named := _NAMED.match(text):
             return self._begin_named(named)
-        elif _MAY_BE_NAMED.fullmatch(self._rest):
+        elif _MAY_BE_NAMED.fullmatch(text):
             return False
         else:
-            self._sink.content(TOOL_CALLS)
+            self._text.content(TOOL_CALLS)
             self._mode = _Mode.CONTENT
         return True
 
     def _begin_named(self, named: re.Match[str]) -> bool:
-        if named[1] in self._names:
-            rest = self._rest[named.end() :]
+        if named[1] in self._text.names:
+            rest = self._text.rest[named.end() :]
             self._begin_call(TOOL_CALLS + named[0], rest, in_array=False, name=named[1])
         else:
-            self._sink.content(TOOL_CALLS)
+            self._text.content(TOOL_CALLS)
             self._mode = _Mode.CONTENT
         return True
 
     def _begin_call(
         self, opening: str, rest: str, *, in_array: bool, name: str | None = None
     ) -> None:
-        self._rest = rest
+        self._text.begin_call(opening, rest, name=name)
         self._in_array = in_array
-        self._call = CallReader(self._sink, self._names, opening, name=name)
         self._mode = _Mode.CALL
 
     def _read_call(self) -> bool:
-        self._rest = self._rest[self._call.read(self._rest) :]
-        if self._call.progress is Progress.READING:
+        progress = self._text.read_call()
+        if progress is Progress.READING:
             return False
-        is_followed = self._call.progress is Progress.COMPLETE and self._in_array
+        is_followed = progress is Progress.COMPLETE and self._in_array
         self._mode = _Mode.BETWEEN if is_followed else _Mode.CONTENT
         return True
 
     def _read_between(self) -> bool:
-        rest = self._rest.lstrip()
+        rest = self._text.rest.lstrip()
         if not rest:
             return False
         if rest.startswith(","):
             self._begin_call(",", rest[1:], in_array=True)
             return True
-        self._rest = rest.removeprefix("]")
+        self._text.rest = rest.removeprefix("]")
         self._mode = _Mode.CONTENT
         return True
