@@ -14,7 +14,6 @@ Descriptors are made on the host for each call and passed by value: no memory is
 and a CUDA graph keeps its own copy. They are no part of what a kernel is compiled for.
 """
 
-import math
 from dataclasses import dataclass
 from functools import cache
 
@@ -24,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kernels.linear_small import Shape, prefetch_rows, shape_of
+from kernels.linear_small import Shape, shape_of
 from kernels.pdl import pdl_supported
 
 # Rows must start on 16 bytes, also those of half the outputs.
@@ -46,16 +45,6 @@ class LargeConfig:
     group_m: int = 16  # token tiles that share weight tiles in the L2 cache
     num_stores: int = 1  # 1 or 2: pieces in which a tile is written, each a buffer's size
     is_flat: bool = False  # one pipeline over all tiles: loads of the next go on during a store
-    prefetch_k: int = 0  # columns of the first tile's weights asked for before x is ready
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenRange:
-    """From `first` to `last` tokens, `config` is faster than the library."""
-
-    first: int
-    last: float
-    config: LargeConfig
 
 
 # For an H200: of 227 KiB of shared memory a stage takes 48 KiB, a store 32 KiB.
@@ -63,35 +52,11 @@ _GATED = LargeConfig(num_stages=3, is_flat=True)
 _PLAIN = LargeConfig(num_stores=2, is_flat=True)
 # Its loads would be part of the one pipeline and take another store's room.
 _PLAIN_WITH_RESIDUAL = LargeConfig(num_stores=2)
-_MEDIUM = LargeConfig(
-    block_m=64, block_n=64, block_k=128, num_warps=4, num_stages=6, group_m=1, prefetch_k=512
-)
-# Up to 128 tokens: one tile of them, and as few passes over x.
-_GATED_MEDIUM = LargeConfig(num_stages=4, prefetch_k=512)
 
-# Measured on an H200 with Qwen3-8B's weights, ours | cuBLAS (gated: and SiLU). 64 tokens, a graph
-# over more weights than the L2 cache holds, us: 53.4 | 54.7 gated, 28.9 | 32.1 deep, 11.3 | 11.9
-# square, 16.9 | 16.3 narrow; with the prefetch, whole steps, ms: decode 5.14 with ours for all
-# four, 5.18 with cuBLAS for narrow, one prompt 5.12 | 5.23. 128 tokens, whole steps, ms: gated
-# 6.25 | 6.37; square 6.38, deep 6.63, narrow 6.41. 256 tokens: none (gated 9.94 | 9.61). 16,384 on
-# a card at its power limit, ms: 4.93 | 5.19 gated, 2.42 | 2.51 deep, 0.83 | 0.85 square,
-# 1.25 | 1.23 narrow.
-_RANGES: dict[Shape, tuple[TokenRange, ...]] = {
-    Shape.GATED: (
-        TokenRange(first=33, last=64, config=_MEDIUM),
-        TokenRange(first=65, last=128, config=_GATED_MEDIUM),
-        TokenRange(first=1024, last=math.inf, config=_GATED),
-    ),
-    Shape.DEEP: (
-        TokenRange(first=33, last=64, config=_MEDIUM),
-        TokenRange(first=1024, last=math.inf, config=_PLAIN),
-    ),
-    Shape.SQUARE: (
-        TokenRange(first=33, last=64, config=_MEDIUM),
-        TokenRange(first=1024, last=math.inf, config=_PLAIN),
-    ),
-    Shape.NARROW: (TokenRange(first=33, last=64, config=_MEDIUM),),
-}
+# Measured on an H200 with Qwen3-8B's weights, ours | cuBLAS (gated: and SiLU). 16,384 tokens on a
+# card at its power limit, ms: 4.93 | 5.19 gated, 2.42 | 2.51 deep, 0.83 | 0.85 square, 1.25 | 1.23
+# narrow. 256, us: 88.9 | 79.1 gated, 46.6 | 44.3 deep, 17.0 | 17.3 square, 27.1 | 20.7 narrow.
+_FASTER_FROM = {Shape.GATED: 1024, Shape.DEEP: 1024, Shape.SQUARE: 1024}
 
 
 def supports_large(weight: Tensor) -> bool:
@@ -106,10 +71,10 @@ def supports_large(weight: Tensor) -> bool:
     )
 
 
-def faster_ranges(weight: Tensor, *, gated: bool) -> tuple[TokenRange, ...]:
-    """Numbers of tokens for which these kernels are the faster choice, ascending; maybe none."""
+def faster_from(weight: Tensor, *, gated: bool) -> int | None:
+    """The least number of tokens from which on these kernels are the faster choice; None: never."""
     num_rows, num_columns = weight.shape
-    return _RANGES.get(shape_of(num_rows, num_columns, gated), ())
+    return _FASTER_FROM.get(shape_of(num_rows, num_columns, gated))
 
 
 @triton.jit
@@ -143,17 +108,6 @@ def _product(
 
 
 @triton.jit
-def _prefetch_tile(
-    weight_ptr, n, NUM_OUTPUTS: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
-    WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, PREFETCH_K: tl.constexpr,
-):  # fmt: skip
-    """Ask the L2 cache for the first columns of a tile's weight rows."""
-    inside = tl.arange(0, BLOCK_N)
-    rows = inside // WIDTH * NUM_OUTPUTS + n + inside % WIDTH
-    prefetch_rows(weight_ptr, tl.minimum(rows, N - 1).to(tl.int64), 0, K, PREFETCH_K)
-
-
-@triton.jit
 def _halves(acc, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """The left and the right half of the columns: no data moves, a thread has whole rows."""
     return tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1)))
@@ -170,7 +124,6 @@ def _store(y, residual_desc, y_desc, m, n, HAS_RESIDUAL: tl.constexpr):
 def _large_linear_kernel(
     x_desc,  # [num_tokens, K] by [BLOCK_M, BLOCK_K]
     weight_desc,  # [N, K] by [BLOCK_N, BLOCK_K], or [2, N // 2, K] by [2, BLOCK_N // 2, BLOCK_K]
-    weight_ptr,  # the same weight [N, K], for the prefetch
     bias_ptr,  # [N] if HAS_BIAS
     residual_desc,  # as y if HAS_RESIDUAL
     y_desc,  # [num_tokens, N, or N // 2 if IS_GATED] by [BLOCK_M, WIDTH // NUM_STORES]
@@ -187,7 +140,6 @@ def _large_linear_kernel(
     NUM_STORES: tl.constexpr,
     IS_FLAT: tl.constexpr,
     NUM_PROGRAMS: tl.constexpr,
-    PREFETCH_K: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
     NUM_OUTPUTS: tl.constexpr = N // 2 if IS_GATED else N
@@ -197,11 +149,6 @@ def _large_linear_kernel(
     num_tiles = num_tiles_m * num_tiles_n
     if USE_PDL:
         tl.extra.cuda.gdc_launch_dependents()
-        if PREFETCH_K > 0:
-            first = _tile_start(
-                tl.program_id(0), num_tiles_m, num_tiles_n, BLOCK_M, WIDTH, GROUP_M
-            )[1]
-            _prefetch_tile(weight_ptr, first, NUM_OUTPUTS, N, K, WIDTH, BLOCK_N, PREFETCH_K)
         tl.extra.cuda.gdc_wait()
     for tile in tl.range(tl.program_id(0), num_tiles, NUM_PROGRAMS, flatten=IS_FLAT):
         m, n = _tile_start(tile, num_tiles_m, num_tiles_n, BLOCK_M, WIDTH, GROUP_M)
@@ -277,13 +224,12 @@ def _launch(
     piece_block = [2, width, cut.block_k] if gated else [width, cut.block_k]
     y_block = [cut.block_m, width if gated else width // cut.num_stores]
     num_tiles = triton.cdiv(x.shape[0], cut.block_m) * triton.cdiv(y.shape[1], width)
-    num_programs = _num_multiprocessors(x.device)
+    num_programs = num_multiprocessors(x.device)
     use_pdl = pdl_supported(x.device)
     y_desc = TensorDescriptor.from_tensor(y, y_block)
     _large_linear_kernel[(min(num_programs, num_tiles),)](
         TensorDescriptor.from_tensor(x, [cut.block_m, cut.block_k]),
         TensorDescriptor.from_tensor(pieces, piece_block),
-        weight,
         y if bias is None else bias,
         y_desc if residual is None else TensorDescriptor.from_tensor(residual, y_block),
         y_desc,
@@ -300,7 +246,6 @@ def _launch(
         NUM_STORES=cut.num_stores,
         IS_FLAT=cut.is_flat,
         NUM_PROGRAMS=num_programs,
-        PREFETCH_K=cut.prefetch_k,
         USE_PDL=use_pdl,
         num_warps=cut.num_warps,
         num_stages=cut.num_stages,
@@ -309,7 +254,8 @@ def _launch(
 
 
 @cache
-def _num_multiprocessors(device: torch.device) -> int:
+def num_multiprocessors(device: torch.device) -> int:
+    """Of a GPU; a small number for the interpreter on a CPU."""
     if device.type != "cuda":
         return _NUM_PROGRAMS_INTERPRETED
     return int(torch.cuda.get_device_properties(device).multi_processor_count)

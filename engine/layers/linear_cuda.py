@@ -3,82 +3,113 @@
 Imported only for weights on such a device, because the kernels need Triton.
 """
 
+from enum import Enum
+
 import torch.nn.functional as F  # noqa: N812  (the field's own spelling)
 from torch import Tensor
 
 from kernels.linear_invariant import invariant_linear
 from kernels.linear_large import (
-    LargeConfig,
-    TokenRange,
-    faster_ranges,
+    faster_from,
     large_gated_linear,
     large_linear,
+    num_multiprocessors,
     supports_large,
 )
-from kernels.linear_small import (
-    faster_up_to,
-    small_gated_linear,
-    small_linear,
-    tile_counters,
-)
+from kernels.linear_medium import MediumConfig, choose_config, medium_gated_linear, medium_linear
+from kernels.linear_medium import faster_up_to as medium_up_to
+from kernels.linear_small import faster_up_to as small_up_to
+from kernels.linear_small import small_gated_linear, small_linear, tile_counters
 from kernels.ops import Ops
+
+
+class Kernel(Enum):
+    """What computes a product."""
+
+    SMALL = "few tokens: kernels.linear_small"
+    MEDIUM = "some tokens: kernels.linear_medium"
+    LARGE = "many tokens: kernels.linear_large"
+    LIBRARY = "all others: cuBLAS"
+
+
+class _Choice:
+    """Which kernel measured fastest for a weight, by the number of tokens."""
+
+    __slots__ = ("_large_from", "_medium_to", "_num_multiprocessors", "_num_rows", "_small_to")
+
+    def __init__(self, weight: Tensor, *, gated: bool) -> None:
+        """weight: [out, in] that `supports_small`."""
+        has_tma = supports_large(weight)
+        self._small_to = small_up_to(weight, gated=gated)
+        self._medium_to = medium_up_to(weight, gated=gated) if has_tma else 0
+        self._large_from = faster_from(weight, gated=gated) if has_tma else None
+        self._num_rows = weight.shape[0]
+        self._num_multiprocessors = num_multiprocessors(weight.device)
+
+    def kernel(self, num_tokens: int) -> Kernel:
+        if num_tokens <= self._small_to:
+            return Kernel.SMALL
+        if num_tokens <= self._medium_to:
+            return Kernel.MEDIUM
+        is_large = self._large_from is not None and num_tokens >= self._large_from
+        return Kernel.LARGE if is_large else Kernel.LIBRARY
+
+    def medium_config(self, num_tokens: int) -> MediumConfig:
+        return choose_config(num_tokens, self._num_rows, self._num_multiprocessors)
 
 
 class FastestLinear:
     """y = x @ weight.T + bias, by whichever kernel measured fastest for the number of tokens."""
 
-    __slots__ = ("_bias", "_counters", "_large_ranges", "_max_small_tokens", "_weight")
+    __slots__ = ("_bias", "_choice", "_counters", "_weight")
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         """weight: [out, in] that `supports_small`. Calls must not overlap in time."""
         self._weight = weight
         self._bias = bias
-        self._max_small_tokens = faster_up_to(weight, gated=False)
-        self._large_ranges = _large_ranges(weight, gated=False)
+        self._choice = _Choice(weight, gated=False)
         self._counters = tile_counters(weight.device)
 
     def __call__(self, x: Tensor) -> Tensor:
         num_tokens = x.shape[0]
-        if num_tokens <= self._max_small_tokens:
-            return small_linear(x, self._weight, self._bias, self._counters)
-        config = _config_for(num_tokens, self._large_ranges)
-        if config is not None:
-            return large_linear(x, self._weight, self._bias, config=config)
-        return F.linear(x, self._weight, self._bias)
+        match self._choice.kernel(num_tokens):
+            case Kernel.SMALL:
+                return small_linear(x, self._weight, self._bias, self._counters)
+            case Kernel.MEDIUM:
+                config = self._choice.medium_config(num_tokens)
+                return medium_linear(x, self._weight, self._bias, config)
+            case Kernel.LARGE:
+                return large_linear(x, self._weight, self._bias)
+            case Kernel.LIBRARY:
+                return F.linear(x, self._weight, self._bias)
 
 
 class FastestGated:
     """silu(gate) * up, gate and up from one weight; where a kernel of ours is faster, by one."""
 
-    __slots__ = ("_bias", "_counters", "_large_ranges", "_max_small_tokens", "_ops", "_weight")
+    __slots__ = ("_bias", "_choice", "_counters", "_ops", "_weight")
 
     def __init__(self, weight: Tensor, bias: Tensor | None, ops: Ops) -> None:
         """weight: [2 n, in] that `supports_small`, gate's rows first. Calls must not overlap."""
         self._weight = weight
         self._bias = bias
         self._ops = ops
-        self._max_small_tokens = faster_up_to(weight, gated=True)
-        self._large_ranges = _large_ranges(weight, gated=True)
+        self._choice = _Choice(weight, gated=True)
         self._counters = tile_counters(weight.device)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [T, in]; returns [T, n]."""
         num_tokens = x.shape[0]
-        if num_tokens <= self._max_small_tokens:
-            return small_gated_linear(x, self._weight, self._bias, self._counters)
-        config = _config_for(num_tokens, self._large_ranges)
-        if config is not None:
-            return large_gated_linear(x, self._weight, self._bias, config)
-        return self._ops.silu_mul(F.linear(x, self._weight, self._bias))
-
-
-def _large_ranges(weight: Tensor, *, gated: bool) -> tuple[TokenRange, ...]:
-    return faster_ranges(weight, gated=gated) if supports_large(weight) else ()
-
-
-def _config_for(num_tokens: int, ranges: tuple[TokenRange, ...]) -> LargeConfig | None:
-    fitting = (r.config for r in ranges if r.first <= num_tokens <= r.last)
-    return next(fitting, None)
+        match self._choice.kernel(num_tokens):
+            case Kernel.SMALL:
+                return small_gated_linear(x, self._weight, self._bias, self._counters)
+            case Kernel.MEDIUM:
+                config = self._choice.medium_config(num_tokens)
+                return medium_gated_linear(x, self._weight, self._bias, config)
+            case Kernel.LARGE:
+                return large_gated_linear(x, self._weight, self._bias)
+            case Kernel.LIBRARY:
+                return self._ops.silu_mul(F.linear(x, self._weight, self._bias))
 
 
 class InvariantLinear:

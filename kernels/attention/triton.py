@@ -25,13 +25,16 @@ _HEAD_DIMS = (64, 128)
 FIXED_TILE_CONFIG = PrefillConfig(tile_queries=64, tile_keys=64, num_warps=4, num_stages=3)
 
 
-# Measured on an H200, 32 query and 8 KV heads of 128, 36 layers in a graph, ms (FA3 in brackets):
-# 1 x 192 keys 0.19 (0.35), 16 x 192 0.24 (0.38), 64 x 192 0.58 (0.99), 256 x 192 1.97 (3.04: 2.4
-# TB/s), 64 x 4160 9.20 (9.25: 4.25 TB/s). Small tiles keep more programs a multiprocessor, which
-# pays once rows fill the GPU; before that a row's few tiles should be large.
-_MANY_ROWS = 32
+# Measured on an H200, 32 query and 8 KV heads of 128, one layer after the other in a graph, us a
+# layer by few | some | many (floor, bytes at 4.29 TB/s): 1 x 192 keys 5.1 | 6.1 | 6.4, 1 x 4,000
+# 12.8 | 18 | 16, 16 x 192 8.9 | 9.2 | 8.6, 64 x 192 19 | 15.7 | 15.6 (11.7), 64 x 2,000 151 | 125 |
+# 130 (122), 64 x 4,160 263 | 254 | 255 (254), 256 x 138 49 | 48 | 45 (34), 256 x 192 55 |
+# 54 | 55 (47). FA3, 36 layers: 64 x 192 0.99 ms, 64 x 4,160 9.25, 256 x 192 3.04. Small tiles of
+# few warps keep # more programs a multiprocessor, which pays once rows fill the GPU.
 FEW_ROWS_CONFIG = DecodeConfig(tile_keys=64, num_warps=4, num_stages=3)
-MANY_ROWS_CONFIG = DecodeConfig(tile_keys=32, num_warps=2, num_stages=3)
+SOME_ROWS_CONFIG = DecodeConfig(tile_keys=64, num_warps=2, num_stages=2)
+MANY_ROWS_CONFIG = DecodeConfig(tile_keys=32, num_warps=2, num_stages=3, min_part_tiles=8)
+_SOME_ROWS, _MANY_ROWS = 16, 129
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,8 +122,8 @@ class TritonAttention:
         """Nothing: the device plans from the rows' own buffers."""
 
     def _open_decode(self, rows: RowTensors, max_keys: int) -> DecodeWork:
-        default = FEW_ROWS_CONFIG if len(rows.num_keys) < _MANY_ROWS else MANY_ROWS_CONFIG
-        return open_decode(rows, max_keys, self._shape, self._decode_config or default)
+        config = self._decode_config or _decode_config(len(rows.num_keys))
+        return open_decode(rows, max_keys, self._shape, config)
 
     def _prefill(self, rows: RowTensors, first_row: int, num_tokens: int) -> PrefillWork:
         return PrefillWork(
@@ -132,6 +135,12 @@ class TritonAttention:
             num_rows=len(rows.num_keys) - first_row,
             num_tokens=num_tokens,
         )
+
+
+def _decode_config(num_rows: int) -> DecodeConfig:
+    if num_rows < _SOME_ROWS:
+        return FEW_ROWS_CONFIG
+    return SOME_ROWS_CONFIG if num_rows < _MANY_ROWS else MANY_ROWS_CONFIG
 
 
 def _check(

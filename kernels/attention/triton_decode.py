@@ -229,9 +229,6 @@ def _decode_kernel(
     NUM_COLUMNS: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
-    if USE_PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     kv_head = tl.program_id(0)
     item = tl.program_id(1)
     at = items_ptr + item * _ITEM_FIELDS
@@ -242,10 +239,18 @@ def _decode_kernel(
     end_key = tl.load(at + 4)
     first_block = tl.load(at + 5)
     first_seen = tl.load(at + 6)
+    ids_ptr = block_ids_ptr + first_block
+    lane = tl.arange(0, TILE_KEYS)
+    # Ids are fetched one tile ahead, so that no K waits for them. An item without work has no keys.
+    is_first_key = (first_key + lane < end_key) & (num_parts > 0)
+    blocks = tl.load(ids_ptr + (first_key + lane) // BLOCK_SIZE, mask=is_first_key, other=0)
+    if USE_PDL:
+        # Items and ids are older: between `plan_decode` and layer 0 lies a kernel that waits.
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     if num_parts == 0:
         return
 
-    ids_ptr = block_ids_ptr + first_block
     group = tl.arange(0, QUERY_ROWS)
     dim = tl.arange(0, HEAD_DIM)
     is_group = (group < NUM_GROUPS)[:, None]
@@ -261,11 +266,6 @@ def _decode_kernel(
     biggest = tl.full([QUERY_ROWS], float("-inf"), tl.float32)
     total = tl.zeros([QUERY_ROWS], tl.float32)
     acc = tl.zeros([QUERY_ROWS, HEAD_DIM], tl.float32)
-    lane = tl.arange(0, TILE_KEYS)
-    # Ids are fetched one tile ahead, so that no K waits for them.
-    blocks = tl.load(
-        ids_ptr + (first_key + lane) // BLOCK_SIZE, mask=first_key + lane < end_key, other=0
-    )
     for start in tl.range(first_key, end_key, TILE_KEYS):
         keys = start + lane
         offsets = key_offsets(blocks, keys, BLOCK_SIZE, BLOCK_STRIDE, TOKEN_STRIDE)

@@ -389,10 +389,12 @@ def test_nothing_compiles_for_sizes_that_vary() -> None:
         for fixed_tile in (False, True):
             _check_all_layers(problem, _backend(problem, fixed_tile=fixed_tile))
 
-    run([(5, 1), (3, 2)])
+    for num_rows in (1, 16, 129):  # few, some and many rows are cut in different ways
+        run([(5, 1)] * num_rows + [(3, 2)])
     counter = CompilationCounter()
     counter.install()
     run([(0, 1)])
-    run([(16, 1)] * 16)
+    run([(16, 1)] * 17)
+    run([(16, 1)] * 200)
     run([(9, 1), (700, 1), (800, 1), (0, 16), (64, 33)])
     assert counter.names == []
