@@ -161,8 +161,8 @@ class HandoffConfig(_Section, frozen=True):
     lease_s: Seconds = 30.0  # a reservation or a kept prompt lives this long unless renewed
     transfer_deadline_s: Seconds = 10.0  # one piece, from posting to acknowledgement
     piece_bytes: Positive = 16 * 2**20  # at most this much per piece, through host memory
-    # The same from GPU to GPU; for nccl_pair each worker stages two pieces, in GPU memory.
-    device_piece_bytes: Positive = 256 * 2**20
+    device_piece_bytes: Positive = 256 * 2**20  # by nccl_pair; a worker stages two, in GPU memory
+    pulled_piece_bytes: Positive = 2**31  # by cuda_ipc, which stages nothing
     nccl_max_ctas: Positive = 16  # SMs that an nccl_pair may take from the decode steps
     max_nccl_pairs: Positive = 8  # open at a time in one worker
     max_in_flight_bytes: Positive = 256 * 2**20  # object store bytes alive per sender

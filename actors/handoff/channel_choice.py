@@ -35,7 +35,13 @@ def channel_order(config: HandoffConfig, *, is_on_gpu: bool) -> tuple[ChannelKin
 
 def piece_bytes_of(config: HandoffConfig, kind: ChannelKind) -> int:
     """The largest piece that such a channel is given."""
-    return config.device_piece_bytes if kind in BETWEEN_GPUS else config.piece_bytes
+    match kind:
+        case "cuda_ipc":
+            return config.pulled_piece_bytes
+        case "nccl_pair":
+            return config.device_piece_bytes
+        case "gloo_pair" | "object_store":
+            return config.piece_bytes
 
 
 class ChannelChoice:

@@ -49,9 +49,9 @@ class KvStore:
         out: uint8 [n * block_bytes] on the store's device that the copy is to lie in.
         """
         if out is None:
-            return self.tensor.index_select(0, self._index(block_ids))
+            return self.tensor.index_select(0, self.index(block_ids))
         blocks = out.view(self.dtype).view(len(block_ids), *self.layout.block_shape)
-        return torch.index_select(self.tensor, 0, self._index(block_ids), out=blocks)
+        return torch.index_select(self.tensor, 0, self.index(block_ids), out=blocks)
 
     def scatter(self, block_ids: Sequence[int], data: Tensor) -> None:
         """Overwrite distinct blocks with `data`.
@@ -70,15 +70,24 @@ class KvStore:
             f"data of shape {list(data.shape)} for {len(block_ids)} blocks"
         )
         assert len(set(block_ids)) == len(block_ids), f"a block is named twice: {block_ids}"
-        self.tensor.index_copy_(0, self._index(block_ids), data.to(self.device))
+        self.tensor.index_copy_(0, self.index(block_ids), data.to(self.device))
 
     def zero(self, block_ids: Sequence[int]) -> None:
         """Overwrite blocks with zeros."""
-        self.tensor.index_fill_(0, self._index(block_ids), 0)
+        self.tensor.index_fill_(0, self.index(block_ids), 0)
 
     def digest(self, block_ids: Sequence[int]) -> list[int]:
         """Checksum of each block where it lies, in order; see `digest_staged`."""
-        return self._digests(self._words_of(self.tensor), self._index(block_ids))
+        values: list[int] = self.queue_digests(self.index(block_ids)).tolist()  # waits, on a GPU
+        return values
+
+    def queue_digests(self, block_ids: Tensor) -> Tensor:
+        """`digest` as int64 [n] on the store's device, where nobody has waited for it yet.
+
+        block_ids: from `index`.
+        """
+        words = self._words_of(self.tensor)
+        return block_digests(words, self._weights, block_ids, _DIGEST_SLAB_BYTES)
 
     def digest_staged(self, data: Tensor) -> list[int]:
         """Checksum of each of n blocks held outside the store, made on the store's device.
@@ -91,9 +100,7 @@ class KvStore:
         data: contiguous [n, *block_shape] in the layout's dtype, or uint8 of as many bytes.
         """
         words = self._words_of(data.contiguous()).to(self.device)
-        return self._digests(words, torch.arange(words.shape[0], device=self.device))
-
-    def _digests(self, words: Tensor, block_ids: Tensor) -> list[int]:
+        block_ids = torch.arange(words.shape[0], device=self.device)
         digests = block_digests(words, self._weights, block_ids, _DIGEST_SLAB_BYTES)
         values: list[int] = digests.tolist()  # the one copy to the host
         return values
@@ -103,7 +110,8 @@ class KvStore:
         words = blocks.view(-1).view(torch.uint8).view(_WORD_DTYPES[_word_bytes(self.layout)])
         return words.view(-1, self._weights.numel())
 
-    def _index(self, block_ids: Sequence[int]) -> Tensor:
+    def index(self, block_ids: Sequence[int]) -> Tensor:
+        """int64 [n] on the store's device."""
         # Checked here: on a GPU an index out of range kills the whole context.
         assert all(0 <= block_id < self.num_blocks for block_id in block_ids), (
             f"block ids {list(block_ids)} for a store of {self.num_blocks}"

@@ -184,6 +184,6 @@ class TestOrder:
         assert choice.candidates() == ["object_store"]
 
     def test_pieces_between_gpus_have_a_size_of_their_own(self) -> None:
-        config = HandoffConfig(piece_bytes=3, device_piece_bytes=7)
+        config = HandoffConfig(piece_bytes=3, device_piece_bytes=7, pulled_piece_bytes=9)
         kinds: tuple[ChannelKind, ...] = ("cuda_ipc", "nccl_pair", "gloo_pair", "object_store")
-        assert [piece_bytes_of(config, kind) for kind in kinds] == [7, 7, 3, 3]
+        assert [piece_bytes_of(config, kind) for kind in kinds] == [9, 7, 3, 3]

@@ -22,6 +22,7 @@ CONFIG = HandoffConfig(
     transfer_deadline_s=DEADLINE_S,
     piece_bytes=20 * LAYOUT.block_bytes,
     device_piece_bytes=200 * LAYOUT.block_bytes,
+    pulled_piece_bytes=200 * LAYOUT.block_bytes,
     floors_gb_s=FloorsConfig(gloo_pair=0.001),
 )
 _SPAWN = multiprocessing.get_context("spawn")
