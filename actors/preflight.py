@@ -23,5 +23,6 @@ def check_startable(config: AppConfig) -> None:
         raise ConfigError(
             f"model.max_model_len is {asked}, but {folder} allows {spec.max_model_len} tokens"
         )
-    deque(weight_files(folder), maxlen=0)  # to its end: every shard is looked for
+    if config.model.weights == "safetensors":
+        deque(weight_files(folder), maxlen=0)  # to its end: every shard is looked for
     load_tokenizer(folder)

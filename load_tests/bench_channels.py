@@ -1,10 +1,12 @@
 """KV from one GPU to another by each channel: the rate, idle and while the receiver decodes.
 
     python -m load_tests.bench_channels --json channels.json          # two GPUs of one host
+    python -m load_tests.bench_channels --handoffs-per-s 16 --seconds 60    # as they come
     python -m load_tests.bench_channels --device cpu --tokens 64      # gloo only, tries the bench
 
 A handoff is `--tokens` of Qwen3-8B, in blocks of 2.36 MB, digested at both ends, piece by piece
-with an acknowledgement each, as between workers. The decode steps are a stand-in (step_load.py).
+with an acknowledgement each, as between workers. The decode steps are a stand-in (step_load.py);
+meanwhile handoffs follow one on the other, or come as the mixed load's prompts do (mixed_load.py).
 Starts a process for each end, which sees one GPU; needs no Ray and no model.
 """
 
@@ -17,10 +19,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
+import msgspec
 import torch
 
 from configs.schema import FloorsConfig, HandoffConfig
@@ -28,14 +33,18 @@ from engine.errors import HandoffError
 from engine.kv.layout import KvLayout
 from engine.messages import ChannelKind
 from load_tests.channel_ends import End, ReceivingProcess, SendingProcess
+from load_tests.mixed_load import LONG_TOKENS, MixedLoad
 from load_tests.step_load import StepLoad
 from load_tests.tables import describe_machine, render_rows
+
+T = TypeVar("T")
 
 QWEN3_8B = KvLayout(num_layers=36, block_size=16, num_kv_heads=8, head_dim=128, dtype="bfloat16")
 KINDS: dict[str, tuple[ChannelKind, ...]] = {
     "cuda": ("cuda_ipc", "nccl_pair", "gloo_pair"),
     "cpu": ("gloo_pair",),
 }
+ARRIVED_HEADER = ("channel", "handoffs", "GB/s on average", "p50", "p99", "slowest")
 STORE_FACTOR = 2  # blocks in a store for each block of a handoff
 
 
@@ -50,6 +59,18 @@ class Steps:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Arrived:
+    """Handoffs that came at random times, each waiting for the one before it."""
+
+    num_handoffs: int
+    num_bytes: int
+    duration_s: float  # of the stretch, to the end of the last one
+    p50_s: float  # of a handoff, from when it was due
+    p99_s: float
+    slowest_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """What one channel did; a field is None when it was not measured."""
 
@@ -61,6 +82,7 @@ class Outcome:
     loaded_gb_s: float | None = None  # scattered, while the receiver decodes
     alone: Steps | None = None
     loaded: Steps | None = None
+    arrived: Arrived | None = None  # the handoffs of `loaded`, where they came at a rate
 
 
 # ---- the two processes --------------------------------------------------------------------------
@@ -112,33 +134,74 @@ async def measure(process: SendingProcess, kind: ChannelKind, args: argparse.Nam
         neighbours_gb_s=rate_gb_s(num_bytes, neighbours_s),
         scattered_gb_s=rate_gb_s(num_bytes, scattered_s),
     )
-    if args.seconds <= 0 or args.device == "cpu":
+    if args.seconds <= 0 or (args.device == "cpu" and not args.handoffs_per_s):
         return idle
-    alone, _ = await under_load(process, args.seconds, None)
-    loaded, loaded_s = await under_load(process, args.seconds, scattered)
-    return Outcome(
-        channel=kind,
-        open_s=idle.open_s,
-        neighbours_gb_s=idle.neighbours_gb_s,
-        scattered_gb_s=idle.scattered_gb_s,
-        loaded_gb_s=rate_gb_s(num_bytes, loaded_s),
-        alone=alone,
-        loaded=loaded,
+    if args.handoffs_per_s:
+        return await measure_arrivals(process, idle, args)
+    alone, _ = await under_load(process, lambda: asyncio.sleep(args.seconds))
+    back_to_back = partial(hand_over_for, process, scattered, args.seconds)
+    loaded, loaded_s = await under_load(process, back_to_back)
+    return replace(idle, loaded_gb_s=rate_gb_s(num_bytes, loaded_s), alone=alone, loaded=loaded)
+
+
+async def measure_arrivals(
+    process: SendingProcess, idle: Outcome, args: argparse.Namespace
+) -> Outcome:
+    """`idle`, and handoffs as they come; on a CPU there are no steps to disturb."""
+    load = MixedLoad(
+        rate=args.handoffs_per_s, duration_s=args.seconds, seed=args.seed, shrink=args.shrink
     )
+    if args.device == "cpu":
+        return replace(idle, arrived=await hand_over_at(process, load))
+    alone, _ = await under_load(process, lambda: asyncio.sleep(args.seconds))
+    loaded, arrived = await under_load(process, lambda: hand_over_at(process, load))
+    return replace(idle, alone=alone, loaded=loaded, arrived=arrived)
 
 
 async def under_load(
-    process: SendingProcess, seconds: float, blocks: Sequence[list[int]] | None
-) -> tuple[Steps, list[float]]:
-    """The receiver's steps for so long, and the seconds of each handoff meanwhile."""
+    process: SendingProcess, meanwhile: Callable[[], Awaitable[T]]
+) -> tuple[Steps, T]:
+    """The receiver's steps while `meanwhile` goes on, and what that returned."""
     await process.call("start_steps")
+    returned = await meanwhile()
+    return steps_of(await process.call("stop_steps")), returned
+
+
+async def hand_over_for(
+    process: SendingProcess, blocks: Sequence[list[int]], seconds: float
+) -> list[float]:
+    """The same handoff again and again for so long; the seconds of each."""
     until_s, handoffs_s = time.perf_counter() + seconds, []
     while time.perf_counter() < until_s:
-        if blocks is None:
-            await asyncio.sleep(seconds / 10)
-        else:
-            handoffs_s.append(await process.hand_over(*blocks))
-    return steps_of(await process.call("stop_steps")), handoffs_s
+        handoffs_s.append(await process.hand_over(*blocks))
+    return handoffs_s
+
+
+async def hand_over_at(process: SendingProcess, load: MixedLoad) -> Arrived:
+    """A handoff for each prompt of `load`, when it arrives, between blocks anywhere."""
+    store, rng = process.end.store, random.Random(load.seed)
+    arrivals, waits_s, num_blocks = load.arrivals(), [], 0
+    assert arrivals, f"nothing arrives in {load.duration_s} s at {load.rate}/s"
+    started_s = time.perf_counter()
+    for arrival in arrivals:
+        await asyncio.sleep(max(0.0, started_s + arrival.at_s - time.perf_counter()))
+        number = store.layout.num_blocks_for(arrival.num_tokens)
+        from_ids, to_ids = (rng.sample(range(store.num_blocks), number) for _ in range(2))
+        await process.hand_over(from_ids, to_ids)
+        waits_s.append(time.perf_counter() - started_s - arrival.at_s)
+        num_blocks += number
+    duration_s = max(load.duration_s, time.perf_counter() - started_s)
+    await asyncio.sleep(started_s + duration_s - time.perf_counter())
+    await check_arrived(process, from_ids, to_ids)
+    waits_s.sort()
+    return Arrived(
+        num_handoffs=len(arrivals),
+        num_bytes=num_blocks * store.layout.block_bytes,
+        duration_s=duration_s,
+        p50_s=statistics.median(waits_s),
+        p99_s=waits_s[int(0.99 * (len(waits_s) - 1))],
+        slowest_s=waits_s[-1],
+    )
 
 
 async def check_arrived(process: SendingProcess, from_ids: list[int], to_ids: list[int]) -> None:
@@ -176,7 +239,11 @@ def render(outcomes: Sequence[Outcome]) -> str:
         "p99 step",
         "slowest step",
     )
-    return render_rows([header, *(_cells(outcome) for outcome in outcomes)])
+    table = render_rows([header, *(_cells(outcome) for outcome in outcomes)])
+    rows = [
+        _arrived_cells(outcome.channel, outcome.arrived) for outcome in outcomes if outcome.arrived
+    ]
+    return f"{table}\n\n{render_rows([ARRIVED_HEADER, *rows])}" if rows else table
 
 
 def _cells(outcome: Outcome) -> tuple[str, ...]:
@@ -189,6 +256,12 @@ def _cells(outcome: Outcome) -> tuple[str, ...]:
         *("" if rate is None else f"{rate:.1f}" for rate in rates),
         *(_against_alone(outcome, name) for name in ("p50_ms", "p99_ms", "slowest_ms")),
     )
+
+
+def _arrived_cells(channel: str, arrived: Arrived) -> tuple[str, ...]:
+    times = (f"{1e3 * s:.1f} ms" for s in (arrived.p50_s, arrived.p99_s, arrived.slowest_s))
+    rate_gb_s = arrived.num_bytes / arrived.duration_s / 1e9
+    return (channel, str(arrived.num_handoffs), f"{rate_gb_s:.2f}", *times)
 
 
 def _against_alone(outcome: Outcome, name: str) -> str:
@@ -210,7 +283,7 @@ def main() -> None:
         run(Path(folder))
         outcomes = (Path(folder) / "outcomes.json").read_text()
     about = describe_machine() | {"torch": torch.__version__, "arguments": sys.argv[1:]}
-    print(render([_outcome(fields) for fields in json.loads(outcomes)]))
+    print(render(msgspec.json.decode(outcomes, type=list[Outcome])))
     if args.json:
         args.json.write_text(json.dumps({"about": about, "channels": json.loads(outcomes)}))
 
@@ -227,7 +300,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=8192, help="of one handoff")
     parser.add_argument("--rounds", type=int, default=10, help="handoffs, idle")
     parser.add_argument("--seconds", type=float, default=5.0, help="of decode steps; 0 = none")
-    parser.add_argument("--piece-mib", type=int, default=256, help="between GPUs")
+    parser.add_argument(
+        "--handoffs-per-s", type=float, default=0.0, help="at random; default: without a pause"
+    )
+    parser.add_argument("--shrink", type=int, default=1, help="divides the sizes of those")
+    parser.add_argument("--piece-mib", type=int, default=256, help="by nccl_pair")
     parser.add_argument("--max-ctas", type=int, default=16, help="of NCCL")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write everything to this file")
@@ -259,7 +336,9 @@ def work(args: argparse.Namespace) -> None:
         nccl_max_ctas=args.max_ctas,
         floors_gb_s=FloorsConfig(),
     )
-    num_blocks = STORE_FACTOR * QWEN3_8B.num_blocks_for(args.tokens)
+    # Room for the longest of the prompts that arrive, and then as much for them to be anywhere.
+    longest = max(args.tokens, LONG_TOKENS[1] // args.shrink if args.handoffs_per_s else 0)
+    num_blocks = STORE_FACTOR * QWEN3_8B.num_blocks_for(longest)
     end = End(args.folder, QWEN3_8B, num_blocks, config, args.device)
     if args.worker == "receive":
         asyncio.run(receive(end, args.folder, args.seconds))
@@ -267,14 +346,6 @@ def work(args: argparse.Namespace) -> None:
     outcomes = asyncio.run(send(end, args.folder, args))
     written = json.dumps([asdict(outcome) for outcome in outcomes])
     (args.folder / "outcomes.json").write_text(written)
-
-
-def _outcome(fields: dict[str, object]) -> Outcome:
-    steps = {
-        name: None if fields[name] is None else Steps(**fields[name])  # type: ignore[arg-type]
-        for name in ("alone", "loaded")
-    }
-    return Outcome(**(fields | steps))  # type: ignore[arg-type]
 
 
 if __name__ == "__main__":
