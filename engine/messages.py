@@ -10,7 +10,7 @@ import msgspec
 
 from engine.kv.layout import KvLayout
 from engine.kv.request_hasher import BlockNaming
-from engine.request import RequestKey, SamplingParams
+from engine.request import PromptScores, RequestKey, SamplingParams
 from engine.scheduling.cost_model import StepCosts
 from engine.scheduling.plan import TokenLogprobs
 
@@ -192,12 +192,18 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
-    """One token of one request. `index` counts output tokens from 0 across all attempts."""
+    """One token of one request. `index` counts output tokens from 0 across all attempts.
+
+    A request that asks for no token gets one record all the same, with index 0: `is_output` is
+    False, and `token_id` is its prompt's last.
+    """
 
     key: RequestKey
     index: int
     token_id: int
+    is_output: bool = True
     logprobs: TokenLogprobs | None = None
+    prompt: PromptScores | None = None  # with the first token of a request that asked
     num_cached_tokens: int | None = None  # with the first token of an attempt
     waited_s: float | None = None  # likewise: from its arrival here to its prompt's first step
     finish: Literal["stop", "length"] | None = None

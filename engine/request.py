@@ -41,6 +41,14 @@ class Constraint(msgspec.Struct, frozen=True, array_like=True, cache_hash=True):
     text: str
 
 
+class Thinking(msgspec.Struct, frozen=True, array_like=True):
+    """The two tokens between which the model thinks before it answers."""
+
+    open_id: int
+    close_id: int
+    is_open: bool = False  # the prompt ends with the first of them
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How the next token is chosen; every value was validated at the edge.
 
@@ -49,7 +57,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     noise.
     """
 
-    max_tokens: int
+    max_tokens: int  # 0 = nothing is generated: the request ends with its prompt
     min_tokens: int = 0
     temperature: float = 1.0
     top_k: int = 0  # 0 = all tokens
@@ -64,6 +72,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     stop_token_ids: tuple[int, ...] = ()  # the client's, besides the model's own eos ids
     logprobs: int | None = None  # None = off, k = the chosen token and the k best
     constraint: Constraint | None = None  # every token keeps to it; eos ends it, and nothing else
+    thinking: Thinking | None = None  # the constraint binds behind it; None = from the first token
+    # None = off, k = of every prompt token but the first, and of the k best in its place
+    prompt_logprobs: int | None = None
+    label_token_ids: tuple[int, ...] = ()  # with max_tokens 0: how likely is each after the prompt
+
+    @property
+    def is_prompt_only(self) -> bool:
+        """Whether no token is to be chosen: what is asked for is known with the prompt."""
+        return self.max_tokens == 0
 
     @property
     def is_greedy(self) -> bool:
@@ -84,6 +101,26 @@ class FinishReason(Enum):
 
     STOP = "stop"  # eos or a stop id, decided by the worker; stop strings by the ingress
     LENGTH = "length"  # max_tokens or the context is used up
+
+
+class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probabilities of prompt tokens [first, first + N), each after all tokens before it.
+
+    The model's own. The k best are those of the whole vocabulary, whichever token stands there.
+    """
+
+    first: int
+    chosen: list[float]  # [N] of the prompt's token
+    ranks: list[int]  # [N] of the prompt's token; 1 = none is more likely
+    top_ids: list[list[int]]  # [N][k] best first
+    top_logprobs: list[list[float]]  # [N][k]
+
+
+class PromptScores(msgspec.Struct, frozen=True, array_like=True):
+    """What a request wanted to know of its prompt, and no token of its output tells."""
+
+    labels: list[float]  # log-probabilities of its `label_token_ids` as the next token
+    pieces: list[PromptLogprobs]  # ascending, without gaps
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -116,6 +153,7 @@ class Request:
     # that came with its KV.
     num_cached_tokens: int | None = None
     num_preemptions: int = 0
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)  # found, and not sent yet
     started_s: float | None = None  # when its prompt's first step was planned here
     block_ids: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
@@ -145,6 +183,23 @@ class Request:
     @property
     def num_output_tokens(self) -> int:
         return len(self.tokens) - self.num_prompt_tokens
+
+    @property
+    def needs_whole_prompt(self) -> bool:
+        """Whether every position of its prompt is computed for it, whatever a cache holds."""
+        return self.params.prompt_logprobs is not None and self.num_output_tokens == 0
+
+    def start_over(self) -> None:
+        """It was preempted: nothing of what it knows is computed any more."""
+        self.num_computed_tokens = 0
+        self.num_preemptions += 1
+        if self.needs_whole_prompt:
+            self.block_hashes.clear()  # blocks found by name would not be computed again
+
+    def keep_prompt_logprobs(self, piece: PromptLogprobs) -> None:
+        """The next piece of its prompt; after a preemption, the first one again."""
+        self.prompt_logprobs = [p for p in self.prompt_logprobs if p.first < piece.first]
+        self.prompt_logprobs.append(piece)
 
     @property
     def num_uncomputed_tokens(self) -> int:

@@ -21,12 +21,14 @@ from actors.api.openai_objects import (
     FinishText,
     FunctionPiece,
     FunctionText,
+    PromptLogprobList,
     ToolCallObject,
     ToolCallPiece,
     Usage,
     sse_event,
     to_json,
 )
+from actors.api.prompt_objects import prompt_logprobs
 from actors.api.protocol import ParsedRequest
 from actors.api.response_parts import ResponseIdentity, StreamResponse, UnaryResponse
 from actors.api.tools.events import (
@@ -127,8 +129,17 @@ class ChatUnary(UnaryResponse):
             choices=[self._choice(index) for index in range(self._parsed.num_choices)],
             usage=self._usage.usage(),
             prompt_token_ids=ids,
+            prompt_logprobs=self._of_prompt(),
         )
         return [to_json(body)]
+
+    def _of_prompt(self) -> PromptLogprobList | UnsetType:
+        """The same for all choices."""
+        num_best = self._parsed.prompt_logprobs
+        if num_best is None:
+            return UNSET
+        scores = self._choices[0].prompt
+        return prompt_logprobs(self._prompt_ids[0], scores, num_best, self._tokenizing)
 
     def _choice(self, index: int) -> ChatChoice:
         choice = self._choices[index]

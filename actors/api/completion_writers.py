@@ -9,14 +9,19 @@ from actors.api.openai_objects import (
     SSE_DONE,
     Completion,
     CompletionChoice,
+    CompletionLogprobs,
+    PromptLogprobList,
     Usage,
     sse_event,
     to_json,
 )
+from actors.api.prompt_delta import PromptDelta
+from actors.api.prompt_objects import echoed_logprobs, joined, prompt_logprobs
 from actors.api.protocol import ParsedRequest
 from actors.api.response_parts import ResponseIdentity, StreamResponse, UnaryResponse
 from engine.messages import TokenizeRequest
-from engine.output_text import TextDelta
+from engine.output_text import OutputToken, TextDelta
+from engine.request import PromptScores
 from engine.tokenizing import Tokenizing
 
 
@@ -33,8 +38,43 @@ def _echo(
     return tokenizing.decode(prompt_ids, skip_special_tokens=False)
 
 
+class _Logprobs:
+    """`choices[].logprobs`: of output tokens, and before them of those of an echoed prompt."""
+
+    def __init__(self, parsed: ParsedRequest, tokenizing: Tokenizing) -> None:
+        self._num_best = parsed.base_sampling.logprobs
+        self._echoes = parsed.echo
+        self._tokenizing = tokenizing
+
+    def of_later(self, tokens: Sequence[OutputToken], echo: str) -> CompletionLogprobs | None:
+        """Of output tokens alone, behind what is echoed; None unless the client asked."""
+        if self._num_best is None:
+            return None
+        return completion_logprobs(tokens, self._tokenizing, len(echo))
+
+    def of_first(
+        self,
+        tokens: Sequence[OutputToken],
+        echo: str,
+        prompt_ids: Sequence[int],
+        scores: PromptScores | None,
+    ) -> CompletionLogprobs | None:
+        """Of the choice from its beginning, which is the prompt's if it is echoed."""
+        output = self.of_later(tokens, echo)
+        if output is None or self._num_best is None or not self._echoes:
+            return output
+        prompt = echoed_logprobs(echo, prompt_ids, scores, self._num_best, self._tokenizing)
+        return joined(prompt, output)
+
+
 class CompletionUnary(UnaryResponse):
     """A text_completion object."""
+
+    def __init__(
+        self, parsed: ParsedRequest, identity: ResponseIdentity, tokenizing: Tokenizing
+    ) -> None:
+        super().__init__(parsed, identity, tokenizing)
+        self._logprobs = _Logprobs(parsed, tokenizing)
 
     def finish(self) -> list[bytes]:
         body = Completion(
@@ -49,17 +89,25 @@ class CompletionUnary(UnaryResponse):
     def _choice(self, index: int) -> CompletionChoice:
         choice = self._choices[index]
         prompt_ids = self._prompt_ids[index // self._parsed.n]
+        echo = _echo(self._parsed, index, prompt_ids, self._tokenizing)
         return CompletionChoice(
             index=index,
-            text=_echo(self._parsed, index, prompt_ids, self._tokenizing) + choice.text,
-            logprobs=(
-                completion_logprobs(choice.tokens, self._tokenizing) if self._has_logprobs else None
-            ),
+            text=echo + choice.text,
+            logprobs=self._logprobs.of_first(choice.tokens, echo, prompt_ids, choice.prompt),
             finish_reason=self._finish_of(index),
             stop_reason=choice.stop_reason,
             token_ids=self._token_ids(index),
             prompt_token_ids=list(prompt_ids) if self._parsed.return_token_ids else UNSET,
+            prompt_logprobs=self._of_prompt(prompt_ids, choice.prompt),
         )
+
+    def _of_prompt(
+        self, prompt_ids: Sequence[int], scores: PromptScores | None
+    ) -> PromptLogprobList | UnsetType:
+        num_best = self._parsed.prompt_logprobs
+        if num_best is None:
+            return UNSET
+        return prompt_logprobs(prompt_ids, scores, num_best, self._tokenizing)
 
 
 class CompletionStream(StreamResponse):
@@ -69,27 +117,32 @@ class CompletionStream(StreamResponse):
         self, parsed: ParsedRequest, identity: ResponseIdentity, tokenizing: Tokenizing
     ) -> None:
         super().__init__(parsed, identity, tokenizing)
+        self._logprobs = _Logprobs(parsed, tokenizing)
         self._prompt_ids: Sequence[Sequence[int]] = ()
+        self._echoes: Sequence[str] = ()  # per prompt
         self._started: set[int] = set()  # choices that have sent a chunk
 
     def start(self, prompt_ids: Sequence[Sequence[int]]) -> list[bytes]:
         self._prompt_ids = prompt_ids
+        self._echoes = [
+            _echo(self._parsed, prompt * self._parsed.n, ids, self._tokenizing)
+            for prompt, ids in enumerate(prompt_ids)
+        ]
         self._usage.start(prompt_ids)
         return []
 
     def delta(self, choice_index: int, delta: TextDelta) -> list[bytes]:
         self._count(choice_index, delta)
         is_first = choice_index not in self._started
-        text = (self._echo_of(choice_index) if is_first else "") + delta.text
+        echo = self._echoes[choice_index // self._parsed.n]
+        text = (echo if is_first else "") + delta.text
         if not text and not self._has_news(delta) and delta.finish is None:
             return []
         self._started.add(choice_index)
         choice = CompletionChoice(
             index=choice_index,
             text=text,
-            logprobs=(
-                completion_logprobs(delta.tokens, self._tokenizing) if self._has_logprobs else None
-            ),
+            logprobs=self._logprobs_of(choice_index, delta, is_first=is_first),
             finish_reason=None if delta.finish is None else delta.finish.value,
             stop_reason=UNSET if delta.finish is None else delta.stop_reason,
             token_ids=self._token_ids(delta),
@@ -103,9 +156,15 @@ class CompletionStream(StreamResponse):
             return [SSE_DONE]
         return [sse_event(self._chunk([], self._usage.usage())), SSE_DONE]
 
-    def _echo_of(self, choice_index: int) -> str:
+    def _logprobs_of(
+        self, choice_index: int, delta: TextDelta, *, is_first: bool
+    ) -> CompletionLogprobs | None:
+        echo = self._echoes[choice_index // self._parsed.n]
+        if not is_first:
+            return self._logprobs.of_later(delta.tokens, echo)
         prompt_ids = self._prompt_ids[choice_index // self._parsed.n]
-        return _echo(self._parsed, choice_index, prompt_ids, self._tokenizing)
+        scores = delta.prompt if isinstance(delta, PromptDelta) else None
+        return self._logprobs.of_first(delta.tokens, echo, prompt_ids, scores)
 
     def _ids_of_prompt(self, choice_index: int) -> list[int] | UnsetType:
         if not self._parsed.return_token_ids:

@@ -20,25 +20,31 @@ def chat_logprobs(tokens: Sequence[OutputToken], tokenizing: Tokenizing) -> Chat
 
 
 def completion_logprobs(
-    tokens: Sequence[OutputToken], tokenizing: Tokenizing
+    tokens: Sequence[OutputToken], tokenizing: Tokenizing, num_echoed_chars: int = 0
 ) -> CompletionLogprobs:
-    """`choices[].logprobs` of a completion; the chosen token is always among its top ones."""
-    names, chosen, tops = [], [], []
+    """`choices[].logprobs` of a completion; the chosen token is always among its top ones.
+
+    `num_echoed_chars`: of the prompt, where the choice's text begins with it.
+    """
+    names: list[str] = []
+    chosen: list[float | None] = []
+    tops: list[dict[str, float] | None] = []
     for token in tokens:
         logprobs = token.logprobs
         assert logprobs is not None, f"token {token.token_id} was sampled without logprobs"
         names.append(token_name(token.token_id, tokenizing))
-        chosen.append(_finite(logprobs.chosen))
+        own = finite(logprobs.chosen)
+        chosen.append(own)
         top = {
-            token_name(token_id, tokenizing): _finite(value)
+            token_name(token_id, tokenizing): finite(value)
             for token_id, value in zip(logprobs.top_ids, logprobs.top_logprobs, strict=True)
         }
-        tops.append(top | {names[-1]: chosen[-1]})
+        tops.append(top | {names[-1]: own})
     return CompletionLogprobs(
         tokens=names,
         token_logprobs=chosen,
         top_logprobs=tops,
-        text_offset=[token.text_offset for token in tokens],
+        text_offset=[num_echoed_chars + token.text_offset for token in tokens],
     )
 
 
@@ -48,7 +54,7 @@ def _chat_token(token: OutputToken, tokenizing: Tokenizing) -> TokenLogprob:
     piece = tokenizing.piece(token.token_id)
     return TokenLogprob(
         token=_chat_name(piece),
-        logprob=_finite(logprobs.chosen),
+        logprob=finite(logprobs.chosen),
         bytes=list(piece),
         top_logprobs=[
             _top(token_id, value, tokenizing)
@@ -59,7 +65,7 @@ def _chat_token(token: OutputToken, tokenizing: Tokenizing) -> TokenLogprob:
 
 def _top(token_id: int, logprob: float, tokenizing: Tokenizing) -> TopLogprob:
     piece = tokenizing.piece(token_id)
-    return TopLogprob(token=_chat_name(piece), logprob=_finite(logprob), bytes=list(piece))
+    return TopLogprob(token=_chat_name(piece), logprob=finite(logprob), bytes=list(piece))
 
 
 def _chat_name(piece: bytes) -> str:
@@ -75,5 +81,6 @@ def token_name(token_id: int, tokenizing: Tokenizing) -> str:
         return "bytes:" + "".join(f"\\x{value:02x}" for value in piece)
 
 
-def _finite(logprob: float) -> float:
+def finite(logprob: float) -> float:
+    """As JSON can hold it."""
     return max(logprob, MIN_LOGPROB)

@@ -59,10 +59,24 @@ class ChatLogprobs(_Record, frozen=True):
 
 
 class CompletionLogprobs(_Record, frozen=True):
+    """Of an echoed prompt's first token nothing is known but where it stands."""
+
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
+
+
+class PromptLogprob(_Record, frozen=True):
+    """vLLM's; `rank` 1 = the model's best."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+# Of each prompt token, by token id: its own and the best in its place; None for the first token.
+PromptLogprobList = list[dict[str, PromptLogprob] | None]
 
 
 class FunctionText(_Record, frozen=True):
@@ -133,6 +147,7 @@ class CompletionChoice(_Record, frozen=True):
     stop_reason: str | int | UnsetType | None = UNSET
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobList | UnsetType = UNSET
 
 
 class ChatCompletion(_Record, frozen=True):
@@ -144,6 +159,7 @@ class ChatCompletion(_Record, frozen=True):
     object: Literal["chat.completion"] = "chat.completion"
     system_fingerprint: str | None = None
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobList | UnsetType = UNSET
 
 
 class ChatChunk(_Record, frozen=True):
@@ -167,6 +183,36 @@ class Completion(_Record, frozen=True):
     object: Literal["text_completion"] = "text_completion"
     system_fingerprint: str | None = None
     usage: Usage | UnsetType | None = UNSET
+
+
+class ScoreAnswer(_Record, frozen=True):
+    """SGLang's shape."""
+
+    id: str
+    created: int
+    model: str
+    scores: list[list[float]]  # of each item, in the order of the labels
+    usage: Usage
+    object: Literal["scoring"] = "scoring"
+
+
+class DocumentText(_Record, frozen=True):
+    text: str
+
+
+class RerankResult(_Record, frozen=True):
+    index: int
+    relevance_score: float
+    document: DocumentText | UnsetType = UNSET
+
+
+class RerankAnswer(_Record, frozen=True):
+    """Cohere's and Jina's shape."""
+
+    id: str
+    model: str
+    results: list[RerankResult]  # the most relevant first
+    usage: Usage
 
 
 class ModelCard(_Record, frozen=True):
@@ -194,6 +240,13 @@ class TokenizeAnswer(_Record, frozen=True):
 
 class DetokenizeAnswer(_Record, frozen=True):
     prompt: str
+
+
+class NotReady(_Record, frozen=True):
+    """What /ready says while it says 503."""
+
+    missing_roles: list[str]
+    status: Literal["not ready"] = "not ready"
 
 
 class ErrorDetail(_Record, frozen=True):

@@ -149,8 +149,8 @@ class GenerationBody(_Object, frozen=True, kw_only=True):
     priority: int | None = None
     response_format: ResponseFormat | None = None  # OpenAI's for chats; vLLM's for completions too
     structured_outputs: StructuredOutputs | None = None
+    prompt_logprobs: int | None = None
     # Known, refused unless at the value that changes nothing (see UNSUPPORTED).
-    prompt_logprobs: Raw = field(default_factory=Raw)
     use_beam_search: Raw = field(default_factory=Raw)
 
 
@@ -198,6 +198,45 @@ class CompletionBody(GenerationBody, frozen=True, kw_only=True):
     suffix: str | None = None  # not supported
 
 
+class _PromptsBody(_Object, frozen=True, kw_only=True):
+    """What requests share that ask about prompts and want no output."""
+
+    model: str
+    label_token_ids: list[int] | None = None
+    # Accepted as OpenAI's servers do; no effect here.
+    user: str | None = None
+    # As in the other endpoints.
+    add_special_tokens: bool | None = None
+    cache_salt: str | None = None
+    extra_key: str | None = None
+    priority: int | None = None
+
+
+class ScoreBody(_PromptsBody, frozen=True, kw_only=True):
+    """SGLang's /v1/score: how likely is each label as the next token behind query and item."""
+
+    query: str | list[int]
+    items: str | list[str | list[int]]
+    apply_softmax: bool | None = None  # over the labels alone
+    item_first: bool | None = None  # the item stands before the query
+
+
+class RerankDocument(_Object, frozen=True, kw_only=True):
+    text: str
+
+
+class RerankBody(_PromptsBody, frozen=True, kw_only=True):
+    """/v1/rerank as Cohere and Jina have it, for a model that says yes or no."""
+
+    query: str
+    documents: list[str | RerankDocument]
+    top_n: int | None = None
+    return_documents: bool | None = None
+    # Ours: what the model is asked, in the words of its chat template or of a template sent along.
+    instruction: str | None = None
+    template: str | None = None
+
+
 class TokenizeBody(_Object, frozen=True, kw_only=True):
     """vLLM's /tokenize: exactly one of `prompt` and `messages`."""
 
@@ -228,7 +267,6 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "functions": (),
     "modalities": (["text"],),
     "moderation": (),
-    "prompt_logprobs": (),
     "use_beam_search": (False,),
     "verbosity": ("medium",),
     "web_search_options": (),

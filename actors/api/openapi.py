@@ -11,9 +11,19 @@ from actors.api.openai_objects import (
     ErrorBody,
     ModelCard,
     ModelList,
+    NotReady,
+    RerankAnswer,
+    ScoreAnswer,
     TokenizeAnswer,
 )
-from actors.api.openai_requests import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from actors.api.openai_requests import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    RerankBody,
+    ScoreBody,
+    TokenizeBody,
+)
 
 OPENAPI_VERSION = "3.1.0"  # the first whose schemas are plain JSON schemas, as msgspec writes them
 
@@ -21,11 +31,14 @@ OPENAPI_VERSION = "3.1.0"  # the first whose schemas are plain JSON schemas, as 
 POSTS: Mapping[str, tuple[str, type[msgspec.Struct], type[msgspec.Struct]]] = {
     "/v1/chat/completions": ("Answer a conversation", ChatBody, ChatCompletion),
     "/v1/completions": ("Continue a text", CompletionBody, Completion),
+    "/v1/score": ("How likely labels are behind prompts", ScoreBody, ScoreAnswer),
+    "/v1/rerank": ("Documents by their relevance", RerankBody, RerankAnswer),
     "/tokenize": ("Token ids of a prompt", TokenizeBody, TokenizeAnswer),
     "/detokenize": ("The text of token ids", DetokenizeBody, DetokenizeAnswer),
 }
 STREAMED = ("/v1/chat/completions", "/v1/completions")
 GETS: Mapping[str, tuple[str, type[msgspec.Struct] | None]] = {
+    "/": ("Talk to the model, as a page", None),
     "/v1/models": ("The names that are served", ModelList),
     "/v1/models/{name}": ("One of them", ModelCard),
     "/health": ("This process answers", None),
@@ -40,7 +53,7 @@ GETS: Mapping[str, tuple[str, type[msgspec.Struct] | None]] = {
 def build_openapi(title: str, version: str) -> bytes:
     """The document as JSON."""
     answers = [answer for _, answer in GETS.values() if answer is not None]
-    kinds: list[type[msgspec.Struct]] = [ErrorBody, *answers]
+    kinds: list[type[msgspec.Struct]] = [ErrorBody, NotReady, *answers]
     kinds += [kind for _, body, answer in POSTS.values() for kind in (body, answer)]
     schemas, components = msgspec.json.schema_components(
         kinds, ref_template="#/components/schemas/{name}"
@@ -77,7 +90,11 @@ def _get(path: str, ref: Schemas) -> dict[str, object]:
     good: dict[str, object] = {"description": summary}
     if answer is not None:
         good["content"] = {"application/json": {"schema": ref[answer]}}
-    operation: dict[str, object] = {"summary": summary, "responses": {"200": good} | _errors(ref)}
+    responses: dict[str, object] = {"200": good} | _errors(ref)
+    if path == "/ready":
+        content = {"application/json": {"schema": ref[NotReady]}}
+        responses["503"] = {"description": "A role has no worker", "content": content}
+    operation: dict[str, object] = {"summary": summary, "responses": responses}
     if "{name}" in path:
         name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
         operation["parameters"] = [name]

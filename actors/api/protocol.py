@@ -5,7 +5,7 @@ the prompt's length. Knows no HTTP and no workers.
 """
 
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
@@ -31,6 +31,7 @@ from actors.api.prompts import (
 )
 from actors.api.request_rules import (
     BOUNDS,
+    INT64_MAX,
     MAX_STOP_TOKEN_IDS,
     Bounds,
     check_length,
@@ -41,6 +42,7 @@ from actors.api.request_rules import (
     read_logit_bias,
     read_stops,
 )
+from actors.api.scoring import Reranking, Scoring
 from actors.api.served_model import ServedModel as ServedModel
 from actors.api.served_model import check_model
 from actors.api.tool_rules import read_tool_use
@@ -49,6 +51,8 @@ from engine.request import Constraint, SamplingParams
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions
 SEED_BITS = 63  # seeds stay non-negative in a signed 64-bit integer
+MAX_SCORED_TOKENS = 2**17  # of all prompts of one request that asks for scores
+MAX_PROMPT_LOGPROBS = 2**17  # values of one answer: each prompt token's own, and the best
 _UINT64 = 2**64 - 1
 
 
@@ -57,6 +61,8 @@ class Endpoint(Enum):
 
     CHAT = "messages"
     COMPLETION = "prompt"
+    SCORE = "items"
+    RERANK = "documents"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +83,8 @@ class ParsedRequest:
     return_token_ids: bool = False
     cache_salt: str = ""  # whose cached prefixes may be used: only requests with an equal one
     echo: bool = False  # a completion's text begins with its prompt's
+    prompt_logprobs: int | None = None  # as the client said; a completion's echo may want some too
+    scoring: Scoring | Reranking | None = None  # what the answer says of prompts; None = outputs
     # What else than text the answer may hold.
     tool_format: ToolFormat | None = None  # None = no calls
     tool_names: frozenset[str] = frozenset()
@@ -140,6 +148,7 @@ def parse_chat(
     dialect = model.dialect
     parsed = replace(
         parsed,
+        base_sampling=_thinking_first(parsed.base_sampling, model),
         splits_reasoning=dialect.splits_reasoning,
         include_reasoning=chat.include_reasoning is not False,
         markers=dialect.reasoning_markers,
@@ -166,8 +175,6 @@ def parse_completion(
     check_model(completion.model, model)
     if completion.suffix is not None:
         raise unsupported("suffix")
-    if completion.echo and completion.logprobs is not None:
-        raise unsupported("echo", " together with 'logprobs'")
     _check_best_of(completion)
     constraint = read_constraint(completion)
     Bounds(0, limits.max_logprobs).check("logprobs", completion.logprobs)
@@ -178,7 +185,11 @@ def parse_completion(
         _sampling(completion, limits, model, completion.logprobs, new_seed, constraint),
         limits,
     )
-    return replace(parsed, echo=bool(completion.echo))
+    if not completion.echo or completion.logprobs is None:
+        return replace(parsed, echo=bool(completion.echo))
+    num_best = max(completion.logprobs, completion.prompt_logprobs or 0)
+    sampling = msgspec.structs.replace(parsed.base_sampling, prompt_logprobs=num_best)
+    return replace(parsed, echo=True, base_sampling=sampling)
 
 
 def resolve_sampling(
@@ -194,13 +205,37 @@ def resolve_sampling(
         raise invalid(param, "the prompt holds no tokens.", "empty_prompt")
     remaining = max_model_len - num_prompt_tokens
     if remaining < 1 or (parsed.max_tokens or 1) > remaining:
-        raise prompt_too_long(param, num_prompt_tokens, parsed.max_tokens, max_model_len)
+        raise prompt_too_long(param, num_prompt_tokens, parsed.max_tokens or None, max_model_len)
     default = remaining if parsed.endpoint is Endpoint.CHAT else DEFAULT_COMPLETION_TOKENS
-    max_tokens = parsed.max_tokens or min(default, remaining)
+    max_tokens = min(default, remaining) if parsed.max_tokens is None else parsed.max_tokens
     min_tokens = parsed.base_sampling.min_tokens
     if min_tokens > max_tokens:
         raise invalid("min_tokens", f"must not exceed max_tokens ({max_tokens}), got {min_tokens}.")
     return msgspec.structs.replace(parsed.base_sampling, max_tokens=max_tokens)
+
+
+def check_totals(parsed: ParsedRequest, prompt_lengths: Sequence[int]) -> None:
+    """What is asked of all prompts together is bounded, whatever each may be; lengths in tokens.
+
+    Raises RequestError.
+    """
+    total = sum(prompt_lengths)
+    if parsed.scoring is not None and total > MAX_SCORED_TOKENS:
+        raise invalid(
+            parsed.endpoint.value,
+            f"the prompts have {total} tokens together. Expected at most {MAX_SCORED_TOKENS}; send"
+            " fewer of them in one request.",
+        )
+    num_best = parsed.base_sampling.prompt_logprobs
+    if num_best is None:
+        return
+    num_logprobs = total * parsed.n * (1 + num_best)
+    if num_logprobs > MAX_PROMPT_LOGPROBS:
+        raise invalid(
+            "logprobs" if parsed.prompt_logprobs is None else "prompt_logprobs",
+            f"{total} prompt tokens have {num_logprobs} log-probabilities to return. Expected at"
+            f" most {MAX_PROMPT_LOGPROBS}; ask for fewer, or about shorter prompts.",
+        )
 
 
 def _sampling(
@@ -214,6 +249,9 @@ def _sampling(
     check_can_end(body, constraint)
     for name, bounds in BOUNDS.items():
         bounds.check(name, getattr(body, name, None))
+    if not _asks_of_prompt(body):
+        Bounds(1, INT64_MAX).check("max_tokens", body.max_tokens)
+    Bounds(0, limits.max_logprobs).check("prompt_logprobs", body.prompt_logprobs)
     stop_ids = body.stop_token_ids or []
     if stop_ids:
         check_length("stop_token_ids", len(stop_ids), MAX_STOP_TOKEN_IDS)
@@ -236,7 +274,21 @@ def _sampling(
         stop_token_ids=tuple(dict.fromkeys(stop_ids)),
         logprobs=logprobs,
         constraint=constraint,
+        prompt_logprobs=body.prompt_logprobs,
     )
+
+
+def _asks_of_prompt(body: GenerationBody) -> bool:
+    """Whether an answer without any output would hold something."""
+    echoes = isinstance(body, CompletionBody) and bool(body.echo)
+    return echoes or body.prompt_logprobs is not None
+
+
+def _thinking_first(sampling: SamplingParams, model: ServedModel) -> SamplingParams:
+    """Thinking comes before what a constraint is about."""
+    if sampling.constraint is None or model.dialect.thinking is None:
+        return sampling
+    return msgspec.structs.replace(sampling, thinking=model.dialect.thinking)
 
 
 def _read_top_k(top_k: int | None, vocab_size: int) -> int:
@@ -259,6 +311,8 @@ def _assemble(
     options = body.stream_options or StreamOptions()
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options", "only allowed when 'stream' is true.")
+    if body.prompt_logprobs is not None and body.stream:
+        raise invalid("prompt_logprobs", "only allowed when 'stream' is false.")
     return ParsedRequest(
         endpoint=endpoint,
         model=body.model,
@@ -274,6 +328,7 @@ def _assemble(
         return_token_ids=bool(body.return_token_ids),
         cache_salt=read_cache_identity(body.cache_salt, body.extra_key),
         priority=body.priority or 0,
+        prompt_logprobs=body.prompt_logprobs,
     )
 
 

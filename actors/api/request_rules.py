@@ -91,7 +91,7 @@ BOUNDS: Mapping[str, Bounds] = {
     "min_p": Bounds(0, 1),
     "repetition_penalty": Bounds(0, 2, low_is_open=True),
     "min_tokens": Bounds(0, INT64_MAX),
-    "max_tokens": Bounds(1, INT64_MAX),
+    "max_tokens": Bounds(0, INT64_MAX),
     "max_completion_tokens": Bounds(1, INT64_MAX),
     "priority": Bounds(-(2**31), 2**31 - 1),
 }

@@ -10,8 +10,10 @@ from dataclasses import dataclass, field
 from msgspec import UNSET, UnsetType
 
 from actors.api.openai_objects import FinishText, PromptTokensDetails, Usage
+from actors.api.prompt_delta import PromptDelta
 from actors.api.protocol import ParsedRequest
 from engine.output_text import OutputToken, TextDelta
+from engine.request import PromptScores
 from engine.tokenizing import Tokenizing
 
 
@@ -61,8 +63,11 @@ class ChoiceSoFar:
     tokens: list[OutputToken] = field(default_factory=list)
     finish: FinishText | None = None
     stop_reason: str | int | None = None
+    prompt: PromptScores | None = None  # None = nothing was asked of it, or it has one token
 
     def add(self, delta: TextDelta) -> None:
+        if isinstance(delta, PromptDelta):
+            self.prompt = delta.prompt
         self.texts.append(delta.text)
         self.tokens.extend(delta.tokens)
         if delta.finish is not None:

@@ -15,13 +15,14 @@ from actors.api.chat_writers import ChatStream, ChatUnary
 from actors.api.completion_writers import CompletionStream, CompletionUnary
 from actors.api.protocol import Endpoint, ParsedRequest
 from actors.api.response_parts import ResponseIdentity
+from actors.api.score_writers import ScoreUnary
 from engine.output_text import OutputText, TextDelta
 from engine.stop_strings import StopStrings
 from engine.tokenizing import Tokenizing
 
 
 class ResponseWriter(Protocol):
-    """Bytes of one response; the four below differ in endpoint and mode only."""
+    """Bytes of one response; those below differ in endpoint and mode only."""
 
     def start(self, prompt_ids: Sequence[Sequence[int]]) -> list[bytes]: ...
 
@@ -33,6 +34,8 @@ class ResponseWriter(Protocol):
 def build_writer(
     parsed: ParsedRequest, identity: ResponseIdentity, tokenizing: Tokenizing
 ) -> ResponseWriter:
+    if parsed.scoring is not None:
+        return ScoreUnary(parsed, identity, parsed.scoring)
     match parsed.endpoint, parsed.stream:
         case Endpoint.CHAT, True:
             return ChatStream(parsed, identity, tokenizing)

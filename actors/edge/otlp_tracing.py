@@ -20,7 +20,12 @@ from actors.edge.request_times import RequestTimes
 from engine.clock import Clock
 
 EXPORT_TIMEOUT_S = 5.0
-OPERATIONS = {Endpoint.CHAT: "chat", Endpoint.COMPLETION: "text_completion"}
+OPERATIONS = {
+    Endpoint.CHAT: "chat",
+    Endpoint.COMPLETION: "text_completion",
+    Endpoint.SCORE: "score",
+    Endpoint.RERANK: "rerank",
+}
 PROVIDER = "laps"
 
 Attributes = dict[str, str | int | float | bool]

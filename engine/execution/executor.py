@@ -7,20 +7,22 @@ blocks it gets, the plan says.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain, compress
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from engine.execution.computed_step import ComputedStep
 from engine.execution.decode_run import DecodeInputs, DecodeRun
 from engine.execution.graph_sizes import GraphSize, PromptSizes, decode_sizes
 from engine.execution.graph_statistics import ExecutorStatistics, PromptStepCounter
 from engine.execution.input_batch import InputBatch, row_tensors, write_input_batch
 from engine.execution.last_tokens import LastTokenSteps
 from engine.execution.pending_step import EmptyStep, PendingStep, StepTensors
+from engine.execution.prompt_logprobs import PromptChunk, PromptLogprobRows
 from engine.execution.request_rows import RequestRows
 from engine.execution.step_buffers import StepBuffers
 from engine.execution.step_graphs import GraphOutput, Recorder, StepGraphs
@@ -30,8 +32,7 @@ from engine.kv.kv_store import KvStore
 from engine.kv.layout import KvLayout
 from engine.layers.context import ForwardContext, LastTokens, SingleRank
 from engine.models.decoder import CausalLM, ForwardResult
-from engine.request import SamplingParams
-from engine.sampling.sampler import GreedyChoice, SampledTensors
+from engine.sampling.row_sampler import RowSampler as RowSampler
 from engine.scheduling.plan import RowAdmission, StepPlan
 from kernels.attention.phased import PhasedAttention
 from kernels.input_ids import keep_last_tokens, resolve_input_ids
@@ -39,36 +40,6 @@ from kernels.sample_rows import greedy
 
 # From here on the last layer's queries and attention take longer than planning the smaller step.
 _MIN_TOKENS_TO_SKIP_QUERIES = 1024
-
-
-class RowSampler(Protocol):
-    """Keeps each row's sampling state; `sample` and `hear` advance it and only queue work."""
-
-    def add(
-        self, row: int, params: SamplingParams, prompt_ids: list[int], output_ids: list[int]
-    ) -> None: ...
-
-    def remove(self, row: int) -> None: ...
-
-    def hear(self, row: int, token_id: int) -> None: ...
-
-    def sample(
-        self, logits: Tensor, rows: list[int], greedy: GreedyChoice | None = None
-    ) -> SampledTensors:
-        """logits: [S, vocab], one line for each of `rows`; `greedy`: their argmax, if known."""
-        ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Computed:
-    """A step's forward pass, queued."""
-
-    batch: InputBatch
-    logits: Tensor | None  # [S, vocab]; None = no row samples
-    # by a graph, which kept each line's best token; None = without one
-    replayed: GraphOutput | None
-    # [T] bool; None = the logits tell
-    is_finite_token: Tensor | None
 
 
 class Executor:
@@ -101,6 +72,7 @@ class Executor:
         self._max_rows = max_rows
         self._max_model_len = max_model_len
         self._request_rows = RequestRows(max_rows=max_rows, max_model_len=max_model_len)
+        self._prompt_logprobs = PromptLogprobRows(self._request_rows, model.logits, model.device)
         self._max_blocks_per_row = layout.num_blocks_for(max_model_len)
         self._block_tables = BlockTables(
             max_rows=max_rows, max_blocks_per_row=self._max_blocks_per_row
@@ -206,6 +178,7 @@ class Executor:
             self._release(row)
         self._request_rows.add(row, admission.token_ids)
         self._append_blocks([row], [admission.block_ids])
+        self._prompt_logprobs.add(admission)
         self._sampler.add(
             row,
             admission.params,
@@ -216,6 +189,7 @@ class Executor:
     def _release(self, row: int) -> None:
         self._request_rows.remove(row)
         self._block_tables.clear(row)
+        self._prompt_logprobs.remove(row)
         self._sampler.remove(row)
 
     def _append_blocks(self, rows: Sequence[int], block_ids: Sequence[Sequence[int]]) -> None:
@@ -227,7 +201,10 @@ class Executor:
 
     # ---- one step -------------------------------------------------------------------------------
 
-    def _compute(self, plan: StepPlan) -> _Computed:
+    def _compute(self, plan: StepPlan) -> ComputedStep:
+        chunks = self._prompt_logprobs.due(plan)
+        if chunks:
+            return self._compute_everywhere(plan, chunks)
         inputs = self._decode_run.go_on(plan) if self._decode_run else None
         if inputs is not None and self._decode_graphs is not None:
             return self._replay(self._decode_graphs, inputs)
@@ -251,30 +228,47 @@ class Executor:
         else:
             result = self._forward(batch, batch.logit_indices, checks_finite=not is_decode)
             hidden = result.hidden
-        return _Computed(
+        return ComputedStep(
             batch=batch,
             logits=self.model.logits(hidden) if samples else None,
             replayed=None,
             is_finite_token=result.is_finite,
         )
 
-    def _replay(self, graphs: StepGraphs, inputs: DecodeInputs) -> _Computed:
+    def _compute_everywhere(self, plan: StepPlan, chunks: list[PromptChunk]) -> ComputedStep:
+        """A step in which somebody asks for more than the last positions; no graph does that."""
+        if self._prompt_steps is not None:
+            self._prompt_steps.count(plan.num_tokens, max(plan.num_new_tokens), None)
+        batch = self._write_batch(plan, self._buffers)
+        result = self._forward(batch, checks_finite=True)
+        lines = batch.logit_indices
+        hidden = result.hidden if lines is None else result.hidden.index_select(0, lines)
+        return ComputedStep(
+            batch=batch,
+            logits=self.model.logits(hidden) if len(batch.sampling) > 0 else None,
+            replayed=None,
+            is_finite_token=result.is_finite,
+            prompt=self._prompt_logprobs.read(chunks, batch, result.hidden),
+        )
+
+    def _replay(self, graphs: StepGraphs, inputs: DecodeInputs) -> ComputedStep:
         batch, size = inputs.batch, inputs.size
         self._attention.refresh(graphs.attention_metadata(size), batch.attention)
         num_sampled = len(batch.sampling)
         output = graphs.replay(size).first(num_sampled, batch.end_token)
-        return _Computed(
+        return ComputedStep(
             batch=batch,
             logits=output.logits if num_sampled else None,
             replayed=output,
             is_finite_token=output.is_finite_token,
         )
 
-    def _sample(self, computed: _Computed) -> StepTensors:
+    def _sample(self, computed: ComputedStep) -> StepTensors:
         """Draw and keep a token for each row that samples."""
         batch, replayed, flags = computed.batch, computed.replayed, computed.is_finite_token
+        prompt = computed.prompt
         if computed.logits is None:
-            return StepTensors(drawn=None, logprobs=None, is_finite_token=flags)
+            return StepTensors(drawn=None, is_finite_token=flags, prompt=prompt)
         choice = replayed.greedy if replayed else None
         sampled = self._sampler.sample(computed.logits, batch.sampled_row_list, choice)
         self._request_rows.count_sampled(batch.rows[batch.sampling])
@@ -284,7 +278,13 @@ class Executor:
             drawn = keep_last_tokens(
                 sampled.token_ids, sampled.is_finite, batch.sampled_rows, self._last_tokens
             )
-        return StepTensors(drawn=drawn, logprobs=sampled.logprobs, is_finite_token=flags)
+        return StepTensors(
+            drawn=drawn,
+            logprobs=sampled.logprobs,
+            labels=sampled.labels,
+            is_finite_token=flags,
+            prompt=prompt,
+        )
 
     def _forward(
         self,

@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.execution.input_batch import InputBatch
+from engine.execution.prompt_logprobs import PromptTensors
 from engine.execution.step_slots import StepSlot, StepSlots
-from engine.sampling.sampler import LogprobTensors
+from engine.sampling.choice import LabelTensors, LogprobTensors
 from engine.scheduling.plan import StepPlan, StepResult, TokenLogprobs
 
 NOT_FINITE = -1  # in place of a token, as `kernels.input_ids` has it
@@ -26,9 +27,12 @@ class StepTensors:
 
     # [S] int32  a token or `NOT_FINITE`; None: no row of the step samples
     drawn: Tensor | None
-    logprobs: LogprobTensors | None
     # [T] bool; None = the sampled rows' logits say all there is to say
     is_finite_token: Tensor | None
+    # Of the few rows that ask; None = there is none.
+    logprobs: LogprobTensors | None = None
+    labels: LabelTensors | None = None
+    prompt: PromptTensors | None = None
 
 
 class PendingStep:
@@ -50,6 +54,8 @@ class PendingStep:
         if left.drawn is not None:
             slot.copy_drawn(left.drawn)
         self._logprobs = left.logprobs.map(_to_host) if left.logprobs else None
+        self._labels = left.labels.map(_to_host) if left.labels else None
+        self._prompt = left.prompt.map(_to_host) if left.prompt else None
         flags = left.is_finite_token
         self._is_finite_token = None if flags is None else _to_host(flags)
         slot.timer.stop()
@@ -69,13 +75,21 @@ class PendingStep:
         self._slots.give_back(self._slot)
         if self._is_finite_token is not None:
             drawn[~self._finite_chunks(self._is_finite_token)] = NOT_FINITE
+        if self._prompt is not None:
+            drawn[self._prompt.not_finite()] = NOT_FINITE
         token_ids: list[int] = drawn.tolist()
+        tokens = [[token_id] if token_id >= 0 else [] for token_id in token_ids]
+        labels = self._label_values(sampled_places, token_ids)
+        for place in labels:
+            tokens[place] = []
         return StepResult(
             step=self._plan.step,
-            tokens=[[token_id] if token_id >= 0 else [] for token_id in token_ids],
+            tokens=tokens,
             logprobs=self._logprob_records(sampled_places.tolist(), token_ids),
             is_finite=(drawn != NOT_FINITE).tolist(),
             duration_s=duration_s,
+            labels=labels,
+            prompt_logprobs=self._prompt.records() if self._prompt else {},
         )
 
     def _finite_chunks(self, is_finite_token: Tensor) -> NDArray[np.bool_]:
@@ -98,6 +112,16 @@ class PendingStep:
                 if token_ids[place] >= 0:
                     by_plan_row[place] = record
         return by_plan_row
+
+    def _label_values(
+        self, sampled_places: NDArray[np.int64], token_ids: list[int]
+    ) -> dict[int, list[float]]:
+        """Place in the plan -> what a row that ends with its prompt asked for, if it is finite."""
+        if self._labels is None:
+            return {}
+        places: list[int] = sampled_places.tolist()
+        by_line = self._labels.by_line()
+        return {places[i]: v for i, v in by_line.items() if token_ids[places[i]] >= 0}
 
 
 class EmptyStep:

@@ -18,6 +18,7 @@ SAMPLING_KINDS = (
     SamplingParams(max_tokens=1, temperature=0.7, top_k=20, top_p=0.9, min_p=0.01),
     SamplingParams(max_tokens=1, temperature=0.0, logprobs=0),
     SamplingParams(max_tokens=1, temperature=1.0, logprobs=20),
+    SamplingParams(max_tokens=0, temperature=0.0, label_token_ids=(0, 1)),
     SamplingParams(
         max_tokens=1,
         min_tokens=1,
@@ -29,6 +30,9 @@ SAMPLING_KINDS = (
         repetition_penalty=1.1,
     ),
 )
+# As much of a vocabulary at once as prompts are ever read with, and more than one slice of it.
+ASKED_PROMPT_TOKENS = 80
+ASKS_PROMPT = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=20)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +95,8 @@ def _gpu_steps(num_rows: int, max_tokens: int, max_row_tokens: int) -> Iterator[
         row = _DummyRow(num_computed_tokens=0, num_new_tokens=2, params=params)
         yield [row]
         yield [row, row, chunk]
+    asked = min(ASKED_PROMPT_TOKENS, max_row_tokens)
+    yield [_DummyRow(num_computed_tokens=0, num_new_tokens=asked, params=ASKS_PROMPT)]
 
 
 def _plan(rows: Sequence[_DummyRow], block_size: int) -> StepPlan:

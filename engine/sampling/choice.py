@@ -4,8 +4,9 @@ Knows neither how a token was chosen nor when it is read.
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import islice
 
 from torch import Tensor
 
@@ -53,12 +54,34 @@ class LogprobTensors:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LabelTensors:
+    """Log-probabilities of the labels of P lines, which draw no token; L labels in all."""
+
+    positions: list[int]  # [P]  which lines of the batch, ascending
+    counts: list[int]  # [P]  labels of each
+    values: Tensor  # fp32 [L]  line by line
+
+    def map(self, copy: Callable[[Tensor], Tensor]) -> "LabelTensors":
+        """The same with `copy` applied to the tensor."""
+        return replace(self, values=copy(self.values))
+
+    def by_line(self) -> dict[int, list[float]]:
+        """Position -> its labels' log-probabilities. The tensor is read here."""
+        values: Iterator[float] = iter(self.values.tolist())
+        return {
+            position: list(islice(values, count))
+            for position, count in zip(self.positions, self.counts, strict=True)
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SampledTensors:
     """What was drawn, in the order of the rows that were asked for."""
 
     token_ids: Tensor  # int64 [S]  0 where not finite, not to be used
     is_finite: Tensor  # bool [S]  False = nothing could be drawn
     logprobs: LogprobTensors | None  # None = no row asked
+    labels: LabelTensors | None = None  # of rows whose token is not to be used; None = no such row
 
     def is_choice(self, choice: GreedyChoice) -> bool:
         """Whether this is `choice` itself, of which nothing had to be changed, and no more."""

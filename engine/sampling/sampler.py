@@ -15,6 +15,7 @@ from engine.sampling.choice import LogprobTensors, SampledTensors
 from engine.sampling.constraint import Constraints, Matchers, NoMatchers
 from engine.sampling.draw import build_draw
 from engine.sampling.feature import LogitFeature, positions_of
+from engine.sampling.labels import Labels
 from engine.sampling.logprobs import Logprobs
 from engine.sampling.penalties import OccurrencePenalty, RepetitionPenalty
 from engine.sampling.staging import Staging
@@ -63,6 +64,9 @@ class Sampler:
     OpenAI users see at temperature 1. Best first, lower id among equals; tokens at -inf are not
     listed.
 
+    A row that asks for no token (max_tokens 0) is drawn nothing for: it has its labels' values, the
+    model's own too, and what stands in its place among the tokens only says whether it is finite.
+
     A row is not finite when its logits hold NaN or +inf or nothing above -inf, or when bans and
     penalties left it no finite logit. Other rows are not touched by it. Its own history means
     nothing from then on, for the host learns of it when later steps may have been launched.
@@ -84,7 +88,9 @@ class Sampler:
         self._vocab_size = vocab_size
         self._max_rows = max_rows
         self._staging = staging
-        self._constraints = Constraints(vocab_size, matchers or NoMatchers(), staging)
+        self._constraints = Constraints(
+            vocab_size, eos_token_ids, matchers or NoMatchers(), staging.device
+        )
         self._adjustments: tuple[LogitFeature, ...] = (  # for greedy rows too
             LogitBias(vocab_size, staging),
             RepetitionPenalty(vocab_size, max_rows, staging),
@@ -94,6 +100,7 @@ class Sampler:
         )
         self._draw = build_draw(vocab_size, max_rows, staging)  # for rows with a temperature
         self._logprobs = Logprobs(vocab_size, staging)
+        self._labels = Labels(staging)  # of rows that draw nothing
         self._rows: set[int] = set()
         self._adjusted_rows: set[int] = set()
         self._special_rows: set[int] = set()  # need more than the argmax of their logits
@@ -110,6 +117,10 @@ class Sampler:
         assert 0 <= row < self._max_rows, f"row {row} of {self._max_rows}"
         assert row not in self._rows, f"row {row} is in use"
         self._rows.add(row)
+        if params.is_prompt_only:
+            self._labels.add(row, params)
+            self._special_rows.add(row)
+            return
         for feature in self._adjustments:
             if feature.add(row, params, prompt_ids, output_ids):
                 self._adjusted_rows.add(row)
@@ -126,6 +137,7 @@ class Sampler:
         self._special_rows.discard(row)
         self._draw.remove(row)
         self._logprobs.remove(row)
+        self._labels.remove(row)
         for feature in self._adjustments:
             feature.remove(row)
 
@@ -140,7 +152,7 @@ class Sampler:
     def sample(
         self, logits: Tensor, rows: list[int], greedy: GreedyChoice | None = None
     ) -> SampledTensors:
-        """Draw one token for each of `rows`, and advance their history.
+        """Draw one token for each of `rows` that asks for one, and advance their history.
 
         logits: fp32, bf16 or fp16 [S, vocab], one line per row in the same order, left as they
         are. Rows come in any order, each at most once. `greedy`: what `kernels.sample_rows.greedy`
@@ -176,6 +188,7 @@ class Sampler:
             token_ids=choice.token_ids,
             is_finite=choice.is_finite,
             logprobs=self._logprobs.read(logits, rows, choice),
+            labels=self._labels.read(logits, rows),
         )
 
     def _check(self, logits: Tensor, rows: list[int]) -> None:

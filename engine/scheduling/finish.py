@@ -33,6 +33,10 @@ class FinishRules:
             return "length", None
         return None, None
 
+    def reason_of_prompt(self, request: Request) -> Literal["stop", "length"]:
+        """Why a request ends that asks for no token: it has its labels, or has no room for more."""
+        return "stop" if request.params.label_token_ids else "length"
+
     def at_last_token(self, requests: Iterable[Request]) -> list[Request]:
         """Of requests whose newest token is in flight, those that have no other to compute here.
 

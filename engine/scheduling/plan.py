@@ -6,7 +6,7 @@ list marked [R] has one entry per scheduled row, in the same order.
 
 import msgspec
 
-from engine.request import SamplingParams
+from engine.request import PromptLogprobs, SamplingParams
 
 
 class RowAdmission(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,7 +37,8 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     num_new_tokens: list[int]  # [R] >= 1
     num_computed_tokens: list[int]  # [R] history already in the KV store
     num_logits: list[int]  # [R] 0 = KV only, 1 = the last position
-    samples: list[bool]  # [R] draw a token from the last position's logits
+    # [R] the last position's logits are used: to draw a token, or to read labels (max_tokens 0)
+    samples: list[bool]
     new_block_ids: list[list[int]]  # [R] blocks appended to the row's table before it runs
     # The newest token of each row whose constraint has to hear of it before the row samples again.
     heard_tokens: list[tuple[int, int]] = []  # (row, token id)
@@ -64,7 +65,10 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     """What the executor returns for a plan; rows in the plan's order."""
 
     step: int
-    tokens: list[list[int]]  # [R] sampled ids: empty unless samples[r]
+    tokens: list[list[int]]  # [R] sampled ids: empty unless samples[r], and for `labels`
     logprobs: list[TokenLogprobs | None]  # [R] for rows that asked
     duration_s: float | None = None  # of the device, for this step alone; None = not measured
     is_finite: list[bool]  # [R] False = logits held NaN or +-inf everywhere: nothing was sampled
+    # Index in the plan -> what is asked of prompts, for the few rows that ask.
+    labels: dict[int, list[float]] = {}  # of those that end with their prompt, when it is computed
+    prompt_logprobs: dict[int, PromptLogprobs] = {}  # of the tokens behind those of the chunk

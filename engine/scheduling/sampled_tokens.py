@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Literal
 
 from engine.messages import TokenRecord
-from engine.request import Request
+from engine.request import PromptScores, Request
 from engine.scheduling.contracts import StepOutput
 from engine.scheduling.finish import FinishRules
 from engine.scheduling.plan import StepResult, TokenLogprobs
@@ -23,6 +23,7 @@ class SampledTokens:
 
     def __init__(self, finish_rules: FinishRules) -> None:
         self._finish_rules = finish_rules
+        self.num_tokens = 0  # emitted since the start
 
     def append_all(
         self, step: StepInFlight, result: StepResult, output: StepOutput
@@ -34,6 +35,8 @@ class SampledTokens:
         """
         endings: list[Ending] = []
         emit = output.tokens.append
+        for index, piece in result.prompt_logprobs.items():
+            step.requests[index].keep_prompt_logprobs(piece)
         rows = step.rows(result)
         for request, token_ids, logprobs in islice(rows, step.num_decodes):
             if request.row is None:
@@ -54,7 +57,8 @@ class SampledTokens:
             if request.row is not None:
                 for token_id in token_ids:
                     endings += self._append(request, token_id, logprobs, output)
-        return endings
+        self.num_tokens += len(output.tokens)
+        return endings + self._end_with_prompts(step, result, output)
 
     def _append(
         self,
@@ -73,6 +77,7 @@ class SampledTokens:
             index=index,
             token_id=token_id,
             logprobs=logprobs,
+            prompt=_take_scores(request, []) if is_first else None,
             num_cached_tokens=request.num_cached_tokens if is_first else None,
             waited_s=_waited_s(request) if is_first else None,
             finish=finish,
@@ -81,6 +86,38 @@ class SampledTokens:
         output.tokens.append((request.ingress_id, record))
         is_last = finish is not None or request.decode_worker is not None
         return [(request, finish)] if is_last else []
+
+    def _end_with_prompts(
+        self, step: StepInFlight, result: StepResult, output: StepOutput
+    ) -> list[Ending]:
+        """Whose prompt is computed and who asked for no token: emit what is known of each."""
+        ended = [(step.requests[index], labels) for index, labels in result.labels.items()]
+        return [
+            self._end_with_prompt(request, labels, output)
+            for request, labels in ended
+            if request.row is not None
+        ]
+
+    def _end_with_prompt(self, request: Request, labels: list[float], output: StepOutput) -> Ending:
+        finish = self._finish_rules.reason_of_prompt(request)
+        record = TokenRecord(
+            key=request.key,
+            index=0,
+            token_id=request.tokens[-1],
+            is_output=False,
+            prompt=_take_scores(request, labels),
+            num_cached_tokens=request.num_cached_tokens,
+            waited_s=_waited_s(request),
+            finish=finish,
+        )
+        output.tokens.append((request.ingress_id, record))
+        return request, finish
+
+
+def _take_scores(request: Request, labels: list[float]) -> PromptScores | None:
+    """What is known of the prompt, which the request no longer keeps; None = nothing was asked."""
+    pieces, request.prompt_logprobs = request.prompt_logprobs, []
+    return PromptScores(labels, pieces) if labels or pieces else None
 
 
 def _waited_s(request: Request) -> float | None:

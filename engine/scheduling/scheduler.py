@@ -81,7 +81,6 @@ class Scheduler:
         self._num_preemptions = 0
         self._num_prompt_tokens_computed = 0
         self._num_cached_tokens = 0
-        self._num_output_tokens = 0
         self.gathers_until_s: float | None = None  # why the last `plan` was None, if it was so
 
     # ---- entering and leaving -------------------------------------------------------------------
@@ -90,13 +89,14 @@ class Scheduler:
         """Queue a request whose tokens have no KV here. Raises CapacityError when full."""
         self._finish_rules.apply(request)
         num_known, limit = request.num_known_tokens, request.max_known_tokens
-        assert num_known < limit, (
+        assert num_known < limit + request.params.is_prompt_only, (
             f"{request.key}: {num_known} known tokens leave no room below {limit}"
         )
         assert request.key not in self._running, f"{request.key} runs already"
         if len(self._waiting) >= self._config.max_waiting:
             raise CapacityError(f"the worker's queue holds {len(self._waiting)} requests")
-        self._blocks.hash_full(request)
+        if not request.needs_whole_prompt:  # else its blocks get names when it has filled them
+            self._blocks.hash_full(request)
         self._prompts.arrived(request)
 
     def join(self, request: Request) -> None:
@@ -179,7 +179,6 @@ class Scheduler:
                 self._blocks.index_full(request, num_computed_tokens)
                 self._outbox.advance(request)
         endings = self._sampled.append_all(step, result, output)
-        self._num_output_tokens += len(output.tokens)
         for request, finish in endings:
             self._unseat(request)
             if finish is not None:
@@ -248,7 +247,7 @@ class Scheduler:
             num_steps=self._num_steps,
             num_prompt_tokens_computed=self._num_prompt_tokens_computed,
             num_cached_tokens=self._num_cached_tokens,
-            num_output_tokens=self._num_output_tokens,
+            num_output_tokens=self._sampled.num_tokens,
         )
 
     # ---- parts of plan --------------------------------------------------------------------------
@@ -384,8 +383,7 @@ class Scheduler:
         self._unseat(request)
         self._outbox.retract(request.key)
         self._cache.release(self._blocks.take(request))
-        request.num_computed_tokens = 0
-        request.num_preemptions += 1
+        request.start_over()
         self._num_preemptions += 1
         self._waiting.add(request)
 

@@ -102,7 +102,8 @@ SHARED_ROWS: list[tuple[dict[str, object], str | None, str | None]] = [
     ({"structured_outputs": {}}, "structured_outputs", "invalid_value"),
     ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs", "invalid_value"),
     ({"response_format": {"type": "xml"}}, "response_format.type", "invalid_value"),
-    ({"prompt_logprobs": 1}, "prompt_logprobs", "unsupported_parameter"),
+    ({"prompt_logprobs": True}, "prompt_logprobs", "invalid_type"),
+    ({"prompt_logprobs": BIG}, "prompt_logprobs", "integer_above_max_value"),
     ({"use_beam_search": True}, "use_beam_search", "unsupported_parameter"),
 ]
 CHAT_ROWS: list[tuple[dict[str, object], str | None, str | None]] = [
@@ -228,7 +229,6 @@ COMPLETION_ROWS: list[tuple[dict[str, object], str | None, str | None]] = [
     ({"logprobs": True}, "logprobs", "invalid_type"),
     ({"logprobs": 21}, "logprobs", "integer_above_max_value"),
     ({"logprobs": -1}, "logprobs", "integer_below_min_value"),
-    ({"echo": True, "logprobs": 0}, "echo", "unsupported_parameter"),
     ({"echo": 1}, "echo", "invalid_type"),
     ({"best_of": 2}, "best_of", "unsupported_parameter"),
     ({"n": 2, "best_of": 1}, "best_of", "invalid_value"),

@@ -5,13 +5,22 @@ from typing import Any
 
 import pytest
 
-from actors.api.openai_requests import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from actors.api.openai_requests import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    RerankBody,
+    ScoreBody,
+    TokenizeBody,
+)
 from actors.api.openapi import GETS, POSTS, build_openapi
 
 DOCUMENT: dict[str, Any] = json.loads(build_openapi("name", "1.2.3"))
 BODIES = {
     "/v1/chat/completions": ChatBody,
     "/v1/completions": CompletionBody,
+    "/v1/score": ScoreBody,
+    "/v1/rerank": RerankBody,
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,
 }

@@ -1,0 +1,36 @@
+"""What an answer says of prompts alone, and the arithmetic from log-probabilities to scores."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scoring:
+    """Of each prompt: how likely each label is as its next token."""
+
+    apply_softmax: bool  # among the labels; else among all tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reranking:
+    """Of each document: how relevant it is, by the labels for yes and no in this order."""
+
+    documents: Sequence[str]
+    num_results: int
+    returns_documents: bool
+
+
+def probabilities(logprobs: Sequence[float], *, apply_softmax: bool) -> list[float]:
+    """Each label's probability, or its share of the labels'.
+
+    A label that the model rules out (-inf) has 0; if it rules out all of them, each share is 0.
+    """
+    if not apply_softmax:
+        return [math.exp(value) for value in logprobs]
+    best = max(logprobs)
+    if best == -math.inf:
+        return [0.0] * len(logprobs)
+    weights = [math.exp(value - best) for value in logprobs]
+    total = math.fsum(weights)
+    return [weight / total for weight in weights]
