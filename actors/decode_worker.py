@@ -1,5 +1,6 @@
 """The decode worker actor: KV arrives from prefill workers, and tokens follow from it."""
 
+import asyncio
 from typing import TYPE_CHECKING, Any
 
 from actors.deployment import DeploymentSpec
@@ -9,6 +10,7 @@ from actors.worker.role_side import RoleSide
 from engine.errors import WorkerError
 from engine.messages import (
     CancelTransfer,
+    NotNow,
     PairRequest,
     PieceHeader,
     RenewLease,
@@ -46,8 +48,15 @@ class DecodeWorker(EngineWorker):
     async def reserve(self, request: bytes) -> bytes:
         """ReserveRequest -> Reservation | NotNow | Refused, encoded."""
         receiver, asked = self._receiver, decode(request, ReserveRequest)
-        if asked.params.constraint is not None:  # compiled while the KV is on its way
-            self._host.engine.grammars.prepare(asked.params.constraint)
+        if asked.params.constraint is not None:
+            # Before there is room for it: the KV may be here first, and then the sampler would wait
+            # for the compiler, and every other row with it.
+            compiled = self._host.engine.grammars.prepare(asked.params.constraint)
+            try:
+                async with asyncio.timeout(asked.wait_s):
+                    await asyncio.shield(asyncio.wrap_future(compiled))
+            except TimeoutError:
+                return encode(NotNow())
         return encode(await receiver.reserve(asked))
 
     async def open_pair(self, request: bytes) -> bytes:

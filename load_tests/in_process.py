@@ -16,7 +16,7 @@ from engine.scheduling.contracts import StepOutput
 
 
 class EngineInProcess:
-    """Steps on the calling thread; every request is greedy and ignores the end of sequence."""
+    """Steps on the calling thread; nothing is left of a request when its last token is out."""
 
     def __init__(self, config: AppConfig) -> None:
         """Loads the model and warms up. Raises ConfigError when that cannot be done."""
@@ -57,6 +57,13 @@ class EngineInProcess:
         return time.perf_counter() - started_s
 
     def add(self, prompt: Sequence[int], num_tokens: int, *, ingress: str = "bench") -> RequestKey:
+        """Queue a prompt, greedy and without an end of sequence, as `submit` does."""
+        params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
+        return self.submit(prompt, params, ingress=ingress)
+
+    def submit(
+        self, prompt: Sequence[int], params: SamplingParams, *, ingress: str = "bench"
+    ) -> RequestKey:
         """Queue a prompt; its tokens appear in the outputs of the steps that follow."""
         self._num_requests += 1
         key = RequestKey(f"{self._num_requests:032x}")
@@ -64,7 +71,7 @@ class EngineInProcess:
             Request(
                 key=key,
                 ingress_id=ingress,
-                params=SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True),
+                params=params,
                 tokens=list(prompt),
                 num_prompt_tokens=len(prompt),
                 arrival_s=time.monotonic(),

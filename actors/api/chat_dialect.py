@@ -12,6 +12,7 @@ from actors.api import reasoning
 from actors.api.tools import hermes, llama3_json, mistral
 from actors.api.tools.events import ToolParser
 from configs.schema import ApiConfig
+from engine.request import Thinking
 from engine.tokenizing import Tokenizing
 
 
@@ -31,6 +32,7 @@ class ChatDialect:
     knows_reasoning_effort: bool = False  # likewise
     tool_format: ToolFormat | None = None  # None = no parser for this model's calls
     splits_reasoning: bool = False
+    thinking: Thinking | None = None  # None = it has no marker, or markers of several tokens
     # Special tokens that are markers, so that their text has to be seen: id -> text.
     tool_markers: Mapping[int, str] = field(default_factory=dict)
     reasoning_markers: Mapping[int, str] = field(default_factory=dict)
@@ -49,6 +51,7 @@ def build_dialect(template: str | None, api: ApiConfig, tokenizing: Tokenizing) 
         knows_reasoning_effort=_names(text, "reasoning_effort"),
         tool_format=tool_format,
         splits_reasoning=splits,
+        thinking=_read_thinking(tokenizing) if splits else None,
         tool_markers=_special_ids(_markers_of(tool_format), tokenizing),
         reasoning_markers=_special_ids(reasoning.MARKERS if splits else (), tokenizing),
     )
@@ -88,6 +91,15 @@ def _markers_of(tool_format: ToolFormat | None) -> Sequence[str]:
         case ToolFormat.MISTRAL:
             return mistral.MARKERS
     return ()
+
+
+def _read_thinking(tokenizing: Tokenizing) -> Thinking | None:
+    pieces = list(tokenizing.token_bytes.pieces)
+    markers = [marker.encode() for marker in reasoning.MARKERS]
+    if not all(marker in pieces for marker in markers):
+        return None
+    open_id, close_id = map(pieces.index, markers)
+    return Thinking(open_id, close_id)
 
 
 def _special_ids(markers: Sequence[str], tokenizing: Tokenizing) -> dict[int, str]:

@@ -7,11 +7,15 @@ import secrets
 import string
 from collections.abc import Sequence
 
+import msgspec
+
 from actors.api import reasoning
 from actors.api.chat_dialect import ToolFormat, build_tool_parser
 from actors.api.protocol import ParsedRequest
 from actors.api.reasoning import ReasoningSplitter
 from actors.api.tools.events import CallArguments, CallEnded, CallStarted, Content, Event, Reasoning
+from engine.errors import RequestError
+from engine.request import SamplingParams
 from engine.tokenizing import Tokenizing
 
 _NUM_TAIL_TOKENS = 16  # enough to hold the opening marker and white space after it
@@ -29,6 +33,29 @@ def ends_thinking_open(prompt_ids: Sequence[int], tokenizing: Tokenizing) -> boo
     """Whether the prompt's last text is the marker after which the model thinks."""
     tail = tokenizing.decode(prompt_ids[-_NUM_TAIL_TOKENS:], skip_special_tokens=False)
     return tail.rstrip().endswith(reasoning.OPEN)
+
+
+def hold_behind_thinking(
+    sampling: SamplingParams,
+    parsed: ParsedRequest,
+    prompt_ids: Sequence[int],
+    tokenizing: Tokenizing,
+) -> SamplingParams:
+    """A constraint is about the answer alone: tells it of thinking that the prompt began.
+
+    Raises RequestError where nothing can tell it when that thinking ends.
+    """
+    is_held = sampling.constraint is not None and parsed.splits_reasoning
+    if not is_held or not ends_thinking_open(prompt_ids, tokenizing):
+        return sampling
+    if sampling.thinking is None:
+        raise RequestError(
+            "An output that must have a format is not supported where the prompt begins this"
+            f" model's thinking: '{reasoning.CLOSE}' is not one of its tokens.",
+            code="unsupported_parameter",
+        )
+    thinking = msgspec.structs.replace(sampling.thinking, is_open=True)
+    return msgspec.structs.replace(sampling, thinking=thinking)
 
 
 class ChatText:

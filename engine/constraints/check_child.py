@@ -1,8 +1,9 @@
 """The process that tries a constraint out before anything depends on it, within time and memory.
 
-One constraint a line comes in, one verdict a line goes out: JSON texts, "" = it will do. A
-constraint that takes too much ends the process, by signals that no code here has to stay alive
-for; whoever started it sees the end of its output. It ends with its input, too.
+One constraint a line comes in, one verdict a line goes out: JSON texts, "" = it will do. Each is
+tried in a copy of the process (a fork, which has the vocabulary at once). A constraint that takes
+too much ends its copy, by signals that no code there has to stay alive for: the verdict is null
+then, and the next constraint waits for no new start. The process ends with its input.
 """
 
 import os
@@ -51,10 +52,24 @@ def main(arguments: Sequence[str]) -> None:
     _say(replies, "")
     for line in sys.stdin.buffer:
         constraint = msgspec.json.decode(line, type=Constraint)
+        _say(replies, _judge_apart(compiler, constraint))
+
+
+def _judge_apart(compiler: xgrammar.GrammarCompiler, constraint: Constraint) -> str | None:
+    """The verdict of a copy of this process, which may die of it; None when it does."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
         _limit_time(cpu_s=CPU_LIMIT_S, wall_s=WALL_LIMIT_S)
         verdict = judge(compiler, constraint)
-        _limit_time(cpu_s=0.0, wall_s=0.0)
-        _say(replies, verdict)
+        with os.fdopen(writing, "wb") as channel:
+            channel.write(verdict.encode())
+        os._exit(0)  # nothing of this process is the copy's to clean up
+    os.close(writing)
+    with os.fdopen(reading, "rb") as channel:
+        said = channel.read()
+    _, status = os.waitpid(pid, 0)
+    return said.decode() if status == 0 else None
 
 
 def judge(compiler: xgrammar.GrammarCompiler, constraint: Constraint) -> str:
@@ -118,6 +133,6 @@ def _own_output() -> BinaryIO:
     return own
 
 
-def _say(replies: BinaryIO, text: str) -> None:
-    replies.write(msgspec.json.encode(text) + b"\n")
+def _say(replies: BinaryIO, verdict: str | None) -> None:
+    replies.write(msgspec.json.encode(verdict) + b"\n")
     replies.flush()

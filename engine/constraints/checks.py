@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Lock
@@ -72,14 +73,15 @@ class ConstraintChecks:
     def _check(self, constraint: Constraint) -> str:
         child = self._take_idle() or _Child(self._model_path)
         verdict = child.check(constraint)
-        if verdict is None:
+        if child.has_ended:
             child.close()
+        else:
+            self._idle.put(child)
+        if verdict is None:
             verdict = (
                 f"The constraint on the output ({constraint.kind.value}) takes too long or too much"
                 " memory to compile; make it smaller."
             )
-        else:
-            self._idle.put(child)
         with self._lock:
             self._verdicts[constraint] = verdict
             if len(self._verdicts) > MAX_VERDICTS:
@@ -87,10 +89,13 @@ class ConstraintChecks:
         return verdict
 
     def _take_idle(self) -> "_Child | None":
+        """One that still lives: what ended another while it was idle, no constraint did."""
         try:
-            return self._idle.get_nowait()
+            while not (child := self._idle.get_nowait()).is_alive:
+                child.close()
         except Empty:
             return None
+        return child
 
     def _forget(self, constraint: Constraint) -> None:
         with self._lock:
@@ -102,36 +107,47 @@ class _Child:
 
     def __init__(self, model_path: str) -> None:
         """Raises WorkerError when it does not start."""
+        self.has_ended = False
         self._process = subprocess.Popen(
             [sys.executable, "-c", _START, "\n".join(sys.path), model_path],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
-        if self._read() is None:
+        self._read()
+        if self.has_ended:
             code = self.close()
             raise WorkerError(f"the process that checks constraints did not start (exit {code})")
 
     def check(self, constraint: Constraint) -> str | None:
-        """The verdict; None when the process died of the constraint."""
+        """The verdict; None when whoever tried the constraint died of it."""
         stdin = self._process.stdin
         assert stdin is not None
         try:
             stdin.write(msgspec.json.encode(constraint) + b"\n")
             stdin.flush()
         except BrokenPipeError:
+            self.has_ended = True
             return None
         return self._read()
 
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
     def close(self) -> int:
         """Ends it; its exit status."""
+        self._process.kill()
         for stream in (self._process.stdin, self._process.stdout):
             assert stream is not None
-            stream.close()
-        self._process.kill()
+            with suppress(BrokenPipeError):  # what it did not read is still to be written
+                stream.close()
         return self._process.wait()
 
     def _read(self) -> str | None:
         stdout = self._process.stdout
         assert stdout is not None
         line = stdout.readline()
-        return msgspec.json.decode(line, type=str) if line.endswith(b"\n") else None
+        if not line.endswith(b"\n"):
+            self.has_ended = True
+            return None
+        return msgspec.json.decode(line, type=str | None)

@@ -7,6 +7,7 @@
       nothing of what is in it
     a required name without a      may have any value that additionalProperties allows
       property of its own
+    a string of a known format     is held to it (`formats`), not just described by it
 
 A schema that no value can satisfy is refused too, also one that needs itself without end. Knows no
 compiler and no tokens.
@@ -16,12 +17,15 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import cast
 
+from engine.constraints.formats import FORMATS
 from engine.constraints.pattern import writable_pattern
+from engine.constraints.satisfiability import can_be_met
 from engine.errors import RequestError
 
 Schema = dict[str, object]
 
 MAX_NODES = 20_000
+MAX_WHERE_CHARS = 200  # of the place that an error names
 MAX_BOUND = 10**15 - 1  # of integers with a bound: JSON readers keep them all
 # What a value must be to be of a type, as JSON is decoded.
 _TYPES: Mapping[str, Callable[[object], bool]] = {
@@ -72,7 +76,7 @@ def restrict(schema: object, param: str) -> Schema:
     for name in _DEFINITIONS:
         if name in root and name not in restricted:
             raise _refused(param, f"'{name}' may not stand beside a boolean schema")
-    if not _Satisfiability(restricted, param).can_be_met():
+    if not can_be_met(restricted, lambda reference: _resolve(restricted, reference, param)):
         raise _refused(param, "no value can satisfy it")
     return restricted
 
@@ -85,9 +89,8 @@ class _Restriction:
         self._num_nodes = 0
 
     def node(self, schema: object, where: str) -> Schema:
-        self._num_nodes += 1
-        if self._num_nodes > MAX_NODES:
-            raise _refused(self._param, f"it has more than {MAX_NODES} parts")
+        where = where[:MAX_WHERE_CHARS]  # every node below writes it out: a name may have megabytes
+        self._count(1)
         if schema is True:
             return {}
         if schema is False:
@@ -104,6 +107,11 @@ class _Restriction:
             return kept | self._decided(schema, deciders, where)
         types = _types_of(schema, where)
         return kept | self._typed(schema, types, where)
+
+    def _count(self, num_nodes: int) -> None:
+        self._num_nodes += num_nodes
+        if self._num_nodes > MAX_NODES:
+            raise _refused(self._param, f"it has more than {MAX_NODES} parts")
 
     def _decided(self, schema: Schema, deciders: list[str], where: str) -> Schema:
         others = [name for name in schema if name in _KEYWORDS]
@@ -154,12 +162,16 @@ class _Restriction:
         if "pattern" in own:
             own["pattern"] = writable_pattern(str(own["pattern"]), f"{where}.pattern")
         match name:
+            case "string" if schema.get("format") in FORMATS:
+                return {"type": "string", **_formatted(str(schema["format"]), own, where)}
             case "object":
                 return {"type": "object", **self._object(schema, where)}
             case "array":
                 return {"type": "array", **self._array(schema, where), **own}
             case "integer":
-                return _integer(own)
+                integer = _integer(own)
+                self._count(len(_list(integer.get("anyOf", []), where)))
+                return integer
             case "number" if own:
                 raise _refused(where, "bounds are supported for integers only")
         return {"type": name, **own}
@@ -195,64 +207,6 @@ class _Restriction:
 _STRUCTURE = ("properties", "required", "additionalProperties", "items", "prefixItems")
 
 
-class _Satisfiability:
-    """Whether a restricted schema has a value. A least fixed point: what needs itself has none."""
-
-    def __init__(self, root: Schema, param: str) -> None:
-        self._root = root
-        self._nodes: dict[int, Schema] = {}
-        self._targets: dict[int, Schema] = {}  # of references
-        for node in _walk(root):
-            self._nodes[id(node)] = node
-            if "$ref" in node:
-                self._targets[id(node)] = _resolve(root, str(node["$ref"]), param)
-        self._met: set[int] = set()
-
-    def can_be_met(self) -> bool:
-        open_ids = dict.fromkeys(reversed(self._nodes))
-        while True:
-            met = [node_id for node_id in open_ids if self._has_value(self._nodes[node_id])]
-            if not met:
-                return id(self._root) in self._met
-            for node_id in met:
-                self._met.add(node_id)
-                del open_ids[node_id]
-
-    def _has_value(self, node: Schema) -> bool:
-        if "$ref" in node:
-            return id(self._targets[id(node)]) in self._met
-        if "enum" in node:
-            return bool(node["enum"])
-        if "anyOf" in node:
-            return any(id(part) in self._met for part in cast("list[Schema]", node["anyOf"]))
-        if node.get("type") == "object":
-            properties = cast("dict[str, Schema]", node.get("properties", {}))
-            required = cast("list[str]", node.get("required", []))
-            return all(id(properties[name]) in self._met for name in required)
-        if node.get("type") == "array":
-            needed = list(cast("list[Schema]", node.get("prefixItems", [])))
-            if cast("int", node.get("minItems", 0)) > 0 and isinstance(node["items"], dict):
-                needed.append(cast("Schema", node["items"]))
-            return all(id(part) in self._met for part in needed)
-        return True
-
-
-def _walk(root: Schema) -> Iterator[Schema]:
-    """Every node of a restricted schema, outer ones first."""
-    stack = [root]
-    while stack:
-        node = stack.pop()
-        yield node
-        for name in (*_DEFINITIONS, "properties"):
-            stack += cast("dict[str, Schema]", node.get(name, {})).values()
-        for name in ("anyOf", "prefixItems"):
-            stack += cast("list[Schema]", node.get(name, []))
-        for name in ("items", "additionalProperties"):
-            inner = node.get(name)
-            if isinstance(inner, dict):
-                stack.append(inner)
-
-
 def _check_keywords(schema: Schema, where: str) -> None:
     for name, value in schema.items():
         is_known = name in _KEYWORDS or name in _DECIDERS or name in _DEFINITIONS
@@ -280,6 +234,13 @@ def _check_bounds(own: Schema, where: str) -> None:
 
 def _is_bound(value: object) -> bool:
     return _TYPES["number"](value) and abs(cast("float", value)) <= MAX_BOUND
+
+
+def _formatted(name: str, own: Schema, where: str) -> Schema:
+    if own:
+        names = ", ".join(f"'{key}'" for key in own)
+        raise _refused(where, f"the format '{name}' cannot be combined with {names}; keep one")
+    return {"pattern": FORMATS[name]}
 
 
 def _integer(own: Schema) -> Schema:
@@ -390,5 +351,7 @@ def _resolve(root: Schema, reference: str, param: str) -> Schema:
 
 def _refused(where: str, detail: str) -> RequestError:
     return RequestError(
-        f"Invalid schema at '{where[:200]}': {detail}.", param=where[:200], code="invalid_value"
+        f"Invalid schema at '{where[:MAX_WHERE_CHARS]}': {detail}.",
+        param=where[:MAX_WHERE_CHARS],
+        code="invalid_value",
     )

@@ -54,7 +54,9 @@ def _class(parts: list[str], where: str) -> str:
     is_negated = parts[:1] == ["^"]
     items = parts[1:] if is_negated else parts
     if is_negated:
-        return f"[^{''.join(items)}{_UNWRITABLE}]"
+        # A dash at the end is itself; before what is added here it would begin a range.
+        end = r"\-" if items[-1:] == ["-"] else "".join(items[-1:])
+        return f"[^{''.join(items[:-1])}{end}{_UNWRITABLE}]"
     if any(item in _WIDE_INSIDE for item in items):
         raise _refused(where, f"'{_WIDE_INSIDE}' may not stand between brackets")
     for low, dash, high in zip(items, items[1:], items[2:], strict=False):

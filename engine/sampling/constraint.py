@@ -1,21 +1,20 @@
 """Logits held to a constraint: before a row samples, whatever would break it becomes impossible.
 
 What may come next is computed on the host, from every token the row has; so a row samples only
-after its newest token was heard here (`hear`). All rows of a step share one copy to the device.
-Knows no languages of constraints: a matcher says which tokens may come next.
+after its newest token was heard here (`hear`). All rows of a step share one copy to the device and
+one launch there, and a step without such rows costs nothing. Knows no languages of constraints: a
+matcher says which tokens may come next.
 """
 
+from enum import Enum, auto
 from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from engine.request import Constraint, SamplingParams
-from engine.sampling.feature import positions_of, put, take
-from engine.sampling.staging import Staging
-
-_BITS = 32  # of one word of a mask
+from engine.request import Constraint, SamplingParams, Thinking
+from engine.sampling.feature import positions_of
+from kernels.token_mask import TOKENS_PER_WORD, ban_tokens, num_mask_words
 
 
 class Matcher(Protocol):
@@ -26,7 +25,10 @@ class Matcher(Protocol):
         ...
 
     def fill_next_token_bitmask(self, bitmask: Tensor, index: int = 0) -> bool:
-        """Write line `index` of `bitmask` int32 [P, words]: bit i of word w says 32 * w + i may."""
+        """Write line `index` of `bitmask` int32 [P, words]: bit i of word w says 32 * w + i may.
+
+        A line in which everything may come can be left alone: it holds ones.
+        """
         ...
 
 
@@ -48,19 +50,31 @@ class NoMatchers:
 class Constraints:
     """Bans every token after which the output could not meet its row's constraint."""
 
-    def __init__(self, vocab_size: int, matchers: Matchers, staging: Staging) -> None:
-        self._num_words = -(-vocab_size // _BITS)
-        self._vocab_size = vocab_size
+    def __init__(
+        self,
+        vocab_size: int,
+        eos_token_ids: tuple[int, ...],
+        matchers: Matchers,
+        device: torch.device,
+    ) -> None:
+        """On a GPU, compiles what it launches: no row with a constraint has to wait for that."""
+        self._num_words = num_mask_words(vocab_size)
+        self._eos_token_ids = eos_token_ids
         self._source = matchers
-        self._staging = staging
+        self._device = device
         self._matchers: dict[int, Matcher] = {}  # row -> its matcher, at its newest token
+        if device.type == "cuda":
+            self._ban(torch.zeros((1, vocab_size), device=device), [0], self._new_packed(1))
 
     def add(
         self, row: int, params: SamplingParams, prompt_ids: list[int], output_ids: list[int]
     ) -> bool:
         if params.constraint is None:
             return False
-        self._matchers[row] = self._source.matcher(params.constraint)
+        matcher = self._source.matcher(params.constraint)
+        if params.thinking is not None:
+            matcher = AfterThinking(matcher, params.thinking, self._eos_token_ids)
+        self._matchers[row] = matcher
         for token_id in output_ids:
             self.hear(row, token_id)
         return True
@@ -77,20 +91,80 @@ class Constraints:
         positions = positions_of(rows, self._matchers)
         if not positions:
             return
-        masks = torch.empty((len(positions), self._num_words), dtype=torch.int32)
-        masks.fill_(-1)  # a matcher that allows everything may leave its line alone
+        packed = self._new_packed(len(positions))
+        masks = self._masks(packed, len(positions))
         for line, position in enumerate(positions):
             self._matchers[rows[position]].fill_next_token_bitmask(masks, line)
-        index, words = self._staging.send(np.array(positions, dtype=np.int64), masks.numpy())
-        part = take(logits, index)
-        part.masked_fill_(~self._allowed(words), -torch.inf)
-        put(logits, index, part)
+        self._ban(logits, positions, packed)
 
     def observe(self, rows: list[int], token_ids: Tensor) -> None:
         """Their ids are on the device: `hear` tells them once they are known here."""
 
-    def _allowed(self, words: Tensor) -> Tensor:
-        """Which tokens may come; int32 [P, words] as bool [P, vocab]."""
-        shifts = torch.arange(_BITS, dtype=torch.int32, device=words.device)
-        bits = (words.unsqueeze(-1) >> shifts) & 1  # [P, words, 32]
-        return bits.view(words.shape[0], -1)[:, : self._vocab_size].bool()
+    # packed int32:  [0 .... M) lines of the logits   [M .... M + M * words) their masks
+
+    def _new_packed(self, num_lines: int) -> Tensor:
+        """All may come. Page-locked for a GPU: then the copy waits for nothing launched before."""
+        size = num_lines * (1 + self._num_words)
+        is_pinned = self._device.type == "cuda"
+        return torch.full((size,), -1, dtype=torch.int32, pin_memory=is_pinned)
+
+    def _masks(self, packed: Tensor, num_lines: int) -> Tensor:
+        return packed[num_lines:].view(num_lines, self._num_words)
+
+    def _ban(self, logits: Tensor, positions: list[int], packed: Tensor) -> None:
+        num_lines = len(positions)
+        packed[:num_lines] = torch.tensor(positions, dtype=torch.int32)
+        sent = packed.to(self._device, non_blocking=True)
+        ban_tokens(logits, sent[:num_lines], self._masks(sent, num_lines))
+
+
+class _Phase(Enum):
+    START = auto()  # no token yet: it may think or answer
+    THINKING = auto()
+    ANSWER = auto()
+
+
+class AfterThinking:
+    """A matcher that binds behind a model's thinking, if it thinks at all.
+
+    Thinking is free, but it cannot end the output: there would be no answer.
+    """
+
+    def __init__(self, answer: Matcher, thinking: Thinking, eos_token_ids: tuple[int, ...]) -> None:
+        """answer: at an output without tokens."""
+        self._answer = answer
+        self._thinking = thinking
+        self._eos_token_ids = eos_token_ids
+        self._phase = _Phase.THINKING if thinking.is_open else _Phase.START
+
+    def accept_token(self, token_id: int) -> bool:
+        if self._phase is _Phase.START and token_id == self._thinking.open_id:
+            self._phase = _Phase.THINKING
+            return True
+        if self._phase is _Phase.THINKING:
+            if token_id == self._thinking.close_id:
+                self._phase = _Phase.ANSWER
+            return token_id not in self._eos_token_ids
+        if not self._answer.accept_token(token_id):
+            return False
+        self._phase = _Phase.ANSWER
+        return True
+
+    def fill_next_token_bitmask(self, bitmask: Tensor, index: int = 0) -> bool:
+        line = bitmask[index]
+        if self._phase is _Phase.THINKING:
+            for token_id in self._eos_token_ids:
+                _set_bit(line, token_id, may_come=False)
+            return True
+        needs_mask = self._answer.fill_next_token_bitmask(bitmask, index)
+        if self._phase is _Phase.START:
+            _set_bit(line, self._thinking.open_id, may_come=True)
+        return needs_mask
+
+
+def _set_bit(line: Tensor, token_id: int, *, may_come: bool) -> None:
+    """line: int32 [words]."""
+    words = line.numpy().view("uint32")
+    bit = 1 << (token_id % TOKENS_PER_WORD)
+    word = int(words[token_id // TOKENS_PER_WORD])
+    words[token_id // TOKENS_PER_WORD] = word | bit if may_come else word & ~bit

@@ -13,9 +13,16 @@ import pytest
 from engine.build import Engine
 from engine.constraints.json_schema import restrict
 from engine.messages import Submit, decode, encode
-from engine.request import Constraint, ConstraintKind, Request, RequestKey, SamplingParams
+from engine.request import (
+    Constraint,
+    ConstraintKind,
+    Request,
+    RequestKey,
+    SamplingParams,
+    Thinking,
+)
 from engine.tokenizing import Tokenizing, load_tokenizer
-from tests.engine.constraints.schemas import random_schema
+from load_tests.random_schemas import random_schema
 from tests.engine.in_process import Answer, answer, start_engine
 
 MODEL = Path(__file__).parents[2] / "demo_model" / "laps-demo"
@@ -72,7 +79,9 @@ def check_schemas(engine: Engine, tokenizing: Tokenizing, num_schemas: int) -> N
             num_stopped += 1
             text = text_of(tokenizing, found)
             try:
-                jsonschema.Draft202012Validator(schema).validate(json.loads(text))
+                checker = jsonschema.Draft202012Validator.FORMAT_CHECKER
+                validator = jsonschema.Draft202012Validator(schema, format_checker=checker)
+                validator.validate(json.loads(text))
             except (ValueError, jsonschema.ValidationError) as error:
                 pytest.fail(f"seed {SEED}: {schema} gave {text!r}: {error}")
     assert num_stopped >= 0.9 * num_schemas, f"seed {SEED}: {num_stopped} of {num_schemas} stopped"
@@ -109,6 +118,28 @@ def test_regexes_choices_and_grammars_hold(
     for (_, expected), found in zip(cases, answer(engine, requests), strict=True):
         assert found.finish == "stop"
         assert re.fullmatch(expected, text_of(tokenizing, found))
+
+
+def test_only_what_comes_behind_the_thinking_is_held(
+    engine: Engine, tokenizing: Tokenizing
+) -> None:
+    (newline,) = tokenizing.encode_batch(["\n"], add_special_tokens=False)
+    assert isinstance(newline, list)
+    (close_id,) = newline  # the model writes it soon, whatever else it writes
+    schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"]}
+    thinking = Thinking(open_id=close_id + 1, close_id=close_id, is_open=True)
+    requests = [
+        (prompt_of(tokenizing), params_of(by_schema(schema), SEED + i, thinking=thinking))
+        for i in range(8)
+    ]
+    num_answers = 0
+    for found in answer(engine, requests):
+        if found.finish == "stop":
+            num_answers += 1
+            rest = found.tokens[found.tokens.index(close_id) + 1 :]
+            value = json.loads(tokenizing.decode(rest))
+            jsonschema.Draft202012Validator(schema).validate(value)
+    assert num_answers > 0, f"seed {SEED}: nobody stopped thinking"
 
 
 def test_max_tokens_cuts_an_answer_that_may_not_end_yet(

@@ -7,19 +7,23 @@ from typing import Any
 
 import pytest
 import xgrammar
+from tokenizers import Tokenizer
 
-from actors.api.chat_dialect import ChatDialect, ToolFormat, build_tool_parser
+from actors.api.chat_dialect import ChatDialect, ToolFormat, build_dialect, build_tool_parser
+from actors.api.chat_text import hold_behind_thinking
 from actors.api.protocol import ParsedRequest, parse_chat, parse_completion
 from actors.api.served_model import ServedModel
 from actors.api.tools.events import CallArguments, CallEnded, CallStarted, Content
-from configs.schema import EdgeConfig
+from configs.schema import ApiConfig, EdgeConfig
 from engine.constraints.compiling import compile_constraint
 from engine.constraints.vocabulary import load_vocabulary
 from engine.errors import RequestError
 from engine.messages import decode, encode
 from engine.models.spec import load_spec
-from engine.request import Constraint, ConstraintKind, SamplingParams
+from engine.request import Constraint, ConstraintKind, SamplingParams, Thinking
+from engine.tokenizing import load_tokenizer
 from tests.actors.api.dialects import DIALECT
+from tests.tokenizer_folders import byte_level_folder
 
 FOLDER = Path(__file__).parents[3] / "demo_model" / "laps-demo"
 MODEL = ServedModel(name="tiny", max_model_len=100, vocab_size=500, dialect=DIALECT)
@@ -234,3 +238,58 @@ def test_a_strict_function_is_refused_where_special_tokens_begin_calls() -> None
     with pytest.raises(RequestError) as caught:
         chat(replace(MODEL, dialect=dialect), tools=[STRICT])
     assert caught.value.param == "tools[0].function.strict"
+
+
+JSON_OBJECT = {"response_format": {"type": "json_object"}}
+THINKING = ChatDialect(splits_reasoning=True, thinking=Thinking(5, 6))
+
+
+def test_a_form_is_for_what_comes_behind_a_models_thinking() -> None:
+    thinks = replace(MODEL, dialect=THINKING)
+    assert chat(thinks, **JSON_OBJECT).base_sampling.thinking == Thinking(5, 6)
+    assert chat(thinks).base_sampling.thinking is None
+    assert chat(**JSON_OBJECT).base_sampling.thinking is None
+
+
+def test_a_models_thinking_is_known_where_its_markers_are_tokens(tmp_path: Path) -> None:
+    folder = byte_level_folder(tmp_path)  # with <think>, without its end
+    api = ApiConfig(reasoning_parser="think")
+    assert build_dialect(None, api, load_tokenizer(folder)).thinking is None
+    file = str(folder / "tokenizer.json")
+    extended = Tokenizer.from_file(file)
+    extended.add_tokens(["</think>"])
+    extended.save(file)
+    complete = load_tokenizer(folder)
+    thinking = build_dialect(None, api, complete).thinking
+    assert thinking is not None
+    assert complete.piece(thinking.open_id) == b"<think>"
+    assert complete.piece(thinking.close_id) == b"</think>"
+    assert build_dialect(None, ApiConfig(reasoning_parser="none"), complete).thinking is None
+
+
+@pytest.mark.parametrize(("tail", "is_open"), [("<think>\n", True), ("<think> a </think>", False)])
+def test_thinking_that_the_prompt_begins_goes_on_before_the_form(
+    tmp_path: Path, tail: str, is_open: bool
+) -> None:
+    tokenizing = load_tokenizer(byte_level_folder(tmp_path))
+    (ids,) = tokenizing.encode_batch([f"Hello {tail}"], add_special_tokens=False)
+    assert isinstance(ids, list)
+    parsed = chat(replace(MODEL, dialect=THINKING), **JSON_OBJECT)
+    held = hold_behind_thinking(parsed.base_sampling, parsed, ids, tokenizing)
+    assert held.thinking == Thinking(5, 6, is_open)
+    free = chat(replace(MODEL, dialect=THINKING))
+    assert hold_behind_thinking(free.base_sampling, free, ids, tokenizing) == free.base_sampling
+
+
+def test_thinking_without_a_token_that_ends_it_is_refused_only_where_the_prompt_begins_it(
+    tmp_path: Path,
+) -> None:
+    tokenizing = load_tokenizer(byte_level_folder(tmp_path))
+    parsed = chat(replace(MODEL, dialect=ChatDialect(splits_reasoning=True)), **JSON_OBJECT)
+    inside, outside = tokenizing.encode_batch(["a <think>", "a"], add_special_tokens=False)
+    assert isinstance(inside, list)
+    assert isinstance(outside, list)
+    with pytest.raises(RequestError, match="not one of its tokens"):
+        hold_behind_thinking(parsed.base_sampling, parsed, inside, tokenizing)
+    held = hold_behind_thinking(parsed.base_sampling, parsed, outside, tokenizing)
+    assert held == parsed.base_sampling

@@ -78,6 +78,21 @@ def test_one_that_takes_too_long_is_refused_and_holds_up_no_other(
     assert checks.check(Constraint(REGEX, "after it")).result() == ""
 
 
+@pytest.mark.slow
+def test_one_that_dies_of_its_limits_costs_the_next_one_no_new_start(
+    checks: ConstraintChecks,
+) -> None:
+    def children() -> set[str]:
+        tasks = Path("/proc/self/task").glob("*/children")
+        return {pid for task in tasks for pid in task.read_text().split()}
+
+    assert checks.check(Constraint(REGEX, "before it")).result() == ""
+    before = children()
+    assert "takes too long" in checks.check(endless_grammar("d")).result()
+    assert checks.check(Constraint(REGEX, "behind it")).result() == ""
+    assert children() == before
+
+
 def test_the_same_constraint_is_checked_once(checks: ConstraintChecks) -> None:
     first, second = (checks.check(Constraint(REGEX, "twice")) for _ in range(2))
     assert first.result() == second.result() == ""

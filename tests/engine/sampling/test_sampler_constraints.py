@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.request import Constraint, ConstraintKind, SamplingParams
+from engine.request import Constraint, ConstraintKind, SamplingParams, Thinking
 from engine.sampling.sampler import Sampler
 from tests.engine.sampling.drawn import sample
 
@@ -50,8 +50,23 @@ class Source:
         return self.made[-1]
 
 
-def held_params(temperature: float, seed: int = 0) -> SamplingParams:
-    return SamplingParams(max_tokens=99, temperature=temperature, seed=seed, constraint=HELD)
+def held_params(
+    temperature: float, seed: int = 0, thinking: Thinking | None = None
+) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=99, temperature=temperature, seed=seed, constraint=HELD, thinking=thinking
+    )
+
+
+def possible(sampler: Sampler, row: int) -> set[int]:
+    """The tokens that could be drawn: each is, where its logit is far above the others."""
+    found = set()
+    for token_id in range(VOCAB):
+        logits = torch.zeros(1, VOCAB)
+        logits[0, token_id] = 1e4
+        if sample(sampler, logits, [row]).token_ids == [token_id]:
+            found.add(token_id)
+    return found
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.3])
@@ -109,3 +124,60 @@ def test_a_token_that_breaks_the_constraint_is_our_mistake() -> None:
     sampler = Sampler(VOCAB, 8, (0,), "cpu", Source(stride=2))
     with pytest.raises(AssertionError, match="token 9 breaks"):
         sampler.add(0, held_params(1.0), [1], [0, 9])
+
+
+EOS, OPEN, CLOSE = 0, 40, 70  # none of them may begin an answer of `Steps(3)` but eos
+ANSWERS = {0, 1, 2}
+
+
+def test_an_answer_may_begin_at_once_or_with_thinking() -> None:
+    sampler = Sampler(VOCAB, 8, (EOS,), "cpu", Source(stride=3))
+    sampler.add(0, held_params(0.0, thinking=Thinking(OPEN, CLOSE)), [1], [])
+    assert possible(sampler, 0) == ANSWERS | {OPEN}
+    sampler.hear(0, 2)
+    assert possible(sampler, 0) == {3, 4, 5}, "what has begun to answer thinks no more"
+
+
+def test_thinking_is_free_but_cannot_end_the_output_and_the_answer_behind_it_is_held() -> None:
+    source = Source(stride=3)
+    sampler = Sampler(VOCAB, 8, (EOS,), "cpu", source)
+    sampler.add(0, held_params(0.0, thinking=Thinking(OPEN, CLOSE)), [1], [])
+    for token_id in (OPEN, 9, OPEN, 3):
+        sampler.hear(0, token_id)
+        assert possible(sampler, 0) == set(range(VOCAB)) - {EOS}
+    sampler.hear(0, CLOSE)
+    assert possible(sampler, 0) == ANSWERS
+    sampler.hear(0, 1)
+    assert possible(sampler, 0) == {2, 3, 4}
+    assert source.made[0].heard == [1]
+
+
+def test_a_prompt_may_have_begun_the_thinking() -> None:
+    sampler = Sampler(VOCAB, 8, (EOS,), "cpu", Source(stride=3))
+    sampler.add(0, held_params(0.0, thinking=Thinking(OPEN, CLOSE, is_open=True)), [1, OPEN], [])
+    assert possible(sampler, 0) == set(range(VOCAB)) - {EOS}
+    sampler.hear(0, CLOSE)
+    assert possible(sampler, 0) == ANSWERS
+
+
+@pytest.mark.parametrize(
+    ("output_ids", "expected"),
+    [
+        ([OPEN, 50, 9], set(range(VOCAB)) - {EOS}),
+        ([OPEN, 50, CLOSE], ANSWERS),
+        ([OPEN, 50, CLOSE, 2, 4], {5, 6, 7}),
+        ([2], {3, 4, 5}),
+    ],
+)
+def test_a_row_that_comes_from_elsewhere_thinks_or_answers_on(
+    output_ids: list[int], expected: set[int]
+) -> None:
+    sampler = Sampler(VOCAB, 8, (EOS,), "cpu", Source(stride=3))
+    sampler.add(5, held_params(0.0, thinking=Thinking(OPEN, CLOSE)), [1], output_ids)
+    assert possible(sampler, 5) == expected
+
+
+def test_the_end_of_an_output_inside_its_thinking_is_our_mistake() -> None:
+    sampler = Sampler(VOCAB, 8, (EOS,), "cpu", Source(stride=2))
+    with pytest.raises(AssertionError, match="token 0 breaks"):
+        sampler.add(0, held_params(1.0, thinking=Thinking(OPEN, CLOSE)), [1], [OPEN, EOS])
