@@ -17,9 +17,16 @@ from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
 from ray import serve
 from ray.exceptions import TaskCancelledError
 from starlette.exceptions import HTTPException as StarletteHTTPException
-from starlette.types import Receive
+from starlette.types import Receive, Scope, Send
 
-from actors.api.openai_objects import error_reply, model_card, model_list, sse_error, to_json
+from actors.api.openai_objects import (
+    NotReady,
+    error_reply,
+    model_card,
+    model_list,
+    sse_error,
+    to_json,
+)
 from actors.api.openapi import build_openapi
 from actors.api.protocol import ParsedRequest, parse_chat, parse_completion
 from actors.api.request_rules import (
@@ -29,6 +36,7 @@ from actors.api.request_rules import (
 )
 from actors.api.response_parts import ResponseIdentity
 from actors.api.response_writers import ResponseWriter, build_writer
+from actors.api.score_requests import parse_rerank, parse_score
 from actors.api.served_model import check_model
 from actors.api.token_requests import (
     detokenize_answer,
@@ -39,6 +47,7 @@ from actors.api.token_requests import (
 from actors.deployment import VERSION, DeploymentSpec
 from actors.edge.admission import estimate_tokens
 from actors.edge.answering import ChoiceDelta, PreparedRequest
+from actors.edge.chat_page import chat_page
 from actors.edge.composition import Edge, build_edge
 from actors.edge.exchange import Exchange
 from actors.edge.key_gate import KEY_NAME, KeyGate
@@ -63,10 +72,26 @@ Parse = Callable[[bytes], ParsedRequest]
 class EventStream(StreamingResponse):
     """Server-sent events that end quietly when the client leaves; Serve raises that as an error."""
 
-    def __init__(self, events: AsyncIterator[bytes], headers: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        deltas: AsyncGenerator[ChoiceDelta, None],
+        headers: Mapping[str, str],
+    ) -> None:
+        """deltas: what `events` reads; both are closed with the response, begun or not."""
         super().__init__(
             events, media_type="text/event-stream", headers=SSE_HEADERS | dict(headers)
         )
+        self._events = events
+        self._deltas = deltas
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Left suspended, the events would go on being generated until they are collected."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._events.aclose()
+            await self._deltas.aclose()  # events that never began did not close them
 
     async def listen_for_disconnect(self, receive: Receive) -> None:
         with suppress(TaskCancelledError):
@@ -103,8 +128,11 @@ class Api:
         """Every route behind the gate, unknown ones too."""
         # The document of /openapi.json is built from the structs.
         app = FastAPI(openapi_url=None, lifespan=self._lifespan)
+        app.add_api_route("/", self._show_chat, methods=["GET"])
         app.add_api_route("/v1/chat/completions", self._chat, methods=["POST"])
         app.add_api_route("/v1/completions", self._complete, methods=["POST"])
+        app.add_api_route("/v1/score", self._score, methods=["POST"])
+        app.add_api_route("/v1/rerank", self._rerank, methods=["POST"])
         app.add_api_route("/tokenize", self._tokenize, methods=["POST"])
         app.add_api_route("/detokenize", self._detokenize, methods=["POST"])
         app.add_api_route("/openapi.json", self._show_openapi, methods=["GET"])
@@ -142,6 +170,14 @@ class Api:
     async def _complete(self, request: Request) -> Response:
         edge, model = self._config.edge, self._model
         return await self._answer(request, lambda body: parse_completion(body, edge, model))
+
+    async def _score(self, request: Request) -> Response:
+        edge, model = self._config.edge, self._model
+        return await self._answer(request, lambda body: parse_score(body, edge, model))
+
+    async def _rerank(self, request: Request) -> Response:
+        edge, model, tokenizing = self._config.edge, self._model, self._edge.tokenizing
+        return await self._answer(request, lambda body: parse_rerank(body, edge, model, tokenizing))
 
     async def _answer(self, request: Request, parse: Parse) -> Response:
         edge = self._edge
@@ -210,7 +246,7 @@ class Api:
             await deltas.aclose()
             raise
         events = self._events(prepared, writer, first, deltas)
-        return EventStream(events, exchange.headers())
+        return EventStream(events, deltas, exchange.headers())
 
     async def _events(
         self,
@@ -218,7 +254,7 @@ class Api:
         writer: ResponseWriter,
         first: ChoiceDelta,
         deltas: AsyncGenerator[ChoiceDelta, None],
-    ) -> AsyncIterator[bytes]:
+    ) -> AsyncGenerator[bytes, None]:
         async with aclosing(deltas):
             opening = [*writer.start(prepared.prompt_ids), *writer.delta(first.choice, first.delta)]
             try:
@@ -281,12 +317,16 @@ class Api:
         """200 while every role has a worker that is loaded and connected, else 503."""
         missing = self._edge.system.missing_roles()
         if missing:
-            return JSONResponse({"status": "not ready", "missing_roles": missing}, status_code=503)
+            return Response(to_json(NotReady(missing_roles=missing)), 503, media_type=JSON_TYPE)
         return JSONResponse({"status": "ready"})
 
     async def _show_metrics(self) -> Response:
         text = await self._edge.observation.prometheus_text()
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def _show_chat(self) -> Response:
+        """The page to talk to the model."""
+        return HTMLResponse(chat_page().html, headers=dict(chat_page().headers))
 
     async def _show_laps(self) -> Response:
         """The live page; it asks for `/laps_status` by itself."""

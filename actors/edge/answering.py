@@ -11,7 +11,16 @@ from typing import TypeVar
 
 import msgspec
 
-from actors.api.protocol import ParsedRequest, Prompt, ServedModel, child_seed, resolve_sampling
+from actors.api.chat_text import hold_behind_thinking
+from actors.api.prompt_delta import read_record
+from actors.api.protocol import (
+    ParsedRequest,
+    Prompt,
+    ServedModel,
+    check_totals,
+    child_seed,
+    resolve_sampling,
+)
 from actors.api.response_writers import build_output_text
 from actors.edge.generation import Choice, Generations, new_request_id
 from actors.edge.metrics import IngressMetrics
@@ -163,8 +172,15 @@ class Answering:
                 *(self._tokenize(prompt, parsed.cache_salt) for prompt in parsed.prompts)
             )
         prompt_ids = [prompt.ids for prompt in prompts]
+        check_totals(parsed, list(map(len, prompt_ids)))
         sampling = [
-            resolve_sampling(parsed, len(ids), self._model.max_model_len) for ids in prompt_ids
+            hold_behind_thinking(
+                resolve_sampling(parsed, len(ids), self._model.max_model_len),
+                parsed,
+                ids,
+                self._tokenizing,
+            )
+            for ids in prompt_ids
         ]
         times.tokenized_s = self._clock.now_s()
         self._metrics.count_prompt(sum(map(len, prompt_ids)))
@@ -235,7 +251,10 @@ class Answering:
                 request_id=request.request_ids[prompt],
                 child=child,
                 prompt_ids=request.prompt_ids[prompt],
-                block_hashes=request.block_hashes[prompt],
+                # A prompt that is asked about is computed, whatever is cached of it.
+                block_hashes=(
+                    request.block_hashes[prompt] if params.prompt_logprobs is None else []
+                ),
                 params=msgspec.structs.replace(params, seed=child_seed(params.seed, choice)),
                 deadline_s=request.deadline_s,
                 priority=parsed.priority,
@@ -249,7 +268,7 @@ class Answering:
         async with aclosing(tokens):
             async for record in tokens:
                 watch.see(record, placed[0], self._clock.now_s())
-                delta = output.push(record)
+                delta = read_record(record, output)
                 yield delta
                 if delta.finish is not None:
                     watch.finish(delta.finish.value)
@@ -313,12 +332,12 @@ class _TokenWatch:
             metrics.latencies.observe_gap(now_s - self._last_s)
         if self._is_first_choice:
             self._times.see_token(record.index, now_s, record.waited_s)
-        metrics.count_tokens(1)
-        self._num_tokens += 1
+        metrics.count_tokens(int(record.is_output))
+        self._num_tokens += record.is_output
         self._last_s = now_s
 
     def finish(self, reason: str) -> None:
-        """The choice ended with the token seen last."""
+        """The choice ended with the record seen last."""
         self._metrics.count_finished(reason)
         self._metrics.latencies.observe_choice(
             self._num_prompt_tokens, self._num_tokens, self._last_s - self._first_s

@@ -1,7 +1,7 @@
 """A whole ingress without Ray: the real routes and parts, tokens from a script, one fake worker."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -41,10 +41,12 @@ from engine.messages import (
     Topology,
 )
 from engine.request import RequestKey
+from engine.scheduling.plan import TokenLogprobs
 from engine.tokenizing import Tokenizing, load_tokenizer
 
 MODEL_FOLDER = PROJECT_ROOT / "demo_model" / "laps-demo"
 MAX_MODEL_LEN = 512
+MIN_VOCAB_SIZE = 256  # every byte-level tokenizer has so many tokens
 IDLE = LoadReport(queued_tokens=0, num_waiting=0, num_running=0, num_free_blocks=8, num_blocks=8)
 ASSIGN = Assign(prefill_worker="unified-0", decode_worker=None, length_class="short")
 
@@ -60,6 +62,8 @@ class ScriptedWorkers:
     error: Exception | None = None  # raised in place of the first token
     joins_before: int | None = None  # the token before which the KV has moved; None = it stays
     pause: Callable[[int], Coroutine[Any, Any, None]] | None = None  # before token i
+    token_ids: Sequence[int] | None = None  # what is said; None = 100 and its followers
+    waited_s: float | None = None  # in the worker's queue
 
     def links(self) -> list[WorkerLink]:
         handle = cast("WorkerHandle", object())
@@ -74,7 +78,10 @@ class ScriptedWorkers:
         if self.error is not None:
             raise self.error
         on_placed(ASSIGN)
+        said = range(100, 100 + choice.params.max_tokens)
         num_tokens = min(self.num_tokens or choice.params.max_tokens, choice.params.max_tokens)
+        token_ids = (self.token_ids or said)[:num_tokens]
+        num_tokens = len(token_ids)
         for index in range(num_tokens):
             if self.pause is not None:
                 await self.pause(index)
@@ -83,10 +90,21 @@ class ScriptedWorkers:
             yield TokenRecord(
                 key=RequestKey(choice.request_id, choice.child),
                 index=index,
-                token_id=100 + index,
+                token_id=token_ids[index],
+                logprobs=_logprobs(choice, token_ids[index]),
                 num_cached_tokens=0 if index == 0 else None,
+                waited_s=self.waited_s if index == 0 else None,
                 finish="length" if index == num_tokens - 1 else None,
             )
+
+
+def _logprobs(choice: Choice, token_id: int) -> TokenLogprobs | None:
+    """As many as asked for, the chosen token's best."""
+    num = choice.params.logprobs
+    if num is None:
+        return None
+    top_ids = [(token_id + rank) % MIN_VOCAB_SIZE for rank in range(num)]
+    return TokenLogprobs(-0.25, top_ids, [-0.25 - rank for rank in range(num)])
 
 
 class _Generations:
@@ -162,12 +180,14 @@ def edge_app(
     clock: Clock | None = None,
     tracing: Tracing | None = None,
     model_folder: Path = MODEL_FOLDER,
+    batchers: Batchers | None = None,
 ) -> EdgeApp:
-    """An ingress with this configuration (dotted keys over the defaults)."""
+    """An ingress with this configuration (dotted keys over the defaults), or with own batchers."""
     config = load_config(None, overrides or {})
     clock = clock or MonotonicClock()
     tokenizing = load_tokenizer(model_folder)
-    workers, batchers = ScriptedWorkers(), _Batchers(tokenizing)
+    workers, own_batchers = ScriptedWorkers(), _Batchers(tokenizing)
+    batchers = batchers or cast("Batchers", own_batchers)
     generations = cast("Generations", _Generations(workers))
     recent = RecentTtft(clock)
     metrics = IngressMetrics("tiny", recent)
@@ -183,7 +203,7 @@ def edge_app(
         clock=clock,
         model=model,
         tokenizing=tokenizing,
-        batchers=cast("Batchers", batchers),
+        batchers=batchers,
         generations=generations,
         system=SystemView(_no_topology, lambda _: None, set),
         metrics=metrics,
@@ -192,7 +212,7 @@ def edge_app(
         answering=Answering(
             model=model,
             tokenizing=tokenizing,
-            batchers=cast("Batchers", batchers),
+            batchers=batchers,
             generations=generations,
             metrics=metrics,
             clock=clock,
@@ -203,7 +223,7 @@ def edge_app(
         rate_limits=RateLimits(config.api.limits, clock),
         tracing=tracing or NoTracing(),
     )
-    return EdgeApp(edge=edge, app=Api(edge).app(), workers=workers, batchers=batchers)
+    return EdgeApp(edge=edge, app=Api(edge).app(), workers=workers, batchers=own_batchers)
 
 
 def busy(queued_tokens: int, queued_s: float | None = None) -> LoadReport:
