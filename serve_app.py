@@ -42,6 +42,7 @@ def bind(spec: DeploymentSpec) -> Application:
         max_ongoing_requests=edge.max_ongoing_requests,
         ray_actor_options={"num_cpus": 0},
         graceful_shutdown_timeout_s=edge.drain_s,
+        max_surge_percent=100,  # old replicas answer until new ones, and their workers, are ready
         deployment_actors=[supervisor],
         logging_config=LoggingConfig(enable_access_log=False),  # /metrics counts requests
     )

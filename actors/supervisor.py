@@ -9,9 +9,12 @@ Supervisor drains the workers of the old one, which it knows by the hash in thei
 import asyncio
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any, TypeVar
 
+import ray
 from ray import serve
+from ray.actor import ActorHandle
 from ray.util import list_named_actors
 
 from actors.deployment import DeploymentSpec
@@ -27,10 +30,12 @@ from actors.options import (
     worker_options,
 )
 from actors.placement_groups import hold_places, remove_groups, unused_groups, worker_groups
+from actors.unanswered import MAX_UNANSWERED, Unanswered
 from engine.errors import WorkerError
 from engine.messages import Topology, WorkerStatus, encode
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 STARTING = WorkerStatus(identity=None, state="starting")
 STARTING_PERIOD_S = 0.2  # while workers load, readiness should be noticed soon
@@ -62,7 +67,8 @@ class Supervisor:
         self._earlier: frozenset[str] | None = None
         self._has_looked = False  # at all of them at least once
         # An actor that does not answer must not cost the others their heartbeats.
-        self._patience_s = spec.config.lifetimes.supervisor_silence_s / 4
+        self._patience_s = spec.config.lifetimes.supervisor_silence_s / MAX_UNANSWERED
+        self._unanswered = Unanswered()
         self._watcher = asyncio.get_running_loop().create_task(self._watch())
         self._watcher.add_done_callback(_exit_without_watcher)
 
@@ -148,12 +154,10 @@ class Supervisor:
 
     async def _check_worker(self, name: str) -> None:
         """Beat a worker's lifeline and keep its status."""
-        try:
-            async with asyncio.timeout(self._patience_s):
-                handle = WorkerHandle(name, await find_actor(name, self._spec.namespace))
-                status = await handle.heartbeat()
-        except (WorkerError, TimeoutError):
-            status = STARTING  # it restarts by itself, or is created in the next round
+        answer = await self._ask(name, lambda actor: WorkerHandle(name, actor).heartbeat())
+        status = answer or STARTING  # it restarts by itself, or is created in the next round
+        if answer is not None and answer.state == "starting":
+            self._unanswered.forget(name)  # a process that loads a model may be too busy to answer
         if status.state != self._statuses[name].state:
             pid = f" (pid {status.identity.pid})" if status.identity else ""
             logger.info("%s is %s%s %s", name, status.state, pid, status.detail)
@@ -161,22 +165,46 @@ class Supervisor:
 
     async def _ping(self, name: str) -> None:
         """Beat a helper actor's lifeline, and remember whether it answers."""
-        try:
-            async with asyncio.timeout(self._patience_s):
-                await ping(name, await find_actor(name, self._spec.namespace))
+
+        async def pinged(actor: ActorHandle[Any]) -> bool:
+            await ping(name, actor)
+            return True
+
+        if await self._ask(name, pinged):
             self._answering.add(name)
-        except (WorkerError, TimeoutError) as error:
+        else:
             self._answering.discard(name)
-            logger.debug("%s: %r", name, error)
 
     async def _update_allocator(self) -> None:
         name = allocator_name(self._spec.hash)
+        topology = self._topology()
+        await self._ask(name, lambda actor: AllocatorHandle(name, actor).update(topology))
+
+    async def _ask(self, name: str, call: Callable[[ActorHandle[Any]], Awaitable[T]]) -> T | None:
+        """What an actor answers; None if nothing in time.
+
+        One that used to answer, lives and says nothing any more is ended: Ray starts it anew.
+        """
         try:
             async with asyncio.timeout(self._patience_s):
                 actor = await find_actor(name, self._spec.namespace)
-                await AllocatorHandle(name, actor).update(self._topology())
         except (WorkerError, TimeoutError) as error:
             logger.debug("%s: %r", name, error)
+            return None
+        try:
+            async with asyncio.timeout(self._patience_s):
+                answer = await call(actor)
+        except WorkerError as error:
+            self._unanswered.forget(name)
+            logger.debug("%s: %r", name, error)
+            return None
+        except TimeoutError:
+            if self._unanswered.timed_out(name):
+                logger.error("%s lives and answers nothing: it is ended, to be started anew", name)
+                await asyncio.to_thread(ray.kill, actor, no_restart=False)
+            return None
+        self._unanswered.answered(name)
+        return answer
 
     # ---- other deployments of this application --------------------------------------------------
 

@@ -1,10 +1,11 @@
 """Faults on demand: what goes wrong, where and when, read from one string.
 
-    decode:step=10:die; prefill:piece=3:corrupt; prefill:piece=5:delay=0.5
+    decode:step=10:die; prefill:piece=3:corrupt; prefill-0:piece=5:delay=0.5
 
-Steps and pieces count from 1 in every worker of that role, anew with every process. A step may
-`die` (the process is killed), `raise`, `hang` or turn to `nan`; a piece of KV may be dropped
-(`drop`), arrive as other bytes (`corrupt`) or late (`delay=SECONDS`).
+Steps and pieces count from 1 in every worker of that role, or in the one of that number alone,
+anew with every process. A step may `die` (the process is killed), `raise`, `hang` or turn to
+`nan`; a piece of KV may be dropped (`drop`), arrive as other bytes (`corrupt`) or late
+(`delay=SECONDS`).
 """
 
 import re
@@ -30,11 +31,17 @@ class Fault:
     place: str  # "step" or "piece"
     number: int  # from 1
     kind: FaultKind
+    worker: int | None = None  # which of that role, from 0; None = every one
     delay_s: float = 0.0
+
+    def befalls(self, role: str, name: str) -> bool:
+        """Whether a worker is meant; `name` is its actor's, `ROLE-NUMBER.HASH`."""
+        is_meant = self.worker is None or name.partition(".")[0] == f"{role}-{self.worker}"
+        return self.role == role and is_meant
 
 
 _FAULT = re.compile(
-    r"(?P<role>prefill|decode|unified):"
+    r"(?P<role>prefill|decode|unified)(-(?P<worker>\d+))?:"
     r"(step=(?P<step>[1-9]\d*):(?P<of_step>die|raise|hang|nan)"
     r"|piece=(?P<piece>[1-9]\d*):(?P<of_piece>drop|corrupt|delay=(?P<delay_s>\d+(\.\d+)?)))"
 )
@@ -51,7 +58,8 @@ def _parse(part: str) -> Fault:
     if match is None or (match["piece"] and match["role"] != "prefill"):
         raise ConfigFileError(
             f"{part!r} is no fault; write ROLE:step=N:die, raise, hang or nan, or"
-            " prefill:piece=N:drop, corrupt or delay=SECONDS, separated by semicolons"
+            " prefill:piece=N:drop, corrupt or delay=SECONDS, separated by semicolons;"
+            " ROLE-NUMBER means one worker of that role"
         )
     kind = match["of_step"] or match["of_piece"].partition("=")[0]
     return Fault(
@@ -59,5 +67,6 @@ def _parse(part: str) -> Fault:
         place="step" if match["step"] else "piece",
         number=int(match["step"] or match["piece"]),
         kind=FaultKind(kind),
+        worker=None if match["worker"] is None else int(match["worker"]),
         delay_s=float(match["delay_s"] or 0.0),
     )

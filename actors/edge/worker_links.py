@@ -145,7 +145,7 @@ class WorkerLinks:
                 acknowledger.cancel()
 
     async def _acknowledge(self, link: WorkerLink, handle: WorkerHandle) -> None:
-        with contextlib.suppress(WorkerError):  # the reader of the same worker reports it
-            while True:
+        while True:
+            with contextlib.suppress(WorkerError):  # the reader reports a death, and ends this
                 await handle.acknowledge(self._client_id, link.next_seq - 1)
-                await asyncio.sleep(self._acknowledge_every_s)
+            await asyncio.sleep(self._acknowledge_every_s)

@@ -75,7 +75,7 @@ class EngineHost:
         self.config = spec.config
         self.namespace = spec.namespace
         faults = parse_faults(spec.config.faults) if spec.config.debug else ()
-        self.faults = [fault for fault in faults if fault.role == role]
+        self.faults = [fault for fault in faults if fault.befalls(role, name)]
         self.model = spec.model
         self._block_key = spec.block_key
         self.clock = MonotonicClock()
@@ -177,6 +177,7 @@ class EngineHost:
         )
 
         def add() -> None:
+            self.draining.check(request.key)  # again: what runs may have been handed over meanwhile
             if request.key not in self._aborted:  # a small abort may overtake a large submit
                 engine.core.scheduler.add(request)
 

@@ -9,8 +9,7 @@ time; if a piece is being written at that moment the reservation is an *orphan*,
 freed when the last write ends. An epoch is one incarnation of a channel; a newer one starts a
 transfer over.
 
-Called on the engine thread only. Knows no tensors, no channels and no Ray: that a piece is
-verified is the caller's word, who checks digests.
+Called on the engine thread only. Knows no tensors, channels or Ray; who calls has checked digests.
 """
 
 from collections.abc import Iterator
@@ -136,8 +135,8 @@ class IncomingHandoffs:
         self._orphans: dict[str, _Incoming] = {}  # by transfer id
         self._ended: dict[RequestKey, Ending] = {}  # oldest first, at most MAX_ENDED_KEYS
         self._counts: dict[Ending, int] = {"committed": 0, "cancelled": 0, "expired": 0}
-        self._num_reserved = 0
-        self._num_hit_blocks = 0
+        self._num_reserved = self._num_hit_blocks = 0
+        self._built: tuple[ReserveRequest, Request] | None = None  # for who was asked about last
 
     # ---- reservations ---------------------------------------------------------------------------
 
@@ -147,20 +146,22 @@ class IncomingHandoffs:
         Room means a row for it when it commits and, for every row that runs or will run, one
         block to grow by; requests that were preempted here go first.
         """
-        reason = self._reason_to_refuse(asked)
-        if reason is not None:
+        if (reason := self._reason_to_refuse(asked)) is not None:
             return Refused(reason=reason)
         if self._num_rows_promised >= self._max_rows or self._scheduler.statistics().num_waiting:
             return NotNow()
-        request = self._build_request(asked)
+        if self._built is None or self._built[0] is not asked:  # who waits is looked at every step
+            self._built = asked, self._build_request(asked)
+        _, request = self._built
         num_blocks = self._identity.layout.num_blocks_for(len(asked.token_ids))
         hit_ids = self._cache.match(request.block_hashes)
-        num_usable = self._cache.num_available_beside(hit_ids) - self._num_rows_promised
-        if num_blocks - len(hit_ids) > num_usable:
+        num_new = num_blocks - len(hit_ids)
+        if num_new > self._cache.num_available_beside(hit_ids) - self._num_rows_promised:
             return NotNow()
+        self._built = None
         request.block_ids = self._cache.acquire_prefix(request.block_hashes)
         assert request.block_ids == hit_ids, f"{asked.key}: {request.block_ids} is not {hit_ids}"
-        new_ids = self._cache.allocate(num_blocks - len(hit_ids))
+        new_ids = self._cache.allocate(num_new)
         assert new_ids is not None, f"{asked.key}: {num_blocks} blocks were counted as available"
         request.block_ids.extend(new_ids)
         request.num_indexed_blocks = len(hit_ids)

@@ -23,10 +23,22 @@ def test_every_part_is_one_fault() -> None:
     )
 
 
+def test_a_fault_may_be_meant_for_one_worker_alone() -> None:
+    number = random.randrange(12)
+    [one] = parse_faults(f"decode-{number}:step=9:hang")
+    [every] = parse_faults("decode:step=9:hang")
+    assert one.befalls("decode", f"decode-{number}.0a1b2c")
+    assert not one.befalls("decode", f"decode-{number + 1}.0a1b2c")
+    assert not one.befalls("decode", f"decode-{number}0.0a1b2c")
+    assert every.befalls("decode", f"decode-{number}.0a1b2c")
+    assert not every.befalls("prefill", f"prefill-{number}.0a1b2c")
+
+
 @pytest.mark.parametrize(
     "text",
     [
         "die",
+        "decode-:step=1:die",
         "decode:step=0:die",
         "decode:step=1:drop",
         "decode:piece=1:drop",

@@ -1,0 +1,39 @@
+"""A process that is stopped and never goes on: it cannot end itself, so its supervisor does."""
+
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from tests.app.running import Application, Cluster, wait_replaced, wait_until
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+PROMPT = "import os\nimport "
+TOKENS = 600
+
+
+@pytest.fixture(scope="module")
+def application(cluster: Cluster) -> Iterator[Application]:
+    application = cluster.run("frozen", {"workers.prefill": 1, "workers.decode": 1})
+    yield application
+    application.stop()
+
+
+@pytest.mark.parametrize("role", ["decode", "prefill", "tokenizer"])
+def test_an_actor_that_freezes_for_good_is_replaced_and_costs_no_token(
+    application: Application, role: str
+) -> None:
+    undisturbed = application.complete(PROMPT, max_tokens=TOKENS, extra_body={"ignore_eos": True})
+    [victim] = [name for name in application.actors() if name.startswith(role)]
+    victim_pid = application.pid(victim)
+    with application.stream(PROMPT, max_tokens=TOKENS, temperature=0.0) as tokens:
+        seen = [next(tokens) for _ in range(3)]
+        os.kill(victim_pid, signal.SIGSTOP)
+        wait_replaced(victim, application.name, victim_pid)
+        seen += tokens
+    assert seen == undisturbed
+    wait_until(lambda: application.get("/ready")[0] == 200, "it is ready again")
+    assert application.complete(PROMPT, max_tokens=3) == undisturbed[:3]
+    application.wait_quiet()
