@@ -17,7 +17,12 @@ from configs.load import BUILD_ARGUMENTS, PROJECT_ROOT, load_config
 
 CONFIGS = PROJECT_ROOT / "configs"
 CLUSTER = CONFIGS / "cluster"
-MODE = {"RAY_SERVE_ENABLE_HA_PROXY": "1", "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1"}
+MODE = {
+    "RAY_SERVE_ENABLE_HA_PROXY": "1",
+    "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+    "RAY_SERVE_HAPROXY_MAXCONN": "12000",
+}
+HAPROXY = "RAY_SERVE_HAPROXY_BINARY_PATH"  # the one whose ports are closed
 HAPROXY_PORTS = {8404, 9101}
 PRIVATE_NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")  # what Kubernetes calls a DNS label
 
@@ -108,7 +113,8 @@ def test_every_node_of_the_cluster_file_starts_with_a_token_and_the_same_mode() 
     assert len(starts) == 2
     for command in starts:
         variables = dict(word.split("=", 1) for word in command.split() if word.startswith("RAY_"))
-        assert variables == MODE | {"RAY_AUTH_MODE": "token"}
+        haproxy = {HAPROXY: "$HOME/laps-venv/bin/laps-haproxy"}
+        assert variables == MODE | haproxy | {"RAY_AUTH_MODE": "token"}
     assert "--dashboard-host=127.0.0.1" in starts[0]
 
 
@@ -141,7 +147,8 @@ def test_a_pod_of_the_ray_service_is_complete_and_has_few_rights(group: str) -> 
     pod = pods()[group]
     [container] = pod["containers"]
     assert container["image"] == "REGISTRY/laps-engine:TAG", "a placeholder that no one can pull"
-    assert {entry["name"]: entry["value"] for entry in container["env"]} == MODE
+    variables = {entry["name"]: entry["value"] for entry in container["env"]}
+    assert variables == MODE | {HAPROXY: "/usr/local/bin/laps-haproxy"}
     assert pod["securityContext"]["runAsNonRoot"] is True
     assert container["securityContext"]["allowPrivilegeEscalation"] is False
     assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
