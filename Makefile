@@ -9,7 +9,7 @@ PORT   := 8000
 export RAY_AUTH_MODE ?= disabled
 export RAY_USAGE_STATS_ENABLED ?= 0
 
-.PHONY: serve test check format clean
+.PHONY: serve test nightly check format clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv --clear $(VENV)
@@ -22,7 +22,10 @@ serve: $(STAMP)
 	$(VENV)/bin/serve run serve_app:app
 
 test: $(STAMP)
-	$(VENV)/bin/python -m pytest -m "not gpu and not multi_gpu"
+	$(VENV)/bin/python -m pytest -m "not gpu and not multi_gpu and not nightly"
+
+nightly: $(STAMP)
+	$(VENV)/bin/python -m pytest -m "nightly and not gpu and not multi_gpu"
 
 check: $(STAMP)
 	$(VENV)/bin/ruff format --check .
