@@ -22,7 +22,8 @@ serve: $(STAMP)
 	$(VENV)/bin/serve run serve_app:app
 
 test: $(STAMP)
-	$(VENV)/bin/python -m pytest -m "not gpu and not multi_gpu and not nightly"
+	$(VENV)/bin/python -m pytest -n 2 -m "not ray and not gpu and not multi_gpu and not nightly"
+	$(VENV)/bin/python -m pytest -m "ray and not gpu and not multi_gpu and not nightly"
 
 nightly: $(STAMP)
 	$(VENV)/bin/python -m pytest -m "nightly and not gpu and not multi_gpu"

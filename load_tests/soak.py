@@ -150,7 +150,12 @@ class _Course:
                 self._report.progress.append((self._now_s, self._report.outcomes.num_right))
                 if redeploy is None and self._now_s >= options.seconds / 2:
                     redeploy = thread.submit(self._redeploy)
-                elif self._now_s >= kill_at_s and self._system.is_whole():  # one after the other
+                elif (
+                    self._now_s >= kill_at_s
+                    and self._system.is_whole()  # one after the other
+                    # The old deployment's workers are not replaced while the new one takes over.
+                    and (redeploy is None or redeploy.done())
+                ):
                     kill_at_s = self._now_s + options.kill_every_s
                     self._kill()
                 time.sleep(max(0.0, look_again_s - self._now_s))

@@ -77,7 +77,7 @@ def _post(path: str, ref: Schemas) -> dict[str, object]:
     summary, body, answer = POSTS[path]
     content: dict[str, object] = {"application/json": {"schema": ref[answer]}}
     if path in STREAMED:
-        content["text/event-stream"] = {"schema": {"type": "string"}}
+        content["text/event-stream"] = {}  # events, each with a chunk: not one JSON value
     return {
         "summary": summary,
         "requestBody": {"required": True, "content": {"application/json": {"schema": ref[body]}}},

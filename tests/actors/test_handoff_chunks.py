@@ -305,7 +305,7 @@ def _random_history(seed: int, **classes: type) -> None:
     simulate(scenario, faults, decode_side=side, seed=seed, **classes)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("seed", [random.randrange(10**6) for _ in range(3)])
+@pytest.mark.parametrize("seed", [random.randrange(10**6) for _ in range(3)], ids="abc")
 def test_a_random_history_ends_well(seed: int) -> None:
     _random_history(seed)
 

@@ -31,7 +31,7 @@ def peers_arrivals(rate: float, duration_s: float, seed: int) -> list[tuple[floa
 
 
 @pytest.mark.parametrize("rate", [0.5, 16.0, 24.0])
-@pytest.mark.parametrize("seed", [7, SEED])
+@pytest.mark.parametrize("seed", [7, SEED], ids=["7", "fresh"])
 def test_arrivals_are_the_peers(rate: float, seed: int) -> None:
     ours = MixedLoad(rate=rate, duration_s=20, seed=seed).arrivals()
     assert [(a.at_s, a.num_tokens) for a in ours] == peers_arrivals(rate, 20, seed), f"seed {seed}"

@@ -87,7 +87,11 @@ def test_a_request_without_a_known_key_gets_openais_object(
     assert KEY not in answer.text
 
 
-@pytest.mark.parametrize("value", [f"Bearer {KEY}", f"bearer {OTHER}", f"BEARER  {KEY} "])
+@pytest.mark.parametrize(
+    "value",
+    [f"Bearer {KEY}", f"bearer {OTHER}", f"BEARER  {KEY} "],
+    ids=["as OpenAI's client", "another key", "with spaces"],
+)
 def test_a_known_key_is_served(guarded: EdgeApp, value: str) -> None:
     answer = guarded.post({"max_tokens": 2}, Authorization=value)
     assert answer.status_code == 200, answer.text
