@@ -3,6 +3,8 @@
 import asyncio
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from actors.deployment import DeploymentSpec
 from actors.worker.engine_host import EngineHost
 from actors.worker.engine_worker import EngineWorker
@@ -52,11 +54,15 @@ class DecodeWorker(EngineWorker):
             # Before there is room for it: the KV may be here first, and then the sampler would wait
             # for the compiler, and every other row with it.
             compiled = self._host.engine.grammars.prepare(asked.params.constraint)
+            until_s = self._host.clock.now_s() + asked.wait_s
             try:
                 async with asyncio.timeout(asked.wait_s):
                     await asyncio.shield(asyncio.wrap_future(compiled))
             except TimeoutError:
                 return encode(NotNow())
+            # The sender waits for `wait_s` in all.
+            left_s = max(0.0, until_s - self._host.clock.now_s())
+            asked = msgspec.structs.replace(asked, wait_s=left_s)
         return encode(await receiver.reserve(asked))
 
     async def open_pair(self, request: bytes) -> bytes:

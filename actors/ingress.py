@@ -325,8 +325,8 @@ class Api:
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def _show_chat(self) -> Response:
-        """The page to talk to the model."""
-        return HTMLResponse(chat_page().html, headers=dict(chat_page().headers))
+        shown = chat_page()
+        return HTMLResponse(shown.html, headers=dict(shown.headers))
 
     async def _show_laps(self) -> Response:
         """The live page; it asks for `/laps_status` by itself."""

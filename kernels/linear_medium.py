@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kernels.linear_small import Shape, prefetch_rows, shape_of
+from kernels.linear_small import Shape, check_operands, prefetch_rows, shape_of
 from kernels.pdl import pdl_supported
 
 
@@ -223,7 +223,7 @@ def _launch(
 ) -> None:
     num_rows, num_columns = weight.shape
     num_tokens = x.shape[0]
-    _check_operands(x, weight)
+    check_operands(x, weight)
     gated = y.shape[1] != num_rows
     tile_rows = cut.first + cut.second
     width = tile_rows // 2 if gated else tile_rows
@@ -260,12 +260,3 @@ def _launch(
 
 def _piece(num_rows: int, num_columns: int, gated: bool) -> list[int]:
     return [2, num_rows // 2, num_columns] if gated else [num_rows, num_columns]
-
-
-def _check_operands(x: Tensor, weight: Tensor) -> None:
-    assert weight.shape[1] == x.shape[1], f"{x.shape} against {weight.shape}"
-    assert x.dtype == weight.dtype, f"{x.dtype} against {weight.dtype}"
-    assert weight.is_contiguous(), f"weight has strides {weight.stride()}"
-    assert x.stride(1) == 1, f"strides {x.stride()}: a row's elements must be adjacent"
-    assert x.stride(0) % 8 == 0, f"strides {x.stride()}: every row must start on 16 bytes"
-    assert x.data_ptr() % 16 == 0, "x must start on 16 bytes"

@@ -8,8 +8,7 @@ a weight has too few rows to keep every multiprocessor reading, its columns are 
 not depend on which program was last.
 
 With programmatic dependent launch a program starts while the kernel before it still runs, asks the
-L2 cache for the first columns of its weight rows, and only then waits for x. Weights are the only
-memory touched before the wait.
+L2 cache for the first columns of its weight rows, and only then waits for x, which others write.
 """
 
 from dataclasses import dataclass
@@ -356,7 +355,7 @@ def _launch(
 ) -> None:
     num_tokens, num_columns = x.shape
     num_rows = weight.shape[0]
-    _check_operands(x, weight)
+    check_operands(x, weight)
     num_tiles = triton.cdiv(num_rows, cut.block_n)
     partials = y
     if cut.split_k > 1:
@@ -391,7 +390,8 @@ def _launch(
     )
 
 
-def _check_operands(x: Tensor, weight: Tensor) -> None:
+def check_operands(x: Tensor, weight: Tensor) -> None:
+    """That kernels of 16-byte loads can read them: x [T, K], weight [N, K]."""
     assert weight.shape[1] == x.shape[1], f"{x.shape} against {weight.shape}"
     assert x.dtype == weight.dtype, f"{x.dtype} against {weight.dtype}"
     assert weight.is_contiguous(), f"weight has strides {weight.stride()}"

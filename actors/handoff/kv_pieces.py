@@ -188,10 +188,11 @@ class KvPieces:
     def _pull(
         self, source: Tensor, source_ids: Sequence[int], ids: Sequence[int], digests: list[int]
     ) -> bool:
-        index = self._store.index(ids)
         slab = max(1, CHECKED_BYTES // self.block_bytes)
         found: list[Tensor] = []
         with self._on_stream():
+            with self._behind_copies():  # on the engine's stream it would wait for whole steps
+                index = self._store.index(ids)
             for start in range(0, len(ids), slab):
                 part = slice(start, start + slab)
                 copy_blocks(self.tensor, ids[part], source, source_ids[part])
