@@ -264,9 +264,10 @@ ON_DEMAND = (
     Row(
         number="8",
         fault="queue full",
-        how="edge.max_queued_tokens: 20",
+        how="edge.max_queued_tokens: 20, 3 prompts at once",
         phases=(Phase.BEFORE,),
         sees=Sees.ERROR,
+        num_asks=3,
         deployment={**TIGHT, "edge.max_queued_tokens": 20},
     ),
     Row(

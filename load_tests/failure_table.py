@@ -142,8 +142,8 @@ def _fill(stage: Stage, row: Row, phase: Phase) -> Cell:
     ready_s = _wait_ready(stage, fault_s)
     _wait_all(asks)
     held = _wait_quiet(stage.system)
-    is_unseen = "faults" in row.deployment and all(ask.is_whole for ask in asks)
-    if is_unseen and stage.signs() == signs:
+    is_due = "faults" in row.deployment or row.sees is Sees.ERROR
+    if is_due and all(ask.is_whole for ask in asks) and stage.signs() == signs:
         raise PhaseMissedError("the fault never came")
     return Cell(
         row=row,

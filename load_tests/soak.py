@@ -25,7 +25,8 @@ from load_tests.soak_record import Record, Track
 from tests.app.running import MODEL, Cluster
 from tests.app.system import System
 
-VICTIMS = ("prefill", "decode", "tokenizer", "allocator")
+WORKERS = ("prefill", "decode")
+VICTIMS = (*WORKERS, "tokenizer", "allocator")
 # A pool that is all in use within seconds: its memory has been touched before it is judged, and
 # blocks are evicted all the time.
 DEPLOYED: Mapping[str, object] = {
@@ -150,14 +151,9 @@ class _Course:
                 self._report.progress.append((self._now_s, self._report.outcomes.num_right))
                 if redeploy is None and self._now_s >= options.seconds / 2:
                     redeploy = thread.submit(self._redeploy)
-                elif (
-                    self._now_s >= kill_at_s
-                    and self._system.is_whole()  # one after the other
-                    # The old deployment's workers are not replaced while the new one takes over.
-                    and (redeploy is None or redeploy.done())
-                ):
+                    kill_at_s = self._now_s  # while new workers load
+                elif self._now_s >= kill_at_s and self._kill(redeploy):
                     kill_at_s = self._now_s + options.kill_every_s
-                    self._kill()
                 time.sleep(max(0.0, look_again_s - self._now_s))
             redeploy.result()
 
@@ -172,12 +168,17 @@ class _Course:
         self._say("redeploy is done")
         self._report.num_in_redeploy = self._report.outcomes.num_right - num_before
 
-    def _kill(self) -> None:
-        names = self._system.names(self._rng.choice(VICTIMS))
-        if names:
-            name = self._rng.choice(names)
-            pid = self._system.send(name)
-            self._say(f"killed {name} ({pid})" if pid else f"{name} is away already")
+    def _kill(self, redeploy: concurrent.futures.Future[None] | None) -> bool:
+        """One after the other; in a redeploy a worker of the old deployment, while that answers."""
+        is_deploying = redeploy is not None and not redeploy.done()
+        if not (self._system.is_ready() if is_deploying else self._system.is_whole()):
+            return False
+        role = self._rng.choice(WORKERS if is_deploying else VICTIMS)
+        names = [n for n in self._system.names(role) if n.endswith(self._system.application.hash)]
+        name = self._rng.choice(names)
+        pid = self._system.send(name)
+        self._say(f"killed {name} ({pid})" if pid else f"{name} is away already")
+        return True
 
     def _say(self, event: str) -> None:
         seen = self._report.outcomes

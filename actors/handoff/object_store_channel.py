@@ -35,11 +35,12 @@ class ByteBudget:
 
     @asynccontextmanager
     async def hold(self, num_bytes: int) -> AsyncIterator[None]:
-        """Wait for room, then count `num_bytes` as used inside the block."""
-        if num_bytes > self.max_bytes:
-            raise HandoffError(f"a piece of {num_bytes} bytes exceeds {self.max_bytes} in flight")
+        """Wait for room, then count `num_bytes` as used inside the block.
+
+        A piece that is larger than the bound, as a single block may be, goes alone.
+        """
         async with self._turn:
-            while self.used_bytes + num_bytes > self.max_bytes:
+            while self.used_bytes and self.used_bytes + num_bytes > self.max_bytes:
                 self._freed = asyncio.get_running_loop().create_future()
                 await self._freed
             self.used_bytes += num_bytes

@@ -56,7 +56,8 @@ class Draining:
     async def may_leave(self, *, is_idle: bool, has_unread: bool) -> bool:
         """Asked now and then; hands over when the time has come.
 
-        is_idle: nothing runs and nobody is connected; has_unread: a client has to be told more.
+        is_idle: nothing runs, nobody is connected or awaited; has_unread: a client has to be told
+        more.
         """
         if self._until_s is None or is_idle:
             return self._until_s is not None

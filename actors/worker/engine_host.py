@@ -300,6 +300,7 @@ class EngineHost:
         if self.faults:
             engine.core.wrap_executor(lambda executor: FaultySteps(executor, self.faults))
         self._report = engine.load()  # from now on requests may be placed here
+        self.streams.open()
         self._thread = EngineThread(
             engine.core, on_step=self._on_step, on_failure=self._on_engine_failure
         )
@@ -308,9 +309,10 @@ class EngineHost:
         StallWatch(stall_s, lambda: thread.turn, lambda: exit_stalled(self.name, stall_s)).start()
 
     def _give_up(self, error: Exception) -> None:
-        """Say at the first start why there is none; later it worked before, so try it again."""
+        """Say at the first start why there is none; later, try again what worked before."""
         logger.error("%s cannot start", self.name, exc_info=error)
-        if ray.get_runtime_context().was_current_actor_reconstructed:
+        is_restart = ray.get_runtime_context().was_current_actor_reconstructed
+        if is_restart and not self.draining.is_begun:
             logging.shutdown()
             os._exit(EXIT_FAILED)
         self._failure = f"{type(error).__name__}: {error}"
@@ -363,7 +365,8 @@ class EngineHost:
                 exit_for_good()
 
     async def _may_leave(self) -> bool:
-        is_idle = self._num_requests == 0 and not self.streams.has_reader(INGRESS_PREFIX)
+        is_wanted = self.streams.is_awaited or self.streams.has_reader(INGRESS_PREFIX)
+        is_idle = self._failure is not None or (self._num_requests == 0 and not is_wanted)
         return await self.draining.may_leave(is_idle=is_idle, has_unread=self.streams.has_unread)
 
     async def _hand_over(self) -> None:

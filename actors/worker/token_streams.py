@@ -6,6 +6,7 @@ acknowledged is cancelled alone, so that nothing here grows without bound.
 """
 
 import asyncio
+import math
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
@@ -70,7 +71,12 @@ class TokenStreams:
         self._on_silent = on_silent
         self._on_overflow = on_overflow
         self._streams: dict[str, _Stream] = {}
+        self._awaited_until_s = math.inf  # while the model loads, nobody can come
         self._handoffs: Callable[[], HandoffTotals] | None = None
+
+    def open(self) -> None:
+        """From now on clients can come; who never does is awaited as long as a silent one."""
+        self._awaited_until_s = self._clock.now_s() + self._config.ingress_silence_s
 
     def report_handoffs(self, totals: Callable[[], HandoffTotals]) -> None:
         """From now on, tell every client once a second what `totals` says."""
@@ -146,6 +152,11 @@ class TokenStreams:
     def has_reader(self, prefix: str) -> bool:
         """Whether an ingress whose id starts with `prefix` is connected."""
         return any(ingress_id.startswith(prefix) for ingress_id in self._streams)
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether clients of an earlier process of this worker may not have found it yet."""
+        return self._clock.now_s() < self._awaited_until_s
 
     def clients(self) -> list[str]:
         """Whoever reads, or is about to read, a stream."""

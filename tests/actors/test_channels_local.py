@@ -243,11 +243,20 @@ class TestByteBudget:
 
         run_virtual(ManualClock(), main())
 
-    def test_a_piece_that_never_fits_is_an_error(self) -> None:
+    def test_a_piece_beyond_the_bound_goes_alone(self) -> None:
+        """It failed for ever: blocks larger than `max_in_flight_bytes` could not be handed over."""
+
         async def main() -> None:
-            with pytest.raises(HandoffError, match="exceeds"):
-                async with ByteBudget(10).hold(11):
-                    pass
+            budget = ByteBudget(10)
+            used: list[int] = []
+
+            async def use(num_bytes: int) -> None:
+                async with budget.hold(num_bytes):
+                    used.append(budget.used_bytes)
+                    await asyncio.sleep(1)
+
+            await asyncio.gather(use(4), use(11), use(5))
+            assert used == [4, 11, 5]
 
         run_virtual(ManualClock(), main())
 

@@ -2,10 +2,12 @@
 
 import asyncio
 import logging
-from collections.abc import Iterator
+import threading
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import pytest
+import ray
 
 from actors.deployment import describe_deployment
 from actors.logs import ROOMS
@@ -67,11 +69,23 @@ def _submit(attempt: int, emitted: list[int], max_tokens: int) -> Submit:
 
 
 async def _start() -> tuple[EngineHost, Heard, "asyncio.Task[None]"]:
-    spec = describe_deployment(_config())
-    host = EngineHost(spec, "unified-0.test", "unified", lambda _, __: RoleSide())
-    while host.heartbeat().state != "ready":
-        assert host.heartbeat().state == "starting", host.heartbeat().detail
+    host = _create()
+    await _wait_loaded(host)
+    return host, *_follow(host)
+
+
+def _create(**overrides: float) -> EngineHost:
+    spec = describe_deployment(_config(overrides))
+    return EngineHost(spec, "unified-0.test", "unified", lambda _, __: RoleSide())
+
+
+async def _wait_loaded(host: EngineHost) -> None:
+    while (status := host.heartbeat()).identity is None:
+        assert status.state == "starting", status.detail
         await asyncio.sleep(0.01)
+
+
+def _follow(host: EngineHost) -> tuple[Heard, "asyncio.Task[None]"]:
     heard = Heard()
 
     async def follow() -> None:
@@ -79,25 +93,34 @@ async def _start() -> tuple[EngineHost, Heard, "asyncio.Task[None]"]:
             heard.hear(decode(message, StepMessage))
             host.acknowledge(INGRESS, decode(message, StepMessage).step_seq)
 
-    return host, heard, asyncio.ensure_future(follow())
+    return heard, asyncio.ensure_future(follow())
 
 
-def _config() -> AppConfig:
+def _config(overrides: Mapping[str, float]) -> AppConfig:
     path = config_from_environment({}, {}).model.path
-    return load_config(None, {**OVERRIDES, "model.path": path})
+    return load_config(None, {**OVERRIDES, **overrides, "model.path": path})
 
 
-async def _close(host: EngineHost, reader: "asyncio.Task[None]") -> None:
+async def _close(host: EngineHost, *readers: "asyncio.Task[None]") -> None:
     assert host._thread is not None
-    reader.cancel()
-    host._housekeeper.cancel()
-    await asyncio.gather(reader, host._housekeeper, return_exceptions=True)
+    tasks = [*readers, host._housekeeper]
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
     await asyncio.to_thread(host._thread.close)
 
 
-def test_what_runs_when_the_grace_is_over_goes_on_elsewhere_without_a_gap(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def _run(scenario: Callable[[], Awaitable[None]]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(60):  # a hang is a failure, not a wait
+            await scenario()
+
+    asyncio.run(bounded())
+
+
+@pytest.fixture
+def left(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
+    """Set when the worker exits for good."""
     left = asyncio.Event()
 
     def leave() -> None:
@@ -105,7 +128,13 @@ def test_what_runs_when_the_grace_is_over_goes_on_elsewhere_without_a_gap(
         raise asyncio.CancelledError  # the process would be gone
 
     monkeypatch.setattr(engine_host, "exit_for_good", leave)
+    monkeypatch.setattr(engine_host, "HOUSEKEEPING_S", 0.001)  # it may leave at any time
+    return left
 
+
+def test_what_runs_when_the_grace_is_over_goes_on_elsewhere_without_a_gap(
+    left: asyncio.Event,
+) -> None:
     async def scenario() -> None:
         host, heard, reader = await _start()
         first = _submit(0, [], max_tokens=500)
@@ -134,8 +163,65 @@ def test_what_runs_when_the_grace_is_over_goes_on_elsewhere_without_a_gap(
         assert tokens + heard.tokens[rest.key] == heard.tokens[whole.key]
         await _close(again, reader)
 
-    async def bounded() -> None:
-        async with asyncio.timeout(60):  # a hang is a failure, not a wait
-            await scenario()
+    _run(scenario)
 
-    asyncio.run(bounded())
+
+def test_one_that_died_and_is_told_to_leave_while_it_loads_serves_those_who_wait_for_it(
+    left: asyncio.Event,
+) -> None:
+    """A redeploy's supervisor drained the successor of a dead worker before anybody found it."""
+
+    async def scenario() -> None:
+        host = _create(**{"lifetimes.ingress_silence_s": 20.0})
+        host.drain(60.0)
+        assert host.heartbeat().state == "starting"
+        await _wait_loaded(host)
+        assert host.heartbeat().state == "draining"
+        heard, reader = _follow(host)
+        again = _submit(1, [], max_tokens=3)
+        await host.submit(again)
+        while again.key not in heard.finished:
+            heard.news.clear()
+            await heard.news.wait()
+        assert not left.is_set()
+        await _close(host, reader)
+
+    _run(scenario)
+
+
+def test_one_that_nobody_comes_back_to_leaves(left: asyncio.Event) -> None:
+    async def scenario() -> None:
+        host = _create(
+            **{"lifetimes.ingress_silence_s": 0.1, "lifetimes.acknowledge_every_s": 0.05}
+        )
+        host.drain(60.0)
+        await _wait_loaded(host)
+        await left.wait()
+        await _close(host)
+
+    _run(scenario)
+
+
+def test_one_that_cannot_start_again_is_not_tried_for_ever_once_it_is_to_leave(
+    left: asyncio.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_told = threading.Event()
+
+    def fail(*_: object) -> None:
+        is_told.wait()
+        raise OSError("its model folder is gone")
+
+    class Restarted:
+        was_current_actor_reconstructed = True
+
+    monkeypatch.setattr("engine.build.build_engine", fail)
+    monkeypatch.setattr(ray, "get_runtime_context", Restarted)
+
+    async def scenario() -> None:
+        host = _create()
+        host.drain(60.0)
+        is_told.set()
+        await left.wait()
+        assert "its model folder is gone" in (host._failure or "")
+
+    _run(scenario)

@@ -318,6 +318,17 @@ def test_a_reader_that_is_replaced_takes_no_news_with_it() -> None:
     _run(scenario)
 
 
+def test_clients_are_awaited_while_the_model_loads_and_as_long_as_a_silent_one_after() -> None:
+    wire = Wire()
+    wire.clock.advance(1e6)
+    assert wire.streams.is_awaited
+    wire.streams.open()
+    wire.clock.advance(9.9)
+    assert wire.streams.is_awaited
+    wire.clock.advance(0.2)
+    assert not wire.streams.is_awaited
+
+
 def test_readers_are_found_by_prefix() -> None:
     async def scenario() -> None:
         wire = Wire()

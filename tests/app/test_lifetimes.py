@@ -4,7 +4,9 @@ The tests share one application and run in the order of this file; the last one 
 """
 
 import os
+import signal
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -70,6 +72,12 @@ def supervisors() -> list[str]:
     """Names of the living supervisors; Serve puts its own prefix in front."""
     entries = list_named_actors(all_namespaces=True)
     return sorted(e["name"] for e in entries if f"::{NAME}::" in e["name"])
+
+
+def is_draining(name: str) -> bool:
+    actor: Any = ray.get_actor(name, NAME)
+    call = actor.__ray_call__.remote(lambda worker: worker._host.draining.is_begun)
+    return bool(ray.get(call, timeout=ANSWER_S))
 
 
 def kill_for_good(names: Iterable[str]) -> None:
@@ -151,6 +159,27 @@ def test_a_change_at_the_edge_keeps_the_workers(
     assert pids(again.actors()) == before
     status, _ = again.get("/version")
     assert status == 200
+
+
+def test_an_old_worker_that_dies_while_it_drains_comes_back_for_the_requests_that_need_it(
+    application: Application, deployed: Deployed
+) -> None:
+    """Its successor used to be drained before it had loaded, over and over."""
+    [decode] = application.workers("decode")
+    before = pids([decode])
+    with Load(application, max_tokens=LONG) as load, ThreadPoolExecutor(1) as thread:
+        redeploy = thread.submit(deployed.redeploy, ROLES | PATIENT | {"cache.num_blocks": 998})
+        wait_until(lambda: is_draining(decode), "the old decode worker drains")
+        os.kill(before[decode], signal.SIGKILL)
+        wait_until(lambda: lives_anew(before), "it lives again")
+        redeploy.result()
+        load.wait_more(4)
+    assert not load.problems
+    again = deployed.now
+    wait_until(
+        lambda: all(name.endswith(again.hash) for name in again.actors()),
+        f"gone: {decode}; there are {again.actors()}",
+    )
 
 
 def test_a_redeploy_under_load_fails_no_request_and_leaves_no_old_actor(
