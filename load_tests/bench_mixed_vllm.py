@@ -1,11 +1,13 @@
 """The mixed load of bench_mixed served by vLLM in this process, as a peer to be measured beside.
 
+    VLLM_WORKER_MULTIPROCESSING_METHOD=spawn \\
     python -m load_tests.bench_mixed_vllm --shapes qwen3-8b --rates 16 24 --batched-tokens 2048 \\
         --long-threshold 1024 --short-first --limits 100,1000,50 --search > vllm.txt
 
 The same arrivals by seed, the same prompts, quantiles and search; greedy, no end of sequence, no
 prefix cache, random weights. Prints one `RESULT {json}` line a rate, which bench_mixed's `--peer`
-reads, then tables. Needs an installed vLLM; knows nothing of this project's engine.
+reads, then tables. Needs an installed vLLM; knows nothing of this project's engine. vLLM forks
+unless it is told to spawn, and a process that has looked at its GPU cannot be forked.
 """
 
 import argparse

@@ -24,6 +24,7 @@ from actors.handoff.host_staging import HostStagedSender
 from actors.handoff.kv_pieces import KvPieces
 from actors.handoff.nccl_pair import NcclPairs, NcclSettings
 from actors.handoff.pair_proof import RECEIVER_RANK, SENDER_RANK
+from actors.handoff.piece_sender import MAX_PIECES_UNDER_WAY
 from configs.schema import HandoffConfig
 from engine.errors import HandoffError, WorkerError
 from engine.kv.kv_store import KvStore
@@ -170,7 +171,7 @@ class End:
 
 
 class ReceivingProcess:
-    """Answers a sender's calls, one after the other."""
+    """Answers a sender's calls, as many at a time as it has connections."""
 
     def __init__(self, end: End, folder: Path, more: Mapping[str, Answer] | None = None) -> None:
         """`more`: calls to answer besides those of the channel."""
@@ -178,20 +179,23 @@ class ReceivingProcess:
         self._more = dict(more or {})
         self._listener = Listener(str(folder / "calls"), "AF_UNIX")
         self._channel: ReceiveChannel | None = None
+        self._serving: set[asyncio.Task[None]] = set()
 
     async def serve(self) -> None:
         """One sender after the other, without end."""
         while True:
             connection = await asyncio.to_thread(self._listener.accept)
-            try:
-                await self._serve_one(connection)
-            except (EOFError, OSError):
-                await self.close_channel()
+            task = asyncio.create_task(self._serve_one(connection))
+            self._serving.add(task)
+            task.add_done_callback(self._serving.discard)
 
     async def _serve_one(self, connection: "Connection[Any, Any]") -> None:
-        while True:
-            verb, arguments = await asyncio.to_thread(connection.recv)
-            connection.send(await self.answer(verb, *arguments))
+        try:
+            while True:
+                verb, arguments = await asyncio.to_thread(connection.recv)
+                connection.send(await self.answer(verb, *arguments))
+        except (EOFError, OSError):
+            await self.close_channel()
 
     async def answer(self, verb: str, *arguments: Any) -> Any:  # noqa: ANN401
         match verb:
@@ -240,7 +244,10 @@ class SendingProcess:
 
     def __init__(self, end: End, folder: Path) -> None:
         self.end = end
-        self._calls = _meet(folder / "calls")
+        self._connections = [_meet(folder / "calls") for _ in range(MAX_PIECES_UNDER_WAY)]
+        self._idle: asyncio.Queue[Connection[Any, Any]] = asyncio.Queue()
+        for connection in self._connections:
+            self._idle.put_nowait(connection)
         self._epoch = 0
         self._channel: SendChannel | None = None
 
@@ -250,8 +257,12 @@ class SendingProcess:
         return self._channel
 
     async def call(self, verb: str, *arguments: Any) -> Any:  # noqa: ANN401
-        """One at a time. Raises EOFError or OSError when the other process is gone."""
-        return await asyncio.to_thread(self._call, verb, arguments)
+        """Raises EOFError or OSError when the other process is gone."""
+        connection = await self._idle.get()
+        try:
+            return await asyncio.to_thread(_call, connection, verb, arguments)
+        finally:
+            self._idle.put_nowait(connection)
 
     async def open(self, kind: ChannelKind) -> float:
         """Replace the channel; the seconds it took. Raises HandoffError."""
@@ -272,10 +283,18 @@ class SendingProcess:
         """Move blocks, in pieces, with digests; the seconds it took. Raises HandoffError."""
         piece_bytes = piece_bytes_of(self.end.config, self.channel.kind)
         num_blocks = max(1, piece_bytes // self.end.store.layout.block_bytes)
+        places = asyncio.Semaphore(MAX_PIECES_UNDER_WAY)
+
+        async def send(part: slice) -> None:
+            async with places:
+                await self.send_piece(list(from_ids[part]), list(to_ids[part]))
+
         started_s = time.perf_counter()
-        for first in range(0, len(from_ids), num_blocks):
-            part = slice(first, first + num_blocks)
-            await self.send_piece(list(from_ids[part]), list(to_ids[part]))
+        firsts = range(0, len(from_ids), num_blocks)
+        parts = [slice(first, first + num_blocks) for first in firsts]
+        ended = await asyncio.gather(*map(send, parts), return_exceptions=True)
+        for failure in filter(None, ended):
+            raise failure
         return time.perf_counter() - started_s
 
     async def send_piece(
@@ -302,11 +321,13 @@ class SendingProcess:
             await channel.close()
 
     def close(self) -> None:
-        self._calls.close()
+        for connection in self._connections:
+            connection.close()
 
-    def _call(self, verb: str, arguments: tuple[Any, ...]) -> Any:  # noqa: ANN401
-        self._calls.send((verb, arguments))
-        return self._calls.recv()
+
+def _call(connection: "Connection[Any, Any]", verb: str, arguments: tuple[Any, ...]) -> Any:  # noqa: ANN401
+    connection.send((verb, arguments))
+    return connection.recv()
 
 
 def _meet(address: Path) -> "Connection[Any, Any]":

@@ -1,13 +1,14 @@
 """What a sender knows of one prompt's blocks: which are computed, and how far they were sent.
 
     [0 .... num_hit)   D had them
-    [num_hit .. next)  acknowledged, all under one epoch
+    [num_hit .. next)  sent, all under one epoch; some pieces may be under way
     [next ... end)     computed: may be sent
     [end ..........)   computes; after the prompt's end there is nothing here
 
-A transfer that goes on under another epoch starts over at `num_hit`: D forgets what came by an
-older channel, since it cannot know what else of that channel may still land. A prompt that computes
-again, after a preemption on P, goes on at `next`: what D has is the KV of the same tokens.
+D commits with the last piece, so that one goes when all others are acknowledged. A transfer that
+goes on under another epoch starts over at `num_hit`: D forgets what came by an older channel, since
+it cannot know what else of that channel may still land. A prompt that computes again, after a
+preemption on P, goes on at `next`: what D has is the KV of the same tokens.
 
 On the event loop only. Knows no channels and no D.
 """
@@ -34,7 +35,7 @@ class ComputedBlocks:
     """Follows one prompt from its first chunk to its last block."""
 
     def __init__(self) -> None:
-        self.reading = asyncio.Lock()  # held while a piece is read: its blocks must stay
+        self.reading = asyncio.Lock()  # held while pieces are read: their blocks must stay
         self._block_ids: list[int] = []
         self._ready: HandoffReady | None = None
         self._changed = asyncio.Event()
@@ -42,6 +43,7 @@ class ComputedBlocks:
         self._num_hit_blocks = 0
         self._epoch = 0
         self._next = 0
+        self._num_under_way = 0
 
     # ---- from the engine ------------------------------------------------------------------------
 
@@ -69,7 +71,12 @@ class ComputedBlocks:
     def go_on_under(self, epoch: int) -> None:
         """Pieces go by this epoch's channel; if it is another than before, all start over."""
         if epoch != self._epoch:
-            self._epoch, self._next = epoch, self._num_hit_blocks
+            self._epoch = epoch
+            self.start_over()
+
+    def start_over(self) -> None:
+        """What was sent counts for nothing, and no piece is under way."""
+        self._next, self._num_under_way = self._num_hit_blocks, 0
 
     async def wait_sendable(self) -> None:
         """Wait until there is a next piece.
@@ -85,21 +92,28 @@ class ComputedBlocks:
             )
 
     def next_piece(self, max_blocks: int) -> NextPiece | None:
-        """What should be sent now, at most `max_blocks` (>= 1); None until more is computed."""
+        """What goes now, at most `max_blocks` (>= 1); it is under way until `acknowledged`.
+
+        None until more is computed, or before the last piece until all others are acknowledged.
+        """
         if not self._can_send:
             return None
         ready, end = self._ready, min(self._next + max_blocks, len(self._block_ids))
         is_last = ready is not None and end == self._num_blocks
+        if is_last and self._num_under_way:
+            return None
+        first_block, self._next = self._next, end
+        self._num_under_way += 1
         return NextPiece(
-            first_block=self._next,
-            block_ids=self._block_ids[self._next : end],
+            first_block=first_block,
+            block_ids=self._block_ids[first_block:end],
             first_token_id=ready.first_token_id if ready is not None and is_last else None,
             is_early=ready is None,
         )
 
-    def acknowledged(self, piece: NextPiece) -> None:
-        """D has it."""
-        self._next = piece.first_block + len(piece.block_ids)
+    def acknowledged(self) -> None:
+        """D has a piece that was under way."""
+        self._num_under_way -= 1
 
     @property
     def _can_send(self) -> bool:

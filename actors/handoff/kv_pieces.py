@@ -4,10 +4,11 @@ On a CPU a piece is a copy. On a GPU it is left where it is until a channel is k
 names and digests the blocks, and `to_host` copies them for a channel that carries host memory.
 
 Which thread and stream do what on a GPU: the engine steps on the default stream. All copies here
-run on one stream beside it, queued by threads of our own, and every call returns when its copy has
-ended on the device. What is read was computed by steps whose results are on the host already. What
-is written may still be a target of steps that were launched before the blocks were granted:
-`fence` lets every later copy wait for those.
+run on one stream beside it, queued by threads of our own, digests of what arrived on another; a
+call returns when its own work has ended on the device, while the next call's is queued already.
+What is read was computed by steps whose results are on the host already. What is written may still
+be a target of steps that were launched before the blocks were granted: `fence` lets every later
+copy wait for those.
 
 Knows no requests, no reservations and no owners of blocks.
 """
@@ -31,14 +32,18 @@ from actors.handoff.contracts import (
     StoredBlocks,
 )
 from actors.handoff.waits import to_the_end
+from engine.kv.page_locked import to_host
 
 T = TypeVar("T")
 
 # Runs of neighbouring blocks shorter than this are gathered by a kernel: queueing a copy takes the
-# host about 2 us, in which a link between two GPUs moves 0.8 MB. Longer ones are plain copies: they
-# run on the copy engine, where decode steps do not notice them.
-MIN_COPY_BYTES = 2**19
+# host about 1 us, in which a link between two GPUs moves 0.4 MB. Longer ones are plain copies: they
+# run on the copy engines, where decode steps do not notice them.
+MIN_COPY_BYTES = 2**18
 GATHER_BYTES = 64 * 2**20  # gathered at a time, which bounds the temporary
+# On a GPU, when nothing else is copied: over in less time than a thread takes to wake up and the
+# event loop to hear of it.
+INLINE_BYTES = 16 * 2**20
 CHECKED_BYTES = 256 * 2**20  # pulled at a time: they are digested while the next ones are copied
 
 
@@ -48,24 +53,20 @@ class BlockStore(Protocol):
     # [num_blocks, *block_shape]
     tensor: Tensor
 
-    def gather(self, block_ids: Sequence[int], out: Tensor | None = None) -> Tensor:
-        """A contiguous copy [n, *block_shape], in `out` (uint8) if given."""
+    def gather(self, block_ids: Sequence[int]) -> Tensor:
+        """A contiguous copy [n, *block_shape]."""
         ...
 
     def scatter(self, block_ids: Sequence[int], data: Tensor) -> None:
         """Overwrite blocks with `data`: uint8, as many bytes."""
         ...
 
-    def digest(self, block_ids: Sequence[int]) -> list[int]:
-        """Checksum of each block where it lies."""
-        ...
-
     def index(self, block_ids: Sequence[int]) -> Tensor:
-        """int64 [n] on the store's device."""
+        """int64 [n] on the store's device, as soon as the current stream is there."""
         ...
 
     def queue_digests(self, block_ids: Tensor) -> Tensor:
-        """`digest` of `index`ed blocks as int64 [n], not waited for."""
+        """Checksum of each `index`ed block where it lies, int64 [n]; not waited for."""
         ...
 
     def digest_staged(self, data: Tensor) -> list[int]:
@@ -74,15 +75,16 @@ class BlockStore(Protocol):
 
 
 class KvPieces:
-    """The pieces of one store, copied in threads of its own."""
+    """The pieces of one store, copied in threads of its own; its coroutines belong to one loop."""
 
-    def __init__(self, store: BlockStore, *, num_threads: int = 2) -> None:
+    def __init__(self, store: BlockStore, *, num_threads: int = 4) -> None:
         self._store = store
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="kv-copy")
         self.device = store.tensor.device
         self._stream = _new_stream(self.device)
         self._checking = _new_stream(self.device)  # digests of what was pulled
-        self._queueing = threading.Lock()  # one copy's work stays together on the stream
+        self._num_running = 0  # calls in threads; belongs to the event loop
+        self._queueing = threading.Lock()  # one call's work stays together on the streams
 
     @property
     def is_on_gpu(self) -> bool:
@@ -103,25 +105,25 @@ class KvPieces:
             self._stream.wait_stream(torch.cuda.default_stream(self.device))
 
     async def read(self, block_ids: Sequence[int]) -> StagedPiece[OutgoingData]:
-        return await self._run(lambda: self._read(block_ids))
+        return await self._run(len(block_ids), lambda: self._read(block_ids))
 
     async def write(self, block_ids: Sequence[int], piece: StagedPiece[IncomingData]) -> bool:
         data = piece.data
         if isinstance(data, ArrivedBlocks):
             return await data.write(block_ids, piece.digests)
-        return await self._run(lambda: self._write(block_ids, data, piece.digests))
+        return await self._run(len(block_ids), lambda: self._write(block_ids, data, piece.digests))
 
     async def to_host(self, blocks: StoredBlocks) -> PieceBytes:
         """A copy of blocks of this store in page-locked host memory."""
-        return await self._run(lambda: self._to_host(blocks.block_ids))
+        return await self._run(len(blocks.block_ids), lambda: self._to_host(blocks.block_ids))
 
     async def load(self, blocks: StoredBlocks, staging: Tensor) -> None:
         """Copy blocks of this store into `staging`: uint8 [blocks.nbytes], on this device."""
-        await self._run(lambda: self._load(blocks.block_ids, staging))
+        await self._run(len(blocks.block_ids), lambda: self._load(blocks.block_ids, staging))
 
     async def take(self, staging: Tensor, block_ids: Sequence[int], digests: list[int]) -> bool:
-        """`write` from staging on this device: uint8 [n * block_bytes], checked before."""
-        return await self._run(lambda: self._take(staging, block_ids, digests))
+        """`write` from staging on this device: uint8 [n * block_bytes], checked in place."""
+        return await self._run(len(block_ids), lambda: self._take(staging, block_ids, digests))
 
     async def pull(
         self, source: Tensor, source_ids: Sequence[int], ids: Sequence[int], digests: list[int]
@@ -131,7 +133,7 @@ class KvPieces:
         source: [any, *block_shape], another GPU's memory mapped here. Not bounded by a deadline:
         a copy between two GPUs ends, or the device is lost, and it must not be left under way.
         """
-        return await self._run(lambda: self._pull(source, source_ids, ids, digests))
+        return await self._run(len(ids), lambda: self._pull(source, source_ids, ids, digests))
 
     def empty(self, num_bytes: int) -> PieceBytes:
         """A buffer to receive into, page-locked if the store is on a GPU."""
@@ -147,51 +149,52 @@ class KvPieces:
 
     def _read(self, block_ids: Sequence[int]) -> StagedPiece[OutgoingData]:
         if self.is_on_gpu:
-            with self._on_stream():
-                digests = self._store.digest(block_ids)
+            with self._on_streams():
+                digests = to_host(self._store.queue_digests(self._store.index(block_ids)))
             named = StoredBlocks(
                 block_ids=tuple(block_ids), nbytes=len(block_ids) * self.block_bytes
             )
-            return StagedPiece(data=named, digests=digests)
+            return StagedPiece(data=named, digests=digests.tolist())
         blocks = self._store.gather(block_ids)
         data: PieceBytes = blocks.view(-1).view(torch.uint8).numpy()
         return StagedPiece(data=data, digests=self._store.digest_staged(blocks))
 
     def _write(self, block_ids: Sequence[int], data: PieceBytes, digests: list[int]) -> bool:
-        with self._on_stream():
+        with self._on_streams():
             staging = torch.from_numpy(data).to(self.device, non_blocking=True)
-            return self._check_and_scatter(staging, block_ids, digests)
+            if self._store.digest_staged(staging) != digests:
+                return False
+            self._store.scatter(block_ids, staging)
+            return True
 
     def _to_host(self, block_ids: Sequence[int]) -> PieceBytes:
         data = self.empty(len(block_ids) * self.block_bytes)
-        with self._on_stream():
+        with self._on_streams():
             blocks = self._store.gather(block_ids).view(-1).view(torch.uint8)
             torch.from_numpy(data).copy_(blocks, non_blocking=True)
         return data
 
     def _load(self, block_ids: Sequence[int], staging: Tensor) -> None:
-        with self._on_stream():
-            self._store.gather(block_ids, out=staging)
+        with self._on_streams():
+            # On one device by a kernel: copies take the host ten times as long to queue.
+            blocks, index = self._blocks_in(staging), self._store.index(block_ids)
+            torch.index_select(self.tensor, 0, index, out=blocks)
 
     def _take(self, staging: Tensor, block_ids: Sequence[int], digests: list[int]) -> bool:
-        with self._on_stream():
-            return self._check_and_scatter(staging, block_ids, digests)
-
-    def _check_and_scatter(
-        self, staging: Tensor, block_ids: Sequence[int], digests: list[int]
-    ) -> bool:
-        if self._store.digest_staged(staging) != digests:
-            return False
-        self._store.scatter(block_ids, staging)
-        return True
+        with self._on_streams():
+            index = self._store.index(block_ids)
+            self.tensor.index_copy_(0, index, self._blocks_in(staging))
+            with self._behind_copies():
+                arrived = to_host(self._store.queue_digests(index))
+        return arrived.tolist() == digests
 
     def _pull(
         self, source: Tensor, source_ids: Sequence[int], ids: Sequence[int], digests: list[int]
     ) -> bool:
         slab = max(1, CHECKED_BYTES // self.block_bytes)
         found: list[Tensor] = []
-        with self._on_stream():
-            with self._behind_copies():  # on the engine's stream it would wait for whole steps
+        with self._on_streams():
+            with self._behind_copies():
                 index = self._store.index(ids)
             for start in range(0, len(ids), slab):
                 part = slice(start, start + slab)
@@ -199,8 +202,12 @@ class KvPieces:
                 with self._behind_copies():
                     found.append(self._store.queue_digests(index[part]))
             with self._behind_copies():
-                arrived: list[int] = torch.cat(found).tolist()
-        return arrived == digests
+                arrived = to_host(torch.cat(found))
+        return arrived.tolist() == digests
+
+    def _blocks_in(self, staging: Tensor) -> Tensor:
+        """[n, *block_shape] of the same memory: uint8 [n * block_bytes]."""
+        return staging.view(self.tensor.dtype).view(-1, *self.tensor.shape[1:])
 
     @contextmanager
     def _behind_copies(self) -> Iterator[None]:
@@ -213,20 +220,32 @@ class KvPieces:
             yield
 
     @contextmanager
-    def _on_stream(self) -> Iterator[None]:
-        """Queue on our stream; at the end, also after an exception, nothing is under way on it."""
-        if self._stream is None:
+    def _on_streams(self) -> Iterator[None]:
+        """Queue on our streams; at the end, also after an exception, it is over on the device."""
+        if self._stream is None or self._checking is None:
             yield
             return
-        with self._queueing, torch.cuda.stream(self._stream):
-            try:
-                yield
-            finally:
-                self._stream.synchronize()
+        queued: list[torch.cuda.Event] = []
+        try:
+            with self._queueing, torch.cuda.stream(self._stream):
+                try:
+                    yield
+                finally:
+                    queued += [s.record_event() for s in (self._stream, self._checking)]
+        finally:
+            for event in queued:
+                event.synchronize()
 
-    async def _run(self, copy: Callable[[], T]) -> T:
-        # A copy that has begun cannot be stopped, so nobody may go on as if it were.
-        return await to_the_end(asyncio.get_running_loop().run_in_executor(self._threads, copy))
+    async def _run(self, num_blocks: int, copy: Callable[[], T]) -> T:
+        is_short = self.is_on_gpu and num_blocks * self.block_bytes <= INLINE_BYTES
+        if is_short and not self._num_running:
+            return copy()
+        self._num_running += 1
+        try:
+            # A copy that has begun cannot be stopped, so nobody may go on as if it were.
+            return await to_the_end(asyncio.get_running_loop().run_in_executor(self._threads, copy))
+        finally:
+            self._num_running -= 1
 
 
 def copy_blocks(
@@ -242,7 +261,7 @@ def copy_blocks(
         if target.is_cuda:
             from actors.handoff.device_copies import queue_copies  # a CPU has no such library
 
-            queue_copies(target, source, runs)
+            queue_copies(target, source, runs, torch.cuda.current_stream(target.device))
             return
         for to_block, from_block, num_blocks in runs:
             piece = source[from_block : from_block + num_blocks]

@@ -5,10 +5,10 @@ One task per request, from its first chunk to the acknowledgement:
     reserve -> pieces of what is computed, while the rest computes -> last piece -> acknowledged
             -> release
 
-Full blocks go as soon as their step was committed; the last piece has the first token, so it goes
-after the prompt's end. A failed piece or channel starts the transfer over, once, on the next
-channel (peer_link.py opens it; computed_blocks.py says from where). After that, or if D is dead or
-refuses, the request is reported as failed and retryable.
+Full blocks go as soon as their step was committed (piece_sender.py); the last piece has the first
+token, so it goes after the prompt's end. A failed piece or channel starts the transfer over, once,
+on the next channel (peer_link.py opens it; computed_blocks.py says from where). After that, or if D
+is dead or refuses, the request is reported as failed and retryable.
 Cancelling never interrupts a piece under way. Whatever happens, the blocks are released and D is
 told.
 
@@ -21,20 +21,12 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
-import msgspec
-
-from actors.handoff.channel_choice import piece_bytes_of
-from actors.handoff.computed_blocks import ComputedBlocks, NextPiece
-from actors.handoff.contracts import (
-    EngineCalls,
-    OutgoingData,
-    Peer,
-    PieceStore,
-    SendChannel,
-)
+from actors.handoff.computed_blocks import ComputedBlocks
+from actors.handoff.contracts import EngineCalls, Peer, PieceStore
 from actors.handoff.peer_link import PeerLinks
+from actors.handoff.piece_sender import PieceSender, Transfer
 from actors.handoff.room import RoomAsker
 from actors.handoff.waits import EndedError, bounded, settle, unless_ended
 from configs.schema import HandoffConfig
@@ -52,7 +44,6 @@ from engine.kv.handoff import (
 from engine.messages import (
     CancelTransfer,
     FailureRecord,
-    PieceHeader,
     PieceReply,
     Reservation,
     WorkerIdentity,
@@ -115,11 +106,10 @@ class HandoffSender:
         self._engine = engine
         self._outgoing = outgoing
         self._links = links
-        self._store = store
+        self._pieces = PieceSender(identity, config, store)
         self._clock = clock
         self._on_failure = on_failure
         self._room = RoomAsker(identity, config, clock)
-        self._block_bytes = identity.layout.block_bytes
         self._handoffs: dict[RequestKey, _Handoff] = {}
         self._tasks: dict[RequestKey, asyncio.Task[None]] = {}
         self._letting_go: set[asyncio.Task[None]] = set()
@@ -181,9 +171,9 @@ class HandoffSender:
             num_channels=self._links.num_open,
             num_sent=self._counts["sent"],
             num_ended=self._counts["ended"],
-            num_pieces=self._counts["pieces"],
-            num_bytes=self._counts["bytes"],
-            num_early_blocks=self._counts["early blocks"],
+            num_pieces=self._pieces.counts["pieces"],
+            num_bytes=self._pieces.counts["bytes"],
+            num_early_blocks=self._pieces.counts["early blocks"],
             num_retries=self._counts["retries"],
             num_fallbacks=self._links.num_fallbacks,
             failures=dict(self._failures),
@@ -304,6 +294,14 @@ class HandoffSender:
         Raises HandoffError when both tries failed, WorkerError when D is dead or has ended the
         reservation.
         """
+        link = self._links.link(handoff.started.decode_worker)
+        transfer = Transfer(
+            key=handoff.key,
+            blocks=handoff.blocks,
+            ended=handoff.ended,
+            peer=peer,
+            reservation=reservation,
+        )
         has_failed = False
         reply: PieceReply | None = None
         while reply is None:
@@ -311,80 +309,14 @@ class HandoffSender:
             await unless_ended(handoff.blocks.wait_sendable(), handoff.ended, renewing)
             handoff.phase = "transfer"
             try:
-                reply = await self._send_computed(handoff, peer, reservation)
+                async with link.use(peer) as channel:
+                    reply = await self._pieces.send_computed(transfer, channel)
             except HandoffError as error:
                 if has_failed:
                     raise
                 has_failed = True
+                handoff.blocks.start_over()
                 logger.warning("%s: sending again under a new epoch: %s", handoff.key, error)
                 self._counts["retries"] += 1
         if reply.outcome != "committed":
             raise WorkerError(f"{handoff.started.decode_worker} gave up: {reply.reason}")
-
-    async def _send_computed(
-        self, handoff: _Handoff, peer: Peer, reservation: Reservation
-    ) -> PieceReply | None:
-        """Send what is computed so far; None if more is to come, else D's answer that ends it.
-
-        Raises HandoffError when the transfer may start over, which ends the channel for all its
-        users; EndedError between two pieces.
-        """
-        blocks = handoff.blocks
-        async with self._links.link(handoff.started.decode_worker).use(peer) as channel:
-            blocks.go_on_under(channel.epoch)
-            max_blocks = max(1, piece_bytes_of(self._config, channel.kind) // self._block_bytes)
-            while True:
-                _check_not_ended(handoff)
-                async with blocks.reading:
-                    piece = blocks.next_piece(max_blocks)
-                    if piece is None:
-                        return None
-                    header = self._header(handoff, reservation, channel.epoch, piece)
-                    reply = await self._send(channel, peer, header, piece.block_ids)
-                if reply.outcome == "failed" and reply.is_retryable:
-                    raise HandoffError(f"D did not take a piece: {reply.reason}")
-                if reply.outcome != "accepted":
-                    return reply
-                if piece.first_token_id is not None:
-                    raise HandoffError("D did not commit with the last piece")
-                blocks.acknowledged(piece)
-                self._counts["early blocks"] += len(piece.block_ids) * piece.is_early
-
-    def _header(
-        self, handoff: _Handoff, reservation: Reservation, epoch: int, piece: NextPiece
-    ) -> PieceHeader:
-        return PieceHeader(
-            transfer_id=reservation.transfer_id,
-            key=handoff.key,
-            sender=self._identity.name,
-            sender_incarnation=self._identity.incarnation,
-            epoch=epoch,
-            seq=0,  # known when the channel takes the piece
-            first_block=piece.first_block,
-            num_blocks=len(piece.block_ids),
-            digests=[],  # known when the blocks are read
-            first_token_id=piece.first_token_id,
-        )
-
-    async def _send(
-        self, channel: SendChannel, peer: Peer, header: PieceHeader, block_ids: list[int]
-    ) -> PieceReply:
-        """Read a piece, send it, and wait for its acknowledgement."""
-        data: OutgoingData | None = None
-        if block_ids:
-            piece = await self._store.read(block_ids)
-            data = piece.data
-            header = msgspec.structs.replace(header, digests=piece.digests)
-
-        async def deliver(seq: int, payload: list[Any]) -> PieceReply:
-            return await peer.receive_piece(msgspec.structs.replace(header, seq=seq), payload)
-
-        reply = await channel.send(data, deliver)
-        self._counts["pieces"] += 1
-        self._counts["bytes"] += 0 if data is None else data.nbytes
-        return reply
-
-
-def _check_not_ended(handoff: _Handoff) -> None:
-    if handoff.ended.done():
-        raise EndedError

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.kv.layout import KvLayout
+from engine.kv.page_locked import to_device
 from kernels.block_digest import block_digests
 
 _TORCH_DTYPES = {
@@ -43,15 +44,9 @@ class KvStore:
     def device(self) -> torch.device:
         return self.tensor.device
 
-    def gather(self, block_ids: Sequence[int], out: Tensor | None = None) -> Tensor:
-        """A contiguous copy [n, *block_shape] in the order of `block_ids`.
-
-        out: uint8 [n * block_bytes] on the store's device that the copy is to lie in.
-        """
-        if out is None:
-            return self.tensor.index_select(0, self.index(block_ids))
-        blocks = out.view(self.dtype).view(len(block_ids), *self.layout.block_shape)
-        return torch.index_select(self.tensor, 0, self.index(block_ids), out=blocks)
+    def gather(self, block_ids: Sequence[int]) -> Tensor:
+        """A contiguous copy [n, *block_shape] in the order of `block_ids`."""
+        return self.tensor.index_select(0, self.index(block_ids))
 
     def scatter(self, block_ids: Sequence[int], data: Tensor) -> None:
         """Overwrite distinct blocks with `data`.
@@ -111,12 +106,12 @@ class KvStore:
         return words.view(-1, self._weights.numel())
 
     def index(self, block_ids: Sequence[int]) -> Tensor:
-        """int64 [n] on the store's device."""
+        """int64 [n] on the store's device, as soon as the current stream is there."""
         # Checked here: on a GPU an index out of range kills the whole context.
         assert all(0 <= block_id < self.num_blocks for block_id in block_ids), (
             f"block ids {list(block_ids)} for a store of {self.num_blocks}"
         )
-        return torch.tensor(block_ids, dtype=torch.int64, device=self.device)
+        return to_device(block_ids, self.device)
 
 
 def _word_bytes(layout: KvLayout) -> int:

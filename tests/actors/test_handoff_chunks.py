@@ -2,7 +2,6 @@
 
 import asyncio
 import random
-from collections.abc import Callable
 
 import pytest
 
@@ -147,7 +146,7 @@ class TestFaults:
             assert world.decode.cache.num_cached_idle == 0, "unfinished KV was indexed"
             world.check_books()
 
-        simulate(scenario, Faults(corrupt={0, 1}))
+        simulate(scenario, Faults(corrupt=set(range(10))))
 
     def test_a_decode_worker_that_dies_between_chunks_is_reported_with_the_prompts_end(
         self,
@@ -352,6 +351,10 @@ class GoesOnUnderAnotherEpoch(ComputedBlocks):
         self._epoch = epoch
 
 
+class EarlyCommit(ComputedBlocks):
+    _num_under_way = property(lambda _: 0, lambda *_: None)
+
+
 class ForgetsWhatWasSent(ComputedBlocks):
     def retract(self) -> None:
         super().retract()
@@ -380,7 +383,7 @@ def test_a_sender_that_reads_retracted_blocks_is_found() -> None:
         _histories(sender_class=ReadsRetractedBlocks)
 
 
-@pytest.mark.parametrize("planted", [GoesOnUnderAnotherEpoch, ForgetsWhatWasSent])
+@pytest.mark.parametrize("planted", [GoesOnUnderAnotherEpoch, ForgetsWhatWasSent, EarlyCommit])
 def test_planted_bugs_of_the_progress_are_found(
     planted: type[ComputedBlocks], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -390,8 +393,8 @@ def test_planted_bugs_of_the_progress_are_found(
 
 
 def _single_faults() -> None:
-    run: Callable[[str, int], None]
-    run = TestFaults().test_a_failed_piece_starts_the_transfer_over_under_a_new_epoch
+    faults = TestFaults()
     _preempted_at_any_moment()
+    faults.test_another_prompts_failure_between_two_chunks_starts_it_over()
     for number in range(1, 5):
-        run("corrupt", number)
+        faults.test_a_failed_piece_starts_the_transfer_over_under_a_new_epoch("corrupt", number)

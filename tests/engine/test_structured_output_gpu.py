@@ -70,6 +70,7 @@ def test_held_rows_are_valid_in_bf16_and_compile_nothing_late(overlap: bool) -> 
         model__dtype="bfloat16",
         scheduler__overlap=overlap,
         scheduler__max_rows=48,
+        cache__num_blocks=4000,  # however much of the GPU others have
     )
     tokenizing = load_tokenizer(MODEL)
     found = run(engine, held_work(schemas, temperature=1.0))[::2]
