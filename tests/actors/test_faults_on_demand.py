@@ -65,7 +65,7 @@ class TestSteps:
 
 def _with_faults(text: str, num_retries: int) -> None:
     async def scenario(world: World) -> None:
-        world.sender._store = FaultyPieces(world.prefill_pieces, parse_faults(text))
+        world.sender._pieces._store = FaultyPieces(world.prefill_pieces, parse_faults(text))
         request = world.start(1, range(20))
         await world.until(lambda: len(world.decode.incoming) == 1)
         world.compute(request, 10)
