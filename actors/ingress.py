@@ -17,6 +17,7 @@ from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
 from ray import serve
 from ray.exceptions import TaskCancelledError
 from starlette.exceptions import HTTPException as StarletteHTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from actors.api.openai_objects import (
@@ -88,10 +89,14 @@ class EventStream(StreamingResponse):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Left suspended, the events would go on being generated until they are collected."""
         try:
-            await super().__call__(scope, receive, send)
+            # Whatever reading the deltas raises is an event; so this is a client gone in mid send.
+            with suppress(OSError, ClientDisconnect):
+                await super().__call__(scope, receive, send)
         finally:
-            await self._events.aclose()
-            await self._deltas.aclose()  # events that never began did not close them
+            try:
+                await self._events.aclose()
+            finally:
+                await self._deltas.aclose()  # events that never began did not close them
 
     async def listen_for_disconnect(self, receive: Receive) -> None:
         with suppress(TaskCancelledError):
@@ -188,8 +193,8 @@ class Api:
         if self._config.edge.log_prompts:
             logger.info("asked: %s", parsed.prompts)
         num_tokens = estimate_tokens(parsed.prompts)
-        with edge.admission.admitted(num_tokens):
-            exchange = self._open_exchange(request, parsed, times, num_tokens)
+        with edge.admission.admitted(num_tokens) as leave_queue:
+            exchange = self._open_exchange(request, parsed, times, num_tokens, leave_queue)
             try:
                 prepared = await edge.answering.prepare(parsed, times)
                 exchange.settle(prepared)
@@ -212,7 +217,12 @@ class Api:
             raise
 
     def _open_exchange(
-        self, request: Request, parsed: ParsedRequest, times: RequestTimes, num_tokens: int
+        self,
+        request: Request,
+        parsed: ParsedRequest,
+        times: RequestTimes,
+        num_tokens: int,
+        leave_queue: Callable[[], None],
     ) -> Exchange:
         """Raises RateLimitError if the key's minute is used up."""
         edge = self._edge
@@ -223,6 +233,7 @@ class Api:
             times=times,
             latencies=self._metrics.latencies,
             clock=edge.clock,
+            leave_queue=leave_queue,
         )
 
     async def _gather(

@@ -34,7 +34,7 @@ class ConstraintKind(Enum):
     STRUCTURAL_TAG = "structural_tag"  # xgrammar's: literal text around schemas
 
 
-class Constraint(msgspec.Struct, frozen=True, array_like=True, cache_hash=True):
+class Constraint(msgspec.Struct, frozen=True, array_like=True, cache_hash=True, weakref=True):
     """What the output's text must be, as a whole; equal constraints are equal records."""
 
     kind: ConstraintKind

@@ -74,6 +74,15 @@ def _number(draw: random.Random, depth: int) -> Schema:
     high = low + draw.randint(0, 300)
     if draw.random() < 0.3:
         return draw.choice([{"type": "number"}, {"type": "integer", "maximum": low}])
+    if draw.random() < 0.4:
+        far = 10 ** draw.randint(1, 14) + draw.randint(-120, 120)
+        return draw.choice(
+            [
+                {"type": "number", "minimum": low, "exclusiveMaximum": low + draw.random()},
+                {"type": "number", "exclusiveMinimum": 0},
+                {"type": "integer", "minimum": -far, "maximum": far * 2},
+            ]
+        )
     return {"type": "integer", "minimum": low, "maximum": high}
 
 

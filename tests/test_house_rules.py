@@ -23,6 +23,7 @@ MAX_CONSTRUCTOR_PARAMETERS = 10  # composition roots name each part once
 
 REMOTE_CALLS_IN = ("actors.handles", "actors.rendezvous")
 ENVIRONMENT_IN = ("configs.load",)
+UNPICKLERS = {"pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 ACTOR_CLASSES = {
     "Supervisor",
     "TokenizerBatcher",
@@ -141,6 +142,21 @@ def environment_reads(module: Module) -> list[str]:
     ]
 
 
+def runs_what_it_reads(module: Module) -> list[str]:
+    """Ways in which bytes that a client or a model folder controls could become code."""
+    imported = {target.split(".")[0] for target in _imports(module)} & UNPICKLERS
+    calls = [node for node in ast.walk(module.tree) if isinstance(node, ast.Call)]
+    return sorted(imported) + [
+        f"line {call.lineno}"
+        for call in calls
+        if ast.unparse(call.func) in ("eval", "exec", "torch.load", "torch.jit.load")
+        or any(
+            ast.unparse(word) in ("trust_remote_code=True", "allow_pickle=True")
+            for word in call.keywords
+        )
+    ]
+
+
 def imported_actor_classes(module: Module) -> list[str]:
     if module.is_in(ACTOR_CLASSES_IN):
         return []
@@ -191,6 +207,7 @@ CODE_RULES: tuple[Rule, ...] = (
     relative_imports,
     remote_calls,
     environment_reads,
+    runs_what_it_reads,
     imported_actor_classes,
     forbidden_names,
     too_long,
@@ -227,6 +244,10 @@ def test_the_tests_keep_the_rule(rule: Rule) -> None:
         (remote_calls, "actors.ingress", "worker.submit.options(x=1).remote(data)"),
         (environment_reads, "engine.build", "import os\nx = os.environ['A']"),
         (environment_reads, "engine.build", "from os import getenv"),
+        (runs_what_it_reads, "engine.models.weights", "import pickle"),
+        (runs_what_it_reads, "engine.models.weights", "x = torch.load(path)"),
+        (runs_what_it_reads, "engine.tokenizing", "load(path, trust_remote_code=True)"),
+        (runs_what_it_reads, "actors.ingress", "eval(body)"),
         (imported_actor_classes, "actors.ingress", "from actors.supervisor import Supervisor"),
         (forbidden_names, "engine.core", "class BlockManager: ..."),
         (forbidden_names, "engine.core", "class _BaseWorker: ..."),

@@ -28,6 +28,7 @@ class Admission:
         self._links = links
         self._max_queued_tokens = max_queued_tokens
         self._num_tokens = 0  # of prompts between their arrival and their placement
+        self._num_waiting = 0  # of prompts between their arrival and their first token
 
     @property
     def num_tokens(self) -> int:
@@ -35,14 +36,16 @@ class Admission:
         return self._num_tokens
 
     @contextmanager
-    def admitted(self, num_tokens: int) -> Iterator[None]:
-        """Count a request of about `num_tokens` while it is prepared.
+    def admitted(self, num_tokens: int) -> Iterator[Callable[[], None]]:
+        """Count a request of about `num_tokens` while it is prepared, and then while it waits.
 
-        Raises CapacityError (503) if it would exceed the limit. One that nothing is before is
-        never refused: it would be refused for ever.
+        To be called when it has its first token, or none will come: until then it counts although
+        its worker has not reported it yet. Raises CapacityError (503) if it would exceed the limit.
+        One that nothing is before is never refused: it would be refused for ever.
         """
         loads = [link.load for link in self._links() if link.is_up and link.role != "decode"]
-        queued = sum(load.queued_tokens for load in loads if load is not None) + self._num_tokens
+        reported = sum(load.queued_tokens for load in loads if load is not None)
+        queued = max(reported + self._num_tokens, self._num_waiting)
         if queued and queued + num_tokens > self._max_queued_tokens:
             waits_s = [load.queued_s or 0.0 for load in loads if load is not None]
             raise CapacityError(
@@ -50,8 +53,19 @@ class Admission:
                 retry_after_s=min(max([*waits_s, MIN_RETRY_S]), MAX_RETRY_S),
             )
         self._num_tokens += num_tokens
+        self._num_waiting += num_tokens
+        is_waiting = True
+
+        def leave() -> None:
+            nonlocal is_waiting
+            self._num_waiting -= num_tokens if is_waiting else 0
+            is_waiting = False
+
         try:
-            yield
+            yield leave
+        except BaseException:
+            leave()
+            raise
         finally:
             self._num_tokens -= num_tokens
 

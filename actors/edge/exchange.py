@@ -1,6 +1,6 @@
 """The accounts of one request: its key's limits, when what happened, its trace. Closed once."""
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
 from actors.edge.answering import ChoiceDelta, PreparedRequest
@@ -22,12 +22,15 @@ class Exchange:
         times: RequestTimes,
         latencies: LatencyMetrics,
         clock: Clock,
+        leave_queue: Callable[[], None],
     ) -> None:
+        """leave_queue: called, at least once, when it waits for its first token no longer."""
         self._latencies = latencies
         self._grant = grant
         self._trace = trace
         self._times = times
         self._clock = clock
+        self._leave_queue = leave_queue
         self._num_prompt_tokens = 0
         self._num_output_tokens = 0
         self._has_ended = False
@@ -51,6 +54,7 @@ class Exchange:
         try:
             async with aclosing(deltas):
                 async for item in deltas:
+                    self._leave_queue()
                     self._num_output_tokens += len(item.delta.tokens)
                     yield item
         except BaseException as raised:
@@ -61,6 +65,7 @@ class Exchange:
 
     def end(self, error: BaseException | None) -> None:
         """Keep what was used, give back the rest, close the trace; a second call does nothing."""
+        self._leave_queue()
         if self._has_ended:
             return
         self._has_ended = True

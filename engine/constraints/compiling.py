@@ -1,12 +1,16 @@
 """From a constraint's text to a compiled grammar. Bounds nothing: others bound time and memory."""
 
+import json
+from typing import cast
+
+import msgspec
 import xgrammar
 
+from engine.constraints.schema_grammar import schema_grammar
 from engine.errors import RequestError
 from engine.request import Constraint, ConstraintKind
 
-# Items on one line, as json.dumps writes them: free white space lets a model write it for ever.
-_ON_ONE_LINE = False
+_Layout = dict[str, object]
 
 
 def compile_constraint(
@@ -28,12 +32,27 @@ def _compile(
 ) -> xgrammar.CompiledGrammar:
     match constraint.kind:
         case ConstraintKind.JSON_SCHEMA:
-            return compiler.compile_json_schema(constraint.text, any_whitespace=_ON_ONE_LINE)
+            return compiler.compile_grammar(schema_grammar(constraint.text))
         case ConstraintKind.REGEX:
             return compiler.compile_regex(constraint.text)
         case ConstraintKind.GRAMMAR:
             return compiler.compile_grammar(constraint.text)
-    return compiler.compile_structural_tag(constraint.text)
+    tag = msgspec.json.decode(constraint.text, type=_Layout)
+    if "format" in tag:
+        _write_grammars(cast("_Layout", tag["format"]))
+    return compiler.compile_structural_tag(json.dumps(tag))
+
+
+def _write_grammars(layout: _Layout) -> None:
+    """In place of the schemas in a layout: for their numbers, and to have them on one line too."""
+    if layout["type"] == "json_schema":
+        schema = str(msgspec.json.encode(layout.pop("json_schema")), "utf-8")
+        layout |= {"type": "grammar", "grammar": str(schema_grammar(schema))}
+    for name in ("elements", "tags"):
+        for part in cast("list[_Layout]", layout.get(name, [])):
+            _write_grammars(part)
+    if "content" in layout:
+        _write_grammars(cast("_Layout", layout["content"]))
 
 
 def _reason(message: str) -> str:

@@ -1,14 +1,17 @@
 """The compiled grammars of one worker: compiled off the engine's thread, kept while there is room.
 
 A request's constraint is compiled before the request is queued (`prepare`), so that the sampler
-finds it (`matcher`). It was compiled within its bounds at the edge before it came here.
+finds it (`matcher`), however long the request waits and however often it comes back: a grammar is
+kept while the record lives that it was prepared for, which its request has. It was compiled within
+its bounds at the edge before it came here.
 """
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from threading import RLock
+from weakref import finalize
 
 import xgrammar
 
@@ -16,7 +19,7 @@ from engine.constraints.compiling import compile_constraint
 from engine.request import Constraint
 
 MAX_GRAMMARS = 256
-MAX_GRAMMAR_BYTES = 512 * 2**20  # of all that are kept
+MAX_GRAMMAR_BYTES = 512 * 2**20  # of all that are kept, but for those of live requests
 NUM_COMPILER_THREADS = 2
 
 
@@ -43,32 +46,37 @@ class Grammars:
         self._load_vocabulary = load_vocabulary
         self._max_grammars = max_grammars
         self._max_bytes = max_bytes
-        self._lock = RLock()  # a future that is done already calls back at once
+        # A future that is done already calls back at once, and a record may be let go anywhere.
+        self._lock = RLock()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammars")
         self._compiler: xgrammar.GrammarCompiler | None = None  # of the thread above
         # Least recently used first. A text that cannot be compiled is not kept.
         self._grammars: OrderedDict[Constraint, Future[xgrammar.CompiledGrammar]] = OrderedDict()
+        self._held: dict[int, Constraint] = {}  # id of a live record -> an equal one
+        self._num_held: Counter[Constraint] = Counter()  # live records equal to it
         self._num_compiled = 0
 
     def prepare(self, constraint: Constraint) -> "Future[xgrammar.CompiledGrammar]":
         """Compile in the background unless that is done or under way; never waits.
 
-        The future raises RequestError for a text that cannot be compiled.
+        What comes of it is kept while this very record lives. The future raises RequestError for a
+        text that cannot be compiled.
         """
         with self._lock:
-            found = self._grammars.get(constraint)
+            equal = self._hold(constraint)
+            found = self._grammars.get(equal)
             if found is None:
-                found = self._thread.submit(self._compile, constraint)
-                self._grammars[constraint] = found
-                found.add_done_callback(lambda done: self._settle(constraint, done))
+                found = self._thread.submit(self._compile, equal)
+                self._grammars[equal] = found
+                found.add_done_callback(lambda done: self._settle(equal, done))
             else:
-                self._grammars.move_to_end(constraint)
+                self._grammars.move_to_end(equal)
             return found
 
     def matcher(self, constraint: Constraint) -> xgrammar.GrammarMatcher:
         """A fresh matcher, before any token.
 
-        Waits for the compiler only if nobody called `prepare` in time, or others took its place.
+        Waits for the compiler only if nobody called `prepare` in time.
         """
         return xgrammar.GrammarMatcher(self.prepare(constraint).result())
 
@@ -84,6 +92,25 @@ class Grammars:
         """Ends the thread once its grammar is compiled."""
         self._thread.shutdown(wait=True, cancel_futures=True)
 
+    def _hold(self, constraint: Constraint) -> Constraint:
+        """Keep its grammar until the record is gone; returns an equal one, which holds nothing."""
+        known = self._held.get(id(constraint))
+        if known is not None:
+            return known
+        equal = Constraint(constraint.kind, constraint.text)
+        self._held[id(constraint)] = equal
+        self._num_held[equal] += 1
+        finalize(constraint, self._let_go, id(constraint)).atexit = False
+        return equal
+
+    def _let_go(self, record_id: int) -> None:
+        with self._lock:
+            equal = self._held.pop(record_id)
+            self._num_held[equal] -= 1
+            if not self._num_held[equal]:
+                del self._num_held[equal]
+            self._forget_oldest()
+
     # ---- on the compiler's thread ---------------------------------------------------------------
 
     def _compile(self, constraint: Constraint) -> xgrammar.CompiledGrammar:
@@ -94,16 +121,22 @@ class Grammars:
         return compile_constraint(self._compiler, constraint)
 
     def _settle(self, constraint: Constraint, done: "Future[xgrammar.CompiledGrammar]") -> None:
-        """Forget what failed, and of the others the least recently used beyond the bounds."""
+        """Forget what failed, or what it has no room beside."""
         with self._lock:
             if done.cancelled() or done.exception() is not None:
                 if self._grammars.get(constraint) is done:
                     del self._grammars[constraint]
                 return
             self._num_compiled += 1
-            while len(self._grammars) > 1 and self._is_over():
-                oldest = next(iter(self._grammars))
-                del self._grammars[oldest]
+            self._forget_oldest()
+
+    def _forget_oldest(self) -> None:
+        """Those that no live record holds, while there are too many; the newest stays."""
+        for constraint in list(self._grammars)[:-1]:
+            if not self._is_over():
+                break
+            if constraint not in self._num_held:
+                del self._grammars[constraint]
 
     def _is_over(self) -> bool:
         return len(self._grammars) > self._max_grammars or self._num_bytes() > self._max_bytes

@@ -8,16 +8,17 @@
     a required name without a      may have any value that additionalProperties allows
       property of its own
     a string of a known format     is held to it (`formats`), not just described by it
+    a number with bounds           has no exponent and few decimals (`number_range`)
 
 A schema that no value can satisfy is refused too, also one that needs itself without end. Knows no
 compiler and no tokens.
 """
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import cast
 
 from engine.constraints.formats import FORMATS
+from engine.constraints.number_range import BOUNDS, is_bound, read_range
 from engine.constraints.pattern import writable_pattern
 from engine.constraints.satisfiability import can_be_met
 from engine.errors import RequestError
@@ -26,7 +27,6 @@ Schema = dict[str, object]
 
 MAX_NODES = 20_000
 MAX_WHERE_CHARS = 200  # of the place that an error names
-MAX_BOUND = 10**15 - 1  # of integers with a bound: JSON readers keep them all
 # What a value must be to be of a type, as JSON is decoded.
 _TYPES: Mapping[str, Callable[[object], bool]] = {
     "null": lambda value: value is None,
@@ -168,12 +168,8 @@ class _Restriction:
                 return {"type": "object", **self._object(schema, where)}
             case "array":
                 return {"type": "array", **self._array(schema, where), **own}
-            case "integer":
-                integer = _integer(own)
-                self._count(len(_list(integer.get("anyOf", []), where)))
-                return integer
-            case "number" if own:
-                raise _refused(where, "bounds are supported for integers only")
+            case "integer" | "number" if own and read_range({"type": name, **own}).is_empty:
+                return {"enum": []}
         return {"type": name, **own}
 
     def _object(self, schema: Schema, where: str) -> Schema:
@@ -224,7 +220,7 @@ def _check_bounds(own: Schema, where: str) -> None:
             raise _refused(f"{where}.{name}", "expected a whole number, 0 or more")
         if name == "pattern" and not isinstance(value, str):
             raise _refused(f"{where}.pattern", "expected a string")
-        if name not in _COUNTS and name != "pattern" and not _is_bound(value):
+        if name in BOUNDS and not is_bound(name, value):
             raise _refused(f"{where}.{name}", "expected a number of at most 15 digits")
     if "pattern" in own and len(own.keys() & {"minLength", "maxLength"}) > 0:
         raise _refused(
@@ -232,53 +228,11 @@ def _check_bounds(own: Schema, where: str) -> None:
         )
 
 
-def _is_bound(value: object) -> bool:
-    return _TYPES["number"](value) and abs(cast("float", value)) <= MAX_BOUND
-
-
 def _formatted(name: str, own: Schema, where: str) -> Schema:
     if own:
         names = ", ".join(f"'{key}'" for key in own)
         raise _refused(where, f"the format '{name}' cannot be combined with {names}; keep one")
     return {"pattern": FORMATS[name]}
-
-
-def _integer(own: Schema) -> Schema:
-    """All within the bounds, as pieces: the compiler goes wrong in most ranges but such."""
-    if not own:
-        return {"type": "integer"}
-    bounds = {name: cast("float", value) for name, value in own.items()}
-    low = max(
-        math.ceil(bounds.get("minimum", -MAX_BOUND)),
-        math.floor(bounds.get("exclusiveMinimum", -MAX_BOUND - 1)) + 1,
-    )
-    high = min(
-        math.floor(bounds.get("maximum", MAX_BOUND)),
-        math.ceil(bounds.get("exclusiveMaximum", MAX_BOUND + 1)) - 1,
-    )
-    pieces = [(-last, -first) for first, last in _pieces(max(1, -high), -low)]
-    pieces += _pieces(max(1, low), high)
-    singles: list[object] = [first for first, last in pieces if first == last]
-    if low <= 0 <= high:
-        singles.append(0)
-    ranges: list[Schema] = [
-        {"type": "integer", "minimum": first, "maximum": last}
-        for first, last in pieces
-        if first < last
-    ]
-    return {"anyOf": [{"enum": singles}, *ranges] if singles else ranges}
-
-
-def _pieces(low: int, high: int) -> list[tuple[int, int]]:
-    """1 <= low ... high cut where the last digits run from 0 to 9; none when it is empty."""
-    pieces = []
-    while low <= high:
-        size = 1
-        while low % (10 * size) == 0 and low + 10 * size - 1 <= high:
-            size *= 10
-        pieces.append((low, low + size - 1))
-        low += size
-    return pieces
 
 
 def _types_of(schema: Schema, where: str) -> tuple[str, ...]:

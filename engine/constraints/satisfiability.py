@@ -18,7 +18,7 @@ def can_be_met(root: Schema, resolve: Callable[[str], Schema]) -> bool:
     """`resolve`: what a reference names in `root`; its errors are passed on."""
     missing: dict[int, int] = {}  # id of a node -> how many of its needs have to be met yet
     needed_by: defaultdict[int, list[int]] = defaultdict(list)
-    for node in _walk(root):
+    for node in nodes_of(root):
         if id(node) in missing:
             continue  # one node in several places
         needs, num_enough = _needs(node, resolve)
@@ -34,6 +34,22 @@ def can_be_met(root: Schema, resolve: Callable[[str], Schema]) -> bool:
                 met.add(node_id)
                 ready.append(node_id)
     return id(root) in met
+
+
+def nodes_of(root: Schema) -> Iterator[Schema]:
+    """Every node of a restricted schema, outer ones first."""
+    stack = [root]
+    while stack:
+        node = stack.pop()
+        yield node
+        for name in ("$defs", "definitions", "properties"):
+            stack += cast("dict[str, Schema]", node.get(name, {})).values()
+        for name in ("anyOf", "prefixItems"):
+            stack += cast("list[Schema]", node.get(name, []))
+        for name in ("items", "additionalProperties"):
+            inner = node.get(name)
+            if isinstance(inner, dict):
+                stack.append(inner)
 
 
 def _needs(node: Schema, resolve: Callable[[str], Schema]) -> tuple[list[Schema], int]:
@@ -53,19 +69,3 @@ def _needs(node: Schema, resolve: Callable[[str], Schema]) -> tuple[list[Schema]
         if cast("int", node.get("minItems", 0)) > 0 and isinstance(node["items"], dict):
             needs.append(cast("Schema", node["items"]))
     return needs, len(needs)
-
-
-def _walk(root: Schema) -> Iterator[Schema]:
-    """Every node, outer ones first."""
-    stack = [root]
-    while stack:
-        node = stack.pop()
-        yield node
-        for name in ("$defs", "definitions", "properties"):
-            stack += cast("dict[str, Schema]", node.get(name, {})).values()
-        for name in ("anyOf", "prefixItems"):
-            stack += cast("list[Schema]", node.get(name, []))
-        for name in ("items", "additionalProperties"):
-            inner = node.get(name)
-            if isinstance(inner, dict):
-                stack.append(inner)

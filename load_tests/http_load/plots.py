@@ -109,6 +109,7 @@ def plot_timelines(points: Sequence[Point]) -> str:
     """A column a rate: first tokens by the time of sending, and requests under way below."""
     num_columns = min(PANELS_IN_ROW, len(points))
     num_rows = -(-len(points) // num_columns)
+    size = (2 * SIZE[0] / num_columns, 2.4)  # as wide as the other pictures
 
     def draw(axes: Sequence[Axes]) -> None:
         starts = [2 * row * num_columns for row in range(num_rows)]
@@ -128,7 +129,7 @@ def plot_timelines(points: Sequence[Point]) -> str:
             belows[row * num_columns].set_ylabel("requests under way")
         _legend(tops[0], fontsize=9)
 
-    return _picture(2 * num_rows * num_columns, draw, num_columns=num_columns, size=(3.4, 2.4))
+    return _picture(2 * num_rows * num_columns, draw, num_columns=num_columns, size=size)
 
 
 def _timeline(point: Point, top: Axes, below: Axes) -> None:

@@ -18,13 +18,40 @@ def test_prompts_are_estimated_by_their_characters() -> None:
 
 def test_what_is_being_tokenised_counts_until_it_is_placed() -> None:
     admission = Admission(list, max_queued_tokens=10)
-    with admission.admitted(99):  # nothing is before it
+    with admission.admitted(99) as leave:  # nothing is before it
         assert admission.num_tokens == 99
         with pytest.raises(CapacityError), admission.admitted(1):
             pass
+    leave()
     with pytest.raises(RuntimeError), admission.admitted(7):
         raise RuntimeError
     assert admission.num_tokens == 0
+
+
+def test_who_waits_for_a_first_token_counts_although_no_worker_has_said_so() -> None:
+    links = [WorkerLink(name="prefill-0", role="prefill", load=busy(0))]  # it has not reported yet
+    admission = Admission(lambda: links, max_queued_tokens=10)
+    with admission.admitted(6) as leave:
+        pass
+    assert admission.num_tokens == 0
+    with admission.admitted(4):
+        pass  # both fit
+    with pytest.raises(CapacityError), admission.admitted(1):
+        pass
+    leave()
+    leave()  # a second time changes nothing
+    with admission.admitted(6):
+        pass
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answered_request_waits_no_longer(stream: bool) -> None:
+    app = edge_app({"edge.max_queued_tokens": 100})
+    for _ in range(3):  # each but the first would be refused behind another that waits
+        body = {"prompt": [1] * 90, "max_tokens": 2, "stream": stream}
+        assert app.post(body).status_code == 200
+    assert app.post({"prompt": [1] * 600, "max_tokens": 2}).status_code == 400
+    assert app.post({"prompt": [1] * 90, "max_tokens": 1}).status_code == 200
 
 
 def test_workers_that_decode_or_are_away_have_no_queue() -> None:

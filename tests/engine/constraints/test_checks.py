@@ -1,9 +1,11 @@
 """Constraints that are tried out in a process of their own: a verdict, in bounded time, for all."""
 
+import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import wait
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -62,6 +64,26 @@ def test_one_that_is_none_is_refused_in_words(
     checks: ConstraintChecks, kind: ConstraintKind, text: str, words: str
 ) -> None:
     assert words in checks.check(Constraint(kind, text)).result()
+
+
+def test_one_that_the_machine_had_no_time_for_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def judge(tries_to_wait: int) -> str:
+        tries = tmp_path / "tries"
+        num_tries = len(tries.read_text()) if tries.exists() else 0
+        tries.write_text("x" * (num_tries + 1))
+        if num_tries < tries_to_wait:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)  # a plugin of pytest has its own
+            signal.pause()
+        return ""
+
+    monkeypatch.setattr(check_child, "WALL_LIMIT_S", 1.0)
+    monkeypatch.setattr(check_child, "judge", lambda compiler, constraint: judge(compiler))
+    tries_to_wait: Any = 1
+    assert check_child.judge_apart(tries_to_wait, Constraint(REGEX, "a")) == ""
+    tries_to_wait = 9
+    assert check_child.judge_apart(tries_to_wait, Constraint(REGEX, "a")) is None
 
 
 @pytest.mark.slow

@@ -42,6 +42,40 @@ def test_the_least_recently_used_goes_first_and_comes_back_when_asked_for() -> N
     grammars.close()
 
 
+def test_one_stays_while_the_record_of_a_request_that_waits_lives() -> None:
+    grammars = Grammars(vocabulary, max_grammars=2)
+    waiting, again = regex("a"), regex("a")
+    for record in (waiting, again, waiting):
+        grammars.prepare(record).result()
+    for text in ("b", "c", "d", "e"):
+        grammars.matcher(regex(text))
+    num_compiled = grammars.statistics().num_compiled
+    assert grammars.matcher(waiting).accept_string("a")
+    del waiting
+    grammars.matcher(regex("f"))
+    assert grammars.matcher(again).accept_string("a")
+    assert grammars.statistics().num_compiled == num_compiled + 1, "nothing but f"
+    del record, again
+    for text in ("g", "h"):
+        grammars.matcher(regex(text))
+    assert grammars.statistics().num_grammars == 2
+    assert grammars.matcher(regex("a")).accept_string("a")
+    assert grammars.statistics().num_compiled == num_compiled + 4, "f, g, h, and a anew"
+    grammars.close()
+
+
+def test_more_live_records_than_there_is_room_for_are_all_kept() -> None:
+    grammars = Grammars(vocabulary, max_grammars=2, max_bytes=1)
+    records = [regex(text) for text in "abcdef"]
+    for record in records:
+        grammars.prepare(record).result()
+    assert grammars.statistics().num_grammars == len(records)
+    del record
+    records.clear()
+    assert grammars.statistics().num_grammars == 1
+    grammars.close()
+
+
 def test_their_bytes_are_bounded_but_the_newest_is_kept() -> None:
     grammars = Grammars(vocabulary, max_bytes=1)
     for text in ("a{3}", "b{3}"):
