@@ -196,6 +196,8 @@ class ReceivingProcess:
                 connection.send(await self.answer(verb, *arguments))
         except (EOFError, OSError):
             await self.close_channel()
+        finally:
+            connection.close()  # or the sender would wait for an answer that failed
 
     async def answer(self, verb: str, *arguments: Any) -> Any:  # noqa: ANN401
         match verb:

@@ -41,9 +41,6 @@ T = TypeVar("T")
 # run on the copy engines, where decode steps do not notice them.
 MIN_COPY_BYTES = 2**18
 GATHER_BYTES = 64 * 2**20  # gathered at a time, which bounds the temporary
-# On a GPU, when nothing else is copied: over in less time than a thread takes to wake up and the
-# event loop to hear of it.
-INLINE_BYTES = 16 * 2**20
 CHECKED_BYTES = 256 * 2**20  # pulled at a time: they are digested while the next ones are copied
 
 
@@ -75,7 +72,7 @@ class BlockStore(Protocol):
 
 
 class KvPieces:
-    """The pieces of one store, copied in threads of its own; its coroutines belong to one loop."""
+    """The pieces of one store, copied in threads of its own."""
 
     def __init__(self, store: BlockStore, *, num_threads: int = 4) -> None:
         self._store = store
@@ -83,7 +80,6 @@ class KvPieces:
         self.device = store.tensor.device
         self._stream = _new_stream(self.device)
         self._checking = _new_stream(self.device)  # digests of what was pulled
-        self._num_running = 0  # calls in threads; belongs to the event loop
         self._queueing = threading.Lock()  # one call's work stays together on the streams
 
     @property
@@ -105,25 +101,25 @@ class KvPieces:
             self._stream.wait_stream(torch.cuda.default_stream(self.device))
 
     async def read(self, block_ids: Sequence[int]) -> StagedPiece[OutgoingData]:
-        return await self._run(len(block_ids), lambda: self._read(block_ids))
+        return await self._run(lambda: self._read(block_ids))
 
     async def write(self, block_ids: Sequence[int], piece: StagedPiece[IncomingData]) -> bool:
         data = piece.data
         if isinstance(data, ArrivedBlocks):
             return await data.write(block_ids, piece.digests)
-        return await self._run(len(block_ids), lambda: self._write(block_ids, data, piece.digests))
+        return await self._run(lambda: self._write(block_ids, data, piece.digests))
 
     async def to_host(self, blocks: StoredBlocks) -> PieceBytes:
         """A copy of blocks of this store in page-locked host memory."""
-        return await self._run(len(blocks.block_ids), lambda: self._to_host(blocks.block_ids))
+        return await self._run(lambda: self._to_host(blocks.block_ids))
 
     async def load(self, blocks: StoredBlocks, staging: Tensor) -> None:
         """Copy blocks of this store into `staging`: uint8 [blocks.nbytes], on this device."""
-        await self._run(len(blocks.block_ids), lambda: self._load(blocks.block_ids, staging))
+        await self._run(lambda: self._load(blocks.block_ids, staging))
 
     async def take(self, staging: Tensor, block_ids: Sequence[int], digests: list[int]) -> bool:
         """`write` from staging on this device: uint8 [n * block_bytes], checked in place."""
-        return await self._run(len(block_ids), lambda: self._take(staging, block_ids, digests))
+        return await self._run(lambda: self._take(staging, block_ids, digests))
 
     async def pull(
         self, source: Tensor, source_ids: Sequence[int], ids: Sequence[int], digests: list[int]
@@ -133,7 +129,7 @@ class KvPieces:
         source: [any, *block_shape], another GPU's memory mapped here. Not bounded by a deadline:
         a copy between two GPUs ends, or the device is lost, and it must not be left under way.
         """
-        return await self._run(len(ids), lambda: self._pull(source, source_ids, ids, digests))
+        return await self._run(lambda: self._pull(source, source_ids, ids, digests))
 
     def empty(self, num_bytes: int) -> PieceBytes:
         """A buffer to receive into, page-locked if the store is on a GPU."""
@@ -236,16 +232,9 @@ class KvPieces:
             for event in queued:
                 event.synchronize()
 
-    async def _run(self, num_blocks: int, copy: Callable[[], T]) -> T:
-        is_short = self.is_on_gpu and num_blocks * self.block_bytes <= INLINE_BYTES
-        if is_short and not self._num_running:
-            return copy()
-        self._num_running += 1
-        try:
-            # A copy that has begun cannot be stopped, so nobody may go on as if it were.
-            return await to_the_end(asyncio.get_running_loop().run_in_executor(self._threads, copy))
-        finally:
-            self._num_running -= 1
+    async def _run(self, copy: Callable[[], T]) -> T:
+        # A copy that has begun cannot be stopped, so nobody may go on as if it were.
+        return await to_the_end(asyncio.get_running_loop().run_in_executor(self._threads, copy))
 
 
 def copy_blocks(

@@ -136,7 +136,7 @@ class Grammars:
             if not self._is_over():
                 break
             if constraint not in self._num_held:
-                del self._grammars[constraint]
+                self._grammars.pop(constraint, None)  # a record let go meanwhile may have done it
 
     def _is_over(self) -> bool:
         return len(self._grammars) > self._max_grammars or self._num_bytes() > self._max_bytes

@@ -42,6 +42,11 @@ class Stream:
         finally:
             self.closed.append("deltas")
 
+    async def send_until_gone(self, message: Message) -> None:
+        self.sent.append(message)
+        if len(self.sent) == NUM_SENT:
+            raise OSError("the connection is gone")
+
     async def _make_events(self) -> AsyncGenerator[bytes, None]:
         try:
             async for item in self._deltas:
@@ -56,13 +61,7 @@ class Stream:
 def test_a_send_that_fails_ends_the_stream_quietly(spec_version: str) -> None:
     async def leave() -> None:
         stream = Stream()
-
-        async def send(message: Message) -> None:
-            stream.sent.append(message)
-            if len(stream.sent) == NUM_SENT:
-                raise OSError("the connection is gone")
-
-        await stream.run(send, spec_version)
+        await stream.run(stream.send_until_gone, spec_version)
         assert len(stream.sent) == NUM_SENT
         assert stream.closed == ["events", "deltas"]
 
@@ -108,14 +107,8 @@ def test_a_stream_that_is_cancelled_before_its_first_event_closes_what_it_would_
 def test_deltas_are_closed_although_closing_the_events_fails() -> None:
     async def leave() -> None:
         stream = Stream(close_fails=True)
-
-        async def send(message: Message) -> None:
-            stream.sent.append(message)
-            if len(stream.sent) == NUM_SENT:
-                raise OSError("the connection is gone")
-
         with pytest.raises(ValueError, match="cannot be closed"):
-            await stream.run(send)
+            await stream.run(stream.send_until_gone)
         assert stream.closed == ["events", "deltas"]
 
     asyncio.run(leave())

@@ -3,7 +3,7 @@
 import hashlib
 import os
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import httpx
 import psutil
@@ -42,9 +42,11 @@ def secured(cluster: Cluster) -> Iterator[Application]:
     application.stop()
 
 
-def status(application: Application, method: str, path: str, **options: object) -> int:
+def status(
+    application: Application, method: str, path: str, headers: Mapping[str, str] | None = None
+) -> int:
     url = f"{application.url}{path}"
-    return httpx.request(method, url, timeout=PATIENCE_S, **options).status_code  # type: ignore[arg-type]
+    return httpx.request(method, url, headers=headers, timeout=PATIENCE_S).status_code
 
 
 def test_no_route_but_health_answers_without_a_key(secured: Application) -> None:
