@@ -75,7 +75,7 @@ def _number(draw: random.Random, depth: int) -> Schema:
     if draw.random() < 0.3:
         return draw.choice([{"type": "number"}, {"type": "integer", "maximum": low}])
     if draw.random() < 0.4:
-        far = 10 ** draw.randint(1, 14) + draw.randint(-120, 120)
+        far = 10 ** draw.randint(1, 14) + draw.randint(-9, 120)
         return draw.choice(
             [
                 {"type": "number", "minimum": low, "exclusiveMaximum": low + draw.random()},

@@ -40,6 +40,18 @@ def test_a_restricted_schema_allows_nothing_that_its_original_forbids(
         assert not accepts(restricted, value) or accepts(schema, value)
 
 
+def test_random_schemas_can_be_met() -> None:
+    """What they are for: answers of models; one that nothing satisfies would be refused."""
+    seed = random.SystemRandom().randrange(10**6)
+    draw = random.Random(seed)
+    for _ in range(5000):
+        schema = random_schema(draw)
+        try:
+            restrict(schema, "schema")
+        except RequestError as error:
+            pytest.fail(f"seed {seed}: {schema}: {error}")
+
+
 @pytest.mark.parametrize(
     ("schema", "value"),
     [
