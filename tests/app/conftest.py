@@ -6,28 +6,14 @@ import random
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # a cluster of our own, gone with the tests
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from tests.app.running import Application, Cluster
-
-
-@pytest.fixture(scope="session")
-def cluster() -> Iterator[Cluster]:
-    cluster = Cluster.start()
-    yield cluster
-    cluster.stop()
-
-
-@pytest.fixture(scope="session")
-def disaggregated(cluster: Cluster) -> Iterator[Application]:
-    """2 prefill workers and 1 decode worker, over gloo pairs."""
-    application = cluster.run("disaggregated", {"workers.prefill": 2, "workers.decode": 1})
-    yield application
-    application.stop()
-
 
 # A decode worker that two long streams fill, prompts that take many steps, and KV in many pieces.
 TIGHT = {
@@ -41,30 +27,87 @@ TIGHT = {
     "handoff.piece_bytes": 1,
     "lifetimes.acknowledge_every_s": 0.1,
 }
+SHARED: Mapping[str, Mapping[str, object]] = {
+    "over_gloo_pairs": TIGHT | {"handoff.channel": "gloo_pair"},
+    "over_object_store": TIGHT | {"handoff.channel": "object_store"},
+    "unified": {"workers.unified": 1},
+    "disaggregated": {"workers.prefill": 2, "workers.decode": 1},
+}
+
+
+def _shared_by(item: pytest.Item) -> list[str]:
+    """Names of the shared applications that a test uses, in the order of SHARED."""
+    calls = getattr(item, "callspec", None)  # a fixture may choose one by its parameter
+    named = [*getattr(item, "fixturenames", ()), *(calls.params.values() if calls else ())]
+    return [name for name in SHARED if name in named]
+
+
+class SharedApplications:
+    """Each is started for the first test that uses it, and stopped after the last one.
+
+    Even idle, its dozen processes take a third of a core from the tests that come later.
+    """
+
+    def __init__(self, cluster: Cluster, num_users: Counter[str]) -> None:
+        self._cluster = cluster
+        self._num_users = num_users
+        self._running: dict[str, Application] = {}
+
+    @contextmanager
+    def use(self, name: str) -> Iterator[Application]:
+        if name not in self._running:
+            self._running[name] = self._cluster.run(name.replace("_", "-"), SHARED[name])
+        yield self._running[name]
+        self._num_users[name] -= 1
+        if not self._num_users[name]:
+            self._running.pop(name).stop()
+
+    def stop(self) -> None:
+        for application in self._running.values():
+            application.stop()
 
 
 @pytest.fixture(scope="session")
-def over_gloo_pairs(cluster: Cluster) -> Iterator[Application]:
+def cluster() -> Iterator[Cluster]:
+    cluster = Cluster.start()
+    yield cluster
+    cluster.stop()
+
+
+@pytest.fixture(scope="session")
+def shared(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[SharedApplications]:
+    users = Counter(name for item in request.session.items for name in _shared_by(item))
+    shared = SharedApplications(cluster, users)
+    yield shared
+    shared.stop()
+
+
+@pytest.fixture
+def over_gloo_pairs(shared: SharedApplications) -> Iterator[Application]:
     """1 prefill and 1 decode worker with little room, KV over a gloo pair."""
-    application = cluster.run("over-gloo-pairs", TIGHT | {"handoff.channel": "gloo_pair"})
-    yield application
-    application.stop()
+    with shared.use("over_gloo_pairs") as application:
+        yield application
 
 
-@pytest.fixture(scope="session")
-def over_object_store(cluster: Cluster) -> Iterator[Application]:
+@pytest.fixture
+def over_object_store(shared: SharedApplications) -> Iterator[Application]:
     """The same, KV through the object store."""
-    application = cluster.run("over-object-store", TIGHT | {"handoff.channel": "object_store"})
-    yield application
-    application.stop()
+    with shared.use("over_object_store") as application:
+        yield application
 
 
-@pytest.fixture(scope="session")
-def unified(cluster: Cluster) -> Iterator[Application]:
+@pytest.fixture
+def unified(shared: SharedApplications) -> Iterator[Application]:
     """One unified worker: the reference."""
-    application = cluster.run("unified", {"workers.unified": 1})
-    yield application
-    application.stop()
+    with shared.use("unified") as application:
+        yield application
+
+
+@pytest.fixture
+def disaggregated(shared: SharedApplications) -> Iterator[Application]:
+    """2 prefill workers and 1 decode worker, over the channel that suits the machine."""
+    with shared.use("disaggregated") as application:
+        yield application
 
 
 @pytest.fixture
@@ -75,13 +118,11 @@ def rng() -> random.Random:
     return random.Random(seed)
 
 
-SHARED = {"disaggregated", "over_gloo_pairs", "over_object_store", "unified"}
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Modules with few shared applications first: idle, too, each takes time of the machine."""
-    shared: dict[Path, set[str]] = {}
+    """Modules that share an application stand together, those that share none before them."""
+    shared: dict[Path, set[int]] = {}
     for item in items:
-        used = SHARED.intersection(getattr(item, "fixturenames", ()))
+        used = (list(SHARED).index(name) for name in _shared_by(item))
         shared.setdefault(item.path, set()).update(used)
-    items.sort(key=lambda item: len(shared[item.path]))
+    first_and_last = {path: (min(u, default=-1), max(u, default=-1)) for path, u in shared.items()}
+    items.sort(key=lambda item: first_and_last[item.path])
