@@ -77,21 +77,23 @@ def build_engine(
     notify: Callable[[OutgoingEvent], None],
     block_key: bytes | None = None,
     model: CausalLM | None = None,
+    *,
+    sends_blocks: bool = False,
 ) -> Engine:
     """Load the model and put the parts together.
 
     `notify` hears, on the engine thread, of prompts whose KV is to move. `block_key`: of the block
     hashes; None = drawn here. `model`: that of an engine that is gone, whose model section was
-    equal; None = it is loaded. Raises ConfigError when model folder and config cannot be served.
+    equal; None = it is loaded. `sends_blocks`: `KvStore.digests` are kept for who sends the KV on.
+    Raises ConfigError when model folder and config cannot be served.
     """
     torch.set_num_threads(config.workers.torch_threads)
     spec = load_spec(Path(config.model.path))
-    dtype = kv_dtype(config.model, spec)
-    layout = spec.kv_layout(block_size=config.cache.block_size, dtype=dtype)
+    layout = spec.kv_layout(block_size=config.cache.block_size, dtype=kv_dtype(config.model, spec))
     compilations = CompilationCounter()
     compilations.install()
     grammars = _build_grammars(config, spec)
-    replica = Replica(config, spec, layout, model, grammars)
+    replica = Replica(config, spec, layout, model, grammars, sends_blocks=sends_blocks)
     executor = replica.build_executor()
     compilations.reset()
     num_blocks = executor.kv_store.num_blocks
@@ -99,7 +101,7 @@ def build_engine(
     hasher = RequestHasher(
         secrets.token_bytes(BLOCK_KEY_BYTES) if block_key is None else block_key,
         model=model_fingerprint,
-        dtype=dtype,
+        dtype=layout.dtype,
         block_size=layout.block_size,
     )
     outgoing = OutgoingHandoffs(cache, notify)

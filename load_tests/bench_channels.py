@@ -104,7 +104,7 @@ async def receive(end: End, folder: Path, seconds: float) -> None:
 
 
 async def send(end: End, folder: Path, args: argparse.Namespace) -> list[Outcome]:
-    end.store.tensor.normal_()
+    end.fill()
     process = SendingProcess(end, folder)
     outcomes = []
     for kind in args.channels or KINDS[args.device]:

@@ -1,7 +1,8 @@
 """Pieces in and out of a KV store: through host memory, or from GPU to GPU.
 
 On a CPU a piece is a copy. On a GPU it is left where it is until a channel is known: `read` only
-names and digests the blocks, and `to_host` copies them for a channel that carries host memory.
+names the blocks, and `to_host` copies them for a channel that carries host memory. What they digest
+to is known since the steps that wrote them.
 
 Which thread and stream do what on a GPU: the engine steps on the default stream. All copies here
 run on one stream beside it, queued by threads of our own, digests of what arrived on another; a
@@ -32,6 +33,7 @@ from actors.handoff.contracts import (
     StoredBlocks,
 )
 from actors.handoff.waits import to_the_end
+from engine.kv.block_digests import BlockDigests
 from engine.kv.page_locked import to_host
 
 T = TypeVar("T")
@@ -60,6 +62,11 @@ class BlockStore(Protocol):
 
     def index(self, block_ids: Sequence[int]) -> Tensor:
         """int64 [n] on the store's device, as soon as the current stream is there."""
+        ...
+
+    @property
+    def digests(self) -> BlockDigests:
+        """Of the blocks that were computed here."""
         ...
 
     def queue_digests(self, block_ids: Tensor) -> Tensor:
@@ -101,7 +108,15 @@ class KvPieces:
             self._stream.wait_stream(torch.cuda.default_stream(self.device))
 
     async def read(self, block_ids: Sequence[int]) -> StagedPiece[OutgoingData]:
-        return await self._run(lambda: self._read(block_ids))
+        """A copy on a CPU; on a GPU their names, at once. Steps have told what they digest to."""
+        digests = self._store.digests.of(block_ids)
+        data: OutgoingData
+        if self.is_on_gpu:
+            nbytes = len(block_ids) * self.block_bytes
+            data = StoredBlocks(block_ids=tuple(block_ids), nbytes=nbytes)
+        else:
+            data = await self._run(lambda: self._gather(block_ids))
+        return StagedPiece(data=data, digests=digests)
 
     async def write(self, block_ids: Sequence[int], piece: StagedPiece[IncomingData]) -> bool:
         data = piece.data
@@ -143,17 +158,9 @@ class KvPieces:
 
     # ---- in a thread ----------------------------------------------------------------------------
 
-    def _read(self, block_ids: Sequence[int]) -> StagedPiece[OutgoingData]:
-        if self.is_on_gpu:
-            with self._on_streams():
-                digests = to_host(self._store.queue_digests(self._store.index(block_ids)))
-            named = StoredBlocks(
-                block_ids=tuple(block_ids), nbytes=len(block_ids) * self.block_bytes
-            )
-            return StagedPiece(data=named, digests=digests.tolist())
-        blocks = self._store.gather(block_ids)
-        data: PieceBytes = blocks.view(-1).view(torch.uint8).numpy()
-        return StagedPiece(data=data, digests=self._store.digest_staged(blocks))
+    def _gather(self, block_ids: Sequence[int]) -> PieceBytes:
+        data: PieceBytes = self._store.gather(block_ids).view(-1).view(torch.uint8).numpy()
+        return data
 
     def _write(self, block_ids: Sequence[int], data: PieceBytes, digests: list[int]) -> bool:
         with self._on_streams():
@@ -190,13 +197,11 @@ class KvPieces:
         slab = max(1, CHECKED_BYTES // self.block_bytes)
         found: list[Tensor] = []
         with self._on_streams():
-            with self._behind_copies():
-                index = self._store.index(ids)
             for start in range(0, len(ids), slab):
                 part = slice(start, start + slab)
                 copy_blocks(self.tensor, ids[part], source, source_ids[part])
-                with self._behind_copies():
-                    found.append(self._store.queue_digests(index[part]))
+                with self._behind_copies():  # and the first copy moves while this is queued
+                    found.append(self._store.queue_digests(self._store.index(ids[part])))
             with self._behind_copies():
                 arrived = to_host(torch.cat(found))
         return arrived.tolist() == digests

@@ -255,15 +255,12 @@ class EngineHost:
             }
 
         seen = await self.call(look)
-        return (
-            seen
-            | side.statistics()
-            | {
-                "streams": asdict(self.streams.statistics()),
-                "tasks": len(asyncio.all_tasks()),
-                "num_requests": self._num_requests,
-            }
-        )
+        own = {
+            "streams": asdict(self.streams.statistics()),
+            "tasks": len(asyncio.all_tasks()),
+            "num_requests": self._num_requests,
+        }
+        return seen | side.statistics() | own
 
     # ---- loading and stepping -------------------------------------------------------------------
 
@@ -273,9 +270,8 @@ class EngineHost:
 
         started_s = self.clock.now_s()
         try:
-            engine = build_engine(
-                self.config, self.model, self.clock, self._on_outgoing, self._block_key
-            )
+            given = self.config, self.model, self.clock, self._on_outgoing, self._block_key
+            engine = build_engine(*given, sends_blocks=self.role == "prefill")
         except ConfigError as error:
             self._failure = error.message
             logger.error("%s cannot start: %s", self.name, error.message)

@@ -27,6 +27,7 @@ from engine.execution.request_rows import RequestRows
 from engine.execution.step_buffers import StepBuffers
 from engine.execution.step_graphs import GraphOutput, Recorder, StepGraphs
 from engine.execution.step_slots import StepSlots
+from engine.execution.written_blocks import digest_written
 from engine.kv.block_tables import BlockTables, concat_ranges
 from engine.kv.kv_store import KvStore
 from engine.kv.layout import KvLayout
@@ -60,7 +61,9 @@ class Executor:
         max_step_tokens: int,
         sampler: RowSampler,
         attention: PhasedAttention,
+        digests_written: bool = False,
     ) -> None:
+        """`digests_written`: `kv_store.digests` are those of all blocks that steps wrote."""
         assert max_model_len <= model.rotary.max_tokens, (
             f"{max_model_len} tokens for a model built for {model.rotary.max_tokens}"
         )
@@ -69,6 +72,7 @@ class Executor:
         self.kv_store = KvStore(layout, num_blocks=num_blocks, device=model.device)
         self._sampler = sampler
         self._attention = attention
+        self._digests_written = digests_written
         self._max_rows = max_rows
         self._max_model_len = max_model_len
         self._request_rows = RequestRows(max_rows=max_rows, max_model_len=max_model_len)
@@ -77,7 +81,6 @@ class Executor:
         self._block_tables = BlockTables(
             max_rows=max_rows, max_blocks_per_row=self._max_blocks_per_row
         )
-        self._max_step_tokens = max_step_tokens
         self._buffers = self._step_buffers(max_step_tokens)
         self._last_token_steps = LastTokenSteps(max_rows, model.device)
         # [max_rows + 1]  each row's newest sampled token; the last entry belongs to padding
@@ -139,7 +142,11 @@ class Executor:
             slot.timer.start()
             self._apply_rows(plan)
             computed = self._compute(plan)
-            return PendingStep(plan, computed.batch, self._slots, slot, self._sample(computed))
+            left = self._sample(computed)
+            if self._digests_written:
+                written = digest_written(plan, self._block_tables, self.kv_store)
+                left = replace(left, written=written)
+            return PendingStep(plan, computed.batch, self._slots, slot, left)
 
     def forward_logits(self, plan: StepPlan) -> Tensor:
         """Run a step without sampling; returns fp32 [sum(num_logits), vocab] in plan order."""
@@ -343,8 +350,7 @@ class Executor:
     def _prompt(self, buffers: StepBuffers, size: GraphSize, ctx: ForwardContext) -> GraphOutput:
         """Any number of tokens for each of the first rows of `buffers`, and a line for each."""
         indices = buffers.on_device("logit_indices", size.num_rows)
-        ids = self._ids(buffers, size)
-        result = self.model.forward(ids, ctx, indices, checks_finite=True)
+        result = self.model.forward(self._ids(buffers, size), ctx, indices, checks_finite=True)
         logits = self.model.logits(result.hidden)
         is_finite = result.is_finite
         if size.span_tokens is not None and is_finite is not None:
@@ -382,14 +388,8 @@ class Executor:
     def _write_batch(
         self, plan: StepPlan, buffers: StepBuffers, padded_to: GraphSize | None = None
     ) -> InputBatch:
-        return write_input_batch(
-            plan,
-            self._request_rows,
-            self._block_tables,
-            self.layout,
-            buffers,
-            padded_to=padded_to,
-        )
+        tables = self._request_rows, self._block_tables, self.layout
+        return write_input_batch(plan, *tables, buffers, padded_to=padded_to)
 
     def _step_buffers(self, max_tokens: int) -> StepBuffers:
         return StepBuffers(

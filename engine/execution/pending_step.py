@@ -14,6 +14,7 @@ from torch import Tensor
 from engine.execution.input_batch import InputBatch
 from engine.execution.prompt_logprobs import PromptTensors
 from engine.execution.step_slots import StepSlot, StepSlots
+from engine.execution.written_blocks import WrittenBlocks
 from engine.sampling.choice import LabelTensors, LogprobTensors
 from engine.scheduling.plan import StepPlan, StepResult, TokenLogprobs
 
@@ -33,6 +34,8 @@ class StepTensors:
     logprobs: LogprobTensors | None = None
     labels: LabelTensors | None = None
     prompt: PromptTensors | None = None
+    # Of a worker that sends its blocks away; on the host already, or on its way there.
+    written: WrittenBlocks | None = None
 
 
 class PendingStep:
@@ -56,6 +59,7 @@ class PendingStep:
         self._logprobs = left.logprobs.map(_to_host) if left.logprobs else None
         self._labels = left.labels.map(_to_host) if left.labels else None
         self._prompt = left.prompt.map(_to_host) if left.prompt else None
+        self._written = left.written
         flags = left.is_finite_token
         self._is_finite_token = None if flags is None else _to_host(flags)
         slot.timer.stop()
@@ -68,6 +72,8 @@ class PendingStep:
     def wait(self) -> StepResult:
         """Block until the step's tokens are on the host. Called once."""
         duration_s = self._slot.timer.wait()
+        if self._written is not None:
+            self._written.keep()
         sampled_places = self._batch.plan_rows[self._batch.sampling]
         # [R]  by plan row
         drawn = np.full(self._batch.num_rows, _NOT_SAMPLED, dtype=np.int32)

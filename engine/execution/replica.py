@@ -45,16 +45,20 @@ class Replica:
         layout: KvLayout,
         model: CausalLM | None = None,
         matchers: Matchers | None = None,
+        *,
+        sends_blocks: bool = False,
     ) -> None:
         """`model`: built before from an equal model section; None = its weights are loaded here.
 
-        `matchers`: of rows with a constraint; None = there are none.
+        `matchers`: of rows with a constraint; None = there are none. `sends_blocks`: what steps
+        write is digested.
         Raises ConfigError: model, backend and device do not go together.
         """
         self._config = config
         self._spec = spec
         self._layout = layout
         self._matchers = matchers
+        self._sends_blocks = sends_blocks
         self._device = torch.device(config.model.device)
         asked = config.model.max_model_len
         self._max_model_len = spec.max_model_len if asked is None else asked
@@ -112,6 +116,7 @@ class Replica:
                 self._matchers,
             ),
             attention=self._build_attention(),
+            digests_written=self._sends_blocks,
         )
         warm_up(
             executor,

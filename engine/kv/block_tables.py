@@ -70,6 +70,18 @@ class BlockTables:
         ]
         return block_ids
 
+    def slices(
+        self, rows: NDArray[np.int64], starts: NDArray[np.int64], counts: NDArray[np.int64]
+    ) -> list[int]:
+        """Blocks [starts[r], starts[r] + counts[r]) of each row, one row after the other."""
+        ends = starts + counts
+        assert (ends <= self._num_blocks[rows]).all(), (
+            f"rows {rows.tolist()} have no blocks up to {ends.tolist()}"
+        )
+        places = concat_ranges(rows * self._table.shape[1] + starts, counts)
+        ids: list[int] = self._flat[places].tolist()
+        return ids
+
     def block_ids(self, row: int) -> list[int]:
         ids: list[int] = self._table[row, : self._num_blocks[row]].tolist()
         return ids

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from engine.kv.block_digests import BlockDigests
 from engine.kv.layout import KvLayout
 from engine.kv.page_locked import to_device
 from kernels.block_digest import block_digests
@@ -36,6 +37,7 @@ class KvStore:
         self.tensor = torch.zeros(
             (num_blocks, *layout.block_shape), dtype=self.dtype, device=device
         )
+        self.digests = BlockDigests(num_blocks)  # of blocks that are to be sent away
         self._weights = _digest_weights(layout).to(device)
         if device.type == "cuda":
             self.digest([0])  # compiles the kernel now, not under the first handoff

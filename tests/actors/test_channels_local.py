@@ -19,6 +19,7 @@ from engine.errors import HandoffError
 from engine.kv.kv_store import KvStore
 from engine.kv.layout import KvLayout
 from engine.messages import ChannelKind, PairRequest, PieceReply
+from tests.actors.handoff.gpu_stand_in import know_digests
 from tests.actors.handoff_network import run_virtual
 from tests.engine.kv.handoff_world import SENDER
 
@@ -190,6 +191,7 @@ class TestPieces:
         layout = KvLayout(num_layers=2, block_size=3, num_kv_heads=1, head_dim=5, dtype="bfloat16")
         one, two = (KvStore(layout, num_blocks=9, device=torch.device("cpu")) for _ in range(2))
         one.tensor.copy_(torch.randn(one.tensor.shape, generator=torch.manual_seed(3)))
+        know_digests(one)
         source, target = KvPieces(one), KvPieces(two)
 
         async def main() -> None:

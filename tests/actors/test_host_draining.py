@@ -207,7 +207,7 @@ def test_one_that_cannot_start_again_is_not_tried_for_ever_once_it_is_to_leave(
 ) -> None:
     is_told = threading.Event()
 
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         is_told.wait()
         raise OSError("its model folder is gone")
 

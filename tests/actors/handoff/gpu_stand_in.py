@@ -16,7 +16,14 @@ def random_store(num_blocks: int, rng: random.Random, layout: KvLayout = LAYOUT)
     store = KvStore(layout, num_blocks=num_blocks, device=torch.device("cpu"))
     generator = torch.Generator().manual_seed(rng.randrange(2**60))
     store.tensor.copy_(torch.randn(store.tensor.shape, generator=generator))
+    know_digests(store)
     return store
+
+
+def know_digests(store: KvStore) -> None:
+    """Of all that is in it now, as if steps had written it."""
+    block_ids = range(store.num_blocks)
+    store.digests.keep(block_ids, store.digest(block_ids))
 
 
 def random_blocks(num_blocks: int, store: KvStore, rng: random.Random) -> list[int]:

@@ -101,7 +101,7 @@ def _send(
 
     async def main() -> Any:
         end = _new_end(folder, device, gpu)
-        end.store.tensor.normal_()
+        end.fill()
         process = SendingProcess(end, Path(folder))
         return await run(process, Path(folder), answers, *arguments)
 

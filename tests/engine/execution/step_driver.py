@@ -34,6 +34,7 @@ class StepDriver:
         attention: AttentionNames = AUTO,
         fixed_tile: bool = False,
         phased: PhasedAttention | None = None,
+        digests_written: bool = False,
     ) -> None:
         """`phased`: computes attention instead of what `attention` names."""
         dtype = {
@@ -65,6 +66,7 @@ class StepDriver:
                 device=model.device,
                 fixed_tile=fixed_tile,
             ),
+            digests_written=digests_written,
         )
         self.block_size = block_size
         self.random = random.Random(seed)
