@@ -69,9 +69,12 @@ class DecodeWorker(EngineWorker):
         """PairRequest -> PairReply, encoded."""
         return encode(await self._receiver.open_pair(decode(request, PairRequest)))
 
-    async def receive_piece(self, header: bytes, payload: list[Any]) -> bytes:
-        """PieceHeader and, for the object store, a reference -> PieceReply, encoded."""
-        return encode(await self._receiver.receive_piece(decode(header, PieceHeader), payload))
+    async def receive_pieces(self, headers: list[bytes], payloads: list[list[Any]]) -> bytes:
+        """PieceHeaders and, for the object store, references -> list of PieceReply, encoded."""
+        receiver = self._receiver
+        pieces = zip(headers, payloads, strict=True)
+        taking = (receiver.receive_piece(decode(h, PieceHeader), payload) for h, payload in pieces)
+        return encode(list(await asyncio.gather(*taking)))
 
     async def cancel_transfer(self, request: bytes) -> bytes:
         """CancelTransfer -> CancelReply, encoded."""

@@ -6,7 +6,7 @@ found); an EngineError raised by the callee arrives as itself.
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -150,9 +150,12 @@ class WorkerHandle:
         reference = self._actor.open_pair.remote(encode(request))
         return await _decoded(reference, self.name, _as(PairReply))
 
-    async def receive_piece(self, header: PieceHeader, payload: list[Any]) -> PieceReply:
-        reference = self._actor.receive_piece.remote(encode(header), payload)
-        return await _decoded(reference, self.name, _as(PieceReply))
+    async def receive_pieces(
+        self, pieces: Sequence[tuple[PieceHeader, list[Any]]]
+    ) -> list[PieceReply]:
+        headers, payloads = [encode(header) for header, _ in pieces], [p for _, p in pieces]
+        reference = self._actor.receive_pieces.remote(headers, payloads)
+        return await _decoded(reference, self.name, _as(list[PieceReply]))
 
     async def cancel_transfer(self, request: CancelTransfer) -> CancelReply:
         reference = self._actor.cancel_transfer.remote(encode(request))

@@ -87,7 +87,11 @@ class Peer(Protocol):
 
     async def open_pair(self, request: PairRequest) -> PairReply: ...
 
-    async def receive_piece(self, header: PieceHeader, payload: list[Any]) -> PieceReply: ...
+    async def receive_pieces(
+        self, pieces: Sequence[tuple[PieceHeader, list[Any]]]
+    ) -> list[PieceReply]:
+        """Independent pieces that go in one call, each with its payload; answered together."""
+        ...
 
     async def cancel_transfer(self, request: CancelTransfer) -> CancelReply: ...
 
@@ -138,7 +142,7 @@ class SendChannel(Protocol):
     async def send(self, data: OutgoingData | None, deliver: Deliver) -> PieceReply:
         """Send one piece (None = no bytes) and return the receiver's acknowledgement.
 
-        Concurrent calls take turns. Raises HandoffError when the
+        Of concurrent calls, the bytes may move one after the other. Raises HandoffError when the
         channel fails or a deadline passes, WorkerError when the receiver is dead.
         """
         ...

@@ -13,6 +13,7 @@ import msgspec
 from actors.handoff.channel_choice import piece_bytes_of
 from actors.handoff.computed_blocks import ComputedBlocks, NextPiece
 from actors.handoff.contracts import OutgoingData, Peer, PieceStore, SendChannel
+from actors.handoff.piece_bundles import PieceBundles
 from actors.handoff.waits import EndedError
 from configs.schema import HandoffConfig
 from engine.errors import HandoffError
@@ -41,7 +42,13 @@ class PieceSender:
         self._identity = identity
         self._config = config
         self._store = store
+        self._bundles = PieceBundles(identity.layout.block_bytes)
         self.counts: Counter[str] = Counter()  # "pieces", "bytes", "early blocks"
+
+    @property
+    def num_calls(self) -> int:
+        """That carried pieces, one or several each."""
+        return self._bundles.num_calls
 
     async def send_computed(self, transfer: Transfer, channel: SendChannel) -> PieceReply | None:
         """Send what is computed so far; None if more is to come, else D's answer that ends it.
@@ -101,7 +108,7 @@ class PieceSender:
 
         async def deliver(seq: int, payload: list[Any]) -> PieceReply:
             numbered = msgspec.structs.replace(header, seq=seq)
-            return await transfer.peer.receive_piece(numbered, payload)
+            return await self._bundles.deliver(transfer.peer, numbered, payload)
 
         reply = await channel.send(data, deliver)
         self.counts["pieces"] += 1

@@ -78,6 +78,7 @@ class SenderStatistics:
     num_sent: int  # handed over and acknowledged
     num_ended: int  # cancelled or finished on P
     num_pieces: int
+    num_calls: int  # that carried them
     num_bytes: int
     num_early_blocks: int  # sent while their prompt still computed
     num_retries: int
@@ -172,6 +173,7 @@ class HandoffSender:
             num_sent=self._counts["sent"],
             num_ended=self._counts["ended"],
             num_pieces=self._pieces.counts["pieces"],
+            num_calls=self._pieces.num_calls,
             num_bytes=self._pieces.counts["bytes"],
             num_early_blocks=self._pieces.counts["early blocks"],
             num_retries=self._counts["retries"],

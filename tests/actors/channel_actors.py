@@ -214,6 +214,7 @@ class PrefillSide:
         request.block_ids, request.num_computed_tokens = block_ids, num_tokens
         request.tokens.append(1)
         digests = self._store.digest(block_ids)
+        self._store.digests.keep(block_ids, digests)
         self._outgoing.add(request)
         return digests
 
@@ -297,8 +298,10 @@ class DecodeSide:
     async def open_pair(self, request: bytes) -> bytes:
         return encode(await self._receiver.open_pair(decode(request, PairRequest)))
 
-    async def receive_piece(self, header: bytes, payload: list[Any]) -> bytes:
-        return encode(await self._receiver.receive_piece(decode(header, PieceHeader), payload))
+    async def receive_pieces(self, headers: list[bytes], payloads: list[list[Any]]) -> bytes:
+        pieces = [decode(header, PieceHeader) for header in headers]
+        taking = map(self._receiver.receive_piece, pieces, payloads)
+        return encode(list(await asyncio.gather(*taking)))
 
     async def cancel_transfer(self, request: bytes) -> bytes:
         return encode(await self._receiver.cancel_transfer(decode(request, CancelTransfer)))
@@ -367,8 +370,8 @@ class Host(Side):
     async def open_pair(self, request: bytes) -> bytes:
         return await self._decoding.open_pair(request)
 
-    async def receive_piece(self, header: bytes, payload: list[Any]) -> bytes:
-        return await self._decoding.receive_piece(header, payload)
+    async def receive_pieces(self, headers: list[bytes], payloads: list[list[Any]]) -> bytes:
+        return await self._decoding.receive_pieces(headers, payloads)
 
     async def cancel_transfer(self, request: bytes) -> bytes:
         return await self._decoding.cancel_transfer(request)

@@ -6,7 +6,7 @@ nothing ends fails at once instead of hanging.
 
 import asyncio
 import selectors
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -232,7 +232,12 @@ class FakePeer:
         sent = decode(encode(request), PairRequest)
         return await self._answer(lambda: self.receiver.open_pair(sent))
 
-    async def receive_piece(self, header: PieceHeader, payload: list[Any]) -> PieceReply:
+    async def receive_pieces(
+        self, pieces: Sequence[tuple[PieceHeader, list[Any]]]
+    ) -> list[PieceReply]:
+        return list(await asyncio.gather(*(self._receive(*piece) for piece in pieces)))
+
+    async def _receive(self, header: PieceHeader, payload: list[Any]) -> PieceReply:
         sent = decode(encode(header), PieceHeader)
         number: int = payload[0]
         if number in self._faults.die_at:

@@ -30,6 +30,22 @@ def test_a_prompt_arrives_bit_for_bit_and_everything_is_released() -> None:
     simulate(scenario)
 
 
+def test_short_prompts_of_one_step_travel_in_one_call() -> None:
+    async def scenario(world: World) -> None:
+        requests = [world.start(number, range(9 * number, 9 * number + 3)) for number in range(5)]
+        await world.until(lambda: len(world.decode.incoming) == 5)
+        for request in requests:
+            world.finish(request)
+        await world.settled()
+        for request in requests:
+            world.check_arrived(request)
+        sent = world.sender.statistics()
+        assert (sent.num_sent, sent.num_pieces) == (5, 5)
+        assert sent.num_calls == 1
+
+    simulate(scenario)
+
+
 def test_only_blocks_the_decode_worker_lacks_are_sent() -> None:
     async def scenario(world: World) -> None:
         for number, length in ((1, 12), (2, 14), (3, 12)):
