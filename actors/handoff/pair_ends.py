@@ -64,12 +64,12 @@ class PairConnection(Protocol[Staged]):
 
 
 class PairSender(Generic[Staged]):
-    """The sending end."""
+    """The sending end: the header of a piece is on its way while the bytes before it still move."""
 
     def __init__(self, connection: PairConnection[Staged]) -> None:
         self._connection = connection
-        self._order = asyncio.Lock()  # fair: first come, first served
         self._next_seq = 0
+        self._newest: asyncio.Future[None] | None = None  # of the sends that were queued
 
     @property
     def kind(self) -> ChannelKind:
@@ -83,16 +83,14 @@ class PairSender(Generic[Staged]):
         # Staged before the header goes: a receiver's staging is held only for what can move.
         staged = None if data is None else await self._connection.load(data)
         try:
-            async with self._order:
-                reply = await self._send_in_turn(staged, deliver)
+            reply = await self._send(staged, deliver)
         finally:
             if staged is not None:
                 self._connection.release(staged)
         return await acknowledged(reply, self._connection.deadline_s)
 
-    async def _send_in_turn(
-        self, staged: Staged | None, deliver: Deliver
-    ) -> "asyncio.Future[PieceReply]":
+    async def _send(self, staged: Staged | None, deliver: Deliver) -> "asyncio.Future[PieceReply]":
+        """Number the piece and queue its bytes in one go, so that both have the same order."""
         connection = self._connection
         if not connection.is_open:
             raise HandoffError(f"the channel of epoch {self.epoch} is closed")
@@ -101,7 +99,9 @@ class PairSender(Generic[Staged]):
         reply = asyncio.ensure_future(deliver(seq, []))
         try:
             if staged is not None:
-                await self._send_staged(staged, reply)
+                before, sending = self._newest, connection.start(self._operation(staged))
+                self._newest = sending
+                await self._until_sent(sending, before, reply)
         except WorkerError as failure:
             raise _reason(reply, failure) from None
         except BaseException:
@@ -109,16 +109,24 @@ class PairSender(Generic[Staged]):
             raise
         return reply
 
-    async def _send_staged(self, staged: Staged, reply: "asyncio.Future[PieceReply]") -> None:
-        """Send unless the receiver answers without taking: it is dead, or refuses the piece."""
-        connection = self._connection
-        sending = connection.start(partial(connection.send_staged, staged))
+    def _operation(self, staged: Staged) -> Callable[[], None]:
+        return partial(self._connection.send_staged, staged)
+
+    async def _until_sent(
+        self,
+        sending: "asyncio.Future[None]",
+        before: "asyncio.Future[None] | None",
+        reply: "asyncio.Future[PieceReply]",
+    ) -> None:
+        """Unless the receiver answers without taking: it is dead, or refuses the piece."""
         try:
             either: list[asyncio.Future[Any]] = [sending, reply]
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if before is not None:
+                await asyncio.wait([before])  # bounded by its own deadline
             await asyncio.wait([sending], timeout=ANSWERED_S)
             if not sending.done() and reply.done():
-                await connection.close()
+                await self._connection.close()
         finally:
             await to_the_end(asyncio.ensure_future(asyncio.wait([sending])))
         await sending
