@@ -21,17 +21,21 @@ def application(cluster: Cluster) -> Iterator[Application]:
     application.stop()
 
 
-@pytest.mark.parametrize("role", ["decode", "prefill", "tokenizer"])
-def test_an_actor_that_freezes_for_good_is_replaced_and_costs_no_token(
-    application: Application, role: str
+@pytest.mark.parametrize("roles", [("decode",), ("prefill", "tokenizer")])
+def test_actors_that_freeze_for_good_are_replaced_and_cost_no_token(
+    application: Application, roles: tuple[str, ...]
 ) -> None:
     undisturbed = application.complete(PROMPT, max_tokens=TOKENS, extra_body={"ignore_eos": True})
-    [victim] = [name for name in application.actors() if name.startswith(role)]
-    victim_pid = application.pid(victim)
+    victims = {
+        name: application.pid(name) for name in application.actors() if name.startswith(roles)
+    }
+    assert len(victims) == len(roles), f"one of each role: {victims}"
     with application.stream(PROMPT, max_tokens=TOKENS, temperature=0.0) as tokens:
         seen = [next(tokens) for _ in range(3)]
-        os.kill(victim_pid, signal.SIGSTOP)
-        wait_replaced(victim, application.name, victim_pid)
+        for victim_pid in victims.values():
+            os.kill(victim_pid, signal.SIGSTOP)
+        for victim, victim_pid in victims.items():
+            wait_replaced(victim, application.name, victim_pid)
         seen += tokens
     assert seen == undisturbed
     wait_until(lambda: application.get("/ready")[0] == 200, "it is ready again")

@@ -161,33 +161,19 @@ def test_a_change_at_the_edge_keeps_the_workers(
     assert status == 200
 
 
-def test_an_old_worker_that_dies_while_it_drains_comes_back_for_the_requests_that_need_it(
-    application: Application, deployed: Deployed
-) -> None:
-    """Its successor used to be drained before it had loaded, over and over."""
-    [decode] = application.workers("decode")
-    before = pids([decode])
-    with Load(application, max_tokens=LONG) as load, ThreadPoolExecutor(1) as thread:
-        redeploy = thread.submit(deployed.redeploy, ROLES | PATIENT | {"cache.num_blocks": 998})
-        wait_until(lambda: is_draining(decode), "the old decode worker drains")
-        os.kill(before[decode], signal.SIGKILL)
-        wait_until(lambda: lives_anew(before), "it lives again")
-        redeploy.result()
-        load.wait_more(4)
-    assert not load.problems
-    again = deployed.now
-    wait_until(
-        lambda: all(name.endswith(again.hash) for name in again.actors()),
-        f"gone: {decode}; there are {again.actors()}",
-    )
-
-
 def test_a_redeploy_under_load_fails_no_request_and_leaves_no_old_actor(
     application: Application, deployed: Deployed
 ) -> None:
+    """Not even if an old worker dies while it drains: it comes back for those that need it."""
     old = application.actors()
-    with Load(application, max_tokens=LONG) as load:
-        again = deployed.redeploy(ROLES | REDEPLOYED)
+    [decode] = application.workers("decode")
+    before = pids([decode])
+    with Load(application, max_tokens=LONG) as load, ThreadPoolExecutor(1) as thread:
+        redeploy = thread.submit(deployed.redeploy, ROLES | REDEPLOYED)
+        wait_until(lambda: is_draining(decode), "the old decode worker drains")
+        os.kill(before[decode], signal.SIGKILL)
+        wait_until(lambda: lives_anew(before), "it lives again")
+        again = redeploy.result()
         load.wait_more(4)
     assert not load.problems
     assert again.hash != application.hash
