@@ -69,12 +69,12 @@ class DecodeWorker(EngineWorker):
         """PairRequest -> PairReply, encoded."""
         return encode(await self._receiver.open_pair(decode(request, PairRequest)))
 
-    async def receive_pieces(self, headers: list[bytes], payloads: list[list[Any]]) -> bytes:
-        """PieceHeaders and, for the object store, references -> list of PieceReply, encoded."""
+    async def receive_pieces(self, headers: list[bytes], payloads: list[list[Any]]) -> list[bytes]:
+        """PieceHeader and, for the object store, a reference each -> PieceReply, encoded."""
         receiver = self._receiver
         pieces = zip(headers, payloads, strict=True)
         taking = (receiver.receive_piece(decode(h, PieceHeader), payload) for h, payload in pieces)
-        return encode(list(await asyncio.gather(*taking)))
+        return [encode(reply) for reply in await asyncio.gather(*taking)]
 
     async def cancel_transfer(self, request: bytes) -> bytes:
         """CancelTransfer -> CancelReply, encoded."""

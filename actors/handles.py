@@ -45,6 +45,7 @@ from engine.request import Constraint, RequestKey
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+Data = TypeVar("Data", bytes, list[bytes])
 
 
 async def find_actor(name: str, namespace: str) -> ActorHandle[Any]:
@@ -81,7 +82,7 @@ async def _answer(reference: Awaitable[T], name: str) -> T:
         raise WorkerError(f"{name} cannot be reached: {type(error).__name__}") from error
 
 
-async def _decoded(reference: Awaitable[bytes], name: str, read: Callable[[bytes], T]) -> T:
+async def _decoded(reference: Awaitable[Data], name: str, read: Callable[[Data], T]) -> T:
     """Await a call and decode its answer; WorkerError from a peer that speaks another version."""
     data = await _answer(reference, name)
     try:
@@ -92,6 +93,10 @@ async def _decoded(reference: Awaitable[bytes], name: str, read: Callable[[bytes
 
 def _as(kind: type[T]) -> Callable[[bytes], T]:
     return lambda data: decode(data, kind)
+
+
+def _piece_replies(replies: list[bytes]) -> list[PieceReply]:
+    return [decode(reply, PieceReply) for reply in replies]
 
 
 class WorkerHandle:
@@ -155,7 +160,7 @@ class WorkerHandle:
     ) -> list[PieceReply]:
         headers, payloads = [encode(header) for header, _ in pieces], [p for _, p in pieces]
         reference = self._actor.receive_pieces.remote(headers, payloads)
-        return await _decoded(reference, self.name, _as(list[PieceReply]))
+        return await _decoded(reference, self.name, _piece_replies)
 
     async def cancel_transfer(self, request: CancelTransfer) -> CancelReply:
         reference = self._actor.cancel_transfer.remote(encode(request))
