@@ -69,12 +69,11 @@ class DecodeWorker(EngineWorker):
         """PairRequest -> PairReply, encoded."""
         return encode(await self._receiver.open_pair(decode(request, PairRequest)))
 
-    async def receive_pieces(self, headers: list[bytes], payloads: list[list[Any]]) -> list[bytes]:
-        """PieceHeader and, for the object store, a reference each -> PieceReply, encoded."""
-        receiver = self._receiver
-        pieces = zip(headers, payloads, strict=True)
-        taking = (receiver.receive_piece(decode(h, PieceHeader), payload) for h, payload in pieces)
-        return [encode(reply) for reply in await asyncio.gather(*taking)]
+    async def receive_pieces(self, headers: bytes, *payloads: list[Any]) -> bytes:
+        """List of PieceHeader, and a payload each unless all are empty -> list of PieceReply."""
+        pieces = decode(headers, list[PieceHeader])
+        taking = map(self._receiver.receive_piece, pieces, payloads or [[] for _ in pieces])
+        return encode(await asyncio.gather(*taking))
 
     async def cancel_transfer(self, request: bytes) -> bytes:
         """CancelTransfer -> CancelReply, encoded."""

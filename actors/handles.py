@@ -45,7 +45,6 @@ from engine.request import Constraint, RequestKey
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-Data = TypeVar("Data", bytes, list[bytes])
 
 
 async def find_actor(name: str, namespace: str) -> ActorHandle[Any]:
@@ -82,7 +81,7 @@ async def _answer(reference: Awaitable[T], name: str) -> T:
         raise WorkerError(f"{name} cannot be reached: {type(error).__name__}") from error
 
 
-async def _decoded(reference: Awaitable[Data], name: str, read: Callable[[Data], T]) -> T:
+async def _decoded(reference: Awaitable[bytes], name: str, read: Callable[[bytes], T]) -> T:
     """Await a call and decode its answer; WorkerError from a peer that speaks another version."""
     data = await _answer(reference, name)
     try:
@@ -93,10 +92,6 @@ async def _decoded(reference: Awaitable[Data], name: str, read: Callable[[Data],
 
 def _as(kind: type[T]) -> Callable[[bytes], T]:
     return lambda data: decode(data, kind)
-
-
-def _piece_replies(replies: list[bytes]) -> list[PieceReply]:
-    return [decode(reply, PieceReply) for reply in replies]
 
 
 class WorkerHandle:
@@ -158,9 +153,11 @@ class WorkerHandle:
     async def receive_pieces(
         self, pieces: Sequence[tuple[PieceHeader, list[Any]]]
     ) -> list[PieceReply]:
-        headers, payloads = [encode(header) for header, _ in pieces], [p for _, p in pieces]
-        reference = self._actor.receive_pieces.remote(headers, payloads)
-        return await _decoded(reference, self.name, _piece_replies)
+        headers = encode([header for header, _ in pieces])
+        # Ray pickles lists but not bytes: with empty lists the call took a quarter longer.
+        payloads = [payload for _, payload in pieces] if any(p for _, p in pieces) else []
+        reference = self._actor.receive_pieces.remote(headers, *payloads)
+        return await _decoded(reference, self.name, _as(list[PieceReply]))
 
     async def cancel_transfer(self, request: CancelTransfer) -> CancelReply:
         reference = self._actor.cancel_transfer.remote(encode(request))

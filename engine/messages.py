@@ -4,6 +4,7 @@ Encoded with msgpack by `encode` / `decoder`. Durations travel, never timestamps
 between hosts. Every message about a request carries its full `RequestKey`.
 """
 
+from collections.abc import Sequence
 from typing import Literal, TypeVar
 
 import msgspec
@@ -21,7 +22,7 @@ T = TypeVar("T")
 _encoder = msgspec.msgpack.Encoder()
 
 
-def encode(message: msgspec.Struct) -> bytes:
+def encode(message: msgspec.Struct | Sequence[msgspec.Struct]) -> bytes:
     return _encoder.encode(message)
 
 

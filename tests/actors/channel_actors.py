@@ -298,10 +298,10 @@ class DecodeSide:
     async def open_pair(self, request: bytes) -> bytes:
         return encode(await self._receiver.open_pair(decode(request, PairRequest)))
 
-    async def receive_pieces(self, headers: list[bytes], payloads: list[list[Any]]) -> list[bytes]:
-        pieces = [decode(header, PieceHeader) for header in headers]
-        taking = map(self._receiver.receive_piece, pieces, payloads)
-        return [encode(reply) for reply in await asyncio.gather(*taking)]
+    async def receive_pieces(self, headers: bytes, *payloads: list[Any]) -> bytes:
+        pieces = decode(headers, list[PieceHeader])
+        taking = map(self._receiver.receive_piece, pieces, payloads or [[] for _ in pieces])
+        return encode(await asyncio.gather(*taking))
 
     async def cancel_transfer(self, request: bytes) -> bytes:
         return encode(await self._receiver.cancel_transfer(decode(request, CancelTransfer)))
@@ -370,8 +370,8 @@ class Host(Side):
     async def open_pair(self, request: bytes) -> bytes:
         return await self._decoding.open_pair(request)
 
-    async def receive_pieces(self, headers: list[bytes], payloads: list[list[Any]]) -> list[bytes]:
-        return await self._decoding.receive_pieces(headers, payloads)
+    async def receive_pieces(self, headers: bytes, *payloads: list[Any]) -> bytes:
+        return await self._decoding.receive_pieces(headers, *payloads)
 
     async def cancel_transfer(self, request: bytes) -> bytes:
         return await self._decoding.cancel_transfer(request)
