@@ -8,7 +8,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from engine.request import Request, RequestKey, SamplingParams
-from engine.scheduling.cost_model import PRIOR, StepCosts
+from engine.scheduling.cost_model import PRIOR, StepCosts, StepWork
 from engine.scheduling.step_room import StepRoom
 from engine.scheduling.waiting import PromptQueue
 
@@ -61,6 +61,7 @@ class ToyWorker:
         )
         chunks: list[tuple[Request, int]] = []
         offered: set[RequestKey] = set()
+        work_before = room.work  # of the last chunk
         for turn in self.queue.turns(list(self.running.values()), room):
             request, _ = turn
             assert request.key not in offered, f"{request.key} is offered twice in one step"
@@ -70,8 +71,9 @@ class ToyWorker:
                     room.refuse(request)
                     continue
                 self.admit(request)
+            work_before = room.work
             chunks.append((request, room.grant(turn)))
-        self._check(room, chunks)
+        self._check(room, chunks, work_before)
         for request, num_tokens in chunks:
             request.num_computed_tokens += num_tokens
             if request.num_computed_tokens == request.num_known_tokens:
@@ -88,13 +90,16 @@ class ToyWorker:
     def abort(self, key: RequestKey) -> None:
         assert (self.queue.remove(key) is None) == (self.running.pop(key, None) is not None)
 
-    def _check(self, room: StepRoom, chunks: list[tuple[Request, int]]) -> None:
+    def _check(
+        self, room: StepRoom, chunks: list[tuple[Request, int]], work_before: StepWork
+    ) -> None:
         num_tokens = sum(n for _, n in chunks)
         assert num_tokens == self.max_tokens - room.num_tokens_left <= self.max_tokens
         assert room.num_prompts == len({request.key for request, _ in chunks}) == len(chunks)
         assert all(0 < n <= r.num_known_tokens - r.num_computed_tokens for r, n in chunks)
         limit_s = math.inf if self.max_step_s is None else self.max_step_s
         if chunks and self.costs.step_seconds(room.work) > limit_s:
-            # Only what a step must hold whatever the time: its first chunk, as short as may be.
-            assert len(chunks) == 1, f"{chunks} take {self.costs.step_seconds(room.work)} s"
-            assert num_tokens <= self.min_chunk_tokens
+            # By one chunk, as short as may be: the step's first, which it must hold whatever the
+            # time, or that of an admission that found another prefix than was expected.
+            assert len(chunks) == 1 or self.costs.step_seconds(work_before) <= limit_s, chunks
+            assert chunks[-1][1] <= self.min_chunk_tokens
