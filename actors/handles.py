@@ -154,7 +154,7 @@ class WorkerHandle:
         self, pieces: Sequence[tuple[PieceHeader, list[Any]]]
     ) -> list[PieceReply]:
         headers = encode([header for header, _ in pieces])
-        # Ray pickles lists but not bytes: with empty lists the call took a quarter longer.
+        # Ray pickles lists, but not bytes: nothing is sent for empty ones.
         payloads = [payload for _, payload in pieces] if any(p for _, p in pieces) else []
         reference = self._actor.receive_pieces.remote(headers, *payloads)
         return await _decoded(reference, self.name, _as(list[PieceReply]))

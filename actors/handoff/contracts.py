@@ -80,18 +80,22 @@ class UnfitError(HandoffError):
 Deliver = Callable[[int, list[Any]], Awaitable[PieceReply]]
 
 
-class Peer(Protocol):
-    """A decode worker seen from a prefill worker. Every call raises WorkerError if it is dead."""
-
-    async def reserve(self, request: ReserveRequest) -> Reservation | NotNow | Refused: ...
-
-    async def open_pair(self, request: PairRequest) -> PairReply: ...
+class PieceTaker(Protocol):
+    """Who takes pieces. Raises WorkerError if it is dead."""
 
     async def receive_pieces(
         self, pieces: Sequence[tuple[PieceHeader, list[Any]]]
     ) -> list[PieceReply]:
         """Independent pieces that go in one call, each with its payload; answered together."""
         ...
+
+
+class Peer(PieceTaker, Protocol):
+    """A decode worker seen from a prefill worker. Every call raises WorkerError if it is dead."""
+
+    async def reserve(self, request: ReserveRequest) -> Reservation | NotNow | Refused: ...
+
+    async def open_pair(self, request: PairRequest) -> PairReply: ...
 
     async def cancel_transfer(self, request: CancelTransfer) -> CancelReply: ...
 

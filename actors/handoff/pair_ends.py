@@ -99,8 +99,8 @@ class PairSender(Generic[Staged]):
         reply = asyncio.ensure_future(deliver(seq, []))
         try:
             if staged is not None:
-                before, sending = self._newest, connection.start(self._operation(staged))
-                self._newest = sending
+                sending = connection.start(partial(connection.send_staged, staged))
+                before, self._newest = self._newest, sending
                 await self._until_sent(sending, before, reply)
         except WorkerError as failure:
             raise _reason(reply, failure) from None
@@ -108,9 +108,6 @@ class PairSender(Generic[Staged]):
             reply.cancel()
             raise
         return reply
-
-    def _operation(self, staged: Staged) -> Callable[[], None]:
-        return partial(self._connection.send_staged, staged)
 
     async def _until_sent(
         self,

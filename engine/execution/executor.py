@@ -61,9 +61,9 @@ class Executor:
         max_step_tokens: int,
         sampler: RowSampler,
         attention: PhasedAttention,
-        digests_written: bool = False,
+        sends_blocks: bool = False,
     ) -> None:
-        """`digests_written`: `kv_store.digests` are those of all blocks that steps wrote."""
+        """`sends_blocks`: `kv_store.digests` are kept of all that steps write."""
         assert max_model_len <= model.rotary.max_tokens, (
             f"{max_model_len} tokens for a model built for {model.rotary.max_tokens}"
         )
@@ -72,7 +72,7 @@ class Executor:
         self.kv_store = KvStore(layout, num_blocks=num_blocks, device=model.device)
         self._sampler = sampler
         self._attention = attention
-        self._digests_written = digests_written
+        self._sends_blocks = sends_blocks
         self._max_rows = max_rows
         self._max_model_len = max_model_len
         self._request_rows = RequestRows(max_rows=max_rows, max_model_len=max_model_len)
@@ -143,7 +143,7 @@ class Executor:
             self._apply_rows(plan)
             computed = self._compute(plan)
             left = self._sample(computed)
-            if self._digests_written:
+            if self._sends_blocks:
                 written = digest_written(plan, self._block_tables, self.kv_store)
                 left = replace(left, written=written)
             return PendingStep(plan, computed.batch, self._slots, slot, left)

@@ -50,8 +50,8 @@ class Replica:
     ) -> None:
         """`model`: built before from an equal model section; None = its weights are loaded here.
 
-        `matchers`: of rows with a constraint; None = there are none. `sends_blocks`: what steps
-        write is digested.
+        `matchers`: of rows with a constraint; None = there are none. `sends_blocks`: as of
+        `Executor`.
         Raises ConfigError: model, backend and device do not go together.
         """
         self._config = config
@@ -116,7 +116,7 @@ class Replica:
                 self._matchers,
             ),
             attention=self._build_attention(),
-            digests_written=self._sends_blocks,
+            sends_blocks=self._sends_blocks,
         )
         warm_up(
             executor,

@@ -7,7 +7,7 @@ os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # a cluster of our own, gone
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -30,7 +30,7 @@ TIGHT = {
 SHARED: Mapping[str, Mapping[str, object]] = {
     "over_gloo_pairs": TIGHT | {"handoff.channel": "gloo_pair"},
     "over_object_store": TIGHT | {"handoff.channel": "object_store"},
-    "unified": {"workers.unified": 1},
+    "unified": {"workers.unified": 1},  # the reference
     "disaggregated": {"workers.prefill": 2, "workers.decode": 1},
 }
 
@@ -82,32 +82,16 @@ def shared(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[SharedA
     shared.stop()
 
 
-@pytest.fixture
-def over_gloo_pairs(shared: SharedApplications) -> Iterator[Application]:
-    """1 prefill and 1 decode worker with little room, KV over a gloo pair."""
-    with shared.use("over_gloo_pairs") as application:
-        yield application
+def _shared(name: str) -> Callable[..., Iterator[Application]]:
+    @pytest.fixture(name=name)
+    def use(shared: SharedApplications) -> Iterator[Application]:
+        with shared.use(name) as application:
+            yield application
+
+    return use
 
 
-@pytest.fixture
-def over_object_store(shared: SharedApplications) -> Iterator[Application]:
-    """The same, KV through the object store."""
-    with shared.use("over_object_store") as application:
-        yield application
-
-
-@pytest.fixture
-def unified(shared: SharedApplications) -> Iterator[Application]:
-    """One unified worker: the reference."""
-    with shared.use("unified") as application:
-        yield application
-
-
-@pytest.fixture
-def disaggregated(shared: SharedApplications) -> Iterator[Application]:
-    """2 prefill workers and 1 decode worker, over the channel that suits the machine."""
-    with shared.use("disaggregated") as application:
-        yield application
+over_gloo_pairs, over_object_store, unified, disaggregated = map(_shared, SHARED)
 
 
 @pytest.fixture

@@ -108,7 +108,7 @@ class HashedWorker:
             max_step_tokens=MAX_STEP_TOKENS,
             sampler=self._sampler,
             attention=attention,
-            digests_written=True,
+            sends_blocks=True,
         )
         self._captures = captures
 

@@ -9,19 +9,7 @@ import pytest
 
 from actors.handoff.piece_bundles import BUNDLED_BYTES, PieceBundles
 from engine.errors import WorkerError
-from engine.messages import (
-    CancelReply,
-    CancelTransfer,
-    NotNow,
-    PairReply,
-    PairRequest,
-    PieceHeader,
-    PieceReply,
-    Refused,
-    RenewLease,
-    Reservation,
-    ReserveRequest,
-)
+from engine.messages import PieceHeader, PieceReply
 from engine.request import RequestKey
 
 BLOCK_BYTES = 2**20
@@ -59,18 +47,6 @@ class RecordingPeer:
         if self.error is not None:
             raise self.error
         return [PieceReply(outcome="accepted", reason=str(header.seq)) for header, _ in pieces]
-
-    async def reserve(self, request: ReserveRequest) -> Reservation | NotNow | Refused:
-        raise NotImplementedError
-
-    async def open_pair(self, request: PairRequest) -> PairReply:
-        raise NotImplementedError
-
-    async def cancel_transfer(self, request: CancelTransfer) -> CancelReply:
-        raise NotImplementedError
-
-    async def renew(self, request: RenewLease) -> None:
-        raise NotImplementedError
 
 
 class World:

@@ -34,7 +34,7 @@ class StepDriver:
         attention: AttentionNames = AUTO,
         fixed_tile: bool = False,
         phased: PhasedAttention | None = None,
-        digests_written: bool = False,
+        sends_blocks: bool = False,
     ) -> None:
         """`phased`: computes attention instead of what `attention` names."""
         dtype = {
@@ -66,7 +66,7 @@ class StepDriver:
                 device=model.device,
                 fixed_tile=fixed_tile,
             ),
-            digests_written=digests_written,
+            sends_blocks=sends_blocks,
         )
         self.block_size = block_size
         self.random = random.Random(seed)

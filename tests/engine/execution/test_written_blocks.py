@@ -32,7 +32,7 @@ def driver(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         seed=random.randrange(2**32),
         block_size=16 if is_gpu else 4,
         max_rows=MAX_ROWS,
-        digests_written=True,
+        sends_blocks=True,
     )
     if is_gpu:
         driver.executor.capture_graphs(CudaRecorder(), print, prompts=ragged_sizes(MAX_ROWS, 64))

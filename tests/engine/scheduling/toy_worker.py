@@ -61,17 +61,18 @@ class ToyWorker:
         )
         chunks: list[tuple[Request, int]] = []
         offered: set[RequestKey] = set()
-        work_before = room.work  # of the last chunk
+        work_before: StepWork | None = None  # the last chunk, if it began with an admission
         for turn in self.queue.turns(list(self.running.values()), room):
             request, _ = turn
             assert request.key not in offered, f"{request.key} is offered twice in one step"
             offered.add(request.key)
-            if request.key not in self.running:
+            is_admission = request.key not in self.running
+            if is_admission:
                 if request.key.request_id in refused:
                     room.refuse(request)
                     continue
                 self.admit(request)
-            work_before = room.work
+            work_before = room.work if is_admission else None
             chunks.append((request, room.grant(turn)))
         self._check(room, chunks, work_before)
         for request, num_tokens in chunks:
@@ -91,7 +92,7 @@ class ToyWorker:
         assert (self.queue.remove(key) is None) == (self.running.pop(key, None) is not None)
 
     def _check(
-        self, room: StepRoom, chunks: list[tuple[Request, int]], work_before: StepWork
+        self, room: StepRoom, chunks: list[tuple[Request, int]], work_before: StepWork | None
     ) -> None:
         num_tokens = sum(n for _, n in chunks)
         assert num_tokens == self.max_tokens - room.num_tokens_left <= self.max_tokens
@@ -101,5 +102,7 @@ class ToyWorker:
         if chunks and self.costs.step_seconds(room.work) > limit_s:
             # By one chunk, as short as may be: the step's first, which it must hold whatever the
             # time, or that of an admission that found another prefix than was expected.
-            assert len(chunks) == 1 or self.costs.step_seconds(work_before) <= limit_s, chunks
+            if len(chunks) > 1:
+                assert work_before is not None, f"{chunks}: more than fits, and nobody was admitted"
+                assert self.costs.step_seconds(work_before) <= limit_s, chunks
             assert chunks[-1][1] <= self.min_chunk_tokens
