@@ -32,6 +32,8 @@ T = TypeVar("T")
 
 _CPU = torch.device("cpu")
 
+GLOO_PATIENCE = 5  # a listening end waits for the other's connection this many times its timeout
+
 
 class GlooConnection:
     """One end of a 2-rank gloo group, driven by its own thread in one order.
@@ -93,7 +95,8 @@ class GlooConnection:
         """Meet the other end, connect, exchange epochs and prove the rate."""
         gloo: Any = dist.ProcessGroupGloo  # its stubs lack half of it
         options = gloo._Options()
-        options._timeout = timedelta(seconds=self.deadline_s)
+        # Of the connecting alone: the store has its own deadline, and so has every operation.
+        options._timeout = timedelta(seconds=self.deadline_s / GLOO_PATIENCE)
         options._threads = 1
         options._devices = [gloo.create_device(hostname=address)]
         rank = self._greeting.rank

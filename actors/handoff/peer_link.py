@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 
 from actors.handoff.channel_choice import ChannelChoice, channel_order
 from actors.handoff.contracts import Channels, Peer, SendChannel, UnfitError
-from actors.handoff.waits import bounded
+from actors.handoff.waits import bounded, close_when_open
 from configs.schema import HandoffConfig
 from engine.clock import Clock
 from engine.errors import HandoffError, WorkerError
@@ -152,7 +152,7 @@ class PeerLink:
 
     def _discard(self, opening: asyncio.Task[SendChannel]) -> None:
         """Close an end that is of no use as soon as it is open or has failed, at its deadline."""
-        task = asyncio.ensure_future(_close_when_open(opening))
+        task = asyncio.ensure_future(close_when_open(opening))
         self._discarded.add(task)
         task.add_done_callback(self._discarded.discard)
 
@@ -227,12 +227,3 @@ class PeerLinks:
     async def close(self) -> None:
         for link in self._links.values():
             await link.close()
-
-
-async def _close_when_open(opening: asyncio.Task[SendChannel]) -> None:
-    try:
-        channel = await opening
-    except WorkerError as error:
-        logger.debug("the unused end did not open: %s", error)
-    else:
-        await channel.close()

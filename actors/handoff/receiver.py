@@ -6,8 +6,9 @@ or while it is written to the reserved blocks, which stay reserved until that is
 a piece is its acknowledgement, the reply to the last one says that the request runs here.
 
 One channel per sender: opening a newer epoch closes the older one and returns only when no write
-of it can land any more. All state here belongs to the event loop; `IncomingHandoffs` is touched
-through `EngineCalls` only. Knows no tensors.
+of it can land any more. One that still opens is left to itself: no piece went over it, and nobody
+waits for a sender that died in the middle. All state here belongs to the event loop;
+`IncomingHandoffs` is touched through `EngineCalls` only. Knows no tensors.
 """
 
 import asyncio
@@ -30,6 +31,7 @@ from actors.handoff.contracts import (
     UnfitError,
 )
 from actors.handoff.reservation_line import Answer, ReservationLine
+from actors.handoff.waits import EndedError, close_when_open, settle, unless_ended
 from configs.schema import HandoffConfig
 from engine.errors import HandoffError, WorkerError
 from engine.kv.handoff import BlockWrite, IncomingHandoffs
@@ -112,6 +114,7 @@ class HandoffReceiver:
         self._line = ReservationLine(engine, incoming)
         self._pairs: dict[str, _Pair] = {}  # by sender's name
         self._opening: dict[str, asyncio.Lock] = {}  # by sender's name
+        self._superseded: dict[str, asyncio.Future[None]] = {}  # of what opens, by sender's name
         self._draining: dict[str, set[asyncio.Task[None]]] = {}  # by sender's name
         self._epochs: dict[str, tuple[str, int]] = {}  # sender's name -> incarnation, newest epoch
         self._tasks: set[asyncio.Task[None]] = set()
@@ -161,6 +164,9 @@ class HandoffReceiver:
     async def open_pair(self, request: PairRequest) -> PairReply:
         """Open this end of a channel, after the sender's older one is closed and drained."""
         sender = request.sender
+        superseded = self._superseded.get(sender.name)
+        if superseded is not None and self._reason_to_refuse(request) is None:
+            settle(superseded, None)
         async with self._opening.setdefault(sender.name, asyncio.Lock()):
             reason = self._reason_to_refuse(request)
             if reason is not None:
@@ -168,7 +174,9 @@ class HandoffReceiver:
             self._epochs[sender.name] = (sender.incarnation, request.epoch)
             await self._close_pair(sender.name)
             try:
-                channel = await self._channels.open_receive(request)
+                channel = await self._open_receive(request)
+            except EndedError:
+                return PairReply(reason=f"epoch {request.epoch} is not the newest any more")
             except WorkerError as error:
                 return PairReply(reason=error.message, is_unfit=isinstance(error, UnfitError))
             piece_bytes = piece_bytes_of(self._config, request.channel)
@@ -314,6 +322,19 @@ class HandoffReceiver:
         if incarnation == sender.incarnation and request.epoch <= newest:
             return f"epoch {request.epoch} is not newer than {newest}"
         return None
+
+    async def _open_receive(self, request: PairRequest) -> ReceiveChannel:
+        """Raises EndedError if a newer epoch is asked for meanwhile, or WorkerError."""
+        name = request.sender.name
+        opening = asyncio.ensure_future(self._channels.open_receive(request))
+        self._superseded[name] = asyncio.get_running_loop().create_future()
+        try:
+            return await unless_ended(opening, self._superseded[name])
+        except (EndedError, asyncio.CancelledError):
+            self._spawn(close_when_open(opening))
+            raise
+        finally:
+            del self._superseded[name]
 
     async def _close_pair(self, sender: str) -> None:
         """Close the channel from `sender`; on return no write of its pieces can land any more."""

@@ -36,7 +36,8 @@ class RendezvousStore(dist.Store):
         return self._client.add(key, value)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        self._client.get(keys, (timeout or self._timeout).total_seconds())
+        """Up to the store's own deadline: a group's `timeout` is meant for its operations."""
+        self._client.get(keys, self._timeout.total_seconds())
 
     def check(self, keys: list[str]) -> bool:
         return self._client.has(keys)

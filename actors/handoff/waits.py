@@ -1,14 +1,21 @@
 """Waiting with an end: for at most so long, or unless something else happens first."""
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
-from engine.errors import HandoffError
+from engine.errors import HandoffError, WorkerError
 from engine.messages import PieceReply
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
+
+
+class Closable(Protocol):
+    async def close(self) -> None: ...
 
 
 class EndedError(Exception):
@@ -63,6 +70,16 @@ async def to_the_end(running: asyncio.Future[T]) -> T:
     except asyncio.CancelledError:
         await asyncio.wait([running])
         raise
+
+
+async def close_when_open(opening: Awaitable[Closable]) -> None:
+    """See an end of a channel out that nobody wants any more; its deadline bounds the wait."""
+    try:
+        channel = await opening
+    except WorkerError as error:
+        logger.debug("the unused end did not open: %s", error)
+    else:
+        await channel.close()
 
 
 def settle(future: asyncio.Future[T], value: T) -> None:

@@ -106,6 +106,7 @@ class Faults:
     break_channel: set[int] = field(default_factory=set)  # the connection closes under them
     die_at: set[int] = field(default_factory=set)  # D dies when this piece's header comes
     refuse_kinds: set[ChannelKind] = field(default_factory=set)  # channels that do not open
+    dead_senders: set[str] = field(default_factory=set)  # incarnations that D waits for in vain
     num_pieces: int = 0
 
 
@@ -200,6 +201,9 @@ class FakeChannels:
         return await self._open(request)
 
     async def open_receive(self, request: PairRequest) -> FakeChannel:
+        if request.sender.incarnation in self._faults.dead_senders:
+            await asyncio.sleep(CONFIG.transfer_deadline_s)
+            raise HandoffError("nobody came")
         return await self._open(request)
 
 

@@ -64,6 +64,21 @@ class LocalBoard:
         return sum(self.delete(key) for key in keys)
 
 
+class MortalBoard(LocalBoard):
+    """The first end that looks for the other's address is dead from then on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_dead, self.is_over = threading.Event(), threading.Event()
+
+    def get(self, keys: Sequence[str], timeout_s: float) -> list[bytes]:
+        if not self.is_dead.is_set():
+            self.is_dead.set()
+            self.is_over.wait()
+            raise HandoffError("dead")
+        return super().get(keys, timeout_s)
+
+
 def pair_request(epoch: int, key: str = "k/", channel: ChannelKind = "gloo_pair") -> PairRequest:
     return PairRequest(sender=SENDER, channel=channel, epoch=epoch, rendezvous_key=key)
 
@@ -166,6 +181,29 @@ class TestGloo:
     def test_ends_of_two_epochs_do_not_open(self) -> None:
         with pytest.raises(HandoffError, match="epoch"):
             asyncio.run(open_both(pair_request(4), pair_request(5), deadline_s=1.0))
+
+    def test_an_end_that_dies_while_they_connect_is_given_up_at_the_deadline(self) -> None:
+        """Gloo decides by chance which end listens, so there are several pairs."""
+
+        async def open_with_the_dead(key: str) -> None:
+            board = MortalBoard()
+            ends = WorkerChannels(board, address="127.0.0.1", deadline_s=2.0, max_in_flight_bytes=1)
+            dying = asyncio.ensure_future(ends.open_send(pair_request(1, key)))
+            try:
+                await asyncio.to_thread(board.is_dead.wait)
+                with pytest.raises(HandoffError):
+                    await ends.open_receive(pair_request(1, key))
+            finally:
+                board.is_over.set()
+                with pytest.raises(HandoffError):
+                    await dying
+
+        async def main() -> None:
+            started_s = time.monotonic()
+            await asyncio.gather(*(open_with_the_dead(f"{n}/") for n in range(4)))
+            assert time.monotonic() - started_s < 8.0, "gloo itself would take 10"
+
+        asyncio.run(main())
 
     def test_no_key_stays_on_the_board(self) -> None:
         async def main() -> None:

@@ -6,11 +6,11 @@ import random
 import msgspec
 import pytest
 
-from engine.messages import FailureRecord, NotNow, Refused, Reservation
+from engine.messages import FailureRecord, NotNow, PairRequest, Refused, Reservation
 from engine.request import RequestKey
 from tests.actors.handoff_network import CONFIG, Faults
 from tests.actors.handoff_simulation import World, simulate
-from tests.engine.kv.handoff_world import LAYOUT, LEASE_S, Decode, asking, key_of
+from tests.engine.kv.handoff_world import LAYOUT, LEASE_S, SENDER, Decode, asking, key_of
 
 BOUND_S = CONFIG.reserve_timeout_s + 10 * CONFIG.transfer_deadline_s
 
@@ -258,6 +258,32 @@ def test_a_channel_that_does_not_open_is_replaced_by_the_object_store() -> None:
         assert world.sender.statistics().num_fallbacks == 1
 
     simulate(scenario, Faults(refuse_kinds={"gloo_pair"}))
+
+
+def test_a_sender_that_died_while_its_channel_opened_does_not_hold_up_its_successor() -> None:
+    async def scenario(world: World) -> None:
+        dead = msgspec.structs.replace(SENDER, incarnation="the one before")
+        world.faults.dead_senders.add(dead.incarnation)
+        asked = PairRequest(sender=dead, channel="gloo_pair", epoch=7, rendezvous_key="dead/")
+        opening = asyncio.ensure_future(world.receiver.open_pair(asked))
+        await asyncio.sleep(0.01)
+        assert not opening.done()
+        started_s = world.clock.now_s()
+        request = world.start(1, range(20))
+        world.finish(request)
+        await world.settled()
+        world.check_arrived(request)
+        assert world.clock.now_s() - started_s < CONFIG.transfer_deadline_s / 2
+        assert (await opening).receiver is None
+        sent = world.sender.statistics()
+        assert (sent.num_retries, sent.num_fallbacks) == (0, 0)
+        late = await world.receiver.open_pair(
+            msgspec.structs.replace(asked, sender=SENDER, epoch=1)
+        )
+        assert late.receiver is None, "an older epoch supersedes nothing"
+        assert world.receiver.statistics().num_channels == 1
+
+    simulate(scenario)
 
 
 def test_after_repeated_failures_the_configured_channel_rests_for_a_while() -> None:
