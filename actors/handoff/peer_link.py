@@ -139,16 +139,18 @@ class PeerLink:
         )
         # The receiver first waits for what is under way on the older epoch, then for us.
         bound_s = 3 * self._config.transfer_deadline_s
-        theirs = asyncio.ensure_future(bounded(peer.open_pair(request), bound_s))
+        theirs = asyncio.create_task(self._ask(peer, request, bound_s))
         ours = asyncio.create_task(self._channels.open_send(request))
         try:
-            reply = await theirs
-            self._check(reply)
-            return await ours
+            _, channel = await asyncio.gather(theirs, ours)  # whichever fails first ends it
         except BaseException:
             theirs.cancel()
             self._discard(ours)
             raise
+        return channel
+
+    async def _ask(self, peer: Peer, request: PairRequest, bound_s: float) -> None:
+        self._check(await bounded(peer.open_pair(request), bound_s))
 
     def _discard(self, opening: asyncio.Task[SendChannel]) -> None:
         """Close an end that is of no use as soon as it is open or has failed, at its deadline."""

@@ -20,6 +20,7 @@ BUNDLED_BYTES = 32 * 2**20  # of one piece: 0.1 ms between two GPUs
 class _Bundle:
     call: asyncio.Task[list[PieceReply]]
     pieces: list[tuple[PieceHeader, list[Any]]] = field(default_factory=list)
+    num_waiting: int = 0
 
 
 class PieceBundles:
@@ -45,7 +46,13 @@ class PieceBundles:
             bundle = self._open[peer] = _Bundle(call=asyncio.ensure_future(self._send(peer)))
         place = len(bundle.pieces)
         bundle.pieces.append(piece)
-        replies = await asyncio.shield(bundle.call)  # who gives up takes nobody along
+        bundle.num_waiting += 1
+        try:
+            replies = await asyncio.shield(bundle.call)  # who gives up takes nobody along
+        finally:
+            bundle.num_waiting -= 1
+            if not bundle.num_waiting:
+                bundle.call.cancel()  # else a silent peer's call would stay while it is silent
         return replies[place]
 
     async def _send(self, peer: PieceTaker) -> list[PieceReply]:

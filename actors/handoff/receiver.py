@@ -30,8 +30,9 @@ from actors.handoff.contracts import (
     StagedPiece,
     UnfitError,
 )
+from actors.handoff.newest_epochs import NewestEpochs
 from actors.handoff.reservation_line import Answer, ReservationLine
-from actors.handoff.waits import EndedError, close_when_open, settle, unless_ended
+from actors.handoff.waits import EndedError, close_when_open, unless_ended
 from configs.schema import HandoffConfig
 from engine.errors import HandoffError, WorkerError
 from engine.kv.handoff import BlockWrite, IncomingHandoffs
@@ -114,9 +115,8 @@ class HandoffReceiver:
         self._line = ReservationLine(engine, incoming)
         self._pairs: dict[str, _Pair] = {}  # by sender's name
         self._opening: dict[str, asyncio.Lock] = {}  # by sender's name
-        self._superseded: dict[str, asyncio.Future[None]] = {}  # of what opens, by sender's name
         self._draining: dict[str, set[asyncio.Task[None]]] = {}  # by sender's name
-        self._epochs: dict[str, tuple[str, int]] = {}  # sender's name -> incarnation, newest epoch
+        self._epochs = NewestEpochs()
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_closing = False
         self._counts: Counter[str] = Counter()
@@ -163,28 +163,25 @@ class HandoffReceiver:
 
     async def open_pair(self, request: PairRequest) -> PairReply:
         """Open this end of a channel, after the sender's older one is closed and drained."""
-        sender = request.sender
-        superseded = self._superseded.get(sender.name)
-        if superseded is not None and self._reason_to_refuse(request) is None:
-            settle(superseded, None)
-        async with self._opening.setdefault(sender.name, asyncio.Lock()):
-            reason = self._reason_to_refuse(request)
-            if reason is not None:
-                return PairReply(reason=reason)
-            self._epochs[sender.name] = (sender.incarnation, request.epoch)
-            await self._close_pair(sender.name)
-            try:
-                channel = await self._open_receive(request)
-            except EndedError:
-                return PairReply(reason=f"epoch {request.epoch} is not the newest any more")
-            except WorkerError as error:
-                return PairReply(reason=error.message, is_unfit=isinstance(error, UnfitError))
-            piece_bytes = piece_bytes_of(self._config, request.channel)
-            max_blocks = max(1, piece_bytes // self._block_bytes)
-            self._pairs[sender.name] = _Pair(sender=sender, channel=channel, max_blocks=max_blocks)
-            self._counts["epochs"] += 1
-            if self._is_closing:
-                await self._close_pair(sender.name)
+        name = request.sender.name
+        try:
+            self._check_sender(request.sender)
+            superseded = self._epochs.ask(request.sender, request.epoch)
+            async with self._opening.setdefault(name, asyncio.Lock()):
+                if not superseded.done():
+                    await self._close_pair(name)
+                channel = await self._open_receive(request, superseded)
+                piece_bytes = piece_bytes_of(self._config, request.channel)
+                max_blocks = max(1, piece_bytes // self._block_bytes)
+                pair = _Pair(sender=request.sender, channel=channel, max_blocks=max_blocks)
+                self._pairs[name] = pair
+                self._counts["epochs"] += 1
+                if self._is_closing:
+                    await self._close_pair(name)
+        except EndedError:
+            return PairReply(reason=f"epoch {request.epoch} is not the newest any more")
+        except WorkerError as error:
+            return PairReply(reason=error.message, is_unfit=isinstance(error, UnfitError))
         return PairReply(receiver=self._identity)
 
     async def receive_piece(self, header: PieceHeader, payload: list[Any]) -> PieceReply:
@@ -312,29 +309,27 @@ class HandoffReceiver:
 
     # ---- parts of a channel's life --------------------------------------------------------------
 
-    def _reason_to_refuse(self, request: PairRequest) -> str | None:
-        sender, mine = request.sender, self._identity
+    def _check_sender(self, sender: WorkerIdentity) -> None:
+        mine = self._identity
         if self._is_closing:
-            return f"{mine.name} is shutting down"
+            raise HandoffError(f"{mine.name} is shutting down")
         if sender.model != mine.model or sender.layout != mine.layout:
-            return f"{mine.name} holds another model or another KV layout than {sender.name}"
-        incarnation, newest = self._epochs.get(sender.name, ("", 0))
-        if incarnation == sender.incarnation and request.epoch <= newest:
-            return f"epoch {request.epoch} is not newer than {newest}"
-        return None
+            raise HandoffError(
+                f"{mine.name} holds another model or another KV layout than {sender.name}"
+            )
 
-    async def _open_receive(self, request: PairRequest) -> ReceiveChannel:
+    async def _open_receive(
+        self, request: PairRequest, superseded: asyncio.Future[None]
+    ) -> ReceiveChannel:
         """Raises EndedError if a newer epoch is asked for meanwhile, or WorkerError."""
-        name = request.sender.name
+        if superseded.done():
+            raise EndedError
         opening = asyncio.ensure_future(self._channels.open_receive(request))
-        self._superseded[name] = asyncio.get_running_loop().create_future()
         try:
-            return await unless_ended(opening, self._superseded[name])
+            return await unless_ended(opening, superseded)
         except (EndedError, asyncio.CancelledError):
             self._spawn(close_when_open(opening))
             raise
-        finally:
-            del self._superseded[name]
 
     async def _close_pair(self, sender: str) -> None:
         """Close the channel from `sender`; on return no write of its pieces can land any more."""

@@ -20,6 +20,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -206,6 +207,7 @@ class HandoffSender:
             self._counts["sent"] += 1
         except EndedError:
             self._counts["ended"] += 1
+            await self._release(handoff)  # first: a silent D must not hold our blocks
             await self._tell(handoff, "given up by the sender")
         except WorkerError as error:
             failure = await self._settle_failure(handoff, error)
@@ -213,7 +215,7 @@ class HandoffSender:
             logger.exception("%s: unexpected in the handoff", handoff.key)
             failure = await self._settle_failure(handoff, WorkerError(type(error).__name__))
         finally:
-            await self._engine.call(lambda: self._outgoing.release(handoff.key))
+            await self._release(handoff)
             del self._handoffs[handoff.key]
         if failure is not None:
             self._on_failure(handoff.started.ingress_id, failure)
@@ -231,6 +233,10 @@ class HandoffSender:
         finally:
             renewing.cancel()
             await asyncio.gather(renewing, return_exceptions=True)
+
+    async def _release(self, handoff: _Handoff) -> None:
+        """Its blocks are free; idempotent."""
+        await self._engine.call(lambda: self._outgoing.release(handoff.key))
 
     def _let_go(self, handoff: _Handoff) -> None:
         """Give retracted blocks back when no piece reads them; in the order of the retractions."""
@@ -311,7 +317,9 @@ class HandoffSender:
             await unless_ended(handoff.blocks.wait_sendable(), handoff.ended, renewing)
             handoff.phase = "transfer"
             try:
-                async with link.use(peer) as channel:
+                async with AsyncExitStack() as stack:
+                    opening = stack.enter_async_context(link.use(peer))
+                    channel = await unless_ended(opening, handoff.ended)
                     reply = await self._pieces.send_computed(transfer, channel)
             except HandoffError as error:
                 if has_failed:

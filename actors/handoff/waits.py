@@ -18,6 +18,9 @@ class Closable(Protocol):
     async def close(self) -> None: ...
 
 
+End = TypeVar("End", bound=Closable)
+
+
 class EndedError(Exception):
     """What was waited for is not wanted any more; control flow, never shown to anybody."""
 
@@ -72,10 +75,13 @@ async def to_the_end(running: asyncio.Future[T]) -> T:
         raise
 
 
-async def close_when_open(opening: Awaitable[Closable]) -> None:
+async def close_when_open(opening: "asyncio.Future[End]") -> None:
     """See an end of a channel out that nobody wants any more; its deadline bounds the wait."""
+    await asyncio.wait([opening])
+    if opening.cancelled():
+        return  # it has closed what it had of a connection
     try:
-        channel = await opening
+        channel = opening.result()
     except WorkerError as error:
         logger.debug("the unused end did not open: %s", error)
     else:

@@ -107,6 +107,7 @@ class Faults:
     die_at: set[int] = field(default_factory=set)  # D dies when this piece's header comes
     refuse_kinds: set[ChannelKind] = field(default_factory=set)  # channels that do not open
     dead_senders: set[str] = field(default_factory=set)  # incarnations that D waits for in vain
+    refuse_own_end: set[ChannelKind] = field(default_factory=set)  # P's end does not open, D waits
     num_pieces: int = 0
 
 
@@ -198,10 +199,13 @@ class FakeChannels:
         return FakeChannel(wire, request, self._faults)
 
     async def open_send(self, request: PairRequest) -> FakeChannel:
+        if request.channel in self._faults.refuse_own_end:
+            raise HandoffError(f"no room for {request.channel}")
         return await self._open(request)
 
     async def open_receive(self, request: PairRequest) -> FakeChannel:
-        if request.sender.incarnation in self._faults.dead_senders:
+        is_dead = request.sender.incarnation in self._faults.dead_senders
+        if is_dead or request.channel in self._faults.refuse_own_end:
             await asyncio.sleep(CONFIG.transfer_deadline_s)
             raise HandoffError("nobody came")
         return await self._open(request)

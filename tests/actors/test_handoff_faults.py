@@ -277,11 +277,68 @@ def test_a_sender_that_died_while_its_channel_opened_does_not_hold_up_its_succes
         assert (await opening).receiver is None
         sent = world.sender.statistics()
         assert (sent.num_retries, sent.num_fallbacks) == (0, 0)
-        late = await world.receiver.open_pair(
-            msgspec.structs.replace(asked, sender=SENDER, epoch=1)
+        for late in (asked, msgspec.structs.replace(asked, sender=SENDER, epoch=1)):
+            assert (await world.receiver.open_pair(late)).receiver is None
+        assert world.receiver.statistics().num_channels == 1, "what is late ends nothing"
+
+    simulate(scenario)
+
+
+def test_one_that_waited_for_its_turn_gives_way_to_a_newer_one() -> None:
+    """Three calls at once, as after two deaths: only the last one is of use."""
+
+    async def scenario(world: World) -> None:
+        senders = [msgspec.structs.replace(SENDER, incarnation=name) for name in "abc"]
+        world.faults.dead_senders.update("ab")
+        started_s = world.clock.now_s()
+        replies = await asyncio.gather(
+            *(
+                world.receiver.open_pair(
+                    PairRequest(sender=s, channel="gloo_pair", epoch=1, rendezvous_key="k/")
+                )
+                for s in senders
+            )
         )
-        assert late.receiver is None, "an older epoch supersedes nothing"
-        assert world.receiver.statistics().num_channels == 1
+        assert [reply.receiver is not None for reply in replies] == [False, False, True]
+        assert world.clock.now_s() - started_s < CONFIG.transfer_deadline_s / 2
+
+    simulate(scenario)
+
+
+def test_an_own_end_that_does_not_open_is_not_waited_for_by_way_of_the_other() -> None:
+    async def scenario(world: World) -> None:
+        world.faults.refuse_own_end.add("gloo_pair")
+        started_s = world.clock.now_s()
+        request = world.start(1, range(20))
+        world.finish(request)
+        await world.settled()
+        world.check_arrived(request)
+        assert world.clock.now_s() - started_s < CONFIG.transfer_deadline_s / 2
+        assert world.sender.statistics().num_fallbacks == 1
+
+    simulate(scenario)
+
+
+@pytest.mark.parametrize("phase", ["opening", "transfer"])
+def test_a_silent_decode_worker_holds_no_block_of_a_request_that_ended(phase: str) -> None:
+    async def scenario(world: World) -> None:
+        request = world.start(1, range(20))
+        await world.until(lambda: len(world.decode.incoming) == 1)
+        if phase == "transfer":
+            world.finish(request)
+            await world.settled()
+            request = world.start(2, range(100, 120))
+            await world.until(lambda: len(world.decode.incoming) == 1)
+        world.peer.is_hung = True
+        world.finish(request)
+        await asyncio.sleep(0.1)
+        started_s = world.clock.now_s()
+        world.sender.cancel(request.key)
+        await world.until(lambda: world.prefill_cache.num_held == 0)
+        # A piece under way is waited for, an opening is not.
+        most_s = CONFIG.transfer_deadline_s * (1.1 if phase == "transfer" else 0.1)
+        assert world.clock.now_s() - started_s < most_s
+        await world.settled()
 
     simulate(scenario)
 

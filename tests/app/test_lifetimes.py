@@ -21,9 +21,9 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 NAME = "lifetimes"
 ROLES: dict[str, object] = {"workers.prefill": 1, "workers.decode": 1}
-# Serve looks after its deployment actors every 11 s at most; a worker has to be patient until then.
+# Serve looks after its deployment actors every 11 s at most, then starts them: a worker waits.
 # Streams of a replica that is replaced end by themselves, however slow the machine is.
-PATIENT: dict[str, object] = {"lifetimes.supervisor_silence_s": 18.0, "edge.drain_s": 120.0}
+PATIENT: dict[str, object] = {"lifetimes.supervisor_silence_s": 40.0, "edge.drain_s": 120.0}
 SILENCE_S = 8.0
 REDEPLOYED: dict[str, object] = {
     "lifetimes.supervisor_silence_s": SILENCE_S,

@@ -38,13 +38,13 @@ Holdings = Mapping[str, Mapping[str, int]]
 
 @pytest.fixture(scope="module")
 def deployed(cluster: Cluster) -> Iterator[Application]:
-    """Two workers of each role. Serve looks after a supervisor every 11 s at most."""
+    """Two workers of each role, which wait until Serve has started a supervisor anew."""
     application = cluster.run(
         "deaths",
         {
             "workers.prefill": 2,
             "workers.decode": 2,
-            "lifetimes.supervisor_silence_s": 20.0,
+            "lifetimes.supervisor_silence_s": 40.0,
             "lifetimes.acknowledge_every_s": 0.1,
         },
     )

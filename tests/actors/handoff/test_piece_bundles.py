@@ -121,3 +121,23 @@ def test_who_gives_up_takes_nobody_along(*, is_on_its_way: bool) -> None:
         assert sum(map(len, world.peer.calls)) >= 2
 
     in_world(scenario)
+
+
+@pytest.mark.parametrize("is_on_its_way", [False, True])
+def test_a_call_that_nobody_waits_for_ends(*, is_on_its_way: bool) -> None:
+    async def scenario(world: World) -> None:
+        world.peer.may_answer.clear()
+        sent = [world.send(seq) for seq in range(3)]
+        await asyncio.sleep(0)
+        if is_on_its_way:
+            await world.peer.was_called.wait()
+        for task in sent:
+            task.cancel()
+        await asyncio.gather(*sent, return_exceptions=True)
+        await asyncio.sleep(0)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+        world.peer.may_answer.set()
+        assert (await world.send(3)).reason == "3"
+        assert world.peer.calls[-1] == [3]
+
+    in_world(scenario)
