@@ -42,6 +42,9 @@ def bind(spec: DeploymentSpec) -> Application:
         max_ongoing_requests=edge.max_ongoing_requests,
         ray_actor_options={"num_cpus": 0},
         graceful_shutdown_timeout_s=edge.drain_s,
+        # Three in a row: one that froze is replaced within a minute, not within two.
+        health_check_period_s=5.0,
+        health_check_timeout_s=10.0,
         max_surge_percent=100,  # old replicas answer until new ones, and their workers, are ready
         deployment_actors=[supervisor],
         logging_config=LoggingConfig(enable_access_log=False),  # /metrics counts requests

@@ -48,10 +48,10 @@ T = TypeVar("T")
 
 
 async def find_actor(name: str, namespace: str) -> ActorHandle[Any]:
-    """Look an actor up by name. Raises WorkerError when it does not exist (yet)."""
+    """Look an actor up by name. Raises WorkerError when there is none (yet), or no answer."""
     try:
         return await asyncio.to_thread(ray.get_actor, name, namespace)
-    except ValueError as error:
+    except (ValueError, RayError) as error:
         raise WorkerError(f"actor {name} is not running") from error
 
 

@@ -290,10 +290,14 @@ class Api:
         check_content_type(request.headers.get("content-type"))
         limit = self._config.edge.max_body_bytes
         body = bytearray()
-        async for piece in request.stream():
-            body += piece
-            if len(body) > limit:
-                raise RequestError(f"The request body exceeds {limit} bytes.", status=413)
+        try:
+            async with asyncio.timeout(self._config.edge.upload_timeout_s):
+                async for piece in request.stream():
+                    body += piece
+                    if len(body) > limit:
+                        raise RequestError(f"The request body exceeds {limit} bytes.", status=413)
+        except TimeoutError as error:
+            raise RequestError("The request body did not come in time.", status=408) from error
         return bytes(body)
 
     # ---- everything else ------------------------------------------------------------------------

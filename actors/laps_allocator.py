@@ -25,7 +25,7 @@ class LapsAllocator:
         config = spec.config
         clock = MonotonicClock()
         self._name = name
-        self._lifeline = Lifeline(config.lifetimes.supervisor_silence_s, clock)
+        self._lifeline = Lifeline(config.lifetimes.supervisor_silence_s).start()
 
         async def find(worker: str) -> WorkerHandle:
             return WorkerHandle(worker, await find_actor(worker, spec.namespace))

@@ -6,12 +6,12 @@ what keeps any of ours from outliving the application.
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 
 import ray
 
 from actors.placement_groups import leave_group
-from engine.clock import Clock
 
 logger = logging.getLogger(__name__)
 
@@ -32,31 +32,35 @@ def exit_for_good() -> None:
 class Lifeline:
     """A daemon thread that ends the actor after `silence_s` without a `beat`.
 
-    A thread, not a task: a stuck event loop must not keep the process alive. `last_act` is called
-    before the end, for what the actor has to clear away besides itself.
+    A thread, not a task: a stuck event loop must not keep the process alive. It counts its looks: a
+    machine that stood still as a whole (a snapshot, a frozen container) was silent to nobody.
+    `last_act` is called before the end, for what the actor has to clear away besides itself.
     """
 
-    def __init__(
-        self, silence_s: float, clock: Clock, last_act: Callable[[], None] | None = None
-    ) -> None:
+    def __init__(self, silence_s: float, last_act: Callable[[], None] | None = None) -> None:
         self._last_act = last_act
         self._silence_s = silence_s
-        self._clock = clock
-        self._last_beat_s = clock.now_s()
-        self._stop = threading.Event()
+        self._num_looks = 0  # since the last beat
+
+    def start(self) -> "Lifeline":
         threading.Thread(target=self._watch, name="lifeline", daemon=True).start()
+        return self
 
     def beat(self) -> None:
         """The supervisor was heard."""
-        self._last_beat_s = self._clock.now_s()
+        self._num_looks = 0
+
+    def look(self) -> bool:
+        """One look of the thread; True = the silence has lasted for `silence_s`."""
+        self._num_looks += 1
+        return self._num_looks * CHECK_EVERY_S > self._silence_s
 
     def _watch(self) -> None:
-        while not self._stop.wait(CHECK_EVERY_S):
-            if self._clock.now_s() - self._last_beat_s > self._silence_s:
-                logger.warning("no supervisor for %.0f s: exiting", self._silence_s)
-                try:
-                    if self._last_act is not None:
-                        self._last_act()
-                finally:
-                    exit_for_good()
-                return
+        while not self.look():
+            time.sleep(CHECK_EVERY_S)
+        logger.warning("no supervisor for %.0f s: exiting", self._silence_s)
+        try:
+            if self._last_act is not None:
+                self._last_act()
+        finally:
+            exit_for_good()

@@ -4,6 +4,8 @@ Names read well in the Ray dashboard (`prefill-0.3fa9c1d2`) and end in the deplo
 that a redeploy with another config or model never talks to workers of the old one.
 """
 
+import math
+
 from actors.deployment import DeploymentSpec
 from configs.schema import AppConfig
 from engine.messages import Role
@@ -73,6 +75,11 @@ def worker_options(spec: DeploymentSpec, name: str) -> dict[str, object]:
                 # monitor would poll the rendezvous.
                 "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
                 "TORCH_NCCL_ENABLE_MONITORING": "0",
+                # A peer that dies while a communicator is made is waited for until then, 30 min by
+                # default, and an abort waits as well.
+                "TORCH_NCCL_NONBLOCKING_TIMEOUT": str(
+                    math.ceil(config.handoff.transfer_deadline_s)
+                ),
             }
         },
     }

@@ -102,12 +102,11 @@ class Rendezvous:
     """The board as an actor; it ends itself when no supervisor is heard any more."""
 
     def __init__(self, spec: DeploymentSpec, name: str) -> None:
-        clock = MonotonicClock()
         self._name = name
         # There is one of these in a deployment, and it never waits for a device itself.
         clear = partial(remove_unused, spec.namespace, spec.hash)
-        self._lifeline = Lifeline(spec.config.lifetimes.supervisor_silence_s, clock, clear)
-        self._keys = RendezvousKeys(clock)
+        self._lifeline = Lifeline(spec.config.lifetimes.supervisor_silence_s, clear).start()
+        self._keys = RendezvousKeys(MonotonicClock())
 
     def __repr__(self) -> str:
         """What Ray prints before this actor's log lines."""

@@ -18,7 +18,6 @@ from actors.lifeline import Lifeline
 from actors.logs import set_up_logging
 from configs.schema import TokenizerConfig
 from engine.chat_template import load_chat_template
-from engine.clock import MonotonicClock
 from engine.constraints.checks import ConstraintChecks
 from engine.errors import RequestError
 from engine.kv.request_hasher import RequestHasher
@@ -129,7 +128,7 @@ class TokenizerBatcher:
         self._checks = ConstraintChecks(self._model_path)
         # Only now: nobody can be heard while it loads, which may take longer than silence may last;
         # an actor that ended itself then would do so again after each restart.
-        self._lifeline = Lifeline(spec.config.lifetimes.supervisor_silence_s, MonotonicClock())
+        self._lifeline = Lifeline(spec.config.lifetimes.supervisor_silence_s).start()
 
     def __repr__(self) -> str:
         """What Ray prints before this actor's log lines."""

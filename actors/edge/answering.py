@@ -36,7 +36,8 @@ from engine.tokenizing import Tokenizing
 T = TypeVar("T")
 
 TOKENIZER_TIMEOUT_S = 20.0  # far longer than the largest prompt takes
-CHECK_TIMEOUT_S = 60.0  # a check bounds itself, and others may come before it
+CHECK_TIMEOUT_S = 60.0  # a check bounds itself, but others may come before it
+CHECK_RETRY_S = 10.0
 BATCHER_RETRY_S = 0.2  # then those that were away are asked again
 # Naming the blocks of so many ids takes 0.06 ms here, and asking a batcher some ms.
 MAX_NAMED_HERE_TOKENS = 512
@@ -107,11 +108,19 @@ class Batchers:
 
     async def check(self, constraint: Constraint) -> None:
         """Raises RequestError for a constraint that no output can be held to, else as `ask`."""
-        verdict = await self._any(lambda handle: handle.check(constraint), CHECK_TIMEOUT_S)
+        try:
+            async with asyncio.timeout(CHECK_TIMEOUT_S):
+                verdict = await self._any(lambda handle: handle.check(constraint), None)
+        except TimeoutError as error:  # no other batcher is asked: it would do the same work anew
+            raise CapacityError(
+                "too many constraints are being checked", retry_after_s=CHECK_RETRY_S
+            ) from error
         if verdict.error is not None:
             raise RequestError(verdict.error, code="invalid_value")
 
-    async def _any(self, call: Callable[[BatcherHandle], Awaitable[T]], timeout_s: float) -> T:
+    async def _any(
+        self, call: Callable[[BatcherHandle], Awaitable[T]], timeout_s: float | None
+    ) -> T:
         """The answer of the first batcher in turn that gives one; CapacityError if none does."""
         give_up_s = self._clock.now_s() + self._patience_s
         while True:
@@ -124,7 +133,7 @@ class Batchers:
             await asyncio.sleep(BATCHER_RETRY_S)
 
     async def _call_next(
-        self, call: Callable[[BatcherHandle], Awaitable[T]], timeout_s: float
+        self, call: Callable[[BatcherHandle], Awaitable[T]], timeout_s: float | None
     ) -> T | None:
         """The answer of the batcher whose turn it is; None when it is away."""
         if not self._names:

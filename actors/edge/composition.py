@@ -22,6 +22,7 @@ from actors.edge.ray_metrics import RayMetrics, ray_gauge
 from actors.edge.recent_ttft import RecentTtft
 from actors.edge.system_view import SystemView
 from actors.edge.tracing import Tracing, build_tracing
+from actors.options import rendezvous_name
 from configs.schema import AppConfig
 from engine.chat_template import read_template_text
 from engine.clock import Clock, MonotonicClock
@@ -76,7 +77,7 @@ async def build_edge(spec: DeploymentSpec) -> Edge:
         clock=clock,
     )
     batchers = Batchers(peers.batcher, patience_s=config.edge.place_timeout_s, clock=clock)
-    system = _view_system(peers, generations, batchers)
+    system = _view_system(spec, peers, generations, batchers)
     tokenizing = await asyncio.to_thread(load_tokenizer, Path(config.model.path))
     model = _describe_model(config, tokenizing, await system.wait_ready())
     recent_ttft = RecentTtft(clock)
@@ -117,15 +118,22 @@ async def build_edge(spec: DeploymentSpec) -> Edge:
     )
 
 
-def _view_system(peers: Peers, generations: Generations, batchers: Batchers) -> SystemView:
+def _view_system(
+    spec: DeploymentSpec, peers: Peers, generations: Generations, batchers: Batchers
+) -> SystemView:
     """What the supervisor says goes to everything that follows the topology."""
 
     def follow(topology: Topology) -> None:
         generations.update(topology)
         batchers.update(topology.batchers)
 
-    links = generations.links.links
-    return SystemView(peers.topology, follow, lambda: {link.name for link in links() if link.is_up})
+    def connected() -> set[str]:
+        return {link.name for link in generations.links.links() if link.is_up}
+
+    async def beat(topology: Topology) -> None:
+        await peers.beat([*topology.batchers, topology.allocator, rendezvous_name(spec.hash)])
+
+    return SystemView(peers.topology, follow, connected, beat)
 
 
 def _describe_model(config: AppConfig, tokenizing: Tokenizing, topology: Topology) -> ServedModel:

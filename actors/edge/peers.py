@@ -1,7 +1,8 @@
 """Where an ingress finds the other actors of its application."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 
 from ray import serve
 
@@ -11,6 +12,7 @@ from actors.handles import (
     SupervisorHandle,
     WorkerHandle,
     find_actor,
+    ping,
 )
 from engine.errors import CapacityError, WorkerError
 from engine.messages import LapsStatus, Topology
@@ -18,6 +20,7 @@ from engine.messages import LapsStatus, Topology
 SUPERVISOR = "supervisor"
 SUPERVISOR_TIMEOUT_S = 5.0
 ALLOCATOR_TIMEOUT_S = 2.0
+BEAT_TIMEOUT_S = 1.0
 
 
 class Peers:
@@ -34,6 +37,15 @@ class Peers:
 
     async def batcher(self, name: str) -> BatcherHandle:
         return BatcherHandle(name, await find_actor(name, self._namespace))
+
+    async def beat(self, names: Iterable[str]) -> None:
+        """Beat the lifelines of actors that are not workers, as far as they are there."""
+        await asyncio.gather(*(self._beat(name) for name in names))
+
+    async def _beat(self, name: str) -> None:
+        with suppress(WorkerError, TimeoutError):
+            async with asyncio.timeout(BEAT_TIMEOUT_S):
+                await ping(name, await find_actor(name, self._namespace))
 
     async def topology(self) -> Topology:
         """The supervisor's."""

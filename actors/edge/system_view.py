@@ -40,9 +40,15 @@ class SystemView:
         ask: Callable[[], Awaitable[Topology]],
         on_topology: Callable[[Topology], None],
         connected: Callable[[], set[str]],
+        beat: Callable[[Topology], Awaitable[None]],
     ) -> None:
-        """`ask` raises WorkerError while the supervisor is away; `connected` names live workers."""
+        """`ask` raises WorkerError while the supervisor is away; `connected` names live workers.
+
+        `beat` keeps alive whom only the supervisor keeps else, while it is away: Serve notices a
+        dead one within 11 s, a frozen one after 90.
+        """
         self._ask = ask
+        self._beat = beat
         self._on_topology = on_topology
         self._connected = connected
         self._topology: Topology | None = None
@@ -76,6 +82,8 @@ class SystemView:
             topology = await self._ask()
         except WorkerError as error:
             logger.debug("%s", error)
+            if self._topology is not None:
+                await self._beat(self._topology)
             return
         self._topology = topology
         self._on_topology(topology)

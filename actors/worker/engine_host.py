@@ -86,7 +86,7 @@ class EngineHost:
         self._loop = asyncio.get_running_loop()
         # First what waits for a device, or it would take the one that is given back here.
         clear = partial(remove_unused, spec.namespace, spec.hash)
-        self._lifeline = Lifeline(spec.config.lifetimes.supervisor_silence_s, self.clock, clear)
+        self._lifeline = Lifeline(spec.config.lifetimes.supervisor_silence_s, clear).start()
         self._engine: Engine | None = None
         self._thread: EngineThread | None = None
         self._failure: str | None = None

@@ -5,7 +5,6 @@ import os
 import ray
 
 from actors.lifeline import Lifeline
-from engine.clock import MonotonicClock
 
 
 class Worker:
@@ -22,4 +21,4 @@ class Worker:
 
     def fall_silent(self) -> None:
         """As when no supervisor is left."""
-        self._lifeline = Lifeline(1e-6, MonotonicClock())
+        self._lifeline = Lifeline(1e-6).start()

@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 
 from actors import tokenizer_batcher
 from actors.deployment import describe_deployment
+from actors.lifeline import Lifeline
 from actors.tokenizer_batcher import PromptTokenizer, TokenizerBatcher
 from configs.load import load_config
 from configs.schema import TokenizerConfig
@@ -240,10 +241,11 @@ def test_silence_is_not_counted_while_the_tokenizer_loads(monkeypatch: pytest.Mo
         silences.append("loading")
         return load(path, config)
 
-    def begin_counting(silence_s: float, clock: object) -> None:
+    def begin_counting(lifeline: Lifeline) -> Lifeline:
         silences.append("counting")
+        return lifeline
 
     monkeypatch.setattr(tokenizer_batcher, "PromptTokenizer", load_slowly)
-    monkeypatch.setattr(tokenizer_batcher, "Lifeline", begin_counting)
+    monkeypatch.setattr(Lifeline, "start", begin_counting)
     TokenizerBatcher(describe_deployment(load_config(None, {})), "tokenizer-0")
     assert silences == ["loading", "counting"]

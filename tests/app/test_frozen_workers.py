@@ -2,11 +2,12 @@
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 
 import pytest
 
-from tests.app.running import Application, Cluster, wait_replaced, wait_until
+from tests.app.running import Application, Cluster, actor_pid, wait_replaced, wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
@@ -41,3 +42,19 @@ def test_actors_that_freeze_for_good_are_replaced_and_cost_no_token(
     wait_until(lambda: application.get("/ready")[0] == 200, "it is ready again")
     assert application.complete(PROMPT, max_tokens=3) == undisturbed[:3]
     application.wait_quiet()
+
+
+def test_a_supervisor_that_freezes_takes_nobody_along(application: Application) -> None:
+    """For longer than anybody lives without a heartbeat, and less than Serve takes to notice."""
+    expected = application.complete(PROMPT)
+    before = {name: application.pid(name) for name in application.actors()}
+    supervisor_pid = actor_pid(application.supervisor(), "serve")
+    until_s = time.monotonic() + 1.5 * application.config.lifetimes.supervisor_silence_s
+    os.kill(supervisor_pid, signal.SIGSTOP)
+    try:
+        while time.monotonic() < until_s:
+            assert application.complete(PROMPT) == expected
+    finally:
+        os.kill(supervisor_pid, signal.SIGCONT)
+    assert {name: application.pid(name) for name in application.actors()} == before
+    application.wait_ready()

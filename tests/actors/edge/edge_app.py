@@ -137,6 +137,10 @@ async def _no_topology() -> Topology:
     raise WorkerError("there is no supervisor")
 
 
+async def _beat_nobody(_: Topology) -> None:
+    """There are no other actors."""
+
+
 async def no_allocator() -> LapsStatus:
     """What an allocator that is away answers."""
     raise CapacityError("there is no allocator")
@@ -205,7 +209,7 @@ def edge_app(
         tokenizing=tokenizing,
         batchers=batchers,
         generations=generations,
-        system=SystemView(_no_topology, lambda _: None, set),
+        system=SystemView(_no_topology, lambda _: None, set, _beat_nobody),
         metrics=metrics,
         recent_ttft=recent,
         observation=Observation(metrics, generations, no_allocator),
