@@ -138,6 +138,7 @@ class _Course:
         self._options = report.options
         self._rng = random.Random(f"course {report.options.seed}")
         self._started_s = time.monotonic()
+        self._num_right_at_kill = 0
 
     def run(self) -> None:
         """For as long as was asked, and until the redeploy has come to its end."""
@@ -169,7 +170,14 @@ class _Course:
         self._report.num_in_redeploy = self._report.outcomes.num_right - num_before
 
     def _kill(self, redeploy: concurrent.futures.Future[None] | None) -> bool:
-        """One after the other; in a redeploy a worker of the old deployment, while that answers."""
+        """One after the other; in a redeploy a worker of the old deployment, while that answers.
+
+        A request that meets two deaths without getting on is taken for their cause: everybody gets
+        an answer between two.
+        """
+        num_right = self._report.outcomes.num_right
+        if num_right < self._num_right_at_kill + self._options.num_clients:
+            return False
         is_deploying = redeploy is not None and not redeploy.done()
         if not (self._system.is_ready() if is_deploying else self._system.is_whole()):
             return False
@@ -177,6 +185,7 @@ class _Course:
         names = [n for n in self._system.names(role) if n.endswith(self._system.application.hash)]
         name = self._rng.choice(names)
         pid = self._system.send(name)
+        self._num_right_at_kill = num_right
         self._say(f"killed {name} ({pid})" if pid else f"{name} is away already")
         return True
 

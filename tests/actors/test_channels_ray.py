@@ -145,11 +145,11 @@ def listening_addresses() -> set[tuple[str, str]]:
 
 
 def test_a_receive_nobody_answers_ends_at_its_deadline_and_a_new_epoch_works(pair: Pair) -> None:
-    pair.open("gloo_pair", epoch(), deadline_s=1.0)
+    pair.open("gloo_pair", epoch(), deadline_s=3.0)
     started_s = time.monotonic()
     outcome = ray.get(pair.receiver.receive.remote(0, 1000, []), timeout=20)
     assert outcome.startswith("HandoffError")
-    assert 0.9 < time.monotonic() - started_s < 5.0
+    assert 2.9 < time.monotonic() - started_s < 12.0
     assert "HandoffError" in ray.get(pair.send(1, 1000), timeout=20), "a poisoned pair was used"
     pair.close()
     pair.open("gloo_pair", epoch())
@@ -206,7 +206,7 @@ def test_an_object_whose_owner_died_is_either_whole_or_a_failed_piece(pair: Pair
 
 def test_an_open_pair_outlives_the_rendezvous(pair: Pair) -> None:
     pair.board = new_board("short-lived")
-    pair.open("gloo_pair", 1, deadline_s=1.0)
+    pair.open("gloo_pair", 1, deadline_s=5.0)
     ray.kill(boards.pop("short-lived"))
     assert ray.get(pair.send(3, 50_001), timeout=20) == "accepted"
     pair.close()
@@ -240,7 +240,7 @@ def test_prompts_move_between_workers_block_for_block(
     pair: Pair, board: str, kind: ChannelKind
 ) -> None:
     config = HandoffConfig(
-        channel=kind, piece_bytes=7 * LAYOUT.block_bytes, transfer_deadline_s=3.0
+        channel=kind, piece_bytes=7 * LAYOUT.block_bytes, transfer_deadline_s=15.0
     )
     workers = Workers(pair, board, config)
     num_references = ray.get(pair.sender.num_references.remote())

@@ -37,6 +37,7 @@ LIFETIMES = {
     "lifetimes.supervisor_heartbeat_s": 0.5,
     "lifetimes.ingress_silence_s": 5.0,
     "edge.drain_s": 3.0,
+    "edge.place_timeout_s": 120.0,
 }
 
 

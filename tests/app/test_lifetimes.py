@@ -14,7 +14,7 @@ import ray
 from ray import serve
 from ray.util import list_named_actors
 
-from tests.app.running import Application, Cluster, named_actors, wait_until
+from tests.app.running import PATIENCE_S, Application, Cluster, named_actors, wait_until
 from tests.app.streams import Load
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
@@ -23,7 +23,8 @@ NAME = "lifetimes"
 ROLES: dict[str, object] = {"workers.prefill": 1, "workers.decode": 1}
 # Serve looks after its deployment actors every 11 s at most, then starts them: a worker waits.
 # Streams of a replica that is replaced end by themselves, however slow the machine is.
-PATIENT: dict[str, object] = {"lifetimes.supervisor_silence_s": 40.0, "edge.drain_s": 120.0}
+PATIENT_S = 30.0
+PATIENT: dict[str, object] = {"lifetimes.supervisor_silence_s": PATIENT_S, "edge.drain_s": 120.0}
 SILENCE_S = 8.0
 REDEPLOYED: dict[str, object] = {
     "lifetimes.supervisor_silence_s": SILENCE_S,
@@ -180,6 +181,7 @@ def test_a_redeploy_under_load_fails_no_request_and_leaves_no_old_actor(
     wait_until(
         lambda: all(name.endswith(again.hash) for name in again.actors()),
         f"gone: {old}; there are {again.actors()}",
+        PATIENCE_S + PATIENT_S,
     )
     assert len(again.actors()) == len(old)
     assert len(supervisors()) == 1

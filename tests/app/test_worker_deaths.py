@@ -8,7 +8,6 @@ import random
 import signal
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from itertools import islice
 from typing import Any
 
 import httpx
@@ -29,6 +28,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 NUM_STREAMS = 16
 TOKENS = 100  # of a stream under load
+GETS_ON = 8  # tokens
 LONG = 900  # tokens of a stream that outlasts what is done to it
 LONG_PROMPT = 1900  # tokens that take many steps and pieces
 PROMPT = "import os\nimport "
@@ -44,7 +44,7 @@ def deployed(cluster: Cluster) -> Iterator[Application]:
         {
             "workers.prefill": 2,
             "workers.decode": 2,
-            "lifetimes.supervisor_silence_s": 40.0,
+            "lifetimes.supervisor_silence_s": 30.0,
             "lifetimes.acknowledge_every_s": 0.1,
         },
     )
@@ -55,7 +55,7 @@ def deployed(cluster: Cluster) -> Iterator[Application]:
 @pytest.fixture(scope="module")
 def baseline(deployed: Application) -> Holdings:
     """Once every prefill worker has met every decode worker."""
-    with Load(deployed, num_streams=NUM_STREAMS, max_tokens=8):
+    with Load(deployed, num_streams=NUM_STREAMS, max_tokens=TOKENS):
         wait_until(lambda: num_channels(deployed) == 4, "all pairs have a channel")
     return deployed.baseline()
 
@@ -118,6 +118,16 @@ def wait_running(application: Application) -> str:
 
     wait_until(is_found, "a decode worker has it")
     return found[0]
+
+
+def wait_gets_on(application: Application, name: str) -> None:
+    """Until a decode worker has sampled some more tokens."""
+
+    def num_tokens() -> int:
+        return int(application.statistics()[name]["scheduler"]["num_output_tokens"])
+
+    goal = num_tokens() + GETS_ON
+    wait_until(lambda: num_tokens() >= goal, f"{name} gets on")
 
 
 def kill_process(application: Application, name: str) -> None:
@@ -246,9 +256,10 @@ def test_a_request_whose_worker_dies_on_every_try_ends_with_an_error_and_without
         lines = (line for line in answer.iter_lines() if line)
         events = [next(lines)]
         for _ in range(num_tries):
+            victim = wait_running(application)
             # Who gets on between two deaths is not taken for their cause.
-            events += islice(lines, 3)
-            kill_process(application, wait_running(application))
+            wait_gets_on(application, victim)
+            kill_process(application, victim)
         events += lines
     assert all(event.startswith("data: ") for event in events)
     *chunks, last = [event.removeprefix("data: ") for event in events]
