@@ -140,7 +140,7 @@ class PeerLink:
         # The receiver first waits for what is under way on the older epoch, then for us.
         bound_s = 3 * self._config.transfer_deadline_s
         theirs = asyncio.create_task(self._ask(peer, request, bound_s))
-        ours = asyncio.create_task(self._channels.open_send(request))
+        ours = asyncio.create_task(self._open_own(request))
         try:
             _, channel = await asyncio.gather(theirs, ours)  # whichever fails first ends it
         except BaseException:
@@ -148,6 +148,14 @@ class PeerLink:
             self._discard(ours)
             raise
         return channel
+
+    async def _open_own(self, request: PairRequest) -> SendChannel:
+        try:
+            return await self._channels.open_send(request)
+        except HandoffError:
+            raise
+        except WorkerError as error:  # the rendezvous is away, which says nothing of the peer
+            raise HandoffError(error.message) from error
 
     async def _ask(self, peer: Peer, request: PairRequest, bound_s: float) -> None:
         self._check(await bounded(peer.open_pair(request), bound_s))

@@ -26,7 +26,7 @@ REPLICA_PREFIX = "SERVE_REPLICA::"
 # A machine that is short of cores must not look like one that failed.
 PATIENT: dict[str, object] = {
     "handoff.address": "127.0.0.1",
-    "lifetimes.supervisor_silence_s": 45.0,
+    "lifetimes.supervisor_silence_s": 25.0,
     "lifetimes.supervisor_heartbeat_s": 1.0,
     "lifetimes.ingress_silence_s": 15.0,
     "lifetimes.acknowledge_every_s": 0.2,

@@ -95,12 +95,20 @@ def wait_all_answer(application: Application) -> None:
     wait_until(all_answer, "every worker answers")
 
 
+def statistics_of(application: Application, name: str) -> Mapping[str, Any]:
+    """Of one worker, whatever the others do."""
+    seen: Mapping[str, Any] = ray.get(
+        application.actor(name).statistics.remote(), timeout=PATIENCE_S
+    )
+    return seen
+
+
 def running_on(application: Application) -> list[str]:
     """Decode workers that answer and have something in their batch."""
     names = []
     for name in application.workers("decode"):
         try:
-            seen = ray.get(application.actor(name).statistics.remote(), timeout=PATIENCE_S)
+            seen = statistics_of(application, name)
         except (ValueError, ray.exceptions.RayError):
             continue
         if seen["scheduler"]["num_running"]:
@@ -124,7 +132,7 @@ def wait_gets_on(application: Application, name: str) -> None:
     """Until a decode worker has sampled some more tokens."""
 
     def num_tokens() -> int:
-        return int(application.statistics()[name]["scheduler"]["num_output_tokens"])
+        return int(statistics_of(application, name)["scheduler"]["num_output_tokens"])
 
     goal = num_tokens() + GETS_ON
     wait_until(lambda: num_tokens() >= goal, f"{name} gets on")

@@ -31,7 +31,7 @@ SETTINGS: dict[str, object] = {
     "workers.prefill": 1,
     "workers.decode": 1,
     "workers.num_cpus": NUM_CPUS,
-    "lifetimes.supervisor_silence_s": 30.0,
+    "lifetimes.supervisor_silence_s": 18.0,
 }
 
 
