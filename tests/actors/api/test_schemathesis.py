@@ -52,13 +52,19 @@ SENSIBLE: Mapping[str, st.SearchStrategy[Any]] = {
     "messages": st.lists(MESSAGE, min_size=1, max_size=3),
     "prompt": TEXT.map(lambda text: "a" + text),
     "tokens": st.lists(st.integers(0, 255), max_size=9),
-    "max_tokens": st.integers(1, 9),
+    "max_tokens": st.integers(0, 9),
+    "query": TEXT.map(lambda text: "a" + text),
+    "items": st.lists(TEXT, min_size=1, max_size=3),
+    "documents": st.lists(TEXT, min_size=1, max_size=3),
+    "label_token_ids": st.lists(st.integers(0, 255), min_size=2, max_size=2, unique=True),
     "stream": st.booleans(),
 }
 # What a body must have to be answered, beyond what its schema requires.
 NEEDED = {
     "/v1/chat/completions": {"model", "messages", "max_tokens", "stream"},
     "/v1/completions": {"model", "prompt", "max_tokens", "stream"},
+    "/v1/score": {"model", "query", "items", "label_token_ids"},
+    "/v1/rerank": {"model", "query", "documents", "label_token_ids"},
     "/tokenize": {"prompt"},
     "/detokenize": {"tokens"},
 }

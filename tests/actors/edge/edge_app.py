@@ -1,6 +1,7 @@
 """A whole ingress without Ray: the real routes and parts, tokens from a script, one fake worker."""
 
 import asyncio
+import math
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +41,7 @@ from engine.messages import (
     TokenRecord,
     Topology,
 )
-from engine.request import RequestKey
+from engine.request import PromptScores, RequestKey
 from engine.scheduling.plan import TokenLogprobs
 from engine.tokenizing import Tokenizing, load_tokenizer
 
@@ -78,6 +79,9 @@ class ScriptedWorkers:
         if self.error is not None:
             raise self.error
         on_placed(ASSIGN)
+        if choice.params.max_tokens == 0:
+            yield _end_of_prompt(choice)
+            return
         said = range(100, 100 + choice.params.max_tokens)
         num_tokens = min(self.num_tokens or choice.params.max_tokens, choice.params.max_tokens)
         token_ids = (self.token_ids or said)[:num_tokens]
@@ -96,6 +100,20 @@ class ScriptedWorkers:
                 waited_s=self.waited_s if index == 0 else None,
                 finish="length" if index == num_tokens - 1 else None,
             )
+
+
+def _end_of_prompt(choice: Choice) -> TokenRecord:
+    """Of a request that asks for no token: each of its labels is half as likely as the last."""
+    labels = [-math.log(2) * rank for rank, _ in enumerate(choice.params.label_token_ids, 1)]
+    return TokenRecord(
+        key=RequestKey(choice.request_id, choice.child),
+        index=0,
+        token_id=choice.prompt_ids[-1],
+        is_output=False,
+        prompt=PromptScores(labels, []) if labels else None,
+        num_cached_tokens=0,
+        finish="length",
+    )
 
 
 def _logprobs(choice: Choice, token_id: int) -> TokenLogprobs | None:
