@@ -51,8 +51,10 @@ async def find_actor(name: str, namespace: str) -> ActorHandle[Any]:
     """Look an actor up by name. Raises WorkerError when there is none (yet), or no answer."""
     try:
         return await asyncio.to_thread(ray.get_actor, name, namespace)
-    except (ValueError, RayError) as error:
+    except ValueError as error:
         raise WorkerError(f"actor {name} is not running") from error
+    except RayError as error:
+        raise WorkerError(f"actor {name} cannot be looked up: {type(error).__name__}") from error
 
 
 def create_actor(cls: ActorClass[Any], options: dict[str, Any], *args: object) -> None:

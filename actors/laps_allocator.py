@@ -47,7 +47,7 @@ class LapsAllocator:
         return self._name
 
     async def ping(self) -> None:
-        """A supervisor was heard. Raises what ended the following of a worker, if anything did."""
+        """A supervisor or an ingress was heard. Raises what ended the following of a worker."""
         self._lifeline.beat()
         self._links.check()
         self._news.check()

@@ -40,25 +40,28 @@ class Lifeline:
     def __init__(self, silence_s: float, last_act: Callable[[], None] | None = None) -> None:
         self._last_act = last_act
         self._silence_s = silence_s
-        self._num_looks = 0  # since the last beat
+        # Each is written by one thread alone, so that no beat is lost.
+        self._num_looks = 0
+        self._look_of_last_beat = 0
 
     def start(self) -> "Lifeline":
         threading.Thread(target=self._watch, name="lifeline", daemon=True).start()
         return self
 
     def beat(self) -> None:
-        """The supervisor was heard."""
-        self._num_looks = 0
+        """A supervisor or an ingress was heard."""
+        self._look_of_last_beat = self._num_looks
 
     def look(self) -> bool:
         """One look of the thread; True = the silence has lasted for `silence_s`."""
         self._num_looks += 1
-        return self._num_looks * CHECK_EVERY_S > self._silence_s
+        num_silent = self._num_looks - self._look_of_last_beat
+        return num_silent * CHECK_EVERY_S > self._silence_s
 
     def _watch(self) -> None:
         while not self.look():
             time.sleep(CHECK_EVERY_S)
-        logger.warning("no supervisor for %.0f s: exiting", self._silence_s)
+        logger.warning("nobody was heard for %.0f s: exiting", self._silence_s)
         try:
             if self._last_act is not None:
                 self._last_act()

@@ -113,7 +113,7 @@ class Rendezvous:
         return self._name
 
     async def ping(self) -> None:
-        """The supervisor's heartbeat."""
+        """A heartbeat of the supervisor, or of an ingress while that is away."""
         self._lifeline.beat()
 
     async def set(self, key: str, value: bytes) -> None:

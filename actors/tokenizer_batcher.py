@@ -135,7 +135,7 @@ class TokenizerBatcher:
         return self._name
 
     async def ping(self) -> None:
-        """A supervisor was heard."""
+        """A supervisor or an ingress was heard."""
         self._lifeline.beat()
 
     async def tokenize(self, data: bytes) -> bytes:

@@ -168,6 +168,7 @@ class HandoffReceiver:
             self._check_sender(request.sender)
             superseded = self._epochs.ask(request.sender, request.epoch)
             async with self._opening.setdefault(name, asyncio.Lock()):
+                self._check_sender(request.sender)  # again: we may be shutting down by now
                 if not superseded.done():
                     await self._close_pair(name)
                 channel = await self._open_receive(request, superseded)
