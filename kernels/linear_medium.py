@@ -29,7 +29,7 @@ from kernels.pdl import pdl_supported
 class MediumConfig:
     """How one product is cut; sizes in elements."""
 
-    block_m: int  # tokens of a tile: 64 or 128
+    block_m: int  # tokens of a tile: 64, 128 or 256
     first: int  # weight rows of a tile's first part, of gate and up together; a power of two
     second: int  # of its second part: 0 or a power of two
     block_k: int
@@ -68,7 +68,7 @@ def choose_config(num_tokens: int, num_rows: int, num_multiprocessors: int) -> M
 
     The height with which the busiest multiprocessor reads least, weight and x together.
     """
-    block_m = 64 if num_tokens <= 64 else 128
+    block_m = next((size for size in (64, 128) if num_tokens <= size), 256)
 
     def rows_read(height: int) -> int:
         num_tiles = math.ceil(num_rows / height)
@@ -76,14 +76,14 @@ def choose_config(num_tokens: int, num_rows: int, num_multiprocessors: int) -> M
 
     height = min(_HEIGHTS, key=rows_read)
     second = height // 3 if height % 3 == 0 else 0
-    block_k = 8192 // block_m
+    block_k = max(64, 8192 // block_m)
     stage_bytes = 2 * block_k * (block_m + height)
     return MediumConfig(
         block_m=block_m,
         first=height - second,
         second=second,
         block_k=block_k,
-        num_warps=4,
+        num_warps=4 if block_m <= 128 else 8,
         num_stages=min(_MAX_STAGES, _STAGES_BYTES // stage_bytes),
         prefetch_k=512,
     )

@@ -46,6 +46,7 @@ KINDS: dict[str, tuple[ChannelKind, ...]] = {
 }
 ARRIVED_HEADER = ("channel", "handoffs", "GB/s on average", "p50", "p99", "slowest")
 STORE_FACTOR = 2  # blocks in a store for each block of a handoff
+NUM_LANES = 2  # handoffs under way at a time, where a channel is to be kept busy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +80,7 @@ class Outcome:
     open_s: float | None = None
     neighbours_gb_s: float | None = None  # blocks side by side in both stores
     scattered_gb_s: float | None = None  # blocks anywhere
+    busy_gb_s: float | None = None  # scattered, NUM_LANES handoffs at a time
     loaded_gb_s: float | None = None  # scattered, while the receiver decodes
     alone: Steps | None = None
     loaded: Steps | None = None
@@ -128,11 +130,13 @@ async def measure(process: SendingProcess, kind: ChannelKind, args: argparse.Nam
     scattered_s = [await process.hand_over(*scattered) for _ in range(args.rounds)]
     await check_arrived(process, *scattered)
     num_bytes = num_blocks * store.layout.block_bytes
+    busy_s = await hand_over_in_lanes(process, num_blocks, args.rounds, rng)
     idle = Outcome(
         channel=kind,
         open_s=open_s,
         neighbours_gb_s=rate_gb_s(num_bytes, neighbours_s),
         scattered_gb_s=rate_gb_s(num_bytes, scattered_s),
+        busy_gb_s=NUM_LANES * args.rounds * num_bytes / busy_s / 1e9,
     )
     if args.seconds <= 0 or (args.device == "cpu" and not args.handoffs_per_s):
         return idle
@@ -175,6 +179,25 @@ async def hand_over_for(
     while time.perf_counter() < until_s:
         handoffs_s.append(await process.hand_over(*blocks))
     return handoffs_s
+
+
+async def hand_over_in_lanes(
+    process: SendingProcess, num_blocks: int, rounds: int, rng: random.Random
+) -> float:
+    """The seconds of NUM_LANES x `rounds` handoffs, of which NUM_LANES are always under way."""
+    num_stored = process.end.store.num_blocks
+    from_ids, to_ids = (rng.sample(range(num_stored), NUM_LANES * num_blocks) for _ in range(2))
+
+    async def run_lane(lane: int) -> None:
+        part = slice(lane * num_blocks, (lane + 1) * num_blocks)
+        for _ in range(rounds):
+            await process.hand_over(from_ids[part], to_ids[part])
+
+    started_s = time.perf_counter()
+    await asyncio.gather(*map(run_lane, range(NUM_LANES)))
+    ended_s = time.perf_counter()
+    await check_arrived(process, from_ids, to_ids)
+    return ended_s - started_s
 
 
 async def hand_over_at(process: SendingProcess, load: MixedLoad) -> Arrived:
@@ -234,6 +257,7 @@ def render(outcomes: Sequence[Outcome]) -> str:
         "opens in",
         "GB/s, neighbours",
         "GB/s, scattered",
+        "GB/s, two at a time",
         "GB/s, receiver decoding",
         "p50 step",
         "p99 step",
@@ -248,8 +272,13 @@ def render(outcomes: Sequence[Outcome]) -> str:
 
 def _cells(outcome: Outcome) -> tuple[str, ...]:
     if outcome.error:
-        return (outcome.channel, outcome.error, "", "", "", "", "", "")
-    rates = (outcome.neighbours_gb_s, outcome.scattered_gb_s, outcome.loaded_gb_s)
+        return (outcome.channel, outcome.error, *[""] * 7)
+    rates = (
+        outcome.neighbours_gb_s,
+        outcome.scattered_gb_s,
+        outcome.busy_gb_s,
+        outcome.loaded_gb_s,
+    )
     return (
         outcome.channel,
         f"{outcome.open_s:.2f} s",

@@ -6,10 +6,14 @@
         --graphs ragged grid off
     python -m load_tests.bench_mixed --rates --one-batch --peer vllm.txt --chain chain.txt
     python -m load_tests.bench_mixed --url http://127.0.0.1:8000 --rates 16 24
+    python -m load_tests.bench_mixed --start configs/h200_2p2d.yaml configs/h200_unified_x4.yaml \\
+        --model DIR/qwen3-8b --clients 8 --rates 64 96 --limits 100,1000,50 --search
+    python -m load_tests.bench_mixed --rates 300 --share-long 0 --duration-s 2 \\
+        --window none adaptive fixed
 
 Variants (graphs x queue x mix x window) take turns, rates in the order given, seeds pooled. Put
 first what matters most: when `--budget-s` is over, what is left is not run, and said so. `--json`
-is written again after every rate. Greedy, no end of sequence, prefix cache off. Knows no Ray.
+is written again after every rate. Greedy, no end of sequence; every prompt is new. Knows no Ray.
 """
 
 import argparse
@@ -27,9 +31,17 @@ import msgspec
 from configs.load import load_config
 from configs.schema import AppConfig
 from engine.models.spec import load_spec
+from load_tests.application import running
 from load_tests.in_process import EngineInProcess
 from load_tests.mixed_http import serve_over_http
-from load_tests.mixed_load import NUM_OUTPUT_TOKENS, WARM_UP_PROMPTS, WARM_UP_SEED, MixedLoad
+from load_tests.mixed_load import (
+    NUM_OUTPUT_TOKENS,
+    SHARE_LONG,
+    WARM_UP_PROMPTS,
+    WARM_UP_SEED,
+    MixedLoad,
+    Served,
+)
 from load_tests.mixed_report import limits_from_text, read_peer_tables
 from load_tests.mixed_sweep import Budget, Results, Serve, Sweep, note
 from load_tests.one_batch import measure_batches, read_chain_batches
@@ -127,13 +139,21 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-step-tokens", type=int, default=8192)
     parser.add_argument("--max-rows", type=int, default=256)
     parser.add_argument("--num-blocks", type=int, help="default: as many as fit")
-    parser.add_argument("--url", help="of a running server, instead of an engine in this process")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--url", help="of a running server, instead of an engine in this process")
+    where.add_argument(
+        "--start", type=Path, nargs="+", default=[], metavar="CONFIG", help="servers"
+    )
+    parser.add_argument("--port", type=int, default=8000, help="with --start")
+    parser.add_argument("--ready-s", type=float, default=600.0, help="with --start: to get ready")
+    parser.add_argument("--clients", type=int, default=1, help="processes that ask over HTTP")
     parser.add_argument("--rates", type=float, nargs="*", default=[16.0, 24.0], help="requests/s")
     parser.add_argument("--seeds", type=int, nargs="+", default=[7, 8, 9])
     parser.add_argument("--duration-s", type=float, default=60.0, help="of the arrivals of a run")
     parser.add_argument("--warm-up-s", type=float, default=5.0, help="of the same load, first")
     parser.add_argument("--output-tokens", type=int, default=NUM_OUTPUT_TOKENS)
     parser.add_argument("--shrink", type=int, default=1, help="divides every prompt's length")
+    parser.add_argument("--share-long", type=float, default=SHARE_LONG, help="of the requests")
     parser.add_argument("--queue", nargs="+", default=["laps"], metavar="laps|fcfs|priority")
     parser.add_argument("--mix", nargs="+", default=["exclusive"], metavar="exclusive|fill")
     parser.add_argument("--window", nargs="+", default=["none"], metavar="none|adaptive|fixed")
@@ -155,17 +175,20 @@ def run(args: argparse.Namespace, scratch: Path) -> Results:
     """Measure what `args` asks for. Raises ValueError for switches that contradict each other."""
     if args.search and (args.limits is None or not args.rates):
         raise ValueError("--search needs --limits, and --rates to start from")
-    if args.url and (args.one_batch or not args.rates):
-        raise ValueError("--url needs --rates; --one-batch is of an engine in this process")
+    if (args.url or args.start) and (args.one_batch or not args.rates):
+        raise ValueError("a server needs --rates; --one-batch is of an engine in this process")
+    if args.start and args.model is None:
+        raise ValueError("--start needs --model: a folder with a tokenizer")
     tables = read_peer_tables(args.peer)
     peers = [(name, table) for name, table in tables if "rate" in table]
     results = Results(limits=args.limits, peers=peers, about=describe(args))
     sweep = Sweep(results, Budget(args.budget_s), list(_loads(args)), args.json)
     folder = args.model or write_shapes(args.shapes, scratch)
     if args.url:
-        serve = partial(serve_over_http, args.url, vocab_size=load_spec(folder).vocab_size)
-        serve(_warm_up_load(args))
-        _measure_all(sweep, "over HTTP", serve, args)
+        _measure_server(sweep, "over HTTP", args.url, folder, args)
+    elif args.start:
+        for config in args.start:
+            _measure_started(sweep, config, args)
     else:
         engine_peer = {k: v for _, table in tables if "rate" not in table for k, v in table.items()}
         _run_in_process(sweep, results, folder, engine_peer, args)
@@ -175,7 +198,7 @@ def run(args: argparse.Namespace, scratch: Path) -> Results:
 
 def describe(args: argparse.Namespace) -> dict[str, object]:
     """What a reader must know to judge the figures."""
-    names = ("device", "weights", "seeds", "duration_s", "output_tokens", "shrink")
+    names = ("device", "weights", "seeds", "duration_s", "output_tokens", "shrink", "share_long")
     switches = {name: getattr(args, name) for name in (*names, "max_step_tokens", "max_rows")}
     return describe_machine() | switches | dict(args.set)
 
@@ -184,6 +207,26 @@ def main() -> None:
     args = build_parser().parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         print(run(args, Path(scratch)).render())
+
+
+def _measure_started(sweep: Sweep, config: Path, args: argparse.Namespace) -> None:
+    """An application of `config`, started for this and ended."""
+    note(f"{config.stem}: starting the application")
+    overrides = {"model.weights": args.weights, **dict(args.set)}
+    with running(
+        config, args.model, overrides=overrides, port=args.port, ready_s=args.ready_s
+    ) as url:
+        _measure_server(sweep, f"{config.stem} over HTTP", url, args.model, args)
+
+
+def _measure_server(
+    sweep: Sweep, variant: str, url: str, folder: Path, args: argparse.Namespace
+) -> None:
+    def serve(load: MixedLoad) -> list[Served]:
+        return serve_over_http(url, load, load_spec(folder).vocab_size, args.clients)
+
+    serve(_warm_up_load(args))
+    _measure_all(sweep, variant, serve, args)
 
 
 def _run_in_process(
@@ -265,6 +308,7 @@ def _loads(args: argparse.Namespace) -> Iterator[MixedLoad]:
             seed=seed,
             num_output_tokens=args.output_tokens,
             shrink=args.shrink,
+            share_long=args.share_long,
         )
 
 

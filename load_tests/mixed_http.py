@@ -1,12 +1,16 @@
 """Serves a mixed load through a running server: one streamed completion a request, prompts as ids.
 
-The client shares one event loop, and its processors with the server where both run on one machine.
+One process reads some thousand tokens a second; for more, several take every n-th request each.
+They share processors with the server where both run on one machine.
 """
 
 import asyncio
 import gc
+import multiprocessing
 import time
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 
 import httpx
 import msgspec
@@ -16,6 +20,7 @@ from load_tests.mixed_load import MixedLoad, Served, Stamps
 TIMEOUT_S = 600.0
 EVENT = "data: "
 DONE = "[DONE]"
+GATHER_S = 8.0  # for several processes to start, import and draw their prompts
 
 
 class _Choice(msgspec.Struct):
@@ -24,6 +29,15 @@ class _Choice(msgspec.Struct):
 
 class _Chunk(msgspec.Struct):
     choices: list[_Choice] = []
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """Every `of`-th request from number `first` on, counted from a start that all agree on."""
+
+    first: int = 0
+    of: int = 1
+    start_at_s: float | None = None  # on the wall clock; None: as soon as the prompts are drawn
 
 
 class MixedClient:
@@ -40,14 +54,17 @@ class MixedClient:
         answer.raise_for_status()
         self._model = answer.json()["data"][0]["id"]
 
-    async def serve(self, load: MixedLoad, vocab_size: int) -> list[Served]:
+    async def serve(self, load: MixedLoad, vocab_size: int, share: Share) -> list[Served]:
         """Run `load` to its last token. Raises httpx.HTTPError when a request is refused."""
         arrivals = load.arrivals()
-        assert arrivals, f"nobody arrives in {load.duration_s} s at {load.rate}/s"
-        prompts = load.prompts(arrivals, vocab_size)
+        assert len(arrivals) >= share.of, f"too few arrive in {load.duration_s} s at {load.rate}/s"
+        prompts = load.prompts(arrivals, vocab_size)[share.first :: share.of]
+        arrivals = arrivals[share.first :: share.of]
         stamps = Stamps(arrivals)
         gc.collect()
-        start_s = time.perf_counter()
+        late_s = 0.0 if share.start_at_s is None else time.time() - share.start_at_s
+        assert late_s <= 0.0, f"client {share.first} was ready {late_s:.1f} s after the others"
+        start_s = time.perf_counter() - late_s
         async with asyncio.TaskGroup() as tasks:
             for index, arrival in enumerate(arrivals):
                 await asyncio.sleep(max(0.0, start_s + arrival.at_s - time.perf_counter()))
@@ -80,17 +97,34 @@ class MixedClient:
         assert is_done, f"the stream of request {index} broke off"
 
 
-def serve_over_http(url: str, load: MixedLoad, vocab_size: int) -> list[Served]:
-    """Run `load` with ids below `vocab_size`. Raises httpx.HTTPError without a willing server."""
-    return asyncio.run(_serve(url, load, vocab_size))
+def serve_over_http(
+    url: str, load: MixedLoad, vocab_size: int, num_clients: int = 1
+) -> list[Served]:
+    """Run `load` with ids below `vocab_size`, from so many processes.
+
+    Raises httpx.HTTPError without a willing server.
+    """
+    if num_clients == 1:
+        return _serve_share(url, load, vocab_size, Share())
+    start_at_s = time.time() + GATHER_S
+    shares = [Share(first=i, of=num_clients, start_at_s=start_at_s) for i in range(num_clients)]
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(num_clients, mp_context=spawn) as clients:
+        asked = [clients.submit(_serve_share, url, load, vocab_size, share) for share in shares]
+        served = [one for client in asked for one in client.result()]
+    return sorted(served, key=lambda one: one.arrival.at_s)
 
 
-async def _serve(url: str, load: MixedLoad, vocab_size: int) -> list[Served]:
+def _serve_share(url: str, load: MixedLoad, vocab_size: int, share: Share) -> list[Served]:
+    return asyncio.run(_serve(url, load, vocab_size, share))
+
+
+async def _serve(url: str, load: MixedLoad, vocab_size: int, share: Share) -> list[Served]:
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     async with httpx.AsyncClient(timeout=TIMEOUT_S, limits=limits) as client:
         mixed = MixedClient(url, client)
         await mixed.connect()
-        return await mixed.serve(load, vocab_size)
+        return await mixed.serve(load, vocab_size, share)
 
 
 def _num_tokens(data: str) -> int:

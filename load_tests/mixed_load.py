@@ -48,12 +48,13 @@ class MixedLoad:
     seed: int
     num_output_tokens: int = NUM_OUTPUT_TOKENS
     shrink: int = 1
+    share_long: float = SHARE_LONG
 
     def arrivals(self) -> list[Arrival]:
         """In order of time, the last one no later than `duration_s`."""
         rng, now_s, arrivals = random.Random(self.seed), 0.0, []
         while (now_s := now_s + rng.expovariate(self.rate)) <= self.duration_s:
-            length_class: LengthClass = "long" if rng.random() < SHARE_LONG else "short"
+            length_class: LengthClass = "long" if rng.random() < self.share_long else "short"
             num_tokens = _long_tokens(rng) if length_class == "long" else _short_tokens(rng)
             arrivals.append(
                 Arrival(

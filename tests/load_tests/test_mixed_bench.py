@@ -52,7 +52,13 @@ def test_a_variant_is_what_the_configuration_says() -> None:
 
 
 @pytest.mark.parametrize(
-    "switches", ["--search", "--search --limits 1,1,1 --rates", "--url http://x --one-batch"]
+    "switches",
+    [
+        "--search",
+        "--search --limits 1,1,1 --rates",
+        "--url http://x --one-batch",
+        "--start configs/unified_cpu.yaml",
+    ],
 )
 def test_switches_that_contradict_each_other_are_refused(switches: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="--"):
