@@ -1,6 +1,6 @@
 """The mixed load of bench_mixed served by vLLM in this process, as a peer to be measured beside.
 
-    VLLM_WORKER_MULTIPROCESSING_METHOD=spawn \\
+    VLLM_WORKER_MULTIPROC_METHOD=spawn \\
     python -m load_tests.bench_mixed_vllm --shapes qwen3-8b --rates 16 24 --batched-tokens 2048 \\
         --long-threshold 1024 --short-first --limits 100,1000,50 --search > vllm.txt
 
