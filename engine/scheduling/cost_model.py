@@ -209,36 +209,43 @@ class CostModel:
             weighted = shares * weights[:, None]
             gram = weighted.T @ shares + self.PRIOR_WEIGHT * identity
             target = weighted.T @ (seconds / predicted_s) + self.PRIOR_WEIGHT
-            factors = solve_non_negative(gram, target)
+            factors = solve_non_negative(gram, target, factors)
         self.costs = _from_vector(factors * prior, self._num_samples)
 
 
-def solve_non_negative(gram: Vector, target: Vector) -> Vector:
+def solve_non_negative(gram: Vector, target: Vector, start: Vector) -> Vector:
     """argmin over x >= 0 of x'Gx / 2 - t'x, by the active sets of Lawson and Hanson.
 
-    `gram` [n, n] is positive definite, `target` [n].
+    `gram` [n, n] is positive definite, `target` [n]. `start` [n] >= 0: the closer to the answer it
+    is, the sooner that is found; there is one only, so it depends on nothing else.
     """
-    n = len(target)
-    x, is_free = np.zeros(n), np.zeros(n, dtype=bool)
+    x = start
+    is_free = x > 0.0
     tolerance = 1e-10 * float(np.abs(target).max())
-    for _ in range(3 * n):  # rounding may let one coefficient come and go; x is feasible always
+    for _ in range(3 * len(x)):  # rounding may let one coefficient come and go; x is feasible
+        x, is_free = _descend(gram, target, x, is_free)
         descent = np.where(is_free, -np.inf, target - gram @ x)
         best = int(np.argmax(descent))
         if descent[best] <= tolerance:
             break
         is_free[best] = True
-        while True:
-            goal = np.zeros(n)
-            goal[is_free] = np.linalg.solve(gram[np.ix_(is_free, is_free)], target[is_free])
-            is_crossing = is_free & (goal <= 0.0)
-            if not is_crossing.any():
-                x = goal
-                break
-            crossing = x[is_crossing]
-            x = x + float(np.min(crossing / (crossing - goal[is_crossing] + 1e-300))) * (goal - x)
-            is_free &= ~(is_crossing & (x <= 1e-12))
-            x[~is_free] = 0.0
     return x
+
+
+def _descend(
+    gram: Vector, target: Vector, x: Vector, is_free: npt.NDArray[np.bool_]
+) -> tuple[Vector, npt.NDArray[np.bool_]]:
+    """From `x` to the least that its free coefficients reach; who would cross zero stays there."""
+    while True:
+        goal = np.zeros(len(x))
+        goal[is_free] = np.linalg.solve(gram[np.ix_(is_free, is_free)], target[is_free])
+        is_crossing = is_free & (goal <= 0.0)
+        if not is_crossing.any():
+            return goal, is_free
+        crossing = x[is_crossing]
+        x = x + float(np.min(crossing / (crossing - goal[is_crossing] + 1e-300))) * (goal - x)
+        is_free = is_free & ~(is_crossing & (x <= 1e-12))
+        x[~is_free] = 0.0
 
 
 def _features(work: StepWork) -> list[float]:

@@ -190,7 +190,9 @@ def test_non_negative_least_squares_meets_its_optimality_conditions(seed: int) -
     matrix = rng.normal(size=(30, 13)) + rng.normal(size=(30, 1))  # correlated columns
     goal = matrix @ np.maximum(rng.normal(size=13), 0.0) + 0.3 * rng.normal(size=30)
     gram, target = matrix.T @ matrix + 0.01 * np.eye(13), matrix.T @ goal
-    x = solve_non_negative(gram, target)
+    x = solve_non_negative(gram, target, np.maximum(rng.normal(size=13), 0.0))
+    from_nothing = solve_non_negative(gram, target, np.zeros(13))
+    assert np.abs(x - from_nothing).max() < 1e-6
     descent = target - gram @ x
     assert (x >= 0).all()
     assert (descent <= 1e-6).all()
