@@ -64,7 +64,7 @@ class EngineCore:
         self._overlap = overlap
         self._gathers = gathers
         self._queued: tuple[float, QueuedWork] | None = None
-        self._busy_until_s = 0.0  # predicted end of the steps in flight
+        self._busy_until_s = 0.0  # predicted end of the steps in flight, for who `gathers`
         self._in_flight: deque[tuple[StepPlan, PendingStep]] = deque()
         self._times = StepTimes(clock)
 
@@ -111,7 +111,7 @@ class EngineCore:
         if plan is not None:
             start_s = max(self._clock.now_s(), self._busy_until_s)
             self._in_flight.append((plan, self._executor.launch(plan)))
-            self._busy_until_s = start_s + self.scheduler.newest_step_s
+            self._predict_end(start_s)
             self._times.end(Phase.LAUNCH)
         stays_in_flight = self._overlap and plan is not None
         if len(self._in_flight) > int(stays_in_flight):
@@ -136,8 +136,12 @@ class EngineCore:
         plan, pending = self._in_flight.popleft()
         result = pending.wait()
         now_s = self._times.end(Phase.WAIT)
-        if self._in_flight:
-            self._busy_until_s = now_s + self.scheduler.newest_step_s
+        self._predict_end(now_s)
         output = self.scheduler.commit(plan, result)
         self._times.end(Phase.COMMIT)
         return output
+
+    def _predict_end(self, start_s: float) -> None:
+        """Of the step launched last, which begins at `start_s`, if it is still in flight."""
+        if self._gathers and self._in_flight:
+            self._busy_until_s = start_s + self.scheduler.newest_step_s

@@ -117,7 +117,7 @@ class PromptLogprobRows:
 
     def due(self, plan: StepPlan) -> list[PromptChunk]:
         """The chunks of the step that tell of a prompt; a row whose prompt it ends is forgotten."""
-        if self._asked.keys().isdisjoint(plan.rows):
+        if not self._asked or self._asked.keys().isdisjoint(plan.rows):
             return []
         chunks = []
         for plan_row, row in enumerate(plan.rows):

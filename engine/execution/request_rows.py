@@ -43,7 +43,7 @@ class RequestRows:
             f"rows {rows.tolist()}: no room for a token after {lengths.tolist()} of"
             f" {self._token_ids.shape[1]}"
         )
-        self._num_known_tokens[rows] += 1
+        self._num_known_tokens[rows] = lengths + 1
 
     def is_occupied(self, row: int) -> bool:
         return bool(self._num_known_tokens[row] > 0)

@@ -37,6 +37,8 @@ class GraphOutput:
     def first(self, num_sampled: int, num_tokens: int) -> "GraphOutput":
         """Without what belongs to padding behind the step's last token."""
         flags = self.is_finite_token
+        if num_sampled == len(self.drawn) and (flags is None or num_tokens == len(flags)):
+            return self  # nothing is padding, and a view costs what a launch does
         return GraphOutput(
             logits=self.logits[:num_sampled],
             greedy=GreedyChoice(

@@ -102,6 +102,7 @@ class Sampler:
         self._logprobs = Logprobs(vocab_size, staging)
         self._labels = Labels(staging)  # of rows that draw nothing
         self._rows: set[int] = set()
+        self._known_rows: list[int] | None = None  # of the last step; None = somebody came or went
         self._adjusted_rows: set[int] = set()
         self._special_rows: set[int] = set()  # need more than the argmax of their logits
 
@@ -117,6 +118,7 @@ class Sampler:
         assert 0 <= row < self._max_rows, f"row {row} of {self._max_rows}"
         assert row not in self._rows, f"row {row} is in use"
         self._rows.add(row)
+        self._known_rows = None
         if params.is_prompt_only:
             self._labels.add(row, params)
             self._special_rows.add(row)
@@ -133,6 +135,7 @@ class Sampler:
     def remove(self, row: int) -> None:
         """The request leaves `row`; its history is forgotten."""
         self._rows.remove(row)
+        self._known_rows = None
         self._adjusted_rows.discard(row)
         self._special_rows.discard(row)
         self._draw.remove(row)
@@ -155,9 +158,10 @@ class Sampler:
         """Draw one token for each of `rows` that asks for one, and advance their history.
 
         logits: fp32, bf16 or fp16 [S, vocab], one line per row in the same order, left as they
-        are. Rows come in any order, each at most once. `greedy`: what `kernels.sample_rows.greedy`
-        makes of the logits, if that is known already; left as it is. On a GPU the result's tensors
-        are still being computed; they may be those of `greedy` itself.
+        are. Rows come in any order, each at most once, in a list that nobody changes. `greedy`:
+        what `kernels.sample_rows.greedy` makes of the logits, if that is known already; left as it
+        is. On a GPU the result's tensors are still being computed; they may be those of `greedy`
+        itself.
         """
         self._check(logits, rows)
         if greedy is None or not self.is_plain(rows):
@@ -194,9 +198,12 @@ class Sampler:
     def _check(self, logits: Tensor, rows: list[int]) -> None:
         assert logits.shape == (len(rows), self._vocab_size), f"logits {tuple(logits.shape)}"
         assert logits.dtype in _LOGIT_DTYPES, f"logits are {logits.dtype}"
+        if rows is self._known_rows:  # mostly a step decodes who decoded in the last one
+            return
         distinct = set(rows)
         assert len(distinct) == len(rows), f"a row twice in {rows}"
         assert distinct <= self._rows, f"a row never added in {rows}"
+        self._known_rows = rows
 
     def _choose_adjusted(
         self, logits: Tensor, rows: list[int], positions: list[int]
