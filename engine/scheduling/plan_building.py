@@ -3,6 +3,7 @@
 from itertools import repeat
 
 from engine.request import Request
+from engine.scheduling.decode_columns import DecodeColumns
 from engine.scheduling.plan import StepPlan
 from engine.scheduling.row_slots import RowSlots, row_of
 
@@ -11,7 +12,7 @@ Chunk = tuple[Request, int]  # who computes known tokens, and how many of them
 
 def build_plan(
     step: int,
-    decodes: list[Request],
+    decodes: DecodeColumns,
     chunks: list[Chunk],
     grown: dict[int, list[int]],
     zero_block_ids: list[int],
@@ -24,15 +25,16 @@ def build_plan(
     plan.
     """
     num_decodes = len(decodes)
-    requests = decodes + [request for request, _ in chunks]
+    requests = [request for request, _ in chunks]
     reaches_end = [num_new == request.num_uncomputed_tokens for request, num_new in chunks]
-    rows = [request.row for request in requests if request.row is not None]
-    assert len(rows) == len(requests), f"step {step}: a request of {len(requests)} has no row"
+    rows = decodes.rows + [request.row for request in requests if request.row is not None]
+    num_rows = num_decodes + len(requests)
+    assert len(rows) == num_rows, f"step {step}: a request of {num_rows} has no row"
     no_blocks: list[int] = []
     heard_tokens = [
         (row_of(request), request.tokens[-1])
-        for request in decodes
-        if request.params.constraint is not None and not row_slots.is_entering(request)
+        for request in decodes.constrained
+        if not row_slots.is_entering(request)
     ]
     admissions, released_rows = row_slots.take_changes()
     return StepPlan(
@@ -42,7 +44,9 @@ def build_plan(
         released_rows=released_rows,
         rows=rows,
         num_new_tokens=[1] * num_decodes + [num_new for _, num_new in chunks],
-        num_computed_tokens=[request.num_computed_tokens for request in requests],
+        num_computed_tokens=(
+            decodes.num_computed_tokens + [request.num_computed_tokens for request in requests]
+        ),
         num_logits=[1] * num_decodes + list(map(int, reaches_end)),
         samples=[True] * num_decodes + reaches_end,
         new_block_ids=list(map(grown.get, rows, repeat(no_blocks))),

@@ -96,10 +96,9 @@ class PromptScheduling:
         return decision.until_s if isinstance(decision, Wait) else None
 
     def open_room(
-        self, now_s: float, max_tokens: int, decodes: Iterable[Request], *, can_admit: bool
+        self, now_s: float, max_tokens: int, decoding: StepWork, *, can_admit: bool
     ) -> StepRoom:
-        """Room beside `decodes`, each of which computes one token."""
-        keys = [request.num_computed_tokens + 1 for request in decodes]
+        """Room for prompts beside `decoding`."""
         is_laps = self._dual is not None
         return StepRoom(
             now_s=now_s,
@@ -107,7 +106,7 @@ class PromptScheduling:
             min_chunk_tokens=_MIN_LONG_CHUNK_TOKENS if is_laps else 1,
             max_step_s=None if self._dual is None else self._dual.max_step_s,
             costs=self._model.costs,
-            decoding=StepWork(num_decode_rows=len(keys), num_decode_keys=sum(keys)),
+            decoding=decoding,
             can_admit=can_admit,
             full_step_tokens=self._full_step_tokens if is_laps else (),
         )

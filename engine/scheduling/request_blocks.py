@@ -26,13 +26,9 @@ class RequestBlocks:
             self._hasher.extend(request)
 
     def full(self, requests: Iterable[Request]) -> list[Request]:
-        """Of requests whose known tokens have KV, or get it now, those without a slot for more.
-
-        Whoever has computed part of a block has its slots: one comparison tells most of them.
-        """
+        """Of requests whose known tokens have KV, or get it now, those without a slot for more."""
         size = self._block_size
-        at_border = [r for r in requests if r.num_computed_tokens % size == 0]
-        return [r for r in at_border if r.num_computed_tokens >= len(r.block_ids) * size]
+        return [r for r in requests if r.num_computed_tokens >= len(r.block_ids) * size]
 
     def grow(self, requests: Sequence[Request]) -> list[tuple[Request, list[int]]]:
         """Append one block to each of these; all must be available. Returns who got which."""

@@ -14,6 +14,7 @@ Knows no rows, no blocks and no steps.
 from collections.abc import Iterable, Iterator
 
 from engine.request import Request, RequestKey
+from engine.scheduling.decode_columns import DecodeColumns
 
 
 class RunningRequests:
@@ -24,6 +25,7 @@ class RunningRequests:
         self.prompts: dict[RequestKey, Request] = {}
         self.decodes: dict[RequestKey, Request] = {}
         self._constrained: dict[RequestKey, Request] = {}
+        self._columns: DecodeColumns | None = None  # of `decodes`; None = these have changed
 
     def __len__(self) -> int:
         return len(self._all)
@@ -38,6 +40,13 @@ class RunningRequests:
     @property
     def newest(self) -> Request:
         return next(reversed(self._all.values()))
+
+    @property
+    def decode_columns(self) -> DecodeColumns:
+        """Those who decode now, in order."""
+        if self._columns is None:
+            self._columns = DecodeColumns(self.decodes.values())
+        return self._columns
 
     @property
     def num_queued_tokens(self) -> int:
@@ -58,11 +67,13 @@ class RunningRequests:
         """From the next step on the request computes one token a step: its newest."""
         self.prompts.pop(request.key)
         self.decodes[request.key] = request
+        self._columns = None
 
     def pause(self, requests: Iterable[Request]) -> None:
         """Plan no more for these: each has its last token in flight."""
         for request in requests:
             del self.decodes[request.key]
+            self._columns = None
 
     def hold_constrained(self) -> list[Request]:
         """Pause decodes with a constraint, each with a token in flight; they are to `resume`."""
@@ -75,11 +86,13 @@ class RunningRequests:
         for request in held:
             if self._all.get(request.key) is request:
                 self.decodes[request.key] = request
+                self._columns = None
 
     def remove(self, request: Request) -> None:
         del self._all[request.key]
         self.prompts.pop(request.key, None)
-        self.decodes.pop(request.key, None)
+        if self.decodes.pop(request.key, None) is not None:
+            self._columns = None
         self._constrained.pop(request.key, None)
 
     def has_prefilling_sibling(self, request: Request, block_size: int) -> bool:

@@ -25,6 +25,7 @@ from engine.kv.block_cache import BlockCache
 from engine.request import Request, RequestKey
 from engine.scheduling.contracts import BlockHasher, Outbox, SchedulerStatistics, StepOutput
 from engine.scheduling.cost_model import StepCosts, StepWork
+from engine.scheduling.decode_columns import DecodeColumns
 from engine.scheduling.finish import FinishRules
 from engine.scheduling.plan import StepPlan, StepResult
 from engine.scheduling.plan_building import Chunk, build_plan
@@ -145,17 +146,14 @@ class Scheduler:
         grown = self._grow_rows()
         if grown is None:
             return None
-        decodes = list(self._running.decodes.values())
-        room = self._prompts.open_room(
-            now_s,
-            self._config.max_step_tokens - len(decodes),
-            decodes,
-            can_admit=self._rows.num_free > 0 and not self._is_outbox_full(),
-        )
+        decodes = self._running.decode_columns
+        max_tokens = self._config.max_step_tokens - len(decodes)
+        can_admit = self._rows.num_free > 0 and not self._is_outbox_full()
+        room = self._prompts.open_room(now_s, max_tokens, decodes.work, can_admit=can_admit)
         self.gathers_until_s = self._must_gather_until_s(now_s)
         chunks = [] if self.gathers_until_s is not None else list(self._chunks(room))
         zero_block_ids = self._blocks.take_poisoned()
-        if not decodes and not chunks and not zero_block_ids:
+        if len(decodes) == 0 and not chunks and not zero_block_ids:
             return None
         return self._start_step(decodes, chunks, grown, zero_block_ids, room.work)
 
@@ -174,7 +172,7 @@ class Scheduler:
         for request in step.not_finite(result):
             if request.row is not None:
                 self._end_as_poisoned(request, output)
-        for request, num_computed_tokens in step.filled(plan, self._block_size):
+        for request, num_computed_tokens in step.filled:
             if request.row is not None:
                 self._blocks.index_full(request, num_computed_tokens)
                 self._outbox.advance(request)
@@ -260,12 +258,13 @@ class Scheduler:
         None, and no effect, if one is due while a step is in flight: its commit may free blocks,
         and a preemption before it would lose what it samples, for a lone row again and again.
         """
-        full = self._blocks.full(self._running.decodes.values())
-        while len(full) > self._cache.num_available:
+        while True:
+            full = self._blocks.full(self._running.decode_columns.at_border(self._block_size))
+            if len(full) <= self._cache.num_available:
+                break
             if len(self._in_flight) > 0:
                 return None
             self._preempt(self._running.newest)
-            full = self._blocks.full(self._running.decodes.values())
         grown = self._blocks.grow(full)
         # The blocks of an entering row are all in its admission.
         return {row_of(r): ids for r, ids in grown if not self._rows.is_entering(r)}
@@ -322,7 +321,7 @@ class Scheduler:
 
     def _start_step(
         self,
-        decodes: list[Request],
+        decodes: DecodeColumns,
         chunks: list[Chunk],
         grown: dict[int, list[int]],
         zero_block_ids: list[int],
@@ -330,19 +329,22 @@ class Scheduler:
     ) -> StepPlan:
         """Make the plan, count its step as in flight, and see who has what left to compute."""
         plan = build_plan(self._num_steps, decodes, chunks, grown, zero_block_ids, self._rows)
-        for request in decodes:
-            request.num_computed_tokens += 1
+        decodes.advance()
+        filled = [(r, r.num_computed_tokens) for r in decodes.at_border(self._block_size)]
         for request, num_tokens in chunks:
             num_prompt_left = max(0, request.num_prompt_tokens - request.num_computed_tokens)
             self._num_prompt_tokens_computed += min(num_tokens, num_prompt_left)
             request.num_computed_tokens += num_tokens
+            if request.num_computed_tokens % self._block_size < num_tokens:
+                filled.append((request, request.num_computed_tokens))
             if request.num_computed_tokens == request.num_known_tokens:
                 self._running.begin_decode(request)
         self._running.pause(self._finish_rules.at_last_token(self._running.decodes.values()))
         step = StepInFlight(
-            requests=decodes + [request for request, _ in chunks],
+            requests=decodes.requests + [request for request, _ in chunks],
             num_decodes=len(decodes),
             zero_block_ids=zero_block_ids,
+            filled=filled,
             work=work,
             held=self._running.hold_constrained(),
         )

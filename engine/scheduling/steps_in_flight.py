@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from engine.request import Request
 from engine.scheduling.cost_model import NO_WORK, StepWork
-from engine.scheduling.plan import StepPlan, StepResult, TokenLogprobs
+from engine.scheduling.plan import StepResult, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +27,9 @@ class StepInFlight:
     requests: list[Request]  # parallel to the plan's rows: decodes, then chunks of prompts
     num_decodes: int
     zero_block_ids: list[int]
+    # Whose last block, or one before it, the step fills, and how far its tokens have KV then. Not
+    # as far as `Request.num_computed_tokens` says later: the next step may be counted there.
+    filled: list[tuple[Request, int]]
     work: StepWork = NO_WORK
     held: Sequence[Request] = ()  # plan nothing before they know the token they sample here
     # index in `requests` -> the blocks of a request that left since
@@ -35,18 +38,6 @@ class StepInFlight:
     def rows(self, result: StepResult) -> Iterator[tuple[Request, list[int], TokenLogprobs | None]]:
         """Who sampled what, with log-probabilities where asked for, in the plan's order."""
         return zip(self.requests, result.tokens, result.logprobs, strict=True)
-
-    def filled(self, plan: StepPlan, block_size: int) -> list[tuple[Request, int]]:
-        """Whose last block, or one before it, the step filled, and how far its tokens have KV.
-
-        Not as far as `Request.num_computed_tokens`: a later step may be counted there already.
-        """
-        counts = zip(self.requests, plan.num_computed_tokens, plan.num_new_tokens, strict=True)
-        return [
-            (request, num_before + num_new)
-            for request, num_before, num_new in counts
-            if num_before % block_size + num_new >= block_size
-        ]
 
     def not_finite(self, result: StepResult) -> list[Request]:
         """Whose numbers were not finite; nothing was sampled for them."""

@@ -20,7 +20,7 @@ import msgspec
 from configs.schema import LapsConfig
 from engine.core import LEAD_S
 from engine.request import Request
-from engine.scheduling.cost_model import PRIOR, StepCosts
+from engine.scheduling.cost_model import PRIOR, StepCosts, StepWork
 from engine.scheduling.prompt_scheduling import PromptScheduling, QueuedWork
 from engine.scheduling.step_room import StepRoom
 from load_tests.simulation.decode_run import DecodeRun, build_run
@@ -242,7 +242,9 @@ class LightWorker:
     def _open_room(self, now_s: float, has_room: bool) -> StepRoom:
         decodes = self._rows.current()
         max_tokens = self._spec.max_step_tokens - len(decodes)
-        return self._scheduling.open_room(now_s, max_tokens, decodes, can_admit=has_room)
+        num_keys = sum([request.num_computed_tokens + 1 for request in decodes])
+        decoding = StepWork(num_decode_rows=len(decodes), num_decode_keys=num_keys)
+        return self._scheduling.open_room(now_s, max_tokens, decoding, can_admit=has_room)
 
     def _choose(self, room: StepRoom) -> list[tuple[Request, int]]:
         chunks = []

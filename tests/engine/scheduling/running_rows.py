@@ -13,6 +13,11 @@ def check_running(running: RunningRequests) -> None:
     for request in running:
         place = (request.key in running.prompts, request.key in running.decodes)
         assert place in _places(request), f"{request.key} is in (prompts, decodes): {place}"
+    decodes, columns = list(running.decodes.values()), running.decode_columns
+    assert columns.requests == decodes
+    assert columns.rows == [request.row for request in decodes]
+    assert columns.num_computed_tokens == [request.num_computed_tokens for request in decodes]
+    assert columns.constrained == [r for r in decodes if r.params.constraint is not None]
 
 
 def _places(request: Request) -> list[tuple[bool, bool]]:

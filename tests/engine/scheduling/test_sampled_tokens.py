@@ -57,7 +57,8 @@ def _step(stories: list[Story], num_decodes: int) -> tuple[StepInFlight, StepRes
         logprobs=[LOGPROBS if asks else None for *_, asks in stories],
         is_finite=[True] * len(stories),
     )
-    return StepInFlight(requests=requests, num_decodes=num_decodes, zero_block_ids=[]), result
+    step = StepInFlight(requests=requests, num_decodes=num_decodes, zero_block_ids=[], filled=[])
+    return step, result
 
 
 @given(stories=STORIES, num_decodes=st.integers(0, 6))
