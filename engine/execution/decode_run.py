@@ -56,10 +56,12 @@ class DecodeRun:
         self._block_size = block_size
         self._plan: StepPlan | None = None  # None = no step to go on from
         self._inputs: DecodeInputs | None = None
+        self._has_newest_ids = False  # whether its input ids were each row's newest token
 
     def begin(self, plan: StepPlan, inputs: DecodeInputs) -> None:
         """A decode step was written, by whatever way; its rows are padded but not in spans."""
         self._plan, self._inputs = plan, inputs
+        self._has_newest_ids = False
 
     def end(self) -> None:
         """Rows were admitted or released: no step goes on from here."""
@@ -85,7 +87,8 @@ class DecodeRun:
             return None
         batch = self._write(last, num_computed, crossing)
         inputs = DecodeInputs(batch=batch, size=last.size)
-        self.begin(plan, inputs)
+        self._plan, self._inputs = plan, inputs
+        self._has_newest_ids = True
         return inputs
 
     def _crossing(
@@ -109,7 +112,8 @@ class DecodeRun:
         )
         for values in (num_keys, positions, slots):
             values += 1
-        fields["input_ids"][:num_rows] = -1 - batch.rows
+        if not self._has_newest_ids:
+            fields["input_ids"][:num_rows] = -1 - batch.rows
         cu_blocks, block_ids = batch.attention.cu_blocks, batch.attention.block_ids
         if len(crossing.block_ids) > 0:
             slots[crossing.crosses] = crossing.block_ids * np.int64(self._block_size)

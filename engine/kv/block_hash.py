@@ -70,14 +70,21 @@ def extend_hashes(
     assert num_full > num_known, (
         f"{num_known} hashes known for {len(token_ids)} tokens in blocks of {block_size}"
     )
-    pack = _packer(block_size)
+    pack, keyed = _packer(block_size), _keyed(key)
     parent = hashes[-1] if hashes else root
     for start in range(num_known * block_size, num_full * block_size, block_size):
-        content = parent + pack(*token_ids[start : start + block_size])
-        parent = blake2b(content, digest_size=HASH_BYTES, key=key, person=_BLOCK_DOMAIN).digest()
+        block = keyed.copy()
+        block.update(parent + pack(*token_ids[start : start + block_size]))
+        parent = block.digest()
         hashes.append(parent)
 
 
 @lru_cache
 def _packer(block_size: int) -> Callable[..., bytes]:
     return struct.Struct(f"<{block_size}I").pack
+
+
+@lru_cache
+def _keyed(key: bytes) -> blake2b:
+    """What all blocks begin with, to be copied: the key costs as much as a block's content."""
+    return blake2b(digest_size=HASH_BYTES, key=key, person=_BLOCK_DOMAIN)

@@ -17,6 +17,7 @@ little (Huber's weights). Knows no queue, no clock and no device.
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
+from functools import lru_cache
 
 import msgspec
 import numpy as np
@@ -250,15 +251,20 @@ def _descend(
 
 def _features(work: StepWork) -> list[float]:
     """What each coefficient is multiplied with, in the order of `_to_vector`."""
-    num_tokens = work.num_new_tokens
     return [
         1.0,
-        *[max(0.0, min(num_tokens, end) - start) for start, end in SEGMENTS],
+        *_by_segment(work.num_new_tokens),
         work.num_attended,
         work.num_history_tokens,
         work.num_decode_rows,
         work.num_decode_keys,
     ]
+
+
+@lru_cache(maxsize=256)
+def _by_segment(num_tokens: int) -> tuple[float, ...]:
+    """New tokens in each of `SEGMENTS`; decode steps of the same rows ask again and again."""
+    return tuple(max(0.0, min(num_tokens, end) - start) for start, end in SEGMENTS)
 
 
 def _to_vector(costs: StepCosts) -> Vector:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from engine.request import Request
 from engine.scheduling.cost_model import StepWork
+from engine.scheduling.finish import FinishRules
 
 
 class DecodeColumns:
@@ -25,6 +26,7 @@ class DecodeColumns:
             [request.num_computed_tokens for request in self.requests], dtype=np.int64
         )
         self._at_border: list[Request] | None = None  # None = not asked since they moved on
+        self._num_steps_to_last: int | None = None  # None = not asked yet
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -48,9 +50,17 @@ class DecodeColumns:
             self._at_border = [self.requests[place] for place in places]
         return self._at_border
 
+    def at_last_token(self, rules: FinishRules) -> list[Request]:
+        """What `rules` say of them; every call has the same `rules`."""
+        if self._num_steps_to_last is None:
+            self._num_steps_to_last = rules.num_steps_to_last(self.requests)
+        return rules.at_last_token(self.requests) if self._num_steps_to_last <= 0 else []
+
     def advance(self) -> None:
         """The step that was planned computes a token of each."""
         self._num_computed += 1
         self._at_border = None
+        if self._num_steps_to_last is not None:
+            self._num_steps_to_last -= 1
         for request in self.requests:
             request.num_computed_tokens += 1

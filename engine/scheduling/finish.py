@@ -37,6 +37,14 @@ class FinishRules:
         """Why a request ends that asks for no token: it has its labels, or has no room for more."""
         return "stop" if request.params.label_token_ids else "length"
 
+    def num_steps_to_last(self, requests: Iterable[Request]) -> int:
+        """So many steps later `at_last_token` names the first of these, who decode until then."""
+        left = [
+            0 if r.decode_worker is not None else r.max_known_tokens - 1 - r.num_computed_tokens
+            for r in requests
+        ]
+        return min(left, default=0)
+
     def at_last_token(self, requests: Iterable[Request]) -> list[Request]:
         """Of requests whose newest token is in flight, those that have no other to compute here.
 

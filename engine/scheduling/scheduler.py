@@ -339,7 +339,7 @@ class Scheduler:
                 filled.append((request, request.num_computed_tokens))
             if request.num_computed_tokens == request.num_known_tokens:
                 self._running.begin_decode(request)
-        self._running.pause(self._finish_rules.at_last_token(self._running.decodes.values()))
+        self._running.pause(self._running.decode_columns.at_last_token(self._finish_rules))
         step = StepInFlight(
             requests=decodes.requests + [request for request, _ in chunks],
             num_decodes=len(decodes),
