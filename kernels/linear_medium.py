@@ -29,7 +29,7 @@ from kernels.pdl import pdl_supported
 class MediumConfig:
     """How one product is cut; sizes in elements."""
 
-    block_m: int  # tokens of a tile: 64, 128 or 256
+    block_m: int  # tokens of a tile: 64 or 128
     first: int  # weight rows of a tile's first part, of gate and up together; a power of two
     second: int  # of its second part: 0 or a power of two
     block_k: int
@@ -43,7 +43,8 @@ class MediumConfig:
 # tokens: 51.2 | 54.4 | 46.9 gated, 28.4 | 31.1 | 23.5 deep, 11.0 | 12.6 | 7.8 square, 15.4 | 16.3 |
 # 11.7 narrow; 36 layers of these and their norms 3.94 ms, with tiles of 64 rows each 4.42. Columns
 # in two parts: 29.4 deep, 12.2 square, 17.5 narrow. 128 tokens: 57.2 | 61.4 gated; left to the
-# library: deep 34.4 | 34.5, square 14.5 | 14.3, narrow 20.9 | 17.0. 256 tokens: 93.2 | 91.6 gated.
+# library: deep 34.4 | 34.5, square 14.5 | 14.3, narrow 20.9 | 17.0. 256 tokens: 93.2 | 91.6 gated,
+# and by load_tests.bench_linear on a later card 82.4 | 80.6, ours in tiles of 256 tokens by 192 rows.
 _FASTER_UP_TO = {
     Shape.GATED: 128,
     Shape.DEEP: 64,
@@ -68,7 +69,7 @@ def choose_config(num_tokens: int, num_rows: int, num_multiprocessors: int) -> M
 
     The height with which the busiest multiprocessor reads least, weight and x together.
     """
-    block_m = next((size for size in (64, 128) if num_tokens <= size), 256)
+    block_m = 64 if num_tokens <= 64 else 128
 
     def rows_read(height: int) -> int:
         num_tiles = math.ceil(num_rows / height)
@@ -76,14 +77,14 @@ def choose_config(num_tokens: int, num_rows: int, num_multiprocessors: int) -> M
 
     height = min(_HEIGHTS, key=rows_read)
     second = height // 3 if height % 3 == 0 else 0
-    block_k = max(64, 8192 // block_m)
+    block_k = 8192 // block_m
     stage_bytes = 2 * block_k * (block_m + height)
     return MediumConfig(
         block_m=block_m,
         first=height - second,
         second=second,
         block_k=block_k,
-        num_warps=4 if block_m <= 128 else 8,
+        num_warps=4,
         num_stages=min(_MAX_STAGES, _STAGES_BYTES // stage_bytes),
         prefetch_k=512,
     )

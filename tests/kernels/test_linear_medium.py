@@ -20,10 +20,9 @@ from tests.kernels.interpreter import run_interpreted
 from tests.kernels.linear_cases import CPU, GPU, assert_near, exact_gated, exact_product, poison
 
 H200_MULTIPROCESSORS = 132
-# T, N, K: sizes that are and are not whole tiles, one, two and four tiles of 64 tokens.
+# T, N, K: sizes that are and are not whole tiles, one and two tiles of tokens.
 SIZES = [(33, 4096, 4096), (64, 6144, 4096), (57, 4096, 12288), (64, 24576, 4096)]
 SIZES += [(65, 272, 720), (100, 28672, 1040), (128, 24576, 4096), (5, 144, 128), (127, 1040, 144)]
-SIZES += [(129, 272, 720), (200, 28672, 1040), (256, 24576, 4096), (255, 1040, 144), (300, 400, 80)]
 
 
 def _case(
@@ -77,7 +76,7 @@ def test_tiles_are_as_many_as_multiprocessors_or_just_fewer(num_rows: int, heigh
 
 def test_every_cut_fits_a_multiprocessor() -> None:
     for _ in range(200):
-        num_tokens, num_rows = random.randrange(33, 257), 16 * random.randrange(8, 4000)
+        num_tokens, num_rows = random.randrange(33, 129), 16 * random.randrange(8, 4000)
         cut = choose_config(num_tokens, num_rows, random.randrange(4, 160))
         assert cut.second in (0, cut.first // 2)
         assert cut.first & (cut.first - 1) == 0
@@ -138,7 +137,7 @@ def test_products_are_as_in_float64(
 @pytest.mark.parametrize(("first", "second"), [(16, 0), (32, 16), (64, 32), (128, 0), (128, 64)])
 def test_every_cut_gives_the_same_product(first: int, second: int) -> None:
     x, weight, bias = _case((201, 2064, 1040), torch.bfloat16, GPU)
-    for num_tokens in (64, 128, 201):
+    for num_tokens in (64, 128):
         cut = replace(choose_config(num_tokens, 2064, 4), first=first, second=second, num_stages=3)
         assert_near(medium_linear(x, weight, bias, cut), exact_product(x, weight, bias), x.dtype)
         gated = medium_gated_linear(x, weight, bias, cut)
