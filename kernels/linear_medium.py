@@ -43,8 +43,8 @@ class MediumConfig:
 # tokens: 51.2 | 54.4 | 46.9 gated, 28.4 | 31.1 | 23.5 deep, 11.0 | 12.6 | 7.8 square, 15.4 | 16.3 |
 # 11.7 narrow; 36 layers of these and their norms 3.94 ms, with tiles of 64 rows each 4.42. Columns
 # in two parts: 29.4 deep, 12.2 square, 17.5 narrow. 128 tokens: 57.2 | 61.4 gated; left to the
-# library: deep 34.4 | 34.5, square 14.5 | 14.3, narrow 20.9 | 17.0. 256 tokens: 93.2 | 91.6 gated,
-# and by load_tests.bench_linear on a later card 82.4 | 80.6, ours in tiles of 256 tokens by 192 rows.
+# library: deep 34.4 | 34.5, square 14.5 | 14.3, narrow 20.9 | 17.0. 256 tokens: 93.2 | 91.6 gated;
+# on a later card (load_tests.bench_linear) 82.4 | 80.6, ours in tiles of 256 tokens by 192 rows.
 _FASTER_UP_TO = {
     Shape.GATED: 128,
     Shape.DEEP: 64,

@@ -8,9 +8,10 @@ import asyncio
 import gc
 import multiprocessing
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from multiprocessing.synchronize import Barrier
 
 import httpx
 import msgspec
@@ -20,7 +21,7 @@ from load_tests.mixed_load import MixedLoad, Served, Stamps
 TIMEOUT_S = 600.0
 EVENT = "data: "
 DONE = "[DONE]"
-GATHER_S = 8.0  # for several processes to start, import and draw their prompts
+GATHER_S = 120.0  # for several processes to start, import and draw their prompts
 
 
 class _Choice(msgspec.Struct):
@@ -33,11 +34,11 @@ class _Chunk(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """Every `of`-th request from number `first` on, counted from a start that all agree on."""
+    """Every `of`-th request from number `first` on."""
 
     first: int = 0
     of: int = 1
-    start_at_s: float | None = None  # on the wall clock; None: as soon as the prompts are drawn
+    gather: Callable[[], object] = lambda: None  # returns when every client may start
 
 
 class MixedClient:
@@ -62,9 +63,8 @@ class MixedClient:
         arrivals = arrivals[share.first :: share.of]
         stamps = Stamps(arrivals)
         gc.collect()
-        late_s = 0.0 if share.start_at_s is None else time.time() - share.start_at_s
-        assert late_s <= 0.0, f"client {share.first} was ready {late_s:.1f} s after the others"
-        start_s = time.perf_counter() - late_s
+        share.gather()
+        start_s = time.perf_counter()
         async with asyncio.TaskGroup() as tasks:
             for index, arrival in enumerate(arrivals):
                 await asyncio.sleep(max(0.0, start_s + arrival.at_s - time.perf_counter()))
@@ -106,13 +106,37 @@ def serve_over_http(
     """
     if num_clients == 1:
         return _serve_share(url, load, vocab_size, Share())
-    start_at_s = time.time() + GATHER_S
-    shares = [Share(first=i, of=num_clients, start_at_s=start_at_s) for i in range(num_clients)]
     spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(num_clients, mp_context=spawn) as clients:
-        asked = [clients.submit(_serve_share, url, load, vocab_size, share) for share in shares]
+    barrier = spawn.Barrier(num_clients, timeout=GATHER_S)
+    with ProcessPoolExecutor(num_clients, spawn, _keep_barrier, (barrier,)) as clients:
+        numbers = range(num_clients)
+        asked = [
+            clients.submit(_serve_gathered, url, load, vocab_size, i, num_clients) for i in numbers
+        ]
         served = [one for client in asked for one in client.result()]
     return sorted(served, key=lambda one: one.arrival.at_s)
+
+
+# Of the clients, in the process of each: it can be given to a process at its start only.
+_barrier: Barrier | None = None
+
+
+def _keep_barrier(barrier: Barrier) -> None:
+    global _barrier
+    _barrier = barrier
+
+
+def _serve_gathered(
+    url: str, load: MixedLoad, vocab_size: int, first: int, of: int
+) -> list[Served]:
+    """One client's part, in its own process; all begin together."""
+    assert _barrier is not None, "the process was not prepared"
+    share = Share(first=first, of=of, gather=_barrier.wait)
+    try:
+        return _serve_share(url, load, vocab_size, share)
+    except BaseException:
+        _barrier.abort()  # nobody is to wait for this client
+        raise
 
 
 def _serve_share(url: str, load: MixedLoad, vocab_size: int, share: Share) -> list[Served]:

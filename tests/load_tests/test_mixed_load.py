@@ -173,6 +173,11 @@ def test_several_clients_serve_one_load_together(url: str) -> None:
     assert all(one.ttft_s > 0 and one.num_tokens == 3 for one in served)
 
 
+def test_a_client_that_fails_ends_the_others(url: str) -> None:
+    with pytest.raises(AssertionError, match="got 3 tokens"):
+        serve_over_http(url, short_load(4), 100, num_clients=2)
+
+
 def test_a_server_that_gives_fewer_tokens_is_an_error(url: str) -> None:
     with pytest.raises(AssertionError, match="request 0 got 3 tokens"):
         serve_over_http(url, short_load(4), 100)
