@@ -311,11 +311,10 @@ def _laps_queue_contradiction(laps: LapsConfig) -> str | None:
     return None
 
 
-_GRID_KEYS = (
-    "batch_prefill_max_seq_len",
-    "batch_prefill_batch_sizes",
-    "batch_prefill_seq_lengths",
-)
+_GRAPH_KEYS = {
+    "grid": ("max_seq_len", "batch_sizes", "seq_lengths"),
+    "ragged": ("max_rows",),
+}
 
 
 def _laps_graph_contradiction(config: AppConfig) -> str | None:
@@ -333,16 +332,18 @@ def _laps_graph_contradiction(config: AppConfig) -> str | None:
             return f"laps.{key}: needs model.device cuda; set one of the two"
         if config.execution.cuda_graphs is False:
             return f"laps.{key}: needs execution.cuda_graphs, which is false; set one of the two"
-    return _grid_contradiction(config) if is_grid else _stray_grid_key(laps)
+    stray = _stray_graph_key(laps, "ragged" if is_grid else "grid")
+    return stray or (_grid_contradiction(config) if is_grid else None)
 
 
-def _stray_grid_key(laps: LapsConfig) -> str | None:
-    """Ragged graphs have none of the grid's settings, and would ignore them."""
+def _stray_graph_key(laps: LapsConfig, other: str) -> str | None:
+    """Neither form has the settings of the `other`, and would ignore them."""
+    keys = [f"batch_prefill_{name}" for name in _GRAPH_KEYS[other]]
     values, defaults = msgspec.structs.asdict(laps), msgspec.structs.asdict(LapsConfig())
-    key = next((key for key in _GRID_KEYS if values[key] != defaults[key]), None)
+    key = next((key for key in keys if values[key] != defaults[key]), None)
     if key is None:
         return None
-    return f"laps.{key}: belongs to batch_prefill_form grid; set that, or leave this out"
+    return f"laps.{key}: belongs to batch_prefill_form {other}; set that, or leave this out"
 
 
 def _grid_contradiction(config: AppConfig) -> str | None:

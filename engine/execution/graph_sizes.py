@@ -17,8 +17,9 @@ from typing import Literal
 
 PromptForm = Literal["ragged", "grid"]
 
-# Rows of a ragged graph. Each costs a line of logits, whether or not a step uses it.
-_MAX_RAGGED_ROWS = 128
+# Rows of a ragged graph. Each costs a line of logits, whether or not a step uses it: where graphs
+# are to hold more, steps of no more than these keep graphs of their own.
+FEW_ROWS = 128
 # On the device a graph gains nothing beyond 1,024 tokens. But a step that is launched kernel by
 # kernel keeps the host meanwhile, and with it the tokens of the step before.
 _MAX_RAGGED_TOKENS = 4096
@@ -61,7 +62,9 @@ class PromptSizes:
     @property
     def full_step_tokens(self) -> tuple[int, ...]:
         """Tokens of the steps that a graph computes nothing beside; () where rows decide too."""
-        return tuple(s.num_tokens for s in self.sizes) if self.form == "ragged" else ()
+        if self.form != "ragged":
+            return ()
+        return tuple(dict.fromkeys(size.num_tokens for size in self.sizes))
 
     def is_eligible(self, num_tokens: int, longest_row: int) -> bool:
         """Whether a step is short enough; one of too many rows may still fit none."""
@@ -75,14 +78,19 @@ def decode_sizes(max_rows: int) -> list[GraphSize]:
     return [GraphSize(num_rows=count, num_tokens=count) for count in counts]
 
 
-def ragged_sizes(max_rows: int, max_tokens: int) -> PromptSizes:
-    """Up to `max_tokens` tokens, at most 4096; padding stays below 64 tokens or an eighth."""
+def ragged_sizes(max_rows: int, max_tokens: int, *, max_graph_rows: int = FEW_ROWS) -> PromptSizes:
+    """Up to `max_tokens` tokens, at most 4096; padding stays below 64 tokens or an eighth.
+
+    max_rows: of a worker; max_graph_rows: of a graph, at most.
+    """
     limit = min(max_tokens, _MAX_RAGGED_TOKENS)
     steps = [16, 32, *range(64, 512, 64), *range(512, 1536, 128), *range(1536, limit, 256)]
     counts = [*(count for count in steps if count < limit), limit]
+    most = min(max_rows, max_graph_rows)
     sizes = tuple(
-        GraphSize(num_rows=min(count, max_rows, _MAX_RAGGED_ROWS), num_tokens=count)
+        GraphSize(num_rows=num_rows, num_tokens=count)
         for count in counts
+        for num_rows in dict.fromkeys((min(count, most, FEW_ROWS), min(count, most)))
     )
     return PromptSizes(form="ragged", sizes=sizes, max_tokens=limit, max_row_tokens=limit)
 

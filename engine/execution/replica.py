@@ -192,7 +192,11 @@ def build_prompt_sizes(
             laps.batch_prefill_seq_lengths,
             max_row_tokens=laps.batch_prefill_max_seq_len,
         )
-    return ragged_sizes(scheduler.max_rows, scheduler.max_step_tokens)
+    return ragged_sizes(
+        scheduler.max_rows,
+        scheduler.max_step_tokens,
+        max_graph_rows=laps.batch_prefill_max_rows,
+    )
 
 
 def _why_no_prompt_graphs(*, uses_graphs: bool) -> str:

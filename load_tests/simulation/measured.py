@@ -237,7 +237,11 @@ def _full_step_tokens(
     An engine that captured others, or none, is taken to have cut nothing.
     """
     told = msgspec.convert(about.get(f"graphs, {variant}", {}), _Graphs)
-    sizes = ragged_sizes(config.scheduler.max_rows, config.scheduler.max_step_tokens)
+    sizes = ragged_sizes(
+        config.scheduler.max_rows,
+        config.scheduler.max_step_tokens,
+        max_graph_rows=config.laps.batch_prefill_max_rows,
+    )
     is_ragged = told.prompt_steps is not None and told.prompt_steps.form == sizes.form
     num_graphs = 0 if told.prompt_graphs is None else told.prompt_graphs.num_graphs
     return sizes.full_step_tokens if is_ragged and num_graphs == len(sizes.sizes) else ()

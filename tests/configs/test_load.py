@@ -120,6 +120,7 @@ def test_the_defaults_of_laps_are_the_published_ones() -> None:
         (f"{GRID}, batch_prefill_batch_sizes: [2, 1]}}}}", ["batch_sizes", "ascending"]),
         (f"{GRID}, batch_prefill_seq_lengths: [16, 16]}}}}", ["seq_lengths", "once"]),
         (f"{GRID}, batch_prefill_max_seq_len: 128}}}}", ["seq_lengths: 256", "seq_len 128"]),
+        (f"{GRID}, batch_prefill_max_rows: 256}}}}", ["max_rows", "batch_prefill_form ragged"]),
         (f"{GRID}, batch_prefill_max_seq_len: 600}}}}", ["seq_len: 600", "max_step_tokens 512"]),
         (f"{GRID}, batch_prefill_batch_sizes: [65]}}}}", ["batch_sizes: 65", "max_rows 64"]),
         (f"{GRID}, enable_batch_prefill_cuda_graph: false}}}}", ["grid", "captures nothing"]),

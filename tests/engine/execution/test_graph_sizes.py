@@ -39,17 +39,37 @@ def test_the_grid_takes_the_fewest_rows_and_the_shortest_span_that_hold_a_step(
     assert found is None or found.num_tokens == found.num_rows * (found.span_tokens or 0)
 
 
-@given(rows=LENGTHS, max_rows=st.integers(1, 12), max_tokens=st.integers(1, 5000))
+@given(
+    rows=LENGTHS,
+    max_rows=st.integers(1, 12),
+    max_tokens=st.integers(1, 5000),
+    max_graph_rows=st.integers(1, 12),
+)
 def test_ragged_sizes_hold_what_is_short_enough_with_little_padding(
-    rows: list[int], max_rows: int, max_tokens: int
+    rows: list[int], max_rows: int, max_tokens: int, max_graph_rows: int
 ) -> None:
-    prompts = ragged_sizes(max_rows, max_tokens)
+    prompts = ragged_sizes(max_rows, max_tokens, max_graph_rows=max_graph_rows)
     found = _smallest(prompts.sizes, rows)
-    fits_rows = len(rows) <= max_rows
+    fits_rows = len(rows) <= min(max_rows, max_graph_rows)
     assert (found is not None) == (fits_rows and sum(rows) <= max_tokens)
     assert prompts.is_eligible(sum(rows), max(rows)) == (sum(rows) <= max_tokens)
     if found is not None:
         assert found.num_tokens - sum(rows) < max(64, sum(rows) // 8 + 1)
+
+
+def test_steps_of_few_rows_keep_graphs_of_their_own_beside_those_of_many() -> None:
+    few, many = ragged_sizes(256, 8192), ragged_sizes(256, 8192, max_graph_rows=200)
+    assert set(few.sizes) < set(many.sizes)
+    assert few.full_step_tokens == many.full_step_tokens
+    for num_rows, num_tokens, expected in [
+        (128, 700, (128, 768)),
+        (129, 700, (200, 768)),
+        (130, 140, (192, 192)),
+        (40, 100, (128, 128)),
+    ]:
+        found = next(size for size in many.sizes if size.holds(num_rows, num_tokens, 1))
+        assert (found.num_rows, found.num_tokens) == expected
+    assert not any(size.holds(201, 300, 2) for size in many.sizes)
 
 
 def test_ragged_sizes_end_at_4096_tokens_and_128_rows() -> None:
