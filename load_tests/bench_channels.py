@@ -2,6 +2,7 @@
 
     python -m load_tests.bench_channels --json channels.json          # two GPUs of one host
     python -m load_tests.bench_channels --handoffs-per-s 16 --seconds 60    # as they come
+    python -m load_tests.bench_channels --seconds 0 --stages          # where the time goes
     python -m load_tests.bench_channels --device cpu --tokens 64      # gloo only, tries the bench
 
 A handoff is `--tokens` of Qwen3-8B, in blocks of 2.36 MB, digested at both ends, piece by piece
@@ -33,6 +34,7 @@ from engine.errors import HandoffError
 from engine.kv.layout import KvLayout
 from engine.messages import ChannelKind
 from load_tests.channel_ends import End, ReceivingProcess, SendingProcess
+from load_tests.handoff_stages import Stages, stages_of
 from load_tests.mixed_load import LONG_TOKENS, MixedLoad
 from load_tests.step_load import StepLoad
 from load_tests.tables import describe_machine, render_rows
@@ -90,7 +92,7 @@ class Outcome:
 # ---- the two processes --------------------------------------------------------------------------
 
 
-async def receive(end: End, folder: Path, seconds: float) -> None:
+async def receive(end: End, folder: Path, seconds: float, stages: Stages) -> None:
     load = StepLoad(end.pieces.device) if end.pieces.is_on_gpu and seconds > 0 else None
 
     async def start_steps() -> None:
@@ -101,17 +103,20 @@ async def receive(end: End, folder: Path, seconds: float) -> None:
         assert load is not None, "there is no load on a CPU"
         return await asyncio.to_thread(load.stop)
 
-    calls = {"start_steps": start_steps, "stop_steps": stop_steps}
+    calls = {"start_steps": start_steps, "stop_steps": stop_steps, "stages": stages.take}
     await ReceivingProcess(end, folder, calls).serve()
 
 
-async def send(end: End, folder: Path, args: argparse.Namespace) -> list[Outcome]:
+async def send(end: End, folder: Path, args: argparse.Namespace, stages: Stages) -> list[Outcome]:
     end.fill()
     process = SendingProcess(end, folder)
     outcomes = []
     for kind in args.channels or KINDS[args.device]:
         try:
             outcomes.append(await measure(process, kind, args))
+            if args.stages:
+                blocks = [list(range(end.store.layout.num_blocks_for(args.tokens)))] * 2
+                print(await stages_of(process, stages, blocks, args.rounds))
         except HandoffError as error:
             outcomes.append(Outcome(channel=kind, error=error.message))
     await process.close_channel()
@@ -335,6 +340,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--shrink", type=int, default=1, help="divides the sizes of those")
     parser.add_argument("--piece-mib", type=int, default=256, help="by nccl_pair")
     parser.add_argument("--max-ctas", type=int, default=16, help="of NCCL")
+    parser.add_argument("--stages", action="store_true", help="of handoffs side by side, idle")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write everything to this file")
     parser.add_argument("--worker", choices=("send", "receive"), help=argparse.SUPPRESS)
@@ -369,10 +375,13 @@ def work(args: argparse.Namespace) -> None:
     longest = max(args.tokens, LONG_TOKENS[1] // args.shrink if args.handoffs_per_s else 0)
     num_blocks = STORE_FACTOR * QWEN3_8B.num_blocks_for(longest)
     end = End(args.folder, QWEN3_8B, num_blocks, config, args.device)
+    stages = Stages()
+    if args.stages:
+        stages.watch_end(end)
     if args.worker == "receive":
-        asyncio.run(receive(end, args.folder, args.seconds))
+        asyncio.run(receive(end, args.folder, args.seconds, stages))
         return
-    outcomes = asyncio.run(send(end, args.folder, args))
+    outcomes = asyncio.run(send(end, args.folder, args, stages))
     written = json.dumps([asdict(outcome) for outcome in outcomes])
     (args.folder / "outcomes.json").write_text(written)
 

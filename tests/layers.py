@@ -206,6 +206,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "load_tests.bench_scheduler": ("load_tests", "configs", "engine"),
     "load_tests.bench_transformers": ("load_tests", "configs", "engine"),
     "load_tests.check_constraints": ("load_tests", "configs", "engine"),
+    "load_tests.handoff_stages": ("load_tests", "actors.handoff"),
     "load_tests.ingress_apps": (
         "load_tests",
         "actors.deployment",
