@@ -111,7 +111,7 @@ class LapsConfig(_Section, frozen=True):
     enable_batch_prefill_cuda_graph: bool | None = None
     # ragged = sizes by tokens, up to 4096, in any mix of rows; grid = by rows and their length.
     batch_prefill_form: Literal["ragged", "grid"] = "ragged"
-    # ragged: requests of such a step, at most; above 128 every size is captured twice.
+    # ragged: requests of such a step, at most; above 128, sizes of more tokens are captured twice.
     batch_prefill_max_rows: Positive = 128
     batch_prefill_max_seq_len: Positive = 256  # grid: new tokens of a row, at most, in such a step
     batch_prefill_batch_sizes: tuple[Positive, ...] = (1, 2, 4, 8)  # grid: rows

@@ -29,7 +29,7 @@ from kernels.pdl import pdl_supported
 class MediumConfig:
     """How one product is cut; sizes in elements."""
 
-    block_m: int  # tokens of a tile: 64 or 128
+    block_m: int  # tokens of a tile: 64 or 128; 256 with 8 warps
     first: int  # weight rows of a tile's first part, of gate and up together; a power of two
     second: int  # of its second part: 0 or a power of two
     block_k: int

@@ -113,12 +113,13 @@ async def send(end: End, folder: Path, args: argparse.Namespace, stages: Stages)
     outcomes = []
     for kind in args.channels or KINDS[args.device]:
         try:
-            outcomes.append(await measure(process, kind, args))
+            outcome = await measure(process, kind, args)
             if args.stages:
                 blocks = [list(range(end.store.layout.num_blocks_for(args.tokens)))] * 2
                 print(await stages_of(process, stages, blocks, args.rounds))
         except HandoffError as error:
-            outcomes.append(Outcome(channel=kind, error=error.message))
+            outcome = Outcome(channel=kind, error=error.message)
+        outcomes.append(outcome)
     await process.close_channel()
     process.close()
     return outcomes
@@ -189,7 +190,7 @@ async def hand_over_for(
 async def hand_over_in_lanes(
     process: SendingProcess, num_blocks: int, rounds: int, rng: random.Random
 ) -> float:
-    """The seconds of NUM_LANES x `rounds` handoffs, of which NUM_LANES are always under way."""
+    """The seconds of NUM_LANES x `rounds` handoffs, of which NUM_LANES are under way at a time."""
     num_stored = process.end.store.num_blocks
     from_ids, to_ids = (rng.sample(range(num_stored), NUM_LANES * num_blocks) for _ in range(2))
 

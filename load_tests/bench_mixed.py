@@ -13,7 +13,8 @@
 
 Variants (graphs x queue x mix x window) take turns, rates in the order given, seeds pooled. Put
 first what matters most: when `--budget-s` is over, what is left is not run, and said so. `--json`
-is written again after every rate. Greedy, no end of sequence; every prompt is new. Knows no Ray.
+is written again after every rate. Greedy, no end of sequence; prompts are new to an engine of this
+process and to a server that was just started. Knows no Ray.
 """
 
 import argparse
@@ -49,6 +50,19 @@ from load_tests.open_loop import serve_load
 from load_tests.prompts import FIRST_TOKEN_ID
 from load_tests.shapes import SHAPES, write_shapes
 from load_tests.tables import describe_machine
+
+_ENGINE_SWITCHES = (
+    "device",
+    "max_model_len",
+    "max_step_tokens",
+    "max_rows",
+    "num_blocks",
+    "queue",
+    "mix",
+    "window",
+    "max_step_ms",
+    "graphs",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,6 +193,8 @@ def run(args: argparse.Namespace, scratch: Path) -> Results:
         raise ValueError("a server needs --rates; --one-batch is of an engine in this process")
     if args.start and args.model is None:
         raise ValueError("--start needs --model: a folder with a tokenizer")
+    if args.url or args.start:
+        _refuse_engine_switches(args)
     tables = read_peer_tables(args.peer)
     peers = [(name, table) for name, table in tables if "rate" in table]
     results = Results(limits=args.limits, peers=peers, about=describe(args))
@@ -198,15 +214,25 @@ def run(args: argparse.Namespace, scratch: Path) -> Results:
 
 def describe(args: argparse.Namespace) -> dict[str, object]:
     """What a reader must know to judge the figures."""
-    names = ("device", "weights", "seeds", "duration_s", "output_tokens", "shrink", "share_long")
-    switches = {name: getattr(args, name) for name in (*names, "max_step_tokens", "max_rows")}
-    return describe_machine() | switches | dict(args.set)
+    of_load = ("weights", "seeds", "duration_s", "output_tokens", "shrink", "share_long")
+    of_engine = ("device", "max_step_tokens", "max_rows")
+    names = (*of_load, *(("clients",) if args.url or args.start else of_engine))
+    return describe_machine() | {name: getattr(args, name) for name in names} | dict(args.set)
 
 
 def main() -> None:
     args = build_parser().parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         print(run(args, Path(scratch)).render())
+
+
+def _refuse_engine_switches(args: argparse.Namespace) -> None:
+    """A server has its own configuration. Raises ValueError for what it would not follow."""
+    parser = build_parser()
+    for name in _ENGINE_SWITCHES:
+        if getattr(args, name) != parser.get_default(name):
+            switch = name.replace("_", "-")
+            raise ValueError(f"--{switch} is of an engine in this process; --set is for --start")
 
 
 def _measure_started(sweep: Sweep, config: Path, args: argparse.Namespace) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.synchronize import Barrier
+from threading import BrokenBarrierError
 
 import httpx
 import msgspec
@@ -102,7 +103,7 @@ def serve_over_http(
 ) -> list[Served]:
     """Run `load` with ids below `vocab_size`, from so many processes.
 
-    Raises httpx.HTTPError without a willing server.
+    Raises ConnectionError without a willing server.
     """
     if num_clients == 1:
         return _serve_share(url, load, vocab_size, Share())
@@ -113,7 +114,11 @@ def serve_over_http(
         asked = [
             clients.submit(_serve_gathered, url, load, vocab_size, i, num_clients) for i in numbers
         ]
-        served = [one for client in asked for one in client.result()]
+        failures = [failure for client in asked if (failure := client.exception())]
+    # A client that failed breaks the barrier for those that wait there: its reason comes first.
+    for failure in sorted(failures, key=lambda one: isinstance(one, BrokenBarrierError)):
+        raise failure
+    served = [one for client in asked for one in client.result()]
     return sorted(served, key=lambda one: one.arrival.at_s)
 
 
@@ -140,7 +145,16 @@ def _serve_gathered(
 
 
 def _serve_share(url: str, load: MixedLoad, vocab_size: int, share: Share) -> list[Served]:
-    return asyncio.run(_serve(url, load, vocab_size, share))
+    try:
+        return asyncio.run(_serve(url, load, vocab_size, share))
+    except* httpx.HTTPError as errors:  # which could not be passed on to another process
+        raise ConnectionError(f"{url}: {_first(errors)!r}") from None
+
+
+def _first(errors: BaseExceptionGroup) -> BaseException:
+    """Of those in the group, however deep."""
+    inner = errors.exceptions[0]
+    return _first(inner) if isinstance(inner, BaseExceptionGroup) else inner
 
 
 async def _serve(url: str, load: MixedLoad, vocab_size: int, share: Share) -> list[Served]:

@@ -21,7 +21,7 @@ from configs.load import load_config
 from configs.schema import AppConfig
 from engine.execution.graph_sizes import ragged_sizes
 from engine.scheduling.cost_model import StepCosts
-from load_tests.mixed_load import MixedLoad, Served
+from load_tests.mixed_load import SHARE_LONG, MixedLoad, Served
 from load_tests.mixed_report import COLUMNS, quantiles_ms
 from load_tests.simulation.cluster import ClusterSpec, serve
 from load_tests.simulation.routing import Policy
@@ -226,6 +226,7 @@ def load_of(run: MeasuredRun, rate: float, seed: int) -> MixedLoad:
         duration_s=msgspec.convert(about.get("duration_s"), float),
         num_output_tokens=msgspec.convert(about.get("output_tokens"), int),
         shrink=msgspec.convert(about.get("shrink"), int),
+        share_long=msgspec.convert(about.get("share_long", SHARE_LONG), float),
     )
 
 

@@ -173,9 +173,15 @@ def test_several_clients_serve_one_load_together(url: str) -> None:
     assert all(one.ttft_s > 0 and one.num_tokens == 3 for one in served)
 
 
-def test_a_client_that_fails_ends_the_others(url: str) -> None:
+def test_the_reason_of_a_client_that_fails_is_told(url: str) -> None:
     with pytest.raises(AssertionError, match="got 3 tokens"):
         serve_over_http(url, short_load(4), 100, num_clients=2)
+
+
+@pytest.mark.parametrize("num_clients", [1, 2])
+def test_a_server_that_is_not_there_is_an_error(num_clients: int) -> None:
+    with pytest.raises(ConnectionError, match=r"127\.0\.0\.1:9: ConnectError"):
+        serve_over_http("http://127.0.0.1:9", short_load(3), 100, num_clients=num_clients)
 
 
 def test_a_server_that_gives_fewer_tokens_is_an_error(url: str) -> None:
