@@ -168,7 +168,7 @@ class Replica:
         owners += [(f"outbox {key}", r.block_ids) for key, r in self.outbox.held.items()]
         check_blocks(self.cache, owners)
         check_blocks_in_flight(self.cache, self.executor)
-        check_running(self.scheduler._running)
+        check_running(self.scheduler)
 
     def check_idle(self) -> None:
         """Nothing is held by anybody, and every row is free."""

@@ -1,11 +1,12 @@
 """Who computes what next, asked of every running request: the definition of `RunningRequests`."""
 
 from engine.request import Request
-from engine.scheduling.running import RunningRequests
+from engine.scheduling.scheduler import Scheduler
 
 
-def check_running(running: RunningRequests) -> None:
+def check_running(scheduler: Scheduler) -> None:
     """Every request is where its own numbers put it, and nobody else is anywhere."""
+    running, block_size, rules = scheduler._running, scheduler._block_size, scheduler._finish_rules
     keys = [request.key for request in running]
     assert set(running.prompts) | set(running.decodes) <= set(keys)
     assert not set(running.prompts) & set(running.decodes)
@@ -18,6 +19,9 @@ def check_running(running: RunningRequests) -> None:
     assert columns.rows == [request.row for request in decodes]
     assert columns.num_computed_tokens == [request.num_computed_tokens for request in decodes]
     assert columns.constrained == [r for r in decodes if r.params.constraint is not None]
+    at_border = [r for r in decodes if r.num_computed_tokens % block_size == 0]
+    assert columns.at_border(block_size) == at_border
+    assert columns.at_last_token(rules) == rules.at_last_token(decodes)
 
 
 def _places(request: Request) -> list[tuple[bool, bool]]:

@@ -232,7 +232,7 @@ class World:
         owners = [*self.scheduler.owners(), *self.outgoing.owners(), ("others", self.lent)]
         check_blocks(self.cache, owners)
         check_blocks_in_flight(self.cache, self.executor)
-        check_running(self.scheduler._running)
+        check_running(self.scheduler)
         self.sender.check(self.executor, BLOCK_SIZE, self._computed_tokens)
         counts = self.scheduler.statistics()
         num_here = sum(story.phase == "scheduler" for story in self.stories.values())
