@@ -263,7 +263,7 @@ def render(outcomes: Sequence[Outcome]) -> str:
         "opens in",
         "GB/s, neighbours",
         "GB/s, scattered",
-        "GB/s, two at a time",
+        f"GB/s, {NUM_LANES} at a time",
         "GB/s, receiver decoding",
         "p50 step",
         "p99 step",

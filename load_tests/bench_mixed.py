@@ -195,6 +195,10 @@ def run(args: argparse.Namespace, scratch: Path) -> Results:
         raise ValueError("--start needs --model: a folder with a tokenizer")
     if args.url or args.start:
         _refuse_engine_switches(args)
+    elif args.clients > 1:
+        raise ValueError("--clients is of a server: it needs --url or --start")
+    if args.url and args.set:
+        raise ValueError("--set: a server that runs has its configuration; use --start")
     tables = read_peer_tables(args.peer)
     peers = [(name, table) for name, table in tables if "rate" in table]
     results = Results(limits=args.limits, peers=peers, about=describe(args))

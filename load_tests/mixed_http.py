@@ -57,7 +57,7 @@ class MixedClient:
         self._model = answer.json()["data"][0]["id"]
 
     async def serve(self, load: MixedLoad, vocab_size: int, share: Share) -> list[Served]:
-        """Run `load` to its last token. Raises httpx.HTTPError when a request is refused."""
+        """Run `load` to its last token. Raises ExceptionGroup when requests are refused."""
         arrivals = load.arrivals()
         assert len(arrivals) >= share.of, f"too few arrive in {load.duration_s} s at {load.rate}/s"
         prompts = load.prompts(arrivals, vocab_size)[share.first :: share.of]
@@ -147,14 +147,10 @@ def _serve_gathered(
 def _serve_share(url: str, load: MixedLoad, vocab_size: int, share: Share) -> list[Served]:
     try:
         return asyncio.run(_serve(url, load, vocab_size, share))
-    except* httpx.HTTPError as errors:  # which could not be passed on to another process
-        raise ConnectionError(f"{url}: {_first(errors)!r}") from None
-
-
-def _first(errors: BaseExceptionGroup) -> BaseException:
-    """Of those in the group, however deep."""
-    inner = errors.exceptions[0]
-    return _first(inner) if isinstance(inner, BaseExceptionGroup) else inner
+    except (httpx.HTTPError, ExceptionGroup) as error:  # of one request, or of some at once
+        reason = error.exceptions[0] if isinstance(error, ExceptionGroup) else error
+        # An httpx error cannot be passed on to another process.
+        raise ConnectionError(f"{url}: {reason!r}") from error
 
 
 async def _serve(url: str, load: MixedLoad, vocab_size: int, share: Share) -> list[Served]:

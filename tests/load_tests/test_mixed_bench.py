@@ -60,6 +60,8 @@ def test_a_variant_is_what_the_configuration_says() -> None:
         "--start configs/unified_cpu.yaml",
         "--url http://x --queue fcfs",
         "--url http://x --max-rows 8",
+        "--url http://x --set laps.queue=fcfs",
+        "--clients 2",
     ],
 )
 def test_switches_that_contradict_each_other_are_refused(switches: str, tmp_path: Path) -> None:

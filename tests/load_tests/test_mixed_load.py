@@ -1,6 +1,8 @@
 """The mixed load is the peer's for the same seed, and times count from when a request was due."""
 
+import itertools
 import random
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -125,16 +127,26 @@ def test_what_fails_in_the_reader_is_raised() -> None:
 
 
 class Answers(BaseHTTPRequestHandler):
-    """Two events with tokens, one without, and an end where `num_tokens` asks for it."""
+    """Two events with tokens, one without, and an end where `num_tokens` asks for it.
+
+    Below /refuses a request is refused, below /fourth the fourth client is.
+    """
 
     protocol_version = "HTTP/1.0"
     tokens = ("[1]", "[2, 3]")
+    clients = itertools.count(1)
 
     def do_GET(self) -> None:
+        if self.path.startswith("/fourth") and next(self.clients) % 4 == 0:
+            self.send_error(503)
+            return
         self._answer(b'{"data": [{"id": "model"}]}', "application/json")
 
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers["Content-Length"]))
+        if self.path.startswith("/refuses"):
+            self.send_error(429)
+            return
         events = [f'{{"choices": [{{"text": "a", "token_ids": {ids}}}]}}' for ids in self.tokens]
         lines = [f"data: {event}\n\n" for event in [*events, '{"choices": []}', "[DONE]"]]
         self._answer("".join(lines).encode(), "text/event-stream")
@@ -149,9 +161,16 @@ class Answers(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
 
+class QuietServer(ThreadingHTTPServer):
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Says nothing of clients that left."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)  # type: ignore[arg-type]
+
+
 @pytest.fixture
 def url() -> Iterator[str]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
+    with QuietServer(("127.0.0.1", 0), Answers) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}/"
         server.shutdown()
@@ -176,6 +195,17 @@ def test_several_clients_serve_one_load_together(url: str) -> None:
 def test_the_reason_of_a_client_that_fails_is_told(url: str) -> None:
     with pytest.raises(AssertionError, match="got 3 tokens"):
         serve_over_http(url, short_load(4), 100, num_clients=2)
+
+
+def test_the_reason_comes_before_those_who_waited_for_the_one_that_failed(url: str) -> None:
+    with pytest.raises(ConnectionError, match="503 Service Unavailable"):
+        serve_over_http(f"{url}fourth", short_load(3), 100, num_clients=4)
+
+
+@pytest.mark.parametrize("num_clients", [1, 2])
+def test_a_refused_request_is_an_error(url: str, num_clients: int) -> None:
+    with pytest.raises(ConnectionError, match="429 Too Many Requests"):
+        serve_over_http(f"{url}refuses", short_load(3), 100, num_clients=num_clients)
 
 
 @pytest.mark.parametrize("num_clients", [1, 2])
