@@ -7,6 +7,7 @@ to is known since the steps that wrote them.
 Which thread and stream do what on a GPU: the engine steps on the default stream. All copies here
 run on one stream beside it, queued by threads of our own, digests of what arrived on another; a
 call returns when its own work has ended on the device, while the next call's is queued already.
+`queue_load` alone does not wait: it names the event that whoever sends on waits for.
 What is read was computed by steps whose results are on the host already. What is written may still
 be a target of steps that were launched before the blocks were granted: `fence` lets every later
 copy wait for those.
@@ -18,7 +19,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Protocol, TypeVar
 
 import torch
@@ -43,7 +44,9 @@ T = TypeVar("T")
 # run on the copy engines, where decode steps do not notice them.
 MIN_COPY_BYTES = 2**18
 GATHER_BYTES = 64 * 2**20  # gathered at a time, which bounds the temporary
-CHECKED_BYTES = 256 * 2**20  # pulled at a time: they are digested while the next ones are copied
+# Pulled in one call, which the host queues while the one before is copied; so the first is short.
+FIRST_PULL_BYTES = 64 * 2**20
+MAX_PULL_BYTES = 256 * 2**20  # the last one's digests are made when nothing is copied any more
 
 
 class BlockStore(Protocol):
@@ -128,9 +131,12 @@ class KvPieces:
         """A copy of blocks of this store in page-locked host memory."""
         return await self._run(lambda: self._to_host(blocks.block_ids))
 
-    async def load(self, blocks: StoredBlocks, staging: Tensor) -> None:
-        """Copy blocks of this store into `staging`: uint8 [blocks.nbytes], on this device."""
-        await self._run(lambda: self._load(blocks.block_ids, staging))
+    async def queue_load(self, blocks: StoredBlocks, staging: Tensor) -> torch.cuda.Event | None:
+        """Copy blocks of this store into `staging`: uint8 [blocks.nbytes], on this device.
+
+        Not waited for: they are there after the event, on a CPU (None) at once.
+        """
+        return await self._run(lambda: self._queue_load(blocks.block_ids, staging))
 
     async def take(self, staging: Tensor, block_ids: Sequence[int], digests: list[int]) -> bool:
         """`write` from staging on this device: uint8 [n * block_bytes], checked in place."""
@@ -141,8 +147,9 @@ class KvPieces:
     ) -> bool:
         """Copy blocks of another store straight into `ids` of this one, then check them.
 
-        source: [any, *block_shape], another GPU's memory mapped here. Not bounded by a deadline:
-        a copy between two GPUs ends, or the device is lost, and it must not be left under way.
+        source: [any, *block_shape], another GPU's memory mapped here; ids: one or more. Not bounded
+        by a deadline: a copy between two GPUs ends, or the device is lost, and it must not be left
+        under way.
         """
         return await self._run(lambda: self._pull(source, source_ids, ids, digests))
 
@@ -177,32 +184,40 @@ class KvPieces:
             torch.from_numpy(data).copy_(blocks, non_blocking=True)
         return data
 
-    def _load(self, block_ids: Sequence[int], staging: Tensor) -> None:
-        with self._on_streams():
+    def _queue_load(self, block_ids: Sequence[int], staging: Tensor) -> torch.cuda.Event | None:
+        current = nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+        with self._queueing, current:
             # On one device by a kernel: copies take the host ten times as long to queue.
             blocks, index = self._blocks_in(staging), self._store.index(block_ids)
             torch.index_select(self.tensor, 0, index, out=blocks)
+            return self._copied_so_far()
 
     def _take(self, staging: Tensor, block_ids: Sequence[int], digests: list[int]) -> bool:
         with self._on_streams():
             index = self._store.index(block_ids)
             self.tensor.index_copy_(0, index, self._blocks_in(staging))
-            with self._behind_copies():
+            with self._behind(self._copied_so_far()):
                 arrived = to_host(self._store.queue_digests(index))
         return arrived.tolist() == digests
 
     def _pull(
         self, source: Tensor, source_ids: Sequence[int], ids: Sequence[int], digests: list[int]
     ) -> bool:
-        slab = max(1, CHECKED_BYTES // self.block_bytes)
+        parts = parts_of(len(ids), self.block_bytes)
+        last = parts[-1]
+        copied: list[torch.cuda.Event | None] = []
         found: list[Tensor] = []
         with self._on_streams():
-            for start in range(0, len(ids), slab):
-                part = slice(start, start + slab)
+            index = self._store.index(ids)
+            for part in parts:
                 copy_blocks(self.tensor, ids[part], source, source_ids[part])
-                with self._behind_copies():  # and the first copy moves while this is queued
-                    found.append(self._store.queue_digests(self._store.index(ids[part])))
-            with self._behind_copies():
+                copied.append(self._copied_so_far())
+            # Digests in two goes, behind all copies: one costs the host what many copies do.
+            if last.start:
+                with self._behind(copied[-2]):
+                    found.append(self._store.queue_digests(index[: last.start]))
+            with self._behind(copied[-1]):
+                found.append(self._store.queue_digests(index[last]))
                 arrived = to_host(torch.cat(found))
         return arrived.tolist() == digests
 
@@ -210,13 +225,17 @@ class KvPieces:
         """[n, *block_shape] of the same memory: uint8 [n * block_bytes]."""
         return staging.view(self.tensor.dtype).view(-1, *self.tensor.shape[1:])
 
+    def _copied_so_far(self) -> torch.cuda.Event | None:
+        """When everything that was queued on the copies' stream is over; None = it is."""
+        return None if self._stream is None else self._stream.record_event()
+
     @contextmanager
-    def _behind_copies(self) -> Iterator[None]:
-        """Queue what reads what was copied so far, beside the copies that follow."""
-        if self._stream is None or self._checking is None:
+    def _behind(self, copied: torch.cuda.Event | None) -> Iterator[None]:
+        """Queue what reads what was copied up to an event, beside the copies that follow."""
+        if copied is None or self._checking is None:
             yield
             return
-        self._checking.wait_stream(self._stream)
+        self._checking.wait_event(copied)
         with torch.cuda.stream(self._checking):
             yield
 
@@ -266,6 +285,24 @@ def copy_blocks(
         to_ids = torch.tensor(target_ids[start : start + slab], device=target.device)
         from_ids = torch.tensor(source_ids[start : start + slab], device=target.device)
         target.index_copy_(0, to_ids, source.index_select(0, from_ids))
+
+
+def parts_of(num_blocks: int, block_bytes: int) -> list[slice]:
+    """What of a pull is queued in one call each: every one twice as long as the one before.
+
+    All but the last end at an even number of blocks: a tensor of int64 that is sliced there keeps
+    the alignment that Triton compiles for, and nothing is to be compiled under a handoff.
+    """
+    parts: list[slice] = []
+    start, size = 0, _even(FIRST_PULL_BYTES // block_bytes)
+    while start < num_blocks:
+        parts.append(slice(start, min(start + size, num_blocks)))
+        start, size = start + size, min(2 * size, _even(MAX_PULL_BYTES // block_bytes))
+    return parts
+
+
+def _even(number: int) -> int:
+    return max(2, number // 2 * 2)
 
 
 def runs_of(target_ids: Sequence[int], source_ids: Sequence[int]) -> list[tuple[int, int, int]]:

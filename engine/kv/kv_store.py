@@ -110,7 +110,7 @@ class KvStore:
     def index(self, block_ids: Sequence[int]) -> Tensor:
         """int64 [n] on the store's device, as soon as the current stream is there."""
         # Checked here: on a GPU an index out of range kills the whole context.
-        assert all(0 <= block_id < self.num_blocks for block_id in block_ids), (
+        assert not block_ids or 0 <= min(block_ids) <= max(block_ids) < self.num_blocks, (
             f"block ids {list(block_ids)} for a store of {self.num_blocks}"
         )
         return to_device(block_ids, self.device)

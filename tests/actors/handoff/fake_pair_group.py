@@ -27,7 +27,8 @@ class FakeGroup:
         self._rank = rank
         self._is_aborted = False
 
-    def send(self, data: Tensor) -> Callable[[], bool]:
+    def send(self, data: Tensor, there: object) -> Callable[[], bool]:
+        assert there is None, "a CPU has nothing to wait for"
         queue, bytes_left = self._wires.sent[self._rank], data.clone()
         queue.append(bytes_left)
         return lambda: self._may_end() and all(entry is not bytes_left for entry in queue)

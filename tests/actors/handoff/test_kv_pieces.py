@@ -1,12 +1,13 @@
 """How blocks are copied from store to store, by either rule."""
 
 import random
+from itertools import pairwise
 
 import pytest
 import torch
 
 from actors.handoff import kv_pieces
-from actors.handoff.kv_pieces import copy_blocks, runs_of
+from actors.handoff.kv_pieces import MAX_PULL_BYTES, copy_blocks, parts_of, runs_of
 from engine.kv.layout import KvLayout
 from tests.actors.handoff.gpu_stand_in import random_blocks, random_store
 
@@ -32,6 +33,20 @@ def test_runs_cover_each_block_once_in_order() -> None:
         sources[: number // 2] = sorted(sources[: number // 2])
         pairs = [(t + i, s + i) for t, s, n in runs_of(targets, sources) for i in range(n)]
         assert pairs == list(zip(targets, sources, strict=True))
+
+
+def test_parts_of_a_pull_are_every_block_in_order_from_even_starts() -> None:
+    rng = random.Random()
+    for _ in range(200):
+        number, block_bytes = rng.randint(1, 3000), rng.choice([7, 2**16, 2_359_296, 2**29])
+        parts = parts_of(number, block_bytes)
+        assert [block for part in parts for block in range(part.start, part.stop)] == [
+            *range(number)
+        ]
+        assert all(part.start % 2 == 0 and part.start < part.stop for part in parts)
+        sizes = [part.stop - part.start for part in parts]
+        assert all(size <= max(2, MAX_PULL_BYTES // block_bytes) for size in sizes)
+        assert all(after <= 2 * before for before, after in pairwise(sizes))
 
 
 @pytest.mark.parametrize("min_copy_bytes", [1, 2**40], ids=["copies", "one gather"])
