@@ -315,7 +315,7 @@ def main() -> None:
         work(args)
         return
     with tempfile.TemporaryDirectory() as folder:
-        run(Path(folder))
+        run(Path(folder), args.gpus)
         outcomes = (Path(folder) / "outcomes.json").read_text()
     about = describe_machine() | {"torch": torch.__version__, "arguments": sys.argv[1:]}
     print(render(msgspec.json.decode(outcomes, type=list[Outcome])))
@@ -341,6 +341,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--shrink", type=int, default=1, help="divides the sizes of those")
     parser.add_argument("--piece-mib", type=int, default=256, help="by nccl_pair")
     parser.add_argument("--max-ctas", type=int, default=16, help="of NCCL")
+    parser.add_argument("--gpus", type=int, nargs=2, default=[0, 1], metavar=("TO", "FROM"))
     parser.add_argument("--stages", action="store_true", help="of handoffs side by side, idle")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write everything to this file")
@@ -349,10 +350,10 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def run(folder: Path) -> None:
+def run(folder: Path, gpus: Sequence[int]) -> None:
     """Both processes, each with a GPU of its own, until the sender is done."""
     processes = []
-    for gpu, worker in enumerate(("receive", "send")):
+    for gpu, worker in zip(gpus, ("receive", "send"), strict=True):
         command = [sys.executable, "-m", "load_tests.bench_channels", *sys.argv[1:]]
         command += ["--worker", worker, "--folder", str(folder)]
         processes.append(subprocess.Popen(["env", f"CUDA_VISIBLE_DEVICES={gpu}", *command]))
