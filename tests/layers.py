@@ -66,6 +66,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "engine.kv.block_cache",
         "engine.kv.handoff_incoming",
         "engine.kv.handoff_outgoing",
+        "engine.kv.incoming_transfer",
     ),
     "engine.invariants": ("engine.kv.block_cache",),
     # -- engine: decisions

@@ -1,14 +1,15 @@
 """D's side of the handoff on its event loop: grants room, takes pieces, checks them, commits.
 
-A reservation that does not fit waits in line (reservation_line.py). A piece is received outside
-the store, its epoch and place are checked by the engine, its digests in a transfer thread, before
+A reservation that does not fit waits in line (reservation_line.py). A piece's epoch and place are
+checked at once, it is received outside the store, and a transfer thread checks its digests before
 or while it is written to the reserved blocks, which stay reserved until that is over. The reply to
 a piece is its acknowledgement, the reply to the last one says that the request runs here.
 
 One channel per sender: opening a newer epoch closes the older one and returns only when no write
 of it can land any more. One that still opens is left to itself: no piece went over it, and nobody
 waits for a sender that died in the middle. All state here belongs to the event loop;
-`IncomingHandoffs` is touched through `EngineCalls` only. Knows no tensors.
+`IncomingHandoffs` is touched through `EngineCalls`, but for the leave to write a piece: that one
+waits for no step. Knows no tensors.
 """
 
 import asyncio
@@ -225,27 +226,23 @@ class HandoffReceiver:
     # ---- parts of a piece -----------------------------------------------------------------------
 
     async def _take(self, pair: _Pair, header: PieceHeader, payload: list[Any]) -> PieceReply:
-        """Receive beside the engine's check, verify and write, then let the engine settle it."""
+        """Receive, if there is leave to write, verify and write; then let the engine settle it."""
         if not 0 <= header.num_blocks <= pair.max_blocks:
             self._break(pair)
             return self._failed("size", f"a piece of {header.num_blocks} blocks", is_retryable=True)
         num_bytes = header.num_blocks * self._block_bytes
-        leave, data = await asyncio.gather(
-            self._engine.call(partial(self._begin, header)),
-            pair.channel.receive(header.seq, num_bytes, payload),
-            return_exceptions=True,
-        )
-        if isinstance(data, BaseException):
+        leave = self._begin(header)
+        try:
+            data = await pair.channel.receive(header.seq, num_bytes, payload)
+        except BaseException as error:
             self._break(pair)
             if isinstance(leave, BlockWrite):
                 await self._engine.call(partial(self._end, header, leave, is_verified=False))
                 self.on_step()  # it may have been the last write of an orphan
-            if not isinstance(data, WorkerError):
-                raise data
-            return self._failed("channel", data.message, is_retryable=True)
+            if not isinstance(error, WorkerError):
+                raise
+            return self._failed("channel", error.message, is_retryable=True)
         try:
-            if isinstance(leave, BaseException):
-                raise leave
             if isinstance(leave, PieceReply):
                 self._failures["reservation"] += leave.outcome == "failed"
                 return leave
@@ -281,7 +278,7 @@ class HandoffReceiver:
         return reply
 
     def _begin(self, header: PieceHeader) -> BlockWrite | PieceReply:
-        """On the engine thread: leave to write, or the reply that ends the piece."""
+        """Leave to write, or the reply that ends the piece."""
         if self._incoming.is_committed(header.key):
             return PieceReply(outcome="committed")  # sent again because our answer was lost
         try:

@@ -9,16 +9,20 @@ time; if a piece is being written at that moment the reservation is an *orphan*,
 freed when the last write ends. An epoch is one incarnation of a channel; a newer one starts a
 transfer over.
 
-Called on the engine thread only. Knows no tensors, channels or Ray; who calls has checked digests.
+Called on the engine thread, but for `begin_write` and what it needs, which are for any thread: a
+piece is not to wait for the end of a step before it is copied, too. Knows no tensors, channels or
+Ray; who calls has checked digests.
 """
 
+import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from engine.clock import Clock
 from engine.errors import HandoffError
 from engine.kv.block_cache import BlockCache
+from engine.kv.incoming_transfer import BlockWrite, IncomingTransfer
 from engine.messages import (
     NotNow,
     PieceHeader,
@@ -28,6 +32,8 @@ from engine.messages import (
     WorkerIdentity,
 )
 from engine.request import Request, RequestKey
+
+__all__ = ["BlockWrite", "DecodeScheduler", "Hasher", "IncomingHandoffs", "IncomingStatistics"]
 
 # How many finished keys D remembers, so that what arrives late for one is recognised.
 MAX_ENDED_KEYS = 8192
@@ -61,39 +67,6 @@ class Hasher(Protocol):
     def extend(self, request: Request) -> None:
         """Append to `request.block_hashes` the hash of every full block of its known tokens."""
         ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class BlockWrite:
-    """Leave to write some blocks of a transfer, from `begin_write` to `end_write`."""
-
-    transfer_id: str
-    epoch: int
-    first_block: int
-    block_ids: list[int]
-
-    @property
-    def blocks(self) -> range:
-        """Positions in the request's block list: [first_block, first_block + n)."""
-        return range(self.first_block, self.first_block + len(self.block_ids))
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class _Incoming:
-    """blocks [0, num_hit_blocks) found here; [num_hit_blocks, num_blocks) to arrive"""
-
-    transfer_id: str
-    sender: WorkerIdentity
-    request: Request  # holds all reserved blocks
-    num_hit_blocks: int
-    expires_s: float
-    epoch: int = 0  # of the channel in use; 0 = nothing was begun
-    arrived: set[int] = field(default_factory=set)  # in this epoch
-    writes: list[BlockWrite] = field(default_factory=list)
-
-    @property
-    def num_blocks(self) -> int:
-        return len(self.request.block_ids)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,8 +104,10 @@ class IncomingHandoffs:
         self._clock = clock
         self._lease_s = lease_s
         self._max_rows = max_rows
-        self._live: dict[RequestKey, _Incoming] = {}
-        self._orphans: dict[str, _Incoming] = {}  # by transfer id
+        self._live: dict[RequestKey, IncomingTransfer] = {}
+        self._orphans: dict[str, IncomingTransfer] = {}  # by transfer id
+        # Who begins or ends a write, or ends a transfer, sees what the others did.
+        self._writes = threading.Lock()
         self._ended: dict[RequestKey, Ending] = {}  # oldest first, at most MAX_ENDED_KEYS
         self._counts: dict[Ending, int] = {"committed": 0, "cancelled": 0, "expired": 0}
         self._num_reserved = self._num_hit_blocks = 0
@@ -167,7 +142,7 @@ class IncomingHandoffs:
         request.num_indexed_blocks = len(hit_ids)
         self._num_reserved += 1
         self._num_hit_blocks += len(hit_ids)
-        transfer = _Incoming(
+        transfer = IncomingTransfer(
             transfer_id=f"{self._identity.incarnation}:{self._num_reserved}",
             sender=asked.sender,
             request=request,
@@ -214,10 +189,15 @@ class IncomingHandoffs:
     def begin_write(self, header: PieceHeader) -> BlockWrite:
         """Leave to write the blocks of one piece; until `end_write` they are not freed.
 
-        A newer epoch than the transfer's starts it over. Raises HandoffError, without effect, for
-        a transfer that is over, an older epoch, a newer one while a write of the older goes on,
-        blocks outside the missing ones, or blocks that arrived or are being written.
+        On any thread. A newer epoch than the transfer's starts it over. Raises HandoffError,
+        without effect, for a transfer that is over, an older epoch, a newer one while a write of
+        the older goes on, blocks outside the missing ones, or blocks that arrived or are being
+        written.
         """
+        with self._writes:
+            return self._begin_write(header)
+
+    def _begin_write(self, header: PieceHeader) -> BlockWrite:
         transfer = self._find(header.key, header.transfer_id)
         is_sender = header.sender_incarnation == transfer.sender.incarnation
         if header.sender != transfer.sender.name or not is_sender:
@@ -254,15 +234,15 @@ class IncomingHandoffs:
         """
         orphan = self._orphans.get(write.transfer_id)
         transfer = self._live[key] if orphan is None else orphan
-        transfer.writes.remove(write)
+        with self._writes:
+            assert write.epoch == transfer.epoch, f"{key}: {transfer.epoch} began over {write}"
+            transfer.writes.remove(write)
+            transfer.arrived.update(write.blocks if is_verified else ())
         if orphan is not None:
             if not orphan.writes:
                 del self._orphans[write.transfer_id]
                 self._cache.release(orphan.request.block_ids)
             return False
-        assert write.epoch == transfer.epoch, f"{key}: epoch {transfer.epoch} began over {write}"
-        if is_verified:
-            transfer.arrived.update(write.blocks)
         transfer.expires_s = self._clock.now_s() + self._lease_s
         return True
 
@@ -273,16 +253,17 @@ class IncomingHandoffs:
         `header`, the last piece's, and no write is under way.
         """
         transfer = self._find(header.key, header.transfer_id)
-        if header.first_token_id is None or header.epoch != transfer.epoch or transfer.writes:
-            raise HandoffError(f"{header.key} cannot commit with this piece")
-        missing = set(range(transfer.num_hit_blocks, transfer.num_blocks)) - transfer.arrived
-        if missing:
-            raise HandoffError(f"{header.key}: blocks {sorted(missing)} have not arrived")
+        with self._writes:
+            if header.first_token_id is None or header.epoch != transfer.epoch or transfer.writes:
+                raise HandoffError(f"{header.key} cannot commit with this piece")
+            missing = set(range(transfer.num_hit_blocks, transfer.num_blocks)) - transfer.arrived
+            if missing:
+                raise HandoffError(f"{header.key}: blocks {sorted(missing)} have not arrived")
+            del self._live[header.key]
         request = transfer.request
         request.num_computed_tokens = request.num_known_tokens
         request.tokens.append(header.first_token_id)
         request.num_emitted_tokens += 1
-        del self._live[header.key]
         self._remember(header.key, "committed")
         self._scheduler.join(request)
 
@@ -369,7 +350,7 @@ class IncomingHandoffs:
         self._hasher.extend(request)
         return request
 
-    def _find(self, key: RequestKey, transfer_id: str) -> _Incoming:
+    def _find(self, key: RequestKey, transfer_id: str) -> IncomingTransfer:
         transfer = self._live.get(key)
         if transfer is None:
             raise HandoffError(f"{key} has no reservation here ({self._ended.get(key, 'unknown')})")
@@ -377,7 +358,7 @@ class IncomingHandoffs:
             raise HandoffError(f"{key}: the reservation is {transfer.transfer_id}")
         return transfer
 
-    def _check_epoch(self, transfer: _Incoming, epoch: int) -> None:
+    def _check_epoch(self, transfer: IncomingTransfer, epoch: int) -> None:
         if epoch < max(transfer.epoch, 1):
             raise HandoffError(f"epoch {epoch} of {transfer.transfer_id} is over")
         if epoch > transfer.epoch and transfer.writes:
@@ -385,7 +366,8 @@ class IncomingHandoffs:
 
     def _end(self, key: RequestKey, ending: Ending) -> None:
         """Free what `key` reserved, or orphan it while it is written; remember how it ended."""
-        transfer = self._live.pop(key, None)
+        with self._writes:  # none begins once it is not there
+            transfer = self._live.pop(key, None)
         if transfer is not None and transfer.writes:
             self._orphans[transfer.transfer_id] = transfer
         elif transfer is not None:

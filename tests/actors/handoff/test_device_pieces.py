@@ -1,8 +1,8 @@
 """Pieces that stay on a GPU, seen from the receiver's event loop: refused, orphaned, fenced."""
 
 import asyncio
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import pytest
 
@@ -17,6 +17,8 @@ from engine.messages import (
 from tests.actors.handoff_network import CONFIG, run_virtual
 from tests.actors.handoff_simulation import LoopEngine
 from tests.engine.kv.handoff_world import LAYOUT, RECEIVER, SENDER, Decode, asking, key_of
+
+T = TypeVar("T")
 
 
 class FakeCopy(ArrivedBlocks):
@@ -76,15 +78,28 @@ class InPlace:
         return await piece.data.write(block_ids, piece.digests)
 
 
+class BusyEngine(LoopEngine):
+    """Runs calls between two steps; a step takes as long as the test says."""
+
+    def __init__(self) -> None:
+        self.between_steps = asyncio.Event()
+        self.between_steps.set()
+
+    async def call(self, fn: Callable[[], T]) -> T:
+        await self.between_steps.wait()
+        return await super().call(fn)
+
+
 class World:
     def __init__(self, decode_side: Decode) -> None:
         self.decode = decode_side
+        self.engine = BusyEngine()
         self.channel = OneChannel()
         self.num_grants = 0
         self.receiver = HandoffReceiver(
             RECEIVER,
             CONFIG,
-            engine=LoopEngine(),
+            engine=self.engine,
             incoming=decode_side.incoming,
             channels=self.channel,
             store=InPlace(),
@@ -161,6 +176,22 @@ def test_a_piece_without_leave_to_write_gives_its_staging_back(changes: dict[str
         [piece] = world.channel.pieces
         assert piece.written is None
         assert piece.num_discards > 0
+
+    simulate(scenario)
+
+
+def test_a_piece_is_written_while_a_step_goes_on_and_commits_at_its_end() -> None:
+    async def scenario(world: World) -> None:
+        reservation = await world.reserve()
+        world.engine.between_steps.clear()
+        taking = asyncio.ensure_future(world.receiver.receive_piece(world.header(reservation), []))
+        while not world.channel.pieces or world.channel.pieces[0].written is None:  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
+        assert not taking.done()
+        assert not world.decode.scheduler.running
+        world.engine.between_steps.set()
+        assert (await taking).outcome == "committed"
+        assert list(world.decode.scheduler.running) == [key_of(1)]
 
     simulate(scenario)
 
