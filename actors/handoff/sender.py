@@ -225,14 +225,18 @@ class HandoffSender:
         handoff.phase = "reserve"
         handoff.is_known_to_peer = True
         reservation = await self._room.reserve(handoff.started, handoff.ended, peer)
-        await self._engine.call(lambda: self._outgoing.mark_reserved(handoff.key))
+        # For the scheduler's count alone: no block waits for the end of a step because of it.
+        marking = asyncio.ensure_future(self._mark_reserved(handoff.key))
         handoff.blocks.expect(reservation)
         renewing = asyncio.ensure_future(self._room.keep(handoff.key, reservation, peer))
         try:
             await self._transfer(handoff, peer, reservation, renewing)
         finally:
             renewing.cancel()
-            await asyncio.gather(renewing, return_exceptions=True)
+            await asyncio.gather(renewing, marking, return_exceptions=True)
+
+    async def _mark_reserved(self, key: RequestKey) -> None:
+        await self._engine.call(lambda: self._outgoing.mark_reserved(key))
 
     async def _release(self, handoff: _Handoff) -> None:
         """Its blocks are free; idempotent."""

@@ -44,10 +44,15 @@ FIRST_TOKEN = 42
 
 
 class LoopEngine:
-    """The engine thread, simulated: calls run one at a time, a little later."""
+    """The engine thread, simulated: calls run one at a time, a little later, between two steps."""
+
+    def __init__(self) -> None:
+        self.between_steps = asyncio.Event()
+        self.between_steps.set()
 
     async def call(self, fn: Callable[[], T]) -> T:
         await asyncio.sleep(0.001)
+        await self.between_steps.wait()
         return fn()
 
 
@@ -110,12 +115,12 @@ class World:
         self.decode = decode_side
         self.clock = decode_side.clock
         self.channels = FakeChannels(self.faults)
-        engine = LoopEngine()
+        self.prefill_engine, self.decode_engine = LoopEngine(), LoopEngine()
         self.decode_pieces = MemoryPieces(decode_side.cache.num_blocks, seed + 1)
         self.receiver = HandoffReceiver(
             RECEIVER,
             config,
-            engine=engine,
+            engine=self.decode_engine,
             incoming=decode_side.incoming,
             channels=self.channels,
             store=self.decode_pieces,
@@ -130,7 +135,7 @@ class World:
         self.sender = sender_class(
             SENDER,
             config,
-            engine=engine,
+            engine=self.prefill_engine,
             outgoing=self.outgoing,
             links=PeerLinks(
                 SENDER, config, channels=self.channels, find_peer=self._find, clock=self.clock

@@ -144,3 +144,19 @@ def test_a_decode_worker_that_restarted_is_met_again() -> None:
         await fresh.sender.close()
 
     simulate(scenario)
+
+
+def test_a_computed_prompt_goes_while_its_worker_computes_the_next_step() -> None:
+    async def scenario(world: World) -> None:
+        request = world.start(1, range(20))
+        world.finish(request)
+        world.prefill_engine.between_steps.clear()
+        await world.until(lambda: len(world.decode.scheduler.running) == 1)
+        assert len(world.sender) == 1, "its blocks are held to the end of that step"
+        assert world.outgoing.num_unreserved_blocks == len(request.block_ids)
+        world.prefill_engine.between_steps.set()
+        await world.settled()
+        world.check_arrived(request)
+        assert world.outgoing.num_unreserved_blocks == 0
+
+    simulate(scenario)

@@ -1,8 +1,8 @@
 """Pieces that stay on a GPU, seen from the receiver's event loop: refused, orphaned, fenced."""
 
 import asyncio
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -17,8 +17,6 @@ from engine.messages import (
 from tests.actors.handoff_network import CONFIG, run_virtual
 from tests.actors.handoff_simulation import LoopEngine
 from tests.engine.kv.handoff_world import LAYOUT, RECEIVER, SENDER, Decode, asking, key_of
-
-T = TypeVar("T")
 
 
 class FakeCopy(ArrivedBlocks):
@@ -78,22 +76,10 @@ class InPlace:
         return await piece.data.write(block_ids, piece.digests)
 
 
-class BusyEngine(LoopEngine):
-    """Runs calls between two steps; a step takes as long as the test says."""
-
-    def __init__(self) -> None:
-        self.between_steps = asyncio.Event()
-        self.between_steps.set()
-
-    async def call(self, fn: Callable[[], T]) -> T:
-        await self.between_steps.wait()
-        return await super().call(fn)
-
-
 class World:
     def __init__(self, decode_side: Decode) -> None:
         self.decode = decode_side
-        self.engine = BusyEngine()
+        self.engine = LoopEngine()
         self.channel = OneChannel()
         self.num_grants = 0
         self.receiver = HandoffReceiver(
