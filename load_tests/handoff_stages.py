@@ -17,7 +17,7 @@ from load_tests.channel_ends import End, SendingProcess
 from load_tests.tables import render_rows
 
 # Of `KvPieces`: whole, from the event loop.
-_PIECE_CALLS = ("read", "to_host", "queue_load", "write", "take", "pull")
+_PIECE_CALLS = ("read", "to_host", "load", "write", "take", "pull")
 # Of the store, in a thread: queued on the device, not waited for.
 _STORE_CALLS = ("index", "queue_digests")
 
@@ -35,8 +35,8 @@ class Stages:
         for name in _STORE_CALLS:
             self.watch(end.store, name, f"queue: {name}")
         self.watch(kv_pieces, "copy_blocks", "queue: copies")
-        for name in ("_post", "_wait"):
-            self.watch(nccl_pair.NcclConnection, name, f"nccl: {name.strip('_')}")
+        for name in ("send", "receive"):
+            self.watch(nccl_pair.NcclConnection, name, f"nccl: {name}")
 
     def watch(self, owner: object | ModuleType, name: str, label: str) -> None:
         """Replace `owner.name`, a function or a coroutine function, by one that is timed."""

@@ -85,12 +85,6 @@ class GlooConnection:
     def release(self, staged: PieceBytes) -> None:
         """Host memory goes with its last reference."""
 
-    def send_staged(self, staged: PieceBytes) -> "asyncio.Future[None]":
-        return self._thread.start(lambda: self.send(torch.from_numpy(staged)))
-
-    def receive_staged(self, staged: PieceBytes) -> "asyncio.Future[None]":
-        return self._thread.start(lambda: self.receive(torch.from_numpy(staged)))
-
     async def close(self) -> None:
         """Refuse new operations, wait for the queued ones (bounded by their deadlines), hang up."""
         await self._thread.close()
@@ -111,6 +105,12 @@ class GlooConnection:
         greet(self, self._greeting)
         if rank == SENDER_RANK:
             remove_keys(client, key)
+
+    def send_staged(self, staged: PieceBytes) -> None:
+        self.send(torch.from_numpy(staged))
+
+    def receive_staged(self, staged: PieceBytes) -> None:
+        self.receive(torch.from_numpy(staged))
 
     def send(self, data: Tensor) -> None:
         self._wait(self._require_group().send([data], 1 - self._greeting.rank, 0), "send")

@@ -7,7 +7,6 @@ to is known since the steps that wrote them.
 Which thread and stream do what on a GPU: the engine steps on the default stream. All copies here
 run on one stream beside it, queued by threads of our own, digests of what arrived on another; a
 call returns when its own work has ended on the device, while the next call's is queued already.
-`queue_load` alone does not wait: it names the event that whoever sends on waits for.
 What is read was computed by steps whose results are on the host already. What is written may still
 be a target of steps that were launched before the blocks were granted: `fence` lets every later
 copy wait for those.
@@ -19,7 +18,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Protocol, TypeVar
 
 import torch
@@ -131,12 +130,9 @@ class KvPieces:
         """A copy of blocks of this store in page-locked host memory."""
         return await self._run(lambda: self._to_host(blocks.block_ids))
 
-    async def queue_load(self, blocks: StoredBlocks, staging: Tensor) -> torch.cuda.Event | None:
-        """Copy blocks of this store into `staging`: uint8 [blocks.nbytes], on this device.
-
-        Not waited for: they are there after the event, on a CPU (None) at once.
-        """
-        return await self._run(lambda: self._queue_load(blocks.block_ids, staging))
+    async def load(self, blocks: StoredBlocks, staging: Tensor) -> None:
+        """Copy blocks of this store into `staging`: uint8 [blocks.nbytes], on this device."""
+        await self._run(lambda: self._load(blocks.block_ids, staging))
 
     async def take(self, staging: Tensor, block_ids: Sequence[int], digests: list[int]) -> bool:
         """`write` from staging on this device: uint8 [n * block_bytes], checked in place."""
@@ -184,13 +180,11 @@ class KvPieces:
             torch.from_numpy(data).copy_(blocks, non_blocking=True)
         return data
 
-    def _queue_load(self, block_ids: Sequence[int], staging: Tensor) -> torch.cuda.Event | None:
-        current = nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
-        with self._queueing, current:
+    def _load(self, block_ids: Sequence[int], staging: Tensor) -> None:
+        with self._on_streams():
             # On one device by a kernel: copies take the host ten times as long to queue.
             blocks, index = self._blocks_in(staging), self._store.index(block_ids)
             torch.index_select(self.tensor, 0, index, out=blocks)
-            return self._copied_so_far()
 
     def _take(self, staging: Tensor, block_ids: Sequence[int], digests: list[int]) -> bool:
         with self._on_streams():
@@ -288,7 +282,7 @@ def copy_blocks(
 
 
 def parts_of(num_blocks: int, block_bytes: int) -> list[slice]:
-    """What of a pull is queued in one call each: every one twice as long as the one before.
+    """What of a pull is queued in one call each: at most twice as long as the one before.
 
     All but the last end at an even number of blocks: a tensor of int64 that is sliced there keeps
     the alignment that Triton compiles for, and nothing is to be compiled under a handoff.

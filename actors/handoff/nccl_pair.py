@@ -4,11 +4,8 @@ Pieces go from a staging slot of the sender to one of the receiver (staging_ring
 piece, because NCCL reaches its rate with large messages only, and several sends in one group call
 fail with a communicator that does not block. What is late lands in staging, never in the KV store.
 
-An operation is posted behind the one under way, so that the device goes from piece to piece by
-itself: one thread posts, in the order of the headers, another waits, in the same order.
-
-NCCL does not notice a dead peer: every operation has our own deadline, and aborts the group at the
-end of it. After an abort the GPU goes on computing; the next epoch has a new group.
+NCCL does not notice a dead peer: every operation has our own deadline, and a timer that aborts the
+group at the end of it. After an abort the GPU goes on computing; the next epoch has a new group.
 """
 
 import asyncio
@@ -45,11 +42,11 @@ GROUP_TIMEOUT_FACTOR = 10.0
 class PairGroup(Protocol):
     """The two ranks as torch sees them.
 
-    Each operation starts, behind those before it, and returns whether it is over. It does not wait
-    for other work on the device, except that `data` is sent after the event `there`.
+    Each operation starts and returns whether it is over. It does not wait for other work on the
+    device: what is sent must be there.
     """
 
-    def send(self, data: Tensor, there: torch.cuda.Event | None) -> Callable[[], bool]: ...
+    def send(self, data: Tensor) -> Callable[[], bool]: ...
 
     def receive(self, data: Tensor) -> Callable[[], bool]: ...
 
@@ -73,9 +70,7 @@ class NcclGroup:
         self._peer = 1 - rank
         self._group = nccl(store, rank, 2, options)
 
-    def send(self, data: Tensor, there: torch.cuda.Event | None) -> Callable[[], bool]:
-        if there is not None:
-            self._stream.wait_event(there)
+    def send(self, data: Tensor) -> Callable[[], bool]:
         return self._start(lambda: self._group.send([data], self._peer, 0))
 
     def receive(self, data: Tensor) -> Callable[[], bool]:
@@ -94,11 +89,10 @@ class NcclGroup:
 
 
 GroupFactory = Callable[[dist.Store, int], PairGroup]
-Post = Callable[[PairGroup], Callable[[], bool]]  # starts an operation; the rest as PairGroup says
 
 
 class NcclConnection:
-    """One end of a pair of GPUs, driven by its own threads in one order."""
+    """One end of a pair of GPUs, driven by its own thread in one order."""
 
     def __init__(
         self, greeting: Greeting, deadline_s: float, ring: StagingRing, pieces: KvPieces
@@ -107,8 +101,7 @@ class NcclConnection:
         self._greeting = greeting
         self._ring = ring
         self._pieces = pieces
-        self._thread = PairThread(greeting.epoch, self._hang_up)  # opens, then posts
-        self._waiting = PairThread(greeting.epoch, self._hang_up)
+        self._thread = PairThread(greeting.epoch, self._hang_up)
         self._aborting = threading.Lock()
         self._is_aborted = threading.Event()  # or about to be
         self._abort_done = threading.Event()
@@ -125,7 +118,7 @@ class NcclConnection:
 
     @property
     def is_open(self) -> bool:
-        return self._thread.is_open and self._waiting.is_open
+        return self._thread.is_open
 
     def start(self, operation: Callable[[], T]) -> "asyncio.Future[T]":
         return self._thread.start(operation)
@@ -134,7 +127,7 @@ class NcclConnection:
         assert isinstance(data, StoredBlocks), "an nccl_pair carries blocks of a GPU"
         piece = await self._ring.acquire(data.nbytes, self.deadline_s)
         try:
-            piece.there = await self._pieces.queue_load(data, piece.staging)
+            await self._pieces.load(data, piece.staging)
         except BaseException:
             piece.discard()
             raise
@@ -151,24 +144,8 @@ class NcclConnection:
         self._thread.is_open = False
         await asyncio.to_thread(self._abort)
         await self._thread.close()
-        await self._waiting.close()
 
-    def send_staged(self, staged: RingPiece) -> "asyncio.Future[None]":
-        return self._queue("send", lambda group: group.send(staged.staging, staged.there))
-
-    def receive_staged(self, staged: RingPiece) -> "asyncio.Future[None]":
-        return self._queue("receive", lambda group: group.receive(staged.staging))
-
-    def _queue(self, verb: str, post: Post) -> "asyncio.Future[None]":
-        posted = self._thread.start(lambda: self._post(verb, post))  # its place is taken at once
-
-        async def until_over() -> None:
-            is_over = await posted
-            await self._waiting.start(lambda: self._wait(verb, is_over))
-
-        return asyncio.ensure_future(until_over())
-
-    # ---- operations, in a thread ----------------------------------------------------------------
+    # ---- operations, in the thread --------------------------------------------------------------
 
     def open(self, client: RendezvousClient, key: str, make_group: GroupFactory) -> None:
         """Meet the other end, warm up (NCCL connects with the first bytes), prove the rate."""
@@ -178,14 +155,20 @@ class NcclConnection:
         if self._greeting.rank == SENDER_RANK:
             remove_keys(client, key)
 
+    def send_staged(self, staged: RingPiece) -> None:
+        self.send(staged.staging)
+
+    def receive_staged(self, staged: RingPiece) -> None:
+        self.receive(staged.staging)
+
     def send(self, data: Tensor) -> None:
-        self._wait("send", self._post("send", lambda group: group.send(data, None)))
+        self._finish("send", lambda group: group.send(data))
 
     def receive(self, data: Tensor) -> None:
-        self._wait("receive", self._post("receive", lambda group: group.receive(data)))
+        self._finish("receive", lambda group: group.receive(data))
 
-    def _post(self, verb: str, post: Post) -> Callable[[], bool]:
-        """Start an operation, behind those under way; one that does not start is aborted."""
+    def _finish(self, verb: str, start: Callable[[PairGroup], Callable[[], bool]]) -> None:
+        """Start an operation and wait for its end, or for that of the deadline's abort."""
         group = self._group
         if group is None or self._is_aborted.is_set():
             raise HandoffError(f"the channel of epoch {self.epoch} is closed")
@@ -193,22 +176,11 @@ class NcclConnection:
         deadline.daemon = True
         deadline.start()
         try:
-            is_over = post(group)  # may itself wait for the peer, the first time
+            is_over = start(group)  # may itself wait for the peer, the first time
+            while not self._is_aborted.is_set() and not is_over():
+                time.sleep(POLL_S)
         finally:
             deadline.cancel()
-        self._check(verb)
-        return is_over
-
-    def _wait(self, verb: str, is_over: Callable[[], bool]) -> None:
-        """Until the oldest operation is over; at the deadline, for the end of its abort."""
-        until_s = time.monotonic() + self.deadline_s
-        while not self._is_aborted.is_set() and not is_over():
-            if time.monotonic() > until_s:
-                self._abort()
-            time.sleep(POLL_S)
-        self._check(verb)
-
-    def _check(self, verb: str) -> None:
         if self._is_aborted.is_set():
             self._abort_done.wait(ABORT_S)
             raise HandoffError(f"the channel did not {verb}: closed, or not in {self.deadline_s} s")
@@ -229,7 +201,7 @@ class NcclConnection:
             self._abort_done.set()
 
     def _hang_up(self) -> None:
-        """In a thread."""
+        """In the thread."""
         self._abort()
         self._group = None  # before its store
         self._store = None
@@ -238,7 +210,7 @@ class NcclConnection:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NcclSettings:
     deadline_s: float
-    piece_bytes: int  # the largest piece; NUM_SLOTS of them are staged
+    piece_bytes: int  # the largest piece; two of them are staged
     max_ctas: int  # SMs that a communicator may take
     max_pairs: int  # open at a time
     floor_gb_s: float

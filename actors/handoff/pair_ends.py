@@ -7,6 +7,7 @@ how it moves, is the connection's.
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 from actors.handoff.contracts import Deliver, IncomingData, OutgoingData
@@ -51,12 +52,12 @@ class PairConnection(Protocol[Staged]):
         """Queue an operation for the connection's thread; its failure breaks the connection."""
         ...
 
-    def send_staged(self, staged: Staged) -> "asyncio.Future[None]":
-        """Queue it behind the others; done when `staged` may be overwritten."""
+    def send_staged(self, staged: Staged) -> None:
+        """In the thread: returns when `staged` may be overwritten."""
         ...
 
-    def receive_staged(self, staged: Staged) -> "asyncio.Future[None]":
-        """Queue it behind the others; done when the bytes are in `staged`."""
+    def receive_staged(self, staged: Staged) -> None:
+        """In the thread: returns when the bytes are in `staged`."""
         ...
 
     async def close(self) -> None: ...
@@ -98,7 +99,7 @@ class PairSender(Generic[Staged]):
         reply = asyncio.ensure_future(deliver(seq, []))
         try:
             if staged is not None:
-                sending = connection.send_staged(staged)
+                sending = connection.start(partial(connection.send_staged, staged))
                 before, self._newest = self._newest, sending
                 await self._until_sent(sending, before, reply)
         except WorkerError as failure:
@@ -181,7 +182,8 @@ class PairReceiver(Generic[Staged]):
     def _start(self, staged: Staged, num_bytes: int) -> "asyncio.Future[None]":
         try:
             if num_bytes:
-                return self._connection.receive_staged(staged)
+                receive = partial(self._connection.receive_staged, staged)
+                return self._connection.start(receive)
             return self._connection.start(_nothing)
         except BaseException:
             self._connection.release(staged)

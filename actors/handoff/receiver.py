@@ -231,8 +231,9 @@ class HandoffReceiver:
             self._break(pair)
             return self._failed("size", f"a piece of {header.num_blocks} blocks", is_retryable=True)
         num_bytes = header.num_blocks * self._block_bytes
-        leave = self._begin(header)
+        leave: BlockWrite | PieceReply | None = None
         try:
+            leave = self._begin(header)
             data = await pair.channel.receive(header.seq, num_bytes, payload)
         except BaseException as error:
             self._break(pair)
@@ -279,11 +280,11 @@ class HandoffReceiver:
 
     def _begin(self, header: PieceHeader) -> BlockWrite | PieceReply:
         """Leave to write, or the reply that ends the piece."""
-        if self._incoming.is_committed(header.key):
-            return PieceReply(outcome="committed")  # sent again because our answer was lost
         try:
             return self._incoming.begin_write(header)
         except HandoffError as error:
+            if self._incoming.is_committed(header.key):
+                return PieceReply(outcome="committed")  # sent again because our answer was lost
             is_live = self._incoming.is_live(header.key)
             return PieceReply(outcome="failed", reason=error.message, is_retryable=is_live)
 

@@ -19,10 +19,10 @@ Knows no tensors.
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from actors.handoff.computed_blocks import ComputedBlocks
 from actors.handoff.contracts import EngineCalls, Peer, PieceStore
@@ -114,7 +114,7 @@ class HandoffSender:
         self._room = RoomAsker(identity, config, clock)
         self._handoffs: dict[RequestKey, _Handoff] = {}
         self._tasks: dict[RequestKey, asyncio.Task[None]] = {}
-        self._letting_go: set[asyncio.Task[None]] = set()
+        self._beside: set[asyncio.Task[None]] = set()  # calls of the engine that nobody awaits
         self._cancelled: dict[RequestKey, None] = {}  # before we heard of them, oldest first
         self._is_closing = False
         self._counts: Counter[str] = Counter()
@@ -161,7 +161,8 @@ class HandoffSender:
         self._is_closing = True
         for handoff in self._handoffs.values():
             settle(handoff.ended, None)
-        await asyncio.gather(*self._tasks.values(), *self._letting_go)
+        await asyncio.gather(*self._tasks.values())
+        await asyncio.gather(*self._beside)
         await self._links.close()
 
     def __len__(self) -> int:
@@ -225,18 +226,18 @@ class HandoffSender:
         handoff.phase = "reserve"
         handoff.is_known_to_peer = True
         reservation = await self._room.reserve(handoff.started, handoff.ended, peer)
-        # For the scheduler's count alone: no block waits for the end of a step because of it.
-        marking = asyncio.ensure_future(self._mark_reserved(handoff.key))
+        self._mark_reserved(handoff.key)
         handoff.blocks.expect(reservation)
         renewing = asyncio.ensure_future(self._room.keep(handoff.key, reservation, peer))
         try:
             await self._transfer(handoff, peer, reservation, renewing)
         finally:
             renewing.cancel()
-            await asyncio.gather(renewing, marking, return_exceptions=True)
+            await asyncio.gather(renewing, return_exceptions=True)
 
-    async def _mark_reserved(self, key: RequestKey) -> None:
-        await self._engine.call(lambda: self._outgoing.mark_reserved(key))
+    def _mark_reserved(self, key: RequestKey) -> None:
+        """For the scheduler's count alone: nothing waits for the end of a step because of it."""
+        self._spawn(self._engine.call(lambda: self._outgoing.mark_reserved(key)))
 
     async def _release(self, handoff: _Handoff) -> None:
         """Its blocks are free; idempotent."""
@@ -249,9 +250,13 @@ class HandoffSender:
             async with handoff.blocks.reading:
                 await self._engine.call(lambda: self._outgoing.let_go(handoff.key))
 
-        task = asyncio.ensure_future(let_go())
-        self._letting_go.add(task)
-        task.add_done_callback(self._letting_go.discard)
+        self._spawn(let_go())
+
+    def _spawn(self, call: Coroutine[Any, Any, None]) -> None:
+        """See to something beside the handoffs; `close` waits for it."""
+        task = asyncio.ensure_future(call)
+        self._beside.add(task)
+        task.add_done_callback(self._beside.discard)
 
     async def _settle_failure(self, handoff: _Handoff, error: WorkerError) -> FailureRecord | None:
         """The record to report, or None when the request ended meanwhile or did arrive after all.

@@ -1,8 +1,8 @@
-"""GPU memory that pieces of all pairs of one worker are staged in: a few slots, made when needed.
+"""GPU memory that pieces of all pairs of one worker are staged in: two slots, made when needed.
 
 No two workers can wait for each other in a circle: a sender has its slot before the header goes,
 a receiver takes its slot when the header has come and the piece is next, so a receiver's slot is
-always held for bytes that move as soon as their own device comes to it.
+always held for bytes that are ready to move.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from actors.handoff.contracts import ArrivedBlocks
 from actors.handoff.kv_pieces import KvPieces
 from engine.errors import HandoffError
 
-NUM_SLOTS = 3  # one is copied out of or into the store, one moves, one is next
+NUM_SLOTS = 2  # one is copied out of or into the store while the other moves
 
 
 class StagingRing:
@@ -68,7 +68,6 @@ class RingPiece(ArrivedBlocks):
         self, pieces: KvPieces, slot: Tensor, num_bytes: int, slots: asyncio.Queue[Tensor]
     ) -> None:
         self.staging = slot[:num_bytes]
-        self.there: torch.cuda.Event | None = None  # when what is sent has been loaded
         self._pieces = pieces
         self._slot = slot
         self._slots = slots

@@ -9,9 +9,9 @@ time; if a piece is being written at that moment the reservation is an *orphan*,
 freed when the last write ends. An epoch is one incarnation of a channel; a newer one starts a
 transfer over.
 
-Called on the engine thread, but for `begin_write` and what it needs, which are for any thread: a
-piece is not to wait for the end of a step before it is copied, too. Knows no tensors, channels or
-Ray; who calls has checked digests.
+Called on the engine thread; `begin_write`, `is_committed` and `is_live` on any, because a piece
+that waits for the end of a step to be committed is not to wait for another one to be copied. Knows
+no tensors, channels or Ray; who calls has checked digests.
 """
 
 import threading
@@ -106,7 +106,8 @@ class IncomingHandoffs:
         self._max_rows = max_rows
         self._live: dict[RequestKey, IncomingTransfer] = {}
         self._orphans: dict[str, IncomingTransfer] = {}  # by transfer id
-        # Who begins or ends a write, or ends a transfer, sees what the others did.
+        # Who begins or ends a write, or ends a transfer, sees what the others did. Only the engine
+        # thread changes `_live` and `_orphans`, and so looks at them as they are.
         self._writes = threading.Lock()
         self._ended: dict[RequestKey, Ending] = {}  # oldest first, at most MAX_ENDED_KEYS
         self._counts: dict[Ending, int] = {"committed": 0, "cancelled": 0, "expired": 0}
@@ -259,12 +260,12 @@ class IncomingHandoffs:
             missing = set(range(transfer.num_hit_blocks, transfer.num_blocks)) - transfer.arrived
             if missing:
                 raise HandoffError(f"{header.key}: blocks {sorted(missing)} have not arrived")
+            self._remember(header.key, "committed")  # first: it is one or the other at any time
             del self._live[header.key]
         request = transfer.request
         request.num_computed_tokens = request.num_known_tokens
         request.tokens.append(header.first_token_id)
         request.num_emitted_tokens += 1
-        self._remember(header.key, "committed")
         self._scheduler.join(request)
 
     # ---- observation ----------------------------------------------------------------------------

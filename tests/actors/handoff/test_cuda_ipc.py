@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from actors.handoff import kv_pieces
 from actors.handoff.contracts import StagedPiece, UnfitError
 from actors.handoff.cuda_ipc import (
     CudaIpcReceiver,
@@ -22,7 +23,7 @@ from actors.handoff.kv_pieces import KvPieces
 from engine.errors import HandoffError
 from engine.kv.kv_store import KvStore
 from engine.messages import PieceReply
-from tests.actors.handoff.gpu_stand_in import random_blocks, random_store, stored
+from tests.actors.handoff.gpu_stand_in import LAYOUT, random_blocks, random_store, stored
 
 ACCEPTED = PieceReply(outcome="accepted")
 OFFER = StoreOffer(
@@ -80,6 +81,15 @@ def with_ends(scenario: Callable[[Ends, random.Random], Awaitable[None]]) -> Non
     asyncio.run(main())
 
 
+@pytest.fixture(params=["at once", "in parts"])
+def _parts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eleven blocks in one part, or in parts of 2, 4, 4 and 1."""
+    if request.param == "in parts":
+        monkeypatch.setattr(kv_pieces, "FIRST_PULL_BYTES", 2 * LAYOUT.block_bytes)
+        monkeypatch.setattr(kv_pieces, "MAX_PULL_BYTES", 4 * LAYOUT.block_bytes)
+
+
+@pytest.mark.usefixtures("_parts")
 def test_pulled_blocks_are_bit_for_bit_the_sender_s() -> None:
     async def scenario(ends: Ends, rng: random.Random) -> None:
         for number in (1, 4, 11):
@@ -91,13 +101,18 @@ def test_pulled_blocks_are_bit_for_bit_the_sender_s() -> None:
     with_ends(scenario)
 
 
+@pytest.mark.usefixtures("_parts")
 def test_bytes_that_changed_since_they_were_digested_are_noticed() -> None:
     async def scenario(ends: Ends, rng: random.Random) -> None:
-        from_ids, to_ids = random_blocks(5, ends.source, rng), random_blocks(5, ends.target, rng)
+        from_ids, to_ids = random_blocks(11, ends.source, rng), random_blocks(11, ends.target, rng)
         digests = ends.source.digest(from_ids)
-        block = ends.source.tensor[from_ids[rng.randrange(5)]].view(-1).view(torch.uint8)
-        block[rng.randrange(block.numel())] ^= 1 << rng.randrange(8)
-        assert not await ends.move(from_ids, to_ids, digests)
+        for changed in range(11):
+            block = ends.source.tensor[from_ids[changed]].view(-1).view(torch.uint8)
+            byte, flipped = rng.randrange(block.numel()), 1 << rng.randrange(8)
+            block[byte] ^= flipped
+            assert not await ends.move(from_ids, to_ids, digests), f"block {changed}"
+            block[byte] ^= flipped
+        assert await ends.move(from_ids, to_ids, digests)
 
     with_ends(scenario)
 

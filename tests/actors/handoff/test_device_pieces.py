@@ -171,8 +171,9 @@ def test_a_piece_is_written_while_a_step_goes_on_and_commits_at_its_end() -> Non
         reservation = await world.reserve()
         world.engine.between_steps.clear()
         taking = asyncio.ensure_future(world.receiver.receive_piece(world.header(reservation), []))
-        while not world.channel.pieces or world.channel.pieces[0].written is None:  # noqa: ASYNC110
-            await asyncio.sleep(0.1)
+        async with asyncio.timeout(60):
+            while not world.channel.pieces or world.channel.pieces[0].written is None:  # noqa: ASYNC110 - virtual time
+                await asyncio.sleep(0.1)
         assert not taking.done()
         assert not world.decode.scheduler.running
         world.engine.between_steps.set()

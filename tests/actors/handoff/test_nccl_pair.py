@@ -14,7 +14,6 @@ from actors.handoff.contracts import ArrivedBlocks, UnfitError
 from actors.handoff.kv_pieces import KvPieces
 from actors.handoff.nccl_pair import NcclPairs, NcclSettings
 from actors.handoff.pair_ends import PairReceiver, PairSender
-from actors.handoff.pair_proof import SENDER_RANK
 from actors.handoff.staging_ring import NUM_SLOTS, RingPiece, StagingRing
 from engine.errors import HandoffError, WorkerError
 from engine.messages import PairRequest, PieceReply
@@ -118,7 +117,7 @@ async def move(
     return written[0]
 
 
-def test_pieces_of_many_senders_at_once_arrive_bit_for_bit_over_few_slots() -> None:
+def test_pieces_of_many_senders_at_once_arrive_bit_for_bit_over_two_slots() -> None:
     async def scenario(ends: Ends, rng: random.Random) -> None:
         pair = await ends.open()
         to_ids = random_blocks(16, ends.target, rng)
@@ -175,23 +174,6 @@ def test_a_peer_that_falls_silent_is_aborted_at_the_deadline_and_a_new_epoch_wor
         await close(*pair)
 
     with_ends(scenario, deadline_s=2.0)  # also to open, on a busy machine
-
-
-def test_a_piece_is_posted_while_the_one_before_still_moves() -> None:
-    async def scenario(ends: Ends, rng: random.Random) -> None:
-        sender, receiver = await ends.open()
-        ends.wires.is_silent = True
-        num_posted = len(ends.wires.sent[SENDER_RANK])
-        moves = asyncio.gather(*(move(ends, sender, receiver, [n], [n]) for n in range(2)))
-        while len(ends.wires.sent[SENDER_RANK]) < num_posted + 2:
-            assert not moves.done()
-            await asyncio.sleep(0)
-        ends.wires.is_silent = False
-        assert all(await moves)
-        assert torch.equal(ends.target.tensor[:2], ends.source.tensor[:2])
-        await close(sender, receiver)
-
-    with_ends(scenario, deadline_s=100.0)
 
 
 @pytest.mark.parametrize("error", [None, WorkerError("decode-0 died")])
@@ -282,7 +264,7 @@ class TestRing:
             ring = StagingRing(KvPieces(random_store(2, random.Random())), slot_bytes=10)
             with pytest.raises(HandoffError, match="takes 10"):
                 await ring.acquire(11, 1.0)
-            held = [await ring.acquire(n, 1.0) for n in (10, 0, 3)]
+            held = [await ring.acquire(n, 1.0) for n in (10, 0)]
             with pytest.raises(HandoffError, match="staging"):
                 await ring.acquire(1, 0.01)
             waiting = asyncio.ensure_future(ring.acquire(1, 1.0))
@@ -291,7 +273,7 @@ class TestRing:
             held[0].discard()
             piece = await waiting
             assert ring.num_free == 0
-            for one in (piece, *held[1:]):
+            for one in (piece, held[1]):
                 one.discard()
             assert ring.num_free == NUM_SLOTS
 
