@@ -70,6 +70,7 @@ def test_a_browser_shows_the_application(watched: Application, tmp_path: Path) -
 
 
 def test_the_metrics_go_on_without_the_allocator(watched: Application) -> None:
+    watched.complete([13 + index % 50 for index in range(30)])
     [allocator] = [name for name in watched.actors() if name.startswith("allocator")]
     pid = watched.pid(allocator)
     os.kill(pid, signal.SIGSTOP)
