@@ -33,7 +33,7 @@ from configs.schema import FloorsConfig, HandoffConfig
 from engine.errors import HandoffError
 from engine.kv.layout import KvLayout
 from engine.messages import ChannelKind
-from load_tests.channel_ends import End, ReceivingProcess, SendingProcess
+from load_tests.channel_ends import NUM_LANES, End, ReceivingProcess, SendingProcess
 from load_tests.handoff_stages import Stages, stages_of
 from load_tests.mixed_load import LONG_TOKENS, MixedLoad
 from load_tests.step_load import StepLoad
@@ -48,7 +48,6 @@ KINDS: dict[str, tuple[ChannelKind, ...]] = {
 }
 ARRIVED_HEADER = ("channel", "handoffs", "GB/s on average", "p50", "p99", "slowest")
 STORE_FACTOR = 2  # blocks in a store for each block of a handoff
-NUM_LANES = 2  # handoffs under way at a time, where a channel is to be kept busy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,7 +32,7 @@ from engine.kv.layout import KvLayout
 from engine.messages import ChannelKind, PairRequest, PieceReply, WorkerIdentity, decode, encode
 
 POLL_S = 0.002
-NUM_CALLS = 2 * MAX_PIECES_UNDER_WAY  # at a time: of two handoffs
+NUM_LANES = 2  # handoffs under way at a time, where a channel is to be kept busy
 MEET_S = 120.0  # for the other process to start
 LOOPBACK = "127.0.0.1"
 
@@ -253,7 +253,8 @@ class SendingProcess:
 
     def __init__(self, end: End, folder: Path) -> None:
         self.end = end
-        self._connections = [_meet(folder / "calls") for _ in range(NUM_CALLS)]
+        num_calls = NUM_LANES * MAX_PIECES_UNDER_WAY
+        self._connections = [_meet(folder / "calls") for _ in range(num_calls)]
         self._idle: asyncio.Queue[Connection[Any, Any]] = asyncio.Queue()
         for connection in self._connections:
             self._idle.put_nowait(connection)

@@ -7,7 +7,7 @@
 One import for both sides; knows nothing of its own.
 """
 
-from engine.kv.handoff_incoming import BlockWrite, IncomingHandoffs, IncomingStatistics
+from engine.kv.handoff_incoming import IncomingHandoffs, IncomingStatistics
 from engine.kv.handoff_outgoing import (
     HandoffDropped,
     HandoffProgress,
@@ -17,6 +17,7 @@ from engine.kv.handoff_outgoing import (
     OutgoingEvent,
     OutgoingHandoffs,
 )
+from engine.kv.incoming_transfer import BlockWrite
 
 __all__ = [
     "BlockWrite",

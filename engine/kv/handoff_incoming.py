@@ -33,8 +33,6 @@ from engine.messages import (
 )
 from engine.request import Request, RequestKey
 
-__all__ = ["BlockWrite", "DecodeScheduler", "Hasher", "IncomingHandoffs", "IncomingStatistics"]
-
 # How many finished keys D remembers, so that what arrives late for one is recognised.
 MAX_ENDED_KEYS = 8192
 

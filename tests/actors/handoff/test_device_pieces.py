@@ -27,6 +27,7 @@ class FakeCopy(ArrivedBlocks):
         self.written: list[int] | None = None
         self.num_discards = 0
         self.started = asyncio.Event()
+        self.ended = asyncio.Event()
 
     @property
     def nbytes(self) -> int:
@@ -36,6 +37,7 @@ class FakeCopy(ArrivedBlocks):
         self.started.set()
         await asyncio.sleep(1.0)
         self.written = list(block_ids)
+        self.ended.set()
         return True
 
     def discard(self) -> None:
@@ -49,12 +51,14 @@ class OneChannel:
 
     def __init__(self) -> None:
         self.pieces: list[FakeCopy] = []
+        self.has_received = asyncio.Event()
 
     def claim(self, seq: int) -> bool:
         return seq == len(self.pieces)
 
     async def receive(self, seq: int, num_bytes: int, payload: list[Any]) -> FakeCopy:
         self.pieces.append(FakeCopy(num_bytes))
+        self.has_received.set()
         return self.pieces[-1]
 
     async def close(self) -> None:
@@ -172,8 +176,8 @@ def test_a_piece_is_written_while_a_step_goes_on_and_commits_at_its_end() -> Non
         world.engine.between_steps.clear()
         taking = asyncio.ensure_future(world.receiver.receive_piece(world.header(reservation), []))
         async with asyncio.timeout(60):
-            while not world.channel.pieces or world.channel.pieces[0].written is None:  # noqa: ASYNC110 - virtual time
-                await asyncio.sleep(0.1)
+            await world.channel.has_received.wait()
+            await world.channel.pieces[0].ended.wait()
         assert not taking.done()
         assert not world.decode.scheduler.running
         world.engine.between_steps.set()
@@ -187,8 +191,7 @@ def test_blocks_stay_reserved_while_a_pull_lands_in_them() -> None:
     async def scenario(world: World) -> None:
         reservation = await world.reserve()
         taking = asyncio.ensure_future(world.receiver.receive_piece(world.header(reservation), []))
-        while not world.channel.pieces:  # noqa: ASYNC110 - virtual time
-            await asyncio.sleep(0.001)
+        await world.channel.has_received.wait()
         [piece] = world.channel.pieces
         await piece.started.wait()
         await world.receiver.cancel_transfer(CancelTransfer(key=key_of(1)))
