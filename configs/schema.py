@@ -161,9 +161,9 @@ class HandoffConfig(_Section, frozen=True):
     # nodes of a private network; 127.0.0.1 when all run on one machine.
     address: str | None = None
     lease_s: Seconds = 30.0  # a reservation or a kept prompt lives this long unless renewed
-    transfer_deadline_s: Seconds = 10.0  # one piece, from posting to acknowledgement
+    transfer_deadline_s: Seconds = 10.0  # one piece moves, or is acknowledged, in so long
     piece_bytes: Positive = 16 * 2**20  # at most this much per piece, through host memory
-    device_piece_bytes: Positive = 256 * 2**20  # by nccl_pair; a worker stages two, in GPU memory
+    device_piece_bytes: Positive = 256 * 2**20  # by nccl_pair; a worker stages 3, in GPU memory
     pulled_piece_bytes: Positive = 2**31  # by cuda_ipc, which stages nothing
     nccl_max_ctas: Positive = 16  # SMs that an nccl_pair may take from the decode steps
     max_nccl_pairs: Positive = 8  # open at a time in one worker

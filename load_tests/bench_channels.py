@@ -338,7 +338,7 @@ def parse() -> argparse.Namespace:
         "--handoffs-per-s", type=float, default=0.0, help="at random; default: without a pause"
     )
     parser.add_argument("--shrink", type=int, default=1, help="divides the sizes of those")
-    parser.add_argument("--piece-mib", type=int, default=256, help="by nccl_pair")
+    parser.add_argument("--piece-mib", type=int, default=512, help="by nccl_pair")
     parser.add_argument("--max-ctas", type=int, default=16, help="of NCCL")
     parser.add_argument("--gpus", type=int, nargs=2, default=[0, 1], metavar=("TO", "FROM"))
     parser.add_argument("--stages", action="store_true", help="of handoffs side by side, idle")

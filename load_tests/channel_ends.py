@@ -9,7 +9,6 @@ import fcntl
 import os
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from functools import partial
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any
@@ -165,9 +164,8 @@ class End:
             floor_gb_s=config.floors_gb_s.gloo_pair,
             empty=self.pieces.empty,
         )
-        key = request.rendezvous_key
         try:
-            await connection.start(partial(connection.open, self._board, key, LOOPBACK))
+            await connection.open(self._board, request.rendezvous_key, LOOPBACK)
         except BaseException:
             await connection.close()
             raise
@@ -238,7 +236,7 @@ class ReceivingProcess:
         if channel is None or not channel.claim(seq):
             return "no channel, or a piece that came before"
         try:
-            data = await channel.receive(seq, len(block_ids) * block_bytes, payload)
+            data = await channel.receive(seq, len(block_ids) * block_bytes, payload, block_ids)
         except WorkerError as error:
             return error.message
         piece: StagedPiece[IncomingData] = StagedPiece(data=data, digests=digests)

@@ -12,37 +12,45 @@ from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
-from actors.handoff import kv_pieces, nccl_pair
+from actors.handoff import kv_pieces, nccl_group
 from load_tests.channel_ends import End, SendingProcess
 from load_tests.tables import render_rows
 
 # Of `KvPieces`: whole, from the event loop.
-_PIECE_CALLS = ("read", "to_host", "load", "write", "take", "pull")
+_PIECE_CALLS = ("read", "to_host", "write", "pull")
+# Of the same, in a thread.
+_THREAD_CALLS = ("queue_load", "queue_take", "_pull")
 # Of the store, in a thread: queued on the device, not waited for.
-_STORE_CALLS = ("index", "queue_digests")
+_STORE_CALLS = ("index", "queue_digests", "queue_write")
+
+
+# Milliseconds of a call and, of them, those its thread ran; the second is 0 for a coroutine.
+Span = tuple[float, float]
 
 
 class Stages:
-    """Milliseconds of every call of what is watched, by name."""
+    """Milliseconds of every call of what is watched, by name: in all, and on a core."""
 
     def __init__(self) -> None:
-        self.spans_ms: dict[str, list[float]] = {}
+        self.spans_ms: dict[str, list[Span]] = {}
 
     def watch_end(self, end: End) -> None:
         """All parts of a handoff that this process takes, by any channel."""
         for name in _PIECE_CALLS:
             self.watch(end.pieces, name, f"pieces: {name}")
+        for name in _THREAD_CALLS:
+            self.watch(end.pieces, name, f"thread: {name}")
         for name in _STORE_CALLS:
             self.watch(end.store, name, f"queue: {name}")
         self.watch(kv_pieces, "copy_blocks", "queue: copies")
         for name in ("send", "receive"):
-            self.watch(nccl_pair.NcclConnection, name, f"nccl: {name}")
+            self.watch(nccl_group.NcclGroup, name, f"nccl: post a {name}")
 
     def watch(self, owner: object | ModuleType, name: str, label: str) -> None:
         """Replace `owner.name`, a function or a coroutine function, by one that is timed."""
         setattr(owner, name, self._timed(getattr(owner, name), label))
 
-    async def take(self) -> dict[str, list[float]]:
+    async def take(self) -> dict[str, list[Span]]:
         """What was timed since the last time."""
         taken, self.spans_ms = self.spans_ms, {}
         return taken
@@ -56,23 +64,23 @@ class Stages:
                 try:
                     return await call(*args, **kwargs)
                 finally:
-                    self._add(label, started_s)
+                    self._add(label, started_s, 0.0)
 
             return timed_later
 
         @functools.wraps(call)
         def timed(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-            started_s = time.perf_counter()
+            started_s, running_s = time.perf_counter(), time.thread_time()
             try:
                 return call(*args, **kwargs)
             finally:
-                self._add(label, started_s)
+                self._add(label, started_s, time.thread_time() - running_s)
 
         return timed
 
-    def _add(self, label: str, started_s: float) -> None:
-        elapsed_ms = 1e3 * (time.perf_counter() - started_s)
-        self.spans_ms.setdefault(label, []).append(elapsed_ms)  # of threads, too: one at a time
+    def _add(self, label: str, started_s: float, ran_s: float) -> None:
+        span = (1e3 * (time.perf_counter() - started_s), 1e3 * ran_s)
+        self.spans_ms.setdefault(label, []).append(span)  # of threads, too: one at a time
 
 
 async def stages_of(
@@ -88,19 +96,27 @@ async def stages_of(
 
 
 def render_stages(
-    channel: str, spans_ms: Mapping[str, Mapping[str, Sequence[float]]], num_handoffs: int
+    channel: str, spans_ms: Mapping[str, Mapping[str, Sequence[Span]]], num_handoffs: int
 ) -> str:
-    """A table; spans_ms: process -> stage -> milliseconds of each call."""
-    header = (f"{channel}: process", "stage", "calls a handoff", "ms a call", "ms a handoff")
+    """A table; spans_ms: process -> stage -> one span for each call."""
+    header = (
+        f"{channel}: process",
+        "stage",
+        "calls a handoff",
+        "ms a call",
+        "on a core",
+        "ms a handoff",
+    )
     rows = [
         (
             process,
             stage,
-            f"{len(calls_ms) / num_handoffs:.1f}",
-            f"{statistics.median(calls_ms):.3f}",
-            f"{sum(calls_ms) / num_handoffs:.3f}",
+            f"{len(spans) / num_handoffs:.1f}",
+            f"{statistics.median(span[0] for span in spans):.3f}",
+            f"{statistics.median(span[1] for span in spans):.3f}",
+            f"{sum(span[0] for span in spans) / num_handoffs:.3f}",
         )
         for process, stages in spans_ms.items()
-        for stage, calls_ms in stages.items()
+        for stage, spans in stages.items()
     ]
     return render_rows([header, *rows])

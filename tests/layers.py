@@ -252,6 +252,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
         "actors.handoff.device_copies",
         "actors.handoff.gloo_pair",
         "actors.handoff.kv_pieces",
+        "actors.handoff.nccl_group",
         "actors.handoff.nccl_pair",
         "actors.handoff.pair_proof",
         "actors.handoff.rendezvous_store",

@@ -14,7 +14,6 @@ blocks.
 """
 
 from dataclasses import dataclass
-from functools import partial
 
 from actors.handoff.contracts import (
     ReceiveChannel,
@@ -141,10 +140,8 @@ class WorkerChannels:
             floor_gb_s=self._floors_gb_s.gloo_pair,
             empty=self._empty,
         )
-        key = request.rendezvous_key
         try:
-            opened = partial(connection.open, self._rendezvous, key, self._address)
-            await connection.start(opened)
+            await connection.open(self._rendezvous, request.rendezvous_key, self._address)
         except BaseException:
             await connection.close()
             raise

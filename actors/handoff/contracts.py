@@ -46,7 +46,7 @@ class StoredBlocks:
 
 
 class ArrivedBlocks(ABC):
-    """A piece that the receiver can have on its GPU, not yet in its KV store."""
+    """A piece that the receiver can have on its GPU, or has in the blocks it was received for."""
 
     @property
     @abstractmethod
@@ -54,7 +54,7 @@ class ArrivedBlocks(ABC):
 
     @abstractmethod
     async def write(self, block_ids: Sequence[int], digests: list[int]) -> bool:
-        """Get the bytes into `block_ids`; whether they digest to `digests`, one per block.
+        """See the bytes into `block_ids`; whether they digest to `digests`, one per block.
 
         If not, the content of the blocks is undefined. On return, also by an exception, nothing
         can land in them any more. Ends the piece, as `discard` does.
@@ -122,7 +122,7 @@ class StagedPiece(Generic[Data]):
 
 
 class PieceStore(Protocol):
-    """Blocks as pieces; copied in transfer threads, never on the event loop."""
+    """Blocks as pieces; copied by other threads, never on the event loop."""
 
     async def read(self, block_ids: Sequence[int]) -> StagedPiece[OutgoingData]:
         """The blocks in that order: a copy, or their names if the store is on a GPU."""
@@ -164,11 +164,19 @@ class ReceiveChannel(Protocol):
         """Take a piece's number; False, without effect, if it came before."""
         ...
 
-    async def receive(self, seq: int, num_bytes: int, payload: list[Any]) -> IncomingData:
-        """The bytes [num_bytes] of the claimed piece `seq`, outside the KV store.
+    async def receive(
+        self,
+        seq: int,
+        num_bytes: int,
+        payload: list[Any],
+        into: Sequence[int] | None = None,
+    ) -> IncomingData:
+        """The bytes [num_bytes] of the claimed piece `seq`.
 
-        Raises HandoffError when the bytes are not as announced, the channel fails, or at the
-        deadline; the channel is then of no further use.
+        into: the blocks they may be written to already, and the only ones then; None = the piece
+        is not wanted. Nothing lands there any more when this has returned or raised, unless what
+        was returned is `write`n. Raises HandoffError when the bytes are not as announced, the
+        channel fails, or at the deadline; the channel is then of no further use.
         """
         ...
 

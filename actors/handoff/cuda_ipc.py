@@ -160,7 +160,13 @@ class CudaIpcReceiver:
     def claim(self, seq: int) -> bool:
         return self._numbers.claim(seq)
 
-    async def receive(self, seq: int, num_bytes: int, payload: list[Any]) -> PulledBlocks:
+    async def receive(
+        self,
+        seq: int,
+        num_bytes: int,
+        payload: list[Any],
+        into: Sequence[int] | None = None,
+    ) -> PulledBlocks:
         if not self._is_open:
             raise HandoffError(f"the channel of epoch {self._epoch} is closed")
         assert seq in self._numbers, f"piece {seq} of epoch {self._epoch} was not claimed"

@@ -9,9 +9,9 @@ Pieces arrive in host memory, never in the KV store.
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,8 +27,6 @@ from engine.errors import HandoffError, WorkerError
 from engine.messages import ChannelKind
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 _CPU = torch.device("cpu")
 
@@ -72,18 +70,28 @@ class GlooConnection:
     def is_open(self) -> bool:
         return self._thread.is_open
 
-    def start(self, operation: Callable[[], T]) -> "asyncio.Future[T]":
-        return self._thread.start(operation)
+    def start_send(self, staged: PieceBytes) -> "asyncio.Future[None]":
+        return self._thread.start(lambda: self.send(torch.from_numpy(staged)))
+
+    def start_receive(self, staged: PieceBytes) -> "asyncio.Future[None]":
+        return self._thread.start(lambda: self.receive(torch.from_numpy(staged)))
+
+    def start_nothing(self) -> "asyncio.Future[None]":
+        return self._thread.start(lambda: None)
 
     async def load(self, data: OutgoingData) -> PieceBytes:
         assert not isinstance(data, StoredBlocks), "blocks of a GPU go through host memory first"
         return data
 
-    async def room(self, num_bytes: int) -> PieceBytes:
+    async def room(self, num_bytes: int, into: Sequence[int] | None) -> PieceBytes:
         return self._empty(num_bytes)
 
     def release(self, staged: PieceBytes) -> None:
         """Host memory goes with its last reference."""
+
+    async def open(self, client: RendezvousClient, key: str, address: str) -> None:
+        """Meet the other end, connect, exchange epochs and prove the rate."""
+        await self._thread.start(lambda: self._open(client, key, address))
 
     async def close(self) -> None:
         """Refuse new operations, wait for the queued ones (bounded by their deadlines), hang up."""
@@ -91,8 +99,7 @@ class GlooConnection:
 
     # ---- operations, in the thread --------------------------------------------------------------
 
-    def open(self, client: RendezvousClient, key: str, address: str) -> None:
-        """Meet the other end, connect, exchange epochs and prove the rate."""
+    def _open(self, client: RendezvousClient, key: str, address: str) -> None:
         gloo: Any = dist.ProcessGroupGloo  # its stubs lack half of it
         options = gloo._Options()
         # Of the connecting alone: the store has its own deadline, and so has every operation.
@@ -105,12 +112,6 @@ class GlooConnection:
         greet(self, self._greeting)
         if rank == SENDER_RANK:
             remove_keys(client, key)
-
-    def send_staged(self, staged: PieceBytes) -> None:
-        self.send(torch.from_numpy(staged))
-
-    def receive_staged(self, staged: PieceBytes) -> None:
-        self.receive(torch.from_numpy(staged))
 
     def send(self, data: Tensor) -> None:
         self._wait(self._require_group().send([data], 1 - self._greeting.rank, 0), "send")

@@ -5,8 +5,10 @@ names the blocks, and `to_host` copies them for a channel that carries host memo
 to is known since the steps that wrote them.
 
 Which thread and stream do what on a GPU: the engine steps on the default stream. All copies here
-run on one stream beside it, queued by threads of our own, digests of what arrived on another; a
+run on one stream beside it, queued by threads of our own, digests of what is pulled on another; a
 call returns when its own work has ended on the device, while the next call's is queued already.
+The thread of a pair queues its own copies and looks at them itself: with another thread for them
+each call into torch would wait for its turn in the interpreter.
 What is read was computed by steps whose results are on the host already. What is written may still
 be a target of steps that were launched before the blocks were granted: `fence` lets every later
 copy wait for those.
@@ -19,6 +21,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 import torch
@@ -75,9 +78,28 @@ class BlockStore(Protocol):
         """Checksum of each `index`ed block where it lies, int64 [n]; not waited for."""
         ...
 
+    def queue_write(self, block_ids: Tensor, data: Tensor) -> Tensor:
+        """Overwrite `index`ed blocks with uint8 data; checksums of what was written, as above."""
+        ...
+
     def digest_staged(self, data: Tensor) -> list[int]:
         """Checksum of each of the n blocks in `data`."""
         ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueuedTake:
+    """Blocks that are being overwritten on the device."""
+
+    digests: Tensor  # int64 [n] on the host, of what was written; there when it is over
+    over: torch.cuda.Event | None  # None = it is
+
+    def is_over(self) -> bool:
+        return self.over is None or bool(self.over.query())  # type: ignore[no-untyped-call]
+
+    def wait(self) -> None:
+        if self.over is not None:
+            self.over.synchronize()
 
 
 class KvPieces:
@@ -130,14 +152,6 @@ class KvPieces:
         """A copy of blocks of this store in page-locked host memory."""
         return await self._run(lambda: self._to_host(blocks.block_ids))
 
-    async def load(self, blocks: StoredBlocks, staging: Tensor) -> None:
-        """Copy blocks of this store into `staging`: uint8 [blocks.nbytes], on this device."""
-        await self._run(lambda: self._load(blocks.block_ids, staging))
-
-    async def take(self, staging: Tensor, block_ids: Sequence[int], digests: list[int]) -> bool:
-        """`write` from staging on this device: uint8 [n * block_bytes], checked in place."""
-        return await self._run(lambda: self._take(staging, block_ids, digests))
-
     async def pull(
         self, source: Tensor, source_ids: Sequence[int], ids: Sequence[int], digests: list[int]
     ) -> bool:
@@ -154,6 +168,26 @@ class KvPieces:
         buffer = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self.is_on_gpu)
         data: PieceBytes = buffer.numpy()
         return data
+
+    # ---- from any thread: queued on the device, not waited for ----------------------------------
+
+    def queue_load(self, block_ids: Sequence[int], staging: Tensor) -> torch.cuda.Event | None:
+        """Copy blocks of this store into `staging`: uint8 [n * block_bytes], on this device.
+
+        Returns when that is over; None = it is.
+        """
+        with self._queueing_work():
+            # On one device by a kernel: copies take the host ten times as long to queue.
+            blocks, index = self._blocks_in(staging), self._store.index(block_ids)
+            torch.index_select(self.tensor, 0, index, out=blocks)
+            return self._copied_so_far()
+
+    def queue_take(self, staging: Tensor, block_ids: Sequence[int]) -> QueuedTake:
+        """Overwrite blocks with `staging`, as above, and digest what is written."""
+        with self._queueing_work():
+            index = self._store.index(block_ids)
+            digests = to_host(self._store.queue_write(index, staging))
+            return QueuedTake(digests=digests, over=self._copied_so_far())
 
     def close(self) -> None:
         """Wait for the copies under way; later ones fail."""
@@ -179,20 +213,6 @@ class KvPieces:
             blocks = self._store.gather(block_ids).view(-1).view(torch.uint8)
             torch.from_numpy(data).copy_(blocks, non_blocking=True)
         return data
-
-    def _load(self, block_ids: Sequence[int], staging: Tensor) -> None:
-        with self._on_streams():
-            # On one device by a kernel: copies take the host ten times as long to queue.
-            blocks, index = self._blocks_in(staging), self._store.index(block_ids)
-            torch.index_select(self.tensor, 0, index, out=blocks)
-
-    def _take(self, staging: Tensor, block_ids: Sequence[int], digests: list[int]) -> bool:
-        with self._on_streams():
-            index = self._store.index(block_ids)
-            self.tensor.index_copy_(0, index, self._blocks_in(staging))
-            with self._behind(self._copied_so_far()):
-                arrived = to_host(self._store.queue_digests(index))
-        return arrived.tolist() == digests
 
     def _pull(
         self, source: Tensor, source_ids: Sequence[int], ids: Sequence[int], digests: list[int]
@@ -234,6 +254,19 @@ class KvPieces:
             yield
 
     @contextmanager
+    def _queueing_work(self) -> Iterator[None]:
+        """Queue on the copies' stream; waited for only after an exception."""
+        if self._stream is None:
+            yield
+            return
+        with self._queueing, torch.cuda.stream(self._stream):
+            try:
+                yield
+            except BaseException:
+                self._stream.synchronize()  # nobody else could know what is queued already
+                raise
+
+    @contextmanager
     def _on_streams(self) -> Iterator[None]:
         """Queue on our streams; at the end, also after an exception, it is over on the device."""
         if self._stream is None or self._checking is None:
@@ -241,7 +274,7 @@ class KvPieces:
             return
         queued: list[torch.cuda.Event] = []
         try:
-            with self._queueing, torch.cuda.stream(self._stream):
+            with self._queueing_work():
                 try:
                     yield
                 finally:

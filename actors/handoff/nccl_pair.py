@@ -2,19 +2,17 @@
 
 Pieces go from a staging slot of the sender to one of the receiver (staging_ring.py): one send a
 piece, because NCCL reaches its rate with large messages only, and several sends in one group call
-fail with a communicator that does not block. What is late lands in staging, never in the KV store.
+fail with a communicator that does not block. A send is posted behind the one that moves
+(posting_thread.py), so the link does not wait for the host. What is late lands in staging; only
+what has come is copied from there to the blocks it is for, before its receive is over.
 
-NCCL does not notice a dead peer: every operation has our own deadline, and a timer that aborts the
-group at the end of it. After an abort the GPU goes on computing; the next epoch has a new group.
+NCCL does not notice a dead peer: the oldest operation has our own deadline, at whose end the group
+is aborted. After an abort the GPU goes on computing; the next epoch has a new group.
 """
 
 import asyncio
-import threading
-import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,73 +20,19 @@ from torch import Tensor
 
 from actors.handoff.contracts import OutgoingData, RendezvousClient, StoredBlocks
 from actors.handoff.gloo_pair import remove_keys
-from actors.handoff.kv_pieces import KvPieces
+from actors.handoff.kv_pieces import KvPieces, QueuedTake
+from actors.handoff.nccl_group import GroupFactory, NcclGroup, PairGroup
 from actors.handoff.pair_ends import PairReceiver, PairSender
 from actors.handoff.pair_proof import SENDER_RANK, Greeting, greet
-from actors.handoff.pair_thread import PairThread
+from actors.handoff.posting_thread import PostingThread
 from actors.handoff.rendezvous_store import RendezvousStore
 from actors.handoff.staging_ring import RingPiece, StagingRing
+from actors.handoff.waits import IsOver
 from engine.errors import HandoffError
 from engine.messages import ChannelKind, PairRequest
 
-T = TypeVar("T")
-
-POLL_S = 50e-6  # between two looks at an operation; 256 MiB take about 700 us
-ABORT_S = 10.0  # an abort takes half a second; after so long its thread is given up
 # NCCL's own timeout would end the process: ours comes first.
 GROUP_TIMEOUT_FACTOR = 10.0
-
-
-class PairGroup(Protocol):
-    """The two ranks as torch sees them.
-
-    Each operation starts and returns whether it is over. It does not wait for other work on the
-    device: what is sent must be there.
-    """
-
-    def send(self, data: Tensor) -> Callable[[], bool]: ...
-
-    def receive(self, data: Tensor) -> Callable[[], bool]: ...
-
-    def abort(self) -> None:
-        """End what is under way, from any thread; no operation of this end touches memory after."""
-        ...
-
-
-class NcclGroup:
-    """A `ProcessGroupNCCL` of two, with a stream of its own."""
-
-    def __init__(
-        self, store: dist.Store, rank: int, device: torch.device, max_ctas: int, timeout_s: float
-    ) -> None:
-        nccl: Any = dist.ProcessGroupNCCL  # not in every build of torch, and its stubs lack half
-        options = nccl.Options(is_high_priority_stream=False)
-        options._timeout = timedelta(seconds=timeout_s)
-        options.config.blocking = 0  # or an abort would wait for the peer
-        options.config.max_ctas = max_ctas
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._peer = 1 - rank
-        self._group = nccl(store, rank, 2, options)
-
-    def send(self, data: Tensor) -> Callable[[], bool]:
-        return self._start(lambda: self._group.send([data], self._peer, 0))
-
-    def receive(self, data: Tensor) -> Callable[[], bool]:
-        return self._start(lambda: self._group.recv([data], self._peer, 0))
-
-    def abort(self) -> None:
-        self._group.abort()
-
-    def _start(self, post: Callable[[], Any]) -> Callable[[], bool]:
-        with torch.cuda.stream(self._stream):
-            work = post()
-            work.wait()  # queues: the group works on a stream of its own, ours waits for it
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record(self._stream)
-        return lambda: bool(event.query())  # type: ignore[no-untyped-call]
-
-
-GroupFactory = Callable[[dist.Store, int], PairGroup]
 
 
 class NcclConnection:
@@ -101,10 +45,7 @@ class NcclConnection:
         self._greeting = greeting
         self._ring = ring
         self._pieces = pieces
-        self._thread = PairThread(greeting.epoch, self._hang_up)
-        self._aborting = threading.Lock()
-        self._is_aborted = threading.Event()  # or about to be
-        self._abort_done = threading.Event()
+        self._thread = PostingThread(greeting.epoch, deadline_s, self._cut)
         self._store: RendezvousStore | None = None  # NCCL may call it as long as the group lives
         self._group: PairGroup | None = None
 
@@ -120,97 +61,134 @@ class NcclConnection:
     def is_open(self) -> bool:
         return self._thread.is_open
 
-    def start(self, operation: Callable[[], T]) -> "asyncio.Future[T]":
-        return self._thread.start(operation)
-
     async def load(self, data: OutgoingData) -> RingPiece:
+        """Room for it: it is staged when it is sent."""
         assert isinstance(data, StoredBlocks), "an nccl_pair carries blocks of a GPU"
-        piece = await self._ring.acquire(data.nbytes, self.deadline_s)
-        try:
-            await self._pieces.load(data, piece.staging)
-        except BaseException:
-            piece.discard()
-            raise
-        return piece
+        return await self._ring.acquire(data.nbytes, self.deadline_s, data.block_ids)
 
-    async def room(self, num_bytes: int) -> RingPiece:
-        return await self._ring.acquire(num_bytes, self.deadline_s)
+    async def room(self, num_bytes: int, into: Sequence[int] | None) -> RingPiece:
+        return await self._ring.acquire(num_bytes, self.deadline_s, into)
 
     def release(self, staged: RingPiece) -> None:
         staged.discard()
 
+    def start_send(self, staged: RingPiece) -> "asyncio.Future[None]":
+        sending = _Sending(self._pieces, staged)
+        return self._thread.start(
+            "send", lambda: sending.post(self._require_group()), sending.drain
+        )
+
+    def start_receive(self, staged: RingPiece) -> "asyncio.Future[None]":
+        receiving = _Receiving(self._pieces, self._thread, staged)
+        return self._thread.start(
+            "receive", lambda: receiving.post(self._require_group()), receiving.drain
+        )
+
+    def start_nothing(self) -> "asyncio.Future[None]":
+        return self._thread.start("keep a place", lambda: _at_once)
+
     async def close(self) -> None:
         """Abort, which ends what is under way: it is staged only, and a new epoch starts over."""
-        self._thread.is_open = False
-        await asyncio.to_thread(self._abort)
         await self._thread.close()
+        await asyncio.to_thread(self._cut)  # of a group that was made while it was aborted
+        self._store = None
 
-    # ---- operations, in the thread --------------------------------------------------------------
-
-    def open(self, client: RendezvousClient, key: str, make_group: GroupFactory) -> None:
+    async def open(self, client: RendezvousClient, key: str, make_group: GroupFactory) -> None:
         """Meet the other end, warm up (NCCL connects with the first bytes), prove the rate."""
+        await self._thread.start("open", lambda: self._open(client, key, make_group))
+
+    # ---- in the thread --------------------------------------------------------------------------
+
+    def send(self, data: Tensor) -> None:
+        self._thread.wait("send", lambda: self._require_group().send(data))
+
+    def receive(self, data: Tensor) -> None:
+        self._thread.wait("receive", lambda: self._require_group().receive(data))
+
+    def _open(self, client: RendezvousClient, key: str, make_group: GroupFactory) -> IsOver:
         self._store = RendezvousStore(client, self.deadline_s)
         self._group = make_group(dist.PrefixStore(key, self._store), self._greeting.rank)
         greet(self, self._greeting)
         if self._greeting.rank == SENDER_RANK:
             remove_keys(client, key)
+        return _at_once
 
-    def send_staged(self, staged: RingPiece) -> None:
-        self.send(staged.staging)
-
-    def receive_staged(self, staged: RingPiece) -> None:
-        self.receive(staged.staging)
-
-    def send(self, data: Tensor) -> None:
-        self._finish("send", lambda group: group.send(data))
-
-    def receive(self, data: Tensor) -> None:
-        self._finish("receive", lambda group: group.receive(data))
-
-    def _finish(self, verb: str, start: Callable[[PairGroup], Callable[[], bool]]) -> None:
-        """Start an operation and wait for its end, or for that of the deadline's abort."""
-        group = self._group
-        if group is None or self._is_aborted.is_set():
+    def _require_group(self) -> PairGroup:
+        if self._group is None:
             raise HandoffError(f"the channel of epoch {self.epoch} is closed")
-        deadline = threading.Timer(self.deadline_s, self._abort)
-        deadline.daemon = True
-        deadline.start()
-        try:
-            is_over = start(group)  # may itself wait for the peer, the first time
-            while not self._is_aborted.is_set() and not is_over():
-                time.sleep(POLL_S)
-        finally:
-            deadline.cancel()
-        if self._is_aborted.is_set():
-            self._abort_done.wait(ABORT_S)
-            raise HandoffError(f"the channel did not {verb}: closed, or not in {self.deadline_s} s")
+        return self._group
 
-    def _abort(self) -> None:
-        """From any thread, any number of times; returns when the abort is over."""
-        with self._aborting:
-            is_first = not self._is_aborted.is_set()
-            self._is_aborted.set()
-        if not is_first:
-            self._abort_done.wait(ABORT_S)
-            return
-        group = self._group
-        try:
-            if group is not None:
-                group.abort()
-        finally:
-            self._abort_done.set()
+    def _cut(self) -> None:
+        """From any thread."""
+        group, self._group = self._group, None
+        if group is not None:
+            group.abort()
 
-    def _hang_up(self) -> None:
-        """In the thread."""
-        self._abort()
-        self._group = None  # before its store
-        self._store = None
+
+class _Sending:
+    """A piece that is copied into staging and sent behind that."""
+
+    def __init__(self, pieces: KvPieces, staged: RingPiece) -> None:
+        self._pieces = pieces
+        self._staged = staged
+        self._loaded: torch.cuda.Event | None = None  # or it is
+
+    def post(self, group: PairGroup) -> IsOver:
+        staged = self._staged
+        assert staged.block_ids is not None, "there is nothing to send"
+        self._loaded = self._pieces.queue_load(staged.block_ids, staged.staging)
+        return group.send(staged.staging, self._loaded)
+
+    def drain(self) -> None:
+        if self._loaded is not None:
+            self._loaded.synchronize()
+
+
+class _Receiving:
+    """A piece that comes, and then is written to its blocks, if it may be.
+
+    The copy is queued when the piece is there, and not behind its receive: what an abort cuts off
+    is never written.
+    """
+
+    def __init__(self, pieces: KvPieces, thread: PostingThread, staged: RingPiece) -> None:
+        self._pieces = pieces
+        self._thread = thread
+        self._staged = staged
+        self._has_come: IsOver | None = None
+        self._take: QueuedTake | None = None
+
+    def post(self, group: PairGroup) -> IsOver:
+        self._has_come = group.receive(self._staged.staging)
+        return self._is_over
+
+    def drain(self) -> None:
+        if self._take is not None:
+            self._take.wait()
+
+    def _is_over(self) -> bool:
+        staged = self._staged
+        if self._take is None:
+            assert self._has_come is not None, "it was posted"
+            if not self._has_come() or self._thread.is_aborted:
+                return False
+            if not staged.block_ids:
+                return True
+            self._take = self._pieces.queue_take(staged.staging, staged.block_ids)
+        if not self._take.is_over():
+            return False
+        staged.digests = self._take.digests.tolist()
+        return True
+
+
+def _at_once() -> bool:
+    return True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NcclSettings:
     deadline_s: float
-    piece_bytes: int  # the largest piece; two of them are staged
+    piece_bytes: int  # the largest piece; NUM_SLOTS of them are staged
     max_ctas: int  # SMs that a communicator may take
     max_pairs: int  # open at a time
     floor_gb_s: float
@@ -229,7 +207,7 @@ class NcclPairs:
         self._pieces = pieces
         self._settings = settings
         self._make_group = make_group or self._make_nccl_group
-        self._ring = StagingRing(pieces, max(settings.piece_bytes, pieces.block_bytes))
+        self._ring = StagingRing(pieces.device, max(settings.piece_bytes, pieces.block_bytes))
         self._connections: list[NcclConnection] = []
 
     @property
@@ -268,8 +246,7 @@ class NcclPairs:
         connection = NcclConnection(greeting, settings.deadline_s, self._ring, self._pieces)
         self._connections.append(connection)
         try:
-            key = request.rendezvous_key
-            await connection.start(lambda: connection.open(client, key, self._make_group))
+            await connection.open(client, request.rendezvous_key, self._make_group)
         except BaseException:
             await connection.close()
             raise

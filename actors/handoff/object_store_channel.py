@@ -6,7 +6,7 @@ of blocks.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
@@ -116,7 +116,13 @@ class ObjectStoreReceiver:
     def claim(self, seq: int) -> bool:
         return self._numbers.claim(seq)
 
-    async def receive(self, seq: int, num_bytes: int, payload: list[Any]) -> PieceBytes:
+    async def receive(
+        self,
+        seq: int,
+        num_bytes: int,
+        payload: list[Any],
+        into: Sequence[int] | None = None,
+    ) -> PieceBytes:
         if not self._is_open:
             raise HandoffError(f"the channel of epoch {self._epoch} is closed")
         assert seq in self._numbers, f"piece {seq} of epoch {self._epoch} was not claimed"

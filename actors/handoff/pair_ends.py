@@ -6,8 +6,7 @@ how it moves, is the connection's.
 """
 
 import asyncio
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 from actors.handoff.contracts import Deliver, IncomingData, OutgoingData
@@ -15,7 +14,6 @@ from actors.handoff.waits import acknowledged, to_the_end
 from engine.errors import HandoffError, WorkerError
 from engine.messages import ChannelKind, PieceReply
 
-T = TypeVar("T")
 Staged = TypeVar("Staged", bound=IncomingData)
 
 ANSWERED_S = 0.5  # the bytes of a piece that was answered for have left by then
@@ -40,24 +38,31 @@ class PairConnection(Protocol[Staged]):
         """The piece where it can be sent from. Raises HandoffError when there is no room."""
         ...
 
-    async def room(self, num_bytes: int) -> Staged:
-        """Where a piece can be received. Raises HandoffError when there is no room in time."""
+    async def room(self, num_bytes: int, into: Sequence[int] | None) -> Staged:
+        """Where a piece can be received. Raises HandoffError when there is no room in time.
+
+        into: the blocks it is for, see `ReceiveChannel.receive`.
+        """
         ...
 
     def release(self, staged: Staged) -> None:
         """What `load` or `room` gave is not needed any more; idempotent."""
         ...
 
-    def start(self, operation: Callable[[], T]) -> "asyncio.Future[T]":
-        """Queue an operation for the connection's thread; its failure breaks the connection."""
+    def start_send(self, staged: Staged) -> "asyncio.Future[None]":
+        """Queue it; done when `staged` may be overwritten. Its failure breaks the connection.
+
+        What is queued goes in one order. Raises HandoffError, here or from the future, when the
+        connection is closed or breaks; the same is true of all three.
+        """
         ...
 
-    def send_staged(self, staged: Staged) -> None:
-        """In the thread: returns when `staged` may be overwritten."""
+    def start_receive(self, staged: Staged) -> "asyncio.Future[None]":
+        """Queue it; done when the bytes are in `staged`, and in its blocks if it writes there."""
         ...
 
-    def receive_staged(self, staged: Staged) -> None:
-        """In the thread: returns when the bytes are in `staged`."""
+    def start_nothing(self) -> "asyncio.Future[None]":
+        """Queue a piece without bytes, which keeps its place in the order."""
         ...
 
     async def close(self) -> None: ...
@@ -99,7 +104,7 @@ class PairSender(Generic[Staged]):
         reply = asyncio.ensure_future(deliver(seq, []))
         try:
             if staged is not None:
-                sending = connection.start(partial(connection.send_staged, staged))
+                sending = connection.start_send(staged)
                 before, self._newest = self._newest, sending
                 await self._until_sent(sending, before, reply)
         except WorkerError as failure:
@@ -151,14 +156,20 @@ class PairReceiver(Generic[Staged]):
         self._claimed.add(seq)
         return True
 
-    async def receive(self, seq: int, num_bytes: int, payload: list[Any]) -> IncomingData:
+    async def receive(
+        self,
+        seq: int,
+        num_bytes: int,
+        payload: list[Any],
+        into: Sequence[int] | None = None,
+    ) -> IncomingData:
         assert seq in self._claimed, f"piece {seq} of epoch {self.epoch} was not claimed"
         if payload:
             raise HandoffError("a piece of a pair came with an object reference")
         if seq > self._next_seq:
             await self._wait_for_turn(seq)
         try:
-            staged = await self._connection.room(num_bytes)
+            staged = await self._connection.room(num_bytes, into)
             received = self._start(staged, num_bytes)
         except WorkerError as error:
             self._fail_early(error.message)
@@ -182,9 +193,8 @@ class PairReceiver(Generic[Staged]):
     def _start(self, staged: Staged, num_bytes: int) -> "asyncio.Future[None]":
         try:
             if num_bytes:
-                receive = partial(self._connection.receive_staged, staged)
-                return self._connection.start(receive)
-            return self._connection.start(_nothing)
+                return self._connection.start_receive(staged)
+            return self._connection.start_nothing()
         except BaseException:
             self._connection.release(staged)
             raise
@@ -217,7 +227,3 @@ def _reason(reply: "asyncio.Future[PieceReply]", failure: WorkerError) -> BaseEx
         reply.cancel()
         return failure
     return (None if reply.cancelled() else reply.exception()) or failure
-
-
-def _nothing() -> None:
-    """A piece without bytes keeps its place in the order."""

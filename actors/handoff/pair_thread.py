@@ -3,12 +3,9 @@
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
 
 from actors.handoff.waits import end_thread
 from engine.errors import HandoffError, WorkerError
-
-T = TypeVar("T")
 
 
 class PairThread:
@@ -21,7 +18,7 @@ class PairThread:
         self._hang_up = hang_up
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"kv-pair-{epoch}")
 
-    def start(self, operation: Callable[[], T]) -> "asyncio.Future[T]":
+    def start(self, operation: Callable[[], None]) -> "asyncio.Future[None]":
         """Queue `operation`, whose place is taken at once; its failure breaks the connection.
 
         Raises HandoffError, here or from the future, when the connection is closed or breaks.
@@ -35,9 +32,10 @@ class PairThread:
         self.is_open = False
         await end_thread(self._thread, self._hang_up)
 
-    def _guard(self, operation: Callable[[], T]) -> T:
+    def _guard(self, operation: Callable[[], None]) -> None:
         try:
-            return operation()
+            operation()
+            return
         except WorkerError as error:
             failure = error.with_traceback(None)
         except RuntimeError as error:  # what torch raises: a closed connection, a deadline

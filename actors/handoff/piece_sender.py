@@ -20,8 +20,8 @@ from engine.errors import HandoffError
 from engine.messages import PieceHeader, PieceReply, Reservation, WorkerIdentity
 from engine.request import RequestKey
 
-# Of one prompt: one is digested, one moves, one is checked and written.
-MAX_PIECES_UNDER_WAY = 3
+# Of one prompt: one is staged, one moves and one waits behind it, one is checked and written.
+MAX_PIECES_UNDER_WAY = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

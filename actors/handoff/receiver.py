@@ -1,9 +1,9 @@
 """D's side of the handoff on its event loop: grants room, takes pieces, checks them, commits.
 
 A reservation that does not fit waits in line (reservation_line.py). A piece's epoch and place are
-checked at once, it is received outside the store, and a transfer thread checks its digests before
-or while it is written to the reserved blocks, which stay reserved until that is over. The reply to
-a piece is its acknowledgement, the reply to the last one says that the request runs here.
+checked at once, it is received, and other threads check its digests before or while it is written
+to the reserved blocks, which stay reserved until that is over. The reply to a piece is its
+acknowledgement, the reply to the last one says that the request runs here.
 
 One channel per sender: opening a newer epoch closes the older one and returns only when no write
 of it can land any more. One that still opens is left to itself: no piece went over it, and nobody
@@ -234,7 +234,8 @@ class HandoffReceiver:
         leave: BlockWrite | PieceReply | None = None
         try:
             leave = self._begin(header)
-            data = await pair.channel.receive(header.seq, num_bytes, payload)
+            into = leave.block_ids if isinstance(leave, BlockWrite) else None
+            data = await pair.channel.receive(header.seq, num_bytes, payload, into)
         except BaseException as error:
             self._break(pair)
             if isinstance(leave, BlockWrite):

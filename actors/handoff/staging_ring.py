@@ -1,4 +1,4 @@
-"""GPU memory that pieces of all pairs of one worker are staged in: two slots, made when needed.
+"""GPU memory that pieces of all pairs of one worker are staged in: made when needed.
 
 No two workers can wait for each other in a circle: a sender has its slot before the header goes,
 a receiver takes its slot when the header has come and the piece is next, so a receiver's slot is
@@ -12,18 +12,17 @@ import torch
 from torch import Tensor
 
 from actors.handoff.contracts import ArrivedBlocks
-from actors.handoff.kv_pieces import KvPieces
 from engine.errors import HandoffError
 
-NUM_SLOTS = 2  # one is copied out of or into the store while the other moves
+NUM_SLOTS = 3  # one moves, the next waits behind it, one is copied out of or into the store
 
 
 class StagingRing:
-    """Slots of `slot_bytes` each beside one KV store. Belongs to the event loop."""
+    """Slots of `slot_bytes` each on one device. Belongs to the event loop."""
 
-    def __init__(self, pieces: KvPieces, slot_bytes: int) -> None:
+    def __init__(self, device: torch.device, slot_bytes: int) -> None:
         self.slot_bytes = slot_bytes
-        self._pieces = pieces
+        self._device = device
         self._slots: asyncio.Queue[Tensor] = asyncio.Queue()
         self._is_made = False
 
@@ -31,7 +30,9 @@ class StagingRing:
     def num_free(self) -> int:
         return self._slots.qsize() if self._is_made else NUM_SLOTS
 
-    async def acquire(self, num_bytes: int, deadline_s: float) -> "RingPiece":
+    async def acquire(
+        self, num_bytes: int, deadline_s: float, block_ids: Sequence[int] | None = None
+    ) -> "RingPiece":
         """A slot for a piece. Raises HandoffError when none becomes free within `deadline_s`."""
         if num_bytes > self.slot_bytes:
             raise HandoffError(f"a piece of {num_bytes} bytes; the staging takes {self.slot_bytes}")
@@ -41,7 +42,7 @@ class StagingRing:
                 slot = await self._slots.get()
         except TimeoutError as error:
             raise HandoffError(f"no staging memory was free within {deadline_s} s") from error
-        return RingPiece(self._pieces, slot, num_bytes, self._slots)
+        return RingPiece(slot, num_bytes, block_ids, self._slots)
 
     def _make(self) -> None:
         if self._is_made:
@@ -58,17 +59,26 @@ class StagingRing:
             self._slots.put_nowait(slot)
 
     def _new_slot(self) -> Tensor:
-        return torch.empty(self.slot_bytes, dtype=torch.uint8, device=self._pieces.device)
+        return torch.empty(self.slot_bytes, dtype=torch.uint8, device=self._device)
 
 
 class RingPiece(ArrivedBlocks):
-    """A piece in a slot, until it is written or discarded."""
+    """A piece in a slot, until it is written or discarded.
+
+    What is received is written by the pair itself, to the blocks that were named before.
+    """
 
     def __init__(
-        self, pieces: KvPieces, slot: Tensor, num_bytes: int, slots: asyncio.Queue[Tensor]
+        self,
+        slot: Tensor,
+        num_bytes: int,
+        block_ids: Sequence[int] | None,
+        slots: asyncio.Queue[Tensor],
     ) -> None:
+        """block_ids: what is sent, or where it is to be written when it has come; None: nowhere."""
         self.staging = slot[:num_bytes]
-        self._pieces = pieces
+        self.block_ids = block_ids
+        self.digests: list[int] = []  # of what was written, one per block
         self._slot = slot
         self._slots = slots
         self._is_held = True
@@ -79,10 +89,9 @@ class RingPiece(ArrivedBlocks):
 
     async def write(self, block_ids: Sequence[int], digests: list[int]) -> bool:
         assert self._is_held, "the piece was written or discarded before"
-        try:
-            return await self._pieces.take(self.staging, block_ids, digests)
-        finally:
-            self.discard()
+        assert block_ids == self.block_ids, "it was received for other blocks"
+        self.discard()
+        return self.digests == digests
 
     def discard(self) -> None:
         if self._is_held:

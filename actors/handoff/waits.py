@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Protocol, TypeVar
 
 from engine.errors import HandoffError, WorkerError
@@ -12,6 +13,8 @@ from engine.messages import PieceReply
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+IsOver = Callable[[], bool]  # of something that goes on by itself: looked at, not waited for
 
 
 class Closable(Protocol):
@@ -67,11 +70,13 @@ async def unless_ended(
 
 
 async def to_the_end(running: asyncio.Future[T]) -> T:
-    """Await what cannot be stopped: a cancellation is raised only when it is over."""
+    """Await what cannot be stopped: cancellations are raised only when it is over."""
     try:
         return await asyncio.shield(running)
     except asyncio.CancelledError:
-        await asyncio.wait([running])
+        while not running.done():
+            with suppress(asyncio.CancelledError):  # another one; the first is raised
+                await asyncio.wait([running])
         raise
 
 

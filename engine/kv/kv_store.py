@@ -12,7 +12,7 @@ from torch import Tensor
 from engine.kv.block_digests import BlockDigests
 from engine.kv.layout import KvLayout
 from engine.kv.page_locked import to_device
-from kernels.block_digest import block_digests
+from kernels.block_digest import block_digests, write_blocks
 
 _TORCH_DTYPES = {
     "float32": torch.float32,
@@ -39,8 +39,9 @@ class KvStore:
         )
         self.digests = BlockDigests(num_blocks)  # of blocks that are to be sent away
         self._weights = _digest_weights(layout).to(device)
+        self._words = self._words_of(self.tensor)  # kernels move and digest wide numbers
         if device.type == "cuda":
-            self.digest([0])  # compiles the kernel now, not under the first handoff
+            self._compile()
 
     @property
     def device(self) -> torch.device:
@@ -83,8 +84,15 @@ class KvStore:
 
         block_ids: from `index`.
         """
-        words = self._words_of(self.tensor)
-        return block_digests(words, self._weights, block_ids, _DIGEST_SLAB_BYTES)
+        return block_digests(self._words, self._weights, block_ids, _DIGEST_SLAB_BYTES)
+
+    def queue_write(self, block_ids: Tensor, data: Tensor) -> Tensor:
+        """Overwrite distinct blocks; their `queue_digests`, made of what was written.
+
+        data: contiguous uint8 [n * block_bytes] on the store's device. block_ids: from `index`.
+        """
+        staged = self._words_of(data)
+        return write_blocks(self._words, staged, self._weights, block_ids, _DIGEST_SLAB_BYTES)
 
     def digest_staged(self, data: Tensor) -> list[int]:
         """Checksum of each of n blocks held outside the store, made on the store's device.
@@ -101,6 +109,12 @@ class KvStore:
         digests = block_digests(words, self._weights, block_ids, _DIGEST_SLAB_BYTES)
         values: list[int] = digests.tolist()  # the one copy to the host
         return values
+
+    def _compile(self) -> None:
+        """Both kernels, now and not under the first handoff; block 0 stays as it is."""
+        first = self.index([0])
+        self.queue_digests(first)
+        self.queue_write(first, self.gather([0]).view(-1).view(torch.uint8))
 
     def _words_of(self, blocks: Tensor) -> Tensor:
         """[n, words per block] of the same memory."""

@@ -163,7 +163,13 @@ class FakeChannel:
         self._seen.add(seq)
         return is_new
 
-    async def receive(self, seq: int, num_bytes: int, payload: list[Any]) -> PieceBytes:
+    async def receive(
+        self,
+        seq: int,
+        num_bytes: int,
+        payload: list[Any],
+        into: Sequence[int] | None = None,
+    ) -> PieceBytes:
         assert seq in self._seen
         box = self._wire.box(seq)
         await asyncio.wait(

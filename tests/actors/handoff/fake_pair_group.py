@@ -1,5 +1,6 @@
 """Two ranks in one process in place of NCCL: bytes through queues, and faults on demand."""
 
+import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,6 +16,8 @@ class Wires:
     is_silent: bool = False
     rate_bytes_s: float = float("inf")
     num_aborts: int = 0
+    has_posted: threading.Event = field(default_factory=threading.Event)  # since it is silent
+    flips: tuple[int, int] | None = None  # of each piece: which byte, which bits
     sent: dict[int, deque[Tensor]] = field(default_factory=lambda: {0: deque(), 1: deque()})
 
     def make_group(self, _: dist.Store, rank: int) -> "FakeGroup":
@@ -27,18 +30,30 @@ class FakeGroup:
         self._rank = rank
         self._is_aborted = False
 
-    def send(self, data: Tensor) -> Callable[[], bool]:
+    def send(self, data: Tensor, loaded: object = None) -> Callable[[], bool]:
         queue, bytes_left = self._wires.sent[self._rank], data.clone()
         queue.append(bytes_left)
-        return lambda: self._may_end() and all(entry is not bytes_left for entry in queue)
+
+        def is_over() -> bool:
+            has_left = not self._wires.is_silent and all(one is not bytes_left for one in queue)
+            return self._is_aborted or has_left
+
+        return is_over
 
     def receive(self, data: Tensor) -> Callable[[], bool]:
         queue = self._wires.sent[1 - self._rank]
+        if self._wires.is_silent:
+            self._wires.has_posted.set()
 
         def is_over() -> bool:
-            if not self._may_end() or not queue:
+            if self._is_aborted:
+                return True  # as on a GPU: what is cut off ends, too
+            if self._wires.is_silent or not queue:
                 return False
             data.copy_(queue[0])
+            if self._wires.flips is not None:
+                byte, bits = self._wires.flips
+                data[byte] ^= bits
             queue.popleft()
             return True
 
@@ -47,6 +62,3 @@ class FakeGroup:
     def abort(self) -> None:
         self._wires.num_aborts += 1
         self._is_aborted = True
-
-    def _may_end(self) -> bool:
-        return not self._is_aborted and not self._wires.is_silent

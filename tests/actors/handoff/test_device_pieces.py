@@ -51,13 +51,21 @@ class OneChannel:
 
     def __init__(self) -> None:
         self.pieces: list[FakeCopy] = []
+        self.into: list[Sequence[int] | None] = []
         self.has_received = asyncio.Event()
 
     def claim(self, seq: int) -> bool:
         return seq == len(self.pieces)
 
-    async def receive(self, seq: int, num_bytes: int, payload: list[Any]) -> FakeCopy:
+    async def receive(
+        self,
+        seq: int,
+        num_bytes: int,
+        payload: list[Any],
+        into: Sequence[int] | None = None,
+    ) -> FakeCopy:
         self.pieces.append(FakeCopy(num_bytes))
+        self.into.append(into)
         self.has_received.set()
         return self.pieces[-1]
 
@@ -152,7 +160,9 @@ def test_a_piece_larger_than_host_pieces_may_be_is_taken_between_gpus() -> None:
         assert 3 * LAYOUT.block_bytes > CONFIG.piece_bytes
         reply = await world.receiver.receive_piece(world.header(reservation), [])
         assert reply.outcome == "committed"
-        assert world.channel.pieces[0].num_discards > 0
+        [piece] = world.channel.pieces
+        assert piece.num_discards > 0
+        assert world.channel.into == [piece.written], "it was received for other blocks"
 
     simulate(scenario)
 
@@ -166,6 +176,7 @@ def test_a_piece_without_leave_to_write_gives_its_staging_back(changes: dict[str
         [piece] = world.channel.pieces
         assert piece.written is None
         assert piece.num_discards > 0
+        assert world.channel.into == [None], "it may be written while it is received"
 
     simulate(scenario)
 

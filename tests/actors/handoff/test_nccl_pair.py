@@ -108,7 +108,7 @@ async def move(
             await asyncio.sleep(0)
         assert receiver.claim(seq)
         assert not receiver.claim(seq)
-        data = await receiver.receive(seq, len(to_ids) * LAYOUT.block_bytes, payload)
+        data = await receiver.receive(seq, len(to_ids) * LAYOUT.block_bytes, payload, to_ids)
         assert isinstance(data, ArrivedBlocks)
         written.append(await data.write(to_ids, digests))
         return ACCEPTED
@@ -117,7 +117,7 @@ async def move(
     return written[0]
 
 
-def test_pieces_of_many_senders_at_once_arrive_bit_for_bit_over_two_slots() -> None:
+def test_pieces_of_many_senders_at_once_arrive_bit_for_bit_over_a_few_slots() -> None:
     async def scenario(ends: Ends, rng: random.Random) -> None:
         pair = await ends.open()
         to_ids = random_blocks(16, ends.target, rng)
@@ -142,10 +142,11 @@ def test_a_flipped_bit_is_found_and_touches_no_other_block() -> None:
         from_ids = random_blocks(2, ends.source, rng)
         digests = ends.source.digest(from_ids)
 
+        ends.wires.flips = (rng.randrange(2 * LAYOUT.block_bytes), 1 << rng.randrange(8))
+
         async def deliver(seq: int, payload: list[Any]) -> PieceReply:
-            data = await receiver.receive(seq, 2 * LAYOUT.block_bytes, payload)
+            data = await receiver.receive(seq, 2 * LAYOUT.block_bytes, payload, [3, 5])
             assert isinstance(data, RingPiece)
-            data.staging[rng.randrange(data.nbytes)] ^= 1 << rng.randrange(8)
             assert not await data.write([3, 5], digests)
             return ACCEPTED
 
@@ -174,6 +175,93 @@ def test_a_peer_that_falls_silent_is_aborted_at_the_deadline_and_a_new_epoch_wor
         await close(*pair)
 
     with_ends(scenario, deadline_s=2.0)  # also to open, on a busy machine
+
+
+def test_a_piece_that_is_cut_off_is_not_written() -> None:
+    async def scenario(ends: Ends, rng: random.Random) -> None:
+        sender, receiver = await ends.open()
+        before = ends.target.tensor.clone()
+        ends.wires.is_silent = True
+        assert receiver.claim(0)
+        receiving = receiver.receive(0, 2 * LAYOUT.block_bytes, [], [3, 5])
+        cutting = close_when(ends.wires.has_posted, receiver)
+        cut, _ = await asyncio.gather(receiving, cutting, return_exceptions=True)
+        assert isinstance(cut, HandoffError)
+        assert torch.equal(ends.target.tensor, before)
+        await sender.close()
+
+    with_ends(scenario, deadline_s=100.0)
+
+
+class SlowWrite:
+    """A `QueuedTake` that is over when somebody waits for it."""
+
+    def __init__(self, queued: threading.Event) -> None:
+        self.is_waited_for = False
+        self._queued = queued
+
+    def is_over(self) -> bool:
+        self._queued.set()
+        return self.is_waited_for
+
+    def wait(self) -> None:
+        self.is_waited_for = True
+
+
+def test_a_write_that_is_under_way_is_waited_for_before_its_receive_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def scenario(ends: Ends, rng: random.Random) -> None:
+        sender, receiver = await ends.open()
+        is_queued = threading.Event()
+        write = SlowWrite(is_queued)
+        monkeypatch.setattr(ends.targets, "queue_take", lambda *_: write)
+        answers: list[bool] = []
+
+        async def deliver(seq: int, payload: list[Any]) -> PieceReply:
+            assert receiver.claim(seq)
+            closing = asyncio.ensure_future(close_when(is_queued, receiver))
+            with pytest.raises(HandoffError):
+                await receiver.receive(seq, LAYOUT.block_bytes, payload, [3])
+            answers.append(write.is_waited_for)
+            await closing
+            return ACCEPTED
+
+        await sender.send(stored([1], ends.sources), deliver)
+        assert answers == [True], "it may land after the blocks are free"
+        await sender.close()
+
+    with_ends(scenario)
+
+
+async def close_when(event: threading.Event, channel: PairReceiver[RingPiece]) -> None:
+    assert await asyncio.to_thread(event.wait, 30)
+    await channel.close()
+
+
+def test_a_piece_that_nobody_wants_keeps_its_place_and_touches_nothing() -> None:
+    async def scenario(ends: Ends, rng: random.Random) -> None:
+        sender, receiver = await ends.open()
+        others = [block for block in range(ends.target.num_blocks) if block not in (4, 0, 6)]
+        before = ends.target.tensor[others]
+
+        async def drop(seq: int, payload: list[Any]) -> PieceReply:
+            assert receiver.claim(seq)
+            data = await receiver.receive(seq, 2 * LAYOUT.block_bytes, payload)
+            assert isinstance(data, RingPiece)
+            data.discard()
+            return ACCEPTED
+
+        dropped = sender.send(stored([1, 2], ends.sources), drop)
+        _, is_written = await asyncio.gather(
+            dropped, move(ends, sender, receiver, [7, 8, 9], [4, 0, 6])
+        )
+        assert is_written
+        assert torch.equal(ends.target.tensor[[4, 0, 6]], ends.source.tensor[[7, 8, 9]])
+        assert torch.equal(ends.target.tensor[others], before)
+        await close(sender, receiver)
+
+    with_ends(scenario)
 
 
 @pytest.mark.parametrize("error", [None, WorkerError("decode-0 died")])
@@ -261,10 +349,11 @@ class TestProof:
 class TestRing:
     def test_a_piece_too_large_and_a_ring_without_a_free_slot_are_errors(self) -> None:
         async def main() -> None:
-            ring = StagingRing(KvPieces(random_store(2, random.Random())), slot_bytes=10)
+            ring = StagingRing(torch.device("cpu"), slot_bytes=10)
             with pytest.raises(HandoffError, match="takes 10"):
                 await ring.acquire(11, 1.0)
-            held = [await ring.acquire(n, 1.0) for n in (10, 0)]
+            held = [await ring.acquire(n, 1.0) for n in (10, 0, 4)[:NUM_SLOTS]]
+            assert len(held) == NUM_SLOTS
             with pytest.raises(HandoffError, match="staging"):
                 await ring.acquire(1, 0.01)
             waiting = asyncio.ensure_future(ring.acquire(1, 1.0))
@@ -273,7 +362,7 @@ class TestRing:
             held[0].discard()
             piece = await waiting
             assert ring.num_free == 0
-            for one in (piece, held[1]):
+            for one in (piece, *held[1:]):
                 one.discard()
             assert ring.num_free == NUM_SLOTS
 

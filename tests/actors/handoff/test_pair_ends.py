@@ -1,7 +1,7 @@
 """The sending end of a pair: what may overtake what, and when it gives its connection up."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,21 +33,21 @@ class Line:
         assert isinstance(data, np.ndarray)
         return data
 
-    async def room(self, num_bytes: int) -> PieceBytes:
+    async def room(self, num_bytes: int, into: Sequence[int] | None) -> PieceBytes:
         return np.zeros(num_bytes, dtype=np.uint8)
 
     def release(self, staged: PieceBytes) -> None:
         """Nothing is held."""
 
-    def start(self, operation: Callable[[], Any]) -> "asyncio.Future[Any]":
+    def start_send(self, staged: PieceBytes) -> "asyncio.Future[None]":
         self.sends.append(asyncio.get_running_loop().create_future())
         return self.sends[-1]
 
-    def send_staged(self, staged: PieceBytes) -> None:
-        """Never called: `start` runs nothing."""
+    def start_receive(self, staged: PieceBytes) -> "asyncio.Future[None]":
+        raise AssertionError("this is the sending end")
 
-    def receive_staged(self, staged: PieceBytes) -> None:
-        """Likewise."""
+    def start_nothing(self) -> "asyncio.Future[None]":
+        raise AssertionError("likewise")
 
     async def close(self) -> None:
         self.is_open = False

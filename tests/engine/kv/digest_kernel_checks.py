@@ -2,7 +2,7 @@
 
 import torch
 
-from kernels.block_digest import block_digests
+from kernels.block_digest import block_digests, write_blocks
 from kernels.block_digest_triton import digests
 
 
@@ -23,4 +23,12 @@ def check(seed: str) -> None:
             pairs = zip(words[block].tolist(), weights.tolist(), strict=True)
             total = sum(word * weight for word, weight in pairs) % 2**64
             assert int(expected[i]) % 2**64 == total
+        staged = torch.randint(
+            bounds.min, bounds.max, (3, num_words), dtype=dtype, generator=generator
+        )
+        by_torch = words.clone()
+        expected = write_blocks(by_torch, staged, weights, block_ids, slab_bytes=9000)
+        assert torch.equal(digests(words, weights, block_ids, staged), expected)
+        assert torch.equal(words, by_torch)
+        assert torch.equal(block_digests(words, weights, block_ids, slab_bytes=9000), expected)
     print("checked")

@@ -31,6 +31,42 @@ def test_a_block_has_one_digest_wherever_it_is(dtype: KvDtype, head_dim: int) ->
     assert store.digest([]) == []
 
 
+def written(device: str, layout: KvLayout) -> None:
+    """Write random bytes to random blocks, and hold store and digests to what was written."""
+    store = KvStore(layout, num_blocks=19, device=torch.device(device))
+    number = random.randint(1, 19)
+    block_ids = random.sample(range(19), number)
+    data = torch.randint(256, (number * layout.block_bytes,), dtype=torch.uint8, device=device)
+    before = store.tensor.clone()
+    digests = store.queue_write(store.index(block_ids), data)
+    assert torch.equal(store.gather(block_ids).view(-1).view(torch.uint8), data)
+    assert digests.tolist() == store.digest(block_ids) == store.digest_staged(data)
+    others = [block for block in range(19) if block not in block_ids]
+    assert torch.equal(store.tensor[others], before[others])
+
+
+LAYOUTS = [
+    KvLayout(num_layers=3, block_size=5, num_kv_heads=1, head_dim=head_dim, dtype=dtype)
+    for head_dim, dtype in ((3, "bfloat16"), (1, "float16"), (64, "float32"))
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_is_written_is_digested_on_its_way(layout: KvLayout) -> None:
+    written("cpu", layout)
+
+
+@pytest.mark.gpu
+def test_a_gpu_digests_what_it_writes_in_one_go() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    for layout in (
+        *LAYOUTS,
+        KvLayout(num_layers=36, block_size=16, num_kv_heads=8, head_dim=128, dtype="bfloat16"),
+    ):
+        written("cuda", layout)
+
+
 @pytest.mark.gpu
 def test_a_gpu_digests_as_a_cpu_does() -> None:
     if not torch.cuda.is_available():
