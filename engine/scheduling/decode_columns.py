@@ -25,6 +25,7 @@ class DecodeColumns:
         self._num_computed: NDArray[np.int64] = np.array(
             [request.num_computed_tokens for request in self.requests], dtype=np.int64
         )
+        self._sum_computed = int(self._num_computed.sum())
         self._at_border: list[Request] | None = None  # None = not asked since they moved on
         self._num_steps_to_last: int | None = None  # None = not asked yet
 
@@ -40,14 +41,14 @@ class DecodeColumns:
     @property
     def work(self) -> StepWork:
         """What the next step computes of them."""
-        num_keys = int(self._num_computed.sum()) + len(self.requests)
-        return StepWork(num_decode_rows=len(self.requests), num_decode_keys=num_keys)
+        num_rows = len(self.requests)
+        return StepWork(num_decode_rows=num_rows, num_decode_keys=self._sum_computed + num_rows)
 
     def at_border(self, block_size: int) -> list[Request]:
         """Whose computed tokens fill their last block; every call has the same `block_size`."""
         if self._at_border is None:
-            places: list[int] = np.flatnonzero(self._num_computed % block_size == 0).tolist()
-            self._at_border = [self.requests[place] for place in places]
+            (places,) = (self._num_computed % block_size == 0).nonzero()
+            self._at_border = [self.requests[place] for place in places.tolist()]
         return self._at_border
 
     def at_last_token(self, rules: FinishRules) -> list[Request]:
@@ -59,6 +60,7 @@ class DecodeColumns:
     def advance(self) -> None:
         """The step that was planned computes a token of each."""
         self._num_computed += 1
+        self._sum_computed += len(self.requests)
         self._at_border = None
         if self._num_steps_to_last is not None:
             self._num_steps_to_last -= 1

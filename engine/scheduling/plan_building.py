@@ -49,6 +49,8 @@ def build_plan(
         ),
         num_logits=[1] * num_decodes + list(map(int, reaches_end)),
         samples=[True] * num_decodes + reaches_end,
-        new_block_ids=list(map(grown.get, rows, repeat(no_blocks))),
+        new_block_ids=(
+            list(map(grown.get, rows, repeat(no_blocks))) if grown else [no_blocks] * num_rows
+        ),
         heard_tokens=heard_tokens,
     )

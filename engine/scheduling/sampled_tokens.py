@@ -39,20 +39,18 @@ class SampledTokens:
             step.requests[index].keep_prompt_logprobs(piece)
         rows = step.rows(result)
         for request, token_ids, logprobs in islice(rows, step.num_decodes):
-            if request.row is None:
+            if request.row is None or not token_ids:
                 continue
-            for token_id in token_ids:
-                tokens = request.tokens
-                num_known = len(tokens)
-                if token_id in request.stop_ids or num_known + 1 >= request.max_known_tokens:
-                    endings += self._append(request, token_id, logprobs, output)
-                    continue
-                tokens.append(token_id)
-                index = num_known - request.num_prompt_tokens
-                record = TokenRecord(
-                    key=request.key, index=index, token_id=token_id, logprobs=logprobs
-                )
-                emit((request.ingress_id, record))
+            (token_id,) = token_ids  # a decode samples one, or none if it is not finite
+            tokens = request.tokens
+            num_known = len(tokens)
+            if token_id in request.stop_ids or num_known + 1 >= request.max_known_tokens:
+                endings += self._append(request, token_id, logprobs, output)
+                continue
+            tokens.append(token_id)
+            index = num_known - request.num_prompt_tokens
+            record = TokenRecord(key=request.key, index=index, token_id=token_id, logprobs=logprobs)
+            emit((request.ingress_id, record))
         for request, token_ids, logprobs in rows:
             if request.row is not None:
                 for token_id in token_ids:
