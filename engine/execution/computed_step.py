@@ -1,7 +1,6 @@
 """A step between its forward pass and its sampling: what is queued, and in which order."""
 
-from dataclasses import dataclass
-
+import msgspec
 from torch import Tensor
 
 from engine.execution.input_batch import InputBatch
@@ -9,8 +8,7 @@ from engine.execution.prompt_logprobs import PromptTensors
 from engine.execution.step_graphs import GraphOutput
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ComputedStep:
+class ComputedStep(msgspec.Struct, frozen=True, kw_only=True):
     """A step's forward pass, queued."""
 
     batch: InputBatch

@@ -8,8 +8,7 @@ Everything else stays as it is, on the host and on the device. `input_batch` is 
 step's inputs are; this says the same sooner, and says nothing where more than that has changed.
 """
 
-from dataclasses import dataclass, replace
-
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -21,17 +20,17 @@ from engine.kv.block_tables import BlockTables
 from engine.scheduling.plan import StepPlan
 from kernels.attention.protocol import AttentionStep
 
+_NO_BLOCKS: NDArray[np.int32] = np.empty(0, dtype=np.int32)
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeInputs:
+
+class DecodeInputs(msgspec.Struct, frozen=True, kw_only=True):
     """What was written for a step, and the graph's size it was padded to."""
 
     batch: InputBatch
     size: GraphSize
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Crossing:
+class _Crossing(msgspec.Struct, frozen=True, kw_only=True):
     """Rows whose new token is the first of a block; C of R."""
 
     # [R]
@@ -96,6 +95,8 @@ class DecodeRun:
     ) -> _Crossing | None:
         """None if one of them has no block for its token."""
         crosses = num_computed % self._block_size == 0
+        if not crosses.any():
+            return _Crossing(crosses=crosses, block_ids=_NO_BLOCKS)
         block_ids = self._block_tables.block_at(
             rows[crosses], num_computed[crosses] // self._block_size
         )
@@ -131,7 +132,7 @@ class DecodeRun:
             block_ids=block_ids,
             device_rows=batch.attention.device_rows,
         )
-        return replace(batch, attention=attention)
+        return msgspec.structs.replace(batch, attention=attention)
 
 
 def _has_same_rows(plan: StepPlan, last: StepPlan) -> bool:

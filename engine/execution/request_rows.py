@@ -37,9 +37,9 @@ class RequestRows:
         self._num_known_tokens[row] = 0
 
     def count_sampled(self, rows: NDArray[np.int64]) -> None:
-        """Each of `rows` [S] has one token more, sampled by the step just launched."""
+        """Each of `rows` [S >= 1] has one token more, sampled by the step just launched."""
         lengths = self._num_known_tokens[rows]
-        assert ((lengths > 0) & (lengths < self._token_ids.shape[1])).all(), (
+        assert 0 < lengths.min() <= lengths.max() < self._token_ids.shape[1], (
             f"rows {rows.tolist()}: no room for a token after {lengths.tolist()} of"
             f" {self._token_ids.shape[1]}"
         )

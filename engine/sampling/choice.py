@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 
+import msgspec
 from torch import Tensor
 
 from engine.scheduling.plan import TokenLogprobs
@@ -74,8 +75,7 @@ class LabelTensors:
         }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SampledTensors:
+class SampledTensors(msgspec.Struct, frozen=True, kw_only=True):
     """What was drawn, in the order of the rows that were asked for."""
 
     token_ids: Tensor  # int64 [S]  0 where not finite, not to be used

@@ -1,7 +1,9 @@
 """What the scheduler needs from others, and what a step gives back."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
+
+import msgspec
 
 from engine.messages import FailureRecord, TokenRecord
 from engine.request import Request, RequestKey
@@ -47,15 +49,14 @@ class Outbox(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepOutput:
+class StepOutput(msgspec.Struct, frozen=True, kw_only=True):
     """What a turn of the loop meant for requests; `Request.ingress_id` says whose they are."""
 
     num_scheduled_tokens: int = 0  # computed by the step that was committed
     has_progressed: bool = False  # a step was launched or committed; False = nothing could run
-    tokens: list[tuple[str, TokenRecord]] = field(default_factory=list)  # (ingress_id, record)
-    failures: list[tuple[str, FailureRecord]] = field(default_factory=list)
-    left: list[RequestKey] = field(default_factory=list)  # no longer in this scheduler
+    tokens: list[tuple[str, TokenRecord]] = []  # (ingress_id, record)
+    failures: list[tuple[str, FailureRecord]] = []
+    left: list[RequestKey] = []  # no longer in this scheduler
 
     def fail(self, request: Request, reason: str, code: str) -> None:
         """The request is over here, and no other worker would do better."""

@@ -13,15 +13,15 @@ Knows no rows and no cache: what is held here, the scheduler lets go.
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+
+import msgspec
 
 from engine.request import Request
 from engine.scheduling.cost_model import NO_WORK, StepWork
 from engine.scheduling.plan import StepResult, TokenLogprobs
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepInFlight:
+class StepInFlight(msgspec.Struct, frozen=True, kw_only=True):
     """One launched step."""
 
     requests: list[Request]  # parallel to the plan's rows: decodes, then chunks of prompts
@@ -33,7 +33,7 @@ class StepInFlight:
     work: StepWork = NO_WORK
     held: Sequence[Request] = ()  # plan nothing before they know the token they sample here
     # index in `requests` -> the blocks of a request that left since
-    left_block_ids: dict[int, list[int]] = field(default_factory=dict)
+    left_block_ids: dict[int, list[int]] = {}
 
     def rows(self, result: StepResult) -> Iterator[tuple[Request, list[int], TokenLogprobs | None]]:
         """Who sampled what, with log-probabilities where asked for, in the plan's order."""

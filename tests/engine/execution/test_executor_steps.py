@@ -1,6 +1,5 @@
 """What `launch` does beyond logits: sampling, memory of tokens, broken rows, wrong plans."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -257,7 +256,9 @@ def test_the_sampler_may_declare_a_row_broken_too(model: CausalLM) -> None:
             self, logits: torch.Tensor, rows: list[int], greedy: GreedyChoice | None = None
         ) -> SampledTensors:
             is_finite = torch.tensor([row != 1 for row in rows])
-            return replace(super().sample(logits, rows, greedy), is_finite=is_finite)
+            return msgspec.structs.replace(
+                super().sample(logits, rows, greedy), is_finite=is_finite
+            )
 
     driver = StepDriver(model, seed=10, sampler=Refusing(model, 8))
     driver.admit(0, [4])

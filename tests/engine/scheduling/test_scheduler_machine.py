@@ -3,7 +3,6 @@ the comparison can fail: each of a list of planted bugs must be found by the sam
 with one step at a time, and with the next one launched before the last is waited for.
 """
 
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -44,7 +43,7 @@ class EveryRowInFull(SampledTokens):
     def append_all(
         self, step: StepInFlight, result: StepResult, output: StepOutput
     ) -> list[Ending]:
-        return super().append_all(replace(step, num_decodes=0), result, output)
+        return super().append_all(msgspec.structs.replace(step, num_decodes=0), result, output)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
