@@ -302,7 +302,7 @@ def _against_alone(outcome: Outcome, name: str) -> str:
     if outcome.alone is None or outcome.loaded is None:
         return ""
     alone_ms, loaded_ms = asdict(outcome.alone)[name], asdict(outcome.loaded)[name]
-    return f"{loaded_ms:.2f} ms, {loaded_ms / alone_ms:.2f}x"
+    return f"{loaded_ms:.2f} ms, {loaded_ms / alone_ms:.3f}x"
 
 
 # ---- processes ----------------------------------------------------------------------------------

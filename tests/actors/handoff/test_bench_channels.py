@@ -56,7 +56,7 @@ def test_the_table_sets_steps_against_those_alone() -> None:
         loaded=loaded,
     )
     table = render([done, Outcome(channel="nccl_pair", error="too slow")])
-    assert "16.50 ms, 1.50x" in table
+    assert "16.50 ms, 1.500x" in table
     assert "too slow" in table
 
 
