@@ -34,7 +34,7 @@ def write_blocks(
     """words[block_ids] = staged, and what `block_digests` says then; mutates `words`.
 
     staged: contiguous [n, W] of the dtype of `words`; block_ids: distinct. On a GPU a word is read
-    once and digested on its way: 256 MiB take 155 us on an H200, by copy and digest 235.
+    once and digested on its way: 256 MiB take 155 us on an H200, copy and digest 235.
     """
     assert staged.is_contiguous(), f"staged words of strides {staged.stride()}"
     expected = (len(block_ids), words.shape[1])

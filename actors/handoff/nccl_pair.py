@@ -11,6 +11,7 @@ is aborted. After an abort the GPU goes on computing; the next epoch has a new g
 """
 
 import asyncio
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -46,7 +47,8 @@ class NcclConnection:
         self._ring = ring
         self._pieces = pieces
         self._thread = PostingThread(greeting.epoch, deadline_s, self._cut)
-        self._store: RendezvousStore | None = None  # NCCL may call it as long as the group lives
+        self._cutting = threading.Lock()
+        self._store: RendezvousStore | None = None
         self._group: PairGroup | None = None
 
     @property
@@ -88,10 +90,8 @@ class NcclConnection:
         return self._thread.start("keep a place", lambda: _at_once)
 
     async def close(self) -> None:
-        """Abort, which ends what is under way: it is staged only, and a new epoch starts over."""
+        """Abort, which ends what is under way; a new epoch starts over."""
         await self._thread.close()
-        await asyncio.to_thread(self._cut)  # of a group that was made while it was aborted
-        self._store = None
 
     async def open(self, client: RendezvousClient, key: str, make_group: GroupFactory) -> None:
         """Meet the other end, warm up (NCCL connects with the first bytes), prove the rate."""
@@ -106,8 +106,13 @@ class NcclConnection:
         self._thread.wait("receive", lambda: self._require_group().receive(data))
 
     def _open(self, client: RendezvousClient, key: str, make_group: GroupFactory) -> IsOver:
-        self._store = RendezvousStore(client, self.deadline_s)
-        self._group = make_group(dist.PrefixStore(key, self._store), self._greeting.rank)
+        store = RendezvousStore(client, self.deadline_s)
+        group = make_group(dist.PrefixStore(key, store), self._greeting.rank)
+        with self._cutting:
+            self._group, self._store = group, store
+        del group  # what is cut is to go
+        if self._thread.is_aborted:  # and whoever did it found no group to cut
+            self._cut()
         greet(self, self._greeting)
         if self._greeting.rank == SENDER_RANK:
             remove_keys(client, key)
@@ -119,10 +124,13 @@ class NcclConnection:
         return self._group
 
     def _cut(self) -> None:
-        """From any thread."""
-        group, self._group = self._group, None
+        """From any thread. NCCL may call the store as long as the group lives."""
+        with self._cutting:
+            group, self._group = self._group, None
+            store, self._store = self._store, None
         if group is not None:
             group.abort()
+        del group, store  # in this order
 
 
 class _Sending:

@@ -35,7 +35,7 @@ class PairConnection(Protocol[Staged]):
     def is_open(self) -> bool: ...
 
     async def load(self, data: OutgoingData) -> Staged:
-        """The piece where it can be sent from. Raises HandoffError when there is no room."""
+        """The piece, or room for it, where it is sent from. Raises HandoffError without room."""
         ...
 
     async def room(self, num_bytes: int, into: Sequence[int] | None) -> Staged:
@@ -85,7 +85,7 @@ class PairSender(Generic[Staged]):
         return self._connection.epoch
 
     async def send(self, data: OutgoingData | None, deliver: Deliver) -> PieceReply:
-        # Staged before the header goes: a receiver's staging is held only for what can move.
+        # Staging is held before the header goes: a receiver's is held only for what can move.
         staged = None if data is None else await self._connection.load(data)
         try:
             reply = await self._send(staged, deliver)

@@ -90,15 +90,19 @@ class PostingThread:
         self._asked.put(operation)
         if self._watching is None:
             self._watch()
-        return ended
+        return asyncio.shield(ended)  # its end counts here, whoever gives up waiting
 
     def wait(self, verb: str, post: Callable[[], IsOver]) -> None:
         """Within a `post`: post another operation and wait for its end, a deadline for each."""
         self._check(verb)
         self._oldest_since_s = time.monotonic()
-        is_over = post()  # may itself wait for the peer, the first time
-        while not self.is_aborted and not is_over():
-            time.sleep(POLL_S)
+        try:
+            is_over = post()  # may itself wait for the peer, the first time
+            while not self.is_aborted and not is_over():
+                time.sleep(POLL_S)
+        except BaseException:
+            self.abort()  # the caller may free what is still written to
+            raise
         self._check(verb)
 
     def abort(self) -> None:
@@ -106,10 +110,17 @@ class PostingThread:
         self._begin_abort()
         if not self._abort_done.wait(ABORT_S):
             logger.error("the channel of epoch %d does not end in %g s", self._epoch, ABORT_S)
+            self._abort_done.set()  # nobody else waits for it either
 
     async def close(self) -> None:
-        """Abort, which ends what is under way badly; on return the thread is over. Idempotent."""
+        """Abort, which ends what is under way badly; on return the thread is over. Idempotent.
+
+        Waits without a bound for what an abort does not cut, copies on our own GPU: blocks that are
+        still written to must not be free.
+        """
         self._is_open = False
+        if self._watching is not None:
+            self._watching.cancel()
         self._begin_abort()
         self._asked.put(None)
         await asyncio.to_thread(self._thread.join)

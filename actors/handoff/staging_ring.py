@@ -54,6 +54,9 @@ class StagingRing:
                 f"no GPU memory for {NUM_SLOTS} x {self.slot_bytes} bytes of staging: lower"
                 " handoff.device_piece_bytes or cache.gpu_memory_share"
             ) from error
+        if self._device.type == "cuda":
+            # Steps that were launched before may still use this memory, and no pair waits for them.
+            torch.cuda.current_stream(self._device).synchronize()
         self._is_made = True
         for slot in slots:
             self._slots.put_nowait(slot)

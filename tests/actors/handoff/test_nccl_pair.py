@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from actors.handoff import pair_ends, pair_proof
 from actors.handoff.contracts import ArrivedBlocks, UnfitError
@@ -17,7 +18,7 @@ from actors.handoff.pair_ends import PairReceiver, PairSender
 from actors.handoff.staging_ring import NUM_SLOTS, RingPiece, StagingRing
 from engine.errors import HandoffError, WorkerError
 from engine.messages import PairRequest, PieceReply
-from tests.actors.handoff.fake_pair_group import Wires
+from tests.actors.handoff.fake_pair_group import FakeGroup, Wires
 from tests.actors.handoff.gpu_stand_in import LAYOUT, random_blocks, random_store, stored
 from tests.actors.test_channels_local import LocalBoard
 from tests.engine.kv.handoff_world import SENDER
@@ -298,6 +299,29 @@ def test_closing_cuts_what_is_under_way_and_gives_its_slot_back() -> None:
         await sender.close()
 
     with_ends(scenario, deadline_s=100.0)
+
+
+def test_a_group_that_is_made_while_its_end_closes_is_aborted() -> None:
+    async def scenario(ends: Ends, rng: random.Random) -> None:
+        is_making, may_go_on = threading.Event(), threading.Event()
+
+        def make_slowly(store: dist.Store, rank: int) -> FakeGroup:
+            is_making.set()
+            assert may_go_on.wait(30)
+            return ends.wires.make_group(store, rank)
+
+        pairs = NcclPairs(ends.targets, settings(deadline_s=100.0), make_slowly)
+        opening = asyncio.ensure_future(pairs.open_receive(request_of(1), ends.board))
+        assert await asyncio.to_thread(is_making.wait, 30)
+        opening.cancel()  # closes the connection, whose thread still makes the group
+        await asyncio.sleep(0)
+        asyncio.get_running_loop().call_later(0.05, may_go_on.set)
+        with pytest.raises(asyncio.CancelledError):
+            await opening
+        assert ends.wires.num_aborts == 1
+        assert pairs.num_open == 0
+
+    with_ends(scenario)
 
 
 def test_ends_of_two_epochs_do_not_open() -> None:
