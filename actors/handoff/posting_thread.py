@@ -43,18 +43,24 @@ class _Operation:
 class PostingThread:
     """Operations of one connection. Created, started and closed on the event loop."""
 
-    def __init__(self, epoch: int, deadline_s: float, cut: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        epoch: int,
+        deadline_s: float,
+        cut: Callable[[], None],
+        now_s: Callable[[], float] = time.monotonic,
+    ) -> None:
         """`cut` ends what moves between the two ends; called once, in a thread of its own."""
         self._epoch = epoch
         self._deadline_s = deadline_s
         self._cut = cut
+        self._now_s = now_s
         self._aborting = threading.Lock()
         self._is_aborted = threading.Event()  # or about to be
         self._abort_done = threading.Event()
         self._is_open = True
         self._asked: queue.SimpleQueue[_Operation | None] = queue.SimpleQueue()  # None = the end
-        self._num_unsettled = 0
-        self._watching: asyncio.TimerHandle | None = None
+        self._watching = asyncio.get_running_loop().call_later(deadline_s, self._watch)
         # Touched by the thread only, and the time read by the loop:
         self._under_way: deque[_Operation] = deque()  # in the order of posting
         self._oldest_since_s: float | None = None  # None = nothing is under way
@@ -84,18 +90,13 @@ class PostingThread:
             raise self._failure(verb)
         operation = _Operation(verb=verb, post=post, drain=drain)
         operation.ended.set_running_or_notify_cancel()  # it cannot be taken back
-        ended = asyncio.wrap_future(operation.ended)
-        self._num_unsettled += 1
-        ended.add_done_callback(self._settled)
         self._asked.put(operation)
-        if self._watching is None:
-            self._watch()
-        return asyncio.shield(ended)  # its end counts here, whoever gives up waiting
+        return asyncio.wrap_future(operation.ended)
 
     def wait(self, verb: str, post: Callable[[], IsOver]) -> None:
         """Within a `post`: post another operation and wait for its end, a deadline for each."""
         self._check(verb)
-        self._oldest_since_s = time.monotonic()
+        self._oldest_since_s = self._now_s()
         try:
             is_over = post()  # may itself wait for the peer, the first time
             while not self.is_aborted and not is_over():
@@ -119,23 +120,18 @@ class PostingThread:
         still written to must not be free.
         """
         self._is_open = False
-        if self._watching is not None:
-            self._watching.cancel()
+        self._watching.cancel()
         self._begin_abort()
         self._asked.put(None)
         await asyncio.to_thread(self._thread.join)
 
     # ---- on the event loop ----------------------------------------------------------------------
 
-    def _settled(self, _: "asyncio.Future[None]") -> None:
-        self._num_unsettled -= 1
-
     def _watch(self) -> None:
-        """Abort at the oldest operation's deadline; goes on while anything is asked for."""
-        self._watching = None
-        if self._is_aborted.is_set() or not self._num_unsettled:
+        """Abort at the oldest operation's deadline; looks again when that may be."""
+        if self._is_aborted.is_set():
             return
-        now_s, since_s = time.monotonic(), self._oldest_since_s
+        now_s, since_s = self._now_s(), self._oldest_since_s
         left_s = self._deadline_s - (now_s - since_s if since_s is not None else 0.0)
         if left_s <= 0:
             self._begin_abort()
@@ -212,7 +208,7 @@ class PostingThread:
     def _post(self, operation: _Operation) -> None:
         self._check(operation.verb)
         if self._oldest_since_s is None:
-            self._oldest_since_s = time.monotonic()
+            self._oldest_since_s = self._now_s()
         operation.is_over = operation.post()
 
     def _look(self) -> None:
@@ -225,7 +221,7 @@ class PostingThread:
             if not is_over:
                 return
             self._under_way.popleft()
-            self._oldest_since_s = time.monotonic() if self._under_way else None
+            self._oldest_since_s = self._now_s() if self._under_way else None
             oldest.ended.set_result(None)
 
     def _fail(self, failure: WorkerError) -> None:

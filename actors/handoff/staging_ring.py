@@ -24,6 +24,7 @@ class StagingRing:
         self.slot_bytes = slot_bytes
         self._device = device
         self._slots: asyncio.Queue[Tensor] = asyncio.Queue()
+        self._making = asyncio.Lock()
         self._is_made = False
 
     @property
@@ -36,7 +37,7 @@ class StagingRing:
         """A slot for a piece. Raises HandoffError when none becomes free within `deadline_s`."""
         if num_bytes > self.slot_bytes:
             raise HandoffError(f"a piece of {num_bytes} bytes; the staging takes {self.slot_bytes}")
-        self._make()
+        await self._make()
         try:
             async with asyncio.timeout(deadline_s):
                 slot = await self._slots.get()
@@ -44,9 +45,17 @@ class StagingRing:
             raise HandoffError(f"no staging memory was free within {deadline_s} s") from error
         return RingPiece(slot, num_bytes, block_ids, self._slots)
 
-    def _make(self) -> None:
-        if self._is_made:
-            return
+    async def _make(self) -> None:
+        async with self._making:
+            if self._is_made:
+                return
+            slots = await asyncio.to_thread(self._new_slots)
+            self._is_made = True
+            for slot in slots:
+                self._slots.put_nowait(slot)
+
+    def _new_slots(self) -> list[Tensor]:
+        """In a thread: it may wait for a step. Raises HandoffError without memory for all."""
         try:
             slots = [self._new_slot() for _ in range(NUM_SLOTS)]
         except torch.OutOfMemoryError as error:
@@ -56,10 +65,8 @@ class StagingRing:
             ) from error
         if self._device.type == "cuda":
             # Steps that were launched before may still use this memory, and no pair waits for them.
-            torch.cuda.current_stream(self._device).synchronize()
-        self._is_made = True
-        for slot in slots:
-            self._slots.put_nowait(slot)
+            torch.cuda.default_stream(self._device).synchronize()
+        return slots
 
     def _new_slot(self) -> Tensor:
         return torch.empty(self.slot_bytes, dtype=torch.uint8, device=self._device)

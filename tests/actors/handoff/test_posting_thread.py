@@ -27,7 +27,8 @@ class Device:
         self.drained: list[int] = []
         self.has_posted = asyncio.Event()
         self.loop = asyncio.get_running_loop()
-        self.thread = PostingThread(3, deadline_s, self._cut)
+        self.now_s: float | None = None  # None: time goes by itself
+        self.thread = PostingThread(3, deadline_s, self._cut, self._clock)
 
     def start(self, number: int) -> "asyncio.Future[None]":
         def post() -> Callable[[], bool]:
@@ -41,6 +42,9 @@ class Device:
         while len(self.posted) < number:
             self.has_posted.clear()
             await self.has_posted.wait()
+
+    def _clock(self) -> float:
+        return time.monotonic() if self.now_s is None else self.now_s
 
     def _drain(self, number: int) -> None:
         self.drained.append(number)
@@ -130,24 +134,20 @@ def test_an_operation_that_is_not_over_at_its_deadline_ends_all() -> None:
     on_device(scenario, deadline_s=0.2)
 
 
-def test_each_operation_has_the_deadline_from_when_it_is_the_oldest(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_each_operation_has_the_deadline_from_when_it_is_the_oldest() -> None:
     async def scenario(device: Device) -> None:
-        now_s = 0.0
-        monkeypatch.setattr(posting_thread.time, "monotonic", lambda: now_s)
+        device.now_s = 0.0
         waiting = [device.start(number) for number in range(2)]
         await device.wait_posted(2)
-        now_s = 0.9 * PATIENT_S
+        device.now_s = 0.9 * PATIENT_S
         device.num_over = 1
         await waiting[0]
-        now_s = 1.8 * PATIENT_S
+        device.now_s = 1.8 * PATIENT_S
         device.thread._watch()
         assert device.thread.is_open
-        now_s = 1.95 * PATIENT_S
+        device.now_s = 1.95 * PATIENT_S
         device.thread._watch()
         await failures_of(waiting[1:])
-        monkeypatch.setattr(posting_thread.time, "monotonic", time.perf_counter)
 
     on_device(scenario)
 
