@@ -42,10 +42,14 @@ class DecodeWorker(EngineWorker):
         return self._side
 
     @property
-    def _receiver(self) -> "HandoffReceiver":
+    def _receiving(self) -> "ReceivingSide":
         if self._side is None:
             raise WorkerError(f"{self} is still loading its model")
-        return self._side.receiver
+        return self._side
+
+    @property
+    def _receiver(self) -> "HandoffReceiver":
+        return self._receiving.receiver
 
     async def reserve(self, request: bytes) -> bytes:
         """ReserveRequest -> Reservation | NotNow | Refused, encoded."""
@@ -67,7 +71,7 @@ class DecodeWorker(EngineWorker):
 
     async def open_pair(self, request: bytes) -> bytes:
         """PairRequest -> PairReply, encoded."""
-        return encode(await self._receiver.open_pair(decode(request, PairRequest)))
+        return encode(await self._receiving.open_pair(decode(request, PairRequest)))
 
     async def receive_pieces(self, headers: bytes, *payloads: list[Any]) -> bytes:
         """List of PieceHeader, and a payload each unless all are empty -> list of PieceReply."""

@@ -1,7 +1,8 @@
 """Two processes that move KV between them over one channel, each with a store and a device.
 
 In place of the actors: a folder is the board where ends meet, a Unix socket carries the calls. The
-channels, the copies and the digests are those of the workers; there is no scheduler and no Ray.
+channels, the connection by which pieces go, the copies and the digests are those of the workers;
+there is no scheduler and no Ray.
 """
 
 import asyncio
@@ -23,12 +24,22 @@ from actors.handoff.host_staging import HostStagedSender
 from actors.handoff.kv_pieces import KvPieces
 from actors.handoff.nccl_pair import NcclPairs, NcclSettings
 from actors.handoff.pair_proof import RECEIVER_RANK, SENDER_RANK
+from actors.handoff.piece_connection import PieceConnection, PieceServer, connect
 from actors.handoff.piece_sender import MAX_PIECES_UNDER_WAY
 from configs.schema import HandoffConfig
 from engine.errors import HandoffError, WorkerError
 from engine.kv.kv_store import KvStore
 from engine.kv.layout import KvLayout
-from engine.messages import ChannelKind, PairRequest, PieceReply, WorkerIdentity, decode, encode
+from engine.messages import (
+    ChannelKind,
+    PairRequest,
+    PieceHeader,
+    PieceReply,
+    WorkerIdentity,
+    decode,
+    encode,
+)
+from engine.request import RequestKey
 
 POLL_S = 0.002
 NUM_LANES = 2  # handoffs under way at a time, where a channel is to be kept busy
@@ -176,13 +187,14 @@ class End:
 
 
 class ReceivingProcess:
-    """Answers a sender's calls, as many at a time as it has connections."""
+    """Answers a sender's calls, and takes its pieces."""
 
     def __init__(self, end: End, folder: Path, more: Mapping[str, Answer] | None = None) -> None:
         """`more`: calls to answer besides those of the channel."""
         self._end = end
         self._more = dict(more or {})
         self._listener = Listener(str(folder / "calls"), "AF_UNIX")
+        self._server = PieceServer(LOOPBACK, self._take)
         self._channel: ReceiveChannel | None = None
         self._serving: set[asyncio.Task[None]] = set()
 
@@ -208,8 +220,8 @@ class ReceivingProcess:
         match verb:
             case "open":
                 return await self._open(decode(arguments[0], PairRequest))
-            case "take":
-                return await self._take(*arguments)
+            case "pieces_at":
+                return await self._server.address()
             case "digests":
                 return self._end.store.digest(arguments[0])
         return await self._more[verb](*arguments)
@@ -228,19 +240,21 @@ class ReceivingProcess:
             return error.message
         return ""
 
-    async def _take(
-        self, seq: int, block_ids: list[int], digests: list[int], payload: list[Any]
-    ) -> str:
-        """ "" or why the piece was not taken."""
+    async def _take(self, header: PieceHeader, payload: list[Any]) -> PieceReply:
+        """payload: the blocks to write to, and that of the channel."""
+        block_ids, of_channel = payload
         channel, block_bytes = self._channel, self._end.store.layout.block_bytes
-        if channel is None or not channel.claim(seq):
-            return "no channel, or a piece that came before"
+        if channel is None or not channel.claim(header.seq):
+            return _failed("no channel, or a piece that came before")
         try:
-            data = await channel.receive(seq, len(block_ids) * block_bytes, payload, block_ids)
+            num_bytes = len(block_ids) * block_bytes
+            data = await channel.receive(header.seq, num_bytes, of_channel, block_ids)
         except WorkerError as error:
-            return error.message
-        piece: StagedPiece[IncomingData] = StagedPiece(data=data, digests=digests)
-        return "" if await self._end.pieces.write(block_ids, piece) else "wrong digests"
+            return _failed(error.message)
+        piece: StagedPiece[IncomingData] = StagedPiece(data=data, digests=header.digests)
+        if not await self._end.pieces.write(block_ids, piece):
+            return _failed("wrong digests")
+        return PieceReply(outcome="accepted")
 
 
 # ---- the sender's process -----------------------------------------------------------------------
@@ -251,13 +265,11 @@ class SendingProcess:
 
     def __init__(self, end: End, folder: Path) -> None:
         self.end = end
-        num_calls = NUM_LANES * MAX_PIECES_UNDER_WAY
-        self._connections = [_meet(folder / "calls") for _ in range(num_calls)]
-        self._idle: asyncio.Queue[Connection[Any, Any]] = asyncio.Queue()
-        for connection in self._connections:
-            self._idle.put_nowait(connection)
+        self._calls = _meet(folder / "calls")
+        self._calling = asyncio.Lock()
         self._epoch = 0
         self._channel: SendChannel | None = None
+        self._pieces: PieceConnection | None = None
 
     @property
     def channel(self) -> SendChannel:
@@ -266,11 +278,8 @@ class SendingProcess:
 
     async def call(self, verb: str, *arguments: Any) -> Any:  # noqa: ANN401
         """Raises EOFError or OSError when the other process is gone."""
-        connection = await self._idle.get()
-        try:
-            return await asyncio.to_thread(_call, connection, verb, arguments)
-        finally:
-            self._idle.put_nowait(connection)
+        async with self._calling:
+            return await asyncio.to_thread(_call, self._calls, verb, arguments)
 
     async def open(self, kind: ChannelKind) -> float:
         """Replace the channel; the seconds it took. Raises HandoffError."""
@@ -285,6 +294,8 @@ class SendingProcess:
             reason: str = await theirs
         if reason:
             raise HandoffError(f"the receiver did not open {kind}: {reason}")
+        address = await self.call("pieces_at")
+        self._pieces = await connect(address, self.end.config.transfer_deadline_s)
         return time.perf_counter() - started_s
 
     async def hand_over(self, from_ids: Sequence[int], to_ids: Sequence[int]) -> float:
@@ -310,14 +321,13 @@ class SendingProcess:
     ) -> None:
         """One piece; `digests`: others than those of the blocks. Raises HandoffError."""
         piece = await self.end.pieces.read(from_ids)
-        digests = piece.digests if digests is None else digests
+        pieces, digests = self._pieces, piece.digests if digests is None else digests
+        assert pieces is not None, "no channel is open"
 
         async def deliver(seq: int, payload: list[Any]) -> PieceReply:
-            try:
-                reason = await self.call("take", seq, to_ids, digests, payload)
-            except (EOFError, OSError) as error:
-                raise WorkerError("the receiver is gone") from error
-            return PieceReply(outcome="failed" if reason else "accepted", reason=reason)
+            header = _header(self._epoch, seq, digests)
+            [reply] = await pieces.receive_pieces([(header, [to_ids, payload])])
+            return reply
 
         reply = await self.channel.send(piece.data, deliver)
         if reply.outcome != "accepted":
@@ -327,10 +337,31 @@ class SendingProcess:
         channel, self._channel = self._channel, None
         if channel is not None:
             await channel.close()
+        pieces, self._pieces = self._pieces, None
+        if pieces is not None:
+            await pieces.close()
 
     def close(self) -> None:
-        for connection in self._connections:
-            connection.close()
+        self._calls.close()
+
+
+def _header(epoch: int, seq: int, digests: list[int]) -> PieceHeader:
+    """Of one piece of nobody's request."""
+    return PieceHeader(
+        transfer_id="",
+        key=RequestKey("bench"),
+        sender="sender",
+        sender_incarnation="1",
+        epoch=epoch,
+        seq=seq,
+        first_block=0,
+        num_blocks=len(digests),
+        digests=digests,
+    )
+
+
+def _failed(reason: str) -> PieceReply:
+    return PieceReply(outcome="failed", reason=reason)
 
 
 def _call(connection: "Connection[Any, Any]", verb: str, arguments: tuple[Any, ...]) -> Any:  # noqa: ANN401

@@ -3,12 +3,14 @@
 import asyncio
 from dataclasses import asdict
 
+import msgspec
 import ray
 
 from actors.handles import WorkerHandle, find_actor
 from actors.handoff.channels import KvPieces, WorkerChannels, device_channels
 from actors.handoff.faulty_pieces import FaultyPieces
 from actors.handoff.peer_link import PeerLinks
+from actors.handoff.piece_connection import PieceServer
 from actors.handoff.receiver import HandoffReceiver
 from actors.handoff.sender import HandoffSender
 from actors.options import rendezvous_name
@@ -18,7 +20,7 @@ from actors.worker.role_side import RoleSide
 from actors.worker.token_streams import TokenStreams
 from engine.build import Engine
 from engine.kv.handoff import IncomingHandoffs, OutgoingEvent
-from engine.messages import HandoffTotals
+from engine.messages import HandoffTotals, PairReply, PairRequest
 from engine.request import Request, RequestKey
 from engine.scheduling.contracts import SchedulerStatistics
 
@@ -141,6 +143,15 @@ class ReceivingSide(RoleSide):
             on_grant=pieces.fence,
             refusal=host.draining.refusal,
         )
+        address = config.handoff.address or _node_address()
+        self._server = PieceServer(address, self.receiver.receive_piece)
+
+    async def open_pair(self, request: PairRequest) -> PairReply:
+        """Open a channel, and say where its pieces go. Raises HandoffError if there is no port."""
+        reply = await self.receiver.open_pair(request)
+        if reply.receiver is None or request.channel == "object_store":
+            return reply  # its pieces are objects of Ray, which only Ray's calls carry
+        return msgspec.structs.replace(reply, pieces_at=await self._server.address())
 
     def on_step(self) -> None:
         self.receiver.on_step()

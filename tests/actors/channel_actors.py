@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import msgspec
 import numpy as np
 import ray
 import torch
@@ -14,6 +15,7 @@ from actors.handles import WorkerHandle
 from actors.handoff.channels import KvPieces, WorkerChannels
 from actors.handoff.contracts import Channels, ReceiveChannel, SendChannel, StagedPiece
 from actors.handoff.peer_link import PeerLinks
+from actors.handoff.piece_connection import PieceServer
 from actors.handoff.receiver import HandoffReceiver
 from actors.handoff.sender import HandoffSender
 from actors.rendezvous import RayRendezvousClient
@@ -291,14 +293,21 @@ class DecodeSide:
             channels=channels(board, config.transfer_deadline_s),
             store=self._pieces,
         )
+        self._server = PieceServer("127.0.0.1", self._receiver.receive_piece)
+        self._num_calls = 0
 
     async def reserve(self, request: bytes) -> bytes:
         return encode(await self._receiver.reserve(decode(request, ReserveRequest)))
 
     async def open_pair(self, request: bytes) -> bytes:
-        return encode(await self._receiver.open_pair(decode(request, PairRequest)))
+        asked = decode(request, PairRequest)
+        reply = await self._receiver.open_pair(asked)
+        if asked.channel != "object_store":
+            reply = msgspec.structs.replace(reply, pieces_at=await self._server.address())
+        return encode(reply)
 
     async def receive_pieces(self, headers: bytes, *payloads: list[Any]) -> bytes:
+        self._num_calls += 1
         pieces = decode(headers, list[PieceHeader])
         taking = map(self._receiver.receive_piece, pieces, payloads or [[] for _ in pieces])
         return encode(await asyncio.gather(*taking))
@@ -324,10 +333,12 @@ class DecodeSide:
             "failures": self._receiver.statistics().failures,
             "epochs": self._receiver.statistics().num_epochs,
             "bytes": self._receiver.statistics().num_bytes,
+            "calls": self._num_calls,
         }
 
     async def close(self) -> None:
         await self._receiver.close()
+        await self._server.close()
         self._pieces.close()
 
 

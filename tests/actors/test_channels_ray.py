@@ -253,6 +253,8 @@ def test_prompts_move_between_workers_block_for_block(
     num_blocks = sum(LAYOUT.num_blocks_for(length) for length in lengths.values())
     assert prefill["bytes"] == decode["bytes"] == num_blocks * LAYOUT.block_bytes
     assert (prefill["retries"], prefill["fallbacks"], decode["epochs"]) == (0, 0, 1)
+    is_called = decode["calls"] > 0  # else its pieces went by their connection
+    assert is_called == (kind == "object_store")
     assert ray.get(pair.sender.num_references.remote()) <= num_references + 1
     workers.close()
 
