@@ -222,18 +222,18 @@ class KvPieces:
         copied: list[torch.cuda.Event | None] = []
         found: list[Tensor] = []
         with self._on_streams():
-            index = self._store.index(ids)
             for part in parts:
                 copy_blocks(self.tensor, ids[part], source, source_ids[part])
                 copied.append(self._copied_so_far())
-            # Digests in two goes, behind all copies: one costs the host what many copies do.
-            if last.start:
-                with self._behind(copied[-2]):
-                    found.append(self._store.queue_digests(index[: last.start]))
-            with self._behind(copied[-1]):
-                found.append(self._store.queue_digests(index[last]))
-                arrived = to_host(torch.cat(found))
-        return arrived.tolist() == digests
+            with self._beside_copies():
+                index = self._store.index(ids)  # only now: nothing is to wait for it
+                # Digests in two goes, behind all copies: one costs the host what many copies do.
+                if last.start:
+                    self._let_checks_wait(copied[-2])
+                    found.append(to_host(self._store.queue_digests(index[: last.start])))
+                self._let_checks_wait(copied[-1])
+                found.append(to_host(self._store.queue_digests(index[last])))
+        return [digest for part in found for digest in part.tolist()] == digests
 
     def _blocks_in(self, staging: Tensor) -> Tensor:
         """[n, *block_shape] of the same memory: uint8 [n * block_bytes]."""
@@ -244,14 +244,18 @@ class KvPieces:
         return None if self._stream is None else self._stream.record_event()
 
     @contextmanager
-    def _behind(self, copied: torch.cuda.Event | None) -> Iterator[None]:
-        """Queue what reads what was copied up to an event, beside the copies that follow."""
-        if copied is None or self._checking is None:
+    def _beside_copies(self) -> Iterator[None]:
+        """Queue on the stream that checks what was copied."""
+        if self._checking is None:
             yield
             return
-        self._checking.wait_event(copied)
         with torch.cuda.stream(self._checking):
             yield
+
+    def _let_checks_wait(self, copied: torch.cuda.Event | None) -> None:
+        """What follows on the checking stream reads what was copied up to an event."""
+        if copied is not None and self._checking is not None:
+            self._checking.wait_event(copied)
 
     @contextmanager
     def _queueing_work(self) -> Iterator[None]:
