@@ -113,6 +113,7 @@ class EngineCore:
             self._in_flight.append((plan, self._executor.launch(plan)))
             self._predict_end(start_s)
             self._times.end(Phase.LAUNCH)
+        self.scheduler.index_joined()  # the device has something to do by now
         stays_in_flight = self._overlap and plan is not None
         if len(self._in_flight) > int(stays_in_flight):
             output = self._commit_oldest()

@@ -183,7 +183,7 @@ class Executor:
         row, num_prompt = admission.row, admission.num_prompt_tokens
         if self._request_rows.is_occupied(row):
             self._release(row)
-        self._request_rows.add(row, admission.token_ids)
+        self._request_rows.add(row, admission.token_ids, admission.num_computed_tokens)
         self._append_blocks([row], [admission.block_ids])
         self._prompt_logprobs.add(admission)
         self._sampler.add(

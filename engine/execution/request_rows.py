@@ -1,8 +1,8 @@
 """The executor's memory between steps: the known tokens of each running row.
 
-Tokens a row was admitted with are kept here, on the host. Of sampled ones only the number is:
-their ids may still be on their way, so a step takes the newest from a table on the device. An
-earlier one is never needed again, for its K and V are in the store. Knows no blocks, no sampling
+Tokens that a row was admitted with and has to compute are kept here, on the host. Of sampled ones
+only the number is: their ids may still be on their way, so a step takes the newest from a table on
+the device. One whose K and V are in the store is never needed again. Knows no blocks, no sampling
 and no requests beyond their row.
 """
 
@@ -20,17 +20,21 @@ class RequestRows:
         self._token_ids: NDArray[np.int32] = np.zeros((max_rows, max_model_len), dtype=np.int32)
         # [max_rows]; 0 = the row is free
         self._num_known_tokens: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)
-        # [max_rows]  of them, those in the table
-        self._num_given_tokens: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)
+        # [max_rows]  [first, end) of them are in the table
+        self._first_given: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)
+        self._end_given: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)
 
-    def add(self, row: int, token_ids: Sequence[int]) -> None:
-        """Occupy a free row with all tokens known so far."""
+    def add(self, row: int, token_ids: Sequence[int], num_computed_tokens: int = 0) -> None:
+        """Occupy a free row with all tokens known so far; the first ones no step computes again."""
         assert not self.is_occupied(row), f"row {row} is occupied"
         assert 0 < len(token_ids) <= self._token_ids.shape[1], (
             f"row {row}: {len(token_ids)} tokens, the table has room for {self._token_ids.shape[1]}"
         )
-        self._token_ids[row, : len(token_ids)] = token_ids
-        self._num_known_tokens[row] = self._num_given_tokens[row] = len(token_ids)
+        # Thousands of numbers out of a list take the host a while, so only those that are needed.
+        first, end = num_computed_tokens, len(token_ids)
+        self._token_ids[row, first:end] = token_ids[first:]
+        self._first_given[row] = first
+        self._num_known_tokens[row] = self._end_given[row] = end
 
     def remove(self, row: int) -> None:
         assert self.is_occupied(row), f"row {row} is free already"
@@ -54,9 +58,9 @@ class RequestRows:
 
     def input_ids(self, rows: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Token at each position of each row; both [T]. -1 - row: the row's newest, sampled one."""
-        is_given = positions < self._num_given_tokens[rows]
+        is_given = (self._first_given[rows] <= positions) & (positions < self._end_given[rows])
         assert (is_given | (positions == self._num_known_tokens[rows] - 1)).all(), (
-            f"rows {rows[~is_given].tolist()} compute sampled tokens at"
-            f" {positions[~is_given].tolist()}, which are not their newest"
+            f"rows {rows[~is_given].tolist()} compute tokens at {positions[~is_given].tolist()},"
+            " which they were not given and are not their newest"
         )
         return np.where(is_given, self._token_ids[rows, positions], -1 - rows)

@@ -17,6 +17,7 @@ class RowAdmission(msgspec.Struct, frozen=True, kw_only=True):
     num_prompt_tokens: int
     params: SamplingParams
     block_ids: list[int]
+    num_computed_tokens: int = 0  # whose K and V are in the blocks: no step computes them again
 
 
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,7 +7,7 @@ would spread a NaN even from a masked position (0 * NaN). Knows no rows, no queu
 from collections.abc import Iterable, Sequence
 
 from engine.kv.block_cache import BlockCache
-from engine.request import Request
+from engine.request import Request, RequestKey
 from engine.scheduling.contracts import BlockHasher
 
 
@@ -19,6 +19,7 @@ class RequestBlocks:
         self._hasher = hasher
         self._block_size = block_size
         self.poisoned_block_ids: list[int] = []  # held here until `take_poisoned`
+        self._put_off: dict[RequestKey, tuple[Request, int]] = {}  # what `index_full` is due for
 
     def hash_full(self, request: Request) -> None:
         """Name the full blocks of the request's known tokens, if they can be found by name."""
@@ -74,8 +75,19 @@ class RequestBlocks:
                 self._cache.index(request.block_ids[i], request.block_hashes[i], parent)
         request.num_indexed_blocks = num_full
 
+    def index_later(self, request: Request, num_computed_tokens: int) -> None:
+        """`index_full` at the next `index_put_off`, unless the request's blocks are taken first."""
+        self._put_off[request.key] = request, num_computed_tokens
+
+    def index_put_off(self) -> None:
+        """A long prompt's blocks take a millisecond, for which its first step need not wait."""
+        for request, num_computed_tokens in self._put_off.values():
+            self.index_full(request, num_computed_tokens)
+        self._put_off.clear()
+
     def take(self, request: Request) -> list[int]:
         """The request's references, which are the caller's from now on."""
+        self._put_off.pop(request.key, None)
         block_ids, request.block_ids = request.block_ids, []
         request.num_indexed_blocks = 0
         return block_ids

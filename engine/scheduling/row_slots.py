@@ -60,4 +60,5 @@ def _admission(request: Request) -> RowAdmission:
         num_prompt_tokens=request.num_prompt_tokens,
         params=request.params,
         block_ids=list(request.block_ids),
+        num_computed_tokens=request.num_computed_tokens,
     )

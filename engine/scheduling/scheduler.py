@@ -112,7 +112,7 @@ class Scheduler:
         assert stays_as_it_came, f"{request.key} has a prompt to compute here"
         self._finish_rules.apply(request)
         self._blocks.hash_full(request)
-        self._blocks.index_full(request, request.num_computed_tokens)
+        self._blocks.index_later(request, request.num_computed_tokens)
         self._running.add(request)
         if self._rows.num_free > 0:
             self._rows.give(request)
@@ -124,8 +124,7 @@ class Scheduler:
         """Forget a request and free what it holds; False if it is not here (any more)."""
         request = self._waiting.remove(key)
         if request is None:
-            request = self._running.get(key)
-            if request is None:
+            if (request := self._running.get(key)) is None:
                 return False
             self._unseat(request)
         self._leave(request)
@@ -143,19 +142,24 @@ class Scheduler:
         At most one earlier plan is not committed yet.
         """
         assert len(self._in_flight) <= 1, f"{len(self._in_flight)} steps are in flight"
-        grown = self._grow_rows()
-        if grown is None:
+        if (grown := self._grow_rows()) is None:
             return None
         decodes = self._running.decode_columns
         max_tokens = self._config.max_step_tokens - len(decodes)
         can_admit = self._rows.num_free > 0 and not self._is_outbox_full()
         room = self._prompts.open_room(now_s, max_tokens, decodes.work, can_admit=can_admit)
-        self.gathers_until_s = self._must_gather_until_s(now_s)
+        # For more short prompts, on a device that would have nothing else.
+        is_idle = len(self._running) == len(self._in_flight) == 0
+        self.gathers_until_s = self._prompts.must_gather_until_s(now_s) if is_idle else None
         chunks = [] if self.gathers_until_s is not None else list(self._chunks(room))
         zero_block_ids = self._blocks.take_poisoned()
         if len(decodes) == 0 and not chunks and not zero_block_ids:
             return None
         return self._start_step(decodes, chunks, grown, zero_block_ids, room.work)
+
+    def index_joined(self) -> None:
+        """Offer the blocks of who joined; best while a step computes, at the latest by `commit`."""
+        self._blocks.index_put_off()
 
     def commit(self, plan: StepPlan, result: StepResult) -> StepOutput:
         """Settle the oldest step: append sampled tokens, index blocks, end what is finished.
@@ -269,12 +273,6 @@ class Scheduler:
         # The blocks of an entering row are all in its admission.
         return {row_of(r): ids for r, ids in grown if not self._rows.is_entering(r)}
 
-    def _must_gather_until_s(self, now_s: float) -> float | None:
-        """Until when to wait for more short prompts, on a device that would have nothing else."""
-        if len(self._running) > 0 or len(self._in_flight) > 0:
-            return None
-        return self._prompts.must_gather_until_s(now_s)
-
     def _chunks(self, room: StepRoom) -> Iterator[Chunk]:
         """Who computes how much of its prompt in this step, as the queue decides."""
         for turn in self._waiting.turns(list(self._running.prompts.values()), room):
@@ -312,6 +310,7 @@ class Scheduler:
         Room means: afterwards every running row can still grow by one block, so that an admission
         does not cause a preemption right away.
         """
+        self.index_joined()
         if not self._blocks.acquire(request, num_spare_blocks=len(self._running)):
             return False
         if request.num_preemptions == 0:
@@ -382,6 +381,7 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         """Give up a running request's row and blocks; it will recompute what it knows."""
         assert not self._in_flight.is_computing(request), f"{request.key} is in flight"
+        self.index_joined()  # it may be one of them, and wants to find its blocks again
         self._unseat(request)
         self._outbox.retract(request.key)
         self._cache.release(self._blocks.take(request))

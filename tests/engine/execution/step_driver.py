@@ -101,6 +101,7 @@ class StepDriver:
                 num_prompt_tokens=num_prompt_tokens or len(token_ids),
                 params=params,
                 block_ids=list(shared_blocks),
+                num_computed_tokens=num_computed,
             )
         )
 

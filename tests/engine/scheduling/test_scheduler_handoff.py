@@ -163,6 +163,31 @@ def test_complete_blocks_of_a_joined_request_can_be_found_at_once() -> None:
     assert replica.records[other.key][0].num_cached_tokens == 12
 
 
+def test_the_blocks_of_who_joins_are_offered_while_its_first_step_computes() -> None:
+    replica = Replica()
+    request = _arrive(replica, "a", prompt_of(13), 9)
+    replica.cache.forget(request.block_ids)
+    replica.scheduler.join(request)
+    assert replica.cache.match(request.block_hashes) == [], "the step would have to wait for it"
+    replica.step()
+    assert replica.cache.match(request.block_hashes[:3]) == request.block_ids[:3]
+    replica.run()
+    replica.check_idle()
+
+
+def test_the_blocks_of_who_joins_and_leaves_before_a_step_are_not_offered() -> None:
+    replica = Replica()
+    request = _arrive(replica, "a", prompt_of(13), 9)
+    replica.cache.forget(request.block_ids)
+    replica.scheduler.join(request)
+    hashes = list(request.block_hashes)
+    assert replica.scheduler.abort(request.key)
+    replica.step()
+    assert replica.cache.match(hashes) == []
+    replica.run()
+    replica.check_idle()
+
+
 def test_a_request_that_joins_without_a_free_row_waits_and_recomputes() -> None:
     replica = Replica(max_rows=1)
     request = _arrive(replica, "a", prompt_of(13), 9)
