@@ -91,11 +91,7 @@ class SendingSide(RoleSide):
 
 
 class AnnouncedJoins:
-    """A scheduler whose requests' ingresses hear that they joined: their handoff is over.
-
-    They hear it after the turn in which that was, or the messages would take the interpreter from
-    the thread that launches the first step.
-    """
+    """A scheduler whose requests' ingresses hear when they join: their handoff is over."""
 
     def __init__(
         self, engine: Engine, streams: TokenStreams, loop: asyncio.AbstractEventLoop
@@ -104,7 +100,6 @@ class AnnouncedJoins:
         self._scheduler = engine.core.scheduler
         self._streams = streams
         self._loop = loop
-        self._joined: list[tuple[str, RequestKey]] = []  # and not announced: (ingress, request)
 
     @property
     def num_running(self) -> int:
@@ -115,19 +110,12 @@ class AnnouncedJoins:
 
     def join(self, request: Request) -> None:
         self._scheduler.join(request)
-        self._joined.append((request.ingress_id, request.key))
+        self._loop.call_soon_threadsafe(
+            self._streams.announce_joined, request.ingress_id, request.key
+        )
 
     def abort(self, key: RequestKey) -> bool:
         return self._scheduler.abort(key)
-
-    def announce(self) -> None:
-        if self._joined:
-            joined, self._joined = self._joined, []
-            self._loop.call_soon_threadsafe(self._tell, joined)
-
-    def _tell(self, joined: list[tuple[str, RequestKey]]) -> None:
-        for ingress_id, key in joined:
-            self._streams.announce_joined(ingress_id, key)
 
 
 class ReceivingSide(RoleSide):
@@ -135,11 +123,10 @@ class ReceivingSide(RoleSide):
 
     def __init__(self, host: EngineHost, engine: Engine) -> None:
         config = host.config
-        self._joins = AnnouncedJoins(engine, host.streams, asyncio.get_running_loop())
         self._incoming = IncomingHandoffs(
             engine.cache,
             hasher=engine.hasher,
-            scheduler=self._joins,
+            scheduler=AnnouncedJoins(engine, host.streams, asyncio.get_running_loop()),
             identity=host.identity,
             clock=host.clock,
             lease_s=config.handoff.lease_s,
@@ -165,9 +152,6 @@ class ReceivingSide(RoleSide):
         if reply.receiver is None or request.channel == "object_store":
             return reply  # its pieces are objects of Ray, which only Ray's calls carry
         return msgspec.structs.replace(reply, pieces_at=await self._server.address())
-
-    def on_turn(self) -> None:
-        self._joins.announce()
 
     def on_step(self) -> None:
         self.receiver.on_step()

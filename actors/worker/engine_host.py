@@ -316,7 +316,6 @@ class EngineHost:
     def _on_step(self, output: StepOutput) -> None:
         """On the engine thread, after every turn of its loop."""
         self._report = self.engine.load()
-        self.side.on_turn()
         if output.num_scheduled_tokens or output.failures or output.left:
             self._loop.call_soon_threadsafe(self._deliver, output)
 

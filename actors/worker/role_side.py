@@ -25,9 +25,6 @@ class RoleSide:
         """A prompt whose KV is to move started, is computed or ended."""
         raise AssertionError(f"{event} on a worker that sends nothing")
 
-    def on_turn(self) -> None:
-        """On the engine thread, after a turn of its loop; nobody has heard yet what it brought."""
-
     def on_step(self) -> None:
         """A step was committed: blocks and rows may be free now."""
 
