@@ -112,8 +112,8 @@ class EngineCore:
             start_s = max(self._clock.now_s(), self._busy_until_s)
             self._in_flight.append((plan, self._executor.launch(plan)))
             self._predict_end(start_s)
+            self.scheduler.index_joined()  # the device has something to do by now
             self._times.end(Phase.LAUNCH)
-        self.scheduler.index_joined()  # the device has something to do by now
         stays_in_flight = self._overlap and plan is not None
         if len(self._in_flight) > int(stays_in_flight):
             output = self._commit_oldest()

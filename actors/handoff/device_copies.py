@@ -25,14 +25,6 @@ def queue_copies(
     assert source.is_contiguous(), f"source of strides {source.stride()}"
     if not runs:
         return
-    # CUDA copies to wherever it is told to, within whatever is mapped.
-    assert all(
-        to_block >= 0
-        and to_block + num_blocks <= target.shape[0]
-        and from_block >= 0
-        and from_block + num_blocks <= source.shape[0]
-        for to_block, from_block, num_blocks in runs
-    ), f"runs {runs} between stores of {source.shape[0]} and {target.shape[0]} blocks"
     block_bytes = target[0].numel() * target.element_size()
     to_address, from_address = target.data_ptr(), source.data_ptr()
     with torch.cuda.device(target.device):

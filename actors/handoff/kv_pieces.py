@@ -299,6 +299,10 @@ def copy_blocks(
 
     target, source: [any, *block_shape] on the same device or mapped there.
     """
+    # Checked here: a GPU copies to wherever it is told to, or its whole context is lost.
+    for ids, blocks in ((target_ids, target), (source_ids, source)):
+        is_there = not ids or 0 <= min(ids) <= max(ids) < blocks.shape[0]
+        assert is_there, f"blocks {list(ids)} of a store of {blocks.shape[0]}"
     runs = runs_of(target_ids, source_ids)
     block_bytes = target[0].numel() * target.element_size()
     if not runs or len(target_ids) * block_bytes >= len(runs) * MIN_COPY_BYTES:
