@@ -1,6 +1,7 @@
 """The decode worker actor: KV arrives from prefill workers, and tokens follow from it."""
 
 import asyncio
+from itertools import starmap
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -33,7 +34,8 @@ class DecodeWorker(EngineWorker):
 
     def __init__(self, spec: DeploymentSpec, name: str, role: Role) -> None:
         self._side: ReceivingSide | None = None
-        super().__init__(EngineHost(spec, name, role, self._make_side))
+        host = EngineHost(spec, name, role, self._make_side)
+        super().__init__(host, {"receive_pieces": self._receive_pieces})
 
     def _make_side(self, host: EngineHost, engine: "Engine") -> RoleSide:
         from actors.handoff.sides import ReceivingSide  # imports torch, which takes seconds
@@ -42,14 +44,10 @@ class DecodeWorker(EngineWorker):
         return self._side
 
     @property
-    def _receiving(self) -> "ReceivingSide":
+    def _receiver(self) -> "HandoffReceiver":
         if self._side is None:
             raise WorkerError(f"{self} is still loading its model")
-        return self._side
-
-    @property
-    def _receiver(self) -> "HandoffReceiver":
-        return self._receiving.receiver
+        return self._side.receiver
 
     async def reserve(self, request: bytes) -> bytes:
         """ReserveRequest -> Reservation | NotNow | Refused, encoded."""
@@ -71,13 +69,17 @@ class DecodeWorker(EngineWorker):
 
     async def open_pair(self, request: bytes) -> bytes:
         """PairRequest -> PairReply, encoded."""
-        return encode(await self._receiving.open_pair(decode(request, PairRequest)))
+        return encode(await self._receiver.open_pair(decode(request, PairRequest)))
 
     async def receive_pieces(self, headers: bytes, *payloads: list[Any]) -> bytes:
-        """List of PieceHeader, and a payload each unless all are empty -> list of PieceReply."""
-        pieces = decode(headers, list[PieceHeader])
-        taking = map(self._receiver.receive_piece, pieces, payloads or [[] for _ in pieces])
+        """List of PieceHeader, and the objects of each in Ray's store -> list of PieceReply."""
+        taking = map(self._receiver.receive_piece, decode(headers, list[PieceHeader]), payloads)
         return encode(await asyncio.gather(*taking))
+
+    async def _receive_pieces(self, pieces: bytes) -> bytes:
+        """By a connection. List of (PieceHeader, payload) -> list of PieceReply."""
+        pairs = decode(pieces, list[tuple[PieceHeader, list[Any]]])
+        return encode(await asyncio.gather(*starmap(self._receiver.receive_piece, pairs)))
 
     async def cancel_transfer(self, request: bytes) -> bytes:
         """CancelTransfer -> CancelReply, encoded."""

@@ -1,12 +1,16 @@
 """Typed wrappers of remote calls: the only file with `.remote(` besides the rendezvous client.
 
-Every failure of the other side arrives as WorkerError (the actor died, restarts or cannot be
-found); an EngineError raised by the callee arrives as itself.
+Calls that a client waits for go by a connection to the actor (calls/), the others, and
+those that carry objects of Ray, by Ray. Either way, every failure of the other side arrives as
+WorkerError (the actor died, restarts or cannot be found), and an EngineError raised by the callee
+as itself.
 """
 
 import asyncio
 import logging
+import weakref
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing, suppress
 from typing import Any, TypeVar
 
 import msgspec
@@ -14,7 +18,8 @@ import ray
 from ray.actor import ActorClass, ActorHandle
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from engine.errors import EngineError, WorkerError
+from actors.calls.connection import CallConnection, ConnectionEndedError, connect
+from engine.errors import EngineError, HandoffError, WorkerError
 from engine.messages import (
     CancelReply,
     CancelTransfer,
@@ -45,6 +50,8 @@ from engine.request import Constraint, RequestKey
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+
+CONNECT_S = 5.0  # to an actor that has just said where it listens
 
 
 async def find_actor(name: str, namespace: str) -> ActorHandle[Any]:
@@ -85,7 +92,10 @@ async def _answer(reference: Awaitable[T], name: str) -> T:
 
 async def _decoded(reference: Awaitable[bytes], name: str, read: Callable[[bytes], T]) -> T:
     """Await a call and decode its answer; WorkerError from a peer that speaks another version."""
-    data = await _answer(reference, name)
+    return _read(await _answer(reference, name), name, read)
+
+
+def _read(data: bytes, name: str, read: Callable[[bytes], T]) -> T:
     try:
         return read(data)
     except msgspec.ValidationError as error:
@@ -96,18 +106,65 @@ def _as(kind: type[T]) -> Callable[[bytes], T]:
     return lambda data: decode(data, kind)
 
 
+class _Line:
+    """The connection to one actor: opened when first needed, and anew when it has ended."""
+
+    def __init__(self, name: str, actor: ActorHandle[Any]) -> None:
+        self._name = name
+        self._actor: Any = actor
+        self._opening = asyncio.Lock()
+        self._connection: CallConnection | None = None
+        self._end: weakref.finalize[[CallConnection, asyncio.AbstractEventLoop], _Line] | None = (
+            None
+        )
+
+    async def call(self, method: str, data: bytes) -> bytes:
+        """Raises WorkerError, or the EngineError that the callee raised."""
+        return await (await self._connected()).call(method, data)
+
+    async def stream(self, method: str, data: bytes) -> AsyncGenerator[bytes, None]:
+        """Raises as `call` does; closing it ends the call."""
+        async with aclosing((await self._connected()).stream(method, data)) as items:
+            async for item in items:
+                yield item
+
+    async def _connected(self) -> CallConnection:
+        async with self._opening:
+            if self._connection is None or not self._connection.is_open:
+                address = await _answer(self._actor.address.remote(), self._name)
+                self._keep(await connect(self._name, address, CONNECT_S))
+            assert self._connection is not None
+            return self._connection
+
+    def _keep(self, connection: CallConnection) -> None:
+        """Until this line is nobody's any more, or the other end would keep it for ever."""
+        if self._end is not None:
+            self._end.detach()  # of the one before, which has ended
+        self._connection = connection
+        loop = asyncio.get_running_loop()
+        self._end = weakref.finalize(self, _abandon, connection, loop)
+        self._end.atexit = False
+
+
+def _abandon(connection: CallConnection, loop: asyncio.AbstractEventLoop) -> None:
+    """From any thread."""
+    with suppress(RuntimeError):  # the loop is closed, and with it all it had open
+        loop.call_soon_threadsafe(connection.abandon)
+
+
 class WorkerHandle:
     """A prefill, decode or unified worker, seen from another process."""
 
     def __init__(self, name: str, actor: ActorHandle[Any]) -> None:
         self.name = name
         self._actor: Any = actor
+        self._line = _Line(name, actor)
 
     # ---- from the ingress -----------------------------------------------------------------------
 
     async def submit(self, request: Submit) -> None:
         """Queue a request. Raises CapacityError when the worker refuses it."""
-        await _answer(self._actor.submit.remote(encode(request)), self.name)
+        await self._line.call("submit", encode(request))
 
     async def abort(self, key: RequestKey) -> None:
         """Forget a request in any phase; idempotent."""
@@ -118,14 +175,9 @@ class WorkerHandle:
 
     async def read(self, ingress_id: str) -> AsyncGenerator[StepMessage, None]:
         """Messages of the worker for this ingress until it dies (WorkerError) or replaces us."""
-        stream = self._actor.read.options(num_returns="streaming").remote(ingress_id)
-        try:
-            async for reference in stream:
-                yield await _decoded(reference, self.name, _as(StepMessage))
-        except RayError as error:
-            raise WorkerError(f"{self.name} died or is restarting") from error
-        finally:
-            ray.cancel(stream)  # dropping the generator would leave its producer running
+        async with aclosing(self._line.stream("read", ingress_id.encode())) as messages:
+            async for message in messages:
+                yield _read(message, self.name, _as(StepMessage))
 
     # ---- from the allocator ---------------------------------------------------------------------
 
@@ -155,11 +207,20 @@ class WorkerHandle:
     async def receive_pieces(
         self, pieces: Sequence[tuple[PieceHeader, list[Any]]]
     ) -> list[PieceReply]:
-        headers = encode([header for header, _ in pieces])
-        # Ray pickles lists, but not bytes: nothing is sent for empty ones.
-        payloads = [payload for _, payload in pieces] if any(p for _, p in pieces) else []
-        reference = self._actor.receive_pieces.remote(headers, *payloads)
-        return await _decoded(reference, self.name, _as(list[PieceReply]))
+        """One reply each. Raises HandoffError when a connection broke: it may live."""
+        if any(isinstance(item, ray.ObjectRef) for _, payload in pieces for item in payload):
+            headers = encode([header for header, _ in pieces])
+            payloads = [payload for _, payload in pieces]
+            reference = self._actor.receive_pieces.remote(headers, *payloads)
+            return await _decoded(reference, self.name, _as(list[PieceReply]))
+        try:
+            answer = await self._line.call("receive_pieces", encode(pieces))
+        except ConnectionEndedError as error:
+            raise HandoffError(error.message) from error
+        replies = _read(answer, self.name, _as(list[PieceReply]))
+        if len(replies) != len(pieces):
+            raise WorkerError(f"{self.name} answered {len(replies)} of {len(pieces)} pieces")
+        return replies
 
     async def cancel_transfer(self, request: CancelTransfer) -> CancelReply:
         reference = self._actor.cancel_transfer.remote(encode(request))
@@ -175,10 +236,11 @@ class BatcherHandle:
     def __init__(self, name: str, actor: ActorHandle[Any]) -> None:
         self.name = name
         self._actor: Any = actor
+        self._line = _Line(name, actor)
 
     async def tokenize(self, request: TokenizeRequest) -> TokenizeReply:
-        reference = self._actor.tokenize.remote(encode(request))
-        return await _decoded(reference, self.name, _as(TokenizeReply))
+        answer = await self._line.call("tokenize", encode(request))
+        return _read(answer, self.name, _as(TokenizeReply))
 
     async def check(self, constraint: Constraint) -> ConstraintVerdict:
         reference = self._actor.check.remote(encode(constraint))
@@ -191,10 +253,11 @@ class AllocatorHandle:
     def __init__(self, name: str, actor: ActorHandle[Any]) -> None:
         self.name = name
         self._actor: Any = actor
+        self._line = _Line(name, actor)
 
     async def place(self, request: PlaceRequest) -> Placement:
-        reference = self._actor.place.remote(encode(request))
-        return await _decoded(reference, self.name, decode_placement)
+        answer = await self._line.call("place", encode(request))
+        return _read(answer, self.name, decode_placement)
 
     async def status(self) -> LapsStatus:
         return await _decoded(self._actor.status.remote(), self.name, _as(LapsStatus))

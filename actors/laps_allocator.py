@@ -4,6 +4,7 @@ Stateless but for those reports: after a restart it knows everything again as so
 streams and the supervisor's next topology arrive. The decisions are in actors/edge/placing.py.
 """
 
+from actors.calls.server import CallServer
 from actors.deployment import DeploymentSpec
 from actors.edge.news_reader import NewsReader
 from actors.edge.placing import Placing
@@ -11,6 +12,7 @@ from actors.edge.worker_links import WorkerLinks
 from actors.handles import WorkerHandle, find_actor
 from actors.lifeline import Lifeline
 from actors.logs import set_up_logging
+from actors.node_address import listen_address
 from engine.clock import MonotonicClock
 from engine.errors import WorkerError
 from engine.messages import PlaceRequest, StepMessage, Topology, decode, encode
@@ -25,6 +27,7 @@ class LapsAllocator:
         config = spec.config
         clock = MonotonicClock()
         self._name = name
+        self._server = CallServer(listen_address(config), {"place": self._place})
         self._lifeline = Lifeline(config.lifetimes.supervisor_silence_s).start()
 
         async def find(worker: str) -> WorkerHandle:
@@ -59,7 +62,11 @@ class LapsAllocator:
         self._links.update(roles)
         self._placing.update(roles)
 
-    async def place(self, request: bytes) -> bytes:
+    async def address(self) -> bytes:
+        """Where `place` is called by a connection; see `CallServer`."""
+        return await self._server.address()
+
+    async def _place(self, request: bytes) -> bytes:
         """PlaceRequest -> Assign | Hold | Reject, encoded. WorkerError before any topology."""
         if not self._links.links():  # just started: the ingress knows better
             raise WorkerError("the allocator has heard of no workers yet")

@@ -12,10 +12,12 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
 
+from actors.calls.server import CallServer
 from actors.deployment import DeploymentSpec
 from actors.dynamic_batcher import BatchStatistics, DynamicBatcher
 from actors.lifeline import Lifeline
 from actors.logs import set_up_logging
+from actors.node_address import listen_address
 from configs.schema import TokenizerConfig
 from engine.chat_template import load_chat_template
 from engine.constraints.checks import ConstraintChecks
@@ -126,6 +128,7 @@ class TokenizerBatcher:
         self._model_path = spec.config.model.path
         self._tokenizer = PromptTokenizer(self._model_path, spec.config.tokenizer)
         self._checks = ConstraintChecks(self._model_path)
+        self._server = CallServer(listen_address(spec.config), {"tokenize": self._tokenize})
         # Only now: nobody can be heard while it loads, which may take longer than silence may last;
         # an actor that ended itself then would do so again after each restart.
         self._lifeline = Lifeline(spec.config.lifetimes.supervisor_silence_s).start()
@@ -138,7 +141,11 @@ class TokenizerBatcher:
         """A supervisor or an ingress was heard."""
         self._lifeline.beat()
 
-    async def tokenize(self, data: bytes) -> bytes:
+    async def address(self) -> bytes:
+        """Where `tokenize` is called by a connection; see `CallServer`."""
+        return await self._server.address()
+
+    async def _tokenize(self, data: bytes) -> bytes:
         """TokenizeRequest -> TokenizeReply, encoded."""
         return encode(await self._tokenizer.tokenize(decode(data, TokenizeRequest)))
 

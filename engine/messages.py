@@ -22,7 +22,7 @@ T = TypeVar("T")
 _encoder = msgspec.msgpack.Encoder()
 
 
-def encode(message: msgspec.Struct | Sequence[msgspec.Struct]) -> bytes:
+def encode(message: msgspec.Struct | Sequence[object]) -> bytes:
     return _encoder.encode(message)
 
 
@@ -354,7 +354,6 @@ class PairReply(msgspec.Struct, frozen=True, kw_only=True):
     receiver: WorkerIdentity | None = None
     reason: str = ""
     is_unfit: bool = False  # this kind will not do here: asking again is of no use
-    pieces_at: bytes = b""  # where they go: piece_connection.py; empty = calls of the actor
 
 
 class PieceHeader(msgspec.Struct, frozen=True, kw_only=True):

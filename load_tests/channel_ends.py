@@ -1,8 +1,8 @@
 """Two processes that move KV between them over one channel, each with a store and a device.
 
 In place of the actors: a folder is the board where ends meet, a Unix socket carries the calls. The
-channels, the connection by which pieces go, the copies and the digests are those of the workers;
-there is no scheduler and no Ray.
+channels, the connection by which their headers go, the copies and the digests are those of the
+workers; there is no scheduler and no Ray.
 """
 
 import asyncio
@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from actors.calls.connection import CallConnection, connect
+from actors.calls.server import CallServer
 from actors.handoff.channel_choice import piece_bytes_of
 from actors.handoff.contracts import IncomingData, ReceiveChannel, SendChannel, StagedPiece
 from actors.handoff.cuda_ipc import CudaIpcSender, offer_store, open_receiver
@@ -24,7 +26,6 @@ from actors.handoff.host_staging import HostStagedSender
 from actors.handoff.kv_pieces import KvPieces
 from actors.handoff.nccl_pair import NcclPairs, NcclSettings
 from actors.handoff.pair_proof import RECEIVER_RANK, SENDER_RANK
-from actors.handoff.piece_connection import PieceConnection, PieceServer, connect
 from actors.handoff.piece_sender import MAX_PIECES_UNDER_WAY
 from configs.schema import HandoffConfig
 from engine.errors import HandoffError, WorkerError
@@ -194,7 +195,7 @@ class ReceivingProcess:
         self._end = end
         self._more = dict(more or {})
         self._listener = Listener(str(folder / "calls"), "AF_UNIX")
-        self._server = PieceServer(LOOPBACK, self._take)
+        self._server = CallServer(LOOPBACK, {"take": self._take})
         self._channel: ReceiveChannel | None = None
         self._serving: set[asyncio.Task[None]] = set()
 
@@ -220,7 +221,7 @@ class ReceivingProcess:
         match verb:
             case "open":
                 return await self._open(decode(arguments[0], PairRequest))
-            case "pieces_at":
+            case "address":
                 return await self._server.address()
             case "digests":
                 return self._end.store.digest(arguments[0])
@@ -240,15 +241,19 @@ class ReceivingProcess:
             return error.message
         return ""
 
-    async def _take(self, header: PieceHeader, payload: list[Any]) -> PieceReply:
-        """payload: the blocks to write to, and that of the channel."""
-        block_ids, of_channel = payload
+    async def _take(self, piece: bytes) -> bytes:
+        """(PieceHeader, blocks to write to, payload) -> PieceReply, encoded."""
+        return encode(await self._write(*decode(piece, tuple[PieceHeader, list[int], list[Any]])))
+
+    async def _write(
+        self, header: PieceHeader, block_ids: list[int], payload: list[Any]
+    ) -> PieceReply:
         channel, block_bytes = self._channel, self._end.store.layout.block_bytes
         if channel is None or not channel.claim(header.seq):
             return _failed("no channel, or a piece that came before")
         try:
             num_bytes = len(block_ids) * block_bytes
-            data = await channel.receive(header.seq, num_bytes, of_channel, block_ids)
+            data = await channel.receive(header.seq, num_bytes, payload, block_ids)
         except WorkerError as error:
             return _failed(error.message)
         piece: StagedPiece[IncomingData] = StagedPiece(data=data, digests=header.digests)
@@ -269,7 +274,7 @@ class SendingProcess:
         self._calling = asyncio.Lock()
         self._epoch = 0
         self._channel: SendChannel | None = None
-        self._pieces: PieceConnection | None = None
+        self._pieces: CallConnection | None = None
 
     @property
     def channel(self) -> SendChannel:
@@ -294,8 +299,7 @@ class SendingProcess:
             reason: str = await theirs
         if reason:
             raise HandoffError(f"the receiver did not open {kind}: {reason}")
-        address = await self.call("pieces_at")
-        self._pieces = await connect(address, self.end.config.transfer_deadline_s)
+        self._pieces = await connect("receiver", await self.call("address"), MEET_S)
         return time.perf_counter() - started_s
 
     async def hand_over(self, from_ids: Sequence[int], to_ids: Sequence[int]) -> float:
@@ -326,8 +330,8 @@ class SendingProcess:
 
         async def deliver(seq: int, payload: list[Any]) -> PieceReply:
             header = _header(self._epoch, seq, digests)
-            [reply] = await pieces.receive_pieces([(header, [to_ids, payload])])
-            return reply
+            answer = await pieces.call("take", encode((header, to_ids, payload)))
+            return decode(answer, PieceReply)
 
         reply = await self.channel.send(piece.data, deliver)
         if reply.outcome != "accepted":

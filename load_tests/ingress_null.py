@@ -7,10 +7,12 @@ per step and ingress. So a benchmark of the ingress measures the ingress.
 import asyncio
 import os
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
+from actors.calls.server import CallServer
 from actors.deployment import DeploymentSpec
+from actors.node_address import listen_address
 from actors.worker.token_streams import TokenStreams
 from engine.clock import MonotonicClock
 from engine.kv.layout import KvLayout
@@ -73,6 +75,9 @@ class NullWorker:
             on_silent=self._drop_ingress,
             on_overflow=lambda ingress_id, key: self._drop(key),
         )
+        self._server = CallServer(
+            listen_address(spec.config), {"submit": self.submit}, {"read": self.read}
+        )
         loop = asyncio.get_running_loop()
         self._tasks = [loop.create_task(self._step()), loop.create_task(self._keep_house())]
 
@@ -97,9 +102,13 @@ class NullWorker:
         )
         return encode(WorkerStatus(identity=identity, state="ready"))
 
-    async def submit(self, request: bytes) -> None:
+    async def address(self) -> bytes:
+        return await self._server.address()
+
+    async def submit(self, request: bytes) -> bytes:
         submit = decode(request, Submit)
         self._open[submit.key] = _Open(submit)
+        return b""
 
     async def abort(self, key: RequestKey) -> None:
         self._drop(key)
@@ -107,8 +116,8 @@ class NullWorker:
     async def acknowledge(self, ingress_id: str, step_seq: int) -> None:
         self._streams.acknowledge(ingress_id, step_seq)
 
-    async def read(self, ingress_id: str) -> AsyncIterator[bytes]:
-        async for message in self._streams.read(ingress_id):
+    async def read(self, ingress_id: bytes) -> AsyncGenerator[bytes, None]:
+        async for message in self._streams.read(ingress_id.decode()):
             yield message
 
     async def news(self, after: int | None) -> bytes:

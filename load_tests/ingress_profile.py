@@ -26,6 +26,7 @@ OURS: Groups = (
     ("API keys, admission, rates", ("actors/edge/key_gate", "actors/edge/admission")),
     ("calls: tokenize, place, submit", ("Handle.place", "Handle.submit", "Handle.tokenize")),
     ("calls: awaiting their answers, and messages", ("_answer (actors", "_decoded (actors")),
+    ("calls: their frames", ("actors/calls/",)),
     ("messages of tokens", ("actors/handles", "actors/edge/worker_links", "actors/edge/mailbox")),
     ("messages of tokens", ("decode (engine/messages", "_dispatch (")),
     ("tokens to deltas: coroutines", ("actors/edge/", "_events (", "actors/ingress")),

@@ -158,7 +158,13 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     ),
     "engine.build": ("configs.schema", "kernels.compilation", "engine"),
     # -- processes
-    "actors.handles": ("engine.errors", "engine.messages", "engine.request"),
+    "actors.calls": ("actors.calls", "configs.ray_tls", "engine.errors", "engine.messages"),
+    "actors.handles": (
+        "actors.calls",
+        "engine.errors",
+        "engine.messages",
+        "engine.request",
+    ),
     "actors.preflight": (
         "configs.schema",
         "engine.errors",
@@ -168,6 +174,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     ),
     "actors": (
         "configs.faults",
+        "configs.ray_tls",
         "configs.schema",
         "actors",
         "engine.build",
@@ -218,14 +225,22 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     ),
     "load_tests.ingress_null": (
         "load_tests",
+        "actors.calls",
         "actors.deployment",
+        "actors.node_address",
         "actors.worker.token_streams",
         "engine.clock",
         "engine.kv.layout",
         "engine.messages",
         "engine.request",
     ),
-    "load_tests.channel_ends": ("load_tests", "actors.handoff", "configs", "engine"),
+    "load_tests.channel_ends": (
+        "load_tests",
+        "actors.calls",
+        "actors.handoff",
+        "configs",
+        "engine",
+    ),
     "load_tests.floors": ("load_tests", "configs", "engine"),
     "load_tests.host_work": ("load_tests", "configs", "engine"),
     "load_tests.in_process": ("load_tests", "configs", "engine"),

@@ -1,7 +1,7 @@
 """KV channels of a worker: bytes of whole blocks from a prefill worker to a decode worker.
 
 A channel carries pieces (runs of blocks) from one sender to one receiver and counts them by
-sequence number. The piece's header goes by RPC, the bytes beside it:
+sequence number. The piece's header goes by a call, the bytes beside it:
 
     cuda_ipc      two GPUs of one host: the receiver reads the sender's store (cuda_ipc.py)
     nccl_pair     two GPUs: a 2-rank NCCL group per (sender, receiver, epoch) (nccl_pair.py)

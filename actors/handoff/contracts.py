@@ -76,7 +76,7 @@ class UnfitError(HandoffError):
     """
 
 
-# The RPC that carries a piece's header: (sequence number, object references) -> acknowledgement.
+# The call that carries a piece's header: (sequence number, object references) -> acknowledgement.
 Deliver = Callable[[int, list[Any]], Awaitable[PieceReply]]
 
 

@@ -1,6 +1,6 @@
 """The two ends of a pair: pieces in one order over a connection that has no tags.
 
-A piece's header goes by RPC, its bytes beside it over the connection. Headers may overtake each
+A piece's header goes by a call, its bytes beside it over the connection. Headers may overtake each
 other, bytes may not: each end counts. Knows no kind of connection: what a piece is staged in, and
 how it moves, is the connection's.
 """

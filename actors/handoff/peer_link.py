@@ -9,11 +9,9 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 
 from actors.handoff.channel_choice import ChannelChoice, channel_order
-from actors.handoff.contracts import Channels, Peer, PieceTaker, SendChannel, UnfitError
-from actors.handoff.piece_connection import PieceConnection, connect
+from actors.handoff.contracts import Channels, Peer, SendChannel, UnfitError
 from actors.handoff.waits import bounded, close_when_open
 from configs.schema import HandoffConfig
 from engine.clock import Clock
@@ -28,29 +26,6 @@ Offer = Callable[[ChannelKind], bytes]
 def no_offer(_: ChannelKind) -> bytes:
     """Of a worker whose KV store is in host memory."""
     return b""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpenLink:
-    """A channel, and the connection by which the headers of its pieces go."""
-
-    channel: SendChannel
-    connection: PieceConnection | None  # None = by calls of the actor
-
-    @property
-    def is_intact(self) -> bool:
-        return self.connection is None or self.connection.is_open
-
-    def taker(self, peer: Peer) -> PieceTaker:
-        return peer if self.connection is None else self.connection
-
-    async def close(self) -> None:
-        """The channel first: its pieces may wait for their answers."""
-        try:
-            await self.channel.close()
-        finally:
-            if self.connection is not None:
-                await self.connection.close()
 
 
 class PeerLink:
@@ -73,7 +48,7 @@ class PeerLink:
         self._choice = choice
         self._offer = offer
         self._lock = asyncio.Lock()
-        self._open: OpenLink | None = None
+        self._channel: SendChannel | None = None
         self._discarded: set[asyncio.Task[None]] = set()
         self._num_users = 0
         self._epoch = 0
@@ -81,25 +56,25 @@ class PeerLink:
 
     @property
     def is_open(self) -> bool:
-        return self._open is not None
+        return self._channel is not None
 
     @asynccontextmanager
-    async def use(self, peer: Peer) -> AsyncIterator[OpenLink]:
+    async def use(self, peer: Peer) -> AsyncIterator[SendChannel]:
         """An open channel to `peer`; a WorkerError raised inside ends it for all its users.
 
         Raises HandoffError if none can be opened, WorkerError if the peer is dead.
         """
         async with self._lock:
-            if self._open is not None and self._should_change(self._open):
+            if self._channel is not None and self._should_change(self._channel):
                 await self._hang_up()
-            if self._open is None:
-                self._open = await self._open_best(peer)
-            link = self._open
+            if self._channel is None:
+                self._channel = await self._open(peer)
+            channel = self._channel
             self._num_users += 1
         try:
-            yield link
+            yield channel
         except WorkerError:
-            await self._replace(link)
+            await self._replace(channel)
             raise
         finally:
             self._num_users -= 1
@@ -109,25 +84,24 @@ class PeerLink:
             await self._hang_up()
         await asyncio.gather(*self._discarded)
 
-    async def _replace(self, link: OpenLink) -> None:
+    async def _replace(self, channel: SendChannel) -> None:
         """Close a channel that failed, unless another of its users did so already."""
         async with self._lock:
-            if self._open is link:
-                self._choice.count_failure(link.channel.kind)
+            if self._channel is channel:
+                self._choice.count_failure(channel.kind)
                 self._choice.forget_unfit()
                 await self._hang_up()
 
     async def _hang_up(self) -> None:
-        link, self._open = self._open, None
-        if link is not None:
-            await link.close()
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            await channel.close()
 
-    def _should_change(self, link: OpenLink) -> bool:
-        """Nobody is under way, and a better kind may be tried again or the peer has hung up."""
-        is_best = link.channel.kind == self._choice.candidates()[0]
-        return self._num_users == 0 and not (is_best and link.is_intact)
+    def _should_change(self, channel: SendChannel) -> bool:
+        """Go back to a better kind once it may be tried again and nobody is under way."""
+        return self._num_users == 0 and channel.kind != self._choice.candidates()[0]
 
-    async def _open_best(self, peer: Peer) -> OpenLink:
+    async def _open(self, peer: Peer) -> SendChannel:
         """The first kind that opens. Raises the last one's HandoffError, or WorkerError."""
         candidates = self._choice.candidates()
         reasons: list[str] = []
@@ -142,18 +116,17 @@ class PeerLink:
                 reasons.append(f"{kind}: {error}")
         return self._opened(await self._open_kind(peer, candidates[-1]), reasons)
 
-    def _opened(self, link: OpenLink, reasons: list[str]) -> OpenLink:
+    def _opened(self, channel: SendChannel, reasons: list[str]) -> SendChannel:
         """Log and count what was chosen."""
-        kind = link.channel.kind
-        if kind == self._choice.favourite:
-            logger.info("KV for %s goes by %s", self._name, kind)
-            return link
+        if channel.kind == self._choice.favourite:
+            logger.info("KV for %s goes by %s", self._name, channel.kind)
+            return channel
         self.num_fallbacks += 1
         why = "; ".join(reasons) or "better kinds failed lately or do not fit"
-        logger.warning("KV for %s goes by %s (%s)", self._name, kind, why)
-        return link
+        logger.warning("KV for %s goes by %s (%s)", self._name, channel.kind, why)
+        return channel
 
-    async def _open_kind(self, peer: Peer, kind: ChannelKind) -> OpenLink:
+    async def _open_kind(self, peer: Peer, kind: ChannelKind) -> SendChannel:
         """Open both ends at the same time. Raises UnfitError, HandoffError or WorkerError."""
         offer = self._offer(kind)
         self._epoch += 1
@@ -169,16 +142,12 @@ class PeerLink:
         theirs = asyncio.create_task(self._ask(peer, request, bound_s))
         ours = asyncio.create_task(self._open_own(request))
         try:
-            reply, channel = await asyncio.gather(theirs, ours)  # whichever fails first ends it
+            _, channel = await asyncio.gather(theirs, ours)  # whichever fails first ends it
         except BaseException:
             theirs.cancel()
             self._discard(ours)
             raise
-        try:
-            return OpenLink(channel=channel, connection=await self._connect(reply))
-        except BaseException:
-            self._discard(ours)
-            raise
+        return channel
 
     async def _open_own(self, request: PairRequest) -> SendChannel:
         try:
@@ -188,16 +157,8 @@ class PeerLink:
         except WorkerError as error:  # the rendezvous is away, which says nothing of the peer
             raise HandoffError(error.message) from error
 
-    async def _ask(self, peer: Peer, request: PairRequest, bound_s: float) -> PairReply:
-        reply = await bounded(peer.open_pair(request), bound_s)
-        self._check(reply)
-        return reply
-
-    async def _connect(self, reply: PairReply) -> PieceConnection | None:
-        """To where the peer takes pieces; None if that is its actor. Raises HandoffError."""
-        if not reply.pieces_at:
-            return None
-        return await connect(reply.pieces_at, self._config.transfer_deadline_s)
+    async def _ask(self, peer: Peer, request: PairRequest, bound_s: float) -> None:
+        self._check(await bounded(peer.open_pair(request), bound_s))
 
     def _discard(self, opening: asyncio.Task[SendChannel]) -> None:
         """Close an end that is of no use as soon as it is open or has failed, at its deadline."""

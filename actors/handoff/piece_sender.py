@@ -12,7 +12,7 @@ import msgspec
 
 from actors.handoff.channel_choice import piece_bytes_of
 from actors.handoff.computed_blocks import ComputedBlocks, NextPiece
-from actors.handoff.contracts import OutgoingData, PieceStore, PieceTaker, SendChannel
+from actors.handoff.contracts import OutgoingData, Peer, PieceStore, SendChannel
 from actors.handoff.piece_bundles import PieceBundles
 from actors.handoff.waits import EndedError
 from configs.schema import HandoffConfig
@@ -31,6 +31,7 @@ class Transfer:
     key: RequestKey
     blocks: ComputedBlocks
     ended: asyncio.Future[None]  # cancelled, or dropped by the scheduler
+    peer: Peer
     reservation: Reservation
 
 
@@ -49,12 +50,9 @@ class PieceSender:
         """That carried pieces, one or several each."""
         return self._bundles.num_calls
 
-    async def send_computed(
-        self, transfer: Transfer, channel: SendChannel, taker: PieceTaker
-    ) -> PieceReply | None:
+    async def send_computed(self, transfer: Transfer, channel: SendChannel) -> PieceReply | None:
         """Send what is computed so far; None if more is to come, else D's answer that ends it.
 
-        taker: who takes the headers of what `channel` carries.
         On return, also by an exception, no piece is under way. Raises HandoffError when the
         transfer may start over on another channel, EndedError, WorkerError when D is dead.
         """
@@ -71,8 +69,7 @@ class PieceSender:
                     has_room = len(sending) < MAX_PIECES_UNDER_WAY
                     piece = blocks.next_piece(max_blocks) if has_room else None
                     if piece is not None:
-                        sent = self._send(transfer, channel, taker, piece)
-                        sending.append(asyncio.create_task(sent))
+                        sending.append(asyncio.create_task(self._send(transfer, channel, piece)))
                     elif sending:
                         reply = await sending[0]
                         sending.popleft()
@@ -84,10 +81,10 @@ class PieceSender:
                 await asyncio.gather(*sending, return_exceptions=True)
 
     async def _send(
-        self, transfer: Transfer, channel: SendChannel, taker: PieceTaker, piece: NextPiece
+        self, transfer: Transfer, channel: SendChannel, piece: NextPiece
     ) -> PieceReply | None:
         """None when D took the piece, else its answer that ends the transfer."""
-        reply = await self._read_and_send(transfer, channel, taker, piece)
+        reply = await self._read_and_send(transfer, channel, piece)
         if reply.outcome == "failed" and reply.is_retryable:
             raise HandoffError(f"D did not take a piece: {reply.reason}")
         if reply.outcome != "accepted":
@@ -99,7 +96,7 @@ class PieceSender:
         return None
 
     async def _read_and_send(
-        self, transfer: Transfer, channel: SendChannel, taker: PieceTaker, piece: NextPiece
+        self, transfer: Transfer, channel: SendChannel, piece: NextPiece
     ) -> PieceReply:
         """Wait for the piece's acknowledgement."""
         header = self._header(transfer, channel.epoch, piece)
@@ -111,7 +108,7 @@ class PieceSender:
 
         async def deliver(seq: int, payload: list[Any]) -> PieceReply:
             numbered = msgspec.structs.replace(header, seq=seq)
-            return await self._bundles.deliver(taker, numbered, payload)
+            return await self._bundles.deliver(transfer.peer, numbered, payload)
 
         reply = await channel.send(data, deliver)
         self.counts["pieces"] += 1

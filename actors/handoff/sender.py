@@ -316,6 +316,7 @@ class HandoffSender:
             key=handoff.key,
             blocks=handoff.blocks,
             ended=handoff.ended,
+            peer=peer,
             reservation=reservation,
         )
         has_failed = False
@@ -327,9 +328,8 @@ class HandoffSender:
             try:
                 async with AsyncExitStack() as stack:
                     opening = stack.enter_async_context(link.use(peer))
-                    opened = await unless_ended(opening, handoff.ended)
-                    channel, taker = opened.channel, opened.taker(peer)
-                    reply = await self._pieces.send_computed(transfer, channel, taker)
+                    channel = await unless_ended(opening, handoff.ended)
+                    reply = await self._pieces.send_computed(transfer, channel)
             except HandoffError as error:
                 if has_failed:
                     raise

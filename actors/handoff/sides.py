@@ -3,16 +3,13 @@
 import asyncio
 from dataclasses import asdict
 
-import msgspec
-import ray
-
 from actors.handles import WorkerHandle, find_actor
 from actors.handoff.channels import KvPieces, WorkerChannels, device_channels
 from actors.handoff.faulty_pieces import FaultyPieces
 from actors.handoff.peer_link import PeerLinks
-from actors.handoff.piece_connection import PieceServer
 from actors.handoff.receiver import HandoffReceiver
 from actors.handoff.sender import HandoffSender
+from actors.node_address import listen_address
 from actors.options import rendezvous_name
 from actors.rendezvous import RayRendezvousClient
 from actors.worker.engine_host import EngineHost
@@ -20,7 +17,7 @@ from actors.worker.role_side import RoleSide
 from actors.worker.token_streams import TokenStreams
 from engine.build import Engine
 from engine.kv.handoff import IncomingHandoffs, OutgoingEvent
-from engine.messages import HandoffTotals, PairReply, PairRequest
+from engine.messages import HandoffTotals
 from engine.request import Request, RequestKey
 from engine.scheduling.contracts import SchedulerStatistics
 
@@ -143,15 +140,6 @@ class ReceivingSide(RoleSide):
             on_grant=pieces.fence,
             refusal=host.draining.refusal,
         )
-        address = config.handoff.address or _node_address()
-        self._server = PieceServer(address, self.receiver.receive_piece)
-
-    async def open_pair(self, request: PairRequest) -> PairReply:
-        """Open a channel, and say where its pieces go. Raises HandoffError if there is no port."""
-        reply = await self.receiver.open_pair(request)
-        if reply.receiver is None or request.channel == "object_store":
-            return reply  # its pieces are objects of Ray, which only Ray's calls carry
-        return msgspec.structs.replace(reply, pieces_at=await self._server.address())
 
     def on_step(self) -> None:
         self.receiver.on_step()
@@ -180,13 +168,9 @@ def _channels(host: EngineHost, pieces: KvPieces) -> WorkerChannels:
     config, deployment_hash = host.config, host.name.rpartition(".")[2]
     return WorkerChannels(
         RayRendezvousClient(rendezvous_name(deployment_hash), host.namespace, RENDEZVOUS_RPC_S),
-        address=config.handoff.address or _node_address(),
+        address=listen_address(config),
         deadline_s=config.handoff.transfer_deadline_s,
         max_in_flight_bytes=config.handoff.max_in_flight_bytes,
         floors_gb_s=config.handoff.floors_gb_s,
         device=device_channels(pieces, config.handoff),
     )
-
-
-def _node_address() -> str:
-    return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]

@@ -1,7 +1,9 @@
 """What every worker actor answers, whatever its role: the remote surface over an `EngineHost`."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, Mapping
 
+from actors.calls.server import CallServer, Handler
+from actors.node_address import listen_address
 from actors.worker.engine_host import EngineHost
 from engine.messages import Submit, decode, encode
 from engine.request import RequestKey
@@ -10,8 +12,14 @@ from engine.request import RequestKey
 class EngineWorker:
     """Calls of the supervisor and of the ingresses. Async: the event loop only moves messages."""
 
-    def __init__(self, host: EngineHost) -> None:
+    def __init__(self, host: EngineHost, calls: Mapping[str, Handler] | None = None) -> None:
+        """calls: those that come by a connection, besides everybody's."""
         self._host = host
+        self._server = CallServer(
+            listen_address(host.config),
+            {"submit": self._submit, **(calls or {})},
+            {"read": self._read},
+        )
 
     def __repr__(self) -> str:
         """What Ray prints before this actor's log lines."""
@@ -25,9 +33,9 @@ class EngineWorker:
         """Take nothing new, finish what runs for `grace_s`, hand the rest over, exit for good."""
         self._host.drain(grace_s)
 
-    async def submit(self, request: bytes) -> None:
-        """Queue a `Submit`. Raises RequestError or CapacityError."""
-        await self._host.submit(decode(request, Submit))
+    async def address(self) -> bytes:
+        """Where the calls below come by a connection; see `CallServer`."""
+        return await self._server.address()
 
     async def abort(self, key: RequestKey) -> None:
         """Forget a request in any phase; idempotent."""
@@ -37,14 +45,6 @@ class EngineWorker:
         """The client has every message up to `step_seq`."""
         self._host.acknowledge(ingress_id, step_seq)
 
-    async def read(self, ingress_id: str) -> AsyncIterator[bytes]:
-        """Encoded StepMessages for one client, for as long as it reads.
-
-        Raises WorkerError while the model is still loading.
-        """
-        async for message in self._host.read(ingress_id):
-            yield message
-
     async def news(self, after: int | None) -> bytes:
         """WorkerNews since the block changes numbered `after`, encoded; None = all there is."""
         return encode(await self._host.news(after))
@@ -52,3 +52,18 @@ class EngineWorker:
     async def statistics(self) -> dict[str, object]:
         """Everything a test or a person may want to see at rest; see `EngineHost.statistics`."""
         return await self._host.statistics()
+
+    # ---- by a connection ------------------------------------------------------------------------
+
+    async def _submit(self, request: bytes) -> bytes:
+        """Queue a `Submit`. Raises RequestError or CapacityError."""
+        await self._host.submit(decode(request, Submit))
+        return b""
+
+    async def _read(self, ingress_id: bytes) -> AsyncGenerator[bytes, None]:
+        """Encoded StepMessages for one client, for as long as it reads.
+
+        Raises WorkerError while the model is still loading.
+        """
+        async for message in self._host.read(ingress_id.decode()):
+            yield message

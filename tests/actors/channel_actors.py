@@ -4,18 +4,18 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
+from itertools import starmap
 from typing import Any, TypeVar
 
-import msgspec
 import numpy as np
 import ray
 import torch
 
+from actors.calls.server import CallServer
 from actors.handles import WorkerHandle
 from actors.handoff.channels import KvPieces, WorkerChannels
-from actors.handoff.contracts import Channels, ReceiveChannel, SendChannel, StagedPiece
+from actors.handoff.contracts import Channels, ReceiveChannel, SendChannel
 from actors.handoff.peer_link import PeerLinks
-from actors.handoff.piece_connection import PieceServer
 from actors.handoff.receiver import HandoffReceiver
 from actors.handoff.sender import HandoffSender
 from actors.rendezvous import RayRendezvousClient
@@ -42,6 +42,7 @@ from engine.messages import (
     encode,
 )
 from engine.request import Request, RequestKey, SamplingParams
+from tests.actors.corrupting_pieces import CorruptingPieces
 
 T = TypeVar("T")
 
@@ -148,18 +149,6 @@ class _LoopEngine:
     async def call(self, fn: Callable[[], T]) -> T:
         await asyncio.sleep(0)
         return fn()
-
-
-class CorruptingPieces(KvPieces):
-    """Flips one bit of every piece read while `is_on`, after its digest was made."""
-
-    is_on = False
-
-    async def read(self, block_ids: Any) -> StagedPiece:
-        piece = await super().read(block_ids)
-        if self.is_on:
-            piece.data[len(piece.data) // 2] ^= 16
-        return piece
 
 
 class PrefillSide:
@@ -293,23 +282,30 @@ class DecodeSide:
             channels=channels(board, config.transfer_deadline_s),
             store=self._pieces,
         )
-        self._server = PieceServer("127.0.0.1", self._receiver.receive_piece)
-        self._num_calls = 0
+        self._server = CallServer("127.0.0.1", {"receive_pieces": self._receive_pieces})
+        self._num_calls = 0  # of Ray, for pieces
+
+    async def address(self) -> bytes:
+        return await self._server.address()
+
+    async def hang_up(self) -> None:
+        """End all connections to here, whatever is under way on them."""
+        await self._server.close()
+        self._server = CallServer("127.0.0.1", {"receive_pieces": self._receive_pieces})
+
+    async def _receive_pieces(self, pieces: bytes) -> bytes:
+        pairs = decode(pieces, list[tuple[PieceHeader, list[Any]]])
+        return encode(await asyncio.gather(*starmap(self._receiver.receive_piece, pairs)))
 
     async def reserve(self, request: bytes) -> bytes:
         return encode(await self._receiver.reserve(decode(request, ReserveRequest)))
 
     async def open_pair(self, request: bytes) -> bytes:
-        asked = decode(request, PairRequest)
-        reply = await self._receiver.open_pair(asked)
-        if asked.channel != "object_store":
-            reply = msgspec.structs.replace(reply, pieces_at=await self._server.address())
-        return encode(reply)
+        return encode(await self._receiver.open_pair(decode(request, PairRequest)))
 
     async def receive_pieces(self, headers: bytes, *payloads: list[Any]) -> bytes:
         self._num_calls += 1
-        pieces = decode(headers, list[PieceHeader])
-        taking = map(self._receiver.receive_piece, pieces, payloads or [[] for _ in pieces])
+        taking = map(self._receiver.receive_piece, decode(headers, list[PieceHeader]), payloads)
         return encode(await asyncio.gather(*taking))
 
     async def cancel_transfer(self, request: bytes) -> bytes:
@@ -374,6 +370,9 @@ class Host(Side):
         return await getattr(self._decode, verb)(*arguments)
 
     # the remote surface of a decode worker
+
+    async def address(self) -> bytes:
+        return await self._decoding.address()
 
     async def reserve(self, request: bytes) -> bytes:
         return await self._decoding.reserve(request)

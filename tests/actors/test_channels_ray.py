@@ -253,7 +253,7 @@ def test_prompts_move_between_workers_block_for_block(
     num_blocks = sum(LAYOUT.num_blocks_for(length) for length in lengths.values())
     assert prefill["bytes"] == decode["bytes"] == num_blocks * LAYOUT.block_bytes
     assert (prefill["retries"], prefill["fallbacks"], decode["epochs"]) == (0, 0, 1)
-    is_called = decode["calls"] > 0  # else its pieces went by their connection
+    is_called = decode["calls"] > 0  # else its pieces went by the connection
     assert is_called == (kind == "object_store")
     assert ray.get(pair.sender.num_references.remote()) <= num_references + 1
     workers.close()
@@ -270,6 +270,18 @@ def test_a_corrupted_payload_is_refused_and_later_prompts_are_fine(pair: Pair, b
     assert workers.prefill("settled", "good") == "sent"
     assert workers.decode("digests", "good") == expected
     assert workers.decode("statistics")["failures"] == {"digest": 2}
+    workers.close()
+
+
+def test_a_connection_that_is_cut_under_prompts_loses_none_of_them(pair: Pair, board: str) -> None:
+    workers = Workers(pair, board)
+    names = [f"p{number}" for number in range(24)]
+    for number, name in enumerate(names):
+        expected = workers.prefill("hand_over", name, 300)
+        if number % 8 == 3:
+            workers.decode("hang_up")
+        assert workers.prefill("settled", name) == "sent"
+        assert workers.decode("digests", name) == expected
     workers.close()
 
 

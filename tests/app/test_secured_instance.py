@@ -20,10 +20,10 @@ LOCALHOST = "127.0.0.1"
 DAEMONS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
 # Part of a process's title -> how many ports it may listen on; on one of them Ray calls it.
 ACTORS = {
-    "PrefillWorker": 1,
-    "DecodeWorker": 1,
-    "TokenizerBatcher": 1,
-    "LapsAllocator": 1,
+    "PrefillWorker": 2,  # and for calls by connections, which ask for a secret
+    "DecodeWorker": 2,
+    "TokenizerBatcher": 2,
+    "LapsAllocator": 2,
     "Rendezvous": 1,
     "Supervisor": 1,
     "ServeController": 1,
@@ -34,7 +34,7 @@ ACTORS = {
 
 @pytest.fixture(scope="module")
 def secured(cluster: Cluster) -> Iterator[Application]:
-    """One worker of each role, KV through the object store: nothing else has to listen."""
+    """One worker of each role, KV through the object store: nothing but calls has to listen."""
     keys = {"someone": hashlib.sha256(KEY.encode()).hexdigest()}
     workers = {"workers.prefill": 1, "workers.decode": 1, "handoff.channel": "object_store"}
     application = cluster.run("secured", workers | {"api.keys": keys})
@@ -72,7 +72,7 @@ def test_what_serve_answers_before_our_code_names_applications_and_nothing_else(
         assert httpx.get(f"{root}{path}", timeout=PATIENCE_S).status_code == 404, path
 
 
-def test_actors_listen_where_ray_calls_them_and_serve_on_its_port_alone(
+def test_actors_listen_where_they_are_called_and_serve_on_its_port_alone(
     cluster: Cluster, secured: Application
 ) -> None:
     listening: defaultdict[str, list[tuple[str, int]]] = defaultdict(list)

@@ -113,7 +113,7 @@ def test_the_null_worker_gives_every_request_its_tokens_in_order_and_forgets_abo
         await worker.submit(submit("b", [9], 3))
         await worker.abort(RequestKey("gone", 0))
         seen: dict[str, list[TokenRecord]] = {}
-        async for data in worker.read("ingress-0"):
+        async for data in worker.read(b"ingress-0"):
             message = decode(data, StepMessage)
             for record in message.tokens:
                 seen.setdefault(record.key.request_id, []).append(record)

@@ -1,6 +1,5 @@
 """Which kind of channel a sender opens, what it falls back to, and when it tries again."""
 
-import asyncio
 import logging
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,20 +16,11 @@ from actors.handoff.channel_choice import (
 )
 from actors.handoff.contracts import Peer, SendChannel, UnfitError
 from actors.handoff.peer_link import PeerLinks
-from actors.handoff.piece_connection import PieceConnection, PieceServer
 from configs.schema import HandoffConfig
 from engine.clock import ManualClock
 from engine.errors import ConfigError, HandoffError
 from engine.kv.layout import KvDtype
-from engine.messages import (
-    ChannelKind,
-    PairReply,
-    PairRequest,
-    PieceHeader,
-    PieceReply,
-    decode,
-    encode,
-)
+from engine.messages import ChannelKind, PairReply, PairRequest, decode, encode
 from tests.actors.handoff_network import FakeChannel, Faults, Wire, run_virtual
 from tests.engine.kv.handoff_world import RECEIVER, SENDER
 
@@ -46,7 +36,6 @@ class World:
     failing: set[ChannelKind] = field(default_factory=set)
     asked: list[ChannelKind] = field(default_factory=list)
     receiver: Any = RECEIVER
-    pieces_at: dict[ChannelKind, bytes] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.links = PeerLinks(
@@ -61,8 +50,8 @@ class World:
 
     async def use(self) -> ChannelKind:
         link = self.links.link("decode-0")
-        async with link.use(await self.links.peer("decode-0")) as opened:
-            return opened.channel.kind
+        async with link.use(await self.links.peer("decode-0")) as channel:
+            return channel.kind
 
     async def _find(self, name: str) -> Peer:
         return self  # type: ignore[return-value]
@@ -75,8 +64,7 @@ class World:
             return PairReply(reason="the sender is on another host", is_unfit=True)
         if request.channel in self.failing:
             return PairReply(reason="the rendezvous is away")
-        pieces_at = self.pieces_at.get(request.channel, b"")
-        return PairReply(receiver=self.receiver, pieces_at=pieces_at)
+        return PairReply(receiver=self.receiver)
 
     async def open_send(self, request: PairRequest) -> SendChannel:
         if request.channel in self.unfit_here:
@@ -199,45 +187,3 @@ class TestOrder:
         config = HandoffConfig(piece_bytes=3, device_piece_bytes=7, pulled_piece_bytes=9)
         kinds: tuple[ChannelKind, ...] = ("cuda_ipc", "nccl_pair", "gloo_pair", "object_store")
         assert [piece_bytes_of(config, kind) for kind in kinds] == [9, 7, 3, 3]
-
-
-async def _refuse(header: PieceHeader, payload: list[Any]) -> PieceReply:
-    return PieceReply(outcome="failed", reason="not today")
-
-
-def test_pieces_go_where_the_peer_says_and_an_end_that_hung_up_is_replaced() -> None:
-    async def main() -> None:
-        servers = [PieceServer("127.0.0.1", _refuse) for _ in range(2)]
-        world = World(pieces_at={"cuda_ipc": await servers[0].address()})
-        link, peer = world.links.link("decode-0"), await world.links.peer("decode-0")
-        async with link.use(peer) as opened:
-            taker = opened.taker(peer)
-            assert isinstance(taker, PieceConnection)
-            assert await taker.receive_pieces([]) == []
-            epoch = opened.channel.epoch
-        async with link.use(peer) as opened:
-            assert opened.channel.epoch == epoch, "an intact connection stays"
-        await servers[0].close()
-        world.pieces_at["cuda_ipc"] = await servers[1].address()
-        with pytest.raises(HandoffError, match="has ended"):
-            await taker.receive_pieces([])  # it is noticed by now
-        async with link.use(peer) as opened:
-            assert (opened.channel.kind, opened.channel.epoch) == ("cuda_ipc", epoch + 1)
-            assert await opened.taker(peer).receive_pieces([]) == []
-        await world.links.close()
-        await servers[1].close()
-
-    asyncio.run(main())
-
-
-def test_a_kind_whose_pieces_cannot_be_sent_is_followed_by_the_next() -> None:
-    async def main() -> None:
-        world = World(pieces_at={"cuda_ipc": b"nowhere"})
-        assert await world.use() == "nccl_pair"
-        assert world.asked == ["cuda_ipc", "nccl_pair"]
-        async with world.links.link("decode-0").use(await world.links.peer("decode-0")) as opened:
-            peer = await world.links.peer("decode-0")
-            assert opened.taker(peer) is peer
-        await world.links.close()
-
-    asyncio.run(main())
