@@ -158,7 +158,8 @@ class HandoffConfig(_Section, frozen=True):
     channel: Literal["auto", "cuda_ipc", "nccl_pair", "gloo_pair", "object_store"] = "auto"
     floors_gb_s: FloorsConfig = FloorsConfig()
     # Where actors listen for calls, and gloo without authentication: None = the node's address, for
-    # several nodes of a private network; 127.0.0.1 when all run on one machine.
+    # several nodes of a private network; 127.0.0.1 when all run on one machine. No wildcard: others
+    # are told it.
     address: str | None = None
     lease_s: Seconds = 30.0  # a reservation or a kept prompt lives this long unless renewed
     transfer_deadline_s: Seconds = 10.0  # one piece moves, or is acknowledged, in so long

@@ -158,7 +158,13 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     ),
     "engine.build": ("configs.schema", "kernels.compilation", "engine"),
     # -- processes
-    "actors.calls": ("actors.calls", "configs.ray_tls", "engine.errors", "engine.messages"),
+    "actors.calls": (
+        "actors.calls",
+        "configs.errors",
+        "configs.ray_tls",
+        "engine.errors",
+        "engine.messages",
+    ),
     "actors.handles": (
         "actors.calls",
         "engine.errors",

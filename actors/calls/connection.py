@@ -25,6 +25,7 @@ from actors.calls.frames import (
     take_frame,
 )
 from actors.calls.tls import client_tls
+from configs.errors import ConfigFileError
 from engine.errors import WorkerError
 from engine.messages import decode
 
@@ -32,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 class ConnectionEndedError(WorkerError):
-    """It ended under a call, which may have been run or not."""
+    """It ended under a call, which may have been run or not, or could not be made."""
 
 
 class CallConnection(asyncio.Protocol):
@@ -104,7 +105,7 @@ class CallConnection(asyncio.Protocol):
     def abandon(self) -> None:
         """The same, without waiting for it; on the event loop."""
         if self._transport is not None:
-            self._transport.close()
+            self._transport.abort()  # nobody waits for what the other end may not even read
 
     # ---- from the event loop --------------------------------------------------------------------
 
@@ -149,7 +150,7 @@ class CallConnection(asyncio.Protocol):
 
 
 async def connect(name: str, address: bytes, seconds: float) -> CallConnection:
-    """A connection to where an actor takes calls. Raises WorkerError."""
+    """A connection to where an actor takes calls. Raises ConnectionEndedError, or WorkerError."""
     try:
         at = decode(address, Address)
     except msgspec.DecodeError as error:
@@ -159,9 +160,10 @@ async def connect(name: str, address: bytes, seconds: float) -> CallConnection:
         async with asyncio.timeout(seconds):
             await loop.create_connection(lambda: made, at.host, at.port, ssl=client_tls())
             await made.greet(at.secret)
-    except (TimeoutError, OSError, ConnectionEndedError) as error:
+    except (TimeoutError, OSError, ConfigFileError, ConnectionEndedError) as error:
         made.abandon()
-        raise WorkerError(f"{name} is not reached at {at.host}:{at.port}: {error!r}") from error
+        where = f"{at.host}:{at.port}"
+        raise ConnectionEndedError(f"{name} is not reached at {where}: {error!r}") from error
     except BaseException:
         made.abandon()
         raise

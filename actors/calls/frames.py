@@ -25,8 +25,10 @@ M = TypeVar("M", bound=msgspec.Struct)
 SECRET_BYTES = 32
 LENGTH_BYTES = 4
 MAX_FRAME_BYTES = 64 * 2**20  # a prompt of millions of tokens
-# A host that vanished says nothing: after so long without an answer a connection ends.
+# A host that vanished says nothing: a connection ends after so long without an answer to a probe of
+# an idle one, or to what was sent.
 PROBE_AFTER_S, PROBE_EVERY_S, MAX_PROBES = 30, 10, 3
+UNHEARD_MS = 30_000
 
 HELLO = -1  # in place of a call's number: the secret was right
 STOP = ""  # in place of a method: the stream of that number is wanted no more
@@ -66,8 +68,9 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def frame_of(message: msgspec.Struct) -> bytes:
-    """With its length in front."""
+    """With its length in front. Raises WorkerError for more than the other end would read."""
     data = encode(message)
+    _check(len(data))
     return len(data).to_bytes(LENGTH_BYTES, "big") + data
 
 
@@ -89,9 +92,13 @@ def take_frame(heard: bytearray) -> bytes | None:
 def num_bytes_of(length: bytes | bytearray) -> int:
     """Of a frame, without its length. Raises WorkerError for more than anybody sends."""
     num_bytes = int.from_bytes(length, "big")
-    if num_bytes > MAX_FRAME_BYTES:
-        raise WorkerError(f"a message of {num_bytes} bytes")
+    _check(num_bytes)
     return num_bytes
+
+
+def _check(num_bytes: int) -> None:
+    if num_bytes > MAX_FRAME_BYTES:
+        raise WorkerError(f"a message of {num_bytes} bytes, more than {MAX_FRAME_BYTES}")
 
 
 def decoded(frame: bytes, kind: type[M]) -> M:
@@ -110,6 +117,7 @@ def probe(transport: asyncio.BaseTransport) -> None:
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, PROBE_AFTER_S)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, PROBE_EVERY_S)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, MAX_PROBES)
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNHEARD_MS)
 
 
 # ---- errors -------------------------------------------------------------------------------------
@@ -121,14 +129,15 @@ _KINDS = {
 }
 
 
-def failure_of(method: str, error: Exception) -> Failure:
-    """What a caller is told; anything but an EngineError is a bug, and logged."""
+def failure_of(method: str, error: BaseException) -> Failure:
+    """What a caller is told; anything but an EngineError or a cancellation is a bug, and logged."""
     for kind in type(error).__mro__:
         if isinstance(error, EngineError) and kind in _KINDS.values():
             names = [name for name in signature(kind).parameters if name != "message"]
             details = {name: getattr(error, name) for name in names}
             return Failure(kind=kind.__name__, message=error.message, details=details)
-    logger.error("%s raised what it should not have", method, exc_info=error)
+    if isinstance(error, Exception):
+        logger.error("%s raised what it should not have", method, exc_info=error)
     return Failure(kind="", message=type(error).__name__)
 
 
@@ -137,4 +146,7 @@ def error_of(name: str, failure: Failure) -> EngineError:
     kind = _KINDS.get(failure.kind)
     if kind is None:
         return WorkerError(f"{name} failed: {failure.message}")
-    return kind(failure.message, **failure.details)
+    try:
+        return kind(failure.message, **failure.details)
+    except TypeError as error:
+        return WorkerError(f"{name} runs another version: {error}")

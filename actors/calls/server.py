@@ -27,6 +27,7 @@ from actors.calls.frames import (
     probe,
 )
 from actors.calls.tls import server_tls
+from configs.errors import ConfigFileError
 from engine.errors import WorkerError
 from engine.messages import encode
 
@@ -61,10 +62,15 @@ class CallServer:
         async with self._starting:
             if self._server is None:
                 try:
+                    tls = server_tls()
                     self._server = await asyncio.start_server(
-                        self._accept, self._host, 0, ssl=server_tls()
+                        self._accept,
+                        self._host,
+                        0,
+                        ssl=tls,
+                        ssl_handshake_timeout=GREETING_S if tls else None,
                     )
-                except OSError as error:
+                except (OSError, ConfigFileError) as error:
                     raise WorkerError(f"no port on {self._host} for calls: {error}") from error
         host, port = self._server.sockets[0].getsockname()[:2]
         return encode(Address(host=host, port=port, secret=self._secret))
@@ -82,6 +88,7 @@ class CallServer:
         if self._is_closed or self._num_strangers >= MAX_STRANGERS:
             writer.close()
         else:
+            self._num_strangers += 1
             self._spawn(self._serve(reader, writer))
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -111,7 +118,6 @@ class CallServer:
 
     async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Raises WorkerError if it does not know the secret, TimeoutError if it says nothing."""
-        self._num_strangers += 1
         try:
             probe(writer.transport)
             async with asyncio.timeout(GREETING_S):
@@ -128,24 +134,29 @@ class CallServer:
             handler = self._calls.get(call.method)
             if handler is None:
                 raise WorkerError(f"there is no call {call.method} here: it runs another version")
-            data = await handler(call.data)
-        except Exception as error:  # noqa: BLE001 - the caller is told
-            self._tell(writer, Answer(number=call.number, failure=failure_of(call.method, error)))
-        else:
-            self._tell(writer, Answer(number=call.number, data=data))
+            self._tell(writer, Answer(number=call.number, data=await handler(call.data)))
+        except BaseException as error:
+            self._fail(writer, call, error)
+            if not isinstance(error, Exception):
+                raise  # what was called, or this, was cancelled
 
     async def _stream(self, writer: asyncio.StreamWriter, call: Call) -> None:
-        failure = None
         try:
             async with aclosing(self._streams[call.method](call.data)) as items:
                 async for data in items:
                     self._tell(writer, Answer(number=call.number, data=data))
                     await writer.drain()  # who reads slowly is not to fill this process's memory
+            self._tell(writer, Answer(number=call.number))
         except ConnectionError:
             return
-        except Exception as error:  # noqa: BLE001 - as above
-            failure = failure_of(call.method, error)
-        self._tell(writer, Answer(number=call.number, failure=failure))
+        except BaseException as error:
+            self._fail(writer, call, error)
+            if not isinstance(error, Exception):
+                raise  # as above, or it is wanted no more
+
+    def _fail(self, writer: asyncio.StreamWriter, call: Call, error: BaseException) -> None:
+        if isinstance(error, Exception) or not self._is_closed:  # else the connection ends with us
+            self._tell(writer, Answer(number=call.number, failure=failure_of(call.method, error)))
 
     def _tell(self, writer: asyncio.StreamWriter, answer: Answer) -> None:
         if not writer.is_closing():  # to a closed one uvloop raises, and asyncio does nothing

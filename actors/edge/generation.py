@@ -296,6 +296,7 @@ class Generations:
             except WorkerError:
                 self._allocator = None
             except TimeoutError:  # it hangs: not every request should find that out
+                self._allocator = None  # or its host is gone, which a connection learns late
                 self._no_allocator_until_s = self._clock.now_s() + ALLOCATOR_PAUSE_S
         placement = place(request, self._view.snapshots(), self._clock.now_s())
         if isinstance(placement, Assign):

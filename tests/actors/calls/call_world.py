@@ -28,7 +28,7 @@ class Actor:
     heard: list[bytes] = field(default_factory=list)
     held: dict[bytes, asyncio.Event] = field(default_factory=dict)  # answered when set
     came: asyncio.Event = field(default_factory=asyncio.Event)
-    error: Exception | None = None
+    error: BaseException | None = None
     num_streams: int = 0  # that run
     stopped: asyncio.Event = field(default_factory=asyncio.Event)
 

@@ -6,12 +6,16 @@ from typing import Any
 
 import pytest
 
+from actors.calls import frames
 from actors.calls.connection import ConnectionEndedError, connect
 from actors.calls.frames import (
     HELLO,
+    LENGTH_BYTES,
     SECRET_BYTES,
     Address,
     Answer,
+    Failure,
+    error_of,
     frame_of,
 )
 from actors.handoff.contracts import UnfitError
@@ -102,6 +106,74 @@ def test_an_error_arrives_as_itself_and_a_bug_as_a_failed_worker(
         await calls.close()
 
     in_world(scenario)
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        Failure(kind="", message="KeyError"),
+        Failure(kind="NewError", message="KeyError"),
+        Failure(kind="RequestError", message="no", details={"unheard_of": 1}),
+    ],
+)
+def test_a_failure_that_this_version_does_not_know_is_a_failed_worker(failure: Failure) -> None:
+    assert type(error_of("worker-0", failure)) is WorkerError
+
+
+def test_a_call_whose_work_is_cancelled_is_answered() -> None:
+    async def scenario(world: World) -> None:
+        calls = await world.connect()
+        world.actor.error = asyncio.CancelledError()  # of something that it awaited
+        with pytest.raises(WorkerError, match="CancelledError"):
+            await calls.call("echo", b"")
+        with pytest.raises(WorkerError, match="CancelledError"):
+            await read_on(calls.stream("numbers", b"1"))
+        world.actor.error = None
+        assert await calls.call("echo", b"goes on") == b"goes on"
+        await calls.close()
+
+    in_world(scenario)
+
+
+def test_what_is_too_large_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frames, "MAX_FRAME_BYTES", 1000)
+
+    async def scenario(world: World) -> None:
+        calls = await world.connect()
+        with pytest.raises(WorkerError, match="a message of"):
+            await calls.call("echo", bytes(1000))
+        with pytest.raises(WorkerError, match="a message of"):
+            await calls.call("echo", bytes(980))  # the call is not, its answer with a field more is
+        assert await calls.call("echo", b"goes on") == b"goes on"
+        await calls.close()
+
+    in_world(scenario)
+
+
+@loops
+def test_a_connection_that_is_cut_fails_its_calls_though_nobody_reads_them(new_loop: Any) -> None:
+    async def babble(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Say what is no message, and read no more."""
+        await reader.readexactly(SECRET_BYTES)
+        writer.write(frame_of(Answer(number=HELLO)))
+        await reader.readexactly(1)
+        writer.write((1).to_bytes(LENGTH_BYTES, "big") + b"\x07")
+        writers.append(writer)
+
+    writers: list[asyncio.StreamWriter] = []
+
+    async def scenario(_: World) -> None:
+        server = await asyncio.start_server(babble, LOOPBACK, 0, limit=1)
+        port = server.sockets[0].getsockname()[1]
+        address = encode(Address(host=LOOPBACK, port=port, secret=bytes(SECRET_BYTES)))
+        calls = await connect("worker-0", address, DEADLINE_S)
+        with pytest.raises(ConnectionEndedError):
+            await calls.call("echo", bytes(24 * 2**20))
+        await calls.close()
+        writers[0].transport.abort()
+        server.close()
+
+    in_world(scenario, new_loop)
 
 
 def test_a_call_that_is_not_there_says_so() -> None:
