@@ -211,6 +211,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     # -- load
     "load_tests": ("load_tests",),
     "load_tests.application": ("load_tests", "configs"),
+    "load_tests.bench_calls": ("load_tests", "actors.calls"),
     "load_tests.bench_channels": ("load_tests", "configs", "engine"),
     "load_tests.bench_constrained": ("load_tests", "configs", "engine"),
     "load_tests.bench_engine": ("load_tests", "configs", "engine"),
@@ -258,7 +259,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
 
 # Third-party name -> the only prefixes that may import it.
 ONLY_IN: dict[str, tuple[str, ...]] = {
-    "ray": ("actors", "load_tests.ingress_apps", "serve_app"),
+    "ray": ("actors", "load_tests.bench_calls", "load_tests.ingress_apps", "serve_app"),
     "fastapi": ("actors.ingress", "load_tests.ingress_apps"),
     "starlette": ("actors.ingress",),
     "opentelemetry": ("actors.edge.otlp_tracing",),

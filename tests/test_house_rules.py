@@ -21,7 +21,7 @@ MAX_FUNCTION_LINES = 60
 MAX_PARAMETERS = 8  # without self or cls, keyword-only ones included
 MAX_CONSTRUCTOR_PARAMETERS = 10  # composition roots name each part once
 
-REMOTE_CALLS_IN = ("actors.handles", "actors.rendezvous")
+REMOTE_CALLS_IN = ("actors.handles", "actors.rendezvous", "load_tests.bench_calls")
 ENVIRONMENT_IN = ("configs.load", "configs.ray_tls")
 UNPICKLERS = {"pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 ACTOR_CLASSES = {
