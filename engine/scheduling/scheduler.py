@@ -148,7 +148,7 @@ class Scheduler:
         max_tokens = self._config.max_step_tokens - len(decodes)
         can_admit = self._rows.num_free > 0 and not self._is_outbox_full()
         room = self._prompts.open_room(now_s, max_tokens, decodes.work, can_admit=can_admit)
-        # For more short prompts, on a device that would have nothing else.
+        # Wait for more short prompts only with a device that would have nothing else.
         is_idle = len(self._running) == len(self._in_flight) == 0
         self.gathers_until_s = self._prompts.must_gather_until_s(now_s) if is_idle else None
         chunks = [] if self.gathers_until_s is not None else list(self._chunks(room))
@@ -158,7 +158,7 @@ class Scheduler:
         return self._start_step(decodes, chunks, grown, zero_block_ids, room.work)
 
     def index_joined(self) -> None:
-        """Offer the blocks of who joined; best while a step computes, at the latest by `commit`."""
+        """Offer the blocks of who joined to the prefix index: for while a step computes."""
         self._blocks.index_put_off()
 
     def commit(self, plan: StepPlan, result: StepResult) -> StepOutput:

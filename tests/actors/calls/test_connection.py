@@ -276,6 +276,7 @@ def test_a_reset_under_a_flood_of_calls_is_an_end_like_any_other(new_loop: Any) 
         port = server.sockets[0].getsockname()[1]
         address = encode(Address(host=LOOPBACK, port=port, secret=bytes(SECRET_BYTES)))
         calls = await connect("worker-0", address, DEADLINE_S)
+        assert calls.is_open, "there is nothing to reset"
         while calls.is_open:
             with pytest.raises(ConnectionEndedError):
                 await calls.call("echo", bytes(100_000))

@@ -153,11 +153,17 @@ def test_a_joined_request_decodes_from_the_blocks_it_brought(num_tokens: int) ->
     replica.check_idle()
 
 
-def test_complete_blocks_of_a_joined_request_can_be_found_at_once() -> None:
-    replica = Replica()
+def _join_unindexed(replica: Replica) -> Request:
+    """A request with three full blocks that nobody finds, as when they came from elsewhere."""
     request = _arrive(replica, "a", prompt_of(13), 9)
     replica.cache.forget(request.block_ids)
     replica.scheduler.join(request)
+    return request
+
+
+def test_complete_blocks_of_a_joined_request_can_be_found_at_once() -> None:
+    replica = Replica()
+    _join_unindexed(replica)
     other = replica.add("b", prompt_of(13))
     replica.run()
     assert replica.records[other.key][0].num_cached_tokens == 12
@@ -165,9 +171,7 @@ def test_complete_blocks_of_a_joined_request_can_be_found_at_once() -> None:
 
 def test_the_blocks_of_who_joins_are_offered_while_its_first_step_computes() -> None:
     replica = Replica()
-    request = _arrive(replica, "a", prompt_of(13), 9)
-    replica.cache.forget(request.block_ids)
-    replica.scheduler.join(request)
+    request = _join_unindexed(replica)
     assert replica.cache.match(request.block_hashes) == [], "the step would have to wait for it"
     replica.step()
     assert replica.cache.match(request.block_hashes[:3]) == request.block_ids[:3]
@@ -177,9 +181,7 @@ def test_the_blocks_of_who_joins_are_offered_while_its_first_step_computes() -> 
 
 def test_the_blocks_of_who_joins_and_leaves_before_a_step_are_not_offered() -> None:
     replica = Replica()
-    request = _arrive(replica, "a", prompt_of(13), 9)
-    replica.cache.forget(request.block_ids)
-    replica.scheduler.join(request)
+    request = _join_unindexed(replica)
     hashes = list(request.block_hashes)
     assert replica.scheduler.abort(request.key)
     replica.step()
