@@ -16,7 +16,7 @@ import pytest
 from tests.layers import MAY_IMPORT, ONLY_IN, ROOMS
 
 ROOT = Path(__file__).resolve().parents[1]
-MAX_FILE_LINES = 400
+MAX_FILE_LINES = 800  # warn a reader from 600 on: a file is one idea, in both directions
 MAX_FUNCTION_LINES = 60
 MAX_PARAMETERS = 8  # without self or cls, keyword-only ones included
 MAX_CONSTRUCTOR_PARAMETERS = 10  # composition roots name each part once
