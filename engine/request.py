@@ -29,9 +29,9 @@ class ConstraintKind(Enum):
     """In which language a constraint is written."""
 
     JSON_SCHEMA = "json_schema"  # within the subset of engine/constraints/json_schema.py
-    REGEX = "regex"
-    GRAMMAR = "grammar"  # EBNF; the rule `root` is the whole output
-    STRUCTURAL_TAG = "structural_tag"  # xgrammar's: literal text around schemas
+    REGEX = "regex"  # as engine/constraints/pattern.py reads it; the whole output
+    GRAMMAR = "grammar"  # GBNF (the rule `root`) or Lark (`start`); the whole output
+    STRUCTURAL_TAG = "structural_tag"  # as engine/constraints/tag_layout.py has it
 
 
 class Constraint(msgspec.Struct, frozen=True, array_like=True, cache_hash=True, weakref=True):

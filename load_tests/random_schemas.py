@@ -3,6 +3,7 @@
 bounded    values are short, so that a model that knows no JSON ends them
 recursive  the same with a reference to itself that may stop at every level
 open       strings, numbers, arrays or objects without an end of their own
+adversarial  legal and ill-meaning, often without any value: see `adversarial_schemas`
 wrong      no value satisfies it, it is too large, or what it says could not be kept
 """
 
@@ -10,6 +11,8 @@ import random
 from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import Any
+
+from load_tests.adversarial_schemas import adversarial_schema
 
 Schema = dict[str, Any]
 _Maker = Callable[[random.Random, int], Schema]
@@ -27,6 +30,7 @@ class SchemaKind(Enum):
     BOUNDED = "bounded"
     RECURSIVE = "recursive"
     OPEN = "open"
+    ADVERSARIAL = "adversarial"
     WRONG = "wrong"
 
 
@@ -39,6 +43,8 @@ def schema_of(kind: SchemaKind, draw: random.Random) -> Schema:
             return _recursive(draw)
         case SchemaKind.OPEN:
             return _object_of(draw, {"a": draw.choice(_OPEN), "b": random_schema(draw, 1)})
+        case SchemaKind.ADVERSARIAL:
+            return adversarial_schema(draw)
     return draw.choice(list(_WRONG.values()))(draw)
 
 

@@ -23,6 +23,7 @@ from actors.api.request_rules import (
     unknown_kind,
 )
 from engine.constraints.json_schema import Schema, restrict
+from engine.constraints.pattern import portable_pattern
 from engine.errors import RequestError
 from engine.request import Constraint, ConstraintKind
 
@@ -118,6 +119,7 @@ def _read_outputs(outputs: StructuredOutputs) -> Constraint | None:
     if outputs.choice is not None:
         return _read_choice(outputs.choice, param)
     if outputs.regex is not None:
+        portable_pattern(outputs.regex, param)  # refused by its place, before anything is compiled
         return _constraint(ConstraintKind.REGEX, outputs.regex, param)
     return _constraint(ConstraintKind.GRAMMAR, outputs.grammar or "", param)
 

@@ -11,27 +11,30 @@ import random
 import resource
 import signal
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO
 
 import msgspec
 import numpy as np
-import xgrammar
+import torch
 
-from engine.constraints.compiling import compile_constraint
-from engine.constraints.vocabulary import load_vocabulary
+from engine.constraints.compiling import CompiledGrammar, compile_constraint
+from engine.constraints.vocabulary import Vocabulary, load_vocabulary
 from engine.errors import RequestError
 from engine.models.spec import load_spec
 from engine.request import Constraint
+from kernels.token_mask import num_mask_words
 
 START_LIMIT_S = 120.0  # of this process, until it takes constraints
 CPU_LIMIT_S = 6.0  # of one constraint
 WALL_LIMIT_S = 12.0
 BUSY_CPU_S = 1.0  # less than that within the wall's limit, and the machine had no time for it
+STACK_BYTES = 4 * 2**20  # half of what threads of a worker have
 MEMORY_LIMIT_BYTES = 2 * 2**30  # beyond what the process has when it starts
-MAX_GRAMMAR_BYTES = 128 * 2**20
 NUM_TRIED_TOKENS = 64
 MAX_MEAN_STEP_S = 0.01  # of one token of one output, in which every other output waits
 NICENESS = 10  # on a core that it shares, nine tenths are left to the engine
@@ -47,18 +50,15 @@ def main(arguments: Sequence[str]) -> None:
     vocabulary = load_vocabulary(
         folder, vocab_size=spec.vocab_size, eos_token_ids=spec.eos_token_ids
     )
-    compiler = xgrammar.GrammarCompiler(vocabulary, max_threads=1, cache_enabled=False)
     _limit_memory()
     _limit_time(cpu_s=0.0, wall_s=0.0)
     _say(replies, "")
     for line in sys.stdin.buffer:
         constraint = msgspec.json.decode(line, type=Constraint)
-        _say(replies, judge_apart(compiler, constraint))
+        _say(replies, judge_apart(vocabulary, constraint))
 
 
-def judge_apart(
-    compiler: xgrammar.GrammarCompiler, constraint: Constraint, *, tries: int = 2
-) -> str | None:
+def judge_apart(vocabulary: Vocabulary, constraint: Constraint, *, tries: int = 2) -> str | None:
     """The verdict of a copy of this process, which may die of it; None when it does.
 
     `tries`: at most, as long as a copy was ended before the machine let it compute.
@@ -67,7 +67,7 @@ def judge_apart(
     pid = os.fork()
     if pid == 0:
         _limit_time(cpu_s=CPU_LIMIT_S, wall_s=WALL_LIMIT_S)
-        verdict = judge(compiler, constraint)
+        verdict = _with_half_a_stack(lambda: judge(vocabulary, constraint))
         with os.fdopen(writing, "wb") as channel:
             channel.write(verdict.encode())
         os._exit(0)  # nothing of this process is the copy's to clean up
@@ -79,37 +79,45 @@ def judge_apart(
         return said.decode()
     is_late = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGALRM
     if tries > 1 and is_late and used.ru_utime + used.ru_stime < BUSY_CPU_S:
-        return judge_apart(compiler, constraint, tries=tries - 1)
+        return judge_apart(vocabulary, constraint, tries=tries - 1)
     return None
 
 
-def judge(compiler: xgrammar.GrammarCompiler, constraint: Constraint) -> str:
+def _with_half_a_stack(judged: Callable[[], str]) -> str:
+    """Grammars that nest deeply end the library by their depth: here sooner than in a worker."""
+    threading.stack_size(STACK_BYTES)
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(judged).result()
+
+
+def judge(vocabulary: Vocabulary, constraint: Constraint) -> str:
     """What is wrong with it, for the client; "" = nothing. Bounds no time."""
     try:
-        grammar = compile_constraint(compiler, constraint)
+        grammar = compile_constraint(vocabulary, constraint)
     except RequestError as error:
         return error.message
     except MemoryError:
         return f"The constraint on the output ({constraint.kind.value}) takes too much memory."
-    problem = "is too large" if grammar.memory_size_bytes > MAX_GRAMMAR_BYTES else _try(grammar)
+    problem = _try(grammar)
     return f"The constraint on the output ({constraint.kind.value}) {problem}." if problem else ""
 
 
-def _try(grammar: xgrammar.CompiledGrammar) -> str:
+def _try(grammar: CompiledGrammar) -> str:
     """Follow a random output for a while, as slowly as it ends: can it go on, and how fast?"""
-    matcher = xgrammar.GrammarMatcher(grammar)
-    vocab_size = grammar.tokenizer_info.vocab_size
-    mask = xgrammar.allocate_token_bitmask(1, vocab_size)
+    matcher = grammar.matcher()
+    vocab_size = grammar.vocabulary.vocab_size
+    mask = torch.zeros((1, num_mask_words(vocab_size)), dtype=torch.int32)
     draw = random.Random(0)
     spent_s = 0.0
     for position in range(NUM_TRIED_TOKENS):
         started_s = time.process_time()
-        mask.fill_(-1)
         matcher.fill_next_token_bitmask(mask)
         spent_s += time.process_time() - started_s
         bits = np.unpackbits(mask.numpy().view(np.uint8), bitorder="little")[:vocab_size]
         allowed = np.flatnonzero(bits)
-        going_on = np.setdiff1d(allowed, grammar.tokenizer_info.stop_token_ids)
+        going_on = np.setdiff1d(allowed, grammar.vocabulary.eos_token_ids)
+        if len(allowed) == 0 and matcher.is_beyond_limits:
+            return "takes too much to follow: it can be read in too many ways"
         if len(allowed) == 0:
             return "can come to a point where nothing may follow"
         if len(going_on) == 0:

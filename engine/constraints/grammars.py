@@ -13,14 +13,13 @@ from dataclasses import dataclass
 from threading import RLock
 from weakref import finalize
 
-import xgrammar
-
-from engine.constraints.compiling import compile_constraint
+from engine.constraints.compiling import CompiledGrammar, compile_constraint
+from engine.constraints.grammar_matcher import GrammarMatcher
+from engine.constraints.vocabulary import Vocabulary
 from engine.request import Constraint
 
 MAX_GRAMMARS = 256
-MAX_GRAMMAR_BYTES = 512 * 2**20  # of all that are kept, but for those of live requests
-NUM_COMPILER_THREADS = 2
+MAX_TEXT_BYTES = 16 * 2**20  # of all that are kept, but for those of live requests
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +27,7 @@ class GrammarStatistics:
     """Sizes now, and counters since start."""
 
     num_grammars: int
-    num_bytes: int
+    num_bytes: int  # of their texts, from which their memory grows
     num_compiled: int
 
 
@@ -37,10 +36,10 @@ class Grammars:
 
     def __init__(
         self,
-        load_vocabulary: Callable[[], xgrammar.TokenizerInfo],
+        load_vocabulary: Callable[[], Vocabulary],
         *,
         max_grammars: int = MAX_GRAMMARS,
-        max_bytes: int = MAX_GRAMMAR_BYTES,
+        max_bytes: int = MAX_TEXT_BYTES,
     ) -> None:
         """The vocabulary is loaded with the first constraint: most workers never see one."""
         self._load_vocabulary = load_vocabulary
@@ -49,14 +48,14 @@ class Grammars:
         # A future that is done already calls back at once, and a record may be let go anywhere.
         self._lock = RLock()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammars")
-        self._compiler: xgrammar.GrammarCompiler | None = None  # of the thread above
+        self._vocabulary: Vocabulary | None = None  # of the thread above
         # Least recently used first. A text that cannot be compiled is not kept.
-        self._grammars: OrderedDict[Constraint, Future[xgrammar.CompiledGrammar]] = OrderedDict()
+        self._grammars: OrderedDict[Constraint, Future[CompiledGrammar]] = OrderedDict()
         self._held: dict[int, Constraint] = {}  # id of a live record -> an equal one
         self._num_held: Counter[Constraint] = Counter()  # live records equal to it
         self._num_compiled = 0
 
-    def prepare(self, constraint: Constraint) -> "Future[xgrammar.CompiledGrammar]":
+    def prepare(self, constraint: Constraint) -> "Future[CompiledGrammar]":
         """Compile in the background unless that is done or under way; never waits.
 
         What comes of it is kept while this very record lives. The future raises RequestError for a
@@ -73,12 +72,12 @@ class Grammars:
                 self._grammars.move_to_end(equal)
             return found
 
-    def matcher(self, constraint: Constraint) -> xgrammar.GrammarMatcher:
+    def matcher(self, constraint: Constraint) -> GrammarMatcher:
         """A fresh matcher, before any token.
 
         Waits for the compiler only if nobody called `prepare` in time.
         """
-        return xgrammar.GrammarMatcher(self.prepare(constraint).result())
+        return self.prepare(constraint).result().matcher()
 
     def statistics(self) -> GrammarStatistics:
         with self._lock:
@@ -113,14 +112,12 @@ class Grammars:
 
     # ---- on the compiler's thread ---------------------------------------------------------------
 
-    def _compile(self, constraint: Constraint) -> xgrammar.CompiledGrammar:
-        if self._compiler is None:
-            self._compiler = xgrammar.GrammarCompiler(
-                self._load_vocabulary(), max_threads=NUM_COMPILER_THREADS, cache_enabled=False
-            )
-        return compile_constraint(self._compiler, constraint)
+    def _compile(self, constraint: Constraint) -> CompiledGrammar:
+        if self._vocabulary is None:
+            self._vocabulary = self._load_vocabulary()
+        return compile_constraint(self._vocabulary, constraint)
 
-    def _settle(self, constraint: Constraint, done: "Future[xgrammar.CompiledGrammar]") -> None:
+    def _settle(self, constraint: Constraint, done: "Future[CompiledGrammar]") -> None:
         """Forget what failed, or what it has no room beside."""
         with self._lock:
             if done.cancelled() or done.exception() is not None:
@@ -143,7 +140,7 @@ class Grammars:
 
     def _num_bytes(self) -> int:
         return sum(
-            future.result().memory_size_bytes
+            future.result().num_text_bytes
             for future in self._grammars.values()
             if future.done() and not future.cancelled() and future.exception() is None
         )

@@ -1,31 +1,39 @@
-"""JSON schemas as the grammar compiler takes them: what it would ignore is refused, not dropped.
+"""JSON schemas as the grammar library takes them: what could not be held is refused, not dropped.
 
 `restrict` rewrites a schema to one that allows a part of what it allowed, never more:
 
     an object with properties      has these and no others, in this order
-    an object or array that says   may hold anything (the compiler would leave it empty)
-      nothing of what is in it
     a required name without a      may have any value that additionalProperties allows
       property of its own
+    an array with prefixItems      has just these, unless bounds on its length say otherwise
+    a pattern                      is for the whole string, and as all dialects read it (`pattern`)
     a string of a known format     is held to it (`formats`), not just described by it
-    a number with bounds           has no exponent and few decimals (`number_range`)
+    a reference                    goes to a definition of its own, so that no rewriting breaks it
+    a part that nothing can meet   is left out (`satisfiability`)
 
-A schema that no value can satisfy is refused too, also one that needs itself without end. Knows no
-compiler and no tokens.
+A schema that no value can satisfy is refused. Knows no grammars and no tokens.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping
+from fractions import Fraction
 from typing import cast
+from urllib.parse import unquote
 
 from engine.constraints.formats import FORMATS
-from engine.constraints.number_range import BOUNDS, is_bound, read_range
-from engine.constraints.pattern import writable_pattern
-from engine.constraints.satisfiability import can_be_met
+from engine.constraints.pattern import portable_pattern
+from engine.constraints.satisfiability import DEFINITIONS, without_unmet
 from engine.errors import RequestError
 
 Schema = dict[str, object]
 
 MAX_NODES = 20_000
+MAX_BOUND = 10**15 - 1  # of numbers; JSON readers keep all integers up to it
+_MAX_CONSTANT = 2**53 - 1  # readers of JSON that keep numbers as floats keep all integers up to it
+_LOWER = ("minimum", "exclusiveMinimum")
+_UPPER = ("maximum", "exclusiveMaximum")
+BOUNDS = (*_LOWER, *_UPPER)
+_STRICT = {"exclusiveMinimum", "exclusiveMaximum"}
 MAX_WHERE_CHARS = 200  # of the place that an error names
 # What a value must be to be of a type, as JSON is decoded.
 _TYPES: Mapping[str, Callable[[object], bool]] = {
@@ -68,25 +76,32 @@ _ANNOTATIONS = (
 
 
 def restrict(schema: object, param: str) -> Schema:
-    """A copy that the compiler takes as it is meant. Raises RequestError naming `param`."""
+    """A copy that the library takes as it is meant. Raises RequestError naming `param`."""
     if not isinstance(schema, dict):
         raise _refused(param, "expected an object with a JSON schema")
-    root = cast("Schema", schema)
-    restricted = _Restriction(param).node(root, param)
-    for name in _DEFINITIONS:
-        if name in root and name not in restricted:
-            raise _refused(param, f"'{name}' may not stand beside a boolean schema")
-    if not can_be_met(restricted, lambda reference: _resolve(restricted, reference, param)):
+    restricted = without_unmet(_Restriction(cast("Schema", schema), param).run())
+    if restricted is None:
         raise _refused(param, "no value can satisfy it")
     return restricted
 
 
 class _Restriction:
-    """One schema's copy; counts its nodes."""
+    """One schema's copy; counts its nodes, and gives each node that is referred to a definition."""
 
-    def __init__(self, param: str) -> None:
+    def __init__(self, root: Schema, param: str) -> None:
+        self._root = root
         self._param = param
         self._num_nodes = 0
+        self._name_of: dict[str, str] = {}  # reference as it is written -> definition
+        self._definitions: dict[str, Schema] = {}
+        self._referred: list[tuple[str, str, object]] = []  # name, place, schema; to be copied yet
+
+    def run(self) -> Schema:
+        restricted = self.node(self._root, self._param)
+        while self._referred:
+            name, where, schema = self._referred.pop()
+            self._definitions[name] = self.node(schema, where)
+        return restricted | ({"$defs": self._definitions} if self._definitions else {})
 
     def node(self, schema: object, where: str) -> Schema:
         where = where[:MAX_WHERE_CHARS]  # every node below writes it out: a name may have megabytes
@@ -98,15 +113,14 @@ class _Restriction:
         if not isinstance(schema, dict):
             raise _refused(where, "expected a JSON schema")
         _check_keywords(schema, where)
-        kept: Schema = {
-            name: {key: self.node(value, f"{where}.{name}.{key}") for key, value in inner.items()}
-            for name, inner in _objects(schema, _DEFINITIONS, where)
-        }
+        if "$id" in schema and schema is not self._root:
+            raise _refused(f"{where}.$id", "only the whole schema may have one")
+        for name in _DEFINITIONS:
+            _object_at(schema, name, where)
         deciders = [name for name in _DECIDERS if name in schema]
         if deciders:
-            return kept | self._decided(schema, deciders, where)
-        types = _types_of(schema, where)
-        return kept | self._typed(schema, types, where)
+            return self._decided(schema, deciders, where)
+        return self._typed(schema, _types_of(schema, where), where)
 
     def _count(self, num_nodes: int) -> None:
         self._num_nodes += num_nodes
@@ -121,11 +135,11 @@ class _Restriction:
         match deciders[0]:
             case "$ref":
                 self._refuse_type(schema, where)
-                return {"$ref": _reference(schema["$ref"], where)}
+                return {"$ref": self._reference(schema["$ref"], where)}
             case "const":
-                return {"enum": _of_type([schema["const"]], schema, where)}
+                return self._enum([schema["const"]], schema, f"{where}.const")
             case "enum":
-                return {"enum": _of_type(_list(schema["enum"], f"{where}.enum"), schema, where)}
+                return self._enum(_list(schema["enum"], f"{where}.enum"), schema, f"{where}.enum")
             case "anyOf":
                 self._refuse_type(schema, where)
                 return {"anyOf": self._list(schema["anyOf"], f"{where}.anyOf")}
@@ -135,15 +149,31 @@ class _Restriction:
         self._refuse_type(schema, where)
         return {"anyOf": parts}
 
+    def _enum(self, values: list[object], schema: Schema, where: str) -> Schema:
+        self._count(len(values))
+        for value in values:
+            _check_numbers(value, where)
+        return {"enum": _of_type(values, schema, where)}
+
+    def _reference(self, value: object, where: str) -> str:
+        if not isinstance(value, str) or not (value == "#" or value.startswith("#/")):
+            detail = "only references into the schema itself ('#/...') are supported"
+            raise _refused(f"{where}.$ref", detail)
+        if value not in self._name_of:
+            self._name_of[value] = str(len(self._name_of))
+            found = _resolve(self._root, value, f"{where}.$ref")
+            self._referred.append((self._name_of[value], f"{self._param}.{value}", found))
+        return f"{DEFINITIONS}{self._name_of[value]}"
+
     def _refuse_type(self, schema: Schema, where: str) -> None:
         if "type" in schema:
             raise _refused(where, "'type' cannot stand beside '$ref', 'anyOf' or 'allOf'")
 
     def _list(self, value: object, where: str) -> list[Schema]:
-        found = _list(value, where)
+        found = self._items(value, where)
         if not found:
             raise _refused(where, "expected at least one schema")
-        return [self.node(item, f"{where}[{i}]") for i, item in enumerate(found)]
+        return found
 
     def _typed(self, schema: Schema, types: tuple[str, ...], where: str) -> Schema:
         """One alternative a type: then each has its own keywords only."""
@@ -159,45 +189,55 @@ class _Restriction:
             if name in _KEYWORDS.get(key, ()) and key not in _STRUCTURE
         }
         _check_bounds(own, where)
-        if "pattern" in own:
-            own["pattern"] = writable_pattern(str(own["pattern"]), f"{where}.pattern")
+        own = {key: _within_reach(key, value) for key, value in own.items()}
         match name:
-            case "string" if schema.get("format") in FORMATS:
-                return {"type": "string", **_formatted(str(schema["format"]), own, where)}
+            case "string":
+                return {"type": "string", **_string(schema, own, where)}
             case "object":
                 return {"type": "object", **self._object(schema, where)}
             case "array":
-                return {"type": "array", **self._array(schema, where), **own}
-            case "integer" | "number" if own and read_range({"type": name, **own}).is_empty:
+                return self._array(schema, own, where)
+            case "integer" | "number" if _is_empty_range(name, own):
                 return {"enum": []}
+            case "number":
+                own = _without_zero(own)
         return {"type": name, **own}
 
     def _object(self, schema: Schema, where: str) -> Schema:
-        is_open = schema.get("additionalProperties", "properties" not in schema)
-        others = self.node(is_open, f"{where}.additionalProperties")
-        names = _strings(schema.get("required", []), f"{where}.required")
         inner = _object_at(schema, "properties", where)
+        others = self.node(
+            schema.get("additionalProperties", True), f"{where}.additionalProperties"
+        )
+        names = _strings(schema.get("required", []), f"{where}.required")
         properties = {
             key: self.node(value, f"{where}.properties.{key}") for key, value in inner.items()
         }
         properties |= {name: others for name in names if name not in properties}
         if not properties:
-            is_closed = others == {"enum": []}
-            return {"additionalProperties": False if is_closed else (others or True)}
+            is_closed = "properties" in schema and "additionalProperties" not in schema
+            return {"additionalProperties": False if is_closed else others}
         return {"properties": properties, "required": names, "additionalProperties": False}
 
-    def _array(self, schema: Schema, where: str) -> Schema:
-        items = schema.get("items", True)
-        prefix = _list(schema.get("prefixItems", []), f"{where}.prefixItems")
-        if not prefix:
-            return {"items": self.node(items, f"{where}.items") or True}
-        if "minItems" in schema or "maxItems" in schema:
-            raise _refused(where, "'prefixItems' cannot be combined with 'minItems' or 'maxItems'")
-        # Just the items that are listed: an array of exactly these is what the schema allows too.
+    def _array(self, schema: Schema, own: Schema, where: str) -> Schema:
+        """`own`: bounds on its length."""
+        prefix = self._items(schema.get("prefixItems", []), f"{where}.prefixItems")
+        is_exact = bool(prefix) and not own
+        if is_exact:
+            own = {"minItems": len(prefix)}
+        others: object = schema.get("items", not prefix)
+        # Of exactly these, no other has to be met.
+        items = False if is_exact else self.node(others, f"{where}.items")
+        if "maxItems" in own and cast("int", own["maxItems"]) < cast("int", own.get("minItems", 0)):
+            return {"enum": []}
         return {
-            "prefixItems": self._list(prefix, f"{where}.prefixItems"),
-            "items": False,
+            "type": "array",
+            **own,
+            **({"prefixItems": prefix} if prefix else {}),
+            "items": items,
         }
+
+    def _items(self, value: object, where: str) -> list[Schema]:
+        return [self.node(item, f"{where}[{i}]") for i, item in enumerate(_list(value, where))]
 
 
 _STRUCTURE = ("properties", "required", "additionalProperties", "items", "prefixItems")
@@ -220,25 +260,89 @@ def _check_bounds(own: Schema, where: str) -> None:
             raise _refused(f"{where}.{name}", "expected a whole number, 0 or more")
         if name == "pattern" and not isinstance(value, str):
             raise _refused(f"{where}.pattern", "expected a string")
-        if name in BOUNDS and not is_bound(name, value):
+        if name in BOUNDS and not _is_bound(name, value):
             raise _refused(f"{where}.{name}", "expected a number of at most 15 digits")
-    if "pattern" in own and len(own.keys() & {"minLength", "maxLength"}) > 0:
-        raise _refused(
-            where, "'pattern' cannot be combined with 'minLength' or 'maxLength'; say it in one"
+
+
+def _string(schema: Schema, own: Schema, where: str) -> Schema:
+    """Its pattern, from the keyword or the format, and its length."""
+    written = {key: value for key, value in own.items() if key != "pattern"}
+    if cast("int", own.get("minLength", 0)) > cast("int", own.get("maxLength", math.inf)):
+        return {"enum": []}
+    is_formatted = schema.get("format") in FORMATS
+    if "pattern" in own and is_formatted:
+        raise _refused(where, "'pattern' cannot be combined with 'format'; say it in one")
+    if "pattern" in own:
+        pattern = portable_pattern(str(own["pattern"]), f"{where}.pattern")
+        return {**written, "pattern": f"^{pattern}$"}
+    if is_formatted:
+        return {**written, "pattern": f"^{FORMATS[str(schema['format'])]}$"}
+    return written
+
+
+def _is_bound(name: str, value: object) -> bool:
+    """Whether it can be kept. One so far out that it bounds nothing below MAX_BOUND can."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return False
+    return abs(value) <= MAX_BOUND or name in (_UPPER if value > 0 else _LOWER)
+
+
+def _within_reach(name: str, value: object) -> object:
+    """A bound of numbers that is further out than they are written here, brought in."""
+    if name not in BOUNDS or abs(cast("float", value)) <= MAX_BOUND:
+        return value
+    return MAX_BOUND if cast("float", value) > 0 else -MAX_BOUND
+
+
+def _is_empty_range(name: str, own: Schema) -> bool:
+    """Whether bounds, as they are written, leave no number of type `name`."""
+    bounds = {key: Fraction(repr(value)) for key, value in own.items() if key in BOUNDS}
+    lows = [(bounds[key], key) for key in _LOWER if key in bounds]
+    highs = [(bounds[key], key) for key in _UPPER if key in bounds]
+    if name == "integer":
+        least = max(
+            [math.floor(v) + 1 if k in _STRICT else math.ceil(v) for v, k in lows], default=0
         )
+        most = min(
+            [math.ceil(v) - 1 if k in _STRICT else math.floor(v) for v, k in highs], default=0
+        )
+        return bool(lows and highs) and least > most
+    return any(
+        low > high or (low == high and not _STRICT.isdisjoint((low_key, high_key)))
+        for low, low_key in lows
+        for high, high_key in highs
+    )
 
 
-def _formatted(name: str, own: Schema, where: str) -> Schema:
-    if own:
-        names = ", ".join(f"'{key}'" for key in own)
-        raise _refused(where, f"the format '{name}' cannot be combined with {names}; keep one")
-    return {"pattern": FORMATS[name]}
+def _without_zero(own: Schema) -> Schema:
+    """Bounds up to zero on one side, zero excluded: the library would let through 0 or -0 there."""
+    lows = [cast("float", own[key]) for key in _LOWER if key in own]
+    highs = [cast("float", own[key]) for key in _UPPER if key in own]
+    if own.get("exclusiveMaximum") == 0 and lows:
+        return {key: own[key] for key in own if key in _LOWER} | {"maximum": max(lows) / 1024}
+    if own.get("exclusiveMinimum") == 0 and highs:
+        return {key: own[key] for key in own if key in _UPPER} | {"minimum": min(highs) / 1024}
+    return own
+
+
+def _check_numbers(value: object, where: str) -> None:
+    """Of a constant: each must be written so that every reader gets it back."""
+    stack = [value]
+    while stack:
+        inner = stack.pop()
+        if isinstance(inner, dict):
+            stack += inner.values()
+        elif isinstance(inner, list):
+            stack += inner
+        elif isinstance(inner, int | float) and not (abs(inner) <= _MAX_CONSTANT):
+            raise _refused(where, f"a number in it is beyond {_MAX_CONSTANT}; make it a string")
 
 
 def _types_of(schema: Schema, where: str) -> tuple[str, ...]:
     """As it says, or as its keywords imply; () = any."""
     if "type" not in schema:
         groups = {_KEYWORDS[name][-1] for name in schema if name in _KEYWORDS}
+        groups |= {"string"} if schema.get("format") in FORMATS else set()
         if len(groups) > 1:
             raise _refused(where, "it needs a 'type': its keywords are about different ones")
         return tuple(groups)
@@ -286,21 +390,19 @@ def _strings(value: object, where: str) -> list[str]:
     return list(dict.fromkeys(cast("list[str]", found)))
 
 
-def _reference(value: object, where: str) -> str:
-    if not isinstance(value, str) or not (value == "#" or value.startswith("#/")):
-        raise _refused(f"{where}.$ref", "only references into the schema itself ('#/...') are")
-    return value
-
-
-def _resolve(root: Schema, reference: str, param: str) -> Schema:
-    """What a reference names in a restricted schema; raises RequestError if there is none."""
+def _resolve(root: Schema, reference: str, where: str) -> object:
+    """The schema that a JSON pointer in a fragment names. Raises RequestError if there is none."""
     found: object = root
-    for part in reference.split("/")[1:]:
+    for part in unquote(reference).split("/")[1:]:
         key = part.replace("~1", "/").replace("~0", "~")
-        found = found.get(key) if isinstance(found, dict) else None
-    if not isinstance(found, dict):
-        raise _refused(param, f"'{reference[:80]}' names nothing in it")
-    return cast("Schema", found)
+        if isinstance(found, list):
+            is_index = key.isascii() and key.isdigit() and int(key[:9]) < len(found)
+            found = found[int(key)] if is_index and len(key) <= 9 else None
+        else:
+            found = found.get(key) if isinstance(found, dict) else None
+    if not isinstance(found, dict | bool):
+        raise _refused(where, f"'{reference[:80]}' names no schema in it")
+    return found
 
 
 def _refused(where: str, detail: str) -> RequestError:

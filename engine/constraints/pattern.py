@@ -1,101 +1,221 @@
-"""Regular expressions inside JSON strings: what would need an escape in the string is left out.
+r"""Regular expressions of clients, in a dialect that means the same to every reader of them.
 
-The compiler writes what a `pattern` matches between the quotes as it is. So a quote, a backslash or
-a control character in it would end or break the string: they are taken out of every class that has
-them by being wide (`.`, `\\S`, `[^a]`), and refused where they are asked for by name.
+Clients write for ECMAScript, Python or Rust, and check answers with one of these. What the three
+read differently is rewritten to what all of them accept, or refused:
+
+    \d \w \s             ASCII only; \D \W \S leave out what any of the three counts among these
+    .                    no line ends (\n, \r, U+2028, U+2029)
+    ^ and $              where the whole or one of its alternatives begins or ends: they say nothing
+                         there, for a match is always the whole text; elsewhere they are refused
+    (?...)               groups only, named or not; neither flags nor what looks around
+    [ & ~ | in brackets  themselves; no classes of classes, no [:name:]
+    *? +? {n}?           as without the mark, which changes no whole match
+
+So a whole match here is a match in every dialect.
 """
 
 import re
 
 from engine.errors import RequestError
 
-_UNWRITABLE = r'"\\\x00-\x1f'
-# Outside of brackets: what stands for a class, with the unwritable ones taken out.
+# A class that is written -> what of it stands between brackets.
+_NARROW = {r"\d": "0-9", r"\w": "0-9A-Za-z_", r"\s": r" \t\n\x0B\x0C\r"}
+# The same, and all that any dialect counts among it: what its negation leaves out. Outside of ASCII
+# that is simpler than the truth: U+0660 is the first digit there.
 _WIDE = {
-    ".": f"[^{_UNWRITABLE}]",
-    r"\s": " ",
-    r"\S": rf"[^\s{_UNWRITABLE}]",
-    r"\D": f"[^0-9{_UNWRITABLE}]",
-    r"\W": f"[^a-zA-Z0-9_{_UNWRITABLE}]",
+    r"\d": r"0-9\x{660}-\x{10FFFF}",
+    r"\w": r"0-9A-Za-z_\x{80}-\x{10FFFF}",
+    r"\s": r" \t\n\x0B\x0C\r\x1C-\x1F\x{85}\x{A0}\x{1680}\x{2000}-\x{200A}\x{2028}\x{2029}"
+    r"\x{202F}\x{205F}\x{3000}\x{FEFF}",
 }
-_WIDE_INSIDE = (r"\S", r"\D", r"\W")
-_ANCHORS = ("^", "$", r"\b", r"\B")
-_NAMED_CONTROLS = (r"\n", r"\r", r"\t", r"\f", r"\v", r"\0")
-_PART = re.compile(r"\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|.)|.", re.DOTALL)
+_NEGATED = {r"\D": r"\d", r"\W": r"\w", r"\S": r"\s"}
+_ANY = r"[^\n\r\x{2028}\x{2029}]"
+_CONTROLS = {r"\n": 10, r"\r": 13, r"\t": 9, r"\f": 12, r"\v": 11, r"\0": 0}
+_MAX_COUNT = 10_000
+
+_PART = re.compile(
+    r"\\x[0-9a-fA-F]{2}|\\u[0-9a-fA-F]{4}|\\u\{[0-9a-fA-F]{1,6}\}|\\.|.",
+    re.DOTALL,
+)
+_GROUP = re.compile(r"\(\?(?::|P?<[A-Za-z_][A-Za-z0-9_]*>)")
+_COUNT = re.compile(r"\{([0-9]+)(?:(,)([0-9]*))?\}")
 
 
-def writable_pattern(pattern: str, where: str) -> str:
-    """What of `pattern` may stand in a JSON string as it is. Raises RequestError naming `where`."""
-    written: list[str] = []
-    # What it matches is all that the string holds, so that the outer anchors say nothing new.
-    parts = _PART.findall(pattern)
-    parts = parts[1:] if parts[:1] == ["^"] else parts
-    parts = parts[:-1] if parts[-1:] == ["$"] else parts
-    position = 0
-    while position < len(parts):
-        if parts[position] == "[":
-            end = _class_end(parts, position, where)
-            written.append(_class(parts[position + 1 : end], where))
-            position = end
+def portable_pattern(pattern: str, where: str) -> str:
+    """For Rust's regex syntax: whole matches of `pattern`. Raises RequestError naming `where`."""
+    return _Translation(pattern, where).write()
+
+
+class _Translation:
+    """Reads a pattern from left to right."""
+
+    def __init__(self, pattern: str, where: str) -> None:
+        self._pattern = pattern
+        self._where = where
+        self._place = 0
+        self._depth = 0
+        self._written: list[str] = []
+        self._can_repeat = False  # whether what was written last can take a quantifier
+
+    def write(self) -> str:
+        while self._place < len(self._pattern):
+            self._next()
+        if self._depth > 0:
+            raise self._refused("a '(' is not closed")
+        return f"(?:{''.join(self._written)})"
+
+    def _next(self) -> None:
+        char = self._pattern[self._place]
+        if char == "(":
+            self._open()
+        elif char == ")":
+            self._close()
+        elif char in "*+?{":
+            self._quantify(char)
+        elif char == "[":
+            self._place += 1
+            self._add(self._brackets())
+        elif char in "^$":
+            self._anchor(char)
+        elif char == "|":
+            self._add("|", can_repeat=False)
+            self._place += 1
+        elif char in "]}":
+            raise self._refused(f"a '{char}' that closes nothing; write '\\{char}'")
         else:
-            written.append(_WIDE.get(parts[position]) or _plain(parts[position], where))
-        position += 1
-    return f"(?:{''.join(written)})"
+            self._add(self._outside(self._part()))
 
+    def _add(self, text: str, *, can_repeat: bool = True) -> None:
+        self._written.append(text)
+        self._can_repeat = can_repeat
 
-def _class_end(parts: list[str], start: int, where: str) -> int:
-    try:
-        return parts.index("]", start + 2)
-    except ValueError:
-        raise _refused(where, "a '[' is not closed") from None
+    def _part(self) -> str:
+        """The next character or escape."""
+        found = _PART.match(self._pattern, self._place)
+        assert found is not None
+        self._place = found.end()
+        if found[0] == "\\":
+            raise self._refused("it ends with a '\\'")
+        return found[0]
 
+    def _open(self) -> None:
+        group = _GROUP.match(self._pattern, self._place)
+        if group is None and self._pattern.startswith("(?", self._place):
+            raise self._refused("of '(?...)' only groups are supported: '(?:...)', '(?<name>...)'")
+        self._place = self._place + 1 if group is None else group.end()
+        self._depth += 1
+        self._add("(?:", can_repeat=False)
 
-def _class(parts: list[str], where: str) -> str:
-    is_negated = parts[:1] == ["^"]
-    items = parts[1:] if is_negated else parts
-    if is_negated:
-        # A dash at the end is itself; before what is added here it would begin a range.
-        end = r"\-" if items[-1:] == ["-"] else "".join(items[-1:])
-        return f"[^{''.join(items[:-1])}{end}{_UNWRITABLE}]"
-    if any(item in _WIDE_INSIDE for item in items):
-        raise _refused(where, f"'{_WIDE_INSIDE}' may not stand between brackets")
-    for low, dash, high in zip(items, items[1:], items[2:], strict=False):
-        if dash == "-" and any(_code(low) <= code <= _code(high) for code in _CODES):
-            raise _refused(where, f"the range '{low}-{high}' has characters that need an escape")
-    return f"[{''.join(_inside(item, where) for item in items)}]"
+    def _close(self) -> None:
+        if self._depth == 0:
+            raise self._refused("a ')' closes nothing")
+        self._depth -= 1
+        self._place += 1
+        self._add(")")
 
+    def _quantify(self, char: str) -> None:
+        if not self._can_repeat:
+            raise self._refused(f"nothing stands before '{char}' that it could repeat")
+        text = char
+        if char == "{":
+            text = self._count()
+        self._place += len(text)
+        self._add(text, can_repeat=False)
+        if self._pattern.startswith("?", self._place):
+            self._place += 1
 
-_CODES = (*range(0x20), ord('"'), ord("\\"))
+    def _count(self) -> str:
+        found = _COUNT.match(self._pattern, self._place)
+        if found is None:
+            raise self._refused("a '{' begins no count; write '\\{'")
+        least, most = int(found[1]), int(found[3] or found[1])
+        if max(least, most) > _MAX_COUNT or least > most:
+            raise self._refused(f"'{found[0]}' is no count up to {_MAX_COUNT}")
+        return found[0]
 
+    def _anchor(self, char: str) -> None:
+        before, after = self._pattern[: self._place], self._pattern[self._place + 1 :]
+        is_at_end = after[:1] in ("", "|") if char == "$" else before[-1:] in ("", "|")
+        if self._depth > 0 or not is_at_end or before.endswith("\\|"):
+            raise self._refused(f"'{char}' is supported at its start or end only")
+        self._place += 1
+        self._can_repeat = False
 
-def _inside(part: str, where: str) -> str:
-    """One part of a class; anchors are characters like others there."""
-    if part == r"\s":
-        return _WIDE[part]
-    return part if part in ("^", "$") else _plain(part, where)
+    def _outside(self, part: str) -> str:
+        if part == ".":
+            return _ANY
+        if part in _NARROW:
+            return f"[{_NARROW[part]}]"
+        if part in _NEGATED:
+            return f"[^{_WIDE[_NEGATED[part]]}]"
+        return self._literal(part)
 
+    # ---- brackets -------------------------------------------------------------------------------
 
-def _plain(part: str, where: str) -> str:
-    if part in _ANCHORS:
-        raise _refused(where, f"'{part}' is supported at its start or end only")
-    if part in _NAMED_CONTROLS or (not _is_shorthand(part) and _code(part) in _CODES):
-        raise _refused(where, f"it asks for a character that needs an escape in a string: '{part}'")
-    return part
+    def _brackets(self) -> str:
+        """From behind the '[' to behind its ']'."""
+        is_negated = self._pattern.startswith("^", self._place)
+        self._place += is_negated
+        if self._pattern.startswith("]", self._place):
+            raise self._refused("'[]' and '[^]' mean different things to different readers")
+        members: list[str] = []
+        while not self._pattern.startswith("]", self._place):
+            if self._place >= len(self._pattern):
+                raise self._refused("a '[' is not closed")
+            members.append(self._member(is_negated=is_negated))
+        self._place += 1
+        return f"[{'^' if is_negated else ''}{''.join(members)}]"
 
+    def _member(self, *, is_negated: bool) -> str:
+        if self._pattern[self._place : self._place + 2] in ("[:", "[.", "[="):
+            raise self._refused("'[:name:]' is not supported between brackets")
+        part = self._part()
+        is_range = (
+            self._pattern.startswith("-", self._place)
+            and self._pattern[self._place + 1 : self._place + 2] != "]"
+        )
+        if part in _NARROW or part in _NEGATED:
+            if is_range:
+                raise self._refused(f"'{part}-' begins a range; write '\\-'")
+            return self._class_member(part, is_negated=is_negated)
+        if not is_range:
+            return self._literal(part)
+        self._place += 1
+        last = self._part()
+        if last in _NARROW or last in _NEGATED:
+            raise self._refused(f"'-{last}' ends a range; write '\\-'")
+        if self._code(part) > self._code(last):
+            raise self._refused(f"the range '{part}-{last}' is empty")
+        return f"{self._literal(part)}-{self._literal(last)}"
 
-def _is_shorthand(part: str) -> bool:
-    """A letter or digit after a backslash that stands for no character of its own."""
-    return len(part) == 2 and part[0] == "\\" and part[1].isalnum()
+    def _class_member(self, part: str, *, is_negated: bool) -> str:
+        """What is taken out between '[^' and ']' is more than what is put in elsewhere."""
+        if part in _NARROW:
+            return (_WIDE if is_negated else _NARROW)[part]
+        return f"[^{(_NARROW if is_negated else _WIDE)[_NEGATED[part]]}]"
 
+    # ---- characters -----------------------------------------------------------------------------
 
-def _code(part: str) -> int:
-    """Of the character that a part stands for."""
-    if len(part) > 2:
-        return int(part[2:], 16)
-    return ord(part[-1])
+    def _literal(self, part: str) -> str:
+        code = self._code(part)
+        char = chr(code)
+        return char if char.isascii() and char.isalnum() else f"\\x{{{code:X}}}"
 
+    def _code(self, part: str) -> int:
+        """Of the character that a part stands for."""
+        code = ord(part[-1])
+        if part in _CONTROLS:
+            code = _CONTROLS[part]
+        elif len(part) > 2:
+            code = int(part[2:].strip("{}"), 16)
+        elif len(part) == 2 and part[1].isalnum():
+            raise self._refused(f"'{part}' is not supported")
+        if code > 0x10FFFF or 0xD800 <= code <= 0xDFFF:
+            raise self._refused(f"'{part}' is no character")
+        return code
 
-def _refused(where: str, detail: str) -> RequestError:
-    return RequestError(
-        f"Invalid schema at '{where[:200]}': {detail}.", param=where[:200], code="invalid_value"
-    )
+    def _refused(self, detail: str) -> RequestError:
+        where = self._where[:200]
+        return RequestError(
+            f"Invalid regular expression at '{where}': {detail}.", param=where, code="invalid_value"
+        )

@@ -1,4 +1,4 @@
-"""Whether a restricted JSON schema has a value at all, in time that grows with its size alone.
+"""What of a restricted JSON schema has no value at all is taken out of it.
 
 A least fixed point: a node is met when enough of the nodes that it needs are, so one that needs
 itself without end is never met. Every node counts down what it still misses; each edge is followed
@@ -6,22 +6,34 @@ once. Knows no keyword that a restricted schema cannot have.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import cast
 
 Schema = dict[str, object]
 
+DEFINITIONS = "#/$defs/"  # what every reference of a restricted schema begins with
 _NEVER = -1  # nothing that is met can meet the node
 
 
-def can_be_met(root: Schema, resolve: Callable[[str], Schema]) -> bool:
-    """`resolve`: what a reference names in `root`; its errors are passed on."""
+def without_unmet(root: Schema) -> Schema | None:
+    """A copy of a restricted schema in which every part has a value; None if it has none itself.
+
+    A property that nothing can meet is not among the properties then, and an array of such items
+    is empty. Raises KeyError for a reference to nothing.
+    """
+    met = _met_nodes(root)
+    return cast("Schema", _copy(root, met)) if id(root) in met else None
+
+
+def _met_nodes(root: Schema) -> set[int]:
+    """The ids of nodes that have a value."""
+    definitions = cast("dict[str, Schema]", root.get("$defs", {}))
     missing: dict[int, int] = {}  # id of a node -> how many of its needs have to be met yet
     needed_by: defaultdict[int, list[int]] = defaultdict(list)
-    for node in nodes_of(root):
+    for node in _nodes_of(root):
         if id(node) in missing:
             continue  # one node in several places
-        needs, num_enough = _needs(node, resolve)
+        needs, num_enough = _needs(node, definitions)
         missing[id(node)] = num_enough
         for need in needs:
             needed_by[id(need)].append(id(node))
@@ -33,16 +45,16 @@ def can_be_met(root: Schema, resolve: Callable[[str], Schema]) -> bool:
             if missing[node_id] == 0:
                 met.add(node_id)
                 ready.append(node_id)
-    return id(root) in met
+    return met
 
 
-def nodes_of(root: Schema) -> Iterator[Schema]:
+def _nodes_of(root: Schema) -> Iterator[Schema]:
     """Every node of a restricted schema, outer ones first."""
     stack = [root]
     while stack:
         node = stack.pop()
         yield node
-        for name in ("$defs", "definitions", "properties"):
+        for name in ("$defs", "properties"):
             stack += cast("dict[str, Schema]", node.get(name, {})).values()
         for name in ("anyOf", "prefixItems"):
             stack += cast("list[Schema]", node.get(name, []))
@@ -52,10 +64,10 @@ def nodes_of(root: Schema) -> Iterator[Schema]:
                 stack.append(inner)
 
 
-def _needs(node: Schema, resolve: Callable[[str], Schema]) -> tuple[list[Schema], int]:
+def _needs(node: Schema, definitions: dict[str, Schema]) -> tuple[list[Schema], int]:
     """Nodes on which it depends, and how many of them have to be met."""
     if "$ref" in node:
-        return [resolve(str(node["$ref"]))], 1
+        return [definitions[str(node["$ref"]).removeprefix(DEFINITIONS)]], 1
     if "enum" in node:
         return [], 0 if node["enum"] else _NEVER
     if "anyOf" in node:
@@ -65,7 +77,34 @@ def _needs(node: Schema, resolve: Callable[[str], Schema]) -> tuple[list[Schema]
         properties = cast("dict[str, Schema]", node.get("properties", {}))
         needs = [properties[name] for name in cast("list[str]", node.get("required", []))]
     if node.get("type") == "array":
-        needs = list(cast("list[Schema]", node.get("prefixItems", [])))
-        if cast("int", node.get("minItems", 0)) > 0 and isinstance(node["items"], dict):
-            needs.append(cast("Schema", node["items"]))
+        num_items = cast("int", node.get("minItems", 0))
+        prefix = cast("list[Schema]", node.get("prefixItems", []))
+        needs = prefix[:num_items]
+        if num_items > len(prefix):
+            if node["items"] is False:
+                return [], _NEVER
+            needs = [*needs, cast("Schema", node["items"])]
     return needs, len(needs)
+
+
+def _copy(node: object, met: set[int]) -> object:
+    """Of a node that is met; False for one that is not."""
+    if not isinstance(node, dict):
+        return node
+    if id(node) not in met:
+        return False
+    copied: Schema = dict(node)
+    for name in ("$defs", "properties"):
+        if name in node:
+            inner = cast("dict[str, Schema]", node[name])
+            copied[name] = {key: _copy(v, met) for key, v in inner.items() if id(v) in met}
+    if "anyOf" in node:
+        options = cast("list[Schema]", node["anyOf"])
+        copied["anyOf"] = [_copy(option, met) for option in options if id(option) in met]
+    if "prefixItems" in node:
+        prefix = cast("list[Schema]", node["prefixItems"])
+        copied["prefixItems"] = [_copy(item, met) for item in prefix]
+    for name in ("items", "additionalProperties"):
+        if name in node:
+            copied[name] = _copy(node[name], met)
+    return copied

@@ -6,6 +6,7 @@ one launch there, and a step without such rows costs nothing. Knows no languages
 matcher says which tokens may come next.
 """
 
+import logging
 from enum import Enum, auto
 from typing import Protocol
 
@@ -16,18 +17,21 @@ from engine.request import Constraint, SamplingParams, Thinking
 from engine.sampling.feature import positions_of
 from kernels.token_mask import TOKENS_PER_WORD, ban_tokens, num_mask_words
 
+logger = logging.getLogger(__name__)
+
 
 class Matcher(Protocol):
     """Follows one output, token by token."""
 
     def accept_token(self, token_id: int) -> bool:
-        """The output goes on with this token; False, and no effect, if it may not."""
+        """The output goes on with this token; False if it may not, and then nothing may follow."""
         ...
 
     def fill_next_token_bitmask(self, bitmask: Tensor, index: int = 0) -> bool:
         """Write line `index` of `bitmask` int32 [P, words]: bit i of word w says 32 * w + i may.
 
-        A line in which everything may come can be left alone: it holds ones.
+        A line in which everything may come can be left alone: it holds ones. One without any bit
+        says that the output cannot be followed any more: its request ends with an error.
         """
         ...
 
@@ -83,9 +87,13 @@ class Constraints:
         self._matchers.pop(row, None)
 
     def hear(self, row: int, token_id: int) -> None:
-        """The row's output goes on with this token, which was sampled under its constraint."""
-        is_accepted = self._matchers[row].accept_token(token_id)
-        assert is_accepted, f"row {row}: token {token_id} breaks the constraint it was drawn under"
+        """The row's output goes on with this token, which was sampled under its constraint.
+
+        A matcher that does not take it, as it allowed it before, has run into its own limits.
+        """
+        if not self._matchers[row].accept_token(token_id):
+            logger.error("row %d: token %d cannot be followed", row, token_id)
+            self._matchers[row] = NothingMayFollow()
 
     def apply(self, logits: Tensor, rows: list[int]) -> None:
         positions = positions_of(rows, self._matchers)
@@ -116,6 +124,17 @@ class Constraints:
         packed[:num_lines] = torch.tensor(positions, dtype=torch.int32)
         sent = packed.to(self._device, non_blocking=True)
         ban_tokens(logits, sent[:num_lines], self._masks(sent, num_lines))
+
+
+class NothingMayFollow:
+    """The matcher of an output that cannot be followed any more."""
+
+    def accept_token(self, token_id: int) -> bool:
+        return False
+
+    def fill_next_token_bitmask(self, bitmask: Tensor, index: int = 0) -> bool:
+        bitmask[index].zero_()
+        return True
 
 
 class _Phase(Enum):

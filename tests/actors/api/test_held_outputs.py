@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import xgrammar
 from tokenizers import Tokenizer
 
 from actors.api.chat_dialect import ChatDialect, ToolFormat, build_dialect, build_tool_parser
@@ -15,17 +14,15 @@ from actors.api.protocol import ParsedRequest, parse_chat, parse_completion
 from actors.api.served_model import ServedModel
 from actors.api.tools.events import CallArguments, CallEnded, CallStarted, Content
 from configs.schema import ApiConfig, EdgeConfig
-from engine.constraints.compiling import compile_constraint
-from engine.constraints.vocabulary import load_vocabulary
+from engine.constraints.vocabulary import Vocabulary
 from engine.errors import RequestError
 from engine.messages import decode, encode
-from engine.models.spec import load_spec
 from engine.request import Constraint, ConstraintKind, SamplingParams, Thinking
 from engine.tokenizing import load_tokenizer
 from tests.actors.api.dialects import DIALECT
+from tests.engine.constraints.following import allows, demo_vocabulary
 from tests.tokenizer_folders import byte_level_folder
 
-FOLDER = Path(__file__).parents[3] / "demo_model" / "laps-demo"
 MODEL = ServedModel(name="tiny", max_model_len=100, vocab_size=500, dialect=DIALECT)
 POINT = {
     "type": "object",
@@ -54,17 +51,8 @@ def constraint_of(parsed: ParsedRequest) -> Constraint:
 
 
 @pytest.fixture(scope="module")
-def compiler() -> xgrammar.GrammarCompiler:
-    spec = load_spec(FOLDER)
-    vocabulary = load_vocabulary(
-        FOLDER, vocab_size=spec.vocab_size, eos_token_ids=spec.eos_token_ids
-    )
-    return xgrammar.GrammarCompiler(vocabulary, max_threads=1, cache_enabled=False)
-
-
-def allows(compiler: xgrammar.GrammarCompiler, constraint: Constraint, text: str) -> bool:
-    matcher = xgrammar.GrammarMatcher(compile_constraint(compiler, constraint))
-    return bool(matcher.accept_string(text) and matcher.is_completed())
+def vocabulary() -> Vocabulary:
+    return demo_vocabulary()
 
 
 def test_without_a_form_there_is_no_constraint() -> None:
@@ -94,7 +82,7 @@ def test_without_a_form_there_is_no_constraint() -> None:
     ],
 )
 def test_a_form_allows_what_it_says_and_nothing_else(
-    compiler: xgrammar.GrammarCompiler, fields: Any, good: list[str], bad: list[str]
+    vocabulary: Vocabulary, fields: Any, good: list[str], bad: list[str]
 ) -> None:
     fields = json.loads(json.dumps(fields))
     described = fields.get("response_format", {}).get("json_schema")
@@ -102,8 +90,8 @@ def test_a_form_allows_what_it_says_and_nothing_else(
         if described is not None:
             described |= {"schema": POINT, "strict": strict}
         constraint = constraint_of(chat(**fields))
-        assert [allows(compiler, constraint, text) for text in good] == [True] * len(good)
-        assert [allows(compiler, constraint, text) for text in bad] == [False] * len(bad)
+        assert [allows(vocabulary, constraint, text) for text in good] == [True] * len(good)
+        assert [allows(vocabulary, constraint, text) for text in bad] == [False] * len(bad)
 
 
 def test_completions_take_the_same_forms() -> None:
@@ -169,16 +157,16 @@ ONE, TWO = ("move-to", '{"x": 12, "tag": "a"}'), ("wait", "{}")
 
 @pytest.mark.parametrize("tool_format", list(ToolFormat))
 def test_required_calls_are_calls_that_the_formats_parser_reads(
-    compiler: xgrammar.GrammarCompiler, tool_format: ToolFormat
+    vocabulary: Vocabulary, tool_format: ToolFormat
 ) -> None:
     parsed = chat(speaking(tool_format), tools=[MOVE, WAIT], tool_choice="required")
     constraint = constraint_of(parsed)
     assert constraint.kind is ConstraintKind.STRUCTURAL_TAG
     both = written(tool_format, ONE, TWO)
-    assert allows(compiler, constraint, both)
+    assert allows(vocabulary, constraint, both)
     for text in ("Hello.", "", written(tool_format, ("go", "{}")), f"{both} and more"):
-        assert not allows(compiler, constraint, text)
-    assert not allows(compiler, constraint, written(tool_format, ("move-to", "{}")))
+        assert not allows(vocabulary, constraint, text)
+    assert not allows(vocabulary, constraint, written(tool_format, ("move-to", "{}")))
     parser = build_tool_parser(tool_format, parsed.tool_names)
     assert [*parser.push(both), *parser.finish()] == [
         CallStarted("move-to"),
@@ -191,14 +179,12 @@ def test_required_calls_are_calls_that_the_formats_parser_reads(
 
 
 @pytest.mark.parametrize("tool_format", list(ToolFormat))
-def test_a_named_function_is_called_once(
-    compiler: xgrammar.GrammarCompiler, tool_format: ToolFormat
-) -> None:
+def test_a_named_function_is_called_once(vocabulary: Vocabulary, tool_format: ToolFormat) -> None:
     choice = {"type": "function", "function": {"name": "move-to"}}
     constraint = constraint_of(chat(speaking(tool_format), tools=[MOVE, WAIT], tool_choice=choice))
-    assert allows(compiler, constraint, written(tool_format, ONE))
-    assert not allows(compiler, constraint, written(tool_format, TWO))
-    assert not allows(compiler, constraint, written(tool_format, ONE, ONE))
+    assert allows(vocabulary, constraint, written(tool_format, ONE))
+    assert not allows(vocabulary, constraint, written(tool_format, TWO))
+    assert not allows(vocabulary, constraint, written(tool_format, ONE, ONE))
 
 
 def test_without_parallel_calls_one_is_required() -> None:
@@ -210,15 +196,15 @@ def test_without_parallel_calls_one_is_required() -> None:
 
 
 def test_a_strict_function_may_be_left_uncalled_but_not_called_wrongly(
-    compiler: xgrammar.GrammarCompiler,
+    vocabulary: Vocabulary,
 ) -> None:
     constraint = constraint_of(chat(tools=[STRICT, MOVE]))
     go = HERMES.format("go", '{"x": 1}')
     loose = HERMES.format("move-to", '{"what": ["ever"]}')
     for text in ("Just text.", go, f"First\n{go} then\n{loose}", ""):
-        assert allows(compiler, constraint, text)
+        assert allows(vocabulary, constraint, text)
     for text in (HERMES.format("go", "{}"), HERMES.format("other", "{}"), "<tool_call>x"):
-        assert not allows(compiler, constraint, text)
+        assert not allows(vocabulary, constraint, text)
     parser = build_tool_parser(ToolFormat.HERMES, frozenset({"go"}))
     assert Content("First") in [*parser.push(f"First\n{go}"), *parser.finish()]
 

@@ -76,14 +76,19 @@ def test_moments_are_read_back_as_moments() -> None:
         assert allows("date-time", text)
 
 
-def test_a_string_of_a_known_format_is_held_to_it() -> None:
-    restricted = restrict({"type": "string", "format": "date"}, "schema")
-    assert restricted == {"type": "string", "pattern": FORMATS["date"]}
+def test_a_string_of_a_known_format_is_held_to_it_whether_it_says_its_type_or_not() -> None:
+    held = {"type": "string", "pattern": f"^{FORMATS['date']}$"}
+    assert restrict({"type": "string", "format": "date"}, "schema") == held
+    assert restrict({"format": "date"}, "schema") == held
+    either = restrict({"type": ["string", "null"], "format": "date"}, "schema")
+    assert either == {"anyOf": [held, {"type": "null"}]}
     assert restrict({"type": "string", "format": "ours"}, "schema") == {"type": "string"}
     assert restrict({"type": "number", "format": "date"}, "schema") == {"type": "number"}
 
 
-def test_a_format_beside_another_bound_on_the_string_is_refused() -> None:
-    with pytest.raises(RequestError, match="'maxLength'") as caught:
-        restrict({"items": {"type": "string", "format": "date", "maxLength": 3}}, "schema")
+def test_a_format_may_stand_beside_a_length_but_not_beside_a_pattern() -> None:
+    restricted = restrict({"type": "string", "format": "email", "maxLength": 9}, "schema")
+    assert restricted["maxLength"] == 9
+    with pytest.raises(RequestError, match="'pattern'") as caught:
+        restrict({"items": {"type": "string", "format": "date", "pattern": "a"}}, "schema")
     assert caught.value.param == "schema.items"

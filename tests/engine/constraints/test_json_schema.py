@@ -68,6 +68,22 @@ def test_random_schemas_can_be_met() -> None:
         ({"type": "number", "format": "double"}, 0.5),
         ({"type": "integer", "minimum": -3}, 10**14),
         ({"type": "integer", "maximum": 0}, -(10**14)),
+        ({"properties": {"a": {"const": 1}}, "required": ["b"]}, {"b": [0]}),
+        ({"type": "string", "pattern": "a", "maxLength": 3}, "a"),
+        ({"prefixItems": [{"const": 1}], "minItems": 0, "maxItems": 2}, []),
+        ({"$defs": {"a/b~c": {"const": 1}}, "$ref": "#/$defs/a~1b~0c"}, 1),
+        ({"$defs": {"a b%": {"const": 1}}, "$ref": "#/$defs/a%20b%25"}, 1),
+        ({"$defs": {"a": {"anyOf": [{"const": 1}]}}, "$ref": "#/$defs/a/anyOf/0"}, 1),
+        (
+            {
+                "properties": {
+                    "n": {"type": ["integer", "null"], "minimum": 1, "$defs": {"x": {"const": 5}}},
+                    "m": {"$ref": "#/properties/n/$defs/x"},
+                    "o": {"$ref": "#/properties/n"},
+                }
+            },
+            {"n": 2, "m": 5, "o": None},
+        ),
         ({"x-order": 1, "title": "t", "uniqueItems": False, "type": "array"}, []),
         ({"type": "string", "enum": ["a", 1]}, "a"),
         (
@@ -99,7 +115,7 @@ def test_what_a_schema_plainly_means_stays_allowed(schema: Any, value: Any) -> N
         ({"enum": 1}, "schema.enum"),
         ({"enum": []}, "schema"),
         ({"type": "string", "enum": [1]}, "schema"),
-        ({"$ref": "#/nowhere"}, "schema"),
+        ({"$ref": "#/nowhere"}, "schema.$ref"),
         ({"$ref": "http://elsewhere/x"}, "schema.$ref"),
         ({"anyOf": []}, "schema.anyOf"),
         ({"anyOf": [{"$ref": "#"}]}, "schema"),
@@ -121,14 +137,19 @@ def test_what_a_schema_plainly_means_stays_allowed(schema: Any, value: Any) -> N
         ({"minLength": 1, "minimum": 1}, "schema"),
         ({"type": "string", "minLength": -1}, "schema.minLength"),
         ({"type": "string", "maxLength": "3"}, "schema.maxLength"),
-        ({"type": "string", "pattern": "a", "maxLength": 3}, "schema"),
+        ({"type": "string", "minLength": 3, "maxLength": 2}, "schema"),
         ({"type": "number", "minimum": 0, "exclusiveMaximum": 0}, "schema"),
         ({"type": "integer", "minimum": 5, "maximum": 4}, "schema"),
         ({"type": "integer", "minimum": 10**16}, "schema.minimum"),
         ({"type": "number", "maximum": -(10.0**15)}, "schema.maximum"),
         ({"type": "number", "minimum": True}, "schema.minimum"),
-        ({"prefixItems": [{}], "minItems": 1}, "schema"),
+        ({"type": "array", "prefixItems": [{}, False]}, "schema"),
         ({"required": [1]}, "schema.required"),
+        ({"properties": {"a": {"$id": "x"}}}, "schema.properties.a.$id"),
+        ({"const": 2**60}, "schema.const"),
+        ({"enum": [{"a": [1e300]}]}, "schema.enum"),
+        ({"type": "string", "pattern": "a$b"}, "schema.pattern"),
+        ({"$ref": "#/required", "required": ["a"]}, "schema"),
     ],
 )
 def test_what_could_not_be_kept_is_refused_by_its_place(schema: Any, where: str) -> None:
