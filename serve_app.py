@@ -14,6 +14,7 @@ from actors.ingress import SUPERVISOR, Ingress
 from actors.options import supervisor_options
 from actors.preflight import check_startable
 from configs.load import config_from_environment
+from configs.serve_environment import set_serve_environment
 
 
 def build(args: dict[str, str]) -> Application:
@@ -22,6 +23,7 @@ def build(args: dict[str, str]) -> Application:
     Raises ConfigError or ConfigFileError, before anything starts, for what cannot be served.
     """
     config = config_from_environment(args)
+    set_serve_environment()
     check_startable(config)
     return bind(describe_deployment(config))
 

@@ -32,6 +32,7 @@ from actors.api.openapi import build_openapi
 from actors.api.protocol import ParsedRequest, parse_chat, parse_completion
 from actors.api.request_rules import (
     TTFT_DEADLINE_HEADER,
+    check_content_encoding,
     check_content_type,
     read_ttft_deadline_s,
 )
@@ -65,6 +66,9 @@ logger = logging.getLogger(__name__)
 
 CLIENT_CLOSED_REQUEST = 499  # nginx's status; nobody is left to read it
 JSON_TYPE = "application/json"
+# Refused with the rest of the body still to come: nothing else can be sent over that connection.
+BODY_LEFT_UNREAD = (408, 413)
+CLOSE = {"Connection": "close"}
 SSE_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 Parse = Callable[[bytes], ParsedRequest]
@@ -286,16 +290,21 @@ class Api:
             yield b"".join(writer.finish())
 
     async def _read_body(self, request: Request) -> bytes:
-        """The body, counted as it comes: the length a client claims proves nothing."""
+        """The body, counted as it comes: a small length that a client claims proves nothing."""
         check_content_type(request.headers.get("content-type"))
+        check_content_encoding(request.headers.get("content-encoding"))
         limit = self._config.edge.max_body_bytes
+        too_large = RequestError(f"The request body exceeds {limit} bytes.", status=413)
+        claimed = request.headers.get("content-length", "")
+        if claimed.isascii() and claimed.isdigit() and int(claimed[:20]) > limit:
+            raise too_large
         body = bytearray()
         try:
             async with asyncio.timeout(self._config.edge.upload_timeout_s):
                 async for piece in request.stream():
                     body += piece
                     if len(body) > limit:
-                        raise RequestError(f"The request body exceeds {limit} bytes.", status=413)
+                        raise too_large
         except TimeoutError as error:
             raise RequestError("The request body did not come in time.", status=408) from error
         return bytes(body)
@@ -376,6 +385,8 @@ class Api:
             logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
         self._metrics.count_failed(reply.status)
         headers = reply.headers | (error.headers if isinstance(error, RateLimitError) else {})
+        if reply.status in BODY_LEFT_UNREAD:
+            headers |= CLOSE
         return Response(reply.body, reply.status, headers=headers, media_type=JSON_TYPE)
 
     async def _on_http_error(self, request: Request, error: Exception) -> Response:

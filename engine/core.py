@@ -99,6 +99,14 @@ class EngineCore:
         until_s = self.scheduler.gathers_until_s
         return 0.0 if until_s is None else max(0.0, until_s - now_s)
 
+    @property
+    def waits_for_others(self) -> bool:
+        """Whether the last `step` launched nothing because the queue's window is open.
+
+        Then the next one is due at the window's end, or as soon as anything has happened.
+        """
+        return not self._in_flight and self.scheduler.gathers_until_s is not None
+
     def step(self) -> StepOutput:
         """Launch the next step and commit the one that is due; may wait for the device.
 

@@ -108,10 +108,8 @@ class OutputText:
         return self._detokenizer.flush() + marker  # a character torn before it stays torn
 
     def _search(self, text: str) -> tuple[str, str | None]:
-        # A stop string may end the choice with token number min_tokens, not before.
-        if self._num_tokens < self._min_tokens:
-            return text, None
-        return self._stop_strings.push(text)
+        # A stop string may end the choice with token number min_tokens, wherever it began.
+        return self._stop_strings.push(text, may_stop=self._num_tokens >= self._min_tokens)
 
     def _finish(self, record: TokenRecord, matched: str | None) -> FinishReason | None:
         if matched is not None:

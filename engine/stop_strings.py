@@ -23,18 +23,22 @@ class StopStrings:
         self._include = include
         self._held = ""  # may still become part of a stop string
 
-    def push(self, text: str) -> tuple[str, str | None]:
-        """(text to emit, the stop string that is now complete or None). Nothing after a match."""
+    def push(self, text: str, *, may_stop: bool = True) -> tuple[str, str | None]:
+        """(text to emit, the stop string that is now complete or None). Nothing after a match.
+
+        Without `may_stop` one that ends in this text is text like any other; one that begins in it
+        is complete when its rest has come.
+        """
         if not self._stops:
             return text, None
         for position, char in enumerate(text):
             matched = self._advance(char)
-            if matched is not None:
+            if matched is not None and may_stop:
                 whole = self._held + text[: position + 1]
                 self._held = ""
                 return (whole if self._include else whole[: -len(matched)]), matched
         whole = self._held + text
-        num_held = max(self._matched_chars)
+        num_held = max(self._num_held(index) for index in range(len(self._stops)))
         self._held = whole[len(whole) - num_held :]
         return whole[: len(whole) - num_held], None
 
@@ -43,10 +47,17 @@ class StopStrings:
         held, self._held = self._held, ""
         return held
 
+    def _num_held(self, index: int) -> int:
+        """Characters that may still become part of this stop string."""
+        length = self._matched_chars[index]
+        return self._borders[index][-1] if length == len(self._stops[index]) else length
+
     def _advance(self, char: str) -> str | None:
         longest: str | None = None
         for index, stop in enumerate(self._stops):
             length = self._matched_chars[index]
+            if length == len(stop):  # it was complete, and nobody minded
+                length = self._borders[index][-1]
             while length > 0 and stop[length] != char:
                 length = self._borders[index][length - 1]
             if stop[length] == char:

@@ -22,7 +22,7 @@ MAX_PARAMETERS = 8  # without self or cls, keyword-only ones included
 MAX_CONSTRUCTOR_PARAMETERS = 10  # composition roots name each part once
 
 REMOTE_CALLS_IN = ("actors.handles", "actors.rendezvous", "load_tests.bench_calls")
-ENVIRONMENT_IN = ("configs.load", "configs.ray_tls")
+ENVIRONMENT_IN = ("configs.load", "configs.ray_tls", "configs.serve_environment")
 UNPICKLERS = {"pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 ACTOR_CLASSES = {
     "Supervisor",

@@ -128,6 +128,18 @@ def check_content_type(value: str | None) -> None:
         )
 
 
+def check_content_encoding(value: str | None) -> None:
+    """Refuses a compressed body: nothing here would unpack it."""
+    encoding = (value or "identity").strip().lower()
+    if encoding != "identity":
+        raise RequestError(
+            f"Unsupported content encoding '{encoding[:80]}': send the body as it is, without the"
+            " header 'Content-Encoding'.",
+            code="unsupported_content_encoding",
+            status=415,
+        )
+
+
 def check_metadata(metadata: Mapping[str, str] | None) -> None:
     """OpenAI's bounds of a field without effect here."""
     if metadata is None:

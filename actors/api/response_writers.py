@@ -50,11 +50,19 @@ def build_output_text(parsed: ParsedRequest, tokenizing: Tokenizing) -> OutputTe
     """What turns one choice's token records into the deltas that `ResponseWriter.delta` takes."""
     sampling = parsed.base_sampling
     return OutputText(
-        # A completion goes on in its prompt's text; a chat message is a text of its own.
-        tokenizing.detokenizer(continues_text=parsed.endpoint is Endpoint.COMPLETION),
+        tokenizing.detokenizer(continues_text=_continues_text(parsed)),
         StopStrings(parsed.stops, include=parsed.include_stop),
         min_tokens=sampling.min_tokens,
         client_stop_ids=sampling.stop_token_ids,
         include_stop=parsed.include_stop,
         markers=parsed.markers,
+    )
+
+
+def _continues_text(parsed: ParsedRequest) -> bool:
+    """Whether the output goes on in its prompt's text; a chat's answer is a text of its own."""
+    if parsed.endpoint is Endpoint.COMPLETION:
+        return True
+    return any(
+        not isinstance(prompt, list) and prompt.continue_final_message for prompt in parsed.prompts
     )

@@ -117,7 +117,8 @@ class EngineThread:
                 self._gather()
                 output = self._core.step()
                 self._on_step(output)
-                if not output.has_progressed and self._core.has_work:
+                can_run = output.has_progressed or self._core.waits_for_others
+                if not can_run and self._core.has_work:
                     self._idle()
             last = self._core.settle()
             if last.has_progressed:
@@ -140,14 +141,20 @@ class EngineThread:
             return not self._is_closing
 
     def _gather(self) -> None:
-        """Run calls as they come until the next step is due: who arrives now takes part in it."""
+        """Run calls as they come until the next step is due: who arrives now takes part in it.
+
+        On an idle device a call may be what the window waits for, so the scheduler is asked again.
+        """
         while (left_s := self._core.gathering_s()) > 0.0:
             with self._wake:
                 if self._is_closing:
                     return
                 if not self._calls:
                     self._wake.wait(min(left_s, GATHER_POLL_S))
+                has_calls = bool(self._calls)
             self._run_calls()
+            if has_calls and self._core.waits_for_others:
+                return
 
     def _idle(self) -> None:
         """Requests wait but none can run: wait for a call, which is what frees blocks or rows."""

@@ -354,3 +354,49 @@ def test_who_arrives_while_a_step_computes_takes_part_in_the_next() -> None:
         assert mine == replica.expected(short)
 
     _run(scenario)
+
+
+def _with_a_window(num_requests: int) -> Replica:
+    """Its clock stands still until a test moves it."""
+    laps = LapsConfig(
+        enable_laps_scheduler=True,
+        queue="laps",
+        window="fixed",
+        fixed_window_s=0.005,
+        fixed_window_requests=num_requests,
+    )
+    return Replica(gathers=True, laps=laps)
+
+
+def test_a_window_ends_when_it_is_over_and_not_after_an_idle_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def scenario() -> None:
+        replica = _with_a_window(num_requests=9)
+        host = Host(replica)
+        monkeypatch.setattr(host.thread, "_idle", _refuse_to_idle)
+        host.thread.start()
+        await host.thread.call(lambda: replica.add("a", prompt_of(5)))
+        assert await host.thread.call(lambda: len(replica.executor.plans)) == 0
+        host.is_idle.clear()
+        await host.thread.call(lambda: replica.clock.advance(0.005))
+        await _wait(host.is_idle)
+        host.thread.close()
+        assert host.failures == []
+
+    _run(scenario)
+
+
+def test_a_window_ends_with_the_request_that_fills_it() -> None:
+    async def scenario() -> None:
+        replica = _with_a_window(num_requests=2)
+        host = Host(replica)
+        host.thread.start()
+        await host.thread.call(lambda: replica.add("a", prompt_of(5)))
+        host.is_idle.clear()
+        await host.thread.call(lambda: replica.add("b", prompt_of(6)))
+        await _wait(host.is_idle)  # although no time has passed
+        host.thread.close()
+        assert replica.executor.plans[0].num_new_tokens == [5, 6]
+
+    _run(scenario)

@@ -193,6 +193,48 @@ def test_stop_strings_are_not_looked_for_before_min_tokens(tokenizing: Tokenizin
         assert text_of(deltas) == (whole if cut < 0 else whole[:cut])
 
 
+def test_a_stop_string_that_begins_before_min_tokens_and_ends_behind_it_is_found(
+    tokenizing: Tokenizing,
+) -> None:
+    ids = [token_id for char in "abSTOPcd" for token_id in ids_of(tokenizing, char)]
+    for min_tokens in range(len(ids) + 1):
+        deltas, _ = feed(tokenizing, ids, stops=["STOP"], min_tokens=min_tokens)
+        assert text_of(deltas) == ("ab" if min_tokens <= 6 else "abSTOPcd"), min_tokens
+
+
+@given(
+    st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3),
+    st.lists(st.text("abc", max_size=3), max_size=12),
+    st.integers(0, 13),
+    st.booleans(),
+)
+def test_the_first_stop_string_that_may_end_the_text_does(
+    stops: list[str], pieces: list[str], num_free: int, include: bool
+) -> None:
+    """num_free: pieces in which no stop string may end."""
+    matcher = StopStrings(stops, include=include)
+    emitted, found = "", None
+    for number, piece in enumerate(pieces):
+        text, found = matcher.push(piece, may_stop=number >= num_free)
+        emitted += text
+        if found is not None:
+            break
+    emitted += "" if found is not None else matcher.flush()
+    whole, start = "".join(pieces), len("".join(pieces[:num_free]))
+    ends = [
+        (end, -len(stop), stop)
+        for stop in stops
+        for end in range(start + 1, len(whole) + 1)
+        if whole[:end].endswith(stop)
+    ]
+    if not ends:
+        assert (emitted, found) == (whole, None)
+        return
+    end, _, stop = min(ends)
+    assert found == stop
+    assert emitted == whole[: end if include else end - len(stop)]
+
+
 def test_a_torn_last_character_is_shown_once_at_the_end(tokenizing: Tokenizing) -> None:
     ids = ids_of(tokenizing, "a鬱")
     deltas, _ = feed(tokenizing, ids[:-1])
