@@ -10,6 +10,7 @@ from ray.serve.config import DeploymentActorConfig
 from ray.serve.schema import LoggingConfig
 
 from actors.deployment import DeploymentSpec, describe_deployment
+from actors.graceful_stop import stop_gracefully_on_signals
 from actors.ingress import SUPERVISOR, Ingress
 from actors.options import supervisor_options
 from actors.preflight import check_startable
@@ -25,6 +26,7 @@ def build(args: dict[str, str]) -> Application:
     config = config_from_environment(args)
     set_serve_environment()
     check_startable(config)
+    stop_gracefully_on_signals(config.edge.drain_s)
     return bind(describe_deployment(config))
 
 

@@ -58,6 +58,7 @@ from actors.edge.laps_page import to_json as laps_json
 from actors.edge.peers import SUPERVISOR as SUPERVISOR
 from actors.edge.rate_limits import RateLimitError
 from actors.edge.request_times import RequestTimes
+from actors.edge.stopping import StoppingGate
 from actors.edge.timed_writer import TIMINGS_HEADER, TimedWriter, wants_timings
 from actors.logs import set_up_logging
 from engine.errors import EngineError, RequestError
@@ -119,6 +120,13 @@ class Ingress:
         """Asked by Serve, which replaces the replica when this raises."""
         self._edge.check()
 
+    async def stop(self) -> int:
+        """Take nothing new, and return when nothing is under way: called before a shutdown.
+
+        How many requests had to be ended after `edge.drain_s`.
+        """
+        return await self._edge.stopping.stop(self._edge.spec.config.edge.drain_s)
+
     def __serve_build_asgi_app__(self) -> FastAPI:
         """The routes; called by Serve after the constructor."""
         return Api(self._edge).app()
@@ -157,6 +165,7 @@ class Api:
         app.add_exception_handler(EngineError, self._on_error)
         app.add_exception_handler(TimeoutError, self._on_error)
         app.add_exception_handler(StarletteHTTPException, self._on_http_error)
+        app.add_middleware(StoppingGate, stopping=self._edge.stopping)
         app.add_middleware(
             KeyGate,
             keys=self._edge.keys,

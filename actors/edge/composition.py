@@ -20,6 +20,7 @@ from actors.edge.peers import Peers
 from actors.edge.rate_limits import RateLimits
 from actors.edge.ray_metrics import RayMetrics, ray_gauge
 from actors.edge.recent_ttft import RecentTtft
+from actors.edge.stopping import Stopping
 from actors.edge.system_view import SystemView
 from actors.edge.tracing import Tracing, build_tracing
 from actors.options import rendezvous_name
@@ -50,6 +51,7 @@ class Edge:
     answering: Answering
     keys: ApiKeys | None  # None = everybody may ask
     admission: Admission
+    stopping: Stopping
     rate_limits: RateLimits
     tracing: Tracing
     tasks: tuple[asyncio.Task[None], ...] = ()
@@ -112,6 +114,7 @@ async def build_edge(spec: DeploymentSpec) -> Edge:
         answering=answering,
         keys=ApiKeys(config.api.keys) if config.api.keys else None,
         admission=Admission(generations.links.links, config.edge.max_queued_tokens),
+        stopping=Stopping(generations.end_all),
         rate_limits=RateLimits(config.api.limits, clock),
         tracing=tracing,
         tasks=(asyncio.create_task(system.follow()), asyncio.create_task(exporting)),

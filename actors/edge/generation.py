@@ -14,9 +14,10 @@ import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass
 
-from actors.edge.mailbox import HOLDER_LOST, AttemptFailed, Mailbox
+from actors.edge.mailbox import HOLDER_LOST, STOPPING, AttemptFailed, Mailbox
 from actors.edge.placement_view import PlacementView
 from actors.edge.quarantine import Deaths, Quarantine
+from actors.edge.stopping import stopping_error
 from actors.edge.system_view import block_hasher
 from actors.edge.worker_links import WorkerLinks
 from actors.handles import AllocatorHandle, WorkerHandle
@@ -96,6 +97,7 @@ class Generations:
         self._quarantine = Quarantine(clock)
         self._aborts: set[asyncio.Task[None]] = set()
         self._context = contextvars.copy_context()
+        self._has_ended = False
         self.counters = GenerationCounters()
         self.links = WorkerLinks(
             ingress_id,
@@ -125,6 +127,12 @@ class Generations:
         if topology.allocator != self._allocator_name:
             self._allocator_name, self._allocator = topology.allocator, None
 
+    def end_all(self) -> None:
+        """End every request with `stopping_error`, also those that have not begun."""
+        self._has_ended = True
+        for mailbox in list(self._mailboxes.values()):
+            mailbox.stop()
+
     async def close(self) -> None:
         await asyncio.gather(*self._aborts, return_exceptions=True)
         await self.links.close()
@@ -153,6 +161,8 @@ class Generations:
             key = RequestKey(choice.request_id, choice.child, attempt)
             known_ids = choice.prompt_ids + emitted
             assign = await self._place(key, choice, known_ids, avoid)
+            if self._has_ended:
+                raise stopping_error()
             if attempt == 0:
                 on_placed(assign)
             attempt_tokens = self._attempt(key, choice, known_ids, assign, on_joined)
@@ -238,6 +248,8 @@ class Generations:
         logger.warning("request %s attempt %d: %s", key.request_id, key.attempt, failure.reason)
         if failure.code == "non_finite_logits":
             raise NumericsError(failure.reason) from failure
+        if failure.code == STOPPING:
+            raise stopping_error() from failure
         if failure.code == "timeout":
             raise TimeoutError(failure.reason) from failure
         if not failure.is_retryable:

@@ -13,6 +13,7 @@ from engine.messages import FailureRecord, TokenRecord
 # Codes of an attempt whose worker died, or fell silent
 WORKER_LOST = "worker_lost"
 HOLDER_LOST = "holder_lost"  # while it computed the request: who knows whether because of it
+STOPPING = "stopping"  # the ingress ends, and its requests with it
 
 
 class AttemptFailed(Exception):  # noqa: N818 - a signal inside the ingress, not one of our errors
@@ -89,6 +90,10 @@ class Mailbox:
         """The request's deadline passed."""
         reason = "the request's deadline passed"
         self._end(AttemptFailed(reason, is_retryable=False, code="timeout"))
+
+    def stop(self) -> None:
+        """The ingress ends."""
+        self._end(AttemptFailed("the server is stopping", is_retryable=False, code=STOPPING))
 
     async def get(self) -> TokenRecord:
         """The next token. Raises AttemptFailed after the last one that arrived."""

@@ -23,6 +23,7 @@ from actors.edge.metrics import IngressMetrics
 from actors.edge.observation import Observation
 from actors.edge.rate_limits import RateLimits
 from actors.edge.recent_ttft import RecentTtft
+from actors.edge.stopping import Stopping
 from actors.edge.system_view import SystemView
 from actors.edge.tracing import NoTracing, Tracing
 from actors.edge.worker_links import WorkerLink
@@ -242,6 +243,7 @@ def edge_app(
         ),
         keys=ApiKeys(config.api.keys) if config.api.keys else None,
         admission=Admission(generations.links.links, config.edge.max_queued_tokens),
+        stopping=Stopping(lambda: None),
         rate_limits=RateLimits(config.api.limits, clock),
         tracing=tracing or NoTracing(),
     )
