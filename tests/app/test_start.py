@@ -210,6 +210,12 @@ def without_shard(folders: Folders) -> str:
     return "model-00001-of-00002.safetensors"
 
 
+def truncated_weights(folders: Folders) -> str:
+    path = folders.model / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1000])
+    return "model.safetensors: not a readable safetensors file, it is cut short"
+
+
 def unknown_key(folders: Folders) -> str:
     folders.write_config(cache={"blocks": 12})
     return "cache.blocks"
@@ -236,6 +242,7 @@ SPOILT = [
     without_tokenizer,
     without_weights,
     without_shard,
+    truncated_weights,
     unknown_key,
     more_context_than_cache,
     more_context_than_model,
@@ -255,8 +262,8 @@ def test_build_names_the_file_or_key_that_is_wrong(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("spoil", [unknown_key, without_shard], ids=["key", "shard"])
-def test_serve_run_ends_with_the_message_last_and_starts_no_process(
+@pytest.mark.parametrize("spoil", [unknown_key, truncated_weights], ids=["key", "weights"])
+def test_serve_run_ends_with_one_message_and_starts_no_process(
     folders: Folders, spoil: Callable[[Folders], str], serve_run: Callable[..., ServeRun]
 ) -> None:
     named = spoil(folders)
@@ -264,6 +271,7 @@ def test_serve_run_ends_with_the_message_last_and_starts_no_process(
     run = serve_run("serve_app:build", *arguments)
     assert run.process.wait(START_S) != 0
     assert named in run.text().splitlines()[-1]
+    assert "Traceback" not in run.text()
     assert "Started a local Ray instance" not in run.text()
     assert not run.left()
 
