@@ -110,6 +110,15 @@ class Folders:
         path = self.model / "config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
+    def add_token(self, text: str) -> None:
+        """A special token past the model's embeddings."""
+        path = self.model / "tokenizer.json"
+        tokenizer = json.loads(path.read_text())
+        token = {"id": 3072, "content": text, "special": True, "single_word": False}
+        token |= {"lstrip": False, "rstrip": False, "normalized": False}
+        tokenizer["added_tokens"].append(token)
+        path.write_text(json.dumps(tokenizer))
+
     @property
     def args(self) -> dict[str, str]:
         return {"config": str(self.config), "model": str(self.model)}
@@ -133,6 +142,19 @@ def is_ready(url: str) -> bool:
         return False
 
 
+def refuse_tokens_beyond_the_model(client: openai.OpenAI) -> None:
+    """By text, in a conversation and by id: each is a 400, and the worker lives on."""
+    for prompt in ("x<|pad|>", [5, 3072]):
+        with pytest.raises(openai.BadRequestError, match="3072"):
+            client.completions.create(model="model", prompt=prompt, max_tokens=2)
+    with pytest.raises(openai.BadRequestError, match=r"<\|pad\|>"):
+        client.chat.completions.create(
+            model="model", messages=[{"role": "user", "content": "<|pad|>"}], max_tokens=2
+        )
+    with pytest.raises(openai.BadRequestError, match="3072"):
+        client.completions.create(model="model", prompt="x", logit_bias={"3072": 1}, max_tokens=2)
+
+
 @pytest.mark.ray
 @pytest.mark.slow
 def test_serve_run_serves_and_leaves_no_process_after_a_sigterm_under_load(
@@ -140,6 +162,7 @@ def test_serve_run_serves_and_leaves_no_process_after_a_sigterm_under_load(
 ) -> None:
     port = free_port()
     url = f"http://127.0.0.1:{port}"
+    folders.add_token("<|pad|>")
     deploy = {
         "http_options": {"host": "127.0.0.1", "port": port},
         "applications": [
@@ -157,6 +180,7 @@ def test_serve_run_serves_and_leaves_no_process_after_a_sigterm_under_load(
         answer = client.completions.create(model="model", prompt="import ", max_tokens=5)
         assert answer.usage is not None
         assert answer.usage.completion_tokens <= 5
+        refuse_tokens_beyond_the_model(client)
         streams = [
             client.completions.create(
                 model="model",
