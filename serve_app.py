@@ -4,6 +4,9 @@ Reads the config and binds the one Serve deployment; every other actor is create
 (actors/supervisor.py). `build` itself creates no actor: a YAML deploy runs it in a task.
 """
 
+import sys
+from types import TracebackType
+
 from ray import serve
 from ray.serve import Application
 from ray.serve.config import DeploymentActorConfig
@@ -14,8 +17,9 @@ from actors.graceful_stop import stop_gracefully_on_signals
 from actors.ingress import SUPERVISOR, Ingress
 from actors.options import supervisor_options
 from actors.preflight import check_startable
-from configs.load import config_from_environment
+from configs.load import ConfigFileError, config_from_environment
 from configs.serve_environment import set_serve_environment
+from engine.errors import ConfigError
 
 
 def build(args: dict[str, str]) -> Application:
@@ -23,9 +27,13 @@ def build(args: dict[str, str]) -> Application:
 
     Raises ConfigError or ConfigFileError, before anything starts, for what cannot be served.
     """
-    config = config_from_environment(args)
+    try:
+        config = config_from_environment(args)
+        check_startable(config)
+    except (ConfigError, ConfigFileError):
+        _print_without_traceback(ConfigError, ConfigFileError)
+        raise
     set_serve_environment()
-    check_startable(config)
     stop_gracefully_on_signals(config.edge.drain_s)
     return bind(describe_deployment(config))
 
@@ -54,6 +62,21 @@ def bind(spec: DeploymentSpec) -> Application:
         logging_config=LoggingConfig(enable_access_log=False),  # /metrics counts requests
     )
     return deployment.bind(spec)
+
+
+def _print_without_traceback(*kinds: type[Exception]) -> None:
+    """Errors that end this process uncaught are one line: they say all that a user can act on."""
+    print_error = sys.excepthook
+
+    def hook(
+        kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+    ) -> None:
+        if isinstance(error, kinds):
+            print(f"cannot start: {error}", file=sys.stderr)
+        else:
+            print_error(kind, error, traceback)
+
+    sys.excepthook = hook
 
 
 app = build

@@ -10,12 +10,13 @@ from actors.deployment import DeploymentSpec
 from actors.worker.engine_host import EngineHost
 from actors.worker.engine_worker import EngineWorker
 from actors.worker.role_side import RoleSide
-from engine.errors import WorkerError
+from engine.errors import RequestError, WorkerError
 from engine.messages import (
     CancelTransfer,
     NotNow,
     PairRequest,
     PieceHeader,
+    Refused,
     RenewLease,
     ReserveRequest,
     Role,
@@ -52,6 +53,10 @@ class DecodeWorker(EngineWorker):
     async def reserve(self, request: bytes) -> bytes:
         """ReserveRequest -> Reservation | NotNow | Refused, encoded."""
         receiver, asked = self._receiver, decode(request, ReserveRequest)
+        try:
+            self._host.engine.check_ids(asked.token_ids, asked.params)
+        except RequestError as error:
+            return encode(Refused(reason=error.message))
         if asked.params.constraint is not None:
             # Before there is room for it: the KV may be here first, and then the sampler would wait
             # for the compiler, and every other row with it.

@@ -70,10 +70,10 @@ def _stop_ingresses(timeout_s: float) -> None:
 
     What does not answer in time is left to Serve's shutdown.
     """
-    asked = []
-    for name in serve.status().applications:
-        asked.append((name, serve.get_app_handle(name).broadcast("stop")))
-    for name, answer in asked:
+    asked = {
+        name: serve.get_app_handle(name).broadcast("stop") for name in serve.status().applications
+    }
+    for name, answer in asked.items():
         try:
             found = answer.results(timeout_s=timeout_s, return_exceptions=True)
         except TimeoutError:

@@ -1,17 +1,21 @@
 """What can be known of a bad start before anything starts, in well under a second.
 
 A worker finds the same when it loads, and more; but then a cluster is up, Serve has tried three
-times, and the reason is far up in the log. Opens no weights and imports neither torch nor Ray.
+times, and the reason is far up in the log. Reads of the weights what they say they hold, and
+imports neither torch nor Ray.
 """
 
-from collections import deque
+import logging
 from pathlib import Path
 
 from configs.schema import AppConfig
-from engine.errors import ConfigError
+from engine.chat_template import check_templates, read_template_text
+from engine.errors import ConfigError, RequestError
 from engine.models.spec import load_spec
-from engine.models.weight_files import weight_files
-from engine.tokenizing import load_tokenizer
+from engine.models.weight_files import check_weights
+from engine.tokenizing import TOKENIZER_FILE, Tokenizing, load_tokenizer
+
+logger = logging.getLogger(__name__)
 
 
 def check_startable(config: AppConfig) -> None:
@@ -24,5 +28,40 @@ def check_startable(config: AppConfig) -> None:
             f"model.max_model_len is {asked}, but {folder} allows {spec.max_model_len} tokens"
         )
     if config.model.weights == "safetensors":
-        deque(weight_files(folder), maxlen=0)  # to its end: every shard is looked for
-    load_tokenizer(folder)
+        check_weights(folder, spec)
+    check_templates(folder)
+    tokenizing = load_tokenizer(folder, spec.vocab_size)
+    _check_ids(folder, tokenizing, spec.vocab_size)
+
+
+def _check_ids(folder: Path, tokenizing: Tokenizing, num_embeddings: int) -> None:
+    """Of a tokenizer with tokens that the model has no embedding for: say so, or refuse it.
+
+    Models with a padding token of that kind are common and work without it. A prompt with such a
+    token gets a 400; where every prompt has one, nothing could be served.
+    """
+    beyond = tokenizing.beyond_model
+    tokens, embeddings = folder / TOKENIZER_FILE, folder / "config.json"
+    (ids,) = tokenizing.encode_batch(["a"], add_special_tokens=True)
+    if isinstance(ids, RequestError):
+        raise ConfigError(
+            f"{tokens}: every prompt is refused, for vocab_size of {embeddings} gives the model"
+            f" only {num_embeddings} embeddings ({ids.message}); use the tokenizer that the weights"
+            " were trained with"
+        )
+    if not beyond:
+        return
+    template = read_template_text(folder) or ""
+    in_template = [token for token in beyond.values() if token in template]
+    written = f"; the chat template writes {', '.join(in_template)}" if in_template else ""
+    logger.warning(
+        "%s has tokens up to id %d, but vocab_size of %s gives the model only %d embeddings:"
+        " prompts that hold one of the %d others get a 400 (%s%s)",
+        tokens,
+        max(beyond),
+        embeddings,
+        num_embeddings,
+        len(beyond),
+        ", ".join(list(beyond.values())[:5]),
+        written,
+    )

@@ -30,6 +30,7 @@ from engine.messages import (
     decode,
     encode,
 )
+from engine.models.spec import load_spec
 from engine.request import Constraint
 from engine.tokenizing import load_tokenizer
 
@@ -42,9 +43,12 @@ class PromptTokenizer:
     Raises ConfigError when the folder's tokenizer cannot be used.
     """
 
-    def __init__(self, model_path: str, config: TokenizerConfig) -> None:
+    def __init__(
+        self, model_path: str, config: TokenizerConfig, num_embeddings: int | None = None
+    ) -> None:
+        """num_embeddings: of the model; see `Tokenizing`."""
         folder = Path(model_path)
-        self._tokenizing = load_tokenizer(folder)
+        self._tokenizing = load_tokenizer(folder, num_embeddings)
         self._chat_template = load_chat_template(folder)
         self._hasher_of = lru_cache(MAX_NAMINGS)(RequestHasher.of)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer")
@@ -126,7 +130,8 @@ class TokenizerBatcher:
         set_up_logging()
         self._name = name
         self._model_path = spec.config.model.path
-        self._tokenizer = PromptTokenizer(self._model_path, spec.config.tokenizer)
+        num_embeddings = load_spec(Path(self._model_path)).vocab_size
+        self._tokenizer = PromptTokenizer(self._model_path, spec.config.tokenizer, num_embeddings)
         self._checks = ConstraintChecks(self._model_path)
         self._server = CallServer(listen_address(spec.config), {"tokenize": self._tokenize})
         # Only now: nobody can be heard while it loads, which may take longer than silence may last;

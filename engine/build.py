@@ -1,7 +1,7 @@
 """Composition root of one worker's engine: config and model folder in, a core ready to step out."""
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from engine.clock import Clock
 from engine.constraints.grammars import Grammars
 from engine.constraints.vocabulary import load_vocabulary
 from engine.core import EngineCore
-from engine.errors import ConfigError
+from engine.errors import ConfigError, RequestError
 from engine.execution.executor import Executor
 from engine.execution.replica import Replica
 from engine.kv.block_cache import BlockCache
@@ -23,6 +23,7 @@ from engine.kv.request_hasher import RequestHasher
 from engine.messages import LoadReport
 from engine.models.decoder import CausalLM
 from engine.models.spec import ModelSpec, load_spec
+from engine.request import SamplingParams, find_id_beyond
 from engine.scheduling.scheduler import Scheduler
 from kernels.compilation import CompilationCounter
 
@@ -59,6 +60,14 @@ class Engine:
             short=queued.short,
             num_preemptions=counts.num_preemptions,
         )
+
+    def check_ids(self, token_ids: Sequence[int], params: SamplingParams) -> None:
+        """Raises RequestError for an id without an embedding, which would end the whole step."""
+        found = find_id_beyond(self.spec.vocab_size, token_ids, params)
+        if found is not None:
+            raise RequestError(
+                f"{found} is not a token id. Expected a value from 0 to {self.spec.vocab_size - 1}."
+            )
 
     def describe(self) -> str:
         """One line for the log: what is served and what fits."""

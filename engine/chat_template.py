@@ -4,12 +4,17 @@ Knows nothing of tokens. Templates come from the model folder only, never from a
 """
 
 from pathlib import Path
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 import msgspec
 
 from engine.errors import ConfigError, RequestError
+from engine.file_checks import check_file
 from engine.messages import TokenizeRequest
+
+if TYPE_CHECKING:
+    import jinja2.nodes
+    import jinja2.parser
 
 TEMPLATE_FILE = "chat_template.jinja"
 MORE_TEMPLATES = "additional_chat_templates"  # folder
@@ -108,19 +113,55 @@ def read_template_text(folder: Path) -> str | None:
     For whoever must know what the templates speak of without loading transformers. The files are
     those that transformers prefers, in its order. Raises ConfigError.
     """
-    files = [folder / TEMPLATE_FILE, *sorted((folder / MORE_TEMPLATES).glob("*.jinja"))]
-    texts = [_read(path) for path in files if path.is_file()]
-    path = folder / CONFIG_FILE
-    if not texts and path.is_file():
-        try:
-            found = msgspec.json.decode(_read(path), type=_TokenizerConfig).chat_template
-        except msgspec.DecodeError as error:
-            raise ConfigError(f"{path}: cannot be read: {error}") from error
-        texts = [found] if isinstance(found, str) else [one.template for one in found or ()]
+    texts = [text for _, text in _read_templates(folder)]
     return "\n".join(texts) if texts else None
 
 
+def check_templates(folder: Path) -> None:
+    """Raises ConfigError, naming file and line, for a chat template that jinja cannot parse.
+
+    As each conversation would otherwise, one by one.
+    """
+    import jinja2  # who renders nothing needs no jinja
+    from jinja2.ext import Extension
+
+    class Generation(Extension):
+        """Transformers' block around what the model says; here only to be parsed."""
+
+        tags = {"generation"}  # noqa: RUF012 - jinja's own form
+
+        def parse(self, parser: "jinja2.parser.Parser") -> list["jinja2.nodes.Node"]:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    syntax = jinja2.Environment(extensions=["jinja2.ext.loopcontrols", Generation])
+    for path, text in _read_templates(folder):
+        try:
+            syntax.parse(text)
+        except jinja2.TemplateSyntaxError as error:
+            raise ConfigError(
+                f"{path}: the chat template is not valid in its line {error.lineno}:"
+                f" {error.message}; correct it or download the file again"
+            ) from error
+
+
+def _read_templates(folder: Path) -> list[tuple[Path, str]]:
+    """Each template with the file it stands in. Raises ConfigError."""
+    files = [folder / TEMPLATE_FILE, *sorted((folder / MORE_TEMPLATES).glob("*.jinja"))]
+    templates = [(path, _read(path)) for path in files if path.exists()]
+    path = folder / CONFIG_FILE
+    if not path.exists():
+        return templates
+    try:
+        found = msgspec.json.decode(_read(path), type=_TokenizerConfig).chat_template
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from error
+    inside = [found] if isinstance(found, str) else [one.template for one in found or ()]
+    return templates or [(path, text) for text in inside]
+
+
 def _read(path: Path) -> str:
+    check_file(path)
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -6,6 +6,7 @@ in how far apart the two are. While steps are in flight, computed tokens run ahe
 here: by the tokens that were sampled and have not come back yet.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -94,6 +95,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             or self.frequency_penalty != 0.0
             or self.repetition_penalty != 1.0
         )
+
+
+def find_id_beyond(vocab_size: int, token_ids: Sequence[int], params: SamplingParams) -> int | None:
+    """One of the ids a request names that a model of `vocab_size` embeddings has none for.
+
+    Stop ids are left out: one that is never sampled stops nothing.
+    """
+    for ids in (token_ids, params.logit_bias, params.label_token_ids):
+        if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+            return next(i for i in ids if not 0 <= i < vocab_size)
+    return None
 
 
 class FinishReason(Enum):

@@ -4,15 +4,20 @@ y = x @ weight.T + bias. Torch's own path runs fp32 products of 2 to 64 rows thr
 that leaves half of the machine unused on processors of another make; the blocked format takes
 half the time there. At one row the plain product is faster while the weight fits in cache, so
 callers choose by number of rows. Knows nothing of models.
+
+The library compiles code for each new number of rows and keeps it: half a megabyte each, a gigabyte
+for a model whose steps had every size up to 512. So rows are padded to one of a few sizes.
 """
 
 from typing import cast
 
 import torch
+import torch.nn.functional as F  # noqa: N812  (the field's own spelling)
 from torch import Tensor
 
 # Number of rows the blocked format is chosen for; measured fast from 2 rows to thousands.
 _EXPECTED_ROWS = 16
+_SIZES_PER_OCTAVE_LOG2 = 3  # eight: at most an eighth of the rows is padding
 
 
 def can_pack(weight: Tensor) -> bool:
@@ -32,6 +37,15 @@ def pack_weight(weight: Tensor) -> Tensor:
 
 def packed_linear(x: Tensor, packed_weight: Tensor, bias: Tensor | None) -> Tensor:
     """x: [T, in] in the weight's dtype, bias: [out] or None; returns [T, out]."""
-    return cast(
-        "Tensor", torch.ops.mkldnn._linear_pointwise(x, packed_weight, bias, "none", [], "")
-    )
+    num_rows = x.shape[0]
+    num_padded = padded_rows(num_rows)
+    if num_padded > num_rows:
+        x = F.pad(x, (0, 0, 0, num_padded - num_rows))
+    y = torch.ops.mkldnn._linear_pointwise(x, packed_weight, bias, "none", [], "")
+    return cast("Tensor", y[:num_rows])
+
+
+def padded_rows(num_rows: int) -> int:
+    """The next size the library is given: all up to 16, then eight between powers of two."""
+    step = 1 << max(0, (num_rows - 1).bit_length() - 1 - _SIZES_PER_OCTAVE_LOG2)
+    return -(-num_rows // step) * step

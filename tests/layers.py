@@ -7,6 +7,7 @@ ROOMS = ("configs", "kernels", "engine", "actors", "serve_app", "load_tests", "d
 
 _TEXT = (
     "engine.errors",
+    "engine.file_checks",
     "engine.request",
     "engine.messages",
     "engine.scheduling.plan",
@@ -25,6 +26,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     # -- engine: words
     "engine": (),
     "engine.errors": (),
+    "engine.file_checks": ("engine.errors",),
     "engine.clock": (),
     "engine.request": ("engine.errors",),
     "engine.messages": (
@@ -127,6 +129,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "engine.models": (
         "kernels",
         "engine.errors",
+        "engine.file_checks",
         "engine.layers",
         "engine.models",
         "engine.kv.layout",
@@ -178,6 +181,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     ),
     "actors.preflight": (
         "configs.schema",
+        "engine.chat_template",
         "engine.errors",
         "engine.models.spec",
         "engine.models.weight_files",
@@ -203,6 +207,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "engine.kv.page_locked",
         "engine.kv.request_hasher",
         "engine.messages",
+        "engine.models.spec",
         "engine.output_text",
         "engine.request",
         "engine.scheduling.contracts",
@@ -213,7 +218,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "engine.stop_strings",
         "engine.tokenizing",
     ),
-    "serve_app": ("configs", "actors"),
+    "serve_app": ("configs", "actors", "engine.errors"),
     # -- load
     "load_tests": ("load_tests",),
     "load_tests.application": ("load_tests", "configs"),

@@ -40,6 +40,7 @@ FORBIDDEN_MODULE = re.compile(r"(^|_)(utils?|helpers?|common|misc)$")
 
 # What decides must also stay importable where there is no torch and no Ray.
 WITHOUT_TENSORS = (
+    "actors.preflight",
     "configs.schema",
     "engine.core",
     "engine.invariants",

@@ -28,6 +28,7 @@ from configs.schema import AppConfig
 from engine.chat_template import read_template_text
 from engine.clock import Clock, MonotonicClock
 from engine.messages import Topology
+from engine.models.spec import load_spec
 from engine.tokenizing import Tokenizing, load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -80,7 +81,8 @@ async def build_edge(spec: DeploymentSpec) -> Edge:
     )
     batchers = Batchers(peers.batcher, patience_s=config.edge.place_timeout_s, clock=clock)
     system = _view_system(spec, peers, generations, batchers)
-    tokenizing = await asyncio.to_thread(load_tokenizer, Path(config.model.path))
+    folder = Path(config.model.path)
+    tokenizing = await asyncio.to_thread(load_tokenizer, folder, load_spec(folder).vocab_size)
     model = _describe_model(config, tokenizing, await system.wait_ready())
     recent_ttft = RecentTtft(clock)
     metrics = IngressMetrics(model.name, recent_ttft)

@@ -157,6 +157,7 @@ class EngineHost:
                 f"This model's maximum context length is {engine.max_model_len} tokens.",
                 code="context_length_exceeded",
             )
+        engine.check_ids(submit.token_ids, submit.params)
         if submit.params.constraint is not None:  # the sampler must not wait for the compiler
             compiled = engine.grammars.prepare(submit.params.constraint)
             await asyncio.shield(asyncio.wrap_future(compiled))  # others may wait for it too

@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 
 from engine.errors import ConfigError
+from engine.file_checks import check_file
 
 
 class ConfigFile:
@@ -22,13 +23,10 @@ class ConfigFile:
     @classmethod
     def read(cls, path: Path) -> "ConfigFile":
         """Raises ConfigError when the file is missing, unreadable or not a JSON object."""
+        check_file(path)
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise ConfigError(
-                f"{path}: no such file; a Hugging Face model folder is expected"
-            ) from None
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise ConfigError(f"{path}: not readable as JSON: {error}") from error
         if not isinstance(values, dict):
             raise ConfigError(f"{path}: a JSON object is expected, found {_kind(values)}")

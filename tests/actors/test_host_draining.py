@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import ray
+from msgspec import structs
 
 from actors.deployment import describe_deployment
 from actors.logs import ROOMS
@@ -16,7 +17,7 @@ from actors.worker.engine_host import EngineHost
 from actors.worker.role_side import RoleSide
 from configs.load import config_from_environment, load_config
 from configs.schema import AppConfig
-from engine.errors import CapacityError
+from engine.errors import CapacityError, RequestError
 from engine.messages import StepMessage, Submit, decode
 from engine.request import RequestKey, SamplingParams
 
@@ -162,6 +163,42 @@ def test_what_runs_when_the_grace_is_over_goes_on_elsewhere_without_a_gap(
             await heard.news.wait()
         assert tokens + heard.tokens[rest.key] == heard.tokens[whole.key]
         await _close(again, reader)
+
+    _run(scenario)
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "params"),
+    [
+        ([5, 3072], SamplingParams(max_tokens=2)),
+        ([-1, 5], SamplingParams(max_tokens=2)),
+        ([5], SamplingParams(max_tokens=2, logit_bias={1: 1.0, 3072: 1.0})),
+        ([5], SamplingParams(max_tokens=0, label_token_ids=(3072,))),
+    ],
+    ids=["prompt", "negative", "bias", "label"],
+)
+def test_an_id_without_an_embedding_fails_its_request_and_not_the_worker(
+    token_ids: list[int], params: SamplingParams
+) -> None:
+    """Whatever the edge let pass: the step that computes it would end every request."""
+
+    async def scenario() -> None:
+        host, heard, reader = await _start()
+        good = _submit(0, [], max_tokens=3)
+        bad = structs.replace(
+            good,
+            key=RequestKey("b" * 32),
+            token_ids=token_ids,
+            num_prompt_tokens=len(token_ids),
+            params=params,
+        )
+        with pytest.raises(RequestError, match=r"not a token id\. .* from 0 to 3071"):
+            await host.submit(bad)
+        await host.submit(good)
+        while good.key not in heard.finished:
+            heard.news.clear()
+            await heard.news.wait()
+        await _close(host, reader)
 
     _run(scenario)
 

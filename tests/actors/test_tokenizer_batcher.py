@@ -232,14 +232,34 @@ def test_everything_the_renderer_takes_by_name_is_reserved() -> None:
     assert not is_reserved_kwarg("enable_thinking")
 
 
+def test_a_template_that_writes_a_token_the_model_lacks_fails_its_conversation_alone(
+    tmp_path: Path,
+) -> None:
+    template = "{% if messages[0].role == 'tool' %}<|im_end|>{% endif %}{{ messages[0].content }}"
+    folder = byte_level_folder(tmp_path, chat_template=template)
+    beyond = PromptTokenizer(str(folder), TokenizerConfig()).vocab_size - 1  # it is "a b"
+    tokenizer = PromptTokenizer(str(folder), TokenizerConfig(), beyond)
+    requests = [
+        TokenizeRequest(messages=[{"role": role, "content": content}], add_special_tokens=False)
+        for role, content in [("user", "fox"), ("user", "a b"), ("tool", "fox")]
+    ]
+    good, refused, tool = tokenizer.encode_batch(requests)
+    assert good.error is None
+    assert tool.error is None
+    assert tool.token_ids[1:] == good.token_ids
+    assert refused.error is not None
+    assert f"'a b' (id {beyond})" in refused.error
+
+
 def test_silence_is_not_counted_while_the_tokenizer_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody can be heard then: one that counted would end at each start where that is slow."""
     silences: list[str] = []
     load = tokenizer_batcher.PromptTokenizer
 
-    def load_slowly(path: str, config: TokenizerConfig) -> PromptTokenizer:
+    def load_slowly(path: str, config: TokenizerConfig, num_embeddings: int) -> PromptTokenizer:
+        assert num_embeddings == 3072, "those of the model are not what bounds its ids"
         silences.append("loading")
-        return load(path, config)
+        return load(path, config, num_embeddings)
 
     def begin_counting(lifeline: Lifeline) -> Lifeline:
         silences.append("counting")

@@ -110,6 +110,15 @@ class Folders:
         path = self.model / "config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
+    def add_token(self, text: str) -> None:
+        """A special token past the model's embeddings."""
+        path = self.model / "tokenizer.json"
+        tokenizer = json.loads(path.read_text())
+        token = {"id": 3072, "content": text, "special": True, "single_word": False}
+        token |= {"lstrip": False, "rstrip": False, "normalized": False}
+        tokenizer["added_tokens"].append(token)
+        path.write_text(json.dumps(tokenizer))
+
     @property
     def args(self) -> dict[str, str]:
         return {"config": str(self.config), "model": str(self.model)}
@@ -133,6 +142,19 @@ def is_ready(url: str) -> bool:
         return False
 
 
+def refuse_tokens_beyond_the_model(client: openai.OpenAI) -> None:
+    """By text, in a conversation and by id: each is a 400, and the worker lives on."""
+    for prompt in ("x<|pad|>", [5, 3072]):
+        with pytest.raises(openai.BadRequestError, match="3072"):
+            client.completions.create(model="model", prompt=prompt, max_tokens=2)
+    with pytest.raises(openai.BadRequestError, match=r"<\|pad\|>"):
+        client.chat.completions.create(
+            model="model", messages=[{"role": "user", "content": "<|pad|>"}], max_tokens=2
+        )
+    with pytest.raises(openai.BadRequestError, match="3072"):
+        client.completions.create(model="model", prompt="x", logit_bias={"3072": 1}, max_tokens=2)
+
+
 @pytest.mark.ray
 @pytest.mark.slow
 def test_serve_run_serves_and_leaves_no_process_after_a_sigterm_under_load(
@@ -140,6 +162,7 @@ def test_serve_run_serves_and_leaves_no_process_after_a_sigterm_under_load(
 ) -> None:
     port = free_port()
     url = f"http://127.0.0.1:{port}"
+    folders.add_token("<|pad|>")
     deploy = {
         "http_options": {"host": "127.0.0.1", "port": port},
         "applications": [
@@ -157,6 +180,7 @@ def test_serve_run_serves_and_leaves_no_process_after_a_sigterm_under_load(
         answer = client.completions.create(model="model", prompt="import ", max_tokens=5)
         assert answer.usage is not None
         assert answer.usage.completion_tokens <= 5
+        refuse_tokens_beyond_the_model(client)
         streams = [
             client.completions.create(
                 model="model",
@@ -210,6 +234,12 @@ def without_shard(folders: Folders) -> str:
     return "model-00001-of-00002.safetensors"
 
 
+def truncated_weights(folders: Folders) -> str:
+    path = folders.model / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1000])
+    return "model.safetensors: not a readable safetensors file, it is cut short"
+
+
 def unknown_key(folders: Folders) -> str:
     folders.write_config(cache={"blocks": 12})
     return "cache.blocks"
@@ -236,6 +266,7 @@ SPOILT = [
     without_tokenizer,
     without_weights,
     without_shard,
+    truncated_weights,
     unknown_key,
     more_context_than_cache,
     more_context_than_model,
@@ -255,8 +286,8 @@ def test_build_names_the_file_or_key_that_is_wrong(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("spoil", [unknown_key, without_shard], ids=["key", "shard"])
-def test_serve_run_ends_with_the_message_last_and_starts_no_process(
+@pytest.mark.parametrize("spoil", [unknown_key, truncated_weights], ids=["key", "weights"])
+def test_serve_run_ends_with_one_message_and_starts_no_process(
     folders: Folders, spoil: Callable[[Folders], str], serve_run: Callable[..., ServeRun]
 ) -> None:
     named = spoil(folders)
@@ -264,6 +295,7 @@ def test_serve_run_ends_with_the_message_last_and_starts_no_process(
     run = serve_run("serve_app:build", *arguments)
     assert run.process.wait(START_S) != 0
     assert named in run.text().splitlines()[-1]
+    assert "Traceback" not in run.text()
     assert "Started a local Ray instance" not in run.text()
     assert not run.left()
 

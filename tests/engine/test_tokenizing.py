@@ -270,3 +270,21 @@ def test_the_shipped_models_tokenizer_reads_and_writes_as_in_transformers() -> N
         assert "".join(stream(family.ours, ids)) == family.theirs.decode(
             ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
+
+
+def test_a_token_that_the_model_has_no_embedding_for_fails_its_prompt_alone(tmp_path: Path) -> None:
+    folder = byte_level_folder(tmp_path)
+    whole = load_tokenizer(folder)
+    vocab_size = whole.vocab_size
+    beyond = vocab_size - 1
+    text = whole.piece(beyond).decode()  # an added token: it has an id of its own in any text
+    known = load_tokenizer(folder, beyond)
+    first, second = known.encode_batch(["fox", f"fox{text}"], add_special_tokens=True)
+    assert [first] == whole.encode_batch(["fox"], add_special_tokens=True)
+    assert isinstance(second, RequestError)
+    assert repr(text) in second.message
+    assert f"id {beyond}" in second.message
+    assert (known.vocab_size, known.piece(beyond)) == (beyond, b"")
+    assert known.beyond_model == {beyond: text}
+    padded = load_tokenizer(folder, vocab_size + 267)
+    assert (padded.vocab_size, padded.beyond_model) == (vocab_size, {})

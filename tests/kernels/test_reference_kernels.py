@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kernels.kv_append import slot_lines
 from kernels.ops import HeadNorms
-from kernels.packed_linear import can_pack, pack_weight, packed_linear
+from kernels.packed_linear import can_pack, pack_weight, packed_linear, padded_rows
 from kernels.reference import TorchOps, qk_norm, rms_norm, rms_norm_add, rope, silu_mul
 from tests.kernels.ops_checks import Heads, OpsChecks
 
@@ -102,15 +102,39 @@ def test_a_packed_weight_gives_the_plain_product(
     assert can_pack(weight)
     bias = torch.randn(shape[0], generator=generator).to(dtype) if has_bias else None
     packed = pack_weight(weight)
-    for num_rows in (1, 2, 3, 16, 65):
+    for num_rows in (0, 1, 2, 3, 16, 17, 65):
         x = torch.randn((num_rows, shape[1]), generator=generator).to(dtype)
         exact = x.double() @ weight.double().T + (0.0 if bias is None else bias.double())
-        error = (packed_linear(x, packed, bias).double() - exact).abs().max()
+        found = packed_linear(x, packed, bias)
+        assert found.shape == exact.shape
+        if num_rows == 0:
+            continue
+        error = (found.double() - exact).abs().max()
         # Rounding goes by the terms, not by their sum: they may cancel.
         squares = x.double() ** 2 @ weight.double().T ** 2
         size = (squares + (0.0 if bias is None else bias.double() ** 2)).sqrt().max()
         bound = TOLERANCES[dtype] * math.sqrt(shape[1]) * size
         assert error <= bound, f"{num_rows} rows: off by {error}"
+
+
+def test_steps_of_all_sizes_make_the_library_compile_for_few(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It keeps half a megabyte for each: a worker under mixed load grew by hundreds."""
+    weight = torch.randn(5, 3)
+    packed, multiply = pack_weight(weight), torch.ops.mkldnn._linear_pointwise
+    sizes: set[int] = set()
+
+    def count(x: torch.Tensor, *others: object) -> torch.Tensor:
+        sizes.add(x.shape[0])
+        return torch.as_tensor(multiply(x, *others))
+
+    monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", count)
+    for num_rows in range(1, 513):
+        assert packed_linear(torch.ones(num_rows, 3), packed, None).shape == (num_rows, 5)
+    assert len(sizes) == 56
+    assert max(padded_rows(n) / n for n in range(1, 10_000)) <= 1.125
+    assert all(padded_rows(n) == n for n in range(17))
 
 
 def test_only_cpu_weights_of_a_known_type_are_packed() -> None:

@@ -32,7 +32,7 @@ from actors.ingress import Api
 from configs.load import PROJECT_ROOT, load_config
 from engine.chat_template import read_template_text
 from engine.clock import Clock, MonotonicClock
-from engine.errors import CapacityError, WorkerError
+from engine.errors import CapacityError, RequestError, WorkerError
 from engine.messages import (
     Assign,
     LapsStatus,
@@ -148,8 +148,12 @@ class _Batchers:
         self.num_calls += 1
         text = request.text or str(request.messages)
         (ids,) = self._tokenizing.encode_batch([text], add_special_tokens=False)
-        assert isinstance(ids, list), f"{ids!r}"
+        if isinstance(ids, RequestError):
+            raise ids
         return TokenizeReply(token_ids=ids)
+
+    async def tokenize(self, request: TokenizeRequest) -> list[int]:
+        return (await self.ask(request)).token_ids
 
 
 async def _no_topology() -> Topology:
@@ -203,12 +207,13 @@ def edge_app(
     clock: Clock | None = None,
     tracing: Tracing | None = None,
     model_folder: Path = MODEL_FOLDER,
+    num_embeddings: int | None = None,
     batchers: Batchers | None = None,
 ) -> EdgeApp:
     """An ingress with this configuration (dotted keys over the defaults), or with own batchers."""
     config = load_config(None, overrides or {})
     clock = clock or MonotonicClock()
-    tokenizing = load_tokenizer(model_folder)
+    tokenizing = load_tokenizer(model_folder, num_embeddings)
     workers, own_batchers = ScriptedWorkers(), _Batchers(tokenizing)
     batchers = batchers or cast("Batchers", own_batchers)
     generations = cast("Generations", _Generations(workers))

@@ -1,7 +1,9 @@
 """A replica put together as Serve does it, but for the actors it would find on Ray."""
 
 import asyncio
+import shutil
 from collections.abc import AsyncGenerator, Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -16,6 +18,7 @@ from engine.errors import CapacityError, ConfigError
 from engine.kv.layout import KvLayout
 from engine.messages import LapsStatus, StepMessage, Topology, WorkerIdentity, WorkerStatus
 from tests.actors.edge.edge_app import IDLE, MODEL_FOLDER
+from tests.engine.models.tiny_models import edit_config
 
 WORKER = "unified-0"
 
@@ -94,6 +97,22 @@ def test_a_replica_serves_once_its_workers_are_connected(monkeypatch: pytest.Mon
         await asyncio.gather(edge.tasks[0], return_exceptions=True)
         with pytest.raises(RuntimeError, match="cancelled"):
             edge.check()
+        await close(edge)
+
+    asyncio.run(main())
+
+
+def test_ids_end_where_the_models_embeddings_do(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(composition, "Peers", _Peers)
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(MODEL_FOLDER / name, tmp_path)
+    edit_config(tmp_path, vocab_size=3000)  # of a tokenizer with 3072
+
+    async def main() -> None:
+        edge = await build_edge(spec({"model.path": str(tmp_path)}))
+        assert edge.model.vocab_size == edge.tokenizing.vocab_size == 3000
         await close(edge)
 
     asyncio.run(main())
