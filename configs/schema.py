@@ -69,6 +69,10 @@ class SchedulerConfig(_Section, frozen=True):
     # Finished prompts that wait for room at a decode worker hold at most this share of a prefill
     # worker's blocks; beyond it no new prompt starts.
     unreserved_share: Share = 0.25
+    # Kept of a worker's blocks and rows for requests of at most laps_length_threshold tokens, those
+    # of their answers so far included; longer ones are preempted for them, the newest first. It is
+    # rounded down to whole blocks (none in a cache of fewer than 1 / share), up to rows; 0 = off.
+    short_share: Annotated[float, Meta(ge=0, le=0.5)] = 0.05
     # Step n + 1 is planned and launched while step n computes; None = on a GPU, not on a CPU.
     overlap: bool | None = None
 

@@ -58,6 +58,7 @@ class Engine:
             queued_s=queued.queued_s,
             short=queued.short,
             num_preemptions=counts.num_preemptions,
+            num_preemptions_for_others=counts.num_preemptions_for_others,
         )
 
     def describe(self) -> str:

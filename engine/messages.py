@@ -239,6 +239,7 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
     queued_s: float | None = None  # predicted seconds of queued_tokens; None = not predicted there
     short: ShortLoad | None = None  # None = one queue: a short prompt waits for all before it
     num_preemptions: int = 0  # since the worker started
+    num_preemptions_for_others: int = 0  # of these: for a request that waited for a row or blocks
 
 
 class HandoffTotals(msgspec.Struct, frozen=True, kw_only=True):

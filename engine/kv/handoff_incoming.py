@@ -21,7 +21,7 @@ from typing import Literal, Protocol
 
 from engine.clock import Clock
 from engine.errors import HandoffError
-from engine.kv.block_cache import BlockCache
+from engine.kv.block_cache import BlockCache, BlockTerms
 from engine.kv.incoming_transfer import BlockWrite, IncomingTransfer
 from engine.messages import (
     NotNow,
@@ -39,18 +39,19 @@ MAX_ENDED_KEYS = 8192
 Ending = Literal["committed", "cancelled", "expired"]
 
 
-class _Counts(Protocol):
-    @property
-    def num_waiting(self) -> int: ...
-
-
 class DecodeScheduler(Protocol):
     """Where a committed request goes on."""
 
     @property
     def num_running(self) -> int: ...
 
-    def statistics(self) -> _Counts: ...
+    def terms_of_joining(self, request: Request, num_promised_rows: int) -> BlockTerms | None:
+        """Under which blocks may be held for a request that is to join; None = not now."""
+        ...
+
+    def make_way(self, request: Request) -> None:
+        """A request that is to join found no room."""
+        ...
 
     def join(self, request: Request) -> None:
         """Take over a request whose KV is here, with its block references."""
@@ -117,20 +118,20 @@ class IncomingHandoffs:
     def reserve(self, asked: ReserveRequest) -> Reservation | NotNow | Refused:
         """Hold blocks for all tokens of `asked`; blocks found in the prefix index need no transfer.
 
-        Room means a row for it when it commits and, for every row that runs or will run, one
-        block to grow by; requests that were preempted here go first.
+        Room means a row for it when it commits, and blocks on the scheduler's terms: enough for
+        those that run or will run to grow, and requests that were preempted here go first. A short
+        request that finds none makes the scheduler look for some.
         """
         if (reason := self._reason_to_refuse(asked)) is not None:
             return Refused(reason=reason)
-        if self._num_rows_promised >= self._max_rows or self._scheduler.statistics().num_waiting:
-            return NotNow()
         if self._built is None or self._built[0] is not asked:  # who waits is looked at every step
             self._built = asked, self._build_request(asked)
         _, request = self._built
         num_blocks = self._identity.layout.num_blocks_for(len(asked.token_ids))
         hit_ids = self._cache.match(request.block_hashes)
         num_new = num_blocks - len(hit_ids)
-        if num_new > self._cache.num_available_beside(hit_ids) - self._num_rows_promised:
+        if not self._has_room(request, num_new, self._cache.num_available_beside(hit_ids)):
+            self._scheduler.make_way(request)
             return NotNow()
         self._built = None
         request.block_ids = self._cache.acquire_prefix(request.block_hashes)
@@ -309,6 +310,15 @@ class IncomingHandoffs:
     @property
     def _num_rows_promised(self) -> int:
         return self._scheduler.num_running + len(self._live)
+
+    def _has_room(self, request: Request, num_new: int, num_available: int) -> bool:
+        """Whether it may have `num_new` blocks of those available."""
+        if self._num_rows_promised >= self._max_rows:
+            return False
+        terms = self._scheduler.terms_of_joining(request, len(self._live))
+        if terms is None or num_new > num_available - terms.num_spare_blocks:
+            return False
+        return terms.max_new_blocks is None or num_new <= terms.max_new_blocks
 
     def _reason_to_refuse(self, asked: ReserveRequest) -> str | None:
         """Why `asked` can never be granted here, None if it may."""

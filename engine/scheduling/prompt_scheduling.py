@@ -52,6 +52,7 @@ class PromptScheduling:
         self._full_step_tokens = full_step_tokens
         self._model = CostModel()
         self._window = _build_window(laps)
+        self.order = by_arrival if laps.queue == "fcfs" else by_priority
         self._dual: DualQueue | None = None
         self.queue: PromptQueue
         if laps.queue == "laps":
@@ -62,7 +63,7 @@ class PromptScheduling:
                 due_of=lambda request: request.first_token_due_s,
             )
         else:
-            self.queue = WaitingQueue(by_arrival if laps.queue == "fcfs" else by_priority)
+            self.queue = WaitingQueue(self.order)
 
     @property
     def model(self) -> CostModel:
