@@ -60,11 +60,13 @@ class FullCacheResult:
     def cells(self) -> list[str]:
         """A row of a table with the columns of `HEADER`."""
         quantiles = [f"{1e3 * self.quantile_s(share):.0f}" for share in (0.5, 0.9, 1.0)]
-        total = [f"{max(self.long_end_s):.1f}", f"{statistics.fmean(self.long_end_s):.1f}"]
+        total = ["-", "-"]
+        if self.long_end_s:
+            total = [f"{max(self.long_end_s):.1f}", f"{statistics.fmean(self.long_end_s):.1f}"]
         return [
             f"{len(self.first_token_s)} of {self.num_short}",
             *quantiles,
-            *(total if self.long_end_s else ["-", "-"]),
+            *total,
             str(self.num_preemptions),
             str(self.num_recomputed_tokens),
         ]
