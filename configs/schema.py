@@ -218,6 +218,9 @@ class EdgeConfig(_Section, frozen=True):
     # Queued tokens over all workers beyond which new requests are refused with 503: before their
     # prompts are tokenised, at four characters a token, and afterwards by their real length.
     max_queued_tokens: Positive = 200_000
+    # Predicted wait for a row and KV blocks, the least of all workers', beyond which requests are
+    # refused with 503; not those whose prompt and max_tokens are short together. None = never.
+    max_predicted_wait_s: Seconds | None = 60.0
     place_timeout_s: Seconds = 30.0  # a request waits this long for a worker that restarts
     log_prompts: bool = False  # prompts in the ingress's log, for debugging; they are users' data
 

@@ -32,6 +32,7 @@ class QueuedWork:
 
     queued_s: float
     short: ShortLoad | None  # None = short prompts do not go first here
+    room_s: float = 0.0  # until another request that is not short would have a row and blocks
 
 
 class PromptScheduling:

@@ -19,6 +19,7 @@ waits for its token instead, and no other row waits with it. Knows no tensors, n
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from configs.schema import LapsConfig, SchedulerConfig
 from engine.errors import CapacityError
@@ -32,6 +33,7 @@ from engine.scheduling.plan import StepPlan, StepResult
 from engine.scheduling.plan_building import Chunk, build_plan
 from engine.scheduling.prompt_scheduling import PromptScheduling, QueuedWork
 from engine.scheduling.request_blocks import RequestBlocks
+from engine.scheduling.room_wait import Room, num_steps_left, steps_until
 from engine.scheduling.row_slots import RowSlots, row_of
 from engine.scheduling.running import RunningRequests
 from engine.scheduling.sampled_tokens import SampledTokens
@@ -85,7 +87,6 @@ class Scheduler:
             max_rows=config.max_rows,
             order=self._prompts.order,
         )
-        self._asking: Request | None = None  # a short one elsewhere, for room in the next step
         self._expired: list[Request] = []
         self._in_flight = StepsInFlight()
         self._num_steps = 0
@@ -164,6 +165,7 @@ class Scheduler:
         is_idle = len(self._running) == len(self._in_flight) == 0
         self.gathers_until_s = self._prompts.must_gather_until_s(now_s) if is_idle else None
         chunks = [] if self.gathers_until_s is not None else list(self._chunks(room))
+        self._reserve.end_step()
         zero_block_ids = self._blocks.take_poisoned()
         if len(decodes) == 0 and not chunks and not zero_block_ids:
             return None
@@ -249,8 +251,9 @@ class Scheduler:
         return self.costs.step_seconds(self._in_flight.newest.work)
 
     def queued_work(self) -> QueuedWork:
-        """Predicted; walks the queue."""
-        return self._prompts.queued_work(self._running.prompts.values())
+        """Predicted; walks the queue and the rows."""
+        queued = self._prompts.queued_work(self._running.prompts.values())
+        return replace(queued, room_s=self._seconds_until_room())
 
     def statistics(self) -> SchedulerStatistics:
         return SchedulerStatistics(
@@ -284,7 +287,6 @@ class Scheduler:
                 return None
             self._num_preemptions_for_others += is_for_others
             self._preempt(victim)
-        self._asking = None  # who still has no room asks again
         grown = self._blocks.grow(full)
         # The blocks of an entering row are all in its admission.
         return {row_of(r): ids for r, ids in grown if not self._rows.is_entering(r)}
@@ -424,38 +426,43 @@ class Scheduler:
 
     # ---- who has room, and who gives way --------------------------------------------------------
 
-    def terms_of_joining(self, request: Request, num_promised_rows: int) -> BlockTerms | None:
+    def is_short(self, num_known_tokens: int) -> bool:
+        """Whether a request may overtake others within the reserve."""
+        return self._reserve.is_on and num_known_tokens <= self._reserve.threshold
+
+    def terms_of_joining(
+        self, request: Request, num_promised_rows: int, *, overtakes: bool
+    ) -> BlockTerms | None:
         """Under which blocks may be held for a request that is to `join`; None = not now.
 
-        `num_promised_rows` are promised to others. Who was preempted here goes first, but short
-        requests may overtake within their reserve.
+        `num_promised_rows` are promised to others; `overtakes`: one that is to join was refused.
+        Who was preempted here goes first, but short requests may overtake within their reserve.
         """
         num_free_rows = self._rows.num_free - num_promised_rows
-        may_overtake = self._reserve.is_on and not self._reserve.is_long(request)
-        if num_free_rows <= 0 or (len(self._waiting) > 0 and not may_overtake):
+        must_wait = len(self._waiting) > 0 or overtakes
+        if num_free_rows <= 0 or (must_wait and not self.is_short(request.num_known_tokens)):
             return None
-        terms = self._terms(request, num_free_rows)
+        terms = self._terms(request, num_free_rows, overtakes=overtakes)
         if terms is None:
             return None
         num_spare = terms.num_spare_blocks + num_promised_rows
         return BlockTerms(num_spare_blocks=num_spare, max_new_blocks=terms.max_new_blocks)
 
     def make_way(self, request: Request) -> None:
-        """A request that is to `join` found no room: if it is short, the next step may make some.
+        """A request that is to `join` found no room: if short, the next step may make some."""
+        self._reserve.ask(request)
 
-        Holds for that step alone.
-        """
-        if not self._reserve.is_long(request):
-            self._asking = request
-
-    def _terms(self, request: Request, num_free_rows: int) -> BlockTerms | None:
+    def _terms(
+        self, request: Request, num_free_rows: int, *, overtakes: bool = False
+    ) -> BlockTerms | None:
         """Under which a request gets a row and blocks; walks the rows only when room is short."""
         entering = [r for r in (request, self._reserve.first_long) if r is not None]
         num_available = self._cache.num_available
-        if not self._reserve.is_on or self._has_room(entering, num_available, num_free_rows):
+        is_ample = not overtakes and self._has_room(entering, num_available, num_free_rows)
+        if not self._reserve.is_on or is_ample:
             return BlockTerms(num_spare_blocks=len(self._running))
         held = self._reserve.holdings(self._running)
-        return self._reserve.terms(request, held, num_free_rows)
+        return self._reserve.terms(request, held, num_free_rows, overtakes=overtakes)
 
     def _has_room(
         self, requests: Sequence[Request], num_available: int, num_free_rows: int
@@ -473,7 +480,7 @@ class Scheduler:
         reserve, num_left = self._reserve, self._cache.num_available - len(full)
         if not reserve.is_on:
             return (self._running.newest if num_left < 0 else None), False
-        short, long = reserve.first_short or self._asking, reserve.first_long
+        short, long = reserve.first_short, reserve.first_long
         waiting = [request for request in (short, long) if request is not None]
         if num_left >= reserve.num_blocks and not waiting:
             return None, False
@@ -509,6 +516,17 @@ class Scheduler:
             if not has_row or num_left < self._blocks.num_needed(long) + num_kept:
                 return reserve.victim_for_long(long, held)
         return None
+
+    def _seconds_until_room(self) -> float:
+        """Until all that wait, and one more, could have entered beside the reserve."""
+        num_waiting = len(self._waiting)
+        num_blocks = self._waiting.num_tokens // self._block_size + num_waiting + 1
+        num_steps = steps_until(
+            Room(num_rows=num_waiting + 1, num_blocks=num_blocks + self._reserve.num_blocks),
+            Room(num_rows=self._rows.num_free, num_blocks=self._cache.num_available),
+            [(num_steps_left(r), len(r.block_ids)) for r in self._running],
+        )
+        return num_steps * self.costs.step_seconds(self._running.decode_columns.work)
 
     # ---- questions ------------------------------------------------------------------------------
 

@@ -31,6 +31,8 @@ from engine.kv.block_cache import BlockTerms
 from engine.request import Request, RequestKey
 from engine.scheduling.waiting import Order, WaitingQueue
 
+ASKING_STEPS = 4  # so long room is made, and kept, for who asks from elsewhere
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holdings:
@@ -50,13 +52,15 @@ class ShortReserve:
         self.is_on = share > 0.0
         self.num_blocks = int(share * num_blocks)
         self.num_rows = math.ceil(share * max_rows)
-        self._threshold = threshold
+        self.threshold = threshold
         self._place_of = order
         self._short = WaitingQueue(order)
         self._long = WaitingQueue(order)
+        self._asking: Request | None = None
+        self._num_steps_asking = 0
 
     def is_long(self, request: Request) -> bool:
-        return request.num_known_tokens > self._threshold
+        return request.num_known_tokens > self.threshold
 
     # ---- who waits ------------------------------------------------------------------------------
 
@@ -70,14 +74,21 @@ class ShortReserve:
         for queue in (self._short, self._long):
             queue.remove(key)
 
-    @property
-    def is_anyone_waiting(self) -> bool:
-        return len(self._short) + len(self._long) > 0
+    def ask(self, request: Request) -> None:
+        """A short request that waits on another worker: it counts here for the next few steps."""
+        if self.is_on and not self.is_long(request):
+            self._asking, self._num_steps_asking = request, ASKING_STEPS
+
+    def end_step(self) -> None:
+        """A step was planned: who still asks from elsewhere will ask again."""
+        self._num_steps_asking -= 1
+        if self._num_steps_asking <= 0:
+            self._asking = None
 
     @property
     def first_short(self) -> Request | None:
         """That waits; None = nobody, or the reserve is off."""
-        return self._short.first
+        return self._short.first or self._asking
 
     @property
     def first_long(self) -> Request | None:
@@ -87,7 +98,8 @@ class ShortReserve:
 
     def holdings(self, running: Iterable[Request]) -> Holdings:
         """Walks them: to be asked only when room is short."""
-        short, longs = [], []
+        short: list[Request] = []
+        longs: list[Request] = []
         for request in running:
             (longs if self.is_long(request) else short).append(request)
         block_ids = {block_id for request in short for block_id in request.block_ids}
@@ -97,15 +109,20 @@ class ShortReserve:
         """What short requests do not use of the reserve."""
         return max(0, self.num_blocks - held.num_short_blocks)
 
-    def terms(self, request: Request, held: Holdings, num_free_rows: int) -> BlockTerms | None:
-        """Under which a request gets a row and blocks when these are short; None = not now."""
+    def terms(
+        self, request: Request, held: Holdings, num_free_rows: int, *, overtakes: bool = False
+    ) -> BlockTerms | None:
+        """Under which a request gets a row and blocks when these are short; None = not now.
+
+        overtakes: a long one that waits on another worker.
+        """
         num_running = held.num_short + len(held.longs)
         if self.is_long(request):
             if num_free_rows <= self._num_kept_rows(held):
                 return None
             num_kept = self.num_kept_blocks(held) if held.longs else 0
             return BlockTerms(num_spare_blocks=num_running + num_kept)
-        if not self._is_overtaking(request):
+        if not (overtakes or self._is_overtaking(request)):
             return BlockTerms(num_spare_blocks=held.num_short)
         if not held.longs or (num_free_rows <= 1 and held.num_short >= self.num_rows):
             return None
@@ -147,7 +164,7 @@ class ShortReserve:
         )
 
     def _has_progressed(self, request: Request) -> bool:
-        return request.num_known_tokens - request.num_known_at_preemption >= self._threshold
+        return request.num_known_tokens - request.num_known_at_preemption >= self.threshold
 
     def _last(self, requests: list[Request]) -> Request | None:
         """In order; of equals, the one admitted last."""

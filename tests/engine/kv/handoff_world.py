@@ -48,7 +48,12 @@ class RecordingScheduler:
     def num_running(self) -> int:
         return len(self.running)
 
-    def terms_of_joining(self, request: Request, num_promised_rows: int) -> BlockTerms | None:
+    def is_short(self, num_known_tokens: int) -> bool:
+        return False
+
+    def terms_of_joining(
+        self, request: Request, num_promised_rows: int, *, overtakes: bool
+    ) -> BlockTerms | None:
         if self.num_waiting:
             return None
         return BlockTerms(num_spare_blocks=self.num_running + num_promised_rows)
