@@ -165,7 +165,8 @@ class Scheduler:
         is_idle = len(self._running) == len(self._in_flight) == 0
         self.gathers_until_s = self._prompts.must_gather_until_s(now_s) if is_idle else None
         chunks = [] if self.gathers_until_s is not None else list(self._chunks(room))
-        self._reserve.end_step()
+        if self._reserve.is_asked:
+            self._reserve.end_step()
         zero_block_ids = self._blocks.take_poisoned()
         if len(decodes) == 0 and not chunks and not zero_block_ids:
             return None
@@ -280,7 +281,10 @@ class Scheduler:
         """
         while True:
             full = self._blocks.full(self._running.decode_columns.at_border(self._block_size))
-            victim, is_for_others = self._victim(full)
+            num_left = self._cache.num_available - len(full)
+            if num_left >= self._reserve.num_blocks and not self._is_asked:
+                break
+            victim, is_for_others = self._victim(full, num_left)
             if victim is None:
                 break
             if len(self._in_flight) > 0:
@@ -472,18 +476,22 @@ class Scheduler:
         num_kept = self._reserve.num_blocks + len(self._running)
         return num_free_rows > len(requests) and num_available >= num_needed + num_kept
 
-    def _victim(self, full: Sequence[Request]) -> tuple[Request | None, bool]:
+    @property
+    def _is_asked(self) -> bool:
+        """Whether somebody waits for a row and blocks."""
+        return len(self._waiting) > 0 or self._reserve.is_asked
+
+    def _victim(self, full: Sequence[Request], num_left: int) -> tuple[Request | None, bool]:
         """Whom to preempt next, so that `full` can grow by a block each and who waits has room.
 
+        `num_left` blocks are available when they have grown, or so many too few.
         The second is whether it gives way to who waits. Walks the rows only when room is short.
         """
-        reserve, num_left = self._reserve, self._cache.num_available - len(full)
+        reserve = self._reserve
         if not reserve.is_on:
             return (self._running.newest if num_left < 0 else None), False
         short, long = reserve.first_short, reserve.first_long
         waiting = [request for request in (short, long) if request is not None]
-        if num_left >= reserve.num_blocks and not waiting:
-            return None, False
         if waiting and self._has_room(waiting, num_left, self._rows.num_free):
             return None, False
         held = reserve.holdings(self._running)

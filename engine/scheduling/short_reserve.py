@@ -56,6 +56,7 @@ class ShortReserve:
         self._place_of = order
         self._short = WaitingQueue(order)
         self._long = WaitingQueue(order)
+        self.is_asked = False  # by a short request that waits on another worker
         self._asking: Request | None = None
         self._num_steps_asking = 0
 
@@ -77,13 +78,13 @@ class ShortReserve:
     def ask(self, request: Request) -> None:
         """A short request that waits on another worker: it counts here for the next few steps."""
         if self.is_on and not self.is_long(request):
-            self._asking, self._num_steps_asking = request, ASKING_STEPS
+            self._asking, self._num_steps_asking, self.is_asked = request, ASKING_STEPS, True
 
     def end_step(self) -> None:
         """A step was planned: who still asks from elsewhere will ask again."""
         self._num_steps_asking -= 1
         if self._num_steps_asking <= 0:
-            self._asking = None
+            self._asking, self.is_asked = None, False
 
     @property
     def first_short(self) -> Request | None:

@@ -160,11 +160,13 @@ RESERVING = msgspec.structs.replace(CONFIG, max_rows=3, short_share=0.3)
 
 
 class ReservingMachine(OverlappedMachine):
+    scheduler_class = planted_bugs.KeepsItsBounds
     laps = LapsConfig(laps_length_threshold=9)
     config = RESERVING
 
 
 class ReservingShortFirstMachine(SchedulerMachine):
+    scheduler_class = planted_bugs.KeepsItsBounds
     laps = SHORT_FIRST
     config = RESERVING
 
@@ -225,6 +227,15 @@ def test_the_machine_finds_a_planted_bug(
 ) -> None:
     with pytest.raises(AssertionError):
         _find(planted, machine)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "planted", [planted_bugs.WhoIsBackGivesWayAtOnce, planted_bugs.TheFirstGivesWay]
+)
+def test_the_machine_finds_who_gives_way_beyond_its_bounds(planted: type[Scheduler]) -> None:
+    with pytest.raises(AssertionError):
+        _find(planted, ReservingMachine)
 
 
 @pytest.mark.slow
