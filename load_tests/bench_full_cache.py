@@ -120,7 +120,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--shapes", choices=sorted(SHAPES), help="random weights of these shapes")
     parser.add_argument("--virtual", action="store_true", help="predicted step costs, no model")
     parser.add_argument("--num-blocks", type=int, default=2048, help="too few for the answers")
-    parser.add_argument("--roomy-blocks", type=int, default=8192, help="enough for them")
+    parser.add_argument("--roomy-blocks", type=int, default=8192, help="enough; 0 = not run")
     parser.add_argument("--no-prefix-cache", action="store_true")
     parser.add_argument("--max-rows", type=int, default=64)
     parser.add_argument("--queue", choices=("priority", "fcfs", "laps"), default="priority")
@@ -180,7 +180,7 @@ def main() -> None:
     blocks = args.num_blocks
     runs = [
         ("short alone", replace(load, num_long=0), blocks, 0.0),
-        ("blocks for all", load, args.roomy_blocks, 0.0),
+        *([("blocks for all", load, args.roomy_blocks, 0.0)] if args.roomy_blocks else []),
         ("full, no reserve", load, blocks, 0.0),
         *((f"full, short_share {share:g}", load, blocks, share) for share in args.shares),
     ]
