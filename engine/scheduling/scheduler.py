@@ -492,13 +492,16 @@ class Scheduler:
             return (self._running.newest if num_left < 0 else None), False
         short, long = reserve.first_short, reserve.first_long
         waiting = [request for request in (short, long) if request is not None]
-        if waiting and self._has_room(waiting, num_left, self._rows.num_free):
+        if not (waiting or full) or (
+            waiting and self._has_room(waiting, num_left, self._rows.num_free)
+        ):
             return None, False
         held = reserve.holdings(self._running)
         num_short_full = sum([not reserve.is_long(request) for request in full])
-        num_kept = max(0, reserve.num_kept_blocks(held) - num_short_full)
-        has_long_full = num_short_full < len(full)
-        if num_left < 0 or (num_left < num_kept and has_long_full):
+        must_shrink = num_left < 0
+        if num_left < reserve.num_blocks and num_short_full < len(full):
+            must_shrink |= num_left < reserve.num_kept_blocks(held) - num_short_full
+        if must_shrink:
             if (last := reserve.last_long(held)) is not None:
                 return last, False
             if num_left < 0:
@@ -513,13 +516,13 @@ class Scheduler:
     ) -> Request | None:
         """Who gives way to the first short or long request that waits without room."""
         reserve, has_row = self._reserve, self._rows.num_free > 0
-        if short is not None:
+        if short is not None and reserve.may_give_way(held):
             num_needed = self._blocks.num_needed(short)
             if not has_row or num_left < num_needed + held.num_short:
                 victim = reserve.victim_for_short(held, num_needed)
                 if victim is not None:
                     return victim
-        if long is not None:
+        if long is not None and held.longs:
             num_kept = reserve.num_kept_blocks(held) + len(self._running)
             if not has_row or num_left < self._blocks.num_needed(long) + num_kept:
                 return reserve.victim_for_long(long, held)

@@ -36,11 +36,19 @@ ASKING_STEPS = 4  # so long room is made, and kept, for who asks from elsewhere
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holdings:
-    """The running requests by length."""
+    """The running requests by length, each by admission."""
 
-    num_short: int
-    num_short_blocks: int  # different ones
-    longs: list[Request]  # by admission
+    short: list[Request]
+    longs: list[Request]
+
+    @property
+    def num_short(self) -> int:
+        return len(self.short)
+
+    @property
+    def num_short_blocks(self) -> int:
+        """Different ones; walks them."""
+        return len({block_id for request in self.short for block_id in request.block_ids})
 
 
 class ShortReserve:
@@ -103,8 +111,7 @@ class ShortReserve:
         longs: list[Request] = []
         for request in running:
             (longs if self.is_long(request) else short).append(request)
-        block_ids = {block_id for request in short for block_id in request.block_ids}
-        return Holdings(num_short=len(short), num_short_blocks=len(block_ids), longs=longs)
+        return Holdings(short=short, longs=longs)
 
     def num_kept_blocks(self, held: Holdings) -> int:
         """What short requests do not use of the reserve."""
@@ -150,9 +157,13 @@ class ShortReserve:
         """Who is preempted for nobody."""
         return min(held.longs, key=self._place_of, default=None)
 
+    def may_give_way(self, held: Holdings) -> bool:
+        """Whether anybody could, to a short request: cheaper to ask than who."""
+        return held.num_short < self.num_rows and len(held.longs) > 1
+
     def victim_for_short(self, held: Holdings, num_new_blocks: int) -> Request | None:
         """Who gives way to a short request that needs so many blocks, None = it has to wait."""
-        if held.num_short >= self.num_rows or num_new_blocks > self.num_kept_blocks(held):
+        if num_new_blocks > self.num_kept_blocks(held):
             return None
         first = self.first_running_long(held)
         return self._last([r for r in held.longs if r is not first and self._has_progressed(r)])

@@ -173,6 +173,9 @@ class TheFirstGivesWay(KeepsItsBounds):
         super().__init__(config, **parts)
 
         class Reserve(ShortReserve):
+            def may_give_way(self, held: Holdings) -> bool:
+                return len(held.longs) > 0
+
             def first_running_long(self, held: Holdings) -> Request | None:
                 return None
 
