@@ -282,7 +282,8 @@ class Scheduler:
         while True:
             full = self._blocks.full(self._running.decode_columns.at_border(self._block_size))
             num_left = self._cache.num_available - len(full)
-            if num_left >= self._reserve.num_blocks and not self._is_asked:
+            is_asked = len(self._waiting) > 0 or self._reserve.is_asked
+            if num_left >= self._reserve.num_blocks and not is_asked:
                 break
             victim, is_for_others = self._victim(full, num_left)
             if victim is None:
@@ -475,11 +476,6 @@ class Scheduler:
         num_needed = sum([self._blocks.num_blocks_for(r) for r in requests])
         num_kept = self._reserve.num_blocks + len(self._running)
         return num_free_rows > len(requests) and num_available >= num_needed + num_kept
-
-    @property
-    def _is_asked(self) -> bool:
-        """Whether somebody waits for a row and blocks."""
-        return len(self._waiting) > 0 or self._reserve.is_asked
 
     def _victim(self, full: Sequence[Request], num_left: int) -> tuple[Request | None, bool]:
         """Whom to preempt next, so that `full` can grow by a block each and who waits has room.
