@@ -206,7 +206,8 @@ class Api:
         if self._config.edge.log_prompts:
             logger.info("asked: %s", parsed.prompts)
         num_tokens = estimate_tokens(parsed.prompts)
-        with edge.admission.admitted(num_tokens) as leave_queue:
+        max_answer_tokens = 0 if parsed.scoring is not None else parsed.max_tokens
+        with edge.admission.admitted(num_tokens, max_answer_tokens) as leave_queue:
             exchange = self._open_exchange(request, parsed, times, num_tokens, leave_queue)
             try:
                 prepared = await edge.answering.prepare(parsed, times)

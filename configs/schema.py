@@ -69,6 +69,10 @@ class SchedulerConfig(_Section, frozen=True):
     # Finished prompts that wait for room at a decode worker hold at most this share of a prefill
     # worker's blocks; beyond it no new prompt starts.
     unreserved_share: Share = 0.25
+    # Kept of a worker's blocks and rows for requests of at most laps_length_threshold tokens, those
+    # of their answers so far included; longer ones are preempted for them, the newest first. It is
+    # rounded down to whole blocks (none in a cache of fewer than 1 / share), up to rows; 0 = off.
+    short_share: Annotated[float, Meta(ge=0, le=0.5)] = 0.05
     # Step n + 1 is planned and launched while step n computes; None = on a GPU, not on a CPU.
     overlap: bool | None = None
 
@@ -215,6 +219,9 @@ class EdgeConfig(_Section, frozen=True):
     # Queued tokens over all workers beyond which new requests are refused with 503: before their
     # prompts are tokenised, at four characters a token, and afterwards by their real length.
     max_queued_tokens: Positive = 200_000
+    # Predicted wait for a row and KV blocks, the least of all workers', beyond which requests are
+    # refused with 503; not those whose prompt and max_tokens are short together. None = never.
+    max_predicted_wait_s: Seconds | None = 60.0
     place_timeout_s: Seconds = 30.0  # a request waits this long for a worker that restarts
     log_prompts: bool = False  # prompts in the ingress's log, for debugging; they are users' data
 

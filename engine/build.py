@@ -58,7 +58,9 @@ class Engine:
             num_blocks=self.cache.num_blocks,
             queued_s=queued.queued_s,
             short=queued.short,
+            room_s=queued.room_s,
             num_preemptions=counts.num_preemptions,
+            num_preemptions_for_others=counts.num_preemptions_for_others,
         )
 
     def check_ids(self, token_ids: Sequence[int], params: SamplingParams) -> None:

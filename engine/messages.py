@@ -238,7 +238,9 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: int
     queued_s: float | None = None  # predicted seconds of queued_tokens; None = not predicted there
     short: ShortLoad | None = None  # None = one queue: a short prompt waits for all before it
+    room_s: float = 0.0  # predicted, until one more long request would have a row and KV blocks
     num_preemptions: int = 0  # since the worker started
+    num_preemptions_for_others: int = 0  # of these: for a request that waited for a row or blocks
 
 
 class HandoffTotals(msgspec.Struct, frozen=True, kw_only=True):

@@ -165,6 +165,7 @@ class Request:
     # that came with its KV.
     num_cached_tokens: int | None = None
     num_preemptions: int = 0
+    num_known_at_preemption: int = 0  # at the last one
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)  # found, and not sent yet
     started_s: float | None = None  # when its prompt's first step was planned here
     block_ids: list[int] = field(default_factory=list)
@@ -205,6 +206,7 @@ class Request:
         """It was preempted: nothing of what it knows is computed any more."""
         self.num_computed_tokens = 0
         self.num_preemptions += 1
+        self.num_known_at_preemption = self.num_known_tokens
         if self.needs_whole_prompt:
             self.block_hashes.clear()  # blocks found by name would not be computed again
 

@@ -27,6 +27,7 @@ TIGHT: Mapping[str, object] = {
     "scheduler.max_rows": 2,
     "scheduler.max_step_tokens": 8,
     "scheduler.unreserved_share": 0.001,
+    "scheduler.short_share": 0.0,  # who holds a row gives way to nobody
     "handoff.piece_bytes": 1,
     "handoff.channel": "gloo_pair",
     "handoff.transfer_deadline_s": 5.0,

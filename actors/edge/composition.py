@@ -115,7 +115,12 @@ async def build_edge(spec: DeploymentSpec) -> Edge:
         observation=observation,
         answering=answering,
         keys=ApiKeys(config.api.keys) if config.api.keys else None,
-        admission=Admission(generations.links.links, config.edge.max_queued_tokens),
+        admission=Admission(
+            generations.links.links,
+            config.edge.max_queued_tokens,
+            max_wait_s=config.edge.max_predicted_wait_s,
+            max_short_tokens=config.laps.laps_length_threshold,
+        ),
         stopping=Stopping(generations.end_all),
         rate_limits=RateLimits(config.api.limits, clock),
         tracing=tracing,

@@ -12,6 +12,7 @@ from engine.messages import HandoffTotals, LoadReport
 # Counters that a worker keeps, by the name of their metric.
 TOTALS: Mapping[str, str] = {
     "vllm:num_preemptions": "Requests that lost their blocks and were computed again.",
+    "laps_preemptions_for_others": "Of these: for a request that waited for a row or for blocks.",
     "laps_handoffs": "Prompts whose KV a decode worker has taken over.",
     "laps_handoff_bytes": "Bytes of KV sent to decode workers.",
     "laps_handoff_failures": "Handoffs that were tried again, over another channel or as a whole.",
@@ -78,7 +79,10 @@ class WorkerMetrics:
 
 
 def _totals(load: LoadReport, handoffs: HandoffTotals | None) -> Mapping[str, float]:
-    totals: dict[str, float] = {"vllm:num_preemptions": load.num_preemptions}
+    totals: dict[str, float] = {
+        "vllm:num_preemptions": load.num_preemptions,
+        "laps_preemptions_for_others": load.num_preemptions_for_others,
+    }
     if handoffs is not None:
         totals["laps_handoffs"] = handoffs.num_done
         totals["laps_handoff_bytes"] = handoffs.num_bytes

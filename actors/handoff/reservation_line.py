@@ -1,6 +1,6 @@
 """Reservations that wait for room on a decode worker, first come first served.
 
-Nobody overtakes the first for whom there is no room, so a long prompt is not starved by short ones.
+Nobody overtakes the first for whom there is no room, but for short requests within their reserve.
 The line is looked at when something may have become free, never by polling. On the event loop; the
 decision itself is the engine's.
 """
@@ -111,11 +111,18 @@ class ReservationLine:
             self._apply(waiting, answer)
 
     def _ask_in_order(self, requests: list[ReserveRequest]) -> list[Answer]:
-        """On the engine thread: nobody overtakes the first for whom there is no room."""
+        """On the engine thread: behind the first without room only short ones, up to the first."""
         answers: list[Answer] = []
+        is_open, is_open_to_short = True, True
         for request in requests:
-            is_stopped = bool(answers) and isinstance(answers[-1], NotNow)
-            answers.append(NotNow() if is_stopped else self._incoming.reserve(request))
+            is_short = is_open_to_short and self._incoming.may_overtake(request)
+            if not (is_open or is_short):
+                answers.append(NotNow())
+                continue
+            answer = self._incoming.reserve(request, overtakes=not is_open)
+            answers.append(answer)
+            if isinstance(answer, NotNow):
+                is_open, is_open_to_short = False, is_open_to_short and not is_short
         return answers
 
     def _apply(self, waiting: _Waiting, answer: Answer) -> None:

@@ -16,10 +16,9 @@ from actors.worker.engine_host import EngineHost
 from actors.worker.role_side import RoleSide
 from actors.worker.token_streams import TokenStreams
 from engine.build import Engine
-from engine.kv.handoff import IncomingHandoffs, OutgoingEvent
+from engine.kv.handoff import BlockTerms, IncomingHandoffs, OutgoingEvent
 from engine.messages import HandoffTotals
 from engine.request import Request, RequestKey
-from engine.scheduling.contracts import SchedulerStatistics
 
 RENDEZVOUS_RPC_S = 5.0
 
@@ -102,8 +101,16 @@ class AnnouncedJoins:
     def num_running(self) -> int:
         return self._scheduler.num_running
 
-    def statistics(self) -> SchedulerStatistics:
-        return self._scheduler.statistics()
+    def is_short(self, num_known_tokens: int) -> bool:
+        return self._scheduler.is_short(num_known_tokens)
+
+    def terms_of_joining(
+        self, request: Request, num_promised_rows: int, *, overtakes: bool
+    ) -> BlockTerms | None:
+        return self._scheduler.terms_of_joining(request, num_promised_rows, overtakes=overtakes)
+
+    def make_way(self, request: Request) -> None:
+        self._scheduler.make_way(request)
 
     def join(self, request: Request) -> None:
         self._scheduler.join(request)

@@ -33,6 +33,14 @@ class CacheStatistics:
     num_protected_blocks: int  # idle
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockTerms:
+    """Under which a request may take blocks."""
+
+    num_spare_blocks: int  # stay available beside it
+    max_new_blocks: int | None = None  # it may take; None = any number
+
+
 class BlockCache:
     """`num_blocks` blocks, of which at most `protected_share` are shielded from eviction.
 

@@ -7,6 +7,7 @@
 One import for both sides; knows nothing of its own.
 """
 
+from engine.kv.block_cache import BlockTerms
 from engine.kv.handoff_incoming import IncomingHandoffs, IncomingStatistics
 from engine.kv.handoff_outgoing import (
     HandoffDropped,
@@ -20,6 +21,7 @@ from engine.kv.handoff_outgoing import (
 from engine.kv.incoming_transfer import BlockWrite
 
 __all__ = [
+    "BlockTerms",
     "BlockWrite",
     "HandoffDropped",
     "HandoffProgress",

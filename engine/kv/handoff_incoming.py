@@ -21,7 +21,7 @@ from typing import Literal, Protocol
 
 from engine.clock import Clock
 from engine.errors import HandoffError
-from engine.kv.block_cache import BlockCache
+from engine.kv.block_cache import BlockCache, BlockTerms
 from engine.kv.incoming_transfer import BlockWrite, IncomingTransfer
 from engine.messages import (
     NotNow,
@@ -35,13 +35,9 @@ from engine.request import Request, RequestKey
 
 # How many finished keys D remembers, so that what arrives late for one is recognised.
 MAX_ENDED_KEYS = 8192
+MAX_BUILT = 4  # requests that were asked about and had no room: one look at the line has few
 
 Ending = Literal["committed", "cancelled", "expired"]
-
-
-class _Counts(Protocol):
-    @property
-    def num_waiting(self) -> int: ...
 
 
 class DecodeScheduler(Protocol):
@@ -50,7 +46,22 @@ class DecodeScheduler(Protocol):
     @property
     def num_running(self) -> int: ...
 
-    def statistics(self) -> _Counts: ...
+    def is_short(self, num_known_tokens: int) -> bool:
+        """Whether a request may overtake others, within a reserve."""
+        ...
+
+    def terms_of_joining(
+        self, request: Request, num_promised_rows: int, *, overtakes: bool
+    ) -> BlockTerms | None:
+        """Under which blocks may be held for a request that is to join; None = not now.
+
+        overtakes: one that came before it was refused.
+        """
+        ...
+
+    def make_way(self, request: Request) -> None:
+        """A request that is to join found no room."""
+        ...
 
     def join(self, request: Request) -> None:
         """Take over a request whose KV is here, with its block references."""
@@ -110,29 +121,35 @@ class IncomingHandoffs:
         self._ended: dict[RequestKey, Ending] = {}  # oldest first, at most MAX_ENDED_KEYS
         self._counts: dict[Ending, int] = {"committed": 0, "cancelled": 0, "expired": 0}
         self._num_reserved = self._num_hit_blocks = 0
-        self._built: tuple[ReserveRequest, Request] | None = None  # for who was asked about last
+        # Of who was asked about last: those who wait are looked at every step.
+        self._built: dict[RequestKey, tuple[ReserveRequest, Request]] = {}
 
     # ---- reservations ---------------------------------------------------------------------------
 
-    def reserve(self, asked: ReserveRequest) -> Reservation | NotNow | Refused:
+    def may_overtake(self, asked: ReserveRequest) -> bool:
+        """Whether it may be granted room although one before it was not."""
+        return self._scheduler.is_short(len(asked.token_ids))
+
+    def reserve(
+        self, asked: ReserveRequest, *, overtakes: bool = False
+    ) -> Reservation | NotNow | Refused:
         """Hold blocks for all tokens of `asked`; blocks found in the prefix index need no transfer.
 
-        Room means a row for it when it commits and, for every row that runs or will run, one
-        block to grow by; requests that were preempted here go first.
+        Room means a row for it when it commits, and blocks on the scheduler's terms: enough for
+        those that run or will run to grow, and requests that were preempted here go first. A short
+        request that finds none makes the scheduler look for some.
         """
         if (reason := self._reason_to_refuse(asked)) is not None:
             return Refused(reason=reason)
-        if self._num_rows_promised >= self._max_rows or self._scheduler.statistics().num_waiting:
-            return NotNow()
-        if self._built is None or self._built[0] is not asked:  # who waits is looked at every step
-            self._built = asked, self._build_request(asked)
-        _, request = self._built
+        request = self._request_of(asked)
         num_blocks = self._identity.layout.num_blocks_for(len(asked.token_ids))
         hit_ids = self._cache.match(request.block_hashes)
         num_new = num_blocks - len(hit_ids)
-        if num_new > self._cache.num_available_beside(hit_ids) - self._num_rows_promised:
+        num_available = self._cache.num_available_beside(hit_ids)
+        if not self._has_room(request, num_new, num_available, overtakes):
+            self._scheduler.make_way(request)
             return NotNow()
-        self._built = None
+        self._built.pop(asked.key, None)
         request.block_ids = self._cache.acquire_prefix(request.block_hashes)
         assert request.block_ids == hit_ids, f"{asked.key}: {request.block_ids} is not {hit_ids}"
         new_ids = self._cache.allocate(num_new)
@@ -310,6 +327,17 @@ class IncomingHandoffs:
     def _num_rows_promised(self) -> int:
         return self._scheduler.num_running + len(self._live)
 
+    def _has_room(
+        self, request: Request, num_new: int, num_available: int, overtakes: bool
+    ) -> bool:
+        """Whether it may have `num_new` blocks of those available."""
+        if self._num_rows_promised >= self._max_rows:
+            return False
+        terms = self._scheduler.terms_of_joining(request, len(self._live), overtakes=overtakes)
+        if terms is None or num_new > num_available - terms.num_spare_blocks:
+            return False
+        return terms.max_new_blocks is None or num_new <= terms.max_new_blocks
+
     def _reason_to_refuse(self, asked: ReserveRequest) -> str | None:
         """Why `asked` can never be granted here, None if it may."""
         mine, num_tokens = self._identity, len(asked.token_ids)
@@ -331,6 +359,15 @@ class IncomingHandoffs:
         if asked.remaining_s is not None and asked.remaining_s <= 0:
             return "the request's deadline has passed"
         return None
+
+    def _request_of(self, asked: ReserveRequest) -> Request:
+        """Built once for a few at a time: hashing a long prompt takes a while."""
+        known = self._built.get(asked.key)
+        if known is None or known[0] is not asked:
+            if len(self._built) >= MAX_BUILT:
+                del self._built[next(iter(self._built))]
+            self._built[asked.key] = known = asked, self._build_request(asked)
+        return known[1]
 
     def _build_request(self, asked: ReserveRequest) -> Request:
         now_s = self._clock.now_s()

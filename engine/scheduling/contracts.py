@@ -73,6 +73,7 @@ class SchedulerStatistics:
     num_running: int
     num_queued_tokens: int
     num_preemptions: int
+    num_preemptions_for_others: int  # of these: for who waited, others had room to grow
     num_steps: int
     num_prompt_tokens_computed: int
     num_cached_tokens: int

@@ -32,6 +32,7 @@ class QueuedWork:
 
     queued_s: float
     short: ShortLoad | None  # None = short prompts do not go first here
+    room_s: float = 0.0  # until another request that is not short would have a row and blocks
 
 
 class PromptScheduling:
@@ -52,6 +53,7 @@ class PromptScheduling:
         self._full_step_tokens = full_step_tokens
         self._model = CostModel()
         self._window = _build_window(laps)
+        self.order = by_arrival if laps.queue == "fcfs" else by_priority
         self._dual: DualQueue | None = None
         self.queue: PromptQueue
         if laps.queue == "laps":
@@ -62,7 +64,7 @@ class PromptScheduling:
                 due_of=lambda request: request.first_token_due_s,
             )
         else:
-            self.queue = WaitingQueue(by_arrival if laps.queue == "fcfs" else by_priority)
+            self.queue = WaitingQueue(self.order)
 
     @property
     def model(self) -> CostModel:

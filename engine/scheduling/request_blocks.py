@@ -43,14 +43,26 @@ class RequestBlocks:
         hashes = request.block_hashes[: (request.num_known_tokens - 1) // self._block_size]
         return request.num_known_tokens - len(self._cache.match(hashes)) * self._block_size
 
-    def acquire(self, request: Request, *, num_spare_blocks: int) -> bool:
+    def num_needed(self, request: Request) -> int:
+        """Available blocks that an admission now would take: missing ones, and idle cached ones."""
+        hashes = request.block_hashes[: (request.num_known_tokens - 1) // self._block_size]
+        hit_ids = self._cache.match(hashes)
+        num_missing = self.num_blocks_for(request) - len(hit_ids)
+        return num_missing + self._cache.num_available - self._cache.num_available_beside(hit_ids)
+
+    def acquire(
+        self, request: Request, *, num_spare_blocks: int, max_new_blocks: int | None = None
+    ) -> bool:
         """Reference cached blocks and allocate the rest; False, and no effect, without room.
 
-        Room means: `num_spare_blocks` stay available. One token at least stays to be computed.
+        Room means: `num_spare_blocks` stay available, and no more than `max_new_blocks` are
+        allocated. One token at least stays to be computed.
         """
         hashes = request.block_hashes[: (request.num_known_tokens - 1) // self._block_size]
         hit_ids = self._cache.match(hashes)
-        num_missing = self._num_blocks_for(request.num_known_tokens) - len(hit_ids)
+        num_missing = self.num_blocks_for(request) - len(hit_ids)
+        if max_new_blocks is not None and num_missing > max_new_blocks:
+            return False
         if self._cache.num_available_beside(hit_ids) < num_missing + num_spare_blocks:
             return False
         request.block_ids = self._cache.acquire_prefix(hashes)
@@ -118,5 +130,6 @@ class RequestBlocks:
         assert block_ids is not None, f"{num_blocks} of {self._cache.num_available} blocks"
         return block_ids
 
-    def _num_blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._block_size)
+    def num_blocks_for(self, request: Request) -> int:
+        """For all its known tokens, cached or not."""
+        return -(-request.num_known_tokens // self._block_size)

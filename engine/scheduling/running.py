@@ -41,6 +41,10 @@ class RunningRequests:
     def newest(self) -> Request:
         return next(reversed(self._all.values()))
 
+    def newest_beside(self, request: Request | None) -> Request:
+        """The newest but this one, which is the answer if nobody else is here."""
+        return next((r for r in reversed(self._all.values()) if r is not request), self.newest)
+
     @property
     def decode_columns(self) -> DecodeColumns:
         """Those who decode now, in order."""

@@ -1,8 +1,9 @@
 """Who runs in the next step. One scheduler for prefill, decode and unified workers.
 
-Each step: running rows first grow to hold what they know (the newest are preempted if blocks run
-out), every decode gets its token, then prompts compute in the order that the queue decides, waiting
-ones as far as rows, tokens and blocks last. A role is only where requests enter and leave:
+Each step: running rows first grow to hold what they know (long ones are preempted if blocks run out
+or a short request finds no room, see `short_reserve`), every decode gets its token, then prompts
+compute in the order that the queue decides, waiting ones as far as rows, tokens and blocks last. A
+role is only where requests enter and leave:
 
     add()  -> waiting -> running -> finished                    (unified)
     add()  -> waiting -> running -> OutgoingHandoffs            (prefill: after the first token)
@@ -18,10 +19,11 @@ waits for its token instead, and no other row waits with it. Knows no tensors, n
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from configs.schema import LapsConfig, SchedulerConfig
 from engine.errors import CapacityError
-from engine.kv.block_cache import BlockCache
+from engine.kv.block_cache import BlockCache, BlockTerms
 from engine.request import Request, RequestKey
 from engine.scheduling.contracts import BlockHasher, Outbox, SchedulerStatistics, StepOutput
 from engine.scheduling.cost_model import StepCosts, StepWork
@@ -31,9 +33,11 @@ from engine.scheduling.plan import StepPlan, StepResult
 from engine.scheduling.plan_building import Chunk, build_plan
 from engine.scheduling.prompt_scheduling import PromptScheduling, QueuedWork
 from engine.scheduling.request_blocks import RequestBlocks
+from engine.scheduling.room_wait import Room, num_steps_left, steps_until
 from engine.scheduling.row_slots import RowSlots, row_of
 from engine.scheduling.running import RunningRequests
 from engine.scheduling.sampled_tokens import SampledTokens
+from engine.scheduling.short_reserve import Holdings, ShortReserve
 from engine.scheduling.step_room import StepRoom
 from engine.scheduling.steps_in_flight import StepInFlight, StepsInFlight
 
@@ -76,10 +80,18 @@ class Scheduler:
             laps, count_uncached=self._blocks.num_uncached, full_step_tokens=full_step_tokens
         )
         self._waiting = self._prompts.queue
+        self._reserve = ShortReserve(
+            config.short_share,
+            threshold=laps.laps_length_threshold,
+            num_blocks=cache.num_blocks,
+            max_rows=config.max_rows,
+            order=self._prompts.order,
+        )
         self._expired: list[Request] = []
         self._in_flight = StepsInFlight()
         self._num_steps = 0
         self._num_preemptions = 0
+        self._num_preemptions_for_others = 0
         self._num_prompt_tokens_computed = 0
         self._num_cached_tokens = 0
         self.gathers_until_s: float | None = None  # why the last `plan` was None, if it was so
@@ -99,6 +111,7 @@ class Scheduler:
         if not request.needs_whole_prompt:  # else its blocks get names when it has filled them
             self._blocks.hash_full(request)
         self._prompts.arrived(request)
+        self._reserve.add(request)
 
     def join(self, request: Request) -> None:
         """Take a request whose KV is here already: all known tokens but the newest are computed.
@@ -122,7 +135,7 @@ class Scheduler:
 
     def abort(self, key: RequestKey) -> bool:
         """Forget a request and free what it holds; False if it is not here (any more)."""
-        request = self._waiting.remove(key)
+        request = self._stop_waiting(key)
         if request is None:
             if (request := self._running.get(key)) is None:
                 return False
@@ -146,12 +159,14 @@ class Scheduler:
             return None
         decodes = self._running.decode_columns
         max_tokens = self._config.max_step_tokens - len(decodes)
-        can_admit = self._rows.num_free > 0 and not self._is_outbox_full()
+        can_admit = self._rows.num_free > 0 and not self._is_outbox_full(for_short=True)
         room = self._prompts.open_room(now_s, max_tokens, decodes.work, can_admit=can_admit)
         # Wait for more short prompts only with a device that would have nothing else.
         is_idle = len(self._running) == len(self._in_flight) == 0
         self.gathers_until_s = self._prompts.must_gather_until_s(now_s) if is_idle else None
         chunks = [] if self.gathers_until_s is not None else list(self._chunks(room))
+        if self._reserve.is_asked:
+            self._reserve.end_step()
         zero_block_ids = self._blocks.take_poisoned()
         if len(decodes) == 0 and not chunks and not zero_block_ids:
             return None
@@ -237,8 +252,9 @@ class Scheduler:
         return self.costs.step_seconds(self._in_flight.newest.work)
 
     def queued_work(self) -> QueuedWork:
-        """Predicted; walks the queue."""
-        return self._prompts.queued_work(self._running.prompts.values())
+        """Predicted; walks the queue and the rows."""
+        queued = self._prompts.queued_work(self._running.prompts.values())
+        return replace(queued, room_s=self._seconds_until_room())
 
     def statistics(self) -> SchedulerStatistics:
         return SchedulerStatistics(
@@ -246,6 +262,7 @@ class Scheduler:
             num_running=len(self._running),
             num_queued_tokens=self._waiting.num_tokens + self._running.num_queued_tokens,
             num_preemptions=self._num_preemptions,
+            num_preemptions_for_others=self._num_preemptions_for_others,
             num_steps=self._num_steps,
             num_prompt_tokens_computed=self._num_prompt_tokens_computed,
             num_cached_tokens=self._num_cached_tokens,
@@ -257,18 +274,24 @@ class Scheduler:
     def _grow_rows(self) -> dict[int, list[int]] | None:
         """A block for every decode whose blocks are full, by row.
 
-        While there are too few blocks, the newest request is preempted. The count is exact: what a
-        preemption frees is seen before the next one is chosen.
+        While there are too few blocks, or too little room for who waits, requests are preempted.
+        The count is exact: what a preemption frees is seen before the next one is chosen.
         None, and no effect, if one is due while a step is in flight: its commit may free blocks,
         and a preemption before it would lose what it samples, for a lone row again and again.
         """
         while True:
             full = self._blocks.full(self._running.decode_columns.at_border(self._block_size))
-            if len(full) <= self._cache.num_available:
+            num_left = self._cache.num_available - len(full)
+            is_asked = len(self._waiting) > 0 or self._reserve.is_asked
+            if num_left >= self._reserve.num_blocks and not is_asked:
+                break
+            victim, is_for_others = self._victim(full, num_left)
+            if victim is None:
                 break
             if len(self._in_flight) > 0:
                 return None
-            self._preempt(self._running.newest)
+            self._num_preemptions_for_others += is_for_others
+            self._preempt(victim)
         grown = self._blocks.grow(full)
         # The blocks of an entering row are all in its admission.
         return {row_of(r): ids for r, ids in grown if not self._rows.is_entering(r)}
@@ -284,17 +307,23 @@ class Scheduler:
     def _admit(self, request: Request, room: StepRoom) -> bool:
         """Move a request that waits to a row, if that is possible now."""
         if request.deadline_s is not None and room.now_s > request.deadline_s:
-            self._waiting.remove(request.key)
+            self._stop_waiting(request.key)
             self._leave(request)
             self._expired.append(request)
             return False
         if self._running.has_prefilling_sibling(request, self._block_size):
             return False  # it will find the shared prompt in the prefix index
-        is_full = self._rows.num_free == 0 or self._is_outbox_full()
-        if is_full or not self._acquire_blocks(request):
-            room.refuse(request)  # a younger, smaller request must not starve this one
+        is_long = self._reserve.is_long(request)
+        if is_long and room.has_refused_long:
             return False
-        self._waiting.remove(request.key)
+        is_full = self._rows.num_free == 0 or self._is_outbox_full(for_short=not is_long)
+        if is_full or not self._acquire_blocks(request):
+            if is_long and self._reserve.first_short is not None:
+                room.refuse_long()  # short ones take no more than their reserve
+            else:
+                room.refuse(request)  # a younger, smaller request must not starve this one
+            return False
+        self._stop_waiting(request.key)
         self._running.add(request)
         self._rows.give(request)
         if request.started_s is None:
@@ -308,10 +337,15 @@ class Scheduler:
         """Blocks for a request that waits; False, and no effect, without room.
 
         Room means: afterwards every running row can still grow by one block, so that an admission
-        does not cause a preemption right away.
+        does not cause a preemption right away; a short request may cause one.
         """
         self.index_joined()
-        if not self._blocks.acquire(request, num_spare_blocks=len(self._running)):
+        terms = self._terms(request, self._rows.num_free)
+        if terms is None or not self._blocks.acquire(
+            request,
+            num_spare_blocks=terms.num_spare_blocks,
+            max_new_blocks=terms.max_new_blocks,
+        ):
             return False
         if request.num_preemptions == 0:
             request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
@@ -388,6 +422,118 @@ class Scheduler:
         request.start_over()
         self._num_preemptions += 1
         self._waiting.add(request)
+        self._reserve.add(request)
+
+    def _stop_waiting(self, key: RequestKey) -> Request | None:
+        """Take a request out of the queue; None if it does not wait."""
+        self._reserve.remove(key)
+        return self._waiting.remove(key)
+
+    # ---- who has room, and who gives way --------------------------------------------------------
+
+    def is_short(self, num_known_tokens: int) -> bool:
+        """Whether a request may overtake others within the reserve."""
+        return self._reserve.is_on and num_known_tokens <= self._reserve.threshold
+
+    def terms_of_joining(
+        self, request: Request, num_promised_rows: int, *, overtakes: bool
+    ) -> BlockTerms | None:
+        """Under which blocks may be held for a request that is to `join`; None = not now.
+
+        `num_promised_rows` are promised to others; `overtakes`: one that is to join was refused.
+        Who was preempted here goes first, but short requests may overtake within their reserve.
+        """
+        num_free_rows = self._rows.num_free - num_promised_rows
+        must_wait = len(self._waiting) > 0 or overtakes
+        if num_free_rows <= 0 or (must_wait and not self.is_short(request.num_known_tokens)):
+            return None
+        terms = self._terms(request, num_free_rows, overtakes=overtakes)
+        if terms is None:
+            return None
+        num_spare = terms.num_spare_blocks + num_promised_rows
+        return BlockTerms(num_spare_blocks=num_spare, max_new_blocks=terms.max_new_blocks)
+
+    def make_way(self, request: Request) -> None:
+        """A request that is to `join` found no room: if short, the next step may make some."""
+        self._reserve.ask(request)
+
+    def _terms(
+        self, request: Request, num_free_rows: int, *, overtakes: bool = False
+    ) -> BlockTerms | None:
+        """Under which a request gets a row and blocks; walks the rows only when room is short."""
+        entering = [r for r in (request, self._reserve.first_long) if r is not None]
+        num_available = self._cache.num_available
+        is_ample = not overtakes and self._has_room(entering, num_available, num_free_rows)
+        if not self._reserve.is_on or is_ample:
+            return BlockTerms(num_spare_blocks=len(self._running))
+        held = self._reserve.holdings(self._running)
+        return self._reserve.terms(request, held, num_free_rows, overtakes=overtakes)
+
+    def _has_room(
+        self, requests: Sequence[Request], num_available: int, num_free_rows: int
+    ) -> bool:
+        """Whether these could all enter at once, with rows and the whole reserve to spare."""
+        num_needed = sum([self._blocks.num_blocks_for(r) for r in requests])
+        num_kept = self._reserve.num_blocks + len(self._running)
+        return num_free_rows > len(requests) and num_available >= num_needed + num_kept
+
+    def _victim(self, full: Sequence[Request], num_left: int) -> tuple[Request | None, bool]:
+        """Whom to preempt next, so that `full` can grow by a block each and who waits has room.
+
+        `num_left` blocks are available when they have grown, or so many too few.
+        The second is whether it gives way to who waits. Walks the rows only when room is short.
+        """
+        reserve = self._reserve
+        if not reserve.is_on:
+            return (self._running.newest if num_left < 0 else None), False
+        short, long = reserve.first_short, reserve.first_long
+        waiting = [request for request in (short, long) if request is not None]
+        if not (waiting or full) or (
+            waiting and self._has_room(waiting, num_left, self._rows.num_free)
+        ):
+            return None, False
+        held = reserve.holdings(self._running)
+        num_short_full = sum([not reserve.is_long(request) for request in full])
+        must_shrink = num_left < 0
+        if num_left < reserve.num_blocks and num_short_full < len(full):
+            must_shrink |= num_left < reserve.num_kept_blocks(held) - num_short_full
+        if must_shrink:
+            if (last := reserve.last_long(held)) is not None:
+                return last, False
+            if num_left < 0:
+                first = reserve.first_running_long(held)
+                return self._running.newest_beside(first), False
+        if not waiting or self._is_outbox_full(for_short=True):
+            return None, False
+        return self._victim_for_waiting(short, long, held, num_left), True
+
+    def _victim_for_waiting(
+        self, short: Request | None, long: Request | None, held: Holdings, num_left: int
+    ) -> Request | None:
+        """Who gives way to the first short or long request that waits without room."""
+        reserve, has_row = self._reserve, self._rows.num_free > 0
+        if short is not None and reserve.may_give_way(held):
+            num_needed = self._blocks.num_needed(short)
+            if not has_row or num_left < num_needed + held.num_short:
+                victim = reserve.victim_for_short(held, num_needed)
+                if victim is not None:
+                    return victim
+        if long is not None and held.longs:
+            num_kept = reserve.num_kept_blocks(held) + len(self._running)
+            if not has_row or num_left < self._blocks.num_needed(long) + num_kept:
+                return reserve.victim_for_long(long, held)
+        return None
+
+    def _seconds_until_room(self) -> float:
+        """Until all that wait, and one more, could have entered beside the reserve."""
+        num_waiting = len(self._waiting)
+        num_blocks = self._waiting.num_tokens // self._block_size + num_waiting + 1
+        num_steps = steps_until(
+            Room(num_rows=num_waiting + 1, num_blocks=num_blocks + self._reserve.num_blocks),
+            Room(num_rows=self._rows.num_free, num_blocks=self._cache.num_available),
+            [(num_steps_left(r), len(r.block_ids)) for r in self._running],
+        )
+        return num_steps * self.costs.step_seconds(self._running.decode_columns.work)
 
     # ---- questions ------------------------------------------------------------------------------
 
@@ -395,8 +541,10 @@ class Scheduler:
         yield from self._running
         yield from self._waiting
 
-    def _is_outbox_full(self) -> bool:
+    def _is_outbox_full(self, *, for_short: bool) -> bool:
+        """Whether too much is computed already that no decode worker has room for."""
         limit = self._config.unreserved_share * self._cache.num_blocks
+        limit += self._reserve.num_blocks if for_short else 0
         return self._outbox.num_unreserved_blocks > limit
 
 

@@ -51,6 +51,7 @@ class StepRoom:
         self._full_step_tokens = full_step_tokens
         self._granted: dict[RequestKey, int] = {}
         self._refused: set[RequestKey] = set()
+        self.has_refused_long = False  # a request that holds much, see `short_reserve`
 
     @property
     def num_tokens_left(self) -> int:
@@ -99,6 +100,13 @@ class StepRoom:
         In this step nobody who waits behind it, in its class, may overtake it.
         """
         self._refused.add(request.key)
+
+    def refuse_long(self) -> None:
+        """One that would hold much finds no row or no blocks: in this step none like it starts.
+
+        Those behind it that hold little may still be admitted.
+        """
+        self.has_refused_long = True
 
     # ---- the queue's questions ------------------------------------------------------------------
 

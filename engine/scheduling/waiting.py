@@ -91,6 +91,11 @@ class WaitingQueue:
     def num_tokens(self) -> int:
         return self._num_tokens
 
+    @property
+    def first(self) -> Request | None:
+        """In order; None = nobody waits."""
+        return self._requests[self._order[0]] if self._order else None
+
     def add(self, request: Request) -> None:
         assert request.key not in self._place, f"{request.key} is already waiting"
         place = (*self._place_of(request), self._num_added)

@@ -60,7 +60,10 @@ class RealWorker:
         cache = BlockCache(num_blocks, enable_prefix_cache=False, protected_share=0.5)
         self._scheduler = Scheduler(
             SchedulerConfig(
-                max_step_tokens=spec.max_step_tokens, max_rows=spec.max_rows, max_waiting=10**6
+                max_step_tokens=spec.max_step_tokens,
+                max_rows=spec.max_rows,
+                max_waiting=10**6,
+                short_share=spec.short_share,
             ),
             cache=cache,
             hasher=_NoHasher(),
@@ -75,6 +78,7 @@ class RealWorker:
         self._scheduler._prompts.model.costs = spec.known_costs
         self._requests: dict[RequestKey, Request] = {}
         self._in_flight: deque[tuple[StepPlan, float]] = deque()  # with the time of its end
+        self.num_step_tokens = 0  # computed in all steps
         self._is_idle = True
         self._has_ended = False  # a step did, since the last plan
         self._due_s = math.inf  # when the next step is to be planned; commits may come before
@@ -111,6 +115,7 @@ class RealWorker:
         free_s = self._in_flight[-1][1] if self._in_flight else -math.inf
         next_plan = self._scheduler.plan(now_s)
         if next_plan is not None:
+            self.num_step_tokens += next_plan.num_tokens
             start_s = max(now_s + self._spec.host_s, free_s)
             end_s = start_s + self._scheduler.newest_step_s
             self._in_flight.append((next_plan, end_s))
@@ -121,6 +126,10 @@ class RealWorker:
             self._is_idle = True
             until_s = self._scheduler.gathers_until_s
             self._due_s = math.inf if until_s is None else until_s
+
+    @property
+    def num_preemptions(self) -> int:
+        return self._scheduler.statistics().num_preemptions
 
     def load(self) -> Load:
         """Walks the queue."""

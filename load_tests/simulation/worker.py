@@ -40,6 +40,7 @@ class WorkerSpec:
     max_kv_tokens: int = 700_000  # an 8B model in 16 bits on one H200
     host_s: float = 0.0  # from a plan to the start of its step, on an idle device
     full_step_tokens: tuple[int, ...] = ()  # sizes that chunks are cut to, as captured in graphs
+    short_share: float = 0.0  # kept of rows and KV for short requests; of the whole scheduler alone
     predicts: bool = True  # whether it tells its load: nobody may want to know
 
     @property

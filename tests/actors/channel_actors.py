@@ -22,7 +22,7 @@ from actors.rendezvous import RayRendezvousClient
 from configs.schema import HandoffConfig
 from engine.clock import MonotonicClock
 from engine.errors import WorkerError
-from engine.kv.block_cache import BlockCache
+from engine.kv.block_cache import BlockCache, BlockTerms
 from engine.kv.handoff import IncomingHandoffs, OutgoingEvent, OutgoingHandoffs
 from engine.kv.kv_store import KvStore
 from engine.kv.layout import KvLayout
@@ -243,8 +243,18 @@ class _Scheduler:
     def num_running(self) -> int:
         return len(self.running)
 
-    def statistics(self) -> "_Scheduler":
-        return self
+    def is_short(self, num_known_tokens: int) -> bool:
+        return False
+
+    def terms_of_joining(
+        self, request: Request, num_promised_rows: int, *, overtakes: bool
+    ) -> BlockTerms | None:
+        if self.num_waiting:
+            return None
+        return BlockTerms(num_spare_blocks=self.num_running + num_promised_rows)
+
+    def make_way(self, request: Request) -> None:
+        """Nobody is preempted."""
 
     def join(self, request: Request) -> None:
         self.running[request.key] = request

@@ -24,6 +24,7 @@ TIGHT = {
     "scheduler.max_rows": 2,
     "scheduler.max_step_tokens": 8,
     "scheduler.unreserved_share": 0.001,
+    "scheduler.short_share": 0.0,  # who holds a row gives way to nobody
     "handoff.piece_bytes": 1,
     "lifetimes.acknowledge_every_s": 0.1,
 }

@@ -95,6 +95,7 @@ def narrow(cluster: Cluster) -> Iterator[Application]:
     limits = {
         "workers.unified": 1,
         "scheduler.max_rows": 2,
+        "scheduler.short_share": 0.0,  # who holds a row gives way to nobody
         "edge.max_queued_tokens": NUM_FITTING * PROMPT_TOKENS,
         "cache.enable_prefix_cache": False,
     }

@@ -247,7 +247,12 @@ def edge_app(
             timeout_s=config.edge.request_timeout_s,
         ),
         keys=ApiKeys(config.api.keys) if config.api.keys else None,
-        admission=Admission(generations.links.links, config.edge.max_queued_tokens),
+        admission=Admission(
+            generations.links.links,
+            config.edge.max_queued_tokens,
+            max_wait_s=config.edge.max_predicted_wait_s,
+            max_short_tokens=config.laps.laps_length_threshold,
+        ),
         stopping=Stopping(lambda: None),
         rate_limits=RateLimits(config.api.limits, clock),
         tracing=tracing or NoTracing(),

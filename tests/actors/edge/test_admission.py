@@ -1,11 +1,15 @@
 """Overload: refused before tokenising, with the time after which to come back."""
 
+from typing import cast
+
+import msgspec
 import pytest
 
 from actors.edge.admission import Admission, estimate_tokens
 from actors.edge.worker_links import WorkerLink
+from actors.handles import WorkerHandle
 from engine.errors import CapacityError
-from engine.messages import TokenizeRequest
+from engine.messages import Role, TokenizeRequest
 from tests.actors.edge.edge_app import busy, edge_app
 
 
@@ -42,6 +46,37 @@ def test_who_waits_for_a_first_token_counts_although_no_worker_has_said_so() -> 
     leave()  # a second time changes nothing
     with admission.admitted(6):
         pass
+
+
+def test_a_request_that_may_grow_long_is_refused_when_every_cache_is_full_for_too_long() -> None:
+    app = edge_app({"edge.max_predicted_wait_s": 5.0, "laps.laps_length_threshold": 40})
+    app.workers.load = msgspec.structs.replace(busy(0), room_s=7.2)
+    calls = app.batchers.num_calls
+    for body in ({"prompt": [1] * 9, "max_tokens": 32}, {"prompt": [1] * 9}):
+        refused = app.post(body)
+        assert refused.status_code == 503
+        assert refused.headers["retry-after"] == "8"
+        assert refused.json()["error"]["code"] == "overloaded"
+    assert app.batchers.num_calls == calls
+    assert app.post({"prompt": [1] * 8, "max_tokens": 32}).status_code == 200  # stays short
+    app.workers.load = msgspec.structs.replace(busy(0), room_s=4.9)
+    assert app.post({"prompt": [1] * 9, "max_tokens": 32}).status_code == 200
+
+
+def test_the_worker_with_the_shortest_wait_counts_and_those_that_prefill_do_not() -> None:
+    def link(name: str, role: Role, room_s: float) -> WorkerLink:
+        load = msgspec.structs.replace(busy(0), room_s=room_s)
+        return WorkerLink(name=name, role=role, load=load, handle=cast("WorkerHandle", object()))
+
+    links = [link("p", "prefill", 0.0), link("d-0", "decode", 9.0), link("d-1", "decode", 6.0)]
+    admission = Admission(lambda: links, max_queued_tokens=10, max_wait_s=5.0)
+    with pytest.raises(CapacityError, match="full for 6 s"), admission.admitted(1):
+        pass
+    links.append(link("u", "unified", 4.0))
+    with admission.admitted(1):
+        pass
+    with Admission(lambda: links[:3], max_queued_tokens=10).admitted(1):
+        pass  # no limit
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -1,11 +1,10 @@
 """A decode worker's books in a test: real block cache and hashes, a scheduler that only records."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from engine.clock import ManualClock
 from engine.invariants import check_blocks
-from engine.kv.block_cache import BlockCache
+from engine.kv.block_cache import BlockCache, BlockTerms
 from engine.kv.handoff import IncomingHandoffs
 from engine.kv.layout import KvLayout
 from engine.kv.request_hasher import RequestHasher
@@ -37,11 +36,6 @@ def hasher() -> RequestHasher:
     return RequestHasher(b"k" * 16, model="m", dtype="float32", block_size=BLOCK_SIZE)
 
 
-@dataclass(frozen=True)
-class Counts:
-    num_waiting: int
-
-
 class RecordingScheduler:
     """Keeps what joins it, and indexes full blocks as the real one does."""
 
@@ -54,8 +48,18 @@ class RecordingScheduler:
     def num_running(self) -> int:
         return len(self.running)
 
-    def statistics(self) -> Counts:
-        return Counts(num_waiting=self.num_waiting)
+    def is_short(self, num_known_tokens: int) -> bool:
+        return False
+
+    def terms_of_joining(
+        self, request: Request, num_promised_rows: int, *, overtakes: bool
+    ) -> BlockTerms | None:
+        if self.num_waiting:
+            return None
+        return BlockTerms(num_spare_blocks=self.num_running + num_promised_rows)
+
+    def make_way(self, request: Request) -> None:
+        """Nobody is preempted."""
 
     def join(self, request: Request) -> None:
         assert request.num_uncomputed_tokens == 1

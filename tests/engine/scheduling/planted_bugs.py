@@ -1,6 +1,6 @@
 """Schedulers with one bug each, which the machine of random histories has to find."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -14,7 +14,9 @@ from engine.scheduling.request_blocks import RequestBlocks
 from engine.scheduling.running import RunningRequests
 from engine.scheduling.sampled_tokens import Ending, SampledTokens
 from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.short_reserve import Holdings, ShortReserve
 from engine.scheduling.steps_in_flight import StepInFlight, StepsInFlight
+from engine.scheduling.waiting import by_priority
 from tests.engine.scheduling.world import BLOCK_SIZE
 
 
@@ -132,6 +134,52 @@ class TwinsDecideDifferently(Scheduler):
         if self._turns_round:
             self._running.decodes = dict(reversed(self._running.decodes.items()))
         return super().plan(now_s)
+
+
+class KeepsItsBounds(Scheduler):
+    """Not a bug: checks what `short_reserve` says of everybody who gives way."""
+
+    def _victim(self, full: Sequence[Request], num_left: int) -> tuple[Request | None, bool]:
+        victim, is_for_others = super()._victim(full, num_left)
+        if victim is None:
+            return victim, is_for_others
+        reserve = self._reserve
+        longs = [r for r in self._running if reserve.is_long(r)]
+        waiting = [r for r in self._waiting if reserve.is_long(r)]
+        if is_for_others:
+            num_made = victim.num_known_tokens - victim.num_known_at_preemption
+            assert victim in longs
+            assert num_made >= reserve.threshold, f"{victim.key} made {num_made} tokens"
+            before = [r for r in waiting if by_priority(r) < by_priority(victim)]
+            place = by_priority(victim)
+            is_first = all(place < by_priority(r) for r in longs if r is not victim)
+            assert before or not is_first, f"{victim.key} was the first"
+        return victim, is_for_others
+
+
+class WhoIsBackGivesWayAtOnce(KeepsItsBounds):
+    def __init__(self, config: SchedulerConfig, **parts: Any) -> None:
+        super().__init__(config, **parts)
+
+        class Reserve(ShortReserve):
+            def _has_progressed(self, request: Request) -> bool:
+                return True
+
+        self._reserve.__class__ = Reserve
+
+
+class TheFirstGivesWay(KeepsItsBounds):
+    def __init__(self, config: SchedulerConfig, **parts: Any) -> None:
+        super().__init__(config, **parts)
+
+        class Reserve(ShortReserve):
+            def may_give_way(self, held: Holdings) -> bool:
+                return len(held.longs) > 0
+
+            def first_running_long(self, held: Holdings) -> Request | None:
+                return None
+
+        self._reserve.__class__ = Reserve
 
 
 # ---- planted bugs that need a step in flight -----------------------------------------------------

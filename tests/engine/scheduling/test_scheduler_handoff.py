@@ -73,7 +73,7 @@ def test_a_stop_on_the_first_token_drops_what_was_started() -> None:
 def test_prompts_without_a_reservation_stop_admissions_beyond_their_share() -> None:
     replica = Replica(num_blocks=32, unreserved_share=0.25)
     request = replica.add("a", prompt_of(5))
-    replica.outbox.num_unreserved_blocks = 9
+    replica.outbox.num_unreserved_blocks = 10
     replica.step()
     assert request.row is None
     replica.outbox.num_unreserved_blocks = 8

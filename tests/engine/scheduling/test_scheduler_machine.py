@@ -25,7 +25,7 @@ from engine.scheduling.sampled_tokens import Ending, SampledTokens
 from engine.scheduling.scheduler import DEFAULT_LAPS, Scheduler
 from engine.scheduling.steps_in_flight import StepInFlight
 from tests.engine.scheduling import planted_bugs
-from tests.engine.scheduling.world import BLOCK_SIZE, World
+from tests.engine.scheduling.world import BLOCK_SIZE, CONFIG, World
 
 # One of few prompts for each length, so that prefixes are shared.
 PROMPTS = st.builds(
@@ -50,12 +50,16 @@ class SchedulerMachine(RuleBasedStateMachine):
     scheduler_class: type[Scheduler] = Scheduler
     overlap = False
     laps = DEFAULT_LAPS
+    config = CONFIG
 
     def __init__(self) -> None:
         super().__init__()
-        self.world = World(self.scheduler_class, overlap=self.overlap, laps=self.laps)
+        self.world = self._build_world()
         self.history: list[tuple[str, dict[str, Any]]] = []
         self.is_sound = True
+
+    def _build_world(self) -> World:
+        return World(self.scheduler_class, overlap=self.overlap, laps=self.laps, config=self.config)
 
     def do(self, operation: str, **arguments: Any) -> None:
         self.history.append((operation, arguments))
@@ -123,7 +127,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not self.is_sound:
             return  # a second failure would hide the first
         self.do("drain")
-        twin = World(self.scheduler_class, overlap=self.overlap, laps=self.laps)
+        twin = self._build_world()
         twin.scheduler._sampled = EveryRowInFull(twin.scheduler._finish_rules)
         for operation, arguments in self.history:
             getattr(twin, operation)(**arguments)
@@ -151,6 +155,22 @@ class FillMachine(OverlappedMachine):
     laps = msgspec.structs.replace(SHORT_FIRST, mix="fill")
 
 
+# Short requests overtake, and long ones give way: most histories are short of rows and of blocks.
+RESERVING = msgspec.structs.replace(CONFIG, max_rows=3, short_share=0.3)
+
+
+class ReservingMachine(OverlappedMachine):
+    scheduler_class = planted_bugs.KeepsItsBounds
+    laps = LapsConfig(laps_length_threshold=9)
+    config = RESERVING
+
+
+class ReservingShortFirstMachine(SchedulerMachine):
+    scheduler_class = planted_bugs.KeepsItsBounds
+    laps = SHORT_FIRST
+    config = RESERVING
+
+
 SETTINGS = settings(
     deadline=None,
     database=None,
@@ -161,10 +181,14 @@ SchedulerMachine.TestCase.settings = settings(SETTINGS, max_examples=100)
 OverlappedMachine.TestCase.settings = settings(SETTINGS, max_examples=100)
 ExclusiveMachine.TestCase.settings = settings(SETTINGS, max_examples=60)
 FillMachine.TestCase.settings = settings(SETTINGS, max_examples=60)
+ReservingMachine.TestCase.settings = settings(SETTINGS, max_examples=100)
+ReservingShortFirstMachine.TestCase.settings = settings(SETTINGS, max_examples=60)
 TestSchedulerUnderRandomHistories = pytest.mark.slow(SchedulerMachine.TestCase)
 TestOverlappedSchedulerUnderRandomHistories = pytest.mark.slow(OverlappedMachine.TestCase)
 
 TestShortFirstUnderRandomHistories = pytest.mark.slow(ExclusiveMachine.TestCase)
+TestReserveUnderRandomHistories = pytest.mark.slow(ReservingMachine.TestCase)
+TestReserveShortFirstUnderRandomHistories = pytest.mark.slow(ReservingShortFirstMachine.TestCase)
 TestFilledStepsUnderRandomHistories = pytest.mark.slow(FillMachine.TestCase)
 
 
@@ -203,6 +227,15 @@ def test_the_machine_finds_a_planted_bug(
 ) -> None:
     with pytest.raises(AssertionError):
         _find(planted, machine)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "planted", [planted_bugs.WhoIsBackGivesWayAtOnce, planted_bugs.TheFirstGivesWay]
+)
+def test_the_machine_finds_who_gives_way_beyond_its_bounds(planted: type[Scheduler]) -> None:
+    with pytest.raises(AssertionError):
+        _find(planted, ReservingMachine)
 
 
 @pytest.mark.slow

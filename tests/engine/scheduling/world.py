@@ -56,14 +56,16 @@ class World:
         *,
         overlap: bool,
         laps: LapsConfig = DEFAULT_LAPS,
+        config: SchedulerConfig = CONFIG,
     ) -> None:
+        self.config = config
         self.clock = ManualClock()
         self.cache = BlockCache(NUM_BLOCKS, enable_prefix_cache=True, protected_share=0.5)
         self.executor = FakeExecutor(
             num_blocks=NUM_BLOCKS,
             block_size=BLOCK_SIZE,
-            max_rows=CONFIG.max_rows,
-            max_step_tokens=CONFIG.max_step_tokens,
+            max_rows=config.max_rows,
+            max_step_tokens=config.max_step_tokens,
             max_model_len=MAX_MODEL_LEN,
             max_in_flight=1 + int(overlap),
         )
@@ -71,7 +73,7 @@ class World:
         self.sender = ReadingSender()
         self.outgoing = OutgoingHandoffs(self.cache, self._on_outgoing)
         self.scheduler = scheduler_class(
-            CONFIG,
+            config,
             cache=self.cache,
             hasher=RequestHasher(
                 bytes(range(16)), model="m", dtype="float32", block_size=BLOCK_SIZE
@@ -238,7 +240,7 @@ class World:
         num_here = sum(story.phase == "scheduler" for story in self.stories.values())
         assert counts.num_waiting + counts.num_running == num_here
         assert counts.num_running == self.scheduler.num_running
-        assert self.scheduler.num_free_rows + counts.num_running == CONFIG.max_rows
+        assert self.scheduler.num_free_rows + counts.num_running == self.config.max_rows
         assert sorted(self.scheduler.requests_of("ingress")) == sorted(
             key for key, story in self.stories.items() if story.phase == "scheduler"
         )
@@ -254,7 +256,7 @@ class World:
 
     def _enter(self, key: RequestKey, story: Story, priority: int) -> None:
         emitted = story.expected[: story.num_migrated]
-        is_full = self.scheduler.statistics().num_waiting >= CONFIG.max_waiting
+        is_full = self.scheduler.statistics().num_waiting >= self.config.max_waiting
         try:
             self.scheduler.add(
                 Request(
