@@ -70,6 +70,7 @@ class ChatText:
             if parsed.tool_format is not None
             else None
         )
+        self._holds_calls = parsed.holds_calls
         self._include_reasoning = parsed.include_reasoning
         self._max_calls = None if parsed.parallel_tool_calls else 1
         self._num_calls = 0
@@ -86,11 +87,15 @@ class ChatText:
         pieces = [Content(text)] if self._splitter is None else self._splitter.push(text)
         return self._keep(self._parse(pieces))
 
-    def finish(self) -> list[Event]:
-        """What was held back; ends the choice."""
-        events = [] if self._splitter is None else self._parse(self._splitter.finish())
+    def finish(self, *, is_cut: bool = False) -> list[Event]:
+        """What was held back; ends the choice. `is_cut`: by its length, not by the model."""
+        events: list[Event] = []
+        if self._splitter is not None:
+            events += self._parse(self._splitter.finish(is_cut=is_cut))
         if self._parser is not None:
-            events += self._parser.finish()
+            rest = self._parser.finish(is_cut=is_cut)
+            # An output that must be calls has no content: what looks like some is half a call.
+            events += [e for e in rest if not (self._holds_calls and isinstance(e, Content))]
         return self._keep(events)
 
     def _parse(self, pieces: Sequence[Event]) -> list[Event]:

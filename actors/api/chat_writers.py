@@ -40,6 +40,7 @@ from actors.api.tools.events import (
     Reasoning,
 )
 from engine.output_text import TextDelta
+from engine.request import FinishReason
 from engine.tokenizing import Tokenizing
 
 
@@ -53,7 +54,9 @@ def _chat_texts(
 
 def _read(text: ChatText, delta: TextDelta) -> list[Event]:
     events = text.push(delta.text)
-    return events if delta.finish is None else events + text.finish()
+    if delta.finish is None:
+        return events
+    return events + text.finish(is_cut=delta.finish is FinishReason.LENGTH)
 
 
 def _finish_text(finish: FinishText, text: ChatText) -> FinishText:

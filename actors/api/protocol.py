@@ -88,6 +88,7 @@ class ParsedRequest:
     # What else than text the answer may hold.
     tool_format: ToolFormat | None = None  # None = no calls
     tool_names: frozenset[str] = frozenset()
+    holds_calls: bool = False  # the output is calls and nothing else
     parallel_tool_calls: bool = True  # False: an answer shows its first call only
     splits_reasoning: bool = False
     include_reasoning: bool = True
@@ -159,6 +160,7 @@ def parse_chat(
         parsed,
         tool_format=dialect.tool_format,
         tool_names=tools.names,
+        holds_calls=tools.must_call,
         parallel_tool_calls=chat.parallel_tool_calls is not False,
         markers={**dialect.reasoning_markers, **dialect.tool_markers},
     )

@@ -41,10 +41,10 @@ class ReasoningSplitter:
             events += [Content(answer)] if answer else []
         return events
 
-    def finish(self) -> list[Event]:
-        """What was held back; ends the text."""
+    def finish(self, *, is_cut: bool = False) -> list[Event]:
+        """What was held back; ends the text. `is_cut`: by its length, so half a marker goes."""
         rest, self._rest = self._take(self._rest), ""
-        if not rest:
+        if not rest or (is_cut and rest.strip()):
             return []
         return [Reasoning(rest) if self._mode is _Mode.REASONING else Content(rest)]
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from actors.api.chat_dialect import ChatDialect, ToolFormat
+from actors.api.chat_dialect import ToolFormat
 from actors.api.openai_requests import ChatBody, Tool, ToolChoice, is_given, unsupported
 from actors.api.output_rules import decode_schema, tag_constraint
 from actors.api.request_rules import check_length, invalid, missing, unknown_kind
@@ -31,6 +31,7 @@ class ToolUse:
     definitions: list[dict[str, object]]  # for the template, in OpenAI's shape
     names: frozenset[str]
     constraint: Constraint | None  # None = the model may write what it likes
+    must_call: bool  # the output is calls and nothing else
 
 
 def read_tool_use(chat: ChatBody, model: ServedModel) -> ToolUse | None:
@@ -53,7 +54,8 @@ def read_tool_use(chat: ChatBody, model: ServedModel) -> ToolUse | None:
     return ToolUse(
         definitions=definitions,
         names=frozenset(names),
-        constraint=_read_constraint(chat, chat.tools, model.dialect, model.dialect.tool_format),
+        constraint=_read_constraint(chat, chat.tools, model.dialect.tool_format),
+        must_call=chat.tool_choice == "required" or isinstance(chat.tool_choice, ToolChoice),
     )
 
 
@@ -129,7 +131,7 @@ def _check_choice(choice: str | ToolChoice | None, names: Sequence[str]) -> None
 
 
 def _read_constraint(
-    chat: ChatBody, tools: Sequence[Tool], dialect: ChatDialect, tool_format: ToolFormat
+    chat: ChatBody, tools: Sequence[Tool], tool_format: ToolFormat
 ) -> Constraint | None:
     """For calls that are required, or arguments that are `strict`; None = neither is asked for."""
     choice = chat.tool_choice
@@ -143,7 +145,7 @@ def _read_constraint(
     strict = [position for position, tool in enumerate(tools) if _is_strict(tool)]
     if not strict:
         return None
-    if tool_format is not ToolFormat.HERMES or dialect.tool_markers:
+    if tool_format is not ToolFormat.HERMES:
         raise unsupported(
             f"tools[{strict[0]}].function.strict",
             " for this model, except with 'tool_choice' as \"required\" or a function's name:"
@@ -173,17 +175,9 @@ def _held_schemas(
             continue
         param = f"tools[{position}].function.parameters"
         is_any = loosens_others and not function.strict
-        schema = ANY_PARAMETERS if is_any else _arguments_schema(function.parameters, param)
-        schemas[function.name] = restrict(schema, param)
+        schema = ANY_PARAMETERS if is_any else _read_parameters(function.parameters, param)
+        schemas[function.name] = restrict(schema, param, only_objects=True)
     return schemas
-
-
-def _arguments_schema(raw: msgspec.Raw, param: str) -> dict[str, object]:
-    """An object's: arguments are nothing else."""
-    schema = _read_parameters(raw, param)
-    if schema.get("type", "object") != "object":
-        raise invalid(f"{param}.type", "expected 'object': a call's arguments are one.")
-    return schema
 
 
 def _is_strict(tool: Tool) -> bool:

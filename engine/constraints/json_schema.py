@@ -75,14 +75,49 @@ _ANNOTATIONS = (
 )
 
 
-def restrict(schema: object, param: str) -> Schema:
-    """A copy that the library takes as it is meant. Raises RequestError naming `param`."""
+def restrict(schema: object, param: str, *, only_objects: bool = False) -> Schema:
+    """A copy that the library takes as it is meant. Raises RequestError naming `param`.
+
+    only_objects: of the values that the schema allows, just the objects.
+    """
     if not isinstance(schema, dict):
         raise _refused(param, "expected an object with a JSON schema")
-    restricted = without_unmet(_Restriction(cast("Schema", schema), param).run())
+    copied = _Restriction(cast("Schema", schema), param).run()
+    restricted = without_unmet(_objects_of(copied) if only_objects else copied)
     if restricted is None:
-        raise _refused(param, "no value can satisfy it")
+        wanted = "no object" if only_objects else "no value"
+        raise _refused(param, f"{wanted} can satisfy it")
     return restricted
+
+
+def _objects_of(root: Schema) -> Schema:
+    """A restricted schema without its values that are no objects.
+
+    Each definition that the whole may be has a second one, of its objects.
+    """
+    definitions = dict(cast("dict[str, Schema]", root.get("$defs", {})))
+    due: list[str] = []
+
+    def objects(node: Schema) -> Schema:
+        if "$ref" in node:
+            name = str(node["$ref"]).removeprefix(DEFINITIONS)
+            due.append(name)
+            return {"$ref": f"{DEFINITIONS}{name}o"}
+        if "enum" in node:
+            values = cast("list[object]", node["enum"])
+            return {"enum": [value for value in values if isinstance(value, dict)]}
+        if "anyOf" in node:
+            return {"anyOf": [objects(option) for option in cast("list[Schema]", node["anyOf"])]}
+        if node.get("type", "object") != "object":
+            return {"enum": []}
+        return {"type": "object", **(node or {"additionalProperties": {}})}
+
+    held = objects({key: value for key, value in root.items() if key != "$defs"})
+    while due:
+        name = due.pop()
+        if f"{name}o" not in definitions:
+            definitions[f"{name}o"] = objects(definitions[name])
+    return held | ({"$defs": definitions} if definitions else {})
 
 
 class _Restriction:

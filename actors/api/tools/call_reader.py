@@ -58,8 +58,10 @@ class CallReader:
         self._pass_on()
         return len(text)
 
-    def finish(self) -> None:
-        """The text ended inside the call."""
+    def finish(self, *, is_cut: bool) -> None:
+        """The text ended inside the call; `is_cut`: if it has not started, it is dropped."""
+        if is_cut:
+            self._raw.clear()
         self._refuse()
 
     # ---- one character ----------------------------------------------------------------------

@@ -26,11 +26,17 @@ class CallText:
             pass
         return self._sink.take()
 
-    def finish(self, *, unread: str = "") -> list[Event]:
-        """The text is over; `unread` was taken from it and led to nothing."""
+    def finish(
+        self, *, unread: str = "", is_cut: bool = False, drops_rest: bool = False
+    ) -> list[Event]:
+        """The text is over; `unread` was taken from it and led to nothing.
+
+        is_cut: a call that has not started is dropped. drops_rest: what is not understood is, too.
+        """
         if self._call is not None:
-            self._call.finish()
-        self._sink.content(unread + self.rest)
+            self._call.finish(is_cut=is_cut)
+        if not drops_rest:
+            self._sink.content(unread + self.rest)
         self.rest = ""
         return self._sink.finish()
 

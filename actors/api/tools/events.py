@@ -44,8 +44,12 @@ class ToolParser(Protocol):
         """What is certain now; may be empty while a marker or a name is incomplete."""
         ...
 
-    def finish(self) -> list[Event]:
-        """What was held back; ends the text."""
+    def finish(self, *, is_cut: bool = False) -> list[Event]:
+        """What was held back; ends the text.
+
+        is_cut: by its length, not by the model. Then half a marker, and what of a call does not
+        say yet which it is, are dropped: they are no content, and were to become none.
+        """
         ...
 
 

@@ -33,8 +33,11 @@ class HermesParser:
     def push(self, text: str) -> list[Event]:
         return self._text.push(text, self._advance)
 
-    def finish(self) -> list[Event]:
-        return self._text.finish()
+    def finish(self, *, is_cut: bool = False) -> list[Event]:
+        # What waits behind a call is the beginning of its closing marker; before one, it may be
+        # that of an opening one.
+        drops_rest = is_cut or self._mode is _Mode.CLOSING
+        return self._text.finish(is_cut=is_cut, drops_rest=drops_rest)
 
     def _advance(self) -> bool:
         """One stretch of text; False when more text has to come first."""

@@ -29,12 +29,16 @@ class Llama3JsonParser:
     def __init__(self, names: Collection[str]) -> None:
         self._text = CallText(names)
         self._mode = _Mode.START
+        self._is_certain = False  # that what is read is a call: a marker, or another call, says so
 
     def push(self, text: str) -> list[Event]:
         return self._text.push(text, self._advance)
 
-    def finish(self) -> list[Event]:
-        return self._text.finish()
+    def finish(self, *, is_cut: bool = False) -> list[Event]:
+        # Half an object that nothing has announced may be any answer in JSON.
+        is_call = is_cut and self._is_certain
+        drops_rest = is_call or (is_cut and self._mode is _Mode.CONTENT)
+        return self._text.finish(is_cut=is_call, drops_rest=drops_rest)
 
     def _advance(self) -> bool:
         """One stretch of text; False when more text has to come first."""
@@ -47,8 +51,9 @@ class Llama3JsonParser:
                 return self._read_call()
         return self._read_between()
 
-    def _begin_call(self, opening: str, rest: str) -> None:
+    def _begin_call(self, opening: str, rest: str, *, is_certain: bool) -> None:
         self._text.begin_call(opening, rest)
+        self._is_certain = is_certain
         self._mode = _Mode.CALL
 
     def _read_start(self) -> bool:
@@ -57,7 +62,7 @@ class Llama3JsonParser:
         if not rest:
             return False
         if rest.startswith("{"):
-            self._begin_call(text[: -len(rest)], rest)
+            self._begin_call(text[: -len(rest)], rest, is_certain=False)
         else:
             self._mode = _Mode.CONTENT
         return True
@@ -65,7 +70,7 @@ class Llama3JsonParser:
     def _read_content(self) -> bool:
         if not self._text.skip_to(TAG):
             return False
-        self._begin_call(TAG, self._text.rest)
+        self._begin_call(TAG, self._text.rest, is_certain=True)
         return True
 
     def _read_call(self) -> bool:
@@ -74,8 +79,10 @@ class Llama3JsonParser:
                 return False
             case Progress.COMPLETE:
                 self._mode = _Mode.BETWEEN
+                self._is_certain = True
             case Progress.REFUSED:
                 self._mode = _Mode.CONTENT
+                self._is_certain = False
         return True
 
     def _read_between(self) -> bool:
@@ -84,7 +91,7 @@ class Llama3JsonParser:
         if not after:
             return False
         if after.startswith("{"):
-            self._begin_call(rest[: -len(after)], after)
+            self._begin_call(rest[: -len(after)], after, is_certain=True)
         else:
             self._mode = _Mode.CONTENT
         return True

@@ -46,8 +46,9 @@ class MistralParser:
     def push(self, text: str) -> list[Event]:
         return self._text.push(text, self._advance)
 
-    def finish(self) -> list[Event]:
-        return self._text.finish(unread=TOOL_CALLS if self._mode is _Mode.HEAD else "")
+    def finish(self, *, is_cut: bool = False) -> list[Event]:
+        unread = TOOL_CALLS if self._mode is _Mode.HEAD else ""
+        return self._text.finish(unread=unread, is_cut=is_cut, drops_rest=is_cut)
 
     def _advance(self) -> bool:
         """One stretch of text; False when more text has to come first."""

@@ -219,11 +219,63 @@ def test_a_strict_function_is_refused_where_text_and_calls_look_alike(
     chat(speaking(tool_format), tools=[MOVE, STRICT], tool_choice="required")
 
 
-def test_a_strict_function_is_refused_where_special_tokens_begin_calls() -> None:
+def test_a_strict_function_is_held_where_special_tokens_begin_calls_too() -> None:
     dialect = replace(DIALECT, tool_markers={7: "<tool_call>"})
-    with pytest.raises(RequestError) as caught:
-        chat(replace(MODEL, dialect=dialect), tools=[STRICT])
-    assert caught.value.param == "tools[0].function.strict"
+    marked = constraint_of(chat(replace(MODEL, dialect=dialect), tools=[STRICT]))
+    assert marked == constraint_of(chat(tools=[STRICT]))  # test_tag_layout follows such tokens
+
+
+ANY_OF = {
+    "anyOf": [
+        {"type": "string"},
+        {"$ref": "#/$defs/point"},
+        {"properties": {"y": {"const": 1}}, "required": ["y"]},
+    ],
+    "$defs": {"point": {"anyOf": [POINT, {"type": "null"}, {"$ref": "#/$defs/point"}]}},
+}
+
+
+@pytest.mark.parametrize(
+    ("parameters", "good", "bad"),
+    [
+        ({}, ["{}", '{"a": [1]}'], ["1", '"a"', "[]", "null"]),
+        ({"properties": {"x": {"type": "integer"}}}, ['{"x": 1}'], ["1"]),
+        ({"$ref": "#/$defs/p", "$defs": {"p": POINT}}, ['{"x": 1}'], ["{}", "null"]),
+        (ANY_OF, ['{"x": 1}', '{"y": 1}'], ['"a"', "null", "{}"]),
+        ({"enum": [1, {"a": 1}, "b"]}, ['{"a": 1}'], ["1", '"b"']),
+        ({"type": ["object", "null"], "required": ["z"]}, ['{"z": 0}'], ["null", "{}"]),
+        ({"minLength": 2, "type": ["string", "object"]}, ["{}"], ['"abc"']),
+    ],
+)
+@pytest.mark.parametrize("tool_format", list(ToolFormat))
+def test_arguments_are_an_object_whatever_the_parameters_leave_open(
+    vocabulary: Vocabulary,
+    tool_format: ToolFormat,
+    parameters: dict[str, Any],
+    good: list[str],
+    bad: list[str],
+) -> None:
+    tool = {"type": "function", "function": {"name": "go", "parameters": parameters}}
+    constraint = constraint_of(chat(speaking(tool_format), tools=[tool], tool_choice="required"))
+    for arguments in good:
+        text = written(tool_format, ("go", arguments))
+        assert allows(vocabulary, constraint, text), text
+        parser = build_tool_parser(tool_format, frozenset({"go"}))
+        assert CallEnded(True) in [*parser.push(text), *parser.finish()]
+    for arguments in bad:
+        assert not allows(vocabulary, constraint, written(tool_format, ("go", arguments)))
+
+
+@pytest.mark.parametrize(
+    "parameters", [{"type": "string"}, {"enum": [1]}, {"anyOf": [{"type": "null"}, {"$ref": "#"}]}]
+)
+def test_parameters_that_no_object_meets_are_refused_by_their_place(
+    parameters: dict[str, Any],
+) -> None:
+    tool = {"type": "function", "function": {"name": "go", "parameters": parameters}}
+    with pytest.raises(RequestError, match="no object") as caught:
+        chat(tools=[tool], tool_choice="required")
+    assert caught.value.param == "tools[0].function.parameters"
 
 
 JSON_OBJECT = {"response_format": {"type": "json_object"}}

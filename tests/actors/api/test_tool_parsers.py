@@ -67,6 +67,47 @@ def llama(name: str, arguments: str) -> str:
     return f'{{"name": "{name}", "parameters": {arguments}}}'
 
 
+def parse_cut(tool_format: ToolFormat, text: str) -> Read:
+    """An answer whose tokens were used up behind `text`."""
+    parser = build_tool_parser(tool_format, NAMES)
+    return read([*parser.push(text), *parser.finish(is_cut=True)])
+
+
+MISTRAL_CALLS = (
+    'So: [TOOL_CALLS][{"name": "add", "arguments": {}}, {"name": "get_weather", "arguments": '
+    + ARGUMENTS
+    + "}]"
+)
+WHOLE_ANSWERS = [
+    (HERMES, "Let me see.\n" + hermes("add", "{}") + "\n" + hermes("get_weather", ARGUMENTS)),
+    (HERMES, hermes("get_weather", ARGUMENTS) + "  "),
+    (LLAMA3, llama("add", "{}") + "; " + llama("get_weather", ARGUMENTS)),
+    (LLAMA3, "<|python_tag|>" + llama("get_weather", ARGUMENTS)),
+    (MISTRAL, MISTRAL_CALLS),
+    (MISTRAL, "[TOOL_CALLS]add[ARGS]{}[TOOL_CALLS]get_weather[CALL_ID]a1[ARGS]" + ARGUMENTS),
+]
+
+
+@pytest.mark.parametrize(("tool_format", "text"), WHOLE_ANSWERS)
+def test_an_answer_that_is_cut_anywhere_shows_a_part_of_the_whole_one(
+    tool_format: ToolFormat, text: str
+) -> None:
+    """No half of a marker, and of a call only what is certainly one."""
+    whole = parse(tool_format, [text])
+    for length in range(len(text) + 1):
+        found = parse_cut(tool_format, text[:length])
+        is_first_object = tool_format is LLAMA3 and not found.calls and text.startswith("{")
+        if not is_first_object:  # nothing announced it: it may be any answer in JSON
+            assert whole.content.startswith(found.content.rstrip()), text[:length]
+        assert len(found.calls) <= len(whole.calls)
+        for (name, arguments, is_complete), (all_of, entire, _) in zip(
+            found.calls, whole.calls, strict=False
+        ):
+            assert name == all_of
+            assert entire.startswith(arguments)
+            assert not is_complete or arguments == entire
+
+
 # (format, text, content, [(name, arguments, complete)])
 ROWS: list[tuple[ToolFormat, str, str, list[tuple[str, str, bool]]]] = [
     (HERMES, "No call, <b>text</b> <tool", "No call, <b>text</b> <tool", []),
