@@ -11,7 +11,12 @@ from ray.serve._private.utils import call_function_from_import_path
 from starlette.types import Receive, Scope, Send
 
 from actors.header_text import HeaderText, middlewares
-from configs.serve_environment import HTTP_CALLBACK, MIDDLEWARES, set_serve_environment
+from configs.serve_environment import (
+    HTTP_CALLBACK,
+    MIDDLEWARES,
+    MIN_DRAINING,
+    set_serve_environment,
+)
 
 Headers = Iterable[tuple[bytes, bytes]]
 
@@ -48,11 +53,13 @@ def test_other_headers_are_left_as_they_are() -> None:
 def test_serve_is_told_of_it_unless_the_operator_says_something_else(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv(HTTP_CALLBACK, "")  # so that it is put back as it was
-    monkeypatch.delenv(HTTP_CALLBACK)
+    for name in (HTTP_CALLBACK, MIN_DRAINING):
+        monkeypatch.setenv(name, "")  # so that it is put back as it was
+        monkeypatch.delenv(name)
     set_serve_environment()
     assert validate_http_proxy_callback_return(call_function_from_import_path(MIDDLEWARES))
     assert [middleware.cls for middleware in middlewares()] == [HeaderText]
     monkeypatch.setenv(HTTP_CALLBACK, "their.own:callback")
     set_serve_environment()
     assert os.environ[HTTP_CALLBACK] == "their.own:callback"
+    assert float(os.environ[MIN_DRAINING]) < 5.0
