@@ -57,8 +57,11 @@ class _Stop:
             signal.Signals(number).name,
             self._drain_s,
         )
-        if ray.is_initialized():
-            _stop_ingresses(self._drain_s + LAST_WORDS_S + CALL_S)
+        try:
+            if ray.is_initialized():
+                _stop_ingresses(self._drain_s + LAST_WORDS_S + CALL_S)
+        except Exception:  # whatever it is, Serve is shut down now
+            logger.exception("the requests under way could not be waited for")
         raise KeyboardInterrupt
 
     def second(self, number: int, frame: FrameType | None) -> None:
@@ -70,17 +73,25 @@ def _stop_ingresses(timeout_s: float) -> None:
 
     What does not answer in time is left to Serve's shutdown.
     """
-    asked = {
-        name: serve.get_app_handle(name).broadcast("stop") for name in serve.status().applications
-    }
-    for name, answer in asked.items():
-        try:
-            found = answer.results(timeout_s=timeout_s, return_exceptions=True)
-        except TimeoutError:
-            logger.error("%s did not stop within %g s", name, timeout_s)
-            continue
-        num_left = sum(number for number in found if isinstance(number, int))
-        errors = [number for number in found if not isinstance(number, int)]
-        logger.warning("%s: %d requests were left and ended with an error", name, num_left)
-        for error in errors:
-            logger.error("%s: a replica could not stop: %r", name, error)
+    threads = [
+        threading.Thread(target=_stop_application, args=(name, timeout_s), daemon=True)
+        for name in serve.status().applications
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:  # a second signal ends this, and does not wait for them
+        thread.join()
+
+
+def _stop_application(name: str, timeout_s: float) -> None:
+    """Says what became of it, and raises nothing: others are to be stopped, too."""
+    try:
+        answer = serve.get_app_handle(name).broadcast("stop")
+        found = answer.results(timeout_s=timeout_s, return_exceptions=True)
+    except Exception:  # it has no replica yet, or none that answers, or is none of ours
+        logger.exception("%s could not be stopped within %g s", name, timeout_s)
+        return
+    num_left = sum(number for number in found if isinstance(number, int))
+    logger.warning("%s: %d requests were left and ended with an error", name, num_left)
+    for error in (number for number in found if not isinstance(number, int)):
+        logger.error("%s: a replica could not stop: %r", name, error)

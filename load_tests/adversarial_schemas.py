@@ -53,6 +53,7 @@ _CONSTANTS: tuple[Any, ...] = (
     ),
     *({"": 0}, {'x" "y': {"a\\b": [True]}}, {"b": 1, "a": 2}),
 )
+_LOWER, _UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 _PATTERNS = (
     *("^a.c$", ".", "\\S\\s\\S", "[^a]{1,3}", "\\w+\\W", "\\D\\d", "^(x|y)$", "^a|b$", "a?b*?c+"),
     *('"', "\\\\", "[\\t\\n]", "[\\]^-]", "[[&&a]", "\\u00e9", "\\x41", "(?:a|b){2,3}", "\\.\\*"),
@@ -136,14 +137,19 @@ def _number(draw: random.Random, depth: int, parts: Schema) -> Schema:
     if draw.random() < 0.3:
         low, high = float(int(low)), float(int(high))
     schema: Schema = {"type": draw.choice(["integer", "number", "number"])}
-    if draw.random() < 0.7:
-        schema[draw.choice(["minimum", "exclusiveMinimum"])] = low
-    if draw.random() < 0.7:
-        schema[draw.choice(["maximum", "exclusiveMaximum"])] = high
+    if draw.random() < 0.2:  # as long as floats are
+        low, high = draw.uniform(-scale, 0), draw.uniform(0, scale)
+    for names, bound in ((_LOWER, low), (_UPPER, high)):
+        for name in draw.sample(names, draw.choice([0, 1, 1, 2])):
+            schema[name] = draw.choice([bound, bound, 0, int(bound)])
     return schema
 
 
 def _constant(draw: random.Random, depth: int, parts: Schema) -> Schema:
+    if draw.random() < 0.2:
+        return {"const": draw.uniform(-1, 1) * 10.0 ** draw.randint(-9, 14)}
+    if draw.random() < 0.1:
+        return {"const": draw.choice(["2024-02-29", "abc"]), "format": "date"}
     if draw.random() < 0.4:
         return {"const": draw.choice(_CONSTANTS)}
     return {"enum": [draw.choice(_CONSTANTS) for _ in range(draw.randint(1, 4))]}

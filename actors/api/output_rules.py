@@ -119,6 +119,7 @@ def _read_outputs(outputs: StructuredOutputs) -> Constraint | None:
     if outputs.choice is not None:
         return _read_choice(outputs.choice, param)
     if outputs.regex is not None:
+        check_chars(param, outputs.regex, MAX_CONSTRAINT_CHARS)
         portable_pattern(outputs.regex, param)  # refused by its place, before anything is compiled
         return _constraint(ConstraintKind.REGEX, outputs.regex, param)
     return _constraint(ConstraintKind.GRAMMAR, outputs.grammar or "", param)
@@ -141,7 +142,7 @@ def _read_choice(choices: Sequence[str], param: str) -> Constraint:
     check_length(param, len(choices), MAX_CHOICES)
     for position, choice in enumerate(choices):
         check_chars(f"{param}[{position}]", choice, MAX_CONSTRAINT_CHARS)
-    elements = [{"type": "const_string", "value": choice} for choice in dict.fromkeys(choices)]
+    elements = [{"type": "plain_string", "value": choice} for choice in dict.fromkeys(choices)]
     return tag_constraint({"type": "or", "elements": elements}, param)
 
 

@@ -29,7 +29,7 @@ _HOURS = f"T(?:{_N}H(?:{_N}M(?:{_N}S)?)?|{_N}M(?:{_N}S)?|{_N}S)"
 
 # Lengths of names are not counted: a grammar that counts to 63 in many places is large.
 _ATOM = "[A-Za-z0-9_+-]+"
-_LABEL = "[A-Za-z0-9]+(?:-+[A-Za-z0-9]+)*"
+_LABEL = "[A-Za-z0-9]+(?:-[A-Za-z0-9]+)*"
 _HOST = rf"{_LABEL}(?:\.{_LABEL})*"
 
 _OCTET = "(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"

@@ -16,6 +16,7 @@ A schema that no value can satisfy is refused. Knows no grammars and no tokens.
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
 from fractions import Fraction
 from typing import cast
 from urllib.parse import unquote
@@ -30,6 +31,9 @@ Schema = dict[str, object]
 MAX_NODES = 20_000
 MAX_BOUND = 10**15 - 1  # of numbers; JSON readers keep all integers up to it
 _MAX_CONSTANT = 2**53 - 1  # readers of JSON that keep numbers as floats keep all integers up to it
+_NUM_DIGITS = 15  # decimals of so many digits are different floats
+_LEAST_EXPONENT = -18  # of the last digit of a bound
+_PATTERN_CHARS_A_NODE = 4  # so many cost about what another part of the schema costs
 _LOWER = ("minimum", "exclusiveMinimum")
 _UPPER = ("maximum", "exclusiveMaximum")
 BOUNDS = (*_LOWER, *_UPPER)
@@ -164,6 +168,7 @@ class _Restriction:
 
     def _decided(self, schema: Schema, deciders: list[str], where: str) -> Schema:
         others = [name for name in schema if name in _KEYWORDS]
+        others += ["format"] if schema.get("format") in FORMATS else []
         if len(deciders) > 1 or others:
             names = ", ".join(f"'{name}'" for name in (*deciders, *others))
             raise _refused(where, f"{names} cannot be combined; keep one of them")
@@ -186,9 +191,8 @@ class _Restriction:
 
     def _enum(self, values: list[object], schema: Schema, where: str) -> Schema:
         self._count(len(values))
-        for value in values:
-            _check_numbers(value, where)
-        return {"enum": _of_type(values, schema, where)}
+        constants = [_constant(value, where) for value in values]
+        return {"enum": _of_type(constants, schema, where)}
 
     def _reference(self, value: object, where: str) -> str:
         if not isinstance(value, str) or not (value == "#" or value.startswith("#/")):
@@ -224,19 +228,18 @@ class _Restriction:
             if name in _KEYWORDS.get(key, ()) and key not in _STRUCTURE
         }
         _check_bounds(own, where)
-        own = {key: _within_reach(key, value) for key, value in own.items()}
         match name:
             case "string":
+                self._count(len(str(own.get("pattern", ""))) // _PATTERN_CHARS_A_NODE)
                 return {"type": "string", **_string(schema, own, where)}
             case "object":
                 return {"type": "object", **self._object(schema, where)}
             case "array":
                 return self._array(schema, own, where)
-            case "integer" | "number" if _is_empty_range(name, own):
-                return {"enum": []}
-            case "number":
-                own = _without_zero(own)
-        return {"type": name, **own}
+            case "integer" | "number" if own:
+                bounds = _integer_bounds(own) if name == "integer" else _number_bounds(own)
+                return {"enum": []} if bounds is None else {"type": name, **bounds}
+        return {"type": name}
 
     def _object(self, schema: Schema, where: str) -> Schema:
         inner = _object_at(schema, "properties", where)
@@ -247,11 +250,24 @@ class _Restriction:
         properties = {
             key: self.node(value, f"{where}.properties.{key}") for key, value in inner.items()
         }
-        properties |= {name: others for name in names if name not in properties}
+        missing = [name for name in names if name not in properties]
+        if missing:
+            shared = self._shared(others)
+            properties |= {name: dict(shared) for name in missing}
         if not properties:
             is_closed = "properties" in schema and "additionalProperties" not in schema
             return {"additionalProperties": False if is_closed else others}
         return {"properties": properties, "required": names, "additionalProperties": False}
+
+    def _shared(self, node: Schema) -> Schema:
+        """What stands for `node` in several places: written once, or it would grow with each."""
+        if not node:
+            return node
+        name = f"{len(self._definitions)}s"
+        while name in self._definitions:
+            name += "s"
+        self._definitions[name] = node
+        return {"$ref": f"{DEFINITIONS}{name}"}
 
     def _array(self, schema: Schema, own: Schema, where: str) -> Schema:
         """`own`: bounds on its length."""
@@ -322,55 +338,75 @@ def _is_bound(name: str, value: object) -> bool:
     return abs(value) <= MAX_BOUND or name in (_UPPER if value > 0 else _LOWER)
 
 
-def _within_reach(name: str, value: object) -> object:
-    """A bound of numbers that is further out than they are written here, brought in."""
-    if name not in BOUNDS or abs(cast("float", value)) <= MAX_BOUND:
-        return value
-    return MAX_BOUND if cast("float", value) > 0 else -MAX_BOUND
+def _number_bounds(own: Schema) -> Schema | None:
+    """Bounds of a number, inclusive and of few digits, within those of `own`; None if empty.
+
+    Readers compare floats: a decimal text close enough to an exclusive bound reads as the bound
+    itself. Decimals of up to 15 digits are different floats, and rounding keeps their order. The
+    library writes no beginning of an upper bound: below 0.99 it has 0.90, not 0.9.
+    """
+    lows, highs = [-Decimal(MAX_BOUND)], [Decimal(MAX_BOUND)]
+    for name, value in own.items():
+        bound = Decimal(repr(value))
+        is_lower, is_strict = name in _LOWER, name in _STRICT
+        if bound == 0:
+            quantum = Decimal(1).scaleb(_LEAST_EXPONENT)
+        else:
+            exponent = max(bound.adjusted() - _NUM_DIGITS + 1, _LEAST_EXPONENT)
+            quantum = Decimal(1).scaleb(exponent)
+        rounding = ROUND_CEILING if is_lower else ROUND_FLOOR
+        nearest = bound.quantize(quantum, rounding=rounding)
+        if is_strict and nearest == bound:
+            nearest += quantum if is_lower else -quantum
+        (lows if is_lower else highs).append(nearest)
+    low, high = max(lows), min(highs)
+    if low > high:
+        return None
+    kept: Schema = {}
+    if any(name in own for name in _LOWER):
+        kept["minimum"] = _plain_number(low)
+    if any(name in own for name in _UPPER):
+        kept["maximum"] = _plain_number(high)
+    return kept
 
 
-def _is_empty_range(name: str, own: Schema) -> bool:
-    """Whether bounds, as they are written, leave no number of type `name`."""
-    bounds = {key: Fraction(repr(value)) for key, value in own.items() if key in BOUNDS}
-    lows = [(bounds[key], key) for key in _LOWER if key in bounds]
-    highs = [(bounds[key], key) for key in _UPPER if key in bounds]
-    if name == "integer":
-        least = max(
-            [math.floor(v) + 1 if k in _STRICT else math.ceil(v) for v, k in lows], default=0
-        )
-        most = min(
-            [math.ceil(v) - 1 if k in _STRICT else math.floor(v) for v, k in highs], default=0
-        )
-        return bool(lows and highs) and least > most
-    return any(
-        low > high or (low == high and not _STRICT.isdisjoint((low_key, high_key)))
-        for low, low_key in lows
-        for high, high_key in highs
-    )
+def _integer_bounds(own: Schema) -> Schema | None:
+    """Bounds of an integer as integers, within those of `own`; None if empty."""
+    lows, highs = [-MAX_BOUND], [MAX_BOUND]
+    for name, value in own.items():
+        bound = Fraction(repr(value))
+        if name in _LOWER:
+            lows.append(math.floor(bound) + 1 if name in _STRICT else math.ceil(bound))
+        else:
+            highs.append(math.ceil(bound) - 1 if name in _STRICT else math.floor(bound))
+    if max(lows) > min(highs):
+        return None
+    kept: Schema = {"minimum": max(lows)} if any(name in own for name in _LOWER) else {}
+    return kept | ({"maximum": min(highs)} if any(name in own for name in _UPPER) else {})
 
 
-def _without_zero(own: Schema) -> Schema:
-    """Bounds up to zero on one side, zero excluded: the library would let through 0 or -0 there."""
-    lows = [cast("float", own[key]) for key in _LOWER if key in own]
-    highs = [cast("float", own[key]) for key in _UPPER if key in own]
-    if own.get("exclusiveMaximum") == 0 and lows:
-        return {key: own[key] for key in own if key in _LOWER} | {"maximum": max(lows) / 1024}
-    if own.get("exclusiveMinimum") == 0 and highs:
-        return {key: own[key] for key in own if key in _UPPER} | {"minimum": min(highs) / 1024}
-    return own
+def _plain_number(value: Decimal) -> int | float:
+    return int(value) if value == value.to_integral_value() else float(value)
 
 
-def _check_numbers(value: object, where: str) -> None:
-    """Of a constant: each must be written so that every reader gets it back."""
-    stack = [value]
-    while stack:
-        inner = stack.pop()
-        if isinstance(inner, dict):
-            stack += inner.values()
-        elif isinstance(inner, list):
-            stack += inner
-        elif isinstance(inner, int | float) and not (abs(inner) <= _MAX_CONSTANT):
+def _constant(value: object, where: str) -> object:
+    """A constant as the library reads it without a change. Raises RequestError where it cannot."""
+    match value:
+        case dict():
+            return {key: _constant(inner, where) for key, inner in value.items()}
+        case list():
+            return [_constant(inner, where) for inner in value]
+        case bool():
+            return value
+        case int() | float() if not abs(value) <= _MAX_CONSTANT:
             raise _refused(where, f"a number in it is beyond {_MAX_CONSTANT}; make it a string")
+        case float() if value.is_integer():
+            return int(value)
+        case float():
+            digits, exponent = Decimal(repr(value)).as_tuple()[1:]
+            if len(digits) > _NUM_DIGITS or not isinstance(exponent, int) or exponent < -22:
+                raise _refused(where, f"a number in it has more than {_NUM_DIGITS} digits")
+    return value
 
 
 def _types_of(schema: Schema, where: str) -> tuple[str, ...]:
@@ -435,6 +471,8 @@ def _resolve(root: Schema, reference: str, where: str) -> object:
             found = found[int(key)] if is_index and len(key) <= 9 else None
         else:
             found = found.get(key) if isinstance(found, dict) else None
+        if isinstance(found, dict) and isinstance(found.get("$id"), str) and found is not root:
+            raise _refused(where, "it leads through a part with an '$id' of its own")
     if not isinstance(found, dict | bool):
         raise _refused(where, f"'{reference[:80]}' names no schema in it")
     return found

@@ -134,9 +134,12 @@ class _Translation:
         return found[0]
 
     def _anchor(self, char: str) -> None:
-        before, after = self._pattern[: self._place], self._pattern[self._place + 1 :]
-        is_at_end = after[:1] in ("", "|") if char == "$" else before[-1:] in ("", "|")
-        if self._depth > 0 or not is_at_end or before.endswith("\\|"):
+        pattern, place = self._pattern, self._place
+        if char == "$":
+            is_at_end = pattern[place + 1 : place + 2] in ("", "|")
+        else:
+            is_at_end = place == 0 or self._written[-1:] == ["|"]
+        if self._depth > 0 or not is_at_end:
             raise self._refused(f"'{char}' is supported at its start or end only")
         self._place += 1
         self._can_repeat = False
@@ -204,6 +207,8 @@ class _Translation:
     def _code(self, part: str) -> int:
         """Of the character that a part stands for."""
         code = ord(part[-1])
+        if part == r"\0" and self._pattern[self._place : self._place + 1].isdigit():
+            raise self._refused(r"'\0' before a digit means different things to different readers")
         if part in _CONTROLS:
             code = _CONTROLS[part]
         elif len(part) > 2:

@@ -116,6 +116,8 @@ def test_in_a_string_of_json_what_needs_an_escape_gets_one() -> None:
         ("\\p{L}", "not supported"),
         ("\\ud800", "no character"),
         ("a\\", "ends with"),
+        ("\\01", "before a digit"),
+        ("[\\012]", "before a digit"),
     ],
 )
 def test_what_readers_disagree_about_is_refused_by_its_place(pattern: str, words: str) -> None:

@@ -77,6 +77,15 @@ def test_a_marker_is_written_by_its_token_where_it_has_one(vocabulary: Vocabular
         assert not start.accept_token(spelled[0])
 
 
+def test_a_plain_string_is_text_whatever_it_says(vocabulary: Vocabulary) -> None:
+    layout = {"type": "or", "elements": [{"type": "plain_string", "value": "a[TOOL_CALLS]"}]}
+    matcher = compile_constraint(vocabulary, by_layout(layout)).matcher()
+    letters = vocabulary.tokenizer.greedy_tokenize
+    spelled = [i for char in "a[TOOL_CALLS]" for i in letters(char)]
+    assert all(matcher.accept_token(i) for i in spelled)
+    assert matcher.is_complete
+
+
 def test_text_is_free_until_a_trigger_begins_a_tag(vocabulary: Vocabulary) -> None:
     layout = {
         "type": "triggered_tags",

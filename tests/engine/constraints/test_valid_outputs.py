@@ -119,6 +119,21 @@ CASES = [
     ({"type": "number", "exclusiveMinimum": 0, "maximum": 1e-5}, ["0.00001"], ["0", "-0", "0.0"]),
     ({"type": "number", "exclusiveMaximum": 0, "minimum": -1e-5}, ["-0.00001"], ["0", "-0"]),
     ({"type": "integer", "maximum": 1e300}, ["7"], ["7.5"]),
+    (
+        {"type": "number", "minimum": 3, "maximum": 5, "exclusiveMinimum": 0},
+        ["3", "4.5"],
+        ["1", "0.5", "5.1"],
+    ),
+    (
+        {"type": "number", "minimum": -5, "maximum": -3, "exclusiveMaximum": 0},
+        ["-3.5"],
+        ["-1", "-0.5"],
+    ),
+    ({"type": "number", "exclusiveMaximum": 1}, ["0.5", "0.9990"], ["1", "0.99999999999999999999"]),
+    ({"type": "number", "exclusiveMinimum": 0.1, "maximum": 1}, ["0.2"], [f"0.1{'0' * 22}1"]),
+    ({"type": "number", "maximum": -944.0500318323153}, ["-944.06"], ["-944.0500318323152"]),
+    ({"const": 1.0}, ["1"], ["1.5"]),
+    ({"const": 0.1}, ["0.1"], ["0.2"]),
     ({"x-guidance": {"lenient": True}, "type": "integer"}, ["7"], ['"7"']),
 ]
 
@@ -131,6 +146,18 @@ def test_what_a_schema_says_is_held(schema: Any, good: list[str], bad: list[str]
         assert allows(VOCABULARY, constraint, text), text
     for text in bad:
         assert not allows(VOCABULARY, constraint, text), text
+
+
+def test_a_part_that_stands_in_many_places_is_written_once() -> None:
+    schema: Any = True
+    for _ in range(60):
+        schema = {"type": "object", "required": ["a", "b"], "additionalProperties": schema}
+    assert len(json.dumps(restrict(schema, "schema"))) < 20_000
+    many = {"anyOf": [{"const": i} for i in range(700)]}
+    wide = {"required": [f"n{i}" for i in range(3000)], "additionalProperties": many}
+    assert len(json.dumps(restrict(wide, "schema"))) < 400_000
+    with pytest.raises(RequestError, match="more than"):
+        restrict({"anyOf": [{"pattern": "a" * 20_000}] * 5}, "schema")
 
 
 @pytest.mark.parametrize(
