@@ -7,7 +7,7 @@ One engine in this process decodes `--rows` rows, greedy, and each step is timed
 
     free    no row has a constraint
     held    `--held` of the rows are held to a JSON schema that goes on for ever
-    tried   all are free, while two schemas that compile without end are tried out all the time
+    tried   all are free, while two schemas that are far too large are tried out all the time
 
 in turn, for `--rounds` rounds. Shapes have random weights and a vocabulary of pieces of source
 text. Knows no Ray.
