@@ -5,8 +5,10 @@
 Asks for JSON of random schemas, regular expressions, choices and tool calls, in both dialects,
 streamed and not, greedy and drawn, with a `logit_bias` towards characters that break JSON. What
 finishes with `stop` or `tool_calls` has to be valid (`check_constraints.find_problem`), what is cut
-by its length must not show a marker, and a refusal has to be a 400. Exits with 1 otherwise. For a
-server of this project with a model whose template knows tools (`--no-tools` for others).
+by its length must not show a marker, a refusal has to be a 400, and some greedy answers have to be
+the same streamed and not. Exits with 1 otherwise, or if nothing ended by itself. For a server of
+this project with a model whose template knows tools (`--no-tools` for others), and with
+`model.deterministic`, or another batch may be another greedy answer.
 """
 
 import argparse
@@ -17,7 +19,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import httpx
@@ -55,6 +57,7 @@ class Question:
     path: str
     body: Json
     judge: Judge
+    is_asked_twice: bool = False  # streamed and not, for the same answer
 
 
 @dataclass(slots=True, kw_only=True)
@@ -64,6 +67,7 @@ class Tally:
     num_asked: int = 0
     refusals: Counter[str] = field(default_factory=Counter)
     finishes: Counter[str] = field(default_factory=Counter)
+    num_twice: int = 0
     problems: list[str] = field(default_factory=list)
 
 
@@ -87,7 +91,8 @@ def draw_question(draw: random.Random, model: str, ids: Sequence[int], *, tools:
             str(i): draw.choice([strength, strength, -100])
             for i in draw.sample(ids, min(len(ids), 4))
         }
-    return Question(kind=question.kind, path=question.path, body=body, judge=question.judge)
+    is_asked_twice = body["temperature"] == 0.0 and draw.random() < 0.3
+    return replace(question, body=body, is_asked_twice=is_asked_twice)
 
 
 def _by_format(draw: random.Random) -> Question:
@@ -160,11 +165,14 @@ def _chat(fields: Json) -> Json:
 
 def judge_answer(question: Question, answer: Answer) -> str | None:
     """Why an answer must not be what it is; None = it may."""
+    may_call = question.kind.startswith("tools")
     shown = [answer.content, *(arguments for _, arguments in answer.calls)]
     leaked = [marker for marker in MARKERS if any(marker in text for text in shown)]
-    if leaked and question.kind.startswith("tools"):
+    if leaked and may_call:
         return f"shows {leaked[0]}"
-    if answer.finish == "length":
+    if answer.finish not in ("stop", "length", *["tool_calls"] * may_call):
+        return f"finished with {answer.finish!r}"
+    if answer.finish == "length" and not may_call:
         return None
     return question.judge(answer)
 
@@ -174,12 +182,16 @@ def _text(schema: Json, answer: Answer) -> str | None:
 
 
 def judge_calls(answer: Answer, schemas: Mapping[str, Json], *, must_call: bool) -> str | None:
-    """Of an answer that ended by itself; each call is complete then."""
-    if must_call and (answer.finish != "tool_calls" or not answer.calls or answer.content):
-        return "is not calls alone"
+    """Of an answer with tools; what is cut by its length may end within a call."""
+    if must_call and answer.content:
+        return "has content beside its calls"
+    if unknown := [name for name, _ in answer.calls if name not in schemas]:
+        return f"calls {unknown[0]}"
+    if answer.finish == "length":
+        return None
+    if (answer.finish == "tool_calls") != bool(answer.calls) or (must_call and not answer.calls):
+        return f"finished with {answer.finish!r} and {len(answer.calls)} calls"
     for name, arguments in answer.calls:
-        if name not in schemas:
-            return f"calls {name}"
         problem = find_problem({"type": "object"}, arguments)
         problem = problem or find_problem(schemas[name], arguments)
         if problem:
@@ -209,7 +221,9 @@ def ask(client: httpx.Client, question: Question) -> Answer | str:
 
 
 def read_stream(text: str) -> Answer:
-    """From the events of one streamed choice. Raises RuntimeError if it ended with an error."""
+    """From the events of one streamed choice. Raises RuntimeError for one without its end."""
+    if not text.endswith("data: [DONE]\n\n") and '"error"' not in text:
+        raise RuntimeError("a stream ended without [DONE]")
     content, finish, calls = "", "", list[list[str]]()
     for event in text.split("\n\n"):
         if not event.startswith("data: ") or event == "data: [DONE]":
@@ -253,7 +267,12 @@ def run(client: httpx.Client, questions: Sequence[Question], workers: int) -> di
                 return
             tally.finishes[answer.finish] += 1
             problem = judge_answer(question, answer)
-        except (RuntimeError, httpx.HTTPError) as error:
+            if problem is None and question.is_asked_twice:
+                tally.num_twice += 1
+                body = question.body | {"stream": not question.body["stream"]}
+                again = ask(client, replace(question, body=body))
+                problem = None if again == answer else f"the other way it is {again!r}"
+        except (RuntimeError, httpx.HTTPError, ValueError, LookupError) as error:
             answer, problem = "", repr(error)
         if problem:
             tally.problems.append(f"{json.dumps(question.body)} gave {answer!r}: {problem}")
@@ -264,19 +283,30 @@ def run(client: httpx.Client, questions: Sequence[Question], workers: int) -> di
 
 
 def render(tallies: Mapping[str, Tally]) -> str:
-    header = ("answers", "asked", "refused", "stop", "tool_calls", "length", "problems")
+    header = ("answers", "asked", "refused", "stop", "tool_calls", "length", "twice", "problems")
     rows = [
         (
             kind,
             str(tally.num_asked),
             str(tally.refusals.total()),
             *(str(tally.finishes[finish]) for finish in ("stop", "tool_calls", "length")),
+            str(tally.num_twice),
             str(len(tally.problems)),
         )
         for kind, tally in sorted(tallies.items())
     ]
+    reasons = sum((tally.refusals for tally in tallies.values()), Counter[str]())
+    refused = [("refused because", "count"), *((r, str(n)) for r, n in reasons.most_common())]
     problems = [problem for tally in tallies.values() for problem in tally.problems]
-    return "\n\n".join([render_rows([header, *rows]), *problems])
+    return "\n\n".join([render_rows([header, *rows]), render_rows(refused), *problems])
+
+
+def is_met(tallies: Mapping[str, Tally]) -> bool:
+    """Whether there is no problem, and something was there to be judged."""
+    num_ended = sum(
+        tally.finishes["stop"] + tally.finishes["tool_calls"] for tally in tallies.values()
+    )
+    return num_ended > 0 and not any(tally.problems for tally in tallies.values())
 
 
 def main() -> None:
@@ -290,12 +320,14 @@ def main() -> None:
     with httpx.Client(base_url=args.url, timeout=TIMEOUT_S) as client:
         model = client.get("/v1/models").raise_for_status().json()["data"][0]["id"]
         ids, draw = pushed_ids(client, model), random.Random(args.seed)
+        if not ids:
+            sys.exit("no token of this model is one of the characters to push: nothing to check")
         questions = [
             draw_question(draw, model, ids, tools=not args.no_tools) for _ in range(args.count)
         ]
         tallies = run(client, questions, args.clients)
     print(render(tallies))
-    sys.exit(1 if any(tally.problems for tally in tallies.values()) else 0)
+    sys.exit(0 if is_met(tallies) else 1)
 
 
 if __name__ == "__main__":
