@@ -93,9 +93,7 @@ class ChatText:
         if self._splitter is not None:
             events += self._parse(self._splitter.finish(is_cut=is_cut))
         if self._parser is not None:
-            rest = self._parser.finish(is_cut=is_cut)
-            # An output that must be calls has no content: what looks like some is half a call.
-            events += [e for e in rest if not (self._holds_calls and isinstance(e, Content))]
+            events += self._parser.finish(is_cut=is_cut)
         return self._keep(events)
 
     def _parse(self, pieces: Sequence[Event]) -> list[Event]:
@@ -118,6 +116,10 @@ class ChatText:
                 self._num_calls += 1
             case CallArguments() | CallEnded():
                 pass
+            case Content() if self._holds_calls:
+                # An output that must be calls has none: what looks like some is a part of a call
+                # that was cut, or nests deeper than is read.
+                return False
             case _:
                 return True
         is_wanted = self._max_calls is None or self._num_calls <= self._max_calls

@@ -7,7 +7,7 @@ keeps the characters.
 import re
 from enum import Enum, auto
 
-MAX_DEPTH = 64
+MAX_DEPTH = 512  # of what a model nests: readers of JSON have bounds, too
 
 _SPACES = " \t\n\r"
 _WORD_CHARS = frozenset("+-.0123456789eEtrufalsn")

@@ -9,10 +9,11 @@ import pytest
 from tokenizers import Tokenizer
 
 from actors.api.chat_dialect import ChatDialect, ToolFormat, build_dialect, build_tool_parser
-from actors.api.chat_text import hold_behind_thinking
+from actors.api.chat_text import ChatText, hold_behind_thinking
 from actors.api.protocol import ParsedRequest, parse_chat, parse_completion
 from actors.api.served_model import ServedModel
 from actors.api.tools.events import CallArguments, CallEnded, CallStarted, Content
+from actors.api.tools.json_scanner import MAX_DEPTH
 from configs.schema import ApiConfig, EdgeConfig
 from engine.constraints.vocabulary import Vocabulary
 from engine.errors import RequestError
@@ -264,6 +265,19 @@ def test_arguments_are_an_object_whatever_the_parameters_leave_open(
         assert CallEnded(True) in [*parser.push(text), *parser.finish()]
     for arguments in bad:
         assert not allows(vocabulary, constraint, written(tool_format, ("go", arguments)))
+
+
+@pytest.mark.parametrize("tool_format", list(ToolFormat))
+def test_an_output_of_calls_alone_never_shows_content_however_deep_or_cut(
+    tool_format: ToolFormat,
+) -> None:
+    parsed = chat(speaking(tool_format), tools=[MOVE], tool_choice="required")
+    deep = '{"x": ' + "[" * 2 * MAX_DEPTH + "]" * 2 * MAX_DEPTH + "}"
+    text = written(tool_format, ONE, ("move-to", deep))
+    for length in (5, 40, len(text) // 2, len(text)):
+        reader = ChatText(parsed, starts_thinking=False)
+        events = [*reader.push(text[:length]), *reader.finish(is_cut=True)]
+        assert not [event for event in events if isinstance(event, Content)]
 
 
 @pytest.mark.parametrize(
