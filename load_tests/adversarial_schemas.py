@@ -78,7 +78,7 @@ def adversarial_schema(draw: random.Random) -> Schema:
 
 
 def _with_definitions_by_one_name(schema: Schema) -> Schema:
-    """References say `$defs`; half of the schemas keep their definitions under the older name."""
+    """References say `$defs`; half of the schemas have the older name beside it."""
     if "definitions" not in schema:
         return schema
     return {**schema, "$defs": schema["definitions"]}

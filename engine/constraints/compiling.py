@@ -27,9 +27,7 @@ class CompiledGrammar:
 
     def matcher(self) -> GrammarMatcher:
         """A fresh one."""
-        return GrammarMatcher(
-            self.start.deep_copy(), self.vocabulary.vocab_size, self.vocabulary.eos_token_ids
-        )
+        return GrammarMatcher(self.start.deep_copy(), self.vocabulary.vocab_size)
 
 
 def compile_constraint(

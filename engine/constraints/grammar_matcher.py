@@ -12,7 +12,7 @@ import llguidance
 import torch
 from torch import Tensor
 
-from kernels.token_mask import TOKENS_PER_WORD, num_mask_words
+from kernels.token_mask import num_mask_words
 
 _DEAD_END = "NoExtension"  # what the library calls a point where no token may follow
 logger = logging.getLogger(__name__)
@@ -21,13 +21,10 @@ logger = logging.getLogger(__name__)
 class GrammarMatcher:
     """See `engine.sampling.constraint.Matcher`. For one thread at a time."""
 
-    def __init__(
-        self, matcher: llguidance.LLMatcher, vocab_size: int, eos_token_ids: tuple[int, ...]
-    ) -> None:
+    def __init__(self, matcher: llguidance.LLMatcher, vocab_size: int) -> None:
         """matcher: this object's own, before any token."""
         self._matcher = matcher
         self._num_words = num_mask_words(vocab_size)
-        self._eos_token_ids = eos_token_ids
 
     def accept_token(self, token_id: int) -> bool:
         """The output goes on with this token; False when the grammar does not allow it."""
@@ -40,11 +37,6 @@ class GrammarMatcher:
         assert line.is_contiguous(), "a line of a mask has its words side by side"
         assert line.dtype == torch.int32, line.dtype
         assert len(line) == self._num_words, f"{len(line)} words, {self._num_words} expected"
-        if self._matcher.is_stopped() and not self._matcher.is_error():
-            line.zero_()
-            for token_id in self._eos_token_ids:
-                line[token_id // TOKENS_PER_WORD] |= _bit(token_id)
-            return True
         self._matcher.unsafe_compute_mask_ptr(line.data_ptr(), line.nbytes)
         if self._matcher.is_error():
             logger.error("a constraint cannot be followed: %s", self.error)
@@ -66,9 +58,3 @@ class GrammarMatcher:
         """Why nothing may follow any more; "" = no error."""
         message: str = self._matcher.get_error()
         return message.strip().partition("\n")[0]
-
-
-def _bit(token_id: int) -> int:
-    """Of a signed word."""
-    bit = 1 << (token_id % TOKENS_PER_WORD)
-    return bit - 2**TOKENS_PER_WORD if bit >= 2 ** (TOKENS_PER_WORD - 1) else bit

@@ -15,7 +15,7 @@ A schema that no value can satisfy is refused. Knows no grammars and no tokens.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
 from fractions import Fraction
 from typing import cast
@@ -431,14 +431,6 @@ def _of_type(values: list[object], schema: Schema, where: str) -> list[object]:
         return values
     types = _types_of(schema, where)
     return [value for value in values if any(_TYPES[name](value) for name in types)]
-
-
-def _objects(
-    schema: Schema, names: tuple[str, ...], where: str
-) -> Iterator[tuple[str, dict[str, object]]]:
-    for name in names:
-        if name in schema:
-            yield name, _object_at(schema, name, where)
 
 
 def _object_at(schema: Schema, name: str, where: str) -> dict[str, object]:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from engine.constraints.compiling import CompiledGrammar, compile_constraint
+from engine.constraints.compiling import compile_constraint
 from engine.constraints.grammar_matcher import GrammarMatcher
 from engine.constraints.vocabulary import Vocabulary, load_vocabulary
 from engine.models.spec import load_spec
@@ -17,10 +17,6 @@ MODEL = Path(__file__).parents[3] / "demo_model" / "laps-demo"
 def demo_vocabulary() -> Vocabulary:
     spec = load_spec(MODEL)
     return load_vocabulary(MODEL, vocab_size=spec.vocab_size, eos_token_ids=spec.eos_token_ids)
-
-
-def compiled(vocabulary: Vocabulary, constraint: Constraint) -> CompiledGrammar:
-    return compile_constraint(vocabulary, constraint)
 
 
 def accepts_text(matcher: GrammarMatcher, vocabulary: Vocabulary, text: str | bytes) -> bool:
