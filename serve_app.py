@@ -12,13 +12,12 @@ from ray.serve import Application
 from ray.serve.config import DeploymentActorConfig
 from ray.serve.schema import LoggingConfig
 
-from actors.deployment import DeploymentSpec, describe_deployment
-from actors.graceful_stop import stop_gracefully_on_signals
-from actors.ingress import SUPERVISOR, Ingress
-from actors.options import supervisor_options
-from actors.preflight import check_startable
+from actors.ingress.graceful_stop import stop_gracefully_on_signals
+from actors.ingress.routes import SUPERVISOR, Ingress
+from actors.lifecycle.deployment import DeploymentSpec, describe_deployment, supervisor_options
+from actors.lifecycle.preflight import check_startable
 from configs.load import ConfigFileError, config_from_environment
-from configs.serve_environment import set_serve_environment
+from configs.process_environment import set_serve_environment
 from engine.errors import ConfigError
 
 
@@ -43,7 +42,7 @@ def bind(spec: DeploymentSpec) -> Application:
     edge = spec.config.edge
     supervisor = DeploymentActorConfig(
         name=SUPERVISOR,
-        actor_class="actors.remote_cls:SupervisorCls",
+        actor_class="actors.remote_classes:SupervisorCls",
         init_args=(spec,),
         actor_options=supervisor_options(),
     )

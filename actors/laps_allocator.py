@@ -1,21 +1,20 @@
 """The LAPS allocator actor: chooses workers for prompts, by what the workers report.
 
 Stateless but for those reports: after a restart it knows everything again as soon as the workers'
-streams and the supervisor's next topology arrive. The decisions are in actors/edge/placing.py.
+streams and the supervisor's next topology arrive. The decisions are in actors/routing/router.py.
 """
 
-from actors.calls.server import CallServer
-from actors.deployment import DeploymentSpec
-from actors.edge.news_reader import NewsReader
-from actors.edge.placing import Placing
-from actors.edge.worker_links import WorkerLinks
-from actors.handles import WorkerHandle, find_actor
-from actors.lifeline import Lifeline
-from actors.logs import set_up_logging
-from actors.node_address import listen_address
+from actors.lifecycle.deployment import DeploymentSpec
+from actors.lifecycle.liveness import Lifeline
+from actors.observability.logs import set_up_logging
+from actors.routing.cache_report_reader import CacheReportReader
+from actors.routing.router import Router
+from actors.routing.worker_links import WorkerLinks
+from actors.rpc.handles import WorkerHandle, find_actor
+from actors.rpc.server import CallServer, listen_address
 from engine.clock import MonotonicClock
 from engine.errors import WorkerError
-from engine.messages import PlaceRequest, StepMessage, Topology, decode, encode
+from engine.messages import RouteRequest, StepMessage, Topology, decode, encode
 
 
 class LapsAllocator:
@@ -27,7 +26,7 @@ class LapsAllocator:
         config = spec.config
         clock = MonotonicClock()
         self._name = name
-        self._server = CallServer(listen_address(config), {"place": self._place})
+        self._server = CallServer(listen_address(config), {"route": self._route})
         self._lifeline = Lifeline(config.lifetimes.supervisor_silence_s).start()
 
         async def find(worker: str) -> WorkerHandle:
@@ -42,8 +41,8 @@ class LapsAllocator:
             on_message=_ignore_message,
             on_lost=self._lose_worker,
         )
-        self._placing = placing = Placing(config, self._links, clock)
-        self._news = NewsReader(self._links, placing.last_sequence, placing.learn)
+        self._router = router = Router(config, self._links, clock)
+        self._cache_reports = CacheReportReader(self._links, router.last_sequence, router.learn)
 
     def __repr__(self) -> str:
         """What Ray prints before this actor's log lines."""
@@ -53,32 +52,32 @@ class LapsAllocator:
         """A supervisor or an ingress was heard. Raises what ended the following of a worker."""
         self._lifeline.beat()
         self._links.check()
-        self._news.check()
+        self._cache_reports.check()
 
     async def update(self, topology: bytes) -> None:
         """Which workers there are, from the supervisor; also a heartbeat."""
         self._lifeline.beat()
         roles = decode(topology, Topology).roles
         self._links.update(roles)
-        self._placing.update(roles)
+        self._router.update(roles)
 
     async def address(self) -> bytes:
-        """Where `place` is called by a connection; see `CallServer`."""
+        """Where `route` is called by a connection; see `CallServer`."""
         return await self._server.address()
 
-    async def _place(self, request: bytes) -> bytes:
-        """PlaceRequest -> Assign | Hold | Reject, encoded. WorkerError before any topology."""
+    async def _route(self, request: bytes) -> bytes:
+        """RouteRequest -> Assign | Hold | Reject, encoded. WorkerError before any topology."""
         if not self._links.links():  # just started: the ingress knows better
             raise WorkerError("the allocator has heard of no workers yet")
-        return encode(self._placing.place(decode(request, PlaceRequest)))
+        return encode(self._router.route(decode(request, RouteRequest)))
 
     async def status(self) -> bytes:
         """The LapsStatus, encoded."""
-        return encode(self._placing.status())
+        return encode(self._router.status())
 
     def _lose_worker(self, worker: str) -> None:
         """What it was given is under way no more, and its cache is empty; nobody waits here."""
-        self._placing.forget(worker)
+        self._router.forget(worker)
 
 
 def _ignore_message(_: StepMessage) -> None:

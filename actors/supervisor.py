@@ -2,8 +2,8 @@
 
 A Serve deployment actor: Serve starts it, restarts it and ends it with the application. What it
 creates is detached, so a restarted Supervisor finds it by name; it ends by itself when no
-Supervisor is heard (actors/lifeline.py). After a redeploy with another config or model the new
-Supervisor drains the workers of the old one, which it knows by the hash in their names.
+Supervisor is heard (actors/lifecycle/liveness.py). After a redeploy with another config or model
+the new Supervisor drains the workers of the old one, which it knows by the hash in their names.
 """
 
 import asyncio
@@ -17,10 +17,8 @@ from ray import serve
 from ray.actor import ActorHandle
 from ray.util import list_named_actors
 
-from actors.deployment import DeploymentSpec
-from actors.handles import AllocatorHandle, WorkerHandle, create_actor, find_actor, ping
-from actors.logs import set_up_logging
-from actors.options import (
+from actors.lifecycle.deployment import (
+    DeploymentSpec,
     allocator_name,
     batcher_names,
     rendezvous_name,
@@ -29,8 +27,15 @@ from actors.options import (
     worker_names,
     worker_options,
 )
-from actors.placement_groups import hold_places, remove_groups, unused_groups, worker_groups
-from actors.unanswered import MAX_UNANSWERED, Unanswered
+from actors.lifecycle.liveness import MAX_UNANSWERED, LivenessTracker
+from actors.lifecycle.placement_groups import (
+    hold_places,
+    remove_groups,
+    unused_groups,
+    worker_groups,
+)
+from actors.observability.logs import set_up_logging
+from actors.rpc.handles import AllocatorHandle, WorkerHandle, create_actor, find_actor, ping
 from engine.errors import WorkerError
 from engine.messages import Topology, WorkerStatus, encode
 
@@ -68,7 +73,7 @@ class Supervisor:
         self._has_looked = False  # at all of them at least once
         # An actor that does not answer must not cost the others their heartbeats.
         self._patience_s = spec.config.lifetimes.supervisor_silence_s / MAX_UNANSWERED
-        self._unanswered = Unanswered()
+        self._liveness = LivenessTracker()
         self._watcher = asyncio.get_running_loop().create_task(self._watch())
         self._watcher.add_done_callback(_exit_without_watcher)
 
@@ -133,21 +138,21 @@ class Supervisor:
 
     def _create_missing(self, names: list[str]) -> None:
         """Create every expected actor that has no name yet; an existing one is adopted."""
-        from actors import remote_cls  # the actor classes import more than this actor needs
+        from actors import remote_classes  # the actor classes import more than this actor needs
 
         spec = self._spec
         missing = {name: role for name, role in self._roles.items() if name not in names}
         places = hold_places(self._roles, missing, spec.namespace, worker_bundle(spec.config))
         for name, role in missing.items():
             options = worker_options(spec, name) | places.get(name, {})
-            create_actor(remote_cls.WORKERS[role], options, spec, name, role)
+            create_actor(remote_classes.WORKERS[role], options, spec, name, role)
         for name in self._batchers:
             if name not in names:
                 options = service_options(spec, name)
-                create_actor(remote_cls.TokenizerBatcherCls, options, spec, name)
+                create_actor(remote_classes.TokenizerBatcherCls, options, spec, name)
         for name, cls in (
-            (allocator_name(spec.hash), remote_cls.LapsAllocatorCls),
-            (rendezvous_name(spec.hash), remote_cls.RendezvousCls),
+            (allocator_name(spec.hash), remote_classes.LapsAllocatorCls),
+            (rendezvous_name(spec.hash), remote_classes.RendezvousCls),
         ):
             if name not in names:
                 create_actor(cls, service_options(spec, name), spec, name)
@@ -157,7 +162,7 @@ class Supervisor:
         answer = await self._ask(name, lambda actor: WorkerHandle(name, actor).heartbeat())
         status = answer or STARTING  # it restarts by itself, or is created in the next round
         if answer is not None and answer.state == "starting":
-            self._unanswered.forget(name)  # a process that loads a model may be too busy to answer
+            self._liveness.forget(name)  # a process that loads a model may be too busy to answer
         if status.state != self._statuses[name].state:
             pid = f" (pid {status.identity.pid})" if status.identity else ""
             logger.info("%s is %s%s %s", name, status.state, pid, status.detail)
@@ -195,15 +200,15 @@ class Supervisor:
             async with asyncio.timeout(self._patience_s):
                 answer = await call(actor)
         except WorkerError as error:
-            self._unanswered.forget(name)
+            self._liveness.forget(name)
             logger.debug("%s: %r", name, error)
             return None
         except TimeoutError:
-            if self._unanswered.timed_out(name):
+            if self._liveness.timed_out(name):
                 logger.error("%s lives and answers nothing: it is ended, to be started anew", name)
                 await asyncio.to_thread(ray.kill, actor, no_restart=False)
             return None
-        self._unanswered.answered(name)
+        self._liveness.answered(name)
         return answer
 
     # ---- other deployments of this application --------------------------------------------------

@@ -12,17 +12,15 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
 
-from actors.calls.server import CallServer
-from actors.deployment import DeploymentSpec
 from actors.dynamic_batcher import BatchStatistics, DynamicBatcher
-from actors.lifeline import Lifeline
-from actors.logs import set_up_logging
-from actors.node_address import listen_address
+from actors.lifecycle.deployment import DeploymentSpec
+from actors.lifecycle.liveness import Lifeline
+from actors.observability.logs import set_up_logging
+from actors.rpc.server import CallServer, listen_address
 from configs.schema import TokenizerConfig
-from engine.chat_template import load_chat_template
 from engine.constraints.checks import ConstraintChecks
 from engine.errors import RequestError
-from engine.kv.request_hasher import RequestHasher
+from engine.kv.hashes import RequestHasher
 from engine.messages import (
     ConstraintVerdict,
     TokenizeReply,
@@ -32,7 +30,8 @@ from engine.messages import (
 )
 from engine.models.spec import load_spec
 from engine.request import Constraint
-from engine.tokenizing import load_tokenizer
+from engine.text.chat_template import load_chat_template
+from engine.text.tokenizing import load_tokenizer
 
 MAX_NAMINGS = 8  # kept at once; a second one comes with a redeploy
 
@@ -104,8 +103,8 @@ class PromptTokenizer:
         if isinstance(ids, RequestError):
             return TokenizeReply(error=ids.message)
         hashes = []
-        if request.naming is not None:
-            hashes = self._hasher_of(request.naming).chain(ids, request.salt)
+        if request.hash_params is not None:
+            hashes = self._hasher_of(request.hash_params).chain(ids, request.salt)
         return TokenizeReply(
             token_ids=ids if request.token_ids is None else [], block_hashes=hashes
         )

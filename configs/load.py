@@ -13,9 +13,9 @@ from pathlib import Path
 import msgspec
 import yaml
 
-from configs.api_keys import KEYS_VARIABLE, with_keys
 from configs.errors import ConfigFileError as ConfigFileError
 from configs.faults import parse_faults
+from configs.keys import KEYS_VARIABLE, with_keys
 from configs.schema import AppConfig, LapsConfig
 
 PROJECT_ROOT = Path(__file__).resolve().parents[1]

@@ -13,17 +13,17 @@ from engine.constraints.grammars import Grammars
 from engine.constraints.vocabulary import load_vocabulary
 from engine.core import EngineCore
 from engine.errors import ConfigError, RequestError
-from engine.execution.executor import Executor
-from engine.execution.replica import Replica
-from engine.kv.block_cache import BlockCache
-from engine.kv.handoff import OutgoingEvent, OutgoingHandoffs
-from engine.kv.kv_store import KvStore
+from engine.kv.cache import BlockCache
+from engine.kv.hashes import RequestHasher
 from engine.kv.layout import KvDtype, KvLayout
-from engine.kv.request_hasher import RequestHasher
+from engine.kv.store import KvStore
+from engine.kv.transfer import OutgoingEvent, OutgoingHandoffs
 from engine.messages import LoadReport
 from engine.models.decoder import CausalLM
 from engine.models.spec import ModelSpec, load_spec
 from engine.request import SamplingParams, find_id_beyond
+from engine.runner.executor import Executor
+from engine.runner.replica import Replica
 from engine.scheduling.scheduler import Scheduler
 from kernels.compilation import CompilationCounter
 
@@ -121,12 +121,12 @@ def build_engine(
         config.scheduler,
         cache=cache,
         hasher=hasher,
-        outbox=outgoing,
+        handoff_queue=outgoing,
         block_size=layout.block_size,
         max_model_len=max_model_len,
         eos_token_ids=spec.eos_token_ids,
         laps=config.laps,
-        full_step_tokens=replica.full_step_tokens,
+        graph_token_sizes=replica.graph_token_sizes,
     )
     return Engine(
         spec=spec,
@@ -168,7 +168,7 @@ def _build_core(
         executor,
         clock,
         overlap=config.model.device == "cuda" if overlap is None else overlap,
-        gathers=config.laps.enable_laps_scheduler,
+        defers_planning=config.laps.enable_laps_scheduler,
     )
 
 

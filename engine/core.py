@@ -4,19 +4,88 @@
     overlap on      plan(n + 1) launch(n + 1) wait(n) commit(n)   plan(n + 2) ...
 
 With overlap the host's work hides behind the device's: when step n ends, step n + 1 is queued.
-Requests get the same tokens either way.
+Requests get the same tokens either way. `StepTimes` keeps what the host spends on each of the four:
+with overlap, a `wait` near zero says that the host is what limits.
 """
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Protocol
 
 from engine.clock import Clock
+from engine.plan import StepPlan, StepResult
 from engine.scheduling.contracts import StepOutput
-from engine.scheduling.plan import StepPlan, StepResult
 from engine.scheduling.prompt_scheduling import QueuedWork
 from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.step_times import Phase, StepTimes, StepTimesStatistics
+
+NUM_KEPT_STEPS = 256
+
+
+class Phase(Enum):
+    """A part of a turn of the loop."""
+
+    PLAN = auto()
+    LAUNCH = auto()
+    WAIT = auto()
+    COMMIT = auto()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseDurations:
+    """Of one phase, over the last `num_steps` times it ran; zeros before the first."""
+
+    num_steps: int
+    mean_s: float
+    max_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTimesStatistics:
+    """By phase. `plan` also counts turns in which nothing could be planned."""
+
+    plan: PhaseDurations
+    launch: PhaseDurations
+    wait: PhaseDurations
+    commit: PhaseDurations
+
+
+class StepTimes:
+    """A stopwatch with one ring of durations a phase."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._began_s = 0.0
+        self._rings: dict[Phase, deque[float]] = {p: deque(maxlen=NUM_KEPT_STEPS) for p in Phase}
+
+    def begin(self) -> None:
+        """The next phase begins now."""
+        self._began_s = self._clock.now_s()
+
+    def end(self, phase: Phase) -> float:
+        """A phase ends now, and the next begins; returns the time."""
+        now_s = self._clock.now_s()
+        self._rings[phase].append(now_s - self._began_s)
+        self._began_s = now_s
+        return now_s
+
+    def statistics(self) -> StepTimesStatistics:
+        return StepTimesStatistics(
+            plan=self._durations(Phase.PLAN),
+            launch=self._durations(Phase.LAUNCH),
+            wait=self._durations(Phase.WAIT),
+            commit=self._durations(Phase.COMMIT),
+        )
+
+    def _durations(self, phase: Phase) -> PhaseDurations:
+        ring = self._rings[phase]
+        return PhaseDurations(
+            num_steps=len(ring),
+            mean_s=sum(ring) / max(1, len(ring)),
+            max_s=max(ring, default=0.0),
+        )
+
 
 # Planning, metadata and the first launch of a step take the host about 1 ms, and it may be late.
 LEAD_S = 2.5e-3
@@ -52,19 +121,19 @@ class EngineCore:
         clock: Clock,
         *,
         overlap: bool,
-        gathers: bool = False,
+        defers_planning: bool = False,
     ) -> None:
         """`overlap`: launch a step before the one in front of it has been waited for.
 
-        `gathers`: plan it no sooner than it has to be, see `gathering_s`.
+        `defers_planning`: plan it no sooner than it has to be, see `defer_s`.
         """
         self.scheduler = scheduler
         self._executor = executor
         self._clock = clock
         self._overlap = overlap
-        self._gathers = gathers
+        self._defers_planning = defers_planning
         self._queued: tuple[float, QueuedWork] | None = None
-        self._busy_until_s = 0.0  # predicted end of the steps in flight, for who `gathers`
+        self._busy_until_s = 0.0  # predicted end of the steps in flight, for who `defers_planning`
         self._in_flight: deque[tuple[StepPlan, PendingStep]] = deque()
         self._times = StepTimes(clock)
 
@@ -84,7 +153,7 @@ class EngineCore:
             self._queued = now_s, self.scheduler.queued_work()
         return self._queued[1]
 
-    def gathering_s(self) -> float:
+    def defer_s(self) -> float:
         """How long the next `step` may be put off: who arrives meanwhile takes part in it.
 
         With a step in flight, until the device is about to need another; with none, while the
@@ -92,11 +161,11 @@ class EngineCore:
         """
         now_s = self._clock.now_s()
         if self._in_flight:
-            if not self._gathers or not self.scheduler.costs.is_fitted:
+            if not self._defers_planning or not self.scheduler.costs.is_fitted:
                 return 0.0
             is_done = self._in_flight[-1][1].is_done
             return 0.0 if is_done else max(0.0, self._busy_until_s - LEAD_S - now_s)
-        until_s = self.scheduler.gathers_until_s
+        until_s = self.scheduler.deferred_until_s
         return 0.0 if until_s is None else max(0.0, until_s - now_s)
 
     @property
@@ -105,7 +174,7 @@ class EngineCore:
 
         Then the next one is due at the window's end, or as soon as anything has happened.
         """
-        return not self._in_flight and self.scheduler.gathers_until_s is not None
+        return not self._in_flight and self.scheduler.deferred_until_s is not None
 
     def step(self) -> StepOutput:
         """Launch the next step and commit the one that is due; may wait for the device.
@@ -152,5 +221,5 @@ class EngineCore:
 
     def _predict_end(self, start_s: float) -> None:
         """Of the step launched last, which begins at `start_s`, if it is still in flight."""
-        if self._gathers and self._in_flight:
+        if self._defers_planning and self._in_flight:
             self._busy_until_s = start_s + self.scheduler.newest_step_s

@@ -1,4 +1,4 @@
-"""Records that cross a process border, and nothing else: small, typed, one purpose each.
+"""Records that cross a process boundary, and nothing else: small, typed, one purpose each.
 
 Encoded with msgpack by `encode` / `decoder`. Durations travel, never timestamps: clocks differ
 between hosts. Every message about a request carries its full `RequestKey`.
@@ -9,14 +9,14 @@ from typing import Literal, TypeVar
 
 import msgspec
 
+from engine.cost_model import StepCosts
+from engine.kv.hashes import BlockHashParams
 from engine.kv.layout import KvLayout
-from engine.kv.request_hasher import BlockNaming
+from engine.length_class import LengthClass
+from engine.plan import TokenLogprobs
 from engine.request import PromptScores, RequestKey, SamplingParams
-from engine.scheduling.cost_model import StepCosts
-from engine.scheduling.plan import TokenLogprobs
 
 Role = Literal["prefill", "decode", "unified"]
-LengthClass = Literal["short", "long"]  # of a prompt, by what must be computed of it
 T = TypeVar("T")
 
 _encoder = msgspec.msgpack.Encoder()
@@ -56,7 +56,7 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, object] = {}
     token_ids: list[int] | None = None  # only its blocks are to be named
-    naming: BlockNaming | None = None  # None = nobody asks for names of blocks
+    hash_params: BlockHashParams | None = None  # None = nobody asks for names of blocks
     salt: str = ""  # of their names
 
 
@@ -80,12 +80,12 @@ class ConstraintVerdict(msgspec.Struct, frozen=True, kw_only=True):
 # ---- ingress -> allocator -----------------------------------------------------------------------
 
 
-class PlaceRequest(msgspec.Struct, frozen=True, kw_only=True):
+class RouteRequest(msgspec.Struct, frozen=True, kw_only=True):
     num_prompt_tokens: int
     # Refuse beyond so many queued tokens; None for a retry: what was admitted is not turned away.
     max_queued_tokens: int | None = None
     avoid: list[str] = []  # workers that just failed this request
-    # The chain of the prompt's full blocks (engine/kv/block_hash.py); empty = hits are not known.
+    # The chain of the prompt's full blocks (engine/kv/hashes.py); empty = hits are not known.
     block_hashes: list[bytes] = []
     # Until its first token is due; None = the class default of the config, if there is one.
     ttft_deadline_s: float | None = None
@@ -164,7 +164,7 @@ class BlockChanges(msgspec.Struct, frozen=True, kw_only=True):
     removed: list[bytes]
 
 
-class WorkerNews(msgspec.Struct, frozen=True, kw_only=True):
+class CacheReport(msgspec.Struct, frozen=True, kw_only=True):
     """What placement wants to know besides the load, asked for now and then."""
 
     costs: StepCosts | None = None  # None = nothing is fitted yet
@@ -298,7 +298,7 @@ class Topology(msgspec.Struct, frozen=True, kw_only=True):
     allocator: str
 
 
-# ---- prefill worker -> decode worker (handoff; see engine/kv/handoff.py) ------------------------
+# ---- prefill worker -> decode worker (handoff; see engine/kv/transfer) ---------------------------
 
 
 class ReserveRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from kernels.kv.rotate_and_store import rotate_and_store
 from kernels.ops import HeadNorms
 from kernels.rms_norm import rms_norm, rms_norm_add
-from kernels.rotate_and_store import rotate_and_store
 from kernels.silu_mul import silu_mul
 
 

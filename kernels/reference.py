@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  (the field's own spelling)
 from torch import Tensor
 
-from kernels.kv_append import kv_append, slot_lines
+from kernels.kv.append import kv_append, slot_lines
 from kernels.ops import HeadNorms
 
 
@@ -70,7 +70,7 @@ class _KvTargets:
     store: Tensor
     # int64 [S]  the tokens that have a slot; None = all
     tokens: Tensor | None
-    # int64 [2, S]  see kernels/kv_append.py
+    # int64 [2, S]  see kernels/kv/append.py
     lines: Tensor
 
     def append(self, k: Tensor, v: Tensor, layer: int) -> None:

@@ -8,7 +8,7 @@
 
 The engine's own queues, placement and pools decide; step costs stand for the devices: those of an
 8B model on one H200, or of `--costs`, fitted by an engine (with `--costs-of VARIANT`: in a file of
-`bench_mixed --json`). How close that comes is what `load_tests.validate_simulation` tells.
+`bench_mixed --json`). How close that comes is what `load_tests.lab.validate_simulation` tells.
 Without decode workers and `--unified` requests end with their first token. Seeds are shared: all
 policies get the same requests.
 """
@@ -18,7 +18,7 @@ import os
 import time
 from pathlib import Path
 
-from engine.scheduling.cost_model import StepCosts
+from engine.cost_model import StepCosts
 from load_tests.simulation.cluster import ClusterSpec
 from load_tests.simulation.measured import read_measured
 from load_tests.simulation.metrics import Limits

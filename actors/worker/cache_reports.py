@@ -6,7 +6,7 @@ from engine.messages import BlockChanges
 
 
 class IndexEvents(Protocol):
-    """One batch of changes of an index (engine/kv/prefix_index.py)."""
+    """One batch of changes of an index (engine/kv/index.py)."""
 
     @property
     def sequence(self) -> int: ...

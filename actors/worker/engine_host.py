@@ -17,29 +17,28 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 
 import ray
 
-from actors.deployment import DeploymentSpec
-from actors.lifeline import Lifeline, exit_for_good
-from actors.logs import set_up_logging
-from actors.placement_groups import remove_unused
+from actors.lifecycle.deployment import DeploymentSpec
+from actors.lifecycle.liveness import Lifeline, exit_for_good
+from actors.lifecycle.placement_groups import remove_unused
+from actors.observability.logs import set_up_logging
 from actors.worker.cache_reports import CacheReports
 from actors.worker.draining import Draining
 from actors.worker.engine_thread import EngineThread
-from actors.worker.fail_stop import EXIT_FAILED, exit_failed, exit_stalled
 from actors.worker.faulty_steps import FaultySteps
-from actors.worker.role_side import RoleSide
-from actors.worker.stall_watch import StallWatch
+from actors.worker.kv_connector import KvConnector
+from actors.worker.stall_watch import EXIT_FAILED, StallWatch, exit_failed, exit_stalled
 from actors.worker.token_streams import TokenStreams
 from configs.faults import parse_faults
 from engine.clock import MonotonicClock
 from engine.errors import ConfigError, RequestError, WorkerError
-from engine.invariants import check_blocks, num_held
+from engine.kv.cache import check_blocks, num_held
 from engine.messages import (
+    CacheReport,
     FailureRecord,
     LoadReport,
     Role,
     Submit,
     WorkerIdentity,
-    WorkerNews,
     WorkerStatus,
 )
 from engine.request import Request, RequestKey
@@ -47,7 +46,7 @@ from engine.scheduling.contracts import StepOutput
 
 if TYPE_CHECKING:
     from engine.build import Engine
-    from engine.kv.handoff import OutgoingEvent
+    from engine.kv.transfer import OutgoingEvent
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -66,7 +65,7 @@ class EngineHost:
         spec: DeploymentSpec,
         name: str,
         role: Role,
-        make_side: Callable[["EngineHost", "Engine"], RoleSide],
+        make_connector: Callable[["EngineHost", "Engine"], KvConnector],
     ) -> None:
         """Starts loading at once. Must be created on the actor's event loop."""
         set_up_logging()
@@ -81,8 +80,8 @@ class EngineHost:
         self.clock = MonotonicClock()
         self.incarnation = uuid.uuid4().hex
         self._cache_reports = CacheReports(self.incarnation)
-        self.side = RoleSide()
-        self._make_side = make_side
+        self.connector = KvConnector()
+        self._make_connector = make_connector
         self._loop = asyncio.get_running_loop()
         # First what waits for a device, or it would take the one that is given back here.
         clear = partial(remove_unused, spec.namespace, spec.hash)
@@ -197,7 +196,7 @@ class EngineHost:
                     del self._aborted[next(iter(self._aborted))]
 
         self._post(abort)
-        self.side.cancel(key)
+        self.connector.cancel(key)
 
     def read(self, ingress_id: str) -> AsyncIterator[bytes]:
         """Encoded StepMessages for one client. Raises WorkerError while the model still loads.
@@ -228,22 +227,22 @@ class EngineHost:
             raise WorkerError(f"{self.name} is still loading its model")
         return await self._thread.call(fn)
 
-    async def news(self, after: int | None) -> WorkerNews:
+    async def cache_report(self, after: int | None) -> CacheReport:
         """What the prefix cache gained and lost since report `after`; see `CacheReports.since`."""
         engine = self.engine
         blocks = await self.call(lambda: self._cache_reports.since(engine.cache, after))
         costs = engine.core.scheduler.costs
-        return WorkerNews(costs=costs if costs.is_fitted else None, blocks=blocks)
+        return CacheReport(costs=costs if costs.is_fitted else None, blocks=blocks)
 
     async def statistics(self) -> dict[str, object]:
         """What is held and was done, from the engine thread; the blocks' books are checked first.
 
         Raises AssertionError, with every term, if the conservation law does not hold.
         """
-        engine, side = self.engine, self.side
+        engine, connector = self.engine, self.connector
 
         def look() -> dict[str, object]:
-            owners = dict(engine.core.scheduler.owners()) | side.owners()
+            owners = dict(engine.core.scheduler.owners()) | connector.owners()
             check_blocks(engine.cache, owners.items())
             return {
                 "held_blocks": num_held(owners.items()),
@@ -261,7 +260,7 @@ class EngineHost:
             "tasks": len(asyncio.all_tasks()),
             "num_requests": self._num_requests,
         }
-        return seen | side.statistics() | own
+        return seen | connector.statistics() | own
 
     # ---- loading and stepping -------------------------------------------------------------------
 
@@ -289,7 +288,7 @@ class EngineHost:
     def _begin(self, engine: "Engine") -> None:
         self._engine = engine
         try:
-            self.side = self._make_side(self, engine)
+            self.connector = self._make_connector(self, engine)
         except Exception as error:  # noqa: BLE001 - as above
             self._engine = None
             self._give_up(error)
@@ -322,11 +321,11 @@ class EngineHost:
 
     def _deliver(self, output: StepOutput) -> None:
         self.streams.publish(output.tokens, output.failures)
-        self.side.on_step()
+        self.connector.on_step()
 
     def _on_outgoing(self, event: "OutgoingEvent") -> None:
-        """On the engine thread: a prompt started, finished or ended; see engine/kv/handoff.py."""
-        self._loop.call_soon_threadsafe(self.side.on_outgoing, event)
+        """On the engine thread: a prompt started, finished or ended; see `engine.kv.transfer`."""
+        self._loop.call_soon_threadsafe(self.connector.on_outgoing, event)
 
     def _on_engine_failure(self, error: BaseException) -> None:
         exit_failed(self.name, error)
@@ -343,7 +342,7 @@ class EngineHost:
                 scheduler.abort(key)
 
         self._post(drop)
-        self.side.drop_ingress(ingress_id)
+        self.connector.drop_ingress(ingress_id)
         if ingress_id.startswith(INGRESS_PREFIX):
             logger.warning("%s: %s went silent; its requests are dropped", self.name, ingress_id)
 
@@ -372,7 +371,7 @@ class EngineHost:
         for ingress_id in self.streams.clients():
             for key in await self.call(partial(self._give_up_all, ingress_id)):
                 self.fail(ingress_id, FailureRecord(key=key, reason=reason, retryable=True))
-            self.side.drop_ingress(ingress_id)
+            self.connector.drop_ingress(ingress_id)
 
     def _give_up_all(self, ingress_id: str) -> list[RequestKey]:
         """On the engine thread: forget an ingress's requests; those that another may go on with."""
@@ -380,11 +379,11 @@ class EngineHost:
         keys = scheduler.requests_of(ingress_id)
         for key in keys:
             scheduler.abort(key)
-        return keys + [key for key in self.side.keys_of(ingress_id) if key not in keys]
+        return keys + [key for key in self.connector.keys_of(ingress_id) if key not in keys]
 
     @property
     def _num_requests(self) -> int:
-        return self._report.num_waiting + self._report.num_running + self.side.num_handoffs
+        return self._report.num_waiting + self._report.num_running + self.connector.num_handoffs
 
     def _post(self, fn: Callable[[], object]) -> None:
         if self._thread is not None:

@@ -145,7 +145,7 @@ class EngineThread:
 
         On an idle device a call may be what the window waits for, so the scheduler is asked again.
         """
-        while (left_s := self._core.gathering_s()) > 0.0:
+        while (left_s := self._core.defer_s()) > 0.0:
             with self._wake:
                 if self._is_closing:
                     return

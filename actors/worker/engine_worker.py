@@ -2,8 +2,7 @@
 
 from collections.abc import AsyncGenerator, Mapping
 
-from actors.calls.server import CallServer, Handler
-from actors.node_address import listen_address
+from actors.rpc.server import CallServer, Handler, listen_address
 from actors.worker.engine_host import EngineHost
 from engine.messages import Submit, decode, encode
 from engine.request import RequestKey
@@ -45,9 +44,9 @@ class EngineWorker:
         """The client has every message up to `step_seq`."""
         self._host.acknowledge(ingress_id, step_seq)
 
-    async def news(self, after: int | None) -> bytes:
-        """WorkerNews since the block changes numbered `after`, encoded; None = all there is."""
-        return encode(await self._host.news(after))
+    async def cache_report(self, after: int | None) -> bytes:
+        """CacheReport since the block changes numbered `after`, encoded; None = all there is."""
+        return encode(await self._host.cache_report(after))
 
     async def statistics(self) -> dict[str, object]:
         """Everything a test or a person may want to see at rest; see `EngineHost.statistics`."""

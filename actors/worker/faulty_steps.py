@@ -10,7 +10,7 @@ import msgspec
 
 from configs.faults import Fault, FaultKind
 from engine.core import Executor, PendingStep
-from engine.scheduling.plan import StepPlan, StepResult
+from engine.plan import StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
 

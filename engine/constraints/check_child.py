@@ -27,7 +27,7 @@ from engine.constraints.vocabulary import Vocabulary, load_vocabulary
 from engine.errors import RequestError
 from engine.models.spec import load_spec
 from engine.request import Constraint
-from kernels.token_mask import num_mask_words
+from kernels.sampling.token_mask import num_mask_words
 
 START_LIMIT_S = 120.0  # of this process, until it takes constraints
 CPU_LIMIT_S = 6.0  # of one constraint

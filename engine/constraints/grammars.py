@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from threading import RLock
 from weakref import finalize
 
-from engine.constraints.compiling import CompiledGrammar, compile_constraint
-from engine.constraints.grammar_matcher import GrammarMatcher
+from engine.constraints.compiling import CompiledGrammar, GrammarMatcher, compile_constraint
 from engine.constraints.vocabulary import Vocabulary
 from engine.request import Constraint
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import llguidance
 
-from engine.tokenizing import load_tokenizer
+from engine.text.tokenizing import load_tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -6,8 +6,8 @@ import torch.nn.functional as F  # noqa: N812  (the field's own spelling)
 from torch import Tensor
 
 from engine.errors import ConfigError
+from kernels.linear.packed import can_pack, pack_weight, packed_linear
 from kernels.ops import Ops
-from kernels.packed_linear import can_pack, pack_weight, packed_linear
 
 # Up to this many elements (1 MiB of fp32) a weight may still be in cache at the next step: then a
 # plain product of one row beats the packed one, and holding the weight twice costs little. Larger
@@ -97,7 +97,7 @@ def build_gated(
     """
     if weight.device.type == "cuda" and not is_deterministic:
         from engine.layers.linear_cuda import FastestGated
-        from kernels.linear_small import supports_small
+        from kernels.linear.small import supports_small
 
         if supports_small(weight):
             return FastestGated(weight, bias, ops)
@@ -106,8 +106,8 @@ def build_gated(
 
 def _build_cuda(weight: Tensor, bias: Tensor | None, is_deterministic: bool) -> Linear:
     from engine.layers.linear_cuda import FastestLinear, InvariantLinear
-    from kernels.linear_invariant import supports_invariant
-    from kernels.linear_small import supports_small
+    from kernels.linear.invariant import supports_invariant
+    from kernels.linear.small import supports_small
 
     if is_deterministic:
         if not supports_invariant(weight):

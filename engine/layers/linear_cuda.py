@@ -8,27 +8,27 @@ from enum import Enum
 import torch.nn.functional as F  # noqa: N812  (the field's own spelling)
 from torch import Tensor
 
-from kernels.linear_invariant import invariant_linear
-from kernels.linear_large import (
+from kernels.linear.invariant import invariant_linear
+from kernels.linear.large import (
     faster_from,
     large_gated_linear,
     large_linear,
     num_multiprocessors,
     supports_large,
 )
-from kernels.linear_medium import MediumConfig, choose_config, medium_gated_linear, medium_linear
-from kernels.linear_medium import faster_up_to as medium_up_to
-from kernels.linear_small import faster_up_to as small_up_to
-from kernels.linear_small import small_gated_linear, small_linear, tile_counters
+from kernels.linear.medium import MediumConfig, choose_config, medium_gated_linear, medium_linear
+from kernels.linear.medium import faster_up_to as medium_up_to
+from kernels.linear.small import faster_up_to as small_up_to
+from kernels.linear.small import small_gated_linear, small_linear, tile_counters
 from kernels.ops import Ops
 
 
 class Kernel(Enum):
     """What computes a product."""
 
-    SMALL = "few tokens: kernels.linear_small"
-    MEDIUM = "some tokens: kernels.linear_medium"
-    LARGE = "many tokens: kernels.linear_large"
+    SMALL = "few tokens: kernels.linear.small"
+    MEDIUM = "some tokens: kernels.linear.medium"
+    LARGE = "many tokens: kernels.linear.large"
     LIBRARY = "all others: cuBLAS"
 
 

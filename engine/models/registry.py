@@ -8,9 +8,8 @@ import torch
 
 from engine.errors import ConfigError
 from engine.models.decoder import CausalLM, build_decoder
-from engine.models.random_weights import random_weights
 from engine.models.spec import load_spec
-from engine.models.weights import load_weights
+from engine.models.weights import load_weights, random_weights
 from kernels.ops import Ops
 from kernels.reference import TorchOps
 

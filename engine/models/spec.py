@@ -1,17 +1,115 @@
 """What a model is, read from a Hugging Face folder's JSON files. Knows no tensors and no weights.
 
-transformers is not imported: reading two small files must not cost seconds of start-up.
+Rotary settings come in two spellings. Old: `rope_theta` beside `rope_scaling: {"type" |
+"rope_type": ..., ...}` (or null). New, since transformers 5: everything inside `rope_parameters`.
+Where both occur `rope_scaling` wins, as it does there. transformers is not imported: reading two
+small files must not cost seconds of start-up.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
 from engine.kv.layout import DTYPE_BYTES, KvDtype, KvLayout
-from engine.layers.rope_spec import RopeSpec
+from engine.layers.rope_spec import (
+    LinearScaling,
+    Llama3Scaling,
+    RopeScaling,
+    RopeSpec,
+    YarnScaling,
+)
 from engine.models.config_file import ConfigFile
-from engine.models.rope_config import max_tokens_of, parse_rope
+
+SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+DEFAULT_THETA = 10000.0
+
+
+def parse_rope(config: ConfigFile) -> RopeSpec:
+    """Raises ConfigError for a rope type or a partial rotation that is not supported."""
+    if config.number("partial_rotary_factor", 1.0) != 1.0:
+        raise config.error("partial_rotary_factor", "other than 1.0 is not supported")
+    top_theta = config.number("rope_theta", DEFAULT_THETA)
+    section = config.section("rope_scaling") or config.section("rope_parameters")
+    if section is None:
+        return RopeSpec(theta=top_theta)
+    if section.number("partial_rotary_factor", 1.0) != 1.0:
+        raise section.error("partial_rotary_factor", "other than 1.0 is not supported")
+    return RopeSpec(
+        theta=section.number("rope_theta", top_theta), scaling=_parse_scaling(config, section)
+    )
+
+
+def _parse_scaling(config: ConfigFile, section: ConfigFile) -> RopeScaling | None:
+    rope_type = section.text("rope_type", section.text("type", "default"))
+    match rope_type:
+        case "default":
+            for key in ("full_attention", "sliding_attention"):
+                if section.has_key(key):
+                    raise section.error(key, "is not supported: one rotary setting for all layers")
+            return None
+        case "linear":
+            return LinearScaling(factor=section.number("factor"))
+        case "llama3":
+            return Llama3Scaling(
+                factor=section.number("factor"),
+                low_freq_factor=section.number("low_freq_factor"),
+                high_freq_factor=section.number("high_freq_factor"),
+                original_max_tokens=_original_max_tokens(config, section),
+            )
+        case "yarn":
+            return _parse_yarn(config, section)
+    raise section.error(
+        "rope_type", f"{rope_type!r} is not supported; supported: {', '.join(SUPPORTED_ROPE_TYPES)}"
+    )
+
+
+def _original_max_tokens(config: ConfigFile, section: ConfigFile) -> int:
+    key = "original_max_position_embeddings"
+    at_top = config.optional_integer(key)
+    return at_top or section.integer(key, config.integer("max_position_embeddings"))
+
+
+def _parse_yarn(config: ConfigFile, section: ConfigFile) -> YarnScaling:
+    original = _original_max_tokens(config, section)
+    factor = section.number("factor", config.integer("max_position_embeddings") / original)
+    attention_factor = section.optional_number("attention_factor")
+    if attention_factor is None:
+        mscale = section.optional_number("mscale")
+        mscale_all_dim = section.optional_number("mscale_all_dim")
+        if mscale is not None and mscale_all_dim is not None:
+            attention_factor = _mscale(factor, mscale) / _mscale(factor, mscale_all_dim)
+        else:
+            attention_factor = _mscale(factor, 1.0)
+    return YarnScaling(
+        factor=factor,
+        original_max_tokens=original,
+        attention_factor=attention_factor,
+        beta_fast=section.number("beta_fast", 32.0),
+        beta_slow=section.number("beta_slow", 1.0),
+        truncate=section.flag("truncate", True),
+    )
+
+
+def _mscale(factor: float, scale: float) -> float:
+    """The paper's temperature: 0.1 * scale * ln(factor) + 1."""
+    return 1.0 if factor <= 1.0 else 0.1 * scale * math.log(factor) + 1.0
+
+
+def max_tokens_of(rope: RopeSpec, max_position_embeddings: int) -> int:
+    """Longest context in tokens.
+
+    YaRN and linear scaling stretch what the model was trained with; llama3 configurations already
+    state the stretched length. This is the rule of vLLM's `_get_and_verify_max_len`.
+    """
+    match rope.scaling:
+        case YarnScaling(factor=factor, original_max_tokens=original):
+            return int(original * factor)
+        case LinearScaling(factor=factor):
+            return int(max_position_embeddings * factor)
+        case _:
+            return max_position_embeddings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

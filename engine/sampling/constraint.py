@@ -1,9 +1,9 @@
 """Logits held to a constraint: before a row samples, whatever would break it becomes impossible.
 
 What may come next is computed on the host, from every token the row has; so a row samples only
-after its newest token was heard here (`hear`). All rows of a step share one copy to the device and
-one launch there, and a step without such rows costs nothing. Knows no languages of constraints: a
-matcher says which tokens may come next.
+after its newest token was heard here (`accept_token`). All rows of a step share one copy to the
+device and one launch there, and a step without such rows costs nothing. Knows no languages of
+constraints: a matcher says which tokens may come next.
 """
 
 import logging
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from engine.request import Constraint, SamplingParams, Thinking
 from engine.sampling.feature import positions_of
-from kernels.token_mask import TOKENS_PER_WORD, ban_tokens, num_mask_words
+from kernels.sampling.token_mask import TOKENS_PER_WORD, ban_tokens, num_mask_words
 
 logger = logging.getLogger(__name__)
 
@@ -80,13 +80,13 @@ class Constraints:
             matcher = AfterThinking(matcher, params.thinking, self._eos_token_ids)
         self._matchers[row] = matcher
         for token_id in output_ids:
-            self.hear(row, token_id)
+            self.accept_token(row, token_id)
         return True
 
     def remove(self, row: int) -> None:
         self._matchers.pop(row, None)
 
-    def hear(self, row: int, token_id: int) -> None:
+    def accept_token(self, row: int, token_id: int) -> None:
         """The row's output goes on with this token, which was sampled under its constraint.
 
         A matcher that does not take it, as it allowed it before, has run into its own limits.
@@ -106,7 +106,7 @@ class Constraints:
         self._ban(logits, positions, packed)
 
     def observe(self, rows: list[int], token_ids: Tensor) -> None:
-        """Their ids are on the device: `hear` tells them once they are known here."""
+        """Their ids are on the device: `accept_token` tells them once they are known here."""
 
     # packed int32:  [0 .... M) lines of the logits   [M .... M + M * words) their masks
 

@@ -1,7 +1,8 @@
 """How rows with a temperature are drawn: torch features on a CPU, one fused object on a GPU.
 
-Both mean the same, steps 5 to 9 of `Sampler`; which one is used is decided once, by device. Knows
-nothing of history and bias, which have been applied to the logits that come here.
+Both mean the same, steps 5 to 9 of `Sampler`; which one is used is decided once, by device. Their
+randomness is Gumbel noise named by (seed, index, token) and added to the logits. Knows nothing of
+history and bias, which have been applied to the logits that come here.
 """
 
 import math
@@ -12,11 +13,60 @@ import torch
 from torch import Tensor
 
 from engine.request import SamplingParams
-from engine.sampling.feature import LogitFeature
-from engine.sampling.noise import GumbelNoise, signed_seed
+from engine.sampling.feature import LogitFeature, positions_of, put, take
 from engine.sampling.staging import Staging
 from engine.sampling.truncation import SMALLEST_TEMPERATURE, MinP, Temperature, TopK, TopP
-from kernels.sample_rows import Draws, GreedyChoice, greedy
+from kernels.sampling.noise import gumbel
+from kernels.sampling.rows import Draws, GreedyChoice, greedy
+
+
+def signed_seed(seed: int) -> int:
+    """The low 64 bits of a client's seed, as a signed 64-bit integer."""
+    return (seed + 2**63) % 2**64 - 2**63
+
+
+class GumbelNoise:
+    """Adds each drawing row's noise; the row's index is the number of its output tokens so far."""
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self._token_ids = torch.arange(vocab_size, device=device)  # [vocab]
+        self._seeds: dict[int, int] = {}  # row -> seed, as a signed 64-bit integer
+        self._indices: dict[int, int] = {}  # row -> output tokens so far
+
+    def add(
+        self, row: int, params: SamplingParams, prompt_ids: list[int], output_ids: list[int]
+    ) -> bool:
+        if params.is_greedy:
+            return False
+        self._seeds[row] = signed_seed(params.seed)
+        self._indices[row] = len(output_ids)
+        return True
+
+    def remove(self, row: int) -> None:
+        self._seeds.pop(row, None)
+        self._indices.pop(row, None)
+
+    def apply(self, logits: Tensor, rows: list[int]) -> None:
+        positions = positions_of(rows, self._seeds)
+        if not positions:
+            return
+        members = [rows[position] for position in positions]
+        seeds = torch.tensor([self._seeds[row] for row in members], device=logits.device)
+        indices = torch.tensor([self._indices[row] for row in members], device=logits.device)
+        index = torch.tensor(positions, device=logits.device)
+        part = take(logits, index)
+        part += gumbel(seeds, indices, self._token_ids)
+        put(logits, index, part)
+
+    def observe(self, rows: list[int], token_ids: Tensor) -> None:
+        """Which tokens were drawn does not matter; `advance` counts that they were."""
+        self.advance(rows)
+
+    def advance(self, rows: list[int]) -> None:
+        """Those of `rows` that are ours drew a token each."""
+        for row in rows:
+            if row in self._indices:
+                self._indices[row] += 1
 
 
 class Draw(Protocol):
@@ -86,7 +136,7 @@ class TorchDraw:
 
 
 class FusedDraw:
-    """The same by `kernels.sample_rows_triton`, without waiting.
+    """The same by `kernels.sampling.rows_triton`, without waiting.
 
     Parameters are kept on the host and sent with each step, so rows may come and go while earlier
     steps are still on the GPU: those have their own copy.
@@ -94,7 +144,7 @@ class FusedDraw:
 
     def __init__(self, vocab_size: int, max_rows: int, staging: Staging) -> None:
         # Needs Triton, which only a GPU host has to have.
-        from kernels.sample_rows_triton import draw
+        from kernels.sampling.rows_triton import draw
 
         self._launch = draw
         self._vocab_size = vocab_size

@@ -1,17 +1,52 @@
-"""Log-probabilities as the client asked: of the chosen token and of the k best.
+"""Log-probabilities as the client asked: of the drawn token and the k best, or of named labels.
 
 They are the model's own, from logits before any processing; how the token came to be chosen is not
-known here.
+known here. A row that asks for labels draws nothing: one gather reads those of all rows of a step.
 """
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from engine.request import SamplingParams
-from engine.sampling.choice import LogprobTensors
 from engine.sampling.feature import positions_of, take
+from engine.sampling.sampled import LabelTensors, LogprobTensors
 from engine.sampling.staging import Staging
-from kernels.sample_rows import GreedyChoice
+from kernels.sampling.rows import GreedyChoice
+
+
+class Labels:
+    """The labels of the rows that ask for no token; changes nothing."""
+
+    def __init__(self, staging: Staging) -> None:
+        self._staging = staging
+        self._token_ids: dict[int, tuple[int, ...]] = {}  # row -> may be none
+
+    def add(self, row: int, params: SamplingParams) -> None:
+        self._token_ids[row] = params.label_token_ids
+
+    def remove(self, row: int) -> None:
+        self._token_ids.pop(row, None)
+
+    def read(self, logits: Tensor, rows: list[int]) -> LabelTensors | None:
+        """Of the rows that end here; None if there is none.
+
+        logits: [S, vocab], unprocessed, left as they are.
+        """
+        positions = positions_of(rows, self._token_ids)
+        if not positions:
+            return None
+        asked = [self._token_ids[rows[p]] for p in positions]
+        counts = [len(token_ids) for token_ids in asked]
+        lines = np.repeat(np.arange(len(positions)), counts)
+        index, line, token_ids = self._staging.send(
+            np.array(positions, dtype=np.int64),
+            lines.astype(np.int64),
+            np.array([i for ids in asked for i in ids], dtype=np.int64),
+        )
+        part = take(logits, index).float()  # [P, vocab]
+        values = part[line, token_ids] - part.logsumexp(dim=-1)[line]
+        return LabelTensors(positions=positions, counts=counts, values=values)
 
 
 class Logprobs:

@@ -1,9 +1,9 @@
 """From logits to the next token of every row, with its log-probabilities.
 
 Knows logits, rows and sampling parameters; nothing of models, blocks, stop conditions or text. All
-randomness is `kernels.sample`: no generator, no state besides each row's own history. On a GPU it
-only launches: nothing here waits for the device, so the next step can be launched before this
-one's tokens are known to the host.
+randomness is `kernels.sampling.noise`: no generator, no state besides each row's own history. On a
+GPU it only launches: nothing here waits for the device, so the next step can be launched before
+this one's tokens are known to the host.
 """
 
 import torch
@@ -11,16 +11,15 @@ from torch import Tensor
 
 from engine.request import SamplingParams
 from engine.sampling.bias import LogitBias, MinTokens
-from engine.sampling.choice import LogprobTensors, SampledTensors
 from engine.sampling.constraint import Constraints, Matchers, NoMatchers
 from engine.sampling.draw import build_draw
 from engine.sampling.feature import LogitFeature, positions_of
-from engine.sampling.labels import Labels
-from engine.sampling.logprobs import Logprobs
+from engine.sampling.logprobs import Labels, Logprobs
 from engine.sampling.penalties import OccurrencePenalty, RepetitionPenalty
+from engine.sampling.sampled import LogprobTensors, SampledTensors
 from engine.sampling.staging import Staging
-from kernels.sample_rows import GreedyChoice
-from kernels.sample_rows import greedy as greedy_choice
+from kernels.sampling.rows import GreedyChoice
+from kernels.sampling.rows import greedy as greedy_choice
 
 __all__ = ["GreedyChoice", "LogprobTensors", "SampledTensors", "Sampler"]
 
@@ -42,7 +41,7 @@ class Sampler:
                            do not stop, which is the scheduler's; stop_token_ids still are.
     5. constraint          tokens after which the output could not meet it are impossible; eos is
                            possible where the output is complete, and there alone. A row with one
-                           has to `hear` its newest token before it samples the next.
+                           has to `accept_token` its newest token before it samples the next.
     6. temperature         0: the argmax of what stands now, lowest id among equals, no noise, and
                            7-10 do not apply. Above 0: divides. However small, it does not turn into
                            another mode (vLLM: below 1e-5 is greedy): 1e-6 draws the best token,
@@ -144,9 +143,9 @@ class Sampler:
         for feature in self._adjustments:
             feature.remove(row)
 
-    def hear(self, row: int, token_id: int) -> None:
+    def accept_token(self, row: int, token_id: int) -> None:
         """The newest token of a row with a constraint, before the row samples again."""
-        self._constraints.hear(row, token_id)
+        self._constraints.accept_token(row, token_id)
 
     def is_plain(self, rows: list[int]) -> bool:
         """Whether none of `rows` needs anything but the argmax of its logits."""
@@ -157,10 +156,10 @@ class Sampler:
     ) -> SampledTensors:
         """Draw one token for each of `rows` that asks for one, and advance their history.
 
-        logits: fp32, bf16 or fp16 [S, vocab], one line per row in the same order, left as they
-        are. Rows come in any order, each at most once, in a list that nobody changes. `greedy`:
-        what `kernels.sample_rows.greedy` makes of the logits, if that is known already; left as it
-        is. On a GPU the result's tensors are still being computed; they may be those of `greedy`
+        logits: fp32, bf16 or fp16 [S, vocab], one line per row in the same order, left as they are.
+        Rows come in any order, each at most once, in a list that nobody changes. `greedy`: what
+        `kernels.sampling.rows.greedy` makes of the logits, if that is known already; left as it is.
+        On a GPU the result's tensors are still being computed; they may be those of `greedy`
         itself.
         """
         self._check(logits, rows)

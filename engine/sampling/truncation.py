@@ -2,7 +2,7 @@
 
 Every cut is by value: a row gets a threshold and keeps each token at or above it, so equal logits
 are kept or dropped together, whatever their ids. Plain torch that reads back what it computes: the
-implementation on a CPU and the oracle of `kernels.sample_limits_triton`, which does the same on a
+implementation on a CPU and the oracle of `kernels.sampling.limits_triton`, which does the same on a
 GPU without waiting. Knows nothing of history, bias or noise; a row drawn greedily never comes here.
 """
 

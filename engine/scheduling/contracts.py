@@ -10,14 +10,14 @@ from engine.request import Request, RequestKey
 
 
 class BlockHasher(Protocol):
-    """Names the content of full blocks (see engine/kv/block_hash.py)."""
+    """Names the content of full blocks (see engine/kv/hashes.py)."""
 
     def extend(self, request: Request) -> None:
         """Append to `request.block_hashes` the hash of every full block of its known tokens."""
         ...
 
 
-class Outbox(Protocol):
+class HandoffQueue(Protocol):
     """Where finished prompts go whose KV belongs on another worker. Called on the engine thread."""
 
     @property

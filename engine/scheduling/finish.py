@@ -1,9 +1,19 @@
-"""When a request's tokens end. Stop strings are not here: only the ingress sees text."""
+"""The tokens that a step sampled: recorded for their requests, and whether each was the last.
+
+`FinishRules` decides when a request's tokens end (stop strings are the ingress's, which sees text);
+`SampledTokens` adds a step's tokens to their requests and makes the records for the clients. It
+reports which requests have their last token and ends none. Knows no blocks and no queue.
+"""
 
 from collections.abc import Iterable
+from itertools import islice
 from typing import Literal
 
-from engine.request import Request
+from engine.messages import TokenRecord
+from engine.plan import StepResult, TokenLogprobs
+from engine.request import PromptScores, Request
+from engine.scheduling.contracts import StepOutput
+from engine.scheduling.in_flight import StepInFlight
 
 
 class FinishRules:
@@ -57,3 +67,112 @@ class FinishRules:
             if request.num_computed_tokens + 1 >= request.max_known_tokens
             or request.decode_worker is not None
         ]
+
+
+# Who has its last token here, and how it finished; None = it goes on at another worker.
+Ending = tuple[Request, Literal["stop", "length"] | None]
+
+
+class SampledTokens:
+    """Appends tokens to requests and emits them, by one set of `FinishRules`."""
+
+    def __init__(self, finish_rules: FinishRules) -> None:
+        self._finish_rules = finish_rules
+        self.num_tokens = 0  # emitted since the start
+
+    def append_all(
+        self, step: StepInFlight, result: StepResult, output: StepOutput
+    ) -> list[Ending]:
+        """Add what was sampled to requests that have a row and to `output`, in the plan's order.
+
+        Most rows are decodes that go on: two comparisons tell them, and there is nothing else to
+        say about their tokens. All others go through `_append`, which is right for any row.
+        """
+        endings: list[Ending] = []
+        emit = output.tokens.append
+        for index, piece in result.prompt_logprobs.items():
+            step.requests[index].keep_prompt_logprobs(piece)
+        rows = step.rows(result)
+        for request, token_ids, logprobs in islice(rows, step.num_decodes):
+            if request.row is None or not token_ids:
+                continue
+            (token_id,) = token_ids  # a decode samples one, or none if it is not finite
+            tokens = request.tokens
+            num_known = len(tokens)
+            if token_id in request.stop_ids or num_known + 1 >= request.max_known_tokens:
+                endings += self._append(request, token_id, logprobs, output)
+                continue
+            tokens.append(token_id)
+            index = num_known - request.num_prompt_tokens
+            record = TokenRecord(key=request.key, index=index, token_id=token_id, logprobs=logprobs)
+            emit((request.ingress_id, record))
+        for request, token_ids, logprobs in rows:
+            if request.row is not None:
+                for token_id in token_ids:
+                    endings += self._append(request, token_id, logprobs, output)
+        self.num_tokens += len(output.tokens)
+        return endings + self._end_with_prompts(step, result, output)
+
+    def _append(
+        self,
+        request: Request,
+        token_id: int,
+        logprobs: TokenLogprobs | None,
+        output: StepOutput,
+    ) -> list[Ending]:
+        """Add and emit one token; returns whether it is the request's last one here."""
+        index = request.num_output_tokens
+        is_first = index == request.num_emitted_tokens  # of those that come from here
+        request.tokens.append(token_id)
+        finish, stop_token_id = self._finish_rules.reason(request, token_id)
+        record = TokenRecord(
+            key=request.key,
+            index=index,
+            token_id=token_id,
+            logprobs=logprobs,
+            prompt=_take_scores(request, []) if is_first else None,
+            num_cached_tokens=request.num_cached_tokens if is_first else None,
+            waited_s=_waited_s(request) if is_first else None,
+            finish=finish,
+            stop_token_id=stop_token_id,
+        )
+        output.tokens.append((request.ingress_id, record))
+        is_last = finish is not None or request.decode_worker is not None
+        return [(request, finish)] if is_last else []
+
+    def _end_with_prompts(
+        self, step: StepInFlight, result: StepResult, output: StepOutput
+    ) -> list[Ending]:
+        """Whose prompt is computed and who asked for no token: emit what is known of each."""
+        ended = [(step.requests[index], labels) for index, labels in result.labels.items()]
+        return [
+            self._end_with_prompt(request, labels, output)
+            for request, labels in ended
+            if request.row is not None
+        ]
+
+    def _end_with_prompt(self, request: Request, labels: list[float], output: StepOutput) -> Ending:
+        finish = self._finish_rules.reason_of_prompt(request)
+        record = TokenRecord(
+            key=request.key,
+            index=0,
+            token_id=request.tokens[-1],
+            is_output=False,
+            prompt=_take_scores(request, labels),
+            num_cached_tokens=request.num_cached_tokens,
+            waited_s=_waited_s(request),
+            finish=finish,
+        )
+        output.tokens.append((request.ingress_id, record))
+        return request, finish
+
+
+def _take_scores(request: Request, labels: list[float]) -> PromptScores | None:
+    """What is known of the prompt, which the request no longer keeps; None = nothing was asked."""
+    pieces, request.prompt_logprobs = request.prompt_logprobs, []
+    return PromptScores(labels, pieces) if labels or pieces else None
+
+
+def _waited_s(request: Request) -> float | None:
+    """Before its prompt's first step; None for a request that came with its KV."""
+    return None if request.started_s is None else request.started_s - request.arrival_s

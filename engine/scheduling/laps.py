@@ -35,12 +35,11 @@ from heapq import merge
 from itertools import chain, islice
 
 from configs.schema import LapsConfig
-from engine.messages import LengthClass
+from engine.cost_model import NO_WORK, CostModel, StepWork
+from engine.length_class import LengthClass, classify
 from engine.request import Request, RequestKey
-from engine.scheduling.cost_model import NO_WORK, CostModel, StepWork
-from engine.scheduling.placement import classify
-from engine.scheduling.step_room import StepRoom, Turn, rest_of_prompt
-from engine.scheduling.waiting import Place, WaitingQueue
+from engine.scheduling.budget import Candidate, StepBudget, rest_of_prompt
+from engine.scheduling.waiting import SortKey, WaitingQueue
 
 _MIN_STEP_FLOORS = 4  # a long chunk's step may take so many times what a step costs at least
 _BUSY_SHARE = 0.1  # of the queued long work that one step may take
@@ -93,8 +92,8 @@ class DualQueue:
         self._count_uncached = count_uncached
         self._due_of = due_of
         self._waiting: dict[LengthClass, WaitingQueue] = {
-            "short": WaitingQueue(self._place_among_short),
-            "long": WaitingQueue(self._place_among_long),
+            "short": WaitingQueue(self._short_sort_key),
+            "long": WaitingQueue(self._long_sort_key),
         }
         self._entries: dict[RequestKey, _Entry] = {}
         self._progress: dict[RequestKey, _Progress] = {}
@@ -163,7 +162,7 @@ class DualQueue:
 
     # ---- one step -------------------------------------------------------------------------------
 
-    def turns(self, running: Sequence[Request], room: StepRoom) -> Iterator[Turn]:
+    def candidates(self, running: Sequence[Request], budget: StepBudget) -> Iterator[Candidate]:
         """See `PromptQueue.turns`, and the rules above.
 
         Walks the long requests, and remembers which kind of step this was.
@@ -171,35 +170,35 @@ class DualQueue:
         short, long = self._split(running)
         self._reclassify_heads()
         is_fill = self._config.mix == "fill"
-        waiting_short = self._waiting_short() if room.can_admit else iter(())
-        waiting_long = self._waiting["long"] if room.can_admit else ()
-        has_short = bool(short) or (room.can_admit and len(self._waiting["short"]) > 0)
+        waiting_short = self._waiting_short() if budget.can_admit else iter(())
+        waiting_long = self._waiting["long"] if budget.can_admit else ()
+        has_short = bool(short) or (budget.can_admit and len(self._waiting["short"]) > 0)
         if has_short and not self._has_long_gone_first:
-            yield from self._aged_turns(chain(long, waiting_long), short, room)
-        if is_fill or room.num_prompts == 0:
-            yield from self._offer(chain(short, waiting_short), room, "short")
-        if is_fill or room.num_prompts == 0:
-            self._limit_long_chunks(chain(long, waiting_long), room)
-            ordered = merge(long, waiting_long, key=self._place_among_long)
-            yield from self._offer(ordered, room, "long", max_prompts=None if is_fill else 1)
+            yield from self._aged_candidates(chain(long, waiting_long), short, budget)
+        if is_fill or budget.num_prompts == 0:
+            yield from self._offer(chain(short, waiting_short), budget, "short")
+        if is_fill or budget.num_prompts == 0:
+            self._limit_long_chunks(chain(long, waiting_long), budget)
+            ordered = merge(long, waiting_long, key=self._long_sort_key)
+            yield from self._offer(ordered, budget, "long", max_prompts=None if is_fill else 1)
 
-    def _limit_long_chunks(self, long: Iterable[Request], room: StepRoom) -> None:
+    def _limit_long_chunks(self, long: Iterable[Request], budget: StepBudget) -> None:
         """Give chunks of `long` another time than `max_step_ms`, where the configuration does."""
         mixed_ms, busy_ms = self._config.max_mixed_step_ms, self._config.max_busy_step_ms
-        if room.num_prompts > 0 and mixed_ms is not None:
-            room.limit_time(min(self.max_step_s, 1e-3 * mixed_ms))
-        elif room.num_prompts == 0 and busy_ms is not None:
+        if budget.num_prompts > 0 and mixed_ms is not None:
+            budget.limit_time(min(self.max_step_s, 1e-3 * mixed_ms))
+        elif budget.num_prompts == 0 and busy_ms is not None:
             queued_s = self._model.costs.step_seconds(self._work(long))
-            room.limit_time(max(self.max_step_s, min(1e-3 * busy_ms, _BUSY_SHARE * queued_s)))
+            budget.limit_time(max(self.max_step_s, min(1e-3 * busy_ms, _BUSY_SHARE * queued_s)))
 
-    def _aged_turns(
-        self, long: Iterable[Request], short: list[Request], room: StepRoom
-    ) -> Iterator[Turn]:
+    def _aged_candidates(
+        self, long: Iterable[Request], short: list[Request], budget: StepBudget
+    ) -> Iterator[Candidate]:
         """One chunk for the long request that has had none for longest, if that is too long."""
         aged = [
             (since_s, request)
             for request in long
-            if room.now_s - (since_s := self._last_served_s(request))
+            if budget.now_s - (since_s := self._last_served_s(request))
             >= self._config.max_long_wait_s
         ]
         if not aged:
@@ -207,37 +206,37 @@ class DualQueue:
         aged.sort(key=lambda pair: pair[0])
         beside = NO_WORK
         if self._config.mix == "fill":  # more of them than tokens change nothing
-            first_short = islice(self._waiting["short"], room.num_tokens_left)
+            first_short = islice(self._waiting["short"], budget.num_tokens_left)
             beside = self._work(chain(short, first_short))
         ordered = [request for _, request in aged]
-        yield from self._offer(ordered, room, "long", max_prompts=1, beside=beside)
+        yield from self._offer(ordered, budget, "long", max_prompts=1, beside=beside)
 
     def _offer(
         self,
         candidates: Iterable[Request],
-        room: StepRoom,
+        budget: StepBudget,
         length_class: LengthClass,
         *,
         max_prompts: int | None = None,
         beside: StepWork = NO_WORK,
-    ) -> Iterator[Turn]:
-        """Turns in order until `max_prompts` have a chunk.
+    ) -> Iterator[Candidate]:
+        """Candidates in order until `max_prompts` have a chunk.
 
         Chunks leave room for `beside`, or half of their own if that is less.
         """
         num_prompts = 0
-        offers = room.offer(candidates, work_of=self._rest, is_waiting=self._is_waiting)
+        offers = budget.offer(candidates, work_of=self._rest, is_waiting=self._is_waiting)
         for request, max_tokens in offers:
             if beside is not NO_WORK:
                 rest = self._rest(request)
-                max_tokens = max(room.fit(*rest, beside=beside), room.fit(*rest) // 2)
+                max_tokens = max(budget.fit(*rest, beside=beside), budget.fit(*rest) // 2)
             yield request, max_tokens
-            if room.num_granted(request) == 0:
+            if budget.num_granted(request) == 0:
                 continue
-            if room.num_prompts == 1:
+            if budget.num_prompts == 1:
                 self._has_long_gone_first = length_class == "long"
             self._progress[request.key] = _Progress(
-                length_class=length_class, last_chunk_s=room.now_s
+                length_class=length_class, last_chunk_s=budget.now_s
             )
             num_prompts += 1
             if num_prompts == max_prompts:
@@ -250,8 +249,8 @@ class DualQueue:
         short = [r for r in running if progress[r.key].length_class == "short"]
         long = [r for r in running if progress[r.key].length_class == "long"]
         return (
-            sorted(short, key=self._place_among_short),
-            sorted(long, key=self._place_among_long),
+            sorted(short, key=self._short_sort_key),
+            sorted(long, key=self._long_sort_key),
         )
 
     def _enter(self, request: Request) -> _Progress:
@@ -321,13 +320,13 @@ class DualQueue:
         default_s = config.short_ttft_deadline_s if is_short else config.long_ttft_deadline_s
         return None if default_s is None else request.arrival_s + default_s
 
-    def _place_among_short(self, request: Request) -> Place:
-        return self._place(request, self._due_s(request, "short"))
+    def _short_sort_key(self, request: Request) -> SortKey:
+        return self._sort_key(request, self._due_s(request, "short"))
 
-    def _place_among_long(self, request: Request) -> Place:
-        return self._place(request, self._due_s(request, "long"))
+    def _long_sort_key(self, request: Request) -> SortKey:
+        return self._sort_key(request, self._due_s(request, "long"))
 
-    def _place(self, request: Request, due_s: float | None) -> Place:
+    def _sort_key(self, request: Request, due_s: float | None) -> SortKey:
         order_s = request.arrival_s if due_s is None else due_s
         entry = self._entries.get(request.key)
         serial = -1 if entry is None else entry.serial  # of equals, who runs goes first

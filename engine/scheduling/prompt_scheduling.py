@@ -2,7 +2,7 @@
 
     arrived      a request joins the queue
     must_gather  whether an idle device should wait for more short prompts
-    open_room    how much prompt work the next step may hold beside its decodes
+    open_budget    how much prompt work the next step may hold beside its decodes
     queue.turns  who gets it
     observe      how long a step took
 
@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from itertools import chain
 
 from configs.schema import LapsConfig
-from engine.messages import LengthClass, ShortLoad
+from engine.cost_model import CostModel, StepWork
+from engine.length_class import LengthClass
+from engine.messages import ShortLoad
 from engine.request import Request
-from engine.scheduling.cost_model import CostModel, StepWork
+from engine.scheduling.budget import StepBudget, rest_of_prompt
 from engine.scheduling.laps import DualQueue
-from engine.scheduling.step_room import StepRoom, rest_of_prompt
 from engine.scheduling.waiting import PromptQueue, WaitingQueue, by_arrival, by_priority
 from engine.scheduling.window import AdaptiveWindow, FixedWindow, Gathered, NoWindow, Wait, Window
 
@@ -43,14 +44,14 @@ class PromptScheduling:
         laps: LapsConfig,
         *,
         count_uncached: Callable[[Request], int],
-        full_step_tokens: Sequence[int] = (),
+        graph_token_sizes: Sequence[int] = (),
     ) -> None:
         """count_uncached: tokens of a waiting request that no cached block saves.
 
-        full_step_tokens: sizes, ascending, of prompt steps that compute nothing in vain.
+        graph_token_sizes: sizes, ascending, of prompt steps that compute nothing in vain.
         """
         self._laps = laps
-        self._full_step_tokens = full_step_tokens
+        self._graph_token_sizes = graph_token_sizes
         self._model = CostModel()
         self._window = _build_window(laps)
         self.order = by_arrival if laps.queue == "fcfs" else by_priority
@@ -77,7 +78,7 @@ class PromptScheduling:
         if self._dual is not None and self._dual.length_class(request.key) == "short":
             self._window.arrived(request.arrival_s)
 
-    def must_gather_until_s(self, now_s: float) -> float | None:
+    def must_defer_until_s(self, now_s: float) -> float | None:
         """Until when an idle device with nothing else to do should wait; None = start now."""
         if self._dual is None or isinstance(self._window, NoWindow):
             return None
@@ -97,12 +98,12 @@ class PromptScheduling:
         )
         return decision.until_s if isinstance(decision, Wait) else None
 
-    def open_room(
+    def open_budget(
         self, now_s: float, max_tokens: int, decoding: StepWork, *, can_admit: bool
-    ) -> StepRoom:
+    ) -> StepBudget:
         """Room for prompts beside `decoding`."""
         is_laps = self._dual is not None
-        return StepRoom(
+        return StepBudget(
             now_s=now_s,
             max_tokens=max_tokens,
             min_chunk_tokens=_MIN_LONG_CHUNK_TOKENS if is_laps else 1,
@@ -110,7 +111,7 @@ class PromptScheduling:
             costs=self._model.costs,
             decoding=decoding,
             can_admit=can_admit,
-            full_step_tokens=self._full_step_tokens if is_laps else (),
+            graph_token_sizes=self._graph_token_sizes if is_laps else (),
         )
 
     def observe(self, work: StepWork, duration_s: float) -> None:

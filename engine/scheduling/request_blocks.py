@@ -6,7 +6,7 @@ would spread a NaN even from a masked position (0 * NaN). Knows no rows, no queu
 
 from collections.abc import Iterable, Sequence
 
-from engine.kv.block_cache import BlockCache
+from engine.kv.cache import BlockCache
 from engine.request import Request, RequestKey
 from engine.scheduling.contracts import BlockHasher
 
@@ -18,8 +18,10 @@ class RequestBlocks:
         self._cache = cache
         self._hasher = hasher
         self._block_size = block_size
-        self.poisoned_block_ids: list[int] = []  # held here until `take_poisoned`
-        self._put_off: dict[RequestKey, tuple[Request, int]] = {}  # what `index_full` is due for
+        self.nonfinite_block_ids: list[int] = []  # held here until `take_nonfinite`
+        self._deferred_index: dict[
+            RequestKey, tuple[Request, int]
+        ] = {}  # what `index_full` is due for
 
     def hash_full(self, request: Request) -> None:
         """Name the full blocks of the request's known tokens, if they can be found by name."""
@@ -88,18 +90,18 @@ class RequestBlocks:
         request.num_indexed_blocks = num_full
 
     def index_later(self, request: Request, num_computed_tokens: int) -> None:
-        """`index_full` at the next `index_put_off`, unless the request's blocks are taken first."""
-        self._put_off[request.key] = request, num_computed_tokens
+        """`index_full` at the next `flush_deferred_index`, unless its blocks are taken first."""
+        self._deferred_index[request.key] = request, num_computed_tokens
 
-    def index_put_off(self) -> None:
+    def flush_deferred_index(self) -> None:
         """A long prompt's blocks take a millisecond, for which its first step need not wait."""
-        for request, num_computed_tokens in self._put_off.values():
+        for request, num_computed_tokens in self._deferred_index.values():
             self.index_full(request, num_computed_tokens)
-        self._put_off.clear()
+        self._deferred_index.clear()
 
     def take(self, request: Request) -> list[int]:
         """The request's references, which are the caller's from now on."""
-        self._put_off.pop(request.key, None)
+        self._deferred_index.pop(request.key, None)
         block_ids, request.block_ids = request.block_ids, []
         request.num_indexed_blocks = 0
         return block_ids
@@ -112,16 +114,16 @@ class RequestBlocks:
         """
         self._cache.forget(block_ids)
         is_shared = {b: self._cache.num_references(b) > 1 for b in block_ids}
-        self.poisoned_block_ids += [b for b, shared in is_shared.items() if not shared]
+        self.nonfinite_block_ids += [b for b, shared in is_shared.items() if not shared]
         return [b for b, shared in is_shared.items() if shared]
 
     def let_go(self, block_ids: Sequence[int], *, is_finite: bool) -> None:
         """Release what a request held; without `is_finite`, its own blocks are set aside."""
         self._cache.release(block_ids if is_finite else self.set_aside(block_ids))
 
-    def take_poisoned(self) -> list[int]:
+    def take_nonfinite(self) -> list[int]:
         """Blocks for the next plan to zero, with their references."""
-        block_ids, self.poisoned_block_ids = self.poisoned_block_ids, []
+        block_ids, self.nonfinite_block_ids = self.nonfinite_block_ids, []
         return block_ids
 
     def _allocate(self, num_blocks: int) -> list[int]:

@@ -1,20 +1,136 @@
-"""Requests that have a row: those whose prompt computes, and those that compute a token every step.
+"""Requests that have a row: which rows are free, who decodes, and the plan of a step over them.
 
     add() -> prompts -> decodes -> paused -> remove()
              computes   computes   its last token here is in flight: nothing is left to compute
              chunks     one token
 
 A request moves to the right once for every time it gets a row, and may be removed from anywhere.
-One with a constraint is paused after every step, until its token came: what it may sample next
-depends on that token.
-Each step plans all `decodes` alike, so that nobody has to be asked what it would compute next.
-Knows no rows, no blocks and no steps.
+One with a constraint is paused after every step until its token has come, because what it may
+sample next depends on that token. Each step plans all `decodes` alike, as columns of an array that
+is made anew when a request joins or leaves. Knows no blocks beyond their size, and no tensors.
 """
 
 from collections.abc import Iterable, Iterator
+from itertools import repeat
 
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.cost_model import StepWork
+from engine.plan import RowAdmission, StepPlan
 from engine.request import Request, RequestKey
-from engine.scheduling.decode_columns import DecodeColumns
+from engine.scheduling.finish import FinishRules
+
+
+class RowSlots:
+    """Rows [0, max_rows), each free or given to one request."""
+
+    def __init__(self, max_rows: int) -> None:
+        self._free = list(reversed(range(max_rows)))  # taken from the end
+        self._entered: list[Request] = []  # given a row since the last plan, in that order
+        self._released: list[int] = []  # given up since then by requests of earlier plans
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def give(self, request: Request) -> None:
+        """Put a request without a row into a free one."""
+        assert request.row is None, f"{request.key} has row {request.row}"
+        request.row = self._free.pop()
+        self._entered.append(request)
+
+    def take_back(self, request: Request) -> None:
+        """Free a request's row; nothing happens if it has none."""
+        if request.row is None:
+            return
+        if self.is_entering(request):
+            self._entered.remove(request)  # the executor has not heard of it
+        else:
+            self._released.append(request.row)
+        self._free.append(request.row)
+        request.row = None
+
+    def is_entering(self, request: Request) -> bool:
+        """Whether the next plan admits the request, with all the blocks it has by then."""
+        return request in self._entered
+
+    def take_changes(self) -> tuple[list[RowAdmission], list[int]]:
+        """Admissions and released rows since the last call, for the next plan."""
+        admissions = [_admission(request) for request in self._entered]
+        released = self._released
+        self._entered, self._released = [], []
+        return admissions, released
+
+
+def row_of(request: Request) -> int:
+    assert request.row is not None, f"{request.key} runs without a row"
+    return request.row
+
+
+def _admission(request: Request) -> RowAdmission:
+    return RowAdmission(
+        row=row_of(request),
+        token_ids=list(request.tokens),
+        num_prompt_tokens=request.num_prompt_tokens,
+        params=request.params,
+        block_ids=list(request.block_ids),
+        num_computed_tokens=request.num_computed_tokens,
+    )
+
+
+class DecodeColumns:
+    """Who decodes, in order; `advance` mutates the requests, too."""
+
+    def __init__(self, requests: Iterable[Request]) -> None:
+        self.requests = list(requests)
+        self.rows = [r.row for r in self.requests if r.row is not None]
+        self.constrained = [r for r in self.requests if r.params.constraint is not None]
+        # [R]
+        self._num_computed: NDArray[np.int64] = np.array(
+            [request.num_computed_tokens for request in self.requests], dtype=np.int64
+        )
+        self._sum_computed = int(self._num_computed.sum())
+        self._at_block_boundary: list[Request] | None = None  # None = not asked since they moved on
+        self._num_steps_to_last: int | None = None  # None = not asked yet
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    @property
+    def num_computed_tokens(self) -> list[int]:
+        """[R]"""
+        num_computed: list[int] = self._num_computed.tolist()
+        return num_computed
+
+    @property
+    def work(self) -> StepWork:
+        """What the next step computes of them."""
+        num_rows = len(self.requests)
+        return StepWork(num_decode_rows=num_rows, num_decode_keys=self._sum_computed + num_rows)
+
+    def at_block_boundary(self, block_size: int) -> list[Request]:
+        """Whose computed tokens fill their last block; every call has the same `block_size`."""
+        if self._at_block_boundary is None:
+            (places,) = (self._num_computed % block_size == 0).nonzero()
+            self._at_block_boundary = [self.requests[place] for place in places.tolist()]
+        return self._at_block_boundary
+
+    def at_last_token(self, rules: FinishRules) -> list[Request]:
+        """What `rules` say of them; every call has the same `rules`."""
+        if self._num_steps_to_last is None:
+            self._num_steps_to_last = rules.num_steps_to_last(self.requests)
+        return rules.at_last_token(self.requests) if self._num_steps_to_last <= 0 else []
+
+    def advance(self) -> None:
+        """The step that was planned computes a token of each."""
+        self._num_computed += 1
+        self._sum_computed += len(self.requests)
+        self._at_block_boundary = None
+        if self._num_steps_to_last is not None:
+            self._num_steps_to_last -= 1
+        for request in self.requests:
+            request.num_computed_tokens += 1
 
 
 class RunningRequests:
@@ -107,3 +223,52 @@ class RunningRequests:
             and other.num_indexed_blocks < num_shared_blocks
             for other in self
         )
+
+
+Chunk = tuple[Request, int]  # who computes known tokens, and how many of them
+
+
+def build_plan(
+    step: int,
+    decodes: DecodeColumns,
+    chunks: list[Chunk],
+    grown: dict[int, list[int]],
+    zero_block_ids: list[int],
+    row_slots: RowSlots,
+) -> StepPlan:
+    """The plan of step number `step`; takes from `row_slots` what the executor has to hear.
+
+    `decodes`: who computes its newest token, and samples the next. `chunks`: who runs besides; it
+    samples if it reaches the end of its tokens. `grown`: row -> blocks that it got since an earlier
+    plan.
+    """
+    num_decodes = len(decodes)
+    requests = [request for request, _ in chunks]
+    reaches_end = [num_new == request.num_uncomputed_tokens for request, num_new in chunks]
+    rows = decodes.rows + [request.row for request in requests if request.row is not None]
+    num_rows = num_decodes + len(requests)
+    assert len(rows) == num_rows, f"step {step}: a request of {num_rows} has no row"
+    no_blocks: list[int] = []
+    accepted_tokens = [
+        (row_of(request), request.tokens[-1])
+        for request in decodes.constrained
+        if not row_slots.is_entering(request)
+    ]
+    admissions, released_rows = row_slots.take_changes()
+    return StepPlan(
+        step=step,
+        zero_block_ids=zero_block_ids,
+        admissions=admissions,
+        released_rows=released_rows,
+        rows=rows,
+        num_new_tokens=[1] * num_decodes + [num_new for _, num_new in chunks],
+        num_computed_tokens=(
+            decodes.num_computed_tokens + [request.num_computed_tokens for request in requests]
+        ),
+        num_logits=[1] * num_decodes + list(map(int, reaches_end)),
+        samples=[True] * num_decodes + reaches_end,
+        new_block_ids=(
+            list(map(grown.get, rows, repeat(no_blocks))) if grown else [no_blocks] * num_rows
+        ),
+        accepted_tokens=accepted_tokens,
+    )

@@ -22,24 +22,27 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from configs.schema import LapsConfig, SchedulerConfig
+from engine.cost_model import StepCosts, StepWork
 from engine.errors import CapacityError
-from engine.kv.block_cache import BlockCache, BlockTerms
+from engine.kv.cache import BlockCache, BlockTerms
+from engine.plan import StepPlan, StepResult
 from engine.request import Request, RequestKey
-from engine.scheduling.contracts import BlockHasher, Outbox, SchedulerStatistics, StepOutput
-from engine.scheduling.cost_model import StepCosts, StepWork
-from engine.scheduling.decode_columns import DecodeColumns
-from engine.scheduling.finish import FinishRules
-from engine.scheduling.plan import StepPlan, StepResult
-from engine.scheduling.plan_building import Chunk, build_plan
+from engine.scheduling.budget import StepBudget
+from engine.scheduling.contracts import BlockHasher, HandoffQueue, SchedulerStatistics, StepOutput
+from engine.scheduling.finish import FinishRules, SampledTokens
+from engine.scheduling.in_flight import StepInFlight, StepsInFlight
 from engine.scheduling.prompt_scheduling import PromptScheduling, QueuedWork
 from engine.scheduling.request_blocks import RequestBlocks
-from engine.scheduling.room_wait import Room, num_steps_left, steps_until
-from engine.scheduling.row_slots import RowSlots, row_of
-from engine.scheduling.running import RunningRequests
-from engine.scheduling.sampled_tokens import SampledTokens
+from engine.scheduling.running import (
+    Chunk,
+    DecodeColumns,
+    RowSlots,
+    RunningRequests,
+    build_plan,
+    row_of,
+)
 from engine.scheduling.short_reserve import Holdings, ShortReserve
-from engine.scheduling.step_room import StepRoom
-from engine.scheduling.steps_in_flight import StepInFlight, StepsInFlight
+from engine.scheduling.wait_prediction import Room, num_steps_left, steps_until
 
 DEFAULT_LAPS = LapsConfig()
 
@@ -53,14 +56,14 @@ class Scheduler:
         *,
         cache: BlockCache,
         hasher: BlockHasher,
-        outbox: Outbox,
+        handoff_queue: HandoffQueue,
         block_size: int,
         max_model_len: int,
         eos_token_ids: tuple[int, ...],
         laps: LapsConfig = DEFAULT_LAPS,
-        full_step_tokens: Sequence[int] = (),
+        graph_token_sizes: Sequence[int] = (),
     ) -> None:
-        """full_step_tokens: sizes, ascending, of prompt steps that compute nothing in vain."""
+        """graph_token_sizes: sizes, ascending, of prompt steps that compute nothing in vain."""
         assert config.max_rows <= config.max_step_tokens, (
             f"{config.max_rows} rows cannot each decode in {config.max_step_tokens} tokens"
         )
@@ -69,7 +72,7 @@ class Scheduler:
         )
         self._config = config
         self._cache = cache
-        self._outbox = outbox
+        self._handoff_queue = handoff_queue
         self._block_size = block_size
         self._finish_rules = FinishRules(eos_token_ids, max_model_len)
         self._sampled = SampledTokens(self._finish_rules)
@@ -77,7 +80,7 @@ class Scheduler:
         self._rows = RowSlots(config.max_rows)
         self._blocks = RequestBlocks(cache, hasher, block_size)
         self._prompts = PromptScheduling(
-            laps, count_uncached=self._blocks.num_uncached, full_step_tokens=full_step_tokens
+            laps, count_uncached=self._blocks.num_uncached, graph_token_sizes=graph_token_sizes
         )
         self._waiting = self._prompts.queue
         self._reserve = ShortReserve(
@@ -94,7 +97,7 @@ class Scheduler:
         self._num_preemptions_for_others = 0
         self._num_prompt_tokens_computed = 0
         self._num_cached_tokens = 0
-        self.gathers_until_s: float | None = None  # why the last `plan` was None, if it was so
+        self.deferred_until_s: float | None = None  # why the last `plan` was None, if it was so
 
     # ---- entering and leaving -------------------------------------------------------------------
 
@@ -160,21 +163,21 @@ class Scheduler:
         decodes = self._running.decode_columns
         max_tokens = self._config.max_step_tokens - len(decodes)
         can_admit = self._rows.num_free > 0 and not self._is_outbox_full(for_short=True)
-        room = self._prompts.open_room(now_s, max_tokens, decodes.work, can_admit=can_admit)
+        budget = self._prompts.open_budget(now_s, max_tokens, decodes.work, can_admit=can_admit)
         # Wait for more short prompts only with a device that would have nothing else.
         is_idle = len(self._running) == len(self._in_flight) == 0
-        self.gathers_until_s = self._prompts.must_gather_until_s(now_s) if is_idle else None
-        chunks = [] if self.gathers_until_s is not None else list(self._chunks(room))
+        self.deferred_until_s = self._prompts.must_defer_until_s(now_s) if is_idle else None
+        chunks = [] if self.deferred_until_s is not None else list(self._chunks(budget))
         if self._reserve.is_asked:
             self._reserve.end_step()
-        zero_block_ids = self._blocks.take_poisoned()
+        zero_block_ids = self._blocks.take_nonfinite()
         if len(decodes) == 0 and not chunks and not zero_block_ids:
             return None
-        return self._start_step(decodes, chunks, grown, zero_block_ids, room.work)
+        return self._start_step(decodes, chunks, grown, zero_block_ids, budget.work)
 
     def index_joined(self) -> None:
         """Offer the blocks of who joined to the prefix index: for while a step computes."""
-        self._blocks.index_put_off()
+        self._blocks.flush_deferred_index()
 
     def commit(self, plan: StepPlan, result: StepResult) -> StepOutput:
         """Settle the oldest step: append sampled tokens, index blocks, end what is finished.
@@ -190,18 +193,18 @@ class Scheduler:
         self._cache.release(step.zero_block_ids)  # no sooner: a handoff may write what it gets
         for request in step.not_finite(result):
             if request.row is not None:
-                self._end_as_poisoned(request, output)
+                self._end_as_nonfinite(request, output)
         for request, num_computed_tokens in step.filled:
             if request.row is not None:
                 self._blocks.index_full(request, num_computed_tokens)
-                self._outbox.advance(request)
+                self._handoff_queue.advance(request)
         endings = self._sampled.append_all(step, result, output)
         for request, finish in endings:
             self._unseat(request)
             if finish is not None:
                 self._leave(request)
             else:
-                self._outbox.add(request)
+                self._handoff_queue.add(request)
             output.left.append(request.key)
         self._running.resume(step.held)
         for i, block_ids in step.left_block_ids.items():
@@ -222,7 +225,7 @@ class Scheduler:
     def has_work(self) -> bool:
         """Whether requests are here, a step is in flight or blocks are to be zeroed."""
         is_idle = len(self._running) == len(self._waiting) == len(self._in_flight) == 0
-        return not is_idle or bool(self._blocks.poisoned_block_ids)
+        return not is_idle or bool(self._blocks.nonfinite_block_ids)
 
     @property
     def num_free_rows(self) -> int:
@@ -237,8 +240,8 @@ class Scheduler:
         for request in self._all_requests():
             if request.block_ids:
                 yield f"request {request.key}", request.block_ids
-        if self._blocks.poisoned_block_ids:
-            yield "poisoned", self._blocks.poisoned_block_ids
+        if self._blocks.nonfinite_block_ids:
+            yield "nonfinite", self._blocks.nonfinite_block_ids
         yield from self._in_flight.owners()
 
     @property
@@ -280,7 +283,9 @@ class Scheduler:
         and a preemption before it would lose what it samples, for a lone row again and again.
         """
         while True:
-            full = self._blocks.full(self._running.decode_columns.at_border(self._block_size))
+            full = self._blocks.full(
+                self._running.decode_columns.at_block_boundary(self._block_size)
+            )
             num_left = self._cache.num_available - len(full)
             is_asked = len(self._waiting) > 0 or self._reserve.is_asked
             if num_left >= self._reserve.num_blocks and not is_asked:
@@ -296,17 +301,17 @@ class Scheduler:
         # The blocks of an entering row are all in its admission.
         return {row_of(r): ids for r, ids in grown if not self._rows.is_entering(r)}
 
-    def _chunks(self, room: StepRoom) -> Iterator[Chunk]:
+    def _chunks(self, budget: StepBudget) -> Iterator[Chunk]:
         """Who computes how much of its prompt in this step, as the queue decides."""
-        for turn in self._waiting.turns(list(self._running.prompts.values()), room):
-            request, _ = turn
-            if request.key in self._waiting and not self._admit(request, room):
+        for candidate in self._waiting.candidates(list(self._running.prompts.values()), budget):
+            request, _ = candidate
+            if request.key in self._waiting and not self._admit(request, budget):
                 continue
-            yield request, room.grant(turn)
+            yield request, budget.grant(candidate)
 
-    def _admit(self, request: Request, room: StepRoom) -> bool:
+    def _admit(self, request: Request, budget: StepBudget) -> bool:
         """Move a request that waits to a row, if that is possible now."""
-        if request.deadline_s is not None and room.now_s > request.deadline_s:
+        if request.deadline_s is not None and budget.now_s > request.deadline_s:
             self._stop_waiting(request.key)
             self._leave(request)
             self._expired.append(request)
@@ -314,23 +319,23 @@ class Scheduler:
         if self._running.has_prefilling_sibling(request, self._block_size):
             return False  # it will find the shared prompt in the prefix index
         is_long = self._reserve.is_long(request)
-        if is_long and room.has_refused_long:
+        if is_long and budget.has_refused_long:
             return False
         is_full = self._rows.num_free == 0 or self._is_outbox_full(for_short=not is_long)
         if is_full or not self._acquire_blocks(request):
             if is_long and self._reserve.first_short is not None:
-                room.refuse_long()  # short ones take no more than their reserve
+                budget.refuse_long()  # short ones take no more than their reserve
             else:
-                room.refuse(request)  # a younger, smaller request must not starve this one
+                budget.refuse(request)  # a younger, smaller request must not starve this one
             return False
         self._stop_waiting(request.key)
         self._running.add(request)
         self._rows.give(request)
         if request.started_s is None:
-            request.started_s = room.now_s
+            request.started_s = budget.now_s
         num_left = request.max_known_tokens - request.num_known_tokens
         if request.decode_worker is not None and num_left > 1:  # the first token stays here
-            self._outbox.start(request)
+            self._handoff_queue.start(request)
         return True
 
     def _acquire_blocks(self, request: Request) -> bool:
@@ -363,7 +368,7 @@ class Scheduler:
         """Make the plan, count its step as in flight, and see who has what left to compute."""
         plan = build_plan(self._num_steps, decodes, chunks, grown, zero_block_ids, self._rows)
         decodes.advance()
-        filled = [(r, r.num_computed_tokens) for r in decodes.at_border(self._block_size)]
+        filled = [(r, r.num_computed_tokens) for r in decodes.at_block_boundary(self._block_size)]
         for request, num_tokens in chunks:
             num_prompt_left = max(0, request.num_prompt_tokens - request.num_computed_tokens)
             self._num_prompt_tokens_computed += min(num_tokens, num_prompt_left)
@@ -387,7 +392,7 @@ class Scheduler:
 
     # ---- parts of commit ------------------------------------------------------------------------
 
-    def _end_as_poisoned(self, request: Request, output: StepOutput) -> None:
+    def _end_as_nonfinite(self, request: Request, output: StepOutput) -> None:
         """End a request whose logits were not finite, and keep its KV from ever being read.
 
         A step in flight may write more of it; the one that zeroes the blocks will run after that.
@@ -405,7 +410,7 @@ class Scheduler:
     def _leave(self, request: Request) -> None:
         """A request ends in this worker without moving on: free all it holds."""
         if request.decode_worker is not None:
-            self._outbox.drop(request.key)
+            self._handoff_queue.drop(request.key)
         block_ids = self._blocks.take(request)
         if self._in_flight.is_computing(request):
             self._in_flight.hold(request, block_ids)
@@ -417,7 +422,7 @@ class Scheduler:
         assert not self._in_flight.is_computing(request), f"{request.key} is in flight"
         self.index_joined()  # it may be one of them, and wants to find its blocks again
         self._unseat(request)
-        self._outbox.retract(request.key)
+        self._handoff_queue.retract(request.key)
         self._cache.release(self._blocks.take(request))
         request.start_over()
         self._num_preemptions += 1
@@ -545,7 +550,7 @@ class Scheduler:
         """Whether too much is computed already that no decode worker has room for."""
         limit = self._config.unreserved_share * self._cache.num_blocks
         limit += self._reserve.num_blocks if for_short else 0
-        return self._outbox.num_unreserved_blocks > limit
+        return self._handoff_queue.num_unreserved_blocks > limit
 
 
 def _why_nothing_was_drawn(request: Request) -> str:

@@ -27,7 +27,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from engine.kv.block_cache import BlockTerms
+from engine.kv.cache import BlockTerms
 from engine.request import Request, RequestKey
 from engine.scheduling.waiting import Order, WaitingQueue
 
@@ -61,7 +61,7 @@ class ShortReserve:
         self.num_blocks = int(share * num_blocks)
         self.num_rows = math.ceil(share * max_rows)
         self.threshold = threshold
-        self._place_of = order
+        self._sort_key = order
         self._short = WaitingQueue(order)
         self._long = WaitingQueue(order)
         self.is_asked = False  # by a short request that waits on another worker
@@ -145,7 +145,7 @@ class ShortReserve:
 
     def _is_overtaking(self, request: Request) -> bool:
         first = self.first_long
-        return first is not None and self._place_of(first) < self._place_of(request)
+        return first is not None and self._sort_key(first) < self._sort_key(request)
 
     # ---- who gives way --------------------------------------------------------------------------
 
@@ -155,7 +155,7 @@ class ShortReserve:
 
     def first_running_long(self, held: Holdings) -> Request | None:
         """Who is preempted for nobody."""
-        return min(held.longs, key=self._place_of, default=None)
+        return min(held.longs, key=self._sort_key, default=None)
 
     def may_give_way(self, held: Holdings) -> bool:
         """Whether anybody could, to a short request: cheaper to ask than who."""
@@ -170,9 +170,9 @@ class ShortReserve:
 
     def victim_for_long(self, request: Request, held: Holdings) -> Request | None:
         """Who gives way to a long request before it in order."""
-        place = self._place_of(request)
+        sort_key = self._sort_key(request)
         return self._last(
-            [r for r in held.longs if self._place_of(r) > place and self._has_progressed(r)]
+            [r for r in held.longs if self._sort_key(r) > sort_key and self._has_progressed(r)]
         )
 
     def _has_progressed(self, request: Request) -> bool:
@@ -180,4 +180,4 @@ class ShortReserve:
 
     def _last(self, requests: list[Request]) -> Request | None:
         """In order; of equals, the one admitted last."""
-        return max(reversed(requests), key=self._place_of, default=None)
+        return max(reversed(requests), key=self._sort_key, default=None)

@@ -13,10 +13,10 @@ from itertools import chain
 from typing import Protocol
 
 from engine.request import Request, RequestKey
-from engine.scheduling.step_room import StepRoom, Turn, rest_of_prompt
+from engine.scheduling.budget import Candidate, StepBudget, rest_of_prompt
 
-Place = tuple[float, ...]
-Order = Callable[[Request], Place]
+SortKey = tuple[float, ...]
+Order = Callable[[Request], SortKey]
 
 
 class PromptQueue(Protocol):
@@ -43,24 +43,24 @@ class PromptQueue(Protocol):
         """Take a request out; None if it does not wait here."""
         ...
 
-    def turns(self, running: Sequence[Request], room: StepRoom) -> Iterator[Turn]:
+    def candidates(self, running: Sequence[Request], budget: StepBudget) -> Iterator[Candidate]:
         """Who may compute prompt tokens in this step, best first; to be walked to its end.
 
         `running` are the requests with a row that are still computing their prompt, oldest
         admission first. Between two turns the scheduler does one of these:
 
-            remove(key), admit it, room.grant(turn)    or, for one that runs, only the last
-            room.refuse(request)                       no row, no blocks: nobody behind overtakes
+            remove(key), admit it, budget.grant(candidate)    or, for one that runs, only the last
+            budget.refuse(request)                       no row, no blocks: nobody behind overtakes
             nothing                                    passed over: expired, or better later
         """
         ...
 
 
-def by_arrival(request: Request) -> Place:
+def by_arrival(request: Request) -> SortKey:
     return (request.arrival_s,)
 
 
-def by_priority(request: Request) -> Place:
+def by_priority(request: Request) -> SortKey:
     return (request.priority, request.arrival_s)
 
 
@@ -68,10 +68,10 @@ class WaitingQueue:
     """A `PromptQueue` in one order; equals in the order in which they were added."""
 
     def __init__(self, order: Order = by_priority) -> None:
-        self._place_of = order
-        self._order: list[Place] = []
-        self._requests: dict[Place, Request] = {}
-        self._place: dict[RequestKey, Place] = {}
+        self._sort_key = order
+        self._order: list[SortKey] = []
+        self._requests: dict[SortKey, Request] = {}
+        self._keys: dict[RequestKey, SortKey] = {}
         self._num_added = 0
         self._num_tokens = 0
 
@@ -79,11 +79,11 @@ class WaitingQueue:
         return len(self._order)
 
     def __contains__(self, key: RequestKey) -> bool:
-        return key in self._place
+        return key in self._keys
 
     def __iter__(self) -> Iterator[Request]:
-        for place in list(self._order):
-            request = self._requests.get(place)
+        for sort_key in list(self._order):
+            request = self._requests.get(sort_key)
             if request is not None:
                 yield request
 
@@ -97,33 +97,33 @@ class WaitingQueue:
         return self._requests[self._order[0]] if self._order else None
 
     def add(self, request: Request) -> None:
-        assert request.key not in self._place, f"{request.key} is already waiting"
-        place = (*self._place_of(request), self._num_added)
+        assert request.key not in self._keys, f"{request.key} is already waiting"
+        sort_key = (*self._sort_key(request), self._num_added)
         self._num_added += 1
-        bisect.insort(self._order, place)
-        self._requests[place] = request
-        self._place[request.key] = place
+        bisect.insort(self._order, sort_key)
+        self._requests[sort_key] = request
+        self._keys[request.key] = sort_key
         self._num_tokens += request.num_known_tokens
 
     def remove(self, key: RequestKey) -> Request | None:
-        place = self._place.pop(key, None)
-        if place is None:
+        sort_key = self._keys.pop(key, None)
+        if sort_key is None:
             return None
-        self._order.pop(bisect.bisect_left(self._order, place))
-        request = self._requests.pop(place)
+        self._order.pop(bisect.bisect_left(self._order, sort_key))
+        request = self._requests.pop(sort_key)
         self._num_tokens -= request.num_known_tokens
         return request
 
-    def turns(self, running: Sequence[Request], room: StepRoom) -> Iterator[Turn]:
+    def candidates(self, running: Sequence[Request], budget: StepBudget) -> Iterator[Candidate]:
         """Running prompts, then waiting requests, each in order."""
-        return room.offer(
-            chain(running, self) if room.can_admit else running,
+        return budget.offer(
+            chain(running, self) if budget.can_admit else running,
             work_of=self._work_of,
-            is_waiting=lambda request: request.key in self._place,
+            is_waiting=lambda request: request.key in self._keys,
         )
 
     def _work_of(self, request: Request) -> tuple[int, int]:
         """Exact for who runs; of who waits nothing is known to be cached."""
-        if request.key in self._place:
+        if request.key in self._keys:
             return request.num_known_tokens, 0
         return rest_of_prompt(request)

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.attention.protocol import AttentionShape, AttentionStep
-from kernels.kv_append import layer_half_blocks
+from kernels.kv.append import layer_half_blocks
 
 # Padded slots a batch of single-token rows may hold beyond its real ones before it is split:
 # about what gathering and scoring as many slots costs against one more call.

@@ -20,7 +20,7 @@ from itertools import product
 
 import numpy as np
 
-from engine.scheduling.cost_model import PRIOR
+from engine.cost_model import PRIOR
 from load_tests.simulation.cluster import ClusterSpec, serve
 from load_tests.simulation.metrics import Limits, Sample, build_sample, figures
 from load_tests.simulation.routing import Policy

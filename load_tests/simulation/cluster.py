@@ -10,7 +10,7 @@ from heapq import heappop, heappush
 
 import numpy as np
 
-from engine.messages import PlaceRequest
+from engine.messages import RouteRequest
 from engine.request import Request, RequestKey, SamplingParams
 from load_tests.simulation.fleet import Decoders, Prefillers
 from load_tests.simulation.load_view import DecodeView, LoadView
@@ -150,7 +150,7 @@ class Cluster:
             hits = dict(self._chains.hit_tokens(chain))
         if self._spec.policy is not Policy.ROUND_ROBIN:
             self._loads.expire(now_s)
-        prompt = PlaceRequest(num_prompt_tokens=request.num_prompt_tokens)
+        prompt = RouteRequest(num_prompt_tokens=request.num_prompt_tokens)
         assign = self._router.route(prompt, hits, now_s)
         if self._spec.policy is not Policy.ROUND_ROBIN:
             self._loads.note(assign, now_s)

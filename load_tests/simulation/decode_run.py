@@ -7,7 +7,7 @@ j steps take   j base + k (K j + n j (j - 1) / 2)
 import math
 from dataclasses import dataclass
 
-from engine.scheduling.cost_model import StepCosts, StepWork
+from engine.cost_model import StepCosts, StepWork
 
 
 @dataclass(slots=True, kw_only=True)

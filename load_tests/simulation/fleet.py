@@ -1,4 +1,4 @@
-"""`engine.scheduling.placement.place` over arrays: the same decisions for a thousand workers.
+"""`engine.routing.placement.place` over arrays: the same decisions for a thousand workers.
 
 Workers are columns, in the order of their names, so that ties end as they do there. A prompt is
 predicted once for all workers without any of it in their cache, and once more for each of the few
@@ -11,13 +11,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from engine.messages import Assign, Hold, LengthClass, Placement, PlaceRequest, Reject
-from engine.scheduling.placement import (
+from engine.length_class import LengthClass, classify
+from engine.messages import Assign, Hold, Placement, Reject, RouteRequest
+from engine.routing.placement import (
     RETRY_AFTER_S,
     PlacementRules,
     ShortQueue,
     WorkerSnapshot,
-    classify,
     shared_s,
 )
 
@@ -150,7 +150,7 @@ class FastPlacement:
         self._decoders = decoders
         self._max_step_s = rules.laps.max_step_ms / 1000
 
-    def place(self, prompt: PlaceRequest, hits: Mapping[int, int]) -> Placement:
+    def route(self, prompt: RouteRequest, hits: Mapping[int, int]) -> Placement:
         """Where the prompt goes; `hits` are tokens that workers, by column, hold of it."""
         fleet, laps = self._prefillers, self._rules.laps
         if not fleet.is_alive.any():
@@ -186,13 +186,13 @@ class FastPlacement:
             reason = f"spilled: too late at {fleet.names[home]}, {home_s:.3f} s"
         return self._assign(prompt, chosen, warm.get(chosen, cold), chosen_s, reason)
 
-    def assign_to(self, prompt: PlaceRequest, i: int, hit_tokens: int) -> Placement:
+    def assign_to(self, prompt: RouteRequest, i: int, hit_tokens: int) -> Placement:
         """The same record for a worker that another policy has chosen."""
         predicted = self.predict(prompt, hit_tokens)
         wait_s = self._prefillers.wait_at(i, predicted.length_class, self._max_step_s)
         return self._assign(prompt, i, predicted, wait_s + predicted.work_s, "")
 
-    def predict(self, prompt: PlaceRequest, hit_tokens: int) -> _Predicted:
+    def predict(self, prompt: RouteRequest, hit_tokens: int) -> _Predicted:
         """As the private function of placement that makes a candidate."""
         laps, cost = self._rules.laps, self._rules.cost
         num_cached = min(hit_tokens, prompt.num_prompt_tokens - 1)
@@ -218,7 +218,7 @@ class FastPlacement:
             is_home |= labels == LABEL_CODES["short"]
         return is_home
 
-    def _refusal(self, prompt: PlaceRequest) -> Reject | None:
+    def _refusal(self, prompt: RouteRequest) -> Reject | None:
         limit = prompt.max_queued_tokens
         if limit is None:
             return None
@@ -230,7 +230,7 @@ class FastPlacement:
         return Reject(reason=reason, retry_after_s=RETRY_AFTER_S)
 
     def _assign(
-        self, prompt: PlaceRequest, i: int, predicted: _Predicted, ttft_s: float, reason: str
+        self, prompt: RouteRequest, i: int, predicted: _Predicted, ttft_s: float, reason: str
     ) -> Placement:
         decode_worker = None
         if self._decoders is not None:

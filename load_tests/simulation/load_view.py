@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from engine.messages import Assign
-from engine.scheduling.placement import COUNTED_AFTER_S, DONE_AFTER_S
+from engine.routing.placement import COUNTED_AFTER_S, DONE_AFTER_S
 from load_tests.simulation.fleet import Decoders, Prefillers
 from load_tests.simulation.worker import Load
 

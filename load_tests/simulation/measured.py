@@ -19,8 +19,8 @@ import numpy as np
 
 from configs.load import load_config
 from configs.schema import AppConfig
-from engine.execution.graph_sizes import ragged_sizes
-from engine.scheduling.cost_model import StepCosts
+from engine.cost_model import StepCosts
+from engine.runner.graph_sizes import ragged_sizes
 from load_tests.mixed_load import SHARE_LONG, MixedLoad, Served
 from load_tests.mixed_report import COLUMNS, quantiles_ms
 from load_tests.simulation.cluster import ClusterSpec, serve
@@ -180,7 +180,7 @@ def worker_spec(run: MeasuredRun, variant: str, costs: StepCosts, host: HostTime
         max_rows=config.scheduler.max_rows,
         max_kv_tokens=msgspec.convert(run.about.get("num_kv_tokens", ASSUMED_KV_TOKENS), int),
         host_s=host.start_s,
-        full_step_tokens=_full_step_tokens(run.about, variant, config),
+        graph_token_sizes=_graph_token_sizes(run.about, variant, config),
         predicts=False,
     )
 
@@ -230,7 +230,7 @@ def load_of(run: MeasuredRun, rate: float, seed: int) -> MixedLoad:
     )
 
 
-def _full_step_tokens(
+def _graph_token_sizes(
     about: Mapping[str, object], variant: str, config: AppConfig
 ) -> tuple[int, ...]:
     """Sizes that chunks were cut to: those of graphs, if it captured those that are captured now.
@@ -245,7 +245,7 @@ def _full_step_tokens(
     )
     is_ragged = told.prompt_steps is not None and told.prompt_steps.form == sizes.form
     num_graphs = 0 if told.prompt_graphs is None else told.prompt_graphs.num_graphs
-    return sizes.full_step_tokens if is_ragged and num_graphs == len(sizes.sizes) else ()
+    return sizes.graph_token_sizes if is_ragged and num_graphs == len(sizes.sizes) else ()
 
 
 def _settings_of(label: str) -> dict[str, object]:

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from engine.scheduling.cost_model import StepCosts
-from engine.scheduling.placement import classify
+from engine.cost_model import StepCosts
+from engine.length_class import classify
 from load_tests.simulation.cluster import Served
 from load_tests.simulation.workload import Floats
 

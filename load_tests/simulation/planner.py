@@ -8,7 +8,7 @@ doubling and halving; more workers are taken to be no worse.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from engine.scheduling.cost_model import StepCosts
+from engine.cost_model import StepCosts
 from load_tests.simulation.cluster import ClusterSpec
 from load_tests.simulation.metrics import Limits, good_share, is_sustained
 from load_tests.simulation.routing import PoolSizes

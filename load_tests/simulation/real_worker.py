@@ -9,10 +9,10 @@ from collections import deque
 from dataclasses import dataclass
 
 from configs.schema import SchedulerConfig
-from engine.kv.block_cache import BlockCache
+from engine.kv.cache import BlockCache
+from engine.plan import StepPlan, StepResult
 from engine.request import Request, RequestKey
 from engine.scheduling.contracts import StepOutput
-from engine.scheduling.plan import StepPlan, StepResult
 from engine.scheduling.scheduler import Scheduler
 from load_tests.simulation.worker import Load, Outcome, WorkerSpec
 
@@ -21,7 +21,7 @@ ANY_TOKEN_ID = 7
 
 
 @dataclass(slots=True)
-class _Outbox:
+class _HandoffQueue:
     """Takes prompts whose KV belongs elsewhere, and gives their blocks up at once."""
 
     cache: BlockCache
@@ -67,12 +67,12 @@ class RealWorker:
             ),
             cache=cache,
             hasher=_NoHasher(),
-            outbox=_Outbox(cache),
+            handoff_queue=_HandoffQueue(cache),
             block_size=BLOCK_SIZE,
             max_model_len=num_blocks * BLOCK_SIZE,
             eos_token_ids=(),
             laps=spec.laps,
-            full_step_tokens=spec.full_step_tokens,
+            graph_token_sizes=spec.graph_token_sizes,
         )
         # The engine fits these to its steps; here they are known.
         self._scheduler._prompts.model.costs = spec.known_costs
@@ -124,7 +124,7 @@ class RealWorker:
             self._due_s = free_s
         else:
             self._is_idle = True
-            until_s = self._scheduler.gathers_until_s
+            until_s = self._scheduler.deferred_until_s
             self._due_s = math.inf if until_s is None else until_s
 
     @property

@@ -16,10 +16,10 @@ import msgspec
 import numpy as np
 
 from configs.schema import LapsConfig
-from engine.messages import Assign, Placement, PlaceRequest
-from engine.scheduling.cost_model import StepCosts
-from engine.scheduling.placement import PlacementRules, place
-from engine.scheduling.pools import PoolState, follow, is_due, rebalance
+from engine.cost_model import StepCosts
+from engine.messages import Assign, Placement, RouteRequest
+from engine.routing.placement import PlacementRules, route
+from engine.routing.pools import PoolState, follow, is_due, rebalance
 from load_tests.simulation.fleet import Decoders, FastPlacement, Prefillers
 
 
@@ -73,7 +73,7 @@ class Router:
         self.sizes: list[PoolSizes] = []
         self._show_pools(0.0)
 
-    def route(self, prompt: PlaceRequest, hits: Mapping[int, int], now_s: float) -> Assign:
+    def route(self, prompt: RouteRequest, hits: Mapping[int, int], now_s: float) -> Assign:
         """`hits`: tokens of the prompt that workers, by column, hold. All workers are alive."""
         self._look_at_pools(now_s)
         placement = self._choose(prompt, hits, now_s)
@@ -81,7 +81,7 @@ class Router:
         assert isinstance(placement, Assign), f"{placement} with all workers alive"
         return placement
 
-    def _choose(self, prompt: PlaceRequest, hits: Mapping[int, int], now_s: float) -> Placement:
+    def _choose(self, prompt: RouteRequest, hits: Mapping[int, int], now_s: float) -> Placement:
         fleet = self._prefillers
         match self._policy:
             case Policy.ROUND_ROBIN:
@@ -91,17 +91,17 @@ class Router:
             case Policy.LAPS | Policy.PREDICTED:
                 if self._is_exact:
                     return self._place_exactly(prompt, hits, now_s)
-                return self._fast.place(prompt, hits)
+                return self._fast.route(prompt, hits)
         return self._fast.assign_to(prompt, i, hits.get(i, 0))
 
     def _place_exactly(
-        self, prompt: PlaceRequest, hits: Mapping[int, int], now_s: float
+        self, prompt: RouteRequest, hits: Mapping[int, int], now_s: float
     ) -> Placement:
         fleet, others = self._prefillers, self._decoders
         snapshots = [fleet.snapshot(i, hits.get(i, 0)) for i in range(len(fleet.names))]
         if others is not None:
             snapshots += [others.snapshot(i) for i in range(len(others.names))]
-        return place(prompt, snapshots, now_s, self._rules)
+        return route(prompt, snapshots, now_s, self._rules)
 
     def _look_at_pools(self, now_s: float) -> None:
         if not is_due(self.pools, now_s, self._laps):

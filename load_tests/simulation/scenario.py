@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from configs.schema import LapsConfig
-from engine.scheduling.cost_model import PRIOR, StepCosts
+from engine.cost_model import PRIOR, StepCosts
 from load_tests.simulation.cluster import ClusterSpec, serve
 from load_tests.simulation.metrics import Sample, build_sample
 from load_tests.simulation.routing import Policy, PoolSizes

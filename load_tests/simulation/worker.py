@@ -19,10 +19,10 @@ import msgspec
 
 from configs.schema import LapsConfig
 from engine.core import LEAD_S
+from engine.cost_model import PRIOR, StepCosts, StepWork
 from engine.request import Request
-from engine.scheduling.cost_model import PRIOR, StepCosts, StepWork
+from engine.scheduling.budget import StepBudget
 from engine.scheduling.prompt_scheduling import PromptScheduling, QueuedWork
-from engine.scheduling.step_room import StepRoom
 from load_tests.simulation.decode_run import DecodeRun, build_run
 from load_tests.simulation.prefix_cache import PrefixCache
 
@@ -39,7 +39,7 @@ class WorkerSpec:
     max_rows: int = 256
     max_kv_tokens: int = 700_000  # an 8B model in 16 bits on one H200
     host_s: float = 0.0  # from a plan to the start of its step, on an idle device
-    full_step_tokens: tuple[int, ...] = ()  # sizes that chunks are cut to, as captured in graphs
+    graph_token_sizes: tuple[int, ...] = ()  # sizes that chunks are cut to, as captured in graphs
     short_share: float = 0.0  # kept of rows and KV for short requests; of the whole scheduler alone
     predicts: bool = True  # whether it tells its load: nobody may want to know
 
@@ -154,7 +154,7 @@ class LightWorker:
         self._scheduling = PromptScheduling(
             spec.laps,
             count_uncached=self._count_uncached,
-            full_step_tokens=spec.full_step_tokens,
+            graph_token_sizes=spec.graph_token_sizes,
         )
         self._scheduling.model.costs = spec.known_costs
         self._queue = self._scheduling.queue
@@ -207,12 +207,12 @@ class LightWorker:
             outcome.load = self.load()
         self._seat_joining()
         has_room = self._num_rows < self._spec.max_rows
-        gathers_until_s = None
+        deferred_until_s = None
         if not (self._prompts or self._num_rows or self._free_s > now_s):
-            gathers_until_s = self._scheduling.must_gather_until_s(now_s)
+            deferred_until_s = self._scheduling.must_defer_until_s(now_s)
         chunks: list[tuple[Request, int]] = []
         room = None
-        if gathers_until_s is None and (self._prompts or (has_room and len(self._queue) > 0)):
+        if deferred_until_s is None and (self._prompts or (has_room and len(self._queue) > 0)):
             room = self._open_room(now_s, has_room)
             chunks = self._choose(room)
         if room is not None and chunks:
@@ -220,7 +220,7 @@ class LightWorker:
         elif len(self._rows) > 0:
             self._begin_run(now_s)
         else:
-            self._rest(now_s, gathers_until_s)
+            self._rest(now_s, deferred_until_s)
         return outcome
 
     def load(self) -> Load:
@@ -240,23 +240,23 @@ class LightWorker:
 
     # ---- prompts --------------------------------------------------------------------------------
 
-    def _open_room(self, now_s: float, has_room: bool) -> StepRoom:
+    def _open_room(self, now_s: float, has_room: bool) -> StepBudget:
         decodes = self._rows.current()
         max_tokens = self._spec.max_step_tokens - len(decodes)
         num_keys = sum([request.num_computed_tokens + 1 for request in decodes])
         decoding = StepWork(num_decode_rows=len(decodes), num_decode_keys=num_keys)
-        return self._scheduling.open_room(now_s, max_tokens, decoding, can_admit=has_room)
+        return self._scheduling.open_budget(now_s, max_tokens, decoding, can_admit=has_room)
 
-    def _choose(self, room: StepRoom) -> list[tuple[Request, int]]:
+    def _choose(self, room: StepBudget) -> list[tuple[Request, int]]:
         chunks = []
-        for turn in self._queue.turns(list(self._prompts), room):
-            request, _ = turn
+        for candidate in self._queue.candidates(list(self._prompts), room):
+            request, _ = candidate
             if request not in self._prompts and not self._admit(request, room):
                 continue
-            chunks.append((request, room.grant(turn)))
+            chunks.append((request, room.grant(candidate)))
         return chunks
 
-    def _admit(self, request: Request, room: StepRoom) -> bool:
+    def _admit(self, request: Request, room: StepBudget) -> bool:
         if not self._has_room(request):
             room.refuse(request)
             return False
@@ -269,7 +269,7 @@ class LightWorker:
 
     def _compute(
         self,
-        room: StepRoom,
+        room: StepBudget,
         chunks: list[tuple[Request, int]],
         now_s: float,
         outcome: Outcome,
@@ -365,13 +365,13 @@ class LightWorker:
             return request.num_prompt_tokens
         return request.num_prompt_tokens + request.params.max_tokens
 
-    def _rest(self, now_s: float, gathers_until_s: float | None) -> None:
+    def _rest(self, now_s: float, deferred_until_s: float | None) -> None:
         """Nothing to plan: wait for the step in flight, the window, or an arrival."""
         self._is_idle = self._free_s <= now_s
         if not self._is_idle:
             self.next_plan_s = self._free_s
         else:
-            self.next_plan_s = math.inf if gathers_until_s is None else gathers_until_s
+            self.next_plan_s = math.inf if deferred_until_s is None else deferred_until_s
 
     def _count_uncached(self, request: Request) -> int:
         if self._cache is None:

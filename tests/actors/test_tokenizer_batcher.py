@@ -11,17 +11,17 @@ import pytest
 from transformers import AutoTokenizer
 
 from actors import tokenizer_batcher
-from actors.deployment import describe_deployment
-from actors.lifeline import Lifeline
+from actors.lifecycle.deployment import describe_deployment
+from actors.lifecycle.liveness import Lifeline
 from actors.tokenizer_batcher import PromptTokenizer, TokenizerBatcher
 from configs.load import load_config
 from configs.schema import TokenizerConfig
-from engine.chat_template import RESERVED_KWARGS, is_reserved_kwarg
 from engine.errors import ConfigError
-from engine.kv.request_hasher import BlockNaming, RequestHasher
+from engine.kv.hashes import BlockHashParams, RequestHasher
 from engine.messages import TokenizeReply, TokenizeRequest
 from engine.request import Request, RequestKey, SamplingParams
-from tests.tokenizer_folders import LINES, byte_level_folder, llama_like_folder
+from engine.text.chat_template import RESERVED_KWARGS, is_reserved_kwarg
+from tests.harness.tokenizer_folders import LINES, byte_level_folder, llama_like_folder
 
 CHAT = [
     {"role": "system", "content": "Be brief."},
@@ -121,31 +121,31 @@ def test_one_bad_prompt_fails_alone(tokenizer: PromptTokenizer) -> None:
 
 def test_blocks_get_the_names_that_workers_give_them(tokenizer: PromptTokenizer) -> None:
     """As text, as messages or as ids, and under the salt of the request alone."""
-    naming = BlockNaming(
+    hash_params = BlockHashParams(
         key=secrets.token_bytes(32), model="m", dtype="float32", block_size=random.randint(1, 5)
     )
-    text = TokenizeRequest(text=" ".join(LINES), naming=naming, salt="tenant é")
+    text = TokenizeRequest(text=" ".join(LINES), hash_params=hash_params, salt="tenant é")
     chat = TokenizeRequest(
-        messages=[dict(m) for m in CHAT], add_special_tokens=False, naming=naming
+        messages=[dict(m) for m in CHAT], add_special_tokens=False, hash_params=hash_params
     )
     of_text, of_chat = tokenize(tokenizer, [text, chat])
-    ids = TokenizeRequest(token_ids=of_text.token_ids, naming=naming, salt="tenant é")
-    saltless = TokenizeRequest(token_ids=of_text.token_ids, naming=naming)
+    ids = TokenizeRequest(token_ids=of_text.token_ids, hash_params=hash_params, salt="tenant é")
+    saltless = TokenizeRequest(token_ids=of_text.token_ids, hash_params=hash_params)
     unasked = TokenizeRequest(text=" ".join(LINES))
-    torn = TokenizeRequest(text="\ud800", naming=naming)
+    torn = TokenizeRequest(text="\ud800", hash_params=hash_params)
     of_ids, of_saltless, of_unasked, of_torn = tokenize(tokenizer, [ids, saltless, unasked, torn])
-    assert of_text.block_hashes == _worker_hashes(naming, of_text.token_ids, "tenant é")
-    assert len(of_text.block_hashes) == len(of_text.token_ids) // naming.block_size > 0
-    assert of_chat.block_hashes == _worker_hashes(naming, of_chat.token_ids, "")
+    assert of_text.block_hashes == _worker_hashes(hash_params, of_text.token_ids, "tenant é")
+    assert len(of_text.block_hashes) == len(of_text.token_ids) // hash_params.block_size > 0
+    assert of_chat.block_hashes == _worker_hashes(hash_params, of_chat.token_ids, "")
     assert of_ids == TokenizeReply(block_hashes=of_text.block_hashes)
-    assert of_saltless.block_hashes == _worker_hashes(naming, of_text.token_ids, "")
+    assert of_saltless.block_hashes == _worker_hashes(hash_params, of_text.token_ids, "")
     assert set(of_saltless.block_hashes).isdisjoint(of_text.block_hashes)
     assert of_unasked == TokenizeReply(token_ids=of_text.token_ids)
     assert of_torn.block_hashes == []
     assert of_torn.error is not None
 
 
-def _worker_hashes(naming: BlockNaming, token_ids: list[int], salt: str) -> list[bytes]:
+def _worker_hashes(hash_params: BlockHashParams, token_ids: list[int], salt: str) -> list[bytes]:
     """As a worker names the blocks of a request while it computes them."""
     request = Request(
         key=RequestKey("request"),
@@ -157,7 +157,10 @@ def _worker_hashes(naming: BlockNaming, token_ids: list[int], salt: str) -> list
         salt=salt,
     )
     RequestHasher(
-        naming.key, model=naming.model, dtype=naming.dtype, block_size=naming.block_size
+        hash_params.key,
+        model=hash_params.model,
+        dtype=hash_params.dtype,
+        block_size=hash_params.block_size,
     ).extend(request)
     return request.block_hashes
 

@@ -12,7 +12,7 @@ import yaml
 from ray.autoscaler._private.util import prepare_config, validate_config
 from ray.serve.schema import ServeDeploySchema
 
-from actors.options import worker_bundle, worker_names
+from actors.lifecycle.deployment import worker_bundle, worker_names
 from configs.load import BUILD_ARGUMENTS, PROJECT_ROOT, load_config
 
 CONFIGS = PROJECT_ROOT / "configs"

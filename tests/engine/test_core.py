@@ -3,13 +3,11 @@
 import pytest
 
 from engine.clock import ManualClock
-from engine.core import EngineCore
-from engine.invariants import check_blocks, num_held
-from engine.kv.block_cache import BlockCache
-from engine.scheduling.plan import StepPlan, StepResult
-from engine.scheduling.step_times import NUM_KEPT_STEPS, Phase, PhaseDurations, StepTimes
+from engine.core import NUM_KEPT_STEPS, EngineCore, Phase, PhaseDurations, StepTimes
+from engine.kv.cache import BlockCache, check_blocks, num_held
+from engine.plan import StepPlan, StepResult
 from tests.engine.scheduling.replica import Replica, params_of, prompt_of
-from tests.fakes import FakePendingStep
+from tests.harness.fakes import FakePendingStep
 
 
 def test_a_step_without_work_launches_nothing() -> None:

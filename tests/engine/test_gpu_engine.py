@@ -9,9 +9,9 @@ import torch
 from engine.build import Engine
 from engine.errors import ConfigError
 from engine.request import SamplingParams
-from engine.tokenizing import Tokenizing, load_tokenizer
-from tests.engine.in_process import GREEDY, answer, start_engine
-from tests.engine.models.tiny_models import VOCAB_SIZE, save_model
+from engine.text.tokenizing import Tokenizing, load_tokenizer
+from tests.harness.in_process import GREEDY, answer, start_engine
+from tests.harness.tiny_models import VOCAB_SIZE, save_model
 
 pytestmark = pytest.mark.gpu
 

@@ -16,11 +16,11 @@ import torch
 from configs.load import load_config
 from engine.build import Engine, build_engine
 from engine.clock import MonotonicClock
-from engine.kv.handoff import OutgoingEvent
+from engine.kv.transfer import OutgoingEvent
 from engine.messages import TokenRecord
 from engine.request import PromptLogprobs, Request, RequestKey, SamplingParams
-from tests.engine.in_process import GREEDY, answer, start_engine
-from tests.engine.models.tiny_models import VOCAB_SIZE, reference_logits, save_model
+from tests.harness.in_process import GREEDY, answer, start_engine
+from tests.harness.tiny_models import VOCAB_SIZE, reference_logits, save_model
 
 TOLERANCE = partial(pytest.approx, rel=1e-4, abs=1e-4)
 ARCHITECTURES = ("LlamaForCausalLM", "Qwen3ForCausalLM")

@@ -21,9 +21,9 @@ from engine.request import (
     SamplingParams,
     Thinking,
 )
-from engine.tokenizing import Tokenizing, load_tokenizer
-from load_tests.random_schemas import random_schema
-from tests.engine.in_process import Answer, answer, start_engine
+from engine.text.tokenizing import Tokenizing, load_tokenizer
+from load_tests.lab.random_schemas import random_schema
+from tests.harness.in_process import Answer, answer, start_engine
 
 MODEL = Path(__file__).parents[2] / "demo_model" / "laps-demo"
 BUDGET_TOKENS = 160

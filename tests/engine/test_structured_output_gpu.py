@@ -11,9 +11,9 @@ import pytest
 from engine.build import Engine
 from engine.constraints.json_schema import restrict
 from engine.request import Constraint, ConstraintKind, SamplingParams
-from engine.tokenizing import load_tokenizer
-from load_tests.random_schemas import random_schema
-from tests.engine.in_process import answer, start_engine
+from engine.text.tokenizing import load_tokenizer
+from load_tests.lab.random_schemas import random_schema
+from tests.harness.in_process import answer, start_engine
 
 pytestmark = pytest.mark.gpu
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.sample import gumbel
-from kernels.sample_rows import Draws
+from kernels.sampling.noise import gumbel
+from kernels.sampling.rows import Draws
 
 _MASS_TOLERANCE = 1e-5
 _SCORE_TOLERANCE = 1e-5

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from kernels.sample_rows_triton import gumbel, noise_bits
+from kernels.sampling.rows_triton import gumbel, noise_bits
 
 
 @triton.jit

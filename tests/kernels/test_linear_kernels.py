@@ -30,7 +30,7 @@ def _case(
 
 
 def check_small_interpreted() -> None:
-    from kernels.linear_small import SmallConfig, small_gated_linear, small_linear, tile_counters
+    from kernels.linear.small import SmallConfig, small_gated_linear, small_linear, tile_counters
 
     counters = tile_counters(CPU)
     cuts = [
@@ -52,7 +52,7 @@ def check_small_interpreted() -> None:
 
 
 def check_invariant_interpreted() -> None:
-    from kernels.linear_invariant import InvariantConfig, invariant_linear
+    from kernels.linear.invariant import InvariantConfig, invariant_linear
 
     cut = InvariantConfig(
         block_m=16, block_n=32, block_k=32, num_warps=4, num_stages=3, group_m=2
@@ -78,7 +78,7 @@ Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 def _small_product(*, gated: bool) -> Product:
-    from kernels.linear_small import small_gated_linear, small_linear, tile_counters
+    from kernels.linear.small import small_gated_linear, small_linear, tile_counters
 
     counters = tile_counters(GPU)
     kernel = small_gated_linear if gated else small_linear
@@ -143,7 +143,7 @@ def test_chained_products_in_a_graph_wait_for_each_other() -> None:
 def test_any_number_of_tokens_is_multiplied_as_in_float64(
     dtype: torch.dtype, shape: tuple[int, int, int]
 ) -> None:
-    from kernels.linear_invariant import invariant_linear
+    from kernels.linear.invariant import invariant_linear
 
     case = _case(shape, dtype, GPU, with_bias=True)
     poison(shape[0] * shape[1])
@@ -153,7 +153,7 @@ def test_any_number_of_tokens_is_multiplied_as_in_float64(
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_rows", [4096, 24576])
 def test_a_token_has_the_same_bits_in_any_batch(num_rows: int) -> None:
-    from kernels.linear_invariant import invariant_linear
+    from kernels.linear.invariant import invariant_linear
 
     x, weight, bias = _case((4099, num_rows, 4096), torch.bfloat16, GPU, with_bias=True)
     whole = invariant_linear(x, weight, bias)

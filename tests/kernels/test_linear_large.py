@@ -6,7 +6,7 @@ import triton
 from torch import Tensor
 
 from kernels.compilation import CompilationCounter
-from kernels.linear_large import (
+from kernels.linear.large import (
     LargeConfig,
     faster_from,
     large_gated_linear,

@@ -9,7 +9,7 @@ import triton
 from torch import Tensor
 
 from kernels.compilation import CompilationCounter
-from kernels.linear_medium import (
+from kernels.linear.medium import (
     MediumConfig,
     choose_config,
     faster_up_to,

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.kv_append import slot_lines
+from kernels.kv.append import slot_lines
+from kernels.linear.packed import can_pack, pack_weight, packed_linear, padded_rows
 from kernels.ops import HeadNorms
-from kernels.packed_linear import can_pack, pack_weight, packed_linear, padded_rows
 from kernels.reference import TorchOps, qk_norm, rms_norm, rms_norm_add, rope, silu_mul
 from tests.kernels.ops_checks import Heads, OpsChecks
 

@@ -8,7 +8,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from kernels.sample import (
+from kernels.sampling.noise import (
     gumbel,
     noise_bits,
     noise_bits_reference,

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.sample import gumbel, noise_bits, noise_bits_reference
-from kernels.sample_rows import Draws, GreedyChoice, greedy
+from kernels.sampling.noise import gumbel, noise_bits, noise_bits_reference
+from kernels.sampling.rows import Draws, GreedyChoice, greedy
 from tests.kernels.interpreter import run_interpreted
 from tests.kernels.sample_cases import (
     ALL_KNOBS,
@@ -24,13 +24,13 @@ QWEN_VOCAB_SIZE = 151_936
 
 
 def triton_greedy(logits: Tensor) -> GreedyChoice:
-    from kernels.sample_rows_triton import greedy as fused
+    from kernels.sampling.rows_triton import greedy as fused
 
     return fused(logits)
 
 
 def triton_draw(logits: Tensor, draws: Draws) -> GreedyChoice:
-    from kernels.sample_rows_triton import draw
+    from kernels.sampling.rows_triton import draw
 
     return draw(logits, draws)
 

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from kernels.token_mask import ban_tokens, num_mask_words
+from kernels.sampling.token_mask import ban_tokens, num_mask_words
 from tests.kernels.interpreter import run_interpreted
 from tests.kernels.sample_cases import fresh_generator
 
@@ -51,7 +51,7 @@ def test_masks_of_another_vocabulary_are_our_mistake() -> None:
 
 
 def check_kernel(device: str, *dtypes: torch.dtype) -> None:
-    from kernels.token_mask_triton import ban_tokens as fused_ban_tokens
+    from kernels.sampling.token_mask_triton import ban_tokens as fused_ban_tokens
 
     generator = fresh_generator()
     for dtype in dtypes:

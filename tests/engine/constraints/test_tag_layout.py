@@ -12,7 +12,7 @@ from engine.constraints.tag_layout import layout_grammar
 from engine.constraints.vocabulary import Vocabulary, load_vocabulary
 from engine.request import Constraint, ConstraintKind
 from tests.engine.constraints.following import allowed_ids
-from tests.tokenizer_folders import byte_level_folder
+from tests.harness.tokenizer_folders import byte_level_folder
 
 POINT = {
     "type": "object",

@@ -2,8 +2,8 @@
 
 import torch
 
-from kernels.block_digest import block_digests, write_blocks
-from kernels.block_digest_triton import digests
+from kernels.kv.digest import block_digests, write_blocks
+from kernels.kv.digest_triton import digests
 
 
 def check(seed: str) -> None:

@@ -3,11 +3,10 @@
 from collections.abc import Sequence
 
 from engine.clock import ManualClock
-from engine.invariants import check_blocks
-from engine.kv.block_cache import BlockCache, BlockTerms
-from engine.kv.handoff import IncomingHandoffs
+from engine.kv.cache import BlockCache, BlockTerms, check_blocks
+from engine.kv.hashes import RequestHasher
 from engine.kv.layout import KvLayout
-from engine.kv.request_hasher import RequestHasher
+from engine.kv.transfer import IncomingHandoffs
 from engine.messages import PieceHeader, Reservation, ReserveRequest, Role, WorkerIdentity
 from engine.request import Request, RequestKey, SamplingParams
 

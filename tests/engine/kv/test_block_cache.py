@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from engine.kv.block_cache import BlockCache
-from engine.kv.prefix_index import PrefixIndex, _Entry
+from engine.kv.cache import BlockCache
+from engine.kv.index import PrefixIndex, _Entry
 
 
 def _cache(num_blocks: int, *, protected_share: float = 0.8) -> BlockCache:

@@ -17,9 +17,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from engine.kv.block_cache import BlockCache
-from engine.kv.block_hash import extend_hashes, root_hash
-from engine.kv.prefix_index import PrefixIndex
+from engine.kv.cache import BlockCache
+from engine.kv.hashes import extend_hashes, root_hash
+from engine.kv.index import PrefixIndex
 from tests.engine.kv.block_cache_model import (
     BLOCK_SIZE,
     MAX_PROTECTED,

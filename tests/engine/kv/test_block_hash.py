@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.kv.block_hash import HASH_BYTES, extend_hashes, root_hash
+from engine.kv.hashes import HASH_BYTES, extend_hashes, root_hash
 
 KEY = bytes(range(32))
 TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=40)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.kv.block_pool import BlockPool
+from engine.kv.pool import BlockPool
 
 
 def test_a_fresh_pool_hands_out_blocks_in_order() -> None:

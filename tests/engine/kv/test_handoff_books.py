@@ -4,9 +4,8 @@ import msgspec
 import pytest
 
 from engine.errors import HandoffError
-from engine.invariants import check_blocks
-from engine.kv.block_cache import BlockCache
-from engine.kv.handoff import (
+from engine.kv.cache import BlockCache, check_blocks
+from engine.kv.transfer import (
     HandoffDropped,
     HandoffReady,
     HandoffStarted,

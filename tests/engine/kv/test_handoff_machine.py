@@ -18,7 +18,7 @@ from hypothesis.stateful import (
 )
 
 from engine.errors import HandoffError
-from engine.kv.handoff import BlockWrite, IncomingHandoffs
+from engine.kv.transfer import BlockWrite, IncomingHandoffs
 from engine.messages import PieceHeader, Reservation
 from engine.request import Request, RequestKey
 from tests.engine.kv.handoff_world import BLOCK_SIZE, LEASE_S, Decode, asking, key_of, piece

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from engine.kv.handoff import BlockWrite, IncomingHandoffs
+from engine.kv.transfer import BlockWrite, IncomingHandoffs
 from tests.engine.kv.handoff_world import LEASE_S, Decode, asking, key_of, piece
 
 

@@ -5,8 +5,8 @@ import random
 import pytest
 import torch
 
-from engine.kv.kv_store import KvStore
 from engine.kv.layout import KvDtype, KvLayout
+from engine.kv.store import KvStore
 from tests.kernels.interpreter import run_interpreted
 
 

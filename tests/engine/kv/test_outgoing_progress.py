@@ -2,9 +2,8 @@
 
 import pytest
 
-from engine.invariants import check_blocks
-from engine.kv.block_cache import BlockCache
-from engine.kv.handoff import (
+from engine.kv.cache import BlockCache, check_blocks
+from engine.kv.transfer import (
     HandoffDropped,
     HandoffProgress,
     HandoffReady,

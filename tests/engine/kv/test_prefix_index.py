@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.kv.prefix_index import PrefixIndex
+from engine.kv.index import PrefixIndex
 
 
 def _hashes(name: str, length: int) -> list[bytes]:

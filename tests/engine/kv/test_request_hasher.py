@@ -6,10 +6,10 @@ import secrets
 import msgspec
 import pytest
 
-from engine.kv.request_hasher import BlockNaming, RequestHasher
+from engine.kv.hashes import BlockHashParams, RequestHasher
 from engine.request import Request, RequestKey, SamplingParams
 
-NAMING = BlockNaming(key=secrets.token_bytes(32), model="m", dtype="bfloat16", block_size=3)
+NAMING = BlockHashParams(key=secrets.token_bytes(32), model="m", dtype="bfloat16", block_size=3)
 TOKENS = [random.randrange(2**32) for _ in range(random.randint(3, 40))]
 
 
@@ -34,8 +34,8 @@ def test_a_naming_that_was_sent_gives_the_names_that_a_worker_gives() -> None:
     worker = RequestHasher(
         NAMING.key, model=NAMING.model, dtype=NAMING.dtype, block_size=NAMING.block_size
     )
-    assert worker.naming == NAMING
-    sent = msgspec.msgpack.decode(msgspec.msgpack.encode(worker.naming), type=BlockNaming)
+    assert worker.hash_params == NAMING
+    sent = msgspec.msgpack.decode(msgspec.msgpack.encode(worker.hash_params), type=BlockHashParams)
     assert hash(sent) == hash(NAMING)  # hashers are kept by it
     for salt in ("", "tenant é"):
         names = RequestHasher.of(sent).chain(TOKENS, salt)

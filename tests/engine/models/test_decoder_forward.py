@@ -14,7 +14,7 @@ from kernels.attention.protocol import AttentionShape, build_step
 from kernels.attention.reference import ReferenceAttention
 from kernels.reference import TorchOps
 from tests.engine.models.closeness import assert_same_logits
-from tests.engine.models.tiny_models import reference_logits, save_model
+from tests.harness.tiny_models import reference_logits, save_model
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 4

@@ -8,9 +8,9 @@ import torch
 
 from engine.models.decoder import CausalLM
 from engine.models.registry import build_model
-from tests.engine.execution.step_driver import StepDriver
 from tests.engine.models.closeness import assert_same_logits
-from tests.engine.models.tiny_models import VOCAB_SIZE, edit_config, reference_logits, save_model
+from tests.engine.runner.step_driver import StepDriver
+from tests.harness.tiny_models import VOCAB_SIZE, edit_config, reference_logits, save_model
 
 LLAMA3 = {
     "rope_type": "llama3",

@@ -9,17 +9,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.errors import ConfigError
-from engine.models import staging
+from engine.models import weights
 from engine.models.decoder import build_decoder
-from engine.models.random_weights import random_weights
 from engine.models.registry import BUILDERS, build_model
 from engine.models.spec import SUPPORTED_ARCHITECTURES, load_spec
-from engine.models.staging import chunk_pairs
-from engine.models.weights import LayerWeights, load_weights
+from engine.models.weights import LayerWeights, chunk_pairs, load_weights, random_weights
 from kernels.reference import TorchOps
-from tests.engine.execution.step_driver import StepDriver
 from tests.engine.models.closeness import assert_same_logits
-from tests.engine.models.tiny_models import edit_config, reference_logits, save_model
+from tests.engine.runner.step_driver import StepDriver
+from tests.harness.tiny_models import edit_config, reference_logits, save_model
 
 Tensors = dict[str, torch.Tensor]
 
@@ -207,11 +205,11 @@ def test_a_model_of_random_weights_computes_finite_logits_that_depend_on_its_inp
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("chunk_bytes", [256, 4096, staging.CHUNK_BYTES])
+@pytest.mark.parametrize("chunk_bytes", [256, 4096, weights.CHUNK_BYTES])
 def test_loading_to_a_gpu_gives_the_same_weights_as_to_a_cpu(
     dtype: torch.dtype, chunk_bytes: int, sharded: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(staging, "CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(weights, "CHUNK_BYTES", chunk_bytes)
     spec = load_spec(sharded)
     expected = load_weights(sharded, spec, dtype=dtype, device=torch.device("cpu"))
     # What the allocator hands out next should not hold these weights already.
@@ -236,8 +234,8 @@ def test_loading_to_a_gpu_holds_no_second_copy(tmp_path: Path) -> None:
     loaded = load_weights(tmp_path, spec, dtype=torch.bfloat16, device=torch.device("cuda"))
     held = torch.cuda.memory_allocated() - before
     peak = torch.cuda.max_memory_allocated() - before
-    assert loaded.embedding.nbytes > staging.CHUNK_BYTES
-    assert peak - held <= 2 * staging.NUM_LANES * staging.CHUNK_BYTES
+    assert loaded.embedding.nbytes > weights.CHUNK_BYTES
+    assert peak - held <= 2 * weights.NUM_LANES * weights.CHUNK_BYTES
 
 
 @pytest.mark.gpu

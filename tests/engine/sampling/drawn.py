@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from engine.plan import TokenLogprobs
 from engine.sampling.sampler import SampledTensors, Sampler
-from engine.scheduling.plan import TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

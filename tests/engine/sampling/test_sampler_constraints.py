@@ -96,7 +96,7 @@ def test_only_rows_with_a_constraint_are_held_and_each_by_its_own_tokens(
             if temperature == 0.0:
                 best = int(logits[position, allowed].argmax())
                 assert drawn.token_ids[position] == allowed[best]
-            sampler.hear(row, drawn.token_ids[position])
+            sampler.accept_token(row, drawn.token_ids[position])
     assert source.made[1].heard[:2] == [2, 4]
 
 
@@ -125,7 +125,7 @@ def test_behind_a_token_that_the_constraint_does_not_take_nothing_may_follow() -
     sampler = Sampler(VOCAB, 8, (0,), "cpu", Source(stride=2))
     sampler.add(0, held_params(1.0), [1], [0, 9])
     assert possible(sampler, 0) == set()
-    sampler.hear(0, 10)
+    sampler.accept_token(0, 10)
     assert possible(sampler, 0) == set()
 
 
@@ -137,7 +137,7 @@ def test_an_answer_may_begin_at_once_or_with_thinking() -> None:
     sampler = Sampler(VOCAB, 8, (EOS,), "cpu", Source(stride=3))
     sampler.add(0, held_params(0.0, thinking=Thinking(OPEN, CLOSE)), [1], [])
     assert possible(sampler, 0) == ANSWERS | {OPEN}
-    sampler.hear(0, 2)
+    sampler.accept_token(0, 2)
     assert possible(sampler, 0) == {3, 4, 5}, "what has begun to answer thinks no more"
 
 
@@ -146,11 +146,11 @@ def test_thinking_is_free_but_cannot_end_the_output_and_the_answer_behind_it_is_
     sampler = Sampler(VOCAB, 8, (EOS,), "cpu", source)
     sampler.add(0, held_params(0.0, thinking=Thinking(OPEN, CLOSE)), [1], [])
     for token_id in (OPEN, 9, OPEN, 3):
-        sampler.hear(0, token_id)
+        sampler.accept_token(0, token_id)
         assert possible(sampler, 0) == set(range(VOCAB)) - {EOS}
-    sampler.hear(0, CLOSE)
+    sampler.accept_token(0, CLOSE)
     assert possible(sampler, 0) == ANSWERS
-    sampler.hear(0, 1)
+    sampler.accept_token(0, 1)
     assert possible(sampler, 0) == {2, 3, 4}
     assert source.made[0].heard == [1]
 
@@ -159,7 +159,7 @@ def test_a_prompt_may_have_begun_the_thinking() -> None:
     sampler = Sampler(VOCAB, 8, (EOS,), "cpu", Source(stride=3))
     sampler.add(0, held_params(0.0, thinking=Thinking(OPEN, CLOSE, is_open=True)), [1, OPEN], [])
     assert possible(sampler, 0) == set(range(VOCAB)) - {EOS}
-    sampler.hear(0, CLOSE)
+    sampler.accept_token(0, CLOSE)
     assert possible(sampler, 0) == ANSWERS
 
 

@@ -7,7 +7,7 @@ import torch
 
 from engine.request import SamplingParams
 from engine.sampling.sampler import SampledTensors, Sampler
-from kernels.sample_rows import greedy
+from kernels.sampling.rows import greedy
 from tests.engine.sampling.drawn import Drawn, to_host
 
 pytestmark = pytest.mark.gpu

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.request import SamplingParams
 from engine.sampling.sampler import Sampler
-from kernels.sample_rows import greedy
+from kernels.sampling.rows import greedy
 from tests.engine.sampling.drawn import Drawn, sample, to_host
 
 VOCAB_SIZE = 331

@@ -18,7 +18,7 @@ from transformers import (
 from engine.request import SamplingParams
 from engine.sampling.sampler import Sampler
 from engine.sampling.truncation import MinP, Temperature, TopK, TopP
-from kernels.sample import gumbel
+from kernels.sampling.noise import gumbel
 from tests.engine.sampling.drawn import sample
 
 VOCAB_SIZE = 1031

@@ -1,7 +1,7 @@
 """What must hold for the blocks of steps that were launched and not waited for."""
 
-from engine.kv.block_cache import BlockCache
-from tests.fakes import FakeExecutor
+from engine.kv.cache import BlockCache
+from tests.harness.fakes import FakeExecutor
 
 
 def check_blocks_in_flight(cache: BlockCache, executor: FakeExecutor) -> None:

@@ -6,16 +6,15 @@ from typing import Any
 import msgspec
 
 from configs.schema import SchedulerConfig
+from engine.plan import StepPlan, StepResult
 from engine.request import Request, RequestKey
 from engine.scheduling.contracts import StepOutput
-from engine.scheduling.finish import FinishRules
-from engine.scheduling.plan import StepPlan, StepResult
+from engine.scheduling.finish import Ending, FinishRules, SampledTokens
+from engine.scheduling.in_flight import StepInFlight, StepsInFlight
 from engine.scheduling.request_blocks import RequestBlocks
 from engine.scheduling.running import RunningRequests
-from engine.scheduling.sampled_tokens import Ending, SampledTokens
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.short_reserve import Holdings, ShortReserve
-from engine.scheduling.steps_in_flight import StepInFlight, StepsInFlight
 from engine.scheduling.waiting import by_priority
 from tests.engine.scheduling.world import BLOCK_SIZE
 
@@ -100,14 +99,14 @@ class HitsTheWholePrompt(Scheduler):
 
 class PoisonedBlocksAreNotZeroed(Scheduler):
     def plan(self, now_s: float) -> StepPlan | None:
-        self._cache.release(self._blocks.take_poisoned())
+        self._cache.release(self._blocks.take_nonfinite())
         return super().plan(now_s)
 
 
 class PoisonedBlocksCanBeFound(Scheduler):
-    def _end_as_poisoned(self, request: Request, output: StepOutput) -> None:
-        super()._end_as_poisoned(request, output)
-        poisoned = self._blocks.poisoned_block_ids
+    def _end_as_nonfinite(self, request: Request, output: StepOutput) -> None:
+        super()._end_as_nonfinite(request, output)
+        poisoned = self._blocks.nonfinite_block_ids
         for i, block_id in enumerate(poisoned[: len(request.block_hashes)]):
             parent = request.block_hashes[i - 1] if i else None
             self._cache.index(block_id, request.block_hashes[i], parent)
@@ -294,8 +293,8 @@ class ADecodeThatEndsIsPassedOver(Scheduler):
 
 class ZeroedBlocksAreFreeAtOnce(WithPlantedBlocks):
     class blocks_class(RequestBlocks):  # noqa: N801 - an attribute
-        def take_poisoned(self) -> list[int]:
-            block_ids = super().take_poisoned()
+        def take_nonfinite(self) -> list[int]:
+            block_ids = super().take_nonfinite()
             self._cache.release(block_ids)
             return block_ids
 
@@ -306,6 +305,6 @@ class AnnouncesWhatIsStillInFlight(Scheduler):
         for request in self._running.prompts.values():
             num_indexed_blocks = request.num_indexed_blocks
             request.num_indexed_blocks = request.num_computed_tokens // BLOCK_SIZE
-            self._outbox.advance(request)
+            self._handoff_queue.advance(request)
             request.num_indexed_blocks = num_indexed_blocks
         return plan

@@ -3,7 +3,7 @@
 from collections import Counter, deque
 from collections.abc import Callable
 
-from engine.kv.handoff import (
+from engine.kv.transfer import (
     HandoffDropped,
     HandoffProgress,
     HandoffReady,
@@ -12,7 +12,7 @@ from engine.kv.handoff import (
     OutgoingHandoffs,
 )
 from engine.request import RequestKey
-from tests.fakes import FakeExecutor, Written, extend_histories
+from tests.harness.fakes import FakeExecutor, Written, extend_histories
 
 Readable = tuple[RequestKey, int]  # the second: how often the request was retracted before
 
@@ -23,7 +23,7 @@ class ReadingSender:
     def __init__(self) -> None:
         self._blocks: dict[Readable, list[int]] = {}
         self._num_retracted: Counter[RequestKey] = Counter()
-        self._unanswered: deque[HandoffRetracted | HandoffDropped] = deque()
+        self._liveness: deque[HandoffRetracted | HandoffDropped] = deque()
 
     def on_event(self, event: OutgoingEvent) -> None:
         newest = (event.key, self._num_retracted[event.key])
@@ -37,23 +37,23 @@ class ReadingSender:
                 self._blocks[newest] = event.block_ids
             case HandoffRetracted():
                 self._num_retracted[event.key] += 1
-                self._unanswered.append(event)
+                self._liveness.append(event)
             case HandoffDropped():
-                self._unanswered.append(event)
+                self._liveness.append(event)
 
     @property
     def num_unanswered(self) -> int:
-        return len(self._unanswered)
+        return len(self._liveness)
 
     @property
     def ending(self) -> set[RequestKey]:
         """Requests that still hold something because of an unanswered event."""
-        return {event.key for event in self._unanswered}
+        return {event.key for event in self._liveness}
 
     def answer(self, outgoing: OutgoingHandoffs) -> None:
         """Nothing is read of what was retracted or dropped."""
-        while self._unanswered:
-            event = self._unanswered.popleft()
+        while self._liveness:
+            event = self._liveness.popleft()
             if isinstance(event, HandoffDropped):
                 self.forget(event.key)
                 outgoing.release(event.key)

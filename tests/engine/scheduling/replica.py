@@ -7,21 +7,20 @@ from typing import Any
 from configs.schema import LapsConfig, SchedulerConfig
 from engine.clock import ManualClock
 from engine.core import EngineCore
-from engine.invariants import check_blocks
-from engine.kv.block_cache import BlockCache
-from engine.kv.request_hasher import RequestHasher
+from engine.kv.cache import BlockCache, check_blocks
+from engine.kv.hashes import RequestHasher
 from engine.messages import FailureRecord, TokenRecord
+from engine.plan import StepPlan
 from engine.request import Request, RequestKey, SamplingParams
 from engine.scheduling.contracts import StepOutput
-from engine.scheduling.plan import StepPlan
 from engine.scheduling.scheduler import DEFAULT_LAPS, Scheduler
 from tests.engine.scheduling.in_flight import check_blocks_in_flight
 from tests.engine.scheduling.running_rows import check_running
-from tests.fakes import (
+from tests.harness.fakes import (
     EOS_TOKEN_ID,
     VOCAB_SIZE,
     FakeExecutor,
-    RecordingOutbox,
+    RecordingHandoffQueue,
     expected_output,
 )
 
@@ -55,14 +54,14 @@ class Replica:
         max_model_len: int = 64,
         enable_prefix_cache: bool = True,
         overlap: bool = False,
-        gathers: bool = False,
+        defers_planning: bool = False,
         laps: LapsConfig = DEFAULT_LAPS,
     ) -> None:
         self.clock = ManualClock()
         self.cache = BlockCache(
             num_blocks, enable_prefix_cache=enable_prefix_cache, protected_share=0.5
         )
-        self.outbox = RecordingOutbox()
+        self.handoff_queue = RecordingHandoffQueue()
         self.max_model_len = max_model_len
         self.executor = FakeExecutor(
             num_blocks=num_blocks,
@@ -82,14 +81,18 @@ class Replica:
             ),
             cache=self.cache,
             hasher=RequestHasher(HASH_KEY, model="m", dtype="float32", block_size=BLOCK_SIZE),
-            outbox=self.outbox,
+            handoff_queue=self.handoff_queue,
             block_size=BLOCK_SIZE,
             max_model_len=max_model_len,
             eos_token_ids=(EOS_TOKEN_ID,),
             laps=laps,
         )
         self.core = EngineCore(
-            self.scheduler, self.executor, self.clock, overlap=overlap, gathers=gathers
+            self.scheduler,
+            self.executor,
+            self.clock,
+            overlap=overlap,
+            defers_planning=defers_planning,
         )
         self.records: dict[RequestKey, list[TokenRecord]] = {}
         self.failures: dict[RequestKey, FailureRecord] = {}
@@ -167,7 +170,7 @@ class Replica:
 
     def check(self) -> None:
         owners = [*self.scheduler.owners(), ("the test", self.lent)]
-        owners += [(f"outbox {key}", r.block_ids) for key, r in self.outbox.held.items()]
+        owners += [(f"outbox {key}", r.block_ids) for key, r in self.handoff_queue.held.items()]
         check_blocks(self.cache, owners)
         check_blocks_in_flight(self.cache, self.executor)
         check_running(self.scheduler)

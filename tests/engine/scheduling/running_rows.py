@@ -19,8 +19,8 @@ def check_running(scheduler: Scheduler) -> None:
     assert columns.rows == [request.row for request in decodes]
     assert columns.num_computed_tokens == [request.num_computed_tokens for request in decodes]
     assert columns.constrained == [r for r in decodes if r.params.constraint is not None]
-    at_border = [r for r in decodes if r.num_computed_tokens % block_size == 0]
-    assert columns.at_border(block_size) == at_border
+    at_block_boundary = [r for r in decodes if r.num_computed_tokens % block_size == 0]
+    assert columns.at_block_boundary(block_size) == at_block_boundary
     assert columns.at_last_token(rules) == rules.at_last_token(decodes)
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.scheduling.cost_model import (
+from engine.cost_model import (
     NO_WORK,
     PRIOR,
     CostModel,

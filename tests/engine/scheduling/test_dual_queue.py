@@ -7,8 +7,8 @@ import msgspec
 import pytest
 
 from configs.schema import LapsConfig
+from engine.cost_model import PRIOR, CostModel, StepWork
 from engine.request import Request
-from engine.scheduling.cost_model import PRIOR, CostModel, StepWork
 from engine.scheduling.laps import DualQueue
 from tests.engine.scheduling.toy_worker import ToyWorker, make_request
 

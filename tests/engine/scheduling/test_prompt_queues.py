@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from configs.schema import LapsConfig
+from engine.cost_model import PRIOR, CostModel
 from engine.request import Request, RequestKey
-from engine.scheduling.cost_model import PRIOR, CostModel
 from engine.scheduling.laps import DualQueue
 from engine.scheduling.waiting import PromptQueue, WaitingQueue, by_arrival, by_priority
 from tests.engine.scheduling.toy_worker import Step, ToyWorker, make_request

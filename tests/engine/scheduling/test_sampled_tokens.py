@@ -5,12 +5,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.plan import StepResult, TokenLogprobs
 from engine.request import Request, RequestKey, SamplingParams
 from engine.scheduling.contracts import StepOutput
-from engine.scheduling.finish import FinishRules
-from engine.scheduling.plan import StepResult, TokenLogprobs
-from engine.scheduling.sampled_tokens import SampledTokens
-from engine.scheduling.steps_in_flight import StepInFlight
+from engine.scheduling.finish import FinishRules, SampledTokens
+from engine.scheduling.in_flight import StepInFlight
 
 EOS_TOKEN_ID, MAX_MODEL_LEN = 0, 9
 LOGPROBS = TokenLogprobs(-0.5, [3], [-0.5])

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
+from engine.plan import StepPlan
 from engine.request import Constraint, ConstraintKind, Request
-from engine.scheduling.plan import StepPlan
 from tests.engine.scheduling.replica import Replica, params_of, prompt_of
 
 HELD = Constraint(ConstraintKind.REGEX, "a*")
@@ -76,7 +76,7 @@ def _check_heard(replica: Replica) -> None:
             is_held = admission.params.constraint is not None
             num_heard[admission.row] = num_outputs if is_held else -1
             num_sampled[admission.row] = num_outputs
-        for row, _ in plan.heard_tokens:
+        for row, _ in plan.accepted_tokens:
             num_heard[row] += 1
         for row, samples in zip(plan.rows, plan.samples, strict=True):
             if samples:

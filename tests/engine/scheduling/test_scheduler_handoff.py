@@ -11,13 +11,13 @@ from tests.engine.scheduling.replica import BLOCK_SIZE, Replica, params_of, prom
 def test_a_prompt_starts_with_its_first_chunk_and_leaves_with_its_first_token() -> None:
     replica = Replica(max_step_tokens=8)
     request = replica.add("a", prompt_of(19), decode_worker="decode-0")
-    assert replica.outbox.events == []
+    assert replica.handoff_queue.events == []
     replica.step()
-    assert replica.outbox.events == [("start", request.key)]
+    assert replica.handoff_queue.events == [("start", request.key)]
     replica.step()
-    assert replica.outbox.held == {}
+    assert replica.handoff_queue.held == {}
     output = replica.step()
-    assert replica.outbox.events == [("start", request.key), ("add", request.key)]
+    assert replica.handoff_queue.events == [("start", request.key), ("add", request.key)]
     assert output.left == [request.key]
     assert replica.output(request) == replica.expected(request)[:1]
     assert replica.records[request.key][0].finish is None
@@ -33,7 +33,11 @@ def test_a_chunks_full_blocks_may_move_when_its_step_is_committed(overlap: bool)
     request = replica.add("a", prompt_of(19), decode_worker="decode-0")
     replica.run()
     key = request.key
-    assert replica.outbox.advances == [(key, 1), (key, 3), (key, 4)]  # 6, 12, 18 tokens, 4 a block
+    assert replica.handoff_queue.advances == [
+        (key, 1),
+        (key, 3),
+        (key, 4),
+    ]  # 6, 12, 18 tokens, 4 a block
 
 
 def test_a_handed_over_prompt_can_be_found_by_the_next() -> None:
@@ -50,9 +54,9 @@ def test_a_request_that_ends_with_its_first_token_by_length_never_starts() -> No
     by_length = replica.add("a", prompt_of(5), decode_worker="d", params=params_of(1))
     by_context = replica.add("b", prompt_of(31), decode_worker="d", params=params_of(9))
     replica.run()
-    assert ("start", by_length.key) not in replica.outbox.events
-    assert ("start", by_context.key) not in replica.outbox.events
-    assert replica.outbox.held == {}
+    assert ("start", by_length.key) not in replica.handoff_queue.events
+    assert ("start", by_context.key) not in replica.handoff_queue.events
+    assert replica.handoff_queue.held == {}
     for request in (by_length, by_context):
         assert [r.finish for r in replica.records[request.key]] == ["length"]
     replica.check_idle()
@@ -65,7 +69,7 @@ def test_a_stop_on_the_first_token_drops_what_was_started() -> None:
     params = params_of(9, stop_token_ids=(replica.output(free)[0],))
     request = replica.add("a", prompt_of(6), decode_worker="d", params=params)
     replica.run()
-    assert replica.outbox.events == [("start", request.key), ("drop", request.key)]
+    assert replica.handoff_queue.events == [("start", request.key), ("drop", request.key)]
     assert [r.finish for r in replica.records[request.key]] == ["stop"]
     replica.check_idle()
 
@@ -73,13 +77,13 @@ def test_a_stop_on_the_first_token_drops_what_was_started() -> None:
 def test_prompts_without_a_reservation_stop_admissions_beyond_their_share() -> None:
     replica = Replica(num_blocks=32, unreserved_share=0.25)
     request = replica.add("a", prompt_of(5))
-    replica.outbox.num_unreserved_blocks = 10
+    replica.handoff_queue.num_unreserved_blocks = 10
     replica.step()
     assert request.row is None
-    replica.outbox.num_unreserved_blocks = 8
+    replica.handoff_queue.num_unreserved_blocks = 8
     replica.step()
     assert replica.output(request) == replica.expected(request)[:1]
-    replica.outbox.num_unreserved_blocks = 9  # what runs goes on
+    replica.handoff_queue.num_unreserved_blocks = 9  # what runs goes on
     replica.step()
     assert replica.output(request) == replica.expected(request)[:2]
 
@@ -94,12 +98,12 @@ def test_a_preempted_prompt_starts_again_and_is_dropped_when_its_deadline_passes
     moving = replica.add("moving", prompt, decode_worker="d", deadline_s=9.0)
     while moving.num_preemptions == 0:
         replica.step()
-    assert replica.outbox.events == [("start", moving.key)]
-    assert replica.outbox.retracted == [old.key] * old.num_preemptions + [moving.key]
+    assert replica.handoff_queue.events == [("start", moving.key)]
+    assert replica.handoff_queue.retracted == [old.key] * old.num_preemptions + [moving.key]
     replica.clock.advance(10.0)
     while moving.key not in replica.failures:
         replica.step()
-    assert replica.outbox.events == [("start", moving.key), ("drop", moving.key)]
+    assert replica.handoff_queue.events == [("start", moving.key), ("drop", moving.key)]
     replica.run()
     replica.check_idle()
 
@@ -109,7 +113,7 @@ def test_a_row_that_is_not_finite_is_dropped_from_the_outbox() -> None:
     request = replica.add("a", prompt_of(13), decode_worker="d", params=params_of(9, seed=666))
     replica.executor.poison(666, 10)
     replica.run()
-    assert replica.outbox.events == [("start", request.key), ("drop", request.key)]
+    assert replica.handoff_queue.events == [("start", request.key), ("drop", request.key)]
     assert request.key in replica.failures
     replica.check_idle()
 
@@ -120,9 +124,9 @@ def test_a_row_that_is_not_finite_is_dropped_from_the_outbox() -> None:
 def _arrive(target: Replica, name: str, prompt: list[int], max_tokens: int) -> Request:
     """A prompt computed by `target` itself comes back as one whose KV was received."""
     sent = target.add(name, prompt, decode_worker="d", params=params_of(max_tokens))
-    while sent.key not in target.outbox.held:
+    while sent.key not in target.handoff_queue.held:
         target.step()
-    held = target.outbox.held.pop(sent.key)
+    held = target.handoff_queue.held.pop(sent.key)
     return Request(
         key=RequestKey(name),
         ingress_id="ingress-a",
@@ -255,7 +259,7 @@ def test_an_aborted_request_is_gone_in_every_phase(
     assert replica.output(request) == before
     assert replica.left.count(request.key) == int(not is_here)
     assert replica.output(neighbour) == replica.expected(neighbour)
-    drops = [event for event in replica.outbox.events if event[0] == "drop"]
+    drops = [event for event in replica.handoff_queue.events if event[0] == "drop"]
     assert drops == ([("drop", request.key)] if decode_worker and is_here else [])
     if is_here:
         replica.check_idle()

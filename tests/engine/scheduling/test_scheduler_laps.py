@@ -6,9 +6,9 @@ import msgspec
 import pytest
 
 from configs.schema import LapsConfig
+from engine.cost_model import StepCosts, StepWork
 from engine.messages import ShortLoad
-from engine.scheduling.cost_model import StepCosts, StepWork
-from engine.scheduling.plan import StepPlan
+from engine.plan import StepPlan
 from tests.engine.scheduling.replica import Replica, params_of, prompt_of
 
 SHORT_FIRST = LapsConfig(enable_laps_scheduler=True, queue="laps", laps_length_threshold=10)
@@ -157,10 +157,10 @@ def test_a_window_holds_a_short_prompt_back_until_it_is_over() -> None:
     replica = replica_of(laps)
     replica.add("short", prompt_of(8))
     assert not replica.step().has_progressed
-    assert replica.core.gathering_s() == pytest.approx(0.499)
+    assert replica.core.defer_s() == pytest.approx(0.499)
     replica.add("another", prompt_of(9))
     replica.clock.advance(0.6)
-    assert replica.core.gathering_s() == 0.0
+    assert replica.core.defer_s() == 0.0
     replica.step()
     assert sorted(replica.last_plan.num_new_tokens) == [8, 9]
 
@@ -177,32 +177,32 @@ def test_a_long_prompt_or_a_full_window_ends_the_waiting() -> None:
 
 
 def test_the_next_step_is_planned_shortly_before_the_device_needs_it() -> None:
-    replica = replica_of(SHORT_FIRST, overlap=True, gathers=True)
-    assert replica.core.gathering_s() == 0.0
+    replica = replica_of(SHORT_FIRST, overlap=True, defers_planning=True)
+    assert replica.core.defer_s() == 0.0
     replica.add("long", prompt_of(900))
     replica.step()  # 49 ms of predicted work are launched
-    left_s = replica.core.gathering_s()
+    left_s = replica.core.defer_s()
     assert 0.03 < left_s < 0.0511 - 2e-3
     short = replica.add("short", prompt_of(8))  # arrives while the step computes
     replica.clock.advance(left_s)
-    assert replica.core.gathering_s() == 0.0
+    assert replica.core.defer_s() == 0.0
     replica.step()
     assert rows_of(replica.last_plan) == {short.row: 8}
 
 
 def test_a_step_that_has_ended_early_is_not_waited_for() -> None:
-    replica = replica_of(SHORT_FIRST, overlap=True, gathers=True)
+    replica = replica_of(SHORT_FIRST, overlap=True, defers_planning=True)
     replica.add("long", prompt_of(900))
     replica.step()
-    assert replica.core.gathering_s() > 0.0
+    assert replica.core.defer_s() > 0.0
     replica.executor.is_idle = True
-    assert replica.core.gathering_s() == 0.0
+    assert replica.core.defer_s() == 0.0
 
 
 def test_without_a_fitted_model_nothing_is_put_off() -> None:
-    replica = replica_of(SHORT_FIRST, overlap=True, gathers=True)
+    replica = replica_of(SHORT_FIRST, overlap=True, defers_planning=True)
     replica.scheduler._prompts.model.costs = msgspec.structs.replace(COSTS, num_samples=0)
     replica.add("long", prompt_of(900))
     replica.step()
-    assert replica.core.gathering_s() == 0.0
+    assert replica.core.defer_s() == 0.0
     assert math.isfinite(replica.scheduler.newest_step_s)

@@ -18,12 +18,12 @@ from hypothesis.stateful import (
 )
 
 from configs.schema import LapsConfig
+from engine.plan import StepResult
 from engine.request import SamplingParams
 from engine.scheduling.contracts import StepOutput
-from engine.scheduling.plan import StepResult
-from engine.scheduling.sampled_tokens import Ending, SampledTokens
+from engine.scheduling.finish import Ending, SampledTokens
+from engine.scheduling.in_flight import StepInFlight
 from engine.scheduling.scheduler import DEFAULT_LAPS, Scheduler
-from engine.scheduling.steps_in_flight import StepInFlight
 from tests.engine.scheduling import planted_bugs
 from tests.engine.scheduling.world import BLOCK_SIZE, CONFIG, World
 

@@ -6,7 +6,7 @@ import pytest
 
 from engine.request import Request
 from tests.engine.scheduling.replica import BLOCK_SIZE, Replica, params_of, prompt_of
-from tests.fakes import expected_output
+from tests.harness.fakes import expected_output
 
 Answer = tuple[list[int], str | None, int | None]
 
@@ -145,7 +145,7 @@ def test_a_prompt_that_moves_is_not_planned_past_its_first_token() -> None:
     request = replica.add("a", prompt_of(19), decode_worker="decode-0")
     replica.run()
     assert list(replica.chunks()) == [[8], [8], [3]]
-    assert replica.outbox.events == [("start", request.key), ("add", request.key)]
+    assert replica.handoff_queue.events == [("start", request.key), ("add", request.key)]
     assert request.num_computed_tokens == 19
     assert replica.output(request) == replica.expected(request)[:1]
 

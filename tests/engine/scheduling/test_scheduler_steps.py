@@ -5,7 +5,7 @@ import pytest
 from engine.errors import CapacityError
 from engine.request import Request, RequestKey
 from tests.engine.scheduling.replica import BLOCK_SIZE, Replica, params_of, prompt_of
-from tests.fakes import EOS_TOKEN_ID, expected_output
+from tests.harness.fakes import EOS_TOKEN_ID, expected_output
 
 # ---- budget and chunks ---------------------------------------------------------------------------
 

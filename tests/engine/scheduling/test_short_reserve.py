@@ -3,8 +3,8 @@
 import pytest
 
 from configs.schema import LapsConfig
-from engine.kv.handoff import IncomingHandoffs
 from engine.kv.layout import KvLayout
+from engine.kv.transfer import IncomingHandoffs
 from engine.messages import NotNow, Reservation, ReserveRequest, WorkerIdentity
 from engine.request import Request, RequestKey, SamplingParams
 from tests.engine.scheduling.replica import BLOCK_SIZE, Replica, params_of, prompt_of

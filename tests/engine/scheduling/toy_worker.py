@@ -7,9 +7,9 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
+from engine.cost_model import PRIOR, StepCosts, StepWork
 from engine.request import Request, RequestKey, SamplingParams
-from engine.scheduling.cost_model import PRIOR, StepCosts, StepWork
-from engine.scheduling.step_room import StepRoom
+from engine.scheduling.budget import StepBudget
 from engine.scheduling.waiting import PromptQueue
 
 
@@ -52,7 +52,7 @@ class ToyWorker:
         return request.num_known_tokens - self.cached.get(request.key.request_id, 0)
 
     def step(self, now_s: float = 0.0, *, refused: Collection[str] = ()) -> Step:
-        room = StepRoom(
+        room = StepBudget(
             now_s=now_s,
             max_tokens=self.max_tokens,
             min_chunk_tokens=self.min_chunk_tokens,
@@ -62,8 +62,8 @@ class ToyWorker:
         chunks: list[tuple[Request, int]] = []
         offered: set[RequestKey] = set()
         work_before: StepWork | None = None  # the last chunk, if it began with an admission
-        for turn in self.queue.turns(list(self.running.values()), room):
-            request, _ = turn
+        for candidate in self.queue.candidates(list(self.running.values()), room):
+            request, _ = candidate
             assert request.key not in offered, f"{request.key} is offered twice in one step"
             offered.add(request.key)
             is_admission = request.key not in self.running
@@ -73,7 +73,7 @@ class ToyWorker:
                     continue
                 self.admit(request)
             work_before = room.work if is_admission else None
-            chunks.append((request, room.grant(turn)))
+            chunks.append((request, room.grant(candidate)))
         self._check(room, chunks, work_before)
         for request, num_tokens in chunks:
             request.num_computed_tokens += num_tokens
@@ -92,7 +92,7 @@ class ToyWorker:
         assert (self.queue.remove(key) is None) == (self.running.pop(key, None) is not None)
 
     def _check(
-        self, room: StepRoom, chunks: list[tuple[Request, int]], work_before: StepWork | None
+        self, room: StepBudget, chunks: list[tuple[Request, int]], work_before: StepWork | None
     ) -> None:
         num_tokens = sum(n for _, n in chunks)
         assert num_tokens == self.max_tokens - room.num_tokens_left <= self.max_tokens

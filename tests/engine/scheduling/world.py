@@ -12,10 +12,9 @@ from configs.schema import LapsConfig, SchedulerConfig
 from engine.clock import ManualClock
 from engine.core import EngineCore
 from engine.errors import CapacityError
-from engine.invariants import check_blocks
-from engine.kv.block_cache import BlockCache
-from engine.kv.handoff import HandoffReady, OutgoingEvent, OutgoingHandoffs
-from engine.kv.request_hasher import RequestHasher
+from engine.kv.cache import BlockCache, check_blocks
+from engine.kv.hashes import RequestHasher
+from engine.kv.transfer import HandoffReady, OutgoingEvent, OutgoingHandoffs
 from engine.messages import FailureRecord, TokenRecord
 from engine.request import Request, RequestKey, SamplingParams
 from engine.scheduling.contracts import StepOutput
@@ -23,7 +22,7 @@ from engine.scheduling.scheduler import DEFAULT_LAPS, Scheduler
 from tests.engine.scheduling.in_flight import check_blocks_in_flight
 from tests.engine.scheduling.reading_sender import ReadingSender
 from tests.engine.scheduling.running_rows import check_running
-from tests.fakes import EOS_TOKEN_ID, FakeExecutor, expected_output
+from tests.harness.fakes import EOS_TOKEN_ID, FakeExecutor, expected_output
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 10
@@ -78,7 +77,7 @@ class World:
             hasher=RequestHasher(
                 bytes(range(16)), model="m", dtype="float32", block_size=BLOCK_SIZE
             ),
-            outbox=self.outgoing,
+            handoff_queue=self.outgoing,
             block_size=BLOCK_SIZE,
             max_model_len=MAX_MODEL_LEN,
             eos_token_ids=(EOS_TOKEN_ID,),

@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from engine.scheduling.cost_model import PRIOR
+from engine.cost_model import PRIOR
 from load_tests.simulation import ablation
 from load_tests.simulation.ablation import FCFS, Variant, all_traffic, busy_rate, draw_bursts
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from configs.schema import LapsConfig
-from engine.scheduling.cost_model import PRIOR
+from engine.cost_model import PRIOR
 from load_tests.simulation.cluster import ClusterSpec, Served, serve
 from load_tests.simulation.routing import Policy
 from load_tests.simulation.scenario import with_policies

@@ -4,9 +4,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from configs.schema import LapsConfig
-from engine.messages import LengthClass, PlaceRequest
-from engine.scheduling.cost_model import PRIOR
-from engine.scheduling.placement import LinearCost, PlacementRules, place
+from engine.cost_model import PRIOR
+from engine.length_class import LengthClass, LinearCost
+from engine.messages import RouteRequest
+from engine.routing.placement import PlacementRules, route
 from load_tests.simulation.fleet import LABEL_CODES, Decoders, FastPlacement, Prefillers
 
 SECONDS = st.sampled_from([0.0, 0.005, 0.01, 0.02, 0.05, 0.3]) | st.floats(0.0, 2.0)
@@ -65,7 +66,7 @@ def test_every_decision_is_the_one_that_place_makes(
     names = fleet.names + (others.names if others else [])
     fast = FastPlacement(rules, fleet, others)
     for _ in range(4):
-        prompt = PlaceRequest(
+        prompt = RouteRequest(
             num_prompt_tokens=data.draw(st.sampled_from([1, 40, 256, 257, 2000])),
             max_queued_tokens=data.draw(st.sampled_from([None, None, 4000])),
             avoid=data.draw(st.lists(st.sampled_from(names), max_size=3)),
@@ -76,4 +77,4 @@ def test_every_decision_is_the_one_that_place_makes(
         snapshots = [fleet.snapshot(i, hits.get(i, 0)) for i in range(len(fleet.names))]
         if others:
             snapshots += [others.snapshot(i) for i in range(len(others.names))]
-        assert fast.place(prompt, hits) == place(prompt, snapshots, 0.0, rules)
+        assert fast.route(prompt, hits) == route(prompt, snapshots, 0.0, rules)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from engine.scheduling.cost_model import PRIOR
+from engine.cost_model import PRIOR
 from load_tests.simulation.cluster import ClusterSpec, serve
 from load_tests.simulation.metrics import (
     Limits,

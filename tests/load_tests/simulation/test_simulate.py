@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from engine.scheduling.cost_model import PRIOR
+from engine.cost_model import PRIOR
 from load_tests import simulate
 from load_tests.simulation.cluster import ClusterSpec
 from load_tests.simulation.metrics import CLASS_NAMES, Limits, is_sustained

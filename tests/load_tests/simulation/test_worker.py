@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from configs.schema import LapsConfig
+from engine.cost_model import PRIOR, StepWork
 from engine.request import Request, RequestKey, SamplingParams
-from engine.scheduling.cost_model import PRIOR, StepWork
 from load_tests.simulation.decode_run import build_run
 from load_tests.simulation.real_worker import RealWorker
 from load_tests.simulation.worker import LightWorker, Outcome, Worker, WorkerSpec
@@ -109,7 +109,7 @@ def test_they_are_equal_when_chunks_are_cut_to_captured_sizes(mix: str) -> None:
         enable_laps_scheduler=True, queue="laps", mix="fill" if mix == "fill" else "exclusive"
     )
     plain = WorkerSpec(laps=laps, keeps_decodes=True, max_step_tokens=2048)
-    spec = replace(plain, full_step_tokens=(64, 300, 700, 1100))
+    spec = replace(plain, graph_token_sizes=(64, 300, 700, 1100))
     arrivals = draw_arrivals(60, 15.0, 11)
     times, _ = serve(LightWorker(spec), arrivals)
     expected, _ = serve(RealWorker(spec), arrivals)

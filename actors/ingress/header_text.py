@@ -1,0 +1,39 @@
+"""Headers that Ray Serve decodes itself, made such that it can: other bytes ended in a 500.
+
+Serve reads three headers before any application does, as UTF-8. HTTP knows bytes, which are Latin-1
+by tradition; a value that is not UTF-8 is taken as that. `configs.process_environment` names
+`middlewares` to Serve's proxies, and to its replicas where they listen themselves.
+"""
+
+from starlette.middleware import Middleware
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+READ_BY_SERVE = (b"x-request-id", b"serve-multiplexed-model-id", b"x-session-id")
+
+
+def middlewares() -> list[Middleware]:
+    """What Serve puts around every application."""
+    return [Middleware(HeaderText)]
+
+
+class HeaderText:
+    """An ASGI application around another one."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if "headers" in scope:
+            headers = [(name, _as_utf8(name, value)) for name, value in scope["headers"]]
+            scope = {**scope, "headers": headers}
+        await self._app(scope, receive, send)
+
+
+def _as_utf8(name: bytes, value: bytes) -> bytes:
+    if name.replace(b"_", b"-") not in READ_BY_SERVE:
+        return value
+    try:
+        value.decode()
+    except UnicodeDecodeError:
+        return value.decode("latin-1").encode()
+    return value

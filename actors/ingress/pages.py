@@ -1,0 +1,146 @@
+"""The two pages for people: `/`, a chat with the served model, and `/laps`, the scheduler at work.
+
+The chat page is one file that loads nothing. What the model says is shown as text only; should that
+ever fail, the policy below lets no script or style run but the file's own, known by their digests.
+
+`/laps` shows what `/laps_status` says as JSON: what the allocator knows (pools, queues, moves),
+what workers report to this ingress (running requests, free blocks) and the times to the first token
+that this ingress measured. Knows no HTTP.
+"""
+
+import base64
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import msgspec
+
+from actors.observability.recent_ttft import ClassTtft
+from actors.routing.worker_links import WorkerLink
+from configs.schema import LapsConfig
+from engine.length_class import LengthClass
+from engine.messages import LapsStatus, Role
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatPage:
+    """The page as it is served."""
+
+    html: bytes
+    headers: Mapping[str, str]
+
+
+@cache
+def chat_page() -> ChatPage:
+    """The page, read once."""
+    html = Path(__file__).with_name("chat.html").read_bytes()
+    return ChatPage(html=html, headers=_headers(html))
+
+
+def _headers(html: bytes) -> dict[str, str]:
+    policy = {
+        "default-src": "'none'",
+        "connect-src": "'self'",
+        "img-src": "data:",
+        "script-src": _source_of(html, b"script"),
+        "style-src": _source_of(html, b"style"),
+        "base-uri": "'none'",
+        "form-action": "'none'",
+        "frame-ancestors": "'none'",
+        "require-trusted-types-for": "'script'",
+        "trusted-types": "'none'",
+    }
+    return {
+        "Cache-Control": "no-cache",
+        "Content-Security-Policy": "; ".join(f"{name} {value}" for name, value in policy.items()),
+        "Referrer-Policy": "no-referrer",
+        "X-Content-Type-Options": "nosniff",
+    }
+
+
+def _source_of(html: bytes, tag: bytes) -> str:
+    """The digest by which a browser knows the only such element."""
+    opening, closing = b"<" + tag + b">", b"</" + tag + b">"
+    assert html.count(opening) == html.count(closing) == 1, f"one {tag!r} in the page"
+    text = html.partition(opening)[2].partition(closing)[0]
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text).digest()).decode()}'"
+
+
+# The page may load nothing and ask nobody but the server it came from.
+PAGE_HEADERS = {
+    "Cache-Control": "no-cache",
+    "Content-Security-Policy": "default-src 'none'; connect-src 'self'; img-src data:; "
+    "script-src 'unsafe-inline'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'",
+}
+
+
+class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker of any role last said of itself; zeros while it is not connected."""
+
+    worker: str
+    role: Role
+    is_up: bool
+    num_waiting: int = 0
+    num_running: int = 0
+    num_free_blocks: int = 0  # free or evictable
+    num_blocks: int = 0
+
+
+class LapsView(msgspec.Struct, frozen=True, kw_only=True):
+    """What `/laps_status` says besides the allocator's LapsStatus."""
+
+    model: str
+    ingress: str  # whose reports and times to the first token these are
+    queue: str  # the order inside a worker that prefills: laps, fcfs or priority
+    length_threshold: int  # tokens; inside a worker, as `threshold` is for the choice of a pool
+    rebalance_interval_s: float
+    ttft: dict[LengthClass, ClassTtft]
+    reports: list[WorkerReport]  # by name
+
+
+def build_view(
+    *,
+    model: str,
+    ingress: str,
+    laps: LapsConfig,
+    ttft: Mapping[LengthClass, ClassTtft],
+    links: Iterable[WorkerLink],
+) -> LapsView:
+    """This ingress's share of the page, as of now."""
+    return LapsView(
+        model=model,
+        ingress=ingress,
+        queue=laps.queue,
+        length_threshold=laps.laps_length_threshold,
+        rebalance_interval_s=laps.laps_rebalance_interval_s,
+        ttft=dict(ttft),
+        reports=[_report(link) for link in sorted(links, key=lambda link: link.name)],
+    )
+
+
+def to_json(status: LapsStatus, view: LapsView) -> bytes:
+    """Both as one JSON object."""
+    return msgspec.json.encode(msgspec.structs.asdict(status) | msgspec.structs.asdict(view))
+
+
+@cache
+def page() -> bytes:
+    """The page: one HTML file, read once."""
+    return Path(__file__).with_name("laps.html").read_bytes()
+
+
+def _report(link: WorkerLink) -> WorkerReport:
+    load = link.load
+    if load is None or not link.is_up:
+        return WorkerReport(worker=link.name, role=link.role, is_up=False)
+    return WorkerReport(
+        worker=link.name,
+        role=link.role,
+        is_up=True,
+        num_waiting=load.num_waiting,
+        num_running=load.num_running,
+        num_free_blocks=load.num_free_blocks,
+        num_blocks=load.num_blocks,
+    )

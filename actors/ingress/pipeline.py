@@ -1,0 +1,358 @@
+"""From a validated request to text deltas: tokenise, generate every choice, detokenise.
+
+Knows no HTTP and no OpenAI objects; the ingress turns deltas into those.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import TypeVar
+
+import msgspec
+
+from actors.ingress.generation import GenerationJob, Generations, new_request_id
+from actors.observability.metrics import IngressMetrics
+from actors.observability.request_times import RequestTimes
+from actors.openai.chat_text import hold_behind_thinking
+from actors.openai.protocol import (
+    ParsedRequest,
+    Prompt,
+    ServedModel,
+    check_totals,
+    child_seed,
+    resolve_sampling,
+)
+from actors.openai.response_parts import read_record
+from actors.openai.response_writers import build_output_text
+from actors.rpc.handles import BatcherHandle
+from engine.clock import Clock
+from engine.errors import CapacityError, RequestError, WorkerError
+from engine.messages import Assign, TokenizeReply, TokenizeRequest, TokenRecord
+from engine.request import Constraint, SamplingParams
+from engine.text.output_text import TextDelta
+from engine.text.tokenizing import Tokenizing
+
+T = TypeVar("T")
+
+TOKENIZER_TIMEOUT_S = 20.0  # far longer than the largest prompt takes
+CHECK_TIMEOUT_S = 60.0  # a check bounds itself, but others may come before it
+CHECK_RETRY_S = 10.0
+BATCHER_RETRY_S = 0.2  # then those that were away are asked again
+# Naming the blocks of so many ids takes 0.06 ms here, and asking a batcher some ms.
+MAX_NAMED_HERE_TOKENS = 512
+MAX_PENDING_DELTAS = 256  # per request, between its choices and a client that reads slowly
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizedPrompt:
+    """A prompt's tokens, and the names of its full blocks; none while no worker said how."""
+
+    ids: list[int]
+    block_hashes: list[bytes]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedRequest:
+    """A request whose prompts are tokens and fit the context."""
+
+    parsed: ParsedRequest
+    request_ids: list[str]  # per prompt; its n choices share one
+    prompt_ids: list[list[int]]  # per prompt
+    block_hashes: list[list[bytes]]  # per prompt, for all its choices
+    sampling: list[SamplingParams]  # per prompt, with the request's own seed
+    times: RequestTimes
+    deadline_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChoiceDelta:
+    """One step of one choice, numbered prompt by prompt."""
+
+    choice: int
+    delta: TextDelta
+
+
+class Batchers:
+    """The tokenizer batchers, in turn; one that is away is skipped."""
+
+    def __init__(
+        self, find: Callable[[str], Awaitable[BatcherHandle]], *, patience_s: float, clock: Clock
+    ) -> None:
+        """A request waits up to `patience_s` for batchers that restart."""
+        self._find = find
+        self._patience_s = patience_s
+        self._clock = clock
+        self._names: list[str] = []
+        self._handles: dict[str, BatcherHandle] = {}
+        self._turn = 0
+
+    def update(self, names: list[str]) -> None:
+        self._names = names
+
+    async def tokenize(self, request: TokenizeRequest) -> list[int]:
+        """Token ids; raises as `ask`."""
+        return (await self.ask(request)).token_ids
+
+    async def ask(self, request: TokenizeRequest) -> TokenizeReply:
+        """Ids and names of blocks, as far as they are asked for.
+
+        Raises RequestError for text that has no ids, CapacityError if no batcher answers.
+        Tokenising is a pure function, so a batcher that dies is simply replaced by the next.
+        """
+        reply = await self._any(lambda handle: handle.tokenize(request), TOKENIZER_TIMEOUT_S)
+        if reply.error is not None:
+            param = "messages" if request.messages else "prompt"
+            raise RequestError(reply.error, param=param)
+        return reply
+
+    async def check(self, constraint: Constraint) -> None:
+        """Raises RequestError for a constraint that no output can be held to, else as `ask`."""
+        try:
+            async with asyncio.timeout(CHECK_TIMEOUT_S):
+                verdict = await self._any(lambda handle: handle.check(constraint), None)
+        except TimeoutError as error:  # no other batcher is asked: it would do the same work anew
+            raise CapacityError(
+                "too many constraints are being checked", retry_after_s=CHECK_RETRY_S
+            ) from error
+        if verdict.error is not None:
+            raise RequestError(verdict.error, code="invalid_value")
+
+    async def _any(
+        self, call: Callable[[BatcherHandle], Awaitable[T]], timeout_s: float | None
+    ) -> T:
+        """The answer of the first batcher in turn that gives one; CapacityError if none does."""
+        give_up_s = self._clock.now_s() + self._patience_s
+        while True:
+            for _ in range(len(self._names)):
+                reply = await self._call_next(call, timeout_s)
+                if reply is not None:
+                    return reply
+            if self._clock.now_s() + BATCHER_RETRY_S > give_up_s:
+                raise CapacityError("no tokenizer is available", retry_after_s=1.0)
+            await asyncio.sleep(BATCHER_RETRY_S)
+
+    async def _call_next(
+        self, call: Callable[[BatcherHandle], Awaitable[T]], timeout_s: float | None
+    ) -> T | None:
+        """The answer of the batcher whose turn it is; None when it is away."""
+        if not self._names:
+            return None  # the topology changed since
+        name = self._names[self._turn % len(self._names)]
+        self._turn += 1
+        try:
+            async with asyncio.timeout(timeout_s):
+                handle = self._handles.get(name) or await self._find(name)
+                self._handles[name] = handle
+                return await call(handle)
+        except (WorkerError, TimeoutError):
+            self._handles.pop(name, None)
+            return None
+
+
+class RequestPipeline:
+    """Runs requests through batchers and workers for one ingress replica."""
+
+    def __init__(
+        self,
+        *,
+        model: ServedModel,
+        tokenizing: Tokenizing,
+        batchers: Batchers,
+        generations: Generations,
+        metrics: IngressMetrics,
+        clock: Clock,
+        timeout_s: float,
+    ) -> None:
+        self._model = model
+        self._tokenizing = tokenizing
+        self._batchers = batchers
+        self._generations = generations
+        self._metrics = metrics
+        self._clock = clock
+        self._timeout_s = timeout_s
+
+    async def prepare(self, parsed: ParsedRequest, times: RequestTimes) -> PreparedRequest:
+        """Tokenise and settle lengths. Raises RequestError, CapacityError or TimeoutError."""
+        async with asyncio.timeout(self._timeout_s):
+            if parsed.base_sampling.constraint is not None:
+                await self._batchers.check(parsed.base_sampling.constraint)
+            prompts = await asyncio.gather(
+                *(self._tokenize(prompt, parsed.cache_salt) for prompt in parsed.prompts)
+            )
+        prompt_ids = [prompt.ids for prompt in prompts]
+        check_totals(parsed, list(map(len, prompt_ids)))
+        sampling = [
+            hold_behind_thinking(
+                resolve_sampling(parsed, len(ids), self._model.max_model_len),
+                parsed,
+                ids,
+                self._tokenizing,
+            )
+            for ids in prompt_ids
+        ]
+        times.tokenized_s = self._clock.now_s()
+        self._metrics.count_prompt(sum(map(len, prompt_ids)))
+        return PreparedRequest(
+            parsed=parsed,
+            request_ids=[new_request_id() for _ in prompt_ids],
+            prompt_ids=prompt_ids,
+            block_hashes=[prompt.block_hashes for prompt in prompts],
+            sampling=sampling,
+            times=times,
+            deadline_s=times.arrived_s + self._timeout_s,
+        )
+
+    async def run(self, request: PreparedRequest) -> AsyncGenerator[ChoiceDelta, None]:
+        """Deltas of all choices as they come, each choice's in order.
+
+        Ends when every choice has finished. Closing it early cancels all of them; the first
+        error of any choice cancels the others and is raised.
+        """
+        num_choices = request.parsed.num_choices
+        if num_choices == 1:
+            async with aclosing(self._run_choice(request, 0)) as deltas:
+                async for delta in deltas:
+                    yield ChoiceDelta(choice=0, delta=delta)
+        else:
+            async with aclosing(self._run_many(request, num_choices)) as merged:
+                async for item in merged:
+                    yield item
+        self._metrics.latencies.observe_e2e(self._clock.now_s() - request.times.arrived_s)
+
+    # ---- parts ----------------------------------------------------------------------------------
+
+    async def _tokenize(self, prompt: Prompt, salt: str) -> TokenizedPrompt:
+        """Blocks are named by a batcher, in the call for the ids if there has to be one."""
+        hasher = self._generations.hasher
+        hash_params = None if hasher is None else hasher.hash_params
+        if not isinstance(prompt, list):
+            asked = msgspec.structs.replace(prompt, hash_params=hash_params, salt=salt)
+            reply = await self._batchers.ask(asked)
+            return TokenizedPrompt(reply.token_ids, reply.block_hashes)
+        if hasher is None or len(prompt) <= MAX_NAMED_HERE_TOKENS:
+            return TokenizedPrompt(prompt, [] if hasher is None else hasher.chain(prompt, salt))
+        asked = TokenizeRequest(token_ids=prompt, hash_params=hash_params, salt=salt)
+        return TokenizedPrompt(prompt, (await self._batchers.ask(asked)).block_hashes)
+
+    async def _run_choice(
+        self, request: PreparedRequest, choice: int
+    ) -> AsyncGenerator[TextDelta, None]:
+        """One choice from its first token to its finish."""
+        parsed = request.parsed
+        prompt, child = divmod(choice, parsed.n)
+        params = request.sampling[prompt]
+        output = build_output_text(parsed, self._tokenizing)
+        placed: list[Assign] = []  # filled before the first token
+
+        def on_placed(assign: Assign) -> None:
+            placed.append(assign)
+            if choice == 0:
+                request.times.placed_s = self._clock.now_s()
+            self._metrics.classes.count_placed(assign)
+
+        def on_joined() -> None:
+            if choice == 0:
+                request.times.moved_s = self._clock.now_s()
+
+        tokens = self._generations.run(
+            GenerationJob(
+                request_id=request.request_ids[prompt],
+                child=child,
+                prompt_ids=request.prompt_ids[prompt],
+                # A prompt that is asked about is computed, whatever is cached of it.
+                block_hashes=(
+                    request.block_hashes[prompt] if params.prompt_logprobs is None else []
+                ),
+                params=msgspec.structs.replace(params, seed=child_seed(params.seed, choice)),
+                deadline_s=request.deadline_s,
+                priority=parsed.priority,
+                first_token_due_s=_due_s(request),
+                salt=parsed.cache_salt,
+            ),
+            on_placed,
+            on_joined,
+        )
+        watch = _TokenWatch(request, choice, self._metrics)
+        async with aclosing(tokens):
+            async for record in tokens:
+                watch.see(record, placed[0], self._clock.now_s())
+                delta = read_record(record, output)
+                yield delta
+                if delta.finish is not None:
+                    watch.finish(delta.finish.value)
+                    return
+
+    async def _run_many(
+        self, request: PreparedRequest, num_choices: int
+    ) -> AsyncGenerator[ChoiceDelta, None]:
+        """All choices at once, merged in order of arrival."""
+        queue: asyncio.Queue[ChoiceDelta | Exception | None] = asyncio.Queue(MAX_PENDING_DELTAS)
+
+        async def feed(choice: int) -> None:
+            try:
+                async with aclosing(self._run_choice(request, choice)) as deltas:
+                    async for delta in deltas:
+                        await queue.put(ChoiceDelta(choice=choice, delta=delta))
+            except Exception as error:  # noqa: BLE001 - raised by the reader of the queue
+                await queue.put(error)
+            else:
+                await queue.put(None)
+
+        tasks = [asyncio.create_task(feed(choice)) for choice in range(num_choices)]
+        try:
+            num_running = num_choices
+            while num_running > 0:
+                item = await queue.get()
+                if isinstance(item, Exception):
+                    raise item
+                if item is None:
+                    num_running -= 1
+                else:
+                    yield item
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class _TokenWatch:
+    """Tells the metrics, and the request's times, of one choice's tokens."""
+
+    def __init__(self, request: PreparedRequest, choice: int, metrics: IngressMetrics) -> None:
+        self._times = request.times
+        self._is_first_choice = choice == 0
+        self._num_prompt_tokens = len(request.prompt_ids[choice // request.parsed.n])
+        self._metrics = metrics
+        self._num_tokens = 0
+        self._first_s = 0.0
+        self._last_s = 0.0
+
+    def see(self, record: TokenRecord, assign: Assign, now_s: float) -> None:
+        """The next token came."""
+        metrics = self._metrics
+        if record.index == 0:
+            self._first_s = now_s
+            ttft_s = now_s - self._times.arrived_s
+            metrics.latencies.observe_ttft(ttft_s)
+            metrics.classes.observe_ttft(assign.length_class, ttft_s)
+            metrics.count_cached(record.num_cached_tokens or 0, self._num_prompt_tokens)
+        else:
+            metrics.latencies.observe_gap(now_s - self._last_s)
+        if self._is_first_choice:
+            self._times.see_token(record.index, now_s, record.waited_s)
+        metrics.count_tokens(int(record.is_output))
+        self._num_tokens += record.is_output
+        self._last_s = now_s
+
+    def finish(self, reason: str) -> None:
+        """The choice ended with the record seen last."""
+        self._metrics.count_finished(reason)
+        self._metrics.latencies.observe_choice(
+            self._num_prompt_tokens, self._num_tokens, self._last_s - self._first_s
+        )
+
+
+def _due_s(request: PreparedRequest) -> float | None:
+    deadline_s = request.parsed.ttft_deadline_s
+    return None if deadline_s is None else request.times.arrived_s + deadline_s

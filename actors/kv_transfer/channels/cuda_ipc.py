@@ -1,0 +1,253 @@
+"""The `cuda_ipc` channel: the receiver reads the sender's KV store, two GPUs of one host.
+
+The sender's offer in the opening call describes its store; the receiver maps it, once per channel,
+and pulls a piece's blocks straight into the reserved ones. One-sided: the sender only names blocks,
+and keeps them until the piece is acknowledged or its own deadline has passed. If it reuses them
+too early, or dies, the digests of what was pulled do not match. A mapping outlives its exporter.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
+
+from actors.kv_transfer.channels.handshake import PROBE_BYTES, PROBE_ROUNDS, probe_bandwidth
+from actors.kv_transfer.contracts import (
+    ArrivedBlocks,
+    Deliver,
+    OutgoingData,
+    PieceNumbers,
+    StoredBlocks,
+    UnfitError,
+)
+from actors.kv_transfer.kv_pieces import KvPieces, copy_blocks
+from actors.kv_transfer.waits import acknowledged
+from engine.errors import HandoffError
+from engine.messages import ChannelKind, PieceReply
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # the same for all processes of a host
+
+
+class StoreOffer(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a KV store lies, for another process of the same host; a few hundred bytes."""
+
+    host: str
+    num_blocks: int
+    first_element: int  # of the store in its allocation
+    handle: bytes  # CUDA's, of the allocation
+    storage_bytes: int
+    storage_offset_bytes: int
+    counter_handle: bytes  # torch's count of importers, in shared memory
+    counter_offset: int
+    event_handle: bytes
+    is_event_due: bool  # wait for the event before the first read
+
+
+MapStore = Callable[[StoreOffer, Tensor], Tensor]
+
+
+def host_id() -> str:
+    return _BOOT_ID.read_text().strip()
+
+
+def offer_store(store: Tensor) -> bytes:
+    """Describe `store`, a whole KV store on a GPU. Raises UnfitError if it cannot be shared."""
+    try:
+        _, fields = reduce_tensor(store)  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        raise UnfitError(f"the KV store cannot be shared between processes: {error}") from error
+    return msgspec.msgpack.encode(
+        StoreOffer(
+            host=host_id(),
+            num_blocks=store.shape[0],
+            first_element=fields[3],
+            handle=fields[7],
+            storage_bytes=fields[8],
+            storage_offset_bytes=fields[9],
+            counter_handle=fields[11],
+            counter_offset=fields[12],
+            event_handle=fields[13],
+            is_event_due=fields[14],
+        )
+    )
+
+
+def map_store(offer: StoreOffer, mine: Tensor) -> Tensor:
+    """The offered store, mapped on the GPU of `mine`, of whose block shape and dtype it is."""
+    mapped: Tensor = rebuild_cuda_tensor(  # type: ignore[no-untyped-call]
+        Tensor,
+        torch.Size((offer.num_blocks, *mine.shape[1:])),
+        mine.stride(),
+        offer.first_element,
+        torch.storage.TypedStorage,
+        mine.dtype,
+        mine.device.index,  # the exporter counts its GPUs otherwise
+        offer.handle,
+        offer.storage_bytes,
+        offer.storage_offset_bytes,
+        False,
+        offer.counter_handle,
+        offer.counter_offset,
+        offer.event_handle,
+        offer.is_event_due,
+    )
+    return mapped
+
+
+class CudaIpcSender:
+    """The sending end: names blocks, and waits."""
+
+    def __init__(self, epoch: int, deadline_s: float) -> None:
+        self._epoch = epoch
+        self._deadline_s = deadline_s
+        self._next_seq = 0
+        self._is_open = True
+
+    @property
+    def kind(self) -> ChannelKind:
+        return "cuda_ipc"
+
+    @property
+    def epoch(self) -> int:
+        return self._epoch
+
+    async def send(self, data: OutgoingData | None, deliver: Deliver) -> PieceReply:
+        if not self._is_open:
+            raise HandoffError(f"the channel of epoch {self._epoch} is closed")
+        assert data is None or isinstance(data, StoredBlocks), "it carries blocks of a GPU"
+        seq, self._next_seq = self._next_seq, self._next_seq + 1
+        payload = [] if data is None else [list(data.block_ids)]
+        return await acknowledged(asyncio.ensure_future(deliver(seq, payload)), self._deadline_s)
+
+    async def close(self) -> None:
+        self._is_open = False
+
+
+class PulledBlocks(ArrivedBlocks):
+    """A piece that lies in the sender's store until it is written, straight from there."""
+
+    def __init__(self, pieces: KvPieces, source: Tensor, source_ids: list[int]) -> None:
+        self._pieces = pieces
+        self._source = source
+        self._source_ids = source_ids
+
+    @property
+    def nbytes(self) -> int:
+        return len(self._source_ids) * self._pieces.block_bytes
+
+    async def write(self, block_ids: Sequence[int], digests: list[int]) -> bool:
+        return await self._pieces.pull(self._source, self._source_ids, block_ids, digests)
+
+    def discard(self) -> None:
+        """Nothing was copied."""
+
+
+class CudaIpcReceiver:
+    """The receiving end: pieces may come in any order."""
+
+    def __init__(self, epoch: int, pieces: KvPieces, source: Tensor) -> None:
+        """source: the sender's store, [any, *block_shape]."""
+        self._epoch = epoch
+        self._pieces = pieces
+        self._source = source
+        self._numbers = PieceNumbers()
+        self._is_open = True
+
+    @property
+    def epoch(self) -> int:
+        return self._epoch
+
+    def claim(self, seq: int) -> bool:
+        return self._numbers.claim(seq)
+
+    async def receive(
+        self,
+        seq: int,
+        num_bytes: int,
+        payload: list[Any],
+        into: Sequence[int] | None = None,
+    ) -> PulledBlocks:
+        if not self._is_open:
+            raise HandoffError(f"the channel of epoch {self._epoch} is closed")
+        assert seq in self._numbers, f"piece {seq} of epoch {self._epoch} was not claimed"
+        source_ids = self._check(num_bytes, payload)
+        return PulledBlocks(self._pieces, self._source, source_ids)
+
+    async def close(self) -> None:
+        self._is_open = False
+
+    def _check(self, num_bytes: int, payload: list[Any]) -> list[int]:
+        try:
+            payloads = msgspec.convert(payload, list[list[int]])
+        except msgspec.ValidationError as error:
+            raise HandoffError(f"a cuda_ipc piece names no blocks: {error}") from error
+        source_ids = payloads[0] if len(payloads) == 1 else []
+        if len(payloads) > 1 or len(source_ids) * self._pieces.block_bytes != num_bytes:
+            raise HandoffError(f"{len(source_ids)} blocks were named for {num_bytes} bytes")
+        num_blocks = self._source.shape[0]
+        if not all(0 <= block_id < num_blocks for block_id in source_ids):
+            raise HandoffError(f"blocks {source_ids} of a store that has {num_blocks}")
+        return source_ids
+
+
+async def open_receiver(
+    epoch: int,
+    offered: bytes,
+    pieces: KvPieces,
+    *,
+    floor_gb_s: float,
+    map_offer: MapStore = map_store,
+) -> CudaIpcReceiver:
+    """Map the offered store and check that it can be read fast enough. Raises UnfitError."""
+    try:
+        offer = msgspec.msgpack.decode(offered, type=StoreOffer)
+    except msgspec.DecodeError as error:
+        raise UnfitError(f"the sender offers no KV store: {error}") from error
+    if offer.host != host_id():
+        raise UnfitError("the sender is on another host")
+    prepare = asyncio.to_thread(_map_and_prove, offer, pieces, floor_gb_s, map_offer)
+    return CudaIpcReceiver(epoch, pieces, await prepare)
+
+
+def _map_and_prove(
+    offer: StoreOffer, pieces: KvPieces, floor_gb_s: float, map_offer: MapStore
+) -> Tensor:
+    try:
+        source = map_offer(offer, pieces.tensor)
+        if floor_gb_s > 0:
+            _probe(source, floor_gb_s)
+    except RuntimeError as error:  # CUDA refuses: no peer access, another namespace
+        raise UnfitError(f"the sender's KV store cannot be read: {error}") from error
+    return source
+
+
+def _probe(source: Tensor, floor_gb_s: float) -> None:
+    """Read blocks into a scratch, as many as make 1 and 64 MiB; the larger size is judged."""
+    block_bytes = source[0].numel() * source.element_size()
+    num_bytes, best_s = 0, 0.0
+    for proof_bytes in PROBE_BYTES:
+        num_blocks = min(source.shape[0], -(-proof_bytes // block_bytes))
+        scratch, num_bytes = torch.empty_like(source[:num_blocks]), num_blocks * block_bytes
+        best_s = min(_read_s(scratch, source) for _ in range(PROBE_ROUNDS))
+    probe_bandwidth(num_bytes, best_s, floor_gb_s)
+
+
+def _read_s(scratch: Tensor, source: Tensor) -> float:
+    """On a stream beside the engine's, or a proof would be timed with the steps before it."""
+    ids = range(scratch.shape[0])
+    if not scratch.is_cuda:
+        started_s = time.perf_counter()
+        copy_blocks(scratch, ids, source, ids)
+        return time.perf_counter() - started_s
+    stream = torch.cuda.Stream(scratch.device)  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
+        started_s = time.perf_counter()
+        copy_blocks(scratch, ids, source, ids)
+        stream.synchronize()
+        return time.perf_counter() - started_s

@@ -1,0 +1,324 @@
+"""The `nccl_pair` channel: a 2-rank NCCL group per (sender, receiver, epoch), GPU to GPU.
+
+Pieces go from a staging slot of the sender to one of the receiver (staging_ring.py): one send a
+piece, because NCCL reaches its rate with large messages only, and several sends in one group call
+fail with a communicator that does not block. A send is posted behind the one that moves
+(posting_thread.py), so the link does not wait for the host. What is late lands in staging; only
+what has come is copied from there to the blocks it is for, before its receive is over.
+
+NCCL does not notice a dead peer: the oldest operation has our own deadline, at whose end the group
+is aborted. After an abort the GPU goes on computing; the next epoch has a new group.
+"""
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from actors.kv_transfer.channels.gloo_pair import remove_keys
+from actors.kv_transfer.channels.handshake import SENDER_RANK, Handshake, exchange_handshakes
+from actors.kv_transfer.channels.pair_ends import PairReceiver, PairSender
+from actors.kv_transfer.channels.posting_thread import PostingThread
+from actors.kv_transfer.channels.rendezvous_store import RendezvousStore
+from actors.kv_transfer.channels.staging_ring import RingPiece, StagingRing
+from actors.kv_transfer.contracts import OutgoingData, RendezvousClient, StoredBlocks
+from actors.kv_transfer.kv_pieces import KvPieces, QueuedTake
+from actors.kv_transfer.waits import IsOver
+from engine.errors import HandoffError
+from engine.messages import ChannelKind, PairRequest
+
+
+class PairGroup(Protocol):
+    """The two ranks as torch sees them.
+
+    Each operation is posted and returns whether it is over. One end's operations run in the order
+    in which they were posted, each behind the end of the one before.
+    """
+
+    def send(self, data: Tensor, loaded: torch.cuda.Event | None = None) -> IsOver:
+        """As soon as `loaded` has happened on the device; None = it is there."""
+        ...
+
+    def receive(self, data: Tensor) -> IsOver: ...
+
+    def abort(self) -> None:
+        """End what is under way, from any thread; no operation of this end touches memory after."""
+        ...
+
+
+GroupFactory = Callable[[dist.Store, int], PairGroup]
+
+
+class NcclGroup:
+    """A `ProcessGroupNCCL` of two, with a stream of its own."""
+
+    def __init__(
+        self, store: dist.Store, rank: int, device: torch.device, max_ctas: int, timeout_s: float
+    ) -> None:
+        nccl: Any = dist.ProcessGroupNCCL  # not in every build of torch, and its stubs lack half
+        options = nccl.Options(is_high_priority_stream=False)
+        options._timeout = timedelta(seconds=timeout_s)
+        options.config.blocking = 0  # or an abort would wait for the peer
+        options.config.max_ctas = max_ctas
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._peer = 1 - rank
+        self._group = nccl(store, rank, 2, options)
+
+    def send(self, data: Tensor, loaded: torch.cuda.Event | None = None) -> IsOver:
+        if loaded is not None:
+            self._stream.wait_event(loaded)
+        return self._post(lambda: self._group.send([data], self._peer, 0))
+
+    def receive(self, data: Tensor) -> IsOver:
+        return self._post(lambda: self._group.recv([data], self._peer, 0))
+
+    def abort(self) -> None:
+        self._group.abort()
+
+    def _post(self, post: Callable[[], Any]) -> IsOver:
+        with torch.cuda.stream(self._stream):
+            work = post()
+            work.wait()  # queues: the group works on a stream of its own, ours waits for it
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(self._stream)
+        return lambda: bool(event.query())  # type: ignore[no-untyped-call]
+
+
+# NCCL's own timeout would end the process: ours comes first.
+GROUP_TIMEOUT_FACTOR = 10.0
+
+
+class NcclConnection:
+    """One end of a pair of GPUs, driven by its own thread in one order."""
+
+    def __init__(
+        self, handshake: Handshake, deadline_s: float, ring: StagingRing, pieces: KvPieces
+    ) -> None:
+        self.deadline_s = deadline_s
+        self._handshake = handshake
+        self._ring = ring
+        self._pieces = pieces
+        self._thread = PostingThread(handshake.epoch, deadline_s, self._cut)
+        self._cutting = threading.Lock()
+        self._store: RendezvousStore | None = None
+        self._group: PairGroup | None = None
+
+    @property
+    def kind(self) -> ChannelKind:
+        return "nccl_pair"
+
+    @property
+    def epoch(self) -> int:
+        return self._handshake.epoch
+
+    @property
+    def is_open(self) -> bool:
+        return self._thread.is_open
+
+    async def load(self, data: OutgoingData) -> RingPiece:
+        """Room for it: it is staged when it is sent."""
+        assert isinstance(data, StoredBlocks), "an nccl_pair carries blocks of a GPU"
+        return await self._ring.acquire(data.nbytes, self.deadline_s, data.block_ids)
+
+    async def room(self, num_bytes: int, into: Sequence[int] | None) -> RingPiece:
+        return await self._ring.acquire(num_bytes, self.deadline_s, into)
+
+    def release(self, staged: RingPiece) -> None:
+        staged.discard()
+
+    def start_send(self, staged: RingPiece) -> "asyncio.Future[None]":
+        sending = _Sending(self._pieces, staged)
+        return self._thread.start(
+            "send", lambda: sending.post(self._require_group()), sending.drain
+        )
+
+    def start_receive(self, staged: RingPiece) -> "asyncio.Future[None]":
+        receiving = _Receiving(self._pieces, self._thread, staged)
+        return self._thread.start(
+            "receive", lambda: receiving.post(self._require_group()), receiving.drain
+        )
+
+    def start_nothing(self) -> "asyncio.Future[None]":
+        return self._thread.start("keep a place", lambda: _at_once)
+
+    async def close(self) -> None:
+        """Abort, which ends what is under way; a new epoch starts over."""
+        await self._thread.close()
+
+    async def open(self, client: RendezvousClient, key: str, make_group: GroupFactory) -> None:
+        """Meet the other end, warm up (NCCL connects with the first bytes), check the rate."""
+        await self._thread.start("open", lambda: self._open(client, key, make_group))
+
+    # ---- in the thread --------------------------------------------------------------------------
+
+    def send(self, data: Tensor) -> None:
+        self._thread.wait("send", lambda: self._require_group().send(data))
+
+    def receive(self, data: Tensor) -> None:
+        self._thread.wait("receive", lambda: self._require_group().receive(data))
+
+    def _open(self, client: RendezvousClient, key: str, make_group: GroupFactory) -> IsOver:
+        store = RendezvousStore(client, self.deadline_s)
+        group = make_group(dist.PrefixStore(key, store), self._handshake.rank)
+        with self._cutting:
+            self._group, self._store = group, store
+        del group  # what is cut is to go
+        if self._thread.is_aborted:  # and whoever did it found no group to cut
+            self._cut()
+        exchange_handshakes(self, self._handshake)
+        if self._handshake.rank == SENDER_RANK:
+            remove_keys(client, key)
+        return _at_once
+
+    def _require_group(self) -> PairGroup:
+        if self._group is None:
+            raise HandoffError(f"the channel of epoch {self.epoch} is closed")
+        return self._group
+
+    def _cut(self) -> None:
+        """From any thread. NCCL may call the store as long as the group lives."""
+        with self._cutting:
+            group, self._group = self._group, None
+            store, self._store = self._store, None
+        if group is not None:
+            group.abort()
+        del group, store  # in this order
+
+
+class _Sending:
+    """A piece that is copied into staging and sent behind that."""
+
+    def __init__(self, pieces: KvPieces, staged: RingPiece) -> None:
+        self._pieces = pieces
+        self._staged = staged
+        self._loaded: torch.cuda.Event | None = None  # or it is
+
+    def post(self, group: PairGroup) -> IsOver:
+        staged = self._staged
+        assert staged.block_ids is not None, "there is nothing to send"
+        self._loaded = self._pieces.queue_load(staged.block_ids, staged.staging)
+        return group.send(staged.staging, self._loaded)
+
+    def drain(self) -> None:
+        if self._loaded is not None:
+            self._loaded.synchronize()
+
+
+class _Receiving:
+    """A piece that comes, and then is written to its blocks, if it may be.
+
+    The copy is queued when the piece is there, and not behind its receive: what an abort cuts off
+    is never written.
+    """
+
+    def __init__(self, pieces: KvPieces, thread: PostingThread, staged: RingPiece) -> None:
+        self._pieces = pieces
+        self._thread = thread
+        self._staged = staged
+        self._has_come: IsOver | None = None
+        self._take: QueuedTake | None = None
+
+    def post(self, group: PairGroup) -> IsOver:
+        self._has_come = group.receive(self._staged.staging)
+        return self._is_over
+
+    def drain(self) -> None:
+        if self._take is not None:
+            self._take.wait()
+
+    def _is_over(self) -> bool:
+        staged = self._staged
+        if self._take is None:
+            assert self._has_come is not None, "it was posted"
+            if not self._has_come() or self._thread.is_aborted:
+                return False
+            if not staged.block_ids:
+                return True
+            self._take = self._pieces.queue_take(staged.staging, staged.block_ids)
+        if not self._take.is_over():
+            return False
+        staged.digests = self._take.digests.tolist()
+        return True
+
+
+def _at_once() -> bool:
+    return True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NcclSettings:
+    deadline_s: float
+    piece_bytes: int  # the largest piece; NUM_SLOTS of them are staged
+    max_ctas: int  # SMs that a communicator may take
+    max_pairs: int  # open at a time
+    floor_gb_s: float
+
+
+class NcclPairs:
+    """The pairs of one worker: at most so many, over one staging ring."""
+
+    def __init__(
+        self,
+        pieces: KvPieces,
+        settings: NcclSettings,
+        make_group: GroupFactory | None = None,
+    ) -> None:
+        """`make_group(store, rank)`; None = NCCL on the device of `pieces`."""
+        self._pieces = pieces
+        self._settings = settings
+        self._make_group = make_group or self._make_nccl_group
+        self._ring = StagingRing(pieces.device, max(settings.piece_bytes, pieces.block_bytes))
+        self._connections: list[NcclConnection] = []
+
+    @property
+    def num_open(self) -> int:
+        return sum(connection.is_open for connection in self._connections)
+
+    @property
+    def num_free_slots(self) -> int:
+        return self._ring.num_free
+
+    async def open_send(
+        self, request: PairRequest, client: RendezvousClient
+    ) -> PairSender[RingPiece]:
+        return PairSender(await self._connect(request, client, SENDER_RANK))
+
+    async def open_receive(
+        self, request: PairRequest, client: RendezvousClient
+    ) -> PairReceiver[RingPiece]:
+        return PairReceiver(await self._connect(request, client, 1 - SENDER_RANK))
+
+    async def _connect(
+        self, request: PairRequest, client: RendezvousClient, rank: int
+    ) -> NcclConnection:
+        self._connections = [c for c in self._connections if c.is_open]
+        settings = self._settings
+        if len(self._connections) >= settings.max_pairs:
+            raise HandoffError(
+                f"{settings.max_pairs} nccl pairs are open already (handoff.max_nccl_pairs)"
+            )
+        handshake = Handshake(
+            epoch=request.epoch,
+            rank=rank,
+            device=self._pieces.device,
+            floor_gb_s=settings.floor_gb_s,
+        )
+        connection = NcclConnection(handshake, settings.deadline_s, self._ring, self._pieces)
+        self._connections.append(connection)
+        try:
+            await connection.open(client, request.rendezvous_key, self._make_group)
+        except BaseException:
+            await connection.close()
+            raise
+        return connection
+
+    def _make_nccl_group(self, store: dist.Store, rank: int) -> PairGroup:
+        settings = self._settings
+        timeout_s = GROUP_TIMEOUT_FACTOR * settings.deadline_s
+        return NcclGroup(store, rank, self._pieces.device, settings.max_ctas, timeout_s)

@@ -1,0 +1,109 @@
+"""GPU memory that pieces of all pairs of one worker are staged in: made when needed.
+
+No two workers can wait for each other in a circle: a sender has its slot before the header goes,
+a receiver takes its slot when the header has come and the piece is next, so a receiver's slot is
+always held for bytes that are ready to move.
+"""
+
+import asyncio
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from actors.kv_transfer.contracts import ArrivedBlocks
+from engine.errors import HandoffError
+
+NUM_SLOTS = 3  # one moves, the next waits behind it, one is copied out of or into the store
+
+
+class StagingRing:
+    """Slots of `slot_bytes` each on one device. Belongs to the event loop."""
+
+    def __init__(self, device: torch.device, slot_bytes: int) -> None:
+        self.slot_bytes = slot_bytes
+        self._device = device
+        self._slots: asyncio.Queue[Tensor] = asyncio.Queue()
+        self._making = asyncio.Lock()
+        self._is_made = False
+
+    @property
+    def num_free(self) -> int:
+        return self._slots.qsize() if self._is_made else NUM_SLOTS
+
+    async def acquire(
+        self, num_bytes: int, deadline_s: float, block_ids: Sequence[int] | None = None
+    ) -> "RingPiece":
+        """A slot for a piece. Raises HandoffError when none becomes free within `deadline_s`."""
+        if num_bytes > self.slot_bytes:
+            raise HandoffError(f"a piece of {num_bytes} bytes; the staging takes {self.slot_bytes}")
+        await self._make()
+        try:
+            async with asyncio.timeout(deadline_s):
+                slot = await self._slots.get()
+        except TimeoutError as error:
+            raise HandoffError(f"no staging memory was free within {deadline_s} s") from error
+        return RingPiece(slot, num_bytes, block_ids, self._slots)
+
+    async def _make(self) -> None:
+        async with self._making:
+            if self._is_made:
+                return
+            slots = await asyncio.to_thread(self._new_slots)
+            self._is_made = True
+            for slot in slots:
+                self._slots.put_nowait(slot)
+
+    def _new_slots(self) -> list[Tensor]:
+        """In a thread: it may wait for a step. Raises HandoffError without memory for all."""
+        try:
+            slots = [self._new_slot() for _ in range(NUM_SLOTS)]
+        except torch.OutOfMemoryError as error:
+            raise HandoffError(
+                f"no GPU memory for {NUM_SLOTS} x {self.slot_bytes} bytes of staging: lower"
+                " handoff.device_piece_bytes or cache.gpu_memory_share"
+            ) from error
+        if self._device.type == "cuda":
+            # Steps that were launched before may still use this memory, and no pair waits for them.
+            torch.cuda.default_stream(self._device).synchronize()
+        return slots
+
+    def _new_slot(self) -> Tensor:
+        return torch.empty(self.slot_bytes, dtype=torch.uint8, device=self._device)
+
+
+class RingPiece(ArrivedBlocks):
+    """A piece in a slot, until it is written or discarded.
+
+    What is received is written by the pair itself, to the blocks that were named before.
+    """
+
+    def __init__(
+        self,
+        slot: Tensor,
+        num_bytes: int,
+        block_ids: Sequence[int] | None,
+        slots: asyncio.Queue[Tensor],
+    ) -> None:
+        """block_ids: what is sent, or where it is to be written when it has come; None: nowhere."""
+        self.staging = slot[:num_bytes]
+        self.block_ids = block_ids
+        self.digests: list[int] = []  # of what was written, one per block
+        self._slot = slot
+        self._slots = slots
+        self._is_held = True
+
+    @property
+    def nbytes(self) -> int:
+        return self.staging.numel()
+
+    async def write(self, block_ids: Sequence[int], digests: list[int]) -> bool:
+        assert self._is_held, "the piece was written or discarded before"
+        assert block_ids == self.block_ids, "it was received for other blocks"
+        self.discard()
+        return self.digests == digests
+
+    def discard(self) -> None:
+        if self._is_held:
+            self._is_held = False
+            self._slots.put_nowait(self._slot)

@@ -1,0 +1,152 @@
+"""KV channels of a worker: bytes of whole blocks from a prefill worker to a decode worker.
+
+A channel carries pieces (runs of blocks) from one sender to one receiver and counts them by
+sequence number. The piece's header goes by a call, the bytes beside it:
+
+    cuda_ipc      two GPUs of one host: the receiver reads the sender's store (cuda_ipc.py)
+    nccl_pair     two GPUs: a 2-rank NCCL group per (sender, receiver, epoch) (nccl_pair.py)
+    gloo_pair     a 2-rank gloo group per (sender, receiver, epoch) over TCP (gloo_pair.py)
+    object_store  bytes as an object in Ray's shared memory (object_store_channel.py)
+
+Any failure ends a channel for good: it closes, and the next one has a higher epoch. Which kind is
+used is the sender's choice (channel_choice.py). Knows no requests, no reservations and no owners of
+blocks.
+"""
+
+from dataclasses import dataclass
+
+from actors.kv_transfer.channels.cuda_ipc import CudaIpcSender, offer_store, open_receiver
+from actors.kv_transfer.channels.gloo_pair import GlooConnection, GlooReceiver, GlooSender
+from actors.kv_transfer.channels.handshake import RECEIVER_RANK, SENDER_RANK
+from actors.kv_transfer.channels.host_staging import HostStagedSender, pageable
+from actors.kv_transfer.channels.nccl_pair import NcclPairs, NcclSettings
+from actors.kv_transfer.channels.object_store import (
+    ByteBudget,
+    ObjectStoreReceiver,
+    ObjectStoreSender,
+)
+from actors.kv_transfer.contracts import (
+    ReceiveChannel,
+    RendezvousClient,
+    SendChannel,
+    UnfitError,
+)
+from actors.kv_transfer.kv_pieces import BlockStore, KvPieces
+from configs.schema import FloorsConfig, HandoffConfig
+from engine.messages import ChannelKind, PairRequest
+
+__all__ = [
+    "BlockStore",
+    "DeviceChannels",
+    "GlooReceiver",
+    "GlooSender",
+    "KvPieces",
+    "WorkerChannels",
+    "device_channels",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceChannels:
+    """What channels of a worker need whose KV store is on a GPU."""
+
+    pieces: KvPieces
+    nccl: NcclPairs
+
+
+def device_channels(pieces: KvPieces, config: HandoffConfig) -> DeviceChannels | None:
+    """None when the store of `pieces` is not on a GPU."""
+    if not pieces.is_on_gpu:
+        return None
+    settings = NcclSettings(
+        deadline_s=config.transfer_deadline_s,
+        piece_bytes=config.device_piece_bytes,
+        max_ctas=config.nccl_max_ctas,
+        max_pairs=config.max_nccl_pairs,
+        floor_gb_s=config.floors_gb_s.nccl_pair,
+    )
+    return DeviceChannels(pieces=pieces, nccl=NcclPairs(pieces, settings))
+
+
+class WorkerChannels:
+    """The channels of one worker process."""
+
+    def __init__(
+        self,
+        rendezvous: RendezvousClient,
+        *,
+        address: str,
+        deadline_s: float,
+        max_in_flight_bytes: int,
+        floors_gb_s: FloorsConfig | None = None,
+        device: DeviceChannels | None = None,
+    ) -> None:
+        """`address` is where gloo listens; `deadline_s` bounds every operation.
+
+        `device`: None = the KV store is in host memory.
+        """
+        self._rendezvous = rendezvous
+        self._address = address
+        self._deadline_s = deadline_s
+        self._floors_gb_s = floors_gb_s or FloorsConfig()
+        self._device = device
+        self._empty = device.pieces.empty if device else pageable
+        self._budget = ByteBudget(max_in_flight_bytes)
+
+    def offer(self, kind: ChannelKind) -> bytes:
+        """What a request to open `kind` tells the receiver. Raises UnfitError."""
+        return offer_store(self._require_device().pieces.tensor) if kind == "cuda_ipc" else b""
+
+    async def open_send(self, request: PairRequest) -> SendChannel:
+        match request.channel:
+            case "cuda_ipc":
+                self._require_device()
+                return CudaIpcSender(request.epoch, self._deadline_s)
+            case "nccl_pair":
+                return await self._require_device().nccl.open_send(request, self._rendezvous)
+            case "gloo_pair":
+                return self._staged(GlooSender(await self._connect(request, SENDER_RANK)))
+            case "object_store":
+                sender = ObjectStoreSender(request.epoch, self._deadline_s, self._budget)
+                return self._staged(sender)
+
+    async def open_receive(self, request: PairRequest) -> ReceiveChannel:
+        match request.channel:
+            case "cuda_ipc":
+                return await open_receiver(
+                    request.epoch,
+                    request.offer,
+                    self._require_device().pieces,
+                    floor_gb_s=self._floors_gb_s.cuda_ipc,
+                )
+            case "nccl_pair":
+                return await self._require_device().nccl.open_receive(request, self._rendezvous)
+            case "gloo_pair":
+                return GlooReceiver(await self._connect(request, RECEIVER_RANK))
+            case "object_store":
+                return ObjectStoreReceiver(request.epoch, self._deadline_s, self._empty)
+
+    def _require_device(self) -> DeviceChannels:
+        if self._device is None:
+            raise UnfitError("a KV store in host memory has no channels between GPUs")
+        return self._device
+
+    def _staged(self, channel: SendChannel) -> SendChannel:
+        if self._device is None:
+            return channel
+        return HostStagedSender(channel, self._device.pieces.to_host)
+
+    async def _connect(self, request: PairRequest, rank: int) -> GlooConnection:
+        connection = GlooConnection(
+            request.epoch,
+            rank,
+            self._deadline_s,
+            floor_gb_s=self._floors_gb_s.gloo_pair,
+            empty=self._empty,
+        )
+        try:
+            await connection.open(self._rendezvous, request.rendezvous_key, self._address)
+        except BaseException:
+            await connection.close()
+            raise
+        return connection

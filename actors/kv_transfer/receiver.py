@@ -1,0 +1,554 @@
+"""The decode side of a handoff on its event loop: grants room, takes pieces, checks, commits.
+
+A reservation that does not fit waits in the `ReservationQueue`, first come first served: nobody
+overtakes the first for whom there is no room, but for short requests within their reserve. The
+queue is looked at when something may have become free, never by polling.
+
+A piece's epoch and place are checked at once, it is received, and other threads check its digests
+before or while it is written to the reserved blocks, which stay reserved until that is over. The
+reply to a piece is its acknowledgement, the reply to the last one says that the request runs here.
+
+One channel per sender: opening a newer epoch closes the older one and returns only when no write
+of it can land any more. One that still opens is left to itself: no piece went over it, and nobody
+waits for a sender that died in the middle. A sender counts its epochs from 1 in every life, which
+its incarnation names: a late call of an earlier life must not end the channel of its successor
+(`NewestEpochs`).
+
+All state here belongs to the event loop; `IncomingHandoffs` is touched through `EngineCalls`, but
+for the leave to write a piece: that one waits for no step. Knows no tensors.
+"""
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from actors.kv_transfer.channel_choice import piece_bytes_of
+from actors.kv_transfer.contracts import (
+    ArrivedBlocks,
+    Channels,
+    EngineCalls,
+    IncomingData,
+    PieceStore,
+    ReceiveChannel,
+    StagedPiece,
+    UnfitError,
+)
+from actors.kv_transfer.waits import EndedError, close_when_open, settle, unless_ended
+from configs.schema import HandoffConfig
+from engine.errors import HandoffError, WorkerError
+from engine.kv.transfer import BlockWrite, IncomingHandoffs
+from engine.messages import (
+    CancelReply,
+    CancelTransfer,
+    NotNow,
+    PairReply,
+    PairRequest,
+    PieceHeader,
+    PieceReply,
+    Refused,
+    RenewLease,
+    Reservation,
+    ReserveRequest,
+    WorkerIdentity,
+)
+from engine.request import RequestKey
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Newest:
+    incarnation: str
+    epoch: int
+    earlier_incarnation: str  # "" = none
+    superseded: asyncio.Future[None]
+
+
+class NewestEpochs:
+    """Of all senders that one receiver has met. Belongs to the event loop."""
+
+    def __init__(self) -> None:
+        self._newest: dict[str, _Newest] = {}  # by sender's name
+
+    def ask(self, sender: WorkerIdentity, epoch: int) -> asyncio.Future[None]:
+        """Make it the newest; the future ends when it is not that any more.
+
+        Raises HandoffError if a newer one was asked for before.
+        """
+        before = self._newest.get(sender.name)
+        earlier = "" if before is None else before.earlier_incarnation
+        if before is not None:
+            if sender.incarnation == before.earlier_incarnation:
+                raise HandoffError(f"{sender.name} has been replaced since")
+            if sender.incarnation != before.incarnation:
+                earlier = before.incarnation
+            elif epoch <= before.epoch:
+                raise HandoffError(f"epoch {epoch} is not newer than {before.epoch}")
+            settle(before.superseded, None)
+        newest = _Newest(
+            incarnation=sender.incarnation,
+            epoch=epoch,
+            earlier_incarnation=earlier,
+            superseded=asyncio.get_running_loop().create_future(),
+        )
+        self._newest[sender.name] = newest
+        return newest.superseded
+
+
+logger = logging.getLogger(__name__)
+
+Answer = Reservation | NotNow | Refused
+
+MAX_WAITING = 1024
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Waiting:
+    """A reservation in line."""
+
+    request: ReserveRequest
+    answer: asyncio.Future[Answer]
+    is_asked: bool = True  # the engine is about to decide: its answer must be waited for
+    is_impatient: bool = False  # `wait_s` is over
+
+
+class ReservationQueue:
+    """Asks the engine for room on behalf of prefill workers, and lets them wait for it."""
+
+    def __init__(self, engine: EngineCalls, incoming: IncomingHandoffs) -> None:
+        self._engine = engine
+        self._incoming = incoming
+        self._queue: list[_Waiting] = []
+        self._granting: asyncio.Task[None] | None = None
+        self._may_have_room = False
+        self._closed_because: str | None = None
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    async def reserve(self, request: ReserveRequest) -> Answer:
+        """Grant room, refuse, or wait up to `request.wait_s` in line; NotNow when that is over."""
+        if self._closed_because is not None:
+            return Refused(reason=self._closed_because)
+        if len(self._queue) >= MAX_WAITING:
+            return NotNow()
+        waiting = _Waiting(request=request, answer=asyncio.get_running_loop().create_future())
+        self._queue.append(waiting)
+        self.look_again()
+        try:
+            async with asyncio.timeout(max(request.wait_s, 0.0)):
+                return await asyncio.shield(waiting.answer)
+        except TimeoutError:
+            waiting.is_impatient = True
+            if not waiting.is_asked:
+                settle(waiting.answer, NotNow())
+            return await waiting.answer
+        finally:
+            if waiting in self._queue:
+                self._queue.remove(waiting)
+
+    def look_again(self) -> None:
+        """Blocks or rows may have become free."""
+        self._may_have_room = True
+        if self._queue and (self._granting is None or self._granting.done()):
+            self._granting = asyncio.create_task(self._grant())
+
+    def withdraw(self, key: RequestKey) -> None:
+        """Refuse a request that waits; one the engine is deciding on just now is left to it."""
+        for waiting in self._queue:
+            if waiting.request.key == key and not waiting.is_asked:
+                settle(waiting.answer, Refused(reason="cancelled"))
+
+    def keys_of(self, ingress_id: str) -> list[RequestKey]:
+        return [w.request.key for w in self._queue if w.request.ingress_id == ingress_id]
+
+    async def close(self, reason: str) -> None:
+        """Refuse all that wait and all that come."""
+        self._closed_because = reason
+        if self._granting is not None:
+            await self._granting  # what it grants, the caller cancels with the rest
+        for waiting in self._queue:
+            settle(waiting.answer, Refused(reason=reason))
+
+    async def _grant(self) -> None:
+        """Offer room to the line, in order, as long as something may have become free."""
+        try:
+            while self._queue and self._may_have_room:
+                self._may_have_room = False
+                await self._offer([w for w in self._queue if not w.answer.done()])
+        except Exception:  # the line must move, whatever happened
+            logger.exception("reservations cannot be granted")
+            for waiting in self._queue:
+                settle(waiting.answer, Refused(reason="the decode worker failed"))
+
+    async def _offer(self, batch: list[_Waiting]) -> None:
+        for waiting in batch:
+            waiting.is_asked = True
+        requests = [waiting.request for waiting in batch]
+        answers = await self._engine.call(partial(self._ask_in_order, requests))
+        for waiting, answer in zip(batch, answers, strict=True):
+            self._apply(waiting, answer)
+
+    def _ask_in_order(self, requests: list[ReserveRequest]) -> list[Answer]:
+        """On the engine thread: behind the first without room only short ones, up to the first."""
+        answers: list[Answer] = []
+        is_open, is_open_to_short = True, True
+        for request in requests:
+            is_short = is_open_to_short and self._incoming.may_overtake(request)
+            if not (is_open or is_short):
+                answers.append(NotNow())
+                continue
+            answer = self._incoming.reserve(request, overtakes=not is_open)
+            answers.append(answer)
+            if isinstance(answer, NotNow):
+                is_open, is_open_to_short = False, is_open_to_short and not is_short
+        return answers
+
+    def _apply(self, waiting: _Waiting, answer: Answer) -> None:
+        waiting.is_asked = False
+        if isinstance(answer, NotNow) and not waiting.is_impatient:
+            return
+        settle(waiting.answer, answer)
+        if waiting in self._queue:
+            self._queue.remove(waiting)
+
+
+CHECKS_PER_LEASE = 4  # a lease ends at most a quarter of its length late
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Pair:
+    """The channel from one sender."""
+
+    sender: WorkerIdentity
+    channel: ReceiveChannel
+    max_blocks: int  # in a piece
+    pieces: set[asyncio.Task[PieceReply]] = field(default_factory=set)  # under way
+
+    def carries(self, header: PieceHeader) -> bool:
+        is_sender = header.sender_incarnation == self.sender.incarnation
+        return is_sender and header.epoch == self.channel.epoch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReceiverStatistics:
+    """Sizes now, then counters since start."""
+
+    num_waiting: int  # reservations in line
+    num_channels: int
+    num_pieces_under_way: int
+    num_pieces: int  # verified and written
+    num_bytes: int  # of them
+    num_epochs: int  # channels opened
+    failures: dict[str, int] = field(default_factory=dict)  # reason -> pieces not taken
+
+
+class HandoffReceiver:
+    """Takes over requests from prefill workers. Created on the event loop."""
+
+    def __init__(
+        self,
+        identity: WorkerIdentity,
+        config: HandoffConfig,
+        *,
+        engine: EngineCalls,
+        incoming: IncomingHandoffs,
+        channels: Channels,
+        store: PieceStore,
+        on_grant: Callable[[], None] = lambda: None,
+        refusal: Callable[[RequestKey], str | None] = lambda _: None,
+    ) -> None:
+        """`refusal(key)` says why a request is not taken at all; None if it is.
+
+        `on_grant()` is called on the event loop when blocks were reserved, before they are told
+        of: steps launched earlier may still write to them.
+        """
+        self._identity = identity
+        self._config = config
+        self._engine = engine
+        self._incoming = incoming
+        self._channels = channels
+        self._store = store
+        self._block_bytes = identity.layout.block_bytes
+        self._on_grant = on_grant
+        self._refusal = refusal
+        self._queue = ReservationQueue(engine, incoming)
+        self._pairs: dict[str, _Pair] = {}  # by sender's name
+        self._opening: dict[str, asyncio.Lock] = {}  # by sender's name
+        self._draining: dict[str, set[asyncio.Task[None]]] = {}  # by sender's name
+        self._epochs = NewestEpochs()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._is_closing = False
+        self._counts: Counter[str] = Counter()
+        self._failures: Counter[str] = Counter()
+        self._expiring = self._spawn(self._keep_expiring())
+
+    # ---- reservations ---------------------------------------------------------------------------
+
+    async def reserve(self, request: ReserveRequest) -> Answer:
+        """Grant room, refuse, or wait up to `request.wait_s` in line; NotNow when that is over."""
+        reason = self._refusal(request.key)
+        if reason is not None:
+            return Refused(reason=reason)
+        answer = await self._queue.reserve(request)
+        if isinstance(answer, Reservation):
+            self._on_grant()
+        return answer
+
+    def on_step(self) -> None:
+        """Blocks or rows may be free now: look at the line again. On the event loop."""
+        self._queue.look_again()
+
+    async def renew(self, request: RenewLease) -> None:
+        """Extend a lease. Raises HandoffError if the reservation is gone."""
+        await self._engine.call(lambda: self._incoming.renew(request.key, request.transfer_id))
+
+    async def cancel_transfer(self, request: CancelTransfer) -> CancelReply:
+        """The sender gives a request up, in whatever phase it is here."""
+        self._queue.withdraw(request.key)
+        outcome = await self._engine.call(lambda: self._incoming.cancel(request.key))
+        self.on_step()
+        logger.debug("%s: %s by its sender (%s)", request.key, outcome, request.reason)
+        return CancelReply(outcome=outcome)
+
+    def cancel(self, key: RequestKey) -> None:
+        """The request's ingress gives it up: forget it, and in the scheduler if it just joined."""
+        self._spawn(self._forget([key]))
+
+    def cancel_ingress(self, ingress_id: str) -> None:
+        """The same for everything of one ingress that has not been committed."""
+        self._spawn(self._forget(self._queue.keys_of(ingress_id), ingress_id))
+
+    # ---- pieces ---------------------------------------------------------------------------------
+
+    async def open_pair(self, request: PairRequest) -> PairReply:
+        """Open this end of a channel, after the sender's older one is closed and drained."""
+        name = request.sender.name
+        try:
+            self._check_sender(request.sender)
+            superseded = self._epochs.ask(request.sender, request.epoch)
+            async with self._opening.setdefault(name, asyncio.Lock()):
+                self._check_sender(request.sender)  # again: we may be shutting down by now
+                if not superseded.done():
+                    await self._close_pair(name)
+                channel = await self._open_receive(request, superseded)
+                piece_bytes = piece_bytes_of(self._config, request.channel)
+                max_blocks = max(1, piece_bytes // self._block_bytes)
+                pair = _Pair(sender=request.sender, channel=channel, max_blocks=max_blocks)
+                self._pairs[name] = pair
+                self._counts["epochs"] += 1
+                if self._is_closing:
+                    await self._close_pair(name)
+        except EndedError:
+            return PairReply(reason=f"epoch {request.epoch} is not the newest any more")
+        except WorkerError as error:
+            return PairReply(reason=error.message, is_unfit=isinstance(error, UnfitError))
+        return PairReply(receiver=self._identity)
+
+    async def receive_piece(self, header: PieceHeader, payload: list[Any]) -> PieceReply:
+        """Take a piece; the reply acknowledges it. Nothing of a piece that fails is kept."""
+        pair = self._pairs.get(header.sender)
+        if pair is None or not pair.carries(header):
+            return self._failed("epoch", f"epoch {header.epoch} is not open", is_retryable=True)
+        if not pair.channel.claim(header.seq):
+            return self._failed("duplicate", f"piece {header.seq} came before", is_retryable=True)
+        # A task of its own: what is under way completes even if the caller stops listening.
+        piece = asyncio.create_task(self._take(pair, header, payload))
+        pair.pieces.add(piece)
+        piece.add_done_callback(pair.pieces.discard)
+        return await asyncio.shield(piece)
+
+    # ---- life and observation -------------------------------------------------------------------
+
+    async def close(self) -> None:
+        """Refuse everything, let pieces under way end, close the channels, free reservations."""
+        self._is_closing = True
+        await self._queue.close(f"{self._identity.name} is shutting down")
+        for name in list(self._opening):
+            async with self._opening[name]:
+                await self._close_pair(name)
+        self._expiring.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._engine.call(self._cancel_all)
+
+    def statistics(self) -> ReceiverStatistics:
+        return ReceiverStatistics(
+            num_waiting=len(self._queue),
+            num_channels=len(self._pairs),
+            num_pieces_under_way=sum(len(pair.pieces) for pair in self._pairs.values()),
+            num_pieces=self._counts["pieces"],
+            num_bytes=self._counts["bytes"],
+            num_epochs=self._counts["epochs"],
+            failures=dict(self._failures),
+        )
+
+    # ---- parts of a piece -----------------------------------------------------------------------
+
+    async def _take(self, pair: _Pair, header: PieceHeader, payload: list[Any]) -> PieceReply:
+        """Receive, if there is leave to write, verify and write; then let the engine settle it."""
+        if not 0 <= header.num_blocks <= pair.max_blocks:
+            self._break(pair)
+            return self._failed("size", f"a piece of {header.num_blocks} blocks", is_retryable=True)
+        num_bytes = header.num_blocks * self._block_bytes
+        leave: BlockWrite | PieceReply | None = None
+        try:
+            leave = self._begin(header)
+            into = leave.block_ids if isinstance(leave, BlockWrite) else None
+            data = await pair.channel.receive(header.seq, num_bytes, payload, into)
+        except BaseException as error:
+            self._break(pair)
+            if isinstance(leave, BlockWrite):
+                await self._engine.call(partial(self._end, header, leave, is_verified=False))
+                self.on_step()  # it may have been the last write of an orphan
+            if not isinstance(error, WorkerError):
+                raise
+            return self._failed("channel", error.message, is_retryable=True)
+        try:
+            if isinstance(leave, PieceReply):
+                self._failures["reservation"] += leave.outcome == "failed"
+                return leave
+            return await self._write(pair, header, leave, data)
+        finally:
+            if isinstance(data, ArrivedBlocks):
+                data.discard()
+
+    async def _write(
+        self, pair: _Pair, header: PieceHeader, leave: BlockWrite, data: IncomingData
+    ) -> PieceReply:
+        is_verified = False
+        piece: StagedPiece[IncomingData] = StagedPiece(data=data, digests=header.digests)
+        try:
+            if leave.block_ids:
+                is_verified = await self._store.write(leave.block_ids, piece)
+            else:
+                is_verified = not piece.digests
+        finally:
+            reply = await self._engine.call(
+                partial(self._end, header, leave, is_verified=is_verified)
+            )
+        if not is_verified:
+            logger.error("%s: a piece from %s has wrong digests", header.key, header.sender)
+            self._failures["digest"] += 1
+            self._break(pair)
+        elif reply.outcome == "failed":
+            self._failures["reservation"] += 1
+            self.on_step()  # likewise
+        else:
+            self._counts["pieces"] += 1
+            self._counts["bytes"] += data.nbytes
+        return reply
+
+    def _begin(self, header: PieceHeader) -> BlockWrite | PieceReply:
+        """Leave to write, or the reply that ends the piece."""
+        try:
+            return self._incoming.begin_write(header)
+        except HandoffError as error:
+            if self._incoming.is_committed(header.key):
+                return PieceReply(outcome="committed")  # sent again because our answer was lost
+            is_live = self._incoming.is_live(header.key)
+            return PieceReply(outcome="failed", reason=error.message, is_retryable=is_live)
+
+    def _end(self, header: PieceHeader, leave: BlockWrite, *, is_verified: bool) -> PieceReply:
+        """On the engine thread: the write is over; commit if the piece is the last one."""
+        if not self._incoming.end_write(header.key, leave, is_verified=is_verified):
+            return PieceReply(outcome="failed", reason="the reservation ended")
+        if not is_verified:
+            return PieceReply(outcome="failed", reason="wrong bytes", is_retryable=True)
+        if header.first_token_id is None:
+            return PieceReply(outcome="accepted")
+        try:
+            self._incoming.commit(header)
+        except HandoffError as error:
+            return PieceReply(outcome="failed", reason=error.message, is_retryable=True)
+        return PieceReply(outcome="committed")
+
+    def _failed(self, kind: str, reason: str, *, is_retryable: bool) -> PieceReply:
+        self._failures[kind] += 1
+        return PieceReply(outcome="failed", reason=reason, is_retryable=is_retryable)
+
+    # ---- parts of a channel's life --------------------------------------------------------------
+
+    def _check_sender(self, sender: WorkerIdentity) -> None:
+        mine = self._identity
+        if self._is_closing:
+            raise HandoffError(f"{mine.name} is shutting down")
+        if sender.model != mine.model or sender.layout != mine.layout:
+            raise HandoffError(
+                f"{mine.name} holds another model or another KV layout than {sender.name}"
+            )
+
+    async def _open_receive(
+        self, request: PairRequest, superseded: asyncio.Future[None]
+    ) -> ReceiveChannel:
+        """Raises EndedError if a newer epoch is asked for meanwhile, or WorkerError."""
+        if superseded.done():
+            raise EndedError
+        opening = asyncio.ensure_future(self._channels.open_receive(request))
+        try:
+            return await unless_ended(opening, superseded)
+        except (EndedError, asyncio.CancelledError):
+            self._spawn(close_when_open(opening))
+            raise
+
+    async def _close_pair(self, sender: str) -> None:
+        """Close the channel from `sender`; on return no write of its pieces can land any more."""
+        pair = self._pairs.get(sender)
+        if pair is not None:
+            self._break(pair)
+        await asyncio.gather(*self._draining.get(sender, ()))
+
+    def _break(self, pair: _Pair) -> None:
+        """Give a channel up, and see to its end beside the piece that failed."""
+        name = pair.sender.name
+        if self._pairs.get(name) is not pair:
+            return
+        del self._pairs[name]
+        draining = self._draining.setdefault(name, set())
+        task = self._spawn(_drain(pair))
+        draining.add(task)
+        task.add_done_callback(draining.discard)
+
+    # ---- parts of a reservation's life ----------------------------------------------------------
+
+    async def _forget(self, keys: list[RequestKey], ingress_id: str | None = None) -> None:
+        for key in keys:
+            self._queue.withdraw(key)
+        await self._engine.call(partial(self._abort, keys, ingress_id))
+        self.on_step()
+
+    def _abort(self, keys: list[RequestKey], ingress_id: str | None) -> None:
+        """On the engine thread."""
+        reserved = [] if ingress_id is None else self._incoming.keys_of(ingress_id)
+        for key in (*keys, *reserved):
+            self._incoming.abort(key)
+
+    def _cancel_all(self) -> None:
+        for key in self._incoming.live_keys():
+            self._incoming.cancel(key)
+
+    async def _keep_expiring(self) -> None:
+        while True:
+            await asyncio.sleep(self._config.lease_s / CHECKS_PER_LEASE)
+            expired = await self._engine.call(self._incoming.expire)
+            if expired:
+                logger.warning("leases of %s ended: their senders are silent", expired)
+                self.on_step()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._finished)
+        return task
+
+    def _finished(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            logger.error("%s: %r", self._identity.name, task.exception())
+
+
+async def _drain(pair: _Pair) -> None:
+    """Close a channel and wait for its pieces: afterwards none of their writes can land."""
+    await pair.channel.close()
+    await asyncio.gather(*pair.pieces, return_exceptions=True)

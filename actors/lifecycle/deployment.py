@@ -1,0 +1,140 @@
+"""What identifies a deployment, and how each of its actors is placed on Ray.
+
+The identity is the config, the model's fingerprint and a hash of both, computed once where the
+application is built and passed to every actor. The hash ends up in actor names
+(`prefill-0.3fa9c1d2`), so that a redeploy with another config or model never talks to workers of
+the old one. It leaves out what workers do not depend on, so that changing a limit at the ingress
+does not reload a model. Name, namespace, resources and restarts of an actor are functions of the
+config.
+"""
+
+import hashlib
+import math
+import secrets
+from pathlib import Path
+
+import msgspec
+
+from configs.schema import AppConfig
+from engine.messages import Role
+
+VERSION = "0.1.0"
+HASH_DIGITS = 8
+BLOCK_KEY_BYTES = 32
+EDGE_ONLY = ("name", "edge", "api", "tracing")
+
+
+class DeploymentSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything an actor is told at its creation."""
+
+    config: AppConfig
+    model: str  # fingerprint of the model folder
+    hash: str
+    # Secret of the block hashes, the same in all workers, so that what they report can be compared.
+    # Not part of the hash: workers of a deployment that goes on keep theirs.
+    block_key: bytes
+    namespace: str = ""  # Ray namespace of all actors; known once the application runs
+
+    def in_application(self, app_name: str) -> "DeploymentSpec":
+        """The same, running as the Serve application `app_name`: two of them never share actors."""
+        return msgspec.structs.replace(self, namespace=self.config.name or app_name)
+
+
+def describe_deployment(config: AppConfig) -> DeploymentSpec:
+    """Read the model folder's identity (not its weights) and hash it with the config."""
+    model = _model_fingerprint(Path(config.model.path))
+    sections = msgspec.to_builtins(config)
+    for section in EDGE_ONLY:
+        del sections[section]
+    digest = hashlib.blake2b(msgspec.json.encode([VERSION, model, sections]), digest_size=16)
+    return DeploymentSpec(
+        config=config,
+        model=model,
+        hash=digest.hexdigest()[:HASH_DIGITS],
+        block_key=secrets.token_bytes(BLOCK_KEY_BYTES),
+    )
+
+
+def _model_fingerprint(folder: Path) -> str:
+    """Names, sizes and times of the folder's files, and the content of config.json."""
+    digest = hashlib.blake2b(digest_size=16)
+    for path in sorted(p for p in folder.iterdir() if p.is_file()):
+        status = path.stat()
+        digest.update(f"{path.name}\0{status.st_size}\0{status.st_mtime_ns}\0".encode())
+    digest.update((folder / "config.json").read_bytes())
+    return digest.hexdigest()
+
+
+# Async actors serve many small calls and one long stream per ingress at a time.
+MAX_CONCURRENCY = 10_000
+
+
+def worker_names(config: AppConfig, deployment_hash: str) -> dict[str, Role]:
+    """Every worker of a deployment: name -> role, in a stable order."""
+    counts: list[tuple[Role, int]] = [
+        ("unified", config.workers.unified),
+        ("prefill", config.workers.prefill),
+        ("decode", config.workers.decode),
+    ]
+    return {f"{role}-{i}.{deployment_hash}": role for role, count in counts for i in range(count)}
+
+
+def batcher_names(config: AppConfig, deployment_hash: str) -> list[str]:
+    return [f"tokenizer-{i}.{deployment_hash}" for i in range(config.workers.tokenizer_batchers)]
+
+
+def allocator_name(deployment_hash: str) -> str:
+    return f"allocator.{deployment_hash}"
+
+
+def rendezvous_name(deployment_hash: str) -> str:
+    return f"rendezvous.{deployment_hash}"
+
+
+def supervisor_options() -> dict[str, object]:
+    """The Supervisor is a Serve deployment actor: Serve names, restarts and removes it."""
+    return {"num_cpus": 0, "max_concurrency": MAX_CONCURRENCY}
+
+
+def service_options(spec: DeploymentSpec, name: str) -> dict[str, object]:
+    """A detached helper actor without a model."""
+    return {
+        "name": name,
+        "namespace": spec.namespace,
+        "lifetime": "detached",
+        "get_if_exists": True,
+        "max_restarts": -1,
+        "num_cpus": 0,
+        "max_concurrency": MAX_CONCURRENCY,
+    }
+
+
+def worker_bundle(config: AppConfig) -> dict[str, float]:
+    """What one worker takes of a node, by Ray's names; empty when it asks for nothing."""
+    asked = {"CPU": config.workers.num_cpus, "GPU": config.workers.num_gpus}
+    return {resource: amount for resource, amount in asked.items() if amount}
+
+
+def worker_options(spec: DeploymentSpec, name: str) -> dict[str, object]:
+    """A detached worker with a model replica and its devices."""
+    config = spec.config
+    threads = str(config.workers.torch_threads)
+    return service_options(spec, name) | {
+        "num_cpus": config.workers.num_cpus,
+        "num_gpus": config.workers.num_gpus,
+        "runtime_env": {
+            "env_vars": {
+                "OMP_NUM_THREADS": threads,
+                "MKL_NUM_THREADS": threads,
+                # A pair's failure is ours to handle: NCCL's watchdog would end the worker, and its
+                # monitor would poll the rendezvous.
+                "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+                "TORCH_NCCL_ENABLE_MONITORING": "0",
+                # A peer that dies while a communicator is made is waited for until then, 30 min by
+                # default, and an abort waits as well.
+                "TORCH_NCCL_NONBLOCKING_TIMEOUT": str(
+                    math.ceil(config.handoff.transfer_deadline_s)
+                ),
+            }
+        },
+    }

@@ -1,0 +1,106 @@
+"""Which actors are alive: an actor without a supervisor ends itself, a silent one is reported.
+
+Detached actors survive their creator, and Serve ends a deployment's actors without a hook: a
+`Lifeline` that hears no supervisor for long enough keeps any of ours from outliving the
+application.
+
+`LivenessTracker` finds actors that are there and answer nothing: a stopped process, or an event
+loop that hangs. Such an actor cannot end itself, and Ray takes it for alive. Time is counted in
+calls, not read from a clock: a supervisor that was stopped itself and goes on must not blame the
+others.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+import ray
+
+from actors.lifecycle.placement_groups import leave_group
+
+logger = logging.getLogger(__name__)
+
+CHECK_EVERY_S = 0.5
+
+
+def exit_for_good() -> None:
+    """End this actor without a restart, whatever its max_restarts says. Any thread may call it.
+
+    The devices that were held for it are free again.
+    """
+    try:
+        leave_group()
+    finally:
+        ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
+
+
+class Lifeline:
+    """A daemon thread that ends the actor after `silence_s` without a `beat`.
+
+    A thread, not a task: a stuck event loop must not keep the process alive. It counts its looks: a
+    machine that stood still as a whole (a snapshot, a frozen container) was silent to nobody.
+    `last_act` is called before the end, for what the actor has to clear away besides itself.
+    """
+
+    def __init__(self, silence_s: float, last_act: Callable[[], None] | None = None) -> None:
+        self._last_act = last_act
+        self._silence_s = silence_s
+        # Each is written by one thread alone, so that no beat is lost.
+        self._num_looks = 0
+        self._look_of_last_beat = 0
+
+    def start(self) -> "Lifeline":
+        threading.Thread(target=self._watch, name="lifeline", daemon=True).start()
+        return self
+
+    def beat(self) -> None:
+        """A supervisor or an ingress was heard."""
+        self._look_of_last_beat = self._num_looks
+
+    def look(self) -> bool:
+        """One look of the thread; True = the silence has lasted for `silence_s`."""
+        self._num_looks += 1
+        num_silent = self._num_looks - self._look_of_last_beat
+        return num_silent * CHECK_EVERY_S > self._silence_s
+
+    def _watch(self) -> None:
+        while not self.look():
+            time.sleep(CHECK_EVERY_S)
+        logger.warning("nobody was heard for %.0f s: exiting", self._silence_s)
+        try:
+            if self._last_act is not None:
+                self._last_act()
+        finally:
+            exit_for_good()
+
+
+MAX_UNANSWERED = 4  # calls in a row
+
+
+class LivenessTracker:
+    """Calls to actors that ran out of time, by actor; each waits as long as the caller thinks fit.
+
+    One that has never answered is not judged: it may wait for a device, or load.
+    """
+
+    def __init__(self) -> None:
+        self._counts: dict[str, int] = {}
+
+    def answered(self, name: str) -> None:
+        """It works; from now on it is expected to."""
+        self._counts[name] = 0
+
+    def forget(self, name: str) -> None:
+        """It died or starts: it is not expected to answer until it has done so again."""
+        self._counts.pop(name, None)
+
+    def timed_out(self, name: str) -> bool:
+        """One more call without an answer; True, once, when there were too many."""
+        if name not in self._counts:
+            return False
+        self._counts[name] += 1
+        if self._counts[name] < MAX_UNANSWERED:
+            return False
+        del self._counts[name]
+        return True

@@ -1,0 +1,67 @@
+"""What can be known of a bad start before anything starts, in well under a second.
+
+A worker finds the same when it loads, and more; but then a cluster is up, Serve has tried three
+times, and the reason is far up in the log. Reads of the weights what they say they hold, and
+imports neither torch nor Ray.
+"""
+
+import logging
+from pathlib import Path
+
+from configs.schema import AppConfig
+from engine.errors import ConfigError, RequestError
+from engine.models.spec import load_spec
+from engine.models.weight_files import check_weights
+from engine.text.chat_template import check_templates, read_template_text
+from engine.text.tokenizing import TOKENIZER_FILE, Tokenizing, load_tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+def check_startable(config: AppConfig) -> None:
+    """Raises ConfigError, naming file or key: what the workers would refuse to start with."""
+    folder = Path(config.model.path)
+    spec = load_spec(folder)
+    asked = config.model.max_model_len
+    if asked is not None and asked > spec.max_model_len:
+        raise ConfigError(
+            f"model.max_model_len is {asked}, but {folder} allows {spec.max_model_len} tokens"
+        )
+    if config.model.weights == "safetensors":
+        check_weights(folder, spec)
+    check_templates(folder)
+    tokenizing = load_tokenizer(folder, spec.vocab_size)
+    _check_ids(folder, tokenizing, spec.vocab_size)
+
+
+def _check_ids(folder: Path, tokenizing: Tokenizing, num_embeddings: int) -> None:
+    """Of a tokenizer with tokens that the model has no embedding for: say so, or refuse it.
+
+    Models with a padding token of that kind are common and work without it. A prompt with such a
+    token gets a 400; where every prompt has one, nothing could be served.
+    """
+    beyond = tokenizing.beyond_model
+    tokens, embeddings = folder / TOKENIZER_FILE, folder / "config.json"
+    (ids,) = tokenizing.encode_batch(["a"], add_special_tokens=True)
+    if isinstance(ids, RequestError):
+        raise ConfigError(
+            f"{tokens}: every prompt is refused, for vocab_size of {embeddings} gives the model"
+            f" only {num_embeddings} embeddings ({ids.message}); use the tokenizer that the weights"
+            " were trained with"
+        )
+    if not beyond:
+        return
+    template = read_template_text(folder) or ""
+    in_template = [token for token in beyond.values() if token in template]
+    written = f"; the chat template writes {', '.join(in_template)}" if in_template else ""
+    logger.warning(
+        "%s has tokens up to id %d, but vocab_size of %s gives the model only %d embeddings:"
+        " prompts that hold one of the %d others get a 400 (%s%s)",
+        tokens,
+        max(beyond),
+        embeddings,
+        num_embeddings,
+        len(beyond),
+        ", ".join(list(beyond.values())[:5]),
+        written,
+    )

@@ -1,0 +1,408 @@
+"""What `/metrics` of one ingress replica says, in Prometheus text.
+
+Names with `vllm:` mean what vLLM's dashboards mean by them; the rest is ours. A replica reports its
+own requests, and what every worker it is connected to says of itself: load as gauges, totals as
+counters.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    Metric,
+    disable_created_metrics,
+    generate_latest,
+)
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.registry import Collector
+
+from actors.observability.recent_ttft import RecentTtft
+from actors.observability.request_times import Stage
+from actors.routing.worker_links import WorkerLink
+from engine.length_class import LengthClass
+from engine.messages import Assign, HandoffTotals, LapsStatus, LoadReport, PoolMove
+from engine.routing.pools import CLASSES
+
+# Counters that a worker keeps, by the name of their metric.
+TOTALS: Mapping[str, str] = {
+    "vllm:num_preemptions": "Requests that lost their blocks and were computed again.",
+    "laps_preemptions_for_others": "Of these: for a request that waited for a row or for blocks.",
+    "laps_handoffs": "Prompts whose KV a decode worker has taken over.",
+    "laps_handoff_bytes": "Bytes of KV sent to decode workers.",
+    "laps_handoff_failures": "Handoffs that were tried again, over another channel or as a whole.",
+}
+
+
+class WorkerTotals(Collector):
+    """Counters that start with their worker: Prometheus knows what a smaller value means."""
+
+    def __init__(self, label: Mapping[str, str]) -> None:
+        self._label = dict(label)
+        self._totals: dict[tuple[str, str], Mapping[str, float]] = {}
+
+    def clear(self) -> None:
+        self._totals.clear()
+
+    def show(self, worker: str, role: str, totals: Mapping[str, float]) -> None:
+        """totals: by name, those of `TOTALS` that the worker keeps."""
+        assert totals.keys() <= TOTALS.keys(), f"{set(totals) - set(TOTALS)} of {worker}"
+        self._totals[worker, role] = totals
+
+    def collect(self) -> Iterator[Metric]:
+        for name, text in TOTALS.items():
+            family = CounterMetricFamily(name, text, labels=[*self._label, "worker", "role"])
+            for (worker, role), totals in self._totals.items():
+                if name in totals:
+                    family.add_metric([*self._label.values(), worker, role], totals[name])
+            yield family
+
+
+class WorkerMetrics:
+    """Every worker that this replica is connected to, as of its last report."""
+
+    def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
+        self._label = {"model_name": model_name}
+        self.totals = WorkerTotals(self._label)
+        registry.register(self.totals)
+
+        def gauge(name: str, text: str) -> Gauge:
+            return Gauge(name, text, [*self._label, "worker", "role"], registry=registry)
+
+        self._up = gauge("laps_worker_up", "1 while the worker's stream is read.")
+        self._running = gauge("vllm:num_requests_running", "Requests in the worker's batch.")
+        self._waiting = gauge("vllm:num_requests_waiting", "Requests queued at the worker.")
+        self._queued = gauge("laps_queued_tokens", "Tokens the worker has yet to compute.")
+        self._kv_usage = gauge("vllm:kv_cache_usage_perc", "Share of KV blocks held, 0 to 1.")
+
+    def show(self, links: Iterable[WorkerLink]) -> None:
+        """Set the gauges; what a worker that is away said last is forgotten."""
+        for gauge in (self._up, self._running, self._waiting, self._queued, self._kv_usage):
+            gauge.clear()
+        self.totals.clear()
+        for link in links:
+            labels = self._label | {"worker": link.name, "role": link.role}
+            load = link.load
+            self._up.labels(**labels).set(int(link.is_up))
+            if load is not None:
+                self._running.labels(**labels).set(load.num_running)
+                self._waiting.labels(**labels).set(load.num_waiting)
+                self._queued.labels(**labels).set(load.queued_tokens)
+                held = load.num_blocks - load.num_free_blocks
+                self._kv_usage.labels(**labels).set(held / max(load.num_blocks, 1))
+                self.totals.show(link.name, link.role, _totals(load, link.handoffs))
+
+
+def _totals(load: LoadReport, handoffs: HandoffTotals | None) -> Mapping[str, float]:
+    totals: dict[str, float] = {
+        "vllm:num_preemptions": load.num_preemptions,
+        "laps_preemptions_for_others": load.num_preemptions_for_others,
+    }
+    if handoffs is not None:
+        totals["laps_handoffs"] = handoffs.num_done
+        totals["laps_handoff_bytes"] = handoffs.num_bytes
+        totals["laps_handoff_failures"] = handoffs.num_failures
+    return totals
+
+
+LATENCY_BUCKETS_S = (
+    0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0,
+)  # fmt: skip
+
+TOKEN_BUCKETS_S = (
+    0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3,
+    0.4, 0.5, 0.75, 1.0, 2.5,
+)  # fmt: skip
+NUM_TOKENS_BUCKETS = (
+    1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000,
+)  # fmt: skip
+
+INTER_TOKEN = "vllm:inter_token_latency_seconds"
+INTER_TOKEN_BEFORE = "vllm:time_per_output_token_seconds"  # what older dashboards call it
+
+# Stage of a request (actors/observability/request_times.py) -> its histogram.
+STAGE_METRICS = {
+    "queue": ("vllm:request_queue_time_seconds", "At the worker, before its first step."),
+    "prefill": ("vllm:request_prefill_time_seconds", "From there to the first token."),
+    "handoff": ("laps_handoff_seconds", "From there until its KV is at the decode worker."),
+}
+
+UNSPLIT = "any"  # the pool of workers that take prompts of both classes
+
+
+class ClassMetrics:
+    """What became of short and of long prompts."""
+
+    def __init__(self, registry: CollectorRegistry, model_name: str, recent: RecentTtft) -> None:
+        """Every first token is told to `recent`, too."""
+        self._label = {"model_name": model_name}
+        self._recent = recent
+        names = [*self._label, "length_class"]
+
+        def histogram(name: str, text: str) -> Histogram:
+            return Histogram(name, text, names, registry=registry, buckets=LATENCY_BUCKETS_S)
+
+        self._placed = Counter(
+            "laps_requests_total",
+            "Choices sent to a worker, by class; a retry is not counted again.",
+            names,
+            registry=registry,
+        )
+        self._predicted_queue = histogram(
+            "laps_predicted_queue_seconds",
+            "Predicted when a request was placed: the work before its prompt.",
+        )
+        self._ttft = histogram(
+            "laps_time_to_first_token_seconds", "Arrival to the first token, by class."
+        )
+        for length_class in CLASSES:  # a series of zeros says more than none
+            for metric in (self._placed, self._predicted_queue, self._ttft):
+                metric.labels(**self._label, length_class=length_class)
+
+    def count_placed(self, assign: Assign) -> None:
+        labels = self._label | {"length_class": assign.length_class}
+        self._placed.labels(**labels).inc()
+        self._predicted_queue.labels(**labels).observe(max(assign.ttft_s - assign.work_s, 0.0))
+
+    def observe_ttft(self, length_class: LengthClass, seconds: float) -> None:
+        self._ttft.labels(**self._label, length_class=length_class).observe(seconds)
+        self._recent.add(length_class, seconds)
+
+
+class PoolMetrics:
+    """The pools as the allocator sees them; without series while it is away."""
+
+    def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
+        self._label = {"model_name": model_name}
+        self._known_moves: list[PoolMove] = []
+
+        def gauge(name: str, text: str, label: str) -> Gauge:
+            return Gauge(name, text, [*self._label, label], registry=registry)
+
+        self._workers = gauge("laps_pool_workers", "Live workers of the pool.", "pool")
+        self._pending = gauge(
+            "laps_pool_pending_seconds", "Predicted seconds of work queued in the pool.", "pool"
+        )
+        self._waiting = gauge(
+            "laps_waiting_requests",
+            "Waiting prompts of the class, by pool where workers do not tell classes apart.",
+            "length_class",
+        )
+        self._moves = Counter(
+            "laps_pool_moves_total",
+            "Workers that joined the pool, as far as the allocator remembered at a scrape.",
+            [*self._label, "pool"],
+            registry=registry,
+        )
+        for pool in CLASSES:
+            self._moves.labels(**self._label, pool=pool)
+
+    def show(self, status: LapsStatus | None) -> None:
+        """Set the gauges and count new moves; None = the allocator does not answer."""
+        for gauge in (self._workers, self._pending, self._waiting):
+            gauge.clear()
+        if status is None:
+            return
+        for pool in CLASSES if any(status.pools.values()) else (UNSPLIT,):
+            members = [w for w in status.workers if (w.pool or UNSPLIT) == pool]
+            labels = self._label | {"pool": pool}
+            self._workers.labels(**labels).set(sum(w.is_alive for w in members))
+            self._pending.labels(**labels).set(sum(w.queued_s for w in members))
+        for length_class, num in status.pending.items():
+            self._waiting.labels(**self._label, length_class=length_class).set(num)
+        for move in status.moves[: num_new_moves(self._known_moves, status.moves)]:
+            self._moves.labels(**self._label, pool=move.pool).inc()
+        self._known_moves = status.moves
+
+
+def num_new_moves(before: list[PoolMove], now: list[PoolMove]) -> int:
+    """How many of `now` came after `before`; both have the newest first and forget the oldest.
+
+    An allocator that restarted remembers none: then all of `now` are new.
+    """
+    old, new = ([(m.worker, m.pool, m.reason) for m in moves] for moves in (before, now))
+    return next(num for num in range(len(new) + 1) if new[num:] == old[: len(new) - num])
+
+
+class SecondName(Collector):
+    """A histogram's series under another name, made when somebody looks."""
+
+    def __init__(self, original: Histogram, name: str) -> None:
+        self._original = original
+        self._name = name
+
+    def collect(self) -> Iterator[Metric]:
+        for family in self._original.collect():
+            renamed = Metric(self._name, family.documentation, family.type)
+            for sample in family.samples:
+                name = self._name + sample.name.removeprefix(family.name)
+                renamed.add_sample(name, sample.labels, sample.value)
+            yield renamed
+
+
+class LatencyMetrics:
+    """How long what took, of every choice; stages of every request's first one."""
+
+    def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
+        label = {"model_name": model_name}
+
+        def family(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(name, text, list(label), registry=registry, buckets=buckets)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            return family(name, text, buckets).labels(**label)
+
+        gaps = family(INTER_TOKEN, "From one token of a choice to the next.", TOKEN_BUCKETS_S)
+        registry.register(SecondName(gaps, INTER_TOKEN_BEFORE))
+        self._inter_token = gaps.labels(**label)
+        self._ttft = histogram(
+            "vllm:time_to_first_token_seconds", "Arrival to the first token.", LATENCY_BUCKETS_S
+        )
+        self._e2e = histogram(
+            "vllm:e2e_request_latency_seconds", "Arrival to the last token.", LATENCY_BUCKETS_S
+        )
+        self._per_token = histogram(
+            "vllm:request_time_per_output_token_seconds",
+            "The mean of these over a whole choice.",
+            TOKEN_BUCKETS_S,
+        )
+        self._decode = histogram(
+            "vllm:request_decode_time_seconds",
+            "First to last token of a choice.",
+            LATENCY_BUCKETS_S,
+        )
+        self._num_prompt_tokens = histogram(
+            "vllm:request_prompt_tokens", "Prompt tokens of a choice.", NUM_TOKENS_BUCKETS
+        )
+        self._num_output_tokens = histogram(
+            "vllm:request_generation_tokens", "Tokens generated of a choice.", NUM_TOKENS_BUCKETS
+        )
+        self._stages = {
+            stage: histogram(name, text, LATENCY_BUCKETS_S)
+            for stage, (name, text) in STAGE_METRICS.items()
+        }
+
+    def observe_ttft(self, seconds: float) -> None:
+        self._ttft.observe(seconds)
+
+    def observe_e2e(self, seconds: float) -> None:
+        self._e2e.observe(seconds)
+
+    def observe_gap(self, seconds: float) -> None:
+        """Between two tokens of one choice."""
+        self._inter_token.observe(seconds)
+
+    def observe_choice(
+        self, num_prompt_tokens: int, num_output_tokens: int, decode_s: float
+    ) -> None:
+        """A choice ended well, `decode_s` after its first token."""
+        self._num_prompt_tokens.observe(num_prompt_tokens)
+        self._num_output_tokens.observe(num_output_tokens)
+        self._decode.observe(decode_s)
+        if num_output_tokens > 1:
+            self._per_token.observe(decode_s / (num_output_tokens - 1))
+
+    def observe_stages(self, stages: Iterable[Stage]) -> None:
+        """A request ended well."""
+        for stage in stages:
+            found = self._stages.get(stage.name)
+            if found is not None:
+                found.observe(stage.end_s - stage.start_s)
+
+
+class IngressMetrics:
+    """Counters and histograms of one replica; gauges are set when `refresh` is called."""
+
+    def __init__(self, model_name: str, recent: RecentTtft) -> None:
+        # Else every counter gets a second series that nobody plots.
+        disable_created_metrics()  # type: ignore[no-untyped-call]
+        self._registry = registry = CollectorRegistry()
+        self.classes = ClassMetrics(registry, model_name, recent)
+        self.latencies = LatencyMetrics(registry, model_name)
+        self._pools = PoolMetrics(registry, model_name)
+        self.workers = WorkerMetrics(registry, model_name)
+        self._label = {"model_name": model_name}
+        names = list(self._label)
+
+        def labelled(name: str, text: str, label: str) -> Counter:
+            return Counter(name, text, [*names, label], registry=registry)
+
+        def counter(name: str, text: str) -> Counter:
+            return Counter(name, text, names, registry=registry).labels(**self._label)
+
+        def gauge(name: str, text: str) -> Gauge:
+            return Gauge(name, text, names, registry=registry).labels(**self._label)
+
+        self._finished = labelled(
+            "vllm:request_success_total", "Choices that ended well.", "finished_reason"
+        )
+        self._failed = labelled(
+            "laps_requests_failed_total", "Requests answered with an error, by status.", "status"
+        )
+        self._disconnected = counter("laps_clients_left_total", "Answers whose client went away.")
+        self._prompt_tokens = counter("vllm:prompt_tokens_total", "Prompt tokens accepted.")
+        self._cached_tokens = counter(
+            "laps_cached_prompt_tokens_total", "Of these, found in cache."
+        )
+        self._prefix_queries = counter(
+            "vllm:prefix_cache_queries_total", "Prompt tokens that workers looked up."
+        )
+        self._prefix_hits = counter("vllm:prefix_cache_hits_total", "Of these, found in cache.")
+        self._output_tokens = counter("vllm:generation_tokens_total", "Tokens generated.")
+        self._retries = gauge("laps_request_retries", "Attempts repeated since start.")
+        self._open = gauge("laps_open_attempts", "Attempts waiting for tokens.")
+
+    def count_prompt(self, num_tokens: int) -> None:
+        self._prompt_tokens.inc(num_tokens)
+
+    def count_tokens(self, num_tokens: int) -> None:
+        self._output_tokens.inc(num_tokens)
+
+    def count_cached(self, num_cached_tokens: int, num_prompt_tokens: int) -> None:
+        """A worker looked a choice's prompt up in its cache."""
+        self._cached_tokens.inc(num_cached_tokens)
+        self._prefix_hits.inc(num_cached_tokens)
+        self._prefix_queries.inc(num_prompt_tokens)
+
+    def count_finished(self, reason: str) -> None:
+        self._finished.labels(**self._label, finished_reason=reason).inc()
+
+    def count_failed(self, status: int) -> None:
+        self._failed.labels(**self._label, status=str(status)).inc()
+
+    def count_disconnected(self) -> None:
+        self._disconnected.inc()
+
+    def refresh(
+        self,
+        links: list[WorkerLink],
+        num_open: int,
+        num_retries: int,
+        laps: LapsStatus | None,
+    ) -> None:
+        """Set the gauges to what is now; `laps` is None while the allocator does not answer."""
+        self._pools.show(laps)
+        self.workers.show(links)
+        self._open.set(num_open)
+        self._retries.set(num_retries)
+
+    def families(self) -> list[Metric]:
+        """All metrics as of the last `refresh`."""
+        return list(self._registry.collect())
+
+    def text(self) -> bytes:
+        """The same in the form that Prometheus scrapes."""
+        return generate_latest(self._registry)
+
+    def render(
+        self,
+        links: list[WorkerLink],
+        num_open: int,
+        num_retries: int,
+        laps: LapsStatus | None,
+    ) -> bytes:
+        """`refresh`, then `text`."""
+        self.refresh(links, num_open, num_retries, laps)
+        return self.text()

@@ -1,0 +1,90 @@
+"""Traces of requests, or none: what the ingress asks of either.
+
+A trace is opened when a request is admitted, so that the response can name it, and written when the
+request is over: its stages are spans made from the moments that were noted on the way. Knows no
+OpenTelemetry; `actors.observability.otlp_tracing` does, and is imported only where traces go
+somewhere.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from actors.observability.request_times import RequestTimes
+from actors.openai.protocol import ParsedRequest
+from configs.schema import TracingConfig
+from engine.clock import Clock
+from engine.errors import ConfigError
+
+
+class Trace(Protocol):
+    """One request's."""
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """For the response: which trace it was."""
+        ...
+
+    def end(
+        self,
+        times: RequestTimes,
+        *,
+        num_prompt_tokens: int,
+        num_output_tokens: int,
+        error: BaseException | None,
+    ) -> None:
+        """Write the trace down; once, and it waits for nobody."""
+        ...
+
+
+class Tracing(Protocol):
+    """All traces of one ingress."""
+
+    def start(self, parsed: ParsedRequest, headers: Mapping[str, str], arrived_s: float) -> Trace:
+        """Open a trace, or go on with the one that `headers` (of the request) name."""
+        ...
+
+    def close(self) -> None:
+        """Send what is left; waits for the collector, but not for ever."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class NoTrace:
+    """Of a request nobody traces."""
+
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    def end(
+        self,
+        times: RequestTimes,
+        *,
+        num_prompt_tokens: int,
+        num_output_tokens: int,
+        error: BaseException | None,
+    ) -> None:
+        """Nothing is written."""
+
+
+class NoTracing:
+    """Where no collector is configured."""
+
+    def start(self, parsed: ParsedRequest, headers: Mapping[str, str], arrived_s: float) -> Trace:
+        return NoTrace()
+
+    def close(self) -> None:
+        """Nothing was kept."""
+
+
+def build_tracing(config: TracingConfig, service: str, clock: Clock) -> Tracing:
+    """service: whose traces they are. Raises ConfigError when the packages are not installed."""
+    if config.otlp_endpoint is None:
+        return NoTracing()
+    try:
+        from actors.observability.otlp_tracing import OtlpTracing
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"tracing.otlp_endpoint needs the package {error.name}: pip install"
+            " 'laps-engine[tracing]', or leave the key out"
+        ) from error
+    return OtlpTracing(config.otlp_endpoint, config.sampled_share, service, clock)

@@ -1,0 +1,259 @@
+"""Responses of /v1/chat/completions: one chat.completion object, or a stream of chunks.
+
+Both are made of the same events (actors/openai/chat_text.py), so that they say the same.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from msgspec import UNSET, UnsetType
+
+from actors.openai.chat_text import ChatText, ends_thinking_open, new_call_id
+from actors.openai.logprob_objects import chat_logprobs, prompt_logprobs
+from actors.openai.protocol import ParsedRequest
+from actors.openai.response_objects import (
+    SSE_DONE,
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatDelta,
+    ChatMessage,
+    FinishText,
+    FunctionPiece,
+    FunctionText,
+    PromptLogprobList,
+    ToolCallObject,
+    ToolCallPiece,
+    Usage,
+    sse_event,
+    to_json,
+)
+from actors.openai.response_parts import ResponseIdentity, StreamResponse, UnaryResponse
+from actors.openai.tools.events import (
+    CallArguments,
+    CallEnded,
+    CallStarted,
+    Content,
+    Event,
+    Reasoning,
+)
+from engine.request import FinishReason
+from engine.text.output_text import TextDelta
+from engine.text.tokenizing import Tokenizing
+
+
+def _chat_texts(
+    parsed: ParsedRequest, prompt_ids: Sequence[Sequence[int]], tokenizing: Tokenizing
+) -> list[ChatText]:
+    """What reads each choice's text; all choices follow the same prompt."""
+    starts_thinking = parsed.splits_reasoning and ends_thinking_open(prompt_ids[0], tokenizing)
+    return [ChatText(parsed, starts_thinking=starts_thinking) for _ in range(parsed.num_choices)]
+
+
+def _read(text: ChatText, delta: TextDelta) -> list[Event]:
+    events = text.push(delta.text)
+    if delta.finish is None:
+        return events
+    return events + text.finish(is_cut=delta.finish is FinishReason.LENGTH)
+
+
+def _finish_text(finish: FinishText, text: ChatText) -> FinishText:
+    """A choice that ended by itself after calling tools waits for their results."""
+    return "tool_calls" if finish == "stop" and text.has_calls else finish
+
+
+@dataclass(slots=True, eq=False)
+class _MessageSoFar:
+    """What a whole answer gathers of one choice's events."""
+
+    content: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)  # per call
+    arguments: list[list[str]] = field(default_factory=list)  # likewise
+
+    def add(self, event: Event) -> None:
+        match event:
+            case Content(text):
+                self.content.append(text)
+            case Reasoning(text):
+                self.reasoning.append(text)
+            case CallStarted(name):
+                self.names.append(name)
+                self.arguments.append([])
+            case CallArguments(text):
+                self.arguments[-1].append(text)
+            case CallEnded():
+                pass
+
+    def message(self, parsed: ParsedRequest) -> ChatMessage:
+        calls = [
+            ToolCallObject(
+                id=new_call_id(parsed.tool_format),
+                function=FunctionText(name=name, arguments="".join(pieces)),
+            )
+            for name, pieces in zip(self.names, self.arguments, strict=True)
+        ]
+        has_more = bool(calls or self.reasoning)
+        content = "".join(self.content)
+        return ChatMessage(
+            content=content if content or not has_more else None,
+            reasoning_content="".join(self.reasoning) if self.reasoning else UNSET,
+            tool_calls=calls or UNSET,
+        )
+
+
+class ChatUnary(UnaryResponse):
+    """A chat.completion object."""
+
+    def __init__(
+        self, parsed: ParsedRequest, identity: ResponseIdentity, tokenizing: Tokenizing
+    ) -> None:
+        super().__init__(parsed, identity, tokenizing)
+        self._texts: list[ChatText] = []  # per choice, from `start` on
+        self._messages = [_MessageSoFar() for _ in range(parsed.num_choices)]
+
+    def start(self, prompt_ids: Sequence[Sequence[int]]) -> list[bytes]:
+        self._texts = _chat_texts(self._parsed, prompt_ids, self._tokenizing)
+        return super().start(prompt_ids)
+
+    def delta(self, choice_index: int, delta: TextDelta) -> list[bytes]:
+        for event in _read(self._texts[choice_index], delta):
+            self._messages[choice_index].add(event)
+        return super().delta(choice_index, delta)
+
+    def finish(self) -> list[bytes]:
+        ids = list(self._prompt_ids[0]) if self._parsed.return_token_ids else UNSET
+        body = ChatCompletion(
+            id=f"chatcmpl-{self._identity.request_id}",
+            created=self._identity.created_s,
+            model=self._identity.model,
+            choices=[self._choice(index) for index in range(self._parsed.num_choices)],
+            usage=self._usage.usage(),
+            prompt_token_ids=ids,
+            prompt_logprobs=self._of_prompt(),
+        )
+        return [to_json(body)]
+
+    def _of_prompt(self) -> PromptLogprobList | UnsetType:
+        """The same for all choices."""
+        num_best = self._parsed.prompt_logprobs
+        if num_best is None:
+            return UNSET
+        scores = self._choices[0].prompt
+        return prompt_logprobs(self._prompt_ids[0], scores, num_best, self._tokenizing)
+
+    def _choice(self, index: int) -> ChatChoice:
+        choice = self._choices[index]
+        return ChatChoice(
+            index=index,
+            message=self._messages[index].message(self._parsed),
+            logprobs=chat_logprobs(choice.tokens, self._tokenizing) if self._has_logprobs else None,
+            finish_reason=_finish_text(self._finish_of(index), self._texts[index]),
+            stop_reason=choice.stop_reason,
+            token_ids=self._token_ids(index),
+        )
+
+
+class ChatStream(StreamResponse):
+    """chat.completion.chunk events: role, text, finish for each choice; then usage and [DONE]."""
+
+    def __init__(
+        self, parsed: ParsedRequest, identity: ResponseIdentity, tokenizing: Tokenizing
+    ) -> None:
+        super().__init__(parsed, identity, tokenizing)
+        self._texts: list[ChatText] = []  # per choice, from `start` on
+        self._num_calls = [0] * parsed.num_choices
+
+    def start(self, prompt_ids: Sequence[Sequence[int]]) -> list[bytes]:
+        self._usage.start(prompt_ids)
+        self._texts = _chat_texts(self._parsed, prompt_ids, self._tokenizing)
+        ids = list(prompt_ids[0]) if self._parsed.return_token_ids else UNSET
+        return [
+            self._event(
+                ChatChunkChoice(index=index, delta=ChatDelta(role="assistant", content="")),
+                prompt_token_ids=ids,
+            )
+            for index in range(self._parsed.num_choices)
+        ]
+
+    def delta(self, choice_index: int, delta: TextDelta) -> list[bytes]:
+        self._count(choice_index, delta)
+        read = _read(self._texts[choice_index], delta)
+        pieces = [
+            piece for event in read if (piece := self._piece(choice_index, event)) is not None
+        ]
+        # Tokens are reported when they come, even while their text is held back.
+        if not pieces and self._reports_tokens and delta.tokens:
+            pieces = [ChatDelta(content="")]
+        events = []
+        for position, piece in enumerate(pieces):
+            has_tokens = position == 0
+            logprobs = None
+            if has_tokens and self._has_logprobs:
+                logprobs = chat_logprobs(delta.tokens, self._tokenizing)
+            choice = ChatChunkChoice(
+                index=choice_index,
+                delta=piece,
+                logprobs=logprobs,
+                token_ids=self._token_ids(delta) if has_tokens else UNSET,
+            )
+            events.append(self._event(choice))
+        if delta.finish is not None:
+            choice = ChatChunkChoice(
+                index=choice_index,
+                delta=ChatDelta(),
+                finish_reason=_finish_text(delta.finish.value, self._texts[choice_index]),
+                stop_reason=delta.stop_reason,
+            )
+            events.append(self._event(choice))
+        return events
+
+    def _piece(self, choice_index: int, event: Event) -> ChatDelta | None:
+        """An event as the client gets it; the end of a call is not told."""
+        match event:
+            case Content(text):
+                return ChatDelta(content=text)
+            case Reasoning(text):
+                return ChatDelta(reasoning_content=text)
+            case CallStarted(name):
+                call = ToolCallPiece(
+                    index=self._num_calls[choice_index],
+                    id=new_call_id(self._parsed.tool_format),
+                    type="function",
+                    function=FunctionPiece(name=name, arguments=""),
+                )
+                self._num_calls[choice_index] += 1
+                return ChatDelta(tool_calls=[call])
+            case CallArguments(text):
+                call = ToolCallPiece(
+                    index=self._num_calls[choice_index] - 1, function=FunctionPiece(arguments=text)
+                )
+                return ChatDelta(tool_calls=[call])
+        return None
+
+    def finish(self) -> list[bytes]:
+        self._assert_complete()
+        if not self._parsed.include_usage:
+            return [SSE_DONE]
+        return [sse_event(self._chunk([], self._usage.usage(), UNSET)), SSE_DONE]
+
+    def _event(
+        self, choice: ChatChunkChoice, prompt_token_ids: list[int] | UnsetType = UNSET
+    ) -> bytes:
+        return sse_event(self._chunk([choice], self._chunk_usage(), prompt_token_ids))
+
+    def _chunk(
+        self,
+        choices: list[ChatChunkChoice],
+        usage: Usage | UnsetType | None,
+        prompt_token_ids: list[int] | UnsetType,
+    ) -> ChatChunk:
+        return ChatChunk(
+            id=f"chatcmpl-{self._identity.request_id}",
+            created=self._identity.created_s,
+            model=self._identity.model,
+            choices=choices,
+            usage=usage,
+            prompt_token_ids=prompt_token_ids,
+        )

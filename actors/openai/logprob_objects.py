@@ -1,0 +1,175 @@
+r"""Log-probabilities of output and prompt tokens, in the shapes of the two endpoints.
+
+Chat names a token by its text and gives its bytes beside it. The older completions object has text
+only, so there a token that is not whole characters is written `bytes:\xe4\xbd`, as OpenAI did: two
+torn tokens must not fall together in one mapping. Of prompts there are vLLM's field and OpenAI's
+echo; of a prompt's first token nothing is known: null.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from actors.openai.response_objects import (
+    ChatLogprobs,
+    CompletionLogprobs,
+    PromptLogprob,
+    PromptLogprobList,
+    TokenLogprob,
+    TopLogprob,
+)
+from engine.request import PromptScores
+from engine.text.output_text import OutputToken
+from engine.text.tokenizing import Tokenizing
+
+MIN_LOGPROB = -9999.0  # JSON has no -infinity; OpenAI writes this for "practically never"
+
+
+def chat_logprobs(tokens: Sequence[OutputToken], tokenizing: Tokenizing) -> ChatLogprobs:
+    """`choices[].logprobs` of a chat; every token was sampled with logprobs on."""
+    return ChatLogprobs(content=[_chat_token(token, tokenizing) for token in tokens])
+
+
+def completion_logprobs(
+    tokens: Sequence[OutputToken], tokenizing: Tokenizing, num_echoed_chars: int = 0
+) -> CompletionLogprobs:
+    """`choices[].logprobs` of a completion; the chosen token is always among its top ones.
+
+    `num_echoed_chars`: of the prompt, where the choice's text begins with it.
+    """
+    names: list[str] = []
+    chosen: list[float | None] = []
+    tops: list[dict[str, float] | None] = []
+    for token in tokens:
+        logprobs = token.logprobs
+        assert logprobs is not None, f"token {token.token_id} was sampled without logprobs"
+        names.append(token_name(token.token_id, tokenizing))
+        own = finite(logprobs.chosen)
+        chosen.append(own)
+        top = {
+            token_name(token_id, tokenizing): finite(value)
+            for token_id, value in zip(logprobs.top_ids, logprobs.top_logprobs, strict=True)
+        }
+        tops.append(top | {names[-1]: own})
+    return CompletionLogprobs(
+        tokens=names,
+        token_logprobs=chosen,
+        top_logprobs=tops,
+        text_offset=[num_echoed_chars + token.text_offset for token in tokens],
+    )
+
+
+def _chat_token(token: OutputToken, tokenizing: Tokenizing) -> TokenLogprob:
+    logprobs = token.logprobs
+    assert logprobs is not None, f"token {token.token_id} was sampled without logprobs"
+    piece = tokenizing.piece(token.token_id)
+    return TokenLogprob(
+        token=_chat_name(piece),
+        logprob=finite(logprobs.chosen),
+        bytes=list(piece),
+        top_logprobs=[
+            _top(token_id, value, tokenizing)
+            for token_id, value in zip(logprobs.top_ids, logprobs.top_logprobs, strict=True)
+        ],
+    )
+
+
+def _top(token_id: int, logprob: float, tokenizing: Tokenizing) -> TopLogprob:
+    piece = tokenizing.piece(token_id)
+    return TopLogprob(token=_chat_name(piece), logprob=finite(logprob), bytes=list(piece))
+
+
+def _chat_name(piece: bytes) -> str:
+    return piece.decode("utf-8", "replace")
+
+
+def token_name(token_id: int, tokenizing: Tokenizing) -> str:
+    """A token as text that no other token of other bytes shares."""
+    piece = tokenizing.piece(token_id)
+    try:
+        return piece.decode("utf-8")
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{value:02x}" for value in piece)
+
+
+def finite(logprob: float) -> float:
+    """As JSON can hold it."""
+    return max(logprob, MIN_LOGPROB)
+
+
+Best = list[tuple[int, float]]  # (token id, log-probability), best first
+
+
+def prompt_logprobs(
+    prompt_ids: Sequence[int], scores: PromptScores | None, num_best: int, tokenizing: Tokenizing
+) -> PromptLogprobList:
+    """`prompt_logprobs` of a response: per token its own entry, then those of the best."""
+    found: PromptLogprobList = [None]
+    for token_id, (chosen, rank, best) in zip(
+        prompt_ids[1:], _tokens(scores, num_best), strict=True
+    ):
+        entries = {str(token_id): _entry(token_id, chosen, rank, tokenizing)}
+        for place, (best_id, value) in enumerate(best, start=1):
+            entries.setdefault(str(best_id), _entry(best_id, value, place, tokenizing))
+        found.append(entries)
+    return found
+
+
+def echoed_logprobs(
+    text: str,
+    prompt_ids: Sequence[int],
+    scores: PromptScores | None,
+    num_best: int,
+    tokenizing: Tokenizing,
+) -> CompletionLogprobs:
+    """The prompt's part of `choices[].logprobs`; `text` is the prompt as it is echoed."""
+    names = [token_name(token_id, tokenizing) for token_id in prompt_ids]
+    values: list[float | None] = [None]
+    tops: list[dict[str, float] | None] = [None]
+    for name, (chosen, _, best) in zip(names[1:], _tokens(scores, num_best), strict=True):
+        values.append(finite(chosen))
+        top = {token_name(best_id, tokenizing): finite(value) for best_id, value in best}
+        tops.append(top | {name: finite(chosen)})
+    return CompletionLogprobs(
+        tokens=names,
+        token_logprobs=values,
+        top_logprobs=tops,
+        text_offset=text_offsets(text, prompt_ids, tokenizing),
+    )
+
+
+def joined(prompt: CompletionLogprobs, output: CompletionLogprobs) -> CompletionLogprobs:
+    """Both as one; the output's offsets count the prompt's text already."""
+    return CompletionLogprobs(
+        tokens=prompt.tokens + output.tokens,
+        token_logprobs=prompt.token_logprobs + output.token_logprobs,
+        top_logprobs=prompt.top_logprobs + output.top_logprobs,
+        text_offset=prompt.text_offset + output.text_offset,
+    )
+
+
+def text_offsets(text: str, prompt_ids: Sequence[int], tokenizing: Tokenizing) -> list[int]:
+    """[T] where in `text` each token begins; one that is not in it has no width.
+
+    `text` is what the tokens say, or less: without the special tokens put around it.
+    """
+    detokenizer = tokenizing.detokenizer(skip_special_tokens=False)
+    pieces = [detokenizer.push(token_id) for token_id in prompt_ids]
+    start = max(0, "".join([*pieces, detokenizer.flush()]).find(text))
+    offsets, end = [], 0
+    for piece in pieces:
+        offsets.append(min(max(end - start, 0), len(text)))
+        end += len(piece)
+    return offsets
+
+
+def _tokens(scores: PromptScores | None, num_best: int) -> Iterator[tuple[float, int, Best]]:
+    """Of every prompt token but the first: its log-probability, its rank, the best in its place."""
+    for piece in () if scores is None else scores.pieces:
+        columns = (piece.chosen, piece.ranks, piece.top_ids, piece.top_logprobs)
+        for chosen, rank, ids, values in zip(*columns, strict=True):
+            best = zip(ids[:num_best], values[:num_best], strict=True)
+            yield chosen, rank, list(best)
+
+
+def _entry(token_id: int, logprob: float, rank: int, tokenizing: Tokenizing) -> PromptLogprob:
+    text = tokenizing.piece(token_id).decode("utf-8", "replace")
+    return PromptLogprob(logprob=finite(logprob), rank=rank, decoded_token=text)

@@ -1,0 +1,106 @@
+"""The OpenAPI document of this server, its schemas generated from the structs that do the work."""
+
+from collections.abc import Mapping
+
+import msgspec
+
+from actors.openai.request_bodies import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    RerankBody,
+    ScoreBody,
+    TokenizeBody,
+)
+from actors.openai.response_objects import (
+    ChatCompletion,
+    Completion,
+    DetokenizeAnswer,
+    ErrorBody,
+    ModelCard,
+    ModelList,
+    NotReady,
+    RerankAnswer,
+    ScoreAnswer,
+    TokenizeAnswer,
+)
+
+OPENAPI_VERSION = "3.1.0"  # the first whose schemas are plain JSON schemas, as msgspec writes them
+
+# Path -> (what it is for, body, answer that is no stream).
+POSTS: Mapping[str, tuple[str, type[msgspec.Struct], type[msgspec.Struct]]] = {
+    "/v1/chat/completions": ("Answer a conversation", ChatBody, ChatCompletion),
+    "/v1/completions": ("Continue a text", CompletionBody, Completion),
+    "/v1/score": ("How likely labels are behind prompts", ScoreBody, ScoreAnswer),
+    "/v1/rerank": ("Documents by their relevance", RerankBody, RerankAnswer),
+    "/tokenize": ("Token ids of a prompt", TokenizeBody, TokenizeAnswer),
+    "/detokenize": ("The text of token ids", DetokenizeBody, DetokenizeAnswer),
+}
+STREAMED = ("/v1/chat/completions", "/v1/completions")
+GETS: Mapping[str, tuple[str, type[msgspec.Struct] | None]] = {
+    "/": ("Talk to the model, as a page", None),
+    "/v1/models": ("The names that are served", ModelList),
+    "/v1/models/{name}": ("One of them", ModelCard),
+    "/health": ("This process answers", None),
+    "/ready": ("200 when every role can serve, else 503", None),
+    "/metrics": ("Prometheus text", None),
+    "/laps": ("Length-aware scheduling, as a page", None),
+    "/laps_status": ("The same as JSON", None),
+    "/version": ("Version and deployment", None),
+}
+
+
+def build_openapi(title: str, version: str) -> bytes:
+    """The document as JSON."""
+    answers = [answer for _, answer in GETS.values() if answer is not None]
+    kinds: list[type[msgspec.Struct]] = [ErrorBody, NotReady, *answers]
+    kinds += [kind for _, body, answer in POSTS.values() for kind in (body, answer)]
+    schemas, components = msgspec.json.schema_components(
+        kinds, ref_template="#/components/schemas/{name}"
+    )
+    ref = dict(zip(kinds, schemas, strict=True))
+    paths = {path: {"post": _post(path, ref)} for path in POSTS}
+    paths |= {path: {"get": _get(path, ref)} for path in GETS}
+    document = {
+        "openapi": OPENAPI_VERSION,
+        "info": {"title": title, "version": version},
+        "paths": paths,
+        "components": {"schemas": components},
+    }
+    return msgspec.json.encode(document)
+
+
+Schemas = Mapping[type[msgspec.Struct], dict[str, object]]
+
+
+def _post(path: str, ref: Schemas) -> dict[str, object]:
+    summary, body, answer = POSTS[path]
+    content: dict[str, object] = {"application/json": {"schema": ref[answer]}}
+    if path in STREAMED:
+        content["text/event-stream"] = {}  # events, each with a chunk: not one JSON value
+    return {
+        "summary": summary,
+        "requestBody": {"required": True, "content": {"application/json": {"schema": ref[body]}}},
+        "responses": {"200": {"description": summary, "content": content}} | _errors(ref),
+    }
+
+
+def _get(path: str, ref: Schemas) -> dict[str, object]:
+    summary, answer = GETS[path]
+    good: dict[str, object] = {"description": summary}
+    if answer is not None:
+        good["content"] = {"application/json": {"schema": ref[answer]}}
+    responses: dict[str, object] = {"200": good} | _errors(ref)
+    if path == "/ready":
+        content = {"application/json": {"schema": ref[NotReady]}}
+        responses["503"] = {"description": "A role has no worker", "content": content}
+    operation: dict[str, object] = {"summary": summary, "responses": responses}
+    if "{name}" in path:
+        name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
+        operation["parameters"] = [name]
+    return operation
+
+
+def _errors(ref: Schemas) -> dict[str, object]:
+    content = {"application/json": {"schema": ref[ErrorBody]}}
+    return {"default": {"description": "An error, before any byte was sent", "content": content}}

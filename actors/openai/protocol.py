@@ -1,0 +1,351 @@
+"""From the bytes of an OpenAI request to what the engine runs, or an error before any byte is sent.
+
+`parse_chat` and `parse_completion` need no tokenizer; `resolve_sampling` settles what depends on
+the prompt's length. Knows no HTTP and no workers.
+"""
+
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+
+import msgspec
+
+from actors.openai.chat_dialect import ToolFormat
+from actors.openai.output_rules import check_can_end, read_constraint
+from actors.openai.prompts import (
+    Prompt as Prompt,
+)
+from actors.openai.prompts import (
+    prompt_too_long,
+    read_chat_prompt,
+    read_completion_prompts,
+)
+from actors.openai.request_bodies import (
+    ChatBody,
+    CompletionBody,
+    GenerationBody,
+    StreamOptions,
+    decode_body,
+    unsupported,
+)
+from actors.openai.request_rules import (
+    BOUNDS,
+    INT64_MAX,
+    MAX_STOP_TOKEN_IDS,
+    Bounds,
+    check_length,
+    check_metadata,
+    check_token_ids,
+    invalid,
+    read_cache_identity,
+    read_logit_bias,
+    read_stops,
+)
+from actors.openai.scoring import Reranking, Scoring
+from actors.openai.served_model import ServedModel as ServedModel
+from actors.openai.served_model import check_model
+from actors.openai.tool_rules import read_tool_use
+from configs.schema import EdgeConfig
+from engine.request import Constraint, SamplingParams
+
+DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions
+SEED_BITS = 63  # seeds stay non-negative in a signed 64-bit integer
+MAX_SCORED_TOKENS = 2**17  # of all prompts of one request that asks for scores
+MAX_PROMPT_LOGPROBS = 2**17  # values of one answer: each prompt token's own, and the best
+_UINT64 = 2**64 - 1
+
+
+class Endpoint(Enum):
+    """Which object the client speaks; `value` is the parameter its prompt is in."""
+
+    CHAT = "messages"
+    COMPLETION = "prompt"
+    SCORE = "items"
+    RERANK = "documents"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParsedRequest:
+    """A validated request. Choices are numbered prompt by prompt: n of the first, then on."""
+
+    endpoint: Endpoint
+    model: str
+    prompts: list[Prompt]
+    n: int
+    max_tokens: int | None  # as the client said
+    base_sampling: SamplingParams  # final but for max_tokens, which `resolve_sampling` sets
+    stops: tuple[str, ...] = ()
+    include_stop: bool = False
+    stream: bool = False
+    include_usage: bool = False
+    continuous_usage: bool = False
+    return_token_ids: bool = False
+    cache_salt: str = ""  # whose cached prefixes may be used: only requests with an equal one
+    echo: bool = False  # a completion's text begins with its prompt's
+    prompt_logprobs: int | None = None  # as the client said; a completion's echo may want some too
+    scoring: Scoring | Reranking | None = None  # what the answer says of prompts; None = outputs
+    # What else than text the answer may hold.
+    tool_format: ToolFormat | None = None  # None = no calls
+    tool_names: frozenset[str] = frozenset()
+    holds_calls: bool = False  # the output is calls and nothing else
+    parallel_tool_calls: bool = True  # False: an answer shows its first call only
+    splits_reasoning: bool = False
+    include_reasoning: bool = True
+    markers: Mapping[int, str] = field(default_factory=dict)  # special tokens whose text is read
+    priority: int = 0
+    ttft_deadline_s: float | None = None  # from arrival; from a header, not the body
+
+    @property
+    def num_choices(self) -> int:
+        return self.n * len(self.prompts)
+
+
+def draw_seed() -> int:
+    """A random seed for a request that named none."""
+    return secrets.randbits(SEED_BITS)
+
+
+def child_seed(seed: int, choice_index: int) -> int:
+    """Seed of one choice: the request's own for choice 0, else a SplitMix64 step away from it.
+
+    The same for every retry, and distinct noise for each choice (Steele et al. 2014, SplitMix).
+    """
+    if choice_index == 0:
+        return seed
+    mixed = (seed + choice_index * 0x9E3779B97F4A7C15) & _UINT64
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _UINT64
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _UINT64
+    return (mixed ^ (mixed >> 31)) >> (64 - SEED_BITS)
+
+
+def parse_chat(
+    body: bytes,
+    limits: EdgeConfig,
+    model: ServedModel,
+    new_seed: Callable[[], int] = draw_seed,
+) -> ParsedRequest:
+    """A /v1/chat/completions body; raises RequestError with `param` and OpenAI's code."""
+    chat = decode_body(body, ChatBody)
+    check_model(chat.model, model)
+    if chat.top_logprobs is not None and not chat.logprobs:
+        raise invalid("top_logprobs", "only allowed when 'logprobs' is true.")
+    Bounds(0, limits.max_logprobs).check("top_logprobs", chat.top_logprobs)
+    check_metadata(chat.metadata)
+    logprobs = (chat.top_logprobs or 0) if chat.logprobs else None
+    tools = read_tool_use(chat, model)
+    constraint = read_constraint(chat)
+    if tools is not None:
+        if constraint is not None:
+            raise invalid("tools", "cannot be combined with an output that must have a format.")
+        constraint = tools.constraint
+    parsed = _assemble(
+        chat,
+        Endpoint.CHAT,
+        [read_chat_prompt(chat, model, None if tools is None else tools.definitions)],
+        _sampling(chat, limits, model, logprobs, new_seed, constraint),
+        limits,
+    )
+    dialect = model.dialect
+    parsed = replace(
+        parsed,
+        base_sampling=_thinking_first(parsed.base_sampling, model),
+        splits_reasoning=dialect.splits_reasoning,
+        include_reasoning=chat.include_reasoning is not False,
+        markers=dialect.reasoning_markers,
+    )
+    if tools is None:
+        return parsed
+    return replace(
+        parsed,
+        tool_format=dialect.tool_format,
+        tool_names=tools.names,
+        holds_calls=tools.must_call,
+        parallel_tool_calls=chat.parallel_tool_calls is not False,
+        markers={**dialect.reasoning_markers, **dialect.tool_markers},
+    )
+
+
+def parse_completion(
+    body: bytes,
+    limits: EdgeConfig,
+    model: ServedModel,
+    new_seed: Callable[[], int] = draw_seed,
+) -> ParsedRequest:
+    """A /v1/completions body; raises RequestError with `param` and OpenAI's code."""
+    completion = decode_body(body, CompletionBody)
+    check_model(completion.model, model)
+    if completion.suffix is not None:
+        raise unsupported("suffix")
+    _check_best_of(completion)
+    constraint = read_constraint(completion)
+    Bounds(0, limits.max_logprobs).check("logprobs", completion.logprobs)
+    parsed = _assemble(
+        completion,
+        Endpoint.COMPLETION,
+        read_completion_prompts(completion, limits, model),
+        _sampling(completion, limits, model, completion.logprobs, new_seed, constraint),
+        limits,
+    )
+    if not completion.echo or completion.logprobs is None:
+        return replace(parsed, echo=bool(completion.echo))
+    num_best = max(completion.logprobs, completion.prompt_logprobs or 0)
+    sampling = msgspec.structs.replace(parsed.base_sampling, prompt_logprobs=num_best)
+    return replace(parsed, echo=True, base_sampling=sampling)
+
+
+def resolve_sampling(
+    parsed: ParsedRequest, num_prompt_tokens: int, max_model_len: int
+) -> SamplingParams:
+    """Sampling of a prompt whose length is known; choice i then takes `child_seed(seed, i)`.
+
+    Without max_tokens a chat may use the rest of the context, a completion 16 tokens. Raises
+    RequestError (context_length_exceeded) when prompt and output cannot fit.
+    """
+    param = parsed.endpoint.value
+    if num_prompt_tokens < 1:
+        raise invalid(param, "the prompt holds no tokens.", "empty_prompt")
+    remaining = max_model_len - num_prompt_tokens
+    if remaining < 1 or (parsed.max_tokens or 1) > remaining:
+        raise prompt_too_long(param, num_prompt_tokens, parsed.max_tokens or None, max_model_len)
+    default = remaining if parsed.endpoint is Endpoint.CHAT else DEFAULT_COMPLETION_TOKENS
+    max_tokens = min(default, remaining) if parsed.max_tokens is None else parsed.max_tokens
+    min_tokens = parsed.base_sampling.min_tokens
+    if min_tokens > max_tokens:
+        raise invalid("min_tokens", f"must not exceed max_tokens ({max_tokens}), got {min_tokens}.")
+    return msgspec.structs.replace(parsed.base_sampling, max_tokens=max_tokens)
+
+
+def check_totals(parsed: ParsedRequest, prompt_lengths: Sequence[int]) -> None:
+    """What is asked of all prompts together is bounded, whatever each may be; lengths in tokens.
+
+    Raises RequestError.
+    """
+    total = sum(prompt_lengths)
+    if parsed.scoring is not None and total > MAX_SCORED_TOKENS:
+        raise invalid(
+            parsed.endpoint.value,
+            f"the prompts have {total} tokens together. Expected at most {MAX_SCORED_TOKENS}; send"
+            " fewer of them in one request.",
+        )
+    num_best = parsed.base_sampling.prompt_logprobs
+    if num_best is None:
+        return
+    num_logprobs = total * parsed.n * (1 + num_best)
+    if num_logprobs > MAX_PROMPT_LOGPROBS:
+        raise invalid(
+            "logprobs" if parsed.prompt_logprobs is None else "prompt_logprobs",
+            f"{total} prompt tokens have {num_logprobs} log-probabilities to return. Expected at"
+            f" most {MAX_PROMPT_LOGPROBS}; ask for fewer, or about shorter prompts.",
+        )
+
+
+def _sampling(
+    body: GenerationBody,
+    limits: EdgeConfig,
+    model: ServedModel,
+    logprobs: int | None,
+    new_seed: Callable[[], int],
+    constraint: Constraint | None,
+) -> SamplingParams:
+    check_can_end(body, constraint)
+    for name, bounds in BOUNDS.items():
+        bounds.check(name, getattr(body, name, None))
+    if not _asks_of_prompt(body):
+        Bounds(1, INT64_MAX).check("max_tokens", body.max_tokens)
+    Bounds(0, limits.max_logprobs).check("prompt_logprobs", body.prompt_logprobs)
+    stop_ids = body.stop_token_ids or []
+    if stop_ids:
+        check_length("stop_token_ids", len(stop_ids), MAX_STOP_TOKEN_IDS)
+        check_token_ids("stop_token_ids", stop_ids, model.vocab_size)
+    return SamplingParams(
+        max_tokens=1,
+        min_tokens=body.min_tokens or 0,
+        temperature=_or(body.temperature, 1.0),
+        top_k=_read_top_k(body.top_k, model.vocab_size),
+        top_p=_or(body.top_p, 1.0),
+        min_p=_or(body.min_p, 0.0),
+        presence_penalty=_or(body.presence_penalty, 0.0),
+        frequency_penalty=_or(body.frequency_penalty, 0.0),
+        repetition_penalty=_or(body.repetition_penalty, 1.0),
+        logit_bias=read_logit_bias(
+            body.logit_bias, max_entries=limits.max_logit_bias, vocab_size=model.vocab_size
+        ),
+        seed=(new_seed() if body.seed is None else body.seed) & (2**SEED_BITS - 1),
+        ignore_eos=bool(body.ignore_eos),
+        stop_token_ids=tuple(dict.fromkeys(stop_ids)),
+        logprobs=logprobs,
+        constraint=constraint,
+        prompt_logprobs=body.prompt_logprobs,
+    )
+
+
+def _asks_of_prompt(body: GenerationBody) -> bool:
+    """Whether an answer without any output would hold something."""
+    echoes = isinstance(body, CompletionBody) and bool(body.echo)
+    return echoes or body.prompt_logprobs is not None
+
+
+def _thinking_first(sampling: SamplingParams, model: ServedModel) -> SamplingParams:
+    """Thinking comes before what a constraint is about."""
+    if sampling.constraint is None or model.dialect.thinking is None:
+        return sampling
+    return msgspec.structs.replace(sampling, thinking=model.dialect.thinking)
+
+
+def _read_top_k(top_k: int | None, vocab_size: int) -> int:
+    """0 for "all tokens", however the client said it: null, 0, -1 or more than there are."""
+    return 0 if top_k is None or top_k < 1 or top_k >= vocab_size else top_k
+
+
+def _or(value: float | None, default: float) -> float:
+    return default if value is None else value
+
+
+def _assemble(
+    body: GenerationBody,
+    endpoint: Endpoint,
+    prompts: list[Prompt],
+    sampling: SamplingParams,
+    limits: EdgeConfig,
+) -> ParsedRequest:
+    Bounds(1, limits.max_n).check("n", body.n)
+    options = body.stream_options or StreamOptions()
+    if body.stream_options is not None and not body.stream:
+        raise invalid("stream_options", "only allowed when 'stream' is true.")
+    if body.prompt_logprobs is not None and body.stream:
+        raise invalid("prompt_logprobs", "only allowed when 'stream' is false.")
+    return ParsedRequest(
+        endpoint=endpoint,
+        model=body.model,
+        prompts=prompts,
+        n=body.n or 1,
+        max_tokens=_read_max_tokens(body),
+        base_sampling=sampling,
+        stops=read_stops(body.stop, max_stops=limits.max_stop, max_chars=limits.max_stop_chars),
+        include_stop=bool(body.include_stop_str_in_output),
+        stream=bool(body.stream),
+        include_usage=bool(options.include_usage),
+        continuous_usage=bool(options.include_usage and options.continuous_usage_stats),
+        return_token_ids=bool(body.return_token_ids),
+        cache_salt=read_cache_identity(body.cache_salt, body.extra_key),
+        priority=body.priority or 0,
+        prompt_logprobs=body.prompt_logprobs,
+    )
+
+
+def _read_max_tokens(body: GenerationBody) -> int | None:
+    newer = body.max_completion_tokens if isinstance(body, ChatBody) else None
+    if newer is not None and body.max_tokens is not None and newer != body.max_tokens:
+        raise invalid("max_tokens", "differs from 'max_completion_tokens'; send one of the two.")
+    return body.max_tokens if newer is None else newer
+
+
+def _check_best_of(completion: CompletionBody) -> None:
+    """As many as are returned: nothing here generates more to choose from."""
+    best_of, n = completion.best_of, completion.n or 1
+    if best_of is None or best_of == n:
+        return
+    if best_of < n:
+        raise invalid("best_of", f"must not be less than n ({n}), got {best_of}.")
+    raise unsupported("best_of", ", except as n")

@@ -1,0 +1,387 @@
+"""Bodies of requests as typed structs, and reading them strictly.
+
+Every field that is accepted stands here; anything else is refused by name. Shapes and types only:
+ranges, limits and meaning are in actors/openai/protocol.py. Source of the fields: OpenAI's API
+reference; those below "extensions" carry vLLM's names and meanings.
+"""
+
+import re
+from typing import Literal, TypeVar
+
+import msgspec
+from msgspec import Raw, field
+
+from engine.errors import RequestError
+
+Scalar = str | int | float | bool | None
+Body = TypeVar("Body", bound=msgspec.Struct)
+
+
+class _Object(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A JSON object whose every key is known; null means absent throughout."""
+
+
+class StreamOptions(_Object, frozen=True, kw_only=True):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # extension: usage so far on every chunk
+    include_obfuscation: bool | None = None  # no effect: nothing is ever padded here
+
+
+class ContentPart(_Object, frozen=True, kw_only=True):
+    """One part of a message; only text is supported, the others are known so as to be named."""
+
+    type: str
+    text: str | None = None
+    image_url: Raw = field(default_factory=Raw)
+    input_audio: Raw = field(default_factory=Raw)
+    file: Raw = field(default_factory=Raw)
+    refusal: Raw = field(default_factory=Raw)
+
+
+class FunctionCall(_Object, frozen=True, kw_only=True):
+    name: str
+    arguments: str  # a JSON object, as text
+
+
+class ToolCall(_Object, frozen=True, kw_only=True):
+    id: str
+    function: FunctionCall
+    type: str = "function"
+    index: int | None = None  # left in by clients that put streamed pieces together
+
+
+class Message(_Object, frozen=True, kw_only=True):
+    role: str
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None  # extension: for templates that keep it
+    refusal: str | None = None
+    annotations: list[Raw] | None = None  # no effect; part of OpenAI's own replies
+    audio: Raw = field(default_factory=Raw)
+    function_call: Raw = field(default_factory=Raw)
+
+
+class FunctionDefinition(_Object, frozen=True, kw_only=True):
+    name: str
+    description: str | None = None
+    parameters: Raw = field(default_factory=Raw)  # a JSON schema
+    strict: bool | None = None
+
+
+class Tool(_Object, frozen=True, kw_only=True):
+    type: str
+    function: FunctionDefinition | None = None
+    custom: Raw = field(default_factory=Raw)  # known so as to be named
+
+
+class FunctionName(_Object, frozen=True, kw_only=True):
+    name: str
+
+
+class ToolChoice(_Object, frozen=True, kw_only=True):
+    """A choice that is more than a word."""
+
+    type: str
+    function: FunctionName | None = None
+    custom: Raw = field(default_factory=Raw)  # known so as to be named
+    allowed_tools: Raw = field(default_factory=Raw)  # likewise
+
+
+class JsonSchemaFormat(_Object, frozen=True, kw_only=True):
+    name: str
+    description: str | None = None
+    schema: Raw = field(default_factory=Raw)
+    strict: bool | None = None
+
+
+class ResponseFormat(_Object, frozen=True, kw_only=True):
+    type: str
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(_Object, frozen=True, kw_only=True):
+    """vLLM's: exactly one."""
+
+    json: Raw = field(default_factory=Raw)  # a JSON schema, or its text
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None  # EBNF
+
+
+class Prediction(_Object, frozen=True, kw_only=True):
+    """A guess at the answer, which may make it faster and never different: not used here."""
+
+    type: Literal["content"]
+    content: str | list[ContentPart]
+
+
+class GenerationBody(_Object, frozen=True, kw_only=True):
+    """What both endpoints share."""
+
+    model: str
+    max_tokens: int | None = None
+    n: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    stop: str | list[str] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: int | None = None
+    # Accepted as OpenAI's servers do; no effect here.
+    user: str | None = None
+    # Extensions.
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    stop_token_ids: list[int] | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    return_token_ids: bool | None = None
+    add_special_tokens: bool | None = None
+    cache_salt: str | None = None
+    extra_key: str | None = None  # SGLang's: further part of what a cached prefix is known by
+    priority: int | None = None
+    response_format: ResponseFormat | None = None  # OpenAI's for chats; vLLM's for completions too
+    structured_outputs: StructuredOutputs | None = None
+    prompt_logprobs: int | None = None
+    # Known, refused unless at the value that changes nothing (see UNSUPPORTED).
+    use_beam_search: Raw = field(default_factory=Raw)
+
+
+class ChatBody(GenerationBody, frozen=True, kw_only=True):
+    messages: list[Message]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    # Accepted as OpenAI's servers do; no effect here.
+    store: bool | None = None
+    metadata: dict[str, str] | None = None
+    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    prompt_cache_options: dict[str, Scalar] | None = None
+    prediction: Prediction | None = None
+    # Tools.
+    tools: list[Tool] | None = None
+    tool_choice: str | ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    # For templates that know it; others cannot honour it.
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    # Extensions.
+    include_reasoning: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Scalar] | None = None
+    # Known, refused unless at the value that changes nothing (see UNSUPPORTED).
+    audio: Raw = field(default_factory=Raw)
+    chat_template: Raw = field(default_factory=Raw)
+    function_call: Raw = field(default_factory=Raw)
+    functions: Raw = field(default_factory=Raw)
+    modalities: Raw = field(default_factory=Raw)
+    moderation: Raw = field(default_factory=Raw)
+    verbosity: Raw = field(default_factory=Raw)
+    web_search_options: Raw = field(default_factory=Raw)
+
+
+class CompletionBody(GenerationBody, frozen=True, kw_only=True):
+    prompt: str | list[str | int | list[int]]
+    logprobs: int | None = None
+    echo: bool | None = None
+    best_of: int | None = None  # only as n
+    suffix: str | None = None  # not supported
+
+
+class _PromptsBody(_Object, frozen=True, kw_only=True):
+    """What requests share that ask about prompts and want no output."""
+
+    model: str
+    label_token_ids: list[int] | None = None
+    # Accepted as OpenAI's servers do; no effect here.
+    user: str | None = None
+    # As in the other endpoints.
+    add_special_tokens: bool | None = None
+    cache_salt: str | None = None
+    extra_key: str | None = None
+    priority: int | None = None
+
+
+class ScoreBody(_PromptsBody, frozen=True, kw_only=True):
+    """SGLang's /v1/score: how likely is each label as the next token behind query and item."""
+
+    query: str | list[int]
+    items: str | list[str | list[int]]
+    apply_softmax: bool | None = None  # over the labels alone
+    item_first: bool | None = None  # the item stands before the query
+
+
+class RerankDocument(_Object, frozen=True, kw_only=True):
+    text: str
+
+
+class RerankBody(_PromptsBody, frozen=True, kw_only=True):
+    """/v1/rerank as Cohere and Jina have it, for a model that says yes or no."""
+
+    query: str
+    documents: list[str | RerankDocument]
+    top_n: int | None = None
+    return_documents: bool | None = None
+    # Ours: what the model is asked, in the words of its chat template or of a template sent along.
+    instruction: str | None = None
+    template: str | None = None
+
+
+class TokenizeBody(_Object, frozen=True, kw_only=True):
+    """vLLM's /tokenize: exactly one of `prompt` and `messages`."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool | None = None  # null = as the endpoint of such a prompt does
+    return_token_strs: bool | None = None
+    # With messages only.
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Scalar] | None = None
+    tools: list[Tool] | None = None
+
+
+class DetokenizeBody(_Object, frozen=True, kw_only=True):
+    """vLLM's /detokenize."""
+
+    model: str | None = None
+    tokens: list[int]
+
+
+# Parameter -> the values beside null that ask for what happens anyway.
+UNSUPPORTED: dict[str, tuple[object, ...]] = {
+    "audio": (),
+    "chat_template": (),
+    "function_call": ("none",),
+    "functions": (),
+    "modalities": (["text"],),
+    "moderation": (),
+    "use_beam_search": (False,),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+}
+# What took the place of a deprecated parameter.
+_SUCCESSORS = {"function_call": "tool_choice", "functions": "tools"}
+_MAX_RAW_BYTES = 64  # longer than every allowed value above: no need to decode more
+
+_PATH = re.compile(r" - at `(?P<path>[^`]*)`$")
+_EXPECTED = re.compile(r"^Expected `(?P<expected>[^`]+)`, got `(?P<got>[^`]+)`$")
+_UNKNOWN = re.compile(r"^Object contains unknown field `(?P<name>.*)`$", re.DOTALL)
+_MISSING = re.compile(r"^Object missing required field `(?P<name>[^`]+)`$")
+_NOUNS = {
+    "str": "a string",
+    "int": "an integer",
+    "float": "a decimal",
+    "bool": "a boolean",
+    "array": "an array",
+    "object": "an object",
+    "null": "null",
+}
+
+
+def decode_body(body: bytes, kind: type[Body]) -> Body:
+    """The body as a `kind`; raises RequestError (400) naming the field."""
+    try:
+        decoded = msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        raise _explain(str(error)) from error
+    except RecursionError as error:
+        raise bad_json("it is nested too deeply") from error
+    except UnicodeDecodeError as error:
+        raise bad_json("it is not valid UTF-8") from error
+    except msgspec.DecodeError as error:
+        raise bad_json(str(error)) from error
+    for name, allowed in UNSUPPORTED.items():
+        if name in kind.__struct_fields__:
+            _check_unsupported(name, getattr(decoded, name), allowed)
+    return decoded
+
+
+def is_given(raw: Raw) -> bool:
+    """Whether an undecoded field is present and not null."""
+    return bytes(raw) not in (b"", b"null")
+
+
+def bad_json(detail: str) -> RequestError:
+    return RequestError(f"We could not parse the JSON body of your request: {detail}.")
+
+
+def unsupported(param: str, detail: str = "") -> RequestError:
+    return RequestError(
+        f"Unsupported parameter: '{param}' is not supported by this server{detail}.",
+        param=param,
+        code="unsupported_parameter",
+    )
+
+
+def _check_unsupported(name: str, raw: Raw, allowed: tuple[object, ...]) -> None:
+    if not is_given(raw):
+        return
+    if len(bytes(raw)) <= _MAX_RAW_BYTES and _decode_raw(raw) in allowed:
+        return
+    choices = " or ".join(str(msgspec.json.encode(value), "utf-8") for value in allowed)
+    detail = f", except as {choices}" if choices else ""
+    if name in _SUCCESSORS:
+        detail += f"; use '{_SUCCESSORS[name]}' instead"
+    raise unsupported(name, detail)
+
+
+def _decode_raw(raw: Raw) -> object:
+    try:
+        return msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise bad_json(str(error)) from error
+
+
+def _explain(message: str) -> RequestError:
+    """A msgspec message in OpenAI's words, with the field's path as `param`."""
+    found = _PATH.search(message)
+    problem = message[: found.start()] if found else message
+    path = _plain_path(found["path"]) if found else ""
+    if match := _UNKNOWN.match(problem):
+        name = _join(path, match["name"])
+        return RequestError(
+            f"Unrecognized request argument supplied: {name[:200]}",
+            param=name[:200],
+            code="unknown_parameter",
+        )
+    if match := _MISSING.match(problem):
+        name = _join(path, match["name"])
+        return RequestError(
+            f"Missing required parameter: '{name}'.", param=name, code="missing_required_parameter"
+        )
+    if match := _EXPECTED.match(problem):
+        # Whether null is allowed too is of no use to somebody who sent something else.
+        kinds = [kind for kind in match["expected"].split(" | ") if kind != "null"]
+        expected = " or ".join(_NOUNS.get(kind, kind) for kind in kinds)
+        got = _NOUNS.get(match["got"], match["got"])
+        return RequestError(
+            f"Invalid type for '{path or 'body'}': expected {expected}, but got {got} instead.",
+            param=path or None,
+            code="invalid_type",
+        )
+    return RequestError(
+        f"Invalid value for '{path or 'body'}': {problem}.",
+        param=path or None,
+        code="invalid_value",
+    )
+
+
+def _plain_path(path: str) -> str:
+    """`$.messages[0].role` -> `messages[0].role`; values of a mapping lose their `[...]`."""
+    return path.removeprefix("$").removeprefix(".").replace("[...]", "")
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name

@@ -1,0 +1,272 @@
+"""/v1/score and /v1/rerank: from bytes to prompts of which only labels are asked, and the answer.
+
+A label is a token; asked is how likely it is behind a prompt, and nothing is generated. Knows no
+HTTP and no workers.
+"""
+
+import re
+from collections.abc import Sequence
+
+from msgspec import UNSET
+
+from actors.openai.prompts import MAX_CHARS_PER_TOKEN, Prompt, check_prompt_chars, prompt_too_long
+from actors.openai.protocol import MAX_SCORED_TOKENS, Endpoint, ParsedRequest
+from actors.openai.request_bodies import RerankBody, RerankDocument, ScoreBody, decode_body
+from actors.openai.request_rules import (
+    BOUNDS,
+    Bounds,
+    check_chars,
+    check_length,
+    check_token_ids,
+    invalid,
+    missing,
+    read_cache_identity,
+)
+from actors.openai.response_objects import (
+    DocumentText,
+    RerankAnswer,
+    RerankResult,
+    ScoreAnswer,
+    to_json,
+)
+from actors.openai.response_parts import PromptDelta, ResponseIdentity, UsageCount
+from actors.openai.scoring import Reranking, Scoring, probabilities
+from actors.openai.served_model import ServedModel, check_model
+from configs.schema import EdgeConfig
+from engine.errors import RequestError
+from engine.messages import TokenizeRequest
+from engine.request import SamplingParams
+from engine.text.output_text import TextDelta
+from engine.text.tokenizing import Tokenizing
+
+MAX_LABELS = 128
+YES_AND_NO = ("yes", "no")
+MAX_INSTRUCTION_CHARS = 4096
+MAX_TEMPLATE_CHARS = 16384
+DEFAULT_INSTRUCTION = "Find the documents that answer the query."
+QUESTION = (
+    'Does the document meet the query, as the instruction asks? Say only "yes" or "no".\n\n'
+    "Instruction: {instruction}\nQuery: {query}\nDocument: {document}"
+)
+_PLACE = re.compile(r"\{(instruction|query|document)\}")
+
+
+def parse_score(body: bytes, limits: EdgeConfig, model: ServedModel) -> ParsedRequest:
+    """A /v1/score body; raises RequestError with `param` and OpenAI's code."""
+    asked = decode_body(body, ScoreBody)
+    check_model(asked.model, model)
+    if asked.label_token_ids is None:
+        raise missing("label_token_ids")
+    items = [asked.items] if isinstance(asked.items, str) else asked.items
+    check_length("items", len(items), limits.max_prompts)
+    _check_total_chars("items", [*items, *[asked.query] * len(items)])
+    prompts = [_join(asked, item, f"items[{i}]", model) for i, item in enumerate(items)]
+    return _parsed(
+        asked,
+        Endpoint.SCORE,
+        prompts,
+        _check_labels(asked.label_token_ids, model),
+        Scoring(apply_softmax=bool(asked.apply_softmax)),
+    )
+
+
+def parse_rerank(
+    body: bytes, limits: EdgeConfig, model: ServedModel, tokenizing: Tokenizing
+) -> ParsedRequest:
+    """A /v1/rerank body; raises as `parse_score`. `tokenizing` finds the tokens of yes and no."""
+    asked = decode_body(body, RerankBody)
+    check_model(asked.model, model)
+    check_length("documents", len(asked.documents), limits.max_prompts)
+    Bounds(1, BOUNDS["max_tokens"].high).check("top_n", asked.top_n)
+    check_chars("query", asked.query, MAX_CHARS_PER_TOKEN * model.max_model_len)
+    documents = [d.text if isinstance(d, RerankDocument) else d for d in asked.documents]
+    _check_total_chars("documents", [*documents, *[asked.query] * len(documents)])
+    if asked.instruction is not None:
+        check_chars("instruction", asked.instruction, MAX_INSTRUCTION_CHARS)
+    if asked.template is not None:
+        _check_template(asked.template)
+    ids = asked.label_token_ids
+    labels = _yes_and_no(tokenizing) if ids is None else _check_labels(ids, model)
+    if len(labels) != len(YES_AND_NO):
+        raise invalid(
+            "label_token_ids",
+            f"expected two token ids, the one of a relevant document first, but got {len(labels)}.",
+        )
+    ranking = Reranking(
+        documents=documents,
+        num_results=min(asked.top_n or len(documents), len(documents)),
+        returns_documents=bool(asked.return_documents),
+    )
+    prompts: list[Prompt] = [_question(asked, document, model) for document in documents]
+    return _parsed(asked, Endpoint.RERANK, prompts, labels, ranking)
+
+
+def _parsed(
+    asked: ScoreBody | RerankBody,
+    endpoint: Endpoint,
+    prompts: list[Prompt],
+    labels: tuple[int, ...],
+    scoring: Scoring | Reranking,
+) -> ParsedRequest:
+    BOUNDS["priority"].check("priority", asked.priority)
+    return ParsedRequest(
+        endpoint=endpoint,
+        model=asked.model,
+        prompts=prompts,
+        n=1,
+        max_tokens=0,
+        base_sampling=SamplingParams(max_tokens=0, temperature=0.0, label_token_ids=labels),
+        cache_salt=read_cache_identity(asked.cache_salt, asked.extra_key),
+        scoring=scoring,
+        priority=asked.priority or 0,
+    )
+
+
+def _check_labels(token_ids: Sequence[int], model: ServedModel) -> tuple[int, ...]:
+    check_length("label_token_ids", len(token_ids), MAX_LABELS)
+    check_token_ids("label_token_ids", token_ids, model.vocab_size)
+    return tuple(token_ids)
+
+
+def _check_total_chars(param: str, parts: Sequence[str | list[int]]) -> None:
+    """Refuses before any work on the text what cannot be within `MAX_SCORED_TOKENS`."""
+    limit = MAX_CHARS_PER_TOKEN * MAX_SCORED_TOKENS
+    num_chars = sum(map(len, parts))
+    if num_chars > limit:
+        raise invalid(
+            param,
+            f"with the query before each of them, they have {num_chars} characters together."
+            f" Expected at most {limit}; send fewer of them in one request.",
+        )
+
+
+# ---- /v1/score ----------------------------------------------------------------------------------
+
+
+def _join(asked: ScoreBody, item: str | list[int], param: str, model: ServedModel) -> Prompt:
+    """Query and item as one prompt: two texts, or the ids of both."""
+    query = asked.query
+    if isinstance(query, str) and isinstance(item, str):
+        text = item + query if asked.item_first else query + item
+        if not text:
+            raise invalid(param, "the prompt is an empty string.", "empty_string")
+        check_prompt_chars("items", len(text), model)
+        adds = asked.add_special_tokens
+        return TokenizeRequest(text=text, add_special_tokens=True if adds is None else adds)
+    if isinstance(query, str) or isinstance(item, str):
+        raise RequestError(
+            f"Invalid type for '{param}': query and items are all strings, or all arrays of token"
+            " ids.",
+            param=param,
+            code="invalid_type",
+        )
+    if len(query) + len(item) >= model.max_model_len:
+        raise prompt_too_long("items", len(query) + len(item), None, model.max_model_len)
+    check_token_ids("query", query, model.vocab_size)
+    check_token_ids(param, item, model.vocab_size)
+    return item + query if asked.item_first else query + item
+
+
+# ---- /v1/rerank ---------------------------------------------------------------------------------
+
+
+def _yes_and_no(tokenizing: Tokenizing) -> tuple[int, ...]:
+    """The tokens of both words; raises RequestError where one of them is more than a token."""
+    found = tokenizing.encode_batch(YES_AND_NO, add_special_tokens=False)
+    labels = [ids[0] for ids in found if isinstance(ids, list) and len(ids) == 1]
+    if len(labels) != len(YES_AND_NO):
+        raise invalid(
+            "label_token_ids",
+            "needed for this model, to which 'yes' and 'no' are not one token each: send two token"
+            " ids, the one of a relevant document first.",
+            "missing_required_parameter",
+        )
+    return tuple(labels)
+
+
+def _check_template(template: str) -> None:
+    check_chars("template", template, MAX_TEMPLATE_CHARS)
+    places = set(_PLACE.findall(template))
+    for name in ("query", "document"):
+        if name not in places:
+            raise invalid("template", f"it has no place for '{{{name}}}'.")
+
+
+def _question(asked: RerankBody, document: str, model: ServedModel) -> TokenizeRequest:
+    """A document as the model is asked about it: in the client's words, or as a chat in ours."""
+    parts = {
+        "instruction": asked.instruction or DEFAULT_INSTRUCTION,
+        "query": asked.query,
+        "document": document,
+    }
+    # In one pass: what a document holds is never a place.
+    text = _PLACE.sub(lambda place: parts[place[1]], asked.template or QUESTION)
+    check_prompt_chars("documents", len(text), model)
+    adds = asked.add_special_tokens
+    if asked.template is not None:
+        return TokenizeRequest(text=text, add_special_tokens=True if adds is None else adds)
+    return TokenizeRequest(
+        messages=[{"role": "user", "content": text}],
+        add_special_tokens=bool(adds),
+        # The answer has to be the next token; templates that know no thinking ignore it.
+        chat_template_kwargs={"enable_thinking": False},
+    )
+
+
+class ScoreUnary:
+    """Gathers the labels of all prompts; `scoring` says what they come to."""
+
+    def __init__(
+        self, parsed: ParsedRequest, identity: ResponseIdentity, scoring: Scoring | Reranking
+    ) -> None:
+        self._identity = identity
+        self._scoring = scoring
+        self._usage = UsageCount(parsed.n)
+        self._labels: list[Sequence[float]] = [()] * parsed.num_choices
+
+    def start(self, prompt_ids: Sequence[Sequence[int]]) -> list[bytes]:
+        self._usage.start(prompt_ids)
+        return []
+
+    def delta(self, choice_index: int, delta: TextDelta) -> list[bytes]:
+        assert isinstance(delta, PromptDelta), f"prompt {choice_index} has no labels"
+        self._usage.add(choice_index, delta)
+        self._labels[choice_index] = delta.prompt.labels
+        return []
+
+    def finish(self) -> list[bytes]:
+        assert all(self._labels), "a prompt is not finished"
+        if isinstance(self._scoring, Reranking):
+            return [to_json(self._ranking(self._scoring))]
+        return [to_json(self._scores(self._scoring))]
+
+    def _scores(self, scoring: Scoring) -> ScoreAnswer:
+        return ScoreAnswer(
+            id=f"score-{self._identity.request_id}",
+            created=self._identity.created_s,
+            model=self._identity.model,
+            scores=[
+                probabilities(labels, apply_softmax=scoring.apply_softmax)
+                for labels in self._labels
+            ],
+            usage=self._usage.usage(),
+        )
+
+    def _ranking(self, ranking: Reranking) -> RerankAnswer:
+        relevances = [probabilities(labels, apply_softmax=True)[0] for labels in self._labels]
+        # Stable: of equals, the first that was sent comes first.
+        order = sorted(range(len(relevances)), key=lambda i: -relevances[i])
+        documents = ranking.documents if ranking.returns_documents else None
+        return RerankAnswer(
+            id=f"rerank-{self._identity.request_id}",
+            model=self._identity.model,
+            results=[
+                RerankResult(
+                    index=i,
+                    relevance_score=relevances[i],
+                    document=UNSET if documents is None else DocumentText(text=documents[i]),
+                )
+                for i in order[: ranking.num_results]
+            ],
+            usage=self._usage.usage(),
+        )

@@ -1,0 +1,47 @@
+"""What the edge knows of the model it serves: its names, its limits, and how it writes."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from actors.openai.chat_dialect import ChatDialect
+from configs.schema import AppConfig
+from engine.errors import ConfigError, RequestError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """One model under one or several names."""
+
+    name: str  # the canonical one
+    max_model_len: int  # tokens, prompt and output together
+    vocab_size: int  # ids 0 ... vocab_size - 1 may be sent
+    created_s: int = 0  # Unix time
+    aliases: tuple[str, ...] = ()  # further names a request may use
+    dialect: ChatDialect = field(default_factory=ChatDialect)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name, *self.aliases)
+
+
+def served_names(config: AppConfig) -> tuple[str, ...]:
+    """The canonical name and the others; raises ConfigError when two keys disagree."""
+    names = tuple(dict.fromkeys(config.api.served_model_names))
+    single = config.model.served_name
+    if names and single is not None and single != names[0]:
+        raise ConfigError(
+            f"model.served_name is {single!r}, but api.served_model_names begins with"
+            f" {names[0]!r}; set only one of the two keys"
+        )
+    return names or (single or Path(config.model.path).name,)
+
+
+def check_model(name: str, model: ServedModel) -> None:
+    """Raises RequestError (404, model_not_found) for a name that is not served."""
+    if name not in model.names:
+        raise RequestError(
+            f"The model `{name[:200]}` does not exist",
+            param="model",
+            code="model_not_found",
+            status=404,
+        )

@@ -1,0 +1,69 @@
+"""Tool calls that the output is held to, in the notation of each format.
+
+    hermes        <tool_call>\\n{"name": ..., "arguments": {...}}\\n</tool_call>   one a line
+    llama3_json   {"name": ..., "parameters": {...}}                             with `; ` between
+    mistral       [TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]
+
+Layouts are the grammar compiler's structural tags. What is written here, the format's parser reads.
+"""
+
+from collections.abc import Mapping
+
+from actors.openai.tools import hermes, mistral
+
+Layout = dict[str, object]
+Schemas = Mapping[str, object]  # name of a function -> schema of its arguments
+
+
+def hermes_calls(schemas: Schemas, *, only_first: bool) -> Layout:
+    """At least one call, and nothing else."""
+    return _calls(_hermes_tags(schemas), "\n", only_first=only_first)
+
+
+def hermes_text_with_calls(schemas: Schemas) -> Layout:
+    """Any text, where each opening marker begins a call."""
+    return {"type": "triggered_tags", "triggers": [hermes.OPEN], "tags": _hermes_tags(schemas)}
+
+
+def llama3_json_calls(schemas: Schemas, *, only_first: bool) -> Layout:
+    """At least one call, and nothing else."""
+    tags = [_tag(_head(name, "parameters"), schemas[name], "}") for name in schemas]
+    return _calls(tags, "; ", only_first=only_first)
+
+
+def mistral_calls(schemas: Schemas, *, only_first: bool) -> Layout:
+    """An array of at least one call, and nothing else."""
+    tags = [_tag(_head(name, "arguments"), schemas[name], "}") for name in schemas]
+    elements = [
+        {"type": "const_string", "value": f"{mistral.TOOL_CALLS}["},
+        _calls(tags, ", ", only_first=only_first),
+        {"type": "const_string", "value": "]"},
+    ]
+    return {"type": "sequence", "elements": elements}
+
+
+def _hermes_tags(schemas: Schemas) -> list[Layout]:
+    return [
+        _tag(f"{hermes.OPEN}\n{_head(name, 'arguments')}", schemas[name], f"}}\n{hermes.CLOSE}")
+        for name in schemas
+    ]
+
+
+def _head(name: str, key: str) -> str:
+    """Up to the arguments; names need no escapes."""
+    return f'{{"name": "{name}", "{key}": '
+
+
+def _tag(begin: str, schema: object, end: str) -> Layout:
+    content = {"type": "json_schema", "json_schema": schema}
+    return {"type": "tag", "begin": begin, "content": content, "end": end}
+
+
+def _calls(tags: list[Layout], separator: str, *, only_first: bool) -> Layout:
+    return {
+        "type": "tags_with_separator",
+        "tags": tags,
+        "separator": separator,
+        "at_least_one": True,
+        "stop_after_first": only_first,
+    }

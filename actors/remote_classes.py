@@ -1,0 +1,27 @@
+"""The actor classes in the form Ray starts.
+
+Ray pickles a decorated class by value, and then a module-level encoder in its module cannot be
+pickled: so the classes stay plain, importable ones, and only here are they wrapped.
+"""
+
+from typing import Any
+
+import ray
+from ray.actor import ActorClass
+
+from actors.kv_transfer.rendezvous import Rendezvous
+from actors.laps_allocator import LapsAllocator
+from actors.supervisor import Supervisor
+from actors.tokenizer_batcher import TokenizerBatcher
+from actors.workers import DecodeWorker, PrefillWorker, UnifiedWorker
+from engine.messages import Role
+
+SupervisorCls: ActorClass[Any] = ray.remote(Supervisor)
+TokenizerBatcherCls: ActorClass[Any] = ray.remote(TokenizerBatcher)
+LapsAllocatorCls: ActorClass[Any] = ray.remote(LapsAllocator)
+RendezvousCls: ActorClass[Any] = ray.remote(Rendezvous)
+WORKERS: dict[Role, ActorClass[Any]] = {
+    "prefill": ray.remote(PrefillWorker),
+    "decode": ray.remote(DecodeWorker),
+    "unified": ray.remote(UnifiedWorker),
+}

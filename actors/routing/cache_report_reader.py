@@ -1,0 +1,92 @@
+"""Asks every worker that prefills, again and again, what it caches and how long its steps take.
+
+Pulled, not pushed: who reads slowly gets fewer and larger answers, and after a lost one the next
+question asks for everything.
+"""
+
+import asyncio
+import logging
+import math
+from collections.abc import Callable, Iterable
+
+from actors.routing.worker_links import WorkerLink, WorkerLinks
+from engine.errors import WorkerError
+from engine.messages import CacheReport
+
+logger = logging.getLogger(__name__)
+
+PERIOD_S = 0.1
+IDLE_PERIOD_S = 0.5  # of a worker that has nothing to do: it has little to tell
+PATIENCE_S = 5.0  # a long step may come first
+
+
+class CacheReportReader:
+    """One task; a worker that answers late delays nobody else."""
+
+    def __init__(
+        self,
+        links: WorkerLinks,
+        last_sequence: Callable[[str], int | None],
+        learn: Callable[[str, CacheReport], None],
+        period_s: float = PERIOD_S,
+        idle_period_s: float = IDLE_PERIOD_S,
+    ) -> None:
+        """Starts at once. Must be created on the event loop."""
+        self._links = links
+        self._last_sequence = last_sequence
+        self._learn = learn
+        self._period_s = period_s
+        self._idle_period_s = idle_period_s
+        self._asking: dict[str, asyncio.Task[None]] = {}
+        self._asked_s: dict[str, float] = {}  # by the loop's clock
+        self._task = asyncio.get_running_loop().create_task(self._read())
+
+    def check(self) -> None:
+        """Raise what ended the reading, if anything did: nothing should."""
+        for task in (self._task, *self._asking.values()):
+            if task.done():
+                task.result()
+
+    async def close(self) -> None:
+        tasks = [self._task, *self._asking.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _read(self) -> None:
+        while True:
+            now_s = asyncio.get_running_loop().time()
+            for link in self._silent(self._links.links(), now_s):
+                self._asking[link.name] = asyncio.create_task(self._ask(link))
+                self._asked_s[link.name] = now_s
+            await asyncio.sleep(self._period_s)
+
+    def _silent(self, links: Iterable[WorkerLink], now_s: float) -> list[WorkerLink]:
+        """Those that prefill, can be asked and are not being asked, unless they are idle."""
+        for task in [task for task in self._asking.values() if task.done()]:
+            task.result()
+        self._asking = {name: task for name, task in self._asking.items() if not task.done()}
+        return [link for link in links if self._is_due(link, now_s)]
+
+    def _is_due(self, link: WorkerLink, now_s: float) -> bool:
+        if not link.is_up or link.role == "decode" or link.name in self._asking:
+            return False
+        asked_s = self._asked_s.get(link.name, -math.inf)
+        return _is_busy(link) or now_s - asked_s >= self._idle_period_s
+
+    async def _ask(self, link: WorkerLink) -> None:
+        assert link.handle is not None, f"{link.name} is not connected"
+        incarnation = link.incarnation
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                cache_report = await link.handle.cache_report(self._last_sequence(link.name))
+        except (WorkerError, TimeoutError) as error:
+            logger.debug("%s: %r", link.name, error)
+            return
+        if link.is_up and link.incarnation == incarnation:  # else it was lost meanwhile
+            self._learn(link.name, cache_report)
+
+
+def _is_busy(link: WorkerLink) -> bool:
+    load = link.load
+    return load is None or load.num_running + load.num_waiting > 0

@@ -1,0 +1,128 @@
+"""Snapshots for placement: reported load plus what was placed since, or placement would herd.
+
+Both the allocator and the ingress's fallback (while the allocator is away) look through this.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from actors.routing.worker_links import WorkerLink, WorkerLinks
+from engine.clock import Clock
+from engine.length_class import LengthClass, PrefillCost
+from engine.messages import Assign, LoadReport
+from engine.routing.placement import (
+    COUNTED_AFTER_S,
+    DEFAULT_RULES,
+    DONE_AFTER_S,
+    ShortQueue,
+    WorkerSnapshot,
+)
+
+NO_HITS: Mapping[str, int] = {}
+NO_LABELS: Mapping[str, LengthClass] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    at_s: float
+    num_tokens: int  # to be computed; 0 on a decode worker
+    work_s: float
+    is_short: bool
+    done_s: float  # when it will be no load any more
+
+
+class PlacementView:
+    """What placement may know of the workers now."""
+
+    def __init__(
+        self, links: WorkerLinks, clock: Clock, cost: PrefillCost = DEFAULT_RULES.cost
+    ) -> None:
+        """`cost` predicts the queues of workers that report none in seconds."""
+        self._links = links
+        self._clock = clock
+        self._cost = cost
+        self._placed: dict[str, list[_Placed]] = {}  # worker -> placements not yet reported
+
+    def snapshots(
+        self,
+        labels: Mapping[str, LengthClass] = NO_LABELS,
+        hit_tokens: Mapping[str, int] = NO_HITS,
+    ) -> list[WorkerSnapshot]:
+        """Of every worker: with its pool, and its hit on the prompt to be placed."""
+        return [
+            self._snapshot(link, labels.get(link.name), hit_tokens.get(link.name, 0))
+            for link in self._links.links()
+        ]
+
+    def note(self, assign: Assign, num_prompt_tokens: int) -> None:
+        """Count a placement until a report of the worker must have seen it."""
+        assert 0 < assign.num_new_tokens <= num_prompt_tokens, (
+            f"{assign.num_new_tokens} new of {num_prompt_tokens} tokens"
+        )
+        now_s = self._clock.now_s()
+        is_short = assign.length_class == "short"
+        done_s = now_s + assign.ttft_s + DONE_AFTER_S
+        work_s = assign.work_s - assign.shared_s  # prompts that wait together share a step
+        placed = _Placed(now_s, assign.num_new_tokens, work_s, is_short, done_s)
+        self._placed.setdefault(assign.prefill_worker, []).append(placed)
+        if assign.decode_worker is not None:
+            arriving = _Placed(now_s, 0, 0.0, is_short, math.inf)
+            self._placed.setdefault(assign.decode_worker, []).append(arriving)
+
+    def _snapshot(
+        self, link: WorkerLink, label: LengthClass | None, hit_tokens: int
+    ) -> WorkerSnapshot:
+        load = link.load
+        if load is None or not link.is_up:
+            return WorkerSnapshot(
+                name=link.name,
+                role=link.role,
+                is_alive=False,
+                queued_tokens=0,
+                queued_s=0.0,
+                num_waiting=0,
+                num_running=0,
+                num_free_blocks=0,
+                num_blocks=0,
+                label=label,
+            )
+        placed = self._not_reported(link)
+        queued_s = self._seconds(load.queued_tokens, load.queued_s)
+        return WorkerSnapshot(
+            name=link.name,
+            role=link.role,
+            is_alive=True,
+            queued_tokens=load.queued_tokens + sum(p.num_tokens for p in placed),
+            queued_s=queued_s + sum(p.work_s for p in placed),
+            num_waiting=load.num_waiting + len(placed),
+            num_running=load.num_running + load.num_waiting + len(placed),
+            num_free_blocks=load.num_free_blocks,
+            num_blocks=load.num_blocks,
+            short=self._short_queue(load, placed),
+            label=label,
+            hit_tokens=hit_tokens,
+        )
+
+    def _not_reported(self, link: WorkerLink) -> list[_Placed]:
+        now_s, reported_s = self._clock.now_s(), link.load_at_s - COUNTED_AFTER_S
+        placed = self._placed.get(link.name, [])
+        self._placed[link.name] = left = [
+            p for p in placed if p.at_s >= reported_s and p.done_s > now_s
+        ]
+        return left
+
+    def _short_queue(self, load: LoadReport, placed: list[_Placed]) -> ShortQueue | None:
+        if load.short is None:
+            return None
+        short = [p for p in placed if p.is_short]
+        queued_s = self._seconds(load.short.queued_tokens, load.short.queued_s)
+        return ShortQueue(
+            num_waiting=load.short.num_waiting + len(short),
+            queued_s=queued_s + sum(p.work_s for p in short),
+        )
+
+    def _seconds(self, queued_tokens: int, reported_s: float | None) -> float:
+        if reported_s is not None:
+            return reported_s
+        return self._cost.seconds(queued_tokens, 0) if queued_tokens else 0.0

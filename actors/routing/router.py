@@ -1,0 +1,127 @@
+"""What the allocator knows and decides: pools, cached prefixes, costs, and where a prompt goes.
+
+Collects what `route` and `rebalance` need and applies what they return; knows no Ray. All of it is
+made anew from the workers' reports after a restart, but for the labels: those start from the first
+split again.
+"""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+
+from actors.routing.load_view import PlacementView
+from actors.routing.worker_links import WorkerLinks
+from configs.schema import AppConfig
+from engine.clock import Clock
+from engine.messages import (
+    Assign,
+    CacheReport,
+    LapsStatus,
+    Placement,
+    PoolMove,
+    Role,
+    RouteRequest,
+    WorkerLoad,
+)
+from engine.routing.placement import PlacementRules, WorkerSnapshot, route
+from engine.routing.pools import CLASSES, PoolState, follow, is_due, num_pending, rebalance
+from engine.routing.prefix_hits import PrefixHits
+
+logger = logging.getLogger(__name__)
+
+
+class Router:
+    """The decisions of one allocator."""
+
+    def __init__(self, config: AppConfig, links: WorkerLinks, clock: Clock) -> None:
+        self._laps = config.laps
+        self._clock = clock
+        self._view = PlacementView(links, clock)
+        self._rules = PlacementRules(laps=config.laps, block_size=config.cache.block_size)
+        self._hits = PrefixHits(config.cache.block_size)
+        self._pools = PoolState()
+        self._num_samples = 0  # behind the costs in use
+
+    def update(self, roles: Mapping[str, Role]) -> None:
+        """Follow the topology, and look at the pools if a period is over."""
+        prefillers = [name for name, role in roles.items() if role != "decode"]
+        self._pools = follow(self._pools, prefillers, self._laps)
+        self._look_at_pools()
+
+    def route(self, request: RouteRequest) -> Placement:
+        """Choose workers and count the choice until their reports do."""
+        self._look_at_pools()
+        hits = self._hits.hit_tokens(request.block_hashes)
+        snapshots = self._view.snapshots(self._pools.labels, hits)
+        placement = route(request, snapshots, self._clock.now_s(), self._rules)
+        if isinstance(placement, Assign):
+            self._view.note(placement, request.num_prompt_tokens)
+        return placement
+
+    # ---- what workers tell ----------------------------------------------------------------------
+
+    def last_sequence(self, worker: str) -> int | None:
+        """Up to which report of cached blocks the worker was heard; None = all is to be asked."""
+        return self._hits.last_sequence(worker)
+
+    def learn(self, worker: str, cache_report: CacheReport) -> None:
+        """Take over what a worker told of its cache and of how long steps take.
+
+        The costs fitted to the most steps are used for all: small differences between fits of
+        equal devices must not draw prompts to one of them.
+        """
+        if cache_report.blocks is not None and not self._hits.apply(worker, cache_report.blocks):
+            logger.info("missed a report of the cached blocks of %s; asking for all", worker)
+        costs = cache_report.costs
+        if costs is not None and costs.num_samples > self._num_samples:
+            self._num_samples = costs.num_samples
+            self._rules = replace(self._rules, cost=costs)
+
+    def forget(self, worker: str) -> None:
+        """The worker was lost; what it cached is gone with it."""
+        self._hits.forget(worker)
+
+    # ---- for people -----------------------------------------------------------------------------
+
+    def status(self) -> LapsStatus:
+        """Pools, what waits, and the last moves."""
+        now_s, labels = self._clock.now_s(), self._pools.labels
+        workers = sorted(self._prefillers(), key=lambda s: s.name)
+        num_blocks = self._hits.num_blocks()
+        return LapsStatus(
+            enabled=self._laps.enable_laps_alloc,
+            threshold=self._laps.laps_alloc_threshold,
+            policy=self._laps.rebalance_policy,
+            pools={pool: [n for n, label in labels.items() if label == pool] for pool in CLASSES},
+            pending={pool: num_pending(pool, workers, labels) for pool in CLASSES},
+            workers=[
+                WorkerLoad(
+                    worker=s.name,
+                    pool=s.label,
+                    is_alive=s.is_alive,
+                    num_waiting=s.num_waiting,
+                    queued_tokens=s.queued_tokens,
+                    queued_s=s.queued_s,
+                    num_cached_blocks=num_blocks.get(s.name, 0),
+                )
+                for s in workers
+            ],
+            moves=[
+                PoolMove(worker=m.worker, pool=m.pool, ago_s=now_s - m.at_s, reason=m.reason)
+                for m in reversed(self._pools.moves)
+            ],
+        )
+
+    # ---- parts ----------------------------------------------------------------------------------
+
+    def _prefillers(self) -> list[WorkerSnapshot]:
+        return [s for s in self._view.snapshots(self._pools.labels) if s.can_prefill]
+
+    def _look_at_pools(self) -> None:
+        before, now_s = self._pools, self._clock.now_s()
+        if not is_due(before, now_s, self._laps):
+            return
+        self._pools = rebalance(before, self._prefillers(), now_s, self._laps)
+        if self._pools.labels is not before.labels:
+            move = self._pools.moves[-1]
+            logger.info("%s joins the %s pool: %s", move.worker, move.pool, move.reason)

@@ -1,0 +1,170 @@
+"""Calls of another actor by a TCP connection to its `CallServer`.
+
+A connection that ends fails all calls on it at once; nobody knows then which of them were run, as
+with a call of Ray's whose actor dies. Has no task of its own: answers are heard as they come.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator
+from itertools import count
+from typing import cast
+
+import msgspec
+
+from actors.rpc.frames import (
+    HELLO,
+    STOP,
+    Address,
+    Answer,
+    Call,
+    decoded,
+    error_of,
+    frame_of,
+    probe,
+    take_frame,
+)
+from actors.rpc.tls import client_tls
+from configs.errors import ConfigFileError
+from engine.errors import WorkerError
+from engine.messages import decode
+
+logger = logging.getLogger(__name__)
+
+
+class ConnectionEndedError(WorkerError):
+    """It ended under a call, which may have been run or not, or could not be made."""
+
+
+class CallConnection(asyncio.Protocol):
+    """Calls of one actor, as many at a time as there are callers; made by `connect`."""
+
+    def __init__(self, name: str) -> None:
+        """name: of the actor, for messages."""
+        loop = asyncio.get_running_loop()
+        self._name = name
+        self._transport: asyncio.Transport | None = None
+        self._heard = bytearray()  # and not a whole frame yet
+        self._numbers = count()
+        self._answers: dict[int, asyncio.Future[Answer]] = {}
+        self._streams: dict[int, asyncio.Queue[Answer | None]] = {}  # None = the connection ended
+        self._greeted: asyncio.Future[Answer] = loop.create_future()
+        self._lost: asyncio.Future[None] = loop.create_future()
+
+    @property
+    def is_open(self) -> bool:
+        return self._transport is not None and not self._transport.is_closing()
+
+    async def greet(self, secret: bytes) -> None:
+        """Say the secret and wait until it was right. Raises ConnectionEndedError if it is not."""
+        assert self._transport is not None, "`connect` makes connections"
+        probe(self._transport)
+        self._transport.write(secret)
+        await asyncio.wait((self._greeted, self._lost), return_when=asyncio.FIRST_COMPLETED)
+        if not self._greeted.done():
+            raise self._ended()
+
+    async def call(self, method: str, data: bytes) -> bytes:
+        """The answer. Raises the EngineError that the call raised, or ConnectionEndedError."""
+        number = next(self._numbers)
+        self._send(Call(number=number, method=method, data=data))
+        waiting: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._answers[number] = waiting
+        try:
+            answer = await waiting
+        finally:
+            del self._answers[number]
+        if answer.failure is not None:
+            raise error_of(self._name, answer.failure)
+        assert answer.data is not None, f"{method} of {self._name} is a stream"
+        return answer.data
+
+    async def stream(self, method: str, data: bytes) -> AsyncGenerator[bytes, None]:
+        """What the call yields, until it ends or this is closed. Raises as `call` does."""
+        number = next(self._numbers)
+        self._send(Call(number=number, method=method, data=data))
+        items = self._streams[number] = asyncio.Queue()
+        try:
+            while (answer := await items.get()) is not None:
+                if answer.failure is not None:
+                    raise error_of(self._name, answer.failure)
+                if answer.data is None:
+                    return
+                yield answer.data
+            raise self._ended()
+        finally:
+            del self._streams[number]
+            if self.is_open:
+                self._send(Call(number=number, method=STOP))
+
+    async def close(self) -> None:
+        """End the connection; calls under way fail."""
+        self.abandon()
+        await asyncio.wait((self._lost,))
+
+    def abandon(self) -> None:
+        """The same, without waiting for it; on the event loop."""
+        if self._transport is not None:
+            self._transport.abort()  # nobody waits for what the other end may not even read
+
+    # ---- from the event loop --------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)  # of TCP; uvloop's is no subclass
+
+    def data_received(self, data: bytes) -> None:
+        self._heard += data
+        try:
+            while (frame := take_frame(self._heard)) is not None:
+                self._hear(decoded(frame, Answer))
+        except WorkerError as error:
+            logger.warning("the connection to %s is cut: %s", self._name, error)
+            self.abandon()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        logger.info("the connection to %s has ended: %s", self._name, exc)
+        self._lost.set_result(None)
+        for waiting in self._answers.values():
+            if not waiting.done():
+                waiting.set_exception(self._ended())
+        for items in self._streams.values():
+            items.put_nowait(None)
+
+    # ---- parts ----------------------------------------------------------------------------------
+
+    def _send(self, call: Call) -> None:
+        if self._transport is None or not self.is_open:
+            raise self._ended()
+        self._transport.write(frame_of(call))
+
+    def _hear(self, answer: Answer) -> None:
+        if answer.number in self._streams:
+            self._streams[answer.number].put_nowait(answer)
+            return
+        waiting = self._greeted if answer.number == HELLO else self._answers.get(answer.number)
+        if waiting is not None and not waiting.done():  # else its caller gave up
+            waiting.set_result(answer)
+
+    def _ended(self) -> ConnectionEndedError:
+        return ConnectionEndedError(f"{self._name} died or is restarting, or cannot be reached")
+
+
+async def connect(name: str, address: bytes, seconds: float) -> CallConnection:
+    """A connection to where an actor takes calls. Raises ConnectionEndedError, or WorkerError."""
+    try:
+        at = decode(address, Address)
+    except msgspec.DecodeError as error:
+        raise WorkerError(f"{name} runs another version: {error}") from error
+    loop, made = asyncio.get_running_loop(), CallConnection(name)
+    try:
+        async with asyncio.timeout(seconds):
+            await loop.create_connection(lambda: made, at.host, at.port, ssl=client_tls())
+            await made.greet(at.secret)
+    except (TimeoutError, OSError, ConfigFileError, ConnectionEndedError) as error:
+        made.abandon()
+        where = f"{at.host}:{at.port}"
+        raise ConnectionEndedError(f"{name} is not reached at {where}: {error!r}") from error
+    except BaseException:
+        made.abandon()
+        raise
+    return made

@@ -1,0 +1,32 @@
+"""Encryption of connections for calls: as Ray encrypts its own, with the same files.
+
+Both ends show a certificate that the cluster's authority signed. Names in certificates are not
+looked at: whoever has one may be on any node, and the secret says whom he may call.
+"""
+
+import ssl
+from functools import lru_cache
+
+from configs.process_environment import TlsFiles, ray_tls
+
+
+@lru_cache
+def server_tls() -> ssl.SSLContext | None:
+    """None = not encrypted. Raises ConfigFileError, or OSError for files that cannot be read."""
+    return _context(ssl.Purpose.CLIENT_AUTH, ray_tls())
+
+
+@lru_cache
+def client_tls() -> ssl.SSLContext | None:
+    """Likewise, of who calls."""
+    return _context(ssl.Purpose.SERVER_AUTH, ray_tls())
+
+
+def _context(purpose: ssl.Purpose, files: TlsFiles | None) -> ssl.SSLContext | None:
+    if files is None:
+        return None
+    context = ssl.create_default_context(purpose, cafile=files.authority)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.load_cert_chain(files.certificate, files.key)
+    return context

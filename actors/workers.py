@@ -1,0 +1,127 @@
+"""The worker actors, one class per role; each is a thin shell over an `EngineHost`.
+
+UnifiedWorker   a request enters, runs and finishes here
+PrefillWorker   prompts are computed here, then their KV moves to a decode worker
+DecodeWorker    KV arrives from prefill workers, and tokens follow from it
+"""
+
+import asyncio
+from itertools import starmap
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from actors.lifecycle.deployment import DeploymentSpec
+from actors.worker.engine_host import EngineHost
+from actors.worker.engine_worker import EngineWorker
+from actors.worker.kv_connector import KvConnector
+from engine.errors import RequestError, WorkerError
+from engine.messages import (
+    CancelTransfer,
+    NotNow,
+    PairRequest,
+    PieceHeader,
+    Refused,
+    RenewLease,
+    ReserveRequest,
+    Role,
+    decode,
+    encode,
+)
+
+
+class UnifiedWorker(EngineWorker):
+    """Prefills and decodes in one process; prompts ride along with decodes."""
+
+    def __init__(self, spec: DeploymentSpec, name: str, role: Role) -> None:
+        super().__init__(EngineHost(spec, name, role, lambda host, engine: KvConnector()))
+
+
+if TYPE_CHECKING:
+    from engine.build import Engine
+
+
+class PrefillWorker(EngineWorker):
+    """Answers with the first token, and sends the KV on."""
+
+    def __init__(self, spec: DeploymentSpec, name: str, role: Role) -> None:
+        super().__init__(EngineHost(spec, name, role, _make_connector))
+
+
+def _make_connector(host: EngineHost, engine: "Engine") -> KvConnector:
+    from actors.kv_transfer.connectors import SendingConnector  # imports torch, which takes seconds
+
+    return SendingConnector(host, engine)
+
+
+if TYPE_CHECKING:
+    from actors.kv_transfer.connectors import ReceivingConnector
+    from actors.kv_transfer.receiver import HandoffReceiver
+    from engine.build import Engine
+
+
+class DecodeWorker(EngineWorker):
+    """Takes over requests whose prompt is computed, and finishes them."""
+
+    def __init__(self, spec: DeploymentSpec, name: str, role: Role) -> None:
+        self._connector: ReceivingConnector | None = None
+        host = EngineHost(spec, name, role, self._make_connector)
+        super().__init__(host, {"receive_pieces": self._receive_pieces})
+
+    def _make_connector(self, host: EngineHost, engine: "Engine") -> KvConnector:
+        from actors.kv_transfer.connectors import (
+            ReceivingConnector,  # imports torch, which takes seconds
+        )
+
+        self._connector = ReceivingConnector(host, engine)
+        return self._connector
+
+    @property
+    def _receiver(self) -> "HandoffReceiver":
+        if self._connector is None:
+            raise WorkerError(f"{self} is still loading its model")
+        return self._connector.receiver
+
+    async def reserve(self, request: bytes) -> bytes:
+        """ReserveRequest -> Reservation | NotNow | Refused, encoded."""
+        receiver, asked = self._receiver, decode(request, ReserveRequest)
+        try:
+            self._host.engine.check_ids(asked.token_ids, asked.params)
+        except RequestError as error:
+            return encode(Refused(reason=error.message))
+        if asked.params.constraint is not None:
+            # Before there is room for it: the KV may be here first, and then the sampler would wait
+            # for the compiler, and every other row with it.
+            compiled = self._host.engine.grammars.prepare(asked.params.constraint)
+            until_s = self._host.clock.now_s() + asked.wait_s
+            try:
+                async with asyncio.timeout(asked.wait_s):
+                    await asyncio.shield(asyncio.wrap_future(compiled))
+            except TimeoutError:
+                return encode(NotNow())
+            # The sender waits for `wait_s` in all.
+            left_s = max(0.0, until_s - self._host.clock.now_s())
+            asked = msgspec.structs.replace(asked, wait_s=left_s)
+        return encode(await receiver.reserve(asked))
+
+    async def open_pair(self, request: bytes) -> bytes:
+        """PairRequest -> PairReply, encoded."""
+        return encode(await self._receiver.open_pair(decode(request, PairRequest)))
+
+    async def receive_pieces(self, headers: bytes, *payloads: list[Any]) -> bytes:
+        """List of PieceHeader, and the objects of each in Ray's store -> list of PieceReply."""
+        taking = map(self._receiver.receive_piece, decode(headers, list[PieceHeader]), payloads)
+        return encode(await asyncio.gather(*taking))
+
+    async def _receive_pieces(self, pieces: bytes) -> bytes:
+        """By a connection. List of (PieceHeader, payload) -> list of PieceReply."""
+        pairs = decode(pieces, list[tuple[PieceHeader, list[Any]]])
+        return encode(await asyncio.gather(*starmap(self._receiver.receive_piece, pairs)))
+
+    async def cancel_transfer(self, request: bytes) -> bytes:
+        """CancelTransfer -> CancelReply, encoded."""
+        return encode(await self._receiver.cancel_transfer(decode(request, CancelTransfer)))
+
+    async def renew(self, request: bytes) -> None:
+        """Extend a lease. Raises HandoffError when the reservation is gone."""
+        await self._receiver.renew(decode(request, RenewLease))

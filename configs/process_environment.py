@@ -1,0 +1,49 @@
+"""What other programs read from the environment: Ray's TLS settings and those of Serve's processes.
+
+`serve run` imports the application before it starts Ray, whose processes inherit what is set here.
+On a cluster that runs already the operator sets it.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from configs.errors import ConfigFileError
+
+USE = "RAY_USE_TLS"
+FILES = ("RAY_TLS_SERVER_CERT", "RAY_TLS_SERVER_KEY", "RAY_TLS_CA_CERT")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TlsFiles:
+    """Paths of PEM files, the same variables that Ray reads."""
+
+    certificate: str
+    key: str
+    authority: str  # that signed the certificates of all nodes
+
+
+def ray_tls(environ: Mapping[str, str] | None = None) -> TlsFiles | None:
+    """None = Ray encrypts nothing. Raises ConfigFileError if it should and a file is not named."""
+    environ = os.environ if environ is None else environ
+    if environ.get(USE, "0").lower() not in ("1", "true"):
+        return None
+    missing = [name for name in FILES if not environ.get(name)]
+    if missing:
+        raise ConfigFileError(f"{USE} is set, and {', '.join(missing)} is not: see Ray's TLS guide")
+    certificate, key, authority = (environ[name] for name in FILES)
+    return TlsFiles(certificate=certificate, key=key, authority=authority)
+
+
+HTTP_CALLBACK = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
+MIDDLEWARES = "actors.ingress.header_text:middlewares"
+# A replica behind HAProxy stays for at least so long after its last request (Serve: 30 s, in which
+# a container that is stopped would be killed); HAProxy takes it out within half a second.
+MIN_DRAINING = "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S"
+MIN_DRAINING_S = 3.0
+
+
+def set_serve_environment() -> None:
+    """What the operator has set himself stays."""
+    os.environ.setdefault(HTTP_CALLBACK, MIDDLEWARES)
+    os.environ.setdefault(MIN_DRAINING, str(MIN_DRAINING_S))

@@ -1,0 +1,27 @@
+"""What the blocks of a store digest to, as of the step that wrote them last.
+
+Steps tell (engine/runner/results.py), and who sends blocks away asks: so a block that was
+changed by mistake between the two is noticed where it arrives. Written by the thread that steps,
+read by others, about blocks that no step writes meanwhile. Knows no tensors and no owners.
+"""
+
+from collections.abc import Sequence
+
+
+class BlockDigests:
+    """One digest a block: 64 bits, as `KvStore.digest` makes them."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self._digests: list[int | None] = [None] * num_blocks
+
+    def keep(self, block_ids: Sequence[int], digests: Sequence[int]) -> None:
+        """These blocks were written; of one that is named twice, the last entry counts."""
+        for block_id, digest in zip(block_ids, digests, strict=True):
+            self._digests[block_id] = digest
+
+    def of(self, block_ids: Sequence[int]) -> list[int]:
+        """In their order; each was written by a step that has been waited for."""
+        known = [self._digests[block_id] for block_id in block_ids]
+        digests = [digest for digest in known if digest is not None]
+        assert len(digests) == len(known), f"of blocks {list(block_ids)} nobody knows the digests"
+        return digests

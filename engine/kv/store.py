@@ -1,0 +1,177 @@
+"""The tensor behind the KV blocks, and moving whole blocks in and out of it.
+
+Knows blocks by number only: who owns one, what is in it and whether it may be overwritten is the
+block pool's business. Offsets are int64 throughout; a store may exceed 2^31 elements.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from engine.kv.digests import BlockDigests
+from engine.kv.layout import KvLayout
+from kernels.kv.digest import block_digests, write_blocks
+
+# All of one size: torch keeps page-locked memory by size, and makes more in milliseconds.
+_MIN_NUMBERS = 4096
+
+
+def to_device(numbers: Sequence[int], device: torch.device) -> Tensor:
+    """int64 [n] on `device`, as soon as the current stream is there."""
+    values = torch.tensor(numbers, dtype=torch.int64)
+    if device.type != "cuda":
+        return values
+    return _page_locked(len(values)).copy_(values).to(device, non_blocking=True)
+
+
+def to_host(numbers: Tensor) -> Tensor:
+    """int64 [n] in host memory, as soon as the current stream is there."""
+    if not numbers.is_cuda:
+        return numbers
+    return _page_locked(len(numbers)).copy_(numbers, non_blocking=True)
+
+
+def _page_locked(number: int) -> Tensor:
+    room = max(number, _MIN_NUMBERS)
+    return torch.empty(room, dtype=torch.int64, pin_memory=True)[:number]
+
+
+_TORCH_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+# Widest integer that divides a block's bytes: fewer, wider words make a cheaper digest. K and V
+# of two bytes each make four at least.
+_WORD_DTYPES = {8: torch.int64, 4: torch.int32}
+_DIGEST_SLAB_BYTES = 32 * 2**20  # bounds the digest's temporaries on a CPU
+
+
+class KvStore:
+    """`num_blocks` blocks of one layout on one device, zeroed at the start."""
+
+    def __init__(self, layout: KvLayout, *, num_blocks: int, device: torch.device) -> None:
+        assert num_blocks > 0, f"{num_blocks} blocks"
+        self.layout = layout
+        self.num_blocks = num_blocks
+        self.dtype = _TORCH_DTYPES[layout.dtype]
+        # [num_blocks, layers, 2, block_size, kv_heads, head_dim]
+        self.tensor = torch.zeros(
+            (num_blocks, *layout.block_shape), dtype=self.dtype, device=device
+        )
+        self.digests = BlockDigests(num_blocks)  # of blocks that are to be sent away
+        self._weights = _digest_weights(layout).to(device)
+        self._words = self._words_of(self.tensor)  # kernels move and digest wide numbers
+        if device.type == "cuda":
+            self._compile()
+
+    @property
+    def device(self) -> torch.device:
+        return self.tensor.device
+
+    def gather(self, block_ids: Sequence[int]) -> Tensor:
+        """A contiguous copy [n, *block_shape] in the order of `block_ids`."""
+        return self.tensor.index_select(0, self.index(block_ids))
+
+    def scatter(self, block_ids: Sequence[int], data: Tensor) -> None:
+        """Overwrite distinct blocks with `data`.
+
+        data: [n, *block_shape] in the layout's dtype, or uint8 of as many bytes in any shape.
+        """
+        if data.dtype == torch.uint8:
+            expected_bytes = len(block_ids) * self.layout.block_bytes
+            assert data.numel() == expected_bytes, (
+                f"{data.numel()} bytes for {len(block_ids)} blocks of {self.layout.block_bytes}"
+            )
+            data = data.contiguous().view(-1).view(self.dtype)
+            data = data.view(len(block_ids), *self.layout.block_shape)
+        assert data.dtype == self.dtype, f"{data.dtype} data for a store of {self.dtype}"
+        assert data.shape == (len(block_ids), *self.layout.block_shape), (
+            f"data of shape {list(data.shape)} for {len(block_ids)} blocks"
+        )
+        assert len(set(block_ids)) == len(block_ids), f"a block is named twice: {block_ids}"
+        self.tensor.index_copy_(0, self.index(block_ids), data.to(self.device))
+
+    def zero(self, block_ids: Sequence[int]) -> None:
+        """Overwrite blocks with zeros."""
+        self.tensor.index_fill_(0, self.index(block_ids), 0)
+
+    def digest(self, block_ids: Sequence[int]) -> list[int]:
+        """Checksum of each block where it lies, in order; see `digest_staged`."""
+        values: list[int] = self.queue_digests(self.index(block_ids)).tolist()  # waits, on a GPU
+        return values
+
+    def queue_digests(self, block_ids: Tensor) -> Tensor:
+        """`digest` as int64 [n] on the store's device, where nobody has waited for it yet.
+
+        block_ids: from `index`.
+        """
+        return block_digests(self._words, self._weights, block_ids, _DIGEST_SLAB_BYTES)
+
+    def queue_write(self, block_ids: Tensor, data: Tensor) -> Tensor:
+        """Overwrite distinct blocks; their `queue_digests`, made of what was written.
+
+        data: contiguous uint8 [n * block_bytes] on the store's device. block_ids: from `index`.
+        """
+        staged = self._words_of(data)
+        return write_blocks(self._words, staged, self._weights, block_ids, _DIGEST_SLAB_BYTES)
+
+    def digest_staged(self, data: Tensor) -> list[int]:
+        """Checksum of each of n blocks held outside the store, made on the store's device.
+
+        digest = sum over i of word_i * weight_i modulo 2^64, the block's bits read as integers, so
+        no rounding enters and a NaN counts like any other pattern. Weights are odd, hence any
+        change of one word is noticed for certain; they differ by position, hence swapped words,
+        rows or halves are noticed with probability 1 - 2^-63 or so.
+
+        data: contiguous [n, *block_shape] in the layout's dtype, or uint8 of as many bytes.
+        """
+        words = self._words_of(data.contiguous()).to(self.device)
+        block_ids = torch.arange(words.shape[0], device=self.device)
+        digests = block_digests(words, self._weights, block_ids, _DIGEST_SLAB_BYTES)
+        values: list[int] = digests.tolist()  # the one copy to the host
+        return values
+
+    def _compile(self) -> None:
+        """Both kernels, now and not under the first handoff; block 0 stays as it is."""
+        first = self.index([0])
+        self.queue_digests(first)
+        self.queue_write(first, self.gather([0]).view(-1).view(torch.uint8))
+
+    def _words_of(self, blocks: Tensor) -> Tensor:
+        """[n, words per block] of the same memory."""
+        words = blocks.view(-1).view(torch.uint8).view(_WORD_DTYPES[_word_bytes(self.layout)])
+        return words.view(-1, self._weights.numel())
+
+    def index(self, block_ids: Sequence[int]) -> Tensor:
+        """int64 [n] on the store's device, as soon as the current stream is there."""
+        # Checked here: on a GPU an index out of range kills the whole context.
+        assert not block_ids or 0 <= min(block_ids) <= max(block_ids) < self.num_blocks, (
+            f"block ids {list(block_ids)} for a store of {self.num_blocks}"
+        )
+        return to_device(block_ids, self.device)
+
+
+def _word_bytes(layout: KvLayout) -> int:
+    return next(size for size in _WORD_DTYPES if layout.block_bytes % size == 0)
+
+
+def _digest_weights(layout: KvLayout) -> Tensor:
+    """Odd int64 weights [words per block], equal on every worker: splitmix64 of the position."""
+    num_words = layout.block_bytes // _word_bytes(layout)
+    assert num_words > 0, f"empty block: {layout}"
+    x = torch.arange(1, num_words + 1, dtype=torch.int64) * _signed(0x9E3779B97F4A7C15)
+    x = (x ^ _shift_right(x, 30)) * _signed(0xBF58476D1CE4E5B9)
+    x = (x ^ _shift_right(x, 27)) * _signed(0x94D049BB133111EB)
+    return (x ^ _shift_right(x, 31)) | 1
+
+
+def _signed(value: int) -> int:
+    """The int64 with the bits of an unsigned 64-bit `value`."""
+    return value - 2**64 if value >= 2**63 else value
+
+
+def _shift_right(x: Tensor, bits: int) -> Tensor:
+    """Logical shift: torch's own copies the sign bit."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)

@@ -1,0 +1,451 @@
+"""The decode side of a KV handoff: reservations, and which of their blocks have arrived.
+
+    reserve ...... begin_write, end_write, ... , commit
+    |<---------------- lease, renewed ---------->|
+
+A request is handed to the scheduler, and so decoded from its blocks, only when every missing block
+was written under the transfer's current epoch. Until then it can be cancelled or expire at any
+time; if a piece is being written at that moment the reservation is an *orphan*, and its blocks are
+freed when the last write ends. An epoch is one incarnation of a channel; a newer one starts a
+transfer over.
+
+Called on the engine thread. `begin_write`, `is_committed` and `is_live` may be called on any, so
+that copying one piece never waits for the step that commits another. Knows no tensors, channels or
+Ray; the caller has checked digests.
+"""
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from engine.clock import Clock
+from engine.errors import HandoffError
+from engine.kv.cache import BlockCache, BlockTerms
+from engine.messages import (
+    NotNow,
+    PieceHeader,
+    Refused,
+    Reservation,
+    ReserveRequest,
+    WorkerIdentity,
+)
+from engine.request import Request, RequestKey
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class BlockWrite:
+    """Leave to write some blocks of a transfer, from `begin_write` to `end_write`."""
+
+    transfer_id: str
+    epoch: int
+    first_block: int
+    block_ids: list[int]
+
+    @property
+    def blocks(self) -> range:
+        """Positions in the request's block list: [first_block, first_block + n)."""
+        return range(self.first_block, self.first_block + len(self.block_ids))
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class IncomingTransfer:
+    """blocks [0, num_hit_blocks) found here; [num_hit_blocks, num_blocks) to arrive"""
+
+    transfer_id: str
+    sender: WorkerIdentity
+    request: Request  # holds all reserved blocks
+    num_hit_blocks: int
+    expires_s: float
+    epoch: int = 0  # of the channel in use; 0 = nothing was begun
+    arrived: set[int] = field(default_factory=set)  # in this epoch
+    writes: list[BlockWrite] = field(default_factory=list)
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.request.block_ids)
+
+
+# How many finished keys the decode side remembers, so that what arrives late for one is recognised.
+MAX_ENDED_KEYS = 8192
+MAX_BUILT = 4  # requests that were asked about and had no room: one look at the line has few
+
+Ending = Literal["committed", "cancelled", "expired"]
+
+
+class DecodeScheduler(Protocol):
+    """Where a committed request goes on."""
+
+    @property
+    def num_running(self) -> int: ...
+
+    def is_short(self, num_known_tokens: int) -> bool:
+        """Whether a request may overtake others, within a reserve."""
+        ...
+
+    def terms_of_joining(
+        self, request: Request, num_promised_rows: int, *, overtakes: bool
+    ) -> BlockTerms | None:
+        """Under which blocks may be held for a request that is to join; None = not now.
+
+        overtakes: one that came before it was refused.
+        """
+        ...
+
+    def make_way(self, request: Request) -> None:
+        """A request that is to join found no room."""
+        ...
+
+    def join(self, request: Request) -> None:
+        """Take over a request whose KV is here, with its block references."""
+        ...
+
+    def abort(self, key: RequestKey) -> bool:
+        """Forget a request and free what it holds; False if it is not there."""
+        ...
+
+
+class Hasher(Protocol):
+    def extend(self, request: Request) -> None:
+        """Append to `request.block_hashes` the hash of every full block of its known tokens."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IncomingStatistics:
+    """Sizes now, then counters since start."""
+
+    num_reservations: int
+    num_orphans: int
+    num_reserved_blocks: int  # of reservations and orphans
+    num_reserved: int
+    num_hit_blocks: int
+    num_committed: int
+    num_cancelled: int
+    num_expired: int
+
+
+class IncomingHandoffs:
+    """Reservations from `reserve` until `commit`, cancellation or the end of the lease."""
+
+    def __init__(
+        self,
+        cache: BlockCache,
+        *,
+        hasher: Hasher,
+        scheduler: DecodeScheduler,
+        identity: WorkerIdentity,
+        clock: Clock,
+        lease_s: float,
+        max_rows: int,
+    ) -> None:
+        self._cache = cache
+        self._hasher = hasher
+        self._scheduler = scheduler
+        self._identity = identity
+        self._clock = clock
+        self._lease_s = lease_s
+        self._max_rows = max_rows
+        self._live: dict[RequestKey, IncomingTransfer] = {}
+        self._orphans: dict[str, IncomingTransfer] = {}  # by transfer id
+        # Who begins or ends a write, or ends a transfer, sees what the others did. Only the engine
+        # thread changes `_live` and `_orphans`, and so looks at them as they are.
+        self._writes = threading.Lock()
+        self._ended: dict[RequestKey, Ending] = {}  # oldest first, at most MAX_ENDED_KEYS
+        self._counts: dict[Ending, int] = {"committed": 0, "cancelled": 0, "expired": 0}
+        self._num_reserved = self._num_hit_blocks = 0
+        # Of who was asked about last: those who wait are looked at every step.
+        self._built: dict[RequestKey, tuple[ReserveRequest, Request]] = {}
+
+    # ---- reservations ---------------------------------------------------------------------------
+
+    def may_overtake(self, asked: ReserveRequest) -> bool:
+        """Whether it may be granted room although one before it was not."""
+        return self._scheduler.is_short(len(asked.token_ids))
+
+    def reserve(
+        self, asked: ReserveRequest, *, overtakes: bool = False
+    ) -> Reservation | NotNow | Refused:
+        """Hold blocks for all tokens of `asked`; blocks found in the prefix index need no transfer.
+
+        Room means a row for it when it commits, and blocks on the scheduler's terms: enough for
+        those that run or will run to grow, and requests that were preempted here go first. A short
+        request that finds none makes the scheduler look for some.
+        """
+        if (reason := self._reason_to_refuse(asked)) is not None:
+            return Refused(reason=reason)
+        request = self._request_of(asked)
+        num_blocks = self._identity.layout.num_blocks_for(len(asked.token_ids))
+        hit_ids = self._cache.match(request.block_hashes)
+        num_new = num_blocks - len(hit_ids)
+        num_available = self._cache.num_available_beside(hit_ids)
+        if not self._has_room(request, num_new, num_available, overtakes):
+            self._scheduler.make_way(request)
+            return NotNow()
+        self._built.pop(asked.key, None)
+        request.block_ids = self._cache.acquire_prefix(request.block_hashes)
+        assert request.block_ids == hit_ids, f"{asked.key}: {request.block_ids} is not {hit_ids}"
+        new_ids = self._cache.allocate(num_new)
+        assert new_ids is not None, f"{asked.key}: {num_blocks} blocks were counted as available"
+        request.block_ids.extend(new_ids)
+        request.num_indexed_blocks = len(hit_ids)
+        self._num_reserved += 1
+        self._num_hit_blocks += len(hit_ids)
+        transfer = IncomingTransfer(
+            transfer_id=f"{self._identity.incarnation}:{self._num_reserved}",
+            sender=asked.sender,
+            request=request,
+            num_hit_blocks=len(hit_ids),
+            expires_s=self._clock.now_s() + self._lease_s,
+        )
+        self._live[asked.key] = transfer
+        return Reservation(
+            transfer_id=transfer.transfer_id,
+            num_blocks=num_blocks,
+            num_hit_blocks=len(hit_ids),
+            lease_s=self._lease_s,
+        )
+
+    def renew(self, key: RequestKey, transfer_id: str) -> None:
+        """Extend the lease by its full length. Raises HandoffError if the reservation is gone."""
+        self._find(key, transfer_id).expires_s = self._clock.now_s() + self._lease_s
+
+    def cancel(self, key: RequestKey) -> Literal["cancelled", "committed"]:
+        """End the reservation of `key`, or make sure that none is granted from now on.
+
+        "committed" = nothing was done: the request belongs to the scheduler.
+        """
+        if self._ended.get(key) == "committed":
+            return "committed"
+        self._end(key, "cancelled")
+        return "cancelled"
+
+    def abort(self, key: RequestKey) -> None:
+        """End `key` wherever it is: reserved, or with the scheduler since a commit just now."""
+        self.cancel(key)
+        self._scheduler.abort(key)
+
+    def expire(self) -> list[RequestKey]:
+        """End every reservation whose lease is over; returns their keys."""
+        now_s = self._clock.now_s()
+        keys = [key for key, transfer in self._live.items() if now_s >= transfer.expires_s]
+        for key in keys:
+            self._end(key, "expired")
+        return keys
+
+    # ---- pieces ---------------------------------------------------------------------------------
+
+    def begin_write(self, header: PieceHeader) -> BlockWrite:
+        """Leave to write the blocks of one piece; until `end_write` they are not freed.
+
+        On any thread. A newer epoch than the transfer's starts it over. Raises HandoffError,
+        without effect, for a transfer that is over, an older epoch, a newer one while a write of
+        the older goes on, blocks outside the missing ones, or blocks that arrived or are being
+        written.
+        """
+        with self._writes:
+            return self._begin_write(header)
+
+    def _begin_write(self, header: PieceHeader) -> BlockWrite:
+        transfer = self._find(header.key, header.transfer_id)
+        is_sender = header.sender_incarnation == transfer.sender.incarnation
+        if header.sender != transfer.sender.name or not is_sender:
+            raise HandoffError(f"{header.key} was reserved by {transfer.sender.name}")
+        first, end = header.first_block, header.first_block + header.num_blocks
+        if not transfer.num_hit_blocks <= first <= end <= transfer.num_blocks:
+            raise HandoffError(
+                f"{header.key}: blocks [{first}, {end}) are outside"
+                f" [{transfer.num_hit_blocks}, {transfer.num_blocks})"
+            )
+        self._check_epoch(transfer, header.epoch)
+        if header.epoch == transfer.epoch:
+            under_way = {block for write in transfer.writes for block in write.blocks}
+            if (under_way | transfer.arrived) & set(range(first, end)):
+                raise HandoffError(f"{header.key}: blocks [{first}, {end}) came twice")
+        else:
+            transfer.epoch = header.epoch
+            transfer.arrived.clear()
+        write = BlockWrite(
+            transfer_id=transfer.transfer_id,
+            epoch=header.epoch,
+            first_block=first,
+            block_ids=transfer.request.block_ids[first:end],
+        )
+        transfer.writes.append(write)
+        transfer.expires_s = self._clock.now_s() + self._lease_s
+        return write
+
+    def end_write(self, key: RequestKey, write: BlockWrite, *, is_verified: bool) -> bool:
+        """The write is over; with `is_verified` its blocks have arrived.
+
+        Returns whether the reservation still lives. If not, its blocks are freed with this write
+        when it was the last one.
+        """
+        orphan = self._orphans.get(write.transfer_id)
+        transfer = self._live[key] if orphan is None else orphan
+        with self._writes:
+            assert write.epoch == transfer.epoch, f"{key}: {transfer.epoch} began over {write}"
+            transfer.writes.remove(write)
+            transfer.arrived.update(write.blocks if is_verified else ())
+        if orphan is not None:
+            if not orphan.writes:
+                del self._orphans[write.transfer_id]
+                self._cache.release(orphan.request.block_ids)
+            return False
+        transfer.expires_s = self._clock.now_s() + self._lease_s
+        return True
+
+    def commit(self, header: PieceHeader) -> None:
+        """Hand the request with its first token to the scheduler: all of its KV is here.
+
+        Raises HandoffError, without effect, unless every missing block arrived under the epoch of
+        `header`, the last piece's, and no write is under way.
+        """
+        transfer = self._find(header.key, header.transfer_id)
+        with self._writes:
+            if header.first_token_id is None or header.epoch != transfer.epoch or transfer.writes:
+                raise HandoffError(f"{header.key} cannot commit with this piece")
+            missing = set(range(transfer.num_hit_blocks, transfer.num_blocks)) - transfer.arrived
+            if missing:
+                raise HandoffError(f"{header.key}: blocks {sorted(missing)} have not arrived")
+            self._remember(header.key, "committed")  # first: it is one or the other at any time
+            del self._live[header.key]
+        request = transfer.request
+        request.num_computed_tokens = request.num_known_tokens
+        request.tokens.append(header.first_token_id)
+        request.num_emitted_tokens += 1
+        self._scheduler.join(request)
+
+    # ---- observation ----------------------------------------------------------------------------
+
+    def is_committed(self, key: RequestKey) -> bool:
+        """Whether `key` went to the scheduler, as far back as memory goes."""
+        return self._ended.get(key) == "committed"
+
+    def keys_of(self, ingress_id: str) -> list[RequestKey]:
+        """Live reservations for requests of one ingress."""
+        return [k for k, t in self._live.items() if t.request.ingress_id == ingress_id]
+
+    def __len__(self) -> int:
+        """Reservations and orphans: what still holds blocks here."""
+        return len(self._live) + len(self._orphans)
+
+    def is_live(self, key: RequestKey) -> bool:
+        return key in self._live
+
+    def live_keys(self) -> list[RequestKey]:
+        return list(self._live)
+
+    def owners(self) -> Iterator[tuple[str, list[int]]]:
+        """Every holder of block references here, for the conservation law."""
+        for transfer in (*self._live.values(), *self._orphans.values()):
+            if transfer.request.block_ids:
+                yield f"incoming {transfer.transfer_id}", transfer.request.block_ids
+
+    def statistics(self) -> IncomingStatistics:
+        return IncomingStatistics(
+            num_reservations=len(self._live),
+            num_orphans=len(self._orphans),
+            num_reserved_blocks=sum(len(block_ids) for _, block_ids in self.owners()),
+            num_reserved=self._num_reserved,
+            num_hit_blocks=self._num_hit_blocks,
+            num_committed=self._counts["committed"],
+            num_cancelled=self._counts["cancelled"],
+            num_expired=self._counts["expired"],
+        )
+
+    # ---- parts ----------------------------------------------------------------------------------
+
+    @property
+    def _num_rows_promised(self) -> int:
+        return self._scheduler.num_running + len(self._live)
+
+    def _has_room(
+        self, request: Request, num_new: int, num_available: int, overtakes: bool
+    ) -> bool:
+        """Whether it may have `num_new` blocks of those available."""
+        if self._num_rows_promised >= self._max_rows:
+            return False
+        terms = self._scheduler.terms_of_joining(request, len(self._live), overtakes=overtakes)
+        if terms is None or num_new > num_available - terms.num_spare_blocks:
+            return False
+        return terms.max_new_blocks is None or num_new <= terms.max_new_blocks
+
+    def _reason_to_refuse(self, asked: ReserveRequest) -> str | None:
+        """Why `asked` can never be granted here, None if it may."""
+        mine, num_tokens = self._identity, len(asked.token_ids)
+        if asked.sender.model != mine.model:
+            return f"{mine.name} serves another model than {asked.sender.name}"
+        if asked.sender.layout != mine.layout:
+            return f"{mine.name} stores KV as {mine.layout}, not as {asked.sender.layout}"
+        if asked.key in self._live:
+            return "a reservation for this request exists"
+        if asked.key in self._ended:
+            return f"this request was {self._ended[asked.key]} here"
+        if not 0 < asked.num_prompt_tokens <= num_tokens:
+            return f"{asked.num_prompt_tokens} prompt tokens of {num_tokens}"
+        if num_tokens >= mine.max_model_len:
+            return f"{num_tokens} tokens leave no room in a context of {mine.max_model_len}"
+        num_blocks = mine.layout.num_blocks_for(num_tokens)
+        if num_blocks > self._cache.num_blocks:
+            return f"{num_blocks} blocks can never fit the {self._cache.num_blocks} here"
+        if asked.remaining_s is not None and asked.remaining_s <= 0:
+            return "the request's deadline has passed"
+        return None
+
+    def _request_of(self, asked: ReserveRequest) -> Request:
+        """Built once for a few at a time: hashing a long prompt takes a while."""
+        known = self._built.get(asked.key)
+        if known is None or known[0] is not asked:
+            if len(self._built) >= MAX_BUILT:
+                del self._built[next(iter(self._built))]
+            self._built[asked.key] = known = asked, self._build_request(asked)
+        return known[1]
+
+    def _build_request(self, asked: ReserveRequest) -> Request:
+        now_s = self._clock.now_s()
+        request = Request(
+            key=asked.key,
+            ingress_id=asked.ingress_id,
+            params=asked.params,
+            tokens=list(asked.token_ids),
+            num_prompt_tokens=asked.num_prompt_tokens,
+            arrival_s=now_s,
+            deadline_s=None if asked.remaining_s is None else now_s + asked.remaining_s,
+            priority=asked.priority,
+            num_emitted_tokens=len(asked.token_ids) - asked.num_prompt_tokens,
+            salt=asked.salt,
+        )
+        self._hasher.extend(request)
+        return request
+
+    def _find(self, key: RequestKey, transfer_id: str) -> IncomingTransfer:
+        transfer = self._live.get(key)
+        if transfer is None:
+            raise HandoffError(f"{key} has no reservation here ({self._ended.get(key, 'unknown')})")
+        if transfer.transfer_id != transfer_id:
+            raise HandoffError(f"{key}: the reservation is {transfer.transfer_id}")
+        return transfer
+
+    def _check_epoch(self, transfer: IncomingTransfer, epoch: int) -> None:
+        if epoch < max(transfer.epoch, 1):
+            raise HandoffError(f"epoch {epoch} of {transfer.transfer_id} is over")
+        if epoch > transfer.epoch and transfer.writes:
+            raise HandoffError(f"{transfer.transfer_id}: epoch {transfer.epoch} still writes")
+
+    def _end(self, key: RequestKey, ending: Ending) -> None:
+        """Free what `key` reserved, or orphan it while it is written; remember how it ended."""
+        with self._writes:  # none begins once it is not there
+            transfer = self._live.pop(key, None)
+        if transfer is not None and transfer.writes:
+            self._orphans[transfer.transfer_id] = transfer
+        elif transfer is not None:
+            self._cache.release(transfer.request.block_ids)
+        if transfer is not None or key not in self._ended:
+            self._remember(key, ending)
+
+    def _remember(self, key: RequestKey, ending: Ending) -> None:
+        self._counts[ending] += 1
+        self._ended[key] = ending
+        if len(self._ended) > MAX_ENDED_KEYS:
+            del self._ended[next(iter(self._ended))]

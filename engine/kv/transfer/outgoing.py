@@ -1,0 +1,249 @@
+"""The prefill side of a KV handoff: prompts that compute or wait here until their KV has moved.
+
+    start .. advance .. advance .. add ............... release
+    the prompt computes; its       all of its blocks   freed
+    full blocks are held here,     are held here
+    too, and read by transfers
+
+A full block never changes, so it may move as soon as the step that filled it was committed. If the
+scheduler takes the prompt back to its queue (`retract`), the blocks that are held here stay good
+for a transfer that reads them just now, and go when the sender says so (`let_go`): the prefill side
+needs their room. What the decode side has of them stays right, because it is the KV of the same
+tokens.
+
+Implements the scheduler's `HandoffQueue` and tells the sender, by immutable events, what to do.
+Called on the engine thread only. Knows no tensors, no channels and no Ray.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import chain
+
+from engine.kv.cache import BlockCache
+from engine.request import Request, RequestKey, SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandoffStarted:
+    """A prompt's first chunk starts: ask `decode_worker` for room."""
+
+    key: RequestKey
+    ingress_id: str
+    decode_worker: str
+    token_ids: list[int]  # what the prefill side will compute, and the decode side needs blocks for
+    num_prompt_tokens: int
+    params: SamplingParams
+    deadline_s: float | None  # on this worker's clock
+    priority: int
+    salt: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandoffProgress:
+    """The first blocks of a prompt that still computes are full, and held until further notice."""
+
+    key: RequestKey
+    block_ids: list[int]  # all of them, those of earlier notices first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandoffRetracted:
+    """The prompt will compute again, in other blocks: `let_go` of these when nothing reads them."""
+
+    key: RequestKey
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandoffReady:
+    """The prompt is computed and its blocks are held until `OutgoingHandoffs.release`."""
+
+    key: RequestKey
+    block_ids: list[int]
+    first_token_id: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandoffDropped:
+    """The request ended on the prefill side before its prompt was complete, or with its first
+    token.
+
+    What is held of it goes with `OutgoingHandoffs.release`.
+    """
+
+    key: RequestKey
+
+
+OutgoingEvent = HandoffStarted | HandoffProgress | HandoffRetracted | HandoffReady | HandoffDropped
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Outgoing:
+    ingress_id: str
+    num_tokens: int
+    block_ids: list[int] | None = None  # None = still computing: the scheduler holds them
+    shared_ids: list[int] = field(default_factory=list)  # of them, the full ones, held here too
+    retracted: deque[list[int]] = field(default_factory=deque)  # may be read, oldest first
+    is_reserved: bool = False
+    is_abandoned: bool = False  # released while still computing: frees as soon as it is added
+    is_dropped: bool = False  # the scheduler has forgotten it
+
+    @property
+    def held_ids(self) -> list[int]:
+        """With repetitions: a reference each."""
+        retracted = chain.from_iterable(self.retracted)
+        return [*(self.block_ids or ()), *self.shared_ids, *retracted]
+
+
+class OutgoingHandoffs:
+    """Prompts of the prefill side on their way to other workers; the scheduler's `HandoffQueue`."""
+
+    def __init__(self, cache: BlockCache, notify: Callable[[OutgoingEvent], None]) -> None:
+        """`notify` is called on the engine thread and must not block."""
+        self._cache = cache
+        self._notify = notify
+        self._entries: dict[RequestKey, _Outgoing] = {}
+
+    # ---- from the scheduler ---------------------------------------------------------------------
+
+    @property
+    def num_unreserved_blocks(self) -> int:
+        """Blocks held by computed prompts for which the decode side has not made room yet."""
+        return sum(
+            len(entry.block_ids)
+            for entry in self._entries.values()
+            if entry.block_ids is not None and not entry.is_reserved
+        )
+
+    def start(self, request: Request) -> None:
+        """The first chunk starts, or that of a preempted request starts again.
+
+        What the prefix cache holds of the prompt can be sent at once.
+        """
+        if request.key in self._entries:
+            self.advance(request)
+            return
+        assert request.decode_worker is not None, f"{request.key} has nowhere to go"
+        self._entries[request.key] = _Outgoing(
+            ingress_id=request.ingress_id, num_tokens=request.num_known_tokens
+        )
+        self._notify(
+            HandoffStarted(
+                key=request.key,
+                ingress_id=request.ingress_id,
+                decode_worker=request.decode_worker,
+                token_ids=list(request.tokens),
+                num_prompt_tokens=request.num_prompt_tokens,
+                params=request.params,
+                deadline_s=request.deadline_s,
+                priority=request.priority,
+                salt=request.salt,
+            )
+        )
+        self.advance(request)
+
+    def advance(self, request: Request) -> None:
+        """A step of the prompt is committed: hold its full blocks, too, and tell the sender.
+
+        Nothing happens without a new full block, or if the request did not start.
+        """
+        entry = self._entries.get(request.key)
+        num_full = request.num_indexed_blocks
+        if entry is None or entry.is_abandoned or num_full <= len(entry.shared_ids):
+            return
+        assert entry.block_ids is None, f"{request.key} was added: it computes no more"
+        self._cache.share(request.block_ids[len(entry.shared_ids) : num_full])
+        entry.shared_ids = request.block_ids[:num_full]
+        self._notify(HandoffProgress(key=request.key, block_ids=list(entry.shared_ids)))
+
+    def retract(self, key: RequestKey) -> None:
+        """The prompt gave its blocks back and will compute again."""
+        entry = self._entries.get(key)
+        if entry is None or not entry.shared_ids:
+            return
+        entry.retracted.append(entry.shared_ids)
+        entry.shared_ids = []
+        self._notify(HandoffRetracted(key=key))
+
+    def add(self, request: Request) -> None:
+        """Take over a computed prompt with its first token, and its block references."""
+        entry = self._entries[request.key]
+        assert entry.block_ids is None, f"{request.key} was added twice"
+        assert request.num_computed_tokens == entry.num_tokens == request.num_known_tokens - 1, (
+            f"{request.key}: {request.num_computed_tokens} tokens computed,"
+            f" {request.num_known_tokens} known, {entry.num_tokens} announced"
+        )
+        if entry.is_abandoned:
+            del self._entries[request.key]
+            self._cache.release(request.block_ids)
+            return
+        self._cache.release(entry.shared_ids)
+        entry.shared_ids = []
+        entry.block_ids = request.block_ids
+        self._notify(
+            HandoffReady(
+                key=request.key,
+                block_ids=list(request.block_ids),
+                first_token_id=request.tokens[-1],
+            )
+        )
+
+    def drop(self, key: RequestKey) -> None:
+        """The request ended here before `add`; nothing happens if it never started.
+
+        What a transfer may be reading of it stays until `release`.
+        """
+        entry = self._entries.get(key)
+        if entry is None or entry.is_dropped:
+            return
+        assert entry.block_ids is None, f"{key} was added: it left the scheduler"
+        entry.is_dropped = True
+        if not entry.held_ids:
+            del self._entries[key]
+        if not entry.is_abandoned:
+            self._notify(HandoffDropped(key=key))
+
+    # ---- from the sender ------------------------------------------------------------------------
+
+    def mark_reserved(self, key: RequestKey) -> None:
+        """the decode side has room; nothing happens if the handoff is over."""
+        entry = self._entries.get(key)
+        if entry is not None:
+            entry.is_reserved = True
+
+    def let_go(self, key: RequestKey) -> None:
+        """Nothing reads the blocks of the oldest `HandoffRetracted` any more; once for each."""
+        entry = self._entries.get(key)
+        if entry is not None and not entry.is_abandoned:  # else they have gone
+            self._cache.release(entry.retracted.popleft())
+
+    def release(self, key: RequestKey) -> None:
+        """The handoff is over, well or badly: drop the block references. Idempotent.
+
+        While the prompt still computes, the scheduler's go when it adds or drops the request.
+        """
+        entry = self._entries.get(key)
+        if entry is None:
+            return
+        for block_ids in (entry.block_ids or [], entry.shared_ids, *entry.retracted):
+            self._cache.release(block_ids)
+        if entry.block_ids is not None or entry.is_dropped:
+            del self._entries[key]
+            return
+        entry.shared_ids = []
+        entry.retracted.clear()
+        entry.is_abandoned = True
+
+    # ---- observation ----------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def owners(self) -> Iterator[tuple[str, list[int]]]:
+        """Every holder of block references here, for the conservation law."""
+        for key, entry in self._entries.items():
+            if held_ids := entry.held_ids:
+                yield f"outgoing {key}", held_ids
+
+    def keys_of(self, ingress_id: str) -> list[RequestKey]:
+        return [key for key, entry in self._entries.items() if entry.ingress_id == ingress_id]

@@ -1,0 +1,75 @@
+"""A step as a value: what one iteration computes and what came of it.
+
+Columnar, free of tensors and encodable, so that a leader can broadcast it to rank actors. Every
+list marked [R] has one entry per scheduled row, in the same order.
+"""
+
+import msgspec
+
+from engine.request import PromptLogprobs, SamplingParams
+
+
+class RowAdmission(msgspec.Struct, frozen=True, kw_only=True):
+    """A request entering a device row (new, handed over, or back after preemption)."""
+
+    row: int
+    token_ids: list[int]  # all known tokens: prompt, then output
+    num_prompt_tokens: int
+    params: SamplingParams
+    block_ids: list[int]
+    num_computed_tokens: int = 0  # whose K and V are in the blocks: no step computes them again
+
+
+class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """What one step does, in this order: zero blocks, release rows, admit rows, append blocks, run.
+
+    Row r of the plan computes tokens [num_computed_tokens[r], num_computed_tokens[r] +
+    num_new_tokens[r]) of its request and returns logits for the last num_logits[r] of them. A plan
+    may be launched while the one before it computes: a row that samples there computes the token
+    it samples here, and only the device knows its id. A row with a constraint is not in both: what
+    it may sample depends on that id.
+    """
+
+    step: int
+    zero_block_ids: list[int] = []  # blocks whose content was not finite; others may get them now
+    released_rows: list[int] = []  # given up since the last plan; may be re-admitted in this one
+    admissions: list[RowAdmission] = []
+    rows: list[int]  # [R] device row
+    num_new_tokens: list[int]  # [R] >= 1
+    num_computed_tokens: list[int]  # [R] history already in the KV store
+    num_logits: list[int]  # [R] 0 = KV only, 1 = the last position
+    # [R] the last position's logits are used: to draw a token, or to read labels (max_tokens 0)
+    samples: list[bool]
+    new_block_ids: list[list[int]]  # [R] blocks appended to the row's table before it runs
+    # The newest token of each row whose constraint has to hear of it before the row samples again.
+    accepted_tokens: list[tuple[int, int]] = []  # (row, token id)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.num_new_tokens)
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether every row computes one token and samples the next; there is a row."""
+        return all(self.samples) and max(self.num_new_tokens) == min(self.num_new_tokens) == 1
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probabilities under the model's own distribution, before any processing."""
+
+    chosen: float
+    top_ids: list[int]  # best first
+    top_logprobs: list[float]
+
+
+class StepResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What the executor returns for a plan; rows in the plan's order."""
+
+    step: int
+    tokens: list[list[int]]  # [R] sampled ids: empty unless samples[r], and for `labels`
+    logprobs: list[TokenLogprobs | None]  # [R] for rows that asked
+    duration_s: float | None = None  # of the device, for this step alone; None = not measured
+    is_finite: list[bool]  # [R] False = logits held NaN or +-inf everywhere: nothing was sampled
+    # Index in the plan -> what is asked of prompts, for the few rows that ask.
+    labels: dict[int, list[float]] = {}  # of those that end with their prompt, when it is computed
+    prompt_logprobs: dict[int, PromptLogprobs] = {}  # of the tokens behind those of the chunk

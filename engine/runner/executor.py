@@ -1,0 +1,413 @@
+"""Runs a `StepPlan` on one model replica: tensors in, `StepResult` out.
+
+`launch` only queues work: a step's sampled tokens stay on the device, where the next step finds
+them, and are copied to the host behind it. So a step may be launched before the one before it was
+waited for. Knows no requests: a row is a slot in its tables. What a row is, when it runs and which
+blocks it gets, the plan says.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import chain, compress
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.kv.layout import KvLayout
+from engine.kv.store import KvStore
+from engine.kv.tables import BlockTables, concat_ranges
+from engine.layers.context import ForwardContext, LastTokens, SingleRank
+from engine.models.decoder import CausalLM, ForwardResult
+from engine.plan import RowAdmission, StepPlan
+from engine.runner.decode_run import DecodeInputs, DecodeRun
+from engine.runner.graph_sizes import GraphSize, PromptSizes, decode_sizes
+from engine.runner.graphs import (
+    ExecutorStatistics,
+    GraphOutput,
+    PromptStepCounter,
+    Recorder,
+    StepGraphs,
+)
+from engine.runner.inputs import (
+    InputBatch,
+    RequestRows,
+    StepBuffers,
+    row_tensors,
+    write_input_batch,
+)
+from engine.runner.last_tokens import LastTokenSteps
+from engine.runner.prompt_logprobs import PromptChunk, PromptLogprobRows
+from engine.runner.results import (
+    ComputedStep,
+    EmptyStep,
+    PendingStep,
+    StepSlots,
+    StepTensors,
+    digest_written,
+)
+from engine.sampling.sampled import RowSampler as RowSampler
+from kernels.attention.phased import PhasedAttention
+from kernels.input_ids import keep_last_tokens, resolve_input_ids
+from kernels.sampling.rows import greedy
+
+# From here on the last layer's queries and attention take longer than planning the smaller step.
+_MIN_TOKENS_TO_SKIP_QUERIES = 1024
+
+
+class Executor:
+    """Owns the model, the KV store and the rows' tables of one worker.
+
+    Not thread-safe: one thread launches steps. Blocks may be read or written through `kv_store`
+    by others between steps, as far as the block pool says they are theirs.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        *,
+        layout: KvLayout,
+        num_blocks: int,
+        max_rows: int,
+        max_model_len: int,
+        max_step_tokens: int,
+        sampler: RowSampler,
+        attention: PhasedAttention,
+        sends_blocks: bool = False,
+    ) -> None:
+        """`sends_blocks`: `kv_store.digests` are kept of all that steps write."""
+        assert max_model_len <= model.rotary.max_tokens, (
+            f"{max_model_len} tokens for a model built for {model.rotary.max_tokens}"
+        )
+        self.model = model
+        self.layout = layout
+        self.kv_store = KvStore(layout, num_blocks=num_blocks, device=model.device)
+        self._sampler = sampler
+        self._attention = attention
+        self._sends_blocks = sends_blocks
+        self._max_rows = max_rows
+        self._max_model_len = max_model_len
+        self._request_rows = RequestRows(max_rows=max_rows, max_model_len=max_model_len)
+        self._prompt_logprobs = PromptLogprobRows(self._request_rows, model.logits, model.device)
+        self._max_blocks_per_row = layout.num_blocks_for(max_model_len)
+        self._block_tables = BlockTables(
+            max_rows=max_rows, max_blocks_per_row=self._max_blocks_per_row
+        )
+        self._buffers = self._step_buffers(max_step_tokens)
+        self._last_token_steps = LastTokenSteps(max_rows, model.device)
+        # [max_rows + 1]  each row's newest sampled token; the last entry belongs to padding
+        self._last_tokens = torch.zeros(max_rows + 1, dtype=torch.int32, device=model.device)
+        self._slots = StepSlots(max_rows, model.device)
+        self._decode_graphs: StepGraphs | None = None
+        self._decode_run: DecodeRun | None = None
+        self._prompt_graphs: StepGraphs | None = None
+        self._prompt_steps: PromptStepCounter | None = None
+        self._comm = SingleRank()
+
+    def capture_graphs(
+        self,
+        recorder: Recorder,
+        report: Callable[[str], None],
+        *,
+        prompts: PromptSizes | None,
+    ) -> None:
+        """From now on, steps replay graphs where one is large enough.
+
+        Decode steps need a decode backend that can be captured. `prompts`: of the other steps,
+        which need a prefill backend that can; None = they replay none.
+        """
+        assert self._attention.can_capture, "the decode backend cannot be captured"
+        with torch.inference_mode():
+            if prompts is not None:
+                assert self._attention.can_capture_prompts, "the prefill backend cannot"
+                prompt = self._graphs("prompt", prompts.sizes, self._prompt)
+                prompt.capture(recorder, report)
+                self._prompt_graphs = prompt
+                self._prompt_steps = PromptStepCounter(prompts)
+            decode = self._graphs("decode", decode_sizes(self._max_rows), self._decode)
+            decode.capture(recorder, report)
+            self._decode_graphs = decode
+            self._decode_run = DecodeRun(
+                decode.buffers, self._request_rows, self._block_tables, self.layout.block_size
+            )
+
+    def statistics(self) -> ExecutorStatistics:
+        decode, prompt, steps = self._decode_graphs, self._prompt_graphs, self._prompt_steps
+        return ExecutorStatistics(
+            decode_graphs=decode.statistics() if decode else None,
+            prompt_graphs=prompt.statistics() if prompt else None,
+            prompt_steps=steps.statistics() if steps else None,
+        )
+
+    def launch(self, plan: StepPlan) -> PendingStep | EmptyStep:
+        """Queue a step: apply admissions and blocks, compute, sample, and keep the tokens.
+
+        A row whose numbers are not finite gets no token and `is_finite` says so; other rows are
+        unaffected, and stay so if its blocks are zeroed before they serve anybody else.
+        """
+        if not plan.rows:
+            with torch.inference_mode():
+                self._apply_rows(plan)
+            return EmptyStep(plan.step)
+        slot = self._slots.take()
+        with torch.inference_mode():
+            slot.timer.start()
+            self._apply_rows(plan)
+            computed = self._compute(plan)
+            left = self._sample(computed)
+            if self._sends_blocks:
+                written = digest_written(plan, self._block_tables, self.kv_store)
+                left = replace(left, written=written)
+            return PendingStep(plan, computed.batch, self._slots, slot, left)
+
+    def forward_logits(self, plan: StepPlan) -> Tensor:
+        """Run a step without sampling; returns fp32 [sum(num_logits), vocab] in plan order."""
+        with torch.inference_mode():
+            self._apply_rows(plan)
+            batch = self._write_batch(plan, self._buffers)
+            hidden = self._forward(batch).hidden
+            ends = np.empty_like(batch.first_tokens)
+            ends[batch.plan_rows] = batch.first_tokens + batch.attention.num_new_tokens
+            num_logits = np.array(plan.num_logits, dtype=np.int64)
+            lines = torch.from_numpy(concat_ranges(ends - num_logits, num_logits))
+            return self.model.logits(hidden.index_select(0, lines.to(hidden.device))).float()
+
+    # ---- rows -----------------------------------------------------------------------------------
+
+    def _apply_rows(self, plan: StepPlan) -> None:
+        """Zero blocks, release rows, admit rows, append blocks, accept tokens."""
+        if plan.zero_block_ids:
+            self.kv_store.zero(plan.zero_block_ids)
+        if self._decode_run is not None and (plan.released_rows or plan.admissions):
+            self._decode_run.end()
+        for row in plan.released_rows:
+            self._release(row)
+        for admission in plan.admissions:
+            self._admit(admission)
+        assert len(plan.new_block_ids) == len(plan.rows), f"step {plan.step} is ragged"
+        block_ids = list(filter(None, plan.new_block_ids))
+        if block_ids:
+            self._append_blocks(list(compress(plan.rows, plan.new_block_ids)), block_ids)
+        for row, token_id in plan.accepted_tokens:
+            self._sampler.accept_token(row, token_id)
+
+    def _admit(self, admission: RowAdmission) -> None:
+        row, num_prompt = admission.row, admission.num_prompt_tokens
+        if self._request_rows.is_occupied(row):
+            self._release(row)
+        self._request_rows.add(row, admission.token_ids, admission.num_computed_tokens)
+        self._append_blocks([row], [admission.block_ids])
+        self._prompt_logprobs.add(admission)
+        self._sampler.add(
+            row,
+            admission.params,
+            admission.token_ids[:num_prompt],
+            admission.token_ids[num_prompt:],
+        )
+
+    def _release(self, row: int) -> None:
+        self._request_rows.remove(row)
+        self._block_tables.clear(row)
+        self._prompt_logprobs.remove(row)
+        self._sampler.remove(row)
+
+    def _append_blocks(self, rows: Sequence[int], block_ids: Sequence[Sequence[int]]) -> None:
+        """block_ids: [R], those of each row."""
+        ids = list(chain.from_iterable(block_ids))
+        is_known = not ids or (min(ids) >= 0 and max(ids) < self.kv_store.num_blocks)
+        assert is_known, f"rows {rows}: block ids {ids} for a store of {self.kv_store.num_blocks}"
+        self._block_tables.append(rows, [len(of_row) for of_row in block_ids], ids)
+
+    # ---- one step -------------------------------------------------------------------------------
+
+    def _compute(self, plan: StepPlan) -> ComputedStep:
+        chunks = self._prompt_logprobs.due(plan)
+        if chunks:
+            return self._compute_everywhere(plan, chunks)
+        inputs = self._decode_run.go_on(plan) if self._decode_run else None
+        if inputs is not None and self._decode_graphs is not None:
+            return self._replay(self._decode_graphs, inputs)
+        num_tokens, longest_row = plan.num_tokens, max(plan.num_new_tokens)
+        is_decode = plan.is_decode
+        graphs = self._decode_graphs if is_decode else self._prompt_graphs
+        size = graphs.size_for(len(plan.rows), num_tokens, longest_row) if graphs else None
+        if self._prompt_steps is not None and not is_decode:
+            self._prompt_steps.count(num_tokens, longest_row, size)
+        if graphs is not None and size is not None:
+            inputs = DecodeInputs(batch=self._write_batch(plan, graphs.buffers, size), size=size)
+            if is_decode and self._decode_run is not None:
+                self._decode_run.begin(plan, inputs)
+            return self._replay(graphs, inputs)
+        batch = self._write_batch(plan, self._buffers)
+        samples = len(batch.sampling) > 0
+        skips = batch.num_tokens >= _MIN_TOKENS_TO_SKIP_QUERIES and self.model.can_skip_queries
+        if skips and samples:
+            result = self._forward_to_last(batch)
+            hidden = result.hidden.index_select(0, batch.sampled_lines)
+        else:
+            result = self._forward(batch, batch.logit_indices, checks_finite=not is_decode)
+            hidden = result.hidden
+        return ComputedStep(
+            batch=batch,
+            logits=self.model.logits(hidden) if samples else None,
+            replayed=None,
+            is_finite_token=result.is_finite,
+        )
+
+    def _compute_everywhere(self, plan: StepPlan, chunks: list[PromptChunk]) -> ComputedStep:
+        """A step in which somebody asks for more than the last positions; no graph does that."""
+        if self._prompt_steps is not None:
+            self._prompt_steps.count(plan.num_tokens, max(plan.num_new_tokens), None)
+        batch = self._write_batch(plan, self._buffers)
+        result = self._forward(batch, checks_finite=True)
+        lines = batch.logit_indices
+        hidden = result.hidden if lines is None else result.hidden.index_select(0, lines)
+        return ComputedStep(
+            batch=batch,
+            logits=self.model.logits(hidden) if len(batch.sampling) > 0 else None,
+            replayed=None,
+            is_finite_token=result.is_finite,
+            prompt=self._prompt_logprobs.read(chunks, batch, result.hidden),
+        )
+
+    def _replay(self, graphs: StepGraphs, inputs: DecodeInputs) -> ComputedStep:
+        batch, size = inputs.batch, inputs.size
+        self._attention.refresh(graphs.attention_metadata(size), batch.attention)
+        num_sampled = len(batch.sampling)
+        output = graphs.replay(size).first(num_sampled, batch.end_token)
+        return ComputedStep(
+            batch=batch,
+            logits=output.logits if num_sampled else None,
+            replayed=output,
+            is_finite_token=output.is_finite_token,
+        )
+
+    def _sample(self, computed: ComputedStep) -> StepTensors:
+        """Draw and keep a token for each row that samples."""
+        batch, replayed, flags = computed.batch, computed.replayed, computed.is_finite_token
+        prompt = computed.prompt
+        if computed.logits is None:
+            return StepTensors(drawn=None, is_finite_token=flags, prompt=prompt)
+        choice = replayed.greedy if replayed else None
+        sampled = self._sampler.sample(computed.logits, batch.sampled_row_list, choice)
+        self._request_rows.count_sampled(batch.rows[batch.sampling])
+        if replayed is not None and sampled.is_choice(replayed.greedy):
+            drawn = replayed.drawn
+        else:
+            drawn = keep_last_tokens(
+                sampled.token_ids, sampled.is_finite, batch.sampled_rows, self._last_tokens
+            )
+        return StepTensors(
+            drawn=drawn,
+            logprobs=sampled.logprobs,
+            labels=sampled.labels,
+            is_finite_token=flags,
+            prompt=prompt,
+        )
+
+    def _forward(
+        self,
+        batch: InputBatch,
+        logit_indices: Tensor | None = None,
+        *,
+        checks_finite: bool = False,
+    ) -> ForwardResult:
+        """The stream before the final norm, at `logit_indices` (None: at every token)."""
+        ctx = self._context(batch.positions, batch.slots, self._attention.plan(batch.attention))
+        ids = resolve_input_ids(batch.input_ids, self._last_tokens)
+        return self.model.forward(ids, ctx, logit_indices, checks_finite=checks_finite)
+
+    def _forward_to_last(self, batch: InputBatch) -> ForwardResult:
+        """The stream after the final norm at every row's last token, in batch order."""
+        step = self._last_token_steps.of(batch.attention)
+        last_ctx = self._context(step.positions, step.slots, self._attention.plan(step.attention))
+        ctx = replace(
+            self._context(batch.positions, batch.slots, self._attention.plan(batch.attention)),
+            last=LastTokens(indices=step.indices, ctx=last_ctx),
+        )
+        ids = resolve_input_ids(batch.input_ids, self._last_tokens)
+        return self.model.forward(ids, ctx, checks_finite=True)
+
+    # ---- what graphs capture --------------------------------------------------------------------
+
+    def _graphs(
+        self,
+        kind: str,
+        sizes: Sequence[GraphSize],
+        compute: Callable[[StepBuffers, GraphSize, ForwardContext], GraphOutput],
+    ) -> StepGraphs:
+        buffers = self._step_buffers(sizes[-1].num_tokens)
+
+        def open_attention(size: GraphSize) -> Any:  # noqa: ANN401
+            return self._attention.open_graph(
+                row_tensors(buffers, size.num_rows),
+                max_keys=self._max_model_len,
+                max_tokens=size.num_tokens if kind == "prompt" else None,
+                max_row_tokens=size.span_tokens,
+            )
+
+        def run(size: GraphSize, metadata: Any) -> GraphOutput:  # noqa: ANN401
+            self._attention.begin(metadata)
+            positions = buffers.on_device("positions", size.num_tokens)
+            slots = buffers.on_device("slots", size.num_tokens)
+            return compute(buffers, size, self._context(positions, slots, metadata))
+
+        return StepGraphs(kind, sizes, buffers, open_attention=open_attention, compute=run)
+
+    def _decode(self, buffers: StepBuffers, size: GraphSize, ctx: ForwardContext) -> GraphOutput:
+        """One token for each of the first rows of `buffers`."""
+        logits = self.model.logits(self.model.forward(self._ids(buffers, size), ctx).hidden)
+        return self._output(buffers, size, logits, None)
+
+    def _prompt(self, buffers: StepBuffers, size: GraphSize, ctx: ForwardContext) -> GraphOutput:
+        """Any number of tokens for each of the first rows of `buffers`, and a line for each."""
+        indices = buffers.on_device("logit_indices", size.num_rows)
+        result = self.model.forward(self._ids(buffers, size), ctx, indices, checks_finite=True)
+        logits = self.model.logits(result.hidden)
+        is_finite = result.is_finite
+        if size.span_tokens is not None and is_finite is not None:
+            # Between two rows lies padding, of which nobody wants to know.
+            is_finite = is_finite | (ctx.slots < 0)
+        return self._output(buffers, size, logits, is_finite)
+
+    def _output(
+        self, buffers: StepBuffers, size: GraphSize, logits: Tensor, is_finite_token: Tensor | None
+    ) -> GraphOutput:
+        """Keeps each line's best token as its row's newest; another choice is kept after it."""
+        choice = greedy(logits)
+        rows = buffers.on_device("sampled_rows", size.num_rows)
+        drawn = keep_last_tokens(choice.token_ids, choice.is_finite, rows, self._last_tokens)
+        return GraphOutput(
+            logits=logits, greedy=choice, drawn=drawn, is_finite_token=is_finite_token
+        )
+
+    def _ids(self, buffers: StepBuffers, size: GraphSize) -> Tensor:
+        ids = buffers.on_device("input_ids", size.num_tokens)
+        return resolve_input_ids(ids, self._last_tokens)
+
+    # ---- parts ----------------------------------------------------------------------------------
+
+    def _context(self, positions: Tensor, slots: Tensor, metadata: Any) -> ForwardContext:  # noqa: ANN401
+        return ForwardContext(
+            rotary=self.model.rotary_at(positions),
+            slots=slots,
+            kv_store=self.kv_store.tensor,
+            attention=self._attention,
+            attention_metadata=metadata,
+            comm=self._comm,
+        )
+
+    def _write_batch(
+        self, plan: StepPlan, buffers: StepBuffers, padded_to: GraphSize | None = None
+    ) -> InputBatch:
+        tables = self._request_rows, self._block_tables, self.layout
+        return write_input_batch(plan, *tables, buffers, padded_to=padded_to)
+
+    def _step_buffers(self, max_tokens: int) -> StepBuffers:
+        return StepBuffers(
+            max_rows=self._max_rows,
+            max_tokens=max_tokens,
+            max_block_ids=self._max_rows * self._max_blocks_per_row,
+            device=self.model.device,
+        )

@@ -1,0 +1,117 @@
+"""Which sizes of steps are captured in CUDA graphs, and which steps a size holds.
+
+    decode   R rows of one new token each
+    ragged   T tokens of up to R rows, one row behind the other: prompts, chunks, single tokens
+    grid     R rows of up to L tokens, each at the end of a span of L tokens
+
+    span in the grid   [ padding ........ | the row's new tokens ]
+
+Attention lets a row's last query see its last key and aligns the others before it. A row that
+began its span would have its first tokens' keys counted from the span's end and see too few; at
+the end of the span every token sees what it should, on top of any history. Knows no graphs.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+PromptForm = Literal["ragged", "grid"]
+
+# Rows of a ragged graph. Each costs a line of logits, whether or not a step uses it: where graphs
+# are to hold more, steps of no more than these keep graphs of their own.
+FEW_ROWS = 128
+# On the device a graph gains nothing beyond 1,024 tokens. But a step that is launched kernel by
+# kernel keeps the host meanwhile, and with it the tokens of the step before.
+_MAX_RAGGED_TOKENS = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphSize:
+    """What a graph was captured for; a step has at most as much."""
+
+    num_rows: int
+    num_tokens: int
+    # Of each row's span; None = rows follow each other without gaps.
+    span_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        is_grid = self.span_tokens is not None
+        assert not is_grid or self.num_tokens == self.num_rows * (self.span_tokens or 0), (
+            f"{self.num_tokens} tokens for {self.num_rows} spans of {self.span_tokens}"
+        )
+
+    def holds(self, num_rows: int, num_tokens: int, longest_row: int) -> bool:
+        """Whether a step fits; `longest_row`: new tokens of the row that has most."""
+        if num_rows > self.num_rows:
+            return False
+        if self.span_tokens is None:
+            return num_tokens <= self.num_tokens
+        return longest_row <= self.span_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptSizes:
+    """The sizes captured for prompt steps, and how short a step is that they are meant for."""
+
+    form: PromptForm
+    # ascending by tokens
+    sizes: tuple[GraphSize, ...]
+    max_tokens: int  # of a step
+    max_row_tokens: int
+
+    @property
+    def graph_token_sizes(self) -> tuple[int, ...]:
+        """Tokens of the steps that a graph computes nothing beside; () where rows decide too."""
+        if self.form != "ragged":
+            return ()
+        return tuple(dict.fromkeys(size.num_tokens for size in self.sizes))
+
+    def is_eligible(self, num_tokens: int, longest_row: int) -> bool:
+        """Whether a step is short enough; one of too many rows may still fit none."""
+        return num_tokens <= self.max_tokens and longest_row <= self.max_row_tokens
+
+
+def decode_sizes(max_rows: int) -> list[GraphSize]:
+    """Up to `max_rows` rows, exactly those at last; padding stays below 8 rows or an eighth."""
+    steps = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, max_rows + 1, 32)]
+    counts = [*(count for count in steps if count < max_rows), max_rows]
+    return [GraphSize(num_rows=count, num_tokens=count) for count in counts]
+
+
+def ragged_sizes(max_rows: int, max_tokens: int, *, max_graph_rows: int = FEW_ROWS) -> PromptSizes:
+    """Up to `max_tokens` tokens, at most 4096; padding stays below 64 tokens or an eighth.
+
+    max_rows: of a worker; max_graph_rows: of a graph, at most.
+    """
+    limit = min(max_tokens, _MAX_RAGGED_TOKENS)
+    steps = [16, 32, *range(64, 512, 64), *range(512, 1536, 128), *range(1536, limit, 256)]
+    counts = [*(count for count in steps if count < limit), limit]
+    most = min(max_rows, max_graph_rows)
+    sizes = tuple(
+        GraphSize(num_rows=num_rows, num_tokens=count)
+        for count in counts
+        for num_rows in dict.fromkeys((min(count, most, FEW_ROWS), min(count, most)))
+    )
+    return PromptSizes(form="ragged", sizes=sizes, max_tokens=limit, max_row_tokens=limit)
+
+
+def grid_sizes(
+    batch_sizes: Sequence[int], row_lengths: Sequence[int], *, max_row_tokens: int
+) -> PromptSizes:
+    """Every number of rows with every length.
+
+    max_row_tokens: rows with more new tokens are none of the grid's, at least the longest length.
+    """
+    sizes = [
+        GraphSize(num_rows=num_rows, num_tokens=num_rows * length, span_tokens=length)
+        for num_rows in batch_sizes
+        for length in row_lengths
+    ]
+    # Of sizes with as many tokens the one with fewer rows has less logits to compute.
+    sizes.sort(key=lambda size: (size.num_tokens, size.num_rows))
+    return PromptSizes(
+        form="grid",
+        sizes=tuple(sizes),
+        max_tokens=sizes[-1].num_tokens,
+        max_row_tokens=max_row_tokens,
+    )

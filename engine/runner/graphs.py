@@ -1,0 +1,232 @@
+"""CUDA graphs of steps: one per size, attention inside, replayed instead of launching each kernel.
+
+A step replays the smallest graph it fits; what it does not fill is padding. All graphs share one
+memory pool, those of a kind read their inputs from one `StepBuffers`, and all compute one after
+the other in one stream. Statistics say what capturing cost and how many prompt steps replay a
+graph. Knows no plan and no scheduler.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from engine.runner.graph_sizes import GraphSize, PromptForm, PromptSizes
+from engine.runner.inputs import StepBuffers
+from engine.sampling.sampler import GreedyChoice
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaptureStatistics:
+    """What the graphs of one kind took at start."""
+
+    num_graphs: int
+    capture_s: float
+    capture_bytes: int  # of the device's memory, beyond what was taken before
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptStepStatistics:
+    """Steps with more than decoding in them, since the graphs were captured.
+
+    num_replayed <= num_eligible <= num_steps: an eligible step is short enough for the form; it is
+    not replayed where it has more rows than any graph.
+    """
+
+    form: PromptForm
+    num_steps: int
+    num_eligible: int
+    num_replayed: int
+    num_replayed_tokens: int
+    num_padding_tokens: int  # computed beside those for nothing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExecutorStatistics:
+    """How an executor's steps run; None = steps of that kind replay no graphs."""
+
+    decode_graphs: CaptureStatistics | None
+    prompt_graphs: CaptureStatistics | None
+    prompt_steps: PromptStepStatistics | None
+
+
+class PromptStepCounter:
+    """Counts prompt steps by whether they were short enough, and whether one was replayed."""
+
+    def __init__(self, sizes: PromptSizes) -> None:
+        self._sizes = sizes
+        self._num_steps = 0
+        self._num_eligible = 0
+        self._num_replayed = 0
+        self._num_replayed_tokens = 0
+        self._num_padding_tokens = 0
+
+    def count(self, num_tokens: int, longest_row: int, size: GraphSize | None) -> None:
+        """`size`: of the graph that is replayed; None = none is."""
+        self._num_steps += 1
+        self._num_eligible += self._sizes.is_eligible(num_tokens, longest_row)
+        if size is not None:
+            self._num_replayed += 1
+            self._num_replayed_tokens += num_tokens
+            self._num_padding_tokens += size.num_tokens - num_tokens
+
+    def statistics(self) -> PromptStepStatistics:
+        return PromptStepStatistics(
+            form=self._sizes.form,
+            num_steps=self._num_steps,
+            num_eligible=self._num_eligible,
+            num_replayed=self._num_replayed,
+            num_replayed_tokens=self._num_replayed_tokens,
+            num_padding_tokens=self._num_padding_tokens,
+        )
+
+
+_WARM_UP_RUNS = 2  # before capture: kernels are built and workspaces made
+_REPORT_EVERY = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphOutput:
+    """What a step leaves on the device."""
+
+    # [S, vocab]  one line for each row that samples
+    logits: Tensor
+    greedy: GreedyChoice
+    # [S] int32  the same for the host; these tokens are kept as the rows' newest already
+    drawn: Tensor
+    # [T] bool; None = the logits tell
+    is_finite_token: Tensor | None
+
+    def first(self, num_sampled: int, num_tokens: int) -> "GraphOutput":
+        """Without what belongs to padding behind the step's last token."""
+        flags = self.is_finite_token
+        if num_sampled == len(self.drawn) and (flags is None or num_tokens == len(flags)):
+            return self  # nothing is padding, and a view costs what a launch does
+        return GraphOutput(
+            logits=self.logits[:num_sampled],
+            greedy=GreedyChoice(
+                token_ids=self.greedy.token_ids[:num_sampled],
+                is_finite=self.greedy.is_finite[:num_sampled],
+            ),
+            drawn=self.drawn[:num_sampled],
+            is_finite_token=None if flags is None else flags[:num_tokens],
+        )
+
+
+class Recorder(Protocol):
+    """Records work once, to be run again on whatever its inputs' memory holds then."""
+
+    def record(self, run: Callable[[], GraphOutput]) -> Callable[[], GraphOutput]:
+        """What runs it again; the output is the same memory every time."""
+        ...
+
+    def free_bytes(self) -> int:
+        """Memory nobody has taken where recorded work runs."""
+        ...
+
+
+class CudaRecorder:
+    """Records CUDA graphs that share one memory pool."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def record(self, run: Callable[[], GraphOutput]) -> Callable[[], GraphOutput]:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(_WARM_UP_RUNS):
+                run()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            output = run()
+
+        def replay() -> GraphOutput:
+            graph.replay()
+            return output
+
+        return replay
+
+    def free_bytes(self) -> int:
+        free_bytes, _ = torch.cuda.mem_get_info()
+        return free_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Captured:
+    replay: Callable[[], GraphOutput]
+    attention_metadata: Any
+
+
+class StepGraphs:
+    """Captured steps of one kind."""
+
+    def __init__(
+        self,
+        kind: str,
+        sizes: Sequence[GraphSize],
+        buffers: StepBuffers,
+        *,
+        open_attention: Callable[[GraphSize], Any],
+        compute: Callable[[GraphSize, Any], GraphOutput],
+    ) -> None:
+        """`sizes` ascend.
+
+        `open_attention(size)` makes attention's metadata over the first rows of `buffers`, and
+        `compute(size, metadata)` runs a step over them.
+        """
+        self.buffers = buffers
+        self._kind = kind
+        self._sizes = sizes
+        self._open_attention = open_attention
+        self._compute = compute
+        self._captured: dict[GraphSize, _Captured] = {}
+        self._statistics: CaptureStatistics | None = None
+
+    def capture(self, recorder: Recorder, report: Callable[[str], None]) -> None:
+        """Capture every size, largest first so that smaller ones reuse its memory."""
+        start_s = time.perf_counter()
+        free_before = recorder.free_bytes()
+        for number, size in enumerate(reversed(self._sizes), start=1):
+            self._captured[size] = self._capture_one(size, recorder)
+            if number % _REPORT_EVERY == 0:
+                report(f"{self._kind} graphs: {number} of {len(self._sizes)} captured")
+        self._statistics = taken = CaptureStatistics(
+            num_graphs=len(self._sizes),
+            capture_s=time.perf_counter() - start_s,
+            capture_bytes=max(0, free_before - recorder.free_bytes()),
+        )
+        report(
+            f"{self._kind} graphs: {taken.num_graphs} captured for up to"
+            f" {max(size.num_rows for size in self._sizes)} rows and {self._sizes[-1].num_tokens}"
+            f" tokens in {taken.capture_s:.1f} s, {taken.capture_bytes / 2**20:.0f} MiB"
+        )
+
+    def statistics(self) -> CaptureStatistics:
+        assert self._statistics is not None, f"{self._kind} graphs were not captured"
+        return self._statistics
+
+    def size_for(self, num_rows: int, num_tokens: int, longest_row: int) -> GraphSize | None:
+        """The smallest size that holds such a step; None where none does."""
+        fits = (size for size in self._sizes if size.holds(num_rows, num_tokens, longest_row))
+        return next(fits, None)
+
+    def attention_metadata(self, size: GraphSize) -> Any:  # noqa: ANN401
+        """What `open_attention` made; to be refreshed before a replay."""
+        return self._captured[size].attention_metadata
+
+    def replay(self, size: GraphSize) -> GraphOutput:
+        """Run the graph over what was written to `buffers`, padded to `size`."""
+        return self._captured[size].replay()
+
+    def _capture_one(self, size: GraphSize, recorder: Recorder) -> _Captured:
+        metadata = self._open_attention(size)
+
+        def run() -> GraphOutput:
+            return self._compute(size, metadata)
+
+        return _Captured(replay=recorder.record(run), attention_metadata=metadata)

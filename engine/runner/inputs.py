@@ -1,0 +1,437 @@
+"""A step's inputs, made from its plan and the rows' tables. Knows no model and no sampling.
+
+Batch order differs from plan order: rows with one new token come first, by growing history, then
+the others. Attention then works on contiguous ranges. `plan_rows` undoes the difference.
+
+All integers of a step lie in one buffer (`StepBuffers`): written on the host, sent in one copy,
+read in place on the device.
+
+    cu_tokens [R + 1] | num_keys [R] | cu_blocks [R + 1] | sampled_rows [S] | sampled_lines [S]
+    | logit_indices [S] | input_ids [T] | positions [T] | slots [T] | block_ids [N]
+
+The places never move, so a CUDA graph may read them, and only what is used is sent: the block ids
+come last. The host side is a ring of pinned buffers: one is written while the copy of an earlier
+one may still wait in the stream.
+
+`RequestRows` holds the tokens that a row was admitted with and has to compute. Of sampled tokens it
+holds only the number: their ids may still be on their way, so a step takes the newest from a table
+on the device. A token whose K and V are in the store is never needed again.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import le
+
+import msgspec
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.kv.layout import KvLayout
+from engine.kv.tables import BlockTables, concat_ranges
+from engine.plan import StepPlan
+from engine.runner.graph_sizes import GraphSize
+from kernels.attention.protocol import AttentionStep, RowTensors
+
+# Copies that may be under way at once: the step that computes, the one launched behind it, and
+# the one being written.
+_RING = 3
+_ALIGNMENT = 32  # int32 elements: kernels are specialised on aligned addresses
+
+
+class StepBuffers:
+    """Room for steps of up to `max_rows` rows, `max_tokens` tokens and `max_block_ids` blocks."""
+
+    def __init__(
+        self, *, max_rows: int, max_tokens: int, max_block_ids: int, device: torch.device
+    ) -> None:
+        self.max_rows = max_rows
+        self.max_tokens = max_tokens
+        sizes = {
+            "cu_tokens": max_rows + 1,
+            "num_keys": max_rows,
+            "cu_blocks": max_rows + 1,
+            "sampled_rows": max_rows,
+            "sampled_lines": max_rows,
+            "logit_indices": max_rows,
+            "input_ids": max_tokens,
+            "positions": max_tokens,
+            "slots": max_tokens,
+            "block_ids": max_block_ids,
+        }
+        self._starts: dict[str, int] = {}
+        length = 0
+        for name, size in sizes.items():
+            self._starts[name] = length
+            length += -(-size // _ALIGNMENT) * _ALIGNMENT
+        self._sizes = sizes
+        is_cuda = device.type == "cuda"
+        self._ring = [
+            torch.zeros(length, dtype=torch.int32, pin_memory=is_cuda) for _ in range(_RING)
+        ]
+        self._fields = [self._fields_of(memory.numpy()) for memory in self._ring]
+        self._turn = 0
+        self._num_sent = 0
+        self._sent = torch.zeros(length, dtype=torch.int32, device=device)
+
+    def write(self) -> "HostFields":
+        """The next host buffer, to be filled; what it held was sent `_RING` steps ago."""
+        self._turn = (self._turn + 1) % _RING
+        return self._fields[self._turn]
+
+    def write_again(self) -> "HostFields":
+        """The same, filled already with what was sent last."""
+        last = self._fields[self._turn].memory
+        fields = self.write()
+        fields.memory[: self._num_sent] = last[: self._num_sent]
+        return fields
+
+    def send(self, num_block_ids: int) -> None:
+        """Copy what was written since `write` to the device, in stream order."""
+        self._num_sent = end = self._starts["block_ids"] + num_block_ids
+        self._sent[:end].copy_(self._ring[self._turn][:end], non_blocking=True)
+
+    def on_device(self, name: str, size: int | None = None) -> Tensor:
+        """int32 [size], a view that is the same for every step; None: all there is."""
+        start = self._starts[name]
+        return self._sent[start : start + (self._sizes[name] if size is None else size)]
+
+    def _fields_of(self, memory: NDArray[np.int32]) -> "HostFields":
+        return HostFields(
+            memory,
+            {
+                name: memory[start : start + self._sizes[name]]
+                for name, start in self._starts.items()
+            },
+        )
+
+
+class HostFields:
+    """One host buffer's fields by name, numpy views to write into."""
+
+    def __init__(self, memory: NDArray[np.int32], fields: dict[str, NDArray[np.int32]]) -> None:
+        """`fields` are views of `memory`, all of one host buffer."""
+        self.memory = memory
+        self._fields = fields
+
+    def __getitem__(self, name: str) -> NDArray[np.int32]:
+        return self._fields[name]
+
+
+class RequestRows:
+    """Token ids by row; a row is free or occupied."""
+
+    def __init__(self, *, max_rows: int, max_model_len: int) -> None:
+        # [max_rows, max_model_len]
+        self._token_ids: NDArray[np.int32] = np.zeros((max_rows, max_model_len), dtype=np.int32)
+        # [max_rows]; 0 = the row is free
+        self._num_known_tokens: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)
+        # [max_rows]  [first, end) of them are in the table
+        self._first_given: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)
+        self._end_given: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)
+
+    def add(self, row: int, token_ids: Sequence[int], num_computed_tokens: int = 0) -> None:
+        """Occupy a free row with all tokens known so far; the first ones no step computes again."""
+        assert not self.is_occupied(row), f"row {row} is occupied"
+        assert 0 < len(token_ids) <= self._token_ids.shape[1], (
+            f"row {row}: {len(token_ids)} tokens, the table has room for {self._token_ids.shape[1]}"
+        )
+        # Thousands of numbers out of a list take the host a while, so only those that are needed.
+        first, end = num_computed_tokens, len(token_ids)
+        self._token_ids[row, first:end] = token_ids[first:]
+        self._first_given[row] = first
+        self._num_known_tokens[row] = self._end_given[row] = end
+
+    def remove(self, row: int) -> None:
+        assert self.is_occupied(row), f"row {row} is free already"
+        self._num_known_tokens[row] = 0
+
+    def count_sampled(self, rows: NDArray[np.int64]) -> None:
+        """Each of `rows` [S >= 1] has one token more, sampled by the step just launched."""
+        lengths = self._num_known_tokens[rows]
+        assert 0 < lengths.min() <= lengths.max() < self._token_ids.shape[1], (
+            f"rows {rows.tolist()}: no room for a token after {lengths.tolist()} of"
+            f" {self._token_ids.shape[1]}"
+        )
+        self._num_known_tokens[rows] = lengths + 1
+
+    def is_occupied(self, row: int) -> bool:
+        return bool(self._num_known_tokens[row] > 0)
+
+    def num_known_tokens(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Known tokens of each row, [R]; 0 for a free one."""
+        return self._num_known_tokens[rows]
+
+    def input_ids(self, rows: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Token at each position of each row; both [T]. -1 - row: the row's newest, sampled one."""
+        is_given = (self._first_given[rows] <= positions) & (positions < self._end_given[rows])
+        assert (is_given | (positions == self._num_known_tokens[rows] - 1)).all(), (
+            f"rows {rows[~is_given].tolist()} compute tokens at {positions[~is_given].tolist()},"
+            " which they were not given and are not their newest"
+        )
+        return np.where(is_given, self._token_ids[rows, positions], -1 - rows)
+
+
+class InputBatch(msgspec.Struct, frozen=True, kw_only=True):
+    """One step: T tokens of R rows, in batch order.
+
+    A struct, for every decode step copies the last one's: a dataclass takes 30 times as long.
+    """
+
+    # [R]  batch row -> its place in the plan
+    plan_rows: NDArray[np.int64]
+    # [R]  batch row -> device row
+    rows: NDArray[np.int64]
+    # [R]  batch row -> its first token in the batch
+    first_tokens: NDArray[np.int64]
+    attention: AttentionStep
+    # [T] int32; -1 - row stands for the row's last sampled token, known only on the device
+    input_ids: Tensor
+    # [T] int32
+    positions: Tensor
+    # [T] int32  block * block_size + offset
+    slots: Tensor
+    # [S]  batch rows that sample
+    sampling: NDArray[np.int64]
+    # [S]  their device rows
+    sampled_row_list: list[int]
+    # [S] int32  the same on the device
+    sampled_rows: Tensor
+    # [S] int32  `sampling` on the device
+    sampled_lines: Tensor
+    # [S] int32  their last tokens, on the device; None = every token, in order
+    logit_indices: Tensor | None
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.rows)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.attention.num_tokens
+
+    @property
+    def end_token(self) -> int:
+        """Behind the last row's last token; more than `num_tokens` where rows lie in spans."""
+        return int(self.first_tokens[-1] + self.attention.num_new_tokens[-1])
+
+
+def write_input_batch(
+    plan: StepPlan,
+    request_rows: RequestRows,
+    block_tables: BlockTables,
+    layout: KvLayout,
+    buffers: StepBuffers,
+    *,
+    padded_to: GraphSize | None = None,
+) -> InputBatch:
+    """Fill `buffers` and send them; `plan` has rows, its admissions and new blocks were applied.
+
+    `padded_to`: rows lie as a graph of that size has them, and what they leave of it is made
+    harmless: token 0, nothing written to the store.
+    """
+    rows = _rows_of(plan, padded_to.span_tokens if padded_to else None)
+    _check(plan, rows, request_rows, block_tables, layout)
+    num_blocks = -(-rows.num_keys // layout.block_size)
+    cu_blocks = np.concatenate(([0], np.cumsum(num_blocks)))
+    block_ids = block_tables.flatten(rows.rows, num_blocks)
+    fields = buffers.write()
+    fields["cu_blocks"][: len(cu_blocks)] = cu_blocks
+    fields["block_ids"][: len(block_ids)] = block_ids
+    _write_rows(fields, rows)
+    num_rows, num_tokens, num_sampled = len(rows.rows), rows.end_token, len(rows.sampling)
+    if padded_to is not None:
+        _pad(fields, rows, padded_to, spare_row=buffers.max_rows)
+    _write_tokens(fields, rows, cu_blocks, block_ids, request_rows, layout.block_size)
+    # A span's padding rows have a block each, at most.
+    buffers.send(len(block_ids) + (padded_to.num_rows - num_rows if padded_to else 0))
+    return InputBatch(
+        plan_rows=rows.plan_rows,
+        rows=rows.rows,
+        first_tokens=rows.first_tokens,
+        attention=AttentionStep(
+            num_single_rows=int((rows.num_new == 1).sum()),
+            num_new_tokens=rows.num_new,
+            num_computed_tokens=rows.num_computed,
+            cu_blocks=cu_blocks,
+            block_ids=block_ids,
+            device_rows=row_tensors(buffers, padded_to.num_rows if padded_to else num_rows),
+        ),
+        input_ids=buffers.on_device("input_ids", num_tokens),
+        positions=buffers.on_device("positions", num_tokens),
+        slots=buffers.on_device("slots", num_tokens),
+        sampling=rows.sampling,
+        sampled_row_list=rows.rows[rows.sampling].tolist(),
+        sampled_rows=buffers.on_device("sampled_rows", num_sampled),
+        sampled_lines=buffers.on_device("sampled_lines", num_sampled),
+        logit_indices=(
+            buffers.on_device("logit_indices", num_sampled) if num_sampled < num_tokens else None
+        ),
+    )
+
+
+def row_tensors(buffers: StepBuffers, num_rows: int) -> RowTensors:
+    """The first `num_rows` rows of `buffers` as attention reads them; all block ids there are."""
+    return RowTensors(
+        cu_tokens=buffers.on_device("cu_tokens", num_rows + 1),
+        num_keys=buffers.on_device("num_keys", num_rows),
+        cu_blocks=buffers.on_device("cu_blocks", num_rows + 1),
+        block_ids=buffers.on_device("block_ids"),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rows:
+    """A plan's rows in batch order, [R] each."""
+
+    plan_rows: NDArray[np.int64]
+    # device rows
+    rows: NDArray[np.int64]
+    num_new: NDArray[np.int64]
+    num_computed: NDArray[np.int64]
+    # their sum
+    num_keys: NDArray[np.int64]
+    samples: NDArray[np.bool_]
+    # [S]  batch rows
+    sampling: NDArray[np.int64]
+    # [R + 1]  where rows end, as attention sees them: with what is before their tokens in a span
+    cu_tokens: NDArray[np.int64]
+
+    @property
+    def first_tokens(self) -> NDArray[np.int64]:
+        return self.cu_tokens[1:] - self.num_new
+
+    @property
+    def end_token(self) -> int:
+        return int(self.cu_tokens[-1])
+
+
+def _rows_of(plan: StepPlan, span_tokens: int | None) -> _Rows:
+    """Without spans rows follow each other, else each lies at the end of its own."""
+    num_computed = np.array(plan.num_computed_tokens, dtype=np.int64)
+    if plan.is_decode:  # what the others come to, sooner
+        plan_rows = num_computed.argsort(kind="stable")
+        num_new, samples = np.ones(len(plan_rows), np.int64), np.ones(len(plan_rows), bool)
+    else:
+        num_new = np.array(plan.num_new_tokens, dtype=np.int64)
+        plan_rows = np.lexsort((num_computed, num_new > 1))
+        num_new, samples = num_new[plan_rows], np.array(plan.samples, dtype=bool)[plan_rows]
+    num_computed = num_computed[plan_rows]
+    return _Rows(
+        plan_rows=plan_rows,
+        rows=np.array(plan.rows, dtype=np.int64)[plan_rows],
+        num_new=num_new,
+        num_computed=num_computed,
+        num_keys=num_computed + num_new,
+        samples=samples,
+        sampling=np.flatnonzero(samples),
+        cu_tokens=(
+            np.concatenate(([0], np.cumsum(num_new)))
+            if span_tokens is None
+            else np.arange(len(num_new) + 1) * span_tokens
+        ),
+    )
+
+
+def _write_rows(fields: HostFields, rows: _Rows) -> None:
+    """What there is one of for each row, or for each row that samples."""
+    num_rows, num_sampled = len(rows.rows), len(rows.sampling)
+    fields["cu_tokens"][: num_rows + 1] = rows.cu_tokens
+    fields["num_keys"][:num_rows] = rows.num_keys
+    fields["sampled_rows"][:num_sampled] = rows.rows[rows.sampling]
+    fields["sampled_lines"][:num_sampled] = rows.sampling
+    fields["logit_indices"][:num_sampled] = rows.cu_tokens[1:][rows.sampling] - 1
+
+
+def _write_tokens(
+    fields: HostFields,
+    rows: _Rows,
+    cu_blocks: NDArray[np.int64],
+    block_ids: NDArray[np.int32],
+    request_rows: RequestRows,
+    block_size: int,
+) -> None:
+    """What there is one of for each token: its id, its position, and its slot in the store."""
+    num_tokens = int(rows.num_new.sum())
+    positions, batch_rows = rows.num_computed, np.arange(len(rows.rows))
+    if num_tokens > len(batch_rows):
+        positions = concat_ranges(rows.num_computed, rows.num_new)
+        batch_rows = np.repeat(batch_rows, rows.num_new)
+    in_row, offsets = np.divmod(positions, block_size)
+    blocks = block_ids[cu_blocks[batch_rows] + in_row]
+    places: slice | NDArray[np.int64] = slice(num_tokens)
+    if rows.end_token > num_tokens:
+        places = concat_ranges(rows.first_tokens, rows.num_new)
+    fields["input_ids"][places] = request_rows.input_ids(rows.rows[batch_rows], positions)
+    fields["positions"][places] = positions
+    fields["slots"][places] = blocks * np.int64(block_size) + offsets
+
+
+def _pad(fields: HostFields, rows: _Rows, size: GraphSize, *, spare_row: int) -> None:
+    """Rows and tokens up to `size` that change nothing anybody reads; tokens are written later."""
+    num_rows, num_sampled = len(rows.rows), len(rows.sampling)
+    if size.span_tokens is None:
+        _pad_rows(fields, num_rows, rows.end_token, size)
+        start = rows.end_token
+    else:
+        _pad_spans(fields, num_rows, size, size.span_tokens)
+        start = 0  # every span may begin with padding
+    fields["sampled_rows"][num_sampled : size.num_rows] = spare_row
+    fields["logit_indices"][num_sampled : size.num_rows] = 0
+    fields["input_ids"][start : size.num_tokens] = 0
+    fields["positions"][start : size.num_tokens] = 0
+    fields["slots"][start : size.num_tokens] = -1
+
+
+def _pad_rows(fields: HostFields, num_rows: int, end_token: int, size: GraphSize) -> None:
+    """A padding row has one padding token while there are any, then none; no keys, no blocks."""
+    counts = np.arange(1, size.num_rows - num_rows + 1)
+    fields["cu_tokens"][num_rows + 1 : size.num_rows + 1] = np.minimum(
+        end_token + counts, size.num_tokens
+    )
+    fields["num_keys"][num_rows : size.num_rows] = 0
+    fields["cu_blocks"][num_rows + 1 : size.num_rows + 1] = fields["cu_blocks"][num_rows]
+
+
+def _pad_spans(fields: HostFields, num_rows: int, size: GraphSize, span_tokens: int) -> None:
+    """A padding row has one key, so that every backend computes something for it.
+
+    It reads the step's first block, which is valid whatever is free, and writes nothing (no slot),
+    so it can hurt no other row.
+    """
+    counts = np.arange(1, size.num_rows - num_rows + 1)
+    fields["cu_tokens"][num_rows + 1 : size.num_rows + 1] = (num_rows + counts) * span_tokens
+    fields["num_keys"][num_rows : size.num_rows] = 1
+    num_blocks = int(fields["cu_blocks"][num_rows])
+    fields["cu_blocks"][num_rows + 1 : size.num_rows + 1] = num_blocks + counts
+    fields["block_ids"][num_blocks : num_blocks + len(counts)] = fields["block_ids"][0]
+
+
+def _check(
+    plan: StepPlan,
+    rows: _Rows,
+    request_rows: RequestRows,
+    block_tables: BlockTables,
+    layout: KvLayout,
+) -> None:
+    """Our own invariants: a plan that breaks one would read or write another row's memory."""
+    num_new, num_computed, num_keys = rows.num_new, rows.num_computed, rows.num_keys
+    num_known = request_rows.num_known_tokens(rows.rows)
+    num_slots = block_tables.num_blocks(rows.rows) * layout.block_size
+    is_wrong = (num_new < 1) | (num_computed < 0) | (num_keys > np.minimum(num_known, num_slots))
+    assert not is_wrong.any(), (
+        f"step {plan.step}: rows {rows.rows[is_wrong].tolist()} compute"
+        f" {num_new[is_wrong].tolist()} tokens after {num_computed[is_wrong].tolist()}, know"
+        f" {num_known[is_wrong].tolist()} and have blocks for {num_slots[is_wrong].tolist()}"
+    )
+    assert len(set(plan.rows)) == len(plan.rows), f"step {plan.step}: a row twice in {plan.rows}"
+    has_logits = plan.num_logits == plan.num_new_tokens or (
+        min(plan.num_logits) >= 0 and all(map(le, plan.num_logits, plan.num_new_tokens))
+    )
+    assert has_logits, (
+        f"step {plan.step}: logits {plan.num_logits} of new tokens {plan.num_new_tokens}"
+    )
+    assert not (rows.samples & (num_keys < num_known)).any(), (
+        f"step {plan.step}: a row of {plan.rows} samples before its last known token"
+    )

@@ -1,0 +1,240 @@
+"""One model replica on its device, ready to step: weights, attention, KV memory, warm-up, graphs.
+
+How many KV blocks fit a GPU is measured on a trial executor, not estimated: the trial has few
+blocks and does all that takes memory besides them (the largest step, every kind of sampling, every
+graph). What that leaves of the allowed share is the store's. What runs on a replica, and when, is
+not known here.
+"""
+
+import gc
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from configs.schema import AppConfig
+from engine.errors import ConfigError
+from engine.kv.layout import KvDtype, KvLayout
+from engine.models.decoder import CausalLM
+from engine.models.registry import build_model
+from engine.models.spec import ModelSpec
+from engine.runner.executor import Executor
+from engine.runner.graph_sizes import PromptSizes, grid_sizes, ragged_sizes
+from engine.runner.graphs import CudaRecorder
+from engine.runner.warm_up import warm_up
+from engine.sampling.constraint import Matchers
+from engine.sampling.sampler import Sampler
+from kernels.attention.phased import PhasedAttention
+from kernels.attention.protocol import AttentionShape
+from kernels.attention.select import AttentionNames, BackendUnavailable, build_attention
+
+
+def num_blocks_that_fit(
+    run_trial: Callable[[], None], *, trial_blocks: int, block_bytes: int, share: float
+) -> int:
+    """`run_trial` builds, warms up and drops an executor of `trial_blocks` blocks.
+
+    Raises ConfigError when less than the trial's own blocks fit.
+    """
+    run_trial()
+    torch.cuda.synchronize()
+    free_bytes, total_bytes = torch.cuda.mem_get_info()
+    taken_bytes = total_bytes - free_bytes - trial_blocks * block_bytes
+    num_blocks = int(share * total_bytes - taken_bytes) // block_bytes
+    if num_blocks < trial_blocks:
+        raise ConfigError(
+            f"cache.gpu_memory_share: {share:.0%} of {total_bytes / 2**30:.1f} GiB leaves room for"
+            f" {max(0, num_blocks)} KV blocks beside {taken_bytes / 2**30:.1f} GiB of weights,"
+            f" activations and graphs; one step needs {trial_blocks}. Raise the share, lower"
+            " scheduler.max_step_tokens or max_rows, or use a smaller model"
+        )
+    gc.collect()
+    torch.cuda.empty_cache()
+    return num_blocks
+
+
+logger = logging.getLogger(__name__)
+
+DTYPES: dict[KvDtype, torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+CPU_BLOCKS = 2048  # where cache.num_blocks is left open
+
+
+class Replica:
+    """Builds the executor of `config`, once or as a trial."""
+
+    def __init__(
+        self,
+        config: AppConfig,
+        spec: ModelSpec,
+        layout: KvLayout,
+        model: CausalLM | None = None,
+        matchers: Matchers | None = None,
+        *,
+        sends_blocks: bool = False,
+    ) -> None:
+        """`model`: built before from an equal model section; None = its weights are loaded here.
+
+        `matchers`: of rows with a constraint; None = there are none. `sends_blocks`: as of
+        `Executor`.
+        Raises ConfigError: model, backend and device do not go together.
+        """
+        self._config = config
+        self._spec = spec
+        self._layout = layout
+        self._matchers = matchers
+        self._sends_blocks = sends_blocks
+        self._device = torch.device(config.model.device)
+        asked = config.model.max_model_len
+        self._max_model_len = spec.max_model_len if asked is None else asked
+        attention = self._build_attention()  # refuses in a moment what loading would delay
+        self._uses_graphs = _uses_graphs(config, attention)
+        self._prompt_sizes = build_prompt_sizes(config, attention, uses_graphs=self._uses_graphs)
+        self._model = self._load_model() if model is None else model
+
+    def build_executor(self) -> Executor:
+        """Warmed up and captured, with as many blocks as configured or as fit."""
+        num_blocks = self._config.cache.num_blocks
+        if num_blocks is None:
+            num_blocks = self._num_blocks_that_fit() if self._is_gpu else CPU_BLOCKS
+        return self._build(num_blocks)
+
+    @property
+    def graph_token_sizes(self) -> tuple[int, ...]:
+        """Tokens of prompt steps that compute nothing in vain, ascending; () = all alike."""
+        return () if self._prompt_sizes is None else self._prompt_sizes.graph_token_sizes
+
+    @property
+    def _is_gpu(self) -> bool:
+        return self._device.type == "cuda"
+
+    def _num_blocks_that_fit(self) -> int:
+        scheduler, layout = self._config.scheduler, self._layout
+        # The largest step, and a block for every row.
+        trial_blocks = layout.num_blocks_for(scheduler.max_step_tokens) + scheduler.max_rows
+
+        def run_trial() -> None:
+            self._build(trial_blocks)
+
+        return num_blocks_that_fit(
+            run_trial,
+            trial_blocks=trial_blocks,
+            block_bytes=layout.block_bytes,
+            share=self._config.cache.gpu_memory_share,
+        )
+
+    def _build(self, num_blocks: int) -> Executor:
+        scheduler = self._config.scheduler
+        capacity = num_blocks * self._layout.block_size
+        executor = Executor(
+            self._model,
+            layout=self._layout,
+            num_blocks=num_blocks,
+            max_rows=scheduler.max_rows,
+            max_model_len=self._max_model_len,
+            max_step_tokens=scheduler.max_step_tokens,
+            sampler=Sampler(
+                self._spec.vocab_size,
+                scheduler.max_rows,
+                self._spec.eos_token_ids,
+                self._device,
+                self._matchers,
+            ),
+            attention=self._build_attention(),
+            sends_blocks=self._sends_blocks,
+        )
+        warm_up(
+            executor,
+            num_rows=scheduler.max_rows,
+            num_blocks=num_blocks,
+            max_tokens=min(scheduler.max_step_tokens, capacity),
+            max_row_tokens=self._max_model_len - 1,
+        )
+        if self._uses_graphs:
+            executor.capture_graphs(CudaRecorder(), logger.info, prompts=self._prompt_sizes)
+        return executor
+
+    def _load_model(self) -> CausalLM:
+        model = self._config.model
+        return build_model(
+            Path(model.path),
+            dtype=DTYPES[self._layout.dtype],
+            device=self._device,
+            max_model_len=self._max_model_len,
+            has_random_weights=model.weights == "random",
+            is_deterministic=model.deterministic,
+        )
+
+    def _build_attention(self) -> PhasedAttention:
+        """Raises ConfigError: a backend that is not there or cannot do this model."""
+        names, spec = self._config.model.attention, self._spec
+        try:
+            return build_attention(
+                AttentionNames(prefill=names.prefill, decode=names.decode),
+                AttentionShape(
+                    num_heads=spec.num_heads,
+                    num_kv_heads=spec.num_kv_heads,
+                    head_dim=spec.head_dim,
+                    layer_windows=spec.layer_windows,
+                ),
+                block_size=self._layout.block_size,
+                dtype=DTYPES[self._layout.dtype],
+                device=self._device,
+                fixed_tile=self._config.model.deterministic,
+            )
+        except BackendUnavailable as error:
+            raise ConfigError(f"model.attention: {error}") from error
+
+
+def _uses_graphs(config: AppConfig, attention: PhasedAttention) -> bool:
+    """Whether decode steps replay CUDA graphs. Raises ConfigError if asked for and impossible."""
+    asked = config.execution.cuda_graphs
+    if asked and not attention.can_capture:
+        raise ConfigError(
+            "execution.cuda_graphs: the decode backend cannot be captured; set"
+            " model.attention.decode to triton, flashinfer or flash_attn, or leave it out"
+        )
+    if asked is None:
+        return config.model.device == "cuda" and attention.can_capture
+    return asked
+
+
+def build_prompt_sizes(
+    config: AppConfig, attention: PhasedAttention, *, uses_graphs: bool
+) -> PromptSizes | None:
+    """The prompt steps to capture; None = none. Raises ConfigError if asked for and impossible."""
+    laps, scheduler = config.laps, config.scheduler
+    asked, is_grid = laps.enable_batch_prefill_cuda_graph, laps.batch_prefill_form == "grid"
+    is_possible = uses_graphs and attention.can_capture_prompts
+    if (asked or is_grid) and not is_possible:
+        key = "enable_batch_prefill_cuda_graph" if asked else "batch_prefill_form: grid"
+        raise ConfigError(f"laps.{key}: {_why_no_prompt_graphs(uses_graphs=uses_graphs)}")
+    if asked is False or not is_possible:
+        return None
+    if is_grid:
+        return grid_sizes(
+            laps.batch_prefill_batch_sizes,
+            laps.batch_prefill_seq_lengths,
+            max_row_tokens=laps.batch_prefill_max_seq_len,
+        )
+    return ragged_sizes(
+        scheduler.max_rows,
+        scheduler.max_step_tokens,
+        max_graph_rows=laps.batch_prefill_max_rows,
+    )
+
+
+def _why_no_prompt_graphs(*, uses_graphs: bool) -> str:
+    if not uses_graphs:
+        return (
+            "decode steps replay no graphs here, so prompts cannot; set model.attention.decode to"
+            " triton, flashinfer or flash_attn, or leave the key out"
+        )
+    return (
+        "the prefill backend cannot be captured; set model.attention.prefill to flash_attn or"
+        " triton, or leave the key out"
+    )

@@ -1,0 +1,140 @@
+"""Dummy steps before a worker says it is ready, so that no request pays for first-time set-up.
+
+Libraries build or choose a kernel for each new kind of work the first time they see it; on a GPU
+nothing may compile later. What the dummy rows write lands in blocks that nobody holds yet.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from engine.plan import RowAdmission, StepPlan
+from engine.request import SamplingParams
+from engine.runner.executor import Executor
+
+GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
+# One of each kind of sampling; a row that draws is shaped, and shaped rows take other kernels.
+SAMPLING_KINDS = (
+    SamplingParams(max_tokens=1, temperature=1.0),
+    SamplingParams(max_tokens=1, temperature=0.7, top_k=20, top_p=0.9, min_p=0.01),
+    SamplingParams(max_tokens=1, temperature=0.0, logprobs=0),
+    SamplingParams(max_tokens=1, temperature=1.0, logprobs=20),
+    SamplingParams(max_tokens=0, temperature=0.0, label_token_ids=(0, 1)),
+    SamplingParams(
+        max_tokens=1,
+        min_tokens=1,
+        temperature=1.0,
+        stop_token_ids=(0,),
+        logit_bias={0: 1.0},
+        presence_penalty=0.5,
+        frequency_penalty=0.5,
+        repetition_penalty=1.1,
+    ),
+)
+# As much of a vocabulary at once as prompts are ever read with, and more than one slice of it.
+ASKED_PROMPT_TOKENS = 80
+ASKS_PROMPT = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=20)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _DummyRow:
+    num_computed_tokens: int
+    num_new_tokens: int
+    params: SamplingParams = GREEDY
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_computed_tokens + self.num_new_tokens
+
+
+def warm_up(
+    executor: Executor, *, num_rows: int, num_blocks: int, max_tokens: int, max_row_tokens: int
+) -> None:
+    """Run each kind of step once, within so many rows, blocks, and new tokens a step and a row."""
+    block_size = executor.layout.block_size
+    is_gpu = executor.model.device.type == "cuda"
+    for rows in _gpu_steps(num_rows, max_tokens, max_row_tokens) if is_gpu else _cpu_steps():
+        needed_blocks = sum(-(-row.num_tokens // block_size) for row in rows)
+        if (
+            len(rows) <= num_rows
+            and needed_blocks <= num_blocks
+            and sum(row.num_new_tokens for row in rows) <= max_tokens
+        ):
+            executor.launch(_plan(rows, block_size)).wait()
+            executor.launch(_release(len(rows))).wait()
+
+
+def _cpu_steps() -> Iterator[list[_DummyRow]]:
+    """Shapes whose first run is slow: chunks of one row, and rows that decode together."""
+    for num_tokens in (64, 16, 4, 1):
+        yield [_DummyRow(num_computed_tokens=0, num_new_tokens=num_tokens)]
+    for num_rows in (2, 4, 8):
+        yield [_DummyRow(num_computed_tokens=0, num_new_tokens=1)] * num_rows
+
+
+def _gpu_steps(num_rows: int, max_tokens: int, max_row_tokens: int) -> Iterator[list[_DummyRow]]:
+    """Every size of a step up to a factor of two, every kind of batch, every kind of sampling."""
+    size = max_tokens
+    while size > 1:
+        yield [
+            _DummyRow(num_computed_tokens=0, num_new_tokens=min(max_row_tokens, size - start))
+            for start in range(0, size, max_row_tokens)
+        ]
+        num_new_tokens = min(size // 2 + 1, max_row_tokens - 16)
+        if num_new_tokens > 0:
+            yield [_DummyRow(num_computed_tokens=16, num_new_tokens=num_new_tokens)]
+        size //= 2
+    for count in (1, 2, 3, num_rows // 2, num_rows):
+        if count > 0:
+            yield [_DummyRow(num_computed_tokens=3, num_new_tokens=1)] * count
+    single = _DummyRow(num_computed_tokens=40, num_new_tokens=1)
+    chunk = _DummyRow(num_computed_tokens=0, num_new_tokens=5)
+    later_chunk = _DummyRow(num_computed_tokens=33, num_new_tokens=7)
+    yield [single, chunk]
+    yield [single, single, chunk, later_chunk]
+    for params in SAMPLING_KINDS:
+        row = _DummyRow(num_computed_tokens=0, num_new_tokens=2, params=params)
+        yield [row]
+        yield [row, row, chunk]
+    asked = min(ASKED_PROMPT_TOKENS, max_row_tokens)
+    yield [_DummyRow(num_computed_tokens=0, num_new_tokens=asked, params=ASKS_PROMPT)]
+
+
+def _plan(rows: Sequence[_DummyRow], block_size: int) -> StepPlan:
+    """A step that admits `rows` on consecutive blocks, computes their new tokens and samples."""
+    admissions = []
+    next_block = 0
+    for index, row in enumerate(rows):
+        end_block = next_block - (-row.num_tokens // block_size)
+        admissions.append(
+            RowAdmission(
+                row=index,
+                token_ids=[0] * row.num_tokens,
+                num_prompt_tokens=row.num_tokens,
+                params=row.params,
+                block_ids=list(range(next_block, end_block)),
+            )
+        )
+        next_block = end_block
+    return StepPlan(
+        step=0,
+        admissions=admissions,
+        rows=list(range(len(rows))),
+        num_new_tokens=[row.num_new_tokens for row in rows],
+        num_computed_tokens=[row.num_computed_tokens for row in rows],
+        num_logits=[1] * len(rows),
+        samples=[True] * len(rows),
+        new_block_ids=[[] for _ in rows],
+    )
+
+
+def _release(num_rows: int) -> StepPlan:
+    return StepPlan(
+        step=0,
+        released_rows=list(range(num_rows)),
+        rows=[],
+        num_new_tokens=[],
+        num_computed_tokens=[],
+        num_logits=[],
+        samples=[],
+        new_block_ids=[],
+    )

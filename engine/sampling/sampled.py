@@ -1,0 +1,113 @@
+"""What an executor needs of sampling, and what sampling returns.
+
+Returned are tensors on the device, which nobody has waited for yet. Knows neither how a token was
+chosen nor when it is read.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Protocol
+
+import msgspec
+from torch import Tensor
+
+from engine.plan import TokenLogprobs
+from engine.request import SamplingParams
+from kernels.sampling.rows import GreedyChoice
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogprobTensors:
+    """Log-probabilities of the P lines that asked for them."""
+
+    positions: list[int]  # [P]  which lines of the batch, ascending
+    limits: list[int]  # [P]  how many of the best tokens each asked for, at most K
+    chosen: Tensor  # fp32 [P]  NaN where nothing could be drawn
+    top_ids: Tensor  # int64 [P, K]  best first, lower id among equals
+    top_values: Tensor  # fp32 [P, K]
+    num_finite: Tensor  # int64 [P]  leading entries of `top_values` above -inf
+
+    def map(self, copy: Callable[[Tensor], Tensor]) -> "LogprobTensors":
+        """The same with `copy` applied to every tensor, to bring them to the host for instance."""
+        return LogprobTensors(
+            positions=self.positions,
+            limits=self.limits,
+            chosen=copy(self.chosen),
+            top_ids=copy(self.top_ids),
+            top_values=copy(self.top_values),
+            num_finite=copy(self.num_finite),
+        )
+
+    def records(self, num_lines: int) -> list[TokenLogprobs | None]:
+        """[num_lines] None for lines that did not ask or drew nothing. The tensors are read here.
+
+        num_lines: S of the batch they were made for.
+        """
+        found: list[TokenLogprobs | None] = [None] * num_lines
+        chosen: list[float] = self.chosen.tolist()
+        top_ids, top_values = self.top_ids.tolist(), self.top_values.tolist()
+        for p, num_finite in enumerate(self.num_finite.tolist()):
+            if not math.isnan(chosen[p]):
+                # A token the model itself rules out (-inf) is no alternative, so it is not listed.
+                k = min(self.limits[p], num_finite)
+                record = TokenLogprobs(chosen[p], top_ids[p][:k], top_values[p][:k])
+                found[self.positions[p]] = record
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LabelTensors:
+    """Log-probabilities of the labels of P lines, which draw no token; L labels in all."""
+
+    positions: list[int]  # [P]  which lines of the batch, ascending
+    counts: list[int]  # [P]  labels of each
+    values: Tensor  # fp32 [L]  line by line
+
+    def map(self, copy: Callable[[Tensor], Tensor]) -> "LabelTensors":
+        """The same with `copy` applied to the tensor."""
+        return replace(self, values=copy(self.values))
+
+    def by_line(self) -> dict[int, list[float]]:
+        """Position -> its labels' log-probabilities. The tensor is read here."""
+        values: Iterator[float] = iter(self.values.tolist())
+        return {
+            position: list(islice(values, count))
+            for position, count in zip(self.positions, self.counts, strict=True)
+        }
+
+
+class SampledTensors(msgspec.Struct, frozen=True, kw_only=True):
+    """What was drawn, in the order of the rows that were asked for."""
+
+    token_ids: Tensor  # int64 [S]  0 where not finite, not to be used
+    is_finite: Tensor  # bool [S]  False = nothing could be drawn
+    logprobs: LogprobTensors | None  # None = no row asked
+    labels: LabelTensors | None = None  # of rows whose token is not to be used; None = no such row
+
+    def is_choice(self, choice: GreedyChoice) -> bool:
+        """Whether this is `choice` itself, of which nothing had to be changed, and no more."""
+        return (
+            self.token_ids is choice.token_ids
+            and self.is_finite is choice.is_finite
+            and self.logprobs is None
+        )
+
+
+class RowSampler(Protocol):
+    """Keeps each row's sampling state; `sample` and `accept_token` advance it and queue work."""
+
+    def add(
+        self, row: int, params: SamplingParams, prompt_ids: list[int], output_ids: list[int]
+    ) -> None: ...
+
+    def remove(self, row: int) -> None: ...
+
+    def accept_token(self, row: int, token_id: int) -> None: ...
+
+    def sample(
+        self, logits: Tensor, rows: list[int], greedy: GreedyChoice | None = None
+    ) -> SampledTensors:
+        """logits: [S, vocab], one line for each of `rows`; `greedy`: their argmax, if known."""
+        ...

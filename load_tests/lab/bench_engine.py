@@ -1,0 +1,271 @@
+"""What one engine on one GPU reaches: prefill tokens/s, decode ms/step, latency of short prompts.
+
+    python -m load_tests.lab.bench_engine --shapes qwen3-8b --peer peer.txt --chain chain.txt
+    python -m load_tests.lab.bench_engine --works decode_bs256 --no-host --eager
+    python -m load_tests.lab.bench_engine --profile --works prefill_16x4096 decode_bs64 --traces DIR
+
+In this process, random weights, greedy, no end of sequence, prefix cache off, and timed as the
+peer times itself: prompts are new in every round; a prefill is the median of rounds in which every
+prompt gets one token, a decode step the 128th part of the median for 129 tokens less that for one.
+`--peer` reads its RESULT line and `--chain` what a bare chain of kernels printed. Knows no Ray.
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from configs.load import load_config
+from configs.schema import AppConfig
+from engine.scheduling.contracts import StepOutput
+from load_tests.lab.comparison import Comparison, compare, read_chain, read_peer, render_comparisons
+from load_tests.lab.floors import H200, floor_s
+from load_tests.lab.host_work import measure_host_work
+from load_tests.lab.in_process import EngineInProcess
+from load_tests.lab.kernel_profile import (
+    KernelRun,
+    draw_profile,
+    group_times_us,
+    longest_kernels,
+    read_trace,
+    render_kernels,
+    render_profile,
+)
+from load_tests.lab.shapes import SHAPES, write_shapes
+from load_tests.lab.works import DECODE_STEPS, DECODES, WORKS, Kind, Work
+from load_tests.prompts import RandomPrompts
+from load_tests.tables import Figure, describe_machine, render
+
+NUM_ROUNDS = {Kind.PREFILL: 3, Kind.SHORT_PREFILL: 7, Kind.DECODE: 3}
+WARM_UPS = ((8, 128, 8), (64, 512, 4))  # prompts, their tokens, new tokens
+HOST_WORK = DECODES[3]  # the largest batch: most work for the host, least time on the device
+NUM_TRACED_STEPS = 16
+NUM_TRACED_TOKENS = 512  # of every row: the first to decode must still be here with the last
+NUM_LISTED_KERNELS = 20
+
+
+class Bench:
+    """Times works on one engine; prompts are random ids, never the same twice."""
+
+    def __init__(self, ours: EngineInProcess, *, seed: int = 0) -> None:
+        self.ours = ours
+        self._random = RandomPrompts(ours.engine.spec.vocab_size, seed=seed)
+
+    def warm_up(self) -> None:
+        """What the peer runs before its first figure."""
+        for num_rows, num_tokens, num_new in WARM_UPS:
+            self._seconds(num_rows, num_tokens, num_new)
+
+    def rounds_s(self, work: Work) -> list[float]:
+        """A duration of every round: of the whole prefill, or of one decode step on average."""
+        num_rounds = range(NUM_ROUNDS[work.kind])
+        firsts_s = [self._seconds(work.num_rows, work.num_tokens, 1) for _ in num_rounds]
+        if work.kind is not Kind.DECODE:
+            return firsts_s
+        num_new = 1 + DECODE_STEPS
+        alls_s = [self._seconds(work.num_rows, work.num_tokens, num_new) for _ in num_rounds]
+        return step_rounds_s(firsts_s, alls_s)
+
+    def trace(self, work: Work, path: Path) -> None:
+        """Write the profiler's trace of a prefill, or of decode steps of all rows, to `path`."""
+        is_decode = work.kind is Kind.DECODE
+        for prompt in self.prompts(work.num_rows, work.num_tokens):
+            self.ours.add(prompt, NUM_TRACED_TOKENS if is_decode else 1)
+        if is_decode:
+            self._step_until_decoding(work.num_rows)
+        on_gpu = torch.cuda.is_available()
+        activity = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
+        with profile(activities=[activity], acc_events=True) as profiler:
+            if is_decode:
+                for _ in range(NUM_TRACED_STEPS):
+                    self.ours.step()
+            else:
+                self.ours.run_until_idle(_ignore)
+            if on_gpu:
+                torch.cuda.synchronize()  # with a step in flight its kernels belong here too
+        profiler.export_chrome_trace(str(path))
+        self.ours.run_until_idle(_ignore)
+
+    def prompts(self, num_rows: int, num_tokens: int) -> list[list[int]]:
+        return self._random.draw(num_rows, num_tokens)
+
+    def _step_until_decoding(self, num_rows: int) -> None:
+        """Until a step computed one token for each of `num_rows` rows and nothing else."""
+        while self.ours.engine.core.has_work:
+            output = self.ours.step()
+            if len(output.tokens) == output.num_scheduled_tokens == num_rows:
+                return
+        raise AssertionError(f"{num_rows} rows never decoded together")
+
+    def _seconds(self, num_rows: int, num_tokens: int, num_new: int) -> float:
+        """From adding `num_rows` prompts until each has `num_new` tokens on the host."""
+        prompts = self.prompts(num_rows, num_tokens)
+        started_s = time.perf_counter()
+        answers = self.ours.generate(prompts, num_new)
+        took_s = time.perf_counter() - started_s
+        assert all(len(answer) == num_new for answer in answers), "not every token was generated"
+        return took_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Results:
+    """All that a run measured."""
+
+    comparisons: list[Comparison]
+    host: list[Figure]
+    about: dict[str, object]
+
+    def render(self, *, is_document: bool) -> str:
+        """Tables in Markdown; without a list of circumstances where it is for a document."""
+        parts = [render_comparisons(self.comparisons)] if self.comparisons else []
+        parts += [render(self.host)] if self.host else []
+        if not is_document:
+            parts.append("\n".join(f"{name}: {value}" for name, value in self.about.items()))
+        return "\n\n".join(parts)
+
+    def to_json(self) -> str:
+        """One object on one line."""
+        host = {figure.name: {"value": figure.value, "unit": figure.unit} for figure in self.host}
+        works = {one.work.key: one.to_builtins() for one in self.comparisons}
+        return json.dumps({"about": self.about, "works": works, "host": host})
+
+
+def step_rounds_s(firsts_s: Sequence[float], alls_s: Sequence[float]) -> list[float]:
+    """Seconds a decode step, by round: what a round took beyond the median of first tokens."""
+    first_s = statistics.median(firsts_s)
+    return [(all_s - first_s) / DECODE_STEPS for all_s in alls_s]
+
+
+def run_works(
+    bench: Bench, works: Sequence[Work], peer: dict[str, float], chain: dict[str, float]
+) -> list[Comparison]:
+    """Time every work, in order, and set it beside what others reached."""
+    engine = bench.ours.engine
+    floors = [floor_s(work, engine.spec, engine.layout.dtype, H200) for work in works]
+    return [
+        compare(work, bench.rounds_s(work), least_s, peer=peer, chain=chain)
+        for work, least_s in zip(works, floors, strict=True)
+    ]
+
+
+def profile_works(bench: Bench, works: Sequence[Work], folder: Path, png: Path | None) -> str:
+    """Trace every work into `folder`; tables, and maybe a picture, of where the time went."""
+    folder.mkdir(parents=True, exist_ok=True)
+    runs: dict[str, list[KernelRun]] = {}
+    for work in works:
+        path = folder / f"{work.key}.json"
+        bench.trace(work, path)
+        runs[work.label] = read_trace(path)
+    profiles = {label: group_times_us(kernels) for label, kernels in runs.items()}
+    lists = [
+        f"{label}:\n{render_kernels(longest_kernels(kernels, NUM_LISTED_KERNELS))}"
+        for label, kernels in runs.items()
+    ]
+    if png is not None:
+        draw_profile(profiles, png)
+    return "\n\n".join([render_profile(profiles), *lists])
+
+
+def engine_config(folder: Path, args: argparse.Namespace) -> AppConfig:
+    """The configuration of the engine under test, from the command line's switches."""
+    overrides: dict[str, object] = {
+        "model.path": str(folder),
+        "model.device": args.device,
+        "model.dtype": "bfloat16" if args.device == "cuda" else "auto",
+        "model.weights": args.weights,
+        "model.max_model_len": args.max_model_len,
+        "model.deterministic": args.deterministic,
+        "model.attention.prefill": args.attention_prefill,
+        "model.attention.decode": args.attention_decode,
+        "cache.enable_prefix_cache": False,
+        "cache.num_blocks": args.num_blocks,
+        "scheduler.max_step_tokens": args.max_step_tokens,
+        "scheduler.max_rows": args.max_rows,
+        "scheduler.overlap": False if args.no_overlap else None,
+        "execution.cuda_graphs": False if args.eager else None,
+    }
+    return load_config(None, overrides)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    model = parser.add_mutually_exclusive_group()
+    model.add_argument("--shapes", choices=sorted(SHAPES), default="qwen3-8b")
+    model.add_argument("--model", type=Path, help="a folder with config.json instead of --shapes")
+    parser.add_argument("--weights", choices=("random", "safetensors"), default="random")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--max-model-len", type=int, default=16384)
+    parser.add_argument("--max-step-tokens", type=int, default=16384)
+    parser.add_argument("--max-rows", type=int, default=256)
+    parser.add_argument("--num-blocks", type=int, help="default: as many as fit")
+    parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
+    parser.add_argument("--no-overlap", action="store_true", help="one step at a time")
+    parser.add_argument("--attention-prefill", default="auto", metavar="NAME")
+    parser.add_argument("--attention-decode", default="auto", metavar="NAME")
+    parser.add_argument("--deterministic", action="store_true")
+    parser.add_argument("--works", nargs="*", default=[""], help="parts of names; default: all")
+    parser.add_argument("--no-host", action="store_true", help="leave out the host's work")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--peer", type=Path, help="file with the peer's RESULT line")
+    parser.add_argument("--chain", type=Path, help="file with what the plain chain printed")
+    output = parser.add_mutually_exclusive_group()
+    output.add_argument("--json", action="store_true", help="one object")
+    output.add_argument("--markdown", action="store_true", help="tables only, for a document")
+    parser.add_argument("--profile", action="store_true", help="where the time goes, no figures")
+    parser.add_argument("--traces", type=Path, help="keep the profiler's traces in this folder")
+    parser.add_argument("--png", type=Path, help="draw the profile; needs matplotlib")
+    return parser
+
+
+def describe(bench: Bench, args: argparse.Namespace) -> dict[str, object]:
+    """What a reader must know to judge the figures."""
+    on_gpu = args.device == "cuda"
+    switches = ("deterministic", "eager", "no_overlap", "attention_prefill", "attention_decode")
+    return describe_machine() | {
+        "device": torch.cuda.get_device_name() if on_gpu else "cpu",
+        "torch": torch.__version__,
+        "engine": bench.ours.engine.describe(),
+        "compiled_since_ready": bench.ours.engine.compilations.names,
+        "max_step_tokens": args.max_step_tokens,
+        **{name: getattr(args, name) for name in switches},
+    }
+
+
+def run(args: argparse.Namespace, scratch: Path) -> str:
+    """Build the engine, measure what `args` asks for, and return what is to be printed."""
+    peer = read_peer(args.peer) if args.peer else {}
+    chain = read_chain(args.chain) if args.chain else {}
+    works = [work for work in WORKS if any(part in work.key for part in args.works)]
+    folder = args.model or write_shapes(args.shapes, scratch)
+    bench = Bench(EngineInProcess(engine_config(folder, args)), seed=args.seed)
+    bench.warm_up()
+    if args.profile:
+        return profile_works(bench, works, args.traces or scratch, args.png)
+    comparisons = run_works(bench, works, peer, chain)
+    host = []
+    if not args.no_host:
+        prompts = bench.prompts(HOST_WORK.num_rows, HOST_WORK.num_tokens)
+        host = measure_host_work(bench.ours, prompts)
+    results = Results(comparisons=comparisons, host=host, about=describe(bench, args))
+    return results.to_json() if args.json else results.render(is_document=args.markdown)
+
+
+def main() -> None:
+    args = build_parser().parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        print(run(args, Path(scratch)))
+
+
+def _ignore(output: StepOutput) -> None:
+    """Only time matters here."""
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""The least time a work can take on a machine, from what it must read, write and multiply.
+
+    decode step   max(bytes / bandwidth, flops / peak), bytes = weights + K and V read and written
+    prefill       max(flops / peak, weight bytes / bandwidth), flops = linear + causal attention
+
+Activations, norms, rotation and sampling are left out, so no engine reaches a floor.
+"""
+
+from dataclasses import dataclass
+
+from engine.kv.layout import DTYPE_BYTES, KvDtype
+from engine.models.spec import ModelSpec
+from load_tests.lab.works import DECODE_STEPS, Kind, Work
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What one device sustains, as measured: device copies and dense matrix products."""
+
+    bytes_per_s: float
+    flops_per_s: float
+
+    def seconds(self, num_bytes: float, flops: float) -> float:
+        """Memory and arithmetic overlap perfectly."""
+        return max(num_bytes / self.bytes_per_s, flops / self.flops_per_s)
+
+
+H200 = Machine(bytes_per_s=4.29e12, flops_per_s=805e12)  # bf16
+
+
+def floor_s(work: Work, spec: ModelSpec, dtype: KvDtype, machine: Machine) -> float:
+    """Seconds of `work` (of one average step, for decode) at the machine's limits."""
+    if work.kind is not Kind.DECODE:
+        return _prefill_floor_s(work, spec, dtype, machine)
+    # Step i of DECODE_STEPS attends to the prompt, the first token and those of i - 1 steps.
+    num_keys = work.num_tokens + (DECODE_STEPS + 1) / 2
+    return decode_floor_s(work.num_rows, num_keys, spec, dtype, machine)
+
+
+def decode_floor_s(
+    num_rows: int, num_keys: float, spec: ModelSpec, dtype: KvDtype, machine: Machine
+) -> float:
+    """One step of `num_rows` rows that attend to `num_keys` keys each, their own included."""
+    keys = _attended_keys(num_keys, spec)
+    num_bytes = DTYPE_BYTES[dtype] * (
+        layer_parameters(spec) * spec.num_layers
+        + head_parameters(spec)
+        + num_rows * spec.hidden_size  # of the embedding
+        + num_rows * (keys + spec.num_layers) * 2 * spec.num_kv_heads * spec.head_dim
+    )
+    linear = layer_parameters(spec) * spec.num_layers + head_parameters(spec)
+    attention = 2 * keys * spec.num_heads * spec.head_dim
+    return machine.seconds(num_bytes, 2 * num_rows * (linear + attention))
+
+
+def layer_parameters(spec: ModelSpec) -> int:
+    """Elements of one layer's linear weights."""
+    heads = 2 * spec.num_heads + 2 * spec.num_kv_heads  # q, k, v and the output projection
+    return spec.hidden_size * (heads * spec.head_dim + 3 * spec.intermediate_size)
+
+
+def head_parameters(spec: ModelSpec) -> int:
+    """Elements of the weight that makes logits."""
+    return spec.hidden_size * spec.vocab_size
+
+
+def _prefill_floor_s(work: Work, spec: ModelSpec, dtype: KvDtype, machine: Machine) -> float:
+    parameters = layer_parameters(spec) * spec.num_layers
+    linear = work.num_rows * (work.num_tokens * parameters + head_parameters(spec))
+    pairs = sum(_causal_pairs(work.num_tokens, window) for window in spec.layer_windows)
+    attention = 2 * work.num_rows * pairs * spec.num_heads * spec.head_dim
+    num_bytes = DTYPE_BYTES[dtype] * (parameters + head_parameters(spec))
+    return machine.seconds(num_bytes, 2 * (linear + attention))
+
+
+def _attended_keys(num_keys: float, spec: ModelSpec) -> float:
+    """Keys a query reads, summed over layers."""
+    return sum(
+        num_keys if window is None else min(num_keys, window) for window in spec.layer_windows
+    )
+
+
+def _causal_pairs(num_tokens: int, window: int | None) -> int:
+    """(query, key) pairs of one prompt in one layer."""
+    reach = num_tokens if window is None else min(window, num_tokens)
+    return reach * (reach + 1) // 2 + (num_tokens - reach) * reach

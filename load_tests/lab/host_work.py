@@ -1,0 +1,214 @@
+"""What the host does between two launches, and how steady steps are while streams are encoded.
+
+A worker's event loop shares the interpreter with the thread that steps the engine. Here that loop
+is stood in for by one in another thread: it encodes each step's tokens as one message per stream,
+as a worker does, and decodes them too, which there is the ingresses' work.
+"""
+
+import asyncio
+import gc
+import statistics
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from engine.core import NUM_KEPT_STEPS, StepTimesStatistics
+from engine.messages import LoadReport, StepMessage, TokenRecord, decode, encode
+from engine.scheduling.contracts import StepOutput
+from load_tests.lab.in_process import EngineInProcess
+from load_tests.tables import Figure, median_figure
+
+NUM_STREAMS = 8
+# More than the engine remembers, so that what it reports is of steps without prompts.
+NUM_TOKENS = NUM_KEPT_STEPS + 32
+NUM_ENCODE_ROUNDS = 51
+NUM_NEIGHBOURS = 32
+
+Tokens = Sequence[tuple[str, TokenRecord]]
+
+
+def measure_host_work(
+    ours: EngineInProcess, prompts: Sequence[Sequence[int]], *, num_tokens: int = NUM_TOKENS
+) -> list[Figure]:
+    """Decode all prompts together: alone, then with NUM_STREAMS streams encoded beside."""
+    gc.collect()
+    gc.freeze()  # as a worker does once it has loaded
+    try:
+        alone = _decode(ours, prompts, num_tokens, None)
+        times = ours.engine.core.statistics()
+        with StreamReaders(NUM_STREAMS, ours.engine.load()) as readers:
+            beside = _decode(ours, prompts, num_tokens, readers)
+    finally:
+        gc.unfreeze()
+    encode_us = _encode_rounds_us(alone.tokens, ours.engine.load())
+    return [
+        *_host_figures(times),
+        median_figure(f"host: encode {NUM_STREAMS} messages", encode_us, "us/step"),
+        *_step_figures("step", alone.durations_s),
+        *_step_figures(f"step beside {NUM_STREAMS} streams", beside.durations_s),
+    ]
+
+
+class StreamReaders:
+    """A loop in another thread with one reader a stream; a context manager."""
+
+    def __init__(self, num_streams: int, load: LoadReport) -> None:
+        self._names = [f"stream-{i}" for i in range(num_streams)]
+        self._load = load
+        self._queues: dict[str, asyncio.Queue[list[TokenRecord] | None]] = {}
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="readers", daemon=True)
+        self._num_published = 0
+        self.num_read = 0
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._loop.call_soon_threadsafe(self._end)
+        self._thread.join()
+        if error is None:
+            lost = self._num_published - self.num_read
+            assert lost == 0, f"{lost} of {self._num_published} records were not read"
+
+    def publish(self, tokens: Tokens) -> None:
+        """Hand one step's tokens to the loop; returns at once."""
+        self._num_published += len(tokens)
+        self._loop.call_soon_threadsafe(self._deliver, tokens)
+
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._read_all())
+
+    async def _read_all(self) -> None:
+        readers = [self._read(name, self._queue(name)) for name in self._names]
+        await asyncio.gather(*readers)
+
+    async def _read(self, name: str, queue: "asyncio.Queue[list[TokenRecord] | None]") -> None:
+        step_seq = 0
+        while (tokens := await queue.get()) is not None:
+            data = encode(_message(name, step_seq, self._load, tokens))
+            self.num_read += len(decode(data, StepMessage).tokens)
+            step_seq += 1
+
+    def _queue(self, name: str) -> "asyncio.Queue[list[TokenRecord] | None]":
+        return self._queues.setdefault(name, asyncio.Queue())
+
+    def _deliver(self, tokens: Tokens) -> None:
+        for name, records in split_by_stream(tokens).items():
+            self._queue(name).put_nowait(records)
+
+    def _end(self) -> None:
+        for name in self._names:
+            self._queue(name).put_nowait(None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Decoding:
+    """Steps in which every row had a token, and the tokens of the last one."""
+
+    durations_s: list[float]
+    tokens: Tokens
+
+
+def split_by_stream(tokens: Tokens) -> dict[str, list[TokenRecord]]:
+    """One step's records by the stream they go to."""
+    records: dict[str, list[TokenRecord]] = {}
+    for name, record in tokens:
+        records.setdefault(name, []).append(record)
+    return records
+
+
+def _decode(
+    ours: EngineInProcess,
+    prompts: Sequence[Sequence[int]],
+    num_tokens: int,
+    readers: StreamReaders | None,
+) -> _Decoding:
+    """Steps are timed from the return of one to the return of the next."""
+    for i, prompt in enumerate(prompts):
+        ours.add(prompt, num_tokens, ingress=f"stream-{i % NUM_STREAMS}")
+    durations_s: list[float] = []
+    full: list[Tokens] = []
+    ended_s = time.perf_counter()
+
+    def note(output: StepOutput) -> None:
+        nonlocal ended_s
+        now_s = time.perf_counter()
+        if len(output.tokens) == output.num_scheduled_tokens == len(prompts):
+            if full:
+                durations_s.append(now_s - ended_s)
+            full[:] = [output.tokens]
+        if readers is not None:
+            readers.publish(output.tokens)
+        ended_s = now_s
+
+    ours.run_until_idle(note)
+    assert durations_s, f"{len(prompts)} prompts never decoded together"
+    return _Decoding(durations_s, full[0])
+
+
+def _message(name: str, step_seq: int, load: LoadReport, tokens: list[TokenRecord]) -> StepMessage:
+    return StepMessage(worker=name, incarnation="0", step_seq=step_seq, load=load, tokens=tokens)
+
+
+def _encode_rounds_us(tokens: Tokens, load: LoadReport) -> list[float]:
+    """Splitting and encoding one step's tokens, with nothing else going on."""
+    rounds_us = []
+    for i in range(NUM_ENCODE_ROUNDS):
+        started_s = time.perf_counter()
+        for name, records in split_by_stream(tokens).items():
+            encode(_message(name, i, load, records))
+        rounds_us.append(1e6 * (time.perf_counter() - started_s))
+    return rounds_us
+
+
+def _host_figures(times: StepTimesStatistics) -> list[Figure]:
+    parts = {"plan": times.plan, "launch": times.launch, "commit": times.commit}
+    means_us = {name: 1e6 * part.mean_s for name, part in parts.items()}
+    return [
+        *(
+            Figure(name=f"host: {name}", value=mean_us, unit="us/step")
+            for name, mean_us in means_us.items()
+        ),
+        Figure(name="host: sum of these", value=sum(means_us.values()), unit="us/step"),
+        Figure(name="host: waits for the device", value=1e6 * times.wait.mean_s, unit="us/step"),
+    ]
+
+
+def _step_figures(name: str, durations_s: Sequence[float]) -> list[Figure]:
+    durations_ms = [1e3 * duration_s for duration_s in durations_s]
+    return [
+        Figure(name=f"{name}, p50", value=statistics.median(durations_ms), unit="ms"),
+        Figure(name=f"{name}, p99", value=_p99(durations_ms), unit="ms"),
+        Figure(
+            name=f"{name}, p99 above its neighbours",
+            value=_p99(above_neighbours(durations_ms)),
+            unit="ms",
+        ),
+    ]
+
+
+def above_neighbours(durations: Sequence[float]) -> list[float]:
+    """What each step took beyond the median of those around it.
+
+    Contexts grow by a token a step, so later steps take longer with nothing unsteady about them.
+    """
+    half = NUM_NEIGHBOURS // 2
+    return [
+        duration - statistics.median(durations[max(0, i - half) : i + half + 1])
+        for i, duration in enumerate(durations)
+    ]
+
+
+def _p99(values: Sequence[float]) -> float:
+    return sorted(values)[min(len(values) - 1, int(0.99 * len(values)))]

@@ -1,0 +1,163 @@
+"""Mixed loads at several rates within a time budget, and the search for the highest good rate.
+
+Serves nothing itself: whoever drives a load, in process or over HTTP, is a function.
+"""
+
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+from load_tests.lab.one_batch import BatchFigure, render_batches
+from load_tests.mixed_load import MixedLoad, Served
+from load_tests.mixed_report import Limits, Numbers, Point, Run, render_report
+
+GOOD_SHARE = 0.9  # of requests within the limits
+SEARCH_STEP = 0.05  # the highest good rate is known to within this share of it
+DRAIN_SHARE = 1.15  # of a run's arrivals, until the last token
+
+Serve = Callable[[MixedLoad], list[Served]]
+
+
+class Budget:
+    """How much of the bench's time is left."""
+
+    def __init__(self, total_s: float, now_s: Callable[[], float] = time.perf_counter) -> None:
+        self._now_s = now_s
+        self._end_s = now_s() + total_s
+        self.left_out: list[str] = []
+
+    def allows(self, what: str, seconds: float) -> bool:
+        """Whether `what` may still run; if not, it is remembered as left out."""
+        if self._now_s() + seconds <= self._end_s:
+            return True
+        self.left_out.append(what)
+        return False
+
+
+@dataclass(slots=True, kw_only=True)
+class Results:
+    """All that was measured so far."""
+
+    limits: Limits | None
+    peers: Sequence[tuple[str, Numbers]]
+    points: list[Point] = field(default_factory=list)
+    best_rates: dict[str, float | None] = field(default_factory=dict)  # by variant
+    costs: dict[str, object] = field(default_factory=dict)  # fitted, by variant
+    # Likewise, and by rate: as they were when that rate had been measured.
+    costs_by_rate: dict[str, dict[float, object]] = field(default_factory=dict)
+    batches: list[BatchFigure] = field(default_factory=list)
+    about: dict[str, object] = field(default_factory=dict)
+
+    def render(self) -> str:
+        """Tables in Markdown, then what a reader must know of them."""
+        parts = [render_report(self.points, self.peers, self.limits)]
+        if self.best_rates:
+            best = ((v, "none" if r is None else f"{r:.3g}/s") for v, r in self.best_rates.items())
+            lines = (f"- {variant}: {rate}" for variant, rate in best)
+            parts.append(
+                f"Highest rate with {GOOD_SHARE:.0%} within limits:\n\n" + "\n".join(lines)
+            )
+        parts += [render_batches(self.batches)] if self.batches else []
+        parts.append("\n".join(f"{name}: {value}" for name, value in self.about.items()))
+        parts += [f"step costs, {name}: {json.dumps(costs)}" for name, costs in self.costs.items()]
+        return "\n\n".join(part for part in parts if part)
+
+    def to_json(self) -> str:
+        return json.dumps(
+            {
+                "about": self.about,
+                "limits": None if self.limits is None else asdict(self.limits),
+                "points": [point.to_builtins(self.limits) for point in self.points],
+                "peers": [{"name": name, **numbers} for name, numbers in self.peers],
+                "best_rates": self.best_rates,
+                "step_costs": self.costs,
+                "step_costs_by_rate": self.costs_by_rate,
+                "one_batch": [figure.to_builtins() for figure in self.batches],
+            }
+        )
+
+
+class Sweep:
+    """Loads of several rates, one variant at a time, as far as time allows."""
+
+    def __init__(
+        self, results: Results, budget: Budget, loads: Sequence[MixedLoad], path: Path | None
+    ) -> None:
+        """`loads`: one a seed, at a rate that is replaced; `path`: where results are kept."""
+        self._results = results
+        self._budget = budget
+        self._loads = loads
+        self._path = path
+
+    def measure(
+        self, variant: str, rate: float, serve: Serve, seeds: Sequence[int] | None = None
+    ) -> Point | None:
+        """All seeds (or those given) that time allows, pooled; None if it allows none."""
+        runs = []
+        for load in self._loads:
+            if seeds is not None and load.seed not in seeds:
+                continue
+            what = f"{variant} at {rate:.3g}/s, seed {load.seed}"
+            if not self._budget.allows(what, DRAIN_SHARE * load.duration_s):
+                continue
+            served = serve(replace(load, rate=rate))
+            runs.append(Run(duration_s=load.duration_s, seed=load.seed, served=served))
+            note(f"{what}: {Point(variant=variant, rate=rate, runs=runs[-1:]).numbers}")
+        if not runs:
+            return None
+        point = Point(variant=variant, rate=rate, runs=runs)
+        self._results.points.append(point)
+        self.save()
+        return point
+
+    def search(self, variant: str, serve: Serve, seeds: Sequence[int] | None = None) -> None:
+        """Narrow down the highest good rate, from the rates of `variant` that were measured."""
+        limits = self._results.limits
+        assert limits is not None, "a good rate is one within limits"
+        good = {p.rate: is_good(p, limits) for p in self._results.points if p.variant == variant}
+        while good and (rate := next_rate(good, SEARCH_STEP)) is not None:
+            point = self.measure(variant, rate, serve, seeds)
+            if point is None:
+                break
+            good[rate] = is_good(point, limits)
+        self._results.best_rates[variant] = _highest_good(good)
+        self.save()
+
+    def save(self) -> None:
+        """Write what is known by now: a run that is cut short has not been for nothing."""
+        self._results.about["left_out"] = self._budget.left_out
+        if self._path is not None:
+            self._path.write_text(self._results.to_json(), encoding="utf-8")
+
+
+def is_good(point: Point, limits: Limits) -> bool:
+    """Enough requests within limits, and a backlog that does not grow."""
+    return point.share_within(limits) >= GOOD_SHARE and not point.is_growing
+
+
+def next_rate(good: Mapping[float, bool], step: float) -> float | None:
+    """Where to look next for the highest good rate; None when it is known to within `step`."""
+    highest = _highest_good(good)
+    bad = [rate for rate, is_rate_good in good.items() if not is_rate_good]
+    if highest is None:
+        return min(bad) / 1.25
+    if not bad:
+        return highest * 1.25
+    return math.sqrt(highest * min(bad)) if min(bad) > highest * (1 + step) else None
+
+
+def note(text: str) -> None:
+    """A line of progress."""
+    print(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)
+
+
+def _highest_good(good: Mapping[float, bool]) -> float | None:
+    """Below every bad rate."""
+    first_bad = min(
+        (rate for rate, is_rate_good in good.items() if not is_rate_good), default=math.inf
+    )
+    return max((rate for rate in good if rate < first_bad), default=None)

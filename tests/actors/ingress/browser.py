@@ -1,0 +1,94 @@
+"""A headless browser, and a server of the page with recorded answers instead of an application."""
+
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+
+import pytest
+
+from actors.ingress.pages import PAGE_HEADERS, page
+
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+BROWSER_TIMEOUT_S = 120.0
+
+# The number of the question for /laps_status, from 0 -> status and body.
+Answer = Callable[[int], tuple[int, bytes]]
+
+
+def browser() -> str:
+    """Path of the installed browser; skips the test without one."""
+    found = next((path for name in NAMES if (path := shutil.which(name))), None)
+    if found is None:
+        pytest.skip(f"no chromium is installed: none of {', '.join(NAMES)} is on the PATH")
+    return found
+
+
+@contextmanager
+def serving(answer: Answer, probe: str = "") -> Iterator[str]:
+    """URL of the page as the ingress serves it, with the script `probe` run after its own."""
+    num_asked = iter(range(10**9))
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if self.path == "/app/laps":
+                script = f"<script>{probe}</script>".encode()
+                self._send(200, "text/html", page() + script, PAGE_HEADERS)
+            elif self.path == "/app/laps_status":
+                status, body = answer(next(num_asked))
+                self._send(status, "application/json", body, {"Cache-Control": "no-store"})
+            else:
+                self._send(404, "text/plain", b"", {})
+
+        def _send(self, status: int, kind: str, body: bytes, headers: dict[str, str]) -> None:
+            self.send_response(status)
+            for name, value in {"Content-Type": kind, **headers}.items():
+                self.send_header(name, value)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Quiet."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/app/laps"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def run_browser(
+    url: str,
+    profile: Path,
+    *actions: str,
+    size: tuple[int, int] = (1200, 1300),
+    dark: bool = False,
+    page_s: float = 3.0,
+) -> str:
+    """What the browser prints after `page_s` seconds of the page's own time."""
+    command = [
+        browser(),
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-dev-shm-usage",
+        "--hide-scrollbars",
+        f"--user-data-dir={profile}",
+        f"--window-size={size[0]},{size[1]}",
+        f"--virtual-time-budget={round(page_s * 1000)}",
+        f"--blink-settings=preferredColorScheme={0 if dark else 1}",
+        *actions,
+        url,
+    ]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=BROWSER_TIMEOUT_S, check=True
+    )
+    return done.stdout

@@ -1,0 +1,264 @@
+"""A whole ingress without Ray: the real routes and parts, tokens from a script, one fake worker."""
+
+import asyncio
+import math
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import httpx
+import msgspec
+from fastapi import FastAPI
+
+from actors.ingress.auth import ApiKeys
+from actors.ingress.composition import Edge
+from actors.ingress.generation import GenerationCounters, GenerationJob, Generations
+from actors.ingress.limits import Admission, RateLimits
+from actors.ingress.observation import Observation
+from actors.ingress.pipeline import Batchers, RequestPipeline
+from actors.ingress.routes import Api
+from actors.ingress.stopping import Stopping
+from actors.ingress.system_view import SystemView
+from actors.lifecycle.deployment import DeploymentSpec
+from actors.observability.metrics import IngressMetrics
+from actors.observability.recent_ttft import RecentTtft
+from actors.observability.tracing import NoTracing, Tracing
+from actors.openai.chat_dialect import build_dialect
+from actors.openai.served_model import ServedModel
+from actors.routing.worker_links import WorkerLink
+from actors.rpc.handles import WorkerHandle
+from configs.load import PROJECT_ROOT, load_config
+from engine.clock import Clock, MonotonicClock
+from engine.errors import CapacityError, RequestError, WorkerError
+from engine.messages import (
+    Assign,
+    LapsStatus,
+    LoadReport,
+    TokenizeReply,
+    TokenizeRequest,
+    TokenRecord,
+    Topology,
+)
+from engine.plan import TokenLogprobs
+from engine.request import PromptScores, RequestKey
+from engine.text.chat_template import read_template_text
+from engine.text.tokenizing import Tokenizing, load_tokenizer
+
+MODEL_FOLDER = PROJECT_ROOT / "demo_model" / "laps-demo"
+MAX_MODEL_LEN = 512
+MIN_VOCAB_SIZE = 256  # every byte-level tokenizer has so many tokens
+IDLE = LoadReport(queued_tokens=0, num_waiting=0, num_running=0, num_free_blocks=8, num_blocks=8)
+ASSIGN = Assign(prefill_worker="unified-0", decode_worker=None, length_class="short")
+
+Send = Callable[[httpx.AsyncClient], Awaitable[Any]]
+
+
+@dataclass(slots=True)
+class ScriptedWorkers:
+    """Stands in for `Generations`: as many tokens as asked for, or as `num_tokens` says."""
+
+    load: LoadReport = IDLE
+    num_tokens: int | None = None
+    error: Exception | None = None  # raised in place of the first token
+    joins_before: int | None = None  # the token before which the KV has moved; None = it stays
+    pause: Callable[[int], Coroutine[Any, Any, None]] | None = None  # before token i
+    token_ids: Sequence[int] | None = None  # what is said; None = 100 and its followers
+    waited_s: float | None = None  # in the worker's queue
+
+    def links(self) -> list[WorkerLink]:
+        handle = cast("WorkerHandle", object())
+        return [WorkerLink(name="unified-0", role="unified", handle=handle, load=self.load)]
+
+    async def run(
+        self,
+        job: GenerationJob,
+        on_placed: Callable[[Assign], None],
+        on_joined: Callable[[], None] = lambda: None,
+    ) -> AsyncGenerator[TokenRecord, None]:
+        if self.error is not None:
+            raise self.error
+        on_placed(ASSIGN)
+        if job.params.max_tokens == 0:
+            yield _end_of_prompt(job)
+            return
+        said = range(100, 100 + job.params.max_tokens)
+        num_tokens = min(self.num_tokens or job.params.max_tokens, job.params.max_tokens)
+        token_ids = (self.token_ids or said)[:num_tokens]
+        num_tokens = len(token_ids)
+        for index in range(num_tokens):
+            if self.pause is not None:
+                await self.pause(index)
+            if index == self.joins_before:
+                on_joined()
+            yield TokenRecord(
+                key=RequestKey(job.request_id, job.child),
+                index=index,
+                token_id=token_ids[index],
+                logprobs=_logprobs(job, token_ids[index]),
+                num_cached_tokens=0 if index == 0 else None,
+                waited_s=self.waited_s if index == 0 else None,
+                finish="length" if index == num_tokens - 1 else None,
+            )
+
+
+def _end_of_prompt(job: GenerationJob) -> TokenRecord:
+    """Of a request that asks for no token: each of its labels is half as likely as the last."""
+    labels = [-math.log(2) * rank for rank, _ in enumerate(job.params.label_token_ids, 1)]
+    return TokenRecord(
+        key=RequestKey(job.request_id, job.child),
+        index=0,
+        token_id=job.prompt_ids[-1],
+        is_output=False,
+        prompt=PromptScores(labels, []) if labels else None,
+        num_cached_tokens=0,
+        finish="length",
+    )
+
+
+def _logprobs(job: GenerationJob, token_id: int) -> TokenLogprobs | None:
+    """As many as asked for, the chosen token's best."""
+    num = job.params.logprobs
+    if num is None:
+        return None
+    top_ids = [(token_id + rank) % MIN_VOCAB_SIZE for rank in range(num)]
+    return TokenLogprobs(-0.25, top_ids, [-0.25 - rank for rank in range(num)])
+
+
+class _Generations:
+    """As much of `Generations` as the ingress touches."""
+
+    def __init__(self, workers: ScriptedWorkers) -> None:
+        self.links = workers
+        self.run = workers.run
+        self.counters = GenerationCounters()
+        self.num_open = 0
+        self.hasher = None  # no worker has said how it names blocks
+
+
+class _Batchers:
+    """Tokenises here."""
+
+    def __init__(self, tokenizing: Tokenizing) -> None:
+        self._tokenizing = tokenizing
+        self.num_calls = 0
+
+    async def ask(self, request: TokenizeRequest) -> TokenizeReply:
+        self.num_calls += 1
+        text = request.text or str(request.messages)
+        (ids,) = self._tokenizing.encode_batch([text], add_special_tokens=False)
+        if isinstance(ids, RequestError):
+            raise ids
+        return TokenizeReply(token_ids=ids)
+
+    async def tokenize(self, request: TokenizeRequest) -> list[int]:
+        return (await self.ask(request)).token_ids
+
+
+async def _no_topology() -> Topology:
+    raise WorkerError("there is no supervisor")
+
+
+async def _beat_nobody(_: Topology) -> None:
+    """There are no other actors."""
+
+
+async def no_allocator() -> LapsStatus:
+    """What an allocator that is away answers."""
+    raise CapacityError("there is no allocator")
+
+
+@dataclass(slots=True)
+class EdgeApp:
+    """The parts a test looks at."""
+
+    edge: Edge
+    app: FastAPI
+    workers: ScriptedWorkers
+    batchers: _Batchers
+
+    def ask(self, send: Send, server: tuple[str, int] = ("127.0.0.1", 8000)) -> Any:
+        """Run `send` with a client that talks to the application in this process."""
+
+        async def main() -> object:
+            transport = httpx.ASGITransport(app=self.app, raise_app_exceptions=False)
+            url = f"http://{server[0]}:{server[1]}"
+            async with httpx.AsyncClient(transport=transport, base_url=url) as client:
+                return await send(client)
+
+        return asyncio.run(main())
+
+    def post(self, body: dict[str, Any], **headers: str) -> httpx.Response:
+        """POST a completion; `_` in a header's name stands for `-`."""
+        sent = {name.replace("_", "-"): value for name, value in headers.items()}
+        whole = {"model": "tiny", "prompt": "hi there"} | body
+
+        async def send(client: httpx.AsyncClient) -> httpx.Response:
+            return await client.post("/v1/completions", json=whole, headers=sent)
+
+        response: httpx.Response = self.ask(send)
+        return response
+
+
+def edge_app(
+    overrides: dict[str, Any] | None = None,
+    *,
+    clock: Clock | None = None,
+    tracing: Tracing | None = None,
+    model_folder: Path = MODEL_FOLDER,
+    num_embeddings: int | None = None,
+    batchers: Batchers | None = None,
+) -> EdgeApp:
+    """An ingress with this configuration (dotted keys over the defaults), or with own batchers."""
+    config = load_config(None, overrides or {})
+    clock = clock or MonotonicClock()
+    tokenizing = load_tokenizer(model_folder, num_embeddings)
+    workers, own_batchers = ScriptedWorkers(), _Batchers(tokenizing)
+    batchers = batchers or cast("Batchers", own_batchers)
+    generations = cast("Generations", _Generations(workers))
+    recent = RecentTtft(clock)
+    metrics = IngressMetrics("tiny", recent)
+    model = ServedModel(
+        name="tiny",
+        max_model_len=MAX_MODEL_LEN,
+        vocab_size=tokenizing.vocab_size,
+        dialect=build_dialect(read_template_text(model_folder), config.api, tokenizing),
+    )
+    edge = Edge(
+        ingress_id="ingress-0",
+        spec=DeploymentSpec(config=config, model="m", hash="h", block_key=b""),
+        clock=clock,
+        model=model,
+        tokenizing=tokenizing,
+        batchers=batchers,
+        generations=generations,
+        system=SystemView(_no_topology, lambda _: None, set, _beat_nobody),
+        metrics=metrics,
+        recent_ttft=recent,
+        observation=Observation(metrics, generations, no_allocator),
+        pipeline=RequestPipeline(
+            model=model,
+            tokenizing=tokenizing,
+            batchers=batchers,
+            generations=generations,
+            metrics=metrics,
+            clock=clock,
+            timeout_s=config.edge.request_timeout_s,
+        ),
+        keys=ApiKeys(config.api.keys) if config.api.keys else None,
+        admission=Admission(
+            generations.links.links,
+            config.edge.max_queued_tokens,
+            max_wait_s=config.edge.max_predicted_wait_s,
+            max_short_tokens=config.laps.laps_length_threshold,
+        ),
+        stopping=Stopping(lambda: None),
+        rate_limits=RateLimits(config.api.limits, clock),
+        tracing=tracing or NoTracing(),
+    )
+    return EdgeApp(edge=edge, app=Api(edge).app(), workers=workers, batchers=own_batchers)
+
+
+def busy(queued_tokens: int, queued_s: float | None = None) -> LoadReport:
+    """A load with so much before the next prompt."""
+    return msgspec.structs.replace(IDLE, queued_tokens=queued_tokens, queued_s=queued_s)

@@ -1,0 +1,225 @@
+"""The life of a request at an ingress whose workers die, refuse and hand over; without Ray."""
+
+import asyncio
+import random
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Literal, cast
+
+import pytest
+
+from actors.ingress.generation import GenerationJob, Generations, new_request_id
+from actors.rpc.handles import AllocatorHandle, WorkerHandle
+from configs.schema import AppConfig
+from engine.clock import MonotonicClock
+from engine.errors import CapacityError, PoisonedError, WorkerError
+from engine.messages import (
+    FailureRecord,
+    LoadReport,
+    StepMessage,
+    Submit,
+    TokenRecord,
+    Topology,
+    WorkerStatus,
+)
+from engine.request import RequestKey, SamplingParams
+
+NUM_TOKENS = 9
+TURNS = 200  # of the event loop: more than anything here takes
+LOAD = LoadReport(queued_tokens=0, num_waiting=0, num_running=0, num_free_blocks=8, num_blocks=8)
+
+
+def token_at(index: int) -> int:
+    return 100 + index
+
+
+class FakeWorker:
+    """A unified worker whose every attempt is played by `play(worker, submit)`."""
+
+    def __init__(self, name: str, play: Callable[["FakeWorker", Submit], None]) -> None:
+        self.name = name
+        self._play = play
+        self._handoff_queue: asyncio.Queue[StepMessage | None] = asyncio.Queue()
+        self._next_seq = 0
+        self._num_lives = 1
+        self.submits: list[Submit] = []
+        self.dying: asyncio.Task[None] | None = None
+
+    def say(self, tokens: list[TokenRecord], failures: list[FailureRecord]) -> None:
+        message = StepMessage(
+            worker=self.name,
+            incarnation=str(self._num_lives),
+            step_seq=self._next_seq,
+            load=LOAD,
+            tokens=tokens,
+            failures=failures,
+        )
+        self._next_seq += 1
+        self._handoff_queue.put_nowait(message)
+
+    def emit(self, submit: Submit, num_tokens: int) -> None:
+        """The request's next tokens, as few as are left."""
+        first = len(submit.token_ids) - submit.num_prompt_tokens
+        for index in range(first, min(first + num_tokens, NUM_TOKENS)):
+            finish: Literal["length"] | None = "length" if index == NUM_TOKENS - 1 else None
+            self.say(
+                [TokenRecord(key=submit.key, index=index, token_id=token_at(index), finish=finish)],
+                [],
+            )
+
+    async def die_later(self) -> None:
+        """After the submit is answered, as a death by the request's own step is."""
+        for _ in range(TURNS):
+            await asyncio.sleep(0)
+        self._handoff_queue.put_nowait(None)
+
+    # ---- what an ingress calls
+
+    async def submit(self, submit: Submit) -> None:
+        self.submits.append(submit)
+        self._play(self, submit)
+
+    async def abort(self, key: RequestKey) -> None:
+        pass
+
+    async def acknowledge(self, ingress_id: str, step_seq: int) -> None:
+        pass
+
+    async def read(self, ingress_id: str) -> AsyncGenerator[StepMessage, None]:
+        self.say([], [])
+        while (message := await self._handoff_queue.get()) is not None:
+            yield message
+        self._num_lives += 1
+        raise WorkerError(f"{self.name} died")
+
+
+async def _no_allocator(name: str) -> AllocatorHandle:
+    raise WorkerError(f"{name} is away")
+
+
+async def _connected(generations: Generations) -> None:
+    for _ in range(TURNS):
+        if all(link.is_up for link in generations.links.links()):
+            return
+        await asyncio.sleep(0)
+    raise AssertionError("the workers are not connected")
+
+
+def play(
+    *scripts: Callable[[FakeWorker, Submit], None],
+    scenario: Callable[[Generations, list[FakeWorker]], Awaitable[None]],
+) -> None:
+    """Workers 0, 1, ... with a script each; all are connected when the scenario starts."""
+
+    async def main() -> None:
+        workers = {f"unified-{i}": FakeWorker(f"unified-{i}", s) for i, s in enumerate(scripts)}
+
+        async def find(name: str) -> WorkerHandle:
+            return cast("WorkerHandle", workers[name])
+
+        generations = Generations(
+            AppConfig(),
+            ingress_id="ingress-0",
+            find_worker=find,
+            find_allocator=_no_allocator,
+            clock=MonotonicClock(),
+        )
+        status = WorkerStatus(identity=None, state="ready")
+        generations.update(
+            Topology(
+                workers=dict.fromkeys(workers, status),
+                roles=dict.fromkeys(workers, "unified"),
+                batchers=[],
+                allocator="allocator",
+            )
+        )
+        async with asyncio.timeout(20):  # a hang is a failure, not a wait
+            await _connected(generations)
+            await scenario(generations, list(workers.values()))
+            await generations.close()
+
+    asyncio.run(main())
+
+
+def build_choice(*, seed: int = 1) -> GenerationJob:
+    return GenerationJob(
+        request_id=new_request_id(),
+        child=0,
+        prompt_ids=[5, 6, 7],
+        block_hashes=[],
+        params=SamplingParams(max_tokens=NUM_TOKENS, seed=seed),
+        deadline_s=MonotonicClock().now_s() + 20,
+    )
+
+
+async def run(generations: Generations, job: GenerationJob) -> list[int]:
+    async with aclosing(generations.run(job, lambda _: None)) as records:
+        return [record.token_id async for record in records]
+
+
+ALL = [token_at(index) for index in range(NUM_TOKENS)]
+
+
+def dies_after(num_tokens: int) -> Callable[[FakeWorker, Submit], None]:
+    def script(worker: FakeWorker, submit: Submit) -> None:
+        worker.emit(submit, num_tokens)
+        worker.dying = asyncio.ensure_future(worker.die_later())
+
+    return script
+
+
+def serves(worker: FakeWorker, submit: Submit) -> None:
+    worker.emit(submit, NUM_TOKENS)
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1])
+def test_a_request_that_ends_two_workers_is_not_tried_again(num_tokens: int) -> None:
+    async def scenario(generations: Generations, workers: list[FakeWorker]) -> None:
+        with pytest.raises(PoisonedError):
+            await run(generations, build_choice())
+        assert sum(len(worker.submits) for worker in workers) == 2
+        with pytest.raises(PoisonedError):  # nor the same from another client
+            await run(generations, build_choice(seed=random.randrange(99)))
+        assert sum(len(worker.submits) for worker in workers) == 2
+
+    play(*[dies_after(num_tokens)] * 4, scenario=scenario)
+
+
+def test_a_neighbour_of_such_a_request_gets_every_token_once() -> None:
+    async def scenario(generations: Generations, workers: list[FakeWorker]) -> None:
+        assert await run(generations, build_choice()) == ALL
+        starts = [w.submits[0].token_ids[3:] for w in workers if w.submits]
+        assert sorted(starts, key=len) == [[], ALL[:3], ALL[:6]]
+
+    play(*[dies_after(3)] * 3, scenario=scenario)
+
+
+def test_requests_of_a_drained_worker_go_on_elsewhere_with_the_tokens_they_have() -> None:
+    num_here = random.randrange(NUM_TOKENS)
+
+    def is_drained(worker: FakeWorker, submit: Submit) -> None:
+        if submit.key.attempt > 0:
+            serves(worker, submit)
+            return
+        worker.emit(submit, num_here)
+        failure = FailureRecord(key=submit.key, reason="drained", retryable=True)
+        worker.say([], [failure])
+
+    async def scenario(generations: Generations, workers: list[FakeWorker]) -> None:
+        assert await run(generations, build_choice()) == ALL
+        [again] = [s for w in workers for s in w.submits if s.key.attempt == 1]
+        assert again.token_ids[3:] == ALL[:num_here]
+
+    play(is_drained, is_drained, scenario=scenario)
+
+
+def test_a_worker_that_drains_is_asked_again_when_there_is_no_other() -> None:
+    def drains(worker: FakeWorker, submit: Submit) -> None:
+        if submit.key.attempt == 0:
+            raise CapacityError(f"{worker.name} is draining")
+        serves(worker, submit)
+
+    async def scenario(generations: Generations, workers: list[FakeWorker]) -> None:
+        assert await run(generations, build_choice()) == ALL
+
+    play(drains, scenario=scenario)

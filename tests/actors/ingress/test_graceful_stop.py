@@ -1,0 +1,96 @@
+"""Signals of `serve run`: the order of things, and that nothing keeps Serve from its shutdown."""
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+from ray._private import worker as ray_worker
+
+from actors.ingress import graceful_stop
+from actors.ingress.graceful_stop import SIGNALS, stop_gracefully_on_signals
+
+
+class Applications:
+    """As much of `serve` as is asked: names, each with what its replicas answer or raise."""
+
+    def __init__(self, **answers: Any) -> None:
+        self.answers = answers
+        self.asked: list[str] = []
+
+    def status(self) -> SimpleNamespace:
+        return SimpleNamespace(applications=dict.fromkeys(self.answers))
+
+    def get_app_handle(self, name: str) -> "Applications":
+        answer = self.answers[name]
+        if isinstance(answer, BaseException):
+            raise answer
+        self.asked.append(name)
+        return Applications(**{"": answer})
+
+    def broadcast(self, method: str) -> SimpleNamespace:
+        assert method == "stop"
+        return SimpleNamespace(results=lambda **_: self.answers[""])
+
+
+@pytest.fixture
+def hooks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Callable[[], None]]]:
+    """Those that Ray runs once it has started; handlers are put back as they were."""
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    made: list[Callable[[], None]] = []
+    monkeypatch.setattr(ray_worker, "_post_init_hooks", made)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    yield made
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def start(monkeypatch: pytest.MonkeyPatch, hooks: list[Callable[[], None]], serve: Any) -> None:
+    """As `serve run` does: the application is built, then Ray starts."""
+    stop_gracefully_on_signals(drain_s=1.0)
+    (hook,) = hooks
+    monkeypatch.setattr(graceful_stop, "serve", serve)
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    hook()
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_every_application_is_stopped_and_then_all_is_shut_down_as_by_ctrl_c(
+    monkeypatch: pytest.MonkeyPatch, hooks: list[Callable[[], None]], number: int
+) -> None:
+    serve = Applications(one=[0, 2], two=RuntimeError("no replica"), three=[ValueError("what?")])
+    start(monkeypatch, hooks, serve)
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), number)
+    assert sorted(serve.asked) == ["one", "three"]
+
+
+def test_nothing_that_goes_wrong_keeps_serve_from_being_shut_down(
+    monkeypatch: pytest.MonkeyPatch, hooks: list[Callable[[], None]]
+) -> None:
+    start(monkeypatch, hooks, SimpleNamespace())  # a Serve that does not even tell its status
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_second_signal_does_not_wait(
+    monkeypatch: pytest.MonkeyPatch, hooks: list[Callable[[], None]]
+) -> None:
+    def status() -> SimpleNamespace:
+        os.kill(os.getpid(), signal.SIGTERM)  # while the first one is being answered
+        pytest.fail("it was waited for")
+
+    start(monkeypatch, hooks, SimpleNamespace(status=status))
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_where_ray_runs_already_nobody_answers_signals(
+    monkeypatch: pytest.MonkeyPatch, hooks: list[Callable[[], None]]
+) -> None:
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    stop_gracefully_on_signals(drain_s=1.0)
+    assert hooks == []

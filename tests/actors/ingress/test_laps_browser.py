@@ -1,0 +1,245 @@
+"""The page at `/laps` in a real browser, fed with recorded answers; needs chromium and no Ray."""
+
+import re
+from collections.abc import Callable
+from html import unescape
+from pathlib import Path
+
+import pytest
+
+from tests.actors.ingress import laps_states as states
+from tests.actors.ingress.browser import Answer, run_browser, serving
+
+pytestmark = pytest.mark.slow
+
+UNAVAILABLE = b'{"error": {"message": "actor allocator.1 is not running"}}'
+NARROW_PX = 320
+NO_VALUE = "\N{EN DASH}"
+# Told by the page itself, once it has been filled: is anything wider than the window, and so on.
+PROBE = """
+const narrow = %d;
+setTimeout(() => {
+  if (narrow) document.documentElement.style.width = narrow + "px";
+  dispatchEvent(new Event("resize"));
+  const beyond = [...document.querySelectorAll("body *")].filter(
+    (e) => e.getBoundingClientRect().right > document.documentElement.clientWidth + 1
+      || (narrow && e.getBoundingClientRect().right > narrow + 1));
+  const back = getComputedStyle(document.body).backgroundColor.match(/[0-9]+/g);
+  document.body.dataset.beyond = beyond.map((e) => e.tagName + "." + e.className).join(",");
+  document.body.dataset.isDark = back.reduce((sum, c) => sum + Number(c), 0) < 3 * 128;
+}, 2500);
+"""
+
+
+def always(body: bytes) -> Answer:
+    return lambda _: (200, body)
+
+
+class Dom:
+    """What is in the page after some seconds."""
+
+    def __init__(self, html: str) -> None:
+        self.html = html.split("<script>")[0] + html.rpartition("</script>")[2]
+
+    def text(self, pattern: str) -> str:
+        """Text of the first element whose opening tag matches."""
+        found = re.search(rf"<(\w+)[^>]*{pattern}[^>]*>(.*?)</\1>", self.html, re.DOTALL)
+        assert found is not None, f"no element with {pattern}"
+        return unescape(re.sub(r"<[^>]+>", " ", found[2])).strip()
+
+    def card(self, name: str) -> dict[str, str]:
+        """The figures of one card, by what they are."""
+        [html] = re.findall(rf'<section[^>]*id="{name}"[^>]*>.*?</section>', self.html, re.DOTALL)
+        return dict(re.findall(r'data-is="(\w+)">([^<]*)<', html))
+
+    def rows(self) -> dict[str, list[str]]:
+        """The cells of each worker's row."""
+        rows = re.findall(r'<tr data-worker="([^"]+)"[^>]*>(.*?)</tr>', self.html, re.DOTALL)
+        return {
+            name: [re.sub(r"<[^>]+>", "", cell) for cell in re.findall(r"<td.*?</td>", row)]
+            for name, row in rows
+        }
+
+    def is_hidden(self, name: str) -> bool:
+        found = re.search(rf'<\w+[^>]*id="{name}"[^>]*>', self.html)
+        assert found is not None, f"no element {name}"
+        return ' hidden=""' in found[0]
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> Callable[..., Dom]:
+    """Show the page for some seconds of its time and return what it became."""
+
+    def load(answer: Answer, page_s: float = 3.0, probe: str = "", dark: bool = False) -> Dom:
+        with serving(answer, probe) as url:
+            profile = tmp_path / "profile"
+            return Dom(run_browser(url, profile, "--dump-dom", page_s=page_s, dark=dark))
+
+    return load
+
+
+def test_a_busy_system_is_readable(load: Callable[..., Dom]) -> None:
+    dom = load(always(states.busy()))
+    assert dom.is_hidden("banner")
+    assert dom.is_hidden("notice")
+    assert dom.text('id="pools"') == "pools on"
+    assert dom.text('id="queue"') == "queue: short first"
+    assert dom.text('id="threshold"') == "short: up to 256 tokens"
+    assert dom.text('id="policy"') == "rebalance: pressure, every 5 s"
+    short, long = dom.card("short"), dom.card("long")
+    assert (short["waiting"], long["waiting"]) == ("20", "9")
+    assert (short["p50"], short["p90"]) == ("23.1 ms", "50.4 ms")
+    assert (long["p50"], long["p90"]) == ("682 ms", "1.49 s")
+    assert (short["workers"], short["queued"]) == ("2 workers", "62.2 ms")
+    assert dom.card("all")["running"] == "149"
+    rows = dom.rows()
+    assert [name.split(".")[0] for name in rows] == [
+        *(f"prefill-{index}" for index in range(4)),
+        "decode-0",
+    ]
+    row = rows["prefill-2.22997e1f"]
+    assert row == ["prefill-2", "long", "1.73 s", "", "9", "2", "812 of 2,048", "1,180"]
+    assert rows["prefill-3.22997e1f"][1] == "long, away"
+
+
+def test_moves_show_age_and_reason_and_a_name_is_never_markup(load: Callable[..., Dom]) -> None:
+    moves = load(always(states.busy())).text('id="moves"').split("  ")
+    said = [part.strip() for part in moves if part.strip()]
+    assert said[:3] == [
+        "12 s ago",
+        "prefill-1 → short",
+        "seconds of queued work: short 0.913, long 0.021, ratio 2.0",
+    ]
+    assert said[-3:] == ["2 h 1 min ago", "prefill-2 → long", "<b>bold</b>"]
+
+
+def test_the_curves_are_drawn_with_a_gap_where_nothing_came(load: Callable[..., Dom]) -> None:
+    html = load(always(states.busy())).html
+    drawn = {
+        name: re.findall(rf'<g class="{name}">(.*?)</g>', html, re.DOTALL)[0]
+        for name in ("short", "long")
+    }
+    assert drawn["short"].count('class="p50"') == 1
+    assert drawn["long"].count('class="p50"') == 2, "one line before and one after the gap"
+    assert "NaN" not in html
+    assert "Infinity" not in html
+
+
+@pytest.mark.parametrize(
+    ("body", "chip", "notice"),
+    [
+        (states.off(), "pools off", "Pools are off (laps.enable_laps_alloc)"),
+        (states.one_worker(), "pools on, not split", "One worker computes all prompts"),
+        (states.too_few(), "pools on, not split", "2 workers are too few to split"),
+        (states.nobody(), "pools on, not split", "The allocator knows no worker"),
+    ],
+    ids=["off", "one worker", "too few", "nobody"],
+)
+def test_without_pools_it_says_why(
+    load: Callable[..., Dom], body: bytes, chip: str, notice: str
+) -> None:
+    dom = load(always(body))
+    assert dom.text('id="pools"') == chip
+    assert not dom.is_hidden("notice")
+    assert notice in dom.text('id="notice"')
+    assert dom.text('id="no-moves"') == "Without pools nothing moves."
+
+
+def test_nothing_yet_looks_empty_and_not_broken(load: Callable[..., Dom]) -> None:
+    dom = load(always(states.quiet()))
+    assert "No first token in the last 5 minutes." in dom.html
+    assert dom.text('id="no-moves"') == "No worker has changed pools."
+    assert dom.card("short")["p50"] == NO_VALUE
+    assert "NaN" not in dom.html
+
+
+def test_of_very_many_workers_some_are_shown(load: Callable[..., Dom]) -> None:
+    dom = load(always(states.crowd()))
+    assert len(dom.rows()) == 100
+    assert dom.text('id="more-workers"') == "and 31 more"
+
+
+def test_figures_follow_the_server(load: Callable[..., Dom]) -> None:
+    num_asked = [0]
+
+    def answer(index: int) -> tuple[int, bytes]:
+        num_asked[0] = index + 1
+        return 200, states.busy(num_short_waiting=100 + index)
+
+    waiting = int(load(answer, page_s=6.0).card("short")["waiting"])
+    assert num_asked[0] >= 4
+    assert waiting - 3 - 100 in (num_asked[0] - 1, num_asked[0] - 2)  # the last may be under way
+
+
+def test_a_silent_server_is_noticed_and_the_old_figures_stay(load: Callable[..., Dom]) -> None:
+    dom = load(lambda n: (200, states.busy()) if n < 2 else (503, UNAVAILABLE), page_s=8.0)
+    assert not dom.is_hidden("banner")
+    banner = dom.text('id="banner"')
+    assert re.match(r"No answer for \d+ s, what is shown is old", banner), banner
+    assert "status 503: actor allocator.1 is not running" in banner
+    assert dom.card("short")["waiting"] == "20"
+    assert re.search(r'<main[^>]*class="old"', dom.html)
+
+
+def test_it_recovers_by_itself(load: Callable[..., Dom]) -> None:
+    def answer(index: int) -> tuple[int, bytes]:
+        return (503, UNAVAILABLE) if 1 <= index <= 4 else (200, states.busy(10 + index))
+
+    dom = load(answer, page_s=10.0)
+    assert dom.is_hidden("banner")
+    assert int(dom.card("short")["waiting"]) > 10 + 4 + 3
+    assert not re.search(r'<main[^>]*class="old"', dom.html)
+
+
+def test_a_server_that_never_answered_is_said_so(load: Callable[..., Dom]) -> None:
+    dom = load(lambda _: (503, UNAVAILABLE))
+    assert dom.text('id="banner"').startswith("No answer yet (status 503")
+    assert dom.is_hidden("main")
+
+
+def test_an_answer_that_is_no_status_is_said_so(load: Callable[..., Dom]) -> None:
+    assert "what came is no status" in load(always(b"{}")).text('id="banner"')
+
+
+def test_what_is_no_status_does_not_stop_it(load: Callable[..., Dom]) -> None:
+    dom = load(lambda n: (200, b"{}" if n < 3 else states.busy()), page_s=8.0)
+    assert dom.is_hidden("banner")
+    assert dom.card("short")["waiting"] == "20"
+
+
+def test_answers_of_two_ingresses_in_turn_keep_one_curve(load: Callable[..., Dom]) -> None:
+    other = states.busy().replace(b"ingress-0123456789abcdef", b"ingress-fedcba9876543210")
+    other = other.replace(b'"num":', b'"num":9')
+    dom = load(lambda n: (200, other if n % 2 else states.busy()), page_s=6.0)
+    assert dom.card("short")["num"] == "1,374"
+    assert "ingress-01234567, one of several" in dom.text('id="footer"')
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_light_and_dark(load: Callable[..., Dom], dark: bool) -> None:
+    dom = load(always(states.busy()), probe=PROBE % 0, dark=dark, page_s=4.0)
+    assert f'data-is-dark="{str(dark).lower()}"' in dom.html
+
+
+@pytest.mark.parametrize("width_px", [0, NARROW_PX], ids=["window", "phone"])
+def test_nothing_sticks_out(width_px: int, tmp_path: Path) -> None:
+    probe, size = PROBE % width_px, (500, 1500) if width_px else (1200, 1300)
+    with serving(always(states.busy()), probe) as url:
+        html = run_browser(url, tmp_path / "profile", "--dump-dom", size=size, page_s=4.0)
+    assert 'data-beyond=""' in html, re.search(r'data-beyond="[^"]*"', html)
+
+
+@pytest.mark.parametrize(
+    ("name", "dark", "size"),
+    [("light", False, (1200, 1300)), ("dark", True, (1200, 1300)), ("narrow", False, (500, 1900))],
+)
+def test_a_picture_can_be_taken(
+    name: str, dark: bool, size: tuple[int, int], tmp_path: Path
+) -> None:
+    picture = tmp_path / f"{name}.png"
+    with serving(always(states.busy())) as url:
+        run_browser(url, tmp_path / "p", f"--screenshot={picture}", size=size, dark=dark)
+    data = picture.read_bytes()
+    width, height = int.from_bytes(data[16:20]), int.from_bytes(data[20:24])
+    assert (width, height) == size
+    assert len(data) > 20_000, "an empty page compresses to less"

@@ -1,0 +1,92 @@
+"""One request has the same bits unified, handed over by any channel, migrated, and preempted."""
+
+import asyncio
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from actors.kv_transfer.kv_pieces import KvPieces
+from tests.actors.kv_transfer.hashed_processes import two_hashed_workers
+from tests.actors.kv_transfer.hashed_stories import DecodeSide, HostMover, Stories
+from tests.actors.kv_transfer.hashed_worker import HashedWorker
+from tests.harness.tiny_models import save_model
+
+NUM_TRIALS = {"cuda": 50, "cpu": 10}  # on a CPU each token is computed by itself
+GPUS = (
+    pytest.mark.multi_gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+)
+PROCESS_S = 600.0
+ON_GPU: dict[str, Any] = {
+    "hidden_size": 512,
+    "intermediate_size": 720,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "dtype": torch.bfloat16,
+}
+
+
+@pytest.fixture
+def rng() -> random.Random:
+    """Fresh in every run; a failure shows its seed."""
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    return random.Random(seed)
+
+
+def save_random_model(folder: Path, device: str, rng: random.Random) -> Path:
+    settings = ON_GPU if device == "cuda" else {}
+    save_model(folder, "Qwen3ForCausalLM", seed=rng.randrange(2**31), **settings)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_request_has_one_hash_however_two_workers_share_it(
+    device: str, tmp_path: Path, rng: random.Random
+) -> None:
+    folder = save_random_model(tmp_path, device, rng)
+    p = HashedWorker(folder, device)
+    d = HashedWorker(folder, device, captures=device == "cuda")
+    p.get_ready()
+    d.get_ready()
+    pieces = KvPieces(p.store), KvPieces(d.store)
+    verbs = DecodeSide(d, pieces[1]).verbs
+
+    async def call(verb: str, *arguments: Any) -> Any:
+        return await verbs[verb](*arguments)
+
+    stories = Stories(p, call, HostMover(pieces[0], call), rng)
+    try:
+        found = asyncio.run(stories.tell(NUM_TRIALS[device]))
+    finally:
+        for of_store in pieces:
+            of_store.close()
+    assert len(found) == 1
+    assert stories.num_preemptions > 0, "no prompt was retracted"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(PROCESS_S)
+@pytest.mark.parametrize(
+    ("kind", "device"),
+    [
+        pytest.param("cuda_ipc", "cuda", marks=GPUS),
+        pytest.param("nccl_pair", "cuda", marks=GPUS),
+        pytest.param("gloo_pair", "cuda", marks=GPUS, id="gloo_pair-from-gpus"),
+        pytest.param("host", "cuda", marks=GPUS, id="host-pieces-from-gpus"),
+        pytest.param("gloo_pair", "cpu"),
+    ],
+)
+def test_a_request_has_one_hash_over_every_channel(
+    kind: str, device: str, tmp_path: Path, rng: random.Random
+) -> None:
+    folder = save_random_model(tmp_path, device, rng)
+    with two_hashed_workers(folder, device) as processes:
+        found = processes.tell(kind, NUM_TRIALS[device], rng.randrange(2**60), PROCESS_S)
+    assert len(found) == 1

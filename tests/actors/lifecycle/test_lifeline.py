@@ -1,0 +1,11 @@
+"""When an actor that hears no supervisor ends; what it ends with is tested on a real cluster."""
+
+from actors.lifecycle.liveness import CHECK_EVERY_S, Lifeline
+
+
+def test_a_beat_counts_for_the_whole_silence_and_no_longer() -> None:
+    lifeline = Lifeline(5 * CHECK_EVERY_S)  # not started: the looks are the test's
+    for _ in range(3):
+        assert [lifeline.look() for _ in range(5)] == [False] * 5
+        lifeline.beat()
+    assert [lifeline.look() for _ in range(6)] == [False] * 5 + [True]

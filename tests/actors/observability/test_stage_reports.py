@@ -1,0 +1,128 @@
+"""What workers say for stages and totals: when a prompt started, that its KV arrived, counters."""
+
+import asyncio
+import random
+
+import msgspec
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from actors.ingress.generation import Mailbox
+from actors.observability.metrics import IngressMetrics
+from actors.observability.recent_ttft import RecentTtft
+from actors.routing.worker_links import WorkerLink
+from actors.worker.token_streams import TOTALS_EVERY_S, TokenStreams
+from configs.schema import LifetimesConfig
+from engine.clock import ManualClock
+from engine.messages import HandoffTotals, StepMessage, TokenRecord, decode
+from engine.request import RequestKey
+from tests.actors.ingress.edge_app import IDLE, edge_app
+from tests.engine.scheduling.replica import Replica, prompt_of
+
+KEY = RequestKey("a")
+
+
+def test_the_first_token_says_how_long_its_prompt_waited() -> None:
+    replica = Replica(max_rows=1)
+    first = replica.add("a", prompt_of(5))
+    waited_s = random.uniform(0.1, 9.0)
+    replica.clock.advance(waited_s)
+    replica.step()
+    second = replica.add("b", prompt_of(7))
+    replica.clock.advance(0.25)
+    replica.run()
+    records = replica.records[first.key]
+    assert records[0].waited_s == pytest.approx(waited_s + 0.001)
+    assert {record.waited_s for record in records[1:]} == {None}
+    assert (replica.records[second.key][0].waited_s or 0.0) >= 0.25
+
+
+def streams(clock: ManualClock) -> TokenStreams:
+    return TokenStreams(
+        worker="w",
+        incarnation="i",
+        config=LifetimesConfig(load_report_every_s=1e6),
+        clock=clock,
+        load=lambda: IDLE,
+        on_silent=lambda _: None,
+        on_overflow=lambda _, __: None,
+    )
+
+
+def test_an_ingress_hears_that_a_request_joined_before_its_next_token() -> None:
+    async def main() -> None:
+        made = streams(ManualClock())
+        reader = made.read("x")
+        await anext(reader)
+        made.announce_joined("x", KEY)
+        made.announce_joined("other", RequestKey("b"))
+        message = decode(await anext(reader), StepMessage)
+        assert (message.joined, message.tokens) == ([KEY], [])
+        made.publish([("x", TokenRecord(key=KEY, index=1, token_id=3))], [])
+        message = decode(await anext(reader), StepMessage)
+        assert (message.joined, len(message.tokens)) == ([], 1)
+
+    asyncio.run(main())
+
+
+def test_totals_are_told_once_a_second_to_every_client() -> None:
+    async def main() -> None:
+        clock = ManualClock(50.0)
+        made = streams(clock)
+        totals = HandoffTotals(num_done=1, num_bytes=random.randrange(10**12), num_failures=0)
+        made.report_handoffs(lambda: totals)
+        readers = [made.read(name) for name in ("x", "y")]
+        for reader in readers:
+            assert decode(await anext(reader), StepMessage).handoffs == totals
+        seen = []
+        for _ in range(6):
+            made.announce_joined("x", KEY)
+            seen.append(decode(await anext(readers[0]), StepMessage).handoffs)
+            clock.advance(TOTALS_EVERY_S / 2)
+        assert seen == [None, None, totals, None, totals, None]
+
+    asyncio.run(main())
+
+
+def test_a_mailbox_passes_on_that_its_request_joined() -> None:
+    async def main() -> None:
+        joined: list[bool] = []
+        mailbox = Mailbox(
+            prefill_worker="p",
+            decode_worker="d",
+            next_index=0,
+            on_joined=lambda: joined.append(True),
+        )
+        mailbox.joined()
+        assert joined == [True]
+
+    asyncio.run(main())
+
+
+def test_the_times_of_an_answer_have_a_handoff_when_its_kv_moved() -> None:
+    app = edge_app()
+    app.workers.joins_before = 1
+    answer = app.post({"max_tokens": 3}, x_laps_timings="1").json()
+    assert answer["timings"]["handoff_ms"] is not None
+    families = list(text_string_to_metric_families(app.edge.metrics.text().decode()))
+    (count,) = [
+        s.value for f in families for s in f.samples if s.name == "laps_handoff_seconds_count"
+    ]
+    assert count == 1
+
+
+def test_totals_of_workers_are_exported_as_they_are() -> None:
+    metrics = IngressMetrics("m", RecentTtft(ManualClock()))
+    load = msgspec.structs.replace(IDLE, num_preemptions=7)
+    totals = HandoffTotals(num_done=3, num_bytes=4096, num_failures=2)
+    links = [
+        WorkerLink(name="p", role="prefill", load=load, handoffs=totals),
+        WorkerLink(name="d", role="decode", load=IDLE),
+    ]
+    lines = metrics.render(links, 0, 0, None).decode().splitlines()
+    labels = 'model_name="m",role="prefill",worker="p"'
+    assert f"vllm:num_preemptions_total{{{labels}}} 7.0" in lines
+    assert f"laps_handoffs_total{{{labels}}} 3.0" in lines
+    assert f"laps_handoff_bytes_total{{{labels}}} 4096.0" in lines
+    assert f"laps_handoff_failures_total{{{labels}}} 2.0" in lines
+    assert sum(line.startswith("laps_handoff_bytes_total") for line in lines) == 1

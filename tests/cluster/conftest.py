@@ -1,0 +1,113 @@
+"""One local Ray cluster for all tests of the whole application, and the applications they share."""
+
+import os
+import random
+
+os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # a cluster of our own, gone with the tests
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.running import Application, Cluster
+
+# A decode worker that two long streams fill, prompts that take many steps, and KV in many pieces.
+TIGHT = {
+    "workers.prefill": 1,
+    "workers.decode": 1,
+    "cache.block_size": 4,
+    "cache.num_blocks": 1024,
+    "scheduler.max_rows": 2,
+    "scheduler.max_step_tokens": 8,
+    "scheduler.unreserved_share": 0.001,
+    "scheduler.short_share": 0.0,  # who holds a row gives way to nobody
+    "handoff.piece_bytes": 1,
+    "lifetimes.acknowledge_every_s": 0.1,
+}
+SHARED: Mapping[str, Mapping[str, object]] = {
+    "over_gloo_pairs": TIGHT | {"handoff.channel": "gloo_pair"},
+    "over_object_store": TIGHT | {"handoff.channel": "object_store"},
+    "unified": {"workers.unified": 1},  # the reference
+    "disaggregated": {"workers.prefill": 2, "workers.decode": 1},
+}
+
+
+def _shared_by(item: pytest.Item) -> list[str]:
+    """Names of the shared applications that a test uses, in the order of SHARED."""
+    calls = getattr(item, "callspec", None)  # a fixture may choose one by its parameter
+    named = [*getattr(item, "fixturenames", ()), *(calls.params.values() if calls else ())]
+    return [name for name in SHARED if name in named]
+
+
+class SharedApplications:
+    """Each is started for the first test that uses it, and stopped after the last one.
+
+    Even idle, its dozen processes take a third of a core from the tests that come later.
+    """
+
+    def __init__(self, cluster: Cluster, num_users: Counter[str]) -> None:
+        self._cluster = cluster
+        self._num_users = num_users
+        self._running: dict[str, Application] = {}
+
+    @contextmanager
+    def use(self, name: str) -> Iterator[Application]:
+        if name not in self._running:
+            self._running[name] = self._cluster.run(name.replace("_", "-"), SHARED[name])
+        yield self._running[name]
+        self._num_users[name] -= 1
+        if not self._num_users[name]:
+            self._running.pop(name).stop()
+
+    def stop(self) -> None:
+        for application in self._running.values():
+            application.stop()
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Cluster]:
+    cluster = Cluster.start()
+    yield cluster
+    cluster.stop()
+
+
+@pytest.fixture(scope="session")
+def shared(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[SharedApplications]:
+    users = Counter(name for item in request.session.items for name in _shared_by(item))
+    shared = SharedApplications(cluster, users)
+    yield shared
+    shared.stop()
+
+
+def _shared(name: str) -> Callable[..., Iterator[Application]]:
+    @pytest.fixture(name=name)
+    def use(shared: SharedApplications) -> Iterator[Application]:
+        with shared.use(name) as application:
+            yield application
+
+    return use
+
+
+over_gloo_pairs, over_object_store, unified, disaggregated = map(_shared, SHARED)
+
+
+@pytest.fixture
+def rng() -> random.Random:
+    """Fresh in every run; a failure shows its seed."""
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    return random.Random(seed)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Modules that share an application stand together, those that share none before them."""
+    shared: dict[Path, set[int]] = {}
+    for item in items:
+        used = (list(SHARED).index(name) for name in _shared_by(item))
+        shared.setdefault(item.path, set()).update(used)
+    first_and_last = {path: (min(u, default=-1), max(u, default=-1)) for path, u in shared.items()}
+    items.sort(key=lambda item: first_and_last[item.path])

@@ -1,0 +1,298 @@
+"""Starting, asking and inspecting a whole application on a real Ray cluster."""
+
+import asyncio
+import contextlib
+import gc
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import openai
+import ray
+from prometheus_client.parser import text_string_to_metric_families
+from ray import serve
+from ray.util import list_named_actors
+
+from actors.lifecycle.deployment import describe_deployment
+from configs.load import load_config
+from configs.schema import AppConfig
+from serve_app import bind
+
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = ROOT / "demo_model" / "laps-demo"
+PATIENCE_S = 60.0
+CHECK_EVERY_S = 0.05
+ANSWER_S = 10.0  # an actor that exists
+NUM_LOOKS = 10
+# Short enough for tests, long enough for a machine that is busy with other tests.
+LIFETIMES = {
+    "lifetimes.supervisor_silence_s": 8.0,
+    "lifetimes.supervisor_heartbeat_s": 0.5,
+    "lifetimes.ingress_silence_s": 5.0,
+    "edge.drain_s": 3.0,
+    "edge.place_timeout_s": 120.0,
+}
+
+
+def wait_until(holds: Callable[[], bool], what: str, patience_s: float = PATIENCE_S) -> None:
+    """Look until it is so; fails, saying what was awaited, when patience ends."""
+    deadline_s = time.monotonic() + patience_s
+    while not holds():
+        assert time.monotonic() < deadline_s, f"not within {patience_s} s: {what}"
+        time.sleep(CHECK_EVERY_S)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def make_config(name: str, overrides: Mapping[str, object]) -> AppConfig:
+    roles = {"workers.unified": 0, "workers.prefill": 0, "workers.decode": 0}
+    config = load_config(None, roles | LIFETIMES | {"name": name} | dict(overrides))
+    model = msgspec.structs.replace(config.model, path=str(MODEL))
+    return msgspec.structs.replace(config, model=model)
+
+
+@dataclass
+class Application:
+    """A deployed application and how to reach it."""
+
+    config: AppConfig
+    url: str
+    hash: str
+
+    @property
+    def name(self) -> str:
+        assert self.config.name is not None, "make_config sets it"
+        return self.config.name
+
+    @property
+    def model(self) -> str:
+        return Path(self.config.model.path).name
+
+    def client(self, **options: Any) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, **options)
+
+    def async_client(self, **options: Any) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(
+            base_url=f"{self.url}/v1", api_key="none", max_retries=0, **options
+        )
+
+    def complete(self, prompt: str | list[int], **params: object) -> list[int]:
+        """Token ids of one greedy completion."""
+        body: dict[str, Any] = {"temperature": 0.0, "max_tokens": 24} | params
+        extra = {"return_token_ids": True} | body.pop("extra_body", {})
+        with self.client() as client:
+            answer = client.completions.create(
+                model=self.model, prompt=prompt, extra_body=extra, **body
+            )
+        return list(answer.choices[0].model_extra["token_ids"])
+
+    def workers(self, role: str = "") -> list[str]:
+        """Names of this deployment's worker actors."""
+        roles = (role,) if role else ("prefill", "decode", "unified")
+        return [n for n in self.actors() if n.startswith(roles) and n.endswith(self.hash)]
+
+    def actors(self) -> list[str]:
+        """Names of all detached actors of the application, of any deployment."""
+        return named_actors(self.name)
+
+    def actor(self, name: str) -> Any:
+        return ray.get_actor(name, self.name)
+
+    def statistics(self) -> dict[str, dict[str, Any]]:
+        """What every worker holds; each checks its blocks' books first."""
+        return {
+            name: ray.get(self.actor(name).statistics.remote(), timeout=PATIENCE_S)
+            for name in self.workers()
+        }
+
+    def is_quiet(self) -> bool:
+        """No request, block, row, lease or reservation is held by any worker."""
+        return all(
+            not seen["held_blocks"]
+            and seen["num_requests"] == 0
+            and seen["free_rows"] == self.config.scheduler.max_rows
+            and seen["streams"]["num_unacknowledged_tokens"] == 0
+            for seen in self.statistics().values()
+        )
+
+    def wait_quiet(self) -> None:
+        wait_until(self.is_quiet, f"{self.name} holds nothing: {self.statistics()}")
+
+    def wait_ready(self) -> None:
+        wait_until(lambda: self.get("/ready")[0] == 200, f"{self.name} is ready")
+
+    def get(self, path: str) -> tuple[int, str]:
+        """Status and text of a GET."""
+        answer = httpx.get(f"{self.url}{path}", timeout=PATIENCE_S)
+        return answer.status_code, answer.text
+
+    @contextmanager
+    def stream(self, prompt: str | list[int], **params: Any) -> Iterator[Iterator[int]]:
+        """Token ids of one completion as they come; leaving the block hangs up."""
+        extra = {"return_token_ids": True, "ignore_eos": True}
+        with (
+            self.client() as client,
+            client.completions.create(
+                model=self.model, prompt=prompt, stream=True, extra_body=extra, **params
+            ) as chunks,
+        ):
+            yield (
+                token_id
+                for chunk in chunks
+                for choice in chunk.choices
+                for token_id in choice.model_extra["token_ids"]
+            )
+
+    def metric(self, name: str) -> float:
+        """Sum of the samples of that name in /metrics; 0 while nothing was counted."""
+        _, text = self.get("/metrics")
+        assert f"# TYPE {name} " in text, f"/metrics has no {name}"
+        families = text_string_to_metric_families(text)
+        return sum(s.value for family in families for s in family.samples if s.name == name)
+
+    def pid(self, name: str) -> int:
+        """Of one of its detached actors; asking does not count as a heartbeat."""
+        return actor_pid(name, self.name)
+
+    def replica(self) -> str:
+        """Serve's name of the ingress actor."""
+        [name] = [n for n in named_actors("serve") if n.startswith(f"SERVE_REPLICA::{self.name}#")]
+        return name
+
+    def supervisor(self) -> str:
+        """Serve's name of the supervisor actor."""
+        [name] = [n for n in named_actors("serve") if f"::{self.name}::" in n]
+        return name
+
+    def holdings(self) -> dict[str, dict[str, int]]:
+        """How much of everything each worker and the ingress hold now; all but tasks 0 at rest."""
+        replica: Any = ray.get_actor(self.replica(), "serve")
+        num_tasks = int(ray.get(replica.__ray_call__.remote(count_tasks), timeout=PATIENCE_S))
+        ingress = {"open attempts": int(self.metric("laps_open_attempts")), "tasks": num_tasks}
+        max_rows = self.config.scheduler.max_rows
+        workers = {n: worker_holdings(seen, max_rows) for n, seen in self.statistics().items()}
+        return {"ingress": ingress} | workers
+
+    def baseline(self) -> dict[str, dict[str, int]]:
+        """Holdings at rest: calls come and go, so the smallest of several looks."""
+        self.wait_quiet()
+        looks = [self.holdings() for _ in range(NUM_LOOKS)]
+        return {
+            who: {what: min(look[who][what] for look in looks) for what in looks[0][who]}
+            for who in looks[0]
+        }
+
+    def wait_restored(self, baseline: Mapping[str, Mapping[str, int]]) -> None:
+        """Until nobody holds more of anything than at the baseline."""
+        deadline_s = time.monotonic() + PATIENCE_S
+        while more := _beyond(self.holdings(), baseline):
+            assert time.monotonic() < deadline_s, f"{self.name} still holds {more}"
+            time.sleep(CHECK_EVERY_S)
+
+    def stop(self) -> None:
+        serve.delete(self.name)
+
+
+def worker_holdings(seen: Mapping[str, Any], max_rows: int) -> dict[str, int]:
+    """What of a worker's statistics says that something is held."""
+    held = {
+        "blocks": sum(seen["held_blocks"].values()),
+        "rows": max_rows - seen["free_rows"],
+        "waiting": seen["scheduler"]["num_waiting"],
+        "running": seen["scheduler"]["num_running"],
+        "requests": seen["num_requests"],
+        "unacknowledged tokens": seen["streams"]["num_unacknowledged_tokens"],
+        "tasks": seen["tasks"],
+    }
+    if "sender" in seen:
+        held |= {"handoffs": seen["sender"]["num_handoffs"]}
+    if "receiver" in seen:
+        held |= {
+            "reservations": seen["incoming"]["num_reservations"],
+            "orphans": seen["incoming"]["num_orphans"],
+            "reservations in line": seen["receiver"]["num_waiting"],
+            "pieces under way": seen["receiver"]["num_pieces_under_way"],
+        }
+    return held
+
+
+def _beyond(
+    now: Mapping[str, Mapping[str, int]], baseline: Mapping[str, Mapping[str, int]]
+) -> dict[str, str]:
+    """Who holds more of what than at the baseline, now and then."""
+    return {
+        f"{who}: {what}": f"{num}, before {baseline[who][what]}"
+        for who, held in now.items()
+        for what, num in held.items()
+        if num > baseline[who][what]
+    }
+
+
+def count_tasks(_: object) -> int:
+    """Unfinished tasks on all event loops of the ingress, but for those of its links to workers.
+
+    Tasks from before its first request are out of sight, because Serve freezes them for the
+    garbage collector; a link's are made anew when its worker is.
+    """
+    tasks = [o for o in gc.get_objects() if isinstance(o, asyncio.Task) and not o.done()]
+    names = [str(getattr(task.get_coro(), "__qualname__", None)) for task in tasks]
+    return sum(not name.startswith("WorkerLinks.") for name in names)
+
+
+def actor_pid(name: str, namespace: str) -> int:
+    """The process of a named actor. Raises ValueError or RayError while there is none."""
+    actor: Any = ray.get_actor(name, namespace)
+    return int(ray.get(actor.__ray_call__.remote(lambda _: os.getpid()), timeout=ANSWER_S))
+
+
+def wait_replaced(name: str, namespace: str, old_pid: int) -> None:
+    """Until the actor of that name answers from another process."""
+
+    def is_replaced() -> bool:
+        with contextlib.suppress(ValueError, ray.exceptions.RayError):
+            return actor_pid(name, namespace) != old_pid
+        return False
+
+    wait_until(is_replaced, f"{name} lives again")
+
+
+def named_actors(namespace: str) -> list[str]:
+    entries = list_named_actors(all_namespaces=True)
+    return sorted(e["name"] for e in entries if e["namespace"] == namespace)
+
+
+@dataclass
+class Cluster:
+    """A local Ray cluster with Serve on a free port."""
+
+    port: int
+
+    @classmethod
+    def start(cls) -> "Cluster":
+        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+        port = free_port()
+        serve.start(http_options={"host": "127.0.0.1", "port": port})
+        return cls(port=port)
+
+    def run(self, name: str, overrides: Mapping[str, object]) -> Application:
+        """Deploy and wait until it can serve."""
+        config = make_config(name, overrides)
+        spec = describe_deployment(config)
+        serve.run(bind(spec), name=name, route_prefix=f"/{name}", blocking=False)
+        url = f"http://127.0.0.1:{self.port}/{name}"
+        return Application(config=config, url=url, hash=spec.hash)
+
+    def stop(self) -> None:
+        serve.shutdown()
+        ray.shutdown()

@@ -1,0 +1,199 @@
+"""Who lives for whom, on a real cluster: redeploys, the death of every actor, and the end.
+
+The tests share one application and run in the order of this file; the last one deletes it.
+"""
+
+import os
+import signal
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import ray
+from ray import serve
+from ray.util import list_named_actors
+
+from tests.cluster.running import PATIENCE_S, Application, Cluster, named_actors, wait_until
+from tests.cluster.streams import Load
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+NAME = "lifetimes"
+ROLES: dict[str, object] = {"workers.prefill": 1, "workers.decode": 1}
+# Serve looks after its deployment actors every 11 s at most, then starts them: a worker waits.
+# Streams of a replica that is replaced end by themselves, however slow the machine is.
+PATIENT_S = 30.0
+PATIENT: dict[str, object] = {"lifetimes.supervisor_silence_s": PATIENT_S, "edge.drain_s": 120.0}
+SILENCE_S = 8.0
+REDEPLOYED: dict[str, object] = {
+    "lifetimes.supervisor_silence_s": SILENCE_S,
+    "cache.num_blocks": 999,
+}
+ANSWER_S = 10.0
+LONG = 600  # tokens of streams that outlast the start of new workers
+
+
+class Deployed:
+    """What is deployed under NAME now."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self.now = cluster.run(NAME, ROLES | PATIENT)
+
+    def redeploy(self, overrides: dict[str, object]) -> Application:
+        self.now = self._cluster.run(NAME, overrides)
+        return self.now
+
+
+@pytest.fixture(scope="module")
+def deployed(cluster: Cluster) -> Iterator[Deployed]:
+    deployed = Deployed(cluster)
+    yield deployed
+    deployed.now.stop()
+
+
+@pytest.fixture
+def application(deployed: Deployed) -> Application:
+    deployed.now.wait_ready()
+    return deployed.now
+
+
+def pid(name: str, namespace: str = NAME) -> int:
+    """Of a named actor; asking does not count as a heartbeat, as `heartbeat` would."""
+    actor: Any = ray.get_actor(name, namespace)
+    return int(ray.get(actor.__ray_call__.remote(lambda _: os.getpid()), timeout=ANSWER_S))
+
+
+def pids(names: Iterable[str]) -> dict[str, int]:
+    return {name: pid(name) for name in names}
+
+
+def supervisors() -> list[str]:
+    """Names of the living supervisors; Serve puts its own prefix in front."""
+    entries = list_named_actors(all_namespaces=True)
+    return sorted(e["name"] for e in entries if f"::{NAME}::" in e["name"])
+
+
+def is_draining(name: str) -> bool:
+    actor: Any = ray.get_actor(name, NAME)
+    call = actor.__ray_call__.remote(lambda worker: worker._host.draining.is_begun)
+    return bool(ray.get(call, timeout=ANSWER_S))
+
+
+def kill_for_good(names: Iterable[str]) -> None:
+    for name in names:
+        ray.kill(ray.get_actor(name, NAME), no_restart=True)
+
+
+def lives_anew(before: dict[str, int]) -> bool:
+    """Whether every one of these actors exists again, as another process, and answers."""
+    try:
+        now = pids(before)
+    except (ValueError, ray.exceptions.RayError):
+        return False
+    return all(now[name] != before[name] for name in before)
+
+
+def num_received(application: Application) -> int:
+    """Handoffs that the decode workers have committed since they started."""
+    names = application.workers("decode")
+    return sum(
+        s["incoming"]["num_committed"] for n, s in application.statistics().items() if n in names
+    )
+
+
+def test_a_killed_supervisor_comes_back_and_adopts_its_workers(application: Application) -> None:
+    actors = application.actors()
+    before = pids(actors)
+    [old] = supervisors()
+    old_pid = pid(old, "serve")
+    with Load(application, max_tokens=200) as load:
+        ray.kill(ray.get_actor(old, "serve"), no_restart=True)
+        load.wait_more(8)
+
+        def is_back() -> bool:
+            try:
+                return pid(old, "serve") != old_pid
+            except (ValueError, ray.exceptions.RayError):
+                return False
+
+        wait_until(is_back, "the supervisor is back")
+    assert not load.problems
+    application.wait_ready()
+    assert pids(application.actors()) == before
+
+
+def test_a_decode_worker_gone_for_good_is_replaced_and_found_by_the_prefill_workers(
+    application: Application,
+) -> None:
+    expected = application.complete("import os")
+    before = pids(application.workers("decode"))
+    kill_for_good(before)
+    wait_until(lambda: lives_anew(before), "the decode worker lives again")
+    application.wait_ready()
+    assert application.complete("import os") == expected
+    assert num_received(application) > 0
+    application.wait_quiet()
+
+
+def test_every_other_actor_gone_for_good_is_replaced_and_found(application: Application) -> None:
+    expected = application.complete("import os")
+    before = pids(n for n in application.actors() if not n.startswith("decode"))
+    assert len(before) == 4, f"a prefill worker, tokenizer, allocator and rendezvous: {before}"
+    kill_for_good(before)
+    wait_until(lambda: lives_anew(before), f"alive again: {list(before)}")
+    application.wait_ready()
+    assert application.complete("import os") == expected
+    assert num_received(application) > 0
+    application.wait_quiet()
+
+
+def test_a_change_at_the_edge_keeps_the_workers(
+    application: Application, deployed: Deployed
+) -> None:
+    before = pids(application.actors())
+    expected = application.complete("import os")
+    again = deployed.redeploy(ROLES | PATIENT | {"edge.max_n": 3})
+    assert again.hash == application.hash
+    assert again.complete("import os") == expected
+    assert pids(again.actors()) == before
+    status, _ = again.get("/version")
+    assert status == 200
+
+
+def test_a_redeploy_under_load_fails_no_request_and_leaves_no_old_actor(
+    application: Application, deployed: Deployed
+) -> None:
+    """Not even if an old worker dies while it drains: it comes back for those that need it."""
+    old = application.actors()
+    [decode] = application.workers("decode")
+    before = pids([decode])
+    with Load(application, max_tokens=LONG) as load, ThreadPoolExecutor(1) as thread:
+        redeploy = thread.submit(deployed.redeploy, ROLES | REDEPLOYED)
+        wait_until(lambda: is_draining(decode), "the old decode worker drains")
+        os.kill(before[decode], signal.SIGKILL)
+        wait_until(lambda: lives_anew(before), "it lives again")
+        again = redeploy.result()
+        load.wait_more(4)
+    assert not load.problems
+    assert again.hash != application.hash
+    wait_until(
+        lambda: all(name.endswith(again.hash) for name in again.actors()),
+        f"gone: {old}; there are {again.actors()}",
+        PATIENCE_S + PATIENT_S,
+    )
+    assert len(again.actors()) == len(old)
+    assert len(supervisors()) == 1
+    blocks = {seen["blocks"] for seen in again.statistics().values()}
+    assert blocks == {REDEPLOYED["cache.num_blocks"]}
+
+
+def test_nothing_outlives_an_application_deleted_under_load(
+    application: Application, deployed: Deployed
+) -> None:
+    with Load(application, max_tokens=400) as load:
+        serve.delete(NAME)
+        wait_until(lambda: load.problems.total() > 0, "streams end with the application")
+        wait_until(lambda: not named_actors(NAME), "no actor is left", SILENCE_S + ANSWER_S)
+        assert not supervisors()

@@ -1,0 +1,98 @@
+"""A running application with keys: what answers without one, and which ports its processes open."""
+
+import hashlib
+import os
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+
+import httpx
+import psutil
+import pytest
+
+from tests.cluster.running import PATIENCE_S, Application, Cluster
+
+pytestmark = pytest.mark.ray
+
+KEY = "a key that nobody guesses"
+HEADERS = {"Authorization": f"Bearer {KEY}"}
+LOCALHOST = "127.0.0.1"
+# Of Ray itself; the README says who may reach them.
+DAEMONS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
+# Part of a process's title -> how many ports it may listen on; on one of them Ray calls it.
+ACTORS = {
+    "PrefillWorker": 2,  # and for calls by connections, which ask for a secret
+    "DecodeWorker": 2,
+    "TokenizerBatcher": 2,
+    "LapsAllocator": 2,
+    "Rendezvous": 1,
+    "Supervisor": 1,
+    "ServeController": 1,
+    "ServeReplica": 2,  # and for calls of the proxy
+    "ProxyActor": 2,  # and HTTP
+}
+
+
+@pytest.fixture(scope="module")
+def secured(cluster: Cluster) -> Iterator[Application]:
+    """One worker of each role, KV through the object store: nothing but calls has to listen."""
+    keys = {"someone": hashlib.sha256(KEY.encode()).hexdigest()}
+    workers = {"workers.prefill": 1, "workers.decode": 1, "handoff.channel": "object_store"}
+    application = cluster.run("secured", workers | {"api.keys": keys})
+    yield application
+    application.stop()
+
+
+def status(
+    application: Application, method: str, path: str, headers: Mapping[str, str] | None = None
+) -> int:
+    url = f"{application.url}{path}"
+    return httpx.request(method, url, headers=headers, timeout=PATIENCE_S).status_code
+
+
+def test_no_route_but_health_answers_without_a_key(secured: Application) -> None:
+    document = httpx.get(f"{secured.url}/openapi.json", headers=HEADERS, timeout=PATIENCE_S).json()
+    routes = [(verb.upper(), path) for path, verbs in document["paths"].items() for verb in verbs]
+    assert len(routes) > 10
+    for method, path in [*routes, ("GET", "/unknown"), ("GET", "/docs"), ("GET", "/-/routes")]:
+        expected = 200 if path == "/health" else 401
+        assert status(secured, method, path) == expected, f"{method} {path}"
+    assert status(secured, "GET", "/v1/models", headers=HEADERS) == 200
+
+
+def test_what_serve_answers_before_our_code_names_applications_and_nothing_else(
+    cluster: Cluster, secured: Application
+) -> None:
+    root = f"http://{LOCALHOST}:{cluster.port}/-"
+    healthz = httpx.get(f"{root}/healthz", timeout=PATIENCE_S)
+    assert (healthz.status_code, healthz.text) == (200, "success")
+    routes = httpx.get(f"{root}/routes", timeout=PATIENCE_S)
+    assert routes.json()[f"/{secured.name}"] == secured.name
+    assert all(prefix == f"/{name}" for prefix, name in routes.json().items())
+    for path in ("", "/", "/metrics", "/openapi.json", "/health"):
+        assert httpx.get(f"{root}{path}", timeout=PATIENCE_S).status_code == 404, path
+
+
+def test_actors_listen_where_they_are_called_and_serve_on_its_port_alone(
+    cluster: Cluster, secured: Application
+) -> None:
+    listening: defaultdict[str, list[tuple[str, int]]] = defaultdict(list)
+    for process in psutil.Process(os.getpid()).children(recursive=True):
+        try:
+            title = " ".join(process.cmdline())
+            found = [
+                (connection.laddr.ip, connection.laddr.port)
+                for connection in process.net_connections("tcp")
+                if connection.status == psutil.CONN_LISTEN
+            ]
+        except psutil.NoSuchProcess:  # an idle process of Ray that has just ended
+            continue
+        if title.startswith("ray::") and not title.startswith(DAEMONS):
+            listening[f"{title} ({process.pid})"] += found
+    assert len(listening) >= len(ACTORS), f"not all actors were found: {list(listening)}"
+    for title, ports in listening.items():
+        limit = next((limit for part, limit in ACTORS.items() if part in title), 1)
+        assert len(ports) <= limit, f"{title} listens on {ports}"
+    http = [
+        (ip, port) for ports in listening.values() for ip, port in ports if port == cluster.port
+    ]
+    assert http == [(LOCALHOST, cluster.port)], "HTTP is for this machine, unless said otherwise"

@@ -1,0 +1,60 @@
+"""Runs a whole engine on the calling thread: requests in, tokens out."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from configs.load import load_config
+from engine.build import Engine, build_engine
+from engine.clock import MonotonicClock
+from engine.kv.transfer import OutgoingEvent
+from engine.messages import TokenRecord
+from engine.request import Request, RequestKey, SamplingParams
+
+GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+
+
+@dataclass(slots=True)
+class Answer:
+    tokens: list[int] = field(default_factory=list)
+    records: list[TokenRecord] = field(default_factory=list)
+    finish: str | None = None
+
+
+def start_engine(**overrides: object) -> Engine:
+    """An engine of the shipped model, or of `model__path`; `a__b=1` sets the config key a.b."""
+    dotted = {key.replace("__", "."): value for key, value in overrides.items()}
+    return build_engine(load_config(None, dotted), "test", MonotonicClock(), _no_handoff)
+
+
+def answer(
+    engine: Engine, requests: Sequence[tuple[Sequence[int], SamplingParams]]
+) -> list[Answer]:
+    """Every request's tokens, all of them running together."""
+    keys = [RequestKey(f"{number:032x}") for number in range(len(requests))]
+    answers = {key: Answer() for key in keys}
+    for key, (prompt, params) in zip(keys, requests, strict=True):
+        engine.core.scheduler.add(
+            Request(
+                key=key,
+                ingress_id="test",
+                params=params,
+                tokens=list(prompt),
+                num_prompt_tokens=len(prompt),
+                arrival_s=time.monotonic(),
+            )
+        )
+    while engine.core.has_work:
+        output = engine.core.step()
+        assert not output.failures, f"failed: {output.failures}"
+        for _, record in output.tokens:
+            found = answers[record.key]
+            assert record.index == len(found.tokens), f"{record.key}: {record.index} comes late"
+            found.tokens.append(record.token_id)
+            found.records.append(record)
+            found.finish = record.finish
+    return [answers[key] for key in keys]
+
+
+def _no_handoff(event: OutgoingEvent) -> None:
+    raise AssertionError(f"a unified engine hands nothing over: {event}")

@@ -1,0 +1,76 @@
+"""The bench of channels: its board, its table, and a run of it without a GPU."""
+
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from engine.errors import HandoffError
+from load_tests.lab.bench_channels import Outcome, Steps, render, steps_of
+from load_tests.lab.channel_ends import FileBoard
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def test_a_board_of_files_keeps_counts_waits_and_forgets(tmp_path: Path) -> None:
+    one, two = FileBoard(tmp_path), FileBoard(tmp_path)
+    threads = [threading.Thread(target=one.add, args=("k/n", 1)) for _ in range(20)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert two.add("k/n", 5) == 25
+    writing = threading.Thread(target=one.set, args=("k/late", b"\x00\xff"))
+    writing.start()
+    assert two.get(["k/n", "k/late"], 10.0) == [b"25", b"\x00\xff"]
+    writing.join()
+    assert two.num_keys() == 2
+    two.set("other", b"")
+    assert one.delete_prefix("k/") == 2
+    assert not one.delete("k/n")
+    assert one.delete("other")
+    with pytest.raises(HandoffError, match="nobody wrote"):
+        one.get(["k/n"], 0.01)
+
+
+def test_steps_are_told_by_their_order_and_few_steps_have_no_p99() -> None:
+    steps = steps_of([float(i) for i in range(1000, 0, -1)])
+    assert (steps.p50_ms, steps.p99_ms, steps.slowest_ms) == (500.5, 990.0, 1000.0)
+    with pytest.raises(AssertionError, match="--seconds"):
+        steps_of([1.0] * 99)
+
+
+def test_the_table_sets_steps_against_those_alone() -> None:
+    alone = Steps(num_steps=100, p50_ms=10.0, p99_ms=11.0, slowest_ms=12.0)
+    loaded = Steps(num_steps=100, p50_ms=10.0, p99_ms=16.5, slowest_ms=24.0)
+    done = Outcome(
+        channel="cuda_ipc",
+        open_s=0.5,
+        neighbours_gb_s=300.0,
+        scattered_gb_s=200.0,
+        loaded_gb_s=199.0,
+        alone=alone,
+        loaded=loaded,
+    )
+    table = render([done, Outcome(channel="nccl_pair", error="too slow")])
+    assert "16.50 ms, 1.500x" in table
+    assert "too slow" in table
+
+
+@pytest.mark.slow
+def test_the_bench_runs_without_a_gpu(tmp_path: Path) -> None:
+    written = tmp_path / "channels.json"
+    command = [sys.executable, "-m", "load_tests.lab.bench_channels", "--device", "cpu"]
+    command += ["--tokens", "33", "--rounds", "2", "--stages", "--json", str(written)]
+    run = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=200)
+    [outcome] = json.loads(written.read_text())["channels"]
+    assert outcome["channel"] == "gloo_pair"
+    assert outcome["error"] == ""
+    assert min(outcome["scattered_gb_s"], outcome["busy_gb_s"]) > 0
+    lines = [line.replace(" ", "") for line in run.stdout.decode().splitlines()]
+    for process, stage in [("receiver", "pieces:write"), ("sender", "pieces:read")]:
+        [timed] = [line for line in lines if line.startswith(f"|{process}|{stage}|")]
+        assert timed.startswith(f"|{process}|{stage}|1.0|")
