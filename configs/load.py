@@ -25,6 +25,14 @@ MODEL_VARIABLE = "LAPS_MODEL"
 BUILD_ARGUMENTS = ("config", "model")
 
 _PATH = re.compile(r" - at (`key` in )?`\$\.?(?P<path>[^`]*)`$")
+# Keys that had another name, and what to write in their place.
+RENAMED = {
+    "cache.enable_prefix_cache": "set cache.enable_prefix_caching",
+    "cache.gpu_memory_share": "set cache.gpu_memory_utilization",
+    "laps.enable_laps_scheduler": "set laps.queue: laps, which alone switches it on",
+    "scheduler.max_rows": "set scheduler.max_num_seqs",
+    "scheduler.max_step_tokens": "set scheduler.max_num_batched_tokens",
+}
 _UNKNOWN = re.compile(r"^Object contains unknown field `(?P<name>.*)`$", re.DOTALL)
 
 
@@ -163,6 +171,8 @@ def _explain(message: str) -> str:
     unknown = _UNKNOWN.match(problem)
     if unknown:
         where = ".".join([*keys, unknown["name"]])
+        if where in RENAMED:
+            return f"{where} has another name: {RENAMED[where]}"
         return f"{where}: unknown key; allowed: {', '.join(_allowed_keys(keys))}"
     values = _allowed_values(keys)
     allowed = f"; allowed: {', '.join(values)}" if values else ""
@@ -295,12 +305,6 @@ def _worker_contradiction(config: AppConfig) -> str | None:
 
 
 def _laps_queue_contradiction(laps: LapsConfig) -> str | None:
-    if laps.enable_laps_scheduler != (laps.queue == "laps"):
-        return (
-            f"laps.queue: {laps.queue} with enable_laps_scheduler"
-            f" {str(laps.enable_laps_scheduler).lower()}; set queue to laps and"
-            " enable_laps_scheduler to true, or neither"
-        )
     if laps.window != "none" and laps.queue != "laps":
         return f"laps.window: {laps.window} needs laps.queue laps; set one of the two"
     if laps.min_window_s > laps.max_window_s:
@@ -365,10 +369,15 @@ def _grid_contradiction(config: AppConfig) -> str | None:
         (
             "batch_prefill_max_seq_len",
             laps.batch_prefill_max_seq_len,
-            "scheduler.max_step_tokens",
-            scheduler.max_step_tokens,
+            "scheduler.max_num_batched_tokens",
+            scheduler.max_num_batched_tokens,
         ),
-        ("batch_prefill_batch_sizes", num_rows[-1], "scheduler.max_rows", scheduler.max_rows),
+        (
+            "batch_prefill_batch_sizes",
+            num_rows[-1],
+            "scheduler.max_num_seqs",
+            scheduler.max_num_seqs,
+        ),
     ):
         if largest > limit:
             return f"laps.{key}: {largest} is above {limit_key} {limit}; lower it or raise that"

@@ -55,16 +55,18 @@ class CacheConfig(_Section, frozen=True):
     # None = on a GPU as many as fit, on a CPU 2048.
     num_blocks: Annotated[int, Meta(ge=2)] | None = None
     # Of a GPU's memory, at most, taken by everything together when num_blocks is None.
-    gpu_memory_share: Share = 0.9
-    enable_prefix_cache: bool = True
+    gpu_memory_utilization: Share = 0.9
+    enable_prefix_caching: bool = True
     protected_share: Share = 0.8  # of the blocks, at most, shielded after a second use (SLRU)
 
 
 class SchedulerConfig(_Section, frozen=True):
     """One iteration of one worker."""
 
-    max_step_tokens: Positive = 512  # new tokens a step computes, prompts and decodes together
-    max_rows: Positive = 64  # requests running at once
+    max_num_batched_tokens: Positive = (
+        512  # new tokens a step computes, prompts and decodes together
+    )
+    max_num_seqs: Positive = 64  # requests running at once
     max_waiting: Positive = 4096  # requests queued in one worker before it refuses more
     # Finished prompts that wait for room at a decode worker hold at most this share of a prefill
     # worker's blocks; beyond it no new prompt starts.
@@ -84,11 +86,10 @@ class LapsConfig(_Section, frozen=True):
     """
 
     # -- in time: the queue in front of a worker that prefills
-    enable_laps_scheduler: bool = False  # short prompts first, long ones in bounded chunks
     # A prompt that costs at most what so many uncached tokens cost is short, inside a worker.
     laps_length_threshold: Positive = 256
     # priority = a request's own, then first come first served; fcfs = by arrival alone; laps =
-    # short first with ageing, and needs enable_laps_scheduler.
+    # short first with ageing, in bounded chunks.
     queue: Literal["laps", "fcfs", "priority"] = "priority"
     # exclusive = a step holds short prompts or one long chunk; fill = a long chunk shrinks to fit.
     mix: Literal["exclusive", "fill"] = "exclusive"

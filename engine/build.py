@@ -146,7 +146,7 @@ def build_engine(
 def _build_cache(config: AppConfig, num_blocks: int) -> BlockCache:
     return BlockCache(
         num_blocks,
-        enable_prefix_cache=config.cache.enable_prefix_cache,
+        enable_prefix_caching=config.cache.enable_prefix_caching,
         protected_share=config.cache.protected_share,
     )
 
@@ -168,7 +168,7 @@ def _build_core(
         executor,
         clock,
         overlap=config.model.device == "cuda" if overlap is None else overlap,
-        defers_planning=config.laps.enable_laps_scheduler,
+        defers_planning=config.laps.queue == "laps",
     )
 
 

@@ -60,7 +60,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--costs-of", metavar="VARIANT", help="--costs is of bench_mixed --json")
     parser.add_argument("--host-ms", type=float, default=0.0, help="before an idle device starts")
     parser.add_argument("--no-overlap", action="store_true")
-    parser.add_argument("--max-step-tokens", type=int, default=8192)
+    parser.add_argument("--max-num-batched-tokens", type=int, default=8192)
     parser.add_argument("--max-rows", type=int, default=256)
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="laps section")
     parser.add_argument("--real", action="store_true", help="the whole scheduler in each worker")
@@ -79,7 +79,7 @@ def build_cluster(args: argparse.Namespace) -> ClusterSpec:
         costs=_choose_costs(args),
         keeps_decodes=args.unified,
         overlap=not args.no_overlap,
-        max_step_tokens=args.max_step_tokens,
+        max_num_batched_tokens=args.max_num_batched_tokens,
         max_rows=args.max_rows,
         host_s=args.host_ms / 1e3,
     )

@@ -46,16 +46,16 @@ class BlockTerms:
 class BlockCache:
     """`num_blocks` blocks, of which at most `protected_share` are shielded from eviction.
 
-    With `enable_prefix_cache=False` nothing is ever indexed, so nothing is found or evicted.
+    With `enable_prefix_caching=False` nothing is ever indexed, so nothing is found or evicted.
     """
 
     def __init__(
-        self, num_blocks: int, *, enable_prefix_cache: bool, protected_share: float
+        self, num_blocks: int, *, enable_prefix_caching: bool, protected_share: float
     ) -> None:
         assert 0.0 <= protected_share <= 1.0, f"protected_share is {protected_share}"
         self._pool = BlockPool(num_blocks)
         self._index = PrefixIndex(num_blocks, max_protected=int(protected_share * num_blocks))
-        self._enable_prefix_cache = enable_prefix_cache
+        self._enable_prefix_caching = enable_prefix_caching
         self._num_lookups = 0
         self._num_lookup_blocks = 0
         self._num_hit_blocks = 0
@@ -64,7 +64,7 @@ class BlockCache:
     @property
     def keeps_prefixes(self) -> bool:
         """Whether blocks can be found by hash at all; if not, nobody needs hashes."""
-        return self._enable_prefix_cache
+        return self._enable_prefix_caching
 
     @property
     def num_blocks(self) -> int:
@@ -144,7 +144,7 @@ class BlockCache:
         assert self._pool.reference_count(block_id) > 0, (
             f"block {block_id} offered as {block_hash.hex()}, but nobody holds it"
         )
-        if self._enable_prefix_cache:
+        if self._enable_prefix_caching:
             self._index.insert(block_id, block_hash, parent)
 
     def release(self, block_ids: Sequence[int]) -> None:

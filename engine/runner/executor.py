@@ -71,7 +71,7 @@ class Executor:
         num_blocks: int,
         max_rows: int,
         max_model_len: int,
-        max_step_tokens: int,
+        max_num_batched_tokens: int,
         sampler: RowSampler,
         attention: PhasedAttention,
         sends_blocks: bool = False,
@@ -94,7 +94,7 @@ class Executor:
         self._block_tables = BlockTables(
             max_rows=max_rows, max_blocks_per_row=self._max_blocks_per_row
         )
-        self._buffers = self._step_buffers(max_step_tokens)
+        self._buffers = self._step_buffers(max_num_batched_tokens)
         self._last_token_steps = LastTokenSteps(max_rows, model.device)
         # [max_rows + 1]  each row's newest sampled token; the last entry belongs to padding
         self._last_tokens = torch.zeros(max_rows + 1, dtype=torch.int32, device=model.device)

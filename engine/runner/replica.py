@@ -44,10 +44,10 @@ def num_blocks_that_fit(
     num_blocks = int(share * total_bytes - taken_bytes) // block_bytes
     if num_blocks < trial_blocks:
         raise ConfigError(
-            f"cache.gpu_memory_share: {share:.0%} of {total_bytes / 2**30:.1f} GiB leaves room for"
-            f" {max(0, num_blocks)} KV blocks beside {taken_bytes / 2**30:.1f} GiB of weights,"
-            f" activations and graphs; one step needs {trial_blocks}. Raise the share, lower"
-            " scheduler.max_step_tokens or max_rows, or use a smaller model"
+            f"cache.gpu_memory_utilization: {share:.0%} of {total_bytes / 2**30:.1f} GiB leaves"
+            f" room for {max(0, num_blocks)} KV blocks beside {taken_bytes / 2**30:.1f} GiB of weights,"
+            f" activations and graphs; one step needs {trial_blocks}. Raise it, lower"
+            " scheduler.max_num_batched_tokens or max_num_seqs, or use a smaller model"
         )
     gc.collect()
     torch.cuda.empty_cache()
@@ -115,7 +115,9 @@ class Replica:
     def _num_blocks_that_fit(self) -> int:
         scheduler, layout = self._config.scheduler, self._layout
         # The largest step, and a block for every row.
-        trial_blocks = layout.num_blocks_for(scheduler.max_step_tokens) + scheduler.max_rows
+        trial_blocks = (
+            layout.num_blocks_for(scheduler.max_num_batched_tokens) + scheduler.max_num_seqs
+        )
 
         def run_trial() -> None:
             self._build(trial_blocks)
@@ -124,7 +126,7 @@ class Replica:
             run_trial,
             trial_blocks=trial_blocks,
             block_bytes=layout.block_bytes,
-            share=self._config.cache.gpu_memory_share,
+            share=self._config.cache.gpu_memory_utilization,
         )
 
     def _build(self, num_blocks: int) -> Executor:
@@ -134,12 +136,12 @@ class Replica:
             self._model,
             layout=self._layout,
             num_blocks=num_blocks,
-            max_rows=scheduler.max_rows,
+            max_rows=scheduler.max_num_seqs,
             max_model_len=self._max_model_len,
-            max_step_tokens=scheduler.max_step_tokens,
+            max_num_batched_tokens=scheduler.max_num_batched_tokens,
             sampler=Sampler(
                 self._spec.vocab_size,
-                scheduler.max_rows,
+                scheduler.max_num_seqs,
                 self._spec.eos_token_ids,
                 self._device,
                 self._matchers,
@@ -149,9 +151,9 @@ class Replica:
         )
         warm_up(
             executor,
-            num_rows=scheduler.max_rows,
+            num_rows=scheduler.max_num_seqs,
             num_blocks=num_blocks,
-            max_tokens=min(scheduler.max_step_tokens, capacity),
+            max_tokens=min(scheduler.max_num_batched_tokens, capacity),
             max_row_tokens=self._max_model_len - 1,
         )
         if self._uses_graphs:
@@ -222,8 +224,8 @@ def build_prompt_sizes(
             max_row_tokens=laps.batch_prefill_max_seq_len,
         )
     return ragged_sizes(
-        scheduler.max_rows,
-        scheduler.max_step_tokens,
+        scheduler.max_num_seqs,
+        scheduler.max_num_batched_tokens,
         max_graph_rows=laps.batch_prefill_max_rows,
     )
 

@@ -64,8 +64,9 @@ class Scheduler:
         graph_token_sizes: Sequence[int] = (),
     ) -> None:
         """graph_token_sizes: sizes, ascending, of prompt steps that compute nothing in vain."""
-        assert config.max_rows <= config.max_step_tokens, (
-            f"{config.max_rows} rows cannot each decode in {config.max_step_tokens} tokens"
+        assert config.max_num_seqs <= config.max_num_batched_tokens, (
+            f"{config.max_num_seqs} rows cannot each decode in"
+            f" {config.max_num_batched_tokens} tokens"
         )
         assert max_model_len <= cache.num_blocks * block_size, (
             f"a context of {max_model_len} tokens cannot fit {cache.num_blocks} blocks"
@@ -77,7 +78,7 @@ class Scheduler:
         self._finish_rules = FinishRules(eos_token_ids, max_model_len)
         self._sampled = SampledTokens(self._finish_rules)
         self._running = RunningRequests()
-        self._rows = RowSlots(config.max_rows)
+        self._rows = RowSlots(config.max_num_seqs)
         self._blocks = RequestBlocks(cache, hasher, block_size)
         self._prompts = PromptScheduling(
             laps, count_uncached=self._blocks.num_uncached, graph_token_sizes=graph_token_sizes
@@ -87,7 +88,7 @@ class Scheduler:
             config.short_share,
             threshold=laps.laps_length_threshold,
             num_blocks=cache.num_blocks,
-            max_rows=config.max_rows,
+            max_rows=config.max_num_seqs,
             order=self._prompts.order,
         )
         self._expired: list[Request] = []
@@ -161,7 +162,7 @@ class Scheduler:
         if (grown := self._grow_rows()) is None:
             return None
         decodes = self._running.decode_columns
-        max_tokens = self._config.max_step_tokens - len(decodes)
+        max_tokens = self._config.max_num_batched_tokens - len(decodes)
         can_admit = self._rows.num_free > 0 and not self._is_outbox_full(for_short=True)
         budget = self._prompts.open_budget(now_s, max_tokens, decodes.work, can_admit=can_admit)
         # Wait for more short prompts only with a device that would have nothing else.

@@ -191,9 +191,9 @@ def bench_config(folder: Path, args: argparse.Namespace) -> AppConfig:
         "model.dtype": "bfloat16" if args.device == "cuda" else "auto",
         "model.weights": "random" if is_shapes else "safetensors",
         "model.max_model_len": 4096 if is_shapes else None,
-        "cache.enable_prefix_cache": False,
+        "cache.enable_prefix_caching": False,
         "cache.num_blocks": args.num_blocks,
-        "scheduler.max_rows": args.rows,
+        "scheduler.max_num_seqs": args.rows,
         "scheduler.overlap": False if args.no_overlap else None,
     }
     return load_config(None, overrides)

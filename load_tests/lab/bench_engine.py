@@ -184,10 +184,10 @@ def engine_config(folder: Path, args: argparse.Namespace) -> AppConfig:
         "model.deterministic": args.deterministic,
         "model.attention.prefill": args.attention_prefill,
         "model.attention.decode": args.attention_decode,
-        "cache.enable_prefix_cache": False,
+        "cache.enable_prefix_caching": False,
         "cache.num_blocks": args.num_blocks,
-        "scheduler.max_step_tokens": args.max_step_tokens,
-        "scheduler.max_rows": args.max_rows,
+        "scheduler.max_num_batched_tokens": args.max_num_batched_tokens,
+        "scheduler.max_num_seqs": args.max_rows,
         "scheduler.overlap": False if args.no_overlap else None,
         "execution.cuda_graphs": False if args.eager else None,
     }
@@ -202,7 +202,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--weights", choices=("random", "safetensors"), default="random")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--max-model-len", type=int, default=16384)
-    parser.add_argument("--max-step-tokens", type=int, default=16384)
+    parser.add_argument("--max-num-batched-tokens", type=int, default=16384)
     parser.add_argument("--max-rows", type=int, default=256)
     parser.add_argument("--num-blocks", type=int, help="default: as many as fit")
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
@@ -233,7 +233,7 @@ def describe(bench: Bench, args: argparse.Namespace) -> dict[str, object]:
         "torch": torch.__version__,
         "engine": bench.ours.engine.describe(),
         "compiled_since_ready": bench.ours.engine.compilations.names,
-        "max_step_tokens": args.max_step_tokens,
+        "max_num_batched_tokens": args.max_num_batched_tokens,
         **{name: getattr(args, name) for name in switches},
     }
 

@@ -104,12 +104,11 @@ def engine_config(
             **on_gpu,
             "model.device": args.device,
             "model.max_model_len": args.prompt_tokens + args.long_tokens + BLOCK_SIZE,
-            "cache.enable_prefix_cache": not args.no_prefix_cache,
+            "cache.enable_prefix_caching": not args.no_prefix_cache,
             "cache.num_blocks": num_blocks,
-            "scheduler.max_rows": args.max_rows,
+            "scheduler.max_num_seqs": args.max_rows,
             "scheduler.short_share": share,
             "laps.queue": args.queue,
-            "laps.enable_laps_scheduler": args.queue == "laps",
         },
     )
 
@@ -160,7 +159,7 @@ class Runner:
             keeps_decodes=True,
             max_kv_tokens=num_blocks * BLOCK_SIZE,
             max_rows=self._args.max_rows,
-            max_step_tokens=512,
+            max_num_batched_tokens=512,
             short_share=share,
         )
         return spec.with_queue(self._args.queue)

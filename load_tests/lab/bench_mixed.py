@@ -55,7 +55,7 @@ from load_tests.tables import describe_machine
 _ENGINE_SWITCHES = (
     "device",
     "max_model_len",
-    "max_step_tokens",
+    "max_num_batched_tokens",
     "max_rows",
     "num_blocks",
     "queue",
@@ -89,7 +89,6 @@ class Variant:
         """As keys of the configuration."""
         keys: dict[str, object] = {
             "laps.queue": self.queue,
-            "laps.enable_laps_scheduler": self.queue == "laps",
         }
         if self.queue == "laps":
             keys |= {"laps.mix": self.mix, "laps.window": self.window}
@@ -133,10 +132,10 @@ def engine_config(
             "model.dtype": "bfloat16" if args.device == "cuda" else "auto",
             "model.weights": args.weights,
             "model.max_model_len": args.max_model_len,
-            "cache.enable_prefix_cache": False,
+            "cache.enable_prefix_caching": False,
             "cache.num_blocks": args.num_blocks,
-            "scheduler.max_step_tokens": args.max_step_tokens,
-            "scheduler.max_rows": args.max_rows,
+            "scheduler.max_num_batched_tokens": args.max_num_batched_tokens,
+            "scheduler.max_num_seqs": args.max_rows,
             **overrides,
             **dict(args.set),
         },
@@ -151,7 +150,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--weights", choices=("random", "safetensors"), default="random")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--max-model-len", type=int, default=16384)
-    parser.add_argument("--max-step-tokens", type=int, default=8192)
+    parser.add_argument("--max-num-batched-tokens", type=int, default=8192)
     parser.add_argument("--max-rows", type=int, default=256)
     parser.add_argument("--num-blocks", type=int, help="default: as many as fit")
     where = parser.add_mutually_exclusive_group()
@@ -220,7 +219,7 @@ def run(args: argparse.Namespace, scratch: Path) -> Results:
 def describe(args: argparse.Namespace) -> dict[str, object]:
     """What a reader must know to judge the figures."""
     of_load = ("weights", "seeds", "duration_s", "output_tokens", "shrink", "share_long")
-    of_engine = ("device", "max_step_tokens", "max_rows")
+    of_engine = ("device", "max_num_batched_tokens", "max_rows")
     names = (*of_load, *(("clients",) if args.url or args.start else of_engine))
     return describe_machine() | {name: getattr(args, name) for name in names} | dict(args.set)
 
@@ -294,7 +293,7 @@ def _run_in_process(
     if args.one_batch:
         note("one batch: starting the engine")
         first = build_variants(args)[0]
-        ours = start(first.overrides | {"cache.enable_prefix_cache": True})
+        ours = start(first.overrides | {"cache.enable_prefix_caching": True})
         chain = read_chain_batches(args.chain) if args.chain else {}
         results.batches += measure_batches(ours, engine_peer, chain)
 

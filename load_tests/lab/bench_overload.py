@@ -150,7 +150,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**32))
     args = parser.parse_args()
     budget = f"edge.max_queued_tokens={args.fitting * args.prompt_tokens}"
-    overrides = [budget, "scheduler.max_rows=16"]
+    overrides = [budget, "scheduler.max_num_seqs=16"]
     most = most_connections()
     environment = {"RAY_SERVE_HAPROXY_MAXCONN": str(most)}
     num_idle = min(args.idle, most - args.fitting) if args.kind == "haproxy" else args.idle

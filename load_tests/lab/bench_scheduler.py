@@ -36,7 +36,7 @@ class Batch:
     num_prompt_tokens: int  # of the shortest; the others have up to a block more
     num_steps: int
     block_size: int = 16
-    enable_prefix_cache: bool = True
+    enable_prefix_caching: bool = True
 
     @property
     def max_model_len(self) -> int:
@@ -134,13 +134,13 @@ def _build_scheduler(batch: Batch) -> Scheduler:
     max_blocks_per_row = batch.max_model_len // batch.block_size + 1
     return Scheduler(
         SchedulerConfig(
-            max_step_tokens=batch.num_rows * batch.max_model_len,  # all prompts in one step
-            max_rows=batch.num_rows,
+            max_num_batched_tokens=batch.num_rows * batch.max_model_len,  # all prompts in one step
+            max_num_seqs=batch.num_rows,
             max_waiting=batch.num_rows,
         ),
         cache=BlockCache(
             batch.num_rows * (max_blocks_per_row + 1),  # an admission leaves one more for each
-            enable_prefix_cache=batch.enable_prefix_cache,
+            enable_prefix_caching=batch.enable_prefix_caching,
             protected_share=0.5,
         ),
         hasher=RequestHasher(
@@ -212,7 +212,7 @@ def main() -> None:
         num_prompt_tokens=args.prompt_tokens,
         num_steps=args.steps,
         block_size=args.block_size,
-        enable_prefix_cache=not args.no_prefix_cache,
+        enable_prefix_caching=not args.no_prefix_cache,
     )
     print(render(Bench(batch).run().figures()))
     print("\n".join(f"{name}: {value}" for name, value in describe_machine().items()))

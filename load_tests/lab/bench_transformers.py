@@ -154,7 +154,7 @@ def measure(
 def bench_config(path: Path | None, model: str | None, threads: int) -> AppConfig:
     """A config for one engine in this process, without prefix reuse between rounds."""
     config = load_config(
-        path, {"workers.torch_threads": threads, "cache.enable_prefix_cache": False}
+        path, {"workers.torch_threads": threads, "cache.enable_prefix_caching": False}
     )
     folder = Path(model or config.model.path).resolve()
     return msgspec.structs.replace(

@@ -254,7 +254,7 @@ def main() -> None:
     overrides: dict[str, object] = {
         "model.path": str(args.model),
         "model.device": args.device,
-        "scheduler.max_rows": args.max_rows,
+        "scheduler.max_num_seqs": args.max_rows,
     }
     run = ConstraintRun(load_config(None, overrides), max_tokens=args.max_tokens, seed=args.seed)
     try:

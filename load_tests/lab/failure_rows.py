@@ -24,8 +24,8 @@ TIGHT: Mapping[str, object] = {
     "workers.decode": 1,
     "cache.block_size": 4,
     "cache.num_blocks": 1024,
-    "scheduler.max_rows": 2,
-    "scheduler.max_step_tokens": 8,
+    "scheduler.max_num_seqs": 2,
+    "scheduler.max_num_batched_tokens": 8,
     "scheduler.unreserved_share": 0.001,
     "scheduler.short_share": 0.0,  # who holds a row gives way to nobody
     "handoff.piece_bytes": 1,
@@ -260,7 +260,7 @@ ON_DEMAND = (
         how="cache.num_blocks: 300, 4 streams of 103 blocks",
         phases=(Phase.STREAM,),
         num_asks=4,
-        deployment={**TIGHT, "cache.num_blocks": 300, "scheduler.max_rows": 8},
+        deployment={**TIGHT, "cache.num_blocks": 300, "scheduler.max_num_seqs": 8},
     ),
     Row(
         number="8",

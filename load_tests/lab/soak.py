@@ -33,7 +33,7 @@ DEPLOYED: Mapping[str, object] = {
     "workers.prefill": 2,
     "workers.decode": 1,
     "cache.num_blocks": 320,
-    "scheduler.max_rows": 8,
+    "scheduler.max_num_seqs": 8,
 }
 REDEPLOYED: Mapping[str, object] = {"cache.num_blocks": 319}
 TIMEOUT_S = 240.0  # of a request: a redeploy and a kill may come together, on a slow machine

@@ -97,8 +97,8 @@ def _engine(model: Path, step_tokens: int) -> EngineInProcess:
     return EngineInProcess(
         AppConfig(
             model=ModelConfig(path=str(model)),
-            cache=CacheConfig(enable_prefix_cache=False),
-            scheduler=SchedulerConfig(max_step_tokens=step_tokens, max_rows=16),
+            cache=CacheConfig(enable_prefix_caching=False),
+            scheduler=SchedulerConfig(max_num_batched_tokens=step_tokens, max_num_seqs=16),
         )
     )
 

@@ -176,8 +176,8 @@ def worker_spec(run: MeasuredRun, variant: str, costs: StepCosts, host: HostTime
         costs=msgspec.structs.replace(costs, floor_s=costs.floor_s + host.gap_s),
         keeps_decodes=True,
         overlap=run.about.get("device") == "cuda" if overlap is None else overlap,
-        max_step_tokens=config.scheduler.max_step_tokens,
-        max_rows=config.scheduler.max_rows,
+        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+        max_rows=config.scheduler.max_num_seqs,
         max_kv_tokens=msgspec.convert(run.about.get("num_kv_tokens", ASSUMED_KV_TOKENS), int),
         host_s=host.start_s,
         graph_token_sizes=_graph_token_sizes(run.about, variant, config),
@@ -239,8 +239,8 @@ def _graph_token_sizes(
     """
     told = msgspec.convert(about.get(f"graphs, {variant}", {}), _Graphs)
     sizes = ragged_sizes(
-        config.scheduler.max_rows,
-        config.scheduler.max_step_tokens,
+        config.scheduler.max_num_seqs,
+        config.scheduler.max_num_batched_tokens,
         max_graph_rows=config.laps.batch_prefill_max_rows,
     )
     is_ragged = told.prompt_steps is not None and told.prompt_steps.form == sizes.form
@@ -256,7 +256,6 @@ def _settings_of(label: str) -> dict[str, object]:
     queue, *parts = label.split(", ")
     settings: dict[str, object] = {
         "laps.queue": queue,
-        "laps.enable_laps_scheduler": queue == "laps",
     }
     for part in parts:
         match part.split():
@@ -280,8 +279,8 @@ def _config_of(about: Mapping[str, object], label: str) -> AppConfig:
     return load_config(
         None,
         {
-            "scheduler.max_step_tokens": about.get("max_step_tokens"),
-            "scheduler.max_rows": about.get("max_rows"),
+            "scheduler.max_num_batched_tokens": about.get("max_num_batched_tokens"),
+            "scheduler.max_num_seqs": about.get("max_rows"),
             **_settings_of(label),
             **told,
         },

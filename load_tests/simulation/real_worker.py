@@ -57,11 +57,11 @@ class RealWorker:
     def __init__(self, spec: WorkerSpec) -> None:
         self._spec = spec
         num_blocks = spec.max_kv_tokens // BLOCK_SIZE
-        cache = BlockCache(num_blocks, enable_prefix_cache=False, protected_share=0.5)
+        cache = BlockCache(num_blocks, enable_prefix_caching=False, protected_share=0.5)
         self._scheduler = Scheduler(
             SchedulerConfig(
-                max_step_tokens=spec.max_step_tokens,
-                max_rows=spec.max_rows,
+                max_num_batched_tokens=spec.max_num_batched_tokens,
+                max_num_seqs=spec.max_rows,
                 max_waiting=10**6,
                 short_share=spec.short_share,
             ),

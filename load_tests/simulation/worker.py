@@ -35,7 +35,7 @@ class WorkerSpec:
     costs: StepCosts = PRIOR
     keeps_decodes: bool = False  # unified: a prompt's request decodes where it was computed
     overlap: bool = True
-    max_step_tokens: int = 8192
+    max_num_batched_tokens: int = 8192
     max_rows: int = 256
     max_kv_tokens: int = 700_000  # an 8B model in 16 bits on one H200
     host_s: float = 0.0  # from a plan to the start of its step, on an idle device
@@ -52,12 +52,12 @@ class WorkerSpec:
         """When the step after one from `start_s` to `end_s` is planned."""
         if not self.overlap:
             return end_s
-        return max(start_s, end_s - LEAD_S) if self.laps.enable_laps_scheduler else start_s
+        return max(start_s, end_s - LEAD_S) if self.laps.queue == "laps" else start_s
 
     def with_queue(self, queue: str) -> "WorkerSpec":
         """The same with a queue by name. Raises msgspec.ValidationError for an unknown name."""
         values = msgspec.to_builtins(self.laps)
-        values |= {"queue": queue, "enable_laps_scheduler": queue == "laps"}
+        values |= {"queue": queue}
         return replace(self, laps=msgspec.convert(values, LapsConfig))
 
 
@@ -242,7 +242,7 @@ class LightWorker:
 
     def _open_room(self, now_s: float, has_room: bool) -> StepBudget:
         decodes = self._rows.current()
-        max_tokens = self._spec.max_step_tokens - len(decodes)
+        max_tokens = self._spec.max_num_batched_tokens - len(decodes)
         num_keys = sum([request.num_computed_tokens + 1 for request in decodes])
         decoding = StepWork(num_decode_rows=len(decodes), num_decode_keys=num_keys)
         return self._scheduling.open_budget(now_s, max_tokens, decoding, can_admit=has_room)

@@ -21,8 +21,8 @@ TIGHT = {
     "workers.decode": 1,
     "cache.block_size": 4,
     "cache.num_blocks": 1024,
-    "scheduler.max_rows": 2,
-    "scheduler.max_step_tokens": 8,
+    "scheduler.max_num_seqs": 2,
+    "scheduler.max_num_batched_tokens": 8,
     "scheduler.unreserved_share": 0.001,
     "scheduler.short_share": 0.0,  # who holds a row gives way to nobody
     "handoff.piece_bytes": 1,

@@ -121,7 +121,7 @@ class Application:
         return all(
             not seen["held_blocks"]
             and seen["num_requests"] == 0
-            and seen["free_rows"] == self.config.scheduler.max_rows
+            and seen["free_rows"] == self.config.scheduler.max_num_seqs
             and seen["streams"]["num_unacknowledged_tokens"] == 0
             for seen in self.statistics().values()
         )
@@ -180,7 +180,7 @@ class Application:
         replica: Any = ray.get_actor(self.replica(), "serve")
         num_tasks = int(ray.get(replica.__ray_call__.remote(count_tasks), timeout=PATIENCE_S))
         ingress = {"open attempts": int(self.metric("laps_open_attempts")), "tasks": num_tasks}
-        max_rows = self.config.scheduler.max_rows
+        max_rows = self.config.scheduler.max_num_seqs
         workers = {n: worker_holdings(seen, max_rows) for n, seen in self.statistics().items()}
         return {"ingress": ingress} | workers
 

@@ -138,7 +138,7 @@ class System:
         Blocks go by their owner; leases are handoffs that a prefill worker keeps blocks for.
         """
         held: dict[str, int] = {"ingress: open attempts": int(self.metric("laps_open_attempts"))}
-        max_rows = self.application.config.scheduler.max_rows
+        max_rows = self.application.config.scheduler.max_num_seqs
         for name, seen in self.statistics().items():
             holdings = worker_holdings(seen, max_rows)
             del holdings["tasks"], holdings["blocks"]  # never 0; and by owner in their place

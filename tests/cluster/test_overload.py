@@ -94,10 +94,10 @@ def narrow(cluster: Cluster) -> Iterator[Application]:
     """A worker that runs two requests at once, before which few may wait."""
     limits = {
         "workers.unified": 1,
-        "scheduler.max_rows": 2,
+        "scheduler.max_num_seqs": 2,
         "scheduler.short_share": 0.0,  # who holds a row gives way to nobody
         "edge.max_queued_tokens": NUM_FITTING * PROMPT_TOKENS,
-        "cache.enable_prefix_cache": False,
+        "cache.enable_prefix_caching": False,
     }
     application = cluster.run("narrow", limits)
     yield application

@@ -44,7 +44,7 @@ def test_overrides_win_over_the_file_and_the_rest_stays(tmp_path: Path) -> None:
 
 
 # Settings that are valid as far as they go; a test adds what is not.
-QUEUE = "laps: {enable_laps_scheduler: true, queue: laps, window: adaptive"
+QUEUE = "laps: {queue: laps, window: adaptive"
 CUDA = "{model: {device: cuda}, laps: {enable_batch_prefill_cuda_graph: true}"
 GRID = "{model: {device: cuda}, laps: {batch_prefill_form: grid"
 POOLS = "{workers: {unified: 4}, laps: {enable_laps_alloc: true"
@@ -72,7 +72,7 @@ def test_the_defaults_of_laps_are_the_published_ones() -> None:
     assert laps.batch_prefill_batch_sizes == (1, 2, 4, 8)
     assert laps.batch_prefill_seq_lengths == (16, 32, 64, 128, 256)
     assert laps.batch_prefill_max_seq_len == 256
-    assert not laps.enable_laps_scheduler
+    assert laps.queue == "priority"
     assert not laps.enable_laps_alloc
     # By the device: ragged graphs wherever attention can be captured.
     assert (laps.enable_batch_prefill_cuda_graph, laps.batch_prefill_form) == (None, "ragged")
@@ -112,8 +112,11 @@ def test_the_defaults_of_laps_are_the_published_ones() -> None:
         ("laps: {min_workers_to_split: 1}", ["laps.min_workers_to_split", ">= 2"]),
         ("laps: {batch_prefill_batch_sizes: [0]}", ["laps.batch_prefill_batch_sizes", ">= 1"]),
         ("laps: {queue: sjf}", ["laps.queue", "fcfs", "priority"]),
-        ("laps: {queue: laps}", ["laps.queue", "enable_laps_scheduler false", "or neither"]),
-        ("laps: {enable_laps_scheduler: true}", ["laps.queue", "priority", "set queue to laps"]),
+        ("laps: {enable_laps_scheduler: true}", ["laps.enable_laps_scheduler", "queue: laps"]),
+        ("cache: {gpu_memory_share: 0.5}", ["cache.gpu_memory_share", "gpu_memory_utilization"]),
+        ("cache: {enable_prefix_cache: 0}", ["enable_prefix_cache has", "enable_prefix_caching"]),
+        ("scheduler: {max_rows: 4}", ["scheduler.max_rows", "max_num_seqs"]),
+        ("scheduler: {max_step_tokens: 4}", ["max_step_tokens", "max_num_batched_tokens"]),
         ("laps: {window: fixed}", ["laps.window", "queue laps"]),
         (f"{QUEUE}, min_window_s: 0.1}}", ["laps.min_window_s", "max_window_s 0.008"]),
         (f"{GRID}, batch_prefill_batch_sizes: []}}}}", ["batch_sizes", "at least one"]),
@@ -121,7 +124,10 @@ def test_the_defaults_of_laps_are_the_published_ones() -> None:
         (f"{GRID}, batch_prefill_seq_lengths: [16, 16]}}}}", ["seq_lengths", "once"]),
         (f"{GRID}, batch_prefill_max_seq_len: 128}}}}", ["seq_lengths: 256", "seq_len 128"]),
         (f"{GRID}, batch_prefill_max_rows: 256}}}}", ["max_rows", "batch_prefill_form ragged"]),
-        (f"{GRID}, batch_prefill_max_seq_len: 600}}}}", ["seq_len: 600", "max_step_tokens 512"]),
+        (
+            f"{GRID}, batch_prefill_max_seq_len: 600}}}}",
+            ["seq_len: 600", "max_num_batched_tokens 512"],
+        ),
         (f"{GRID}, batch_prefill_batch_sizes: [65]}}}}", ["batch_sizes: 65", "max_rows 64"]),
         (f"{GRID}, enable_batch_prefill_cuda_graph: false}}}}", ["grid", "captures nothing"]),
         (f"{GRID}}}, execution: {{cuda_graphs: false}}}}", ["grid", "needs execution.cuda_graphs"]),

@@ -131,7 +131,7 @@ def test_only_the_last_steps_are_measured() -> None:
 
 
 def test_the_conservation_law_names_every_owner_it_was_given() -> None:
-    cache = BlockCache(4, enable_prefix_cache=True, protected_share=0.5)
+    cache = BlockCache(4, enable_prefix_caching=True, protected_share=0.5)
     held = cache.allocate(3)
     assert held is not None
     owners = [("a", held[:1]), ("b", held[1:]), ("c", [])]

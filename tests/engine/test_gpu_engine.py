@@ -23,7 +23,7 @@ DECISIVE = {
     "try:\n    import json\nexcept ": "ImportError:\n",
     "with open(path) as f:\n    return ": "f.read()\n\n",
 }
-BASE = {"model__device": "cuda", "cache__num_blocks": 600, "scheduler__max_rows": 24}
+BASE = {"model__device": "cuda", "cache__num_blocks": 600, "scheduler__max_num_seqs": 24}
 
 Work = list[tuple[list[int], SamplingParams]]
 
@@ -119,7 +119,7 @@ def test_graphs_and_overlap_change_no_token(folder: Path) -> None:
                 model__deterministic=True,
                 execution__cuda_graphs=graphs,
                 scheduler__overlap=overlap,
-                scheduler__max_step_tokens=192,
+                scheduler__max_num_batched_tokens=192,
             )
             outcomes[graphs, overlap] = tokens_of(engine, work)
     plain = outcomes[False, False]
@@ -149,7 +149,7 @@ def test_graphs_of_prompts_change_no_token_and_compile_nothing(folder: Path) -> 
             **keys,
             model__path=str(folder),
             model__deterministic=True,
-            scheduler__max_step_tokens=192,
+            scheduler__max_num_batched_tokens=192,
         )
         outcomes[form] = tokens_of(engine, work)
         assert engine.compilations.names == [], form
@@ -170,16 +170,16 @@ def test_every_pair_of_backends_gives_the_decisive_tokens(prefill: str, decode: 
         assert tokenizer.decode(answer(engine, work)[0].tokens).startswith(expected)
 
 
-@pytest.mark.parametrize("max_step_tokens", [768, 2300])
+@pytest.mark.parametrize("max_num_batched_tokens", [768, 2300])
 @pytest.mark.parametrize("is_deterministic", [False, True])
 def test_nothing_compiles_once_the_engine_is_ready(
-    folder: Path, is_deterministic: bool, max_step_tokens: int
+    folder: Path, is_deterministic: bool, max_num_batched_tokens: int
 ) -> None:
     engine = start_engine(
         **BASE,
         model__path=str(folder),
         model__deterministic=is_deterministic,
-        scheduler__max_step_tokens=max_step_tokens,
+        scheduler__max_num_batched_tokens=max_num_batched_tokens,
     )
     for seed in range(2, 5):
         answer(engine, mixed_work(seed))
@@ -197,7 +197,7 @@ def test_the_kv_store_takes_what_the_share_leaves(folder: Path) -> None:
     engine = start_engine(
         **(BASE | {"cache__num_blocks": None}),
         model__path=str(folder),
-        cache__gpu_memory_share=share,
+        cache__gpu_memory_utilization=share,
     )
     free_after, _ = torch.cuda.mem_get_info()
     assert engine.cache.num_blocks * engine.layout.block_bytes > 0.05 * total
@@ -206,11 +206,11 @@ def test_the_kv_store_takes_what_the_share_leaves(folder: Path) -> None:
 
 
 def test_a_share_that_leaves_nothing_is_refused(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="gpu_memory_share"):
+    with pytest.raises(ConfigError, match="gpu_memory_utilization"):
         start_engine(
             **(BASE | {"cache__num_blocks": None}),
             model__path=str(folder),
-            cache__gpu_memory_share=0.0001,
+            cache__gpu_memory_utilization=0.0001,
         )
 
 

@@ -37,7 +37,10 @@ class Tiny:
         return reference_logits(self.folder, list(token_ids)).double().log_softmax(dim=-1)
 
     def engine(self, **overrides: object) -> Engine:
-        settings = {"scheduler__max_step_tokens": 19, "scheduler__max_rows": 5} | overrides
+        settings = {
+            "scheduler__max_num_batched_tokens": 19,
+            "scheduler__max_num_seqs": 5,
+        } | overrides
         return start_engine(model__path=str(self.folder), **settings)
 
 
@@ -172,7 +175,9 @@ def test_a_prompt_that_is_asked_about_is_computed_whole_and_serves_others_afterw
 
 def test_a_preempted_prompt_tells_every_token_once(tiny: Tiny) -> None:
     # The decodes outgrow their blocks while the prompt, the newest, computes a few tokens a step.
-    engine = tiny.engine(cache__num_blocks=16, scheduler__max_step_tokens=5, scheduler__max_rows=4)
+    engine = tiny.engine(
+        cache__num_blocks=16, scheduler__max_num_batched_tokens=5, scheduler__max_num_seqs=4
+    )
     (prompt,) = prompts_of(1, low=90, high=100)
     busy = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
     for number, other in enumerate(prompts_of(3, low=14, high=15)):
@@ -192,7 +197,7 @@ def test_a_preempted_prompt_tells_every_token_once(tiny: Tiny) -> None:
 
 def test_a_prefill_worker_answers_labels_itself_and_hands_nothing_over(tiny: Tiny) -> None:
     events: list[OutgoingEvent] = []
-    settings = {"model.path": str(tiny.folder), "scheduler.max_step_tokens": 99}
+    settings = {"model.path": str(tiny.folder), "scheduler.max_num_batched_tokens": 99}
     config = load_config(None, settings)
     engine = build_engine(config, "test", MonotonicClock(), events.append)
     prompts = prompts_of(2, low=30)

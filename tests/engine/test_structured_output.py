@@ -33,7 +33,7 @@ SEED = random.SystemRandom().randrange(10**6)
 
 @pytest.fixture(scope="module", params=[False, True], ids=["in turn", "overlapped"])
 def engine(request: pytest.FixtureRequest) -> Engine:
-    return start_engine(scheduler__overlap=request.param, scheduler__max_rows=64)
+    return start_engine(scheduler__overlap=request.param, scheduler__max_num_seqs=64)
 
 
 @pytest.fixture(scope="module")

@@ -50,9 +50,9 @@ def test_held_rows_get_a_cpus_tokens_in_fp32() -> None:
     draw = random.Random(SEED)
     work = held_work([random_schema(draw) for _ in range(24)], temperature=0.0)
     engines = (
-        start_engine(scheduler__max_rows=32),
+        start_engine(scheduler__max_num_seqs=32),
         start_engine(
-            model__device="cuda", model__dtype="float32", scheduler__max_rows=32, **REFERENCE
+            model__device="cuda", model__dtype="float32", scheduler__max_num_seqs=32, **REFERENCE
         ),
     )
     on_cpu, on_gpu = (run(engine, work) for engine in engines)
@@ -69,7 +69,7 @@ def test_held_rows_are_valid_in_bf16_and_compile_nothing_late(overlap: bool) -> 
         model__device="cuda",
         model__dtype="bfloat16",
         scheduler__overlap=overlap,
-        scheduler__max_rows=48,
+        scheduler__max_num_seqs=48,
         cache__num_blocks=4000,  # however much of the GPU others have
     )
     tokenizing = load_tokenizer(MODEL)

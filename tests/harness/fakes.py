@@ -115,7 +115,7 @@ class FakeExecutor:
         num_blocks: int,
         block_size: int,
         max_rows: int,
-        max_step_tokens: int,
+        max_num_batched_tokens: int,
         max_model_len: int,
         max_in_flight: int = 1,
     ) -> None:
@@ -128,7 +128,7 @@ class FakeExecutor:
         self._max_in_flight = max_in_flight
         self._block_size = block_size
         self._max_rows = max_rows
-        self._max_step_tokens = max_step_tokens
+        self._max_num_batched_tokens = max_num_batched_tokens
         self._max_model_len = max_model_len
         self._store = [[EMPTY] * block_size for _ in range(num_blocks)]
         self._rows: dict[int, _Row] = {}
@@ -220,8 +220,9 @@ class FakeExecutor:
         assert plan.step == len(self.plans), f"step {plan.step} is not number {len(self.plans)}"
         assert len(set(plan.rows)) == num_rows, f"step {plan.step}: a row twice in {plan.rows}"
         assert all(n >= 1 for n in plan.num_new_tokens), f"an idle row in {plan}"
-        assert plan.num_tokens <= self._max_step_tokens, (
-            f"step {plan.step}: {plan.num_tokens} tokens, the budget is {self._max_step_tokens}"
+        assert plan.num_tokens <= self._max_num_batched_tokens, (
+            f"step {plan.step}: {plan.num_tokens} tokens, the budget is"
+            f" {self._max_num_batched_tokens}"
         )
         num_finished = num_rows + len(plan.zero_block_ids) + len(plan.released_rows)
         assert num_finished > 0, f"step {plan.step} does nothing"

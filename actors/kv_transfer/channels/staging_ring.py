@@ -61,7 +61,7 @@ class StagingRing:
         except torch.OutOfMemoryError as error:
             raise HandoffError(
                 f"no GPU memory for {NUM_SLOTS} x {self.slot_bytes} bytes of staging: lower"
-                " handoff.device_piece_bytes or cache.gpu_memory_share"
+                " handoff.device_piece_bytes or cache.gpu_memory_utilization"
             ) from error
         if self._device.type == "cuda":
             # Steps that were launched before may still use this memory, and no pair waits for them.

@@ -24,7 +24,7 @@ LABELS = [11, 500, 970]
 @pytest.fixture(scope="module")
 def app() -> EdgeApp:
     """An ingress over one engine, with a limit on tokens that no test reaches."""
-    engine = start_engine(scheduler__max_step_tokens=23, scheduler__max_rows=8)
+    engine = start_engine(scheduler__max_num_batched_tokens=23, scheduler__max_num_seqs=8)
     # No minute passes: what is left of the limit is what was not used.
     made = edge_app({"api.limits": {"*": {"tokens_per_minute": 100_000}}}, clock=ManualClock())
 

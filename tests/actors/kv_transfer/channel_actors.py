@@ -155,7 +155,7 @@ class PrefillSide:
     """A prefill worker without a model: its prompts' KV is random."""
 
     def __init__(self, board: str, decode_side: Any, config: HandoffConfig) -> None:
-        self._cache = BlockCache(NUM_BLOCKS, enable_prefix_cache=True, protected_share=0.8)
+        self._cache = BlockCache(NUM_BLOCKS, enable_prefix_caching=True, protected_share=0.8)
         self._store = KvStore(LAYOUT, num_blocks=NUM_BLOCKS, device=torch.device("cpu"))
         self._pieces = CorruptingPieces(self._store)
         self._loop = asyncio.get_event_loop()
@@ -271,7 +271,7 @@ class DecodeSide:
 
     def __init__(self, board: str, config: HandoffConfig) -> None:
         me = identity("decode-0", "decode")
-        self._cache = BlockCache(NUM_BLOCKS, enable_prefix_cache=True, protected_share=0.8)
+        self._cache = BlockCache(NUM_BLOCKS, enable_prefix_caching=True, protected_share=0.8)
         self._store = KvStore(LAYOUT, num_blocks=NUM_BLOCKS, device=torch.device("cpu"))
         self._pieces = KvPieces(self._store)
         self._scheduler = _Scheduler(self._cache)

@@ -84,7 +84,7 @@ class ScrubbingCache(BlockCache):
     """Whatever is read after it was let go of reads garbage."""
 
     def __init__(self, num_blocks: int, pieces: MemoryPieces) -> None:
-        super().__init__(num_blocks, enable_prefix_cache=True, protected_share=0.8)
+        super().__init__(num_blocks, enable_prefix_caching=True, protected_share=0.8)
         self._pieces = pieces
 
     def release(self, block_ids: Sequence[int]) -> None:

@@ -201,7 +201,7 @@ class Stories:
         is_retracted = story.startswith("retracted")
         # Then the prompt takes so many steps that each of those that grow needs a block meanwhile.
         step_tokens = 9 if is_retracted else None
-        self._worker.begin(self._watched, seed + 1, max_step_tokens=step_tokens)
+        self._worker.begin(self._watched, seed + 1, max_num_batched_tokens=step_tokens)
         num_preemptions = 1 if story.endswith("preempted") else 0
         match story:
             case "migrated" | "preempted":

@@ -48,8 +48,8 @@ BLOCK_SIZE = 16
 NUM_BLOCKS = 160
 MAX_ROWS = 8
 MAX_MODEL_LEN = 256  # of tests/harness/tiny_models.py
-MAX_STEP_TOKENS = 300
-STEP_TOKENS = (8, 11, 40, 150, MAX_STEP_TOKENS)  # one of them in each trial
+MAX_NUM_BATCHED_TOKENS = 300
+STEP_TOKENS = (8, 11, 40, 150, MAX_NUM_BATCHED_TOKENS)  # one of them in each trial
 MAX_STEPS = 2000  # of a trial on one worker: far more than any takes
 WATCHED = RequestKey("0" * 32)
 
@@ -104,7 +104,7 @@ class HashedWorker:
             num_blocks=NUM_BLOCKS,
             max_rows=MAX_ROWS,
             max_model_len=MAX_MODEL_LEN,
-            max_step_tokens=MAX_STEP_TOKENS,
+            max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
             sampler=self._sampler,
             attention=attention,
             sends_blocks=True,
@@ -127,7 +127,7 @@ class HashedWorker:
             self._executor,
             num_rows=MAX_ROWS,
             num_blocks=NUM_BLOCKS,
-            max_tokens=MAX_STEP_TOKENS,
+            max_tokens=MAX_NUM_BATCHED_TOKENS,
             max_row_tokens=MAX_MODEL_LEN - 1,
         )
         if self._captures:
@@ -135,7 +135,9 @@ class HashedWorker:
 
     # ---- a trial --------------------------------------------------------------------------------
 
-    def begin(self, watched: Watched, seed: int, *, max_step_tokens: int | None = None) -> None:
+    def begin(
+        self, watched: Watched, seed: int, *, max_num_batched_tokens: int | None = None
+    ) -> None:
         """New books and random neighbours, some of which have a part of the watched prompt."""
         self.rng = rng = random.Random(seed)
         self._watched = watched
@@ -150,13 +152,14 @@ class HashedWorker:
         self.ready: HandoffReady | None = None
         clock = MonotonicClock()
         self.cache = BlockCache(
-            NUM_BLOCKS, enable_prefix_cache=rng.random() < 0.7, protected_share=0.8
+            NUM_BLOCKS, enable_prefix_caching=rng.random() < 0.7, protected_share=0.8
         )
         hasher = RequestHasher(b"k" * 32, model="m", dtype=self.layout.dtype, block_size=BLOCK_SIZE)
         self.outgoing = OutgoingHandoffs(self.cache, self._on_outgoing)
         self.scheduler = NotingScheduler(
             SchedulerConfig(
-                max_step_tokens=max_step_tokens or rng.choice(STEP_TOKENS), max_rows=MAX_ROWS
+                max_num_batched_tokens=max_num_batched_tokens or rng.choice(STEP_TOKENS),
+                max_rows=MAX_ROWS,
             ),
             cache=self.cache,
             hasher=hasher,

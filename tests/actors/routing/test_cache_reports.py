@@ -22,7 +22,7 @@ LOAD = LoadReport(queued_tokens=0, num_waiting=0, num_running=0, num_free_blocks
 
 
 def _cache() -> BlockCache:
-    return BlockCache(12, enable_prefix_cache=True, protected_share=0.5)
+    return BlockCache(12, enable_prefix_caching=True, protected_share=0.5)
 
 
 def _index(cache: BlockCache, hashes: list[bytes]) -> None:

@@ -323,10 +323,10 @@ def test_who_arrives_while_a_step_computes_takes_part_in_the_next() -> None:
     """With a step in flight the next is planned late; calls run meanwhile."""
 
     async def scenario() -> None:
-        laps = LapsConfig(enable_laps_scheduler=True, queue="laps", laps_length_threshold=10)
+        laps = LapsConfig(queue="laps", laps_length_threshold=10)
         replica = Replica(
             num_blocks=600,
-            max_step_tokens=512,
+            max_num_batched_tokens=512,
             max_model_len=1200,
             overlap=True,
             defers_planning=True,
@@ -359,7 +359,6 @@ def test_who_arrives_while_a_step_computes_takes_part_in_the_next() -> None:
 def _with_a_window(num_requests: int) -> Replica:
     """Its clock stands still until a test moves it."""
     laps = LapsConfig(
-        enable_laps_scheduler=True,
         queue="laps",
         window="fixed",
         fixed_window_s=0.005,

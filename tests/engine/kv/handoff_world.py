@@ -88,7 +88,7 @@ class Decode:
         incoming_class: type[IncomingHandoffs] = IncomingHandoffs,
     ) -> None:
         self.clock = ManualClock(100.0)
-        self.cache = BlockCache(num_blocks, enable_prefix_cache=True, protected_share=0.8)
+        self.cache = BlockCache(num_blocks, enable_prefix_caching=True, protected_share=0.8)
         self.scheduler = RecordingScheduler(self.cache)
         self.incoming = incoming_class(
             self.cache,

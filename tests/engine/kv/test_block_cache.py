@@ -9,7 +9,7 @@ from engine.kv.index import PrefixIndex, _Entry
 
 
 def _cache(num_blocks: int, *, protected_share: float = 0.8) -> BlockCache:
-    return BlockCache(num_blocks, enable_prefix_cache=True, protected_share=protected_share)
+    return BlockCache(num_blocks, enable_prefix_caching=True, protected_share=protected_share)
 
 
 def _hashes(name: str, length: int) -> list[bytes]:
@@ -179,7 +179,7 @@ def test_forgotten_content_is_not_found_and_its_held_blocks_are_freed_on_release
 
 
 def test_without_prefix_caching_nothing_is_found_or_kept() -> None:
-    cache = BlockCache(6, enable_prefix_cache=False, protected_share=0.8)
+    cache = BlockCache(6, enable_prefix_caching=False, protected_share=0.8)
     a = _hashes("a", 4)
     block_ids = _fill(cache, a)
     assert cache.match(a) == []

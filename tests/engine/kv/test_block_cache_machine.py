@@ -64,7 +64,7 @@ class CacheMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         share = MAX_PROTECTED / NUM_BLOCKS
-        self.cache = self.cache_class(NUM_BLOCKS, enable_prefix_cache=True, protected_share=share)
+        self.cache = self.cache_class(NUM_BLOCKS, enable_prefix_caching=True, protected_share=share)
         if self.index_class is not PrefixIndex:
             self.cache._index = self.index_class(NUM_BLOCKS, max_protected=MAX_PROTECTED)
         self.model = Model()

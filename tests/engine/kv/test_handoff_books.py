@@ -273,7 +273,7 @@ class Prefill:
     """Outgoing books, and requests as a scheduler hands them over."""
 
     def __init__(self) -> None:
-        self.cache = BlockCache(12, enable_prefix_cache=True, protected_share=0.8)
+        self.cache = BlockCache(12, enable_prefix_caching=True, protected_share=0.8)
         self.events: list[OutgoingEvent] = []
         self.outgoing = OutgoingHandoffs(self.cache, self.events.append)
 

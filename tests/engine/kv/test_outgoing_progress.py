@@ -23,7 +23,7 @@ class Computing:
     """One prompt of 3 full blocks and a partial one; this plays the scheduler."""
 
     def __init__(self, num_hit_blocks: int = 0) -> None:
-        self.cache = BlockCache(NUM_BLOCKS, enable_prefix_cache=False, protected_share=0.8)
+        self.cache = BlockCache(NUM_BLOCKS, enable_prefix_caching=False, protected_share=0.8)
         self.events: list[OutgoingEvent] = []
         self.outgoing = OutgoingHandoffs(self.cache, self.events.append)
         self.request = Request(
@@ -172,7 +172,7 @@ def test_nothing_happens_for_a_request_that_never_started() -> None:
 
 
 def test_only_blocks_that_somebody_holds_can_be_shared() -> None:
-    cache = BlockCache(NUM_BLOCKS, enable_prefix_cache=True, protected_share=0.8)
+    cache = BlockCache(NUM_BLOCKS, enable_prefix_caching=True, protected_share=0.8)
     block_ids = cache.allocate(2)
     assert block_ids is not None
     cache.share(block_ids)

@@ -75,7 +75,7 @@ class _Worker:
     """The side that reports: a real cache, asked as a worker asks it."""
 
     def __init__(self, num_blocks: int) -> None:
-        self.cache = BlockCache(num_blocks, enable_prefix_cache=True, protected_share=0.5)
+        self.cache = BlockCache(num_blocks, enable_prefix_caching=True, protected_share=0.5)
         self.last: int | None = None
 
     def report(self, after: int | None) -> BlockChanges | None:

@@ -49,7 +49,7 @@ class StepDriver:
             num_blocks=num_blocks,
             max_rows=max_rows,
             max_model_len=model.spec.max_model_len,
-            max_step_tokens=max_rows * model.spec.max_model_len,
+            max_num_batched_tokens=max_rows * model.spec.max_model_len,
             sampler=sampler
             or Sampler(model.spec.vocab_size, max_rows, model.spec.eos_token_ids, model.device),
             attention=phased

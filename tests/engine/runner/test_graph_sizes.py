@@ -121,7 +121,7 @@ def _reference() -> ReferenceAttention:
 def _config(**laps: object) -> AppConfig:
     return AppConfig(
         model=ModelConfig(device="cuda", attention=AttentionConfig()),
-        scheduler=SchedulerConfig(max_step_tokens=300, max_rows=20),
+        scheduler=SchedulerConfig(max_num_batched_tokens=300, max_num_seqs=20),
         laps=LapsConfig(**laps),  # type: ignore[arg-type]
     )
 

@@ -23,7 +23,7 @@ def test_skipping_queries_changes_no_token(monkeypatch: pytest.MonkeyPatch) -> N
     outcomes = []
     for threshold in (1, 10**9):
         monkeypatch.setattr(executor, "_MIN_TOKENS_TO_SKIP_QUERIES", threshold)
-        engine = start_engine(cache__num_blocks=128, scheduler__max_step_tokens=64)
+        engine = start_engine(cache__num_blocks=128, scheduler__max_num_batched_tokens=64)
         outcomes.append(answer(engine, work))
     for skipped, whole in zip(*outcomes, strict=True):
         assert skipped.tokens == whole.tokens

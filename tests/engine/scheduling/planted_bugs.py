@@ -66,7 +66,9 @@ class CountsTokensAnewAfterPreemption(Scheduler):
 
 class TakesOneTokenMoreThanTheBudget(Scheduler):
     def __init__(self, config: SchedulerConfig, **parts: Any) -> None:
-        generous = msgspec.structs.replace(config, max_step_tokens=config.max_step_tokens + 1)
+        generous = msgspec.structs.replace(
+            config, max_num_batched_tokens=config.max_num_batched_tokens + 1
+        )
         super().__init__(generous, **parts)
 
 

@@ -47,19 +47,19 @@ class Replica:
         *,
         num_blocks: int = 32,
         max_rows: int = 4,
-        max_step_tokens: int = 16,
+        max_num_batched_tokens: int = 16,
         max_waiting: int = 64,
         unreserved_share: float = 0.25,
         short_share: float = 0.05,
         max_model_len: int = 64,
-        enable_prefix_cache: bool = True,
+        enable_prefix_caching: bool = True,
         overlap: bool = False,
         defers_planning: bool = False,
         laps: LapsConfig = DEFAULT_LAPS,
     ) -> None:
         self.clock = ManualClock()
         self.cache = BlockCache(
-            num_blocks, enable_prefix_cache=enable_prefix_cache, protected_share=0.5
+            num_blocks, enable_prefix_caching=enable_prefix_caching, protected_share=0.5
         )
         self.handoff_queue = RecordingHandoffQueue()
         self.max_model_len = max_model_len
@@ -67,14 +67,14 @@ class Replica:
             num_blocks=num_blocks,
             block_size=BLOCK_SIZE,
             max_rows=max_rows,
-            max_step_tokens=max_step_tokens,
+            max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=max_model_len,
             max_in_flight=1 + int(overlap),
         )
         self.scheduler = Scheduler(
             SchedulerConfig(
-                max_step_tokens=max_step_tokens,
-                max_rows=max_rows,
+                max_num_batched_tokens=max_num_batched_tokens,
+                max_num_seqs=max_rows,
                 max_waiting=max_waiting,
                 unreserved_share=unreserved_share,
                 short_share=short_share,
@@ -179,4 +179,4 @@ class Replica:
         """Nothing is held by anybody, and every row is free."""
         assert not self.core.has_work
         assert self.cache.num_held == 0
-        assert self.scheduler.num_free_rows == self.scheduler._config.max_rows
+        assert self.scheduler.num_free_rows == self.scheduler._config.max_num_seqs

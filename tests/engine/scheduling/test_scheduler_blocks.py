@@ -45,7 +45,7 @@ def test_output_tokens_of_one_request_are_a_prefix_of_the_next() -> None:
 
 
 def test_a_prefix_is_found_only_after_the_step_that_computes_it() -> None:
-    replica = Replica(max_step_tokens=32)
+    replica = Replica(max_num_batched_tokens=32)
     prompt = prompt_of(13)
     both = [replica.add(name, prompt) for name in "ab"]
     replica.step()
@@ -64,7 +64,7 @@ def test_unequal_salts_share_nothing(salts: tuple[str, str]) -> None:
 
 
 def test_without_a_prefix_cache_nothing_is_found() -> None:
-    replica = Replica(enable_prefix_cache=False)
+    replica = Replica(enable_prefix_caching=False)
     for name in "ab":
         request = replica.add(name, prompt_of(13))
         replica.run()
@@ -78,7 +78,7 @@ def test_without_a_prefix_cache_nothing_is_found() -> None:
 
 def test_preemption_takes_exactly_as_many_of_the_newest_as_blocks_require() -> None:
     # 12 blocks: three requests of 11 tokens hold 3 each and may each grow by one before it is full.
-    replica = Replica(num_blocks=12, max_rows=4, max_step_tokens=64, max_model_len=48)
+    replica = Replica(num_blocks=12, max_rows=4, max_num_batched_tokens=64, max_model_len=48)
     params = params_of(20)
     requests = [replica.add(str(i), prompt_of(11, i), params=params) for i in range(3)]
     num_running = []
@@ -99,7 +99,7 @@ def test_preemption_takes_exactly_as_many_of_the_newest_as_blocks_require() -> N
 
 def test_blocks_that_a_preemption_frees_may_be_just_enough() -> None:
     # Two rows need a block each, one is free: preempting the newest must not take the oldest too.
-    replica = Replica(num_blocks=5, max_rows=2, max_step_tokens=32, max_model_len=20)
+    replica = Replica(num_blocks=5, max_rows=2, max_num_batched_tokens=32, max_model_len=20)
     old = replica.add("old", prompt_of(7, 1), params=params_of(6))
     new = replica.add("new", prompt_of(7, 2), params=params_of(6))
     replica.run()
@@ -109,7 +109,7 @@ def test_blocks_that_a_preemption_frees_may_be_just_enough() -> None:
 
 
 def test_an_admission_leaves_a_block_for_every_running_row_to_grow() -> None:
-    replica = Replica(num_blocks=6, max_rows=3, max_step_tokens=32, max_model_len=24)
+    replica = Replica(num_blocks=6, max_rows=3, max_num_batched_tokens=32, max_model_len=24)
     replica.add("a", prompt_of(7, 1), params=params_of(9))
     replica.add("b", prompt_of(7, 2), params=params_of(9))
     third = replica.add("c", prompt_of(7, 3), params=params_of(2))
@@ -121,7 +121,7 @@ def test_an_admission_leaves_a_block_for_every_running_row_to_grow() -> None:
 
 
 def test_a_preempted_request_comes_back_before_younger_ones_and_reports_no_cached_tokens() -> None:
-    replica = Replica(num_blocks=8, max_rows=2, max_step_tokens=32, max_model_len=32)
+    replica = Replica(num_blocks=8, max_rows=2, max_num_batched_tokens=32, max_model_len=32)
     requests = [replica.add(str(i), prompt_of(11, i), params=params_of(12)) for i in range(3)]
     replica.run()
     assert requests[1].num_preemptions > 0
@@ -133,7 +133,7 @@ def test_a_preempted_request_comes_back_before_younger_ones_and_reports_no_cache
 
 
 def test_a_prompt_preempted_between_chunks_starts_over() -> None:
-    replica = Replica(num_blocks=10, max_rows=2, max_step_tokens=3, max_model_len=40)
+    replica = Replica(num_blocks=10, max_rows=2, max_num_batched_tokens=3, max_model_len=40)
     old = replica.add("old", prompt_of(7, 1), params=params_of(25))
     while old.num_uncomputed_tokens > 1:
         replica.step()
@@ -151,7 +151,7 @@ def test_a_prompt_preempted_between_chunks_starts_over() -> None:
 
 
 def test_choices_of_one_request_wait_for_the_prompt_they_share_and_then_hit_it() -> None:
-    replica = Replica(max_step_tokens=8)
+    replica = Replica(max_num_batched_tokens=8)
     prompt = prompt_of(19)
     choices = [replica.add("n", prompt, child=i, params=params_of(6, seed=i + 1)) for i in range(3)]
     stranger = replica.add("stranger", prompt_of(3))
@@ -172,7 +172,7 @@ def test_choices_of_one_request_wait_for_the_prompt_they_share_and_then_hit_it()
 
 
 def test_choices_of_a_prompt_without_a_full_block_do_not_wait() -> None:
-    replica = Replica(max_step_tokens=16)
+    replica = Replica(max_num_batched_tokens=16)
     for i in range(4):
         replica.add("n", prompt_of(3), child=i)
     replica.step()
@@ -180,7 +180,7 @@ def test_choices_of_a_prompt_without_a_full_block_do_not_wait() -> None:
 
 
 def test_choices_go_on_when_the_one_they_wait_for_is_aborted() -> None:
-    replica = Replica(max_step_tokens=8)
+    replica = Replica(max_num_batched_tokens=8)
     choices = [replica.add("n", prompt_of(19), child=i) for i in range(3)]
     replica.step()
     assert replica.scheduler.abort(choices[0].key)
@@ -194,7 +194,7 @@ def test_choices_go_on_when_the_one_they_wait_for_is_aborted() -> None:
 
 @pytest.mark.parametrize("position", [0, 9, 12, 15, 17])
 def test_a_row_that_is_not_finite_ends_alone(position: int) -> None:
-    replica = Replica(max_step_tokens=8)
+    replica = Replica(max_num_batched_tokens=8)
     good = [replica.add(name, prompt_of(13, 1), params=params_of(9, seed=1)) for name in "ab"]
     bad = replica.add("bad", prompt_of(13, 2), params=params_of(9, seed=666))
     replica.executor.poison(666, position)
@@ -252,7 +252,7 @@ def test_a_block_can_be_had_once_the_step_that_zeroes_it_is_committed() -> None:
 
 
 def test_a_shared_prefix_survives_for_those_who_read_it() -> None:
-    replica = Replica(max_step_tokens=32)
+    replica = Replica(max_num_batched_tokens=32)
     prompt = prompt_of(8, 1)
     reader = replica.add("reader", [*prompt, 1], params=params_of(12))
     replica.step()

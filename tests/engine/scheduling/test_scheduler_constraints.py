@@ -44,7 +44,7 @@ def test_a_constraint_hears_every_token_before_the_row_samples_again(
     mix: int, overlap: bool
 ) -> None:
     draw = random.Random(mix)
-    replica = Replica(num_blocks=18, max_rows=3, max_step_tokens=9, overlap=overlap)
+    replica = Replica(num_blocks=18, max_rows=3, max_num_batched_tokens=9, overlap=overlap)
     requests = [_add(replica, str(i), draw) for i in range(10)]
     aborted = draw.choice(requests)
     for _ in range(draw.randint(1, 30)):

@@ -9,7 +9,7 @@ from tests.engine.scheduling.replica import BLOCK_SIZE, Replica, params_of, prom
 
 
 def test_a_prompt_starts_with_its_first_chunk_and_leaves_with_its_first_token() -> None:
-    replica = Replica(max_step_tokens=8)
+    replica = Replica(max_num_batched_tokens=8)
     request = replica.add("a", prompt_of(19), decode_worker="decode-0")
     assert replica.handoff_queue.events == []
     replica.step()
@@ -29,7 +29,7 @@ def test_a_prompt_starts_with_its_first_chunk_and_leaves_with_its_first_token() 
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_chunks_full_blocks_may_move_when_its_step_is_committed(overlap: bool) -> None:
-    replica = Replica(max_step_tokens=6, overlap=overlap)
+    replica = Replica(max_num_batched_tokens=6, overlap=overlap)
     request = replica.add("a", prompt_of(19), decode_worker="decode-0")
     replica.run()
     key = request.key
@@ -90,7 +90,7 @@ def test_prompts_without_a_reservation_stop_admissions_beyond_their_share() -> N
 
 def test_a_preempted_prompt_starts_again_and_is_dropped_when_its_deadline_passes() -> None:
     # The drop was forgotten: the reservation at the decode worker outlived the request.
-    replica = Replica(num_blocks=10, max_rows=2, max_step_tokens=3, max_model_len=40)
+    replica = Replica(num_blocks=10, max_rows=2, max_num_batched_tokens=3, max_model_len=40)
     old = replica.add("old", prompt_of(7, 1), params=params_of(25))
     while old.num_uncomputed_tokens > 1:
         replica.step()
@@ -109,7 +109,7 @@ def test_a_preempted_prompt_starts_again_and_is_dropped_when_its_deadline_passes
 
 
 def test_a_row_that_is_not_finite_is_dropped_from_the_outbox() -> None:
-    replica = Replica(max_step_tokens=8)
+    replica = Replica(max_num_batched_tokens=8)
     request = replica.add("a", prompt_of(13), decode_worker="d", params=params_of(9, seed=666))
     replica.executor.poison(666, 10)
     replica.run()
@@ -245,7 +245,7 @@ def test_an_aborted_request_is_gone_in_every_phase(
     num_steps: int, decode_worker: str | None
 ) -> None:
     # 0 waiting, 1 and 2 between chunks, 3 its first token, then decoding (or handed over).
-    replica = Replica(max_step_tokens=8)
+    replica = Replica(max_num_batched_tokens=8)
     request = replica.add("a", prompt_of(19), decode_worker=decode_worker)
     for _ in range(num_steps):
         replica.step()
@@ -266,7 +266,7 @@ def test_an_aborted_request_is_gone_in_every_phase(
 
 
 def test_a_preempted_request_can_be_aborted_while_it_waits() -> None:
-    replica = Replica(num_blocks=5, max_rows=2, max_step_tokens=32, max_model_len=20)
+    replica = Replica(num_blocks=5, max_rows=2, max_num_batched_tokens=32, max_model_len=20)
     old = replica.add("old", prompt_of(7, 1), params=params_of(12))
     new = replica.add("new", prompt_of(7, 2), params=params_of(12))
     while new.num_preemptions == 0:

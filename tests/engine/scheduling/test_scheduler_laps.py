@@ -11,7 +11,7 @@ from engine.messages import ShortLoad
 from engine.plan import StepPlan
 from tests.engine.scheduling.replica import Replica, params_of, prompt_of
 
-SHORT_FIRST = LapsConfig(enable_laps_scheduler=True, queue="laps", laps_length_threshold=10)
+SHORT_FIRST = LapsConfig(queue="laps", laps_length_threshold=10)
 FILL = msgspec.structs.replace(SHORT_FIRST, mix="fill")
 # 1 ms a step and 0.1 ms a prompt token, fitted.
 COSTS = StepCosts(
@@ -26,7 +26,7 @@ COSTS = StepCosts(
 
 
 def replica_of(laps: LapsConfig, **fields: object) -> Replica:
-    sizes: dict[str, object] = {"num_blocks": 600, "max_rows": 8, "max_step_tokens": 512}
+    sizes: dict[str, object] = {"num_blocks": 600, "max_rows": 8, "max_num_batched_tokens": 512}
     replica = Replica(**(sizes | {"max_model_len": 1200} | fields), laps=laps)  # type: ignore[arg-type]
     replica.scheduler._prompts.model.costs = COSTS
     return replica
@@ -125,7 +125,9 @@ def test_the_queue_says_what_its_work_takes() -> None:
 
 
 def test_steps_teach_the_cost_model_what_they_took() -> None:
-    replica = Replica(laps=SHORT_FIRST, num_blocks=600, max_step_tokens=512, max_model_len=1200)
+    replica = Replica(
+        laps=SHORT_FIRST, num_blocks=600, max_num_batched_tokens=512, max_model_len=1200
+    )
     seen: list[tuple[StepWork, float]] = []
     replica.scheduler._prompts.model.observe = (  # type: ignore[method-assign]
         lambda work, seconds: seen.append((work, seconds))

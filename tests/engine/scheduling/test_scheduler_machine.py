@@ -140,7 +140,6 @@ class OverlappedMachine(SchedulerMachine):
 
 
 SHORT_FIRST = LapsConfig(
-    enable_laps_scheduler=True,
     queue="laps",
     laps_length_threshold=5,
     max_long_wait_s=0.5,

@@ -32,8 +32,8 @@ def _run_mix(mix: int, *, num_blocks: int, overlap: bool) -> tuple[Replica, list
     replica = Replica(
         num_blocks=num_blocks,
         max_rows=3,
-        max_step_tokens=9,
-        enable_prefix_cache=num_blocks < 48,
+        max_num_batched_tokens=9,
+        enable_prefix_caching=num_blocks < 48,
         overlap=overlap,
     )
     draw = random.Random(mix)
@@ -141,7 +141,7 @@ def test_the_freed_row_of_a_stopped_request_is_given_to_the_next() -> None:
 
 
 def test_a_prompt_that_moves_is_not_planned_past_its_first_token() -> None:
-    replica = Replica(max_step_tokens=8, overlap=True)
+    replica = Replica(max_num_batched_tokens=8, overlap=True)
     request = replica.add("a", prompt_of(19), decode_worker="decode-0")
     replica.run()
     assert list(replica.chunks()) == [[8], [8], [3]]
@@ -152,7 +152,7 @@ def test_a_prompt_that_moves_is_not_planned_past_its_first_token() -> None:
 
 @pytest.mark.parametrize("num_steps", range(1, 8))
 def test_an_abort_with_a_step_in_flight_drops_what_it_samples(num_steps: int) -> None:
-    replica = Replica(max_step_tokens=8, overlap=True)
+    replica = Replica(max_num_batched_tokens=8, overlap=True)
     request = replica.add("a", prompt_of(19), params=params_of(20))
     for _ in range(num_steps):
         replica.step()
@@ -171,7 +171,7 @@ def test_an_abort_with_a_step_in_flight_drops_what_it_samples(num_steps: int) ->
 
 @pytest.mark.parametrize("position", [0, 9, 12, 13, 15, 17])
 def test_a_row_that_is_not_finite_ends_alone_with_the_next_step_in_flight(position: int) -> None:
-    replica = Replica(max_step_tokens=8, overlap=True)
+    replica = Replica(max_num_batched_tokens=8, overlap=True)
     good = [replica.add(name, prompt_of(13, 1), params=params_of(9, seed=1)) for name in "ab"]
     bad = replica.add("bad", prompt_of(13, 2), params=params_of(9, seed=666))
     replica.executor.poison(666, position)
@@ -184,7 +184,9 @@ def test_a_row_that_is_not_finite_ends_alone_with_the_next_step_in_flight(positi
 
 
 def test_where_a_preemption_is_due_the_step_in_flight_is_committed_first() -> None:
-    replica = Replica(num_blocks=5, max_rows=2, max_step_tokens=32, max_model_len=20, overlap=True)
+    replica = Replica(
+        num_blocks=5, max_rows=2, max_num_batched_tokens=32, max_model_len=20, overlap=True
+    )
     old = replica.add("old", prompt_of(7, 1), params=params_of(6))
     new = replica.add("new", prompt_of(7, 2), params=params_of(6))
     while new.num_preemptions == 0:
@@ -200,7 +202,9 @@ def test_where_a_preemption_is_due_the_step_in_flight_is_committed_first() -> No
 
 def test_a_lone_request_gets_on_where_blocks_come_and_go() -> None:
     # A preemption that dropped the token in flight came again at the same token, for ever.
-    replica = Replica(num_blocks=4, max_rows=1, max_step_tokens=16, max_model_len=16, overlap=True)
+    replica = Replica(
+        num_blocks=4, max_rows=1, max_num_batched_tokens=16, max_model_len=16, overlap=True
+    )
     request = replica.add("a", prompt_of(7), params=params_of(6))
     replica.lent = replica.cache.allocate(2) or []
     for _ in range(12):
@@ -214,7 +218,7 @@ def test_a_lone_request_gets_on_where_blocks_come_and_go() -> None:
 
 
 def test_a_block_is_indexed_when_the_step_that_fills_it_is_committed() -> None:
-    replica = Replica(max_step_tokens=BLOCK_SIZE, overlap=True)
+    replica = Replica(max_num_batched_tokens=BLOCK_SIZE, overlap=True)
     request = replica.add("a", prompt_of(4 * BLOCK_SIZE))
     for num_launched in range(1, 5):
         replica.step()
@@ -223,7 +227,7 @@ def test_a_block_is_indexed_when_the_step_that_fills_it_is_committed() -> None:
 
 
 def test_choices_wait_until_the_prompt_they_share_is_indexed() -> None:
-    replica = Replica(max_step_tokens=32, overlap=True)
+    replica = Replica(max_num_batched_tokens=32, overlap=True)
     for child in range(3):
         replica.add("n", prompt_of(13), child=child, params=params_of(3, seed=child))
     replica.step()

@@ -11,7 +11,7 @@ from tests.harness.fakes import EOS_TOKEN_ID, expected_output
 
 
 def test_a_long_prompt_is_computed_in_chunks_of_the_budget() -> None:
-    replica = Replica(max_step_tokens=16)
+    replica = Replica(max_num_batched_tokens=16)
     request = replica.add("a", prompt_of(37))
     replica.run()
     assert list(replica.chunks()) == [[16], [16], [5], [1], [1], [1], [1]]
@@ -22,7 +22,7 @@ def test_a_long_prompt_is_computed_in_chunks_of_the_budget() -> None:
 
 
 def test_decodes_ride_along_and_shrink_the_chunk_of_a_prompt() -> None:
-    replica = Replica(max_step_tokens=16)
+    replica = Replica(max_num_batched_tokens=16)
     replica.add("a", prompt_of(7), params=params_of(20))
     replica.add("b", prompt_of(5), params=params_of(20))
     replica.step()
@@ -34,7 +34,7 @@ def test_decodes_ride_along_and_shrink_the_chunk_of_a_prompt() -> None:
 
 
 def test_every_running_request_decodes_in_every_step() -> None:
-    replica = Replica(max_rows=4, max_step_tokens=4)
+    replica = Replica(max_rows=4, max_num_batched_tokens=4)
     requests = [replica.add(str(i), prompt_of(3, i), params=params_of(9)) for i in range(4)]
     while replica.scheduler.num_running < 4 or any(r.num_uncomputed_tokens > 1 for r in requests):
         replica.step()
@@ -44,7 +44,7 @@ def test_every_running_request_decodes_in_every_step() -> None:
 
 
 def test_a_step_admits_as_many_prompts_as_the_budget_holds_in_order() -> None:
-    replica = Replica(max_step_tokens=16)
+    replica = Replica(max_num_batched_tokens=16)
     for i, num_tokens in enumerate([6, 7, 9, 2]):
         replica.add(str(i), prompt_of(num_tokens, i))
     replica.step()
@@ -66,7 +66,7 @@ def test_no_more_requests_run_than_there_are_rows() -> None:
 
 def test_fewer_step_tokens_than_rows_are_refused_at_the_start() -> None:
     with pytest.raises(AssertionError, match="5 rows cannot each decode in 4 tokens"):
-        Replica(max_rows=5, max_step_tokens=4)
+        Replica(max_rows=5, max_num_batched_tokens=4)
 
 
 def test_a_context_that_the_cache_cannot_hold_is_refused_at_the_start() -> None:
@@ -299,7 +299,7 @@ def test_requests_of_an_ingress_are_found_waiting_or_running() -> None:
 
 
 def test_statistics_count_what_happened() -> None:
-    replica = Replica(max_rows=2, max_step_tokens=8)
+    replica = Replica(max_rows=2, max_num_batched_tokens=8)
     shared = prompt_of(9)
     requests = [replica.add(str(i), shared, params=params_of(3)) for i in range(4)]
     replica.step()
@@ -317,7 +317,7 @@ def test_statistics_count_what_happened() -> None:
 def test_every_prompt_token_is_counted_as_cached_or_as_computed() -> None:
     # Chunks of one token, which look like decodes, were not counted.
     for num_tokens in range(1, 20):
-        replica = Replica(max_step_tokens=8)
+        replica = Replica(max_num_batched_tokens=8)
         for _ in range(2):
             replica.add("a", prompt_of(num_tokens))
             replica.run()

@@ -19,7 +19,7 @@ def replica_of(
     return Replica(
         num_blocks=num_blocks,
         max_rows=max_rows,
-        max_step_tokens=32,
+        max_num_batched_tokens=32,
         max_model_len=4 * num_blocks,
         short_share=short_share,
         overlap=overlap,

@@ -27,7 +27,9 @@ from tests.harness.fakes import EOS_TOKEN_ID, FakeExecutor, expected_output
 BLOCK_SIZE = 4
 NUM_BLOCKS = 10
 MAX_MODEL_LEN = NUM_BLOCKS * BLOCK_SIZE  # one request may need all there is
-CONFIG = SchedulerConfig(max_step_tokens=7, max_rows=2, max_waiting=12, unreserved_share=0.4)
+CONFIG = SchedulerConfig(
+    max_num_batched_tokens=7, max_num_seqs=2, max_waiting=12, unreserved_share=0.4
+)
 MAX_DRAIN_STEPS = 600
 
 
@@ -59,12 +61,12 @@ class World:
     ) -> None:
         self.config = config
         self.clock = ManualClock()
-        self.cache = BlockCache(NUM_BLOCKS, enable_prefix_cache=True, protected_share=0.5)
+        self.cache = BlockCache(NUM_BLOCKS, enable_prefix_caching=True, protected_share=0.5)
         self.executor = FakeExecutor(
             num_blocks=NUM_BLOCKS,
             block_size=BLOCK_SIZE,
-            max_rows=config.max_rows,
-            max_step_tokens=config.max_step_tokens,
+            max_rows=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=MAX_MODEL_LEN,
             max_in_flight=1 + int(overlap),
         )
@@ -239,7 +241,7 @@ class World:
         num_here = sum(story.phase == "scheduler" for story in self.stories.values())
         assert counts.num_waiting + counts.num_running == num_here
         assert counts.num_running == self.scheduler.num_running
-        assert self.scheduler.num_free_rows + counts.num_running == self.config.max_rows
+        assert self.scheduler.num_free_rows + counts.num_running == self.config.max_num_seqs
         assert sorted(self.scheduler.requests_of("ingress")) == sorted(
             key for key, story in self.stories.items() if story.phase == "scheduler"
         )

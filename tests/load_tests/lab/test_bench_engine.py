@@ -24,7 +24,8 @@ from load_tests.lab.works import DECODE_STEPS, DECODES, LONG_PREFILLS, SHORT_PRE
 MODEL = Path(__file__).resolve().parents[3] / "demo_model" / "laps-demo"
 SEED = random.SystemRandom().randrange(2**32)
 TINY = ["--model", str(MODEL), "--weights", "safetensors", "--device", "cpu", "--max-rows", "4",
-        "--max-model-len", "256", "--max-step-tokens", "48", "--num-blocks", "256"]  # fmt: skip
+        "--max-model-len", "256", "--max-num-batched-tokens", "48",
+        "--num-blocks", "256"]  # fmt: skip
 
 PEER = """INFO 11-21 engine ready
 RESULT {"rate": 8, "requests": 160, "short_ttft_p50_ms": 16.5}

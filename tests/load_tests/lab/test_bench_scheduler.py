@@ -5,14 +5,14 @@ import pytest
 from load_tests.lab.bench_scheduler import Batch, Bench, main
 
 
-@pytest.mark.parametrize("enable_prefix_cache", [True, False])
-def test_every_part_of_every_step_is_timed(enable_prefix_cache: bool) -> None:
+@pytest.mark.parametrize("enable_prefix_caching", [True, False])
+def test_every_part_of_every_step_is_timed(enable_prefix_caching: bool) -> None:
     batch = Batch(
         num_rows=5,
         num_prompt_tokens=7,
         num_steps=11,
         block_size=4,
-        enable_prefix_cache=enable_prefix_cache,
+        enable_prefix_caching=enable_prefix_caching,
     )
     durations = Bench(batch).run()
     assert [len(part_us) for part_us in durations.of_step] == [11] * 4

@@ -45,7 +45,7 @@ def test_a_vocabulary_of_source_text_has_as_many_tokens_as_asked_for(tmp_path: P
 
 @pytest.mark.slow
 def test_a_run_refuses_wrong_schemas_and_finds_the_others_outputs_valid() -> None:
-    config = load_config(None, {"model.path": str(DEMO_MODEL), "scheduler.max_rows": 16})
+    config = load_config(None, {"model.path": str(DEMO_MODEL), "scheduler.max_num_seqs": 16})
     run = ConstraintRun(config, max_tokens=160, seed=random.randrange(10**6))
     kinds = [SchemaKind.BOUNDED, SchemaKind.RECURSIVE, SchemaKind.OPEN]
     wrong = [(SchemaKind.WRONG, {"type": "integer", "minimum": 2, "maximum": 1})]

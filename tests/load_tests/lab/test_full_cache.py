@@ -17,7 +17,7 @@ def run(load: FullCacheLoad, num_tokens: int, share: float, queue: str) -> FullC
         keeps_decodes=True,
         max_kv_tokens=num_tokens,
         max_rows=64,
-        max_step_tokens=512,
+        max_num_batched_tokens=512,
         short_share=share,
     )
     return run_virtual(load, spec.with_queue(queue))

@@ -13,7 +13,7 @@ from load_tests.lab.one_batch import Batch, OneBatch
 MODEL = Path(__file__).resolve().parents[3] / "demo_model" / "laps-demo"
 TINY = ["--model", str(MODEL), "--weights", "safetensors", "--device", "cpu",
         "--max-rows", "16",
-        "--max-model-len", "512", "--max-step-tokens", "256", "--num-blocks", "512",
+        "--max-model-len", "512", "--max-num-batched-tokens", "256", "--num-blocks", "512",
         "--shrink", "64", "--output-tokens", "4", "--duration-s", "1",
         "--warm-up-s", "1"]  # fmt: skip
 
@@ -42,7 +42,7 @@ def test_a_variant_is_what_the_configuration_says() -> None:
     laps, priority = build_variants(build_parser().parse_args(switches))
     config = config_of("--set", "laps.max_step_ms=30", overrides=laps.overrides)
     assert (config.laps.queue, config.laps.mix, config.laps.window) == ("laps", "fill", "adaptive")
-    assert config.laps.enable_laps_scheduler
+    assert config.laps.queue == "laps"
     assert config.laps.enable_batch_prefill_cuda_graph is False
     assert config.laps.max_step_ms == 30
     assert config_of(overrides=priority.overrides).laps.queue == "priority"
@@ -108,7 +108,7 @@ def test_the_same_engine_goes_on_under_another_configuration() -> None:
 
 @pytest.mark.slow
 def test_history_of_a_batch_is_found_in_the_cache() -> None:
-    with_cache = OneBatch(EngineInProcess(config_of("--set", "cache.enable_prefix_cache=true")))
+    with_cache = OneBatch(EngineInProcess(config_of("--set", "cache.enable_prefix_caching=true")))
     batch = Batch(num_rows=2, num_tokens=5, num_cached=32)
     rounds_ms = with_cache.wall_rounds_ms(batch)
     assert len(rounds_ms) == 9
@@ -119,7 +119,7 @@ def test_history_of_a_batch_is_found_in_the_cache() -> None:
 
 @pytest.mark.gpu
 def test_a_step_on_the_device_takes_less_than_a_client_waits() -> None:
-    switches = ["--device", "cuda", "--set", "cache.enable_prefix_cache=true"]
+    switches = ["--device", "cuda", "--set", "cache.enable_prefix_caching=true"]
     bench = OneBatch(EngineInProcess(config_of(*switches)))
     for batch in (
         Batch(num_rows=1, num_tokens=64),
@@ -134,7 +134,14 @@ def test_a_step_on_the_device_takes_less_than_a_client_waits() -> None:
 def test_a_gpu_serves_the_load_under_every_form_of_graphs(tmp_path: Path) -> None:
     switches = [*TINY, "--device", "cuda", "--rates", "20", "--seeds", "7"]
     switches += ["--graphs", "ragged", "grid", "off", "--one-batch"]
-    switches += ["--max-model-len", "2048", "--max-step-tokens", "1024", "--num-blocks", "1024"]
+    switches += [
+        "--max-model-len",
+        "2048",
+        "--max-num-batched-tokens",
+        "1024",
+        "--num-blocks",
+        "1024",
+    ]
     results = run(build_parser().parse_args(switches), tmp_path)
     names = [point.variant for point in results.points]
     assert names == [f"laps, exclusive, graphs {form}" for form in ("ragged", "grid", "off")]

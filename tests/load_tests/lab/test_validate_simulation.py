@@ -32,7 +32,7 @@ ABOUT: dict[str, object] = {
     "duration_s": 6.0,
     "output_tokens": 20,
     "shrink": 1,
-    "max_step_tokens": 2048,
+    "max_num_batched_tokens": 2048,
     "max_rows": 128,
     "laps.max_long_wait_s": 0.7,
     "compiled_since_ready, fcfs": [],
@@ -147,7 +147,7 @@ def test_every_variant_of_the_bench_is_simulated_with_its_own_settings() -> None
         expected = load_config(None, {**keys, "laps.max_long_wait_s": 0.7})
         spec = worker_spec(run, variant.label, COSTS, HOST)
         assert spec.laps == expected.laps
-        assert (spec.max_step_tokens, spec.max_rows, spec.overlap) == (2048, 128, True)
+        assert (spec.max_num_batched_tokens, spec.max_rows, spec.overlap) == (2048, 128, True)
 
 
 def test_chunks_are_cut_to_graphs_where_the_measured_engine_had_those_of_now() -> None:

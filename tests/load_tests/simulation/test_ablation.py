@@ -53,7 +53,7 @@ def test_mixes_of_all_shares_keep_a_worker_as_busy(short_share: float) -> None:
 def test_variants_are_settings_of_the_config_and_the_defaults_leave_them_off() -> None:
     worker = Variant(queue="laps", mix="fill", window="fixed").worker([], is_unified=False)
     assert (worker.laps.queue, worker.laps.mix, worker.laps.window) == ("laps", "fill", "fixed")
-    assert worker.laps.enable_laps_scheduler
+    assert worker.laps.queue == "laps"
     plain = FCFS.worker([], is_unified=True)
     assert replace(plain, laps=msgspec.structs.replace(plain.laps, queue="priority")).laps == (
         type(plain.laps)()

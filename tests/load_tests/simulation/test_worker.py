@@ -71,9 +71,9 @@ def approx(times: Times) -> dict[str, object]:
     [
         LapsConfig(queue="fcfs"),
         LapsConfig(queue="priority"),
-        LapsConfig(enable_laps_scheduler=True, queue="laps"),
-        LapsConfig(enable_laps_scheduler=True, queue="laps", mix="fill", max_long_wait_s=0.2),
-        LapsConfig(enable_laps_scheduler=True, queue="laps", window="fixed"),
+        LapsConfig(queue="laps"),
+        LapsConfig(queue="laps", mix="fill", max_long_wait_s=0.2),
+        LapsConfig(queue="laps", window="fixed"),
     ],
     ids=["fcfs", "priority", "exclusive", "fill", "window"],
 )
@@ -81,7 +81,11 @@ def test_light_and_real_worker_give_equal_times(
     laps: LapsConfig, keeps_decodes: bool, overlap: bool
 ) -> None:
     spec = WorkerSpec(
-        laps=laps, keeps_decodes=keeps_decodes, overlap=overlap, max_step_tokens=1024, max_rows=64
+        laps=laps,
+        keeps_decodes=keeps_decodes,
+        overlap=overlap,
+        max_num_batched_tokens=1024,
+        max_rows=64,
     )
     for seed, rate in enumerate((3.0, 15.0, 40.0)):
         arrivals = draw_arrivals(60, rate, seed)
@@ -95,7 +99,7 @@ def test_light_and_real_worker_give_equal_times(
 @pytest.mark.parametrize("queue", ["fcfs", "laps"])
 def test_they_are_equal_when_rows_are_short_too(queue: str, overlap: bool) -> None:
     spec = WorkerSpec(
-        keeps_decodes=True, overlap=overlap, max_rows=5, max_step_tokens=512, host_s=0.001
+        keeps_decodes=True, overlap=overlap, max_rows=5, max_num_batched_tokens=512, host_s=0.001
     ).with_queue(queue)
     arrivals = draw_arrivals(60, 12.0, 7)
     times, _ = serve(LightWorker(spec), arrivals)
@@ -105,10 +109,8 @@ def test_they_are_equal_when_rows_are_short_too(queue: str, overlap: bool) -> No
 
 @pytest.mark.parametrize("mix", ["exclusive", "fill"])
 def test_they_are_equal_when_chunks_are_cut_to_captured_sizes(mix: str) -> None:
-    laps = LapsConfig(
-        enable_laps_scheduler=True, queue="laps", mix="fill" if mix == "fill" else "exclusive"
-    )
-    plain = WorkerSpec(laps=laps, keeps_decodes=True, max_step_tokens=2048)
+    laps = LapsConfig(queue="laps", mix="fill" if mix == "fill" else "exclusive")
+    plain = WorkerSpec(laps=laps, keeps_decodes=True, max_num_batched_tokens=2048)
     spec = replace(plain, graph_token_sizes=(64, 300, 700, 1100))
     arrivals = draw_arrivals(60, 15.0, 11)
     times, _ = serve(LightWorker(spec), arrivals)
@@ -118,7 +120,7 @@ def test_they_are_equal_when_chunks_are_cut_to_captured_sizes(mix: str) -> None:
 
 
 def test_they_tell_the_same_load_after_steps_with_prompts() -> None:
-    spec = WorkerSpec(max_step_tokens=512).with_queue("laps")
+    spec = WorkerSpec(max_num_batched_tokens=512).with_queue("laps")
     arrivals = draw_arrivals(80, 30.0, 3)
     _, loads = serve(LightWorker(spec), arrivals)
     _, expected = serve(RealWorker(spec), arrivals)
