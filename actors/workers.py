@@ -86,13 +86,13 @@ class DecodeWorker(EngineWorker):
         """ReserveRequest -> Reservation | NotNow | Refused, encoded."""
         receiver, asked = self._receiver, decode(request, ReserveRequest)
         try:
-            self._host.engine.check_ids(asked.token_ids, asked.params)
+            self._host.engine.check_ids(asked.token_ids, asked.spec.params)
         except RequestError as error:
             return encode(Refused(reason=error.message))
-        if asked.params.constraint is not None:
+        if asked.spec.params.constraint is not None:
             # Before there is room for it: the KV may be here first, and then the sampler would wait
             # for the compiler, and every other row with it.
-            compiled = self._host.engine.grammars.prepare(asked.params.constraint)
+            compiled = self._host.engine.grammars.prepare(asked.spec.params.constraint)
             until_s = self._host.clock.now_s() + asked.wait_s
             try:
                 async with asyncio.timeout(asked.wait_s):

@@ -14,7 +14,7 @@ from engine.kv.hashes import BlockHashParams
 from engine.kv.layout import KvLayout
 from engine.length_class import LengthClass
 from engine.plan import TokenLogprobs
-from engine.request import PromptScores, RequestKey, SamplingParams
+from engine.request import PromptScores, RequestKey, RequestSpec
 
 Role = Literal["prefill", "decode", "unified"]
 T = TypeVar("T")
@@ -181,12 +181,9 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True):
     ingress_id: str
     token_ids: list[int]  # prompt, then output already emitted by an earlier attempt
     num_prompt_tokens: int
-    params: SamplingParams
+    spec: RequestSpec
+    age_s: float = 0.0  # since the request's arrival at the ingress
     decode_worker: str | None = None
-    remaining_s: float | None = None  # until the request's deadline
-    ttft_deadline_s: float | None = None  # until its first token is due; None = the class default
-    priority: int = 0
-    salt: str = ""
 
 
 # ---- worker -> ingress --------------------------------------------------------------------------
@@ -309,10 +306,8 @@ class ReserveRequest(msgspec.Struct, frozen=True, kw_only=True):
     ingress_id: str
     token_ids: list[int]
     num_prompt_tokens: int
-    params: SamplingParams
-    remaining_s: float | None = None
-    priority: int = 0
-    salt: str = ""
+    spec: RequestSpec
+    age_s: float = 0.0  # as in Submit
     wait_s: float = 1.0  # how long the decode worker may hold the answer while it is full
 
 

@@ -97,6 +97,20 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         )
 
 
+class RequestSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a client asked for besides its prompt; whole in every message that carries a request.
+
+    Times are seconds from the request's arrival at the ingress. A message says beside it how long
+    ago that was (`age_s`), because clocks differ between hosts.
+    """
+
+    params: SamplingParams
+    priority: int = 0  # smaller runs earlier
+    salt: str = ""  # part of every block hash: equal prompts with unequal salts share nothing
+    deadline_s: float | None = None  # then it ends with an error
+    ttft_deadline_s: float | None = None  # its first token is due, a wish; None = its class default
+
+
 def find_id_beyond(vocab_size: int, token_ids: Sequence[int], params: SamplingParams) -> int | None:
     """One of the ids a request names that a model of `vocab_size` embeddings has none for.
 
@@ -147,18 +161,15 @@ class Request:
 
     key: RequestKey
     ingress_id: str
-    params: SamplingParams
+    spec: RequestSpec
     tokens: list[int]
     num_prompt_tokens: int
-    arrival_s: float
-    deadline_s: float | None = None  # on this worker's clock
-    first_token_due_s: float | None = None  # likewise, and a wish; None = the default of its class
-    priority: int = 0  # smaller runs earlier
+    arrival_s: float  # at this worker, on its clock
+    age_s: float = 0.0  # then, since its arrival at the ingress
     # Output tokens made before this worker saw the request (a migration); they are in `tokens`
     # and count for penalties, the sampling index and max_tokens, but are never emitted again.
     num_emitted_tokens: int = 0
     decode_worker: str | None = None  # where its KV goes; None = it stays here
-    salt: str = ""  # part of every block hash: equal prompts with unequal salts share nothing
 
     num_computed_tokens: int = 0
     # Prompt tokens found in the prefix index on first admission; None before, and for a request
@@ -173,6 +184,10 @@ class Request:
     num_indexed_blocks: int = 0  # leading blocks already offered to the prefix index
     row: int | None = None  # slot in the executor's tables while running
 
+    # What it asked for, on this worker's clock; None as in the spec.
+    params: SamplingParams = field(init=False)
+    deadline_s: float | None = field(init=False)
+    first_token_due_s: float | None = field(init=False)
     # What ends it: by its parameters, and by the rules of the scheduler that runs it.
     max_known_tokens: int = field(init=False)  # the length at which it ends, whatever its tokens
     stop_ids: frozenset[int] = field(init=False)  # it ends with any of these
@@ -185,6 +200,11 @@ class Request:
             f"{self.key}: {len(self.tokens)} known tokens, {self.num_prompt_tokens} of the prompt,"
             f" {self.num_emitted_tokens} said to be emitted"
         )
+        self.params = self.spec.params
+        asked_s = self.arrival_s - self.age_s
+        deadline_s, ttft_s = self.spec.deadline_s, self.spec.ttft_deadline_s
+        self.deadline_s = None if deadline_s is None else asked_s + deadline_s
+        self.first_token_due_s = None if ttft_s is None else asked_s + ttft_s
         self.max_known_tokens = self.num_prompt_tokens + self.params.max_tokens
         self.stop_ids = frozenset(self.params.stop_token_ids)
 

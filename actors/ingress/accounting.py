@@ -1,7 +1,7 @@
 """The accounts of one request: its key's limits, when what happened, its trace. Closed once."""
 
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from actors.ingress.limits import Grant
 from actors.ingress.pipeline import ChoiceDelta, PreparedRequest
@@ -46,22 +46,20 @@ class RequestAccounting:
         asked = 0 if parsed.max_tokens is None else parsed.max_tokens * parsed.num_choices
         self._grant.settle(self._num_prompt_tokens + asked)
 
-    async def watch(
-        self, deltas: AsyncGenerator[ChoiceDelta, None]
-    ) -> AsyncGenerator[ChoiceDelta, None]:
-        """`deltas`, counted; the accounting ends with them."""
-        error: BaseException | None = None
+    def count(self, item: ChoiceDelta) -> None:
+        """A delta of the answer."""
+        self._leave_queue()
+        self._num_output_tokens += len(item.delta.tokens)
+
+    @contextmanager
+    def ending(self) -> Iterator[None]:
+        """The accounts are closed with the block, by the error that leaves it if there is one."""
         try:
-            async with aclosing(deltas):
-                async for item in deltas:
-                    self._leave_queue()
-                    self._num_output_tokens += len(item.delta.tokens)
-                    yield item
-        except BaseException as raised:
-            error = raised
-            raise
-        finally:
+            yield
+        except BaseException as error:
             self.end(error)
+            raise
+        self.end(None)
 
     def end(self, error: BaseException | None) -> None:
         """Keep what was used, give back the rest, close the trace; a second call does nothing."""

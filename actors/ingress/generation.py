@@ -15,6 +15,7 @@ import logging
 import uuid
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from actors.ingress.quarantine import Deaths, Quarantine
@@ -38,7 +39,7 @@ from engine.messages import (
     TokenRecord,
     Topology,
 )
-from engine.request import RequestKey, SamplingParams
+from engine.request import RequestKey, RequestSpec
 from engine.routing.placement import route
 
 # Codes of an attempt whose worker died, or fell silent
@@ -78,6 +79,7 @@ class Mailbox:
         self._next_index = next_index
         self._ahead: dict[int, TokenRecord] = {}
         self._ready: deque[TokenRecord] = deque()
+        self.is_finished = False  # the reader has the last token
         self._failure: AttemptFailed | None = None
         self._failed = asyncio.Event()
         self._has_news = asyncio.Event()
@@ -133,7 +135,9 @@ class Mailbox:
                 raise self._failure
             self._has_news.clear()
             await self._has_news.wait()
-        return self._ready.popleft()
+        record = self._ready.popleft()
+        self.is_finished = record.finish is not None
+        return record
 
     async def unless_failed(self, call: Awaitable[None]) -> None:
         """Await `call`; raises AttemptFailed, and cancels it, if the attempt fails meanwhile."""
@@ -176,11 +180,8 @@ class GenerationJob:
     child: int
     prompt_ids: list[int]
     block_hashes: list[bytes]  # of the prompt's full blocks; empty = not known
-    params: SamplingParams
-    deadline_s: float  # on this process's clock
-    priority: int = 0
-    salt: str = ""
-    first_token_due_s: float | None = None  # likewise, and a wish; None = its class's default
+    spec: RequestSpec
+    arrived_s: float  # when the request did, on this process's clock
 
 
 @dataclass(slots=True)
@@ -269,7 +270,7 @@ class Generations:
         under one like it), WorkerError (tries are used up), and TimeoutError when the deadline
         passes.
         """
-        self._quarantine.check(job.prompt_ids, job.params, job.salt)
+        self._quarantine.check(job.prompt_ids, job.spec.params, job.spec.salt)
         deaths = Deaths()
         emitted: list[int] = []
         avoid: list[str] = []
@@ -282,25 +283,25 @@ class Generations:
                 raise stopping_error()
             if attempt == 0:
                 on_placed(assign)
-            attempt_tokens = self._attempt(key, job, known_ids, assign, on_joined)
             try:
-                async for record in attempt_tokens:
-                    emitted.append(record.token_id)
-                    yield record
+                async with self._attempt(key, job, known_ids, assign, on_joined) as mailbox:
+                    while not mailbox.is_finished:
+                        record = await mailbox.get()
+                        emitted.append(record.token_id)
+                        yield record
                 return
             except AttemptFailed as failure:
                 self._judge(failure, key)
                 self._count_death(job, deaths, failure, len(emitted))
                 last = failure
                 avoid += [w for w in (assign.prefill_worker, assign.decode_worker) if w]
-            finally:
-                await attempt_tokens.aclose()
         if last is not None and isinstance(last.__cause__, CapacityError):
             raise last.__cause__
         raise WorkerError(f"the request failed on {1 + self._config.handoff.tries} tries")
 
     # ---- one attempt ----------------------------------------------------------------------------
 
+    @asynccontextmanager
     async def _attempt(
         self,
         key: RequestKey,
@@ -308,8 +309,11 @@ class Generations:
         known_ids: list[int],
         assign: Assign,
         on_joined: Callable[[], None],
-    ) -> AsyncGenerator[TokenRecord, None]:
-        """Submit, then yield what comes; whatever ends it early cancels it on the workers."""
+    ) -> AsyncGenerator[Mailbox, None]:
+        """Submit; its tokens come to the mailbox. Left unfinished, it is cancelled on its workers.
+
+        Raises AttemptFailed.
+        """
         mailbox = Mailbox(
             prefill_worker=assign.prefill_worker,
             decode_worker=assign.decode_worker,
@@ -318,21 +322,16 @@ class Generations:
         )
         self._mailboxes[key] = mailbox
         loop = asyncio.get_running_loop()
-        remaining_s = job.deadline_s - self._clock.now_s()
-        deadline = loop.call_later(remaining_s, mailbox.expire)  # one timer, not one per token
-        is_finished = False
+        deadline = loop.call_later(self._left_s(job), mailbox.expire)  # one timer, not one a token
         try:
             # A worker that is lost or frozen answers nothing: the mailbox hears of it.
             await mailbox.unless_failed(self._submit(key, job, known_ids, assign))
             mailbox.submitted()
-            while not is_finished:
-                record = await mailbox.get()
-                is_finished = record.finish is not None
-                yield record
+            yield mailbox
         finally:
             deadline.cancel()
             del self._mailboxes[key]
-            if not is_finished:
+            if not mailbox.is_finished:
                 self._abort(key, assign)
 
     async def _submit(
@@ -343,22 +342,23 @@ class Generations:
             ingress_id=self._ingress_id,
             token_ids=known_ids,
             num_prompt_tokens=len(job.prompt_ids),
-            params=job.params,
+            spec=job.spec,
+            age_s=self._age_s(job),
             decode_worker=assign.decode_worker,
-            remaining_s=job.deadline_s - self._clock.now_s(),
-            priority=job.priority,
-            salt=job.salt,
-            ttft_deadline_s=self._due_in_s(job),
         )
         try:
             await self.links.get(assign.prefill_worker).submit(submit)
         except (WorkerError, CapacityError) as error:
             raise AttemptFailed(error.message, is_retryable=True, code="submit_failed") from error
 
-    def _due_in_s(self, job: GenerationJob) -> float | None:
-        """Until its first token is due, negative when it is late; None = nothing was asked for."""
-        due_s = job.first_token_due_s
-        return None if due_s is None else due_s - self._clock.now_s()
+    def _age_s(self, job: GenerationJob) -> float:
+        """Since the request arrived."""
+        return self._clock.now_s() - job.arrived_s
+
+    def _left_s(self, job: GenerationJob) -> float:
+        """Until its deadline; negative behind it."""
+        assert job.spec.deadline_s is not None, "every request of a client has a deadline"
+        return job.spec.deadline_s - self._age_s(job)
 
     def _judge(self, failure: AttemptFailed, key: RequestKey) -> None:
         """Raise what the client must see, or return to try again."""
@@ -380,7 +380,7 @@ class Generations:
         is_death = failure.code == HOLDER_LOST
         if deaths.is_suspect(is_death=is_death, num_tokens=num_tokens):
             logger.error("request %s ended workers again and again", job.request_id)
-            self._quarantine.add(job.prompt_ids, job.params, job.salt)
+            self._quarantine.add(job.prompt_ids, job.spec.params, job.spec.salt)
             raise PoisonedError("Workers failed under this request; it is not tried again.")
 
     # ---- placement ------------------------------------------------------------------------------
@@ -389,15 +389,17 @@ class Generations:
         self, key: RequestKey, job: GenerationJob, known_ids: list[int], avoid: list[str]
     ) -> Assign:
         """Ask until a worker can take it. Raises CapacityError when refused or held too long."""
+        ttft_s = job.spec.ttft_deadline_s
         request = RouteRequest(
             num_prompt_tokens=len(known_ids),
             max_queued_tokens=None if key.attempt else self._config.edge.max_queued_tokens,
             avoid=avoid,
             # What an earlier attempt emitted is cached nowhere but where that attempt failed.
             block_hashes=job.block_hashes,
-            ttft_deadline_s=self._due_in_s(job),
+            ttft_deadline_s=None if ttft_s is None else ttft_s - self._age_s(job),
         )
-        give_up_s = min(job.deadline_s, self._clock.now_s() + self._config.edge.place_timeout_s)
+        patience_s = min(self._left_s(job), self._config.edge.place_timeout_s)
+        give_up_s = self._clock.now_s() + patience_s
         while True:
             placement = await self._ask_allocator(request)
             if isinstance(placement, Assign):

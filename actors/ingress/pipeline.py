@@ -5,7 +5,7 @@ Knows no HTTP and no OpenAI objects; the ingress turns deltas into those.
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -21,6 +21,7 @@ from actors.openai.protocol import (
     ServedModel,
     check_totals,
     child_seed,
+    replace_params,
     resolve_sampling,
 )
 from actors.openai.response_parts import read_record
@@ -29,8 +30,8 @@ from actors.rpc.handles import BatcherHandle
 from engine.clock import Clock
 from engine.errors import CapacityError, RequestError, WorkerError
 from engine.messages import Assign, TokenizeReply, TokenizeRequest, TokenRecord
-from engine.request import Constraint, SamplingParams
-from engine.text.output_text import TextDelta
+from engine.request import Constraint, RequestSpec
+from engine.text.output_text import OutputText, TextDelta
 from engine.text.tokenizing import Tokenizing
 
 T = TypeVar("T")
@@ -60,9 +61,8 @@ class PreparedRequest:
     request_ids: list[str]  # per prompt; its n choices share one
     prompt_ids: list[list[int]]  # per prompt
     block_hashes: list[list[bytes]]  # per prompt, for all its choices
-    sampling: list[SamplingParams]  # per prompt, with the request's own seed
+    specs: list[RequestSpec]  # per prompt, with the request's own seed
     times: RequestTimes
-    deadline_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,10 +175,10 @@ class RequestPipeline:
     async def prepare(self, parsed: ParsedRequest, times: RequestTimes) -> PreparedRequest:
         """Tokenise and settle lengths. Raises RequestError, CapacityError or TimeoutError."""
         async with asyncio.timeout(self._timeout_s):
-            if parsed.base_sampling.constraint is not None:
-                await self._batchers.check(parsed.base_sampling.constraint)
+            if parsed.sampling.constraint is not None:
+                await self._batchers.check(parsed.sampling.constraint)
             prompts = await asyncio.gather(
-                *(self._tokenize(prompt, parsed.cache_salt) for prompt in parsed.prompts)
+                *(self._tokenize(prompt, parsed.spec.salt) for prompt in parsed.prompts)
             )
         prompt_ids = [prompt.ids for prompt in prompts]
         check_totals(parsed, list(map(len, prompt_ids)))
@@ -191,6 +191,7 @@ class RequestPipeline:
             )
             for ids in prompt_ids
         ]
+        spec = msgspec.structs.replace(parsed.spec, deadline_s=self._timeout_s)
         times.tokenized_s = self._clock.now_s()
         self._metrics.count_prompt(sum(map(len, prompt_ids)))
         return PreparedRequest(
@@ -198,9 +199,8 @@ class RequestPipeline:
             request_ids=[new_request_id() for _ in prompt_ids],
             prompt_ids=prompt_ids,
             block_hashes=[prompt.block_hashes for prompt in prompts],
-            sampling=sampling,
+            specs=[replace_params(spec, params) for params in sampling],
             times=times,
-            deadline_s=times.arrived_s + self._timeout_s,
         )
 
     async def run(self, request: PreparedRequest) -> AsyncGenerator[ChoiceDelta, None]:
@@ -210,14 +210,22 @@ class RequestPipeline:
         error of any choice cancels the others and is raised.
         """
         num_choices = request.parsed.num_choices
-        if num_choices == 1:
-            async with aclosing(self._run_choice(request, 0)) as deltas:
-                async for delta in deltas:
-                    yield ChoiceDelta(choice=0, delta=delta)
+        if num_choices == 1:  # no queue, no task
+            choice = self._choice(request, 0)
+            async with aclosing(self._generate(choice)) as records:
+                async for record in records:
+                    yield choice.read(record)
+                    if choice.is_finished:
+                        break
         else:
-            async with aclosing(self._run_many(request, num_choices)) as merged:
-                async for item in merged:
+            async with self._merged(request, num_choices) as queue:
+                num_running = num_choices
+                while num_running > 0:
+                    item = await queue.get()
+                    if isinstance(item, Exception):
+                        raise item
                     yield item
+                    num_running -= item.delta.finish is not None
         self._metrics.latencies.observe_e2e(self._clock.now_s() - request.times.arrived_s)
 
     # ---- parts ----------------------------------------------------------------------------------
@@ -235,124 +243,121 @@ class RequestPipeline:
         asked = TokenizeRequest(token_ids=prompt, hash_params=hash_params, salt=salt)
         return TokenizedPrompt(prompt, (await self._batchers.ask(asked)).block_hashes)
 
-    async def _run_choice(
-        self, request: PreparedRequest, choice: int
-    ) -> AsyncGenerator[TextDelta, None]:
-        """One choice from its first token to its finish."""
-        parsed = request.parsed
-        prompt, child = divmod(choice, parsed.n)
-        params = request.sampling[prompt]
-        output = build_output_text(parsed, self._tokenizing)
-        placed: list[Assign] = []  # filled before the first token
+    def _choice(self, request: PreparedRequest, index: int) -> "_Choice":
+        output = build_output_text(request.parsed, self._tokenizing)
+        return _Choice(request, index, output, self._metrics, self._clock)
 
-        def on_placed(assign: Assign) -> None:
-            placed.append(assign)
-            if choice == 0:
-                request.times.placed_s = self._clock.now_s()
-            self._metrics.classes.count_placed(assign)
+    def _generate(self, choice: "_Choice") -> AsyncGenerator[TokenRecord, None]:
+        return self._generations.run(choice.job(), choice.on_placed, choice.on_joined)
 
-        def on_joined() -> None:
-            if choice == 0:
-                request.times.moved_s = self._clock.now_s()
-
-        tokens = self._generations.run(
-            GenerationJob(
-                request_id=request.request_ids[prompt],
-                child=child,
-                prompt_ids=request.prompt_ids[prompt],
-                # A prompt that is asked about is computed, whatever is cached of it.
-                block_hashes=(
-                    request.block_hashes[prompt] if params.prompt_logprobs is None else []
-                ),
-                params=msgspec.structs.replace(params, seed=child_seed(params.seed, choice)),
-                deadline_s=request.deadline_s,
-                priority=parsed.priority,
-                first_token_due_s=_due_s(request),
-                salt=parsed.cache_salt,
-            ),
-            on_placed,
-            on_joined,
-        )
-        watch = _TokenWatch(request, choice, self._metrics)
-        async with aclosing(tokens):
-            async for record in tokens:
-                watch.see(record, placed[0], self._clock.now_s())
-                delta = read_record(record, output)
-                yield delta
-                if delta.finish is not None:
-                    watch.finish(delta.finish.value)
-                    return
-
-    async def _run_many(
+    @asynccontextmanager
+    async def _merged(
         self, request: PreparedRequest, num_choices: int
-    ) -> AsyncGenerator[ChoiceDelta, None]:
-        """All choices at once, merged in order of arrival."""
-        queue: asyncio.Queue[ChoiceDelta | Exception | None] = asyncio.Queue(MAX_PENDING_DELTAS)
+    ) -> AsyncGenerator[asyncio.Queue[ChoiceDelta | Exception], None]:
+        """All choices at once, in a queue in order of arrival; leaving cancels those that run."""
+        queue: asyncio.Queue[ChoiceDelta | Exception] = asyncio.Queue(MAX_PENDING_DELTAS)
 
-        async def feed(choice: int) -> None:
+        async def feed(index: int) -> None:
+            choice = self._choice(request, index)
             try:
-                async with aclosing(self._run_choice(request, choice)) as deltas:
-                    async for delta in deltas:
-                        await queue.put(ChoiceDelta(choice=choice, delta=delta))
+                async with aclosing(self._generate(choice)) as records:
+                    async for record in records:
+                        await queue.put(choice.read(record))
+                        if choice.is_finished:
+                            return
             except Exception as error:  # noqa: BLE001 - raised by the reader of the queue
                 await queue.put(error)
-            else:
-                await queue.put(None)
 
-        tasks = [asyncio.create_task(feed(choice)) for choice in range(num_choices)]
+        tasks = [asyncio.create_task(feed(index)) for index in range(num_choices)]
         try:
-            num_running = num_choices
-            while num_running > 0:
-                item = await queue.get()
-                if isinstance(item, Exception):
-                    raise item
-                if item is None:
-                    num_running -= 1
-                else:
-                    yield item
+            yield queue
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
 
-class _TokenWatch:
-    """Tells the metrics, and the request's times, of one choice's tokens."""
+class _Choice:
+    """One choice from its first token to its finish: its text, and what the metrics want of it."""
 
-    def __init__(self, request: PreparedRequest, choice: int, metrics: IngressMetrics) -> None:
-        self._times = request.times
-        self._is_first_choice = choice == 0
-        self._num_prompt_tokens = len(request.prompt_ids[choice // request.parsed.n])
+    def __init__(
+        self,
+        request: PreparedRequest,
+        index: int,
+        output: OutputText,
+        metrics: IngressMetrics,
+        clock: Clock,
+    ) -> None:
+        """index: choices are numbered prompt by prompt."""
+        self.is_finished = False
+        self._request = request
+        self._index = index
+        self._prompt, self._child = divmod(index, request.parsed.n)
+        self._output = output
         self._metrics = metrics
+        self._clock = clock
+        self._assign: Assign | None = None  # set before the first token
         self._num_tokens = 0
         self._first_s = 0.0
         self._last_s = 0.0
 
-    def see(self, record: TokenRecord, assign: Assign, now_s: float) -> None:
-        """The next token came."""
-        metrics = self._metrics
+    def job(self) -> GenerationJob:
+        request, spec = self._request, self._request.specs[self._prompt]
+        params = msgspec.structs.replace(
+            spec.params, seed=child_seed(spec.params.seed, self._index)
+        )
+        # A prompt that is asked about is computed, whatever is cached of it.
+        is_cacheable = params.prompt_logprobs is None
+        return GenerationJob(
+            request_id=request.request_ids[self._prompt],
+            child=self._child,
+            prompt_ids=request.prompt_ids[self._prompt],
+            block_hashes=request.block_hashes[self._prompt] if is_cacheable else [],
+            spec=replace_params(spec, params),
+            arrived_s=request.times.arrived_s,
+        )
+
+    def on_placed(self, assign: Assign) -> None:
+        """Its first attempt goes there."""
+        self._assign = assign
+        if self._index == 0:
+            self._request.times.placed_s = self._clock.now_s()
+        self._metrics.classes.count_placed(assign)
+
+    def on_joined(self) -> None:
+        """Its KV has arrived at a decode worker."""
+        if self._index == 0:
+            self._request.times.moved_s = self._clock.now_s()
+
+    def read(self, record: TokenRecord) -> ChoiceDelta:
+        """The text that the next token adds."""
+        self._count(record)
+        delta = read_record(record, self._output)
+        if delta.finish is not None:
+            self.is_finished = True
+            self._metrics.count_finished(delta.finish.value)
+            self._metrics.latencies.observe_choice(
+                self._num_prompt_tokens, self._num_tokens, self._last_s - self._first_s
+            )
+        return ChoiceDelta(choice=self._index, delta=delta)
+
+    @property
+    def _num_prompt_tokens(self) -> int:
+        return len(self._request.prompt_ids[self._prompt])
+
+    def _count(self, record: TokenRecord) -> None:
+        metrics, times, now_s = self._metrics, self._request.times, self._clock.now_s()
         if record.index == 0:
+            assert self._assign is not None, "a token before its placement"
             self._first_s = now_s
-            ttft_s = now_s - self._times.arrived_s
+            ttft_s = now_s - times.arrived_s
             metrics.latencies.observe_ttft(ttft_s)
-            metrics.classes.observe_ttft(assign.length_class, ttft_s)
+            metrics.classes.observe_ttft(self._assign.length_class, ttft_s)
             metrics.count_cached(record.num_cached_tokens or 0, self._num_prompt_tokens)
         else:
             metrics.latencies.observe_gap(now_s - self._last_s)
-        if self._is_first_choice:
-            self._times.see_token(record.index, now_s, record.waited_s)
+        if self._index == 0:
+            times.see_token(record.index, now_s, record.waited_s)
         metrics.count_tokens(int(record.is_output))
         self._num_tokens += record.is_output
         self._last_s = now_s
-
-    def finish(self, reason: str) -> None:
-        """The choice ended with the record seen last."""
-        self._metrics.count_finished(reason)
-        self._metrics.latencies.observe_choice(
-            self._num_prompt_tokens, self._num_tokens, self._last_s - self._first_s
-        )
-
-
-def _due_s(request: PreparedRequest) -> float | None:
-    deadline_s = request.parsed.ttft_deadline_s
-    return None if deadline_s is None else request.times.arrived_s + deadline_s

@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import replace
 
+import msgspec
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
 from ray import serve
@@ -81,13 +82,20 @@ class EventStream(StreamingResponse):
         events: AsyncGenerator[bytes, None],
         deltas: AsyncGenerator[ChoiceDelta, None],
         headers: Mapping[str, str],
+        *,
+        on_close: Callable[[BaseException | None], None],
     ) -> None:
-        """deltas: what `events` reads; both are closed with the response, begun or not."""
+        """deltas: what `events` reads; both are closed with the response, begun or not.
+
+        on_close: called in the end with the error of a client that left before the events began;
+        whatever ended them earlier has been told already.
+        """
         super().__init__(
             events, media_type="text/event-stream", headers=SSE_HEADERS | dict(headers)
         )
         self._events = events
         self._deltas = deltas
+        self._on_close = on_close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Left suspended, the events would go on being generated until they are collected."""
@@ -99,7 +107,10 @@ class EventStream(StreamingResponse):
             try:
                 await self._events.aclose()
             finally:
-                await self._deltas.aclose()  # events that never began did not close them
+                try:
+                    await self._deltas.aclose()  # events that never began did not close them
+                finally:
+                    self._on_close(ClientDisconnect())
 
     async def listen_for_disconnect(self, receive: Receive) -> None:
         with suppress(TaskCancelledError):
@@ -200,7 +211,9 @@ class Api:
         times = RequestTimes(arrived_s=edge.clock.now_s())
         is_timed = wants_timings(request.headers.get(TIMINGS_HEADER))
         deadline_s = read_ttft_deadline_s(request.headers.get(TTFT_DEADLINE_HEADER))
-        parsed = replace(parse(await self._read_body(request)), ttft_deadline_s=deadline_s)
+        parsed = parse(await self._read_body(request))
+        spec = msgspec.structs.replace(parsed.spec, ttft_deadline_s=deadline_s)
+        parsed = replace(parsed, spec=spec)
         if self._config.edge.log_prompts:
             logger.info("asked: %s", parsed.prompts)
         num_tokens = estimate_tokens(parsed.prompts)
@@ -253,9 +266,11 @@ class Api:
     ) -> Response:
         """The whole answer as one JSON object."""
         writer.start(prepared.prompt_ids)
-        async with aclosing(accounting.watch(self._edge.pipeline.run(prepared))) as deltas:
-            async for item in deltas:
-                writer.delta(item.choice, item.delta)
+        with accounting.ending():
+            async with aclosing(self._edge.pipeline.run(prepared)) as deltas:
+                async for item in deltas:
+                    accounting.count(item)
+                    writer.delta(item.choice, item.delta)
         return Response(
             b"".join(writer.finish()), media_type=JSON_TYPE, headers=accounting.headers()
         )
@@ -264,14 +279,16 @@ class Api:
         self, prepared: PreparedRequest, writer: ResponseWriter, accounting: RequestAccounting
     ) -> Response:
         """The answer as server-sent events, once the first delta is there."""
-        deltas = accounting.watch(self._edge.pipeline.run(prepared))
+        deltas = self._edge.pipeline.run(prepared)
         try:
             first = await anext(deltas)
-        except BaseException:
+        except BaseException as error:
             await deltas.aclose()
+            accounting.end(error)
             raise
-        events = self._events(prepared, writer, first, deltas)
-        return EventStream(events, deltas, accounting.headers())
+        accounting.count(first)
+        events = self._events(prepared, writer, first, deltas, accounting)
+        return EventStream(events, deltas, accounting.headers(), on_close=accounting.end)
 
     async def _events(
         self,
@@ -279,24 +296,29 @@ class Api:
         writer: ResponseWriter,
         first: ChoiceDelta,
         deltas: AsyncGenerator[ChoiceDelta, None],
+        accounting: RequestAccounting,
     ) -> AsyncGenerator[bytes, None]:
         async with aclosing(deltas):
             opening = [*writer.start(prepared.prompt_ids), *writer.delta(first.choice, first.delta)]
             try:
                 yield b"".join(opening)
                 async for item in deltas:
+                    accounting.count(item)
                     events = writer.delta(item.choice, item.delta)
                     if events:
                         yield b"".join(events)
             except Exception as error:  # too late for a status: it is said in the stream
+                accounting.end(error)
                 if not isinstance(error, EngineError | TimeoutError):
                     logger.error("a stream failed", exc_info=error)
                 self._metrics.count_failed(error_reply(error).status)
                 yield sse_error(error)
                 return
-            except (asyncio.CancelledError, GeneratorExit):
+            except (asyncio.CancelledError, GeneratorExit) as error:
+                accounting.end(error)
                 self._metrics.count_disconnected()
                 raise
+            accounting.end(None)
             yield b"".join(writer.finish())
 
     async def _read_body(self, request: Request) -> bytes:

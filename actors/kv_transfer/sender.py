@@ -98,19 +98,14 @@ class ReservationClient:
             await bounded(peer.renew(request), self._config.transfer_deadline_s)
 
     def _build_request(self, started: HandoffStarted, wait_s: float) -> ReserveRequest:
-        remaining_s = None
-        if started.deadline_s is not None:
-            remaining_s = started.deadline_s - self._clock.now_s()
         return ReserveRequest(
             key=started.key,
             sender=self._identity,
             ingress_id=started.ingress_id,
             token_ids=started.token_ids,
             num_prompt_tokens=started.num_prompt_tokens,
-            params=started.params,
-            remaining_s=remaining_s,
-            priority=started.priority,
-            salt=started.salt,
+            spec=started.spec,
+            age_s=self._clock.now_s() - started.asked_s,
             wait_s=wait_s,
         )
 

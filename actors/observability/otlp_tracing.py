@@ -101,7 +101,7 @@ class OtlpTracing:
 
 
 def _attributes(parsed: ParsedRequest, operation: str) -> Attributes:
-    sampling = parsed.base_sampling
+    sampling = parsed.sampling
     attributes: Attributes = {
         "gen_ai.operation.name": operation,
         "gen_ai.provider.name": PROVIDER,

@@ -50,7 +50,7 @@ class _Logprobs:
     """`choices[].logprobs`: of output tokens, and before them of those of an echoed prompt."""
 
     def __init__(self, parsed: ParsedRequest, tokenizing: Tokenizing) -> None:
-        self._num_best = parsed.base_sampling.logprobs
+        self._num_best = parsed.sampling.logprobs
         self._echoes = parsed.echo
         self._tokenizing = tokenizing
 

@@ -47,7 +47,7 @@ from actors.openai.served_model import ServedModel as ServedModel
 from actors.openai.served_model import check_model
 from actors.openai.tool_rules import read_tool_use
 from configs.schema import EdgeConfig
-from engine.request import Constraint, SamplingParams
+from engine.request import Constraint, RequestSpec, SamplingParams
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions
 SEED_BITS = 63  # seeds stay non-negative in a signed 64-bit integer
@@ -74,14 +74,13 @@ class ParsedRequest:
     prompts: list[Prompt]
     n: int
     max_tokens: int | None  # as the client said
-    base_sampling: SamplingParams  # final but for max_tokens, which `resolve_sampling` sets
+    spec: RequestSpec  # final but for params.max_tokens, which `resolve_sampling` sets
     stops: tuple[str, ...] = ()
     include_stop: bool = False
     stream: bool = False
     include_usage: bool = False
     continuous_usage: bool = False
     return_token_ids: bool = False
-    cache_salt: str = ""  # whose cached prefixes may be used: only requests with an equal one
     echo: bool = False  # a completion's text begins with its prompt's
     prompt_logprobs: int | None = None  # as the client said; a completion's echo may want some too
     scoring: Scoring | Reranking | None = None  # what the answer says of prompts; None = outputs
@@ -93,12 +92,20 @@ class ParsedRequest:
     splits_reasoning: bool = False
     include_reasoning: bool = True
     markers: Mapping[int, str] = field(default_factory=dict)  # special tokens whose text is read
-    priority: int = 0
-    ttft_deadline_s: float | None = None  # from arrival; from a header, not the body
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """How every choice samples, but for its max_tokens and its own seed."""
+        return self.spec.params
 
     @property
     def num_choices(self) -> int:
         return self.n * len(self.prompts)
+
+
+def replace_params(spec: RequestSpec, params: SamplingParams) -> RequestSpec:
+    """The same request, sampled by `params`."""
+    return msgspec.structs.replace(spec, params=params)
 
 
 def draw_seed() -> int:
@@ -149,7 +156,7 @@ def parse_chat(
     dialect = model.dialect
     parsed = replace(
         parsed,
-        base_sampling=_thinking_first(parsed.base_sampling, model),
+        spec=replace_params(parsed.spec, _thinking_first(parsed.sampling, model)),
         splits_reasoning=dialect.splits_reasoning,
         include_reasoning=chat.include_reasoning is not False,
         markers=dialect.reasoning_markers,
@@ -190,8 +197,8 @@ def parse_completion(
     if not completion.echo or completion.logprobs is None:
         return replace(parsed, echo=bool(completion.echo))
     num_best = max(completion.logprobs, completion.prompt_logprobs or 0)
-    sampling = msgspec.structs.replace(parsed.base_sampling, prompt_logprobs=num_best)
-    return replace(parsed, echo=True, base_sampling=sampling)
+    sampling = msgspec.structs.replace(parsed.sampling, prompt_logprobs=num_best)
+    return replace(parsed, echo=True, spec=replace_params(parsed.spec, sampling))
 
 
 def resolve_sampling(
@@ -210,10 +217,10 @@ def resolve_sampling(
         raise prompt_too_long(param, num_prompt_tokens, parsed.max_tokens or None, max_model_len)
     default = remaining if parsed.endpoint is Endpoint.CHAT else DEFAULT_COMPLETION_TOKENS
     max_tokens = min(default, remaining) if parsed.max_tokens is None else parsed.max_tokens
-    min_tokens = parsed.base_sampling.min_tokens
+    min_tokens = parsed.sampling.min_tokens
     if min_tokens > max_tokens:
         raise invalid("min_tokens", f"must not exceed max_tokens ({max_tokens}), got {min_tokens}.")
-    return msgspec.structs.replace(parsed.base_sampling, max_tokens=max_tokens)
+    return msgspec.structs.replace(parsed.sampling, max_tokens=max_tokens)
 
 
 def check_totals(parsed: ParsedRequest, prompt_lengths: Sequence[int]) -> None:
@@ -228,7 +235,7 @@ def check_totals(parsed: ParsedRequest, prompt_lengths: Sequence[int]) -> None:
             f"the prompts have {total} tokens together. Expected at most {MAX_SCORED_TOKENS}; send"
             " fewer of them in one request.",
         )
-    num_best = parsed.base_sampling.prompt_logprobs
+    num_best = parsed.sampling.prompt_logprobs
     if num_best is None:
         return
     num_logprobs = total * parsed.n * (1 + num_best)
@@ -321,15 +328,17 @@ def _assemble(
         prompts=prompts,
         n=body.n or 1,
         max_tokens=_read_max_tokens(body),
-        base_sampling=sampling,
+        spec=RequestSpec(
+            params=sampling,
+            priority=body.priority or 0,
+            salt=read_cache_identity(body.cache_salt, body.extra_key),
+        ),
         stops=read_stops(body.stop, max_stops=limits.max_stop, max_chars=limits.max_stop_chars),
         include_stop=bool(body.include_stop_str_in_output),
         stream=bool(body.stream),
         include_usage=bool(options.include_usage),
         continuous_usage=bool(options.include_usage and options.continuous_usage_stats),
         return_token_ids=bool(body.return_token_ids),
-        cache_salt=read_cache_identity(body.cache_salt, body.extra_key),
-        priority=body.priority or 0,
         prompt_logprobs=body.prompt_logprobs,
     )
 

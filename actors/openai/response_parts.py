@@ -116,7 +116,7 @@ class UnaryResponse:
         self._parsed = parsed
         self._identity = identity
         self._tokenizing = tokenizing
-        self._has_logprobs = parsed.base_sampling.logprobs is not None
+        self._has_logprobs = parsed.sampling.logprobs is not None
         self._usage = UsageCount(parsed.n)
         self._choices = [ChoiceSoFar() for _ in range(parsed.num_choices)]
         self._prompt_ids: Sequence[Sequence[int]] = ()
@@ -150,7 +150,7 @@ class StreamResponse:
         self._parsed = parsed
         self._identity = identity
         self._tokenizing = tokenizing
-        self._has_logprobs = parsed.base_sampling.logprobs is not None
+        self._has_logprobs = parsed.sampling.logprobs is not None
         # Such tokens are reported even while their text is held back.
         self._reports_tokens = self._has_logprobs or parsed.return_token_ids
         self._usage = UsageCount(parsed.n)

@@ -48,7 +48,7 @@ def build_writer(
 
 def build_output_text(parsed: ParsedRequest, tokenizing: Tokenizing) -> OutputText:
     """What turns one choice's token records into the deltas that `ResponseWriter.delta` takes."""
-    sampling = parsed.base_sampling
+    sampling = parsed.sampling
     return OutputText(
         tokenizing.detokenizer(continues_text=_continues_text(parsed)),
         StopStrings(parsed.stops, include=parsed.include_stop),

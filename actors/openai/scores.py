@@ -35,7 +35,7 @@ from actors.openai.served_model import ServedModel, check_model
 from configs.schema import EdgeConfig
 from engine.errors import RequestError
 from engine.messages import TokenizeRequest
-from engine.request import SamplingParams
+from engine.request import RequestSpec, SamplingParams
 from engine.text.output_text import TextDelta
 from engine.text.tokenizing import Tokenizing
 
@@ -115,10 +115,12 @@ def _parsed(
         prompts=prompts,
         n=1,
         max_tokens=0,
-        base_sampling=SamplingParams(max_tokens=0, temperature=0.0, label_token_ids=labels),
-        cache_salt=read_cache_identity(asked.cache_salt, asked.extra_key),
+        spec=RequestSpec(
+            params=SamplingParams(max_tokens=0, temperature=0.0, label_token_ids=labels),
+            priority=asked.priority or 0,
+            salt=read_cache_identity(asked.cache_salt, asked.extra_key),
+        ),
         scoring=scoring,
-        priority=asked.priority or 0,
     )
 
 

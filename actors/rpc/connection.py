@@ -1,12 +1,11 @@
 """Calls of another actor by a TCP connection to its `CallServer`.
 
 A connection that ends fails all calls on it at once; nobody knows then which of them were run, as
-with a call of Ray's whose actor dies. Has no task of its own: answers are heard as they come.
+with a call of Ray's whose actor dies. Has no task of its own: answers are read as they come.
 """
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
 from itertools import count
 from typing import cast
 
@@ -26,7 +25,7 @@ from actors.rpc.frames import (
 )
 from actors.rpc.tls import client_tls
 from configs.errors import ConfigFileError
-from engine.errors import WorkerError
+from engine.errors import EngineError, WorkerError
 from engine.messages import decode
 
 logger = logging.getLogger(__name__)
@@ -44,24 +43,24 @@ class CallConnection(asyncio.Protocol):
         loop = asyncio.get_running_loop()
         self._name = name
         self._transport: asyncio.Transport | None = None
-        self._heard = bytearray()  # and not a whole frame yet
+        self._received = bytearray()  # and not a whole frame yet
         self._numbers = count()
         self._answers: dict[int, asyncio.Future[Answer]] = {}
         self._streams: dict[int, asyncio.Queue[Answer | None]] = {}  # None = the connection ended
-        self._greeted: asyncio.Future[Answer] = loop.create_future()
+        self._hello: asyncio.Future[Answer] = loop.create_future()
         self._lost: asyncio.Future[None] = loop.create_future()
 
     @property
     def is_open(self) -> bool:
         return self._transport is not None and not self._transport.is_closing()
 
-    async def greet(self, secret: bytes) -> None:
+    async def say_hello(self, secret: bytes) -> None:
         """Say the secret and wait until it was right. Raises ConnectionEndedError if it is not."""
         assert self._transport is not None, "`connect` makes connections"
         probe(self._transport)
         self._transport.write(secret)
-        await asyncio.wait((self._greeted, self._lost), return_when=asyncio.FIRST_COMPLETED)
-        if not self._greeted.done():
+        await asyncio.wait((self._hello, self._lost), return_when=asyncio.FIRST_COMPLETED)
+        if not self._hello.done():
             raise self._ended()
 
     async def call(self, method: str, data: bytes) -> bytes:
@@ -79,23 +78,26 @@ class CallConnection(asyncio.Protocol):
         assert answer.data is not None, f"{method} of {self._name} is a stream"
         return answer.data
 
-    async def stream(self, method: str, data: bytes) -> AsyncGenerator[bytes, None]:
-        """What the call yields, until it ends or this is closed. Raises as `call` does."""
-        number = next(self._numbers)
-        self._send(Call(number=number, method=method, data=data))
-        items = self._streams[number] = asyncio.Queue()
-        try:
-            while (answer := await items.get()) is not None:
-                if answer.failure is not None:
-                    raise error_of(self._name, answer.failure)
-                if answer.data is None:
-                    return
-                yield answer.data
-            raise self._ended()
-        finally:
-            del self._streams[number]
-            if self.is_open:
-                self._send(Call(number=number, method=STOP))
+    def stream(self, method: str, data: bytes) -> "CallStream":
+        """What the call yields; close it. Raises ConnectionEndedError."""
+        return CallStream(self, Call(number=next(self._numbers), method=method, data=data))
+
+    def open_stream(self, call: Call) -> asyncio.Queue[Answer | None]:
+        """Make a call whose answers come through the queue; None = the connection ended."""
+        self._send(call)
+        self._streams[call.number] = asyncio.Queue()
+        return self._streams[call.number]
+
+    def close_stream(self, number: int) -> None:
+        """Stop a call that may still yield; idempotent."""
+        if self._streams.pop(number, None) is not None and self.is_open:
+            self._send(Call(number=number, method=STOP))
+
+    def failure(self, answer: Answer | None) -> WorkerError | EngineError | None:
+        """The error that an answer stands for, if it is one."""
+        if answer is None:
+            return self._ended()
+        return None if answer.failure is None else error_of(self._name, answer.failure)
 
     async def close(self) -> None:
         """End the connection; calls under way fail."""
@@ -113,10 +115,10 @@ class CallConnection(asyncio.Protocol):
         self._transport = cast("asyncio.Transport", transport)  # of TCP; uvloop's is no subclass
 
     def data_received(self, data: bytes) -> None:
-        self._heard += data
+        self._received += data
         try:
-            while (frame := take_frame(self._heard)) is not None:
-                self._hear(decoded(frame, Answer))
+            while (frame := take_frame(self._received)) is not None:
+                self._dispatch(decoded(frame, Answer))
         except WorkerError as error:
             logger.warning("the connection to %s is cut: %s", self._name, error)
             self.abandon()
@@ -137,16 +139,40 @@ class CallConnection(asyncio.Protocol):
             raise self._ended()
         self._transport.write(frame_of(call))
 
-    def _hear(self, answer: Answer) -> None:
+    def _dispatch(self, answer: Answer) -> None:
         if answer.number in self._streams:
             self._streams[answer.number].put_nowait(answer)
             return
-        waiting = self._greeted if answer.number == HELLO else self._answers.get(answer.number)
+        waiting = self._hello if answer.number == HELLO else self._answers.get(answer.number)
         if waiting is not None and not waiting.done():  # else its caller gave up
             waiting.set_result(answer)
 
     def _ended(self) -> ConnectionEndedError:
         return ConnectionEndedError(f"{self._name} died or is restarting, or cannot be reached")
+
+
+class CallStream:
+    """The items that one call yields, in order."""
+
+    def __init__(self, connection: CallConnection, call: Call) -> None:
+        self._connection = connection
+        self._number = call.number
+        self._items = connection.open_stream(call)
+
+    def __aiter__(self) -> "CallStream":
+        return self
+
+    async def __anext__(self) -> bytes:
+        """Raises the EngineError that the call raised, or ConnectionEndedError."""
+        answer = await self._items.get()
+        if answer is not None and answer.data is not None:
+            return answer.data
+        await self.aclose()
+        raise self._connection.failure(answer) or StopAsyncIteration
+
+    async def aclose(self) -> None:
+        """The call is wanted no more; idempotent."""
+        self._connection.close_stream(self._number)
 
 
 async def connect(name: str, address: bytes, seconds: float) -> CallConnection:
@@ -159,7 +185,7 @@ async def connect(name: str, address: bytes, seconds: float) -> CallConnection:
     try:
         async with asyncio.timeout(seconds):
             await loop.create_connection(lambda: made, at.host, at.port, ssl=client_tls())
-            await made.greet(at.secret)
+            await made.say_hello(at.secret)
     except (TimeoutError, OSError, ConfigFileError, ConnectionEndedError) as error:
         made.abandon()
         where = f"{at.host}:{at.port}"

@@ -18,7 +18,7 @@ import ray
 from ray.actor import ActorClass, ActorHandle
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from actors.rpc.connection import CallConnection, ConnectionEndedError, connect
+from actors.rpc.connection import CallConnection, CallStream, ConnectionEndedError, connect
 from engine.errors import EngineError, HandoffError, WorkerError
 from engine.messages import (
     CacheReport,
@@ -122,11 +122,9 @@ class ActorConnection:
         """Raises WorkerError, or the EngineError that the callee raised."""
         return await (await self._connected()).call(method, data)
 
-    async def stream(self, method: str, data: bytes) -> AsyncGenerator[bytes, None]:
+    async def stream(self, method: str, data: bytes) -> CallStream:
         """Raises as `call` does; closing it ends the call."""
-        async with aclosing((await self._connected()).stream(method, data)) as items:
-            async for item in items:
-                yield item
+        return (await self._connected()).stream(method, data)
 
     async def _connected(self) -> CallConnection:
         async with self._opening:
@@ -137,7 +135,7 @@ class ActorConnection:
             return self._connection
 
     def _keep(self, connection: CallConnection) -> None:
-        """Until this line is nobody's any more, or the other end would keep it for ever."""
+        """Close it when this object goes, or the other end would keep it for ever."""
         if self._end is not None:
             self._end.detach()  # of the one before, which has ended
         self._connection = connection
@@ -175,7 +173,7 @@ class WorkerHandle:
 
     async def read(self, ingress_id: str) -> AsyncGenerator[StepMessage, None]:
         """Messages of the worker for this ingress until it dies (WorkerError) or replaces us."""
-        async with aclosing(self._connection.stream("read", ingress_id.encode())) as messages:
+        async with aclosing(await self._connection.stream("read", ingress_id.encode())) as messages:
             async for message in messages:
                 yield _read(message, self.name, _as(StepMessage))
 

@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Literal, TypeVar
@@ -156,24 +156,21 @@ class EngineHost:
                 f"This model's maximum context length is {engine.max_model_len} tokens.",
                 code="context_length_exceeded",
             )
-        engine.check_ids(submit.token_ids, submit.params)
-        if submit.params.constraint is not None:  # the sampler must not wait for the compiler
-            compiled = engine.grammars.prepare(submit.params.constraint)
+        engine.check_ids(submit.token_ids, submit.spec.params)
+        constraint = submit.spec.params.constraint
+        if constraint is not None:  # the sampler must not wait for the compiler
+            compiled = engine.grammars.prepare(constraint)
             await asyncio.shield(asyncio.wrap_future(compiled))  # others may wait for it too
-        now_s = self.clock.now_s()
         request = Request(
             key=submit.key,
             ingress_id=submit.ingress_id,
-            params=submit.params,
+            spec=submit.spec,
             tokens=list(submit.token_ids),
             num_prompt_tokens=submit.num_prompt_tokens,
             num_emitted_tokens=len(submit.token_ids) - submit.num_prompt_tokens,
-            arrival_s=now_s,
-            deadline_s=_on_our_clock(now_s, submit.remaining_s),
-            first_token_due_s=_on_our_clock(now_s, submit.ttft_deadline_s),
-            priority=submit.priority,
+            arrival_s=self.clock.now_s(),
+            age_s=submit.age_s,
             decode_worker=submit.decode_worker,
-            salt=submit.salt,
         )
 
         def add() -> None:
@@ -198,7 +195,7 @@ class EngineHost:
         self._post(abort)
         self.connector.cancel(key)
 
-    def read(self, ingress_id: str) -> AsyncIterator[bytes]:
+    def read(self, ingress_id: str) -> AsyncGenerator[bytes, None]:
         """Encoded StepMessages for one client. Raises WorkerError while the model still loads.
 
         A client takes a worker whose stream it reads for one that can be given work.
@@ -388,8 +385,3 @@ class EngineHost:
     def _post(self, fn: Callable[[], object]) -> None:
         if self._thread is not None:
             self._thread.post(fn)
-
-
-def _on_our_clock(now_s: float, in_s: float | None) -> float | None:
-    """When something is that a message says how far away it is."""
-    return None if in_s is None else now_s + in_s

@@ -59,10 +59,9 @@ class EngineWorker:
         await self._host.submit(decode(request, Submit))
         return b""
 
-    async def _read(self, ingress_id: bytes) -> AsyncGenerator[bytes, None]:
+    def _read(self, ingress_id: bytes) -> AsyncGenerator[bytes, None]:
         """Encoded StepMessages for one client, for as long as it reads.
 
         Raises WorkerError while the model is still loading.
         """
-        async for message in self._host.read(ingress_id.decode()):
-            yield message
+        return self._host.read(ingress_id.decode())

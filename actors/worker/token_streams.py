@@ -8,7 +8,7 @@ acknowledged is cancelled alone, so that nothing here grows without bound.
 import asyncio
 import math
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 
 from configs.schema import LifetimesConfig
@@ -124,7 +124,7 @@ class TokenStreams:
                 if num_left > 0:
                     stream.num_unacknowledged[key] = num_left
 
-    async def read(self, ingress_id: str) -> AsyncIterator[bytes]:
+    async def read(self, ingress_id: str) -> AsyncGenerator[bytes, None]:
         """Encoded StepMessages for one ingress, a load report at least every 100 ms.
 
         A second reader for the same ingress replaces the first, which then ends.

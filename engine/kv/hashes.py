@@ -128,7 +128,7 @@ class RequestHasher:
         """Append the hash of every full block of the request's known tokens."""
         extend_hashes(
             self._key,
-            self._root(request.salt),
+            self._root(request.spec.salt),
             request.tokens,
             self._block_size,
             request.block_hashes,

@@ -45,8 +45,8 @@ def num_blocks_that_fit(
     if num_blocks < trial_blocks:
         raise ConfigError(
             f"cache.gpu_memory_utilization: {share:.0%} of {total_bytes / 2**30:.1f} GiB leaves"
-            f" room for {max(0, num_blocks)} KV blocks beside {taken_bytes / 2**30:.1f} GiB of weights,"
-            f" activations and graphs; one step needs {trial_blocks}. Raise it, lower"
+            f" room for {max(0, num_blocks)} KV blocks beside {taken_bytes / 2**30:.1f} GiB of"
+            f" weights, activations and graphs; one step needs {trial_blocks}. Raise it, lower"
             " scheduler.max_num_batched_tokens or max_num_seqs, or use a smaller model"
         )
     gc.collect()

@@ -330,4 +330,4 @@ class DualQueue:
         order_s = request.arrival_s if due_s is None else due_s
         entry = self._entries.get(request.key)
         serial = -1 if entry is None else entry.serial  # of equals, who runs goes first
-        return request.priority, order_s, request.arrival_s, serial
+        return request.spec.priority, order_s, request.arrival_s, serial

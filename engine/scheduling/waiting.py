@@ -61,7 +61,7 @@ def by_arrival(request: Request) -> SortKey:
 
 
 def by_priority(request: Request) -> SortKey:
-    return (request.priority, request.arrival_s)
+    return (request.spec.priority, request.arrival_s)
 
 
 class WaitingQueue:

@@ -19,7 +19,7 @@ from engine.kv.cache import BlockCache
 from engine.kv.hashes import RequestHasher
 from engine.messages import LoadReport, StepMessage, TokenRecord, encode
 from engine.plan import StepPlan, StepResult
-from engine.request import Request, RequestKey, SamplingParams
+from engine.request import Request, RequestKey, RequestSpec, SamplingParams
 from engine.scheduling.contracts import SchedulerStatistics
 from engine.scheduling.scheduler import Scheduler
 from load_tests.tables import Figure, describe_machine, median_figure, render
@@ -121,9 +121,11 @@ class Bench:
         """Rows reach the ends of blocks one after the other, not all in the same step."""
         num_tokens = self._batch.num_prompt_tokens + index % self._batch.block_size
         return Request(
+            spec=RequestSpec(
+                params=SamplingParams(max_tokens=self._batch.max_model_len, temperature=0.0)
+            ),
             key=RequestKey(f"{index:032x}"),
             ingress_id="ingress",
-            params=SamplingParams(max_tokens=self._batch.max_model_len, temperature=0.0),
             tokens=self._rng.choices(range(EOS_TOKEN_ID), k=num_tokens),
             num_prompt_tokens=num_tokens,
             arrival_s=0.0,

@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from engine.request import Request, RequestKey, SamplingParams
+from engine.request import Request, RequestKey, RequestSpec, SamplingParams
 from load_tests.simulation.real_worker import RealWorker
 from load_tests.simulation.worker import WorkerSpec
 
@@ -151,9 +151,9 @@ def run_virtual(load: FullCacheLoad, spec: WorkerSpec) -> FullCacheResult:
 
 def _request(load: FullCacheLoad, kind: str, number: int, num_tokens: int, now_s: float) -> Request:
     return Request(
+        spec=RequestSpec(params=SamplingParams(max_tokens=num_tokens, ignore_eos=True)),
         key=RequestKey(str(number), child=int(kind == "long")),
         ingress_id=kind,
-        params=SamplingParams(max_tokens=num_tokens, ignore_eos=True),
         tokens=[1] * load.num_prompt_tokens,
         num_prompt_tokens=load.num_prompt_tokens,
         arrival_s=now_s,

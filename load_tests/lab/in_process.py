@@ -11,7 +11,7 @@ from configs.schema import AppConfig
 from engine.build import Engine, build_engine
 from engine.clock import MonotonicClock
 from engine.models.decoder import CausalLM
-from engine.request import Request, RequestKey, SamplingParams
+from engine.request import Request, RequestKey, RequestSpec, SamplingParams
 from engine.scheduling.contracts import StepOutput
 
 
@@ -69,9 +69,9 @@ class EngineInProcess:
         key = RequestKey(f"{self._num_requests:032x}")
         self.engine.core.scheduler.add(
             Request(
+                spec=RequestSpec(params=params),
                 key=key,
                 ingress_id=ingress,
-                params=params,
                 tokens=list(prompt),
                 num_prompt_tokens=len(prompt),
                 arrival_s=time.monotonic(),

@@ -44,7 +44,7 @@ class _Open:
         """The prompt's tokens again and again: text as the model's own tokenizer writes it."""
         submit, index = self.submit, self.next_index
         self.next_index += 1
-        is_last = self.next_index == submit.params.max_tokens
+        is_last = self.next_index == submit.spec.params.max_tokens
         return TokenRecord(
             key=submit.key,
             index=index,

@@ -21,17 +21,17 @@ GATE = "KeyGate.__call__"  # it stands around every request: what it calls is no
 # A group and parts of `function (file:line)`; the first group that a frame fits counts.
 Groups = Sequence[tuple[str, tuple[str, ...]]]
 OURS: Groups = (
-    ("text out of tokens", ("engine/detokenizing", "engine/output_text", "engine/stop_strings")),
-    ("metrics and times", ("actors/edge/metrics", "actors/edge/re", "see (actors/edge/answering")),
-    ("API keys, admission, rates", ("actors/edge/key_gate", "actors/edge/admission")),
-    ("calls: tokenize, place, submit", ("Handle.place", "Handle.submit", "Handle.tokenize")),
+    ("text out of tokens", ("text/detokenizing", "text/output_text", "text/stop_strings")),
+    ("metrics and times", ("actors/observability/", "_count (actors/ingress/pipeline")),
+    ("API keys, admission, rates", ("ingress/auth", "ingress/limits")),
+    ("calls: tokenize, place, submit", ("Handle.route", "Handle.submit", "Handle.tokenize")),
     ("calls: awaiting their answers, and messages", ("_answer (actors", "_decoded (actors")),
-    ("calls: their frames", ("actors/calls/",)),
-    ("messages of tokens", ("actors/handles", "actors/edge/worker_links", "actors/edge/mailbox")),
+    ("calls: their frames", ("rpc/connection", "rpc/frames", "rpc/server")),
+    ("messages of tokens", ("rpc/handles", "routing/worker_links", "Mailbox.")),
     ("messages of tokens", ("decode (engine/messages", "_dispatch (")),
-    ("tokens to deltas: coroutines", ("actors/edge/", "_events (", "actors/ingress")),
-    ("JSON and SSE of the answer", ("_writers", "openai_objects", "response_parts")),
-    ("reading and checking the body", ("actors/api/",)),
+    ("tokens to deltas: coroutines", ("_events (", "actors/ingress")),
+    ("JSON and SSE of the answer", ("_writers", "response_objects", "response_parts")),
+    ("reading and checking the body", ("actors/openai/",)),
 )
 LIBRARIES: Groups = (
     ("event loop", ("_run_user_code_event_loop", "asyncio/", "contextvars")),

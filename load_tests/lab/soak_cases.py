@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from configs.schema import AppConfig, CacheConfig, ModelConfig, SchedulerConfig
-from engine.request import Request, RequestKey, SamplingParams
+from engine.request import Request, RequestKey, RequestSpec, SamplingParams
 from engine.scheduling.contracts import StepOutput
 from engine.text.tokenizing import Tokenizing, load_tokenizer
 from load_tests.lab.in_process import EngineInProcess
@@ -121,9 +121,9 @@ def _answer(engine: EngineInProcess, cases: Sequence[Case]) -> list[list[int]]:
 def _request(key: RequestKey, case: Case) -> Request:
     fixed = {"max_tokens": case.num_tokens, "ignore_eos": True}
     return Request(
+        spec=RequestSpec(params=msgspec.convert(case.sampling | fixed, SamplingParams)),
         key=key,
         ingress_id="soak",
-        params=msgspec.convert(case.sampling | fixed, SamplingParams),
         tokens=list(case.prompt_ids),
         num_prompt_tokens=len(case.prompt_ids),
         arrival_s=0.0,

@@ -11,7 +11,7 @@ from heapq import heappop, heappush
 import numpy as np
 
 from engine.messages import RouteRequest
-from engine.request import Request, RequestKey, SamplingParams
+from engine.request import Request, RequestKey, RequestSpec, SamplingParams
 from load_tests.simulation.fleet import Decoders, Prefillers
 from load_tests.simulation.load_view import DecodeView, LoadView
 from load_tests.simulation.prefix_cache import Chains, PrefixCache
@@ -230,9 +230,9 @@ class Cluster:
         if params is None:
             params = self._params[max_tokens] = SamplingParams(max_tokens=max_tokens)
         return Request(
+            spec=RequestSpec(params=params),
             key=RequestKey(str(index)),
             ingress_id="",
-            params=params,
             tokens=[0] * num_tokens,
             num_prompt_tokens=num_tokens,
             arrival_s=now_s,

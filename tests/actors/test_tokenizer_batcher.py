@@ -19,7 +19,7 @@ from configs.schema import TokenizerConfig
 from engine.errors import ConfigError
 from engine.kv.hashes import BlockHashParams, RequestHasher
 from engine.messages import TokenizeReply, TokenizeRequest
-from engine.request import Request, RequestKey, SamplingParams
+from engine.request import Request, RequestKey, RequestSpec, SamplingParams
 from engine.text.chat_template import RESERVED_KWARGS, is_reserved_kwarg
 from tests.harness.tokenizer_folders import LINES, byte_level_folder, llama_like_folder
 
@@ -148,13 +148,12 @@ def test_blocks_get_the_names_that_workers_give_them(tokenizer: PromptTokenizer)
 def _worker_hashes(hash_params: BlockHashParams, token_ids: list[int], salt: str) -> list[bytes]:
     """As a worker names the blocks of a request while it computes them."""
     request = Request(
+        spec=RequestSpec(params=SamplingParams(max_tokens=1), salt=salt),
         key=RequestKey("request"),
         ingress_id="ingress",
-        params=SamplingParams(max_tokens=1),
         tokens=list(token_ids),
         num_prompt_tokens=len(token_ids),
         arrival_s=0.0,
-        salt=salt,
     )
     RequestHasher(
         hash_params.key,

@@ -18,7 +18,7 @@ from engine.build import Engine, build_engine
 from engine.clock import MonotonicClock
 from engine.kv.transfer import OutgoingEvent
 from engine.messages import TokenRecord
-from engine.request import PromptLogprobs, Request, RequestKey, SamplingParams
+from engine.request import PromptLogprobs, Request, RequestKey, RequestSpec, SamplingParams
 from tests.harness.in_process import GREEDY, answer, start_engine
 from tests.harness.tiny_models import VOCAB_SIZE, reference_logits, save_model
 
@@ -69,9 +69,9 @@ def request_of(
     name: str, prompt: list[int], params: SamplingParams, decode_worker: str | None = None
 ) -> Request:
     return Request(
+        spec=RequestSpec(params=params),
         key=RequestKey(name),
         ingress_id="test",
-        params=params,
         tokens=list(prompt),
         num_prompt_tokens=len(prompt),
         arrival_s=time.monotonic(),

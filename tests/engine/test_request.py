@@ -5,15 +5,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine.request import Request, RequestKey, SamplingParams
+from engine.request import Request, RequestKey, RequestSpec, SamplingParams
 from engine.scheduling.finish import FinishRules
 
 
 def _request(num_prompt_tokens: int, num_emitted_tokens: int = 0, max_tokens: int = 7) -> Request:
     return Request(
+        spec=RequestSpec(params=SamplingParams(max_tokens=max_tokens)),
         key=RequestKey("a"),
         ingress_id="ingress",
-        params=SamplingParams(max_tokens=max_tokens),
         tokens=list(range(num_prompt_tokens + num_emitted_tokens)),
         num_prompt_tokens=num_prompt_tokens,
         num_emitted_tokens=num_emitted_tokens,
@@ -61,9 +61,9 @@ def test_a_scheduler_writes_to_a_request_what_ends_it(
     given: dict[str, Any], max_model_len: int, stop_ids: set[int], max_known_tokens: int
 ) -> None:
     request = Request(
+        spec=RequestSpec(params=SamplingParams(max_tokens=7, **given)),
         key=RequestKey("a"),
         ingress_id="ingress",
-        params=SamplingParams(max_tokens=7, **given),
         tokens=[3] * 5,
         num_prompt_tokens=5,
         arrival_s=0.0,
@@ -86,9 +86,9 @@ def test_a_prompt_has_tokens_and_is_known(
 ) -> None:
     with pytest.raises(AssertionError, match="prompt of"):
         Request(
+            spec=RequestSpec(params=SamplingParams(max_tokens=1)),
             key=RequestKey("a"),
             ingress_id="ingress",
-            params=SamplingParams(max_tokens=1),
             tokens=[1] * num_tokens,
             num_prompt_tokens=num_prompt,
             num_emitted_tokens=num_emitted,
@@ -100,9 +100,9 @@ def test_a_prompt_has_tokens_and_is_known(
 def test_what_follows_the_prompt_must_be_what_was_emitted(num_emitted: int) -> None:
     with pytest.raises(AssertionError, match="said to be emitted"):
         Request(
+            spec=RequestSpec(params=SamplingParams(max_tokens=1)),
             key=RequestKey("a"),
             ingress_id="ingress",
-            params=SamplingParams(max_tokens=1),
             tokens=[1] * 7,
             num_prompt_tokens=5,
             num_emitted_tokens=num_emitted,

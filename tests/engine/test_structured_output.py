@@ -18,6 +18,7 @@ from engine.request import (
     ConstraintKind,
     Request,
     RequestKey,
+    RequestSpec,
     SamplingParams,
     Thinking,
 )
@@ -180,18 +181,18 @@ def test_an_answer_goes_on_elsewhere_from_the_tokens_that_were_emitted(
     (whole,) = answer(engine, [(prompt, params)])
     num_emitted = random.randrange(1, len(whole.tokens))
     submit = Submit(
+        spec=RequestSpec(params=params),
         key=RequestKey("f" * 32, 0, 1),
         ingress_id="test",
         token_ids=prompt + whole.tokens[:num_emitted],
         num_prompt_tokens=len(prompt),
-        params=params,
     )
     sent = decode(encode(submit), Submit)
     engine.core.scheduler.add(
         Request(
+            spec=RequestSpec(params=sent.params),
             key=sent.key,
             ingress_id=sent.ingress_id,
-            params=sent.params,
             tokens=list(sent.token_ids),
             num_prompt_tokens=sent.num_prompt_tokens,
             num_emitted_tokens=num_emitted,

@@ -9,7 +9,7 @@ from engine.build import Engine, build_engine
 from engine.clock import MonotonicClock
 from engine.kv.transfer import OutgoingEvent
 from engine.messages import TokenRecord
-from engine.request import Request, RequestKey, SamplingParams
+from engine.request import Request, RequestKey, RequestSpec, SamplingParams
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
 
@@ -36,9 +36,9 @@ def answer(
     for key, (prompt, params) in zip(keys, requests, strict=True):
         engine.core.scheduler.add(
             Request(
+                spec=RequestSpec(params=params),
                 key=key,
                 ingress_id="test",
-                params=params,
                 tokens=list(prompt),
                 num_prompt_tokens=len(prompt),
                 arrival_s=time.monotonic(),

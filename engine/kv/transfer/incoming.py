@@ -389,7 +389,7 @@ class IncomingHandoffs:
         num_blocks = mine.layout.num_blocks_for(num_tokens)
         if num_blocks > self._cache.num_blocks:
             return f"{num_blocks} blocks can never fit the {self._cache.num_blocks} here"
-        if asked.remaining_s is not None and asked.remaining_s <= 0:
+        if asked.spec.deadline_s is not None and asked.spec.deadline_s <= asked.age_s:
             return "the request's deadline has passed"
         return None
 
@@ -403,18 +403,15 @@ class IncomingHandoffs:
         return known[1]
 
     def _build_request(self, asked: ReserveRequest) -> Request:
-        now_s = self._clock.now_s()
         request = Request(
             key=asked.key,
             ingress_id=asked.ingress_id,
-            params=asked.params,
+            spec=asked.spec,
             tokens=list(asked.token_ids),
             num_prompt_tokens=asked.num_prompt_tokens,
-            arrival_s=now_s,
-            deadline_s=None if asked.remaining_s is None else now_s + asked.remaining_s,
-            priority=asked.priority,
+            arrival_s=self._clock.now_s(),
+            age_s=asked.age_s,
             num_emitted_tokens=len(asked.token_ids) - asked.num_prompt_tokens,
-            salt=asked.salt,
         )
         self._hasher.extend(request)
         return request

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from engine.kv.cache import BlockCache
-from engine.request import Request, RequestKey, SamplingParams
+from engine.request import Request, RequestKey, RequestSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,10 +33,14 @@ class HandoffStarted:
     decode_worker: str
     token_ids: list[int]  # what the prefill side will compute, and the decode side needs blocks for
     num_prompt_tokens: int
-    params: SamplingParams
-    deadline_s: float | None  # on this worker's clock
-    priority: int
-    salt: str
+    spec: RequestSpec
+    asked_s: float  # its arrival at the ingress, on this worker's clock
+
+    @property
+    def deadline_s(self) -> float | None:
+        """On this worker's clock."""
+        deadline_s = self.spec.deadline_s
+        return None if deadline_s is None else self.asked_s + deadline_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,10 +138,8 @@ class OutgoingHandoffs:
                 decode_worker=request.decode_worker,
                 token_ids=list(request.tokens),
                 num_prompt_tokens=request.num_prompt_tokens,
-                params=request.params,
-                deadline_s=request.deadline_s,
-                priority=request.priority,
-                salt=request.salt,
+                spec=request.spec,
+                asked_s=request.arrival_s - request.age_s,
             )
         )
         self.advance(request)

@@ -79,11 +79,11 @@ class ScriptedWorkers:
         if self.error is not None:
             raise self.error
         on_placed(ASSIGN)
-        if job.params.max_tokens == 0:
+        if job.spec.params.max_tokens == 0:
             yield _end_of_prompt(job)
             return
-        said = range(100, 100 + job.params.max_tokens)
-        num_tokens = min(self.num_tokens or job.params.max_tokens, job.params.max_tokens)
+        said = range(100, 100 + job.spec.params.max_tokens)
+        num_tokens = min(self.num_tokens or job.spec.params.max_tokens, job.spec.params.max_tokens)
         token_ids = (self.token_ids or said)[:num_tokens]
         num_tokens = len(token_ids)
         for index in range(num_tokens):
@@ -104,7 +104,7 @@ class ScriptedWorkers:
 
 def _end_of_prompt(job: GenerationJob) -> TokenRecord:
     """Of a request that asks for no token: each of its labels is half as likely as the last."""
-    labels = [-math.log(2) * rank for rank, _ in enumerate(job.params.label_token_ids, 1)]
+    labels = [-math.log(2) * rank for rank, _ in enumerate(job.spec.params.label_token_ids, 1)]
     return TokenRecord(
         key=RequestKey(job.request_id, job.child),
         index=0,
@@ -118,7 +118,7 @@ def _end_of_prompt(job: GenerationJob) -> TokenRecord:
 
 def _logprobs(job: GenerationJob, token_id: int) -> TokenLogprobs | None:
     """As many as asked for, the chosen token's best."""
-    num = job.params.logprobs
+    num = job.spec.params.logprobs
     if num is None:
         return None
     top_ids = [(token_id + rank) % MIN_VOCAB_SIZE for rank in range(num)]

@@ -25,7 +25,9 @@ class Stream:
         self.has_left = asyncio.Event()
         self._close_fails = close_fails
         self._deltas = self._make_deltas()
-        self.response = EventStream(self._make_events(), self._deltas, {})
+        self.response = EventStream(
+            self._make_events(), self._deltas, {}, on_close=lambda _: self.closed.append("accounts")
+        )
 
     async def run(self, send: Any, spec_version: str = "2.3") -> None:
         scope = {"type": "http", "asgi": {"spec_version": spec_version}}
@@ -63,7 +65,7 @@ def test_a_send_that_fails_ends_the_stream_quietly(spec_version: str) -> None:
         stream = Stream()
         await stream.run(stream.send_until_gone, spec_version)
         assert len(stream.sent) == NUM_SENT
-        assert stream.closed == ["events", "deltas"]
+        assert stream.closed == ["events", "deltas", "accounts"]
 
     asyncio.run(leave())
 
@@ -79,7 +81,7 @@ def test_a_client_that_leaves_in_mid_send_ends_it_too() -> None:
                 await asyncio.Event().wait()  # nobody reads
 
         await stream.run(send)
-        assert stream.closed == ["events", "deltas"]
+        assert stream.closed == ["events", "deltas", "accounts"]
 
     asyncio.run(leave())
 
@@ -99,7 +101,7 @@ def test_a_stream_that_is_cancelled_before_its_first_event_closes_what_it_would_
         task.cancel()
         with suppress(asyncio.CancelledError):
             await task
-        assert stream.closed == ["deltas"], "the events never began"
+        assert stream.closed == ["deltas", "accounts"], "the events never began"
 
     asyncio.run(leave())
 
@@ -109,7 +111,7 @@ def test_deltas_are_closed_although_closing_the_events_fails() -> None:
         stream = Stream(close_fails=True)
         with pytest.raises(ValueError, match="cannot be closed"):
             await stream.run(stream.send_until_gone)
-        assert stream.closed == ["events", "deltas"]
+        assert stream.closed == ["events", "deltas", "accounts"]
 
     asyncio.run(leave())
 

@@ -22,7 +22,7 @@ from engine.messages import (
     Topology,
     WorkerStatus,
 )
-from engine.request import RequestKey, SamplingParams
+from engine.request import RequestKey, RequestSpec, SamplingParams
 
 NUM_TOKENS = 9
 TURNS = 200  # of the event loop: more than anything here takes
@@ -143,12 +143,15 @@ def play(
 
 def build_choice(*, seed: int = 1) -> GenerationJob:
     return GenerationJob(
+        spec=RequestSpec(
+            params=SamplingParams(max_tokens=NUM_TOKENS, seed=seed),
+            deadline_s=20.0,
+        ),
+        arrived_s=MonotonicClock().now_s(),
         request_id=new_request_id(),
         child=0,
         prompt_ids=[5, 6, 7],
         block_hashes=[],
-        params=SamplingParams(max_tokens=NUM_TOKENS, seed=seed),
-        deadline_s=MonotonicClock().now_s() + 20,
     )
 
 

@@ -18,7 +18,7 @@ from actors.rpc.handles import BatcherHandle
 from engine.clock import MonotonicClock
 from engine.kv.hashes import RequestHasher
 from engine.messages import TokenizeReply, TokenizeRequest
-from engine.request import SamplingParams
+from engine.request import RequestSpec, SamplingParams
 from engine.text.tokenizing import Tokenizing
 
 HASHER = RequestHasher(secrets.token_bytes(32), model="m", dtype="float32", block_size=4)
@@ -77,8 +77,7 @@ def parsed(prompts: list[Prompt]) -> ParsedRequest:
         prompts=prompts,
         n=3,
         max_tokens=5,
-        base_sampling=SamplingParams(max_tokens=5),
-        cache_salt=SALT,
+        spec=RequestSpec(params=SamplingParams(max_tokens=5), salt=SALT),
     )
 
 

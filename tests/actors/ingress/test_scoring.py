@@ -34,7 +34,7 @@ def app() -> EdgeApp:
         on_joined: Callable[[], None] = lambda: None,
     ) -> AsyncGenerator[TokenRecord, None]:
         on_placed(ASSIGN)
-        for record in answer(engine, [(job.prompt_ids, job.params)])[0].records:
+        for record in answer(engine, [(job.prompt_ids, job.spec.params)])[0].records:
             yield record
 
     cast("Any", made.edge.generations).run = run

@@ -41,7 +41,7 @@ from engine.messages import (
     decode,
     encode,
 )
-from engine.request import Request, RequestKey, SamplingParams
+from engine.request import Request, RequestKey, RequestSpec, SamplingParams
 from tests.actors.kv_transfer.corrupting_pieces import CorruptingPieces
 
 T = TypeVar("T")
@@ -188,9 +188,9 @@ class PrefillSide:
     async def hand_over(self, name: str, num_tokens: int) -> list[int]:
         """Compute a prompt and hand it over; returns the digests of its blocks."""
         request = Request(
+            spec=RequestSpec(params=SamplingParams(max_tokens=5)),
             key=RequestKey(name),
             ingress_id="i",
-            params=SamplingParams(max_tokens=5),
             tokens=[hash((name, i)) % 50_000 for i in range(num_tokens)],
             num_prompt_tokens=num_tokens,
             arrival_s=0.0,

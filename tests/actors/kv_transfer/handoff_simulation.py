@@ -20,7 +20,7 @@ from engine.errors import WorkerError
 from engine.kv.cache import BlockCache, check_blocks
 from engine.kv.transfer import OutgoingEvent, OutgoingHandoffs
 from engine.messages import FailureRecord
-from engine.request import Request, RequestKey, SamplingParams
+from engine.request import Request, RequestKey, RequestSpec, SamplingParams
 from tests.actors.kv_transfer.handoff_network import (
     CONFIG,
     FakeChannels,
@@ -170,13 +170,12 @@ class World:
         self, number: int, token_ids: Sequence[int], *, deadline_s: float | None = None
     ) -> Request:
         return Request(
+            spec=RequestSpec(params=SamplingParams(max_tokens=9), deadline_s=deadline_s),
             key=key_of(number),
             ingress_id="ingress-0",
-            params=SamplingParams(max_tokens=9),
             tokens=list(token_ids),
             num_prompt_tokens=len(token_ids),
             arrival_s=0.0,
-            deadline_s=deadline_s,
             decode_worker="decode-0",
         )
 

@@ -15,7 +15,7 @@ from actors.kv_transfer.contracts import OutgoingData, PieceBytes, StagedPiece, 
 from actors.kv_transfer.kv_pieces import KvPieces
 from engine.kv.transfer import BlockWrite
 from engine.messages import NotNow, PieceHeader, Refused, Reservation, ReserveRequest
-from engine.request import SamplingParams
+from engine.request import RequestSpec, SamplingParams
 from tests.actors.kv_transfer.hashed_worker import WATCHED, HashedWorker, Seen, Watched
 from tests.harness.tiny_models import VOCAB_SIZE
 
@@ -82,12 +82,12 @@ class DecodeSide:
         """Blocks found here, and blocks in all."""
         prompt = self._watched.prompt
         asked = ReserveRequest(
+            spec=RequestSpec(params=self._watched.params),
             key=WATCHED,
             sender=self._worker.identity,
             ingress_id="test",
             token_ids=prompt,
             num_prompt_tokens=len(prompt),
-            params=self._watched.params,
         )
         answer: Reservation | NotNow | Refused = NotNow()
         while isinstance(answer, NotNow):

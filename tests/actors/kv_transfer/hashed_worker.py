@@ -30,7 +30,7 @@ from engine.messages import WorkerIdentity
 from engine.models.decoder import CausalLM
 from engine.models.registry import build_model
 from engine.models.spec import load_spec
-from engine.request import Request, RequestKey, SamplingParams
+from engine.request import Request, RequestKey, RequestSpec, SamplingParams
 from engine.runner.executor import Executor
 from engine.runner.graphs import CudaRecorder
 from engine.runner.warm_up import warm_up
@@ -205,15 +205,14 @@ class HashedWorker:
         watched = self._watched
         self.scheduler.add(
             Request(
+                spec=RequestSpec(params=watched.params, salt=salt),
                 key=WATCHED,
                 ingress_id="test",
-                params=watched.params,
                 tokens=[*watched.prompt, *emitted],
                 num_prompt_tokens=len(watched.prompt),
                 arrival_s=time.monotonic(),
                 num_emitted_tokens=len(emitted),
                 decode_worker=decode_worker,
-                salt=salt,
             )
         )
 
@@ -315,9 +314,9 @@ class HashedWorker:
         self._num_neighbours += 1
         self.scheduler.add(
             Request(
+                spec=RequestSpec(params=params),
                 key=RequestKey(f"{self._num_neighbours:032x}"),
                 ingress_id="test",
-                params=params,
                 tokens=tokens,
                 num_prompt_tokens=len(tokens),
                 arrival_s=time.monotonic(),

@@ -45,7 +45,7 @@ def speaking(tool_format: ToolFormat) -> ServedModel:
 
 
 def constraint_of(parsed: ParsedRequest) -> Constraint:
-    params = parsed.base_sampling
+    params = parsed.sampling
     assert params.constraint is not None
     assert decode(encode(params), SamplingParams) == params
     return params.constraint
@@ -63,7 +63,7 @@ def test_without_a_form_there_is_no_constraint() -> None:
         {"structured_outputs": None},
     ]
     for fields in cases:
-        assert chat(**fields).base_sampling.constraint is None
+        assert chat(**fields).sampling.constraint is None
 
 
 @pytest.mark.parametrize(
@@ -298,9 +298,9 @@ THINKING = ChatDialect(splits_reasoning=True, thinking=Thinking(5, 6))
 
 def test_a_form_is_for_what_comes_behind_a_models_thinking() -> None:
     thinks = replace(MODEL, dialect=THINKING)
-    assert chat(thinks, **JSON_OBJECT).base_sampling.thinking == Thinking(5, 6)
-    assert chat(thinks).base_sampling.thinking is None
-    assert chat(**JSON_OBJECT).base_sampling.thinking is None
+    assert chat(thinks, **JSON_OBJECT).sampling.thinking == Thinking(5, 6)
+    assert chat(thinks).sampling.thinking is None
+    assert chat(**JSON_OBJECT).sampling.thinking is None
 
 
 def test_a_models_thinking_is_known_where_its_markers_are_tokens(tmp_path: Path) -> None:
@@ -327,10 +327,10 @@ def test_thinking_that_the_prompt_begins_goes_on_before_the_form(
     (ids,) = tokenizing.encode_batch([f"Hello {tail}"], add_special_tokens=False)
     assert isinstance(ids, list)
     parsed = chat(replace(MODEL, dialect=THINKING), **JSON_OBJECT)
-    held = hold_behind_thinking(parsed.base_sampling, parsed, ids, tokenizing)
+    held = hold_behind_thinking(parsed.sampling, parsed, ids, tokenizing)
     assert held.thinking == Thinking(5, 6, is_open)
     free = chat(replace(MODEL, dialect=THINKING))
-    assert hold_behind_thinking(free.base_sampling, free, ids, tokenizing) == free.base_sampling
+    assert hold_behind_thinking(free.sampling, free, ids, tokenizing) == free.sampling
 
 
 def test_thinking_without_a_token_that_ends_it_is_refused_only_where_the_prompt_begins_it(
@@ -342,6 +342,6 @@ def test_thinking_without_a_token_that_ends_it_is_refused_only_where_the_prompt_
     assert isinstance(inside, list)
     assert isinstance(outside, list)
     with pytest.raises(RequestError, match="not one of its tokens"):
-        hold_behind_thinking(parsed.base_sampling, parsed, inside, tokenizing)
-    held = hold_behind_thinking(parsed.base_sampling, parsed, outside, tokenizing)
-    assert held == parsed.base_sampling
+        hold_behind_thinking(parsed.sampling, parsed, inside, tokenizing)
+    held = hold_behind_thinking(parsed.sampling, parsed, outside, tokenizing)
+    assert held == parsed.sampling

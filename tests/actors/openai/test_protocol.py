@@ -20,7 +20,7 @@ from actors.openai.served_model import ServedModel
 from configs.schema import EdgeConfig
 from engine.errors import RequestError
 from engine.messages import TokenizeRequest, decode, encode
-from engine.request import SamplingParams
+from engine.request import RequestSpec, SamplingParams
 
 DIALECT = ChatDialect(knows_tools=True, tool_format=ToolFormat.HERMES)
 MODEL = ServedModel(name="tiny", max_model_len=100, vocab_size=500, dialect=DIALECT)
@@ -45,7 +45,7 @@ def test_the_shortest_chat_takes_openais_defaults() -> None:
         prompts=[TokenizeRequest(messages=[USER], add_special_tokens=False)],
         n=1,
         max_tokens=None,
-        base_sampling=SamplingParams(max_tokens=1, seed=7),
+        spec=RequestSpec(params=SamplingParams(max_tokens=1, seed=7)),
     )
 
 
@@ -56,7 +56,7 @@ def test_the_shortest_completion_takes_openais_defaults() -> None:
         prompts=[TokenizeRequest(text="hi", add_special_tokens=True)],
         n=1,
         max_tokens=None,
-        base_sampling=SamplingParams(max_tokens=1, seed=7),
+        spec=RequestSpec(params=SamplingParams(max_tokens=1, seed=7)),
     )
 
 
@@ -115,7 +115,7 @@ def test_everything_else_arrives() -> None:
     assert parsed.continuous_usage
     assert parsed.include_stop
     assert parsed.return_token_ids
-    assert (parsed.cache_salt, parsed.priority) == ("tenant", -4)
+    assert (parsed.spec.salt, parsed.spec.priority) == ("tenant", -4)
     (prompt,) = parsed.prompts
     assert isinstance(prompt, TokenizeRequest)
     assert prompt.add_special_tokens
@@ -139,16 +139,16 @@ def test_stop_may_be_absent_one_string_or_a_list(stop: object) -> None:
 def test_chat_logprobs_are_a_switch_and_a_number(
     logprobs: dict[str, object], expected: int | None
 ) -> None:
-    assert chat(**logprobs).base_sampling.logprobs == expected
+    assert chat(**logprobs).sampling.logprobs == expected
 
 
 def test_completion_logprobs_are_one_number() -> None:
-    assert [completion(logprobs=k).base_sampling.logprobs for k in (None, 0, 5)] == [None, 0, 5]
+    assert [completion(logprobs=k).sampling.logprobs for k in (None, 0, 5)] == [None, 0, 5]
 
 
 @pytest.mark.parametrize("top_k", [None, 0, -1, 500, 10**15])
 def test_every_way_to_say_all_tokens_is_top_k_zero(top_k: int | None) -> None:
-    assert chat(top_k=top_k).base_sampling.top_k == 0
+    assert chat(top_k=top_k).sampling.top_k == 0
 
 
 @pytest.mark.parametrize(
@@ -342,7 +342,7 @@ def test_a_prompt_without_tokens_and_more_min_than_max_tokens_are_refused() -> N
 @settings(max_examples=200)
 @given(seed=st.integers(-(2**63), 2**63 - 1))
 def test_every_seed_is_kept_as_a_non_negative_int64_and_children_differ(seed: int) -> None:
-    kept = chat(seed=seed).base_sampling.seed
+    kept = chat(seed=seed).sampling.seed
     assert 0 <= kept < 2**63
     assert kept == seed or seed < 0
     children = [child_seed(kept, index) for index in range(64)]
@@ -362,5 +362,5 @@ def test_a_request_without_a_seed_draws_a_fresh_one_of_63_bits() -> None:
     assert len(drawn) == 200
     assert all(0 <= seed < 2**63 for seed in drawn)
     body = json.dumps({"model": "tiny", "prompt": "x"}).encode()
-    first, second = (parse_completion(body, LIMITS, MODEL).base_sampling.seed for _ in range(2))
+    first, second = (parse_completion(body, LIMITS, MODEL).sampling.seed for _ in range(2))
     assert first != second

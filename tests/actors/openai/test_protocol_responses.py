@@ -87,7 +87,7 @@ def respond(
     """The whole response, the choices' tokens taking turns as they would from a worker."""
     writer = build_writer(parsed, IDENTITY, tokenizing)
     sent = writer.start(prompt_ids)
-    top = parsed.base_sampling.logprobs
+    top = parsed.sampling.logprobs
     texts = [build_output_text(parsed, tokenizing) for _ in outputs]
     queues = [records(ids, child, top=top, cached=cached) for child, ids in enumerate(outputs)]
     rng = random.Random(3)

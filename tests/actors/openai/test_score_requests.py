@@ -53,7 +53,7 @@ def test_a_score_asks_for_labels_and_for_no_token() -> None:
     assert sampling.is_prompt_only
     assert sampling.label_token_ids == (3, 4)
     assert parsed.scoring == Scoring(apply_softmax=True)
-    assert (parsed.num_choices, parsed.priority, parsed.cache_salt) == (2, -3, "mine")
+    assert (parsed.num_choices, parsed.spec.priority, parsed.spec.salt) == (2, -3, "mine")
 
 
 def test_the_query_is_joined_to_each_item_on_the_side_that_was_asked_for() -> None:
@@ -102,7 +102,7 @@ def test_a_document_is_asked_about_in_the_models_own_chat(tokenizing: Tokenizing
         assert message["role"] == "user"
         for part in ("Find animals.", "Query: fox", f"Document: {document}"):
             assert part in str(message["content"])
-    assert parsed.base_sampling.label_token_ids == (7, 9)
+    assert parsed.sampling.label_token_ids == (7, 9)
     assert parsed.scoring == Reranking(
         documents=["a", "b", "c"], num_results=3, returns_documents=False
     )
@@ -130,7 +130,7 @@ def test_yes_and_no_are_the_labels_of_a_model_that_has_them(tmp_path: Path) -> N
     ]
     path.write_text(json.dumps(whole))
     parsed = rerank(load_tokenizer(folder))
-    assert parsed.base_sampling.label_token_ids == (last + 1, last + 2)
+    assert parsed.sampling.label_token_ids == (last + 1, last + 2)
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def test_what_is_returned_of_prompts_is_bounded(
     if not body.get("echo"):
         body["max_tokens"] = 1
     parsed = parse_completion(json.dumps(body).encode(), LIMITS, MODEL)
-    assert parsed.base_sampling.prompt_logprobs == num_best
+    assert parsed.sampling.prompt_logprobs == num_best
     most = protocol.MAX_PROMPT_LOGPROBS // (2 * (1 + num_best))
     check_totals(parsed, [most])
     with pytest.raises(RequestError) as raised:

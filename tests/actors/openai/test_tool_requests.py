@@ -128,6 +128,6 @@ def test_prefixes_are_shared_only_by_requests_with_the_same_salt_and_key(
 
 
 def test_a_salt_alone_stays_what_it_was() -> None:
-    assert chat(cache_salt="tenant").cache_salt == "tenant"
-    assert chat().cache_salt == ""
-    assert chat(extra_key="k" * MAX_SALT_CHARS).cache_salt not in ("", "k" * MAX_SALT_CHARS)
+    assert chat(cache_salt="tenant").spec.salt == "tenant"
+    assert chat().spec.salt == ""
+    assert chat(extra_key="k" * MAX_SALT_CHARS).spec.salt not in ("", "k" * MAX_SALT_CHARS)

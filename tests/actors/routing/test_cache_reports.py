@@ -14,7 +14,7 @@ from engine.kv.cache import BlockCache
 from engine.kv.hashes import RequestHasher
 from engine.kv.layout import KvLayout
 from engine.messages import CacheReport, LoadReport, Topology, WorkerIdentity, WorkerStatus
-from engine.request import Request, RequestKey, SamplingParams
+from engine.request import Request, RequestKey, RequestSpec, SamplingParams
 from engine.routing.prefix_hits import PrefixHits
 
 CHAIN = [bytes([i]) * 16 for i in range(6)]
@@ -130,9 +130,13 @@ def test_the_edge_names_blocks_as_a_worker_does() -> None:
     )
     tokens = list(range(11))
     request = Request(
-        key=RequestKey("r"), ingress_id="i", params=SamplingParams(max_tokens=1), tokens=tokens,
-        num_prompt_tokens=11, arrival_s=0.0, salt="mine",
-    )  # fmt: skip
+        spec=RequestSpec(params=SamplingParams(max_tokens=1), salt="mine"),
+        key=RequestKey("r"),
+        ingress_id="i",
+        tokens=tokens,
+        num_prompt_tokens=11,
+        arrival_s=0.0,
+    )
     RequestHasher(b"k" * 32, model="m", dtype="float32", block_size=4).extend(request)
     hasher = block_hasher(topology)
     assert hasher is not None

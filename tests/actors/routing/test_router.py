@@ -79,17 +79,17 @@ class _World:
         self.restart_allocator()
 
     def restart_allocator(self) -> None:
-        self.placing = Router(self.config, cast("WorkerLinks", self.links), self.clock)
-        self.placing.update(self.roles)
+        self.router = Router(self.config, cast("WorkerLinks", self.links), self.clock)
+        self.router.update(self.roles)
 
     def route(self, num_tokens: int, hashes: list[bytes] | None = None) -> Assign:
         request = RouteRequest(num_prompt_tokens=num_tokens, block_hashes=hashes or [])
-        placement = self.placing.route(request)
+        placement = self.router.route(request)
         assert isinstance(placement, Assign), placement
         return placement
 
     def pool(self, name: str) -> list[str]:
-        return self.placing.status().pools["short" if name == "short" else "long"]
+        return self.router.status().pools["short" if name == "short" else "long"]
 
 
 def _blocks(sequence: int, hashes: list[bytes], *, is_resync: bool = True) -> CacheReport:
@@ -120,7 +120,7 @@ def test_what_was_placed_counts_until_a_report_must_have_seen_it() -> None:
     worker = world.route(20_000).prefill_worker  # busy for 0.3 s
 
     def queued_tokens() -> int:
-        loads = {load.worker: load for load in world.placing.status().workers}
+        loads = {load.worker: load for load in world.router.status().workers}
         return loads[worker].queued_tokens
 
     assert queued_tokens() == 20_000
@@ -147,7 +147,7 @@ def test_only_what_must_be_computed_counts_as_queued() -> None:
     world.router.learn(worker, _blocks(0, CHAIN))
     assign = world.route(1601, CHAIN)
     assert (assign.prefill_worker, assign.num_new_tokens) == (worker, 1)
-    loads = {load.worker: load for load in world.placing.status().workers}
+    loads = {load.worker: load for load in world.router.status().workers}
     assert loads[worker].queued_tokens == 1
 
 
@@ -156,7 +156,7 @@ def test_a_lost_worker_has_lost_its_cache() -> None:
     worker = world.pool("short")[1]
     world.router.learn(worker, _blocks(0, CHAIN))
     assert world.router.last_sequence(worker) == 0
-    world.placing.forget(worker)
+    world.router.forget(worker)
     assert world.router.last_sequence(worker) is None
     assert world.route(1601, CHAIN).prefill_worker in world.pool("long")
 
@@ -202,7 +202,7 @@ def test_a_class_without_live_workers_uses_the_other_pool() -> None:
     assert world.route(50).prefill_worker in world.pool("long")
     for name in world.pool("long"):
         world.links.lose(name)
-    assert isinstance(world.placing.route(RouteRequest(num_prompt_tokens=50)), Hold)
+    assert isinstance(world.router.route(RouteRequest(num_prompt_tokens=50)), Hold)
 
 
 def test_a_lasting_imbalance_moves_a_worker_and_the_status_says_why() -> None:
@@ -211,10 +211,10 @@ def test_a_lasting_imbalance_moves_a_worker_and_the_status_says_why() -> None:
     for _ in range(2):
         for name in short:
             world.links.report(name, queued_tokens=9000, queued_s=2.0, num_waiting=20)
-        world.placing.update(world.roles)
+        world.router.update(world.roles)
         world.clock.advance(5.0)
-    world.placing.update(world.roles)
-    status = decode(encode(world.placing.status()), LapsStatus)
+    world.router.update(world.roles)
+    status = decode(encode(world.router.status()), LapsStatus)
     assert status.enabled
     assert (status.threshold, status.policy) == (256, "pressure")
     assert {pool: len(names) for pool, names in status.pools.items()} == {"short": 3, "long": 1}
@@ -233,13 +233,13 @@ def test_placing_looks_at_the_pools_as_well() -> None:
             world.links.report(name, queued_tokens=9000, queued_s=2.0)
         world.route(900)
         world.clock.advance(5.0)
-    assert len(world.placing.status().moves) == 1
+    assert len(world.router.status().moves) == 1
 
 
 @pytest.mark.parametrize("switch", [{}, {"workers.prefill": 2, "workers.decode": 1}], ids=str)
 def test_without_pools_nothing_waits_in_the_wrong_place(switch: dict[str, object]) -> None:
     world = _World({**POOLS, "laps.enable_laps_alloc": False} | switch)
-    status = world.placing.status()
+    status = world.router.status()
     assert not status.enabled
     assert status.pools == {"short": [], "long": []}
     assert {world.route(900).prefill_worker for _ in range(4)} == set(ROLES) - {"decode-0"}

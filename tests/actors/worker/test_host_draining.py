@@ -19,7 +19,7 @@ from configs.load import config_from_environment, load_config
 from configs.schema import AppConfig
 from engine.errors import CapacityError, RequestError
 from engine.messages import StepMessage, Submit, decode
-from engine.request import RequestKey, SamplingParams
+from engine.request import RequestKey, RequestSpec, SamplingParams
 
 INGRESS = "ingress-0"
 PROMPT = [5, 6, 7, 8, 9]
@@ -45,9 +45,9 @@ class Heard:
     indices: dict[RequestKey, list[int]] = field(default_factory=dict)
     failed: dict[RequestKey, bool] = field(default_factory=dict)  # whether it may go elsewhere
     finished: set[RequestKey] = field(default_factory=set)
-    cache_report: asyncio.Event = field(default_factory=asyncio.Event)
+    news: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def accept_token(self, message: StepMessage) -> None:
+    def hear(self, message: StepMessage) -> None:
         for record in message.tokens:
             assert record.key not in self.failed, "a token after the end"
             self.tokens.setdefault(record.key, []).append(record.token_id)
@@ -56,16 +56,18 @@ class Heard:
                 self.finished.add(record.key)
         for failure in message.failures:
             self.failed[failure.key] = failure.retryable
-        self.cache_report.set()
+        self.news.set()
 
 
 def _submit(attempt: int, emitted: list[int], max_tokens: int) -> Submit:
     return Submit(
+        spec=RequestSpec(
+            params=SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+        ),
         key=RequestKey("a" * 32, 0, attempt),
         ingress_id=INGRESS,
         token_ids=PROMPT + emitted,
         num_prompt_tokens=len(PROMPT),
-        params=SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True),
     )
 
 
@@ -141,8 +143,8 @@ def test_what_runs_when_the_grace_is_over_goes_on_elsewhere_without_a_gap(
         first = _submit(0, [], max_tokens=500)
         await host.submit(first)
         while len(heard.tokens.get(first.key, [])) < 3:
-            heard.cache_report.clear()
-            await heard.cache_report.wait()
+            heard.news.clear()
+            await heard.news.wait()
         host.drain(0.0)
         assert host.heartbeat().state == "draining"
         with pytest.raises(CapacityError, match="draining"):
@@ -159,8 +161,8 @@ def test_what_runs_when_the_grace_is_over_goes_on_elsewhere_without_a_gap(
         await again.submit(rest)
         await again.submit(whole)
         while heard.finished != {rest.key, whole.key}:
-            heard.cache_report.clear()
-            await heard.cache_report.wait()
+            heard.news.clear()
+            await heard.news.wait()
         assert tokens + heard.tokens[rest.key] == heard.tokens[whole.key]
         await _close(again, reader)
 
@@ -190,14 +192,14 @@ def test_an_id_without_an_embedding_fails_its_request_and_not_the_worker(
             key=RequestKey("b" * 32),
             token_ids=token_ids,
             num_prompt_tokens=len(token_ids),
-            params=params,
+            spec=RequestSpec(params=params),
         )
         with pytest.raises(RequestError, match=r"not a token id\. .* from 0 to 3071"):
             await host.submit(bad)
         await host.submit(good)
         while good.key not in heard.finished:
-            heard.cache_report.clear()
-            await heard.cache_report.wait()
+            heard.news.clear()
+            await heard.news.wait()
         await _close(host, reader)
 
     _run(scenario)
@@ -218,8 +220,8 @@ def test_one_that_died_and_is_told_to_leave_while_it_loads_serves_those_who_wait
         again = _submit(1, [], max_tokens=3)
         await host.submit(again)
         while again.key not in heard.finished:
-            heard.cache_report.clear()
-            await heard.cache_report.wait()
+            heard.news.clear()
+            await heard.news.wait()
         assert not left.is_set()
         await _close(host, reader)
 

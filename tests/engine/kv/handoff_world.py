@@ -8,7 +8,7 @@ from engine.kv.hashes import RequestHasher
 from engine.kv.layout import KvLayout
 from engine.kv.transfer import IncomingHandoffs
 from engine.messages import PieceHeader, Reservation, ReserveRequest, Role, WorkerIdentity
-from engine.request import Request, RequestKey, SamplingParams
+from engine.request import Request, RequestKey, RequestSpec, SamplingParams
 
 BLOCK_SIZE = 3
 LAYOUT = KvLayout(num_layers=2, block_size=BLOCK_SIZE, num_kv_heads=1, head_dim=4, dtype="float32")
@@ -119,12 +119,12 @@ def asking(
     number: int, token_ids: Sequence[int], *, num_prompt_tokens: int | None = None
 ) -> ReserveRequest:
     return ReserveRequest(
+        spec=RequestSpec(params=SamplingParams(max_tokens=9)),
         key=key_of(number),
         sender=SENDER,
         ingress_id="ingress-0",
         token_ids=list(token_ids),
         num_prompt_tokens=num_prompt_tokens or len(token_ids),
-        params=SamplingParams(max_tokens=9),
     )
 
 

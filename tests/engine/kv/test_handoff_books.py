@@ -13,7 +13,7 @@ from engine.kv.transfer import (
     OutgoingHandoffs,
 )
 from engine.messages import NotNow, Refused, Reservation
-from engine.request import Request, SamplingParams
+from engine.request import Request, RequestSpec, SamplingParams
 from tests.engine.kv.handoff_world import (
     BLOCK_SIZE,
     LEASE_S,
@@ -99,7 +99,10 @@ class TestReserving:
             {"token_ids": list(range(60))},  # 20 blocks of 16
             {"num_prompt_tokens": 0},
             {"num_prompt_tokens": 11},
-            {"remaining_s": 0.0},
+            {
+                "spec": RequestSpec(params=SamplingParams(max_tokens=1), deadline_s=1.0),
+                "age_s": 1.0,
+            },
         ],
         ids=str,
     )
@@ -279,9 +282,9 @@ class Prefill:
 
     def start(self, number: int, num_tokens: int = 5) -> Request:
         request = Request(
+            spec=RequestSpec(params=SamplingParams(max_tokens=4)),
             key=key_of(number),
             ingress_id="ingress-0",
-            params=SamplingParams(max_tokens=4),
             tokens=list(range(num_tokens)),
             num_prompt_tokens=num_tokens,
             arrival_s=0.0,

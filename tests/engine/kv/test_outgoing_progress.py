@@ -12,7 +12,7 @@ from engine.kv.transfer import (
     OutgoingEvent,
     OutgoingHandoffs,
 )
-from engine.request import Request, SamplingParams
+from engine.request import Request, RequestSpec, SamplingParams
 from tests.engine.kv.handoff_world import BLOCK_SIZE, key_of
 
 NUM_BLOCKS = 9
@@ -27,9 +27,9 @@ class Computing:
         self.events: list[OutgoingEvent] = []
         self.outgoing = OutgoingHandoffs(self.cache, self.events.append)
         self.request = Request(
+            spec=RequestSpec(params=SamplingParams(max_tokens=9)),
             key=key_of(1),
             ingress_id="ingress-0",
-            params=SamplingParams(max_tokens=9),
             tokens=list(range(NUM_TOKENS)),
             num_prompt_tokens=NUM_TOKENS,
             arrival_s=0.0,
@@ -158,9 +158,9 @@ def test_a_sender_that_gives_up_leaves_only_what_the_scheduler_holds() -> None:
 def test_nothing_happens_for_a_request_that_never_started() -> None:
     computing = Computing()
     other = Request(
+        spec=RequestSpec(params=SamplingParams(max_tokens=1)),
         key=key_of(2),
         ingress_id="ingress-0",
-        params=SamplingParams(max_tokens=1),
         tokens=[1],
         num_prompt_tokens=1,
         arrival_s=0.0,

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from engine.kv.hashes import BlockHashParams, RequestHasher
-from engine.request import Request, RequestKey, SamplingParams
+from engine.request import Request, RequestKey, RequestSpec, SamplingParams
 
 NAMING = BlockHashParams(key=secrets.token_bytes(32), model="m", dtype="bfloat16", block_size=3)
 TOKENS = [random.randrange(2**32) for _ in range(random.randint(3, 40))]
@@ -16,13 +16,12 @@ TOKENS = [random.randrange(2**32) for _ in range(random.randint(3, 40))]
 def worker_names(hasher: RequestHasher, tokens: list[int], salt: str) -> list[bytes]:
     """As a worker names the blocks of a request, in two parts."""
     request = Request(
+        spec=RequestSpec(params=SamplingParams(max_tokens=1), salt=salt),
         key=RequestKey("r"),
         ingress_id="ingress",
-        params=SamplingParams(max_tokens=1),
         tokens=tokens[: len(tokens) // 2],
         num_prompt_tokens=len(tokens) // 2,
         arrival_s=0.0,
-        salt=salt,
     )
     hasher.extend(request)
     request.tokens = tokens

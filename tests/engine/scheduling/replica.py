@@ -11,7 +11,7 @@ from engine.kv.cache import BlockCache, check_blocks
 from engine.kv.hashes import RequestHasher
 from engine.messages import FailureRecord, TokenRecord
 from engine.plan import StepPlan
-from engine.request import Request, RequestKey, SamplingParams
+from engine.request import Request, RequestKey, RequestSpec, SamplingParams
 from engine.scheduling.contracts import StepOutput
 from engine.scheduling.scheduler import DEFAULT_LAPS, Scheduler
 from tests.engine.scheduling.in_flight import check_blocks_in_flight
@@ -111,15 +111,23 @@ class Replica:
         params: SamplingParams = FIVE_TOKENS,
         **fields: Any,
     ) -> Request:
-        """Queue a request; `emitted` are its output tokens of an earlier attempt."""
+        """Queue a request; `emitted` are its output tokens of an earlier attempt.
+
+        fields: of the request or of its spec; `deadline_s` and `ttft_deadline_s` on the clock.
+        """
+        now_s = self.clock.now_s()
+        spec = {name: fields.pop(name) for name in ("priority", "salt") if name in fields}
+        for name_of_time in ("deadline_s", "ttft_deadline_s"):
+            at_s = fields.pop(name_of_time, None)
+            spec[name_of_time] = None if at_s is None else at_s - now_s
         request = Request(
+            spec=RequestSpec(params=params, **spec),
             key=RequestKey(name, child, int(bool(emitted))),
             ingress_id=fields.pop("ingress_id", "ingress-a"),
-            params=params,
             tokens=[*prompt, *emitted],
             num_prompt_tokens=len(prompt),
             num_emitted_tokens=len(emitted),
-            arrival_s=self.clock.now_s(),
+            arrival_s=now_s,
             **fields,
         )
         self.scheduler.add(request)

@@ -47,7 +47,7 @@ def make_world(
         config,
         model=model or CostModel(),
         count_uncached=lambda r: r.num_known_tokens - found.get(r.key.request_id, 0),
-        due_of=lambda request: request.deadline_s,
+        due_of=lambda request: request.first_token_due_s,
     )
     rest = {k: v for k, v in options.items() if k not in names}
     return World(queue, ToyWorker(queue, cached=found, **rest), found)

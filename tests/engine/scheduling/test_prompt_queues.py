@@ -66,7 +66,7 @@ def _dual(worker: ToyWorker, mix: Literal["exclusive", "fill"]) -> DualQueue:
         config,
         model=CostModel(),
         count_uncached=worker.count_uncached,
-        due_of=lambda request: request.deadline_s,
+        due_of=lambda request: request.first_token_due_s,
     )
 
 

@@ -1,15 +1,15 @@
 """Running requests are in the order of their admission, and nobody who left is planned."""
 
-from engine.request import Request, RequestKey, SamplingParams
+from engine.request import Request, RequestKey, RequestSpec, SamplingParams
 from engine.scheduling.finish import FinishRules
 from engine.scheduling.running import RunningRequests
 
 
 def _request(name: str, num_tokens: int = 5) -> Request:
     return Request(
+        spec=RequestSpec(params=SamplingParams(max_tokens=4)),
         key=RequestKey(name),
         ingress_id="ingress",
-        params=SamplingParams(max_tokens=4),
         tokens=[1] * num_tokens,
         num_prompt_tokens=num_tokens,
         arrival_s=0.0,

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.plan import StepResult, TokenLogprobs
-from engine.request import Request, RequestKey, SamplingParams
+from engine.request import Request, RequestKey, RequestSpec, SamplingParams
 from engine.scheduling.contracts import StepOutput
 from engine.scheduling.finish import FinishRules, SampledTokens
 from engine.scheduling.in_flight import StepInFlight
@@ -35,9 +35,11 @@ def _step(stories: list[Story], num_decodes: int) -> tuple[StepInFlight, StepRes
     requests = []
     for i, (_, num_known, num_output, has_left, _) in enumerate(stories):
         request = Request(
+            spec=RequestSpec(
+                params=SamplingParams(max_tokens=6, stop_token_ids=(2,), ignore_eos=i % 3 == 0)
+            ),
             key=RequestKey(str(i)),
             ingress_id=f"ingress-{i % 2}",
-            params=SamplingParams(max_tokens=6, stop_token_ids=(2,), ignore_eos=i % 3 == 0),
             tokens=[3] * num_known,
             num_prompt_tokens=max(1, num_known - num_output),
             num_emitted_tokens=num_known - max(1, num_known - num_output),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.request import Request, RequestKey
+from engine.request import Request, RequestKey, RequestSpec
 from tests.engine.scheduling.replica import BLOCK_SIZE, Replica, params_of, prompt_of
 
 # ---- outbox --------------------------------------------------------------------------------------
@@ -128,9 +128,9 @@ def _arrive(target: Replica, name: str, prompt: list[int], max_tokens: int) -> R
         target.step()
     held = target.handoff_queue.held.pop(sent.key)
     return Request(
+        spec=RequestSpec(params=held.params),
         key=RequestKey(name),
         ingress_id="ingress-a",
-        params=held.params,
         tokens=list(held.tokens),
         num_prompt_tokens=len(prompt),
         num_emitted_tokens=1,

@@ -155,7 +155,7 @@ class FillMachine(OverlappedMachine):
 
 
 # Short requests overtake, and long ones give way: most histories are short of rows and of blocks.
-RESERVING = msgspec.structs.replace(CONFIG, max_rows=3, short_share=0.3)
+RESERVING = msgspec.structs.replace(CONFIG, max_num_seqs=3, short_share=0.3)
 
 
 class ReservingMachine(OverlappedMachine):

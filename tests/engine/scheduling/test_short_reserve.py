@@ -6,7 +6,7 @@ from configs.schema import LapsConfig
 from engine.kv.layout import KvLayout
 from engine.kv.transfer import IncomingHandoffs
 from engine.messages import NotNow, Reservation, ReserveRequest, WorkerIdentity
-from engine.request import Request, RequestKey, SamplingParams
+from engine.request import Request, RequestKey, RequestSpec, SamplingParams
 from tests.engine.scheduling.replica import BLOCK_SIZE, Replica, params_of, prompt_of
 
 THRESHOLD = 12
@@ -119,12 +119,12 @@ def identity_of(name: str) -> WorkerIdentity:
 
 def asking(name: str, num_tokens: int) -> ReserveRequest:
     return ReserveRequest(
+        spec=RequestSpec(params=SamplingParams(max_tokens=SHORT)),
         key=RequestKey(name),
         sender=identity_of("prefill-0"),
         ingress_id="ingress-a",
         token_ids=prompt_of(num_tokens, 77),
         num_prompt_tokens=num_tokens,
-        params=SamplingParams(max_tokens=SHORT),
     )
 
 

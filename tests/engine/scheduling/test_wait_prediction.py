@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.request import Request, RequestKey, SamplingParams
+from engine.request import Request, RequestKey, RequestSpec, SamplingParams
 from engine.scheduling.wait_prediction import Room, num_steps_left, steps_until
 
 HELD = [(30, 4), (10, 2), (20, 3)]  # steps left, blocks
@@ -50,9 +50,9 @@ def test_an_answer_goes_on_as_long_as_it_has_but_not_beyond_its_limit(
     max_tokens: int, num_output: int, left: int
 ) -> None:
     request = Request(
+        spec=RequestSpec(params=SamplingParams(max_tokens=max_tokens)),
         key=RequestKey("a"),
         ingress_id="ingress",
-        params=SamplingParams(max_tokens=max_tokens),
         tokens=[1] * (5 + num_output),
         num_prompt_tokens=5,
         num_emitted_tokens=num_output,

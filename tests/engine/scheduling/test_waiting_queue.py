@@ -4,19 +4,18 @@ import random
 
 import pytest
 
-from engine.request import Request, RequestKey, SamplingParams
+from engine.request import Request, RequestKey, RequestSpec, SamplingParams
 from engine.scheduling.waiting import WaitingQueue, by_arrival
 
 
 def _request(name: str, *, arrival_s: float, priority: int = 0, num_tokens: int = 3) -> Request:
     return Request(
+        spec=RequestSpec(params=SamplingParams(max_tokens=1), priority=priority),
         key=RequestKey(name),
         ingress_id="ingress",
-        params=SamplingParams(max_tokens=1),
         tokens=[1] * num_tokens,
         num_prompt_tokens=num_tokens,
         arrival_s=arrival_s,
-        priority=priority,
     )
 
 
@@ -95,7 +94,7 @@ def test_random_adds_and_removals_keep_order_and_token_count(seed: int) -> None:
                 num_tokens=rng.randrange(1, 9),
             )
             queue.add(request)
-            model.append((request.priority, request.arrival_s, i, request))
+            model.append((request.spec.priority, request.arrival_s, i, request))
         ordered = [request for *_, request in sorted(model, key=lambda entry: entry[:3])]
         assert list(queue) == ordered
         assert len(queue) == len(model)

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from engine.cost_model import PRIOR, StepCosts, StepWork
-from engine.request import Request, RequestKey, SamplingParams
+from engine.request import Request, RequestKey, RequestSpec, SamplingParams
 from engine.scheduling.budget import StepBudget
 from engine.scheduling.waiting import PromptQueue
 
@@ -21,16 +21,16 @@ def make_request(
     priority: int = 0,
     due_s: float | None = None,
 ) -> Request:
-    """`due_s` is kept in `deadline_s`: nothing else reads it here."""
+    """due_s: when its first token is due, on the clock of `arrival_s`."""
+    ttft_s = None if due_s is None else due_s - arrival_s
+    params = SamplingParams(max_tokens=1)
     return Request(
+        spec=RequestSpec(params=params, priority=priority, ttft_deadline_s=ttft_s),
         key=RequestKey(name),
         ingress_id="ingress",
-        params=SamplingParams(max_tokens=1),
         tokens=[1] * num_tokens,
         num_prompt_tokens=num_tokens,
         arrival_s=arrival_s,
-        priority=priority,
-        deadline_s=due_s,
     )
 
 

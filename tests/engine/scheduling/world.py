@@ -16,7 +16,7 @@ from engine.kv.cache import BlockCache, check_blocks
 from engine.kv.hashes import RequestHasher
 from engine.kv.transfer import HandoffReady, OutgoingEvent, OutgoingHandoffs
 from engine.messages import FailureRecord, TokenRecord
-from engine.request import Request, RequestKey, SamplingParams
+from engine.request import Request, RequestKey, RequestSpec, SamplingParams
 from engine.scheduling.contracts import StepOutput
 from engine.scheduling.scheduler import DEFAULT_LAPS, Scheduler
 from tests.engine.scheduling.in_flight import check_blocks_in_flight
@@ -171,9 +171,9 @@ class World:
         tokens = story.prompt + self._output(story)
         self.scheduler.join(
             Request(
+                spec=RequestSpec(params=story.params),
                 key=key,
                 ingress_id="ingress",
-                params=story.params,
                 tokens=tokens,
                 num_prompt_tokens=len(story.prompt),
                 num_emitted_tokens=len(tokens) - len(story.prompt),
@@ -261,15 +261,15 @@ class World:
         try:
             self.scheduler.add(
                 Request(
+                    spec=RequestSpec(
+                        params=story.params, deadline_s=story.deadline_s, priority=priority
+                    ),
                     key=key,
                     ingress_id="ingress",
-                    params=story.params,
                     tokens=story.prompt + emitted,
                     num_prompt_tokens=len(story.prompt),
                     num_emitted_tokens=len(emitted),
                     arrival_s=self.clock.now_s(),
-                    deadline_s=story.deadline_s,
-                    priority=priority,
                     decode_worker=story.decode_worker,
                 )
             )

@@ -11,7 +11,7 @@ import pytest
 from actors.lifecycle.deployment import DeploymentSpec
 from configs.load import load_config
 from engine.messages import StepMessage, Submit, TokenRecord, decode, encode
-from engine.request import RequestKey, SamplingParams
+from engine.request import RequestKey, RequestSpec, SamplingParams
 from load_tests.lab.ingress_client import Client, Reply
 from load_tests.lab.ingress_null import NullWorker
 from load_tests.lab.ingress_profile import REST, group_of, shares_of
@@ -96,11 +96,11 @@ def submit(request_id: str, prompt: list[int], max_tokens: int) -> bytes:
     key = RequestKey(request_id, 0)
     return encode(
         Submit(
+            spec=RequestSpec(params=params),
             key=key,
             ingress_id="ingress-0",
             token_ids=prompt,
             num_prompt_tokens=len(prompt),
-            params=params,
         )
     )
 

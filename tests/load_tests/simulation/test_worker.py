@@ -8,7 +8,7 @@ import pytest
 
 from configs.schema import LapsConfig
 from engine.cost_model import PRIOR, StepWork
-from engine.request import Request, RequestKey, SamplingParams
+from engine.request import Request, RequestKey, RequestSpec, SamplingParams
 from load_tests.simulation.decode_run import build_run
 from load_tests.simulation.real_worker import RealWorker
 from load_tests.simulation.worker import LightWorker, Outcome, Worker, WorkerSpec
@@ -20,9 +20,9 @@ Times = dict[str, tuple[float, float]]  # request -> first and last token
 def make_request(index: int, arrival: Arrival) -> Request:
     at_s, num_prompt_tokens, num_output_tokens = arrival
     return Request(
+        spec=RequestSpec(params=SamplingParams(max_tokens=num_output_tokens)),
         key=RequestKey(f"{index}"),
         ingress_id="ingress",
-        params=SamplingParams(max_tokens=num_output_tokens),
         tokens=[1] * num_prompt_tokens,
         num_prompt_tokens=num_prompt_tokens,
         arrival_s=at_s,
