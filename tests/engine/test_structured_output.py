@@ -190,7 +190,7 @@ def test_an_answer_goes_on_elsewhere_from_the_tokens_that_were_emitted(
     sent = decode(encode(submit), Submit)
     engine.core.scheduler.add(
         Request(
-            spec=RequestSpec(params=sent.params),
+            spec=RequestSpec(params=sent.spec.params),
             key=sent.key,
             ingress_id=sent.ingress_id,
             tokens=list(sent.token_ids),
