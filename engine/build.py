@@ -19,7 +19,7 @@ from engine.kv.layout import KvDtype, KvLayout
 from engine.kv.store import KvStore
 from engine.kv.transfer import OutgoingEvent, OutgoingHandoffs
 from engine.messages import LoadReport
-from engine.models.decoder import CausalLM
+from engine.models.llama import CausalLM
 from engine.models.spec import ModelSpec, load_spec
 from engine.request import SamplingParams, find_id_beyond
 from engine.runner.executor import Executor

@@ -38,8 +38,9 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     num_new_tokens: list[int]  # [R] >= 1
     num_computed_tokens: list[int]  # [R] history already in the KV store
     num_logits: list[int]  # [R] 0 = KV only, 1 = the last position
-    # [R] the last position's logits are used: to draw a token, or to read labels (max_tokens 0)
-    samples: list[bool]
+    # [R] positions whose logits are used, the last ones: to draw a token each, or to read labels
+    # (max_tokens 0). Schedulers plan at most one.
+    num_samples: list[int]
     new_block_ids: list[list[int]]  # [R] blocks appended to the row's table before it runs
     # The newest token of each row whose constraint has to hear of it before the row samples again.
     accepted_tokens: list[tuple[int, int]] = []  # (row, token id)
@@ -51,7 +52,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_decode(self) -> bool:
         """Whether every row computes one token and samples the next; there is a row."""
-        return all(self.samples) and max(self.num_new_tokens) == min(self.num_new_tokens) == 1
+        return all(self.num_samples) and max(self.num_new_tokens) == min(self.num_new_tokens) == 1
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -66,8 +67,8 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     """What the executor returns for a plan; rows in the plan's order."""
 
     step: int
-    tokens: list[list[int]]  # [R] sampled ids: empty unless samples[r], and for `labels`
-    logprobs: list[TokenLogprobs | None]  # [R] for rows that asked
+    tokens: list[list[int]]  # [R] sampled ids: at most num_samples[r] of them, none for `labels`
+    logprobs: list[list[TokenLogprobs] | None]  # [R] one a token; None = the row did not ask
     duration_s: float | None = None  # of the device, for this step alone; None = not measured
     is_finite: list[bool]  # [R] False = logits held NaN or +-inf everywhere: nothing was sampled
     # Index in the plan -> what is asked of prompts, for the few rows that ask.

@@ -1,10 +1,12 @@
 """How one block's bytes are arranged; all that scheduler, handoff and digest know of tensors.
 
-Block-first: `[blocks, layers, 2, block_size, kv_heads, head_dim]`, so that a block is one
-contiguous piece for all layers and one copy moves it anywhere.
+A layer stores planes of each token: attention with heads a K and a V plane, latent attention one,
+a quantised cache planes of scales besides. Layers of one kind have the same planes. Block-first,
+so that a block is one contiguous piece for all layers and one copy moves it anywhere; with planes
+of equal shape a store is `[blocks, layers, planes, block_size, heads, width]`.
 """
 
-from typing import Literal
+from typing import Literal, Self
 
 import msgspec
 
@@ -12,25 +14,68 @@ KvDtype = Literal["float32", "bfloat16", "float16"]
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
-class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
-    """Shape of a KV block. Two workers may exchange blocks only if their layouts are equal."""
+class KvPlane(msgspec.Struct, frozen=True, kw_only=True):
+    """One of the tensors that a layer keeps of every token: `num_heads` vectors of `width`."""
 
-    num_layers: int
-    block_size: int  # tokens
-    num_kv_heads: int
-    head_dim: int
+    name: str
+    num_heads: int
+    width: int  # elements
     dtype: KvDtype
 
     @property
+    def token_bytes(self) -> int:
+        return self.num_heads * self.width * DTYPE_BYTES[self.dtype]
+
+
+class KvLayers(msgspec.Struct, frozen=True, kw_only=True):
+    """Layers of one kind: as many as there are, and the planes of each."""
+
+    num_layers: int
+    planes: tuple[KvPlane, ...]
+
+
+class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
+    """Shape of a KV block. Two workers may exchange blocks only if their layouts are equal."""
+
+    block_size: int  # tokens
+    kinds: tuple[KvLayers, ...]
+
+    @classmethod
+    def with_heads(
+        cls, *, num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: KvDtype
+    ) -> Self:
+        """Of a model whose layers all keep K and V of `num_kv_heads` heads."""
+        planes = tuple(
+            KvPlane(name=name, num_heads=num_kv_heads, width=head_dim, dtype=dtype)
+            for name in ("k", "v")
+        )
+        return cls(block_size=block_size, kinds=(KvLayers(num_layers=num_layers, planes=planes),))
+
+    @property
     def block_shape(self) -> tuple[int, int, int, int, int]:
-        """[layers, 2 (K then V), block_size, kv_heads, head_dim]"""
-        return (self.num_layers, 2, self.block_size, self.num_kv_heads, self.head_dim)
+        """[layers, planes, block_size, heads, width], of a layout whose planes are all alike."""
+        (kind,) = self.kinds
+        plane = self._plane
+        return (kind.num_layers, len(kind.planes), self.block_size, plane.num_heads, plane.width)
+
+    @property
+    def dtype(self) -> KvDtype:
+        """Of a layout whose planes are all alike."""
+        return self._plane.dtype
 
     @property
     def block_bytes(self) -> int:
-        num_elements = 2 * self.num_layers * self.block_size * self.num_kv_heads * self.head_dim
-        return num_elements * DTYPE_BYTES[self.dtype]
+        return self.block_size * sum(
+            kind.num_layers * plane.token_bytes for kind in self.kinds for plane in kind.planes
+        )
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that `num_tokens` tokens occupy."""
         return -(-num_tokens // self.block_size)
+
+    @property
+    def _plane(self) -> KvPlane:
+        first, *others = [plane for kind in self.kinds for plane in kind.planes]
+        shape = (first.num_heads, first.width, first.dtype)
+        assert all((p.num_heads, p.width, p.dtype) == shape for p in others), f"unlike: {self}"
+        return first

@@ -12,10 +12,25 @@ from kernels.attention.protocol import AttentionBackend
 
 
 class Comm(Protocol):
-    """Communication between the ranks of one model, at the ends of a layer's parts."""
+    """Communication between the ranks of one model, at the ends of a layer's parts.
+
+    T tokens, n ranks; every rank takes part in every call, in the same order.
+    """
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Sum of `x` over the ranks."""
+        """Sum of `x` over the ranks, on each of them."""
+        ...
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """x: [T, ...]; returns [n T, ...], the ranks' tensors in rank order."""
+        ...
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        """x: [n T, ...]; returns [T, ...], this rank's part of the sum over the ranks."""
+        ...
+
+    def all_to_all(self, x: Tensor) -> Tensor:
+        """x: [n T, ...], T lines for each rank; returns [n T, ...], T lines from each rank."""
         ...
 
 
@@ -23,6 +38,15 @@ class SingleRank:
     """One rank holds the whole model: nothing to exchange."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return x
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        return x
+
+    def all_to_all(self, x: Tensor) -> Tensor:
         return x
 
 
@@ -38,6 +62,7 @@ class ForwardContext:
     attention: AttentionBackend
     attention_metadata: Any  # what `attention.plan` returned for this step
     comm: Comm
+    lane: int = 0  # which of the contexts that may compute at the same time this one is
     # The only tokens that go on behind the last layer's K and V; None = the caller chooses later.
     last: "LastTokens | None" = None
 

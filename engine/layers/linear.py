@@ -1,5 +1,11 @@
-"""Linear maps as objects: how a weight is held is chosen once, when the model is built."""
+"""Linear maps as objects: how a weight is held is chosen once, when the model is built.
 
+A call names the lane that it runs in. Calls of different lanes may overlap in time (on two streams,
+for two batches at once); calls of one lane follow each other.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
 from typing import Protocol
 
 import torch.nn.functional as F  # noqa: N812  (the field's own spelling)
@@ -15,8 +21,32 @@ from kernels.ops import Ops
 _MAX_TWICE_HELD_ELEMENTS = 2**18
 
 
+NUM_LANES = 2
+
+
+class WeightFormat(Enum):
+    """How the numbers of a linear map are held; `build_linear` has a map for each."""
+
+    DENSE = "a matrix in the dtype of the model"
+
+
+@dataclass(frozen=True, slots=True)
+class LinearWeight:
+    """What a linear map is built from; its format says how to read `data`."""
+
+    data: Tensor  # DENSE: [out, in]
+    bias: Tensor | None = None  # [out]
+    format: WeightFormat = WeightFormat.DENSE
+
+    def rows(self, start: int) -> "LinearWeight":
+        """The outputs from `start` on, in the same memory."""
+        assert self.format is WeightFormat.DENSE, f"{self.format} is not cut by rows"
+        bias = None if self.bias is None else self.bias[start:]
+        return LinearWeight(self.data[start:], bias)
+
+
 class Linear(Protocol):
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, lane: int = 0) -> Tensor:
         """x: [T, in]; returns [T, out]."""
         ...
 
@@ -30,7 +60,7 @@ class DenseLinear:
         self._weight = weight
         self._bias = bias
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, lane: int = 0) -> Tensor:
         return F.linear(x, self._weight, self._bias)
 
 
@@ -43,7 +73,7 @@ class PackedLinear:
         self._packed_weight = pack_weight(weight)
         self._bias = bias
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, lane: int = 0) -> Tensor:
         return packed_linear(x, self._packed_weight, self._bias)
 
 
@@ -56,7 +86,7 @@ class TwiceHeldLinear:
         self._dense = DenseLinear(weight, bias)
         self._packed = PackedLinear(weight, bias)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, lane: int = 0) -> Tensor:
         return self._dense(x) if x.shape[0] == 1 else self._packed(x)
 
 
@@ -69,16 +99,22 @@ class Gated:
         self._gate_up = gate_up
         self._ops = ops
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return self._ops.silu_mul(self._gate_up(x))
+    def __call__(self, x: Tensor, lane: int = 0) -> Tensor:
+        return self._ops.silu_mul(self._gate_up(x, lane))
 
 
-def build_linear(weight: Tensor, bias: Tensor | None, *, is_deterministic: bool = False) -> Linear:
-    """weight: [out, in], bias: [out] or None.
+def build_linear(weight: LinearWeight, *, is_deterministic: bool = False) -> Linear:
+    """The map x -> x @ weight.T + bias.
 
     With `is_deterministic` a token's result on a GPU does not depend on the batch it is in; a CPU
     makes no such promise. Raises ConfigError for a weight on a GPU that this is not possible for.
     """
+    match weight.format:
+        case WeightFormat.DENSE:
+            return _build_dense(weight.data, weight.bias, is_deterministic)
+
+
+def _build_dense(weight: Tensor, bias: Tensor | None, is_deterministic: bool) -> Linear:
     if weight.device.type == "cuda":
         return _build_cuda(weight, bias, is_deterministic)
     if not can_pack(weight):
@@ -88,20 +124,19 @@ def build_linear(weight: Tensor, bias: Tensor | None, *, is_deterministic: bool 
     return PackedLinear(weight, bias)
 
 
-def build_gated(
-    weight: Tensor, bias: Tensor | None, ops: Ops, *, is_deterministic: bool = False
-) -> Linear:
+def build_gated(weight: LinearWeight, ops: Ops, *, is_deterministic: bool = False) -> Linear:
     """weight: [2 n, in], gate's rows before up's; returns the map x -> silu(gate) * up, [T, n].
 
     Otherwise as `build_linear`.
     """
-    if weight.device.type == "cuda" and not is_deterministic:
+    is_dense = weight.format is WeightFormat.DENSE
+    if is_dense and weight.data.device.type == "cuda" and not is_deterministic:
         from engine.layers.linear_cuda import FastestGated
         from kernels.linear.small import supports_small
 
-        if supports_small(weight):
-            return FastestGated(weight, bias, ops)
-    return Gated(build_linear(weight, bias, is_deterministic=is_deterministic), ops)
+        if supports_small(weight.data):
+            return FastestGated(weight.data, weight.bias, ops)
+    return Gated(build_linear(weight, is_deterministic=is_deterministic), ops)
 
 
 def _build_cuda(weight: Tensor, bias: Tensor | None, is_deterministic: bool) -> Linear:

@@ -8,6 +8,7 @@ from enum import Enum
 import torch.nn.functional as F  # noqa: N812  (the field's own spelling)
 from torch import Tensor
 
+from engine.layers.linear import NUM_LANES
 from kernels.linear.invariant import invariant_linear
 from kernels.linear.large import (
     faster_from,
@@ -64,17 +65,17 @@ class FastestLinear:
     __slots__ = ("_bias", "_choice", "_counters", "_weight")
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        """weight: [out, in] that `supports_small`. Calls must not overlap in time."""
+        """weight: [out, in] that `supports_small`."""
         self._weight = weight
         self._bias = bias
         self._choice = _Choice(weight, gated=False)
-        self._counters = tile_counters(weight.device)
+        self._counters = [tile_counters(weight.device) for _ in range(NUM_LANES)]
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, lane: int = 0) -> Tensor:
         num_tokens = x.shape[0]
         match self._choice.kernel(num_tokens):
             case Kernel.SMALL:
-                return small_linear(x, self._weight, self._bias, self._counters)
+                return small_linear(x, self._weight, self._bias, self._counters[lane])
             case Kernel.MEDIUM:
                 config = self._choice.medium_config(num_tokens)
                 return medium_linear(x, self._weight, self._bias, config)
@@ -90,19 +91,19 @@ class FastestGated:
     __slots__ = ("_bias", "_choice", "_counters", "_ops", "_weight")
 
     def __init__(self, weight: Tensor, bias: Tensor | None, ops: Ops) -> None:
-        """weight: [2 n, in] that `supports_small`, gate's rows first. Calls must not overlap."""
+        """weight: [2 n, in] that `supports_small`, gate's rows first."""
         self._weight = weight
         self._bias = bias
         self._ops = ops
         self._choice = _Choice(weight, gated=True)
-        self._counters = tile_counters(weight.device)
+        self._counters = [tile_counters(weight.device) for _ in range(NUM_LANES)]
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, lane: int = 0) -> Tensor:
         """x: [T, in]; returns [T, n]."""
         num_tokens = x.shape[0]
         match self._choice.kernel(num_tokens):
             case Kernel.SMALL:
-                return small_gated_linear(x, self._weight, self._bias, self._counters)
+                return small_gated_linear(x, self._weight, self._bias, self._counters[lane])
             case Kernel.MEDIUM:
                 config = self._choice.medium_config(num_tokens)
                 return medium_gated_linear(x, self._weight, self._bias, config)
@@ -122,5 +123,5 @@ class InvariantLinear:
         self._weight = weight
         self._bias = bias
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, lane: int = 0) -> Tensor:
         return invariant_linear(x, self._weight, self._bias)

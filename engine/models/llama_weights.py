@@ -5,11 +5,39 @@ The one definition: the loader allocates by it, and a folder is checked against 
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 
+from engine.errors import ConfigError
 from engine.models.spec import ModelSpec
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """One of the `size` ranks that share a model."""
+
+    index: int
+    size: int
+
+    def share(self, length: int, what: str) -> slice:
+        """This rank's part of [0, length). Raises ConfigError where there are no equal parts."""
+        if length % self.size:
+            raise ConfigError(f"{what}: {length} cannot be shared by {self.size} ranks equally")
+        per_rank = length // self.size
+        return slice(self.index * per_rank, (self.index + 1) * per_rank)
+
+
+WHOLE_MODEL = Rank(0, 1)
+
+
+class Split(Enum):
+    """What of a tensor one rank holds."""
+
+    NONE = "all of it"
+    ROWS = "its share of the rows of each part: outputs, by heads or by intermediate units"
+    COLUMNS = "its share of the columns: inputs; the ranks' products are to be added"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +46,32 @@ class StackedTensor:
 
     num_rows: Mapping[str, int]  # of each part, by its published name; in this order
     num_columns: int | None = None  # None = vectors, one behind the other
+    split: Split = Split.NONE
+
+    def of_rank(self, rank: Rank) -> "StackedTensor":
+        """The part of it that one rank holds."""
+        if rank.size == 1:
+            return self
+        shares = {name: self.share_of(name, rank) for name in self.num_rows}
+        lengths = {
+            name: num_rows if share is None else share[0].stop - share[0].start
+            for (name, num_rows), share in zip(self.num_rows.items(), shares.values(), strict=True)
+        }
+        columns = self.num_columns
+        if self.split is Split.COLUMNS and columns is not None:
+            columns //= rank.size
+        return StackedTensor(num_rows=lengths, num_columns=columns, split=self.split)
+
+    def share_of(self, name: str, rank: Rank) -> tuple[slice, ...] | None:
+        """Rows, and columns if there are any, of a published tensor; None = all of it."""
+        if rank.size == 1 or self.split is Split.NONE:
+            return None
+        whole = slice(0, self.num_rows[name])
+        if self.split is Split.ROWS:
+            rows = rank.share(self.num_rows[name], name)
+            return (rows,) if self.num_columns is None else (rows, slice(0, self.num_columns))
+        assert self.num_columns is not None, f"{name} is a vector"
+        return whole, rank.share(self.num_columns, name)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -47,11 +101,14 @@ def layer_tensors(spec: ModelSpec, layer: int) -> dict[str, StackedTensor]:
     prefix, hidden = f"model.layers.{layer}.", spec.hidden_size
     tensors: dict[str, StackedTensor] = {}
     for field, names, sizes, num_columns, has_bias in _linears(spec):
+        split = Split.COLUMNS if field in ("output", "down") else Split.ROWS
         weights = {f"{prefix}{n}.weight": size for n, size in zip(names, sizes, strict=True)}
-        tensors[field] = StackedTensor(num_rows=weights, num_columns=num_columns)
+        tensors[field] = StackedTensor(num_rows=weights, num_columns=num_columns, split=split)
         if has_bias:
             biases = {f"{prefix}{n}.bias": size for n, size in zip(names, sizes, strict=True)}
-            tensors[f"{field}_bias"] = StackedTensor(num_rows=biases)
+            # Where products are added over the ranks, each holds the bias, and one adds it.
+            bias_split = Split.NONE if split is Split.COLUMNS else Split.ROWS
+            tensors[f"{field}_bias"] = StackedTensor(num_rows=biases, split=bias_split)
     norms = [("input_norm", "input_layernorm", hidden)]
     norms += [("post_norm", "post_attention_layernorm", hidden)]
     if spec.has_qk_norm:

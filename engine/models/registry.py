@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from engine.errors import ConfigError
-from engine.models.decoder import CausalLM, build_decoder
+from engine.models.llama import CausalLM, build_decoder
 from engine.models.spec import load_spec
 from engine.models.weights import load_weights, random_weights
 from kernels.ops import Ops

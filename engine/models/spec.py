@@ -139,7 +139,7 @@ class ModelSpec:
 
     def kv_layout(self, *, block_size: int, dtype: KvDtype) -> KvLayout:
         """Layout of this model's KV blocks of `block_size` tokens."""
-        return KvLayout(
+        return KvLayout.with_heads(
             num_layers=self.num_layers,
             block_size=block_size,
             num_kv_heads=self.num_kv_heads,

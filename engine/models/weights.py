@@ -23,7 +23,14 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine.errors import ConfigError
-from engine.models.llama_weights import StackedTensor, layer_tensors, outer_tensors
+from engine.layers.linear import LinearWeight
+from engine.models.llama_weights import (
+    WHOLE_MODEL,
+    Rank,
+    StackedTensor,
+    layer_tensors,
+    outer_tensors,
+)
 from engine.models.spec import ModelSpec
 from engine.models.weight_files import check_weights
 
@@ -135,18 +142,14 @@ class LayerWeights:
     input_norm: Tensor
     # [hidden]
     post_norm: Tensor
-    # [(H + 2 K) D, hidden], [(H + 2 K) D]
-    qkv: Tensor
-    qkv_bias: Tensor | None
-    # [hidden, H D], [hidden]
-    output: Tensor
-    output_bias: Tensor | None
-    # [2 I, hidden], [2 I]
-    gate_up: Tensor
-    gate_up_bias: Tensor | None
-    # [hidden, I], [hidden]
-    down: Tensor
-    down_bias: Tensor | None
+    # [(H + 2 K) D, hidden]
+    qkv: LinearWeight
+    # [hidden, H D]
+    output: LinearWeight
+    # [2 I, hidden]
+    gate_up: LinearWeight
+    # [hidden, I]
+    down: LinearWeight
     # [D]
     q_norm: Tensor | None
     k_norm: Tensor | None
@@ -166,11 +169,19 @@ class ModelWeights:
 
 
 def load_weights(
-    folder: Path, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device
+    folder: Path,
+    spec: ModelSpec,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    rank: Rank = WHOLE_MODEL,
 ) -> ModelWeights:
-    """Raises ConfigError naming file, tensor, expected and found shape."""
+    """The tensors of one rank, which reads no more of the files than its share.
+
+    Raises ConfigError naming file, tensor, expected and found shape.
+    """
     files = check_weights(folder, spec)
-    weights, destinations = allocate_weights(spec, dtype=dtype, device=device)
+    weights, destinations = allocate_weights(spec, dtype=dtype, device=device, rank=rank)
     with copier_for(device) as copier:
         for path, names in files.items():
             _copy_file(path, names, destinations, copier)
@@ -178,35 +189,49 @@ def load_weights(
 
 
 def _copy_file(
-    path: Path, names: Sequence[str], destinations: Mapping[str, Tensor], copier: TensorCopier
+    path: Path, names: Sequence[str], destinations: Mapping[str, "Part"], copier: TensorCopier
 ) -> None:
     try:
         with safe_open(str(path), framework="pt", device="cpu") as file:
             for name in names:
-                copier.copy(file.get_tensor(name), destinations[name])
+                part = destinations[name]
+                if part.share is None:
+                    copier.copy(file.get_tensor(name), part.tensor)
+                else:
+                    copier.copy(file.get_slice(name)[part.share].contiguous(), part.tensor)
             copier.wait_copied()  # while the file is still mapped
     except (SafetensorError, OSError) as error:
         raise ConfigError(f"{path}: not a readable safetensors file: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Where a published tensor goes, and what of it: None = all."""
+
+    tensor: Tensor
+    share: tuple[slice, ...] | None
 
 
 # ---- destinations -------------------------------------------------------------------------------
 
 
 def allocate_weights(
-    spec: ModelSpec, *, dtype: torch.dtype, device: torch.device
-) -> tuple[ModelWeights, dict[str, Tensor]]:
-    """The model's tensors, unfilled, and published name -> the part of them it fills.
+    spec: ModelSpec, *, dtype: torch.dtype, device: torch.device, rank: Rank = WHOLE_MODEL
+) -> tuple[ModelWeights, dict[str, Part]]:
+    """The tensors of one rank, unfilled, and published name -> the part of them it fills.
 
     The parts cover every tensor, do not overlap and are contiguous.
     """
-    destinations: dict[str, Tensor] = {}
+    destinations: dict[str, Part] = {}
 
     def allocate(tensors: Mapping[str, StackedTensor]) -> dict[str, Tensor]:
         allocated = {}
         for field, stacked in tensors.items():
-            tensor = torch.empty(stacked.shape, dtype=dtype, device=device)
-            parts = torch.split(tensor, list(stacked.num_rows.values()))
-            destinations.update(zip(stacked.num_rows, parts, strict=True))
+            mine = stacked.of_rank(rank)
+            tensor = torch.empty(mine.shape, dtype=dtype, device=device)
+            parts = torch.split(tensor, list(mine.num_rows.values()))
+            for name, part in zip(mine.num_rows, parts, strict=True):
+                destinations[name] = Part(part, stacked.share_of(name, rank))
             allocated[field] = tensor
         return allocated
 
@@ -222,17 +247,16 @@ def allocate_weights(
 
 
 def _layer(tensors: Mapping[str, Tensor]) -> LayerWeights:
+    def linear(field: str) -> LinearWeight:
+        return LinearWeight(tensors[field], tensors.get(f"{field}_bias"))
+
     return LayerWeights(
         input_norm=tensors["input_norm"],
         post_norm=tensors["post_norm"],
-        qkv=tensors["qkv"],
-        qkv_bias=tensors.get("qkv_bias"),
-        output=tensors["output"],
-        output_bias=tensors.get("output_bias"),
-        gate_up=tensors["gate_up"],
-        gate_up_bias=tensors.get("gate_up_bias"),
-        down=tensors["down"],
-        down_bias=tensors.get("down_bias"),
+        qkv=linear("qkv"),
+        output=linear("output"),
+        gate_up=linear("gate_up"),
+        down=linear("down"),
         q_norm=tensors.get("q_norm"),
         k_norm=tensors.get("k_norm"),
     )
@@ -255,7 +279,7 @@ def random_weights(
     generator = torch.Generator(device).manual_seed(seed)
     for name, part in parts.items():
         if name.endswith("norm.weight"):
-            part.fill_(1.0)
+            part.tensor.fill_(1.0)
         else:
-            part.uniform_(-_LARGEST, _LARGEST, generator=generator)
+            part.tensor.uniform_(-_LARGEST, _LARGEST, generator=generator)
     return weights

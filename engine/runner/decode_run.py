@@ -138,7 +138,7 @@ def _has_same_rows(plan: StepPlan, last: StepPlan) -> bool:
     return (
         plan.rows == last.rows
         and plan.num_new_tokens == last.num_new_tokens
-        and plan.samples == last.samples
+        and plan.num_samples == last.num_samples
         and plan.num_logits == last.num_logits
     )
 

@@ -19,7 +19,7 @@ from engine.kv.layout import KvLayout
 from engine.kv.store import KvStore
 from engine.kv.tables import BlockTables, concat_ranges
 from engine.layers.context import ForwardContext, LastTokens, SingleRank
-from engine.models.decoder import CausalLM, ForwardResult
+from engine.models.llama import CausalLM, ForwardResult
 from engine.plan import RowAdmission, StepPlan
 from engine.runner.decode_run import DecodeInputs, DecodeRun
 from engine.runner.graph_sizes import GraphSize, PromptSizes, decode_sizes

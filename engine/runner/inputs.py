@@ -292,7 +292,7 @@ class _Rows:
     num_computed: NDArray[np.int64]
     # their sum
     num_keys: NDArray[np.int64]
-    samples: NDArray[np.bool_]
+    num_samples: NDArray[np.int64]
     # [S]  batch rows
     sampling: NDArray[np.int64]
     # [R + 1]  where rows end, as attention sees them: with what is before their tokens in a span
@@ -312,11 +312,12 @@ def _rows_of(plan: StepPlan, span_tokens: int | None) -> _Rows:
     num_computed = np.array(plan.num_computed_tokens, dtype=np.int64)
     if plan.is_decode:  # what the others come to, sooner
         plan_rows = num_computed.argsort(kind="stable")
-        num_new, samples = np.ones(len(plan_rows), np.int64), np.ones(len(plan_rows), bool)
+        num_new = num_samples = np.ones(len(plan_rows), np.int64)
     else:
         num_new = np.array(plan.num_new_tokens, dtype=np.int64)
         plan_rows = np.lexsort((num_computed, num_new > 1))
-        num_new, samples = num_new[plan_rows], np.array(plan.samples, dtype=bool)[plan_rows]
+        num_new = num_new[plan_rows]
+        num_samples = np.array(plan.num_samples, dtype=np.int64)[plan_rows]
     num_computed = num_computed[plan_rows]
     return _Rows(
         plan_rows=plan_rows,
@@ -324,8 +325,8 @@ def _rows_of(plan: StepPlan, span_tokens: int | None) -> _Rows:
         num_new=num_new,
         num_computed=num_computed,
         num_keys=num_computed + num_new,
-        samples=samples,
-        sampling=np.flatnonzero(samples),
+        num_samples=num_samples,
+        sampling=np.flatnonzero(num_samples),
         cu_tokens=(
             np.concatenate(([0], np.cumsum(num_new)))
             if span_tokens is None
@@ -432,6 +433,6 @@ def _check(
     assert has_logits, (
         f"step {plan.step}: logits {plan.num_logits} of new tokens {plan.num_new_tokens}"
     )
-    assert not (rows.samples & (num_keys < num_known)).any(), (
+    assert not ((rows.num_samples > 0) & (num_keys < num_known)).any(), (
         f"step {plan.step}: a row of {plan.rows} samples before its last known token"
     )

@@ -16,7 +16,7 @@ import torch
 from configs.schema import AppConfig
 from engine.errors import ConfigError
 from engine.kv.layout import KvDtype, KvLayout
-from engine.models.decoder import CausalLM
+from engine.models.llama import CausalLM
 from engine.models.registry import build_model
 from engine.models.spec import ModelSpec
 from engine.runner.executor import Executor

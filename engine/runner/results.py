@@ -238,14 +238,14 @@ class PendingStep:
 
     def _logprob_records(
         self, sampled_places: list[int], token_ids: list[int]
-    ) -> list[TokenLogprobs | None]:
+    ) -> list[list[TokenLogprobs] | None]:
         """[R] of the rows that asked and got a token."""
-        by_plan_row: list[TokenLogprobs | None] = [None] * len(token_ids)
+        by_plan_row: list[list[TokenLogprobs] | None] = [None] * len(token_ids)
         if self._logprobs is not None:
             records = self._logprobs.records(len(sampled_places))
             for place, record in zip(sampled_places, records, strict=True):
-                if token_ids[place] >= 0:
-                    by_plan_row[place] = record
+                if record is not None and token_ids[place] >= 0:
+                    by_plan_row[place] = [record]
         return by_plan_row
 
     def _label_values(

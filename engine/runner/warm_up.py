@@ -122,7 +122,7 @@ def _plan(rows: Sequence[_DummyRow], block_size: int) -> StepPlan:
         num_new_tokens=[row.num_new_tokens for row in rows],
         num_computed_tokens=[row.num_computed_tokens for row in rows],
         num_logits=[1] * len(rows),
-        samples=[True] * len(rows),
+        num_samples=[1] * len(rows),
         new_block_ids=[[] for _ in rows],
     )
 
@@ -135,6 +135,6 @@ def _release(num_rows: int) -> StepPlan:
         num_new_tokens=[],
         num_computed_tokens=[],
         num_logits=[],
-        samples=[],
+        num_samples=[],
         new_block_ids=[],
     )

@@ -6,7 +6,7 @@ reports which requests have their last token and ends none. Knows no blocks and 
 """
 
 from collections.abc import Iterable
-from itertools import islice
+from itertools import islice, repeat
 from typing import Literal
 
 from engine.messages import TokenRecord
@@ -96,22 +96,39 @@ class SampledTokens:
         for request, token_ids, logprobs in islice(rows, step.num_decodes):
             if request.row is None or not token_ids:
                 continue
-            (token_id,) = token_ids  # a decode samples one, or none if it is not finite
-            tokens = request.tokens
-            num_known = len(tokens)
-            if token_id in request.stop_ids or num_known + 1 >= request.max_known_tokens:
-                endings += self._append(request, token_id, logprobs, output)
+            tokens, token_id = request.tokens, token_ids[0]
+            num_known = len(tokens) + len(token_ids)
+            ends = token_id in request.stop_ids or num_known >= request.max_known_tokens
+            if ends or len(token_ids) > 1:
+                endings += self._append_each(request, token_ids, logprobs, output)
                 continue
             tokens.append(token_id)
-            index = num_known - request.num_prompt_tokens
-            record = TokenRecord(key=request.key, index=index, token_id=token_id, logprobs=logprobs)
+            record = TokenRecord(
+                key=request.key,
+                index=num_known - 1 - request.num_prompt_tokens,
+                token_id=token_id,
+                logprobs=None if logprobs is None else logprobs[0],
+            )
             emit((request.ingress_id, record))
         for request, token_ids, logprobs in rows:
             if request.row is not None:
-                for token_id in token_ids:
-                    endings += self._append(request, token_id, logprobs, output)
+                endings += self._append_each(request, token_ids, logprobs, output)
         self.num_tokens += len(output.tokens)
         return endings + self._end_with_prompts(step, result, output)
+
+    def _append_each(
+        self,
+        request: Request,
+        token_ids: list[int],
+        logprobs: list[TokenLogprobs] | None,
+        output: StepOutput,
+    ) -> list[Ending]:
+        """Add and emit a step's tokens of one request, up to the one that ends it."""
+        for token_id, its_logprobs in zip(token_ids, logprobs or repeat(None)):  # noqa: B905
+            ending = self._append(request, token_id, its_logprobs, output)
+            if ending:
+                return ending
+        return []
 
     def _append(
         self,

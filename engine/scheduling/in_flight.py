@@ -35,7 +35,9 @@ class StepInFlight(msgspec.Struct, frozen=True, kw_only=True):
     # index in `requests` -> the blocks of a request that left since
     left_block_ids: dict[int, list[int]] = {}
 
-    def rows(self, result: StepResult) -> Iterator[tuple[Request, list[int], TokenLogprobs | None]]:
+    def rows(
+        self, result: StepResult
+    ) -> Iterator[tuple[Request, list[int], list[TokenLogprobs] | None]]:
         """Who sampled what, with log-probabilities where asked for, in the plan's order."""
         return zip(self.requests, result.tokens, result.logprobs, strict=True)
 

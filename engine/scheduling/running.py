@@ -255,6 +255,7 @@ def build_plan(
         if not row_slots.is_entering(request)
     ]
     admissions, released_rows = row_slots.take_changes()
+    num_logits = [1] * num_decodes + list(map(int, reaches_end))
     return StepPlan(
         step=step,
         zero_block_ids=zero_block_ids,
@@ -265,8 +266,8 @@ def build_plan(
         num_computed_tokens=(
             decodes.num_computed_tokens + [request.num_computed_tokens for request in requests]
         ),
-        num_logits=[1] * num_decodes + list(map(int, reaches_end)),
-        samples=[True] * num_decodes + reaches_end,
+        num_logits=num_logits,
+        num_samples=num_logits,
         new_block_ids=(
             list(map(grown.get, rows, repeat(no_blocks))) if grown else [no_blocks] * num_rows
         ),

@@ -41,7 +41,9 @@ from load_tests.tables import describe_machine, render_rows
 
 T = TypeVar("T")
 
-QWEN3_8B = KvLayout(num_layers=36, block_size=16, num_kv_heads=8, head_dim=128, dtype="bfloat16")
+QWEN3_8B = KvLayout.with_heads(
+    num_layers=36, block_size=16, num_kv_heads=8, head_dim=128, dtype="bfloat16"
+)
 KINDS: dict[str, tuple[ChannelKind, ...]] = {
     "cuda": ("cuda_ipc", "nccl_pair", "gloo_pair"),
     "cpu": ("gloo_pair",),

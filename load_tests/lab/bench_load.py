@@ -33,8 +33,9 @@ def write_model(name: str, folder: Path, device: torch.device) -> Path:
     """`name`'s config.json and files of random bfloat16 weights; returns the model's folder."""
     model = write_shapes(name, folder)
     spec = load_spec(model)
-    _, tensors = allocate_weights(spec, dtype=torch.bfloat16, device=device)
+    _, parts = allocate_weights(spec, dtype=torch.bfloat16, device=device)
     files: dict[str, str] = {}
+    tensors = {name: part.tensor for name, part in parts.items()}
     for i, part in enumerate(_cut(tensors, FILE_BYTES)):
         for tensor in part.values():
             tensor.uniform_(-1e-3, 1e-3)

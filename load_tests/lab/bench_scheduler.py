@@ -180,7 +180,7 @@ def _result_of(plan: StepPlan) -> StepResult:
     """Every row that samples draws the same token."""
     return StepResult(
         step=plan.step,
-        tokens=[[DRAWN_TOKEN_ID] if samples else [] for samples in plan.samples],
+        tokens=[[DRAWN_TOKEN_ID] if samples else [] for samples in plan.num_samples],
         logprobs=[None] * len(plan.rows),
         is_finite=[True] * len(plan.rows),
     )

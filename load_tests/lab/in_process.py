@@ -10,7 +10,7 @@ import torch
 from configs.schema import AppConfig
 from engine.build import Engine, build_engine
 from engine.clock import MonotonicClock
-from engine.models.decoder import CausalLM
+from engine.models.llama import CausalLM
 from engine.request import Request, RequestKey, RequestSpec, SamplingParams
 from engine.scheduling.contracts import StepOutput
 

@@ -82,7 +82,7 @@ class NullWorker:
 
     async def heartbeat(self) -> bytes:
         config = self._spec.config
-        layout = KvLayout(
+        layout = KvLayout.with_heads(
             num_layers=1,
             block_size=config.cache.block_size,
             num_kv_heads=1,

@@ -213,7 +213,7 @@ class FakeExecutor:
             plan.num_new_tokens,
             plan.num_computed_tokens,
             plan.num_logits,
-            plan.samples,
+            plan.num_samples,
             plan.new_block_ids,
         )
         assert all(len(column) == num_rows for column in columns), f"ragged plan {plan}"
@@ -249,7 +249,13 @@ class FakeExecutor:
     def _run(self, plan: StepPlan) -> None:
         writers: dict[tuple[int, int], int] = {}
         spans = list(
-            zip(plan.rows, plan.num_computed_tokens, plan.num_new_tokens, plan.samples, strict=True)
+            zip(
+                plan.rows,
+                plan.num_computed_tokens,
+                plan.num_new_tokens,
+                plan.num_samples,
+                strict=True,
+            )
         )
         for i, (row, num_computed, num_new, samples) in enumerate(spans):
             state = self._rows[row]
@@ -261,7 +267,9 @@ class FakeExecutor:
             num_known = len(state.tokens)  # with those in flight
             assert num_computed + num_new <= num_known, f"row {row} computes what nobody knows"
             is_end = num_computed + num_new == num_known
-            assert samples == is_end, f"row {row} samples: {samples}, reaches its end: {is_end}"
+            assert bool(samples) == is_end, (
+                f"row {row} samples: {samples}, reaches its end: {is_end}"
+            )
             assert plan.num_logits[i] == int(samples), f"row {row}: {plan.num_logits[i]} logits"
             self._check_present(row, num_computed)
         for row, num_computed, num_new, _ in spans:
@@ -295,7 +303,7 @@ class FakeExecutor:
     def _sample(self, plan: StepPlan) -> StepResult:
         tokens: list[list[int]] = []
         is_finite: list[bool] = []
-        logprobs: list[TokenLogprobs | None] = []
+        logprobs: list[list[TokenLogprobs] | None] = []
         for i, row in enumerate(plan.rows):
             start = plan.num_computed_tokens[i]
             computed = range(start, start + plan.num_new_tokens[i])
@@ -306,7 +314,7 @@ class FakeExecutor:
             logprobs.append(None)
             if not is_finite[-1]:
                 self._spoil(row, computed)
-            if plan.samples[i]:
+            if plan.num_samples[i]:
                 token_id = next_token(state.seed, state.histories[-1])
                 state.tokens.append(token_id)  # a device draws from NaN, too, and goes on with it
                 extend_histories(state.histories, state.tokens)

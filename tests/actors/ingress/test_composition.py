@@ -47,7 +47,9 @@ class _Peers:
     allocator = batcher = worker
 
     async def topology(self) -> Topology:
-        layout = KvLayout(num_layers=1, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32")
+        layout = KvLayout.with_heads(
+            num_layers=1, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32"
+        )
         identity = WorkerIdentity(
             name=WORKER,
             incarnation="i",

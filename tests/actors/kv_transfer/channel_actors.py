@@ -47,7 +47,9 @@ from tests.actors.kv_transfer.corrupting_pieces import CorruptingPieces
 T = TypeVar("T")
 
 NAMESPACE = "channel-tests"
-LAYOUT = KvLayout(num_layers=3, block_size=16, num_kv_heads=2, head_dim=24, dtype="bfloat16")
+LAYOUT = KvLayout.with_heads(
+    num_layers=3, block_size=16, num_kv_heads=2, head_dim=24, dtype="bfloat16"
+)
 NUM_BLOCKS = 600
 
 

@@ -9,7 +9,9 @@ from actors.kv_transfer.kv_pieces import KvPieces
 from engine.kv.layout import KvLayout
 from engine.kv.store import KvStore
 
-LAYOUT = KvLayout(num_layers=2, block_size=3, num_kv_heads=1, head_dim=7, dtype="bfloat16")
+LAYOUT = KvLayout.with_heads(
+    num_layers=2, block_size=3, num_kv_heads=1, head_dim=7, dtype="bfloat16"
+)
 
 
 def random_store(num_blocks: int, rng: random.Random, layout: KvLayout = LAYOUT) -> KvStore:

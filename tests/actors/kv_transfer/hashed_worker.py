@@ -27,7 +27,7 @@ from engine.kv.transfer import (
     OutgoingHandoffs,
 )
 from engine.messages import WorkerIdentity
-from engine.models.decoder import CausalLM
+from engine.models.llama import CausalLM
 from engine.models.registry import build_model
 from engine.models.spec import load_spec
 from engine.request import Request, RequestKey, RequestSpec, SamplingParams

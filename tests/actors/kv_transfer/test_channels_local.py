@@ -231,7 +231,9 @@ async def _unused(seq: int, payload: list[Any]) -> PieceReply:
 
 class TestPieces:
     def test_blocks_go_out_and_in_bit_for_bit_and_a_flipped_bit_stays_out(self) -> None:
-        layout = KvLayout(num_layers=2, block_size=3, num_kv_heads=1, head_dim=5, dtype="bfloat16")
+        layout = KvLayout.with_heads(
+            num_layers=2, block_size=3, num_kv_heads=1, head_dim=5, dtype="bfloat16"
+        )
         one, two = (KvStore(layout, num_blocks=9, device=torch.device("cpu")) for _ in range(2))
         one.tensor.copy_(torch.randn(one.tensor.shape, generator=torch.manual_seed(3)))
         know_digests(one)

@@ -11,7 +11,7 @@ from actors.kv_transfer.kv_pieces import MAX_PULL_BYTES, copy_blocks, parts_of, 
 from engine.kv.layout import KvLayout
 from tests.actors.kv_transfer.gpu_stand_in import random_blocks, random_store
 
-SMALL = KvLayout(num_layers=1, block_size=2, num_kv_heads=1, head_dim=4, dtype="float16")
+SMALL = KvLayout.with_heads(num_layers=1, block_size=2, num_kv_heads=1, head_dim=4, dtype="float16")
 
 
 def test_neighbours_in_both_stores_are_one_run() -> None:

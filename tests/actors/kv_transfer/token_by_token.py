@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.layers.context import ForwardContext
-from engine.models.decoder import CausalLM, ForwardResult
+from engine.models.llama import CausalLM, ForwardResult
 from engine.models.registry import build_model
 from kernels.attention.phased import PhasedAttention, PhasedMetadata
 from kernels.attention.protocol import AttentionShape, AttentionStep, build_step

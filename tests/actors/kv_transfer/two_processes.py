@@ -15,7 +15,9 @@ from configs.schema import FloorsConfig, HandoffConfig
 from engine.kv.layout import KvLayout
 from load_tests.lab.channel_ends import End, ReceivingProcess, SendingProcess
 
-LAYOUT = KvLayout(num_layers=12, block_size=16, num_kv_heads=4, head_dim=64, dtype="bfloat16")
+LAYOUT = KvLayout.with_heads(
+    num_layers=12, block_size=16, num_kv_heads=4, head_dim=64, dtype="bfloat16"
+)
 NUM_BLOCKS = 300  # of 196,608 bytes
 DEADLINE_S = 4.0
 CONFIG = HandoffConfig(

@@ -115,7 +115,9 @@ def test_the_reader_ends_up_with_what_is_cached_though_answers_are_lost() -> Non
 
 
 def test_the_edge_names_blocks_as_a_worker_does() -> None:
-    layout = KvLayout(block_size=4, num_layers=1, num_kv_heads=1, head_dim=2, dtype="float32")
+    layout = KvLayout.with_heads(
+        block_size=4, num_layers=1, num_kv_heads=1, head_dim=2, dtype="float32"
+    )
     identity = WorkerIdentity(
         name="p", incarnation="one", role="prefill", model="m", layout=layout, max_model_len=99,
         pid=1, block_key=b"k" * 32,

@@ -11,7 +11,9 @@ from engine.messages import PieceHeader, Reservation, ReserveRequest, Role, Work
 from engine.request import Request, RequestKey, RequestSpec, SamplingParams
 
 BLOCK_SIZE = 3
-LAYOUT = KvLayout(num_layers=2, block_size=BLOCK_SIZE, num_kv_heads=1, head_dim=4, dtype="float32")
+LAYOUT = KvLayout.with_heads(
+    num_layers=2, block_size=BLOCK_SIZE, num_kv_heads=1, head_dim=4, dtype="float32"
+)
 LEASE_S = 8.0
 
 

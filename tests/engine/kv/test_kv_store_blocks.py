@@ -16,7 +16,7 @@ DTYPES: list[KvDtype] = ["float32", "bfloat16", "float16"]
 def _store(
     dtype: KvDtype, *, num_kv_heads: int = 2, head_dim: int = 6, num_blocks: int = 9, seed: int = 0
 ) -> KvStore:
-    layout = KvLayout(
+    layout = KvLayout.with_heads(
         num_layers=3, block_size=5, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=dtype
     )
     store = KvStore(layout, num_blocks=num_blocks, device=torch.device("cpu"))
@@ -26,7 +26,9 @@ def _store(
 
 
 def test_a_new_store_holds_zeros_in_the_layout_shape() -> None:
-    layout = KvLayout(num_layers=3, block_size=5, num_kv_heads=2, head_dim=6, dtype="bfloat16")
+    layout = KvLayout.with_heads(
+        num_layers=3, block_size=5, num_kv_heads=2, head_dim=6, dtype="bfloat16"
+    )
     store = KvStore(layout, num_blocks=4, device=torch.device("cpu"))
     assert store.tensor.shape == (4, 3, 2, 5, 2, 6)
     assert store.tensor.dtype == torch.bfloat16
@@ -163,7 +165,9 @@ def test_digests_in_slabs_equal_digests_at_once(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_digest_words_wrap_around_in_64_bits() -> None:
-    layout = KvLayout(num_layers=1, block_size=1, num_kv_heads=1, head_dim=4, dtype="float32")
+    layout = KvLayout.with_heads(
+        num_layers=1, block_size=1, num_kv_heads=1, head_dim=4, dtype="float32"
+    )
     store = KvStore(layout, num_blocks=1, device=torch.device("cpu"))
     words = [-1, 2**63 - 1, -(2**63), 12345]
     store.tensor.view(-1).view(torch.int64).copy_(torch.tensor(words))

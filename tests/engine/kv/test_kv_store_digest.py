@@ -19,7 +19,9 @@ def test_the_kernel_sums_what_its_torch_twin_and_plain_integers_sum() -> None:
 
 @pytest.mark.parametrize(("dtype", "head_dim"), [("float32", 3), ("bfloat16", 1), ("float16", 8)])
 def test_a_block_has_one_digest_wherever_it_is(dtype: KvDtype, head_dim: int) -> None:
-    layout = KvLayout(num_layers=3, block_size=5, num_kv_heads=1, head_dim=head_dim, dtype=dtype)
+    layout = KvLayout.with_heads(
+        num_layers=3, block_size=5, num_kv_heads=1, head_dim=head_dim, dtype=dtype
+    )
     store = KvStore(layout, num_blocks=13, device=torch.device("cpu"))
     store.tensor.copy_(torch.randn(store.tensor.shape))
     block_ids = random.sample(range(13), 6)
@@ -46,7 +48,7 @@ def written(device: str, layout: KvLayout) -> None:
 
 
 LAYOUTS = [
-    KvLayout(num_layers=3, block_size=5, num_kv_heads=1, head_dim=head_dim, dtype=dtype)
+    KvLayout.with_heads(num_layers=3, block_size=5, num_kv_heads=1, head_dim=head_dim, dtype=dtype)
     for head_dim, dtype in ((3, "bfloat16"), (1, "float16"), (64, "float32"))
 ]
 
@@ -62,7 +64,9 @@ def test_a_gpu_digests_what_it_writes_in_one_go() -> None:
         pytest.skip("no GPU")
     for layout in (
         *LAYOUTS,
-        KvLayout(num_layers=36, block_size=16, num_kv_heads=8, head_dim=128, dtype="bfloat16"),
+        KvLayout.with_heads(
+            num_layers=36, block_size=16, num_kv_heads=8, head_dim=128, dtype="bfloat16"
+        ),
     ):
         written("cuda", layout)
 
@@ -72,7 +76,7 @@ def test_a_gpu_digests_as_a_cpu_does() -> None:
     if not torch.cuda.is_available():
         pytest.skip("no GPU")
     for head_dim, dtype in ((128, "bfloat16"), (1, "float16")):
-        layout = KvLayout(
+        layout = KvLayout.with_heads(
             num_layers=3, block_size=5, num_kv_heads=1, head_dim=head_dim, dtype=dtype
         )
         here, there = (

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.layers.context import ForwardContext, LastTokens, SingleRank
-from engine.models.decoder import CausalLM
+from engine.models.llama import CausalLM
 from engine.models.registry import build_model, build_ops
 from kernels.attention.protocol import AttentionShape, build_step
 from kernels.attention.reference import ReferenceAttention

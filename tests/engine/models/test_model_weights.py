@@ -10,10 +10,17 @@ from safetensors.torch import load_file, save_file
 
 from engine.errors import ConfigError
 from engine.models import weights
-from engine.models.decoder import build_decoder
+from engine.models.llama import build_decoder
+from engine.models.llama_weights import WHOLE_MODEL, Rank
 from engine.models.registry import BUILDERS, build_model
 from engine.models.spec import SUPPORTED_ARCHITECTURES, load_spec
-from engine.models.weights import LayerWeights, chunk_pairs, load_weights, random_weights
+from engine.models.weights import (
+    LayerWeights,
+    allocate_weights,
+    chunk_pairs,
+    load_weights,
+    random_weights,
+)
 from kernels.reference import TorchOps
 from tests.engine.models.closeness import assert_same_logits
 from tests.engine.runner.step_driver import StepDriver
@@ -177,15 +184,15 @@ def test_random_weights_need_only_config_json(is_tied: bool, folder: Path) -> No
     other = random_weights(spec, dtype=torch.bfloat16, device=device, seed=4)
     assert (made.head is made.embedding) == is_tied
     assert len(made.layers) == spec.num_layers
-    for tensor in (made.embedding, made.head, made.layers[1].qkv, made.layers[0].down):
+    for tensor in (made.embedding, made.head, made.layers[1].qkv.data, made.layers[0].down.data):
         assert 0.9e-3 < tensor.abs().max().item() <= 1.001e-3  # bf16 rounds 1e-3 up
         assert abs(tensor.float().mean().item()) < 1e-4
-    assert made.layers[1].qkv_bias is not None
-    assert (made.layers[1].qkv_bias != 0).any()
+    assert made.layers[1].qkv.bias is not None
+    assert (made.layers[1].qkv.bias != 0).any()
     for norm in (made.final_norm, made.layers[0].input_norm, made.layers[1].post_norm):
         assert torch.equal(norm, torch.ones_like(norm))
-    assert torch.equal(made.layers[1].gate_up, again.layers[1].gate_up)
-    assert not torch.equal(made.layers[1].gate_up, other.layers[1].gate_up)
+    assert torch.equal(made.layers[1].gate_up.data, again.layers[1].gate_up.data)
+    assert not torch.equal(made.layers[1].gate_up.data, other.layers[1].gate_up.data)
 
 
 def test_a_model_of_random_weights_computes_finite_logits_that_depend_on_its_input(
@@ -243,3 +250,42 @@ def test_a_tensor_that_does_not_fit_stops_the_start_on_a_gpu_too(folder: Path) -
     _rewrite(folder, lambda t: t.update({"model.norm.weight": torch.ones(63)}))
     with pytest.raises(ConfigError, match=r"model\.norm\.weight"):
         load_weights(folder, load_spec(folder), dtype=torch.float32, device=torch.device("cuda"))
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_ranks_hold_together_what_the_files_hold(folder: Path, num_ranks: int) -> None:
+    """Every published element is on exactly one rank where it is split, and on all where not."""
+    edit_config(folder, num_attention_heads=4, num_key_value_heads=4, head_dim=4)
+    (folder / "model.safetensors").unlink()
+    spec = load_spec(folder)
+    device, dtype = torch.device("cpu"), torch.float32
+    _, whole = allocate_weights(spec, dtype=dtype, device=device, rank=WHOLE_MODEL)
+    published = {name: torch.randn_like(part.tensor) for name, part in whole.items()}
+    save_file(published, folder / "model.safetensors", metadata={"format": "pt"})
+    covered = {name: torch.zeros_like(tensor) for name, tensor in published.items()}
+    for index in range(num_ranks):
+        rank = Rank(index, num_ranks)
+        loaded = load_weights(folder, spec, dtype=dtype, device=device, rank=rank)
+        _, parts = allocate_weights(spec, dtype=dtype, device=device, rank=rank)
+        layer = loaded.layers[1]
+        q, k, v = (
+            published[f"model.layers.1.self_attn.{name}_proj.weight"].chunk(num_ranks)[index]
+            for name in "qkv"
+        )
+        assert torch.equal(layer.qkv.data, torch.cat((q, k, v)))
+        down = published["model.layers.1.mlp.down_proj.weight"]
+        assert torch.equal(layer.down.data, down.chunk(num_ranks, dim=1)[index])
+        assert torch.equal(layer.input_norm, published["model.layers.1.input_layernorm.weight"])
+        for name, part in parts.items():
+            share = covered[name] if part.share is None else covered[name][part.share]
+            assert share.shape == part.tensor.shape, name
+            share += 1
+    for name, count in covered.items():
+        assert count.min() == count.max(), name
+        assert count.min() in (1, num_ranks), name
+
+
+def test_heads_that_ranks_cannot_share_are_refused(folder: Path) -> None:
+    spec = load_spec(folder)
+    with pytest.raises(ConfigError, match="cannot be shared by 3 ranks"):
+        load_weights(folder, spec, dtype=torch.float32, device=torch.device("cpu"), rank=Rank(0, 3))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from engine.models.decoder import CausalLM
+from engine.models.llama import CausalLM
 from engine.plan import StepResult
 from engine.request import SamplingParams
 from engine.runner.graphs import GraphOutput

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engine.models.decoder import CausalLM
+from engine.models.llama import CausalLM
 from engine.plan import RowAdmission, StepPlan, StepResult
 from engine.request import SamplingParams
 from engine.runner.executor import Executor, RowSampler
@@ -148,7 +148,7 @@ class StepDriver:
             num_new_tokens=[num_new[r] for r in rows],
             num_computed_tokens=[self.num_computed[r] for r in rows],
             num_logits=[num_logits[r] for r in rows],
-            samples=[samples and ends for ends in reaches_end],
+            num_samples=[int(samples and ends) for ends in reaches_end],
             new_block_ids=new_block_ids,
         )
         self._admissions, self._released, self._zeroed = [], [], []

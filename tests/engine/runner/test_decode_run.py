@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from engine.kv.layout import KvLayout
 from engine.kv.tables import BlockTables
-from engine.models.decoder import CausalLM
+from engine.models.llama import CausalLM
 from engine.models.registry import build_model
 from engine.plan import StepPlan
 from engine.runner.decode_run import DecodeInputs, DecodeRun
@@ -27,7 +27,9 @@ from tests.engine.runner.step_driver import StepDriver
 from tests.harness.tiny_models import save_model
 
 MAX_ROWS, MAX_TOKENS, BLOCK_SIZE = 7, 60, 4
-LAYOUT = KvLayout(num_layers=1, block_size=BLOCK_SIZE, num_kv_heads=1, head_dim=8, dtype="float32")
+LAYOUT = KvLayout.with_heads(
+    num_layers=1, block_size=BLOCK_SIZE, num_kv_heads=1, head_dim=8, dtype="float32"
+)
 
 
 class World:
@@ -80,7 +82,7 @@ class World:
             num_new_tokens=[1] * len(rows),
             num_computed_tokens=[self.num_computed[row] for row in rows],
             num_logits=[1] * len(rows),
-            samples=[True] * len(rows),
+            num_samples=[1] * len(rows),
             new_block_ids=[[] for _ in rows],
         )
 
@@ -199,7 +201,7 @@ def test_nothing_goes_on_where_more_than_a_token_a_row_has_changed() -> None:
         "rows": [0, 3],
         "num_computed_tokens": [1, 7],
         "num_new_tokens": [1, 2],
-        "samples": [True, False],
+        "num_samples": [1, 0],
         "num_logits": [1, 0],
     }
     for name, values in wrong.items():

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from engine.models.decoder import CausalLM
+from engine.models.llama import CausalLM
 from engine.models.registry import build_model
 from engine.runner.graphs import CudaRecorder
 from kernels.attention.select import AttentionNames

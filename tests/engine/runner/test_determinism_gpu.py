@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from engine.models.decoder import CausalLM
+from engine.models.llama import CausalLM
 from engine.models.registry import build_model
 from tests.engine.runner.step_driver import StepDriver
 from tests.harness.tiny_models import VOCAB_SIZE, save_model

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from engine.models.decoder import CausalLM, ForwardResult
+from engine.models.llama import CausalLM, ForwardResult
 from engine.models.registry import build_model
 from engine.request import SamplingParams
 from engine.sampling.sampler import GreedyChoice, SampledTensors, Sampler
@@ -117,8 +117,8 @@ def test_results_come_in_plan_order_with_logprobs_where_asked(
     assert result.is_finite == [True, True, True]
     assert result.logprobs[1:] == [None, None]
     exact = reference_logits(folder, [5, 6, 7, 8, 9])[-1].log_softmax(-1)
-    logprobs = result.logprobs[0]
-    assert logprobs is not None
+    assert result.logprobs[0] is not None
+    (logprobs,) = result.logprobs[0]
     assert logprobs.chosen == pytest.approx(float(exact.max()), abs=1e-4)
     assert logprobs.top_ids == exact.topk(2).indices.tolist()
 
@@ -276,7 +276,7 @@ def test_the_sampler_may_declare_a_row_broken_too(model: CausalLM) -> None:
     [
         ({"num_new_tokens": [4]}, "know \\[3\\]"),
         ({"num_computed_tokens": [-1]}, "after \\[-1\\]"),
-        ({"num_new_tokens": [0], "num_logits": [0], "samples": [False]}, "compute \\[0\\]"),
+        ({"num_new_tokens": [0], "num_logits": [0], "num_samples": [0]}, "compute \\[0\\]"),
         ({"new_block_ids": [[]]}, "blocks for \\[0\\]"),
         ({"new_block_ids": [[500]]}, "store of 128"),
         ({"rows": [1]}, "know \\[0\\]"),
@@ -307,7 +307,7 @@ def test_a_row_named_twice_is_refused(model: CausalLM) -> None:
         num_new_tokens=[1, 1],
         num_computed_tokens=[0, 1],
         num_logits=[0, 0],
-        samples=[False, False],
+        num_samples=[0, 0],
         new_block_ids=[plan.new_block_ids[0], []],
     )
     with pytest.raises(AssertionError, match="a row twice"):

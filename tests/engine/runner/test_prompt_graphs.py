@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.models.decoder import CausalLM
+from engine.models.llama import CausalLM
 from engine.models.registry import build_model
 from engine.plan import StepResult
 from engine.runner.graph_sizes import PromptSizes, grid_sizes, ragged_sizes

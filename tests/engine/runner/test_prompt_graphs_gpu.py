@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from configs.schema import LapsConfig
-from engine.models.decoder import CausalLM
+from engine.models.llama import CausalLM
 from engine.models.registry import build_model
 from engine.plan import StepResult
 from engine.runner.graph_sizes import PromptSizes, grid_sizes, ragged_sizes

@@ -20,7 +20,7 @@ Story = tuple[list[int], int, int, bool, bool]
 # whether it asked for log-probabilities.
 STORIES = st.lists(
     st.tuples(
-        st.lists(st.integers(0, 3), max_size=1),
+        st.lists(st.integers(0, 3), max_size=3),
         st.integers(2, MAX_MODEL_LEN - 1),
         st.integers(0, 4),
         st.booleans(),
@@ -54,7 +54,7 @@ def _step(stories: list[Story], num_decodes: int) -> tuple[StepInFlight, StepRes
     result = StepResult(
         step=0,
         tokens=[token_ids for token_ids, *_ in stories],
-        logprobs=[LOGPROBS if asks else None for *_, asks in stories],
+        logprobs=[[LOGPROBS] * len(token_ids) if asks else None for token_ids, *_, asks in stories],
         is_finite=[True] * len(stories),
     )
     step = StepInFlight(requests=requests, num_decodes=num_decodes, zero_block_ids=[], filled=[])
@@ -87,20 +87,21 @@ def test_every_token_of_a_request_that_is_here_is_emitted_once(
     for request, (token_ids, num_known, _, has_left, asks) in zip(
         step.requests, stories, strict=True
     ):
-        is_due = bool(token_ids) and not has_left
-        assert request.tokens == [3] * num_known + token_ids * is_due
-        if not is_due:
-            assert request.key not in endings
-            continue
-        finish = None
-        if num_known + 1 >= request.max_known_tokens:
-            finish = "length"
-        if token_ids[0] in request.stop_ids:
-            finish = "stop"
-        index = num_known - request.num_prompt_tokens
-        logprobs = LOGPROBS if asks else None
-        due.append((request.key, index, token_ids[0], logprobs, request.num_cached_tokens, finish))
-        ends_here = finish is not None or request.decode_worker is not None
+        tokens, finish, ends_here = [3] * num_known, None, False
+        for position, token_id in enumerate([] if has_left else token_ids):
+            tokens.append(token_id)
+            if len(tokens) >= request.max_known_tokens:
+                finish = "length"
+            if token_id in request.stop_ids:
+                finish = "stop"
+            index = num_known + position - request.num_prompt_tokens
+            num_cached = request.num_cached_tokens if position == 0 else None
+            logprobs = LOGPROBS if asks else None
+            due.append((request.key, index, token_id, logprobs, num_cached, finish))
+            ends_here = finish is not None or request.decode_worker is not None
+            if ends_here:
+                break  # what a step made behind the last token is dropped
+        assert request.tokens == tokens
         assert (request.key in endings) == ends_here
         assert endings.get(request.key) == finish
     emitted = [

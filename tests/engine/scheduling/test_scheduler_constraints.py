@@ -13,7 +13,9 @@ HELD = Constraint(ConstraintKind.REGEX, "a*")
 
 def sampled_rows(replica: Replica, row: int | None) -> list[bool]:
     """Whether each plan so far has `row` sample a token."""
-    return [row in plan.rows and plan.samples[plan.rows.index(row)] for plan in _plans(replica)]
+    return [
+        row in plan.rows and plan.num_samples[plan.rows.index(row)] > 0 for plan in _plans(replica)
+    ]
 
 
 def _plans(replica: Replica) -> list[StepPlan]:
@@ -78,7 +80,7 @@ def _check_heard(replica: Replica) -> None:
             num_sampled[admission.row] = num_outputs
         for row, _ in plan.accepted_tokens:
             num_heard[row] += 1
-        for row, samples in zip(plan.rows, plan.samples, strict=True):
+        for row, samples in zip(plan.rows, plan.num_samples, strict=True):
             if samples:
                 assert num_heard[row] in (-1, num_sampled[row])
                 num_sampled[row] += 1

@@ -15,8 +15,8 @@ def test_a_long_prompt_is_computed_in_chunks_of_the_budget() -> None:
     request = replica.add("a", prompt_of(37))
     replica.run()
     assert list(replica.chunks()) == [[16], [16], [5], [1], [1], [1], [1]]
-    samples = [plan.samples for plan in replica.executor.plans]
-    assert samples == [[False], [False], [True], [True], [True], [True], [True]]
+    samples = [plan.num_samples for plan in replica.executor.plans]
+    assert samples == [[0], [0], [1], [1], [1], [1], [1]]
     assert replica.output(request) == replica.expected(request)
     replica.check_idle()
 

@@ -109,7 +109,7 @@ def identity_of(name: str) -> WorkerIdentity:
         incarnation=f"{name}-1",
         role="decode",
         model="m",
-        layout=KvLayout(
+        layout=KvLayout.with_heads(
             num_layers=1, block_size=BLOCK_SIZE, num_kv_heads=1, head_dim=4, dtype="float32"
         ),
         max_model_len=150,

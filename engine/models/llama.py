@@ -1,7 +1,10 @@
-"""A decoder-only language model, composed from a spec and its weights.
+"""Llama and its relatives (Mistral, Qwen2, Qwen3), top to bottom: model, layer, how both are built.
 
-What a family has or lacks (biases, QK-norm, tied embeddings) became an object or a None while it
-was built; nothing here asks again. Knows no requests and keeps no state of a step.
+    ids -> embedding -> [norm -> attention -> norm -> MLP] x layers -> norm -> head -> logits
+
+What a family has or lacks (biases, QK-norm, tied embeddings, windows) became an object or a None
+while it was built; the forward pass asks for none of it. Knows no requests and keeps no state of a
+step: the KV store and all else of a step come in `ForwardContext`.
 """
 
 from dataclasses import dataclass
@@ -12,9 +15,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812  (the field's own spelling)
 from torch import Tensor
 
-from engine.layers.context import ForwardContext
-from engine.layers.decoder_layer import Attention, DecoderLayer, GatedMlp
-from engine.layers.linear import Linear, build_gated, build_linear
+from engine.layers.attention import Attention, ProjectedTokens, StoredTokens
+from engine.layers.context import ForwardContext, LastTokens
+from engine.layers.linear import Linear, LinearWeight, build_gated, build_linear
+from engine.layers.mlp import GatedMlp
 from engine.layers.norm import RmsNorm
 from engine.layers.rotary import RotaryTable
 from engine.models.spec import ModelSpec
@@ -40,7 +44,7 @@ class CausalLM:
         *,
         spec: ModelSpec,
         embedding: Tensor,
-        layers: list[DecoderLayer],
+        layers: list["DecoderLayer"],
         final_norm: RmsNorm,
         head: Linear,
         rotary: RotaryTable,
@@ -113,6 +117,73 @@ class CausalLM:
         return self._head(hidden)
 
 
+class DecoderLayer:
+    """Pre-norm attention and feed-forward, two parts, each `(x, residual, ctx) -> (x, residual)`.
+
+    `x` is what the part before produced and has not been added to `residual` yet. Each part adds,
+    normalises, computes, and communicates only at its end, so that a schedule (two-batch overlap,
+    tensor parallelism) can order the parts of several microbatches. `residual` None stands for a
+    stream that begins with `x`.
+    """
+
+    __slots__ = ("_attention", "_attention_norm", "_mlp", "_mlp_norm")
+
+    def __init__(
+        self, *, attention_norm: RmsNorm, attention: Attention, mlp_norm: RmsNorm, mlp: GatedMlp
+    ) -> None:
+        self._attention_norm = attention_norm
+        self._attention = attention
+        self._mlp_norm = mlp_norm
+        self._mlp = mlp
+
+    def attention_part(
+        self, x: Tensor, residual: Tensor | None, ctx: ForwardContext
+    ) -> tuple[Tensor, Tensor]:
+        """x, residual: [T, hidden], may be overwritten; mutates ctx.kv_store."""
+        return self.attend(self.project(x, residual, ctx), ctx)
+
+    def project(self, x: Tensor, residual: Tensor | None, ctx: ForwardContext) -> ProjectedTokens:
+        """First half of the attention part; x, residual: [T, hidden]; mutates ctx.kv_store."""
+        x, residual = self._attention_norm.add(x, residual)
+        q, k, v = self._attention.project(x, ctx)
+        return ProjectedTokens(x=x, q=q, k=k, v=v, residual=residual)
+
+    @property
+    def can_store_alone(self) -> bool:
+        """Whether `store` may be called."""
+        return self._attention.can_store_alone
+
+    def store(self, x: Tensor, residual: Tensor | None, ctx: ForwardContext) -> StoredTokens:
+        """`project` without queries; mutates ctx.kv_store."""
+        x, residual = self._attention_norm.add(x, residual)
+        k, v = self._attention.store(x, ctx)
+        return StoredTokens(x=x, k=k, v=v, residual=residual)
+
+    def project_last(self, stored: StoredTokens, last: LastTokens) -> ProjectedTokens:
+        """What `store` left out, for each row's last token alone; [R]."""
+        x = stored.x.index_select(0, last.indices)
+        q, k, v = self._attention.project(x, last.ctx)
+        residual = stored.residual.index_select(0, last.indices)
+        return ProjectedTokens(x=x, q=q, k=k, v=v, residual=residual)
+
+    def attend(
+        self, tokens: ProjectedTokens, ctx: ForwardContext, chosen: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Second half of the attention part; returns x and residual, [S, hidden].
+
+        chosen: [S] integer, the tokens that go on; None = all.
+        """
+        attended, residual = self._attention.attend(tokens, ctx), tokens.residual
+        if chosen is not None:
+            attended, residual = (t.index_select(0, chosen) for t in (attended, residual))
+        return ctx.comm.all_reduce(self._attention.output(attended, ctx)), residual
+
+    def mlp_part(self, x: Tensor, residual: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor]:
+        """x, residual: [T, hidden], may be overwritten."""
+        x, residual = self._mlp_norm.add(x, residual)
+        return ctx.comm.all_reduce(self._mlp(x, ctx.lane)), residual
+
+
 def build_decoder(
     spec: ModelSpec,
     weights: ModelWeights,
@@ -135,7 +206,7 @@ def build_decoder(
         embedding=weights.embedding,
         layers=layers,
         final_norm=RmsNorm(weights.final_norm, spec.rms_norm_eps, ops),
-        head=build_linear(weights.head, None, is_deterministic=is_deterministic),
+        head=build_linear(LinearWeight(weights.head), is_deterministic=is_deterministic),
         rotary=RotaryTable(
             spec.rope,
             head_dim=spec.head_dim,
@@ -156,30 +227,24 @@ def _build_layer(
         attention=Attention(
             layer=layer,
             head_dim=spec.head_dim,
-            qkv=linear(weights.qkv, weights.qkv_bias),
+            qkv=linear(weights.qkv),
             # In deterministic mode K and V come from one product, whatever else is wanted of it.
             kv=_kv_linear(spec, weights) if is_last and not is_deterministic else None,
-            out=linear(weights.output, weights.output_bias),
+            out=linear(weights.output),
             head_norms=_head_norms(spec, weights),
             ops=ops,
         ),
         mlp_norm=RmsNorm(weights.post_norm, spec.rms_norm_eps, ops),
         mlp=GatedMlp(
-            gated=build_gated(
-                weights.gate_up, weights.gate_up_bias, ops, is_deterministic=is_deterministic
-            ),
-            down=linear(weights.down, weights.down_bias),
+            gated=build_gated(weights.gate_up, ops, is_deterministic=is_deterministic),
+            down=linear(weights.down),
         ),
     )
 
 
 def _kv_linear(spec: ModelSpec, weights: LayerWeights) -> Linear:
     """hidden -> [k | v], from the same memory as the whole."""
-    num_query_rows = spec.num_heads * spec.head_dim
-    bias = weights.qkv_bias
-    return build_linear(
-        weights.qkv[num_query_rows:], None if bias is None else bias[num_query_rows:]
-    )
+    return build_linear(weights.qkv.rows(spec.num_heads * spec.head_dim))
 
 
 def _head_norms(spec: ModelSpec, weights: LayerWeights) -> HeadNorms | None:

@@ -1,0 +1,109 @@
+"""Grouped-query attention of one layer over the paged store, as steps that a schedule can order.
+
+    project (or store) -> attend -> output
+
+Nothing here knows of other layers, of communication, or of requests.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.layers.context import ForwardContext
+from engine.layers.linear import Linear
+from kernels.ops import HeadNorms, Ops
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StoredTokens:
+    """A layer's step up to K and V, which are in the store, too."""
+
+    # [T, hidden]  normalised
+    x: Tensor
+    # [T, kv_heads, head_dim]
+    k: Tensor
+    v: Tensor
+    # [T, hidden]
+    residual: Tensor
+
+    def is_finite(self) -> Tensor:
+        """[T] bool: whether a token's stream, K and V are; False too where their sum overflows."""
+        sums = [
+            part.sum(dim=tuple(range(1, part.ndim)), dtype=torch.float32)
+            for part in (self.residual, self.k, self.v)
+        ]
+        return torch.stack(sums).sum(dim=0).isfinite()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ProjectedTokens(StoredTokens):
+    """A layer's step up to its attention."""
+
+    # [T, heads, head_dim]
+    q: Tensor
+
+
+class Attention:
+    """Grouped-query attention of one layer over the paged store."""
+
+    __slots__ = ("_head_dim", "_head_norms", "_kv", "_layer", "_ops", "_out", "_qkv")
+
+    def __init__(
+        self,
+        *,
+        layer: int,
+        head_dim: int,
+        qkv: Linear,
+        kv: Linear | None,
+        out: Linear,
+        head_norms: HeadNorms | None,
+        ops: Ops,
+    ) -> None:
+        """qkv: hidden -> [q | k | v] heads * head_dim; kv: the k | v of it alone, if wanted.
+
+        out: heads * head_dim -> hidden.
+        """
+        self._layer = layer
+        self._head_dim = head_dim
+        self._qkv = qkv
+        self._kv = kv
+        self._out = out
+        self._head_norms = head_norms
+        self._ops = ops
+
+    def project(self, x: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor, Tensor]:
+        """x: [T, hidden]; returns rotated q, k, v; mutates ctx.kv_store at the step's tokens."""
+        return self._rotate_and_store(self._qkv(x, ctx.lane), ctx)
+
+    @property
+    def can_store_alone(self) -> bool:
+        return self._kv is not None
+
+    def store(self, x: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor]:
+        """x: [T, hidden]; returns rotated k and v; mutates ctx.kv_store at the step's tokens."""
+        assert self._kv is not None, "built without a map of its own to K and V"
+        _, k, v = self._rotate_and_store(self._kv(x, ctx.lane), ctx)
+        return k, v
+
+    def _rotate_and_store(
+        self, projected: Tensor, ctx: ForwardContext
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return self._ops.rotate_and_store(
+            projected.view(projected.shape[0], -1, self._head_dim),
+            self._head_norms,
+            ctx.rotary,
+            ctx.kv_store,
+            self._layer,
+            ctx.slots,
+        )
+
+    def attend(self, tokens: ProjectedTokens, ctx: ForwardContext) -> Tensor:
+        """Returns [T, heads * head_dim]."""
+        return ctx.attention.run(
+            tokens.q, tokens.k, tokens.v, self._layer, ctx.kv_store, ctx.attention_metadata
+        )
+
+    def output(self, attended: Tensor, ctx: ForwardContext) -> Tensor:
+        """attended: [T, heads * head_dim]; returns [T, hidden]."""
+        return self._out(attended, ctx.lane)
