@@ -6,9 +6,8 @@ waited for. Knows no requests: a row is a slot in its tables. What a row is, whe
 blocks it gets, the plan says.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from itertools import chain, compress
 from typing import Any
 
 import numpy as np
@@ -20,12 +19,12 @@ from engine.kv.store import KvStore
 from engine.kv.tables import BlockTables, concat_ranges
 from engine.layers.context import ForwardContext, LastTokens, SingleRank
 from engine.models.llama import CausalLM, ForwardResult
-from engine.plan import RowAdmission, StepPlan
+from engine.plan import StepPlan
+from engine.runner.captured_steps import CapturedSteps
 from engine.runner.decode_run import DecodeInputs, DecodeRun
 from engine.runner.graph_sizes import GraphSize, PromptSizes, decode_sizes
 from engine.runner.graphs import (
     ExecutorStatistics,
-    GraphOutput,
     PromptStepCounter,
     Recorder,
     StepGraphs,
@@ -34,7 +33,6 @@ from engine.runner.inputs import (
     InputBatch,
     RequestRows,
     StepBuffers,
-    row_tensors,
     write_input_batch,
 )
 from engine.runner.last_tokens import LastTokenSteps
@@ -47,10 +45,10 @@ from engine.runner.results import (
     StepTensors,
     digest_written,
 )
+from engine.runner.rows import Rows
 from engine.sampling.sampled import RowSampler as RowSampler
 from kernels.attention.phased import PhasedAttention
 from kernels.input_ids import keep_last_tokens, resolve_input_ids
-from kernels.sampling.rows import greedy
 
 # From here on the last layer's queries and attention take longer than planning the smaller step.
 _MIN_TOKENS_TO_SKIP_QUERIES = 1024
@@ -83,16 +81,18 @@ class Executor:
         self.model = model
         self.layout = layout
         self.kv_store = KvStore(layout, num_blocks=num_blocks, device=model.device)
-        self._sampler = sampler
         self._attention = attention
         self._sends_blocks = sends_blocks
         self._max_rows = max_rows
         self._max_model_len = max_model_len
-        self._request_rows = RequestRows(max_rows=max_rows, max_model_len=max_model_len)
-        self._prompt_logprobs = PromptLogprobRows(self._request_rows, model.logits, model.device)
         self._max_blocks_per_row = layout.num_blocks_for(max_model_len)
-        self._block_tables = BlockTables(
-            max_rows=max_rows, max_blocks_per_row=self._max_blocks_per_row
+        tokens = RequestRows(max_rows=max_rows, max_model_len=max_model_len)
+        self._rows = Rows(
+            tokens=tokens,
+            blocks=BlockTables(max_rows=max_rows, max_blocks_per_row=self._max_blocks_per_row),
+            sampler=sampler,
+            prompt_logprobs=PromptLogprobRows(tokens, model.logits, model.device),
+            num_blocks=num_blocks,
         )
         self._buffers = self._step_buffers(max_num_batched_tokens)
         self._last_token_steps = LastTokenSteps(max_rows, model.device)
@@ -117,19 +117,26 @@ class Executor:
         Decode steps need a decode backend that can be captured. `prompts`: of the other steps,
         which need a prefill backend that can; None = they replay none.
         """
-        assert self._attention.can_capture, "the decode backend cannot be captured"
+        steps = CapturedSteps(
+            self.model,
+            self._attention,
+            last_tokens=self._last_tokens,
+            max_model_len=self._max_model_len,
+            make_context=self._context,
+        )
         with torch.inference_mode():
             if prompts is not None:
-                assert self._attention.can_capture_prompts, "the prefill backend cannot"
-                prompt = self._graphs("prompt", prompts.sizes, self._prompt)
+                buffers = self._step_buffers(prompts.sizes[-1].num_tokens)
+                prompt = steps.prompt_graphs(prompts.sizes, buffers)
                 prompt.capture(recorder, report)
                 self._prompt_graphs = prompt
                 self._prompt_steps = PromptStepCounter(prompts)
-            decode = self._graphs("decode", decode_sizes(self._max_rows), self._decode)
+            buffers = self._step_buffers(self._max_rows)
+            decode = steps.decode_graphs(decode_sizes(self._max_rows), buffers)
             decode.capture(recorder, report)
             self._decode_graphs = decode
             self._decode_run = DecodeRun(
-                decode.buffers, self._request_rows, self._block_tables, self.layout.block_size
+                decode.buffers, self._rows.tokens, self._rows.blocks, self.layout.block_size
             )
 
     def statistics(self) -> ExecutorStatistics:
@@ -157,7 +164,7 @@ class Executor:
             computed = self._compute(plan)
             left = self._sample(computed)
             if self._sends_blocks:
-                written = digest_written(plan, self._block_tables, self.kv_store)
+                written = digest_written(plan, self._rows.blocks, self.kv_store)
                 left = replace(left, written=written)
             return PendingStep(plan, computed.batch, self._slots, slot, left)
 
@@ -173,56 +180,18 @@ class Executor:
             lines = torch.from_numpy(concat_ranges(ends - num_logits, num_logits))
             return self.model.logits(hidden.index_select(0, lines.to(hidden.device))).float()
 
-    # ---- rows -----------------------------------------------------------------------------------
-
     def _apply_rows(self, plan: StepPlan) -> None:
-        """Zero blocks, release rows, admit rows, append blocks, accept tokens."""
+        """What comes before the step: zero blocks, then the changes of rows."""
         if plan.zero_block_ids:
             self.kv_store.zero(plan.zero_block_ids)
         if self._decode_run is not None and (plan.released_rows or plan.admissions):
             self._decode_run.end()
-        for row in plan.released_rows:
-            self._release(row)
-        for admission in plan.admissions:
-            self._admit(admission)
-        assert len(plan.new_block_ids) == len(plan.rows), f"step {plan.step} is ragged"
-        block_ids = list(filter(None, plan.new_block_ids))
-        if block_ids:
-            self._append_blocks(list(compress(plan.rows, plan.new_block_ids)), block_ids)
-        for row, token_id in plan.accepted_tokens:
-            self._sampler.accept_token(row, token_id)
-
-    def _admit(self, admission: RowAdmission) -> None:
-        row, num_prompt = admission.row, admission.num_prompt_tokens
-        if self._request_rows.is_occupied(row):
-            self._release(row)
-        self._request_rows.add(row, admission.token_ids, admission.num_computed_tokens)
-        self._append_blocks([row], [admission.block_ids])
-        self._prompt_logprobs.add(admission)
-        self._sampler.add(
-            row,
-            admission.params,
-            admission.token_ids[:num_prompt],
-            admission.token_ids[num_prompt:],
-        )
-
-    def _release(self, row: int) -> None:
-        self._request_rows.remove(row)
-        self._block_tables.clear(row)
-        self._prompt_logprobs.remove(row)
-        self._sampler.remove(row)
-
-    def _append_blocks(self, rows: Sequence[int], block_ids: Sequence[Sequence[int]]) -> None:
-        """block_ids: [R], those of each row."""
-        ids = list(chain.from_iterable(block_ids))
-        is_known = not ids or (min(ids) >= 0 and max(ids) < self.kv_store.num_blocks)
-        assert is_known, f"rows {rows}: block ids {ids} for a store of {self.kv_store.num_blocks}"
-        self._block_tables.append(rows, [len(of_row) for of_row in block_ids], ids)
+        self._rows.apply(plan)
 
     # ---- one step -------------------------------------------------------------------------------
 
     def _compute(self, plan: StepPlan) -> ComputedStep:
-        chunks = self._prompt_logprobs.due(plan)
+        chunks = self._rows.prompt_logprobs.due(plan)
         if chunks:
             return self._compute_everywhere(plan, chunks)
         inputs = self._decode_run.go_on(plan) if self._decode_run else None
@@ -268,7 +237,7 @@ class Executor:
             logits=self.model.logits(hidden) if len(batch.sampling) > 0 else None,
             replayed=None,
             is_finite_token=result.is_finite,
-            prompt=self._prompt_logprobs.read(chunks, batch, result.hidden),
+            prompt=self._rows.prompt_logprobs.read(chunks, batch, result.hidden),
         )
 
     def _replay(self, graphs: StepGraphs, inputs: DecodeInputs) -> ComputedStep:
@@ -290,8 +259,8 @@ class Executor:
         if computed.logits is None:
             return StepTensors(drawn=None, is_finite_token=flags, prompt=prompt)
         choice = replayed.greedy if replayed else None
-        sampled = self._sampler.sample(computed.logits, batch.sampled_row_list, choice)
-        self._request_rows.count_sampled(batch.rows[batch.sampling])
+        sampled = self._rows.sampler.sample(computed.logits, batch.sampled_row_list, choice)
+        self._rows.tokens.count_sampled(batch.rows[batch.sampling])
         if replayed is not None and sampled.is_choice(replayed.greedy):
             drawn = replayed.drawn
         else:
@@ -329,63 +298,6 @@ class Executor:
         ids = resolve_input_ids(batch.input_ids, self._last_tokens)
         return self.model.forward(ids, ctx, checks_finite=True)
 
-    # ---- what graphs capture --------------------------------------------------------------------
-
-    def _graphs(
-        self,
-        kind: str,
-        sizes: Sequence[GraphSize],
-        compute: Callable[[StepBuffers, GraphSize, ForwardContext], GraphOutput],
-    ) -> StepGraphs:
-        buffers = self._step_buffers(sizes[-1].num_tokens)
-
-        def open_attention(size: GraphSize) -> Any:  # noqa: ANN401
-            return self._attention.open_graph(
-                row_tensors(buffers, size.num_rows),
-                max_keys=self._max_model_len,
-                max_tokens=size.num_tokens if kind == "prompt" else None,
-                max_row_tokens=size.span_tokens,
-            )
-
-        def run(size: GraphSize, metadata: Any) -> GraphOutput:  # noqa: ANN401
-            self._attention.begin(metadata)
-            positions = buffers.on_device("positions", size.num_tokens)
-            slots = buffers.on_device("slots", size.num_tokens)
-            return compute(buffers, size, self._context(positions, slots, metadata))
-
-        return StepGraphs(kind, sizes, buffers, open_attention=open_attention, compute=run)
-
-    def _decode(self, buffers: StepBuffers, size: GraphSize, ctx: ForwardContext) -> GraphOutput:
-        """One token for each of the first rows of `buffers`."""
-        logits = self.model.logits(self.model.forward(self._ids(buffers, size), ctx).hidden)
-        return self._output(buffers, size, logits, None)
-
-    def _prompt(self, buffers: StepBuffers, size: GraphSize, ctx: ForwardContext) -> GraphOutput:
-        """Any number of tokens for each of the first rows of `buffers`, and a line for each."""
-        indices = buffers.on_device("logit_indices", size.num_rows)
-        result = self.model.forward(self._ids(buffers, size), ctx, indices, checks_finite=True)
-        logits = self.model.logits(result.hidden)
-        is_finite = result.is_finite
-        if size.span_tokens is not None and is_finite is not None:
-            # Between two rows lies padding, of which nobody wants to know.
-            is_finite = is_finite | (ctx.slots < 0)
-        return self._output(buffers, size, logits, is_finite)
-
-    def _output(
-        self, buffers: StepBuffers, size: GraphSize, logits: Tensor, is_finite_token: Tensor | None
-    ) -> GraphOutput:
-        """Keeps each line's best token as its row's newest; another choice is kept after it."""
-        choice = greedy(logits)
-        rows = buffers.on_device("sampled_rows", size.num_rows)
-        drawn = keep_last_tokens(choice.token_ids, choice.is_finite, rows, self._last_tokens)
-        return GraphOutput(
-            logits=logits, greedy=choice, drawn=drawn, is_finite_token=is_finite_token
-        )
-
-    def _ids(self, buffers: StepBuffers, size: GraphSize) -> Tensor:
-        ids = buffers.on_device("input_ids", size.num_tokens)
-        return resolve_input_ids(ids, self._last_tokens)
-
     # ---- parts ----------------------------------------------------------------------------------
 
     def _context(self, positions: Tensor, slots: Tensor, metadata: Any) -> ForwardContext:  # noqa: ANN401
@@ -401,7 +313,7 @@ class Executor:
     def _write_batch(
         self, plan: StepPlan, buffers: StepBuffers, padded_to: GraphSize | None = None
     ) -> InputBatch:
-        tables = self._request_rows, self._block_tables, self.layout
+        tables = self._rows.tokens, self._rows.blocks, self.layout
         return write_input_batch(plan, *tables, buffers, padded_to=padded_to)
 
     def _step_buffers(self, max_tokens: int) -> StepBuffers:

@@ -2,16 +2,11 @@
 
     decode   R rows of one new token each
     ragged   T tokens of up to R rows, one row behind the other: prompts, chunks, single tokens
-    grid     R rows of up to L tokens, each at the end of a span of L tokens
+    grid     R rows of up to L tokens, each in a span of L tokens (grid_sizes.py)
 
-    span in the grid   [ padding ........ | the row's new tokens ]
-
-Attention lets a row's last query see its last key and aligns the others before it. A row that
-began its span would have its first tokens' keys counted from the span's end and see too few; at
-the end of the span every token sees what it should, on top of any history. Knows no graphs.
+Knows no graphs.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -93,25 +88,3 @@ def ragged_sizes(max_rows: int, max_tokens: int, *, max_graph_rows: int = FEW_RO
         for num_rows in dict.fromkeys((min(count, most, FEW_ROWS), min(count, most)))
     )
     return PromptSizes(form="ragged", sizes=sizes, max_tokens=limit, max_row_tokens=limit)
-
-
-def grid_sizes(
-    batch_sizes: Sequence[int], row_lengths: Sequence[int], *, max_row_tokens: int
-) -> PromptSizes:
-    """Every number of rows with every length.
-
-    max_row_tokens: rows with more new tokens are none of the grid's, at least the longest length.
-    """
-    sizes = [
-        GraphSize(num_rows=num_rows, num_tokens=num_rows * length, span_tokens=length)
-        for num_rows in batch_sizes
-        for length in row_lengths
-    ]
-    # Of sizes with as many tokens the one with fewer rows has less logits to compute.
-    sizes.sort(key=lambda size: (size.num_tokens, size.num_rows))
-    return PromptSizes(
-        form="grid",
-        sizes=tuple(sizes),
-        max_tokens=sizes[-1].num_tokens,
-        max_row_tokens=max_row_tokens,
-    )

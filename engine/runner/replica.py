@@ -20,8 +20,9 @@ from engine.models.llama import CausalLM
 from engine.models.registry import build_model
 from engine.models.spec import ModelSpec
 from engine.runner.executor import Executor
-from engine.runner.graph_sizes import PromptSizes, grid_sizes, ragged_sizes
+from engine.runner.graph_sizes import PromptSizes, ragged_sizes
 from engine.runner.graphs import CudaRecorder
+from engine.runner.grid_sizes import grid_sizes
 from engine.runner.warm_up import warm_up
 from engine.sampling.constraint import Matchers
 from engine.sampling.sampler import Sampler

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from configs.schema import AppConfig, AttentionConfig, LapsConfig, ModelConfig, SchedulerConfig
 from engine.errors import ConfigError
-from engine.runner.graph_sizes import GraphSize, decode_sizes, grid_sizes, ragged_sizes
+from engine.runner.graph_sizes import GraphSize, decode_sizes, ragged_sizes
+from engine.runner.grid_sizes import grid_sizes
 from engine.runner.replica import build_prompt_sizes
 from kernels.attention.phased import PhasedAttention
 from kernels.attention.protocol import AttentionShape

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from engine.models.llama import CausalLM
 from engine.models.registry import build_model
 from engine.plan import StepResult
-from engine.runner.graph_sizes import PromptSizes, grid_sizes, ragged_sizes
+from engine.runner.graph_sizes import PromptSizes, ragged_sizes
+from engine.runner.grid_sizes import grid_sizes
 from tests.engine.models.closeness import assert_same_logits
 from tests.engine.runner.graph_story import (
     LogitSampler,
@@ -61,7 +62,7 @@ def _driver(model: CausalLM, prompts: PromptSizes | None) -> StepDriver:
 
 
 def _logits(driver: StepDriver) -> dict[int, torch.Tensor]:
-    sampler = driver.executor._sampler
+    sampler = driver.executor._rows.sampler
     assert isinstance(sampler, LogitSampler)
     return sampler.logits
 

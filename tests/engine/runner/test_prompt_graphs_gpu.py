@@ -9,8 +9,9 @@ from configs.schema import LapsConfig
 from engine.models.llama import CausalLM
 from engine.models.registry import build_model
 from engine.plan import StepResult
-from engine.runner.graph_sizes import PromptSizes, grid_sizes, ragged_sizes
+from engine.runner.graph_sizes import PromptSizes, ragged_sizes
 from engine.runner.graphs import CudaRecorder
+from engine.runner.grid_sizes import grid_sizes
 from kernels.attention.select import AttentionName, AttentionNames
 from tests.engine.runner.graph_story import LogitSampler, tell
 from tests.engine.runner.step_driver import StepDriver
@@ -82,7 +83,7 @@ def _driver(
 
 def _logits(driver: StepDriver) -> torch.Tensor:
     """[S, vocab], by growing row."""
-    sampler = driver.executor._sampler
+    sampler = driver.executor._rows.sampler
     assert isinstance(sampler, LogitSampler)
     return torch.stack([sampler.logits[row] for row in sorted(sampler.logits)])
 

@@ -1,0 +1,107 @@
+"""What the graphs of steps compute: from inputs in fixed places to each row's best token.
+
+    ids -> model -> logits -> best token, kept as the row's newest one
+
+A decode graph computes one token of each row; a prompt graph any number of each. Knows no plan.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from engine.layers.context import ForwardContext
+from engine.models.llama import CausalLM
+from engine.runner.graph_sizes import GraphSize
+from engine.runner.graphs import GraphOutput, StepGraphs
+from engine.runner.inputs import StepBuffers, row_tensors
+from kernels.attention.phased import PhasedAttention
+from kernels.input_ids import keep_last_tokens, resolve_input_ids
+from kernels.sampling.rows import greedy
+
+# positions, slots and the attention's metadata of a step -> what its forward pass needs
+MakeContext = Callable[[Tensor, Tensor, Any], ForwardContext]
+
+
+class CapturedSteps:
+    """Builds the graphs of one executor."""
+
+    def __init__(
+        self,
+        model: CausalLM,
+        attention: PhasedAttention,
+        *,
+        last_tokens: Tensor,
+        max_model_len: int,
+        make_context: MakeContext,
+    ) -> None:
+        """last_tokens: [rows + 1]  each row's newest token; the last entry belongs to padding."""
+        self._model = model
+        self._attention = attention
+        self._last_tokens = last_tokens
+        self._max_model_len = max_model_len
+        self._make_context = make_context
+
+    def decode_graphs(self, sizes: Sequence[GraphSize], buffers: StepBuffers) -> StepGraphs:
+        """Not captured yet; the decode backend must be one that can be."""
+        assert self._attention.can_capture, "the decode backend cannot be captured"
+        return self._graphs("decode", sizes, buffers, self._decode)
+
+    def prompt_graphs(self, sizes: Sequence[GraphSize], buffers: StepBuffers) -> StepGraphs:
+        """Not captured yet; the prefill backend must be one that can be."""
+        assert self._attention.can_capture_prompts, "the prefill backend cannot be captured"
+        return self._graphs("prompt", sizes, buffers, self._prompt)
+
+    def _graphs(
+        self,
+        kind: str,
+        sizes: Sequence[GraphSize],
+        buffers: StepBuffers,
+        compute: Callable[[StepBuffers, GraphSize, ForwardContext], GraphOutput],
+    ) -> StepGraphs:
+        def open_attention(size: GraphSize) -> Any:  # noqa: ANN401
+            return self._attention.open_graph(
+                row_tensors(buffers, size.num_rows),
+                max_keys=self._max_model_len,
+                max_tokens=size.num_tokens if kind == "prompt" else None,
+                max_row_tokens=size.span_tokens,
+            )
+
+        def run(size: GraphSize, metadata: Any) -> GraphOutput:  # noqa: ANN401
+            self._attention.begin(metadata)
+            positions = buffers.on_device("positions", size.num_tokens)
+            slots = buffers.on_device("slots", size.num_tokens)
+            return compute(buffers, size, self._make_context(positions, slots, metadata))
+
+        return StepGraphs(kind, sizes, buffers, open_attention=open_attention, compute=run)
+
+    def _decode(self, buffers: StepBuffers, size: GraphSize, ctx: ForwardContext) -> GraphOutput:
+        """One token for each of the first rows of `buffers`."""
+        logits = self._model.logits(self._model.forward(self._ids(buffers, size), ctx).hidden)
+        return self._output(buffers, size, logits, None)
+
+    def _prompt(self, buffers: StepBuffers, size: GraphSize, ctx: ForwardContext) -> GraphOutput:
+        """Any number of tokens for each of the first rows of `buffers`, and a line for each."""
+        indices = buffers.on_device("logit_indices", size.num_rows)
+        result = self._model.forward(self._ids(buffers, size), ctx, indices, checks_finite=True)
+        logits = self._model.logits(result.hidden)
+        is_finite = result.is_finite
+        if size.span_tokens is not None and is_finite is not None:
+            # Between two rows lies padding, of which nobody wants to know.
+            is_finite = is_finite | (ctx.slots < 0)
+        return self._output(buffers, size, logits, is_finite)
+
+    def _output(
+        self, buffers: StepBuffers, size: GraphSize, logits: Tensor, is_finite_token: Tensor | None
+    ) -> GraphOutput:
+        """Keeps each line's best token as its row's newest; another choice is kept after it."""
+        choice = greedy(logits)
+        rows = buffers.on_device("sampled_rows", size.num_rows)
+        drawn = keep_last_tokens(choice.token_ids, choice.is_finite, rows, self._last_tokens)
+        return GraphOutput(
+            logits=logits, greedy=choice, drawn=drawn, is_finite_token=is_finite_token
+        )
+
+    def _ids(self, buffers: StepBuffers, size: GraphSize) -> Tensor:
+        ids = buffers.on_device("input_ids", size.num_tokens)
+        return resolve_input_ids(ids, self._last_tokens)

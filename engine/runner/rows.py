@@ -1,0 +1,74 @@
+"""The device rows between steps: what a plan's admissions, releases and blocks change.
+
+Composes what is kept of a row: its known tokens, its blocks, how it samples, and whether its prompt
+is asked about. Knows no requests; which row is whose, the plan says.
+"""
+
+from collections.abc import Sequence
+from itertools import chain, compress
+
+from engine.kv.tables import BlockTables
+from engine.plan import RowAdmission, StepPlan
+from engine.runner.inputs import RequestRows
+from engine.runner.prompt_logprobs import PromptLogprobRows
+from engine.sampling.sampled import RowSampler
+
+
+class Rows:
+    """All that is known of each row."""
+
+    def __init__(
+        self,
+        *,
+        tokens: RequestRows,
+        blocks: BlockTables,
+        sampler: RowSampler,
+        prompt_logprobs: PromptLogprobRows,
+        num_blocks: int,
+    ) -> None:
+        """num_blocks: of the store that block ids are about."""
+        self.tokens = tokens
+        self.blocks = blocks
+        self.sampler = sampler
+        self.prompt_logprobs = prompt_logprobs
+        self._num_blocks = num_blocks
+
+    def apply(self, plan: StepPlan) -> None:
+        """Release rows, admit rows, append blocks, and tell constraints of accepted tokens."""
+        for row in plan.released_rows:
+            self._release(row)
+        for admission in plan.admissions:
+            self._admit(admission)
+        assert len(plan.new_block_ids) == len(plan.rows), f"step {plan.step} is ragged"
+        block_ids = list(filter(None, plan.new_block_ids))
+        if block_ids:
+            self._append_blocks(list(compress(plan.rows, plan.new_block_ids)), block_ids)
+        for row, token_id in plan.accepted_tokens:
+            self.sampler.accept_token(row, token_id)
+
+    def _admit(self, admission: RowAdmission) -> None:
+        row, num_prompt = admission.row, admission.num_prompt_tokens
+        if self.tokens.is_occupied(row):
+            self._release(row)
+        self.tokens.add(row, admission.token_ids, admission.num_computed_tokens)
+        self._append_blocks([row], [admission.block_ids])
+        self.prompt_logprobs.add(admission)
+        self.sampler.add(
+            row,
+            admission.params,
+            admission.token_ids[:num_prompt],
+            admission.token_ids[num_prompt:],
+        )
+
+    def _release(self, row: int) -> None:
+        self.tokens.remove(row)
+        self.blocks.clear(row)
+        self.prompt_logprobs.remove(row)
+        self.sampler.remove(row)
+
+    def _append_blocks(self, rows: Sequence[int], block_ids: Sequence[Sequence[int]]) -> None:
+        """block_ids: [R], those of each row."""
+        ids = list(chain.from_iterable(block_ids))
+        is_known = not ids or (min(ids) >= 0 and max(ids) < self._num_blocks)
+        assert is_known, f"rows {rows}: block ids {ids} for a store of {self._num_blocks}"
+        self.blocks.append(rows, [len(of_row) for of_row in block_ids], ids)
