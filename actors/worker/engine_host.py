@@ -1,21 +1,18 @@
 """What every worker has, whatever its role: an engine in its thread, and streams to the ingresses.
 
-A worker actor is a shell around this plus its side of the handoff. The model loads in a thread, so
-the actor answers heartbeats meanwhile; torch is imported only there.
+A worker actor is a shell around this plus its side of the handoff. Life and health are here: it
+loads (loading.py), takes requests (requests.py), steps, reports, drains and exits. torch is
+imported only where the model loads.
 """
 
 import asyncio
-import gc
 import logging
 import os
-import threading
 import uuid
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Literal, TypeVar
-
-import ray
 
 from actors.lifecycle.deployment import DeploymentSpec
 from actors.lifecycle.liveness import Lifeline, exit_for_good
@@ -26,11 +23,13 @@ from actors.worker.draining import Draining
 from actors.worker.engine_thread import EngineThread
 from actors.worker.faulty_steps import FaultySteps
 from actors.worker.kv_connector import KvConnector
-from actors.worker.stall_watch import EXIT_FAILED, StallWatch, exit_failed, exit_stalled
+from actors.worker.loading import EngineLoader, why_not_started
+from actors.worker.requests import WorkerRequests
+from actors.worker.stall_watch import StallWatch, exit_failed, exit_stalled
 from actors.worker.token_streams import TokenStreams
 from configs.faults import parse_faults
 from engine.clock import MonotonicClock
-from engine.errors import ConfigError, RequestError, WorkerError
+from engine.errors import WorkerError
 from engine.kv.cache import check_blocks, num_held
 from engine.messages import (
     CacheReport,
@@ -41,7 +40,7 @@ from engine.messages import (
     WorkerIdentity,
     WorkerStatus,
 )
-from engine.request import Request, RequestKey
+from engine.request import RequestKey
 from engine.scheduling.contracts import StepOutput
 
 if TYPE_CHECKING:
@@ -53,7 +52,6 @@ T = TypeVar("T")
 
 HOUSEKEEPING_S = 0.25
 INGRESS_PREFIX = "ingress-"  # streams of other clients (the allocator) hold nobody back
-MAX_ABORTED_KEYS = 4096
 NO_LOAD = LoadReport(queued_tokens=0, num_waiting=0, num_running=0, num_free_blocks=0, num_blocks=0)
 
 
@@ -89,7 +87,7 @@ class EngineHost:
         self._engine: Engine | None = None
         self._thread: EngineThread | None = None
         self._failure: str | None = None
-        self._aborted: dict[RequestKey, None] = {}  # not found when aborted; oldest first
+        self._requests: WorkerRequests | None = None
         self.draining = Draining(name, self.clock, self._hand_over)
         self._report = NO_LOAD
         self.streams = TokenStreams(
@@ -102,7 +100,7 @@ class EngineHost:
             on_overflow=self._drop_slow_request,
         )
         self._housekeeper = self._loop.create_task(self._keep_house())
-        threading.Thread(target=self._load, name="model loader", daemon=True).start()
+        self._load()
 
     # ---- life -----------------------------------------------------------------------------------
 
@@ -149,51 +147,14 @@ class EngineHost:
 
     async def submit(self, submit: Submit) -> None:
         """Queue a request. Raises RequestError if it can never fit, CapacityError if not now."""
-        engine = self.engine
-        self.draining.check(submit.key)
-        if len(submit.token_ids) >= engine.max_model_len:
-            raise RequestError(
-                f"This model's maximum context length is {engine.max_model_len} tokens.",
-                code="context_length_exceeded",
-            )
-        engine.check_ids(submit.token_ids, submit.spec.params)
-        constraint = submit.spec.params.constraint
-        if constraint is not None:  # the sampler must not wait for the compiler
-            compiled = engine.grammars.prepare(constraint)
-            await asyncio.shield(asyncio.wrap_future(compiled))  # others may wait for it too
-        request = Request(
-            key=submit.key,
-            ingress_id=submit.ingress_id,
-            spec=submit.spec,
-            tokens=list(submit.token_ids),
-            num_prompt_tokens=submit.num_prompt_tokens,
-            num_emitted_tokens=len(submit.token_ids) - submit.num_prompt_tokens,
-            arrival_s=self.clock.now_s(),
-            age_s=submit.age_s,
-            decode_worker=submit.decode_worker,
-        )
-
-        def add() -> None:
-            self.draining.check(request.key)  # again: what runs may have been handed over meanwhile
-            if request.key not in self._aborted:  # a small abort may overtake a large submit
-                engine.core.scheduler.add(request)
-
-        await self.call(add)
+        if self._requests is None:
+            raise WorkerError(f"{self.name} is still loading its model")
+        await self._requests.submit(submit)
 
     def abort(self, key: RequestKey) -> None:
         """Forget a request in any phase; idempotent."""
-        if self._engine is None:
-            return
-        scheduler = self._engine.core.scheduler
-
-        def abort() -> None:
-            if not scheduler.abort(key):
-                self._aborted[key] = None
-                if len(self._aborted) > MAX_ABORTED_KEYS:
-                    del self._aborted[next(iter(self._aborted))]
-
-        self._post(abort)
-        self.connector.cancel(key)
+        if self._requests is not None:
+            self._requests.abort(key)
 
     def read(self, ingress_id: str) -> AsyncGenerator[bytes, None]:
         """Encoded StepMessages for one client. Raises WorkerError while the model still loads.
@@ -262,25 +223,20 @@ class EngineHost:
     # ---- loading and stepping -------------------------------------------------------------------
 
     def _load(self) -> None:
-        """Build the engine; on the loader thread."""
+        EngineLoader(
+            self.name,
+            build=self._build,
+            clock=self.clock,
+            on_loaded=lambda engine: self._loop.call_soon_threadsafe(self._begin, engine),
+            on_failed=self._cannot_start,
+        ).start()
+
+    def _build(self) -> "Engine":
+        """On the loader's thread. Raises ConfigError."""
         from engine.build import build_engine  # imports torch, which takes seconds
 
-        started_s = self.clock.now_s()
-        try:
-            given = self.config, self.model, self.clock, self._on_outgoing, self._block_key
-            engine = build_engine(*given, sends_blocks=self.role == "prefill")
-        except ConfigError as error:
-            self._failure = error.message
-            logger.error("%s cannot start: %s", self.name, error.message)
-        except Exception as error:  # noqa: BLE001 - reported to the supervisor, which says so
-            self._give_up(error)
-        else:
-            # What stands by now stays: a full collection walks it no more, and takes no 50 ms.
-            gc.collect()
-            gc.freeze()
-            took_s = self.clock.now_s() - started_s
-            logger.info("%s loaded in %.1f s: %s", self.name, took_s, engine.describe())
-            self._loop.call_soon_threadsafe(self._begin, engine)
+        given = self.config, self.model, self.clock, self._on_outgoing, self._block_key
+        return build_engine(*given, sends_blocks=self.role == "prefill")
 
     def _begin(self, engine: "Engine") -> None:
         self._engine = engine
@@ -288,7 +244,7 @@ class EngineHost:
             self.connector = self._make_connector(self, engine)
         except Exception as error:  # noqa: BLE001 - as above
             self._engine = None
-            self._give_up(error)
+            self._cannot_start(error)
             return
         if self.faults:
             engine.core.wrap_executor(lambda executor: FaultySteps(executor, self.faults))
@@ -298,17 +254,15 @@ class EngineHost:
             engine.core, on_step=self._on_step, on_failure=self._on_engine_failure
         )
         self._thread.start()
+        self._requests = WorkerRequests(
+            engine, self._thread, self.connector, self.draining, self.clock
+        )
         thread, stall_s = self._thread, self.config.workers.stall_s
         StallWatch(stall_s, lambda: thread.turn, lambda: exit_stalled(self.name, stall_s)).start()
 
-    def _give_up(self, error: Exception) -> None:
-        """Say at the first start why there is none; later, try again what worked before."""
-        logger.error("%s cannot start", self.name, exc_info=error)
-        is_restart = ray.get_runtime_context().was_current_actor_reconstructed
-        if is_restart and not self.draining.is_begun:
-            logging.shutdown()
-            os._exit(EXIT_FAILED)
-        self._failure = f"{type(error).__name__}: {error}"
+    def _cannot_start(self, error: Exception) -> None:
+        """Keep why, for the supervisor; a worker that ran before is started again instead."""
+        self._failure = why_not_started(self.name, error, may_restart=not self.draining.is_begun)
 
     def _on_step(self, output: StepOutput) -> None:
         """On the engine thread, after every turn of its loop."""
@@ -330,16 +284,9 @@ class EngineHost:
     # ---- giving up on others --------------------------------------------------------------------
 
     def _drop_ingress(self, ingress_id: str) -> None:
-        if self._engine is None:
+        if self._requests is None:
             return
-        scheduler = self._engine.core.scheduler
-
-        def drop() -> None:
-            for key in scheduler.requests_of(ingress_id):
-                scheduler.abort(key)
-
-        self._post(drop)
-        self.connector.drop_ingress(ingress_id)
+        self._requests.drop_ingress(ingress_id)
         if ingress_id.startswith(INGRESS_PREFIX):
             logger.warning("%s: %s went silent; its requests are dropped", self.name, ingress_id)
 
@@ -364,24 +311,13 @@ class EngineHost:
 
     async def _hand_over(self) -> None:
         """Give up what still runs; its ingresses go on elsewhere, with the tokens they have."""
+        if self._requests is None:
+            return
         reason = f"{self.name} is drained"
         for ingress_id in self.streams.clients():
-            for key in await self.call(partial(self._give_up_all, ingress_id)):
+            for key in await self._requests.hand_over(ingress_id):
                 self.fail(ingress_id, FailureRecord(key=key, reason=reason, retryable=True))
-            self.connector.drop_ingress(ingress_id)
-
-    def _give_up_all(self, ingress_id: str) -> list[RequestKey]:
-        """On the engine thread: forget an ingress's requests; those that another may go on with."""
-        scheduler = self.engine.core.scheduler
-        keys = scheduler.requests_of(ingress_id)
-        for key in keys:
-            scheduler.abort(key)
-        return keys + [key for key in self.connector.keys_of(ingress_id) if key not in keys]
 
     @property
     def _num_requests(self) -> int:
         return self._report.num_waiting + self._report.num_running + self.connector.num_handoffs
-
-    def _post(self, fn: Callable[[], object]) -> None:
-        if self._thread is not None:
-            self._thread.post(fn)
