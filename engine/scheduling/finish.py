@@ -96,18 +96,17 @@ class SampledTokens:
         for request, token_ids, logprobs in islice(rows, step.num_decodes):
             if request.row is None or not token_ids:
                 continue
-            tokens, token_id = request.tokens, token_ids[0]
-            num_known = len(tokens) + len(token_ids)
-            ends = token_id in request.stop_ids or num_known >= request.max_known_tokens
-            if ends or len(token_ids) > 1:
-                endings += self._append_each(request, token_ids, logprobs, output)
+            (token_id,) = token_ids  # a decode samples one, or none if it is not finite
+            its_logprobs = None if logprobs is None else logprobs[0]
+            tokens = request.tokens
+            num_known = len(tokens)
+            if token_id in request.stop_ids or num_known + 1 >= request.max_known_tokens:
+                endings += self._append(request, token_id, its_logprobs, output)
                 continue
             tokens.append(token_id)
+            index = num_known - request.num_prompt_tokens
             record = TokenRecord(
-                key=request.key,
-                index=num_known - 1 - request.num_prompt_tokens,
-                token_id=token_id,
-                logprobs=None if logprobs is None else logprobs[0],
+                key=request.key, index=index, token_id=token_id, logprobs=its_logprobs
             )
             emit((request.ingress_id, record))
         for request, token_ids, logprobs in rows:
