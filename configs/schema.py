@@ -40,7 +40,7 @@ class ModelConfig(_Section, frozen=True):
     served_name: str | None = None  # name in the API; None = the folder's name
     # auto = float32 on a CPU, else what config.json says.
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    device: Literal["cpu", "cuda"] = "cpu"
+    device: Literal["cpu", "cuda"] = "cpu"  # where the model computes
     max_model_len: Positive | None = None  # tokens; None = what config.json allows
     weights: Literal["safetensors", "random"] = "safetensors"  # random = for benchmarks
     attention: AttentionConfig = AttentionConfig()
@@ -56,16 +56,15 @@ class CacheConfig(_Section, frozen=True):
     num_blocks: Annotated[int, Meta(ge=2)] | None = None
     # Of a GPU's memory, at most, taken by everything together when num_blocks is None.
     gpu_memory_utilization: Share = 0.9
-    enable_prefix_caching: bool = True
+    enable_prefix_caching: bool = True  # found blocks of earlier prompts are not computed again
     protected_share: Share = 0.8  # of the blocks, at most, shielded after a second use (SLRU)
 
 
 class SchedulerConfig(_Section, frozen=True):
     """One iteration of one worker."""
 
-    max_num_batched_tokens: Positive = (
-        512  # new tokens a step computes, prompts and decodes together
-    )
+    # New tokens that a step computes, of prompts and of answers together.
+    max_num_batched_tokens: Positive = 512
     max_num_seqs: Positive = 64  # requests running at once
     max_waiting: Positive = 4096  # requests queued in one worker before it refuses more
     # Finished prompts that wait for room at a decode worker hold at most this share of a prefill
@@ -98,7 +97,7 @@ class LapsConfig(_Section, frozen=True):
     fixed_window_s: Seconds = 0.005  # window fixed: at most so long after the first short prompt
     fixed_window_requests: Positive = 8  # window fixed: at most so many short prompts
     min_window_s: Annotated[float, Meta(ge=0)] = 0.0  # window adaptive: bounds of its length
-    max_window_s: Seconds = 0.008
+    max_window_s: Seconds = 0.008  # window adaptive: at most so long
     # A long chunk keeps its step this short, by the cost model: a short prompt waits no longer. But
     # four times what a step costs at least are always allowed, or capacity would be lost.
     max_step_ms: Annotated[float, Meta(gt=0)] = 50.0
@@ -133,7 +132,7 @@ class LapsConfig(_Section, frozen=True):
     rebalance_cool_down_s: Annotated[float, Meta(ge=0)] = 10.0  # between two moves
     # Seconds of queued work (P90 of the pool) below which no worker moves there.
     min_pending_s: Annotated[float, Meta(ge=0)] = 0.25
-    min_workers_per_pool: Positive = 1
+    min_workers_per_pool: Positive = 1  # a move leaves at least so many
     # Fewer workers that prefill than this are not split: a worker kept for long prompts strands.
     min_workers_to_split: Annotated[int, Meta(ge=2)] = 3
     # A prompt leaves its pool only for a first token sooner by this much.
@@ -150,9 +149,9 @@ class ExecutionConfig(_Section, frozen=True):
 class FloorsConfig(_Section, frozen=True):
     """The rate in GB/s that a new channel must show before KV goes over it; 0 = no proof."""
 
-    cuda_ipc: Annotated[float, Meta(ge=0)] = 10.0
-    nccl_pair: Annotated[float, Meta(ge=0)] = 1.0
-    gloo_pair: Annotated[float, Meta(ge=0)] = 0.0
+    cuda_ipc: Annotated[float, Meta(ge=0)] = 10.0  # between two GPUs of one host
+    nccl_pair: Annotated[float, Meta(ge=0)] = 1.0  # between any two GPUs
+    gloo_pair: Annotated[float, Meta(ge=0)] = 0.0  # through host memory over TCP
 
 
 class HandoffConfig(_Section, frozen=True):
@@ -181,13 +180,13 @@ class HandoffConfig(_Section, frozen=True):
 class WorkersConfig(_Section, frozen=True):
     """How many actors of each role, and what each may use."""
 
-    tokenizer_batchers: Positive = 1
-    prefill: Annotated[int, Meta(ge=0)] = 0
-    decode: Annotated[int, Meta(ge=0)] = 0
-    unified: Annotated[int, Meta(ge=0)] = 1
+    tokenizer_batchers: Positive = 1  # actors that turn text into tokens
+    prefill: Annotated[int, Meta(ge=0)] = 0  # workers that compute prompts; with some that decode
+    decode: Annotated[int, Meta(ge=0)] = 0  # workers that decode; with some that prefill
+    unified: Annotated[int, Meta(ge=0)] = 1  # workers that do both; without the other two kinds
     num_cpus: Annotated[float, Meta(ge=0)] = 0.0  # per worker; 0 = a small machine must not wait
     num_gpus: Annotated[float, Meta(ge=0)] = 0.0  # per worker
-    torch_threads: Positive = 1
+    torch_threads: Positive = 1  # per worker, for operations on a CPU
     # A worker whose engine has work and makes no progress for so long exits, and is restarted.
     stall_s: Seconds = 60.0
 
@@ -195,25 +194,26 @@ class WorkersConfig(_Section, frozen=True):
 class TokenizerConfig(_Section, frozen=True):
     """Dynamic batching in front of the tokenizer: at once when idle, else up to these bounds."""
 
-    max_batch_size: Positive = 32
-    batch_wait_timeout_s: Seconds = 0.002
+    max_batch_size: Positive = 32  # texts in one call of the tokenizer
+    batch_wait_timeout_s: Seconds = 0.002  # the first of a batch waits at most so long for others
 
 
 class EdgeConfig(_Section, frozen=True):
     """The HTTP side: addresses, limits, and how long things may take."""
 
-    num_replicas: Positive = 1
-    max_ongoing_requests: Positive = 1024
-    max_headers: Positive = 100
+    num_replicas: Positive = 1  # ingress actors
+    max_ongoing_requests: Positive = 1024  # per replica; more wait in Serve
+    max_headers: Positive = 100  # of a request
     max_header_bytes: Positive = 16 * 1024  # names and values of all headers of a request
-    max_body_bytes: Positive = 8 * 2**20
-    max_n: Positive = 16
+    max_body_bytes: Positive = 8 * 2**20  # of a request
+    max_n: Positive = 16  # choices a prompt
     max_prompts: Positive = 128  # prompts in one /v1/completions call
-    max_stop: Positive = 16
-    max_stop_chars: Positive = 256
+    max_stop: Positive = 16  # stop strings of a request
+    max_stop_chars: Positive = 256  # of one stop string
+    # best tokens that a request may ask for at each position
     max_logprobs: Annotated[int, Meta(ge=0)] = 20
-    max_logit_bias: Positive = 1024
-    request_timeout_s: Seconds = 600.0
+    max_logit_bias: Positive = 1024  # tokens in `logit_bias`
+    request_timeout_s: Seconds = 600.0  # of a request, from its arrival to its last byte
     upload_timeout_s: Seconds = 60.0  # of a request's body
     # So long may requests under way go on when a replica is stopped; then they end with an error.
     drain_s: Seconds = 10.0
@@ -233,7 +233,7 @@ class RateLimitConfig(_Section, frozen=True):
     A key that was quiet may use a whole minute's worth at once.
     """
 
-    requests_per_minute: Positive | None = None
+    requests_per_minute: Positive | None = None  # a batch of prompts is one request
     tokens_per_minute: Positive | None = None  # of prompts and of answers, together
 
 
@@ -266,10 +266,10 @@ class LifetimesConfig(_Section, frozen=True):
     """Who is given up after how long a silence."""
 
     supervisor_silence_s: Seconds = 15.0  # then a worker exits by itself
-    supervisor_heartbeat_s: Seconds = 2.0
+    supervisor_heartbeat_s: Seconds = 2.0  # the supervisor asks every actor so often
     ingress_silence_s: Seconds = 10.0  # then a worker aborts that ingress's requests
-    acknowledge_every_s: Seconds = 1.0
-    load_report_every_s: Seconds = 0.1
+    acknowledge_every_s: Seconds = 1.0  # an ingress says so often which tokens it has
+    load_report_every_s: Seconds = 0.1  # a worker says so often how busy it is, without a step too
     max_unacknowledged_tokens: Positive = 8192  # per request; beyond it that stream is cancelled
     drain_s: Seconds = 60.0  # an old worker may finish its requests this long after a redeploy
 
