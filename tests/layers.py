@@ -181,7 +181,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "tokenizers": ("demo_model", "engine.text.tokenizing"),
     "llguidance": ("engine.constraints",),
     "safetensors": ("engine.models", "load_tests.lab"),
-    "yaml": ("configs.load", "load_tests"),
+    "yaml": ("configs.load", "configs.reference", "load_tests"),
     "locust": ("load_tests.locustfile",),
     "gevent": ("load_tests.locustfile", "load_tests.http_load.open_loop"),
     "rich": ("load_tests.chat", "load_tests.sweep", "load_tests.http_load.progress"),
