@@ -27,7 +27,7 @@ REMOTE_CALLS_IN = (
     "actors.kv_transfer.rendezvous",
     "load_tests.lab.bench_calls",
 )
-ENVIRONMENT_IN = ("configs.load", "configs.process_environment", "configs.process_environment")
+ENVIRONMENT_IN = ("configs.load", "configs.process_environment")
 UNPICKLERS = {"pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 ACTOR_CLASSES = {
     "Supervisor",
@@ -48,7 +48,6 @@ WITHOUT_TENSORS = (
     "actors.lifecycle.preflight",
     "configs.schema",
     "engine.core",
-    "engine.kv.cache",
     "engine.kv.cache",
     "engine.kv.transfer",
     "engine.kv.hashes",
@@ -338,3 +337,103 @@ def test_the_architecture_page_has_a_line_for_every_room() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text()
     rooms = {module.name.rpartition(".")[0].replace(".", "/") for module in CODE}
     assert {room for room in rooms if room and f"{room}/" not in text} == set()
+
+
+# ---- what the pages name -------------------------------------------------------------------------
+
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+RECORDS = tuple(sorted((ROOT / "load_tests" / "results").glob("*.md")))
+README_LINES = 200
+PAGE_WIDTH = 120
+_FILE = re.compile(r"(?<![\w./:-])(?:[\w.-]+/)+[\w.-]+\.(?:py|md|yaml|json|html|png)\b")
+_BARE = re.compile(r"`([\w-]+\.(?:py|yaml|json|html|md))`")
+_ROOM = re.compile(r"(?<![\w./:-])((?:[\w-]+/)+)")
+_LINK = re.compile(r"\]\(([^)\s]+)\)")
+_MODULE = re.compile(r"python -m ((?:configs|load_tests|demo_model)[\w.]*)")
+_MAKE = re.compile(r"(?:`|\n    |[A-Z]=\S+ )make ([a-z-]+)")
+
+
+def _anchors(page: str) -> set[str]:
+    """The anchors that GitHub gives to a page's headings."""
+    headings = re.findall(r"^#+ (.+)$", page, re.MULTILINE)
+    words = [re.sub(r"[^\w\- ]", "", re.sub(r"\[(.*?)\]\(.*?\)", r"\1", h)) for h in headings]
+    return {word.lower().replace(" ", "-") for word in words}
+
+
+def files_that_are_not_there(page: str) -> list[str]:
+    """Paths from the root, and bare names: files of a folder that the same row or item names."""
+    missing = [
+        name for name in _FILE.findall(page) if not (ROOT / name.removeprefix("../")).exists()
+    ]
+    for line in re.split(r"\n(?=\||\d\. |- )|\n\n", page):
+        folders = [ROOT, *(ROOT / room for room in _ROOM.findall(line))]
+        missing += [
+            name
+            for name in _BARE.findall(line)
+            if not any((folder / name).exists() for folder in folders)
+        ]
+    return missing
+
+
+def links_that_lead_nowhere(page: str, folder: Path) -> list[str]:
+    broken = []
+    for link in _LINK.findall(page):
+        path, _, anchor = link.partition("#")
+        target = folder / path
+        if re.match(r"https?:", link) or (not path and anchor in _anchors(page)):
+            continue
+        if (
+            not path
+            or not target.exists()
+            or (anchor and anchor not in _anchors(target.read_text()))
+        ):
+            broken.append(link)
+    return broken
+
+
+def commands_that_do_not_exist(page: str) -> list[str]:
+    modules = [
+        name
+        for name in _MODULE.findall(page)
+        if not (ROOT / name.replace(".", "/")).with_suffix(".py").exists()
+    ]
+    makefile = (ROOT / "Makefile").read_text()
+    return modules + [name for name in _MAKE.findall(page) if f"\n{name}:" not in makefile]
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_a_page_names_files_links_and_commands_that_exist(path: Path) -> None:
+    page = path.read_text()
+    assert files_that_are_not_there(page) == []
+    assert links_that_lead_nowhere(page, path.parent) == []
+    assert commands_that_do_not_exist(page) == []
+
+
+@pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.name)
+def test_the_commands_of_a_record_exist(path: Path) -> None:
+    assert commands_that_do_not_exist(path.read_text()) == []
+
+
+def test_a_page_that_names_what_is_not_there_is_noticed() -> None:
+    assert files_that_are_not_there("see engine/gone.py") == ["engine/gone.py"]
+    assert files_that_are_not_there("`engine/core.py`, `gone.py`") == ["gone.py"]
+    assert files_that_are_not_there("`engine/core.py`, `build.py`") == []
+    assert links_that_lead_nowhere("# A b\n[x](#a-b) [y](#c) [z](gone.md)", ROOT) == [
+        "#c",
+        "gone.md",
+    ]
+    assert commands_that_do_not_exist("`python -m load_tests.gone`, `make gone`") == [
+        "load_tests.gone",
+        "gone",
+    ]
+
+
+def test_pages_keep_their_length_and_width() -> None:
+    assert len(PAGES[0].read_text().splitlines()) <= README_LINES
+    too_wide = [
+        f"{path.name}:{number}"
+        for path in PAGES
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if len(line) > PAGE_WIDTH and not line.startswith("|")
+    ]
+    assert too_wide == []
