@@ -8,6 +8,7 @@ change. A test holds the page to what is printed here, and every key to having a
 
 import ast
 import re
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import takewhile
@@ -17,6 +18,7 @@ import yaml
 
 from configs.load import RENAMED
 
+PAGE_WIDTH = 120
 SCHEMA = Path(__file__).with_name("schema.py")
 ROOT = "AppConfig"
 _BOUND = re.compile(r"Annotated\[(.+?), Meta\(((?:[^()]|\([^()]*\))*)\)\]")
@@ -115,12 +117,16 @@ def _pages(schema: dict[str, Section]) -> Iterator[str]:
     yield _table([key for key in root.keys if key.kind not in schema])
     for key in sections:
         section = schema[key.kind]
-        yield f"## `{key.name}`\n\n{section.meaning}\n"
+        yield f"## `{key.name}`\n\n{_wrapped(section.meaning)}\n"
         yield _table(section.keys)
         for inner in section.keys:
             for name in re.findall(r"\w+Config\b", inner.kind):
-                yield f"### `{key.name}.{inner.name}`\n\n{schema[name].meaning}\n"
+                yield f"### `{key.name}.{inner.name}`\n\n{_wrapped(schema[name].meaning)}\n"
                 yield _table(schema[name].keys)
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, PAGE_WIDTH, break_long_words=False, break_on_hyphens=False)
 
 
 def _table(keys: list[Key]) -> str:

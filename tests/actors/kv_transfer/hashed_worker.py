@@ -159,7 +159,7 @@ class HashedWorker:
         self.scheduler = NotingScheduler(
             SchedulerConfig(
                 max_num_batched_tokens=max_num_batched_tokens or rng.choice(STEP_TOKENS),
-                max_rows=MAX_ROWS,
+                max_num_seqs=MAX_ROWS,
             ),
             cache=self.cache,
             hasher=hasher,

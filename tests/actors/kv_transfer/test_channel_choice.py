@@ -19,7 +19,7 @@ from actors.kv_transfer.peer_links import PeerLinks
 from configs.schema import HandoffConfig
 from engine.clock import ManualClock
 from engine.errors import ConfigError, HandoffError
-from engine.kv.layout import KvDtype
+from engine.kv.layout import KvDtype, KvLayout
 from engine.messages import ChannelKind, PairReply, PairRequest, decode, encode
 from tests.actors.kv_transfer.handoff_network import FakeChannel, Faults, Wire, run_virtual
 from tests.engine.kv.handoff_world import RECEIVER, SENDER
@@ -147,7 +147,9 @@ def test_a_configured_kind_falls_back_to_the_object_store_only() -> None:
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_a_peer_with_another_dtype_or_model_is_no_peer(dtype: KvDtype) -> None:
-    layout = msgspec.structs.replace(RECEIVER.layout, dtype=dtype)
+    layout = KvLayout.with_heads(
+        num_layers=2, block_size=RECEIVER.layout.block_size, num_kv_heads=1, head_dim=4, dtype=dtype
+    )
     others = (
         msgspec.structs.replace(RECEIVER, layout=layout),
         msgspec.structs.replace(RECEIVER, model="another"),
