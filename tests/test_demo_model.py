@@ -190,6 +190,7 @@ def test_the_held_out_loss_holds_here(
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_the_training_script_runs(tmp_path: Path) -> None:
     command = [sys.executable, str(FOLDER / "train.py"), "--out", str(tmp_path), "--steps", "2"]
     command += ["--device", "cpu", "--max-files", "12", "--batch-tokens", "256"]

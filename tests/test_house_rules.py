@@ -26,6 +26,8 @@ REMOTE_CALLS_IN = (
     "actors.rpc.handles",
     "actors.kv_transfer.rendezvous",
     "load_tests.lab.bench_calls",
+    "load_tests.testbed.deployed",
+    "load_tests.testbed.system",
 )
 ENVIRONMENT_IN = ("configs.load", "configs.process_environment")
 UNPICKLERS = {"pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
@@ -123,6 +125,17 @@ def third_party_out_of_place(module: Module) -> list[str]:
     return [top for top in sorted(tops) if top in ONLY_IN and not module.is_in(ONLY_IN[top])]
 
 
+def imports_of_tests(module: Module) -> list[str]:
+    return [target for target in _imports(module) if _is_under(target, "tests")]
+
+
+def imports_of_the_lab(module: Module) -> list[str]:
+    """What a test and a script of the lab both need lives in load_tests/testbed."""
+    if not module.name.startswith("tests.") or module.name.startswith("tests.load_tests.lab."):
+        return []
+    return [target for target in _imports(module) if _is_under(target, "load_tests.lab")]
+
+
 def relative_imports(module: Module) -> list[str]:
     nodes = [node for node in ast.walk(module.tree) if isinstance(node, ast.ImportFrom)]
     return [f"line {node.lineno}" for node in nodes if node.level > 0]
@@ -214,6 +227,7 @@ def _functions(module: Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDe
 CODE_RULES: tuple[Rule, ...] = (
     imports_against_the_layers,
     third_party_out_of_place,
+    imports_of_tests,
     relative_imports,
     remote_calls,
     environment_reads,
@@ -223,7 +237,12 @@ CODE_RULES: tuple[Rule, ...] = (
     too_long,
     too_many_parameters,
 )
-TEST_RULES: tuple[Rule, ...] = (relative_imports, forbidden_names, too_long)
+TEST_RULES: tuple[Rule, ...] = (
+    imports_of_the_lab,
+    relative_imports,
+    forbidden_names,
+    too_long,
+)
 
 
 @pytest.mark.parametrize("rule", CODE_RULES, ids=lambda rule: rule.__name__)
@@ -259,6 +278,8 @@ def test_the_tests_keep_the_rule(rule: Rule) -> None:
         (third_party_out_of_place, "engine.core", "import torch.nn as nn"),
         (third_party_out_of_place, "engine.messages", "from ray import serve"),
         (third_party_out_of_place, "actors.ingress.generation", "from fastapi import FastAPI"),
+        (imports_of_tests, "load_tests.lab.soak", "from tests.harness.fakes import EOS_TOKEN_ID"),
+        (imports_of_the_lab, "tests.engine.test_core", "from load_tests.lab import soak"),
         (relative_imports, "engine.core", "from .errors import EngineError"),
         (remote_calls, "actors.ingress.routes", "worker.submit.options(x=1).remote(data)"),
         (environment_reads, "engine.build", "import os\nx = os.environ['A']"),

@@ -33,11 +33,11 @@ from configs.schema import FloorsConfig, HandoffConfig
 from engine.errors import HandoffError
 from engine.kv.layout import KvLayout
 from engine.messages import ChannelKind
-from load_tests.lab.channel_ends import NUM_LANES, End, ReceivingProcess, SendingProcess
 from load_tests.lab.handoff_stages import Stages, stages_of
 from load_tests.lab.step_load import StepLoad
 from load_tests.mixed_load import LONG_TOKENS, MixedLoad
 from load_tests.tables import describe_machine, render_rows
+from load_tests.testbed.channel_ends import NUM_LANES, End, ReceivingProcess, SendingProcess
 
 T = TypeVar("T")
 

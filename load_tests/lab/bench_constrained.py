@@ -32,10 +32,10 @@ from engine.constraints.checks import MAX_CHILDREN, ConstraintChecks
 from engine.constraints.json_schema import restrict
 from engine.request import Constraint, ConstraintKind, SamplingParams
 from load_tests.lab.in_process import EngineInProcess
-from load_tests.lab.random_schemas import Schema, too_much_to_compile
 from load_tests.lab.shapes import SHAPES, write_shapes
 from load_tests.prompts import RandomPrompts, SourceText
 from load_tests.tables import Figure, at_most, describe_machine, median_figure, render
+from load_tests.testbed.random_schemas import Schema, too_much_to_compile
 
 DEMO_MODEL = Path("demo_model") / "laps-demo"
 MAX_RATIO = 1.1

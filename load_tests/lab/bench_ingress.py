@@ -14,10 +14,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from load_tests.lab.ingress_client import Client, Reply
 from load_tests.lab.ingress_profile import Profile, profiled
 from load_tests.lab.ingress_server import KINDS, Kind, Server, serving
 from load_tests.tables import describe_machine, render_rows
+from load_tests.testbed.ingress_client import Client, Reply
 
 PROMPT = "def mean(values):\n    total = 0\n    for value in values:\n        total += value\n"
 WARM_S = 3.0

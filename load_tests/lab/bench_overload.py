@@ -18,10 +18,10 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from load_tests.lab.ingress_client import Client, Reply
-from load_tests.lab.ingress_idle import IdleConnections, idle_connections
 from load_tests.lab.ingress_server import KINDS, Kind, Server, serving
 from load_tests.tables import describe_machine, render_rows
+from load_tests.testbed.ingress_client import Client, Reply
+from load_tests.testbed.ingress_idle import IdleConnections, idle_connections
 
 NUM_SEQUENTIAL = 40
 OVERLOAD = 10

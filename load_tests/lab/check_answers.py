@@ -4,7 +4,7 @@
 
 Asks for JSON of random schemas, regular expressions, choices and tool calls, in both dialects,
 streamed and not, greedy and drawn, with a `logit_bias` towards characters that break JSON. What
-finishes with `stop` or `tool_calls` has to be valid (`check_constraints.find_problem`), what is cut
+finishes with `stop` or `tool_calls` has to be valid (`json_oracle.find_problem`), what is cut
 by its length must not show a marker, a refusal has to be a 400, and some greedy answers have to be
 the same streamed and not. Exits with 1 otherwise, or if nothing ended by itself. For a server of
 this project with a model whose template knows tools (`--no-tools` for others), and with
@@ -24,9 +24,9 @@ from typing import Any
 
 import httpx
 
-from load_tests.lab.check_constraints import find_problem
-from load_tests.lab.random_schemas import SchemaKind, schema_of
 from load_tests.tables import render_rows
+from load_tests.testbed.json_oracle import find_problem
+from load_tests.testbed.random_schemas import SchemaKind, schema_of
 
 Json = dict[str, Any]
 Judge = Callable[["Answer"], str | None]  # why it is not valid

@@ -12,7 +12,6 @@ as far as it knows them). Exits with 1 when an output that finished with `stop` 
 import argparse
 import json
 import random
-import re
 import statistics
 import sys
 import time
@@ -21,8 +20,6 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-
-import jsonschema
 
 from configs.load import load_config
 from configs.schema import AppConfig
@@ -34,8 +31,9 @@ from engine.request import Constraint, ConstraintKind, RequestKey, SamplingParam
 from engine.scheduling.contracts import StepOutput
 from engine.text.tokenizing import Tokenizing, load_tokenizer
 from load_tests.lab.in_process import EngineInProcess
-from load_tests.lab.random_schemas import Schema, SchemaKind, schema_of
 from load_tests.tables import render_rows
+from load_tests.testbed.json_oracle import find_problem
+from load_tests.testbed.random_schemas import Schema, SchemaKind, schema_of
 
 DEMO_MODEL = Path("demo_model") / "laps-demo"
 PROMPT = "def settings():\n    return "
@@ -185,26 +183,6 @@ class ConstraintRun:
             tally.num_valid += 1
         else:
             self._problems.append(f"{json.dumps(asked.schema)} gave {text!r}: {problem}")
-
-
-def find_problem(schema: Schema, text: str) -> str | None:
-    """Why `text` is no JSON value of `schema`; None when it is one, as far as that can be told.
-
-    It cannot where the oracle does not read a pattern, or follows references without end.
-    """
-    validator = jsonschema.Draft202012Validator
-    try:
-        value = json.loads(text, parse_constant=_refuse_constant)
-        validator(schema, format_checker=validator.FORMAT_CHECKER).validate(value)
-    except (ValueError, jsonschema.ValidationError) as error:
-        return str(error).partition("\n")[0]
-    except (re.error, RecursionError):
-        return None
-    return None
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
 
 
 def draw_schemas(

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from load_tests.lab.failure_stage import Ask, Phase, Stage
-from tests.cluster.system import signal_process
+from load_tests.testbed.system import signal_process
 
 Deed = Callable[[Stage, Ask], None]
 EVERY_PHASE = (Phase.BEFORE, Phase.MOVE, Phase.STREAM)

@@ -14,7 +14,7 @@ from typing import Any
 from load_tests.http_load.client import Answer, LoadError, RefusedError, Server
 from load_tests.lab.soak_cases import Case
 from load_tests.lab.soak_clients import ERROR_EVENT, PATH
-from tests.cluster.system import ProcessId, System
+from load_tests.testbed.system import ProcessId, System
 
 TIMEOUT_S = 600.0  # of an answer: a machine that is short of cores is slow, not broken
 PATIENCE_S = 60.0

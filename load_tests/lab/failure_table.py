@@ -22,8 +22,8 @@ from load_tests.lab.failure_rows import FROM_OUTSIDE, NOT_RUN, ON_DEMAND, Row, S
 from load_tests.lab.failure_stage import Ask, Cases, Phase, PhaseMissedError, Stage
 from load_tests.lab.soak_cases import Case, answer_cases
 from load_tests.tables import describe_machine
-from tests.cluster.running import MODEL, Cluster
-from tests.cluster.system import System
+from load_tests.testbed.deployed import MODEL, Cluster
+from load_tests.testbed.system import System
 
 SUBJECT_TOKENS, SUBJECT_NEW = 800, 60
 TALKER_NEW, OCCUPANT_NEW = 1000, 400

@@ -14,8 +14,8 @@ from typing import Any
 
 from actors.kv_transfer import kv_pieces
 from actors.kv_transfer.channels import nccl_pair
-from load_tests.lab.channel_ends import End, SendingProcess
 from load_tests.tables import render_rows
+from load_tests.testbed.channel_ends import End, SendingProcess
 
 # Of `KvPieces`: whole, from the event loop.
 _PIECE_CALLS = ("read", "to_host", "write", "pull")

@@ -22,8 +22,8 @@ from load_tests.http_load.client import Server
 from load_tests.lab.soak_cases import Case, build_cases
 from load_tests.lab.soak_clients import Clients, Outcomes
 from load_tests.lab.soak_record import Record, Track
-from tests.cluster.running import MODEL, Cluster
-from tests.cluster.system import System
+from load_tests.testbed.deployed import MODEL, Cluster
+from load_tests.testbed.system import System
 
 WORKERS = ("prefill", "decode")
 VICTIMS = (*WORKERS, "tokenizer", "allocator")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.cluster.system import REPLICA_PREFIX, ProcessId, System
+from load_tests.testbed.system import REPLICA_PREFIX, ProcessId, System
 
 PAGE_KIB = 4
 NUM_TASK_LOOKS = 10  # calls come and go

@@ -1,5 +1,6 @@
 """One local Ray cluster for all tests of the whole application, and the applications they share."""
 
+import hashlib
 import os
 import random
 
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.running import Application, Cluster
+from load_tests.testbed.deployed import Application, Cluster
 
 # A decode worker that two long streams fill, prompts that take many steps, and KV in many pieces.
 TIGHT = {
@@ -28,11 +29,29 @@ TIGHT = {
     "handoff.piece_bytes": 1,
     "lifetimes.acknowledge_every_s": 0.1,
 }
+KEY = "a key that nobody guesses"
 SHARED: Mapping[str, Mapping[str, object]] = {
+    # The first: while it runs alone, nothing but calls has to listen. Every client needs a key.
+    "over_object_store": TIGHT
+    | {
+        "handoff.channel": "object_store",
+        "api.keys": {"someone": hashlib.sha256(KEY.encode()).hexdigest()},
+    },
     "over_gloo_pairs": TIGHT | {"handoff.channel": "gloo_pair"},
-    "over_object_store": TIGHT | {"handoff.channel": "object_store"},
     "unified": {"workers.unified": 1},  # the reference
-    "disaggregated": {"workers.prefill": 2, "workers.decode": 1},
+    # Two workers of each role, which wait until Serve has started a supervisor anew.
+    "disaggregated": {
+        "workers.prefill": 2,
+        "workers.decode": 2,
+        "lifetimes.supervisor_silence_s": 30.0,
+        "lifetimes.acknowledge_every_s": 0.1,
+    },
+    "pooled": {  # 3 prefill workers in two pools
+        "workers.prefill": 3,
+        "workers.decode": 1,
+        "laps.enable_laps_alloc": True,
+        "laps.spill_margin_s": 0.0,
+    },
 }
 
 
@@ -57,7 +76,9 @@ class SharedApplications:
     @contextmanager
     def use(self, name: str) -> Iterator[Application]:
         if name not in self._running:
-            self._running[name] = self._cluster.run(name.replace("_", "-"), SHARED[name])
+            self._running[name] = self._cluster.run(
+                name.replace("_", "-"), SHARED[name], api_key=KEY
+            )
         yield self._running[name]
         self._num_users[name] -= 1
         if not self._num_users[name]:
@@ -92,7 +113,7 @@ def _shared(name: str) -> Callable[..., Iterator[Application]]:
     return use
 
 
-over_gloo_pairs, over_object_store, unified, disaggregated = map(_shared, SHARED)
+over_object_store, over_gloo_pairs, unified, disaggregated, pooled = map(_shared, SHARED)
 
 
 @pytest.fixture

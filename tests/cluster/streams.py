@@ -8,7 +8,7 @@ from typing import Self
 
 import openai
 
-from tests.cluster.running import Application, wait_until
+from load_tests.testbed.deployed import Application, wait_until
 
 PROMPTS = (
     "import os\nimport ",

@@ -5,7 +5,7 @@ import asyncio
 import openai
 import pytest
 
-from tests.cluster.running import Application
+from load_tests.testbed.deployed import Application
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 

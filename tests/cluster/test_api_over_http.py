@@ -3,9 +3,7 @@
 Token ids and log-probabilities are judged by transformers in float64.
 """
 
-import os
 import random
-import signal
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -17,7 +15,7 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.cluster.running import MODEL, PATIENCE_S, Application, wait_until
+from load_tests.testbed.deployed import MODEL, PATIENCE_S, Application, wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
@@ -258,9 +256,8 @@ def test_one_token_never_leaves_the_prefill_worker(
     disaggregated: Application, client: openai.OpenAI, model: str
 ) -> None:
     def num_handoffs() -> int:
-        seen = disaggregated.statistics()
-        [decode] = disaggregated.workers("decode")
-        return int(seen[decode]["incoming"]["num_reserved"])
+        seen = disaggregated.statistics().values()
+        return sum(int(s["incoming"]["num_reserved"]) for s in seen if "incoming" in s)
 
     before = num_handoffs()
     expected = complete(client, model).choices[0].token_ids[:1]
@@ -352,7 +349,7 @@ def test_metrics_count_what_was_served_and_gauges_go_back_to_zero(
     before = scrape()
     answer = complete(client, model)
     after = scrape()
-    assert after["laps_worker_up"] == 3
+    assert after["laps_worker_up"] == 4
     grown = {name: after[name] - before[name] for name in counters}
     assert grown == {
         "vllm:prompt_tokens_total": answer.usage.prompt_tokens,
@@ -367,20 +364,3 @@ def test_metrics_count_what_was_served_and_gauges_go_back_to_zero(
         return all(seen[name] == 0 for name in (*gauges, "laps_open_attempts"))
 
     wait_until(are_gauges_zero, f"gauges are back: {scrape()}")
-
-
-def test_ready_says_503_while_a_role_is_gone(disaggregated: Application) -> None:
-    """The decode worker is stopped first, so that nothing depends on how soon it is back."""
-    expected = disaggregated.complete(PROMPT)
-    [decode] = disaggregated.workers("decode")
-    pid = disaggregated.pid(decode)
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        wait_until(lambda: disaggregated.get("/ready")[0] == 503, "its silence is noticed")
-        assert '"decode"' in disaggregated.get("/ready")[1]
-        assert disaggregated.get("/health")[0] == 200
-    finally:
-        os.kill(pid, signal.SIGKILL)
-    disaggregated.wait_ready()
-    assert disaggregated.pid(decode) != pid
-    assert disaggregated.complete(PROMPT) == expected

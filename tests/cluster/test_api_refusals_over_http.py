@@ -5,7 +5,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.cluster.running import PATIENCE_S, Application
+from load_tests.testbed.deployed import PATIENCE_S, Application
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 

@@ -1,5 +1,7 @@
 """A client that leaves in any phase of its request leaves nothing behind, on any worker.
 
+Once a phase on a real cluster; every combination is in tests/actors/test_disconnects_virtual.py,
+and at night here.
 Phases are recognised by what the workers say they hold, never by the time that passed.
 """
 
@@ -14,7 +16,7 @@ from typing import Any, Self
 
 import pytest
 
-from tests.cluster.running import Application, wait_until
+from load_tests.testbed.deployed import Application, wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
@@ -102,7 +104,9 @@ def baselines() -> dict[str, Holdings]:
     return {}
 
 
-@pytest.fixture(params=["over_gloo_pairs", "over_object_store"])
+@pytest.fixture(
+    params=["over_gloo_pairs", pytest.param("over_object_store", marks=pytest.mark.nightly)]
+)
 def application(request: pytest.FixtureRequest, baselines: dict[str, Holdings]) -> Application:
     return warm(request.getfixturevalue(request.param), baselines)
 
@@ -162,9 +166,15 @@ def is_in_line(application: Application) -> bool:
 
 
 both_modes = pytest.mark.parametrize("is_stream", [True, False], ids=["stream", "unary"])
+mostly_streams = pytest.mark.parametrize(
+    "is_stream", [True, pytest.param(False, marks=pytest.mark.nightly)], ids=["stream", "unary"]
+)
+mostly_unary = pytest.mark.parametrize(
+    "is_stream", [pytest.param(True, marks=pytest.mark.nightly), False], ids=["stream", "unary"]
+)
 
 
-@both_modes
+@mostly_streams
 def test_leaving_while_queued(
     over_one_channel: Application,
     baselines: dict[str, Holdings],
@@ -189,7 +199,7 @@ def test_leaving_while_queued(
             assert is_in_line(application), "only the one that left has gone"
 
 
-@both_modes
+@mostly_unary
 def test_leaving_during_prefill(
     over_one_channel: Application,
     baselines: dict[str, Holdings],
@@ -214,7 +224,7 @@ def test_leaving_during_prefill(
         assert num_computed() < LONG, "the rest of the prompt was not computed"
 
 
-@both_modes
+@mostly_streams
 def test_leaving_while_the_reservation_waits_in_line(
     application: Application,
     baselines: dict[str, Holdings],
@@ -235,7 +245,7 @@ def test_leaving_while_the_reservation_waits_in_line(
         assert num_committed(application) == committed, "room came, but nobody took it"
 
 
-@both_modes
+@mostly_unary
 def test_leaving_while_pieces_move(
     application: Application,
     baselines: dict[str, Holdings],
@@ -277,7 +287,7 @@ def test_leaving_while_decoding(
         )
 
 
-@both_modes
+@mostly_streams
 def test_leaving_with_choices_in_every_phase(
     over_one_channel: Application,
     baselines: dict[str, Holdings],

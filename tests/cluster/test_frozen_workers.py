@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.cluster.running import Application, Cluster, actor_pid, wait_replaced, wait_until
+from load_tests.testbed.deployed import Application, Cluster, actor_pid, wait_replaced, wait_until
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = [pytest.mark.ray, pytest.mark.nightly]
 
 PROMPT = "import os\nimport "
 TOKENS = 600

@@ -1,29 +1,11 @@
 """Length-aware placement in a whole application: pools, prefixes found again, `/laps_status`."""
 
-from collections.abc import Iterator
-
 import httpx
 import pytest
 
-from tests.cluster.running import Application, Cluster, wait_until
+from load_tests.testbed.deployed import Application, wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
-
-
-@pytest.fixture(scope="module")
-def pooled(cluster: Cluster) -> Iterator[Application]:
-    """3 prefill workers in two pools and 1 decode worker."""
-    application = cluster.run(
-        "pooled",
-        {
-            "workers.prefill": 3,
-            "workers.decode": 1,
-            "laps.enable_laps_alloc": True,
-            "laps.spill_margin_s": 0.0,
-        },
-    )
-    yield application
-    application.stop()
 
 
 def _status(application: Application) -> dict[str, object]:
@@ -47,21 +29,22 @@ def test_a_prompt_goes_where_its_prefix_is(pooled: Application) -> None:
 
     By its whole length it would go to the long pool, where nothing of it is cached.
     """
-    first_turn = [5 + index % 90 for index in range(208)]
+    first_turn = [19 + index % 89 for index in range(208)]
 
     def num_cached(prompt: list[int]) -> int:
         body = {"model": pooled.model, "prompt": prompt, "max_tokens": 1, "temperature": 0}
         reply = httpx.post(f"{pooled.url}/v1/completions", json=body, timeout=30.0).json()
         return int(reply["usage"]["prompt_tokens_details"]["cached_tokens"])
 
-    def is_told() -> bool:
-        """The allocator knows what is cached, and that nothing is under way."""
+    def known() -> tuple[int, int]:
+        """What the allocator knows: how many blocks are cached, and tokens queued."""
         workers = _status(pooled)["workers"]
         assert isinstance(workers, list)
         num_blocks = sum(worker["num_cached_blocks"] for worker in workers)
-        num_queued = sum(worker["queued_tokens"] for worker in workers)
-        return bool(num_blocks >= len(first_turn) // 16 and num_queued == 0)
+        return num_blocks, sum(worker["queued_tokens"] for worker in workers)
 
+    wait_until(lambda: known()[1] == 0, "nothing is under way")
+    due_blocks = known()[0] + len(first_turn) // 16
     assert num_cached(first_turn) == 0
-    wait_until(is_told, "the allocator heard of the cached blocks")
+    wait_until(lambda: known() == (due_blocks, 0), "the allocator heard of the cached blocks")
     assert num_cached([*first_turn, *range(300, 500)]) == len(first_turn)

@@ -1,5 +1,6 @@
 """Who lives for whom, on a real cluster: redeploys, the death of every actor, and the end.
 
+Workers ask for CPUs here, so their places are seen, too: these outlive crashes, and nothing else.
 The tests share one application and run in the order of this file; the last one deletes it.
 """
 
@@ -14,24 +15,31 @@ import ray
 from ray import serve
 from ray.util import list_named_actors
 
-from tests.cluster.running import PATIENCE_S, Application, Cluster, named_actors, wait_until
+from actors.lifecycle.placement_groups import WorkerGroup, worker_groups
+from load_tests.testbed.deployed import PATIENCE_S, Application, Cluster, named_actors, wait_until
 from tests.cluster.streams import Load
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 NAME = "lifetimes"
-ROLES: dict[str, object] = {"workers.prefill": 1, "workers.decode": 1}
-# Serve looks after its deployment actors every 11 s at most, then starts them: a worker waits.
+NUM_CPUS = 0.1  # of a worker: two deployments at once find room
+ROLES: dict[str, object] = {
+    "workers.prefill": 1,
+    "workers.decode": 1,
+    "workers.num_cpus": NUM_CPUS,
+}
+# Serve looks after its deployment actors every 11 s at most, then starts them; meanwhile an ingress
+# is heard, too. So long the services of an old deployment stay when it is replaced.
 # Streams of a replica that is replaced end by themselves, however slow the machine is.
-PATIENT_S = 30.0
+PATIENT_S = 14.0
 PATIENT: dict[str, object] = {"lifetimes.supervisor_silence_s": PATIENT_S, "edge.drain_s": 120.0}
-SILENCE_S = 8.0
+SILENCE_S = 6.0
 REDEPLOYED: dict[str, object] = {
     "lifetimes.supervisor_silence_s": SILENCE_S,
     "cache.num_blocks": 999,
 }
 ANSWER_S = 10.0
-LONG = 600  # tokens of streams that outlast the start of new workers
+LONG = 300  # tokens of streams while new workers start
 
 
 class Deployed:
@@ -103,9 +111,21 @@ def num_received(application: Application) -> int:
     )
 
 
+def places(application: Application) -> dict[str, WorkerGroup]:
+    """Where each worker of this deployment runs, and nobody else."""
+    found = worker_groups(NAME)
+    assert set(found) == set(application.workers())
+    assert all(group.node_id is not None for group in found.values())
+    return found
+
+
+def free_cpus() -> float:
+    return float(ray.available_resources().get("CPU", 0.0))
+
+
 def test_a_killed_supervisor_comes_back_and_adopts_its_workers(application: Application) -> None:
     actors = application.actors()
-    before = pids(actors)
+    before, places_before = pids(actors), places(application)
     [old] = supervisors()
     old_pid = pid(old, "serve")
     with Load(application, max_tokens=200) as load:
@@ -122,16 +142,20 @@ def test_a_killed_supervisor_comes_back_and_adopts_its_workers(application: Appl
     assert not load.problems
     application.wait_ready()
     assert pids(application.actors()) == before
+    assert places(application) == places_before
 
 
-def test_a_decode_worker_gone_for_good_is_replaced_and_found_by_the_prefill_workers(
+def test_a_killed_worker_and_one_gone_for_good_come_back_to_their_places_and_meet(
     application: Application,
 ) -> None:
-    expected = application.complete("import os")
-    before = pids(application.workers("decode"))
-    kill_for_good(before)
-    wait_until(lambda: lives_anew(before), "the decode worker lives again")
+    expected, places_before = application.complete("import os"), places(application)
+    [prefill] = application.workers("prefill")
+    before = pids(application.workers())
+    os.kill(before[prefill], signal.SIGKILL)
+    kill_for_good(application.workers("decode"))
+    wait_until(lambda: lives_anew(before), "both workers live again")
     application.wait_ready()
+    assert places(application) == places_before
     assert application.complete("import os") == expected
     assert num_received(application) > 0
     application.wait_quiet()
@@ -184,6 +208,7 @@ def test_a_redeploy_under_load_fails_no_request_and_leaves_no_old_actor(
         PATIENCE_S + PATIENT_S,
     )
     assert len(again.actors()) == len(old)
+    wait_until(lambda: set(worker_groups(NAME)) == set(again.workers()), "no old place is left")
     assert len(supervisors()) == 1
     blocks = {seen["blocks"] for seen in again.statistics().values()}
     assert blocks == {REDEPLOYED["cache.num_blocks"]}
@@ -192,8 +217,12 @@ def test_a_redeploy_under_load_fails_no_request_and_leaves_no_old_actor(
 def test_nothing_outlives_an_application_deleted_under_load(
     application: Application, deployed: Deployed
 ) -> None:
+    num_before, num_places = free_cpus(), len(places(application))
     with Load(application, max_tokens=400) as load:
         serve.delete(NAME)
         wait_until(lambda: load.problems.total() > 0, "streams end with the application")
         wait_until(lambda: not named_actors(NAME), "no actor is left", SILENCE_S + ANSWER_S)
         assert not supervisors()
+    wait_until(lambda: not worker_groups(NAME), "no place is left")
+    num_returned = num_places * NUM_CPUS
+    wait_until(lambda: free_cpus() >= num_before + num_returned - 1e-6, "the CPUs are free again")

@@ -1,4 +1,4 @@
-"""Ten thousand idle connections, and ten times more requests than may wait: nobody else notices."""
+"""Idle connections, and ten times more requests than may wait: nobody else notices."""
 
 import asyncio
 import json
@@ -9,13 +9,14 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 
-from load_tests.lab.ingress_client import Client, Reply
-from load_tests.lab.ingress_idle import SPARE_FILES, IdleConnections, idle_connections
-from tests.cluster.running import Application, Cluster, actor_pid, named_actors, wait_until
+from load_tests.testbed.deployed import Application, Cluster, actor_pid, named_actors, wait_until
+from load_tests.testbed.ingress_client import Client, Reply
+from load_tests.testbed.ingress_idle import SPARE_FILES, IdleConnections, idle_connections
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
-IDLE = IdleConnections(num_silent=5000, num_half=3000, num_kept=2000)
+SOME = IdleConnections(num_silent=250, num_half=150, num_kept=100)
+TEN_THOUSAND = IdleConnections(num_silent=5000, num_half=3000, num_kept=2000)
 # Of the proxy's memory; buffers as large as requests may be would be far more.
 MAX_IDLE_BYTES = 40 * 1024
 NUM_TOKENS = 11
@@ -65,8 +66,11 @@ def proxy() -> psutil.Process:
     return psutil.Process(actor_pid(name, "serve"))
 
 
-def test_ten_thousand_idle_connections_cost_little_and_stop_nobody(
-    unified: Application, rng: random.Random
+@pytest.mark.parametrize(
+    "idle", [SOME, pytest.param(TEN_THOUSAND, marks=pytest.mark.nightly)], ids=["500", "10000"]
+)
+def test_idle_connections_cost_little_and_stop_nobody(
+    unified: Application, rng: random.Random, idle: IdleConnections
 ) -> None:
     prompts = draw_prompts(rng, 5, 23)
     right = expected(unified, prompts)
@@ -75,16 +79,16 @@ def test_ten_thousand_idle_connections_cost_little_and_stop_nobody(
     baseline = unified.baseline()
     # Ray raises the limit as far as the system allows; below this, connections would be refused.
     num_files, _ = server.rlimit(psutil.RLIMIT_NOFILE)
-    assert num_files > IDLE.num_all + SPARE_FILES, f"the proxy may open {num_files} files"
+    assert num_files > idle.num_all + SPARE_FILES, f"the proxy may open {num_files} files"
     files_before, bytes_before = server.num_fds(), server.memory_info().rss
-    with idle_connections(url.hostname, url.port or 80, IDLE):
-        wait_until(lambda: server.num_fds() >= files_before + IDLE.num_all, "all are accepted")
+    with idle_connections(url.hostname, url.port or 80, idle):
+        wait_until(lambda: server.num_fds() >= files_before + idle.num_all, "all are accepted")
         for _ in range(3):
             assert [reply.token_ids for reply in ask_all(unified, prompts)] == right
-        per_connection = (server.memory_info().rss - bytes_before) / IDLE.num_all
+        per_connection = (server.memory_info().rss - bytes_before) / idle.num_all
         print(f"{per_connection:.0f} bytes of the proxy for an idle connection")
         assert per_connection < MAX_IDLE_BYTES
-    wait_until(lambda: server.num_fds() < files_before + IDLE.num_all // 100, "they are closed")
+    wait_until(lambda: server.num_fds() < files_before + idle.num_all // 100, "they are closed")
     assert [reply.token_ids for reply in ask_all(unified, prompts)] == right
     unified.wait_restored(baseline)
 
@@ -104,6 +108,7 @@ def narrow(cluster: Cluster) -> Iterator[Application]:
     application.stop()
 
 
+@pytest.mark.nightly
 def test_in_a_burst_ten_times_too_large_everybody_gets_an_answer_or_is_sent_away(
     narrow: Application, rng: random.Random
 ) -> None:

@@ -7,7 +7,7 @@ import httpx
 import pytest
 from transformers import AutoTokenizer
 
-from tests.cluster.running import MODEL, PATIENCE_S, Application
+from load_tests.testbed.deployed import MODEL, PATIENCE_S, Application
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 

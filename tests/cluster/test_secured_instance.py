@@ -1,20 +1,17 @@
 """A running application with keys: what answers without one, and which ports its processes open."""
 
-import hashlib
 import os
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import httpx
 import psutil
 import pytest
 
-from tests.cluster.running import PATIENCE_S, Application, Cluster
+from load_tests.testbed.deployed import PATIENCE_S, Application, Cluster
 
 pytestmark = pytest.mark.ray
 
-KEY = "a key that nobody guesses"
-HEADERS = {"Authorization": f"Bearer {KEY}"}
 LOCALHOST = "127.0.0.1"
 # Of Ray itself; the README says who may reach them.
 DAEMONS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
@@ -32,16 +29,6 @@ ACTORS = {
 }
 
 
-@pytest.fixture(scope="module")
-def secured(cluster: Cluster) -> Iterator[Application]:
-    """One worker of each role, KV through the object store: nothing but calls has to listen."""
-    keys = {"someone": hashlib.sha256(KEY.encode()).hexdigest()}
-    workers = {"workers.prefill": 1, "workers.decode": 1, "handoff.channel": "object_store"}
-    application = cluster.run("secured", workers | {"api.keys": keys})
-    yield application
-    application.stop()
-
-
 def status(
     application: Application, method: str, path: str, headers: Mapping[str, str] | None = None
 ) -> int:
@@ -49,31 +36,34 @@ def status(
     return httpx.request(method, url, headers=headers, timeout=PATIENCE_S).status_code
 
 
-def test_no_route_but_health_answers_without_a_key(secured: Application) -> None:
-    document = httpx.get(f"{secured.url}/openapi.json", headers=HEADERS, timeout=PATIENCE_S).json()
+def test_no_route_but_health_answers_without_a_key(over_object_store: Application) -> None:
+    headers = {"Authorization": f"Bearer {over_object_store.api_key}"}
+    document = httpx.get(
+        f"{over_object_store.url}/openapi.json", headers=headers, timeout=PATIENCE_S
+    ).json()
     routes = [(verb.upper(), path) for path, verbs in document["paths"].items() for verb in verbs]
     assert len(routes) > 10
     for method, path in [*routes, ("GET", "/unknown"), ("GET", "/docs"), ("GET", "/-/routes")]:
         expected = 200 if path == "/health" else 401
-        assert status(secured, method, path) == expected, f"{method} {path}"
-    assert status(secured, "GET", "/v1/models", headers=HEADERS) == 200
+        assert status(over_object_store, method, path) == expected, f"{method} {path}"
+    assert status(over_object_store, "GET", "/v1/models", headers=headers) == 200
 
 
 def test_what_serve_answers_before_our_code_names_applications_and_nothing_else(
-    cluster: Cluster, secured: Application
+    cluster: Cluster, over_object_store: Application
 ) -> None:
     root = f"http://{LOCALHOST}:{cluster.port}/-"
     healthz = httpx.get(f"{root}/healthz", timeout=PATIENCE_S)
     assert (healthz.status_code, healthz.text) == (200, "success")
     routes = httpx.get(f"{root}/routes", timeout=PATIENCE_S)
-    assert routes.json()[f"/{secured.name}"] == secured.name
+    assert routes.json()[f"/{over_object_store.name}"] == over_object_store.name
     assert all(prefix == f"/{name}" for prefix, name in routes.json().items())
     for path in ("", "/", "/metrics", "/openapi.json", "/health"):
         assert httpx.get(f"{root}{path}", timeout=PATIENCE_S).status_code == 404, path
 
 
 def test_actors_listen_where_they_are_called_and_serve_on_its_port_alone(
-    cluster: Cluster, secured: Application
+    cluster: Cluster, over_object_store: Application
 ) -> None:
     listening: defaultdict[str, list[tuple[str, int]]] = defaultdict(list)
     for process in psutil.Process(os.getpid()).children(recursive=True):

@@ -20,8 +20,8 @@ import yaml
 
 from configs.load import ConfigFileError
 from engine.errors import ConfigError
+from load_tests.testbed.deployed import MODEL, ROOT, free_port, wait_until
 from serve_app import build
-from tests.cluster.running import MODEL, ROOT, free_port, wait_until
 
 SERVE = Path(sys.executable).with_name("serve")
 START_S = 180.0  # a cold start on a machine that is busy with other things

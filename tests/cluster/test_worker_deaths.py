@@ -1,12 +1,14 @@
 """Actors that die under load: no client gets a token twice, none too few, and all of it comes back.
 
+Once a role and once a phase, on a real cluster; every other combination is in
+tests/actors/test_deaths_virtual.py, and at night here.
 Every expected token comes from an undisturbed request to the same application.
 """
 
 import os
 import random
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -14,10 +16,9 @@ import httpx
 import pytest
 import ray
 
-from tests.cluster.running import (
+from load_tests.testbed.deployed import (
     PATIENCE_S,
     Application,
-    Cluster,
     actor_pid,
     wait_replaced,
     wait_until,
@@ -26,10 +27,10 @@ from tests.cluster.streams import Load
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
-NUM_STREAMS = 16
-TOKENS = 100  # of a stream under load
+NUM_STREAMS = 12
+TOKENS = 60  # of a stream under load
 GETS_ON = 8  # tokens
-LONG = 900  # tokens of a stream that outlasts what is done to it
+LONG = 500  # tokens of a stream that outlasts what is done to it
 LONG_PROMPT = 1900  # tokens that take many steps and pieces
 PROMPT = "import os\nimport "
 
@@ -37,36 +38,24 @@ Holdings = Mapping[str, Mapping[str, int]]
 
 
 @pytest.fixture(scope="module")
-def deployed(cluster: Cluster) -> Iterator[Application]:
-    """Two workers of each role, which wait until Serve has started a supervisor anew."""
-    application = cluster.run(
-        "deaths",
-        {
-            "workers.prefill": 2,
-            "workers.decode": 2,
-            "lifetimes.supervisor_silence_s": 30.0,
-            "lifetimes.acknowledge_every_s": 0.1,
-        },
-    )
-    yield application
-    application.stop()
-
-
-@pytest.fixture(scope="module")
-def baseline(deployed: Application) -> Holdings:
-    """Once every prefill worker has met every decode worker."""
-    with Load(deployed, num_streams=NUM_STREAMS, max_tokens=TOKENS):
-        wait_until(lambda: num_channels(deployed) == 4, "all pairs have a channel")
-    return deployed.baseline()
+def baselines() -> dict[str, Holdings]:
+    """Per application, once every prefill worker has met every decode worker."""
+    return {}
 
 
 @pytest.fixture
-def application(deployed: Application, baseline: Holdings) -> Iterator[Application]:
+def application(
+    disaggregated: Application, baselines: dict[str, Holdings]
+) -> Iterator[Application]:
     """All workers live; afterwards they do again, and nothing is left of what the test did."""
-    yield deployed
-    wait_all_answer(deployed)
-    deployed.wait_ready()
-    deployed.wait_restored(baseline)
+    if disaggregated.name not in baselines:
+        with Load(disaggregated, num_streams=NUM_STREAMS, max_tokens=TOKENS):
+            wait_until(lambda: num_channels(disaggregated) == 4, "all pairs have a channel")
+        baselines[disaggregated.name] = disaggregated.baseline()
+    yield disaggregated
+    wait_all_answer(disaggregated)
+    disaggregated.wait_ready()
+    disaggregated.wait_restored(baselines[disaggregated.name])
 
 
 def num_channels(application: Application) -> int:
@@ -155,28 +144,34 @@ def named(application: Application, prefix: str) -> str:
     return name
 
 
-@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize(
+    ("role", "kill"),
+    [
+        ("prefill", kill_actor),
+        ("decode", kill_process),
+        pytest.param("prefill", kill_process, marks=pytest.mark.nightly),
+        pytest.param("decode", kill_actor, marks=pytest.mark.nightly),
+    ],
+)
 def test_a_worker_that_dies_under_load_costs_no_stream_a_token(
-    application: Application, role: str
+    application: Application, role: str, kill: Callable[[Application, str], None]
 ) -> None:
-    victims = application.workers(role)
-    others = pids(application, *victims)
+    victim = application.workers(role)[0]
+    others, victim_pid = pids(application, victim), application.pid(victim)
     num_retries = application.metric("laps_request_retries")
     with Load(application, num_streams=NUM_STREAMS, max_tokens=TOKENS) as load:
-        for victim, kill in zip(victims, (kill_process, kill_actor), strict=True):
-            load.wait_streaming()
-            victim_pid = application.pid(victim)
-            kill(application, victim)
-            load.wait_more(NUM_STREAMS)
-            wait_replaced(victim, application.name, victim_pid)
-            wait_all_answer(application)
+        kill(application, victim)
+        load.wait_more(NUM_STREAMS)
+        wait_replaced(victim, application.name, victim_pid)
+        wait_all_answer(application)
         load.wait_more(NUM_STREAMS)
     assert not load.problems
-    assert pids(application, *victims) == others, "nobody else died"
+    assert pids(application, victim) == others, "nobody else died"
     if role == "decode":  # streams were in the middle of their tokens, some of them there
         assert application.metric("laps_request_retries") > num_retries
 
 
+@pytest.mark.nightly
 def test_a_prefill_and_a_decode_worker_that_die_at_once_cost_no_stream_a_token(
     application: Application,
 ) -> None:
@@ -194,7 +189,7 @@ def test_a_prefill_and_a_decode_worker_that_die_at_once_cost_no_stream_a_token(
 @pytest.mark.parametrize(
     "sampling",
     [
-        {"temperature": 1.0, "seed": 7},
+        pytest.param({"temperature": 1.0, "seed": 7}, marks=pytest.mark.nightly),
         {"temperature": 1.0, "seed": 8, "top_p": 0.9, "frequency_penalty": 0.5},
     ],
 )
@@ -214,7 +209,12 @@ def test_a_stream_goes_on_with_the_same_tokens_on_another_decode_worker(
 
 
 @pytest.mark.parametrize(
-    ("role", "phase"), [("prefill", "compute"), ("prefill", "move"), ("decode", "move")]
+    ("role", "phase"),
+    [
+        ("prefill", "compute"),
+        pytest.param("prefill", "move", marks=pytest.mark.nightly),
+        ("decode", "move"),
+    ],
 )
 def test_a_request_waits_for_its_only_worker_that_died_in_the_middle_of_its_prompt(
     over_gloo_pairs: Application, rng: random.Random, role: str, phase: str
@@ -244,6 +244,7 @@ def test_a_request_waits_for_its_only_worker_that_died_in_the_middle_of_its_prom
     assert application.complete(prompt) == disturbed
 
 
+@pytest.mark.nightly
 def test_a_request_whose_worker_dies_on_every_try_ends_with_an_error_and_without_done(
     application: Application,
 ) -> None:
@@ -299,6 +300,7 @@ def test_services_that_die_under_load_fail_no_stream(application: Application) -
     assert pids(application, *victims) == others, "nobody else died"
 
 
+@pytest.mark.nightly
 def test_placement_goes_on_while_the_allocator_hangs(application: Application) -> None:
     expected = application.complete(PROMPT)
     allocator_pid = application.pid(named(application, "allocator"))
@@ -309,6 +311,7 @@ def test_placement_goes_on_while_the_allocator_hangs(application: Application) -
         os.kill(allocator_pid, signal.SIGCONT)
 
 
+@pytest.mark.nightly
 def test_a_killed_supervisor_adopts_the_workers_that_it_finds(application: Application) -> None:
     before = pids(application)
     supervisor = application.supervisor()
@@ -319,3 +322,20 @@ def test_a_killed_supervisor_adopts_the_workers_that_it_finds(application: Appli
         wait_replaced(supervisor, "serve", supervisor_pid)
     assert not load.problems
     assert pids(application) == before
+
+
+def test_ready_says_503_while_a_role_is_gone(over_gloo_pairs: Application) -> None:
+    """The decode worker is stopped first, so that nothing depends on how soon it is back."""
+    expected = over_gloo_pairs.complete(PROMPT)
+    [decode] = over_gloo_pairs.workers("decode")
+    pid = over_gloo_pairs.pid(decode)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        wait_until(lambda: over_gloo_pairs.get("/ready")[0] == 503, "its silence is noticed")
+        assert '"decode"' in over_gloo_pairs.get("/ready")[1]
+        assert over_gloo_pairs.get("/health")[0] == 200
+    finally:
+        os.kill(pid, signal.SIGKILL)
+    over_gloo_pairs.wait_ready()
+    assert over_gloo_pairs.pid(decode) != pid
+    assert over_gloo_pairs.complete(PROMPT) == expected

@@ -23,7 +23,7 @@ from engine.request import (
     Thinking,
 )
 from engine.text.tokenizing import Tokenizing, load_tokenizer
-from load_tests.lab.random_schemas import random_schema
+from load_tests.testbed.random_schemas import random_schema
 from tests.harness.in_process import Answer, answer, start_engine
 
 MODEL = Path(__file__).parents[2] / "demo_model" / "laps-demo"
@@ -94,7 +94,7 @@ def test_answers_of_a_hundred_random_schemas_are_valid(
     check_schemas(engine, tokenizing, 100)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_answers_of_five_hundred_random_schemas_are_valid(
     engine: Engine, tokenizing: Tokenizing
 ) -> None:

@@ -12,7 +12,7 @@ from engine.build import Engine
 from engine.constraints.json_schema import restrict
 from engine.request import Constraint, ConstraintKind, SamplingParams
 from engine.text.tokenizing import load_tokenizer
-from load_tests.lab.random_schemas import random_schema
+from load_tests.testbed.random_schemas import random_schema
 from tests.harness.in_process import answer, start_engine
 
 pytestmark = pytest.mark.gpu

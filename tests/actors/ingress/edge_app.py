@@ -208,14 +208,15 @@ def edge_app(
     model_folder: Path = MODEL_FOLDER,
     num_embeddings: int | None = None,
     batchers: Batchers | None = None,
+    generations: Generations | None = None,
 ) -> EdgeApp:
-    """An ingress with this configuration (dotted keys over the defaults), or with own batchers."""
+    """An ingress with this configuration (dotted keys over the defaults), or with parts given."""
     config = load_config(None, overrides or {})
     clock = clock or MonotonicClock()
     tokenizing = load_tokenizer(model_folder, num_embeddings)
     workers, own_batchers = ScriptedWorkers(), _Batchers(tokenizing)
     batchers = batchers or cast("Batchers", own_batchers)
-    generations = cast("Generations", _Generations(workers))
+    generations = generations or cast("Generations", _Generations(workers))
     recent = RecentTtft(clock)
     metrics = IngressMetrics("tiny", recent)
     model = ServedModel(

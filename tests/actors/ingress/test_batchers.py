@@ -11,7 +11,7 @@ from engine.clock import ManualClock
 from engine.errors import CapacityError, WorkerError
 from engine.messages import ConstraintVerdict
 from engine.request import Constraint, ConstraintKind
-from tests.actors.kv_transfer.handoff_network import run_virtual
+from tests.harness.virtual_time import run_virtual
 
 CONSTRAINT = Constraint(ConstraintKind.REGEX, "a+")
 

@@ -11,7 +11,7 @@ import torch
 from actors.kv_transfer.contracts import StoredBlocks
 from engine.errors import HandoffError, WorkerError
 from engine.messages import ChannelKind, PieceReply
-from load_tests.lab.channel_ends import SendingProcess
+from load_tests.testbed.channel_ends import SendingProcess
 from tests.actors.kv_transfer.two_processes import NUM_BLOCKS
 
 

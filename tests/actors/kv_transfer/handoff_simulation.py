@@ -21,13 +21,6 @@ from engine.kv.cache import BlockCache, check_blocks
 from engine.kv.transfer import OutgoingEvent, OutgoingHandoffs
 from engine.messages import FailureRecord
 from engine.request import Request, RequestKey, RequestSpec, SamplingParams
-from tests.actors.kv_transfer.handoff_network import (
-    CONFIG,
-    FakeChannels,
-    FakePeer,
-    Faults,
-    run_virtual,
-)
 from tests.engine.kv.handoff_world import (
     BLOCK_SIZE,
     LAYOUT,
@@ -36,6 +29,8 @@ from tests.engine.kv.handoff_world import (
     Decode,
     key_of,
 )
+from tests.harness.handoff_network import CONFIG, FakeChannels, FakePeer, Faults
+from tests.harness.virtual_time import run_virtual
 
 T = TypeVar("T")
 
@@ -246,7 +241,8 @@ class World:
         """The request runs at D, and reads there what P computed."""
         arrived = self.decode.scheduler.running[request.key]
         assert arrived.tokens == request.tokens
-        assert np.array_equal(self.decode_pieces.blocks[arrived.block_ids], self.kv[request.key])
+        found = self.decode_pieces.blocks[arrived.block_ids]
+        assert np.array_equal(found, self.kv[request.key]), "D reads what P did not compute"
         assert request.key not in self.failures
         return arrived
 

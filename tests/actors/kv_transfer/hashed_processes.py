@@ -14,7 +14,7 @@ import torch
 
 from configs.schema import FloorsConfig, HandoffConfig
 from engine.messages import ChannelKind
-from load_tests.lab.channel_ends import End, ReceivingProcess, SendingProcess
+from load_tests.testbed.channel_ends import End, ReceivingProcess, SendingProcess
 from tests.actors.kv_transfer.hashed_stories import Computed, DecodeSide, HostMover, Mover, Stories
 from tests.actors.kv_transfer.hashed_worker import NUM_BLOCKS, HashedWorker, layout_of
 from tests.actors.kv_transfer.two_processes import Sender, TwoProcesses

@@ -21,8 +21,9 @@ from engine.clock import ManualClock
 from engine.errors import ConfigError, HandoffError
 from engine.kv.layout import KvDtype, KvLayout
 from engine.messages import ChannelKind, PairReply, PairRequest, decode, encode
-from tests.actors.kv_transfer.handoff_network import FakeChannel, Faults, Wire, run_virtual
 from tests.engine.kv.handoff_world import RECEIVER, SENDER
+from tests.harness.handoff_network import FakeChannel, Faults, Wire
+from tests.harness.virtual_time import run_virtual
 
 
 @dataclass

@@ -25,8 +25,8 @@ from engine.kv.layout import KvLayout
 from engine.kv.store import KvStore
 from engine.messages import ChannelKind, PairRequest, PieceReply
 from tests.actors.kv_transfer.gpu_stand_in import know_digests
-from tests.actors.kv_transfer.handoff_network import run_virtual
 from tests.engine.kv.handoff_world import SENDER
+from tests.harness.virtual_time import run_virtual
 
 DEADLINE_S = 5.0
 

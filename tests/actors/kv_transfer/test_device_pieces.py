@@ -14,9 +14,10 @@ from engine.messages import (
     PieceHeader,
     Reservation,
 )
-from tests.actors.kv_transfer.handoff_network import CONFIG, run_virtual
 from tests.actors.kv_transfer.handoff_simulation import LoopEngine
 from tests.engine.kv.handoff_world import LAYOUT, RECEIVER, SENDER, Decode, asking, key_of
+from tests.harness.handoff_network import CONFIG
+from tests.harness.virtual_time import run_virtual
 
 
 class FakeCopy(ArrivedBlocks):

@@ -5,9 +5,9 @@ import random
 
 import pytest
 
-from tests.actors.kv_transfer.handoff_network import Faults
 from tests.actors.kv_transfer.handoff_simulation import World, simulate
 from tests.engine.kv.handoff_world import LEASE_S, Decode
+from tests.harness.handoff_network import Faults
 
 
 class TestCancelling:

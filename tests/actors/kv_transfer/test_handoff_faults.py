@@ -8,9 +8,9 @@ import pytest
 
 from engine.messages import FailureRecord, NotNow, Refused, Reservation
 from engine.request import RequestKey
-from tests.actors.kv_transfer.handoff_network import CONFIG, Faults
 from tests.actors.kv_transfer.handoff_simulation import World, simulate
 from tests.engine.kv.handoff_world import LAYOUT, LEASE_S, Decode, asking, key_of
+from tests.harness.handoff_network import CONFIG, Faults
 
 BOUND_S = CONFIG.reserve_timeout_s + 10 * CONFIG.transfer_deadline_s
 

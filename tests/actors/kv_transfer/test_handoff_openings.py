@@ -9,9 +9,9 @@ import msgspec
 import pytest
 
 from engine.messages import PairRequest
-from tests.actors.kv_transfer.handoff_network import CONFIG, Faults
 from tests.actors.kv_transfer.handoff_simulation import World, simulate
 from tests.engine.kv.handoff_world import SENDER, Decode
+from tests.harness.handoff_network import CONFIG, Faults
 
 
 async def hand_over(world: World) -> float:

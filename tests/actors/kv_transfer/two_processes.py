@@ -13,7 +13,7 @@ from typing import Any
 
 from configs.schema import FloorsConfig, HandoffConfig
 from engine.kv.layout import KvLayout
-from load_tests.lab.channel_ends import End, ReceivingProcess, SendingProcess
+from load_tests.testbed.channel_ends import End, ReceivingProcess, SendingProcess
 
 LAYOUT = KvLayout.with_heads(
     num_layers=12, block_size=16, num_kv_heads=4, head_dim=64, dtype="bfloat16"

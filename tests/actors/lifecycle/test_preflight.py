@@ -17,7 +17,7 @@ from actors.lifecycle.preflight import check_startable
 from configs.load import load_config
 from engine.errors import ConfigError
 from engine.text.tokenizing import load_tokenizer
-from load_tests.lab.model_folder import padded_tokenizer
+from load_tests.testbed.padded_tokenizer import padded_tokenizer
 from tests.harness.tiny_models import edit_config
 
 MODEL = Path(__file__).resolve().parents[3] / "demo_model" / "laps-demo"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from engine.constraints.json_schema import MAX_NODES, restrict
 from engine.errors import RequestError
-from load_tests.lab.random_schemas import random_schema
+from load_tests.testbed.random_schemas import random_schema
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-99, 99) | st.text(max_size=4) | st.just(1.5),

@@ -13,8 +13,8 @@ from engine.constraints.json_schema import restrict
 from engine.constraints.vocabulary import load_vocabulary
 from engine.errors import RequestError
 from engine.request import Constraint, ConstraintKind
-from load_tests.lab.check_constraints import find_problem
-from load_tests.lab.random_schemas import SchemaKind, schema_of
+from load_tests.testbed.json_oracle import find_problem
+from load_tests.testbed.random_schemas import SchemaKind, schema_of
 from tests.engine.constraints.following import (
     MODEL,
     accepts_text,

@@ -83,7 +83,8 @@ class CacheMachine(RuleBasedStateMachine):
         expected = self.model.match(chain)
         num_new = -(-len(tokens) // BLOCK_SIZE) - len(expected)
         fits = num_new <= NUM_BLOCKS - len(self._refs().keys() | set(expected))
-        assert self.cache.match(seq.hashes) == expected
+        found = self.cache.match(seq.hashes)
+        assert found == expected, f"hits {found}, and should hit {expected}"
         assert (num_new <= self.cache.num_available_beside(expected)) == fits
         seq.blocks = self.cache.acquire_prefix(seq.hashes)
         assert seq.blocks == expected
@@ -189,11 +190,14 @@ class CacheMachine(RuleBasedStateMachine):
         num_held, num_idle = len(self._refs()), len(self.model.idle_since)
         statistics = self.cache.statistics()
         assert statistics.num_held_blocks == num_held
-        assert statistics.num_free_blocks == NUM_BLOCKS - num_held - num_idle
+        num_free = NUM_BLOCKS - num_held - num_idle
+        assert statistics.num_free_blocks == num_free, f"{num_free} free: {statistics}"
         assert self.cache.num_cached_idle == num_idle
         assert self.cache.num_available == NUM_BLOCKS - num_held
         num_shielded = sum(c in self.model.protected for c in self.model.idle_since)
-        assert statistics.num_protected_blocks == num_shielded
+        assert statistics.num_protected_blocks == num_shielded, (
+            f"{num_shielded} protected: {statistics}"
+        )
         assert statistics.num_indexed_blocks == len(self.model.block_of)
 
     @invariant()
@@ -336,30 +340,36 @@ SETTINGS = settings(
     stateful_step_count=40,
     suppress_health_check=list(HealthCheck),
 )
-CacheMachine.TestCase.settings = settings(SETTINGS, max_examples=500)
+CacheMachine.TestCase.settings = settings(SETTINGS, max_examples=250)
 TestBlockCacheAgainstTheModel = pytest.mark.slow(CacheMachine.TestCase)
 
 
+@pytest.mark.nightly
+@pytest.mark.timeout(1200)
+def test_the_cache_under_many_random_histories() -> None:
+    run_state_machine_as_test(CacheMachine, settings=settings(SETTINGS, max_examples=10_000))
+
+
 @pytest.mark.parametrize(
-    "planted",
+    ("planted", "named"),
     [
-        {"cache_class": ReleaseForgetsOne},
-        {"cache_class": EvictsBeforeItRefuses},
-        {"cache_class": WhatIsHitCanStillBeEvicted},
-        {"index_class": MatchesOneTooMany},
-        {"index_class": ParentsGoBeforeTheirLeaves},
-        {"index_class": LaterDuplicateReplaces},
-        {"index_class": OrphansAreIndexed},
-        {"index_class": ForgetLeavesDescendants},
-        {"index_class": SecondUseDoesNotProtect},
-        {"index_class": NothingIsDemoted},
-        {"root_of": staticmethod(_root_without_salt)},
+        ({"cache_class": ReleaseForgetsOne}, "references, its owners"),
+        ({"cache_class": EvictsBeforeItRefuses}, "free: "),
+        ({"cache_class": WhatIsHitCanStillBeEvicted}, "is idle already"),
+        ({"index_class": MatchesOneTooMany}, "and should hit"),
+        ({"index_class": ParentsGoBeforeTheirLeaves}, "would go before its child"),
+        ({"index_class": LaterDuplicateReplaces}, "free: "),
+        ({"index_class": OrphansAreIndexed}, "free: "),
+        ({"index_class": ForgetLeavesDescendants}, "free: "),
+        ({"index_class": SecondUseDoesNotProtect}, "protected: "),
+        ({"index_class": NothingIsDemoted}, "protected: "),
+        ({"root_of": staticmethod(_root_without_salt)}, "and should hit"),
     ],
-    ids=lambda planted: next(iter(planted.values())).__name__,
+    ids=lambda value: next(iter(value.values())).__name__ if isinstance(value, dict) else "",
 )
-def test_the_machine_finds_a_planted_bug(planted: dict[str, object]) -> None:
+def test_the_machine_finds_a_planted_bug(planted: dict[str, object], named: str) -> None:
     machine = type("PlantedMachine", (CacheMachine,), planted)
     # The first failure is enough (no shrinking), and it is the same on every day.
     options = settings(SETTINGS, max_examples=400, phases=[Phase.generate], derandomize=True)
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match=named):
         run_state_machine_as_test(machine, settings=options)

@@ -134,6 +134,7 @@ class TwinsDecideDifferently(Scheduler):
     def plan(self, now_s: float) -> StepPlan | None:
         if self._turns_round:
             self._running.decodes = dict(reversed(self._running.decodes.items()))
+            self._running._columns = None  # made of them anew
         return super().plan(now_s)
 
 

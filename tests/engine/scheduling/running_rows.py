@@ -8,14 +8,17 @@ def check_running(scheduler: Scheduler) -> None:
     """Every request is where its own numbers put it, and nobody else is anywhere."""
     running, block_size, rules = scheduler._running, scheduler._block_size, scheduler._finish_rules
     keys = [request.key for request in running]
-    assert set(running.prompts) | set(running.decodes) <= set(keys)
-    assert not set(running.prompts) & set(running.decodes)
-    assert list(running.prompts) == [key for key in keys if key in running.prompts]
+    planned = set(running.prompts) | set(running.decodes)
+    assert planned <= set(keys), f"one that has left is planned on: {planned - set(keys)}"
+    both = set(running.prompts) & set(running.decodes)
+    assert not both, f"{both} are prompts and decodes"
+    in_order = [key for key in keys if key in running.prompts]
+    assert list(running.prompts) == in_order, f"prompts out of order: {list(running.prompts)}"
     for request in running:
         place = (request.key in running.prompts, request.key in running.decodes)
         assert place in _places(request), f"{request.key} is in (prompts, decodes): {place}"
     decodes, columns = list(running.decodes.values()), running.decode_columns
-    assert columns.requests == decodes
+    assert columns.requests == decodes, f"columns of {columns.requests}, decodes {decodes}"
     assert columns.rows == [request.row for request in decodes]
     assert columns.num_computed_tokens == [request.num_computed_tokens for request in decodes]
     assert columns.constrained == [r for r in decodes if r.params.constraint is not None]

@@ -241,7 +241,10 @@ class World:
         num_here = sum(story.phase == "scheduler" for story in self.stories.values())
         assert counts.num_waiting + counts.num_running == num_here
         assert counts.num_running == self.scheduler.num_running
-        assert self.scheduler.num_free_rows + counts.num_running == self.config.max_num_seqs
+        num_free = self.scheduler.num_free_rows
+        assert num_free + counts.num_running == self.config.max_num_seqs, (
+            f"rows: {num_free} free and {counts.num_running} running of {self.config.max_num_seqs}"
+        )
         assert sorted(self.scheduler.requests_of("ingress")) == sorted(
             key for key, story in self.stories.items() if story.phase == "scheduler"
         )
@@ -336,4 +339,4 @@ class World:
         """Named once: whoever finished, failed or moved on in this step."""
         moved = [r.key for _, r in output.tokens if self.stories[r.key].phase != "scheduler"]
         due = moved + [failure.key for _, failure in output.failures]
-        assert sorted(output.left) == sorted(due)
+        assert sorted(output.left) == sorted(due), f"named as gone: {output.left}, but gone: {due}"

@@ -11,8 +11,8 @@ import pytest
 
 from engine.errors import HandoffError
 from load_tests.lab.bench_channels import QWEN3_8B, Arrived, Outcome, hand_over_at, render
-from load_tests.lab.channel_ends import SendingProcess
 from load_tests.mixed_load import MixedLoad
+from load_tests.testbed.channel_ends import SendingProcess
 
 NUM_BLOCKS = 40
 

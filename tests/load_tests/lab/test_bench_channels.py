@@ -10,7 +10,7 @@ import pytest
 
 from engine.errors import HandoffError
 from load_tests.lab.bench_channels import Outcome, Steps, render, steps_of
-from load_tests.lab.channel_ends import FileBoard
+from load_tests.testbed.channel_ends import FileBoard
 
 ROOT = Path(__file__).resolve().parents[3]
 

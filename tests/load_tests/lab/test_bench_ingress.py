@@ -12,10 +12,10 @@ from actors.lifecycle.deployment import DeploymentSpec
 from configs.load import load_config
 from engine.messages import StepMessage, Submit, TokenRecord, decode, encode
 from engine.request import RequestKey, RequestSpec, SamplingParams
-from load_tests.lab.ingress_client import Client, Reply
 from load_tests.lab.ingress_null import NullWorker
 from load_tests.lab.ingress_profile import REST, group_of, shares_of
 from load_tests.lab.ingress_server import role_of
+from load_tests.testbed.ingress_client import Client, Reply
 
 
 def chunked(events: Sequence[bytes]) -> bytes:

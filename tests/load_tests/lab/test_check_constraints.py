@@ -10,8 +10,9 @@ from configs.load import load_config
 from engine.constraints.json_schema import restrict
 from engine.text.tokenizing import load_tokenizer
 from load_tests.lab.bench_constrained import write_vocabulary
-from load_tests.lab.check_constraints import DEMO_MODEL, ConstraintRun, draw_schemas, find_problem
-from load_tests.lab.random_schemas import SchemaKind, wrong_schemas
+from load_tests.lab.check_constraints import DEMO_MODEL, ConstraintRun, draw_schemas
+from load_tests.testbed.json_oracle import find_problem
+from load_tests.testbed.random_schemas import SchemaKind, wrong_schemas
 
 ALL_KINDS = list(SchemaKind)
 

@@ -9,7 +9,7 @@ from configs.faults import parse_faults
 from load_tests.lab.failure_rows import FROM_OUTSIDE, NOT_RUN, ON_DEMAND, Row
 from load_tests.lab.failure_stage import Phase
 from load_tests.lab.failure_table import Cell, render
-from tests.cluster.running import make_config
+from load_tests.testbed.deployed import make_config
 
 ROWS = (*FROM_OUTSIDE, *ON_DEMAND)
 MATRIX = range(1, 24)

@@ -13,7 +13,7 @@ from load_tests.lab.soak import SoakOptions, SoakReport
 from load_tests.lab.soak_cases import Case
 from load_tests.lab.soak_clients import Clients, Outcomes
 from load_tests.lab.soak_record import Look, Track
-from tests.cluster.system import ProcessId
+from load_tests.testbed.system import ProcessId
 
 CASE = Case(
     prompt_ids=[1, 2, 3], text=None, sampling={}, num_tokens=5, expected=[11, 12, 13, 14, 15]

@@ -1,4 +1,4 @@
-"""Starting, asking and inspecting a whole application on a real Ray cluster."""
+"""A deployed application: what it answers, its processes, and what each of them holds."""
 
 import asyncio
 import contextlib
@@ -23,6 +23,7 @@ from ray.util import list_named_actors
 from actors.lifecycle.deployment import describe_deployment
 from configs.load import load_config
 from configs.schema import AppConfig
+from load_tests.testbed.holdings import worker_holdings
 from serve_app import bind
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -69,6 +70,7 @@ class Application:
     config: AppConfig
     url: str
     hash: str
+    api_key: str = "none"  # what clients send; nobody reads it where no keys are configured
 
     @property
     def name(self) -> str:
@@ -80,11 +82,13 @@ class Application:
         return Path(self.config.model.path).name
 
     def client(self, **options: Any) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, **options)
+        return openai.OpenAI(
+            base_url=f"{self.url}/v1", api_key=self.api_key, max_retries=0, **options
+        )
 
     def async_client(self, **options: Any) -> openai.AsyncOpenAI:
         return openai.AsyncOpenAI(
-            base_url=f"{self.url}/v1", api_key="none", max_retries=0, **options
+            base_url=f"{self.url}/v1", api_key=self.api_key, max_retries=0, **options
         )
 
     def complete(self, prompt: str | list[int], **params: object) -> list[int]:
@@ -134,7 +138,8 @@ class Application:
 
     def get(self, path: str) -> tuple[int, str]:
         """Status and text of a GET."""
-        answer = httpx.get(f"{self.url}{path}", timeout=PATIENCE_S)
+        headers = {"Authorization": f"Bearer {self.api_key}"}
+        answer = httpx.get(f"{self.url}{path}", headers=headers, timeout=PATIENCE_S)
         return answer.status_code, answer.text
 
     @contextmanager
@@ -204,29 +209,6 @@ class Application:
         serve.delete(self.name)
 
 
-def worker_holdings(seen: Mapping[str, Any], max_rows: int) -> dict[str, int]:
-    """What of a worker's statistics says that something is held."""
-    held = {
-        "blocks": sum(seen["held_blocks"].values()),
-        "rows": max_rows - seen["free_rows"],
-        "waiting": seen["scheduler"]["num_waiting"],
-        "running": seen["scheduler"]["num_running"],
-        "requests": seen["num_requests"],
-        "unacknowledged tokens": seen["streams"]["num_unacknowledged_tokens"],
-        "tasks": seen["tasks"],
-    }
-    if "sender" in seen:
-        held |= {"handoffs": seen["sender"]["num_handoffs"]}
-    if "receiver" in seen:
-        held |= {
-            "reservations": seen["incoming"]["num_reservations"],
-            "orphans": seen["incoming"]["num_orphans"],
-            "reservations in line": seen["receiver"]["num_waiting"],
-            "pieces under way": seen["receiver"]["num_pieces_under_way"],
-        }
-    return held
-
-
 def _beyond(
     now: Mapping[str, Mapping[str, int]], baseline: Mapping[str, Mapping[str, int]]
 ) -> dict[str, str]:
@@ -285,14 +267,16 @@ class Cluster:
         serve.start(http_options={"host": "127.0.0.1", "port": port})
         return cls(port=port)
 
-    def run(self, name: str, overrides: Mapping[str, object]) -> Application:
+    def run(
+        self, name: str, overrides: Mapping[str, object], *, api_key: str = "none"
+    ) -> Application:
         """Deploy and wait until it can serve."""
         config = make_config(name, overrides)
         spec = describe_deployment(config)
         serve.run(bind(spec), name=name, route_prefix=f"/{name}", blocking=False)
         url = f"http://127.0.0.1:{self.port}/{name}"
-        return Application(config=config, url=url, hash=spec.hash)
+        return Application(config=config, url=url, hash=spec.hash, api_key=api_key)
 
     def stop(self) -> None:
-        serve.shutdown()
+        serve.shutdown()  # type: ignore[no-untyped-call]
         ray.shutdown()

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import Any
 
-from load_tests.lab.adversarial_schemas import adversarial_schema
+from load_tests.testbed.adversarial_schemas import adversarial_schema
 
 Schema = dict[str, Any]
 _Maker = Callable[[random.Random, int], Schema]

@@ -1,12 +1,7 @@
-"""Virtual time, and a network between two workers that fails on demand.
-
-Time moves only when nothing else can happen, so deadlines of minutes cost nothing and a wait that
-nothing ends fails at once instead of hanging.
-"""
+"""A network between two workers that fails on demand."""
 
 import asyncio
-import selectors
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -17,7 +12,6 @@ from actors.kv_transfer.contracts import Deliver, PieceBytes
 from actors.kv_transfer.receiver import HandoffReceiver
 from actors.kv_transfer.waits import bounded
 from configs.schema import HandoffConfig
-from engine.clock import ManualClock
 from engine.errors import HandoffError, WorkerError
 from engine.messages import (
     CancelReply,
@@ -45,51 +39,6 @@ CONFIG = HandoffConfig(
     piece_bytes=2 * LAYOUT.block_bytes,
     reserve_timeout_s=20.0,
 )
-
-
-# ---- time ---------------------------------------------------------------------------------------
-
-
-class _VirtualSelector(selectors.SelectSelector):
-    def __init__(self, clock: ManualClock) -> None:
-        super().__init__()
-        self._clock = clock
-
-    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        events = super().select(0)
-        if events or timeout == 0:
-            return events
-        assert timeout is not None, "everybody waits for something that nothing will do"
-        self._clock.advance(timeout)
-        return []
-
-
-class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    def __init__(self, clock: ManualClock) -> None:
-        super().__init__(_VirtualSelector(clock))
-        self._virtual_clock = clock
-
-    def time(self) -> float:
-        return self._virtual_clock.now_s()
-
-
-def run_virtual(clock: ManualClock, main: Coroutine[Any, Any, T]) -> T:
-    """`asyncio.run` on virtual time; fails if tasks are left over or errors went unnoticed."""
-    loop = VirtualTimeLoop(clock)
-    problems: list[str] = []
-    loop.set_exception_handler(lambda _, context: problems.append(str(context)))
-    try:
-        result = loop.run_until_complete(main)
-        loop.run_until_complete(asyncio.sleep(0))
-        left = asyncio.all_tasks(loop)
-        assert not left, f"tasks are left: {left}"
-    finally:
-        for task in asyncio.all_tasks(loop):  # only after a failure
-            task.cancel()
-            loop.run_until_complete(asyncio.wait([task]))
-        loop.close()
-    assert not problems, problems
-    return result
 
 
 # ---- a network that fails on demand -------------------------------------------------------------

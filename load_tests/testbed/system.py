@@ -12,13 +12,13 @@ import httpx
 import ray
 
 from engine.errors import WorkerError
-from tests.cluster.running import (
+from load_tests.testbed.deployed import (
     Application,
     Cluster,
     count_tasks,
     named_actors,
-    worker_holdings,
 )
+from load_tests.testbed.holdings import worker_holdings
 
 ANSWER_S = 4.0  # of an actor that is there
 WORKER_PREFIXES = ("prefill-", "decode-", "unified-")
