@@ -35,7 +35,7 @@ class LineSampler:
         self._inner.remove(row)
 
     def accept_token(self, row: int, token_id: int) -> None:
-        self._inner.hear(row, token_id)
+        self._inner.accept_token(row, token_id)
 
     def sample(
         self, logits: Tensor, rows: list[int], greedy: GreedyChoice | None = None

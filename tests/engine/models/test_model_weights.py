@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.errors import ConfigError
+from engine.layers.linear import LinearWeight
 from engine.models import weights
 from engine.models.llama import build_decoder
 from engine.models.llama_weights import WHOLE_MODEL, Rank
@@ -210,6 +211,25 @@ def test_a_model_of_random_weights_computes_finite_logits_that_depend_on_its_inp
     assert not torch.allclose(logits[0], logits[1])
 
 
+def _tensors(layer: LayerWeights) -> list[torch.Tensor]:
+    """All that the layer has, weights and biases, in one order."""
+    fields = [getattr(layer, name) for name in LayerWeights.__slots__]
+    linears = [field for field in fields if isinstance(field, LinearWeight)]
+    found = [field for field in fields if isinstance(field, torch.Tensor)]
+    found += [linear.data for linear in linears]
+    return found + [linear.bias for linear in linears if linear.bias is not None]
+
+
+def test_all_tensors_of_a_layer_are_compared(sharded: Path) -> None:
+    files = sharded.glob("*.safetensors")
+    published = {name: tensor for path in files for name, tensor in load_file(path).items()}
+    of_layers = sum(t.numel() for name, t in published.items() if ".layers." in name)
+    cpu = torch.device("cpu")
+    loaded = load_weights(sharded, load_spec(sharded), dtype=torch.float32, device=cpu)
+    compared = [tensor for layer in loaded.layers for tensor in _tensors(layer)]
+    assert sum(tensor.numel() for tensor in compared) == of_layers > 0
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("chunk_bytes", [256, 4096, weights.CHUNK_BYTES])
@@ -226,9 +246,8 @@ def test_loading_to_a_gpu_gives_the_same_weights_as_to_a_cpu(
     assert torch.equal(loaded.head.cpu(), expected.head)
     assert torch.equal(loaded.final_norm.cpu(), expected.final_norm)
     for ours, theirs in zip(loaded.layers, expected.layers, strict=True):
-        for name in LayerWeights.__slots__:
-            tensor = getattr(ours, name)
-            assert tensor is None or torch.equal(tensor.cpu(), getattr(theirs, name)), name
+        pairs = zip(_tensors(ours), _tensors(theirs), strict=True)
+        assert all(torch.equal(tensor.cpu(), right) for tensor, right in pairs)
 
 
 @pytest.mark.gpu
