@@ -46,5 +46,7 @@ def test_a_prompt_goes_where_its_prefix_is(pooled: Application) -> None:
     wait_until(lambda: known()[1] == 0, "nothing is under way")
     due_blocks = known()[0] + len(first_turn) // 16
     assert num_cached(first_turn) == 0
-    wait_until(lambda: known() == (due_blocks, 0), "the allocator heard of the cached blocks")
+    # At least: it may hear of blocks that other tests cached only now.
+    wait_until(lambda: known()[0] >= due_blocks, "the allocator heard of the cached blocks")
+    wait_until(lambda: known()[1] == 0, "nothing is under way")
     assert num_cached([*first_turn, *range(300, 500)]) == len(first_turn)
