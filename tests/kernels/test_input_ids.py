@@ -5,7 +5,7 @@ import torch
 
 from kernels.input_ids import keep_last_tokens, resolve_input_ids
 from tests.kernels.interpreter import run_interpreted
-from tests.kernels.sample_cases import fresh_generator
+from tests.kernels.sampling.sample_cases import fresh_generator
 
 SIZES = (1, 2, 255, 256, 257, 700)
 

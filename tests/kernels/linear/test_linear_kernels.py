@@ -9,7 +9,14 @@ from torch import Tensor
 
 from kernels.ops import Ops
 from tests.kernels.interpreter import run_interpreted
-from tests.kernels.linear_cases import CPU, GPU, assert_near, exact_gated, exact_product, poison
+from tests.kernels.linear.linear_cases import (
+    CPU,
+    GPU,
+    assert_near,
+    exact_gated,
+    exact_product,
+    poison,
+)
 
 Case = tuple[Tensor, Tensor, Tensor | None]
 
@@ -65,7 +72,7 @@ def check_invariant_interpreted() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["small", "invariant"])
 def test_interpreted_products_are_their_formula(name: str) -> None:
-    run_interpreted(f"tests.kernels.test_linear_kernels:check_{name}_interpreted")
+    run_interpreted(f"tests.kernels.linear.test_linear_kernels:check_{name}_interpreted")
 
 
 # ---- on a GPU ------------------------------------------------------------------------------------

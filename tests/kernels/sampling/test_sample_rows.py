@@ -9,7 +9,7 @@ from torch import Tensor
 from kernels.sampling.noise import gumbel, noise_bits, noise_bits_reference
 from kernels.sampling.rows import Draws, GreedyChoice, greedy
 from tests.kernels.interpreter import run_interpreted
-from tests.kernels.sample_cases import (
+from tests.kernels.sampling.sample_cases import (
     ALL_KNOBS,
     Knobs,
     build_draws,
@@ -163,7 +163,7 @@ def triton_noise(seeds: Tensor, indices: Tensor, tokens: Tensor) -> tuple[Tensor
     """What the draw computes inline: int64 and fp32 [S, V]."""
     import triton
 
-    from tests.kernels.sample_noise_kernel import noise_kernel
+    from tests.kernels.sampling.sample_noise_kernel import noise_kernel
 
     shape = (seeds.shape[0], tokens.shape[0])
     bits = torch.full(shape, -1, dtype=torch.int64, device=seeds.device)
@@ -190,7 +190,7 @@ def interpreted() -> None:
 
 @pytest.mark.slow
 def test_the_kernels_draw_what_float64_allows() -> None:
-    run_interpreted("tests.kernels.test_sample_rows:interpreted")
+    run_interpreted("tests.kernels.sampling.test_sample_rows:interpreted")
 
 
 # ---- torch ---------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import torch
 
 from kernels.sampling.token_mask import ban_tokens, num_mask_words
 from tests.kernels.interpreter import run_interpreted
-from tests.kernels.sample_cases import fresh_generator
+from tests.kernels.sampling.sample_cases import fresh_generator
 
 VOCAB_SIZES = (1, 31, 32, 33, 77, 4095, 4096, 4097, 9001)
 Case = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -73,7 +73,7 @@ def check_interpreted() -> None:
 
 
 def test_the_kernel_bans_the_same_in_the_interpreter() -> None:
-    run_interpreted("tests.kernels.test_token_mask:check_interpreted")
+    run_interpreted("tests.kernels.sampling.test_token_mask:check_interpreted")
 
 
 @pytest.mark.gpu

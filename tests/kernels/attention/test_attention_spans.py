@@ -14,7 +14,7 @@ from torch import Tensor
 from kernels.attention.phased import PhasedAttention
 from kernels.attention.protocol import AttentionShape, GraphAttention
 from kernels.attention.select import AttentionName, AttentionNames, build_attention
-from tests.kernels.attention_cases import (
+from tests.kernels.attention.attention_cases import (
     TOLERANCES,
     FixedRows,
     Problem,
@@ -139,7 +139,7 @@ def interpreted_cases() -> None:
 
 @pytest.mark.slow
 def test_spans_equal_float64_in_the_interpreter() -> None:
-    run_interpreted("tests.kernels.test_attention_spans:interpreted_cases")
+    run_interpreted("tests.kernels.attention.test_attention_spans:interpreted_cases")
 
 
 # ---- on a GPU -----------------------------------------------------------------------------------

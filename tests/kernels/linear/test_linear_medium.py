@@ -17,7 +17,14 @@ from kernels.linear.medium import (
     medium_linear,
 )
 from tests.kernels.interpreter import run_interpreted
-from tests.kernels.linear_cases import CPU, GPU, assert_near, exact_gated, exact_product, poison
+from tests.kernels.linear.linear_cases import (
+    CPU,
+    GPU,
+    assert_near,
+    exact_gated,
+    exact_product,
+    poison,
+)
 
 H200_MULTIPROCESSORS = 132
 # T, N, K: sizes that are and are not whole tiles, one and two tiles of tokens.
@@ -60,7 +67,7 @@ def check_interpreted() -> None:
 
 @pytest.mark.slow
 def test_interpreted_products_are_their_formula() -> None:
-    run_interpreted("tests.kernels.test_linear_medium:check_interpreted")
+    run_interpreted("tests.kernels.linear.test_linear_medium:check_interpreted")
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,14 @@ from kernels.linear.large import (
     supports_large,
 )
 from tests.kernels.interpreter import run_interpreted
-from tests.kernels.linear_cases import CPU, GPU, assert_near, exact_gated, exact_product, poison
+from tests.kernels.linear.linear_cases import (
+    CPU,
+    GPU,
+    assert_near,
+    exact_gated,
+    exact_product,
+    poison,
+)
 
 # T, N, K: fewer and more than a tile of each, odd tokens, sizes that are and are not whole tiles.
 SIZES = [(1, 4096, 4096), (5, 144, 128), (127, 272, 720), (333, 4112, 1040), (700, 4096, 12288)]
@@ -60,7 +67,7 @@ def check_interpreted() -> None:
 
 @pytest.mark.slow
 def test_interpreted_products_are_their_formula() -> None:
-    run_interpreted("tests.kernels.test_linear_large:check_interpreted")
+    run_interpreted("tests.kernels.linear.test_linear_large:check_interpreted")
 
 
 @pytest.mark.parametrize("gated", [False, True])

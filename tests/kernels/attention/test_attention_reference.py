@@ -7,7 +7,7 @@ import torch
 from kernels.attention.protocol import AttentionShape
 from kernels.attention.reference import ReferenceAttention, _split_by_padding
 from kernels.kv.append import kv_append
-from tests.kernels.attention_cases import (
+from tests.kernels.attention.attention_cases import (
     ROW_SETS,
     TOLERANCES,
     Problem,

@@ -16,7 +16,7 @@ from kernels.attention.select import (
     build_attention,
     why_not,
 )
-from tests.kernels.attention_cases import (
+from tests.kernels.attention.attention_cases import (
     ROW_SETS,
     TOLERANCES,
     FixedRows,
@@ -175,7 +175,7 @@ def check_expansion_interpreted() -> None:
 
 @pytest.mark.slow
 def test_block_ids_are_expanded_to_a_table() -> None:
-    run_interpreted("tests.kernels.test_attention_backends:check_expansion_interpreted")
+    run_interpreted("tests.kernels.attention.test_attention_backends:check_expansion_interpreted")
 
 
 # ---- on a GPU ------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kernels.attention.protocol import AttentionShape, build_step
-from tests.kernels.attention_cases import (
+from tests.kernels.attention.attention_cases import (
     ROW_SETS,
     TOLERANCES,
     FixedRows,
@@ -187,7 +187,7 @@ def interpreted_cases() -> None:
 
 @pytest.mark.slow
 def test_small_cases_equal_float64_in_the_interpreter() -> None:
-    run_interpreted("tests.kernels.test_attention_triton:interpreted_cases")
+    run_interpreted("tests.kernels.attention.test_attention_triton:interpreted_cases")
 
 
 def plan_cases() -> None:
@@ -230,7 +230,7 @@ def _assert_parts_cover_rows(
 
 @pytest.mark.slow
 def test_the_items_of_a_row_cover_what_its_query_sees() -> None:
-    run_interpreted("tests.kernels.test_attention_triton:plan_cases")
+    run_interpreted("tests.kernels.attention.test_attention_triton:plan_cases")
 
 
 def refused_cases() -> None:
@@ -248,7 +248,7 @@ def refused_cases() -> None:
 
 @pytest.mark.slow
 def test_what_the_kernels_do_not_cover_is_refused() -> None:
-    run_interpreted("tests.kernels.test_attention_triton:refused_cases")
+    run_interpreted("tests.kernels.attention.test_attention_triton:refused_cases")
 
 
 # ---- on a GPU -----------------------------------------------------------------------------------
