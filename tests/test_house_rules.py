@@ -431,7 +431,8 @@ def test_a_page_names_files_links_and_commands_that_exist(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.name)
-def test_the_commands_of_a_record_exist(path: Path) -> None:
+def test_the_links_and_commands_of_a_record_exist(path: Path) -> None:
+    assert links_that_lead_nowhere(path.read_text(), path.parent) == []
     assert commands_that_do_not_exist(path.read_text()) == []
 
 
