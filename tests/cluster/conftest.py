@@ -10,7 +10,6 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 
@@ -37,7 +36,6 @@ SHARED: Mapping[str, Mapping[str, object]] = {
         "handoff.channel": "object_store",
         "api.keys": {"someone": hashlib.sha256(KEY.encode()).hexdigest()},
     },
-    "over_gloo_pairs": TIGHT | {"handoff.channel": "gloo_pair"},
     "unified": {"workers.unified": 1},  # the reference
     # Two workers of each role, which wait until Serve has started a supervisor anew.
     "disaggregated": {
@@ -46,6 +44,7 @@ SHARED: Mapping[str, Mapping[str, object]] = {
         "lifetimes.supervisor_silence_s": 30.0,
         "lifetimes.acknowledge_every_s": 0.1,
     },
+    "over_gloo_pairs": TIGHT | {"handoff.channel": "gloo_pair"},
     "pooled": {  # 3 prefill workers in two pools
         "workers.prefill": 3,
         "workers.decode": 1,
@@ -113,7 +112,7 @@ def _shared(name: str) -> Callable[..., Iterator[Application]]:
     return use
 
 
-over_object_store, over_gloo_pairs, unified, disaggregated, pooled = map(_shared, SHARED)
+over_object_store, unified, disaggregated, over_gloo_pairs, pooled = map(_shared, SHARED)
 
 
 @pytest.fixture
@@ -125,10 +124,13 @@ def rng() -> random.Random:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Modules that share an application stand together, those that share none before them."""
-    shared: dict[Path, set[int]] = {}
-    for item in items:
-        used = (list(SHARED).index(name) for name in _shared_by(item))
-        shared.setdefault(item.path, set()).update(used)
-    first_and_last = {path: (min(u, default=-1), max(u, default=-1)) for path, u in shared.items()}
-    items.sort(key=lambda item: first_and_last[item.path])
+    """Tests that share an application stand together, those that share none before them.
+
+    A test of two applications is the last of the one and the first of the other.
+    """
+
+    def order(item: pytest.Item) -> tuple[int, int]:
+        used = [list(SHARED).index(name) for name in _shared_by(item)]
+        return max(used, default=-1), min(used, default=-1)
+
+    items.sort(key=order)

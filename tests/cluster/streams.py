@@ -3,6 +3,8 @@
 import asyncio
 import threading
 from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Self
 
@@ -19,6 +21,18 @@ PROMPTS = (
 JOIN_S = 120.0
 
 
+def undisturbed(
+    application: Application, prompts: Sequence[str], max_tokens: int
+) -> dict[str, list[int]]:
+    """Greedy tokens of each prompt, asked for at once while nothing happens to anybody."""
+
+    def complete(prompt: str) -> list[int]:
+        return application.complete(prompt, max_tokens=max_tokens, extra_body={"ignore_eos": True})
+
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        return dict(zip(prompts, pool.map(complete, prompts), strict=True))
+
+
 class Load:
     """`num_streams` greedy streams, each started anew when it ends, until the block is left.
 
@@ -30,12 +44,7 @@ class Load:
         self._application = application
         self._num_streams = num_streams
         self._max_tokens = max_tokens
-        self._expected = {
-            prompt: application.complete(
-                prompt, max_tokens=max_tokens, extra_body={"ignore_eos": True}
-            )
-            for prompt in PROMPTS
-        }
+        self._expected = undisturbed(application, PROMPTS[:num_streams], max_tokens)
         self._is_stopping = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
         self.num_finished = 0
