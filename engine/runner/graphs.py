@@ -6,8 +6,10 @@ the other in one stream. Statistics say what capturing cost and how many prompt 
 graph. Knows no plan and no scheduler.
 """
 
+import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -156,6 +158,23 @@ class CudaRecorder:
         return free_bytes
 
 
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Collects once, then not until the end.
+
+    A capture fails when the collector frees a CUDA graph or pinned memory in the middle of it, and
+    torch no longer collects before each capture.
+    """
+    gc.collect()
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Captured:
     replay: Callable[[], GraphOutput]
@@ -191,10 +210,11 @@ class StepGraphs:
         """Capture every size, largest first so that smaller ones reuse its memory."""
         start_s = time.perf_counter()
         free_before = recorder.free_bytes()
-        for number, size in enumerate(reversed(self._sizes), start=1):
-            self._captured[size] = self._capture_one(size, recorder)
-            if number % _REPORT_EVERY == 0:
-                report(f"{self._kind} graphs: {number} of {len(self._sizes)} captured")
+        with _no_garbage_collection():
+            for number, size in enumerate(reversed(self._sizes), start=1):
+                self._captured[size] = self._capture_one(size, recorder)
+                if number % _REPORT_EVERY == 0:
+                    report(f"{self._kind} graphs: {number} of {len(self._sizes)} captured")
         self._statistics = taken = CaptureStatistics(
             num_graphs=len(self._sizes),
             capture_s=time.perf_counter() - start_s,

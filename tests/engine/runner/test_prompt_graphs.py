@@ -4,7 +4,9 @@ A CPU has no graphs: what a graph would do is computed again over the same padde
 attention that reads nothing else and answers NaN where there is nothing to see.
 """
 
+import gc
 import random
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from engine.models.llama import CausalLM
 from engine.models.registry import build_model
 from engine.plan import StepResult
 from engine.runner.graph_sizes import PromptSizes, ragged_sizes
+from engine.runner.graphs import GraphOutput
 from engine.runner.grid_sizes import grid_sizes
 from tests.engine.models.closeness import assert_same_logits
 from tests.engine.runner.graph_story import (
@@ -185,3 +188,23 @@ def test_decode_graphs_do_without_those_of_prompts(model: CausalLM) -> None:
     assert statistics.prompt_graphs is None
     assert statistics.prompt_steps is None
     assert all(report.startswith("decode graphs") for report in reports)
+
+
+class GarbageNotingRecorder(RerunRecorder):
+    """Notes whether the collector could run in the middle of a capture."""
+
+    def __init__(self) -> None:
+        self.could_collect: list[bool] = []
+
+    def record(self, run: Callable[[], GraphOutput]) -> Callable[[], GraphOutput]:
+        self.could_collect.append(gc.isenabled())
+        return super().record(run)
+
+
+def test_no_garbage_is_collected_while_graphs_are_captured(model: CausalLM) -> None:
+    recorder = GarbageNotingRecorder()
+    driver = StepDriver(model, seed=5, phased=row_tensor_attention(model))
+    driver.executor.capture_graphs(recorder, lambda _: None, prompts=ragged_sizes(MAX_ROWS, 64))
+    assert recorder.could_collect
+    assert not any(recorder.could_collect)
+    assert gc.isenabled()
