@@ -205,8 +205,9 @@ class Application:
             assert time.monotonic() < deadline_s, f"{self.name} still holds {more}"
             time.sleep(CHECK_EVERY_S)
 
-    def stop(self) -> None:
-        serve.delete(self.name)
+    def stop(self, *, waits: bool = True) -> None:
+        """Delete it; `waits`: until Serve has stopped its replicas."""
+        serve.delete(self.name, _blocking=waits)
 
 
 def _beyond(

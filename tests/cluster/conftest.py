@@ -41,6 +41,7 @@ SHARED: Mapping[str, Mapping[str, object]] = {
     "disaggregated": {
         "workers.prefill": 2,
         "workers.decode": 2,
+        "workers.num_cpus": 0.1,  # so that they have places, which outlive a supervisor
         "lifetimes.supervisor_silence_s": 30.0,
         "lifetimes.acknowledge_every_s": 0.1,
     },
@@ -81,7 +82,7 @@ class SharedApplications:
         yield self._running[name]
         self._num_users[name] -= 1
         if not self._num_users[name]:
-            self._running.pop(name).stop()
+            self._running.pop(name).stop(waits=False)  # the next one starts meanwhile
 
     def stop(self) -> None:
         for application in self._running.values():

@@ -16,6 +16,7 @@ import httpx
 import pytest
 import ray
 
+from actors.lifecycle.placement_groups import worker_groups
 from load_tests.testbed.deployed import (
     PATIENCE_S,
     Application,
@@ -311,17 +312,27 @@ def test_placement_goes_on_while_the_allocator_hangs(application: Application) -
         os.kill(allocator_pid, signal.SIGCONT)
 
 
-@pytest.mark.nightly
-def test_a_killed_supervisor_adopts_the_workers_that_it_finds(application: Application) -> None:
-    before = pids(application)
+@pytest.mark.parametrize(
+    "is_for_good", [True, pytest.param(False, marks=pytest.mark.nightly)], ids=["gone", "killed"]
+)
+def test_a_supervisor_that_dies_adopts_the_workers_that_it_finds(
+    application: Application, is_for_good: bool
+) -> None:
+    before, groups = pids(application), worker_groups(application.name)
+    assert set(groups) == set(application.workers())
     supervisor = application.supervisor()
     supervisor_pid = actor_pid(supervisor, "serve")
     with Load(application, num_streams=NUM_STREAMS, max_tokens=TOKENS) as load:
-        os.kill(supervisor_pid, signal.SIGKILL)
+        if is_for_good:  # Serve looks after its deployment actors every 11 s at most
+            ray.kill(ray.get_actor(supervisor, "serve"), no_restart=True)
+        else:
+            os.kill(supervisor_pid, signal.SIGKILL)
         load.wait_more(NUM_STREAMS)
         wait_replaced(supervisor, "serve", supervisor_pid)
     assert not load.problems
+    application.wait_ready()
     assert pids(application) == before
+    assert worker_groups(application.name) == groups
 
 
 def test_ready_says_503_while_a_role_is_gone(over_gloo_pairs: Application) -> None:
