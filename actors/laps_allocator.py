@@ -55,14 +55,14 @@ class LapsAllocator:
         self._cache_reports.check()
 
     async def update(self, topology: bytes) -> None:
-        """Which workers there are, from the supervisor; also a heartbeat."""
+        """Takes the set of workers from the supervisor; counts as a heartbeat."""
         self._lifeline.beat()
         roles = decode(topology, Topology).roles
         self._links.update(roles)
         self._router.update(roles)
 
     async def address(self) -> bytes:
-        """Where `route` is called by a connection; see `CallServer`."""
+        """Returns the address at which a connection may call `route`; see `CallServer`."""
         return await self._server.address()
 
     async def _route(self, request: bytes) -> bytes:
@@ -76,9 +76,9 @@ class LapsAllocator:
         return encode(self._router.status())
 
     def _lose_worker(self, worker: str) -> None:
-        """What it was given is under way no more, and its cache is empty; nobody waits here."""
+        """Forgets a worker's requests in flight and its cached blocks; never waits."""
         self._router.forget(worker)
 
 
 def _ignore_message(_: StepMessage) -> None:
-    """Only the load report matters here; the link keeps it."""
+    """Ignores tokens: only load reports matter here, and the link keeps them."""

@@ -186,7 +186,7 @@ class Supervisor:
         await self._ask(name, lambda actor: AllocatorHandle(name, actor).update(topology))
 
     async def _ask(self, name: str, call: Callable[[ActorHandle[Any]], Awaitable[T]]) -> T | None:
-        """What an actor answers; None if nothing in time.
+        """Returns an actor's answer; None if there is none in time.
 
         One that used to answer, lives and says nothing any more is ended: Ray starts it anew.
         """

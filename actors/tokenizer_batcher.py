@@ -110,7 +110,7 @@ class PromptTokenizer:
         )
 
     def _render(self, request: TokenizeRequest) -> str | list[int] | RequestError:
-        """What is to be encoded; ids as they came."""
+        """Returns the text to encode, or the ids that the request came with."""
         if request.token_ids is not None:
             return request.token_ids
         if request.messages is None:
@@ -146,7 +146,7 @@ class TokenizerBatcher:
         self._lifeline.beat()
 
     async def address(self) -> bytes:
-        """Where `tokenize` is called by a connection; see `CallServer`."""
+        """Returns the address at which a connection may call `tokenize`; see `CallServer`."""
         return await self._server.address()
 
     async def _tokenize(self, data: bytes) -> bytes:
@@ -161,7 +161,7 @@ class TokenizerBatcher:
         return encode(ConstraintVerdict(error=verdict or None))
 
     async def describe(self) -> dict[str, object]:
-        """What process listings and the dashboard show."""
+        """Returns what process listings and the dashboard show."""
         statistics = self._tokenizer.statistics()
         return {
             "name": self._name,

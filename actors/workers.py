@@ -114,7 +114,7 @@ class DecodeWorker(EngineWorker):
         return encode(await asyncio.gather(*taking))
 
     async def _receive_pieces(self, pieces: bytes) -> bytes:
-        """By a connection. List of (PieceHeader, payload) -> list of PieceReply."""
+        """Takes pieces from a connection: [(PieceHeader, payload)] -> [PieceReply], encoded."""
         pairs = decode(pieces, list[tuple[PieceHeader, list[Any]]])
         return encode(await asyncio.gather(*starmap(self._receiver.receive_piece, pairs)))
 

@@ -211,7 +211,7 @@ def _allowed_values(keys: list[str]) -> list[str]:
 
 
 def _values_of(node: msgspec.inspect.Type) -> list[str]:
-    """What a leaf takes, in words; nothing where its type says it all."""
+    """Returns the values that a key takes, in words; none where its type says it all."""
     match node:
         case msgspec.inspect.UnionType():
             return [value for member in node.types for value in _values_of(member)]

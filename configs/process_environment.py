@@ -24,7 +24,7 @@ class TlsFiles:
 
 
 def ray_tls(environ: Mapping[str, str] | None = None) -> TlsFiles | None:
-    """None = Ray encrypts nothing. Raises ConfigFileError if it should and a file is not named."""
+    """Returns Ray's TLS files, None = not encrypted. Raises ConfigFileError if one is missing."""
     environ = os.environ if environ is None else environ
     if environ.get(USE, "0").lower() not in ("1", "true"):
         return None
@@ -44,6 +44,6 @@ MIN_DRAINING_S = 3.0
 
 
 def set_serve_environment() -> None:
-    """What the operator has set himself stays."""
+    """Sets Serve's defaults; what the operator has set stays."""
     os.environ.setdefault(HTTP_CALLBACK, MIDDLEWARES)
     os.environ.setdefault(MIN_DRAINING, str(MIN_DRAINING_S))

@@ -254,7 +254,7 @@ class ApiConfig(_Section, frozen=True):
 
 
 class TracingConfig(_Section, frozen=True):
-    """Where traces of requests go, by OpenTelemetry."""
+    """Where OpenTelemetry traces of requests are sent."""
 
     # Of an OTLP/HTTP collector, e.g. http://127.0.0.1:4318/v1/traces; None = no traces.
     otlp_endpoint: Annotated[str, Meta(pattern=r"^https?://\S+$")] | None = None
@@ -263,7 +263,7 @@ class TracingConfig(_Section, frozen=True):
 
 
 class LifetimesConfig(_Section, frozen=True):
-    """Who is given up after how long a silence."""
+    """After how long a silence a process counts as dead."""
 
     supervisor_silence_s: Seconds = 15.0  # then a worker exits by itself
     supervisor_heartbeat_s: Seconds = 2.0  # the supervisor asks every actor so often

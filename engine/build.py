@@ -32,7 +32,7 @@ BLOCK_KEY_BYTES = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engine:
-    """One replica. All but `kv_store` and `grammars` belongs to the thread that steps `core`."""
+    """The parts of one engine; but for `kv_store` and `grammars` only `core`'s thread uses them."""
 
     spec: ModelSpec
     layout: KvLayout
@@ -47,7 +47,7 @@ class Engine:
     compilations: CompilationCounter  # kernels compiled since the engine was ready
 
     def load(self) -> LoadReport:
-        """How busy the replica is."""
+        """Returns how busy the engine is."""
         counts = self.core.scheduler.statistics()
         queued = self.core.queued_work()
         return LoadReport(
@@ -72,7 +72,7 @@ class Engine:
             )
 
     def describe(self) -> str:
-        """One line for the log: what is served and what fits."""
+        """Returns one line for the log: what is served and what fits."""
         kv_mib = self.layout.block_bytes * self.cache.num_blocks / 2**20
         return (
             f"{self.spec.architecture}, {self.spec.num_layers} layers, {self.layout.dtype};"

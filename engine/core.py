@@ -34,7 +34,7 @@ class Phase(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseDurations:
-    """Of one phase, over the last `num_steps` times it ran; zeros before the first."""
+    """Durations of one phase over its last `num_steps` runs; zeros before the first."""
 
     num_steps: int
     mean_s: float
@@ -43,7 +43,7 @@ class PhaseDurations:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimesStatistics:
-    """By phase. `plan` also counts turns in which nothing could be planned."""
+    """Durations by phase. `plan` includes turns in which nothing could be planned."""
 
     plan: PhaseDurations
     launch: PhaseDurations
@@ -147,14 +147,14 @@ class EngineCore:
         return self.scheduler.has_work or bool(self._in_flight)
 
     def queued_work(self) -> QueuedWork:
-        """What the queue's prompts should take, as of at most `_LOOK_EVERY_S` ago."""
+        """The predicted work of the queued prompts, at most `_LOOK_EVERY_S` old."""
         now_s = self._clock.now_s()
         if self._queued is None or now_s - self._queued[0] >= _LOOK_EVERY_S:
             self._queued = now_s, self.scheduler.queued_work()
         return self._queued[1]
 
     def defer_s(self) -> float:
-        """How long the next `step` may be put off: who arrives meanwhile takes part in it.
+        """Returns how long the next `step` may wait, so that later arrivals take part in it.
 
         With a step in flight, until the device is about to need another; with none, while the
         queue's window says so. 0 = now. Ask again whenever something has happened.
@@ -207,7 +207,7 @@ class EngineCore:
         return self._commit_oldest() if self._in_flight else StepOutput()
 
     def statistics(self) -> StepTimesStatistics:
-        """What the host spent on the last steps."""
+        """Returns the host's times for the last steps."""
         return self._times.statistics()
 
     def _commit_oldest(self) -> StepOutput:
@@ -220,6 +220,6 @@ class EngineCore:
         return output
 
     def _predict_end(self, start_s: float) -> None:
-        """Of the step launched last, which begins at `start_s`, if it is still in flight."""
+        """Predicts when the step launched last ends, if it is in flight; it begins at `start_s`."""
         if self._defers_planning and self._in_flight:
             self._busy_until_s = start_s + self.scheduler.newest_step_s

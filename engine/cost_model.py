@@ -30,7 +30,7 @@ Vector = npt.NDArray[np.float64]
 
 
 class StepWork(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """What a step computes, as far as its duration depends on it."""
+    """The work of a step, as far as its duration depends on it."""
 
     num_prompt_tokens: int = 0  # sum of L over prompt rows
     num_attended: int = 0  # sum of L (L + 2 H): twice the pairs of query and key
@@ -57,7 +57,7 @@ class StepWork(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         return self.num_prompt_tokens + self.num_decode_rows
 
     def with_prompt(self, num_new: int, num_cached: int) -> "StepWork":
-        """This and a prompt row of `num_new` tokens behind `num_cached` ones."""
+        """Returns this work plus a prompt row of `num_new` tokens after `num_cached`."""
         return StepWork(
             num_prompt_tokens=self.num_prompt_tokens + num_new,
             num_attended=self.num_attended + num_new * (num_new + 2 * num_cached),
@@ -236,7 +236,7 @@ def solve_non_negative(gram: Vector, target: Vector, start: Vector) -> Vector:
 def _descend(
     gram: Vector, target: Vector, x: Vector, is_free: npt.NDArray[np.bool_]
 ) -> tuple[Vector, npt.NDArray[np.bool_]]:
-    """From `x` to the least that its free coefficients reach; who would cross zero stays there."""
+    """Moves `x` to the minimum over its free coefficients; fixes at 0 what would cross it."""
     while True:
         goal = np.zeros(len(x))
         goal[is_free] = np.linalg.solve(gram[np.ix_(is_free, is_free)], target[is_free])
@@ -250,7 +250,7 @@ def _descend(
 
 
 def _features(work: StepWork) -> list[float]:
-    """What each coefficient is multiplied with, in the order of `_to_vector`."""
+    """Returns the factor of each coefficient, in the order of `_to_vector`."""
     return [
         1.0,
         *_by_segment(work.num_new_tokens),

@@ -39,7 +39,7 @@ class RequestError(EngineError):
 
 
 class CapacityError(EngineError):
-    """No room now (HTTP 429 or 503); the client may retry after `retry_after_s` seconds."""
+    """No capacity now (HTTP 429 or 503); the client may retry after `retry_after_s` seconds."""
 
     def __init__(self, message: str, *, retry_after_s: float = 1.0, status: int = 503) -> None:
         super().__init__(message)

@@ -13,13 +13,16 @@ class PrefillCost(Protocol):
     """Predicts how long a prompt takes."""
 
     def seconds(self, new_tokens: int, cached_tokens: int, /) -> float:
-        """Of computing `new_tokens` alone in a step, on top of `cached_tokens`."""
+        """Returns the cost of a step that computes only `new_tokens` after `cached_tokens`."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class LinearCost:
-    """Until a fitted model is reported. An 8B model on a Hopper GPU; only ratios matter much."""
+    """The cost model used until a fitted one is reported.
+
+    Its numbers are those of an 8B model on a Hopper GPU; only their ratios matter much.
+    """
 
     floor_s: float = 0.005  # weights are read and kernels launched for a single token, too
     token_s: float = 15e-6

@@ -47,7 +47,7 @@ def decode_reserve_reply(data: bytes) -> "ReserveReply":
 
 
 class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One prompt to turn into ids: exactly one of `text`, `messages`, `token_ids` is set."""
+    """A prompt to tokenise: exactly one of `text`, `messages`, `token_ids` is set."""
 
     text: str | None = None
     messages: list[dict[str, object]] | None = None  # OpenAI chat messages, validated
@@ -152,7 +152,7 @@ class LapsStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BlockChanges(msgspec.Struct, frozen=True, kw_only=True):
-    """Which blocks a worker's prefix cache gained and lost since its last report of this kind.
+    """The blocks that a worker's prefix cache gained and lost since its last such report.
 
     `sequence` counts the reports of one incarnation; with `is_resync`, `added` is all there is.
     """
@@ -165,7 +165,7 @@ class BlockChanges(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CacheReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What placement wants to know besides the load, asked for now and then."""
+    """What placement asks a worker for besides its load, now and then."""
 
     costs: StepCosts | None = None  # None = nothing is fitted yet
     blocks: BlockChanges | None = None  # None = no change
@@ -209,7 +209,7 @@ class TokenRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
 
 
 class FailureRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """This attempt is over without a finish; `retryable` = another worker may do better."""
+    """An attempt ended without a finish; `retryable`: another worker may succeed."""
 
     key: RequestKey
     reason: str
@@ -226,7 +226,7 @@ class ShortLoad(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
-    """How busy a worker is, with every step message and at least every 100 ms."""
+    """A worker's load; sent with every step message and at least every 100 ms."""
 
     queued_tokens: int  # uncomputed tokens of waiting and running requests
     num_waiting: int
@@ -241,7 +241,7 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HandoffTotals(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker that sends KV has done since it started."""
+    """Totals of a worker that sends KV, since it started."""
 
     num_done: int  # prompts that a decode worker has taken over
     num_bytes: int
@@ -249,7 +249,7 @@ class HandoffTotals(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepMessage(msgspec.Struct, frozen=True, kw_only=True):
-    """All that one step made for one ingress."""
+    """Everything that one step produced for one ingress."""
 
     worker: str
     incarnation: str
@@ -265,7 +265,7 @@ class StepMessage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
-    """Who a worker is; peers refuse each other unless `model` and `layout` are equal."""
+    """Identifies a worker; peers refuse each other unless `model` and `layout` are equal."""
 
     name: str
     incarnation: str  # new with every process start
@@ -287,7 +287,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Topology(msgspec.Struct, frozen=True, kw_only=True):
-    """Which actors make up the system now, for ingresses and the allocator."""
+    """The actors of the deployment now, for ingresses and the allocator."""
 
     workers: dict[str, WorkerStatus]  # name -> last known status; expected workers only
     roles: dict[str, Role]  # name -> role, of the same workers

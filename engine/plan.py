@@ -21,7 +21,7 @@ class RowAdmission(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What one step does, in this order: zero blocks, release rows, admit rows, append blocks, run.
+    """A step's work, in this order: zero blocks, release rows, admit rows, append blocks, run.
 
     Row r of the plan computes tokens [num_computed_tokens[r], num_computed_tokens[r] +
     num_new_tokens[r]) of its request and returns logits for the last num_logits[r] of them. A plan
@@ -64,7 +64,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What the executor returns for a plan; rows in the plan's order."""
+    """The executor's result of a plan; rows in the plan's order."""
 
     step: int
     tokens: list[list[int]]  # [R] sampled ids: at most num_samples[r] of them, none for `labels`

@@ -27,7 +27,7 @@ class RequestKey(
 
 
 class ConstraintKind(Enum):
-    """In which language a constraint is written."""
+    """The language in which a constraint is written."""
 
     JSON_SCHEMA = "json_schema"  # within the subset of engine/constraints/json_schema.py
     REGEX = "regex"  # as engine/constraints/pattern.py reads it; the whole output
@@ -36,7 +36,7 @@ class ConstraintKind(Enum):
 
 
 class Constraint(msgspec.Struct, frozen=True, array_like=True, cache_hash=True, weakref=True):
-    """What the output's text must be, as a whole; equal constraints are equal records."""
+    """The language that the whole output must belong to; equal constraints are equal records."""
 
     kind: ConstraintKind
     text: str
@@ -51,7 +51,7 @@ class Thinking(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How the next token is chosen; every value was validated at the edge.
+    """How a request's tokens are sampled; the ingress has validated every value.
 
     Processing order: logit_bias, penalties, min_tokens ban, constraint, temperature, top_k, top_p,
     min_p, then argmax of (log-probability + Gumbel noise). `temperature == 0` means argmax without
@@ -112,7 +112,7 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 
 def find_id_beyond(vocab_size: int, token_ids: Sequence[int], params: SamplingParams) -> int | None:
-    """One of the ids a request names that a model of `vocab_size` embeddings has none for.
+    """Finds an id in a request that a model of `vocab_size` embeddings does not have.
 
     Stop ids are left out: one that is never sampled stops nothing.
     """
@@ -123,7 +123,7 @@ def find_id_beyond(vocab_size: int, token_ids: Sequence[int], params: SamplingPa
 
 
 class FinishReason(Enum):
-    """Why a request's tokens ended; `value` is what OpenAI calls it."""
+    """Why a request ended; `value` is OpenAI's word for it."""
 
     STOP = "stop"  # eos or a stop id, decided by the worker; stop strings by the ingress
     LENGTH = "length"  # max_tokens or the context is used up
@@ -143,7 +143,7 @@ class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PromptScores(msgspec.Struct, frozen=True, array_like=True):
-    """What a request wanted to know of its prompt, and no token of its output tells."""
+    """Scores of a prompt that its request asked for, apart from any output token."""
 
     labels: list[float]  # log-probabilities of its `label_token_ids` as the next token
     pieces: list[PromptLogprobs]  # ascending, without gaps
@@ -223,7 +223,7 @@ class Request:
         return self.params.prompt_logprobs is not None and self.num_output_tokens == 0
 
     def start_over(self) -> None:
-        """It was preempted: nothing of what it knows is computed any more."""
+        """Resets a preempted request: none of its known tokens is computed."""
         self.num_computed_tokens = 0
         self.num_preemptions += 1
         self.num_known_at_preemption = self.num_known_tokens

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 
 
 class CompilationCounter:
-    """Which Triton kernels were built or loaded since `install` or `reset`."""
+    """Records the Triton kernels that were built or loaded since `install` or `reset`."""
 
     def __init__(self) -> None:
         self.names: list[str] = []

@@ -16,7 +16,7 @@ from kernels.silu_mul import silu_mul
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RotaryPositions:
-    """Where a step's angles stand in the table; the kernel reads them itself."""
+    """The positions of a step's tokens in the table of angles, which the kernel reads."""
 
     # fp32 [max_positions, head_dim]
     cos_sin: Tensor

@@ -22,7 +22,7 @@ class HeadNorms:
 
 
 class Ops(Protocol):
-    """All formulas are stated in `kernels.reference`."""
+    """The operations of a model's layers; `kernels.reference` states their formulas."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x: [T, n] (rows may be strided), weight: [n]; returns contiguous [T, n]."""
@@ -35,7 +35,7 @@ class Ops(Protocol):
         ...
 
     def rotary(self, cos_sin: Tensor, positions: Tensor) -> Any:  # noqa: ANN401
-        """What `rotate_and_store` needs of a step's positions; made once per step.
+        """Builds what `rotate_and_store` needs of a step's positions, once per step.
 
         cos_sin: fp32 [max_positions, head_dim], cos | sin; positions: int32 [T].
         """

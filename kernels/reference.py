@@ -64,7 +64,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _KvTargets:
-    """Where a step's K and V go, worked out from `slots` for stores like `store`."""
+    """The places of a step's K and V, computed from `slots` for stores like `store`."""
 
     slots: Tensor
     store: Tensor

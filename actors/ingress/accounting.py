@@ -12,7 +12,7 @@ from engine.clock import Clock
 
 
 class RequestAccounting:
-    """From the admission of a request to its last byte."""
+    """Accounts for one request, from its admission to its last byte."""
 
     def __init__(
         self,

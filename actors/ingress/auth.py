@@ -42,7 +42,7 @@ class ApiKeys:
 
 
 def bearer_key(headers: Headers) -> bytes | None:
-    """What follows `Bearer` in the Authorization header.
+    """Returns what follows `Bearer` in the Authorization header.
 
     None if there is none, or several: two servers could read two of them differently.
     """

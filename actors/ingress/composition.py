@@ -128,7 +128,7 @@ async def build_edge(spec: DeploymentSpec) -> Edge:
 def _view_system(
     spec: DeploymentSpec, peers: Peers, generations: Generations, batchers: Batchers
 ) -> SystemView:
-    """What the supervisor says goes to everything that follows the topology."""
+    """Builds the view of the system; it passes the supervisor's topology to all that follow it."""
 
     def follow(topology: Topology) -> None:
         generations.update(topology)
@@ -144,7 +144,7 @@ def _view_system(
 
 
 def _describe_model(config: AppConfig, tokenizing: Tokenizing, topology: Topology) -> ServedModel:
-    """By its folder, and by what its workers say they can hold."""
+    """Describes the model by its folder and by the limits that its workers report."""
     name, *aliases = served_names(config)
     template = read_template_text(Path(config.model.path))
     lengths = [s.identity.max_model_len for s in topology.workers.values() if s.identity]

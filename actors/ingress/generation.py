@@ -49,7 +49,7 @@ STOPPING = "stopping"  # the ingress ends, and its requests with it
 
 
 class AttemptFailed(Exception):  # noqa: N818 - a signal inside the ingress, not one of our errors
-    """This attempt brings no more tokens; `is_retryable` = another one may."""
+    """An attempt brings no more tokens; `is_retryable`: another attempt may."""
 
     def __init__(self, reason: str, *, is_retryable: bool, code: str) -> None:
         super().__init__(reason)
@@ -192,7 +192,7 @@ class GenerationCounters:
 
 
 class Generations:
-    """All requests of one ingress that are under way."""
+    """The requests in progress at one ingress."""
 
     def __init__(
         self,
@@ -356,7 +356,7 @@ class Generations:
         return self._clock.now_s() - job.arrived_s
 
     def _left_s(self, job: GenerationJob) -> float:
-        """Until its deadline; negative behind it."""
+        """Returns the seconds until the job's deadline; negative once it has passed."""
         assert job.spec.deadline_s is not None, "every request of a client has a deadline"
         return job.spec.deadline_s - self._age_s(job)
 
@@ -412,7 +412,7 @@ class Generations:
             await asyncio.sleep(min(placement.retry_after_s, 0.2))
 
     def _is_connected(self, assign: Assign) -> bool:
-        """Both workers' streams are read: no token of theirs can be missed."""
+        """Whether the streams of both workers are read, so that no token can be missed."""
         up = {link.name for link in self.links.links() if link.is_up}
         return assign.prefill_worker in up and (assign.decode_worker or assign.prefill_worker) in up
 

@@ -69,7 +69,7 @@ class _Stop:
 
 
 def _stop_ingresses(timeout_s: float) -> None:
-    """Every replica of every application of this Serve instance, all at a time.
+    """Stops every replica of every application of this Serve instance, all at once.
 
     What does not answer in time is left to Serve's shutdown.
     """

@@ -12,7 +12,7 @@ READ_BY_SERVE = (b"x-request-id", b"serve-multiplexed-model-id", b"x-session-id"
 
 
 def middlewares() -> list[Middleware]:
-    """What Serve puts around every application."""
+    """Returns the middlewares that Serve puts around every application."""
     return [Middleware(HeaderText)]
 
 

@@ -43,7 +43,7 @@ class TokenBucket:
 
     @property
     def level(self) -> float:
-        """What is there now; below 0 = owed."""
+        """The tokens in the bucket now; below 0 = owed."""
         now_s = self._clock.now_s()
         refilled = self._level + (now_s - self._at_s) * self.per_minute / MINUTE_S
         self._level, self._at_s = min(refilled, float(self.per_minute)), now_s
@@ -112,7 +112,7 @@ class KeyBuckets:
 
 
 class Grant:
-    """What one request has taken; ended once, however it ends."""
+    """What one request has taken from the limits; ended exactly once."""
 
     def __init__(self, buckets: KeyBuckets | None, num_tokens: int) -> None:
         """buckets: None = nothing is limited. Raises RateLimitError for more than is left."""
@@ -168,7 +168,7 @@ class RateLimits:
 
 
 def duration(seconds: float) -> str:
-    """As OpenAI writes it: 120ms, 7.5s, 6m0s; rounded up."""
+    """Formats a duration as OpenAI's headers do: 120ms, 7.5s, 6m0s; rounded up."""
     milliseconds = math.ceil(1000 * seconds)
     if milliseconds < 1000:
         return f"{milliseconds}ms"

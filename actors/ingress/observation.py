@@ -47,7 +47,7 @@ class Observation:
         )
 
     async def prometheus_text(self) -> bytes:
-        """What Prometheus scrapes."""
+        """Returns the metrics in Prometheus' text format."""
         await self.refresh()
         return self._metrics.text()
 

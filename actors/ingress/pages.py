@@ -77,7 +77,7 @@ PAGE_HEADERS = {
 
 
 class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker of any role last said of itself; zeros while it is not connected."""
+    """A worker's last report; zeros while it is not connected."""
 
     worker: str
     role: Role
@@ -89,7 +89,7 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LapsView(msgspec.Struct, frozen=True, kw_only=True):
-    """What `/laps_status` says besides the allocator's LapsStatus."""
+    """The part of `/laps_status` that is not the allocator's LapsStatus."""
 
     model: str
     ingress: str  # whose reports and times to the first token these are
@@ -108,7 +108,7 @@ def build_view(
     ttft: Mapping[LengthClass, ClassTtft],
     links: Iterable[WorkerLink],
 ) -> LapsView:
-    """This ingress's share of the page, as of now."""
+    """Returns this ingress's share of the page, as of now."""
     return LapsView(
         model=model,
         ingress=ingress,
@@ -121,7 +121,7 @@ def build_view(
 
 
 def to_json(status: LapsStatus, view: LapsView) -> bytes:
-    """Both as one JSON object."""
+    """Encodes status and view as one JSON object."""
     return msgspec.json.encode(msgspec.structs.asdict(status) | msgspec.structs.asdict(view))
 
 

@@ -67,7 +67,7 @@ class PreparedRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChoiceDelta:
-    """One step of one choice, numbered prompt by prompt."""
+    """What one step adds to one choice; choices are numbered prompt by prompt."""
 
     choice: int
     delta: TextDelta
@@ -254,7 +254,10 @@ class RequestPipeline:
     async def _merged(
         self, request: PreparedRequest, num_choices: int
     ) -> AsyncGenerator[asyncio.Queue[ChoiceDelta | Exception], None]:
-        """All choices at once, in a queue in order of arrival; leaving cancels those that run."""
+        """Runs all choices at once; yields a queue of their deltas in order of arrival.
+
+        Leaving the context cancels the choices that still run.
+        """
         queue: asyncio.Queue[ChoiceDelta | Exception] = asyncio.Queue(MAX_PENDING_DELTAS)
 
         async def feed(index: int) -> None:
@@ -278,7 +281,7 @@ class RequestPipeline:
 
 
 class _Choice:
-    """One choice from its first token to its finish: its text, and what the metrics want of it."""
+    """One choice from its first token to its finish: its text, and its times for the metrics."""
 
     def __init__(
         self,
@@ -318,14 +321,14 @@ class _Choice:
         )
 
     def on_placed(self, assign: Assign) -> None:
-        """Its first attempt goes there."""
+        """Notes the workers of the choice's first attempt."""
         self._assign = assign
         if self._index == 0:
             self._request.times.placed_s = self._clock.now_s()
         self._metrics.classes.count_placed(assign)
 
     def on_joined(self) -> None:
-        """Its KV has arrived at a decode worker."""
+        """Notes that the choice's KV has arrived at a decode worker."""
         if self._index == 0:
             self._request.times.moved_s = self._clock.now_s()
 

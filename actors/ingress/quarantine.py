@@ -27,14 +27,14 @@ def fingerprint(prompt_ids: Sequence[int], params: SamplingParams, salt: str) ->
 
 
 class Quarantine:
-    """What one ingress remembers of such requests."""
+    """The requests that one ingress refuses because workers died under them."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._until_s: dict[bytes, float] = {}  # oldest first
 
     def __len__(self) -> int:
-        """How many are refused now."""
+        """Returns the number of prompts that are refused now."""
         now_s = self._clock.now_s()
         while self._until_s and next(iter(self._until_s.values())) <= now_s:
             del self._until_s[next(iter(self._until_s))]

@@ -151,7 +151,7 @@ class Api:
         self._metrics = edge.metrics
 
     def app(self) -> FastAPI:
-        """Every route behind the gate, unknown ones too."""
+        """The ASGI application: all routes, unknown ones too, behind the API key check."""
         # The document of /openapi.json is built from the structs.
         app = FastAPI(openapi_url=None, lifespan=self._lifespan)
         app.add_api_route("/", self._show_chat, methods=["GET"])
@@ -366,7 +366,7 @@ class Api:
         return Response(to_json(model_card(self._model, name)), media_type=JSON_TYPE)
 
     async def _health(self) -> Response:
-        """This replica's event loop answers."""
+        """Answers 200: this replica's event loop runs."""
         return JSONResponse({"status": "ok"})
 
     async def _ready(self) -> Response:

@@ -20,7 +20,7 @@ STILL_ANSWERED = ("/health", "/metrics")
 
 
 def stopping_error() -> CapacityError:
-    """What every request gets that cannot go on."""
+    """Returns the error of a request that cannot be finished because the server stops."""
     return CapacityError("the server is stopping", retry_after_s=RETRY_S)
 
 
@@ -59,7 +59,7 @@ class Stopping:
         self._is_idle.clear()
 
     def left(self) -> None:
-        """Its answer has been sent, or nobody wants it."""
+        """Notes that a request has left: its answer was sent, or its client has gone."""
         self._num_under_way -= 1
         if self._num_under_way == 0:
             self._is_idle.set()

@@ -28,7 +28,7 @@ class Timings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def wants_timings(value: str | None) -> bool:
-    """What the header says; without it nothing is wanted. Raises RequestError."""
+    """Whether the header asks for timings; absent = no. Raises RequestError."""
     if value not in (None, "0", "1"):
         raise RequestError(
             f"Invalid '{TIMINGS_HEADER}': expected 1 or 0, but got {value[:40]!r} instead.",

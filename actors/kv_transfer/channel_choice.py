@@ -70,11 +70,11 @@ class ChannelChoice:
         return [kind for kind in self._order if kind == last or self._is_usable(kind, since_s)]
 
     def count_failure(self, kind: ChannelKind) -> None:
-        """It did not open, or broke."""
+        """Counts a channel that did not open, or that broke."""
         self._failed_at_s[kind].append(self._clock.now_s())
 
     def count_unfit(self, kind: ChannelKind) -> None:
-        """It will not do for this peer, until `forget_unfit`."""
+        """Notes that a kind does not work with this peer, until `forget_unfit`."""
         self._unfit.add(kind)
 
     def forget_unfit(self) -> None:

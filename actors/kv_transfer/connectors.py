@@ -24,7 +24,7 @@ RENDEZVOUS_RPC_S = 5.0
 
 
 class SendingConnector(KvConnector):
-    """Of a prefill worker."""
+    """Connects a prefill worker: it sends the KV of finished prompts."""
 
     def __init__(self, host: EngineHost, engine: Engine) -> None:
         config = host.config
@@ -123,7 +123,7 @@ class AnnouncedJoins:
 
 
 class ReceivingConnector(KvConnector):
-    """Of a decode worker."""
+    """Connects a decode worker: it reserves blocks, receives KV and starts requests on it."""
 
     def __init__(self, host: EngineHost, engine: Engine) -> None:
         config = host.config

@@ -103,7 +103,7 @@ Deliver = Callable[[int, list[Any]], Awaitable[PieceReply]]
 
 
 class PieceTaker(Protocol):
-    """Who takes pieces. Raises WorkerError if it is dead."""
+    """A decode worker that takes pieces. Its calls raise WorkerError if it is dead."""
 
     async def receive_pieces(
         self, pieces: Sequence[tuple[PieceHeader, list[Any]]]

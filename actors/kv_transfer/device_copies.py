@@ -43,7 +43,7 @@ def queue_copies(
 
 
 def _beside_kernels() -> runtime.cudaMemcpyAttributes:
-    """By the copy engines, in the order of the stream."""
+    """Attributes of a copy that the copy engines do, in the order of the stream."""
     attributes = runtime.cudaMemcpyAttributes()
     attributes.srcAccessOrder = runtime.cudaMemcpySrcAccessOrder.cudaMemcpySrcAccessOrderStream
     attributes.flags = int(runtime.cudaMemcpyFlags.cudaMemcpyFlagPreferOverlapWithCompute)

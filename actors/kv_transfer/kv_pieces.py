@@ -71,7 +71,7 @@ class BlockStore(Protocol):
 
     @property
     def digests(self) -> BlockDigests:
-        """Of the blocks that were computed here."""
+        """Digests of the blocks that this worker computed."""
         ...
 
     def queue_digests(self, block_ids: Tensor) -> Tensor:
@@ -253,7 +253,7 @@ class KvPieces:
             yield
 
     def _let_checks_wait(self, copied: torch.cuda.Event | None) -> None:
-        """What follows on the checking stream reads what was copied up to an event."""
+        """Makes the checking stream wait until the copies up to an event have ended."""
         if copied is not None and self._checking is not None:
             self._checking.wait_event(copied)
 
@@ -323,7 +323,7 @@ def copy_blocks(
 
 
 def parts_of(num_blocks: int, block_bytes: int) -> list[slice]:
-    """What of a pull is queued in one call each: at most twice as long as the one before.
+    """Cuts a pull into parts, one a call; each is at most twice as long as the one before.
 
     All but the last end at an even number of blocks: a tensor of int64 that is sliced there keeps
     the alignment that Triton compiles for, and nothing is to be compiled under a handoff.

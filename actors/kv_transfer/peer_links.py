@@ -24,7 +24,7 @@ Offer = Callable[[ChannelKind], bytes]
 
 
 def no_offer(_: ChannelKind) -> bytes:
-    """Of a worker whose KV store is in host memory."""
+    """The empty offer of a worker whose KV store is in host memory."""
     return b""
 
 

@@ -76,7 +76,7 @@ class ComputedBlocks:
         self._changed.set()
 
     def retract(self) -> None:
-        """No block is to be read any more: the prompt computes again, in other ones."""
+        """Takes all blocks back: the prompt is computed again in other ones."""
         self._block_ids = []
 
     def complete(self, ready: HandoffReady) -> None:
@@ -98,7 +98,7 @@ class ComputedBlocks:
             self.start_over()
 
     def start_over(self) -> None:
-        """What was sent counts for nothing, and no piece is under way."""
+        """Forgets what was sent; no piece is in flight."""
         self._next, self._num_under_way = self._num_hit_blocks, 0
 
     async def wait_sendable(self) -> None:
@@ -116,7 +116,7 @@ class ComputedBlocks:
             )
 
     def next_piece(self, max_blocks: int) -> NextPiece | None:
-        """What goes now, at most `max_blocks` (>= 1); it is under way until `acknowledged`.
+        """Returns the next piece, of at most `max_blocks` (>= 1); in flight until `acknowledged`.
 
         None until more is computed, or before the last piece until all others are acknowledged.
         """
@@ -199,7 +199,7 @@ MAX_PIECES_UNDER_WAY = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer:
-    """One prompt on its way to where room is reserved for it."""
+    """One prompt's transfer to the decode worker that reserved blocks for it."""
 
     key: RequestKey
     blocks: ComputedBlocks
@@ -220,7 +220,7 @@ class PieceSender:
 
     @property
     def num_calls(self) -> int:
-        """That carried pieces, one or several each."""
+        """Calls made so far; each carried one or several pieces."""
         return self._bundles.num_calls
 
     async def send_computed(self, transfer: Transfer, channel: SendChannel) -> PieceReply | None:
@@ -258,7 +258,7 @@ class PieceSender:
     async def _send(
         self, transfer: Transfer, channel: SendChannel, piece: NextPiece
     ) -> PieceReply | None:
-        """None when the decode side took the piece, else its answer that ends the transfer."""
+        """Sends a piece; returns None if it was taken, else the reply that ends the transfer."""
         reply = await self._read_and_send(transfer, channel, piece)
         if reply.outcome == "failed" and reply.is_retryable:
             raise HandoffError(f"the decode side did not take a piece: {reply.reason}")

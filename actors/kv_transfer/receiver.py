@@ -67,7 +67,7 @@ class _Newest:
 
 
 class NewestEpochs:
-    """Of all senders that one receiver has met. Belongs to the event loop."""
+    """The newest epoch of each sender that this receiver has met. Belongs to the event loop."""
 
     def __init__(self) -> None:
         self._newest: dict[str, _Newest] = {}  # by sender's name
@@ -192,7 +192,10 @@ class ReservationQueue:
             self._apply(waiting, answer)
 
     def _ask_in_order(self, requests: list[ReserveRequest]) -> list[Answer]:
-        """On the engine thread: behind the first without room only short ones, up to the first."""
+        """Tries to reserve for each request in order; runs on the engine thread.
+
+        Once one does not fit, only short ones are tried, until one of them does not fit either.
+        """
         answers: list[Answer] = []
         is_open, is_open_to_short = True, True
         for request in requests:
@@ -451,7 +454,7 @@ class HandoffReceiver:
             return PieceReply(outcome="failed", reason=error.message, is_retryable=is_live)
 
     def _end(self, header: PieceHeader, leave: BlockWrite, *, is_verified: bool) -> PieceReply:
-        """On the engine thread: the write is over; commit if the piece is the last one."""
+        """Ends the write of a piece and commits if it was the last; runs on the engine thread."""
         if not self._incoming.end_write(header.key, leave, is_verified=is_verified):
             return PieceReply(outcome="failed", reason="the reservation ended")
         if not is_verified:
@@ -519,7 +522,7 @@ class HandoffReceiver:
         self.on_step()
 
     def _abort(self, keys: list[RequestKey], ingress_id: str | None) -> None:
-        """On the engine thread."""
+        """Aborts reservations and their requests; runs on the engine thread."""
         reserved = [] if ingress_id is None else self._incoming.keys_of(ingress_id)
         for key in (*keys, *reserved):
             self._incoming.abort(key)

@@ -299,7 +299,7 @@ class HandoffSender:
         self._spawn(self._engine.call(lambda: self._outgoing.mark_reserved(key)))
 
     async def _release(self, handoff: _Handoff) -> None:
-        """Its blocks are free; idempotent."""
+        """Frees the handoff's blocks; idempotent."""
         await self._engine.call(lambda: self._outgoing.release(handoff.key))
 
     def _let_go(self, handoff: _Handoff) -> None:

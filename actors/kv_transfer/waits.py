@@ -25,7 +25,7 @@ End = TypeVar("End", bound=Closable)
 
 
 class EndedError(Exception):
-    """What was waited for is not wanted any more; control flow, never shown to anybody."""
+    """A wait was cancelled because its result is not needed; control flow, never shown."""
 
 
 async def bounded(call: Awaitable[T], seconds: float) -> T:

@@ -70,7 +70,7 @@ MAX_CONCURRENCY = 10_000
 
 
 def worker_names(config: AppConfig, deployment_hash: str) -> dict[str, Role]:
-    """Every worker of a deployment: name -> role, in a stable order."""
+    """Returns the workers of a deployment, name -> role, in a stable order."""
     counts: list[tuple[Role, int]] = [
         ("unified", config.workers.unified),
         ("prefill", config.workers.prefill),
@@ -110,7 +110,7 @@ def service_options(spec: DeploymentSpec, name: str) -> dict[str, object]:
 
 
 def worker_bundle(config: AppConfig) -> dict[str, float]:
-    """What one worker takes of a node, by Ray's names; empty when it asks for nothing."""
+    """Returns one worker's resources under Ray's names; empty if it asks for none."""
     asked = {"CPU": config.workers.num_cpus, "GPU": config.workers.num_gpus}
     return {resource: amount for resource, amount in asked.items() if amount}
 

@@ -59,7 +59,7 @@ class Lifeline:
         self._look_of_last_beat = self._num_looks
 
     def look(self) -> bool:
-        """One look of the thread; True = the silence has lasted for `silence_s`."""
+        """Checks once; returns True if the silence has lasted for `silence_s`."""
         self._num_looks += 1
         num_silent = self._num_looks - self._look_of_last_beat
         return num_silent * CHECK_EVERY_S > self._silence_s
@@ -88,15 +88,15 @@ class LivenessTracker:
         self._counts: dict[str, int] = {}
 
     def answered(self, name: str) -> None:
-        """It works; from now on it is expected to."""
+        """Notes an answer: from now on this actor is expected to answer."""
         self._counts[name] = 0
 
     def forget(self, name: str) -> None:
-        """It died or starts: it is not expected to answer until it has done so again."""
+        """Stops expecting answers of an actor that died or starts, until it answers again."""
         self._counts.pop(name, None)
 
     def timed_out(self, name: str) -> bool:
-        """One more call without an answer; True, once, when there were too many."""
+        """Counts an unanswered call; returns True, once, when there were too many."""
         if name not in self._counts:
             return False
         self._counts[name] += 1

@@ -41,7 +41,7 @@ PRECISION = 1e-4  # Ray counts resources in ten-thousandths
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeRoom:
-    """What a node had free when it was looked at."""
+    """The free resources of a node at one moment."""
 
     node_id: str
     free: Resources
@@ -120,7 +120,7 @@ class WorkerGroup:
 
     @property
     def handle(self) -> PlacementGroup:
-        """What Ray's functions take."""
+        """The group in the form that Ray's functions take."""
         return PlacementGroup(PlacementGroupID(bytes.fromhex(self.id)))
 
 
@@ -169,7 +169,7 @@ def _inside(group: PlacementGroup) -> PlacementGroupSchedulingStrategy:
 
 
 def _look_at_nodes() -> list[NodeRoom]:
-    """Every living node. Ray's own view lags by a moment, so what comes of it is a preference."""
+    """Returns the free resources of living nodes; Ray's view lags, so use it as a preference."""
     nodes: dict[str, Resources] = available_resources_per_node()  # type: ignore[no-untyped-call]
     return [NodeRoom(node_id=node_id, free=free) for node_id, free in nodes.items()]
 
@@ -213,7 +213,7 @@ def remove_groups(groups: Iterable[WorkerGroup], namespace: str) -> None:
 
 
 def unused_groups(groups: Mapping[str, WorkerGroup], actors: Iterable[str]) -> list[WorkerGroup]:
-    """Those without a worker, and those whose worker never got a node."""
+    """Returns groups without a worker, and groups whose worker never got a node."""
     alive = frozenset(actors)
     return [g for g in groups.values() if g.worker not in alive or g.node_id is None]
 

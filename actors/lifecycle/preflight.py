@@ -35,7 +35,7 @@ def check_startable(config: AppConfig) -> None:
 
 
 def _check_ids(folder: Path, tokenizing: Tokenizing, num_embeddings: int) -> None:
-    """Of a tokenizer with tokens that the model has no embedding for: say so, or refuse it.
+    """Logs or refuses a tokenizer that has tokens without an embedding in the model.
 
     Models with a padding token of that kind are common and work without it. A prompt with such a
     token gets a 400; where every prompt has one, nothing could be served.

@@ -133,10 +133,10 @@ UNSPLIT = "any"  # the pool of workers that take prompts of both classes
 
 
 class ClassMetrics:
-    """What became of short and of long prompts."""
+    """Counts and first-token times of short and of long prompts."""
 
     def __init__(self, registry: CollectorRegistry, model_name: str, recent: RecentTtft) -> None:
-        """Every first token is told to `recent`, too."""
+        """`recent` records every first token, too."""
         self._label = {"model_name": model_name}
         self._recent = recent
         names = [*self._label, "length_class"]
@@ -218,7 +218,7 @@ class PoolMetrics:
 
 
 def num_new_moves(before: list[PoolMove], now: list[PoolMove]) -> int:
-    """How many of `now` came after `before`; both have the newest first and forget the oldest.
+    """Counts the moves in `now` that came after `before`; both start with the newest.
 
     An allocator that restarted remembers none: then all of `now` are new.
     """
@@ -243,7 +243,7 @@ class SecondName(Collector):
 
 
 class LatencyMetrics:
-    """How long what took, of every choice; stages of every request's first one."""
+    """Histograms of durations of every choice, and of stages of each request's first choice."""
 
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
         label = {"model_name": model_name}

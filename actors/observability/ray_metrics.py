@@ -14,7 +14,7 @@ from ray.util.metrics import Gauge
 
 
 class SettableGauge(Protocol):
-    """What is needed of a Ray gauge."""
+    """The part of Ray's gauge that is used here."""
 
     def set(self, value: float, tags: dict[str, str]) -> None: ...
 

@@ -86,7 +86,7 @@ def _bin(seconds: float) -> int:
 
 
 def _quantile_s(bins: Counter[int], share: float) -> float:
-    """By nearest rank; the middle of the bin it falls into."""
+    """Returns a quantile by nearest rank, as the middle of the bin that holds it."""
     rank = math.ceil(share * bins.total())
     for index in sorted(bins):
         rank -= bins[index]

@@ -40,7 +40,7 @@ class RequestTimes:
             self.second_token_s = now_s
 
     def stages(self, now_s: float | None = None) -> list[Stage]:
-        """What has passed, in order; a request that has not ended ends at `now_s`, if given."""
+        """Returns the stages so far, in order; `now_s` stands for the end of a running request."""
         started_s = None
         if self.placed_s is not None and self.waited_s is not None:
             started_s = self.placed_s + self.waited_s

@@ -18,7 +18,7 @@ from engine.errors import ConfigError
 
 
 class Trace(Protocol):
-    """One request's."""
+    """The trace of one request."""
 
     @property
     def headers(self) -> Mapping[str, str]:
@@ -51,7 +51,7 @@ class Tracing(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class NoTrace:
-    """Of a request nobody traces."""
+    """The trace of a request that is not traced: it records nothing."""
 
     headers: Mapping[str, str] = field(default_factory=dict)
 
@@ -63,17 +63,17 @@ class NoTrace:
         num_output_tokens: int,
         error: BaseException | None,
     ) -> None:
-        """Nothing is written."""
+        """Writes nothing."""
 
 
 class NoTracing:
-    """Where no collector is configured."""
+    """Tracing without a configured collector: every trace is a `NoTrace`."""
 
     def start(self, parsed: ParsedRequest, headers: Mapping[str, str], arrived_s: float) -> Trace:
         return NoTrace()
 
     def close(self) -> None:
-        """Nothing was kept."""
+        """Does nothing."""
 
 
 def build_tracing(config: TracingConfig, service: str, clock: Clock) -> Tracing:

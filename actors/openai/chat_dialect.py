@@ -17,7 +17,7 @@ from engine.text.tokenizing import Tokenizing
 
 
 class ToolFormat(Enum):
-    """How calls are written; `value` is its name in the config."""
+    """The format of tool calls; `value` is its name in the configuration."""
 
     HERMES = "hermes"
     LLAMA3_JSON = "llama3_json"
@@ -26,7 +26,7 @@ class ToolFormat(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatDialect:
-    """What a chat with this model can hold beside text."""
+    """What a model's chats may contain besides text: tool calls, reasoning."""
 
     knows_tools: bool = False  # the template has a place for tools
     knows_reasoning_effort: bool = False  # likewise
@@ -39,7 +39,10 @@ class ChatDialect:
 
 
 def build_dialect(template: str | None, api: ApiConfig, tokenizing: Tokenizing) -> ChatDialect:
-    """From the text of all chat templates of the model (None = it has none) and the config."""
+    """Builds the dialect from the text of the model's chat templates and the configuration.
+
+    template: all of them as one text; None = the model has none.
+    """
     text = _without_comments(template or "")
     knows_tools = _names(text, "tools")
     tool_format = _tool_format(text, api) if knows_tools else None

@@ -85,7 +85,7 @@ class ChatText:
 
     @property
     def has_calls(self) -> bool:
-        """At least one call is complete."""
+        """Whether at least one tool call is complete."""
         return self._num_complete > 0
 
     def push(self, text: str) -> list[Event]:
@@ -95,7 +95,7 @@ class ChatText:
         return self._keep(self._parse(pieces))
 
     def finish(self, *, is_cut: bool = False) -> list[Event]:
-        """What was held back; ends the choice. `is_cut`: by its length, not by the model."""
+        """Ends the choice; returns what was held back. `is_cut`: it ended by its length."""
         events: list[Event] = []
         if self._splitter is not None:
             events += self._parse(self._splitter.finish(is_cut=is_cut))

@@ -46,7 +46,7 @@ from engine.text.tokenizing import Tokenizing
 def _chat_texts(
     parsed: ParsedRequest, prompt_ids: Sequence[Sequence[int]], tokenizing: Tokenizing
 ) -> list[ChatText]:
-    """What reads each choice's text; all choices follow the same prompt."""
+    """Builds the reader of each choice's text; all choices follow the same prompt."""
     starts_thinking = parsed.splits_reasoning and ends_thinking_open(prompt_ids[0], tokenizing)
     return [ChatText(parsed, starts_thinking=starts_thinking) for _ in range(parsed.num_choices)]
 
@@ -65,7 +65,7 @@ def _finish_text(finish: FinishText, text: ChatText) -> FinishText:
 
 @dataclass(slots=True, eq=False)
 class _MessageSoFar:
-    """What a whole answer gathers of one choice's events."""
+    """The message of one choice of an unstreamed answer, built from its events."""
 
     content: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)

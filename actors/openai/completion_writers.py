@@ -55,7 +55,7 @@ class _Logprobs:
         self._tokenizing = tokenizing
 
     def of_later(self, tokens: Sequence[OutputToken], echo: str) -> CompletionLogprobs | None:
-        """Of output tokens alone, behind what is echoed; None unless the client asked."""
+        """Log-probabilities of output tokens after the echo; None unless the client asked."""
         if self._num_best is None:
             return None
         return completion_logprobs(tokens, self._tokenizing, len(echo))
@@ -67,7 +67,7 @@ class _Logprobs:
         prompt_ids: Sequence[int],
         scores: PromptScores | None,
     ) -> CompletionLogprobs | None:
-        """Of the choice from its beginning, which is the prompt's if it is echoed."""
+        """Log-probabilities from the beginning of the choice: from the prompt's if it is echoed."""
         output = self.of_later(tokens, echo)
         if output is None or self._num_best is None or not self._echoes:
             return output

@@ -91,7 +91,7 @@ def token_name(token_id: int, tokenizing: Tokenizing) -> str:
 
 
 def finite(logprob: float) -> float:
-    """As JSON can hold it."""
+    """Returns a finite number in place of minus infinity, which JSON cannot hold."""
     return max(logprob, MIN_LOGPROB)
 
 
@@ -137,7 +137,7 @@ def echoed_logprobs(
 
 
 def joined(prompt: CompletionLogprobs, output: CompletionLogprobs) -> CompletionLogprobs:
-    """Both as one; the output's offsets count the prompt's text already."""
+    """Joins two records; the output's offsets already count the prompt's text."""
     return CompletionLogprobs(
         tokens=prompt.tokens + output.tokens,
         token_logprobs=prompt.token_logprobs + output.token_logprobs,
@@ -162,7 +162,7 @@ def text_offsets(text: str, prompt_ids: Sequence[int], tokenizing: Tokenizing) -
 
 
 def _tokens(scores: PromptScores | None, num_best: int) -> Iterator[tuple[float, int, Best]]:
-    """Of every prompt token but the first: its log-probability, its rank, the best in its place."""
+    """Yields log-probability, rank and best alternatives of every prompt token but the first."""
     for piece in () if scores is None else scores.pieces:
         columns = (piece.chosen, piece.ranks, piece.top_ids, piece.top_logprobs)
         for chosen, rank, ids, values in zip(*columns, strict=True):

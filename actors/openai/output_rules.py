@@ -34,7 +34,7 @@ _FORMAT_NAME_CHARS = 64
 
 
 def read_constraint(body: GenerationBody) -> Constraint | None:
-    """None when any text will do; raises RequestError."""
+    """Reads the constraint on the output; None if there is none. Raises RequestError."""
     by_format = _read_format(body.response_format)
     outputs = body.structured_outputs
     if outputs is None:

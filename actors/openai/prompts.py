@@ -38,7 +38,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def read_messages(messages: Sequence[Message]) -> list[dict[str, object]]:
-    """All messages of a chat; a tool's answer must follow the call that it answers."""
+    """Reads the messages of a chat; a tool's answer must follow the call that it answers."""
     call_ids: set[str] = set()
     read = []
     for position, message in enumerate(messages):

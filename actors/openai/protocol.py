@@ -57,7 +57,7 @@ _UINT64 = 2**64 - 1
 
 
 class Endpoint(Enum):
-    """Which object the client speaks; `value` is the parameter its prompt is in."""
+    """The endpoint; `value` is the parameter that holds the prompt."""
 
     CHAT = "messages"
     COMPLETION = "prompt"
@@ -95,7 +95,7 @@ class ParsedRequest:
 
     @property
     def sampling(self) -> SamplingParams:
-        """How every choice samples, but for its max_tokens and its own seed."""
+        """The sampling parameters of every choice, but for its max_tokens and its own seed."""
         return self.spec.params
 
     @property
@@ -224,7 +224,7 @@ def resolve_sampling(
 
 
 def check_totals(parsed: ParsedRequest, prompt_lengths: Sequence[int]) -> None:
-    """What is asked of all prompts together is bounded, whatever each may be; lengths in tokens.
+    """Bounds what a request asks of all its prompts together; lengths in tokens.
 
     Raises RequestError.
     """
@@ -351,7 +351,7 @@ def _read_max_tokens(body: GenerationBody) -> int | None:
 
 
 def _check_best_of(completion: CompletionBody) -> None:
-    """As many as are returned: nothing here generates more to choose from."""
+    """Refuses a `best_of` above `n`: no choices are generated only to be dropped."""
     best_of, n = completion.best_of, completion.n or 1
     if best_of is None or best_of == n:
         return

@@ -20,7 +20,7 @@ class _Mode(Enum):
 
 
 class ReasoningSplitter:
-    """One choice's text; line breaks right after a marker are layout and go."""
+    """Splits the text of one choice; drops line breaks right after a marker."""
 
     def __init__(self, *, starts_inside: bool) -> None:
         """`starts_inside`: the prompt ends with the opening marker."""
@@ -42,7 +42,7 @@ class ReasoningSplitter:
         return events
 
     def finish(self, *, is_cut: bool = False) -> list[Event]:
-        """What was held back; ends the text. `is_cut`: by its length, so half a marker goes."""
+        """Ends the text; returns what was held back. `is_cut` (by length): drops half a marker."""
         rest, self._rest = self._take(self._rest), ""
         if not rest or (is_cut and rest.strip()):
             return []

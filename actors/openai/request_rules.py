@@ -199,7 +199,7 @@ def check_chars(param: str, text: str, max_chars: int) -> None:
 
 
 def check_token_ids(param: str, token_ids: Sequence[int], vocab_size: int) -> None:
-    """Every id must be a row of the vocabulary."""
+    """Refuses ids outside the vocabulary. Raises RequestError."""
     for position, token_id in enumerate(token_ids):
         if not 0 <= token_id < vocab_size:
             raise invalid(
@@ -245,7 +245,7 @@ def read_logit_bias(
 
 
 def read_cache_identity(salt: str | None, extra_key: str | None) -> str:
-    """Both as one string, different for every different pair; "" when neither is given."""
+    """Joins both into one string, unique for each pair; "" when neither is given."""
     for param, text in (("cache_salt", salt), ("extra_key", extra_key)):
         if text is not None:
             check_chars(param, text, MAX_SALT_CHARS)

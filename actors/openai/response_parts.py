@@ -48,7 +48,7 @@ def _end_of_prompt(record: TokenRecord) -> TextDelta:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseIdentity:
-    """What every object of one response repeats."""
+    """The fields that every object of one response repeats."""
 
     request_id: str
     created_s: int  # Unix time
@@ -86,7 +86,7 @@ class UsageCount:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class ChoiceSoFar:
-    """What a unary response gathers of one choice."""
+    """One choice of an unstreamed response, gathered from its deltas."""
 
     texts: list[str] = field(default_factory=list)
     tokens: list[OutputToken] = field(default_factory=list)
@@ -142,7 +142,7 @@ class UnaryResponse:
 
 
 class StreamResponse:
-    """What both kinds of chunks share."""
+    """What chunks of completions and of chats share."""
 
     def __init__(
         self, parsed: ParsedRequest, identity: ResponseIdentity, tokenizing: Tokenizing

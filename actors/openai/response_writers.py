@@ -47,7 +47,7 @@ def build_writer(
 
 
 def build_output_text(parsed: ParsedRequest, tokenizing: Tokenizing) -> OutputText:
-    """What turns one choice's token records into the deltas that `ResponseWriter.delta` takes."""
+    """Builds what turns a choice's token records into deltas for `ResponseWriter.delta`."""
     sampling = parsed.sampling
     return OutputText(
         tokenizing.detokenizer(continues_text=_continues_text(parsed)),

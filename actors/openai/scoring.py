@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scoring:
-    """Of each prompt: how likely each label is as its next token."""
+    """Asks, for each prompt, how likely each label is as its next token."""
 
     apply_softmax: bool  # among the labels; else among all tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reranking:
-    """Of each document: how relevant it is, by the labels for yes and no in this order."""
+    """Asks how relevant each document is, by the labels for yes and no, in this order."""
 
     documents: Sequence[str]
     num_results: int
@@ -22,7 +22,7 @@ class Reranking:
 
 
 def probabilities(logprobs: Sequence[float], *, apply_softmax: bool) -> list[float]:
-    """Each label's probability, or its share of the labels'.
+    """Returns each label's probability, or its share among the labels.
 
     A label that the model rules out (-inf) has 0; if it rules out all of them, each share is 0.
     """

@@ -35,7 +35,7 @@ class ToolUse:
 
 
 def read_tool_use(chat: ChatBody, model: ServedModel) -> ToolUse | None:
-    """None when the answer cannot call tools; raises RequestError."""
+    """Reads how tools may be used; None if the answer cannot call any. Raises RequestError."""
     if chat.tools is None:
         _check_nothing_needs_tools(chat)
         return None
@@ -167,7 +167,10 @@ def _calls(tool_format: ToolFormat, schemas: held_calls.Schemas, *, only_first: 
 def _held_schemas(
     tools: Sequence[Tool], *, only: str | None = None, loosens_others: bool = False
 ) -> held_calls.Schemas:
-    """By name. `only`: of this function. `loosens_others`: any arguments where not `strict`."""
+    """Returns the schemas of arguments by function name.
+
+    `only`: of this function alone. `loosens_others`: functions that are not `strict` take any.
+    """
     schemas: dict[str, object] = {}
     for position, tool in enumerate(tools):
         function = tool.function

@@ -21,7 +21,7 @@ PATIENCE_S = 5.0  # a long step may come first
 
 
 class CacheReportReader:
-    """One task; a worker that answers late delays nobody else."""
+    """Reads cache reports in one task; a slow worker delays no other."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class CacheReportReader:
             await asyncio.sleep(self._period_s)
 
     def _silent(self, links: Iterable[WorkerLink], now_s: float) -> list[WorkerLink]:
-        """Those that prefill, can be asked and are not being asked, unless they are idle."""
+        """Returns the prefill workers to ask now: none is being asked, each is busy or due."""
         for task in [task for task in self._asking.values() if task.done()]:
             task.result()
         self._asking = {name: task for name, task in self._asking.items() if not task.done()}

@@ -33,7 +33,7 @@ class _Placed:
 
 
 class PlacementView:
-    """What placement may know of the workers now."""
+    """What placement knows of the workers now."""
 
     def __init__(
         self, links: WorkerLinks, clock: Clock, cost: PrefillCost = DEFAULT_RULES.cost
@@ -49,7 +49,7 @@ class PlacementView:
         labels: Mapping[str, LengthClass] = NO_LABELS,
         hit_tokens: Mapping[str, int] = NO_HITS,
     ) -> list[WorkerSnapshot]:
-        """Of every worker: with its pool, and its hit on the prompt to be placed."""
+        """Returns a snapshot of every worker, with its pool and its prefix hit on this prompt."""
         return [
             self._snapshot(link, labels.get(link.name), hit_tokens.get(link.name, 0))
             for link in self._links.links()

@@ -24,7 +24,7 @@ RECONNECT_S = 0.2
 
 @dataclass(slots=True, eq=False)
 class WorkerLink:
-    """What is known of one worker."""
+    """What this process knows of one worker."""
 
     name: str
     role: Role
@@ -37,7 +37,7 @@ class WorkerLink:
 
     @property
     def is_up(self) -> bool:
-        """Its stream is read, and its model is loaded: before that it reports no blocks."""
+        """Whether the stream is read and the model loaded; before, no blocks are reported."""
         return self.handle is not None and self.load is not None and self.load.num_blocks > 0
 
 

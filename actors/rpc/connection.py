@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 class ConnectionEndedError(WorkerError):
-    """It ended under a call, which may have been run or not, or could not be made."""
+    """The connection ended during a call, which may have run or not, or could not be made."""
 
 
 class CallConnection(asyncio.Protocol):
@@ -79,7 +79,7 @@ class CallConnection(asyncio.Protocol):
         return answer.data
 
     def stream(self, method: str, data: bytes) -> "CallStream":
-        """What the call yields; close it. Raises ConnectionEndedError."""
+        """Returns the stream of what the call yields; close it. Raises ConnectionEndedError."""
         return CallStream(self, Call(number=next(self._numbers), method=method, data=data))
 
     def open_stream(self, call: Call) -> asyncio.Queue[Answer | None]:

@@ -35,7 +35,7 @@ STOP = ""  # in place of a method: the stream of that number is wanted no more
 
 
 class Address(msgspec.Struct, frozen=True, kw_only=True):
-    """Where an actor takes calls, and what to say first."""
+    """Where an actor listens for calls, and the secret that a caller sends first."""
 
     host: str
     port: int
@@ -49,7 +49,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
-    """What a call raised."""
+    """The error that a call raised."""
 
     kind: str  # a class of engine.errors; "" = something else, which `message` names
     message: str
@@ -57,7 +57,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """To the call of that number; neither data nor failure: the stream has ended."""
+    """Answers the call of that number; without data and failure it ends the stream."""
 
     number: int
     data: bytes | None = None
@@ -68,7 +68,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def frame_of(message: msgspec.Struct) -> bytes:
-    """With its length in front. Raises WorkerError for more than the other end would read."""
+    """Encodes a message behind its length. Raises WorkerError if the other end would refuse it."""
     data = encode(message)
     _check(len(data))
     return len(data).to_bytes(LENGTH_BYTES, "big") + data
@@ -90,7 +90,7 @@ def take_frame(heard: bytearray) -> bytes | None:
 
 
 def num_bytes_of(length: bytes | bytearray) -> int:
-    """Of a frame, without its length. Raises WorkerError for more than anybody sends."""
+    """Reads how many bytes follow. Raises WorkerError for more than a frame may have."""
     num_bytes = int.from_bytes(length, "big")
     _check(num_bytes)
     return num_bytes
@@ -130,7 +130,7 @@ _KINDS = {
 
 
 def failure_of(method: str, error: BaseException) -> Failure:
-    """What a caller is told; anything but an EngineError or a cancellation is a bug, and logged."""
+    """Returns the failure for the caller; logs what is neither EngineError nor cancellation."""
     for kind in type(error).__mro__:
         if isinstance(error, EngineError) and kind in _KINDS.values():
             names = [name for name in signature(kind).parameters if name != "message"]
@@ -142,7 +142,7 @@ def failure_of(method: str, error: BaseException) -> Failure:
 
 
 def error_of(name: str, failure: Failure) -> EngineError:
-    """What a call of the actor `name` raised."""
+    """Returns the error that a call of the actor `name` raised."""
     kind = _KINDS.get(failure.kind)
     if kind is None:
         return WorkerError(f"{name} failed: {failure.message}")

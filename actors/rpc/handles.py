@@ -145,7 +145,7 @@ class ActorConnection:
 
 
 def _abandon(connection: CallConnection, loop: asyncio.AbstractEventLoop) -> None:
-    """From any thread."""
+    """Closes a connection on its event loop; from any thread."""
     with suppress(RuntimeError):  # the loop is closed, and with it all it had open
         loop.call_soon_threadsafe(connection.abandon)
 
@@ -180,7 +180,7 @@ class WorkerHandle:
     # ---- from the allocator ---------------------------------------------------------------------
 
     async def cache_report(self, after: int | None) -> CacheReport:
-        """What it cached since the block changes numbered `after`; None asks for everything."""
+        """Returns what the worker cached since block change `after`; None asks for everything."""
         return await _decoded(self._actor.cache_report.remote(after), self.name, _as(CacheReport))
 
     # ---- from the supervisor --------------------------------------------------------------------
@@ -205,7 +205,7 @@ class WorkerHandle:
     async def receive_pieces(
         self, pieces: Sequence[tuple[PieceHeader, list[Any]]]
     ) -> list[PieceReply]:
-        """One reply each. Raises HandoffError when a connection broke: it may live."""
+        """Returns a reply for each piece. Raises HandoffError if a connection broke."""
         if any(isinstance(item, ray.ObjectRef) for _, payload in pieces for item in payload):
             headers = encode([header for header, _ in pieces])
             payloads = [payload for _, payload in pieces]

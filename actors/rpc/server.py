@@ -101,7 +101,7 @@ class CallServer:
             self._spawn(self._serve(reader, writer))
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One connection, until its other end is gone."""
+        """Serves one connection until its other end closes it."""
         caller = writer.get_extra_info("peername")
         streams: dict[int, asyncio.Task[None]] = {}
         try:
@@ -138,7 +138,7 @@ class CallServer:
         self._tell(writer, Answer(number=HELLO))
 
     async def _answer(self, writer: asyncio.StreamWriter, call: Call) -> None:
-        """To its end, even if nobody waits for the answer any more."""
+        """Runs a call to its end, even if its caller has gone."""
         try:
             handler = self._calls.get(call.method)
             if handler is None:

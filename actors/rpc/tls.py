@@ -12,7 +12,7 @@ from configs.process_environment import TlsFiles, ray_tls
 
 @lru_cache
 def server_tls() -> ssl.SSLContext | None:
-    """None = not encrypted. Raises ConfigFileError, or OSError for files that cannot be read."""
+    """Returns the TLS context, None = not encrypted. Raises ConfigFileError or OSError."""
     return _context(ssl.Purpose.CLIENT_AUTH, ray_tls())
 
 

@@ -18,7 +18,7 @@ HAND_OVER_S = 5.0  # an ingress may take so long to read what was handed over
 
 
 class Draining:
-    """Of one worker; on its event loop."""
+    """The draining of one worker; belongs to its event loop."""
 
     def __init__(self, worker: str, clock: Clock, hand_over: Callable[[], Awaitable[None]]) -> None:
         """`hand_over()` ends every request here, in a way that lets another worker go on."""
@@ -38,7 +38,7 @@ class Draining:
             self._until_s = self._clock.now_s() + grace_s
 
     def refusal(self, key: RequestKey) -> str | None:
-        """Why a request is not taken; None if it is.
+        """Returns why a request is refused; None if it is taken.
 
         Who comes with a second attempt has asked elsewhere: after a redeploy, an old ingress knows
         nobody but draining workers, and its last requests must not fail.

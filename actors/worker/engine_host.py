@@ -186,14 +186,14 @@ class EngineHost:
         return await self._thread.call(fn)
 
     async def cache_report(self, after: int | None) -> CacheReport:
-        """What the prefix cache gained and lost since report `after`; see `CacheReports.since`."""
+        """Returns what the prefix cache gained and lost since `after`; see `CacheReports.since`."""
         engine = self.engine
         blocks = await self.call(lambda: self._cache_reports.since(engine.cache, after))
         costs = engine.core.scheduler.costs
         return CacheReport(costs=costs if costs.is_fitted else None, blocks=blocks)
 
     async def statistics(self) -> dict[str, object]:
-        """What is held and was done, from the engine thread; the blocks' books are checked first.
+        """Returns counters and held resources, from the engine thread; checks the block pool first.
 
         Raises AssertionError, with every term, if the conservation law does not hold.
         """
@@ -232,7 +232,7 @@ class EngineHost:
         ).start()
 
     def _build(self) -> "Engine":
-        """On the loader's thread. Raises ConfigError."""
+        """Builds the engine on the loader's thread. Raises ConfigError."""
         from engine.build import build_engine  # imports torch, which takes seconds
 
         given = self.config, self.model, self.clock, self._on_outgoing, self._block_key
@@ -265,7 +265,7 @@ class EngineHost:
         self._failure = why_not_started(self.name, error, may_restart=not self.draining.is_begun)
 
     def _on_step(self, output: StepOutput) -> None:
-        """On the engine thread, after every turn of its loop."""
+        """Takes a step's output on the engine thread, after every turn of its loop."""
         self._report = self.engine.load()
         if output.num_scheduled_tokens or output.failures or output.left:
             self._loop.call_soon_threadsafe(self._deliver, output)
@@ -275,7 +275,7 @@ class EngineHost:
         self.connector.on_step()
 
     def _on_outgoing(self, event: "OutgoingEvent") -> None:
-        """On the engine thread: a prompt started, finished or ended; see `engine.kv.transfer`."""
+        """Takes a handoff's event on the engine thread: a prompt started, finished or ended."""
         self._loop.call_soon_threadsafe(self.connector.on_outgoing, event)
 
     def _on_engine_failure(self, error: BaseException) -> None:

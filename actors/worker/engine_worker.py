@@ -33,7 +33,7 @@ class EngineWorker:
         self._host.drain(grace_s)
 
     async def address(self) -> bytes:
-        """Where the calls below come by a connection; see `CallServer`."""
+        """Returns the address at which connections make the calls below; see `CallServer`."""
         return await self._server.address()
 
     async def abort(self, key: RequestKey) -> None:

@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 class InjectedError(Exception):
-    """What a step raises that is told to."""
+    """The error of a step that was told to fail."""
 
 
 class FaultySteps:

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 class KvConnector:
-    """That of a unified worker."""
+    """The connector of a unified worker, which moves no KV."""
 
     def cancel(self, key: RequestKey) -> None:
         """Forget a request in any phase of its handoff."""

@@ -31,7 +31,7 @@ class EngineLoader:
         on_loaded: Callable[["Engine"], object],
         on_failed: Callable[[Exception], object],
     ) -> None:
-        """All three are called on the loader's thread."""
+        """`build`, `on_loaded` and `on_failed` are called on the loader's thread."""
         self._name = name
         self._build = build
         self._clock = clock
@@ -57,7 +57,7 @@ class EngineLoader:
 
 
 def why_not_started(name: str, error: Exception, *, may_restart: bool) -> str:
-    """What the supervisor is told of a worker that cannot start.
+    """Returns what the supervisor is told of a worker that cannot start.
 
     A configuration that cannot be used stays so. After any other error, a process that Ray
     restarted exits to be restarted again: what it tries has worked before.

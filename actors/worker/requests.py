@@ -22,7 +22,7 @@ MAX_ABORTED_KEYS = 4096
 
 
 class WorkerRequests:
-    """Of an engine that has loaded."""
+    """The requests of an engine that has loaded."""
 
     def __init__(
         self,
@@ -97,12 +97,12 @@ class WorkerRequests:
         return keys
 
     def _keys_given_up(self, ingress_id: str) -> list[RequestKey]:
-        """On the engine thread."""
+        """Returns the requests that an ingress has given up; runs on the engine thread."""
         keys = self._abort_all(ingress_id)
         return keys + [key for key in self._connector.keys_of(ingress_id) if key not in keys]
 
     def _abort_all(self, ingress_id: str) -> list[RequestKey]:
-        """On the engine thread: what the scheduler had of an ingress."""
+        """Aborts what the scheduler has of an ingress; runs on the engine thread."""
         scheduler = self._engine.core.scheduler
         keys = scheduler.requests_of(ingress_id)
         for key in keys:

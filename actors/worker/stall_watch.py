@@ -66,7 +66,7 @@ class StallWatch:
         self._stop.set()
 
     def look(self) -> bool:
-        """One look of the watch; True = the turn seen now has lasted for `stall_s`."""
+        """Checks once; returns True if the present turn has lasted for `stall_s`."""
         turn = self._turn()
         is_same = turn is not None and turn == self._last
         self._num_looks = self._num_looks + 1 if is_same else 0

@@ -28,7 +28,7 @@ TOTALS_EVERY_S = 1.0
 
 @dataclass(slots=True, eq=False)
 class _Stream:
-    """What one ingress has not read or not acknowledged yet."""
+    """The messages that one ingress has not read or not acknowledged."""
 
     last_heard_s: float
     next_seq: int = 0
@@ -75,11 +75,11 @@ class TokenStreams:
         self._handoffs: Callable[[], HandoffTotals] | None = None
 
     def open(self) -> None:
-        """From now on clients can come; who never does is awaited as long as a silent one."""
+        """Lets clients connect; one that never does is given as long as one that fell silent."""
         self._awaited_until_s = self._clock.now_s() + self._config.ingress_silence_s
 
     def report_handoffs(self, totals: Callable[[], HandoffTotals]) -> None:
-        """From now on, tell every client once a second what `totals` says."""
+        """Sends the result of `totals` to every client once a second."""
         self._handoffs = totals
 
     def announce_joined(self, ingress_id: str, key: RequestKey) -> None:

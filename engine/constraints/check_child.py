@@ -91,7 +91,7 @@ def _with_half_a_stack(judged: Callable[[], str]) -> str:
 
 
 def judge(vocabulary: Vocabulary, constraint: Constraint) -> str:
-    """What is wrong with it, for the client; "" = nothing. Bounds no time."""
+    """Returns what is wrong with a constraint, for the client; "" = nothing. Bounds no time."""
     try:
         grammar = compile_constraint(vocabulary, constraint)
     except RequestError as error:
@@ -131,13 +131,13 @@ def _try(grammar: CompiledGrammar) -> str:
 
 
 def _limit_time(*, cpu_s: float, wall_s: float) -> None:
-    """Both signals end the process where it stands, also inside the compiler; 0 = no limit."""
+    """Limits CPU and wall time by signals that end the process anywhere; 0 = no limit."""
     signal.setitimer(signal.ITIMER_PROF, cpu_s)
     signal.setitimer(signal.ITIMER_REAL, wall_s)
 
 
 def _limit_memory() -> None:
-    """On what is private and writable; address space alone costs nothing."""
+    """Limits private writable memory; reserved address space costs nothing."""
     status = Path("/proc/self/status").read_text()
     used_kib = next(int(line.split()[1]) for line in status.splitlines() if line[:7] == "VmData:")
     limit_bytes = used_kib * 1024 + MEMORY_LIMIT_BYTES
@@ -146,7 +146,7 @@ def _limit_memory() -> None:
 
 
 def _own_output() -> BinaryIO:
-    """Where verdicts go; what a library prints goes to the errors instead."""
+    """Opens the stream of verdicts and sends what libraries print to stderr."""
     own = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     return own

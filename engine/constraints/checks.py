@@ -40,7 +40,7 @@ class ConstraintChecks:
         self._under_way: dict[Constraint, Future[str]] = {}
 
     def check(self, constraint: Constraint) -> "Future[str]":
-        """What is wrong with it, for the client; "" = nothing. Never waits.
+        """Checks a constraint without waiting; the result says what is wrong, "" = nothing.
 
         The future raises WorkerError when no check can be made. Raises CapacityError when too many
         others wait.
@@ -89,7 +89,7 @@ class ConstraintChecks:
         return verdict
 
     def _take_idle(self) -> "_Child | None":
-        """One that still lives: what ended another while it was idle, no constraint did."""
+        """Returns an idle process that lives; no constraint is blamed for one that died idle."""
         try:
             while not (child := self._idle.get_nowait()).is_alive:
                 child.close()
@@ -103,7 +103,7 @@ class ConstraintChecks:
 
 
 class _Child:
-    """One process; for one thread at a time. It bounds its own time, so that no read here hangs."""
+    """One checking process, for one thread at a time. It limits its own time, so no read hangs."""
 
     def __init__(self, model_path: str) -> None:
         """Raises WorkerError when it does not start."""

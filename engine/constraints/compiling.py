@@ -64,7 +64,7 @@ class GrammarMatcher:
 
     @property
     def error(self) -> str:
-        """Why nothing may follow any more; "" = no error."""
+        """The reason why no token may follow; "" = no error."""
         message: str = self._matcher.get_error()
         return message.strip().partition("\n")[0]
 
@@ -74,7 +74,7 @@ _REASON_CHARS = 300
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CompiledGrammar:
-    """What matchers of one constraint begin with."""
+    """A compiled constraint, from which its matchers are made."""
 
     vocabulary: Vocabulary
     start: llguidance.LLMatcher  # before any token, and never moved on
@@ -105,7 +105,7 @@ def compile_constraint(
 
 
 def _grammar(vocabulary: Vocabulary, constraint: Constraint) -> str:
-    """In the library's own notation. Raises RequestError or ValueError."""
+    """Returns the constraint in the library's notation. Raises RequestError or ValueError."""
     text = constraint.text
     match constraint.kind:
         case ConstraintKind.JSON_SCHEMA:
@@ -122,7 +122,7 @@ def _grammar(vocabulary: Vocabulary, constraint: Constraint) -> str:
 
 
 def _lark(text: str) -> str:
-    """Of a grammar in GBNF or Lark already. Raises ValueError."""
+    """Returns a grammar, given in GBNF or Lark, as Lark. Raises ValueError."""
     try:
         return any_to_lark(text)
     except Exception as error:

@@ -127,7 +127,7 @@ class Grammars:
             self._forget_oldest()
 
     def _forget_oldest(self) -> None:
-        """Those that no live record holds, while there are too many; the newest stays."""
+        """Drops the oldest grammars that no record holds, while there are too many."""
         for constraint in list(self._grammars)[:-1]:
             if not self._is_over():
                 break

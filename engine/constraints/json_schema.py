@@ -125,7 +125,7 @@ def _objects_of(root: Schema) -> Schema:
 
 
 class _Restriction:
-    """One schema's copy; counts its nodes, and gives each node that is referred to a definition."""
+    """Copies one schema; counts its nodes, and makes a definition of each referenced node."""
 
     def __init__(self, root: Schema, param: str) -> None:
         self._root = root
@@ -215,7 +215,7 @@ class _Restriction:
         return found
 
     def _typed(self, schema: Schema, types: tuple[str, ...], where: str) -> Schema:
-        """One alternative a type: then each has its own keywords only."""
+        """Returns an alternative for each type, which has the keywords of that type alone."""
         parts = [self._of_type(schema, name, where) for name in types]
         if len(parts) == 1:
             return parts[0]
@@ -260,7 +260,7 @@ class _Restriction:
         return {"properties": properties, "required": names, "additionalProperties": False}
 
     def _shared(self, node: Schema) -> Schema:
-        """What stands for `node` in several places: written once, or it would grow with each."""
+        """Returns a reference to `node`, which is used in several places but written once."""
         if not node:
             return node
         name = f"{len(self._definitions)}s"
@@ -316,7 +316,7 @@ def _check_bounds(own: Schema, where: str) -> None:
 
 
 def _string(schema: Schema, own: Schema, where: str) -> Schema:
-    """Its pattern, from the keyword or the format, and its length."""
+    """Returns a string's schema: its pattern, from keyword or format, and its length."""
     written = {key: value for key, value in own.items() if key != "pattern"}
     if cast("int", own.get("minLength", 0)) > cast("int", own.get("maxLength", math.inf)):
         return {"enum": []}
@@ -410,7 +410,7 @@ def _constant(value: object, where: str) -> object:
 
 
 def _types_of(schema: Schema, where: str) -> tuple[str, ...]:
-    """As it says, or as its keywords imply; () = any."""
+    """Returns the types that a schema names or that its keywords imply; () = any."""
     if "type" not in schema:
         groups = {_KEYWORDS[name][-1] for name in schema if name in _KEYWORDS}
         groups |= {"string"} if schema.get("format") in FORMATS else set()

@@ -156,7 +156,7 @@ class _Translation:
     # ---- brackets -------------------------------------------------------------------------------
 
     def _brackets(self) -> str:
-        """From behind the '[' to behind its ']'."""
+        """Translates a bracket expression, from after its '[' to after its ']'."""
         is_negated = self._pattern.startswith("^", self._place)
         self._place += is_negated
         if self._pattern.startswith("]", self._place):
@@ -192,7 +192,11 @@ class _Translation:
         return f"{self._literal(part)}-{self._literal(last)}"
 
     def _class_member(self, part: str, *, is_negated: bool) -> str:
-        """What is taken out between '[^' and ']' is more than what is put in elsewhere."""
+        """Translates a character class inside brackets.
+
+        Readers differ in what a class holds. Inside `[^...]` the widest reading is taken, so that
+        no reader finds an excluded character; inside `[...]` the narrowest.
+        """
         if part in _NARROW:
             return (_WIDE if is_negated else _NARROW)[part]
         return f"[^{(_NARROW if is_negated else _WIDE)[_NEGATED[part]]}]"
@@ -205,7 +209,7 @@ class _Translation:
         return char if char.isascii() and char.isalnum() else f"\\x{{{code:X}}}"
 
     def _code(self, part: str) -> int:
-        """Of the character that a part stands for."""
+        """Returns the code point of the character that a part stands for."""
         code = ord(part[-1])
         if part == r"\0" and self._pattern[self._place : self._place + 1].isdigit():
             raise self._refused(r"'\0' before a digit means different things to different readers")

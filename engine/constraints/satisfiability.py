@@ -49,7 +49,7 @@ def _met_nodes(root: Schema) -> set[int]:
 
 
 def _nodes_of(root: Schema) -> Iterator[Schema]:
-    """Every node of a restricted schema, outer ones first."""
+    """Yields the nodes of a restricted schema, outer ones first."""
     stack = [root]
     while stack:
         node = stack.pop()
@@ -88,7 +88,7 @@ def _needs(node: Schema, definitions: dict[str, Schema]) -> tuple[list[Schema], 
 
 
 def _copy(node: object, met: set[int]) -> object:
-    """Of a node that is met; False for one that is not."""
+    """Copies a node that can be met; False stands for one that cannot."""
     if not isinstance(node, dict):
         return node
     if id(node) not in met:

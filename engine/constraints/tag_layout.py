@@ -36,7 +36,7 @@ def on_one_line(schema: Mapping[str, object]) -> str:
 
 
 def layout_grammar(layout: Layout, special_ids: Mapping[str, int]) -> str:
-    """In Lark's notation. Raises ValueError for what is no layout."""
+    """Returns the layout as a Lark grammar. Raises ValueError for what is no layout."""
     return _LayoutGrammar(special_ids).write(layout)
 
 
@@ -102,7 +102,7 @@ class _LayoutGrammar:
         return f"({' | '.join(options)})* TEXT"
 
     def _literal(self, text: str) -> str:
-        """Its special tokens by id, the rest as text."""
+        """Returns the grammar of a literal: special tokens by id, the rest as text."""
         parts = []
         while text:
             found = [(text.find(s), -len(s), s) for s in self._special_ids if s in text]

@@ -15,7 +15,7 @@ from engine.text.tokenizing import load_tokenizer
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Vocabulary:
-    """What grammars are compiled for.
+    """The vocabulary that grammars are compiled for.
 
     special_ids: text of a special token -> its id; without the eos ids
     """
@@ -27,7 +27,9 @@ class Vocabulary:
 
 
 def load_vocabulary(folder: Path, *, vocab_size: int, eos_token_ids: tuple[int, ...]) -> Vocabulary:
-    """Of a Hugging Face model folder. `vocab_size`: of its output layer, which may be larger.
+    """Loads the vocabulary of a Hugging Face folder.
+
+    vocab_size: rows of the output layer, which may be more than the tokenizer has.
 
     Raises ConfigError when the folder's tokenizer cannot be used.
     """

@@ -84,7 +84,7 @@ class BlockCache:
 
     @property
     def num_available(self) -> int:
-        """How many blocks `allocate` can hand out now, exactly.
+        """The exact number of blocks that `allocate` can hand out now.
 
         Free blocks need no proof. An idle entry is one that nobody holds, and each `evict` frees
         at least one of them and blocks none: it takes the first in its order, which has no idle
@@ -99,7 +99,7 @@ class BlockCache:
         return self.num_available - sum(count(block_id) == 0 for block_id in block_ids)
 
     def num_references(self, block_id: int) -> int:
-        """How many holders a block has; 0 for an idle or a free one."""
+        """Returns the number of a block's holders; 0 for an idle or a free block."""
         return self._pool.reference_count(block_id)
 
     def match(self, hashes: Sequence[bytes]) -> list[int]:
@@ -130,7 +130,7 @@ class BlockCache:
         return self._pool.allocate(num_blocks)
 
     def share(self, block_ids: Sequence[int]) -> None:
-        """One reference more to each of these blocks, which somebody holds."""
+        """Adds a reference to each of these blocks, which are held already."""
         for block_id in block_ids:
             assert self._pool.reference_count(block_id) > 0, f"nobody holds block {block_id}"
         self._pool.acquire(block_ids)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 
 class BlockDigests:
-    """One digest a block: 64 bits, as `KvStore.digest` makes them."""
+    """Keeps a 64-bit digest of each block, as `KvStore.digest` computes it."""
 
     def __init__(self, num_blocks: int) -> None:
         self._digests: list[int | None] = [None] * num_blocks
@@ -20,7 +20,7 @@ class BlockDigests:
             self._digests[block_id] = digest
 
     def of(self, block_ids: Sequence[int]) -> list[int]:
-        """In their order; each was written by a step that has been waited for."""
+        """Returns the blocks' digests in order; a finished step must have written each block."""
         known = [self._digests[block_id] for block_id in block_ids]
         digests = [digest for digest in known if digest is not None]
         assert len(digests) == len(known), f"of blocks {list(block_ids)} nobody knows the digests"

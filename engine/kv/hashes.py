@@ -91,12 +91,12 @@ def _packer(block_size: int) -> Callable[..., bytes]:
 
 @lru_cache
 def _keyed(key: bytes) -> blake2b:
-    """What all blocks begin with, to be copied: the key costs as much as a block's content."""
+    """Returns the keyed hash to copy for each block: the key costs as much as a block's content."""
     return blake2b(digest_size=HASH_BYTES, key=key, person=_BLOCK_DOMAIN)
 
 
 class BlockHashParams(msgspec.Struct, frozen=True, kw_only=True):
-    """What the names of blocks depend on besides tokens and salt, for who hashes elsewhere."""
+    """What block hashes depend on besides tokens and salt, for processes that hash elsewhere."""
 
     key: bytes  # a secret of the application
     model: str

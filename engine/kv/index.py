@@ -40,7 +40,7 @@ class _Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexChanges:
-    """What a reader must apply to know which hashes are indexed.
+    """The changes that a reader applies to know which hashes are indexed.
 
     Numbers count up by one from 0; a reader that sees a gap asks for a resync. With `is_resync`,
     `added` is all there is and replaces what the reader had.

@@ -15,7 +15,7 @@ DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class KvPlane(msgspec.Struct, frozen=True, kw_only=True):
-    """One of the tensors that a layer keeps of every token: `num_heads` vectors of `width`."""
+    """A tensor that a layer keeps of every token: `num_heads` vectors of `width` elements."""
 
     name: str
     num_heads: int
@@ -44,7 +44,7 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
     def with_heads(
         cls, *, num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: KvDtype
     ) -> Self:
-        """Of a model whose layers all keep K and V of `num_kv_heads` heads."""
+        """Returns the layout of a model whose layers all keep K and V of `num_kv_heads` heads."""
         planes = tuple(
             KvPlane(name=name, num_heads=num_kv_heads, width=head_dim, dtype=dtype)
             for name in ("k", "v")
@@ -60,7 +60,7 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def dtype(self) -> KvDtype:
-        """Of a layout whose planes are all alike."""
+        """The element type, for a layout whose planes are all alike."""
         return self._plane.dtype
 
     @property

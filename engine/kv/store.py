@@ -134,7 +134,7 @@ class KvStore:
         return values
 
     def _compile(self) -> None:
-        """Both kernels, now and not under the first handoff; block 0 stays as it is."""
+        """Compiles both kernels before the first handoff; leaves block 0 as it is."""
         first = self.index([0])
         self.queue_digests(first)
         self.queue_write(first, self.gather([0]).view(-1).view(torch.uint8))

@@ -35,7 +35,7 @@ class Comm(Protocol):
 
 
 class SingleRank:
-    """One rank holds the whole model: nothing to exchange."""
+    """The `Comm` of a single rank, which holds the whole model and exchanges nothing."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return x
@@ -52,7 +52,7 @@ class SingleRank:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardContext:
-    """One step's positions, KV store and attention metadata."""
+    """What all layers of a forward pass share: positions, KV store and attention metadata."""
 
     rotary: Any  # what the model's `rotary.angles` returned for this step
     # [T] int32  where each new token's K and V go, block * block_size + offset; -1 = nowhere
@@ -69,7 +69,7 @@ class ForwardContext:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LastTokens:
-    """Each row's last token in this step, as a step of its own that writes no K and V."""
+    """The last token of each row, as a step of its own that writes no K and V."""
 
     # [R] integer  places among the step's tokens
     indices: Tensor

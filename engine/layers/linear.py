@@ -25,14 +25,14 @@ NUM_LANES = 2
 
 
 class WeightFormat(Enum):
-    """How the numbers of a linear map are held; `build_linear` has a map for each."""
+    """The format of a linear map's weight; `build_linear` builds the map for each."""
 
     DENSE = "a matrix in the dtype of the model"
 
 
 @dataclass(frozen=True, slots=True)
 class LinearWeight:
-    """What a linear map is built from; its format says how to read `data`."""
+    """The weight and bias of a linear map; `format` says how to read `data`."""
 
     data: Tensor  # DENSE: [out, in]
     bias: Tensor | None = None  # [out]

@@ -25,7 +25,7 @@ from kernels.ops import Ops
 
 
 class Kernel(Enum):
-    """What computes a product."""
+    """A kernel that computes x @ weight.T."""
 
     SMALL = "few tokens: kernels.linear.small"
     MEDIUM = "some tokens: kernels.linear.medium"
@@ -34,7 +34,7 @@ class Kernel(Enum):
 
 
 class _Choice:
-    """Which kernel measured fastest for a weight, by the number of tokens."""
+    """The kernels of a weight, by the number of tokens for which each measured fastest."""
 
     __slots__ = ("_large_from", "_medium_to", "_num_multiprocessors", "_num_rows", "_small_to")
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearScaling:
-    """Every frequency divided by `factor` (position interpolation, arXiv:2306.15595)."""
+    """Divides every frequency by `factor` (position interpolation, arXiv:2306.15595)."""
 
     factor: float
 

@@ -9,7 +9,7 @@ from engine.file_checks import check_file
 
 
 class ConfigFile:
-    """One JSON object of a model folder; every complaint names the file and the key.
+    """A JSON object of a model folder; every error names the file and the key.
 
     `null` counts as absent, as it does for those who write these files; `has_key` tells the two
     apart where a model family gives them different meanings.

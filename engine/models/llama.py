@@ -28,7 +28,7 @@ from kernels.ops import HeadNorms, Ops
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ForwardResult:
-    """What one pass leaves besides K and V."""
+    """The results of a forward pass besides K and V."""
 
     # [S, hidden]  the stream after the final norm
     hidden: Tensor
@@ -160,7 +160,7 @@ class DecoderLayer:
         return StoredTokens(x=x, k=k, v=v, residual=residual)
 
     def project_last(self, stored: StoredTokens, last: LastTokens) -> ProjectedTokens:
-        """What `store` left out, for each row's last token alone; [R]."""
+        """Projects each row's last token, which `store` left out; [R]."""
         x = stored.x.index_select(0, last.indices)
         q, k, v = self._attention.project(x, last.ctx)
         residual = stored.residual.index_select(0, last.indices)

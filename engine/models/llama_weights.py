@@ -16,13 +16,13 @@ HEAD = "lm_head.weight"
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """One of the `size` ranks that share a model."""
+    """A rank of the `size` ranks that share a model."""
 
     index: int
     size: int
 
     def share(self, length: int, what: str) -> slice:
-        """This rank's part of [0, length). Raises ConfigError where there are no equal parts."""
+        """Returns this rank's part of [0, length). Raises ConfigError if parts would be unequal."""
         if length % self.size:
             raise ConfigError(f"{what}: {length} cannot be shared by {self.size} ranks equally")
         per_rank = length // self.size
@@ -33,7 +33,7 @@ WHOLE_MODEL = Rank(0, 1)
 
 
 class Split(Enum):
-    """What of a tensor one rank holds."""
+    """How a tensor is split between ranks."""
 
     NONE = "all of it"
     ROWS = "its share of the rows of each part: outputs, by heads or by intermediate units"
@@ -42,7 +42,7 @@ class Split(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StackedTensor:
-    """One tensor in memory: published ones of equal width, one above the other."""
+    """A tensor in memory that stacks published ones of equal width, one above the other."""
 
     num_rows: Mapping[str, int]  # of each part, by its published name; in this order
     num_columns: int | None = None  # None = vectors, one behind the other

@@ -150,7 +150,7 @@ class ModelSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Family:
-    """Where one architecture differs from the others, read from its own keys."""
+    """What distinguishes one architecture from the others, read from its own keys."""
 
     has_qkv_bias: bool = False
     has_output_bias: bool = False

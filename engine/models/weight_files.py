@@ -28,7 +28,7 @@ _METADATA = "__metadata__"
 
 
 class StoredTensor(msgspec.Struct, frozen=True):
-    """Where and what a tensor is."""
+    """A tensor in a safetensors file: where it is, its type and its shape."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -107,7 +107,7 @@ _MISMATCH = "the weights and config.json describe different models"
 
 
 def check_weights(folder: Path, spec: ModelSpec) -> dict[Path, list[str]]:
-    """Each weights file with those of the model's tensors that it holds, in order of their data.
+    """Returns, for each weights file, the model's tensors in it, in the order of their data.
 
     Raises ConfigError naming file, tensor, expected and found shape. A tensor that the model does
     not have is refused, but for leftovers without information: what else it is, a bias or a
@@ -159,7 +159,7 @@ def _is_harmless(name: str, spec: ModelSpec) -> bool:
 
 
 def _weight_files(folder: Path) -> Iterator[tuple[Path, frozenset[str] | None]]:
-    """Each weights file with the names the index places there (None: whatever it holds).
+    """Yields each weights file and the names that the index places there (None: all of them).
 
     Raises ConfigError: no weights, an index that cannot be used, or a shard that is missing.
     """

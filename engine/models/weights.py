@@ -58,7 +58,7 @@ class DirectCopier:
         destination.copy_(source)
 
     def wait_copied(self) -> None:
-        """Every copy has arrived when `copy` returns."""
+        """Does nothing: every copy has ended when `copy` returns."""
 
 
 class PinnedCopier(AbstractContextManager["PinnedCopier"]):
@@ -121,14 +121,14 @@ class _Lane:
 
 
 def copier_for(device: torch.device) -> AbstractContextManager[TensorCopier]:
-    """How tensors get to `device`; leaving the context frees threads and buffers."""
+    """Returns the copier to `device`; leaving its context frees threads and buffers."""
     return PinnedCopier(device) if device.type == "cuda" else nullcontext(DirectCopier())
 
 
 def chunk_pairs(
     source: Tensor, destination: Tensor, chunk_bytes: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Both tensors as flat pieces of at most `chunk_bytes` of the source each, side by side."""
+    """Yields flat pieces of both tensors, pair by pair, of at most `chunk_bytes` each."""
     num_elements = chunk_bytes // source.element_size()
     sources = torch.split(source.view(-1), num_elements)
     return zip(sources, torch.split(destination.view(-1), num_elements), strict=True)
@@ -206,7 +206,7 @@ def _copy_file(
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Where a published tensor goes, and what of it: None = all."""
+    """The tensor that a published one is loaded into, and the share of it; None = all."""
 
     tensor: Tensor
     share: tuple[slice, ...] | None
@@ -270,7 +270,7 @@ _LARGEST = 1e-3
 def random_weights(
     spec: ModelSpec, *, dtype: torch.dtype, device: torch.device, seed: int = 0
 ) -> ModelWeights:
-    """Every linear, bias and embedding uniform in [-1e-3, 1e-3]; norm weights are 1.
+    """Draws every linear, bias and embedding uniformly from [-1e-3, 1e-3]; norm weights are 1.
 
     Norm weights as small as the others would shrink each layer's input until every activation is
     nearly zero, and with it the data that the speed of a matrix multiplication depends on.

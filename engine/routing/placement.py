@@ -29,7 +29,7 @@ RETRY_AFTER_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementRules:
-    """What stays the same from one decision to the next."""
+    """The parameters of placement that stay constant."""
 
     laps: LapsConfig = field(default_factory=LapsConfig)
     cost: PrefillCost = field(default_factory=LinearCost)
@@ -41,7 +41,7 @@ DEFAULT_RULES = PlacementRules()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShortQueue:
-    """What of a worker's queue is short, where short prompts go first."""
+    """The short part of a worker's queue, on workers where short prompts go first."""
 
     num_waiting: int
     queued_s: float
@@ -139,7 +139,7 @@ def route(
 
 
 def shared_s(cost: PrefillCost) -> float:
-    """What a step costs however many prompts are in it; prompts that wait together pay it once."""
+    """Returns the fixed cost of a step, which prompts that wait together pay once."""
     return cost.seconds(0, 0)
 
 
@@ -192,7 +192,7 @@ def _choose(candidates: Sequence[_Candidate], margin_s: float) -> tuple[_Candida
 
 
 def _choose_decoder(workers: Sequence[WorkerSnapshot], num_blocks: int) -> WorkerSnapshot:
-    """One with room for the prompt, then the least running, then the most room."""
+    """Returns a worker with enough free blocks; then fewest running, then most free blocks."""
     return min(
         workers,
         key=lambda s: (
@@ -204,5 +204,5 @@ def _choose_decoder(workers: Sequence[WorkerSnapshot], num_blocks: int) -> Worke
 
 
 def _prefer(workers: list[WorkerSnapshot], avoid: Sequence[str]) -> list[WorkerSnapshot]:
-    """Those not in `avoid`; all of them when nothing else is left."""
+    """Returns the workers not in `avoid`, or all if none is left."""
     return [s for s in workers if s.name not in avoid] or workers

@@ -76,7 +76,7 @@ class CapturedSteps:
         return StepGraphs(kind, sizes, buffers, open_attention=open_attention, compute=run)
 
     def _decode(self, buffers: StepBuffers, size: GraphSize, ctx: ForwardContext) -> GraphOutput:
-        """One token for each of the first rows of `buffers`."""
+        """Computes one token for each of the first rows of `buffers`."""
         logits = self._model.logits(self._model.forward(self._ids(buffers, size), ctx).hidden)
         return self._output(buffers, size, logits, None)
 

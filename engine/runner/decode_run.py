@@ -22,7 +22,7 @@ _NO_BLOCKS: NDArray[np.int32] = np.empty(0, dtype=np.int32)
 
 
 class DecodeInputs(msgspec.Struct, frozen=True, kw_only=True):
-    """What was written for a step, and the graph's size it was padded to."""
+    """A decode step's inputs, and the size of the graph that it was padded to."""
 
     batch: InputBatch
     size: GraphSize
@@ -91,7 +91,7 @@ class DecodeRun:
     def _crossing(
         self, rows: NDArray[np.int64], num_computed: NDArray[np.int64]
     ) -> _Crossing | None:
-        """None if one of them has no block for its token."""
+        """Returns the rows that begin a block; None if a row has no block for its token."""
         crosses = num_computed % self._block_size == 0
         if not crosses.any():
             return _Crossing(crosses=crosses, block_ids=_NO_BLOCKS)

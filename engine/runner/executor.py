@@ -112,7 +112,7 @@ class Executor:
         *,
         prompts: PromptSizes | None,
     ) -> None:
-        """From now on, steps replay graphs where one is large enough.
+        """Captures graphs; later steps replay one where it is large enough.
 
         Decode steps need a decode backend that can be captured. `prompts`: of the other steps,
         which need a prefill backend that can; None = they replay none.
@@ -181,7 +181,7 @@ class Executor:
             return self.model.logits(hidden.index_select(0, lines.to(hidden.device))).float()
 
     def _apply_rows(self, plan: StepPlan) -> None:
-        """What comes before the step: zero blocks, then the changes of rows."""
+        """Zeroes blocks and applies the changes of rows, before the step."""
         if plan.zero_block_ids:
             self.kv_store.zero(plan.zero_block_ids)
         if self._decode_run is not None and (plan.released_rows or plan.admissions):

@@ -22,7 +22,7 @@ _MAX_RAGGED_TOKENS = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphSize:
-    """What a graph was captured for; a step has at most as much."""
+    """The size that a graph was captured for: the most that a step replaying it may have."""
 
     num_rows: int
     num_tokens: int

@@ -23,7 +23,7 @@ from engine.sampling.sampler import GreedyChoice
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaptureStatistics:
-    """What the graphs of one kind took at start."""
+    """Time and memory that capturing the graphs of one kind took."""
 
     num_graphs: int
     capture_s: float
@@ -48,7 +48,7 @@ class PromptStepStatistics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExecutorStatistics:
-    """How an executor's steps run; None = steps of that kind replay no graphs."""
+    """Statistics of graphs and steps; None = steps of that kind replay no graphs."""
 
     decode_graphs: CaptureStatistics | None
     prompt_graphs: CaptureStatistics | None
@@ -92,7 +92,7 @@ _REPORT_EVERY = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphOutput:
-    """What a step leaves on the device."""
+    """The results of a step on the device."""
 
     # [S, vocab]  one line for each row that samples
     logits: Tensor
@@ -103,7 +103,7 @@ class GraphOutput:
     is_finite_token: Tensor | None
 
     def first(self, num_sampled: int, num_tokens: int) -> "GraphOutput":
-        """Without what belongs to padding behind the step's last token."""
+        """Returns the output without the padding after the step's last token."""
         flags = self.is_finite_token
         if num_sampled == len(self.drawn) and (flags is None or num_tokens == len(flags)):
             return self  # nothing is padding, and a view costs what a launch does
@@ -122,7 +122,7 @@ class Recorder(Protocol):
     """Records work once, to be run again on whatever its inputs' memory holds then."""
 
     def record(self, run: Callable[[], GraphOutput]) -> Callable[[], GraphOutput]:
-        """What runs it again; the output is the same memory every time."""
+        """Records `run`; returns what replays it. The output is the same memory every time."""
         ...
 
     def free_bytes(self) -> int:
@@ -236,7 +236,7 @@ class StepGraphs:
         return next(fits, None)
 
     def attention_metadata(self, size: GraphSize) -> Any:  # noqa: ANN401
-        """What `open_attention` made; to be refreshed before a replay."""
+        """Returns what `open_attention` made; refresh it before a replay."""
         return self._captured[size].attention_metadata
 
     def replay(self, size: GraphSize) -> GraphOutput:

@@ -16,7 +16,7 @@ from engine.runner.graph_sizes import GraphSize, PromptSizes
 def grid_sizes(
     batch_sizes: Sequence[int], row_lengths: Sequence[int], *, max_row_tokens: int
 ) -> PromptSizes:
-    """Every number of rows with every length.
+    """Returns a size for every number of rows with every length.
 
     max_row_tokens: rows with more new tokens are none of the grid's, at least the longest length.
     """

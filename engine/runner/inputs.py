@@ -108,7 +108,7 @@ class StepBuffers:
 
 
 class HostFields:
-    """One host buffer's fields by name, numpy views to write into."""
+    """The fields of one host buffer by name, as numpy views to write into."""
 
     def __init__(self, memory: NDArray[np.int32], fields: dict[str, NDArray[np.int32]]) -> None:
         """`fields` are views of `memory`, all of one host buffer."""
@@ -148,7 +148,7 @@ class RequestRows:
         self._num_known_tokens[row] = 0
 
     def count_sampled(self, rows: NDArray[np.int64]) -> None:
-        """Each of `rows` [S >= 1] has one token more, sampled by the step just launched."""
+        """Counts one more token for each of `rows` [S >= 1], sampled by the step just launched."""
         lengths = self._num_known_tokens[rows]
         assert 0 < lengths.min() <= lengths.max() < self._token_ids.shape[1], (
             f"rows {rows.tolist()}: no room for a token after {lengths.tolist()} of"
@@ -174,7 +174,7 @@ class RequestRows:
 
 
 class InputBatch(msgspec.Struct, frozen=True, kw_only=True):
-    """One step: T tokens of R rows, in batch order.
+    """The inputs of a step: T tokens of R rows, in batch order.
 
     A struct, for every decode step copies the last one's: a dataclass takes 30 times as long.
     """
@@ -213,7 +213,7 @@ class InputBatch(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def end_token(self) -> int:
-        """Behind the last row's last token; more than `num_tokens` where rows lie in spans."""
+        """Index after the last row's last token; above `num_tokens` where rows lie in spans."""
         return int(self.first_tokens[-1] + self.attention.num_new_tokens[-1])
 
 
@@ -308,7 +308,7 @@ class _Rows:
 
 
 def _rows_of(plan: StepPlan, span_tokens: int | None) -> _Rows:
-    """Without spans rows follow each other, else each lies at the end of its own."""
+    """Lays out the rows of a plan: one after the other, or each at the end of its own span."""
     num_computed = np.array(plan.num_computed_tokens, dtype=np.int64)
     if plan.is_decode:  # what the others come to, sooner
         plan_rows = num_computed.argsort(kind="stable")
@@ -336,7 +336,7 @@ def _rows_of(plan: StepPlan, span_tokens: int | None) -> _Rows:
 
 
 def _write_rows(fields: HostFields, rows: _Rows) -> None:
-    """What there is one of for each row, or for each row that samples."""
+    """Writes the fields that have one element a row, or one for each row that samples."""
     num_rows, num_sampled = len(rows.rows), len(rows.sampling)
     fields["cu_tokens"][: num_rows + 1] = rows.cu_tokens
     fields["num_keys"][:num_rows] = rows.num_keys
@@ -353,7 +353,7 @@ def _write_tokens(
     request_rows: RequestRows,
     block_size: int,
 ) -> None:
-    """What there is one of for each token: its id, its position, and its slot in the store."""
+    """Writes the fields that have one element a token: its id, its position, its slot."""
     num_tokens = int(rows.num_new.sum())
     positions, batch_rows = rows.num_computed, np.arange(len(rows.rows))
     if num_tokens > len(batch_rows):

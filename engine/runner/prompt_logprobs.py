@@ -27,7 +27,7 @@ _SLICE_POSITIONS = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptChunk:
-    """What one row of a step tells of its prompt."""
+    """The prompt tokens of one row whose log-probabilities a step computes."""
 
     plan_row: int
     row: int  # of the device
@@ -63,7 +63,7 @@ class PromptTensors:
         return [c.plan_row for c, at in self._places() if not bool(self.is_finite[at].all())]
 
     def records(self) -> dict[int, PromptLogprobs]:
-        """By plan row. The tensors are read here."""
+        """Returns the log-probabilities by plan row; reads them from the device."""
         return {
             chunk.plan_row: PromptLogprobs(
                 first=chunk.first + 1,

@@ -64,7 +64,7 @@ class StepTimer:
             self._started_s = time.perf_counter()
 
     def stop(self) -> None:
-        """All work of the step has been queued, in the stream in which it began."""
+        """Ends the timing: all work of the step is queued, in the stream in which it began."""
         if self._end is not None:
             self._end.record(self._stream)
         else:
@@ -113,7 +113,7 @@ def digest_written(plan: StepPlan, block_tables: BlockTables, store: KvStore) ->
 
 
 class StepSlot:
-    """One step's timer, and the memory its tokens come back to."""
+    """A step's timer, and the host memory that its tokens are copied to."""
 
     def __init__(self, max_rows: int, device: torch.device) -> None:
         self.timer = StepTimer(device)
@@ -130,7 +130,7 @@ class StepSlot:
 
 
 class StepSlots:
-    """As many slots as there ever were steps in flight."""
+    """Device slots of steps in flight: as many as were ever in flight at once."""
 
     def __init__(self, max_rows: int, device: torch.device) -> None:
         self._max_rows = max_rows
@@ -142,7 +142,7 @@ class StepSlots:
         return self._free.pop() if self._free else StepSlot(self._max_rows, self._device)
 
     def give_back(self, slot: StepSlot) -> None:
-        """Its step has been waited for, and what was copied was read."""
+        """Takes a slot back whose step has ended and whose copies were read."""
         assert slot not in self._free, "a step was waited for twice"
         self._free.append(slot)
 
@@ -153,7 +153,7 @@ _NOT_SAMPLED = -2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTensors:
-    """What a step leaves on the device for the host."""
+    """The tensors of a step that are copied to the host."""
 
     # [S] int32  a token or `NOT_FINITE`; None: no row of the step samples
     drawn: Tensor | None

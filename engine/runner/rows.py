@@ -15,7 +15,7 @@ from engine.sampling.sampled import RowSampler
 
 
 class Rows:
-    """All that is known of each row."""
+    """The device rows: their tokens, blocks, sampling and inputs."""
 
     def __init__(
         self,

@@ -72,7 +72,7 @@ def _cpu_steps() -> Iterator[list[_DummyRow]]:
 
 
 def _gpu_steps(num_rows: int, max_tokens: int, max_row_tokens: int) -> Iterator[list[_DummyRow]]:
-    """Every size of a step up to a factor of two, every kind of batch, every kind of sampling."""
+    """Yields steps of every size by factors of two, every kind of batch and of sampling."""
     size = max_tokens
     while size > 1:
         yield [

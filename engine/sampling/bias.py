@@ -43,7 +43,7 @@ class LogitBias:
             logits[position].index_add_(0, ids, values)
 
     def observe(self, rows: list[int], token_ids: Tensor) -> None:
-        """What was drawn does not matter to a bias."""
+        """Does nothing: a bias does not depend on drawn tokens."""
 
 
 class MinTokens:

@@ -37,15 +37,15 @@ class Matcher(Protocol):
 
 
 class Matchers(Protocol):
-    """Where matchers come from."""
+    """Makes matchers for constraints."""
 
     def matcher(self, constraint: Constraint) -> Matcher:
-        """One for an output without tokens."""
+        """Returns a matcher at the beginning of an output."""
         ...
 
 
 class NoMatchers:
-    """Of a sampler whose rows have no constraints."""
+    """The matchers of a sampler whose rows have no constraints."""
 
     def matcher(self, constraint: Constraint) -> Matcher:
         raise AssertionError(f"a {constraint.kind.value} constraint, and nothing compiles it here")
@@ -61,7 +61,7 @@ class Constraints:
         matchers: Matchers,
         device: torch.device,
     ) -> None:
-        """On a GPU, compiles what it launches: no row with a constraint has to wait for that."""
+        """On a GPU, compiles its kernels now, so that no row with a constraint waits for it."""
         self._num_words = num_mask_words(vocab_size)
         self._eos_token_ids = eos_token_ids
         self._source = matchers
@@ -111,7 +111,10 @@ class Constraints:
     # packed int32:  [0 .... M) lines of the logits   [M .... M + M * words) their masks
 
     def _new_packed(self, num_lines: int) -> Tensor:
-        """All may come. Page-locked for a GPU: then the copy waits for nothing launched before."""
+        """Returns masks that allow every token.
+
+        Page-locked for a GPU: then the copy does not wait for kernels that were launched before.
+        """
         size = num_lines * (1 + self._num_words)
         is_pinned = self._device.type == "cuda"
         return torch.full((size,), -1, dtype=torch.int32, pin_memory=is_pinned)

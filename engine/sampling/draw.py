@@ -59,11 +59,11 @@ class GumbelNoise:
         put(logits, index, part)
 
     def observe(self, rows: list[int], token_ids: Tensor) -> None:
-        """Which tokens were drawn does not matter; `advance` counts that they were."""
+        """Does nothing: `advance` counts the draws, and the tokens do not matter."""
         self.advance(rows)
 
     def advance(self, rows: list[int]) -> None:
-        """Those of `rows` that are ours drew a token each."""
+        """Counts a drawn token for each of `rows` that this feature has."""
         for row in rows:
             if row in self._indices:
                 self._indices[row] += 1
@@ -92,7 +92,7 @@ class Draw(Protocol):
         ...
 
     def observe(self, rows: list[int]) -> None:
-        """Those of `rows` that are ours just drew a token each."""
+        """Counts a drawn token for each of `rows` that is drawn here."""
         ...
 
 

@@ -13,7 +13,7 @@ from engine.request import SamplingParams
 
 
 class LogitFeature(Protocol):
-    """One knob of `SamplingParams`, as something that changes logits.
+    """A sampling parameter as an object that changes logits.
 
     On a GPU no verb waits for it: what a feature needs of drawn tokens it reads on the device, and
     what it counts on the host does not depend on them.
@@ -39,7 +39,7 @@ class LogitFeature(Protocol):
 
 
 def positions_of(rows: Sequence[int], members: Container[int]) -> list[int]:
-    """Where in `rows` the members stand, ascending."""
+    """Returns the indices in `rows` of the members, ascending."""
     return [position for position, row in enumerate(rows) if row in members]
 
 

@@ -29,7 +29,7 @@ class Labels:
         self._token_ids.pop(row, None)
 
     def read(self, logits: Tensor, rows: list[int]) -> LabelTensors | None:
-        """Of the rows that end here; None if there is none.
+        """Reads label scores of the rows that end in this step; None if there is no such row.
 
         logits: [S, vocab], unprocessed, left as they are.
         """
@@ -68,7 +68,9 @@ class Logprobs:
         self._num_best.pop(row, None)
 
     def read(self, logits: Tensor, rows: list[int], choice: GreedyChoice) -> LogprobTensors | None:
-        """Of the rows that asked; None if there is none. `choice`: what each line came to be.
+        """Reads log-probabilities of the rows that asked for them; None if there is no such row.
+
+        choice: the token that each line became.
 
         logits: [S, vocab], unprocessed, left as they are.
         """

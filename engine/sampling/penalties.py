@@ -15,7 +15,7 @@ from engine.sampling.staging import Staging
 
 
 class TokenCounts:
-    """How often each token occurred, for the rows that care: fp32 [slots, vocab] on the device.
+    """Counts of each token for the rows with penalties: fp32 [slots, vocab] on the device.
 
     fp32 because it meets logits, and exact up to 2**24 occurrences. Grows by doubling to at most
     `max_rows` slots; a removed row's slot is used again.
@@ -53,7 +53,7 @@ class TokenCounts:
             self._free_slots.append(slot)
 
     def slots_of(self, rows: list[int]) -> NDArray[np.int64]:
-        """Where the rows' counts are, [len(rows)]."""
+        """Returns the slots that hold the rows' counts, [len(rows)]."""
         return np.array([self._slots[row] for row in rows], dtype=np.int64)
 
     def gather(self, slots: Tensor) -> Tensor:

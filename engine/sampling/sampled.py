@@ -79,7 +79,7 @@ class LabelTensors:
 
 
 class SampledTensors(msgspec.Struct, frozen=True, kw_only=True):
-    """What was drawn, in the order of the rows that were asked for."""
+    """The sampled tokens, in the order of the rows."""
 
     token_ids: Tensor  # int64 [S]  0 where not finite, not to be used
     is_finite: Tensor  # bool [S]  False = nothing could be drawn

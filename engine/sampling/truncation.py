@@ -53,7 +53,7 @@ class Temperature:
         put(logits, index, part)
 
     def observe(self, rows: list[int], token_ids: Tensor) -> None:
-        """What was drawn does not matter to a temperature."""
+        """Does nothing: a temperature does not depend on drawn tokens."""
 
 
 class TopK:
@@ -87,7 +87,7 @@ class TopK:
         put(logits, index, part)
 
     def observe(self, rows: list[int], token_ids: Tensor) -> None:
-        """What was drawn does not matter to a cut."""
+        """Does nothing: a cut does not depend on drawn tokens."""
 
 
 class TopP:
@@ -123,7 +123,7 @@ class TopP:
         put(logits, index, part)
 
     def observe(self, rows: list[int], token_ids: Tensor) -> None:
-        """What was drawn does not matter to a cut."""
+        """Does nothing: a cut does not depend on drawn tokens."""
 
 
 def _nucleus_cutoff(logits: Tensor, masses: Tensor) -> Tensor:
@@ -181,7 +181,7 @@ class MinP:
         put(logits, index, part)
 
     def observe(self, rows: list[int], token_ids: Tensor) -> None:
-        """What was drawn does not matter to a cut."""
+        """Does nothing: a cut does not depend on drawn tokens."""
 
 
 def column(values: Mapping[int, float], rows: Sequence[int], like: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ WorkOf = Callable[[Request], tuple[int, int]]  # new and cached tokens of the re
 
 
 class StepBudget:
-    """Who was granted how much of one step.
+    """The token and time budget of one step, and what was granted of it.
 
     `max_tokens` are new prompt tokens, besides `decoding`, which the step does anyway. Chunks
     shorter than `min_chunk_tokens` are made only if they end their prompt or open the step.
@@ -59,7 +59,7 @@ class StepBudget:
 
     @property
     def work(self) -> StepWork:
-        """All that the step does so far, decodes included."""
+        """The work of the step so far, decodes included."""
         return self._work
 
     @property
@@ -72,7 +72,7 @@ class StepBudget:
         return self._granted.get(request.key, 0)
 
     def limit_time(self, max_step_s: float) -> None:
-        """From here on, chunks keep the step this short."""
+        """Limits the step's predicted time for all chunks granted from now on."""
         self._max_step_s = max_step_s
 
     # ---- the scheduler's answers to a candidate --------------------------------------------------
@@ -95,16 +95,16 @@ class StepBudget:
         return num_tokens
 
     def refuse(self, request: Request) -> None:
-        """It cannot be admitted now: there is no row or there are no blocks for it.
+        """Notes that a request cannot be admitted now: there is no row, or not enough blocks.
 
-        In this step nobody who waits behind it, in its class, may overtake it.
+        No request of its class that waits behind it may overtake it in this step.
         """
         self._refused.add(request.key)
 
     def refuse_long(self) -> None:
-        """One that would hold much finds no row or no blocks: in this step none like it starts.
+        """Notes that a long request finds no row or blocks: no other long one starts in this step.
 
-        Those behind it that hold little may still be admitted.
+        Short requests behind it may still be admitted.
         """
         self.has_refused_long = True
 
@@ -144,8 +144,8 @@ class StepBudget:
     ) -> Iterator[Candidate]:
         """Each candidate in order, until one does not fit.
 
-        After a refusal, one from an earlier call included, only those who run already get theirs.
-        Who has its chunk is passed over.
+        After a refusal, also one in an earlier call, only running requests get a chunk. A request
+        that has its chunk already is skipped.
         """
         is_closed = False
         for request in candidates:

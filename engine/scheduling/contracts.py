@@ -18,7 +18,7 @@ class BlockHasher(Protocol):
 
 
 class HandoffQueue(Protocol):
-    """Where finished prompts go whose KV belongs on another worker. Called on the engine thread."""
+    """Takes finished prompts whose KV moves to another worker. Called on the engine thread."""
 
     @property
     def num_unreserved_blocks(self) -> int:
@@ -50,7 +50,7 @@ class HandoffQueue(Protocol):
 
 
 class StepOutput(msgspec.Struct, frozen=True, kw_only=True):
-    """What a turn of the loop meant for requests; `Request.ingress_id` says whose they are."""
+    """The effects of one turn of the loop on requests; `Request.ingress_id` is their ingress."""
 
     num_scheduled_tokens: int = 0  # computed by the step that was committed
     has_progressed: bool = False  # a step was launched or committed; False = nothing could run

@@ -32,7 +32,7 @@ class FinishRules:
     def reason(
         self, request: Request, token_id: int
     ) -> tuple[Literal["stop", "length"] | None, int | None]:
-        """Why the request ends with `token_id`, its newest token, and the id that stopped it.
+        """Returns why the request ends with its newest token, `token_id`, and the id that stopped it.
 
         (None, None) when it goes on. min_tokens needs no rule here: until it is reached the
         sampler does not draw eos or stop ids.
@@ -44,7 +44,7 @@ class FinishRules:
         return None, None
 
     def reason_of_prompt(self, request: Request) -> Literal["stop", "length"]:
-        """Why a request ends that asks for no token: it has its labels, or has no room for more."""
+        """Returns why a request for no token ends: it has its labels, or is at its length."""
         return "stop" if request.params.label_token_ids else "length"
 
     def num_steps_to_last(self, requests: Iterable[Request]) -> int:
@@ -56,7 +56,7 @@ class FinishRules:
         return min(left, default=0)
 
     def at_last_token(self, requests: Iterable[Request]) -> list[Request]:
-        """Of requests whose newest token is in flight, those that have no other to compute here.
+        """Returns the requests that compute nothing after their newest token, which is in flight.
 
         That token ends them by their length, or they move with it to another worker. One that ends
         a request by its id is noticed when it comes back.
@@ -159,7 +159,7 @@ class SampledTokens:
     def _end_with_prompts(
         self, step: StepInFlight, result: StepResult, output: StepOutput
     ) -> list[Ending]:
-        """Whose prompt is computed and who asked for no token: emit what is known of each."""
+        """Ends requests that asked for no token once their prompt is computed; emits scores."""
         ended = [(step.requests[index], labels) for index, labels in result.labels.items()]
         return [
             self._end_with_prompt(request, labels, output)
@@ -184,11 +184,11 @@ class SampledTokens:
 
 
 def _take_scores(request: Request, labels: list[float]) -> PromptScores | None:
-    """What is known of the prompt, which the request no longer keeps; None = nothing was asked."""
+    """Takes the prompt's scores out of the request; None = it asked for none."""
     pieces, request.prompt_logprobs = request.prompt_logprobs, []
     return PromptScores(labels, pieces) if labels or pieces else None
 
 
 def _waited_s(request: Request) -> float | None:
-    """Before its prompt's first step; None for a request that came with its KV."""
+    """Returns the wait before the prompt's first step; None if the request came with its KV."""
     return None if request.started_s is None else request.started_s - request.arrival_s

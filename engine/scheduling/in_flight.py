@@ -22,7 +22,7 @@ from engine.request import Request
 
 
 class StepInFlight(msgspec.Struct, frozen=True, kw_only=True):
-    """One launched step."""
+    """A step that was launched and is not committed."""
 
     requests: list[Request]  # parallel to the plan's rows: decodes, then chunks of prompts
     num_decodes: int
@@ -38,11 +38,14 @@ class StepInFlight(msgspec.Struct, frozen=True, kw_only=True):
     def rows(
         self, result: StepResult
     ) -> Iterator[tuple[Request, list[int], list[TokenLogprobs] | None]]:
-        """Who sampled what, with log-probabilities where asked for, in the plan's order."""
+        """Yields each request with its sampled tokens and, if asked for, their log-probabilities.
+
+        In the plan's order.
+        """
         return zip(self.requests, result.tokens, result.logprobs, strict=True)
 
     def not_finite(self, result: StepResult) -> list[Request]:
-        """Whose numbers were not finite; nothing was sampled for them."""
+        """Returns the requests whose logits were not finite; they sampled nothing."""
         if all(result.is_finite):
             return []
         whether = zip(self.requests, result.is_finite, strict=True)
@@ -50,7 +53,7 @@ class StepInFlight(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepsInFlight:
-    """In the order of their launch, which is the order they end in."""
+    """The steps in flight, in the order of their launch, which is the order they end in."""
 
     def __init__(self) -> None:
         self._steps: deque[StepInFlight] = deque()
@@ -78,7 +81,7 @@ class StepsInFlight:
         step.left_block_ids[step.requests.index(request)] = block_ids
 
     def owners(self) -> Iterator[tuple[str, list[int]]]:
-        """Every holder of block references here, for the conservation law."""
+        """Yields the holders of block references here, for the conservation law."""
         for step in self._steps:
             if step.zero_block_ids:
                 yield "being zeroed", step.zero_block_ids

@@ -117,8 +117,10 @@ class DualQueue:
 
     @property
     def max_step_s(self) -> float:
-        """As configured, but never so short that steps are mostly floor: that would cost capacity,
-        queues would grow, and no short prompt would be served sooner.
+        """The longest step that a long chunk may make.
+
+        It is as configured, but never so short that a step's fixed cost dominates: that would cost
+        capacity, queues would grow, and no short prompt would be served sooner.
         """
         return max(1e-3 * self._config.max_step_ms, _MIN_STEP_FLOORS * self._model.costs.floor_s)
 
@@ -145,7 +147,7 @@ class DualQueue:
             self._reclassify(request)
 
     def length_class(self, key: RequestKey) -> LengthClass | None:
-        """Of a request that waits or whose prompt is being computed; None for any other."""
+        """Returns the class of a request that waits or computes its prompt; None for any other."""
         known = self._entries.get(key) or self._progress.get(key)
         return None if known is None else known.length_class
 
@@ -194,7 +196,7 @@ class DualQueue:
     def _aged_candidates(
         self, long: Iterable[Request], short: list[Request], budget: StepBudget
     ) -> Iterator[Candidate]:
-        """One chunk for the long request that has had none for longest, if that is too long."""
+        """Yields the long request that waited longest for a chunk, if it waited too long."""
         aged = [
             (since_s, request)
             for request in long
@@ -294,7 +296,7 @@ class DualQueue:
         return length_class
 
     def _uncached(self, request: Request) -> int:
-        """At least the newest token is computed, whatever is cached."""
+        """Returns the tokens to compute: at least the newest, whatever is cached."""
         return max(1, min(self._count_uncached(request), request.num_known_tokens))
 
     def _rest(self, request: Request) -> tuple[int, int]:

@@ -29,7 +29,7 @@ _MIN_LONG_CHUNK_TOKENS = 64  # below it a step costs what it costs without the c
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueuedWork:
-    """What placement wants to know of a worker's queue."""
+    """What placement needs to know of a worker's queue."""
 
     queued_s: float
     short: ShortLoad | None  # None = short prompts do not go first here
@@ -69,7 +69,7 @@ class PromptScheduling:
 
     @property
     def model(self) -> CostModel:
-        """What steps cost, as far as it is known by now."""
+        """The cost model as fitted so far."""
         return self._model
 
     def arrived(self, request: Request) -> None:
@@ -79,7 +79,7 @@ class PromptScheduling:
             self._window.arrived(request.arrival_s)
 
     def must_defer_until_s(self, now_s: float) -> float | None:
-        """Until when an idle device with nothing else to do should wait; None = start now."""
+        """Returns until when an idle device should wait for more prompts; None = start now."""
         if self._dual is None or isinstance(self._window, NoWindow):
             return None
         short = self._dual.statistics("short")
@@ -136,7 +136,7 @@ class PromptScheduling:
         )
 
     def _seconds(self, work: StepWork) -> float:
-        """No work takes no time, although an empty step would."""
+        """Returns the predicted seconds; 0 for no work, although an empty step would take time."""
         return self._model.costs.step_seconds(work) if work.num_new_tokens > 0 else 0.0
 
 

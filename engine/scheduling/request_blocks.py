@@ -12,7 +12,7 @@ from engine.scheduling.contracts import BlockHasher
 
 
 class RequestBlocks:
-    """What the requests of one scheduler hold in its `BlockCache`."""
+    """The blocks that the requests of one scheduler hold in its `BlockCache`."""
 
     def __init__(self, cache: BlockCache, hasher: BlockHasher, block_size: int) -> None:
         self._cache = cache
@@ -29,12 +29,12 @@ class RequestBlocks:
             self._hasher.extend(request)
 
     def full(self, requests: Iterable[Request]) -> list[Request]:
-        """Of requests whose known tokens have KV, or get it now, those without a slot for more."""
+        """Returns the requests whose blocks have no free slot once all known tokens have KV."""
         size = self._block_size
         return [r for r in requests if r.num_computed_tokens >= len(r.block_ids) * size]
 
     def grow(self, requests: Sequence[Request]) -> list[tuple[Request, list[int]]]:
-        """Append one block to each of these; all must be available. Returns who got which."""
+        """Append one block to each request; all must be available. Returns (request, blocks)."""
         grown = [(r, [b]) for r, b in zip(requests, self._allocate(len(requests)), strict=True)]
         for request, block_ids in grown:
             request.block_ids += block_ids

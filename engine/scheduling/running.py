@@ -80,7 +80,7 @@ def _admission(request: Request) -> RowAdmission:
 
 
 class DecodeColumns:
-    """Who decodes, in order; `advance` mutates the requests, too."""
+    """The decoding requests in order, as columns; `advance` mutates the requests, too."""
 
     def __init__(self, requests: Iterable[Request]) -> None:
         self.requests = list(requests)
@@ -105,19 +105,22 @@ class DecodeColumns:
 
     @property
     def work(self) -> StepWork:
-        """What the next step computes of them."""
+        """The work of decoding these requests in the next step."""
         num_rows = len(self.requests)
         return StepWork(num_decode_rows=num_rows, num_decode_keys=self._sum_computed + num_rows)
 
     def at_block_boundary(self, block_size: int) -> list[Request]:
-        """Whose computed tokens fill their last block; every call has the same `block_size`."""
+        """Returns the requests whose computed tokens fill their last block.
+
+        Every call must pass the same `block_size`.
+        """
         if self._at_block_boundary is None:
             (places,) = (self._num_computed % block_size == 0).nonzero()
             self._at_block_boundary = [self.requests[place] for place in places.tolist()]
         return self._at_block_boundary
 
     def at_last_token(self, rules: FinishRules) -> list[Request]:
-        """What `rules` say of them; every call has the same `rules`."""
+        """Returns `rules.at_last_token` of them; every call must pass the same `rules`."""
         if self._num_steps_to_last is None:
             self._num_steps_to_last = rules.num_steps_to_last(self.requests)
         return rules.at_last_token(self.requests) if self._num_steps_to_last <= 0 else []
@@ -150,7 +153,7 @@ class RunningRequests:
         return key in self._all
 
     def __iter__(self) -> Iterator[Request]:
-        """All of them, oldest admission first."""
+        """Iterates over the running requests, oldest admission first."""
         return iter(self._all.values())
 
     @property
@@ -163,14 +166,14 @@ class RunningRequests:
 
     @property
     def decode_columns(self) -> DecodeColumns:
-        """Those who decode now, in order."""
+        """The decoding requests, in order."""
         if self._columns is None:
             self._columns = DecodeColumns(self.decodes.values())
         return self._columns
 
     @property
     def num_queued_tokens(self) -> int:
-        """What they have yet to compute, as far as it is known."""
+        """The known tokens that the running requests have yet to compute."""
         num_prompt_tokens = sum([r.num_uncomputed_tokens for r in self.prompts.values()])
         return num_prompt_tokens + len(self.decodes)
 
@@ -184,7 +187,7 @@ class RunningRequests:
             self._constrained[request.key] = request
 
     def begin_decode(self, request: Request) -> None:
-        """From the next step on the request computes one token a step: its newest."""
+        """Lets a request compute one token a step, its newest, from the next step on."""
         self.prompts.pop(request.key)
         self.decodes[request.key] = request
         self._columns = None

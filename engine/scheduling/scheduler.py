@@ -1,4 +1,4 @@
-"""Who runs in the next step. One scheduler for prefill, decode and unified workers.
+"""Plans which requests compute in the next step, for prefill, decode and unified workers.
 
 Each step: running rows first grow to hold what they know (long ones are preempted if blocks run out
 or a short request finds no room, see `short_reserve`), every decode gets its token, then prompts
@@ -237,7 +237,7 @@ class Scheduler:
         return len(self._running)
 
     def owners(self) -> Iterator[tuple[str, list[int]]]:
-        """Every holder of block references in this scheduler, for the conservation law."""
+        """Yields the holders of block references in this scheduler, for the conservation law."""
         for request in self._all_requests():
             if request.block_ids:
                 yield f"request {request.key}", request.block_ids
@@ -247,12 +247,12 @@ class Scheduler:
 
     @property
     def costs(self) -> StepCosts:
-        """What steps cost, as far as it is known by now."""
+        """The cost of steps as fitted so far."""
         return self._prompts.model.costs
 
     @property
     def newest_step_s(self) -> float:
-        """How long the step launched last should take; a step must be in flight."""
+        """Predicts the seconds of the step launched last, which must be in flight."""
         return self.costs.step_seconds(self._in_flight.newest.work)
 
     def queued_work(self) -> QueuedWork:
@@ -303,7 +303,7 @@ class Scheduler:
         return {row_of(r): ids for r, ids in grown if not self._rows.is_entering(r)}
 
     def _chunks(self, budget: StepBudget) -> Iterator[Chunk]:
-        """Who computes how much of its prompt in this step, as the queue decides."""
+        """Yields the chunks of prompts that this step computes, as the queue decides."""
         for candidate in self._waiting.candidates(list(self._running.prompts.values()), budget):
             request, _ = candidate
             if request.key in self._waiting and not self._admit(request, budget):
@@ -516,7 +516,7 @@ class Scheduler:
     def _victim_for_waiting(
         self, short: Request | None, long: Request | None, held: Holdings, num_left: int
     ) -> Request | None:
-        """Who gives way to the first short or long request that waits without room."""
+        """Returns the request to preempt for the first short or long one that does not fit."""
         reserve, has_row = self._reserve, self._rows.num_free > 0
         if short is not None and reserve.may_give_way(held):
             num_needed = self._blocks.num_needed(short)
@@ -531,7 +531,7 @@ class Scheduler:
         return None
 
     def _seconds_until_room(self) -> float:
-        """Until all that wait, and one more, could have entered beside the reserve."""
+        """Predicts the seconds until all waiting requests and one more fit beside the reserve."""
         num_waiting = len(self._waiting)
         num_blocks = self._waiting.num_tokens // self._block_size + num_waiting + 1
         num_steps = steps_until(

@@ -1,4 +1,4 @@
-"""What is kept of a worker's blocks and rows for short requests, and who is preempted for them.
+"""Keeps a share of a worker's blocks and rows for short requests; picks whom to preempt for them.
 
 A request is *long* here when it knows more than `threshold` tokens: what counts is what it holds
 now, not what its prompt was. `share` of the blocks and of the rows is the reserve:
@@ -79,7 +79,7 @@ class ShortReserve:
             (self._long if self.is_long(request) else self._short).add(request)
 
     def remove(self, key: RequestKey) -> None:
-        """It waits no more."""
+        """Forgets a request that waits no more."""
         for queue in (self._short, self._long):
             queue.remove(key)
 
@@ -96,7 +96,7 @@ class ShortReserve:
 
     @property
     def first_short(self) -> Request | None:
-        """That waits; None = nobody, or the reserve is off."""
+        """Returns the first waiting short request; None if there is none or it is off."""
         return self._short.first or self._asking
 
     @property
@@ -114,7 +114,7 @@ class ShortReserve:
         return Holdings(short=short, longs=longs)
 
     def num_kept_blocks(self, held: Holdings) -> int:
-        """What short requests do not use of the reserve."""
+        """Returns the blocks of the reserve that short requests do not use."""
         return max(0, self.num_blocks - held.num_short_blocks)
 
     def terms(
@@ -150,26 +150,26 @@ class ShortReserve:
     # ---- who gives way --------------------------------------------------------------------------
 
     def last_long(self, held: Holdings) -> Request | None:
-        """Who is preempted so that long decodes can grow; None if at most one runs."""
+        """Returns the long request to preempt so that others can grow; None if at most one runs."""
         return self._last(held.longs) if len(held.longs) > 1 else None
 
     def first_running_long(self, held: Holdings) -> Request | None:
-        """Who is preempted for nobody."""
+        """Returns the running long request that is never preempted: the first in order."""
         return min(held.longs, key=self._sort_key, default=None)
 
     def may_give_way(self, held: Holdings) -> bool:
-        """Whether anybody could, to a short request: cheaper to ask than who."""
+        """Whether some request could be preempted for a short one; cheaper than finding which."""
         return held.num_short < self.num_rows and len(held.longs) > 1
 
     def victim_for_short(self, held: Holdings, num_new_blocks: int) -> Request | None:
-        """Who gives way to a short request that needs so many blocks, None = it has to wait."""
+        """Returns whom to preempt for a short request of `num_new_blocks`; None = it waits."""
         if num_new_blocks > self.num_kept_blocks(held):
             return None
         first = self.first_running_long(held)
         return self._last([r for r in held.longs if r is not first and self._has_progressed(r)])
 
     def victim_for_long(self, request: Request, held: Holdings) -> Request | None:
-        """Who gives way to a long request before it in order."""
+        """Returns the request to preempt for a long one that precedes it in order."""
         sort_key = self._sort_key(request)
         return self._last(
             [r for r in held.longs if self._sort_key(r) > sort_key and self._has_progressed(r)]
@@ -179,5 +179,5 @@ class ShortReserve:
         return request.num_known_tokens - request.num_known_at_preemption >= self.threshold
 
     def _last(self, requests: list[Request]) -> Request | None:
-        """In order; of equals, the one admitted last."""
+        """Returns the last request in order; among equals the one admitted last."""
         return max(reversed(requests), key=self._sort_key, default=None)

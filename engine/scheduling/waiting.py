@@ -1,4 +1,4 @@
-"""Who waits for its prompt to be computed, and who may compute in the next step, in which order.
+"""Queues requests that wait for prefill, and orders those that may compute in the next step.
 
 `PromptQueue` is what a scheduler needs of a queue. `WaitingQueue` is the plain one: who runs goes
 on, then waiting requests in order. By arrival that is first come, first served with chunked
@@ -27,7 +27,7 @@ class PromptQueue(Protocol):
     def __contains__(self, key: RequestKey) -> bool: ...
 
     def __iter__(self) -> Iterator[Request]:
-        """In order; the queue may change while it is walked: who has left is passed over."""
+        """Iterates in order; the queue may change meanwhile, and requests that left are skipped."""
         ...
 
     @property
@@ -44,7 +44,7 @@ class PromptQueue(Protocol):
         ...
 
     def candidates(self, running: Sequence[Request], budget: StepBudget) -> Iterator[Candidate]:
-        """Who may compute prompt tokens in this step, best first; to be walked to its end.
+        """Yields requests that may compute prompt tokens in this step, best first, until the end.
 
         `running` are the requests with a row that are still computing their prompt, oldest
         admission first. Between two turns the scheduler does one of these:
@@ -93,7 +93,7 @@ class WaitingQueue:
 
     @property
     def first(self) -> Request | None:
-        """In order; None = nobody waits."""
+        """Returns the first request in order; None = none waits."""
         return self._requests[self._order[0]] if self._order else None
 
     def add(self, request: Request) -> None:

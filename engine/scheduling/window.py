@@ -86,7 +86,7 @@ class NoWindow:
     """Starts as soon as the device is idle."""
 
     def arrived(self, now_s: float) -> None:
-        """Nothing to learn."""
+        """Does nothing: this window learns nothing from arrivals."""
 
     def decide(self, gathered: Gathered, now_s: float) -> Dispatch | Wait:
         return _decide_without_window(gathered, now_s) or Dispatch("no window")
@@ -100,7 +100,7 @@ class FixedWindow:
         self._max_requests = max_requests
 
     def arrived(self, now_s: float) -> None:
-        """Nothing to learn."""
+        """Does nothing: this window learns nothing from arrivals."""
 
     def decide(self, gathered: Gathered, now_s: float) -> Dispatch | Wait:
         decided = _decide_without_window(gathered, now_s)
@@ -115,7 +115,7 @@ class FixedWindow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Opening:
-    """One epoch: from the first wait on an idle device to the next start."""
+    """An epoch of the window: from the first wait on an idle device to the next start."""
 
     until_s: float
     depth: float
@@ -185,7 +185,7 @@ def _is_idle(gathered: Gathered) -> bool:
 
 
 def _decide_without_window(gathered: Gathered, now_s: float) -> Dispatch | Wait | None:
-    """What every window decides alike; None if the device is idle and prompts wait.
+    """Decides what all windows decide alike; None if the device is idle and prompts wait.
 
     Of a step that takes longer than predicted nothing is known but that its end will be told.
     """

@@ -54,7 +54,7 @@ def is_reserved_kwarg(name: str) -> bool:
 
 
 class TemplateTokenizer(Protocol):
-    """What is used of a transformers tokenizer."""
+    """The part of a transformers tokenizer that is used here."""
 
     chat_template: object
 
@@ -108,9 +108,9 @@ class _TokenizerConfig(msgspec.Struct):
 
 
 def read_template_text(folder: Path) -> str | None:
-    """All chat templates of a model folder as one text; None when it has none.
+    """Returns all chat templates of a model folder as one text; None when it has none.
 
-    For whoever must know what the templates speak of without loading transformers. The files are
+    For code that must know what templates mention without loading transformers. The files are
     those that transformers prefers, in its order. Raises ConfigError.
     """
     texts = [text for _, text in _read_templates(folder)]
@@ -146,7 +146,7 @@ def check_templates(folder: Path) -> None:
 
 
 def _read_templates(folder: Path) -> list[tuple[Path, str]]:
-    """Each template with the file it stands in. Raises ConfigError."""
+    """Returns each template with its file. Raises ConfigError."""
     files = [folder / TEMPLATE_FILE, *sorted((folder / MORE_TEMPLATES).glob("*.jinja"))]
     templates = [(path, _read(path)) for path in files if path.exists()]
     path = folder / CONFIG_FILE

@@ -23,7 +23,7 @@ _SUPPORTED = "ByteLevel; Replace/ByteFallback/Fuse/Strip; Metaspace"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderRules:
-    """How token strings become bytes."""
+    """The rules by which token strings become bytes."""
 
     byte_level: bool = False  # each character stands for one byte (GPT-2's alphabet)
     space: str | None = None  # this string stands for a space
@@ -179,7 +179,7 @@ class Detokenizer:
         return self._strip(text) if self._num_strippable and text else text
 
     def flush(self) -> str:
-        """What an incomplete last character leaves behind; ends the text."""
+        """Ends the text; returns what is left of an incomplete last character."""
         return self._utf8.decode(b"", True)
 
     def _strip(self, text: str) -> str:

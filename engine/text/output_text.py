@@ -25,7 +25,7 @@ class OutputToken:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextDelta:
-    """What one token added to a choice."""
+    """What one token adds to a choice."""
 
     text: str  # may be empty: half a character, or text that may become a stop string
     tokens: Sequence[OutputToken] = ()
@@ -35,7 +35,7 @@ class TextDelta:
 
 
 class OutputText:
-    """One choice; `push` for every token in order until a delta has `finish` set.
+    """The text of one choice: `push` every token in order until a delta has `finish` set.
 
     A stop string ends the choice here, so after such a delta the caller must abort the request on
     its worker: `is_stopped_early` says so.

@@ -94,7 +94,7 @@ class Tokenizing:
         return self._within_model(encoding.ids)
 
     def _within_model(self, ids: list[int]) -> list[int] | RequestError:
-        """What a post-processor adds counts too, whose ids need not be in the vocabulary."""
+        """Returns `ids`, or an error if one, also of a post-processor, has no embedding."""
         if self._num_embeddings is None or max(ids, default=0) < self._num_embeddings:
             return ids
         token_id = next(i for i in ids if i >= self._num_embeddings)

@@ -29,7 +29,7 @@ _COLUMNS = 1024
 def why_not(
     shape: AttentionShape, block_size: int, dtype: torch.dtype, device: torch.device
 ) -> str | None:
-    """What keeps `FlashAttention` from this model on this machine; None where nothing does."""
+    """Returns why `FlashAttention` cannot run this model on this machine; None if it can."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
         return "FlashAttention-3 needs a GPU of compute capability 9 (Hopper)"
     if dtype not in _DTYPES:
@@ -91,7 +91,7 @@ def expand_blocks_torch(rows: RowTensors, table: Tensor) -> None:
 
 @dataclass(slots=True, kw_only=True)
 class FlashAttentionMetadata:
-    """What all layers of a step share."""
+    """Metadata that all layers of a step share."""
 
     rows: RowTensors
     max_new_tokens: int

@@ -37,7 +37,7 @@ _INT32_MAX = 2**31 - 1
 def why_not(
     shape: AttentionShape, block_size: int, dtype: torch.dtype, device: torch.device
 ) -> str | None:
-    """What keeps `FlashInferAttention` from this model and machine; None where nothing does."""
+    """Returns why `FlashInferAttention` cannot run this model here; None if it can."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] < 8:
         return "FlashInfer needs a GPU of compute capability 8 or later"
     if dtype != torch.bfloat16:

@@ -31,7 +31,7 @@ class _Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhasedMetadata:
-    """One part for each phase a step has, in token order; in a graph one for all."""
+    """Metadata of each phase of a step, in token order; a graph has one for all."""
 
     parts: tuple[_Part, ...]
     graph: GraphAttention | None = None  # whose verbs prepare a replay

@@ -16,7 +16,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionShape:
-    """What stays the same for all steps of one model."""
+    """The shape of attention, which is the same for all steps of a model."""
 
     num_heads: int
     num_kv_heads: int
@@ -141,13 +141,13 @@ def build_step(
 
 
 class AttentionBackend(Protocol):
-    """One way to compute attention over the paged store.
+    """A backend that computes attention over the paged store.
 
     `Metadata` differs by backend, hence `Any`: only the backend that made it reads it.
     """
 
     def plan(self, step: AttentionStep) -> Any:  # noqa: ANN401
-        """All that is constant over the layers of a step: indices and masks, on the device.
+        """Builds what is constant over the layers of a step: indices and masks, on the device.
 
         Copies what it needs from `step`'s host arrays before it returns; never waits for the GPU.
         """
@@ -207,7 +207,7 @@ class GraphAttention(AttentionBackend, Protocol):
         ...
 
     def refresh(self, metadata: Any, step: AttentionStep) -> None:  # noqa: ANN401
-        """What has to be planned on the host for the next replay.
+        """Plans on the host for the next replay.
 
         `step`'s host arrays are not padded; its device rows are the graph's.
         """

@@ -43,7 +43,7 @@ class _SingleGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Chunk:
-    """One row with tokens [start, end) of the step."""
+    """A row, with tokens [start, end) of the step."""
 
     start: int
     end: int

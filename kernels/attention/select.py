@@ -36,7 +36,7 @@ class AttentionNames:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Target:
-    """What a backend is asked to serve."""
+    """The model, device and sizes that a backend is chosen for."""
 
     shape: AttentionShape
     block_size: int
@@ -76,7 +76,7 @@ def build_attention(
 
 
 def automatic_name(phase: _Phase, shape: AttentionShape, device: torch.device) -> AttentionName:
-    """What "auto" means: the fastest measured for the phase, by device and shape alone."""
+    """Returns the backend of "auto": the fastest measured one, by phase, device and shape."""
     if device.type != "cuda" or shape.head_dim not in _TRITON_HEAD_DIMS:
         return "reference"
     return "flash_attn" if phase == "prefill" else "triton"
@@ -90,7 +90,7 @@ def why_not(
     dtype: torch.dtype,
     device: torch.device,
 ) -> str | None:
-    """What keeps backend `name` from this model on this machine; None where nothing does."""
+    """Returns why backend `name` cannot run this model on this machine; None if it can."""
     return _why_not(name, _Target(shape=shape, block_size=block_size, dtype=dtype, device=device))
 
 
@@ -169,7 +169,7 @@ def _build_reference(target: _Target) -> AttentionBackend:
 
 
 def _build_graph(name: str, phase: _Phase, target: _Target) -> GraphAttention | None:
-    """None for the reference, which no graph can capture."""
+    """Builds the backend of a graph; None for the reference, which cannot be captured."""
     try:
         match name:
             case "triton":

@@ -38,7 +38,7 @@ _COMBINED_ELEMENTS = 2048
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeConfig:
-    """What may be tuned; the defaults are for an H200."""
+    """Tuning parameters; the defaults are for an H200."""
 
     # Keys of one K or V tile, a power of two of 16 or more.
     tile_keys: int = 64
@@ -70,7 +70,7 @@ class DecodeWork:
 def layer_constants(
     q: Tensor, layer: int, store: Tensor, shape: AttentionShape
 ) -> dict[str, int | float]:
-    """What a kernel has compiled in: the model's numbers and how q and the store lie."""
+    """Returns a kernel's compile-time constants: the model's sizes, and strides of q and store."""
     assert q.stride(2) == 1, f"the numbers of a query lie {q.stride(2)} apart"
     assert store.stride()[4:] == (shape.head_dim, 1), f"strides of the store: {store.stride()}"
     return {
@@ -93,7 +93,7 @@ def layer_constants(
 def key_offsets(  # noqa: ANN201
     blocks, keys, BLOCK_SIZE: tl.constexpr, BLOCK_STRIDE: tl.constexpr, TOKEN_STRIDE: tl.constexpr
 ):
-    """Where keys lie in their half of the store, int64: it has more than 2^31 elements."""
+    """Returns offsets of keys in their half of the store, int64: it has over 2^31 elements."""
     return blocks.to(tl.int64) * BLOCK_STRIDE + (keys % BLOCK_SIZE) * TOKEN_STRIDE
 
 

@@ -33,7 +33,7 @@ _ROW_TILE = 128
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillConfig:
-    """What may be tuned; the defaults are for an H200."""
+    """Tuning parameters; the defaults are for an H200."""
 
     # Query rows of a program, tokens * heads per KV head, a power of two.
     tile_queries: int = 128

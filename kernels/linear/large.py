@@ -35,7 +35,7 @@ _NUM_PROGRAMS_INTERPRETED = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LargeConfig:
-    """How one product is cut; sizes in elements."""
+    """The tile sizes of one product, in elements."""
 
     block_m: int = 128  # tokens of a tile
     block_n: int = 256  # weight rows of a tile, of gate and up together
@@ -255,7 +255,7 @@ def _launch(
 
 @cache
 def num_multiprocessors(device: torch.device) -> int:
-    """Of a GPU; a small number for the interpreter on a CPU."""
+    """Returns the number of a GPU's SMs; a small number for the interpreter on a CPU."""
     if device.type != "cuda":
         return _NUM_PROGRAMS_INTERPRETED
     return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -27,7 +27,7 @@ from kernels.pdl import pdl_supported
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MediumConfig:
-    """How one product is cut; sizes in elements."""
+    """The tile sizes of one product, in elements."""
 
     block_m: int  # tokens of a tile: 64 or 128; 256 with 8 warps
     first: int  # weight rows of a tile's first part, of gate and up together; a power of two

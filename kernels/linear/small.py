@@ -31,7 +31,7 @@ _CACHE_LINE_ELEMENTS = tl.constexpr(64)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SmallConfig:
-    """How one product is cut; sizes in elements."""
+    """The tile sizes of one product, in elements."""
 
     block_n: int  # weight rows of a program
     block_k: int  # columns of a pipeline stage
@@ -391,7 +391,7 @@ def _launch(
 
 
 def check_operands(x: Tensor, weight: Tensor) -> None:
-    """That kernels of 16-byte loads can read them: x [T, K], weight [N, K]."""
+    """Asserts that kernels with 16-byte loads can read x [T, K] and weight [N, K]."""
     assert weight.shape[1] == x.shape[1], f"{x.shape} against {weight.shape}"
     assert x.dtype == weight.dtype, f"{x.dtype} against {weight.dtype}"
     assert weight.is_contiguous(), f"weight has strides {weight.stride()}"

@@ -62,7 +62,7 @@ def _weigh(
     line_ptr, listed_ptr, num_listed, best, temperature, middle,
     BY_MASS: tl.constexpr, VOCAB: tl.constexpr,
 ):  # fmt: skip
-    """Of the tokens of the listed segments: how many are not deeper than `middle`, or their mass.
+    """Counts the tokens of the listed segments that are not deeper than `middle`, or their mass.
 
     Also the bits of the deepest of them and of the shallowest of the others.
     """
@@ -205,7 +205,7 @@ def _row_mass(line_ptr, best, temperature, VOCAB: tl.constexpr):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowLimits:
-    """What P rows keep: the tokens at most `max_bits` deep below the row's best."""
+    """The limits of P rows: a row keeps tokens at most `max_bits` below its best."""
 
     # [P, chunks * SEGMENTS_PER_CHUNK] fp32  the largest logit of each segment
     maxima: Tensor

@@ -81,12 +81,12 @@ def unit_interval(bits: Tensor) -> Tensor:
 
 
 def _half1_(x: Tensor) -> Tensor:
-    """In place; x holds words, and so does the result."""
+    """Mixes the words of x in place and returns x."""
     return x.bitwise_xor_(x >> 15).mul_(_MULTIPLIER_1).bitwise_and_(_WORD)
 
 
 def _half2_(x: Tensor) -> Tensor:
-    """In place; x holds words, and so does the result."""
+    """Mixes the words of x in place and returns x."""
     x.bitwise_xor_(x >> 12).mul_(_MULTIPLIER_2).bitwise_and_(_WORD)
     return x.bitwise_xor_(x >> 15)
 

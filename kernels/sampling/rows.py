@@ -22,7 +22,7 @@ class GreedyChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draws:
-    """How P rows of logits are drawn; every tensor [P], starting at a multiple of 16 bytes."""
+    """The sampling parameters of P rows; every tensor is [P] and 16-byte aligned."""
 
     # int64  which rows of the logits
     lines: Tensor

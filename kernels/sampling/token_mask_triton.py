@@ -26,7 +26,7 @@ def _ban_kernel(
 
 
 def ban_tokens(logits: Tensor, lines: Tensor, words: Tensor) -> None:
-    """As `token_mask.ban_tokens`, all on one GPU. Can be captured in a CUDA graph."""
+    """Does what `token_mask.ban_tokens` does, on one GPU. Can be captured in a CUDA graph."""
     vocab_size = logits.shape[1]
     assert logits.stride(1) == 1, f"lines of stride {logits.stride(1)}"
     assert lines.is_contiguous(), "lines with gaps"

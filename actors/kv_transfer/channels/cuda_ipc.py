@@ -35,7 +35,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # the same for all processes
 
 
 class StoreOffer(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a KV store lies, for another process of the same host; a few hundred bytes."""
+    """Tells another process of the same host how to map a KV store; a few hundred bytes."""
 
     host: str
     num_blocks: int
@@ -145,7 +145,7 @@ class PulledBlocks(ArrivedBlocks):
         return await self._pieces.pull(self._source, self._source_ids, block_ids, digests)
 
     def discard(self) -> None:
-        """Nothing was copied."""
+        """Does nothing: no memory was copied."""
 
 
 class CudaIpcReceiver:
@@ -239,7 +239,7 @@ def _probe(source: Tensor, floor_gb_s: float) -> None:
 
 
 def _read_s(scratch: Tensor, source: Tensor) -> float:
-    """On a stream beside the engine's, or a proof would be timed with the steps before it."""
+    """Times one copy on a stream of its own: on the engine's it would include earlier steps."""
     ids = range(scratch.shape[0])
     if not scratch.is_cuda:
         started_s = time.perf_counter()

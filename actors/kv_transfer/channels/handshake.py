@@ -30,7 +30,7 @@ class Wire(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Handshake:
-    """What one end brings to the opening."""
+    """What one end sends when a channel opens."""
 
     epoch: int
     rank: int

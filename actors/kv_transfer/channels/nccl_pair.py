@@ -42,7 +42,7 @@ class PairGroup(Protocol):
     """
 
     def send(self, data: Tensor, loaded: torch.cuda.Event | None = None) -> IsOver:
-        """As soon as `loaded` has happened on the device; None = it is there."""
+        """Sends `data` once the event `loaded` has happened on the device; None = at once."""
         ...
 
     def receive(self, data: Tensor) -> IsOver: ...
@@ -182,7 +182,7 @@ class NcclConnection:
         return self._group
 
     def _cut(self) -> None:
-        """From any thread. NCCL may call the store as long as the group lives."""
+        """Aborts the group; from any thread. NCCL may call the store until the group is gone."""
         with self._cutting:
             group, self._group = self._group, None
             store, self._store = self._store, None

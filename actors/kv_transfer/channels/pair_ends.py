@@ -39,14 +39,14 @@ class PairConnection(Protocol[Staged]):
         ...
 
     async def room(self, num_bytes: int, into: Sequence[int] | None) -> Staged:
-        """Where a piece can be received. Raises HandoffError when there is no room in time.
+        """Reserves memory to receive a piece. Raises HandoffError if none is free in time.
 
         into: the blocks it is for, see `ReceiveChannel.receive`.
         """
         ...
 
     def release(self, staged: Staged) -> None:
-        """What `load` or `room` gave is not needed any more; idempotent."""
+        """Frees what `load` or `room` returned; idempotent."""
         ...
 
     def start_send(self, staged: Staged) -> "asyncio.Future[None]":
@@ -222,7 +222,7 @@ class PairReceiver(Generic[Staged]):
 
 
 def _reason(reply: "asyncio.Future[PieceReply]", failure: WorkerError) -> BaseException:
-    """Why a piece was not sent: a receiver's death says more than the broken connection."""
+    """Returns why a piece was not sent: the receiver's death rather than the broken connection."""
     if not reply.done():
         reply.cancel()
         return failure

@@ -73,7 +73,7 @@ class PostingThread:
 
     @property
     def is_aborted(self) -> bool:
-        """From any thread: what is over by now may be cut off and not complete."""
+        """Whether `abort` was called; what ended since may be incomplete. From any thread."""
         return self._is_aborted.is_set()
 
     def start(
@@ -107,7 +107,10 @@ class PostingThread:
         self._check(verb)
 
     def abort(self) -> None:
-        """From any thread, any number of times; returns when it is over, or after ABORT_S."""
+        """Aborts all calls; returns when they have ended, or after ABORT_S.
+
+        May be called from any thread, and more than once.
+        """
         self._begin_abort()
         if not self._abort_done.wait(ABORT_S):
             logger.error("the channel of epoch %d does not end in %g s", self._epoch, ABORT_S)

@@ -8,7 +8,7 @@ from actors.kv_transfer.contracts import RendezvousClient
 
 
 class RendezvousStore(dist.Store):
-    """What gloo and NCCL meet through.
+    """The key-value store through which gloo and NCCL form a group.
 
     Called by them, from C++, in the thread that opens the group. Must outlive the group: keep a
     reference to the Python object.

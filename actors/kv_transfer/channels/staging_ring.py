@@ -55,7 +55,10 @@ class StagingRing:
                 self._slots.put_nowait(slot)
 
     def _new_slots(self) -> list[Tensor]:
-        """In a thread: it may wait for a step. Raises HandoffError without memory for all."""
+        """Allocates the slots. Runs in a thread, because it may wait for a step.
+
+        Raises HandoffError if the GPU has no memory for them.
+        """
         try:
             slots = [self._new_slot() for _ in range(NUM_SLOTS)]
         except torch.OutOfMemoryError as error:

@@ -48,14 +48,14 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceChannels:
-    """What channels of a worker need whose KV store is on a GPU."""
+    """What channels need on a worker whose KV store is on a GPU."""
 
     pieces: KvPieces
     nccl: NcclPairs
 
 
 def device_channels(pieces: KvPieces, config: HandoffConfig) -> DeviceChannels | None:
-    """None when the store of `pieces` is not on a GPU."""
+    """Returns what channels of a GPU need; None when the store of `pieces` is not on a GPU."""
     if not pieces.is_on_gpu:
         return None
     settings = NcclSettings(
@@ -94,7 +94,7 @@ class WorkerChannels:
         self._budget = ByteBudget(max_in_flight_bytes)
 
     def offer(self, kind: ChannelKind) -> bytes:
-        """What a request to open `kind` tells the receiver. Raises UnfitError."""
+        """Returns what a request to open `kind` tells the receiver. Raises UnfitError."""
         return offer_store(self._require_device().pieces.tensor) if kind == "cuda_ipc" else b""
 
     async def open_send(self, request: PairRequest) -> SendChannel:

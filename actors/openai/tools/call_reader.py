@@ -26,7 +26,7 @@ _HEX = frozenset("0123456789abcdefABCDEF")
 
 
 class _Next(Enum):
-    """What may stand at this place, beside white space."""
+    """What may follow here, besides white space."""
 
     VALUE = auto()
     VALUE_OR_END = auto()  # after [
@@ -38,7 +38,7 @@ class _Next(Enum):
 
 
 class JsonScanner:
-    """One value; `push` each character until it returns False or `is_done`."""
+    """Scans one JSON value: `push` each character until it returns False or `is_done`."""
 
     def __init__(self) -> None:
         self._next = _Next.VALUE
@@ -50,7 +50,7 @@ class JsonScanner:
 
     @property
     def depth(self) -> int:
-        """How many objects and arrays are open."""
+        """The number of open objects and arrays."""
         return len(self._open)
 
     @property
@@ -170,7 +170,7 @@ class CallReader:
         self.progress = Progress.READING
 
     def read(self, text: str) -> int:
-        """How many characters were consumed; all of them unless `progress` says otherwise."""
+        """Returns how many characters were consumed: all, unless `progress` says otherwise."""
         for position, char in enumerate(text):
             if not self._push(char):
                 self._refuse()
@@ -360,7 +360,7 @@ class CallText:
         self._call = CallReader(self._sink, self.names, opening, name=name)
 
     def read_call(self) -> Progress:
-        """As far as the text goes."""
+        """Reads one call as far as the text goes."""
         assert self._call is not None, "no call has begun"
         self.rest = self.rest[self._call.read(self.rest) :]
         progress = self._call.progress

@@ -41,11 +41,11 @@ class ToolParser(Protocol):
     """Finds the calls in one choice's text; the events do not depend on how it was cut."""
 
     def push(self, text: str) -> list[Event]:
-        """What is certain now; may be empty while a marker or a name is incomplete."""
+        """Takes text; returns what is certain now: nothing while a marker is incomplete."""
         ...
 
     def finish(self, *, is_cut: bool = False) -> list[Event]:
-        """What was held back; ends the text.
+        """Ends the text; returns what was held back.
 
         is_cut: by its length, not by the model. Then half a marker, and what of a call does not
         say yet which it is, are dropped: they are no content, and were to become none.

@@ -16,7 +16,7 @@ Schemas = Mapping[str, object]  # name of a function -> schema of its arguments
 
 
 def hermes_calls(schemas: Schemas, *, only_first: bool) -> Layout:
-    """At least one call, and nothing else."""
+    """Builds the layout of an output that is one or more calls and nothing else."""
     return _calls(_hermes_tags(schemas), "\n", only_first=only_first)
 
 
@@ -26,7 +26,7 @@ def hermes_text_with_calls(schemas: Schemas) -> Layout:
 
 
 def llama3_json_calls(schemas: Schemas, *, only_first: bool) -> Layout:
-    """At least one call, and nothing else."""
+    """Builds the layout of an output that is one or more calls and nothing else."""
     tags = [_tag(_head(name, "parameters"), schemas[name], "}") for name in schemas]
     return _calls(tags, "; ", only_first=only_first)
 

@@ -39,7 +39,7 @@ class HermesParser:
         return self._text.finish(is_cut=is_cut, drops_rest=drops_rest)
 
     def _advance(self) -> bool:
-        """One stretch of text; False when more text has to come first."""
+        """Reads one stretch of text; returns False if it needs more text."""
         match self._mode:
             case _Mode.CONTENT:
                 return self._read_content()

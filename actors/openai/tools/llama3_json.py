@@ -40,7 +40,7 @@ class Llama3JsonParser:
         return self._text.finish(is_cut=is_call, drops_rest=drops_rest)
 
     def _advance(self) -> bool:
-        """One stretch of text; False when more text has to come first."""
+        """Reads one stretch of text; returns False if it needs more text."""
         match self._mode:
             case _Mode.START:
                 return self._read_start()

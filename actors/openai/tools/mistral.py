@@ -50,7 +50,7 @@ class MistralParser:
         return self._text.finish(unread=unread, is_cut=is_cut, drops_rest=is_cut)
 
     def _advance(self) -> bool:
-        """One stretch of text; False when more text has to come first."""
+        """Reads one stretch of text; returns False if it needs more text."""
         match self._mode:
             case _Mode.CONTENT:
                 return self._read_content()

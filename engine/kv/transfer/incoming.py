@@ -74,7 +74,7 @@ Ending = Literal["committed", "cancelled", "expired"]
 
 
 class DecodeScheduler(Protocol):
-    """Where a committed request goes on."""
+    """The scheduler that a committed request joins."""
 
     @property
     def num_running(self) -> int: ...
@@ -337,7 +337,7 @@ class IncomingHandoffs:
         return list(self._live)
 
     def owners(self) -> Iterator[tuple[str, list[int]]]:
-        """Every holder of block references here, for the conservation law."""
+        """Yields the holders of block references here, for the conservation law."""
         for transfer in (*self._live.values(), *self._orphans.values()):
             if transfer.request.block_ids:
                 yield f"incoming {transfer.transfer_id}", transfer.request.block_ids
@@ -372,7 +372,7 @@ class IncomingHandoffs:
         return terms.max_new_blocks is None or num_new <= terms.max_new_blocks
 
     def _reason_to_refuse(self, asked: ReserveRequest) -> str | None:
-        """Why `asked` can never be granted here, None if it may."""
+        """Returns why `asked` can never be granted here; None if it may."""
         mine, num_tokens = self._identity, len(asked.token_ids)
         if asked.sender.model != mine.model:
             return f"{mine.name} serves another model than {asked.sender.name}"

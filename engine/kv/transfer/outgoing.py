@@ -38,7 +38,7 @@ class HandoffStarted:
 
     @property
     def deadline_s(self) -> float | None:
-        """On this worker's clock."""
+        """The request's deadline on this worker's clock, in seconds."""
         deadline_s = self.spec.deadline_s
         return None if deadline_s is None else self.asked_s + deadline_s
 
@@ -94,7 +94,7 @@ class _Outgoing:
 
     @property
     def held_ids(self) -> list[int]:
-        """With repetitions: a reference each."""
+        """Ids of the held blocks; an id occurs once for each reference."""
         retracted = chain.from_iterable(self.retracted)
         return [*(self.block_ids or ()), *self.shared_ids, *retracted]
 
@@ -214,7 +214,7 @@ class OutgoingHandoffs:
             entry.is_reserved = True
 
     def let_go(self, key: RequestKey) -> None:
-        """Nothing reads the blocks of the oldest `HandoffRetracted` any more; once for each."""
+        """Frees the blocks of the oldest `HandoffRetracted`, which nothing reads now; once each."""
         entry = self._entries.get(key)
         if entry is not None and not entry.is_abandoned:  # else they have gone
             self._cache.release(entry.retracted.popleft())
@@ -242,7 +242,7 @@ class OutgoingHandoffs:
         return len(self._entries)
 
     def owners(self) -> Iterator[tuple[str, list[int]]]:
-        """Every holder of block references here, for the conservation law."""
+        """Yields the holders of block references here, for the conservation law."""
         for key, entry in self._entries.items():
             if held_ids := entry.held_ids:
                 yield f"outgoing {key}", held_ids
