@@ -32,7 +32,7 @@ class FinishRules:
     def reason(
         self, request: Request, token_id: int
     ) -> tuple[Literal["stop", "length"] | None, int | None]:
-        """Returns why the request ends with its newest token, `token_id`, and the id that stopped it.
+        """Returns why the request ends with its newest token, and the id that stopped it.
 
         (None, None) when it goes on. min_tokens needs no rule here: until it is reached the
         sampler does not draw eos or stop ids.

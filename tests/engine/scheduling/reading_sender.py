@@ -1,4 +1,4 @@
-"""P's sender in a scheduler's world: it may read at any time what it was told it may read."""
+"""A prefill worker's sender in the scheduler's world: it may read what it was told, at any time."""
 
 from collections import Counter, deque
 from collections.abc import Callable
@@ -23,7 +23,7 @@ class ReadingSender:
     def __init__(self) -> None:
         self._blocks: dict[Readable, list[int]] = {}
         self._num_retracted: Counter[RequestKey] = Counter()
-        self._liveness: deque[HandoffRetracted | HandoffDropped] = deque()
+        self._unanswered: deque[HandoffRetracted | HandoffDropped] = deque()
 
     def on_event(self, event: OutgoingEvent) -> None:
         newest = (event.key, self._num_retracted[event.key])
@@ -37,28 +37,29 @@ class ReadingSender:
                 self._blocks[newest] = event.block_ids
             case HandoffRetracted():
                 self._num_retracted[event.key] += 1
-                self._liveness.append(event)
+                self._unanswered.append(event)
             case HandoffDropped():
-                self._liveness.append(event)
+                self._unanswered.append(event)
 
     @property
     def num_unanswered(self) -> int:
-        return len(self._liveness)
+        return len(self._unanswered)
 
     @property
     def ending(self) -> set[RequestKey]:
         """Requests that still hold something because of an unanswered event."""
-        return {event.key for event in self._liveness}
+        return {event.key for event in self._unanswered}
 
     def answer(self, outgoing: OutgoingHandoffs) -> None:
         """Nothing is read of what was retracted or dropped."""
-        while self._liveness:
-            event = self._liveness.popleft()
+        while self._unanswered:
+            event = self._unanswered.popleft()
             if isinstance(event, HandoffDropped):
                 self.forget(event.key)
                 outgoing.release(event.key)
             else:
-                del self._blocks[min(r for r in self._blocks if r[0] == event.key)]
+                if readable := [r for r in self._blocks if r[0] == event.key]:
+                    del self._blocks[min(readable)]  # else the handoff is over
                 outgoing.let_go(event.key)
 
     def forget(self, key: RequestKey) -> None:

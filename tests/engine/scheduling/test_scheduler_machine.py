@@ -172,6 +172,32 @@ class ReservingShortFirstMachine(SchedulerMachine):
     config = RESERVING
 
 
+def test_a_handoff_may_be_over_before_its_retraction_is_answered() -> None:
+    """One step preempts the prompt, finds all of it cached, and completes it."""
+    machine = ReservingShortFirstMachine()
+    prompts = [([1], 0), ([1], 0), ([1], 0), ([1] * 6, 0), ([1] * 38, 0), ([1] * 36, -1)]
+    moving = [1] * 8 + [2] * 4 + [1] * 4
+
+    def add(prompt: list[int], priority: int, *, moves: bool) -> None:
+        params = SamplingParams(max_tokens=2 if moves else 1)
+        machine.do(
+            "add",
+            prompt=prompt,
+            params=params,
+            num_children=1,
+            priority=priority,
+            patience_s=None,
+            moves=moves,
+        )
+
+    for prompt, priority in prompts:
+        add(prompt, priority, moves=False)
+    machine.do("wait", seconds=0.1)
+    add(moving, 0, moves=True)
+    machine.do("wait", seconds=1.0)
+    machine.do("drain")
+
+
 SETTINGS = settings(
     deadline=None,
     database=None,
