@@ -93,10 +93,10 @@ def build_engine(
 ) -> Engine:
     """Load the model and put the parts together.
 
-    `notify` hears, on the engine thread, of prompts whose KV is to move. `block_key`: of the block
-    hashes; None = drawn here. `model`: that of an engine that is gone, whose model section was
-    equal; None = it is loaded. `sends_blocks`: `KvStore.digests` are kept for who sends the KV on.
-    Raises ConfigError when model folder and config cannot be served.
+    `notify` is called on the engine thread with the events of prompts whose KV moves. `block_key`:
+    of the block hashes; None = drawn here. `model`: that of an engine that is gone, whose model
+    section was equal; None = it is loaded. `sends_blocks`: `KvStore.digests` are kept for who sends
+    the KV on. Raises ConfigError when model folder and config cannot be served.
     """
     torch.set_num_threads(config.workers.torch_threads)
     spec = load_spec(Path(config.model.path))

@@ -133,7 +133,7 @@ class EngineCore:
         self._overlap = overlap
         self._defers_planning = defers_planning
         self._queued: tuple[float, QueuedWork] | None = None
-        self._busy_until_s = 0.0  # predicted end of the steps in flight, for who `defers_planning`
+        self._busy_until_s = 0.0  # predicted end of the steps in flight, for `defers_planning`
         self._in_flight: deque[tuple[StepPlan, PendingStep]] = deque()
         self._times = StepTimes(clock)
 
@@ -189,7 +189,7 @@ class EngineCore:
             start_s = max(self._clock.now_s(), self._busy_until_s)
             self._in_flight.append((plan, self._executor.launch(plan)))
             self._predict_end(start_s)
-            self.scheduler.index_joined()  # the device has something to do by now
+            self.scheduler.index_joined()  # while the device computes
             self._times.end(Phase.LAUNCH)
         stays_in_flight = self._overlap and plan is not None
         if len(self._in_flight) > int(stays_in_flight):

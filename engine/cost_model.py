@@ -67,7 +67,7 @@ class StepWork(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         )
 
     def with_work(self, other: "StepWork") -> "StepWork":
-        """The rows of both in one step."""
+        """Returns the work of one step with the rows of both."""
         return StepWork(
             num_prompt_tokens=self.num_prompt_tokens + other.num_prompt_tokens,
             num_attended=self.num_attended + other.num_attended,
@@ -99,11 +99,11 @@ class StepCosts(msgspec.Struct, frozen=True, kw_only=True):
         return self.num_samples > 0
 
     def seconds(self, new_tokens: int, cached_tokens: int) -> float:
-        """A step that computes one prompt, or the rest of one, and nothing else."""
+        """Seconds of a step that computes one prompt, or the rest of one, and nothing else."""
         return self.step_seconds(NO_WORK.with_prompt(new_tokens, cached_tokens))
 
     def step_seconds(self, work: StepWork) -> float:
-        """A step that does all of `work`."""
+        """Seconds of a step that does all of `work`."""
         seconds = (
             self.floor_s
             + self.attended_s * work.num_attended
@@ -121,9 +121,9 @@ class StepCosts(msgspec.Struct, frozen=True, kw_only=True):
     def max_chunk_tokens(
         self, *, num_cached: int, beside: StepWork, max_step_s: float, max_tokens: int
     ) -> int:
-        """The longest chunk behind `num_cached` tokens with which a step keeps `max_step_s`.
+        """The longest chunk after `num_cached` tokens that keeps a step within `max_step_s`.
 
-        `beside` is what the step does anyway. At most `max_tokens`; 0 if no token fits.
+        `beside` is the step's other work. At most `max_tokens`; 0 if no token fits.
         """
 
         def step_seconds(num_new: int) -> float:

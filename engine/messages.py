@@ -32,13 +32,13 @@ def decode(data: bytes, kind: type[T]) -> T:
 
 
 def decode_placement(data: bytes) -> "Placement":
-    """The same for the allocator's answer, told apart by its tag."""
+    """Decode the allocator's answer; its tag tells the kinds apart."""
     answer: Placement = msgspec.msgpack.decode(data, type=Placement)
     return answer
 
 
 def decode_reserve_reply(data: bytes) -> "ReserveReply":
-    """The same for a decode worker's answer to a ReserveRequest."""
+    """Decode a decode worker's answer to a ReserveRequest."""
     answer: ReserveReply = msgspec.msgpack.decode(data, type=ReserveReply)
     return answer
 
@@ -55,15 +55,15 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, object] = {}
-    token_ids: list[int] | None = None  # only its blocks are to be named
-    hash_params: BlockHashParams | None = None  # None = nobody asks for names of blocks
+    token_ids: list[int] | None = None  # only the hashes of its blocks are wanted
+    hash_params: BlockHashParams | None = None  # None = no hashes of blocks are wanted
     salt: str = ""  # of their names
 
 
 class TokenizeReply(msgspec.Struct, frozen=True, kw_only=True):
     """`error` is a message for the client (a template or encoding problem), else the ids.
 
-    There are none for a prompt that came as ids: whoever asked has them.
+    There are no ids for a prompt that came as ids.
     """
 
     token_ids: list[int] = []
@@ -82,7 +82,7 @@ class ConstraintVerdict(msgspec.Struct, frozen=True, kw_only=True):
 
 class RouteRequest(msgspec.Struct, frozen=True, kw_only=True):
     num_prompt_tokens: int
-    # Refuse beyond so many queued tokens; None for a retry: what was admitted is not turned away.
+    # Refuse beyond so many queued tokens; None for a retry, which is never refused.
     max_queued_tokens: int | None = None
     avoid: list[str] = []  # workers that just failed this request
     # The chain of the prompt's full blocks (engine/kv/hashes.py); empty = hits are not known.
@@ -97,10 +97,10 @@ class Assign(msgspec.Struct, frozen=True, kw_only=True, tag="assign"):
     prefill_worker: str
     decode_worker: str | None  # None = the prefill worker is unified and keeps the request
     length_class: LengthClass = "short"
-    num_new_tokens: int = 0  # to be computed there; the others are in its prefix cache
-    work_s: float = 0.0  # to compute them alone
-    shared_s: float = 0.0  # of it, what a step costs however many prompts are in it
-    ttft_s: float = 0.0  # until the first token, with what is queued before it
+    num_new_tokens: int = 0  # tokens to compute there; the others are in its prefix cache
+    work_s: float = 0.0  # predicted seconds to compute them in a step of their own
+    shared_s: float = 0.0  # of it, a step's fixed cost
+    ttft_s: float = 0.0  # predicted, with what is queued before it
     reason: str = ""
 
 
@@ -118,7 +118,7 @@ Placement = Assign | Hold | Reject
 
 
 class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker that prefills, as placement sees it."""
+    """A prefill worker, as placement sees it."""
 
     worker: str
     pool: LengthClass | None  # None = it takes prompts of both classes
@@ -126,12 +126,12 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
     num_waiting: int
     queued_tokens: int
     queued_s: float  # predicted seconds of these
-    num_cached_blocks: int  # that placement knows of
+    num_cached_blocks: int  # in its prefix cache, as far as reported
 
 
 class PoolMove(msgspec.Struct, frozen=True, kw_only=True):
     worker: str
-    pool: LengthClass  # the one it belongs to since
+    pool: LengthClass  # its pool since then
     ago_s: float
     reason: str
 
@@ -203,7 +203,7 @@ class TokenRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
     logprobs: TokenLogprobs | None = None
     prompt: PromptScores | None = None  # with the first token of a request that asked
     num_cached_tokens: int | None = None  # with the first token of an attempt
-    waited_s: float | None = None  # likewise: from its arrival here to its prompt's first step
+    waited_s: float | None = None  # likewise: from its arrival at the worker to its first step
     finish: Literal["stop", "length"] | None = None
     stop_token_id: int | None = None  # which id ended it, when finish is "stop"
 
@@ -218,7 +218,7 @@ class FailureRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ShortLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """The short prompts among those that wait, at a worker that serves them first."""
+    """The waiting short prompts of a worker that computes them first."""
 
     num_waiting: int
     queued_tokens: int
@@ -234,10 +234,12 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
     num_free_blocks: int  # free or evictable
     num_blocks: int
     queued_s: float | None = None  # predicted seconds of queued_tokens; None = not predicted there
-    short: ShortLoad | None = None  # None = one queue: a short prompt waits for all before it
-    room_s: float = 0.0  # predicted, until one more long request would have a row and KV blocks
+    short: ShortLoad | None = (
+        None  # None = one queue, in which a short prompt waits for all before it
+    )
+    room_s: float = 0.0  # predicted seconds until one more long request has a row and KV blocks
     num_preemptions: int = 0  # since the worker started
-    num_preemptions_for_others: int = 0  # of these: for a request that waited for a row or blocks
+    num_preemptions_for_others: int = 0  # of these, for a waiting request; the others let rows grow
 
 
 class HandoffTotals(msgspec.Struct, frozen=True, kw_only=True):
@@ -245,7 +247,7 @@ class HandoffTotals(msgspec.Struct, frozen=True, kw_only=True):
 
     num_done: int  # prompts that a decode worker has taken over
     num_bytes: int
-    num_failures: int  # handoffs tried again, or given up
+    num_failures: int  # handoffs retried or given up
 
 
 class StepMessage(msgspec.Struct, frozen=True, kw_only=True):
@@ -274,7 +276,7 @@ class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
     layout: KvLayout
     max_model_len: int
     pid: int
-    # Of its block hashes, for who asks what it has cached; kept within the application.
+    # The key of its block hashes, for processes that compute hits; stays in the application.
     block_key: bytes = b""
 
 
@@ -299,7 +301,7 @@ class Topology(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReserveRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Ask the decode worker for room for a prompt whose first chunk is starting."""
+    """Ask a decode worker to reserve blocks for a prompt whose first chunk starts."""
 
     key: RequestKey
     sender: WorkerIdentity
@@ -312,7 +314,7 @@ class ReserveRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Reservation(msgspec.Struct, frozen=True, kw_only=True, tag="reservation"):
-    """Room granted: blocks for all known tokens; the first `num_hit_blocks` need no transfer."""
+    """Granted: blocks for all known tokens; the first `num_hit_blocks` need no transfer."""
 
     transfer_id: str
     num_blocks: int
@@ -350,7 +352,7 @@ class PairReply(msgspec.Struct, frozen=True, kw_only=True):
 
     receiver: WorkerIdentity | None = None
     reason: str = ""
-    is_unfit: bool = False  # this kind will not do here: asking again is of no use
+    is_unfit: bool = False  # this kind cannot work here; do not ask again
 
 
 class PieceHeader(msgspec.Struct, frozen=True, kw_only=True):
@@ -377,7 +379,7 @@ class PieceReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CancelTransfer(msgspec.Struct, frozen=True, kw_only=True):
-    """The sender gives a request up: cancels its reservation, or the wait for one."""
+    """The sender gives up a request: cancel its reservation, or its wait for one."""
 
     key: RequestKey
     reason: str = ""

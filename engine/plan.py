@@ -25,9 +25,9 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     Row r of the plan computes tokens [num_computed_tokens[r], num_computed_tokens[r] +
     num_new_tokens[r]) of its request and returns logits for the last num_logits[r] of them. A plan
-    may be launched while the one before it computes: a row that samples there computes the token
-    it samples here, and only the device knows its id. A row with a constraint is not in both: what
-    it may sample depends on that id.
+    may be launched while the one before it computes: a row that samples there computes the token it
+    samples here, and only the device knows its id. A row with a constraint is never in both,
+    because what it may sample depends on that id.
     """
 
     step: int
@@ -42,7 +42,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     # (max_tokens 0). Schedulers plan at most one.
     num_samples: list[int]
     new_block_ids: list[list[int]]  # [R] blocks appended to the row's table before it runs
-    # The newest token of each row whose constraint has to hear of it before the row samples again.
+    # The newest token of rows whose constraint must accept it before the row samples again.
     accepted_tokens: list[tuple[int, int]] = []  # (row, token id)
 
     @property
@@ -69,8 +69,8 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     tokens: list[list[int]]  # [R] sampled ids: at most num_samples[r] of them, none for `labels`
     logprobs: list[list[TokenLogprobs] | None]  # [R] one a token; None = the row did not ask
-    duration_s: float | None = None  # of the device, for this step alone; None = not measured
+    duration_s: float | None = None  # device time of this step alone; None = not measured
     is_finite: list[bool]  # [R] False = logits held NaN or +-inf everywhere: nothing was sampled
     # Index in the plan -> what is asked of prompts, for the few rows that ask.
-    labels: dict[int, list[float]] = {}  # of those that end with their prompt, when it is computed
-    prompt_logprobs: dict[int, PromptLogprobs] = {}  # of the tokens behind those of the chunk
+    labels: dict[int, list[float]] = {}  # of rows that end with their prompt
+    prompt_logprobs: dict[int, PromptLogprobs] = {}  # of the tokens after each of the chunk's

@@ -74,13 +74,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     logprobs: int | None = None  # None = off, k = the chosen token and the k best
     constraint: Constraint | None = None  # every token keeps to it; eos ends it, and nothing else
     thinking: Thinking | None = None  # the constraint binds behind it; None = from the first token
-    # None = off, k = of every prompt token but the first, and of the k best in its place
+    # None = off; k = for every prompt token but the first: its own and the k best
     prompt_logprobs: int | None = None
-    label_token_ids: tuple[int, ...] = ()  # with max_tokens 0: how likely is each after the prompt
+    label_token_ids: tuple[int, ...] = ()  # with max_tokens 0: score each as the next token
 
     @property
     def is_prompt_only(self) -> bool:
-        """Whether no token is to be chosen: what is asked for is known with the prompt."""
+        """Whether the request samples no token and ends with its prompt."""
         return self.max_tokens == 0
 
     @property
@@ -132,7 +132,7 @@ class FinishReason(Enum):
 class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
     """Log-probabilities of prompt tokens [first, first + N), each after all tokens before it.
 
-    The model's own. The k best are those of the whole vocabulary, whichever token stands there.
+    Before any processing. The k best are of the whole vocabulary, whatever the prompt's token is.
     """
 
     first: int
@@ -164,8 +164,8 @@ class Request:
     spec: RequestSpec
     tokens: list[int]
     num_prompt_tokens: int
-    arrival_s: float  # at this worker, on its clock
-    age_s: float = 0.0  # then, since its arrival at the ingress
+    arrival_s: float  # when it came to this worker, on its clock
+    age_s: float = 0.0  # at that time, since its arrival at the ingress
     # Output tokens made before this worker saw the request (a migration); they are in `tokens`
     # and count for penalties, the sampling index and max_tokens, but are never emitted again.
     num_emitted_tokens: int = 0
@@ -176,7 +176,7 @@ class Request:
     # that came with its KV.
     num_cached_tokens: int | None = None
     num_preemptions: int = 0
-    num_known_at_preemption: int = 0  # at the last one
+    num_known_at_preemption: int = 0  # tokens that it knew at its last preemption
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)  # found, and not sent yet
     started_s: float | None = None  # when its prompt's first step was planned here
     block_ids: list[int] = field(default_factory=list)
@@ -210,7 +210,7 @@ class Request:
 
     @property
     def num_known_tokens(self) -> int:
-        """Tokens whose ids are here."""
+        """Tokens whose ids are known on the host."""
         return len(self.tokens)
 
     @property
@@ -231,13 +231,13 @@ class Request:
             self.block_hashes.clear()  # blocks found by name would not be computed again
 
     def keep_prompt_logprobs(self, piece: PromptLogprobs) -> None:
-        """The next piece of its prompt; after a preemption, the first one again."""
+        """Keeps a piece's log-probabilities; after a preemption the pieces start again."""
         self.prompt_logprobs = [p for p in self.prompt_logprobs if p.first < piece.first]
         self.prompt_logprobs.append(piece)
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """Known and in flight, without KV; a token in flight is the only one.
+        """Tokens without KV, known or in flight; a token in flight is the only one.
 
         Every step that computes the newest token samples the next one.
         """

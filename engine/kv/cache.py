@@ -1,12 +1,11 @@
-"""The KV cache's books: who holds which block, and which idle blocks can be found again.
+"""The KV cache: which blocks are held, and which idle blocks can be found by their hash.
 
 Composes the pool (free lists, reference counts) and the prefix index (hashes, eviction order);
 this is what scheduler and handoff use. Knows no tensors, no tokens and no requests: callers pass
 block ids and block hashes. Every block is in exactly one of three states:
 
-    free          content worthless
-    cached idle   indexed, referenced by nobody: found by its hash, or evicted when room is needed
-    held          referenced; indexed or not
+    free          content worthless cached idle   indexed, referenced by nobody: found by its hash,
+    or evicted when blocks are needed held          referenced; indexed or not
 
 `check_blocks` is the conservation law of these, checked when an engine is idle and in every test.
 """
@@ -26,7 +25,7 @@ class CacheStatistics:
     num_lookups: int  # calls of `acquire_prefix`
     num_lookup_blocks: int  # hashes asked for in them
     num_hit_blocks: int  # of those, found
-    num_evicted_blocks: int  # idle blocks whose content was given up for room
+    num_evicted_blocks: int  # idle blocks whose content was given up
     num_blocks: int
     num_free_blocks: int
     num_held_blocks: int
@@ -37,7 +36,7 @@ class CacheStatistics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockTerms:
-    """Under which a request may take blocks."""
+    """The terms on which a request may take blocks."""
 
     num_spare_blocks: int  # stay available beside it
     max_new_blocks: int | None = None  # it may take; None = any number
@@ -63,7 +62,7 @@ class BlockCache:
 
     @property
     def keeps_prefixes(self) -> bool:
-        """Whether blocks can be found by hash at all; if not, nobody needs hashes."""
+        """Whether blocks can be found by hash at all; if not, hashes are not needed."""
         return self._enable_prefix_caching
 
     @property

@@ -1,7 +1,7 @@
-"""What the blocks of a store digest to, as of the step that wrote them last.
+"""Digests of a store's blocks, as of the step that wrote each last.
 
-Steps tell (engine/runner/results.py), and who sends blocks away asks: so a block that was
-changed by mistake between the two is noticed where it arrives. Written by the thread that steps,
+Steps write them (engine/runner/results.py) and senders of blocks read them, so the receiver notices
+a block that was changed by mistake in between. Written by the thread that steps,
 read by others, about blocks that no step writes meanwhile. Knows no tensors and no owners.
 """
 
@@ -15,7 +15,7 @@ class BlockDigests:
         self._digests: list[int | None] = [None] * num_blocks
 
     def keep(self, block_ids: Sequence[int], digests: Sequence[int]) -> None:
-        """These blocks were written; of one that is named twice, the last entry counts."""
+        """Stores the digests of written blocks; of a block that occurs twice, the last one."""
         for block_id, digest in zip(block_ids, digests, strict=True):
             self._digests[block_id] = digest
 

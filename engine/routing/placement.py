@@ -21,8 +21,8 @@ from engine.messages import Assign, Hold, Placement, Reject, Role, RouteRequest
 
 # A report this much younger than a placement has counted it: submitting takes milliseconds.
 COUNTED_AFTER_S = 0.2
-# So long after its predicted first token a prompt is no load any more, whatever the last report
-# says: else a worker that is idle again would seem busy until the next one.
+# This long after its predicted first token a prompt counts as load no more, whatever the last
+# report says: else an idle worker would seem busy until the next report.
 DONE_AFTER_S = 0.05
 RETRY_AFTER_S = 1.0
 
@@ -60,12 +60,12 @@ class WorkerSnapshot:
     queued_tokens: int
     queued_s: float  # predicted seconds of these
     num_waiting: int
-    num_running: int  # with those that wait
+    num_running: int  # running and waiting requests
     num_free_blocks: int
     num_blocks: int
     short: ShortQueue | None = None  # None = one queue
     label: LengthClass | None = None  # its pool; None = both classes are at home here
-    hit_tokens: int = 0  # of the prompt that is being placed, in this worker's prefix cache
+    hit_tokens: int = 0  # of this prompt, in the worker's prefix cache
 
     @property
     def can_prefill(self) -> bool:
@@ -74,7 +74,7 @@ class WorkerSnapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Candidate:
-    """The prompt on one worker."""
+    """What the prompt would cost on one worker."""
 
     worker: WorkerSnapshot
     length_class: LengthClass  # there
@@ -144,7 +144,7 @@ def shared_s(cost: PrefillCost) -> float:
 
 
 def wait_s(worker: WorkerSnapshot, length_class: LengthClass, max_step_s: float) -> float:
-    """Predicted seconds of what a worker computes before a prompt that arrives now.
+    """Predicts the seconds that a worker computes before a prompt that arrives now.
 
     Where short prompts go first, one waits for the other short ones and at most one long chunk.
     """
@@ -178,7 +178,9 @@ def _predict(prompt: RouteRequest, worker: WorkerSnapshot, rules: PlacementRules
 
 
 def _choose(candidates: Sequence[_Candidate], margin_s: float) -> tuple[_Candidate, str]:
-    """The best at home, unless another is better by the margin or alone in time; and why."""
+    """Returns the best home worker, unless another wins by the margin or alone meets the deadline;
+    and the reason.
+    """
     best = min(candidates, key=lambda c: c.rank)
     at_home = [c for c in candidates if c.is_home]
     if not at_home:

@@ -1,4 +1,4 @@
-"""Which workers are for short and which for long prompts: labels, and when one of them changes.
+"""Pools of workers for short and for long prompts: their labels, and when a label changes.
 
 A label costs nothing to change: every worker holds the whole model, and what is queued stays where
 it is. Yet each change is a disturbance, so a worker changes pools only if
@@ -21,8 +21,8 @@ from engine.length_class import LengthClass
 from engine.routing.placement import WorkerSnapshot
 
 CLASSES: tuple[LengthClass, LengthClass] = ("short", "long")
-NUM_PERIODS = 2  # in a row, in which a pool must want a worker
-PRESSURE_SHARE = 0.9  # of the pool's workers are at most as loaded as its pressure says
+NUM_PERIODS = 2  # a pool must want a worker in this many periods in a row
+PRESSURE_SHARE = 0.9  # the share of a pool's workers whose load is at most its pressure
 MAX_MOVES = 32  # remembered
 CLOCK_SLACK_S = 1e-9  # a period of 5 s is over at 4.999999999
 
@@ -32,7 +32,7 @@ class Move:
     """A worker changed pools."""
 
     worker: str
-    pool: LengthClass  # the one it belongs to since
+    pool: LengthClass  # its pool since then
     at_s: float
     reason: str
 
@@ -44,7 +44,7 @@ class PoolState:
     labels: Mapping[str, LengthClass] = field(default_factory=dict)  # empty = no split
     checked_s: float | None = None  # when the last period began
     wanted: LengthClass | None = None  # the pool that wanted a worker then
-    num_periods: int = 0  # for how many in a row
+    num_periods: int = 0  # for how many periods in a row
     moved_s: float | None = None
     moves: tuple[Move, ...] = ()  # newest last
 
@@ -60,7 +60,7 @@ def other(pool: LengthClass) -> LengthClass:
 
 
 def follow(state: PoolState, workers: Iterable[str], laps: LapsConfig) -> PoolState:
-    """The state for this set of workers that prefill, alive or not.
+    """Returns the state for this set of prefill workers, alive or not.
 
     Those that stay keep their label, a new one joins the smaller pool, and a pool that lost too
     many gets some of the other: no pool is ever without a worker. Too few workers are not split.
@@ -82,7 +82,7 @@ def follow(state: PoolState, workers: Iterable[str], laps: LapsConfig) -> PoolSt
 
 
 def is_due(state: PoolState, now_s: float, laps: LapsConfig) -> bool:
-    """Whether there are pools, and a period is over."""
+    """Whether there are pools and a period has ended."""
     since_s = math.inf if state.checked_s is None else now_s - state.checked_s
     return bool(state.labels) and since_s >= laps.laps_rebalance_interval_s - CLOCK_SLACK_S
 
@@ -111,7 +111,7 @@ def rebalance(
     givers = _alive_in(state.labels, alive, other(demand.pool))
     if len(givers) <= laps.min_workers_per_pool:
         return state
-    # The one that is soonest free for its new class.
+    # The worker that is free soonest for its new class.
     worker = min(givers, key=lambda s: (s.queued_s, s.name)).name
     move = Move(worker=worker, pool=demand.pool, at_s=now_s, reason=demand.reason)
     return replace(
@@ -135,7 +135,7 @@ def pressure_s(workers: Sequence[WorkerSnapshot]) -> float:
 def num_pending(
     pool: LengthClass, snapshots: Iterable[WorkerSnapshot], labels: Mapping[str, LengthClass]
 ) -> int:
-    """Waiting prompts of a class: as told by workers, or all that wait where its pool is."""
+    """Waiting prompts of a class: as workers report them, or else all in its pool."""
     num_prompts = 0
     for worker in snapshots:
         if worker.short is None:

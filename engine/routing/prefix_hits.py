@@ -33,7 +33,7 @@ class PrefixHits:
         return known.sequence if known else None
 
     def apply(self, worker: str, changes: BlockChanges) -> bool:
-        """Take a report over; False if it does not follow, and then nothing is known any more."""
+        """Apply a report; False if it does not follow the last: then nothing counts as cached."""
         known = self._workers.get(worker)
         if not changes.is_resync:
             expected = None if known is None else (known.incarnation, known.sequence + 1)
@@ -63,7 +63,7 @@ class PrefixHits:
         return hits
 
     def num_blocks(self) -> dict[str, int]:
-        """Worker -> indexed blocks, for people."""
+        """Worker -> number of indexed blocks, for display."""
         return {name: len(worker.hashes) for name, worker in self._workers.items()}
 
 

@@ -1,8 +1,8 @@
 """How much prompt work still fits a step: its token budget and its time.
 
-Opened for each step, mutated by grants, then dropped. Tokens are a hard limit. Time is a wish: the
-first prompt of a step always gets a chunk, or decodes that fill `max_step_s` would stop all
-prompts. Knows neither blocks nor rows, nor who is next.
+A budget is opened for each step, mutated by grants, then dropped. Tokens are a hard limit. Time is
+a wish: the first prompt of a step always gets a chunk, or decodes that fill `max_step_s` would stop
+all prompts. Knows neither blocks nor rows, nor who is next.
 """
 
 from bisect import bisect_right
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from engine.cost_model import NO_WORK, PRIOR, StepCosts, StepWork
 from engine.request import Request, RequestKey
 
-Candidate = tuple[Request, int]  # who may compute prompt tokens now, and at most how many
+Candidate = tuple[Request, int]  # (request, tokens it may compute at most)
 WorkOf = Callable[[Request], tuple[int, int]]  # new and cached tokens of the rest of its prompt
 
 
@@ -36,8 +36,8 @@ class StepBudget:
     ) -> None:
         """can_admit: whether a request that waits could start, as far as that is known already.
 
-        graph_token_sizes: sizes of steps, ascending, that compute nothing in vain; chunks are cut
-        to make steps of them.
+        graph_token_sizes: sizes of steps, ascending, that replay a graph without padding; chunks
+        are cut so that steps have them.
         """
         assert max_tokens >= 0, f"{max_tokens} tokens are left beside the decodes"
         assert min_chunk_tokens > 0, f"a chunk of {min_chunk_tokens} tokens"
@@ -51,7 +51,7 @@ class StepBudget:
         self._graph_token_sizes = graph_token_sizes
         self._granted: dict[RequestKey, int] = {}
         self._refused: set[RequestKey] = set()
-        self.has_refused_long = False  # a request that holds much, see `short_reserve`
+        self.has_refused_long = False  # a long request, see `short_reserve`
 
     @property
     def num_tokens_left(self) -> int:
@@ -78,7 +78,7 @@ class StepBudget:
     # ---- the scheduler's answers to a candidate --------------------------------------------------
 
     def grant(self, candidate: Candidate) -> int:
-        """Take tokens for a request that runs by now; how many, at least one.
+        """Grants tokens to a running request; returns how many, at least one.
 
         Its progress must be up to date: an admission may have found another prefix than expected.
         Then time gives way by at most `min_chunk_tokens`, tokens never.
@@ -113,7 +113,7 @@ class StepBudget:
     def fit(self, num_new: int, num_cached: int, *, beside: StepWork = NO_WORK) -> int:
         """The longest chunk of this prompt that tokens and time allow; may be 0.
 
-        `beside` are prompts that are to fit too, without a grant yet.
+        `beside`: prompts without a grant that must fit too.
         """
         max_tokens = min(num_new, self._num_tokens_left - beside.num_prompt_tokens)
         if max_tokens <= 0:
@@ -128,7 +128,7 @@ class StepBudget:
         )
 
     def has_room(self, num_new: int, num_cached: int) -> bool:
-        """Whether a chunk of this prompt is worth making in this step."""
+        """Whether a chunk of this prompt fits and is long enough to be worth making."""
         if self._num_tokens_left <= 0:
             return False
         if not self._granted:
@@ -158,7 +158,7 @@ class StepBudget:
             is_closed = is_closed or request.key in self._refused
 
     def _without_padding(self, num_tokens: int, num_new: int) -> int:
-        """A chunk that does not end its prompt, shortened to a full step; by half at most."""
+        """Shortens a chunk, by half at most, so that its step has no padding."""
         if num_tokens == num_new or not self._graph_token_sizes:
             return num_tokens
         num_before = self._work.num_new_tokens
@@ -171,5 +171,5 @@ class StepBudget:
 
 
 def rest_of_prompt(request: Request) -> tuple[int, int]:
-    """New and cached tokens of what a running request has still to compute."""
+    """New and cached tokens of the rest of a running request's prompt."""
     return request.num_uncomputed_tokens, request.num_computed_tokens

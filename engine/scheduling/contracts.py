@@ -22,11 +22,11 @@ class HandoffQueue(Protocol):
 
     @property
     def num_unreserved_blocks(self) -> int:
-        """Blocks held by finished prompts for which no decode worker has made room yet."""
+        """Blocks of finished prompts for which no decode worker has reserved blocks yet."""
         ...
 
     def start(self, request: Request) -> None:
-        """The first chunk starts (again, after a preemption): time to ask for room elsewhere."""
+        """The first chunk starts (or starts again): a decode worker is asked for blocks."""
         ...
 
     def advance(self, request: Request) -> None:
@@ -59,7 +59,7 @@ class StepOutput(msgspec.Struct, frozen=True, kw_only=True):
     left: list[RequestKey] = []  # no longer in this scheduler
 
     def fail(self, request: Request, reason: str, code: str) -> None:
-        """The request is over here, and no other worker would do better."""
+        """Ends a request with an error that another worker would not avoid."""
         record = FailureRecord(key=request.key, reason=reason, retryable=False, code=code)
         self.failures.append((request.ingress_id, record))
         self.left.append(request.key)
@@ -73,7 +73,7 @@ class SchedulerStatistics:
     num_running: int
     num_queued_tokens: int
     num_preemptions: int
-    num_preemptions_for_others: int  # of these: for who waited, others had room to grow
+    num_preemptions_for_others: int  # of these, for a waiting request; the others let rows grow
     num_steps: int
     num_prompt_tokens_computed: int
     num_cached_tokens: int

@@ -24,7 +24,7 @@ class FinishRules:
         self._max_model_len = max_model_len
 
     def apply(self, request: Request) -> None:
-        """Write to a request what ends it here, so that no step has to put it together again."""
+        """Store in a request what ends it here, so that no step has to compute it again."""
         request.max_known_tokens = min(request.max_known_tokens, self._max_model_len)
         if not request.params.ignore_eos:
             request.stop_ids |= self._eos_token_ids
@@ -48,7 +48,7 @@ class FinishRules:
         return "stop" if request.params.label_token_ids else "length"
 
     def num_steps_to_last(self, requests: Iterable[Request]) -> int:
-        """So many steps later `at_last_token` names the first of these, who decode until then."""
+        """Returns after how many decode steps `at_last_token` returns the first of these."""
         left = [
             0 if r.decode_worker is not None else r.max_known_tokens - 1 - r.num_computed_tokens
             for r in requests
@@ -69,7 +69,7 @@ class FinishRules:
         ]
 
 
-# Who has its last token here, and how it finished; None = it goes on at another worker.
+# A request with its last token here, and how it finished; None = another worker continues it.
 Ending = tuple[Request, Literal["stop", "length"] | None]
 
 
@@ -85,8 +85,8 @@ class SampledTokens:
     ) -> list[Ending]:
         """Add what was sampled to requests that have a row and to `output`, in the plan's order.
 
-        Most rows are decodes that go on: two comparisons tell them, and there is nothing else to
-        say about their tokens. All others go through `_append`, which is right for any row.
+        Most rows are decodes that continue: two comparisons find them, and nothing else has to be
+        checked. All others go through `_append`, which is right for any row.
         """
         endings: list[Ending] = []
         emit = output.tokens.append
@@ -138,7 +138,7 @@ class SampledTokens:
     ) -> list[Ending]:
         """Add and emit one token; returns whether it is the request's last one here."""
         index = request.num_output_tokens
-        is_first = index == request.num_emitted_tokens  # of those that come from here
+        is_first = index == request.num_emitted_tokens  # the first that this worker emits
         request.tokens.append(token_id)
         finish, stop_token_id = self._finish_rules.reason(request, token_id)
         record = TokenRecord(

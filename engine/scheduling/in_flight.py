@@ -7,8 +7,8 @@
 The device runs steps in the order of their launch, so a later step may take over a row at once.
 Blocks are not so simple: a handoff writes them from its own thread, and a row that turns out not to
 be finite leaves blocks that must be zeroed. So a block that a launched step reads, writes or zeroes
-is available to nobody before that step is committed, also when its request has left.
-Knows no rows and no cache: what is held here, the scheduler lets go.
+stays unavailable until that step is committed, even if its request has left.
+Knows no rows and no cache: the scheduler releases what is held here.
 """
 
 from collections import deque
@@ -31,7 +31,7 @@ class StepInFlight(msgspec.Struct, frozen=True, kw_only=True):
     # as far as `Request.num_computed_tokens` says later: the next step may be counted there.
     filled: list[tuple[Request, int]]
     work: StepWork = NO_WORK
-    held: Sequence[Request] = ()  # plan nothing before they know the token they sample here
+    held: Sequence[Request] = ()  # constrained: planned again only once their token is known
     # index in `requests` -> the blocks of a request that left since
     left_block_ids: dict[int, list[int]] = {}
 
@@ -69,7 +69,7 @@ class StepsInFlight:
         return self._steps[-1]
 
     def pop(self) -> StepInFlight:
-        """The oldest step, whose result has come."""
+        """Removes the oldest step, whose result has come."""
         return self._steps.popleft()
 
     def is_computing(self, request: Request) -> bool:

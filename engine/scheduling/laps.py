@@ -9,13 +9,14 @@ Order inside a class: (priority, due time if there is one else arrival, arrival,
 Short prompts that run go on before others start. What a step holds:
 
     exclusive   short prompts, or one long request's chunk when no short one can be granted tokens
-    fill        short prompts, then chunks of long ones in the room they left
+    fill        short prompts, then chunks of long ones in the budget that they left
 
 Decodes ride with either. A long request that computes in chunks competes at every chunk boundary.
 
 How long a step may take: `max_step_ms`. One of long chunks alone may take a tenth of the queued
 long work, up to `max_busy_step_ms`: near saturation every boundary costs capacity. In `fill`,
-chunks are put beside short prompts up to `max_mixed_step_ms`: who shares a step waits for it all.
+chunks are put beside short prompts up to `max_mixed_step_ms`: prompts that share a step wait for
+all of it.
 
 Ageing: a long request *has aged* when it has got no chunk for `max_long_wait_s` (since it arrived,
 or since its last one). While short prompts wait, the one without a chunk for longest then goes
@@ -41,7 +42,7 @@ from engine.request import Request, RequestKey
 from engine.scheduling.budget import Candidate, StepBudget, rest_of_prompt
 from engine.scheduling.waiting import SortKey, WaitingQueue
 
-_MIN_STEP_FLOORS = 4  # a long chunk's step may take so many times what a step costs at least
+_MIN_STEP_FLOORS = 4  # a long chunk's step may take this many times the fixed cost of a step
 _BUSY_SHARE = 0.1  # of the queued long work that one step may take
 
 
@@ -141,7 +142,7 @@ class DualQueue:
     def reclassify(self) -> None:
         """Count every waiting request's uncached tokens again: the caches or the model changed.
 
-        Whoever is about to be offered a turn is counted anyway; this is for those behind.
+        Candidates are counted again anyway; this is for the requests behind them.
         """
         for request in list(self):
             self._reclassify(request)
@@ -165,7 +166,7 @@ class DualQueue:
     # ---- one step -------------------------------------------------------------------------------
 
     def candidates(self, running: Sequence[Request], budget: StepBudget) -> Iterator[Candidate]:
-        """See `PromptQueue.turns`, and the rules above.
+        """See `PromptQueue.candidates`, and the rules above.
 
         Walks the long requests, and remembers which kind of step this was.
         """
@@ -185,7 +186,7 @@ class DualQueue:
             yield from self._offer(ordered, budget, "long", max_prompts=None if is_fill else 1)
 
     def _limit_long_chunks(self, long: Iterable[Request], budget: StepBudget) -> None:
-        """Give chunks of `long` another time than `max_step_ms`, where the configuration does."""
+        """Limit chunks of `long` to another time than `max_step_ms`, if so configured."""
         mixed_ms, busy_ms = self._config.max_mixed_step_ms, self._config.max_busy_step_ms
         if budget.num_prompts > 0 and mixed_ms is not None:
             budget.limit_time(min(self.max_step_s, 1e-3 * mixed_ms))
@@ -222,9 +223,9 @@ class DualQueue:
         max_prompts: int | None = None,
         beside: StepWork = NO_WORK,
     ) -> Iterator[Candidate]:
-        """Candidates in order until `max_prompts` have a chunk.
+        """Yields candidates in order until `max_prompts` have a chunk.
 
-        Chunks leave room for `beside`, or half of their own if that is less.
+        Chunks leave tokens for `beside`, or half of their own if that is less.
         """
         num_prompts = 0
         offers = budget.offer(candidates, work_of=self._rest, is_waiting=self._is_waiting)
@@ -245,7 +246,7 @@ class DualQueue:
                 return
 
     def _split(self, running: Sequence[Request]) -> tuple[list[Request], list[Request]]:
-        """Running prompts by class, in order; forgets those that run no more."""
+        """Splits running prompts by class, in order; forgets those that do not run any more."""
         progress = {r.key: self._progress.get(r.key) or self._enter(r) for r in running}
         self._progress = progress
         short = [r for r in running if progress[r.key].length_class == "short"]
@@ -256,19 +257,19 @@ class DualQueue:
         )
 
     def _enter(self, request: Request) -> _Progress:
-        """A running prompt that was admitted without a chunk."""
+        """Adds a running prompt that was admitted without a chunk."""
         return _Progress(
             length_class=self._class_of(*rest_of_prompt(request)), last_chunk_s=request.arrival_s
         )
 
     def _waiting_short(self) -> Iterator[Request]:
-        """Short ones in order, each counted again first; who has become long moves."""
+        """Yields short requests in order; counts each again and moves those now long."""
         for request in self._waiting["short"]:
             if self._reclassify(request) == "short":
                 yield request
 
     def _work(self, requests: Iterable[Request]) -> StepWork:
-        """The rest of their prompts, in one step."""
+        """Returns the work of the rest of their prompts, in one step."""
         return StepWork.of_prompts(map(self._rest, requests))
 
     # ---- classes and places ---------------------------------------------------------------------
@@ -280,7 +281,7 @@ class DualQueue:
         return classify(num_uncached, num_cached, threshold, self._model.costs)
 
     def _reclassify_heads(self) -> None:
-        """Long ones at the head that have become short move, so that they are offered as such."""
+        """Moves long requests at the head that became short, so that they are offered as short."""
         for request in self._waiting["long"]:
             if self._reclassify(request) == "long":
                 return
@@ -300,7 +301,7 @@ class DualQueue:
         return max(1, min(self._count_uncached(request), request.num_known_tokens))
 
     def _rest(self, request: Request) -> tuple[int, int]:
-        """New and cached tokens of what it has to compute."""
+        """New and cached tokens that a request has to compute."""
         entry = self._entries.get(request.key)
         if entry is None:
             return rest_of_prompt(request)
@@ -331,5 +332,5 @@ class DualQueue:
     def _sort_key(self, request: Request, due_s: float | None) -> SortKey:
         order_s = request.arrival_s if due_s is None else due_s
         entry = self._entries.get(request.key)
-        serial = -1 if entry is None else entry.serial  # of equals, who runs goes first
+        serial = -1 if entry is None else entry.serial  # among equals the running one goes first
         return request.spec.priority, order_s, request.arrival_s, serial

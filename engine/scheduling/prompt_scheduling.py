@@ -1,10 +1,10 @@
-"""What chooses the prompts of one worker's steps: its queue, its window, and what steps cost.
+"""Chooses the prompts of one worker's steps: its queue, its window and its cost model.
 
-    arrived      a request joins the queue
-    must_gather  whether an idle device should wait for more short prompts
-    open_budget    how much prompt work the next step may hold beside its decodes
-    queue.turns  who gets it
-    observe      how long a step took
+    arrived             a request joins the queue
+    must_defer_until_s  until when an idle device should wait for more short prompts
+    open_budget         how much prompt work the next step may hold beside its decodes
+    queue.candidates    which requests get it
+    observe             how long a step took
 
 Composition of the parts that `LapsConfig` names. Knows no blocks and no rows.
 """
@@ -24,7 +24,7 @@ from engine.scheduling.waiting import PromptQueue, WaitingQueue, by_arrival, by_
 from engine.scheduling.window import AdaptiveWindow, FixedWindow, Gathered, NoWindow, Wait, Window
 
 CLASSES: tuple[LengthClass, LengthClass] = ("short", "long")
-_MIN_LONG_CHUNK_TOKENS = 64  # below it a step costs what it costs without the chunk's tokens
+_MIN_LONG_CHUNK_TOKENS = 64  # fewer tokens make a step no cheaper
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,7 @@ class QueuedWork:
 
     queued_s: float
     short: ShortLoad | None  # None = short prompts do not go first here
-    room_s: float = 0.0  # until another request that is not short would have a row and blocks
+    room_s: float = 0.0  # predicted until another long request has a row and blocks
 
 
 class PromptScheduling:
@@ -46,9 +46,9 @@ class PromptScheduling:
         count_uncached: Callable[[Request], int],
         graph_token_sizes: Sequence[int] = (),
     ) -> None:
-        """count_uncached: tokens of a waiting request that no cached block saves.
+        """count_uncached: tokens of a waiting request that are in no cached block.
 
-        graph_token_sizes: sizes, ascending, of prompt steps that compute nothing in vain.
+        graph_token_sizes: sizes, ascending, of prompt steps that replay a graph without padding.
         """
         self._laps = laps
         self._graph_token_sizes = graph_token_sizes
@@ -101,7 +101,7 @@ class PromptScheduling:
     def open_budget(
         self, now_s: float, max_tokens: int, decoding: StepWork, *, can_admit: bool
     ) -> StepBudget:
-        """Room for prompts beside `decoding`."""
+        """Returns the budget of the next step for prompts, besides `decoding`."""
         is_laps = self._dual is not None
         return StepBudget(
             now_s=now_s,
@@ -119,7 +119,7 @@ class PromptScheduling:
         self._model.observe(work, duration_s)
 
     def queued_work(self, running: Iterable[Request]) -> QueuedWork:
-        """Predicted seconds of all prompts that wait or run. Walks both."""
+        """Predicts the seconds of all waiting and running prompts; walks both."""
         if self._dual is None:
             work = StepWork.of_prompts(map(rest_of_prompt, chain(running, self.queue)))
             return QueuedWork(queued_s=self._seconds(work), short=None)

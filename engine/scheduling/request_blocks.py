@@ -24,7 +24,7 @@ class RequestBlocks:
         ] = {}  # what `index_full` is due for
 
     def hash_full(self, request: Request) -> None:
-        """Name the full blocks of the request's known tokens, if they can be found by name."""
+        """Hash the full blocks of the request's known tokens, if prefixes are cached."""
         if self._cache.keeps_prefixes:
             self._hasher.extend(request)
 
@@ -55,9 +55,9 @@ class RequestBlocks:
     def acquire(
         self, request: Request, *, num_spare_blocks: int, max_new_blocks: int | None = None
     ) -> bool:
-        """Reference cached blocks and allocate the rest; False, and no effect, without room.
+        """Reference cached blocks and allocate the rest; False, and no effect, if they do not fit.
 
-        Room means: `num_spare_blocks` stay available, and no more than `max_new_blocks` are
+        They fit if `num_spare_blocks` stay available, and no more than `max_new_blocks` are
         allocated. One token at least stays to be computed.
         """
         hashes = request.block_hashes[: (request.num_known_tokens - 1) // self._block_size]
@@ -94,23 +94,23 @@ class RequestBlocks:
         self._deferred_index[request.key] = request, num_computed_tokens
 
     def flush_deferred_index(self) -> None:
-        """A long prompt's blocks take a millisecond, for which its first step need not wait."""
+        """Indexes deferred blocks; those of a long prompt take a millisecond."""
         for request, num_computed_tokens in self._deferred_index.values():
             self.index_full(request, num_computed_tokens)
         self._deferred_index.clear()
 
     def take(self, request: Request) -> list[int]:
-        """The request's references, which are the caller's from now on."""
+        """Returns the request's block references, which the caller owns from now on."""
         self._deferred_index.pop(request.key, None)
         block_ids, request.block_ids = request.block_ids, []
         request.num_indexed_blocks = 0
         return block_ids
 
     def set_aside(self, block_ids: Sequence[int]) -> list[int]:
-        """Keep for zeroing what nobody else reads of a sequence that may hold numbers not finite.
+        """Keep for zeroing a sequence's unshared blocks, which may hold non-finite numbers.
 
-        Nobody finds any of its blocks again. Returns those that others still read, for the caller
-        to release: they were complete, and good, before the step that failed.
+        None of its blocks stays indexed. Returns the shared ones, for the caller to release: they
+        were complete, and good, before the step that failed.
         """
         self._cache.forget(block_ids)
         is_shared = {b: self._cache.num_references(b) > 1 for b in block_ids}
@@ -127,11 +127,11 @@ class RequestBlocks:
         return block_ids
 
     def _allocate(self, num_blocks: int) -> list[int]:
-        """Blocks that were counted as available before."""
+        """Allocates blocks, which the caller has counted as available."""
         block_ids = self._cache.allocate(num_blocks)
         assert block_ids is not None, f"{num_blocks} of {self._cache.num_available} blocks"
         return block_ids
 
     def num_blocks_for(self, request: Request) -> int:
-        """For all its known tokens, cached or not."""
+        """Blocks for all known tokens of a request, cached or not."""
         return -(-request.num_known_tokens // self._block_size)

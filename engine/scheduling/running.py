@@ -1,4 +1,4 @@
-"""Requests that have a row: which rows are free, who decodes, and the plan of a step over them.
+"""Requests that have a row: free rows, decoding requests, and the plan of a step over them.
 
     add() -> prompts -> decodes -> paused -> remove()
              computes   computes   its last token here is in flight: nothing is left to compute
@@ -45,7 +45,7 @@ class RowSlots:
         if request.row is None:
             return
         if self.is_entering(request):
-            self._entered.remove(request)  # the executor has not heard of it
+            self._entered.remove(request)  # the executor does not know of it yet
         else:
             self._released.append(request.row)
         self._free.append(request.row)
@@ -91,8 +91,10 @@ class DecodeColumns:
             [request.num_computed_tokens for request in self.requests], dtype=np.int64
         )
         self._sum_computed = int(self._num_computed.sum())
-        self._at_block_boundary: list[Request] | None = None  # None = not asked since they moved on
-        self._num_steps_to_last: int | None = None  # None = not asked yet
+        self._at_block_boundary: list[Request] | None = (
+            None  # None = not computed since they advanced
+        )
+        self._num_steps_to_last: int | None = None  # None = not computed yet
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -161,7 +163,7 @@ class RunningRequests:
         return next(reversed(self._all.values()))
 
     def newest_beside(self, request: Request | None) -> Request:
-        """The newest but this one, which is the answer if nobody else is here."""
+        """Returns the newest other request, or this one if there is no other."""
         return next((r for r in reversed(self._all.values()) if r is not request), self.newest)
 
     @property
@@ -193,7 +195,7 @@ class RunningRequests:
         self._columns = None
 
     def pause(self, requests: Iterable[Request]) -> None:
-        """Plan no more for these: each has its last token in flight."""
+        """Plan these no more: each has its last token in flight."""
         for request in requests:
             del self.decodes[request.key]
             self._columns = None
@@ -205,7 +207,7 @@ class RunningRequests:
         return held
 
     def resume(self, held: Iterable[Request]) -> None:
-        """The tokens of what was held came: those that still run decode on."""
+        """Lets held requests decode again whose tokens came and that still run."""
         for request in held:
             if self._all.get(request.key) is request:
                 self.decodes[request.key] = request
@@ -228,7 +230,7 @@ class RunningRequests:
         )
 
 
-Chunk = tuple[Request, int]  # who computes known tokens, and how many of them
+Chunk = tuple[Request, int]  # (request, known tokens that it computes)
 
 
 def build_plan(
@@ -239,11 +241,11 @@ def build_plan(
     zero_block_ids: list[int],
     row_slots: RowSlots,
 ) -> StepPlan:
-    """The plan of step number `step`; takes from `row_slots` what the executor has to hear.
+    """The plan of step number `step`; takes from `row_slots` the changes for the executor.
 
-    `decodes`: who computes its newest token, and samples the next. `chunks`: who runs besides; it
-    samples if it reaches the end of its tokens. `grown`: row -> blocks that it got since an earlier
-    plan.
+    `decodes`: requests that compute their newest token and sample the next. `chunks`: other rows,
+    which sample if they reach the end of their tokens. `grown`: row -> blocks that it got since an
+    earlier plan.
     """
     num_decodes = len(decodes)
     requests = [request for request, _ in chunks]

@@ -98,7 +98,9 @@ class Scheduler:
         self._num_preemptions_for_others = 0
         self._num_prompt_tokens_computed = 0
         self._num_cached_tokens = 0
-        self.deferred_until_s: float | None = None  # why the last `plan` was None, if it was so
+        self.deferred_until_s: float | None = (
+            None  # set if the last `plan` was None for the queue's window
+        )
 
     # ---- entering and leaving -------------------------------------------------------------------
 
@@ -177,21 +179,23 @@ class Scheduler:
         return self._start_step(decodes, chunks, grown, zero_block_ids, budget.work)
 
     def index_joined(self) -> None:
-        """Offer the blocks of who joined to the prefix index: for while a step computes."""
+        """Offer the blocks of joined requests to the prefix index, while a step computes."""
         self._blocks.flush_deferred_index()
 
     def commit(self, plan: StepPlan, result: StepResult) -> StepOutput:
         """Settle the oldest step: append sampled tokens, index blocks, end what is finished.
 
-        Whatever comes for a request without a row is dropped: it was aborted since, was ended by
-        the step before, or is not finite.
+        Results of a request without a row are dropped: it was aborted, ended by the step before,
+        or not finite.
         """
         assert plan.step == result.step, f"plan {plan.step} got result {result.step}"
         output = StepOutput(num_scheduled_tokens=plan.num_tokens, has_progressed=True)
         step = self._in_flight.pop()
         if result.duration_s is not None:
             self._prompts.observe(step.work, result.duration_s)
-        self._cache.release(step.zero_block_ids)  # no sooner: a handoff may write what it gets
+        self._cache.release(
+            step.zero_block_ids
+        )  # not sooner: a handoff may write into blocks that it gets
         for request in step.not_finite(result):
             if request.row is not None:
                 self._end_as_nonfinite(request, output)
@@ -256,7 +260,7 @@ class Scheduler:
         return self.costs.step_seconds(self._in_flight.newest.work)
 
     def queued_work(self) -> QueuedWork:
-        """Predicted; walks the queue and the rows."""
+        """Predicts the queued work; walks the queue and the rows."""
         queued = self._prompts.queued_work(self._running.prompts.values())
         return replace(queued, room_s=self._seconds_until_room())
 
@@ -276,9 +280,9 @@ class Scheduler:
     # ---- parts of plan --------------------------------------------------------------------------
 
     def _grow_rows(self) -> dict[int, list[int]] | None:
-        """A block for every decode whose blocks are full, by row.
+        """Allocates a block for every decode whose blocks are full; returns them by row.
 
-        While there are too few blocks, or too little room for who waits, requests are preempted.
+        Requests are preempted while blocks are too few for these and for waiting short requests.
         The count is exact: what a preemption frees is seen before the next one is chosen.
         None, and no effect, if one is due while a step is in flight: its commit may free blocks,
         and a preemption before it would lose what it samples, for a lone row again and again.
@@ -311,7 +315,7 @@ class Scheduler:
             yield request, budget.grant(candidate)
 
     def _admit(self, request: Request, budget: StepBudget) -> bool:
-        """Move a request that waits to a row, if that is possible now."""
+        """Move a waiting request to a row, if that is possible now."""
         if request.deadline_s is not None and budget.now_s > request.deadline_s:
             self._stop_waiting(request.key)
             self._leave(request)
@@ -325,7 +329,7 @@ class Scheduler:
         is_full = self._rows.num_free == 0 or self._is_outbox_full(for_short=not is_long)
         if is_full or not self._acquire_blocks(request):
             if is_long and self._reserve.first_short is not None:
-                budget.refuse_long()  # short ones take no more than their reserve
+                budget.refuse_long()  # short ones may use their reserve alone
             else:
                 budget.refuse(request)  # a younger, smaller request must not starve this one
             return False
@@ -340,9 +344,9 @@ class Scheduler:
         return True
 
     def _acquire_blocks(self, request: Request) -> bool:
-        """Blocks for a request that waits; False, and no effect, without room.
+        """Acquire blocks for a waiting request; False, and no effect, if they do not fit.
 
-        Room means: afterwards every running row can still grow by one block, so that an admission
+        They fit if afterwards every running row can still grow by one block, so that an admission
         does not cause a preemption right away; a short request may cause one.
         """
         self.index_joined()
@@ -366,7 +370,7 @@ class Scheduler:
         zero_block_ids: list[int],
         work: StepWork,
     ) -> StepPlan:
-        """Make the plan, count its step as in flight, and see who has what left to compute."""
+        """Make the plan, count its step as in flight, and advance the requests."""
         plan = build_plan(self._num_steps, decodes, chunks, grown, zero_block_ids, self._rows)
         decodes.advance()
         filled = [(r, r.num_computed_tokens) for r in decodes.at_block_boundary(self._block_size)]
@@ -421,7 +425,7 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         """Give up a running request's row and blocks; it will recompute what it knows."""
         assert not self._in_flight.is_computing(request), f"{request.key} is in flight"
-        self.index_joined()  # it may be one of them, and wants to find its blocks again
+        self.index_joined()  # it may have joined just now, and must find its blocks again
         self._unseat(request)
         self._handoff_queue.retract(request.key)
         self._cache.release(self._blocks.take(request))
@@ -431,7 +435,7 @@ class Scheduler:
         self._reserve.add(request)
 
     def _stop_waiting(self, key: RequestKey) -> Request | None:
-        """Take a request out of the queue; None if it does not wait."""
+        """Take a request out of the queue; None if it is not waiting."""
         self._reserve.remove(key)
         return self._waiting.remove(key)
 
@@ -444,10 +448,10 @@ class Scheduler:
     def terms_of_joining(
         self, request: Request, num_promised_rows: int, *, overtakes: bool
     ) -> BlockTerms | None:
-        """Under which blocks may be held for a request that is to `join`; None = not now.
+        """Returns the terms on which a request that will `join` may hold blocks; None = not now.
 
-        `num_promised_rows` are promised to others; `overtakes`: one that is to join was refused.
-        Who was preempted here goes first, but short requests may overtake within their reserve.
+        `num_promised_rows` are promised to others; `overtakes`: an earlier one was refused.
+        Preempted requests go first, but short ones may overtake within their reserve.
         """
         num_free_rows = self._rows.num_free - num_promised_rows
         must_wait = len(self._waiting) > 0 or overtakes
@@ -460,13 +464,13 @@ class Scheduler:
         return BlockTerms(num_spare_blocks=num_spare, max_new_blocks=terms.max_new_blocks)
 
     def make_way(self, request: Request) -> None:
-        """A request that is to `join` found no room: if short, the next step may make some."""
+        """Notes that a request to `join` does not fit; a step may preempt for a short one."""
         self._reserve.ask(request)
 
     def _terms(
         self, request: Request, num_free_rows: int, *, overtakes: bool = False
     ) -> BlockTerms | None:
-        """Under which a request gets a row and blocks; walks the rows only when room is short."""
+        """Returns the terms for a request's row and blocks; walks rows only when scarce."""
         entering = [r for r in (request, self._reserve.first_long) if r is not None]
         num_available = self._cache.num_available
         is_ample = not overtakes and self._has_room(entering, num_available, num_free_rows)
@@ -478,16 +482,16 @@ class Scheduler:
     def _has_room(
         self, requests: Sequence[Request], num_available: int, num_free_rows: int
     ) -> bool:
-        """Whether these could all enter at once, with rows and the whole reserve to spare."""
+        """Whether all of these fit at once, with rows and the whole reserve to spare."""
         num_needed = sum([self._blocks.num_blocks_for(r) for r in requests])
         num_kept = self._reserve.num_blocks + len(self._running)
         return num_free_rows > len(requests) and num_available >= num_needed + num_kept
 
     def _victim(self, full: Sequence[Request], num_left: int) -> tuple[Request | None, bool]:
-        """Whom to preempt next, so that `full` can grow by a block each and who waits has room.
+        """Returns whom to preempt next so that `full` can grow and waiting requests fit, or None.
 
-        `num_left` blocks are available when they have grown, or so many too few.
-        The second is whether it gives way to who waits. Walks the rows only when room is short.
+        num_left: blocks available after `full` have grown; negative = so many are missing. The
+        second value: whether it is preempted for a waiting request. Walks rows only when scarce.
         """
         reserve = self._reserve
         if not reserve.is_on:
@@ -548,14 +552,14 @@ class Scheduler:
         yield from self._waiting
 
     def _is_outbox_full(self, *, for_short: bool) -> bool:
-        """Whether too much is computed already that no decode worker has room for."""
+        """Whether finished prompts without a reservation hold too many blocks."""
         limit = self._config.unreserved_share * self._cache.num_blocks
         limit += self._reserve.num_blocks if for_short else 0
         return self._handoff_queue.num_unreserved_blocks > limit
 
 
 def _why_nothing_was_drawn(request: Request) -> str:
-    """For the client; a constraint allows no token when its output cannot be followed any more."""
+    """Returns the error for the client: a constraint without a next token cannot be continued."""
     if request.params.constraint is None:
         return "the model produced a non-finite value"
     return "the constraint on the output allows no token any more, or a value is not finite"

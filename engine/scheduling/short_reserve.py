@@ -31,7 +31,7 @@ from engine.kv.cache import BlockTerms
 from engine.request import Request, RequestKey
 from engine.scheduling.waiting import Order, WaitingQueue
 
-ASKING_STEPS = 4  # so long room is made, and kept, for who asks from elsewhere
+ASKING_STEPS = 4  # how long blocks are freed and kept for a request on another worker
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +47,7 @@ class Holdings:
 
     @property
     def num_short_blocks(self) -> int:
-        """Different ones; walks them."""
+        """Distinct blocks of the short requests; walks them."""
         return len({block_id for request in self.short for block_id in request.block_ids})
 
 
@@ -64,7 +64,7 @@ class ShortReserve:
         self._sort_key = order
         self._short = WaitingQueue(order)
         self._long = WaitingQueue(order)
-        self.is_asked = False  # by a short request that waits on another worker
+        self.is_asked = False  # a short request on another worker waits for blocks here
         self._asking: Request | None = None
         self._num_steps_asking = 0
 
@@ -74,7 +74,7 @@ class ShortReserve:
     # ---- who waits ------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        """The request waits from now on; it knows no more tokens while it does."""
+        """Adds a waiting request; it gets no tokens while it waits."""
         if self.is_on:
             (self._long if self.is_long(request) else self._short).add(request)
 
@@ -84,12 +84,12 @@ class ShortReserve:
             queue.remove(key)
 
     def ask(self, request: Request) -> None:
-        """A short request that waits on another worker: it counts here for the next few steps."""
+        """Counts a short request that waits on another worker, for the next few steps."""
         if self.is_on and not self.is_long(request):
             self._asking, self._num_steps_asking, self.is_asked = request, ASKING_STEPS, True
 
     def end_step(self) -> None:
-        """A step was planned: who still asks from elsewhere will ask again."""
+        """Notes that a step was planned; requests of other workers must ask again."""
         self._num_steps_asking -= 1
         if self._num_steps_asking <= 0:
             self._asking, self.is_asked = None, False
@@ -106,7 +106,7 @@ class ShortReserve:
     # ---- who may enter --------------------------------------------------------------------------
 
     def holdings(self, running: Iterable[Request]) -> Holdings:
-        """Walks them: to be asked only when room is short."""
+        """Returns the running requests by length; walks them: ask only when it matters."""
         short: list[Request] = []
         longs: list[Request] = []
         for request in running:
@@ -120,9 +120,9 @@ class ShortReserve:
     def terms(
         self, request: Request, held: Holdings, num_free_rows: int, *, overtakes: bool = False
     ) -> BlockTerms | None:
-        """Under which a request gets a row and blocks when these are short; None = not now.
+        """Returns the terms for a request when rows or blocks are scarce; None = not now.
 
-        overtakes: a long one that waits on another worker.
+        overtakes: it passes a long one that waits on another worker.
         """
         num_running = held.num_short + len(held.longs)
         if self.is_long(request):
@@ -139,7 +139,7 @@ class ShortReserve:
         )
 
     def _num_kept_rows(self, held: Holdings) -> int:
-        """A row that a long one may not have, because a short one is about to take it."""
+        """Rows that a long request may not take, because a short one is about to."""
         is_due = self.first_short is not None and held.num_short < self.num_rows
         return int(is_due and bool(held.longs))
 

@@ -1,6 +1,6 @@
-"""How long who waits will wait for rows and blocks: predicted from what the running requests hold.
+"""Predicts how long a waiting request waits for rows and blocks, from what running ones hold.
 
-A request that may stop at any token is taken to go on for as long as it has already, and not beyond
+A request that may stop at any token is assumed to run for as long as it has already, and not beyond
 its limit. Requests end in that order, and what each holds now is free then; growth until then is
 left out. Pure.
 """
@@ -13,7 +13,7 @@ from engine.request import Request
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
-    """Rows and blocks: free ones, or needed ones."""
+    """A number of rows and of blocks, free or needed."""
 
     num_rows: int
     num_blocks: int
@@ -23,7 +23,7 @@ class Room:
 
 
 def num_steps_left(request: Request) -> int:
-    """Predicted, at least one."""
+    """Predicts the steps that a request has left, at least one."""
     num_to_limit = request.max_known_tokens - request.num_known_tokens
     return max(1, min(num_to_limit, request.num_output_tokens))
 
@@ -31,8 +31,8 @@ def num_steps_left(request: Request) -> int:
 def steps_until(needed: Room, free: Room, held: Iterable[tuple[int, int]]) -> float:
     """Decode steps until `needed` is free; 0 = it is.
 
-    held: steps left and blocks of each running request. What all of them together do not free takes
-    as long again in proportion: those who wait will hold it, too.
+    held: steps left and blocks of each running request. If all of them free too little, the
+    rest takes as long again in proportion, because waiting requests will hold blocks, too.
     """
     if free.holds(needed):
         return 0.0

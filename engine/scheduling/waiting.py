@@ -1,7 +1,7 @@
 """Queues requests that wait for prefill, and orders those that may compute in the next step.
 
-`PromptQueue` is what a scheduler needs of a queue. `WaitingQueue` is the plain one: who runs goes
-on, then waiting requests in order. By arrival that is first come, first served with chunked
+`PromptQueue` is what a scheduler needs of a queue. `WaitingQueue` is the plain one: running prompts
+first, then waiting requests in order. By arrival that is first come, first served with chunked
 prefill; by priority, equal priorities are. A preempted request keeps its arrival, so it goes back
 ahead of everything younger. Knows neither blocks nor rows: the scheduler refuses what it cannot
 admit.
@@ -47,11 +47,11 @@ class PromptQueue(Protocol):
         """Yields requests that may compute prompt tokens in this step, best first, until the end.
 
         `running` are the requests with a row that are still computing their prompt, oldest
-        admission first. Between two turns the scheduler does one of these:
+        admission first. Between two candidates the scheduler does one of these:
 
             remove(key), admit it, budget.grant(candidate)    or, for one that runs, only the last
             budget.refuse(request)                       no row, no blocks: nobody behind overtakes
-            nothing                                    passed over: expired, or better later
+            nothing                                    skipped: expired, or better later
         """
         ...
 
@@ -123,7 +123,7 @@ class WaitingQueue:
         )
 
     def _work_of(self, request: Request) -> tuple[int, int]:
-        """Exact for who runs; of who waits nothing is known to be cached."""
+        """Work of a request: exact if it runs; if it waits, as if nothing were cached."""
         if request.key in self._keys:
             return request.num_known_tokens, 0
         return rest_of_prompt(request)

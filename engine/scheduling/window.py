@@ -187,7 +187,7 @@ def _is_idle(gathered: Gathered) -> bool:
 def _decide_without_window(gathered: Gathered, now_s: float) -> Dispatch | Wait | None:
     """Decides what all windows decide alike; None if the device is idle and prompts wait.
 
-    Of a step that takes longer than predicted nothing is known but that its end will be told.
+    A step that takes longer than predicted is waited for until its end is reported.
     """
     if gathered.num_waiting == 0:
         return Wait(math.inf, "no short prompt waits")

@@ -68,7 +68,9 @@ class IncomingTransfer:
 
 # How many finished keys the decode side remembers, so that what arrives late for one is recognised.
 MAX_ENDED_KEYS = 8192
-MAX_BUILT = 4  # requests that were asked about and had no room: one look at the line has few
+MAX_BUILT = (
+    4  # requests built for reservations that did not fit; the queue retries only a few at a time
+)
 
 Ending = Literal["committed", "cancelled", "expired"]
 
@@ -88,12 +90,12 @@ class DecodeScheduler(Protocol):
     ) -> BlockTerms | None:
         """Under which blocks may be held for a request that is to join; None = not now.
 
-        overtakes: one that came before it was refused.
+        overtakes: an earlier one was refused.
         """
         ...
 
     def make_way(self, request: Request) -> None:
-        """A request that is to join found no room."""
+        """Notes that a request that will join does not fit."""
         ...
 
     def join(self, request: Request) -> None:
@@ -148,19 +150,19 @@ class IncomingHandoffs:
         self._max_rows = max_rows
         self._live: dict[RequestKey, IncomingTransfer] = {}
         self._orphans: dict[str, IncomingTransfer] = {}  # by transfer id
-        # Who begins or ends a write, or ends a transfer, sees what the others did. Only the engine
+        # Whatever begins or ends a write, or ends a transfer, holds this lock. Only the engine
         # thread changes `_live` and `_orphans`, and so looks at them as they are.
         self._writes = threading.Lock()
         self._ended: dict[RequestKey, Ending] = {}  # oldest first, at most MAX_ENDED_KEYS
         self._counts: dict[Ending, int] = {"committed": 0, "cancelled": 0, "expired": 0}
         self._num_reserved = self._num_hit_blocks = 0
-        # Of who was asked about last: those who wait are looked at every step.
+        # The requests of the last refused reservations, which are tried again every step.
         self._built: dict[RequestKey, tuple[ReserveRequest, Request]] = {}
 
     # ---- reservations ---------------------------------------------------------------------------
 
     def may_overtake(self, asked: ReserveRequest) -> bool:
-        """Whether it may be granted room although one before it was not."""
+        """Whether it may be granted blocks although an earlier one was not."""
         return self._scheduler.is_short(len(asked.token_ids))
 
     def reserve(
@@ -168,9 +170,9 @@ class IncomingHandoffs:
     ) -> Reservation | NotNow | Refused:
         """Hold blocks for all tokens of `asked`; blocks found in the prefix index need no transfer.
 
-        Room means a row for it when it commits, and blocks on the scheduler's terms: enough for
-        those that run or will run to grow, and requests that were preempted here go first. A short
-        request that finds none makes the scheduler look for some.
+        It fits if it will have a row when it commits, and blocks on the scheduler's terms: enough
+        for running and reserved ones to grow, and preempted requests go first. A short request
+        that does not fit makes the scheduler preempt one for it.
         """
         if (reason := self._reason_to_refuse(asked)) is not None:
             return Refused(reason=reason)
@@ -236,7 +238,7 @@ class IncomingHandoffs:
     # ---- pieces ---------------------------------------------------------------------------------
 
     def begin_write(self, header: PieceHeader) -> BlockWrite:
-        """Leave to write the blocks of one piece; until `end_write` they are not freed.
+        """Begins the write of one piece's blocks, which are not freed until `end_write`.
 
         On any thread. A newer epoch than the transfer's starts it over. Raises HandoffError,
         without effect, for a transfer that is over, an older epoch, a newer one while a write of
@@ -276,7 +278,7 @@ class IncomingHandoffs:
         return write
 
     def end_write(self, key: RequestKey, write: BlockWrite, *, is_verified: bool) -> bool:
-        """The write is over; with `is_verified` its blocks have arrived.
+        """Ends a write; with `is_verified` its blocks have arrived.
 
         Returns whether the reservation still lives. If not, its blocks are freed with this write
         when it was the last one.
@@ -308,7 +310,9 @@ class IncomingHandoffs:
             missing = set(range(transfer.num_hit_blocks, transfer.num_blocks)) - transfer.arrived
             if missing:
                 raise HandoffError(f"{header.key}: blocks {sorted(missing)} have not arrived")
-            self._remember(header.key, "committed")  # first: it is one or the other at any time
+            self._remember(
+                header.key, "committed"
+            )  # first, so that it is one or the other at any time
             del self._live[header.key]
         request = transfer.request
         request.num_computed_tokens = request.num_known_tokens
@@ -319,7 +323,7 @@ class IncomingHandoffs:
     # ---- observation ----------------------------------------------------------------------------
 
     def is_committed(self, key: RequestKey) -> bool:
-        """Whether `key` went to the scheduler, as far back as memory goes."""
+        """Whether `key` went to the scheduler, among the keys that are remembered."""
         return self._ended.get(key) == "committed"
 
     def keys_of(self, ingress_id: str) -> list[RequestKey]:
@@ -327,7 +331,7 @@ class IncomingHandoffs:
         return [k for k, t in self._live.items() if t.request.ingress_id == ingress_id]
 
     def __len__(self) -> int:
-        """Reservations and orphans: what still holds blocks here."""
+        """The number of reservations and orphans, which hold blocks here."""
         return len(self._live) + len(self._orphans)
 
     def is_live(self, key: RequestKey) -> bool:
@@ -394,7 +398,7 @@ class IncomingHandoffs:
         return None
 
     def _request_of(self, asked: ReserveRequest) -> Request:
-        """Built once for a few at a time: hashing a long prompt takes a while."""
+        """Returns the request of `asked`; keeps a few, because hashing long prompts takes time."""
         known = self._built.get(asked.key)
         if known is None or known[0] is not asked:
             if len(self._built) >= MAX_BUILT:
@@ -432,7 +436,7 @@ class IncomingHandoffs:
 
     def _end(self, key: RequestKey, ending: Ending) -> None:
         """Free what `key` reserved, or orphan it while it is written; remember how it ended."""
-        with self._writes:  # none begins once it is not there
+        with self._writes:  # no write begins once the reservation is gone
             transfer = self._live.pop(key, None)
         if transfer is not None and transfer.writes:
             self._orphans[transfer.transfer_id] = transfer

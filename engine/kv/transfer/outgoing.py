@@ -1,4 +1,4 @@
-"""The prefill side of a KV handoff: prompts that compute or wait here until their KV has moved.
+"""The prefill side of a KV handoff: prompts that are computed, or held until their KV has moved.
 
     start .. advance .. advance .. add ............... release
     the prompt computes; its       all of its blocks   freed
@@ -7,9 +7,8 @@
 
 A full block never changes, so it may move as soon as the step that filled it was committed. If the
 scheduler takes the prompt back to its queue (`retract`), the blocks that are held here stay good
-for a transfer that reads them just now, and go when the sender says so (`let_go`): the prefill side
-needs their room. What the decode side has of them stays right, because it is the KV of the same
-tokens.
+for a transfer that reads them now, and are freed when the sender says so (`let_go`). What the
+decode side has of them stays right, because it is the KV of the same tokens.
 
 Implements the scheduler's `HandoffQueue` and tells the sender, by immutable events, what to do.
 Called on the engine thread only. Knows no tensors, no channels and no Ray.
@@ -26,7 +25,7 @@ from engine.request import Request, RequestKey, RequestSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandoffStarted:
-    """A prompt's first chunk starts: ask `decode_worker` for room."""
+    """A prompt's first chunk starts: ask `decode_worker` to reserve blocks."""
 
     key: RequestKey
     ingress_id: str
@@ -45,7 +44,7 @@ class HandoffStarted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandoffProgress:
-    """The first blocks of a prompt that still computes are full, and held until further notice."""
+    """The first blocks of a prompt in progress are full, and held until further notice."""
 
     key: RequestKey
     block_ids: list[int]  # all of them, those of earlier notices first
@@ -208,7 +207,7 @@ class OutgoingHandoffs:
     # ---- from the sender ------------------------------------------------------------------------
 
     def mark_reserved(self, key: RequestKey) -> None:
-        """the decode side has room; nothing happens if the handoff is over."""
+        """Notes that the decode side has reserved blocks; does nothing if the handoff is over."""
         entry = self._entries.get(key)
         if entry is not None:
             entry.is_reserved = True
@@ -216,7 +215,7 @@ class OutgoingHandoffs:
     def let_go(self, key: RequestKey) -> None:
         """Frees the blocks of the oldest `HandoffRetracted`, which nothing reads now; once each."""
         entry = self._entries.get(key)
-        if entry is not None and not entry.is_abandoned:  # else they have gone
+        if entry is not None and not entry.is_abandoned:  # else they are freed already
             self._cache.release(entry.retracted.popleft())
 
     def release(self, key: RequestKey) -> None:
