@@ -93,10 +93,12 @@ def build_engine(
 ) -> Engine:
     """Load the model and put the parts together.
 
-    `notify` is called on the engine thread with the events of prompts whose KV moves. `block_key`:
-    of the block hashes; None = drawn here. `model`: that of an engine that is gone, whose model
-    section was equal; None = it is loaded. `sends_blocks`: `KvStore.digests` are kept for who sends
-    the KV on. Raises ConfigError when model folder and config cannot be served.
+    notify: called on the engine thread with the events of prompts whose KV moves.
+    block_key: of the block hashes; None = drawn here.
+    model: of an earlier engine with an equal model section; None = it is loaded.
+    sends_blocks: `KvStore.digests` are kept, for a worker that sends the KV on.
+
+    Raises ConfigError when model folder and configuration cannot be served.
     """
     torch.set_num_threads(config.workers.torch_threads)
     spec = load_spec(Path(config.model.path))

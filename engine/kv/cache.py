@@ -4,8 +4,9 @@ Composes the pool (free lists, reference counts) and the prefix index (hashes, e
 this is what scheduler and handoff use. Knows no tensors, no tokens and no requests: callers pass
 block ids and block hashes. Every block is in exactly one of three states:
 
-    free          content worthless cached idle   indexed, referenced by nobody: found by its hash,
-    or evicted when blocks are needed held          referenced; indexed or not
+    free          content worthless
+    cached idle   indexed, not referenced: found by its hash, or evicted when blocks are needed
+    held          referenced; indexed or not
 
 `check_blocks` is the conservation law of these, checked when an engine is idle and in every test.
 """

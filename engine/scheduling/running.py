@@ -91,9 +91,8 @@ class DecodeColumns:
             [request.num_computed_tokens for request in self.requests], dtype=np.int64
         )
         self._sum_computed = int(self._num_computed.sum())
-        self._at_block_boundary: list[Request] | None = (
-            None  # None = not computed since they advanced
-        )
+        # None = not computed since they advanced
+        self._at_block_boundary: list[Request] | None = None
         self._num_steps_to_last: int | None = None  # None = not computed yet
 
     def __len__(self) -> int:
