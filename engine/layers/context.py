@@ -62,8 +62,8 @@ class ForwardContext:
     attention: AttentionBackend
     attention_metadata: Any  # what `attention.plan` returned for this step
     comm: Comm
-    lane: int = 0  # which of the contexts that may compute at the same time this one is
-    # The only tokens that go on behind the last layer's K and V; None = the caller chooses later.
+    lane: int = 0  # index of this context among those that may compute at the same time
+    # The only tokens computed after the last layer's K and V; None = the caller chooses later.
     last: "LastTokens | None" = None
 
 

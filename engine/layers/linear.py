@@ -39,7 +39,7 @@ class LinearWeight:
     format: WeightFormat = WeightFormat.DENSE
 
     def rows(self, start: int) -> "LinearWeight":
-        """The outputs from `start` on, in the same memory."""
+        """Returns the rows from `start` on, in the same memory."""
         assert self.format is WeightFormat.DENSE, f"{self.format} is not cut by rows"
         bias = None if self.bias is None else self.bias[start:]
         return LinearWeight(self.data[start:], bias)
@@ -65,7 +65,7 @@ class DenseLinear:
 
 
 class PackedLinear:
-    """The same from a reordered copy, the only one kept."""
+    """y = x @ weight.T + bias from a reordered copy, the only one kept."""
 
     __slots__ = ("_bias", "_packed_weight")
 
@@ -107,7 +107,7 @@ def build_linear(weight: LinearWeight, *, is_deterministic: bool = False) -> Lin
     """The map x -> x @ weight.T + bias.
 
     With `is_deterministic` a token's result on a GPU does not depend on the batch it is in; a CPU
-    makes no such promise. Raises ConfigError for a weight on a GPU that this is not possible for.
+    makes no such promise. Raises ConfigError for a weight on a GPU that cannot be deterministic.
     """
     match weight.format:
         case WeightFormat.DENSE:

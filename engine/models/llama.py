@@ -2,9 +2,9 @@
 
     ids -> embedding -> [norm -> attention -> norm -> MLP] x layers -> norm -> head -> logits
 
-What a family has or lacks (biases, QK-norm, tied embeddings, windows) became an object or a None
-while it was built; the forward pass asks for none of it. Knows no requests and keeps no state of a
-step: the KV store and all else of a step come in `ForwardContext`.
+What a family has or lacks (biases, QK-norm, tied embeddings, windows) is an object or None, chosen
+when the model is built; the forward pass has no branch for it. Knows no requests and keeps no state
+of a step: the KV store and all else of a step come in `ForwardContext`.
 """
 
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ class ForwardResult:
 
     # [S, hidden]  the stream after the final norm
     hidden: Tensor
-    # [T] bool  whether all that a token leaves in the store is a number; None = not looked at
+    # [T] bool  whether all that a token leaves in the store is finite; None = not checked
     is_finite: Tensor | None
 
 
@@ -84,12 +84,12 @@ class CausalLM:
     ) -> ForwardResult:
         """input_ids: [T] integer; mutates ctx.kv_store at the step's tokens.
 
-        logit_indices: [S] integer, the tokens whose hidden state is wanted; None = all, or those of
-        `ctx.last`. What the last layer does past its attention is done for these alone; with
-        `ctx.last` its queries and its attention, too.
-        checks_finite: looks at the stream where the last layer begins, which holds whatever went
-        wrong earlier, and at that layer's K and V. What breaks later is kept nowhere and shows in
-        the hidden states.
+        logit_indices: [S] integer, the tokens whose hidden state is returned; None = all, or those
+        of `ctx.last`. The last layer computes its MLP for these alone; with `ctx.last` its queries
+        and its attention, too.
+        checks_finite: checks the residual stream before the last layer, which holds every earlier
+        error, and that layer's K and V. Later errors are stored nowhere and show in the hidden
+        states.
         """
         x, residual = F.embedding(input_ids, self._embedding), None
         *earlier_layers, last_layer = self.layers
@@ -120,7 +120,7 @@ class CausalLM:
 class DecoderLayer:
     """Pre-norm attention and feed-forward, two parts, each `(x, residual, ctx) -> (x, residual)`.
 
-    `x` is what the part before produced and has not been added to `residual` yet. Each part adds,
+    `x` is the output of the part before, not yet added to `residual`. Each part adds,
     normalises, computes, and communicates only at its end, so that a schedule (two-batch overlap,
     tensor parallelism) can order the parts of several microbatches. `residual` None stands for a
     stream that begins with `x`.
@@ -171,7 +171,7 @@ class DecoderLayer:
     ) -> tuple[Tensor, Tensor]:
         """Second half of the attention part; returns x and residual, [S, hidden].
 
-        chosen: [S] integer, the tokens that go on; None = all.
+        chosen: [S] integer, the tokens to continue with; None = all.
         """
         attended, residual = self._attention.attend(tokens, ctx), tokens.residual
         if chosen is not None:
@@ -228,7 +228,7 @@ def _build_layer(
             layer=layer,
             head_dim=spec.head_dim,
             qkv=linear(weights.qkv),
-            # In deterministic mode K and V come from one product, whatever else is wanted of it.
+            # In deterministic mode K and V always come from one product, with or without queries.
             kv=_kv_linear(spec, weights) if is_last and not is_deterministic else None,
             out=linear(weights.output),
             head_norms=_head_norms(spec, weights),

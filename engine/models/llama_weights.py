@@ -49,7 +49,7 @@ class StackedTensor:
     split: Split = Split.NONE
 
     def of_rank(self, rank: Rank) -> "StackedTensor":
-        """The part of it that one rank holds."""
+        """Returns the part of this tensor that one rank holds."""
         if rank.size == 1:
             return self
         shares = {name: self.share_of(name, rank) for name in self.num_rows}

@@ -88,7 +88,7 @@ class PinnedCopier(AbstractContextManager["PinnedCopier"]):
             self._lanes.put(lane)
 
     def _copy_chunk(self, source: Tensor, destination: Tensor) -> None:
-        lane = self._lanes.get()  # never waits: there are as many lanes as threads
+        lane = self._lanes.get()  # never blocks: there are as many lanes as threads
         try:
             lane.copy(source, destination)
         finally:
@@ -176,7 +176,7 @@ def load_weights(
     device: torch.device,
     rank: Rank = WHOLE_MODEL,
 ) -> ModelWeights:
-    """The tensors of one rank, which reads no more of the files than its share.
+    """Loads the tensors of one rank; reads no more of the files than its share.
 
     Raises ConfigError naming file, tensor, expected and found shape.
     """
@@ -218,7 +218,7 @@ class Part:
 def allocate_weights(
     spec: ModelSpec, *, dtype: torch.dtype, device: torch.device, rank: Rank = WHOLE_MODEL
 ) -> tuple[ModelWeights, dict[str, Part]]:
-    """The tensors of one rank, unfilled, and published name -> the part of them it fills.
+    """Allocates the tensors of one rank; also returns published name -> the part it fills.
 
     The parts cover every tensor, do not overlap and are contiguous.
     """

@@ -43,12 +43,12 @@ class CapturedSteps:
         self._make_context = make_context
 
     def decode_graphs(self, sizes: Sequence[GraphSize], buffers: StepBuffers) -> StepGraphs:
-        """Not captured yet; the decode backend must be one that can be."""
+        """Returns decode graphs, not captured yet; the decode backend must be capturable."""
         assert self._attention.can_capture, "the decode backend cannot be captured"
         return self._graphs("decode", sizes, buffers, self._decode)
 
     def prompt_graphs(self, sizes: Sequence[GraphSize], buffers: StepBuffers) -> StepGraphs:
-        """Not captured yet; the prefill backend must be one that can be."""
+        """Returns prompt graphs, not captured yet; the prefill backend must be capturable."""
         assert self._attention.can_capture_prompts, "the prefill backend cannot be captured"
         return self._graphs("prompt", sizes, buffers, self._prompt)
 
@@ -81,20 +81,20 @@ class CapturedSteps:
         return self._output(buffers, size, logits, None)
 
     def _prompt(self, buffers: StepBuffers, size: GraphSize, ctx: ForwardContext) -> GraphOutput:
-        """Any number of tokens for each of the first rows of `buffers`, and a line for each."""
+        """Computes any number of tokens of the first rows of `buffers`, and a line for each row."""
         indices = buffers.on_device("logit_indices", size.num_rows)
         result = self._model.forward(self._ids(buffers, size), ctx, indices, checks_finite=True)
         logits = self._model.logits(result.hidden)
         is_finite = result.is_finite
         if size.span_tokens is not None and is_finite is not None:
-            # Between two rows lies padding, of which nobody wants to know.
+            # The padding between two rows is not checked.
             is_finite = is_finite | (ctx.slots < 0)
         return self._output(buffers, size, logits, is_finite)
 
     def _output(
         self, buffers: StepBuffers, size: GraphSize, logits: Tensor, is_finite_token: Tensor | None
     ) -> GraphOutput:
-        """Keeps each line's best token as its row's newest; another choice is kept after it."""
+        """Keeps each line's best token as its row's newest; sampling may overwrite it later."""
         choice = greedy(logits)
         rows = buffers.on_device("sampled_rows", size.num_rows)
         drawn = keep_last_tokens(choice.token_ids, choice.is_finite, rows, self._last_tokens)

@@ -1,11 +1,11 @@
-"""Decode steps of the same rows, one behind the other: from one's inputs to the next one's.
+"""Consecutive decode steps of the same rows: the next step's inputs from the last one's.
 
     num_keys, positions, slots   + 1
     input_ids                    the row's newest token
     cu_blocks, block_ids         one block more for each row whose token is the first of a block
 
-Everything else stays as it is, on the host and on the device. `input_batch` is what says what a
-step's inputs are; this says the same sooner, and says nothing where more than that has changed.
+Everything else stays as it is, on the host and on the device. `write_input_batch` defines a step's
+inputs; this computes the same faster, and declines where more than that has changed.
 """
 
 import msgspec
@@ -38,7 +38,7 @@ class _Crossing(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DecodeRun:
-    """The last step in the buffers of decode graphs, from which the next one may go on."""
+    """The last decode step in the graphs' buffers, which the next one may continue."""
 
     def __init__(
         self,
@@ -51,24 +51,24 @@ class DecodeRun:
         self._request_rows = request_rows
         self._block_tables = block_tables
         self._block_size = block_size
-        self._plan: StepPlan | None = None  # None = no step to go on from
+        self._plan: StepPlan | None = None  # None = there is no step to continue
         self._inputs: DecodeInputs | None = None
         self._has_newest_ids = False  # whether its input ids were each row's newest token
 
     def begin(self, plan: StepPlan, inputs: DecodeInputs) -> None:
-        """A decode step was written, by whatever way; its rows are padded but not in spans."""
+        """Notes the decode step that was written; its rows are padded but not in spans."""
         self._plan, self._inputs = plan, inputs
         self._has_newest_ids = False
 
     def end(self) -> None:
-        """Rows were admitted or released: no step goes on from here."""
+        """Ends the run: rows were admitted or released."""
         self._plan = self._inputs = None
 
     def go_on(self, plan: StepPlan) -> DecodeInputs | None:
-        """Write and send `plan`'s inputs if it is the step behind the last one; None if it is not.
+        """Write and send `plan`'s inputs if it continues the last step; None if it does not.
 
-        The plan's blocks were appended. None as well, and nothing is written, where the plan is
-        wrong: `write_input_batch` says how.
+        The plan's blocks were appended. Also None, and nothing is written, for a wrong plan:
+        `write_input_batch` raises the error.
         """
         last = self._inputs
         if self._plan is None or last is None or not _has_same_rows(plan, self._plan):
@@ -134,7 +134,7 @@ class DecodeRun:
 
 
 def _has_same_rows(plan: StepPlan, last: StepPlan) -> bool:
-    """Whether both compute the same for the same rows in the same order."""
+    """Whether both plans compute the same for the same rows in the same order."""
     return (
         plan.rows == last.rows
         and plan.num_new_tokens == last.num_new_tokens
@@ -146,7 +146,7 @@ def _has_same_rows(plan: StepPlan, last: StepPlan) -> bool:
 def _insert(
     values: NDArray[np.int32], places: NDArray[np.int64], new: NDArray[np.int32]
 ) -> NDArray[np.int32]:
-    """`values` with new[i] before what stands at places[i], which ascend."""
+    """Inserts new[i] into `values` before index places[i]; places ascend."""
     merged = np.empty(len(values) + len(new), dtype=np.int32)
     is_old = np.ones(len(merged), dtype=bool)
     new_places = places + np.arange(len(new))
@@ -162,7 +162,7 @@ def _write_blocks(
     block_ids: NDArray[np.int32],
     size: GraphSize,
 ) -> None:
-    """Padding rows behind the step's own have none."""
+    """Writes the rows' blocks; padding rows after the step's own have none."""
     fields["cu_blocks"][: len(cu_blocks)] = cu_blocks
     fields["cu_blocks"][len(cu_blocks) : size.num_rows + 1] = cu_blocks[-1]
     fields["block_ids"][: len(block_ids)] = block_ids

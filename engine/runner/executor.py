@@ -2,8 +2,8 @@
 
 `launch` only queues work: a step's sampled tokens stay on the device, where the next step finds
 them, and are copied to the host behind it. So a step may be launched before the one before it was
-waited for. Knows no requests: a row is a slot in its tables. What a row is, when it runs and which
-blocks it gets, the plan says.
+waited for. Knows no requests: a row is a slot in its tables. The plan says which rows run and which
+blocks they get.
 """
 
 from collections.abc import Callable
@@ -50,7 +50,8 @@ from engine.sampling.sampled import RowSampler as RowSampler
 from kernels.attention.phased import PhasedAttention
 from kernels.input_ids import keep_last_tokens, resolve_input_ids
 
-# From here on the last layer's queries and attention take longer than planning the smaller step.
+# With this many tokens the last layer's queries and attention cost more than planning a smaller
+# step.
 _MIN_TOKENS_TO_SKIP_QUERIES = 1024
 
 
@@ -58,7 +59,7 @@ class Executor:
     """Owns the model, the KV store and the rows' tables of one worker.
 
     Not thread-safe: one thread launches steps. Blocks may be read or written through `kv_store`
-    by others between steps, as far as the block pool says they are theirs.
+    by others between steps, if the block pool has given them to those.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class Executor:
         attention: PhasedAttention,
         sends_blocks: bool = False,
     ) -> None:
-        """`sends_blocks`: `kv_store.digests` are kept of all that steps write."""
+        """`sends_blocks`: keep `kv_store.digests` of all blocks that steps write."""
         assert max_model_len <= model.rotary.max_tokens, (
             f"{max_model_len} tokens for a model built for {model.rotary.max_tokens}"
         )
@@ -151,7 +152,7 @@ class Executor:
         """Queue a step: apply admissions and blocks, compute, sample, and keep the tokens.
 
         A row whose numbers are not finite gets no token and `is_finite` says so; other rows are
-        unaffected, and stay so if its blocks are zeroed before they serve anybody else.
+        unaffected, and stay so if its blocks are zeroed before they are used again.
         """
         if not plan.rows:
             with torch.inference_mode():
@@ -225,7 +226,7 @@ class Executor:
         )
 
     def _compute_everywhere(self, plan: StepPlan, chunks: list[PromptChunk]) -> ComputedStep:
-        """A step in which somebody asks for more than the last positions; no graph does that."""
+        """Runs a step without a graph: a row needs logits of more than its last positions."""
         if self._prompt_steps is not None:
             self._prompt_steps.count(plan.num_tokens, max(plan.num_new_tokens), None)
         batch = self._write_batch(plan, self._buffers)
@@ -282,13 +283,13 @@ class Executor:
         *,
         checks_finite: bool = False,
     ) -> ForwardResult:
-        """The stream before the final norm, at `logit_indices` (None: at every token)."""
+        """Returns hidden states before the final norm, at `logit_indices`; None = all tokens."""
         ctx = self._context(batch.positions, batch.slots, self._attention.plan(batch.attention))
         ids = resolve_input_ids(batch.input_ids, self._last_tokens)
         return self.model.forward(ids, ctx, logit_indices, checks_finite=checks_finite)
 
     def _forward_to_last(self, batch: InputBatch) -> ForwardResult:
-        """The stream after the final norm at every row's last token, in batch order."""
+        """Returns hidden states after the final norm of each row's last token, in batch order."""
         step = self._last_token_steps.of(batch.attention)
         last_ctx = self._context(step.positions, step.slots, self._attention.plan(step.attention))
         ctx = replace(

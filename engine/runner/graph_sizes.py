@@ -15,8 +15,8 @@ PromptForm = Literal["ragged", "grid"]
 # Rows of a ragged graph. Each costs a line of logits, whether or not a step uses it: where graphs
 # are to hold more, steps of no more than these keep graphs of their own.
 FEW_ROWS = 128
-# On the device a graph gains nothing beyond 1,024 tokens. But a step that is launched kernel by
-# kernel keeps the host meanwhile, and with it the tokens of the step before.
+# Beyond 1,024 tokens a graph makes the device no faster. But launching a step kernel by kernel
+# occupies the host, which delays the tokens of the step before.
 _MAX_RAGGED_TOKENS = 4096
 
 
@@ -46,23 +46,23 @@ class GraphSize:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptSizes:
-    """The sizes captured for prompt steps, and how short a step is that they are meant for."""
+    """The sizes captured for prompt steps, and the longest step that they are meant for."""
 
     form: PromptForm
     # ascending by tokens
     sizes: tuple[GraphSize, ...]
-    max_tokens: int  # of a step
+    max_tokens: int  # of an eligible step
     max_row_tokens: int
 
     @property
     def graph_token_sizes(self) -> tuple[int, ...]:
-        """Tokens of the steps that a graph computes nothing beside; () where rows decide too."""
+        """Token counts of steps that a graph computes without padding; () if rows matter, too."""
         if self.form != "ragged":
             return ()
         return tuple(dict.fromkeys(size.num_tokens for size in self.sizes))
 
     def is_eligible(self, num_tokens: int, longest_row: int) -> bool:
-        """Whether a step is short enough; one of too many rows may still fit none."""
+        """Whether a step is short enough; with too many rows it may still fit no graph."""
         return num_tokens <= self.max_tokens and longest_row <= self.max_row_tokens
 
 

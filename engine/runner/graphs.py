@@ -27,7 +27,7 @@ class CaptureStatistics:
 
     num_graphs: int
     capture_s: float
-    capture_bytes: int  # of the device's memory, beyond what was taken before
+    capture_bytes: int  # of the device's memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +43,7 @@ class PromptStepStatistics:
     num_eligible: int
     num_replayed: int
     num_replayed_tokens: int
-    num_padding_tokens: int  # computed beside those for nothing
+    num_padding_tokens: int  # padding that the graphs computed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +106,7 @@ class GraphOutput:
         """Returns the output without the padding after the step's last token."""
         flags = self.is_finite_token
         if num_sampled == len(self.drawn) and (flags is None or num_tokens == len(flags)):
-            return self  # nothing is padding, and a view costs what a launch does
+            return self  # there is no padding, and a view costs as much as a launch
         return GraphOutput(
             logits=self.logits[:num_sampled],
             greedy=GreedyChoice(
@@ -126,7 +126,7 @@ class Recorder(Protocol):
         ...
 
     def free_bytes(self) -> int:
-        """Memory nobody has taken where recorded work runs."""
+        """Free bytes of the device's memory."""
         ...
 
 

@@ -18,7 +18,7 @@ def grid_sizes(
 ) -> PromptSizes:
     """Returns a size for every number of rows with every length.
 
-    max_row_tokens: rows with more new tokens are none of the grid's, at least the longest length.
+    max_row_tokens: rows with more new tokens use no grid graph; at least the longest length.
     """
     sizes = [
         GraphSize(num_rows=num_rows, num_tokens=num_rows * length, span_tokens=length)

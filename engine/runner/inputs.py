@@ -41,7 +41,7 @@ _ALIGNMENT = 32  # int32 elements: kernels are specialised on aligned addresses
 
 
 class StepBuffers:
-    """Room for steps of up to `max_rows` rows, `max_tokens` tokens and `max_block_ids` blocks."""
+    """Buffers for steps of up to `max_rows` rows, `max_tokens` tokens, `max_block_ids` blocks."""
 
     def __init__(
         self, *, max_rows: int, max_tokens: int, max_block_ids: int, device: torch.device
@@ -81,7 +81,7 @@ class StepBuffers:
         return self._fields[self._turn]
 
     def write_again(self) -> "HostFields":
-        """The same, filled already with what was sent last."""
+        """Like `write`, but the buffer already holds what was sent last."""
         last = self._fields[self._turn].memory
         fields = self.write()
         fields.memory[: self._num_sent] = last[: self._num_sent]
@@ -132,7 +132,7 @@ class RequestRows:
         self._end_given: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)
 
     def add(self, row: int, token_ids: Sequence[int], num_computed_tokens: int = 0) -> None:
-        """Occupy a free row with all tokens known so far; the first ones no step computes again."""
+        """Occupy a free row with all known tokens; the first ones are not computed again."""
         assert not self.is_occupied(row), f"row {row} is occupied"
         assert 0 < len(token_ids) <= self._token_ids.shape[1], (
             f"row {row}: {len(token_ids)} tokens, the table has room for {self._token_ids.shape[1]}"
@@ -226,10 +226,10 @@ def write_input_batch(
     *,
     padded_to: GraphSize | None = None,
 ) -> InputBatch:
-    """Fill `buffers` and send them; `plan` has rows, its admissions and new blocks were applied.
+    """Fill `buffers` and send them. `plan` has rows; its admissions and new blocks were applied.
 
-    `padded_to`: rows lie as a graph of that size has them, and what they leave of it is made
-    harmless: token 0, nothing written to the store.
+    `padded_to`: rows are laid out for a graph of that size, and its padding is harmless: token 0,
+    nothing written to the store.
     """
     rows = _rows_of(plan, padded_to.span_tokens if padded_to else None)
     _check(plan, rows, request_rows, block_tables, layout)
@@ -310,7 +310,7 @@ class _Rows:
 def _rows_of(plan: StepPlan, span_tokens: int | None) -> _Rows:
     """Lays out the rows of a plan: one after the other, or each at the end of its own span."""
     num_computed = np.array(plan.num_computed_tokens, dtype=np.int64)
-    if plan.is_decode:  # what the others come to, sooner
+    if plan.is_decode:  # a faster way to the same
         plan_rows = num_computed.argsort(kind="stable")
         num_new = num_samples = np.ones(len(plan_rows), np.int64)
     else:
@@ -370,7 +370,7 @@ def _write_tokens(
 
 
 def _pad(fields: HostFields, rows: _Rows, size: GraphSize, *, spare_row: int) -> None:
-    """Rows and tokens up to `size` that change nothing anybody reads; tokens are written later."""
+    """Pads rows and tokens up to `size`; padding changes nothing. Tokens are written later."""
     num_rows, num_sampled = len(rows.rows), len(rows.sampling)
     if size.span_tokens is None:
         _pad_rows(fields, num_rows, rows.end_token, size)
@@ -416,7 +416,7 @@ def _check(
     block_tables: BlockTables,
     layout: KvLayout,
 ) -> None:
-    """Our own invariants: a plan that breaks one would read or write another row's memory."""
+    """Asserts invariants: a plan that breaks one would access another row's memory."""
     num_new, num_computed, num_keys = rows.num_new, rows.num_computed, rows.num_keys
     num_known = request_rows.num_known_tokens(rows.rows)
     num_slots = block_tables.num_blocks(rows.rows) * layout.block_size

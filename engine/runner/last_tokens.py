@@ -1,7 +1,7 @@
-"""Each row's last token as a step of its own: what is left to do behind the last layer's K and V.
+"""Each row's last token as a step of its own: the work after the last layer's K and V.
 
-Nobody reads the other tokens there. Derived from a step's rows on the device, without another copy
-from the host. Knows no plan and no model.
+Other tokens are not needed there. The step is derived from a step's rows on the device, without
+another copy from the host. Knows no plan and no model.
 """
 
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class LastTokenStep:
 
 
 class LastTokenSteps:
-    """Makes them; holds the tensors that are the same for all."""
+    """Makes last-token steps; holds the tensors that all of them share."""
 
     def __init__(self, max_rows: int, device: torch.device) -> None:
         self._cu_tokens = torch.arange(max_rows + 1, dtype=torch.int32, device=device)

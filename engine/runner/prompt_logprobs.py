@@ -1,10 +1,10 @@
-"""Log-probabilities of prompt tokens: from the hidden states of a chunk, where somebody asked.
+"""Log-probabilities of prompt tokens, for rows that asked, from the hidden states of a chunk.
 
-A chunk of a prompt's tokens [c, c + n) tells of the tokens [c + 1, c + n], as far as the prompt has
-them. Logits of so many positions would not fit beside the model, so they are made of a few at a
-time and reduced before the next: at most `_SLICE_POSITIONS` lines of the vocabulary exist at once,
-of which the best tokens need about 30 bytes a logit (0.3 GB for a vocabulary of 152,000). What is
-left of a step is small, stays on the device and is copied behind it, as its tokens are.
+A chunk of a prompt's tokens [c, c + n) gives those of the tokens [c + 1, c + n], as far as the
+prompt has them. Logits of so many positions would not fit beside the model, so they are made of a
+few at a time and reduced before the next: at most `_SLICE_POSITIONS` lines of the vocabulary exist
+at once, of which the best tokens need about 30 bytes a logit (0.3 GB for a vocabulary of 152,000).
+What is left of a step is small, stays on the device and is copied behind it, as its tokens are.
 """
 
 from collections.abc import Callable, Iterator
@@ -31,7 +31,7 @@ class PromptChunk:
 
     plan_row: int
     row: int  # of the device
-    first: int  # position whose hidden state tells of the next token
+    first: int  # position whose hidden state predicts the next token
     num_positions: int
     num_best: int  # the k it asked for
 
@@ -48,7 +48,7 @@ class PromptTensors:
     is_finite: Tensor  # bool [N]
 
     def map(self, copy: Callable[[Tensor], Tensor]) -> "PromptTensors":
-        """The same with `copy` applied to every tensor, to bring them to the host for instance."""
+        """Applies `copy` to every tensor, for instance to bring them to the host."""
         return replace(
             self,
             chosen=copy(self.chosen),
@@ -59,7 +59,7 @@ class PromptTensors:
         )
 
     def not_finite(self) -> list[int]:
-        """Plan rows with a position whose logits were not numbers. The tensors are read here."""
+        """Plan rows with a position whose logits were not finite; reads the tensors."""
         return [c.plan_row for c, at in self._places() if not bool(self.is_finite[at].all())]
 
     def records(self) -> dict[int, PromptLogprobs]:
@@ -89,7 +89,9 @@ class _Asked:
 
 
 class PromptLogprobRows:
-    """The rows whose prompt is asked about, until it is computed; other steps cost nothing.
+    """The rows that want log-probabilities of their prompt, until it is computed.
+
+    Steps without such rows cost nothing.
 
     `compute_logits`: hidden [S, hidden] -> logits [S, vocab].
     """
@@ -106,7 +108,7 @@ class PromptLogprobRows:
         self._asked: dict[int, _Asked] = {}
 
     def add(self, admission: RowAdmission) -> None:
-        """Take the row if its prompt is asked about, and no output says that it was answered."""
+        """Take the row if it wants log-probabilities of its prompt and has no output yet."""
         num_best, num_prompt = admission.params.prompt_logprobs, admission.num_prompt_tokens
         if num_best is not None and len(admission.token_ids) == num_prompt:
             self._asked[admission.row] = _Asked(num_best=num_best, num_prompt_tokens=num_prompt)
@@ -115,7 +117,7 @@ class PromptLogprobRows:
         self._asked.pop(row, None)
 
     def due(self, plan: StepPlan) -> list[PromptChunk]:
-        """The chunks of the step that tell of a prompt; a row whose prompt it ends is forgotten."""
+        """Returns the step's chunks of such prompts; forgets a row whose prompt ends."""
         if not self._asked or self._asked.keys().isdisjoint(plan.rows):
             return []
         chunks = []

@@ -2,8 +2,7 @@
 
 How many KV blocks fit a GPU is measured on a trial executor, not estimated: the trial has few
 blocks and does all that takes memory besides them (the largest step, every kind of sampling, every
-graph). What that leaves of the allowed share is the store's. What runs on a replica, and when, is
-not known here.
+graph). The store gets what that leaves of the allowed share. Knows neither requests nor steps.
 """
 
 import gc
@@ -80,7 +79,7 @@ class Replica:
     ) -> None:
         """`model`: built before from an equal model section; None = its weights are loaded here.
 
-        `matchers`: of rows with a constraint; None = there are none. `sends_blocks`: as of
+        `matchers`: of rows with a constraint; None = there are none. `sends_blocks`: see
         `Executor`.
         Raises ConfigError: model, backend and device do not go together.
         """
@@ -92,13 +91,13 @@ class Replica:
         self._device = torch.device(config.model.device)
         asked = config.model.max_model_len
         self._max_model_len = spec.max_model_len if asked is None else asked
-        attention = self._build_attention()  # refuses in a moment what loading would delay
+        attention = self._build_attention()  # first, because it may refuse, and loading takes long
         self._uses_graphs = _uses_graphs(config, attention)
         self._prompt_sizes = build_prompt_sizes(config, attention, uses_graphs=self._uses_graphs)
         self._model = self._load_model() if model is None else model
 
     def build_executor(self) -> Executor:
-        """Warmed up and captured, with as many blocks as configured or as fit."""
+        """Builds a warmed-up, captured executor with as many blocks as configured or as fit."""
         num_blocks = self._config.cache.num_blocks
         if num_blocks is None:
             num_blocks = self._num_blocks_that_fit() if self._is_gpu else CPU_BLOCKS
@@ -106,7 +105,7 @@ class Replica:
 
     @property
     def graph_token_sizes(self) -> tuple[int, ...]:
-        """Tokens of prompt steps that compute nothing in vain, ascending; () = all alike."""
+        """Token counts of prompt steps without padding, ascending; () = none is better."""
         return () if self._prompt_sizes is None else self._prompt_sizes.graph_token_sizes
 
     @property

@@ -41,22 +41,23 @@ class ComputedStep(msgspec.Struct, frozen=True, kw_only=True):
     replayed: GraphOutput | None
     # [T] bool; None = the logits tell
     is_finite_token: Tensor | None
-    prompt: PromptTensors | None = None  # None = no row's prompt is asked about
+    prompt: PromptTensors | None = None  # None = no row wants log-probabilities of its prompt
 
 
 class StepTimer:
-    """Times one step after the other. On a CPU, where a launch computes, by the host's clock."""
+    """Times steps one after the other; on a CPU, where a launch computes, by the host's clock."""
 
     def __init__(self, device: torch.device) -> None:
         is_cuda = device.type == "cuda"
         self._start = torch.cuda.Event(enable_timing=True) if is_cuda else None
         self._end = torch.cuda.Event(enable_timing=True) if is_cuda else None
-        self._stream: torch.cuda.Stream | None = None  # asked for once a step: as dear as to record
+        # Looked up once a step: that costs as much as recording an event.
+        self._stream: torch.cuda.Stream | None = None
         self._started_s = 0.0
         self._took_s = 0.0
 
     def start(self) -> None:
-        """The step's first work comes now; the one timed before was waited for."""
+        """Starts the timing of a step; the one timed before was waited for."""
         if self._start is not None:
             self._stream = torch.cuda.current_stream()
             self._start.record(self._stream)
@@ -86,14 +87,14 @@ class StepTimer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrittenBlocks:
-    """The blocks of one launched step; their digests are there when the stream has got there."""
+    """The blocks of one launched step, and their digests, complete when the stream gets there."""
 
     block_ids: list[int]
     digests: Tensor  # int64 [n], on the host
     store: KvStore
 
     def keep(self) -> None:
-        """The step was waited for: write them to the store's books."""
+        """Stores the digests; the step must have been waited for."""
         self.store.digests.keep(self.block_ids, self.digests.tolist())
 
 
@@ -138,7 +139,7 @@ class StepSlots:
         self._free: list[StepSlot] = []
 
     def take(self) -> StepSlot:
-        """A slot that no step uses."""
+        """Returns a slot that no step uses."""
         return self._free.pop() if self._free else StepSlot(self._max_rows, self._device)
 
     def give_back(self, slot: StepSlot) -> None:
@@ -157,13 +158,13 @@ class StepTensors:
 
     # [S] int32  a token or `NOT_FINITE`; None: no row of the step samples
     drawn: Tensor | None
-    # [T] bool; None = the sampled rows' logits say all there is to say
+    # [T] bool; None = the sampled rows' logits suffice
     is_finite_token: Tensor | None
     # Of the few rows that ask; None = there is none.
     logprobs: LogprobTensors | None = None
     labels: LabelTensors | None = None
     prompt: PromptTensors | None = None
-    # Of a worker that sends its blocks away; on the host already, or on its way there.
+    # Of a worker that sends its blocks; on the host, or on the way there.
     written: WrittenBlocks | None = None
 
 
@@ -251,7 +252,7 @@ class PendingStep:
     def _label_values(
         self, sampled_places: NDArray[np.int64], token_ids: list[int]
     ) -> dict[int, list[float]]:
-        """Place in the plan -> what a row that ends with its prompt asked for, if it is finite."""
+        """Place in the plan -> label scores of a row that ends with its prompt, if finite."""
         if self._labels is None:
             return {}
         places: list[int] = sampled_places.tolist()
@@ -274,7 +275,7 @@ class EmptyStep:
 
 
 def _to_host(tensor: Tensor) -> Tensor:
-    """A copy that is complete when the stream gets there; on the CPU, the tensor itself."""
+    """Returns a host copy, complete when the stream gets there; on a CPU the tensor itself."""
     if not tensor.is_cuda:
         return tensor
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

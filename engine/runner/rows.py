@@ -1,7 +1,7 @@
 """The device rows between steps: what a plan's admissions, releases and blocks change.
 
-Composes what is kept of a row: its known tokens, its blocks, how it samples, and whether its prompt
-is asked about. Knows no requests; which row is whose, the plan says.
+Composes what is kept of a row: its known tokens, its blocks, how it samples, and whether it wants
+log-probabilities of its prompt. Knows no requests.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ class Rows:
         prompt_logprobs: PromptLogprobRows,
         num_blocks: int,
     ) -> None:
-        """num_blocks: of the store that block ids are about."""
+        """num_blocks: of the store that block ids refer to."""
         self.tokens = tokens
         self.blocks = blocks
         self.sampler = sampler

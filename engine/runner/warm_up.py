@@ -12,7 +12,7 @@ from engine.request import SamplingParams
 from engine.runner.executor import Executor
 
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
-# One of each kind of sampling; a row that draws is shaped, and shaped rows take other kernels.
+# One of each kind of sampling, because each launches other kernels.
 SAMPLING_KINDS = (
     SamplingParams(max_tokens=1, temperature=1.0),
     SamplingParams(max_tokens=1, temperature=0.7, top_k=20, top_p=0.9, min_p=0.01),
@@ -30,7 +30,7 @@ SAMPLING_KINDS = (
         repetition_penalty=1.1,
     ),
 )
-# As much of a vocabulary at once as prompts are ever read with, and more than one slice of it.
+# More than one slice of prompt log-probabilities, each as large as it ever is.
 ASKED_PROMPT_TOKENS = 80
 ASKS_PROMPT = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=20)
 
@@ -49,7 +49,7 @@ class _DummyRow:
 def warm_up(
     executor: Executor, *, num_rows: int, num_blocks: int, max_tokens: int, max_row_tokens: int
 ) -> None:
-    """Run each kind of step once, within so many rows, blocks, and new tokens a step and a row."""
+    """Run each kind of step once, within these limits of rows, blocks, and tokens."""
     block_size = executor.layout.block_size
     is_gpu = executor.model.device.type == "cuda"
     for rows in _gpu_steps(num_rows, max_tokens, max_row_tokens) if is_gpu else _cpu_steps():
@@ -100,7 +100,7 @@ def _gpu_steps(num_rows: int, max_tokens: int, max_row_tokens: int) -> Iterator[
 
 
 def _plan(rows: Sequence[_DummyRow], block_size: int) -> StepPlan:
-    """A step that admits `rows` on consecutive blocks, computes their new tokens and samples."""
+    """Plans a step that admits `rows` on consecutive blocks, computes them and samples."""
     admissions = []
     next_block = 0
     for index, row in enumerate(rows):

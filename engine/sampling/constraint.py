@@ -1,7 +1,7 @@
-"""Logits held to a constraint: before a row samples, whatever would break it becomes impossible.
+"""Holds logits to a constraint: before a row samples, tokens that would break it are banned.
 
 What may come next is computed on the host, from every token the row has; so a row samples only
-after its newest token was heard here (`accept_token`). All rows of a step share one copy to the
+after its newest token was accepted (`accept_token`). All rows of a step share one copy to the
 device and one launch there, and a step without such rows costs nothing. Knows no languages of
 constraints: a matcher says which tokens may come next.
 """
@@ -24,14 +24,14 @@ class Matcher(Protocol):
     """Follows one output, token by token."""
 
     def accept_token(self, token_id: int) -> bool:
-        """The output goes on with this token; False if it may not, and then nothing may follow."""
+        """Appends a token to the output; False if it is not allowed: then nothing may follow."""
         ...
 
     def fill_next_token_bitmask(self, bitmask: Tensor, index: int = 0) -> bool:
-        """Write line `index` of `bitmask` int32 [P, words]: bit i of word w says 32 * w + i may.
+        """Write line `index` of `bitmask`, int32 [P, words]: bit i of word w is token 32 w + i.
 
-        A line in which everything may come can be left alone: it holds ones. One without any bit
-        says that the output cannot be followed any more: its request ends with an error.
+        A line that allows everything can be left alone: it holds ones. A line without any bit
+        means that the output cannot be followed any more; its request ends with an error.
         """
         ...
 
@@ -87,9 +87,9 @@ class Constraints:
         self._matchers.pop(row, None)
 
     def accept_token(self, row: int, token_id: int) -> None:
-        """The row's output goes on with this token, which was sampled under its constraint.
+        """Accepts the row's newest token, which was sampled under its constraint.
 
-        A matcher that does not take it, as it allowed it before, has run into its own limits.
+        A matcher that refuses a token it allowed before has run into its own limits.
         """
         if not self._matchers[row].accept_token(token_id):
             logger.error("row %d: token %d cannot be followed", row, token_id)
@@ -106,7 +106,7 @@ class Constraints:
         self._ban(logits, positions, packed)
 
     def observe(self, rows: list[int], token_ids: Tensor) -> None:
-        """Their ids are on the device: `accept_token` tells them once they are known here."""
+        """Does nothing: `accept_token` gets the ids once the host knows them."""
 
     # packed int32:  [0 .... M) lines of the logits   [M .... M + M * words) their masks
 
@@ -141,15 +141,15 @@ class NothingMayFollow:
 
 
 class _Phase(Enum):
-    START = auto()  # no token yet: it may think or answer
+    START = auto()  # no token yet: the model may think or answer
     THINKING = auto()
     ANSWER = auto()
 
 
 class AfterThinking:
-    """A matcher that binds behind a model's thinking, if it thinks at all.
+    """A matcher that starts after the model's thinking, if it thinks at all.
 
-    Thinking is free, but it cannot end the output: there would be no answer.
+    Thinking is unconstrained, but it cannot end the output: there would be no answer.
     """
 
     def __init__(self, answer: Matcher, thinking: Thinking, eos_token_ids: tuple[int, ...]) -> None:

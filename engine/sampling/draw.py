@@ -70,24 +70,24 @@ class GumbelNoise:
 
 
 class Draw(Protocol):
-    """The rows that have a temperature, and where each stands in its own sequence of draws."""
+    """The rows that have a temperature, and each one's position in its sequence of draws."""
 
     def __contains__(self, row: object) -> bool: ...
 
     def add(
         self, row: int, params: SamplingParams, prompt_ids: list[int], output_ids: list[int]
     ) -> bool:
-        """Take the row unless it is greedy; say whether it was taken."""
+        """Take the row unless it is greedy; returns whether it was taken."""
         ...
 
     def remove(self, row: int) -> None:
-        """Forget the row; one never taken is fine."""
+        """Forget the row; does nothing for one that was never taken."""
         ...
 
     def choose(self, logits: Tensor, positions: list[int], rows: list[int]) -> GreedyChoice:
         """Draw for line `positions[p]` of `logits` [S, vocab] as `rows[p]` asks; [P] results.
 
-        The rows are ours; logits are left as they are. Advances no row.
+        All rows were taken here. Leaves logits as they are and advances no row.
         """
         ...
 
@@ -136,7 +136,7 @@ class TorchDraw:
 
 
 class FusedDraw:
-    """The same by `kernels.sampling.rows_triton`, without waiting.
+    """Does the same by `kernels.sampling.rows_triton`, without waiting.
 
     Parameters are kept on the host and sent with each step, so rows may come and go while earlier
     steps are still on the GPU: those have their own copy.

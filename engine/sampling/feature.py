@@ -22,15 +22,15 @@ class LogitFeature(Protocol):
     def add(
         self, row: int, params: SamplingParams, prompt_ids: list[int], output_ids: list[int]
     ) -> bool:
-        """Take the row if its parameters ask for this feature; say whether they do."""
+        """Take the row if its parameters ask for this feature; returns whether they do."""
         ...
 
     def remove(self, row: int) -> None:
-        """Forget the row; one this feature never took is fine."""
+        """Forget the row; does nothing for one that was never taken."""
         ...
 
     def apply(self, logits: Tensor, rows: list[int]) -> None:
-        """Change `logits` fp32 [P, vocab] in place, where `rows[p]` is a row of ours."""
+        """Change `logits` fp32 [P, vocab] in place; this feature has taken every `rows[p]`."""
         ...
 
     def observe(self, rows: list[int], token_ids: Tensor) -> None:

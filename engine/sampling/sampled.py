@@ -30,7 +30,7 @@ class LogprobTensors:
     num_finite: Tensor  # int64 [P]  leading entries of `top_values` above -inf
 
     def map(self, copy: Callable[[Tensor], Tensor]) -> "LogprobTensors":
-        """The same with `copy` applied to every tensor, to bring them to the host for instance."""
+        """Applies `copy` to every tensor, for instance to bring them to the host."""
         return LogprobTensors(
             positions=self.positions,
             limits=self.limits,
@@ -66,7 +66,7 @@ class LabelTensors:
     values: Tensor  # fp32 [L]  line by line
 
     def map(self, copy: Callable[[Tensor], Tensor]) -> "LabelTensors":
-        """The same with `copy` applied to the tensor."""
+        """Applies `copy` to the tensor."""
         return replace(self, values=copy(self.values))
 
     def by_line(self) -> dict[int, list[float]]:
@@ -87,7 +87,7 @@ class SampledTensors(msgspec.Struct, frozen=True, kw_only=True):
     labels: LabelTensors | None = None  # of rows whose token is not to be used; None = no such row
 
     def is_choice(self, choice: GreedyChoice) -> bool:
-        """Whether this is `choice` itself, of which nothing had to be changed, and no more."""
+        """Whether this is the greedy choice unchanged, without log-probabilities or labels."""
         return (
             self.token_ids is choice.token_ids
             and self.is_finite is choice.is_finite
