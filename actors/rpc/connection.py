@@ -124,7 +124,9 @@ class CallConnection(asyncio.Protocol):
             self.abandon()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        logger.info("the connection to %s has ended: %s", self._name, exc)
+        # Without an error somebody closed it: a worker that still loads does, again and again.
+        level = logging.DEBUG if exc is None else logging.INFO
+        logger.log(level, "the connection to %s has ended: %s", self._name, exc)
         self._lost.set_result(None)
         for waiting in self._answers.values():
             if not waiting.done():
