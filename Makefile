@@ -25,7 +25,7 @@ serve: $(STAMP)
 	$(VENV)/bin/serve run serve_app:app
 
 test: $(STAMP)
-	$(VENV)/bin/python -m pytest -n 2 -m "not ray and not lab and $(EVERYDAY)"
+	$(VENV)/bin/python -m pytest -n 2 --dist worksteal -m "not ray and not lab and $(EVERYDAY)"
 	$(VENV)/bin/python -m pytest -m "ray and not lab and $(EVERYDAY)"
 
 # Tests of our own benches and checks; .ci/run says when.

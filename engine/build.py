@@ -94,10 +94,8 @@ def build_engine(
     """Load the model and put the parts together.
 
     notify: called on the engine thread with the events of prompts whose KV moves.
-    block_key: of the block hashes; None = drawn here.
-    model: of an earlier engine with an equal model section; None = it is loaded.
-    sends_blocks: `KvStore.digests` are kept, for a worker that sends the KV on.
-
+    block_key: of the block hashes; None = drawn here. model: of an earlier engine with an equal
+    model section; None = it is loaded. sends_blocks: `KvStore.digests` are kept.
     Raises ConfigError when model folder and configuration cannot be served.
     """
     torch.set_num_threads(config.workers.torch_threads)
