@@ -4,7 +4,7 @@ On a CPU the interpreter runs small cases in one process; all others need a GPU.
 """
 
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -161,36 +161,59 @@ def _replay_problems(
 
 
 def interpreted_cases() -> None:
-    """Called in a process of its own, where Triton interprets; two of the cases, drawn anew."""
-    check_interpreted(random.Random(fresh_seed()).sample(range(5), 2))
+    """Called in a process of its own, where Triton interprets; some checks, drawn anew."""
+    for check in random.Random(fresh_seed()).sample(interpreted_checks(), 3):
+        check()
 
 
 def all_interpreted_cases() -> None:
-    check_interpreted(range(5))
+    for check in interpreted_checks():
+        check()
 
 
-def check_interpreted(chosen: Iterable[int]) -> None:
-    cases = [
-        (ROW_SETS["decodes"], (8, 2), torch.float32, 16),
-        (ROW_SETS["everything"], (3, 1), torch.float32, 48),
-        (ROW_SETS["everything"], (2, 2), torch.float16, 16),
+def interpreted_checks() -> list[Callable[[], None]]:
+    everything = ROW_SETS["everything"]
+    tiles = _small_tiles()
+    prefill_config = tiles["prefill_config"]
+
+    def layers(
+        rows: Sequence[tuple[int, int]],
+        heads: tuple[int, int],
+        dtype: torch.dtype,
+        block_size: int,
+        **tiles: Any,
+    ) -> Callable[[], None]:
+        def check() -> None:
+            problem = build_problem(rows, _shape(heads, 64), block_size=block_size, dtype=dtype)
+            _check_all_layers(problem, _backend(problem, **tiles))
+
+        return check
+
+    def same_bits() -> None:
+        problem = build_problem(everything, _shape((8, 2), 64), block_size=16, dtype=torch.float32)
+        fixed = _backend(problem, fixed_tile=True, prefill_config=prefill_config)
+        _check_bits(problem, fixed, random.Random(fresh_seed()))
+
+    def replays(**backend: Any) -> Callable[[], None]:
+        def check() -> None:
+            rows = [[3, 40, 130], [200], [0, 1, 16, 17, 70]]
+            problems = _replay_problems(torch.float32, "cpu", rows)
+            _check_replays(problems, 6, lambda step: step, **backend)
+
+        return check
+
+    return [
+        layers(ROW_SETS["decodes"], (8, 2), torch.float32, 16, **tiles),
+        layers(everything, (3, 1), torch.float32, 48, **tiles),
+        layers(everything, (2, 2), torch.float16, 16, **tiles),
         # More parts than are combined at once, more rows than are searched at once.
-        (ROW_SETS["far_apart_decodes"], (16, 1), torch.float16, 32),
-        ([(0, 2)] * 127 + [(5, 3)] * 3, (2, 1), torch.float32, 16),
+        layers(ROW_SETS["far_apart_decodes"], (16, 1), torch.float16, 32, **tiles),
+        layers([(0, 2)] * 127 + [(5, 3)] * 3, (2, 1), torch.float32, 16, **tiles),
+        layers(everything, (8, 2), torch.float32, 16),
+        same_bits,
+        replays(**tiles),
+        replays(fixed_tile=True, prefill_config=prefill_config),
     ]
-    for rows, heads, dtype, block_size in (cases[index] for index in chosen):
-        problem = build_problem(rows, _shape(heads, 64), block_size=block_size, dtype=dtype)
-        _check_all_layers(problem, _backend(problem, **_small_tiles()))
-    problem = build_problem(
-        ROW_SETS["everything"], _shape((8, 2), 64), block_size=16, dtype=torch.float32
-    )
-    _check_all_layers(problem, _backend(problem))
-    prefill_config = _small_tiles()["prefill_config"]
-    fixed = _backend(problem, fixed_tile=True, prefill_config=prefill_config)
-    _check_bits(problem, fixed, random.Random(fresh_seed()))
-    problems = _replay_problems(torch.float32, "cpu", [[3, 40, 130], [200], [0, 1, 16, 17, 70]])
-    _check_replays(problems, 6, lambda step: step, **_small_tiles())
-    _check_replays(problems, 6, lambda step: step, fixed_tile=True, prefill_config=prefill_config)
 
 
 @pytest.mark.slow
