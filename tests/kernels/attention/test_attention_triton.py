@@ -162,13 +162,13 @@ def _replay_problems(
 
 def interpreted_cases() -> None:
     """Called in a process of its own, where Triton interprets; some checks, drawn anew."""
-    for check in random.Random(fresh_seed()).sample(interpreted_checks(), 3):
-        check()
+    for run_check in random.Random(fresh_seed()).sample(interpreted_checks(), 3):
+        run_check()
 
 
 def all_interpreted_cases() -> None:
-    for check in interpreted_checks():
-        check()
+    for run_check in interpreted_checks():
+        run_check()
 
 
 def interpreted_checks() -> list[Callable[[], None]]:
@@ -183,11 +183,11 @@ def interpreted_checks() -> list[Callable[[], None]]:
         block_size: int,
         **tiles: Any,
     ) -> Callable[[], None]:
-        def check() -> None:
+        def run_check() -> None:
             problem = build_problem(rows, _shape(heads, 64), block_size=block_size, dtype=dtype)
             _check_all_layers(problem, _backend(problem, **tiles))
 
-        return check
+        return run_check
 
     def same_bits() -> None:
         problem = build_problem(everything, _shape((8, 2), 64), block_size=16, dtype=torch.float32)
@@ -195,12 +195,12 @@ def interpreted_checks() -> list[Callable[[], None]]:
         _check_bits(problem, fixed, random.Random(fresh_seed()))
 
     def replays(**backend: Any) -> Callable[[], None]:
-        def check() -> None:
+        def run_check() -> None:
             rows = [[3, 40, 130], [200], [0, 1, 16, 17, 70]]
             problems = _replay_problems(torch.float32, "cpu", rows)
             _check_replays(problems, 6, lambda step: step, **backend)
 
-        return check
+        return run_check
 
     return [
         layers(ROW_SETS["decodes"], (8, 2), torch.float32, 16, **tiles),
