@@ -1,7 +1,7 @@
-"""Gathering concurrent calls into batches for one worker that takes one batch at a time.
+"""Gathers concurrent calls into batches for a worker that takes one batch at a time.
 
-While the worker is busy waiting is free, so calls gather until it is done; when it is idle the
-calls that arrived together go at once. Knows neither tokenizers nor Ray. (seed document 003 §24)
+While the worker is busy, waiting costs nothing, so calls gather until it is done; when it is idle,
+calls that arrive together go at once. Knows neither tokenizers nor Ray. (seed document 003 §24)
 """
 
 import asyncio
@@ -18,7 +18,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchStatistics:
-    """Since start."""
+    """Counters since the start."""
 
     num_batches: int
     num_items: int
@@ -88,7 +88,7 @@ class DynamicBatcher(Generic[Item, Result]):
         if len(self._queue) >= self._max_batch_size:
             self._is_full.set()
         if self._worker is None:
-            # It starts when this round of the loop is over: calls made together go together.
+            # The task starts after this round of the loop, so calls made together go together.
             self._worker = loop.create_task(self._work())
         return await call.result
 
@@ -109,7 +109,7 @@ class DynamicBatcher(Generic[Item, Result]):
             await self._wait(self._is_full, remaining_s)
 
     def _take(self) -> list[_Call[Item, Result]]:
-        """Leave out calls whose caller has gone."""
+        """Takes the next batch; leaves out calls whose caller has gone."""
         num_taken = min(len(self._queue), self._max_batch_size)
         calls = [self._queue.popleft() for _ in range(num_taken)]
         return [call for call in calls if not call.result.done()]

@@ -1,7 +1,7 @@
 """The LAPS allocator actor: chooses workers for prompts, by what the workers report.
 
-Stateless but for those reports: after a restart it knows everything again as soon as the workers'
-streams and the supervisor's next topology arrive. The decisions are in actors/routing/router.py.
+It keeps nothing but those reports: after a restart it is complete again once the workers' streams
+and the supervisor's next topology have arrived. The decisions are in actors/routing/router.py.
 """
 
 from actors.lifecycle.deployment import DeploymentSpec
@@ -49,7 +49,7 @@ class LapsAllocator:
         return self._name
 
     async def ping(self) -> None:
-        """A supervisor or an ingress was heard. Raises what ended the following of a worker."""
+        """Heartbeat of a supervisor or an ingress. Raises the error of a reader that has ended."""
         self._lifeline.beat()
         self._links.check()
         self._cache_reports.check()
@@ -66,13 +66,13 @@ class LapsAllocator:
         return await self._server.address()
 
     async def _route(self, request: bytes) -> bytes:
-        """RouteRequest -> Assign | Hold | Reject, encoded. WorkerError before any topology."""
-        if not self._links.links():  # just started: the ingress knows better
+        """RouteRequest -> Assign | Hold | Reject, encoded. Raises WorkerError before a topology."""
+        if not self._links.links():  # just started: the ingress decides by itself
             raise WorkerError("the allocator has heard of no workers yet")
         return encode(self._router.route(decode(request, RouteRequest)))
 
     async def status(self) -> bytes:
-        """The LapsStatus, encoded."""
+        """Returns the LapsStatus, encoded."""
         return encode(self._router.status())
 
     def _lose_worker(self, worker: str) -> None:

@@ -1,7 +1,7 @@
 """The actor classes in the form Ray starts.
 
-Ray pickles a decorated class by value, and then a module-level encoder in its module cannot be
-pickled: so the classes stay plain, importable ones, and only here are they wrapped.
+Ray pickles a decorated class by value, which fails for a module with a module-level encoder. So the
+classes are plain and importable, and are wrapped only here.
 """
 
 from typing import Any

@@ -1,8 +1,8 @@
 """The Supervisor: creates, adopts, watches and drains every other actor of the application.
 
 A Serve deployment actor: Serve starts it, restarts it and ends it with the application. What it
-creates is detached, so a restarted Supervisor finds it by name; it ends by itself when no
-Supervisor is heard (actors/lifecycle/liveness.py). After a redeploy with another config or model
+creates is detached, so a restarted Supervisor finds it by name; such an actor ends itself when it
+hears no Supervisor (actors/lifecycle/liveness.py). After a redeploy with another config or model
 the new Supervisor drains the workers of the old one, which it knows by the hash in their names.
 """
 
@@ -43,20 +43,20 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 STARTING = WorkerStatus(identity=None, state="starting")
-STARTING_PERIOD_S = 0.2  # while workers load, readiness should be noticed soon
+STARTING_PERIOD_S = 0.2  # while workers load, so that readiness is noticed soon
 EXIT_FAILED = 70  # EX_SOFTWARE
 WORKER_PREFIXES = ("prefill-", "decode-", "unified-")
 
 
 def _exit_without_watcher(watcher: asyncio.Task[None]) -> None:
-    """Fail-stop: without its rounds nobody would be created or kept. Serve starts another one."""
+    """Fail-stop: without the watching task no actor is kept. Serve starts another one."""
     logger.critical("the supervisor's task ended, exiting", exc_info=watcher.exception())
     logging.shutdown()
     os._exit(EXIT_FAILED)
 
 
 class Supervisor:
-    """Keeps the deployment's actors in existence and says which of them can serve."""
+    """Creates and watches the deployment's actors, and says which of them can serve."""
 
     def __init__(self, spec: DeploymentSpec) -> None:
         """Starts creating and adopting at once, as a task on the actor's event loop."""
@@ -67,11 +67,11 @@ class Supervisor:
         self._batchers = batcher_names(spec.config, spec.hash)
         self._statuses: dict[str, WorkerStatus] = dict.fromkeys(self._roles, STARTING)
         self._answering: set[str] = set()  # services that answered their last ping
-        # Actors of earlier deployments: those that were there before this supervisor. Of later ones
-        # it must keep its hands off, for it lives on while the streams of its own ingresses end.
+        # Actors of earlier deployments: they existed before this supervisor. It must not touch
+        # those of later ones, because it lives on while the streams of its own ingresses end.
         self._earlier: frozenset[str] | None = None
-        self._has_looked = False  # at all of them at least once
-        # An actor that does not answer must not cost the others their heartbeats.
+        self._has_looked = False  # every actor was asked at least once
+        # An actor that does not answer must not delay the others' heartbeats.
         self._patience_s = spec.config.lifetimes.supervisor_silence_s / MAX_UNANSWERED
         self._liveness = LivenessTracker()
         self._watcher = asyncio.get_running_loop().create_task(self._watch())
@@ -84,8 +84,8 @@ class Supervisor:
     async def topology(self) -> bytes:
         """The current Topology, encoded.
 
-        Raises WorkerError if the watching task has ended, and before its first round has: what an
-        ingress heard from this supervisor's predecessor is better than nothing.
+        Raises WorkerError if the watching task has ended, and before its first round ends: an
+        ingress keeps what it heard from this supervisor's predecessor until then.
         """
         if self._watcher.done():
             raise WorkerError(f"the supervisor stopped watching: {self._watcher.exception()!r}")
@@ -104,7 +104,7 @@ class Supervisor:
     # ---- one round ------------------------------------------------------------------------------
 
     async def _watch(self) -> None:
-        """For ever: create what is missing, ask everybody how they are, drain what is old."""
+        """Repeats for ever: create missing actors, ask all for their status, drain old ones."""
         while True:
             groups = await asyncio.to_thread(worker_groups, self._spec.namespace)
             names = await asyncio.to_thread(self._named_actors)
@@ -127,7 +127,7 @@ class Supervisor:
 
     @property
     def _is_starting(self) -> bool:
-        """Something expected is not up: it should be noticed soon when it is."""
+        """Whether an expected actor is not up, so that rounds follow each other sooner."""
         is_loading = any(status.state == "starting" for status in self._statuses.values())
         return is_loading or not self._answering.issuperset(self._batchers)
 
@@ -158,7 +158,7 @@ class Supervisor:
                 create_actor(cls, service_options(spec, name), spec, name)
 
     async def _check_worker(self, name: str) -> None:
-        """Beat a worker's lifeline and keep its status."""
+        """Sends a worker a heartbeat and keeps its status."""
         answer = await self._ask(name, lambda actor: WorkerHandle(name, actor).heartbeat())
         status = answer or STARTING  # it restarts by itself, or is created in the next round
         if answer is not None and answer.state == "starting":
@@ -169,7 +169,7 @@ class Supervisor:
         self._statuses[name] = status
 
     async def _ping(self, name: str) -> None:
-        """Beat a helper actor's lifeline, and remember whether it answers."""
+        """Sends a helper actor a heartbeat and notes whether it answers."""
 
         async def pinged(actor: ActorHandle[Any]) -> bool:
             await ping(name, actor)
@@ -188,7 +188,7 @@ class Supervisor:
     async def _ask(self, name: str, call: Callable[[ActorHandle[Any]], Awaitable[T]]) -> T | None:
         """Returns an actor's answer; None if there is none in time.
 
-        One that used to answer, lives and says nothing any more is ended: Ray starts it anew.
+        An actor that lives but has stopped answering is ended, and Ray starts it anew.
         """
         try:
             async with asyncio.timeout(self._patience_s):
@@ -214,10 +214,11 @@ class Supervisor:
     # ---- other deployments of this application --------------------------------------------------
 
     async def _retire(self, old_names: Iterable[str]) -> None:
-        """Drain the workers of another deployment once ours can serve, and keep their helpers.
+        """Drains the workers of another deployment once this one can serve, and keeps their
+        helpers.
 
-        Old helpers (tokenizers, allocator) are needed until the last old worker has gone; then
-        nobody pings them and they end by themselves.
+        Old helpers (tokenizers, allocator) are needed until the last old worker has gone; then they
+        get no heartbeats and end by themselves.
         """
         old = list(old_names)
         workers = [name for name in old if name.startswith(WORKER_PREFIXES)]

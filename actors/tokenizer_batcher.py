@@ -1,9 +1,9 @@
 """The tokenizer actor: prompts that arrive together are rendered and encoded in one call.
 
-It names the prompts' blocks too, once a prompt, where somebody asks: that takes as long as the
-prompt, and an ingress has one event loop for all its clients. All of it happens in one worker
-thread, so the event loop here stays free for messages. Constraints on outputs are tried out here
-too, in processes of their own. Knows nothing of sampling, placement or HTTP.
+It also hashes a prompt's blocks if asked to: that takes time in proportion to the prompt, and an
+ingress has one event loop for all its clients. All of it runs in one worker thread, so the event
+loop here stays free for messages. It also checks constraints, in processes of their own. Knows
+nothing of sampling, placement or HTTP.
 """
 
 import asyncio
@@ -33,11 +33,11 @@ from engine.request import Constraint
 from engine.text.chat_template import load_chat_template
 from engine.text.tokenizing import load_tokenizer
 
-MAX_NAMINGS = 8  # kept at once; a second one comes with a redeploy
+MAX_NAMINGS = 8  # hashers kept at once; a redeploy brings another key
 
 
 class PromptTokenizer:
-    """Text or chat messages to ids, and ids to names of blocks, batched, for one model folder.
+    """Turns text or chat messages into ids, and ids into block hashes, in batches, for one model.
 
     Raises ConfigError when the folder's tokenizer cannot be used.
     """
@@ -69,7 +69,7 @@ class PromptTokenizer:
         return self._batcher.statistics()
 
     async def tokenize(self, request: TokenizeRequest) -> TokenizeReply:
-        """Ids, or the error of this prompt alone."""
+        """Returns ids, or the error of this prompt alone."""
         return await self._batcher.submit(request)
 
     def close(self) -> None:
@@ -81,7 +81,7 @@ class PromptTokenizer:
         return await loop.run_in_executor(self._thread, self.encode_batch, requests)
 
     def encode_batch(self, requests: Sequence[TokenizeRequest]) -> list[TokenizeReply]:
-        """Replies in order; blocking. One library call for each setting of add_special_tokens."""
+        """Returns replies in order; blocks. Makes one library call per add_special_tokens value."""
         texts = [self._render(request) for request in requests]
         ids: list[list[int] | RequestError] = [
             [] if isinstance(text, str) else text for text in texts
@@ -133,8 +133,8 @@ class TokenizerBatcher:
         self._tokenizer = PromptTokenizer(self._model_path, spec.config.tokenizer, num_embeddings)
         self._checks = ConstraintChecks(self._model_path)
         self._server = CallServer(listen_address(spec.config), {"tokenize": self._tokenize})
-        # Only now: nobody can be heard while it loads, which may take longer than silence may last;
-        # an actor that ended itself then would do so again after each restart.
+        # Started only now: while the tokenizer loads no heartbeat is heard, and loading may take
+        # longer than the allowed silence, after every restart again.
         self._lifeline = Lifeline(spec.config.lifetimes.supervisor_silence_s).start()
 
     def __repr__(self) -> str:
@@ -142,7 +142,7 @@ class TokenizerBatcher:
         return self._name
 
     async def ping(self) -> None:
-        """A supervisor or an ingress was heard."""
+        """Heartbeat of a supervisor or an ingress."""
         self._lifeline.beat()
 
     async def address(self) -> bytes:
@@ -156,7 +156,7 @@ class TokenizerBatcher:
     async def check(self, data: bytes) -> bytes:
         """Constraint -> ConstraintVerdict, encoded. Raises CapacityError when too many wait."""
         check = self._checks.check(decode(data, Constraint))
-        # One check may have several callers: none of them may cancel it for the others.
+        # Several callers may share a check, and none may cancel it for the others.
         verdict = await asyncio.shield(asyncio.wrap_future(check))
         return encode(ConstraintVerdict(error=verdict or None))
 

@@ -90,8 +90,8 @@ class DecodeWorker(EngineWorker):
         except RequestError as error:
             return encode(Refused(reason=error.message))
         if asked.spec.params.constraint is not None:
-            # Before there is room for it: the KV may be here first, and then the sampler would wait
-            # for the compiler, and every other row with it.
+            # Compiled before blocks are reserved: else the KV may arrive first, and the sampler and
+            # every other row would wait for the compiler.
             compiled = self._host.engine.grammars.prepare(asked.spec.params.constraint)
             until_s = self._host.clock.now_s() + asked.wait_s
             try:
@@ -99,7 +99,7 @@ class DecodeWorker(EngineWorker):
                     await asyncio.shield(asyncio.wrap_future(compiled))
             except TimeoutError:
                 return encode(NotNow())
-            # The sender waits for `wait_s` in all.
+            # `wait_s` bounds the whole wait.
             left_s = max(0.0, until_s - self._host.clock.now_s())
             asked = msgspec.structs.replace(asked, wait_s=left_s)
         return encode(await receiver.reserve(asked))
@@ -109,7 +109,7 @@ class DecodeWorker(EngineWorker):
         return encode(await self._receiver.open_pair(decode(request, PairRequest)))
 
     async def receive_pieces(self, headers: bytes, *payloads: list[Any]) -> bytes:
-        """List of PieceHeader, and the objects of each in Ray's store -> list of PieceReply."""
+        """Takes PieceHeaders and the objects of each in Ray's store; returns PieceReplies."""
         taking = map(self._receiver.receive_piece, decode(headers, list[PieceHeader]), payloads)
         return encode(await asyncio.gather(*taking))
 

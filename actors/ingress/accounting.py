@@ -24,7 +24,7 @@ class RequestAccounting:
         clock: Clock,
         leave_queue: Callable[[], None],
     ) -> None:
-        """leave_queue: called, at least once, when it waits for its first token no longer."""
+        """leave_queue: called, at least once, when the request no longer waits for a token."""
         self._latencies = latencies
         self._grant = grant
         self._trace = trace
@@ -36,24 +36,24 @@ class RequestAccounting:
         self._has_ended = False
 
     def headers(self) -> dict[str, str]:
-        """For the response, whatever its status."""
+        """Headers of the response, whatever its status."""
         return {**self._grant.headers(), **self._trace.headers}
 
     def settle(self, prepared: PreparedRequest) -> None:
-        """The prompts are tokens now. Raises RateLimitError if the key has not that many left."""
+        """Charges the prompts' real tokens. Raises RateLimitError if they exceed the limit."""
         parsed = prepared.parsed
         self._num_prompt_tokens = sum(map(len, prepared.prompt_ids))
         asked = 0 if parsed.max_tokens is None else parsed.max_tokens * parsed.num_choices
         self._grant.settle(self._num_prompt_tokens + asked)
 
     def count(self, item: ChoiceDelta) -> None:
-        """A delta of the answer."""
+        """Counts a delta of the answer."""
         self._leave_queue()
         self._num_output_tokens += len(item.delta.tokens)
 
     @contextmanager
     def ending(self) -> Iterator[None]:
-        """The accounts are closed with the block, by the error that leaves it if there is one."""
+        """Closes the accounts at the end of the block, with the error that leaves it, if any."""
         try:
             yield
         except BaseException as error:
@@ -62,13 +62,13 @@ class RequestAccounting:
         self.end(None)
 
     def end(self, error: BaseException | None) -> None:
-        """Keep what was used, give back the rest, close the trace; a second call does nothing."""
+        """Charges what was used, gives back the rest and closes the trace. Idempotent."""
         self._leave_queue()
         if self._has_ended:
             return
         self._has_ended = True
         self._times.ended_s = self._clock.now_s()
-        has_prompt = self._times.placed_s is not None  # else nothing was computed for it
+        has_prompt = self._times.placed_s is not None  # otherwise nothing was computed
         num_used = self._num_prompt_tokens + self._num_output_tokens if has_prompt else 0
         self._grant.end(num_used)
         if error is None:

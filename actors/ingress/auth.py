@@ -1,7 +1,7 @@
-"""What stands before every route: bounds of headers, then an API key, compared in constant time.
+"""Guards every route: limits on headers, then an API key, compared in constant time.
 
-An ASGI application around another one, so that a path without a route, or one that is added later,
-is behind it too. It denies what it does not know.
+It is an ASGI application around another one, so it also guards unknown paths and routes added
+later. It denies what it does not know.
 """
 
 import hashlib
@@ -28,10 +28,9 @@ class ApiKeys:
         self._digests = [(name, bytes.fromhex(digest)) for name, digest in digests.items()]
 
     def name_of(self, key: bytes) -> str | None:
-        """The key's name, None for one that is not configured.
+        """Returns the key's name, None for one that is not configured.
 
-        Every digest is compared, and each in constant time, so that how long this takes tells
-        nothing.
+        Every digest is compared, each in constant time, so that the duration reveals nothing.
         """
         digest = hashlib.sha256(key).digest()
         found = None
@@ -61,13 +60,13 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-KEY_NAME = "laps.key_name"  # in the scope: whose request it is
-OPEN_PATH = "/health"  # asked by what watches the process, which has no key
+KEY_NAME = "laps.key_name"  # entry of the ASGI scope: the client's key name
+OPEN_PATH = "/health"  # for health checks, which have no key
 POLICY_VIOLATION = 1008  # WebSocket's close code
 
 
 class KeyGate:
-    """Lets through what may ask; anything else gets OpenAI's error object."""
+    """Lets authorised requests through; others get OpenAI's error object."""
 
     def __init__(
         self,
@@ -77,7 +76,7 @@ class KeyGate:
         limits: EdgeConfig,
         on_refused: Callable[[int], None],
     ) -> None:
-        """keys: None = everybody may ask. `on_refused` is told the status of each refusal."""
+        """keys: None = every client may ask. `on_refused` gets the status of each refusal."""
         self._app = app
         self._keys = keys
         self._limits = limits
@@ -110,7 +109,7 @@ class KeyGate:
         )
 
     def _whose(self, scope: Scope) -> str:
-        """The name of the client's key. Raises RequestError (401) without a known one."""
+        """Returns the name of the client's key. Raises RequestError (401) without a known one."""
         if self._keys is None:
             self._warn_if_open(scope)
             return ANYBODY
@@ -122,12 +121,12 @@ class KeyGate:
                 "No API key was sent. Send one as 'Authorization: Bearer KEY'.", status=401
             )
         name = self._keys.name_of(key)
-        if name is None:  # the key is not quoted: it may be one with a typing error
+        if name is None:  # do not quote the key: it may be a real one with a typing error
             raise RequestError("Incorrect API key provided.", code="invalid_api_key", status=401)
         return name
 
     def _warn_if_open(self, scope: Scope) -> None:
-        """Say once that others than this machine can ask, as soon as somebody does."""
+        """Warns once, when the first client of another machine asks and no keys are configured."""
         server = scope.get("server")
         if self._has_warned or server is None or _is_loopback(server[0]):
             return
@@ -140,7 +139,7 @@ class KeyGate:
 
 
 def _path(scope: Scope) -> str:
-    """The path within the application, as its router sees it."""
+    """Returns the path within the application, as its router sees it."""
     path: str = scope["path"]
     root: str = scope.get("root_path", "")
     return path[len(root) :] if root and path.startswith(root + "/") else path

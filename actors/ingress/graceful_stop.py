@@ -1,11 +1,11 @@
-"""SIGTERM and SIGINT of `serve run`: first the requests under way, then Serve's own shutdown.
+"""Handles SIGTERM and SIGINT of `serve run`: drains requests, then shuts Serve down.
 
 Ray's own answer to SIGTERM ends the process and with it the local cluster, and Serve's to SIGINT
 ends its proxies first: either cuts every stream. Here the first signal asks every ingress replica
-to stop (`Ingress.stop`), waits for that, and goes on as for Ctrl-C, which shuts Serve down and
+to stop (`Ingress.stop`), waits for that, and continues as Ctrl-C does, which shuts Serve down and
 exits with 0. A second signal does not wait.
 
-Only a process that builds the application itself and then starts Ray has the signals to answer:
+Only a process that builds the application itself and then starts Ray can handle its signals:
 `serve run serve_app:app`. With a YAML file Serve builds it in a process of the cluster.
 """
 
@@ -23,13 +23,13 @@ from actors.ingress.stopping import LAST_WORDS_S
 logger = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-CALL_S = 5.0  # to reach the replicas, besides what they take
+CALL_S = 5.0  # to reach the replicas, on top of their own time
 
 
 def stop_gracefully_on_signals(drain_s: float) -> None:
-    """Answer signals once Ray has started in this process; in its main thread alone.
+    """Installs the handlers once Ray has started in this process; call it in the main thread.
 
-    drain_s: so long a replica may wait for its requests.
+    drain_s: how long a replica may wait for its requests.
     """
     if threading.current_thread() is not threading.main_thread() or ray.is_initialized():
         return
@@ -43,13 +43,13 @@ def stop_gracefully_on_signals(drain_s: float) -> None:
 
 
 class _Stop:
-    """The two signals."""
+    """The handlers of the first and the second signal."""
 
     def __init__(self, drain_s: float) -> None:
         self._drain_s = drain_s
 
     def first(self, number: int, frame: FrameType | None) -> None:
-        """Drain, then go on as for Ctrl-C."""
+        """Drains, then continues as Ctrl-C does."""
         for each in SIGNALS:
             signal.signal(each, self.second)
         logger.warning(
@@ -60,7 +60,7 @@ class _Stop:
         try:
             if ray.is_initialized():
                 _stop_ingresses(self._drain_s + LAST_WORDS_S + CALL_S)
-        except Exception:  # whatever it is, Serve is shut down now
+        except Exception:  # Serve is shut down in any case
             logger.exception("the requests under way could not be waited for")
         raise KeyboardInterrupt
 
@@ -71,7 +71,7 @@ class _Stop:
 def _stop_ingresses(timeout_s: float) -> None:
     """Stops every replica of every application of this Serve instance, all at once.
 
-    What does not answer in time is left to Serve's shutdown.
+    Replicas that do not answer in time are left to Serve's shutdown.
     """
     threads = [
         threading.Thread(target=_stop_application, args=(name, timeout_s), daemon=True)
@@ -84,7 +84,7 @@ def _stop_ingresses(timeout_s: float) -> None:
 
 
 def _stop_application(name: str, timeout_s: float) -> None:
-    """Says what became of it, and raises nothing: others are to be stopped, too."""
+    """Stops one application and prints the result; never raises, because others follow."""
     try:
         answer = serve.get_app_handle(name).broadcast("stop")
         found = answer.results(timeout_s=timeout_s, return_exceptions=True)

@@ -1,7 +1,7 @@
-"""Headers that Ray Serve decodes itself, made such that it can: other bytes ended in a 500.
+"""Rewrites headers that Ray Serve decodes itself, so that no bytes in them end in a 500.
 
-Serve reads three headers before any application does, as UTF-8. HTTP knows bytes, which are Latin-1
-by tradition; a value that is not UTF-8 is taken as that. `configs.process_environment` names
+Serve reads three headers before any application does, as UTF-8. HTTP headers are bytes, by
+tradition Latin-1; a value that is not UTF-8 is read as Latin-1. `configs.process_environment` names
 `middlewares` to Serve's proxies, and to its replicas where they listen themselves.
 """
 

@@ -1,8 +1,8 @@
-"""Whether a request may cost anything: its key's rate limits, and how much is queued already.
+"""Decides whether a request is admitted: its key's rate limits, and how much is queued.
 
 `RateLimits` gives each API key requests and tokens a minute, each in a bucket that refills. A
-request takes what it may need when it comes, and gives back what it did not use when it ends, or
-owes what it used beyond that.
+request takes what it may need when it arrives; when it ends it gives back what it did not use, or
+owes what it used in excess.
 
 `Admission` decides before a prompt is tokenised: by four characters a token, from what the workers
 have queued and what is being tokenised here, and by how long they predict that their KV caches stay
@@ -25,7 +25,7 @@ MINUTE_S = 60.0
 
 
 class RateLimitError(CapacityError):
-    """The key has used up its minute (429); `headers` say what is left and until when."""
+    """The key's limit is exhausted (429); `headers` say what is left and when it refills."""
 
     def __init__(self, message: str, *, retry_after_s: float, headers: dict[str, str]) -> None:
         super().__init__(message, retry_after_s=retry_after_s, status=429)
@@ -50,11 +50,11 @@ class TokenBucket:
         return self._level
 
     def wait_s(self, num: float) -> float:
-        """Seconds until `num` are there, 0 if they are."""
+        """Returns the seconds until `num` are in the bucket; 0 if they are."""
         return max(num - self.level, 0.0) * MINUTE_S / self.per_minute
 
     def add(self, num: float) -> None:
-        """Take out (`num` below 0) or put back, whatever is there; never fuller than full."""
+        """Puts `num` into the bucket, or takes out if below 0; never more than full."""
         self._level = min(self.level + num, float(self.per_minute))
 
 
@@ -72,7 +72,7 @@ class KeyBuckets:
         }
 
     def take(self, kind: str, num: int) -> None:
-        """Take `num` requests or tokens. Raises RateLimitError, and takes nothing, without them."""
+        """Takes `num` requests or tokens. Raises RateLimitError, and takes nothing, if too few."""
         bucket = self._buckets[kind]
         if bucket is None:
             return
@@ -82,13 +82,13 @@ class KeyBuckets:
         bucket.add(-num)
 
     def give_back(self, kind: str, num: int) -> None:
-        """Return what was taken and not used; below 0 = what was used beyond that."""
+        """Returns what was taken and not used; below 0 = used in excess."""
         bucket = self._buckets[kind]
         if bucket is not None:
             bucket.add(num)
 
     def headers(self) -> dict[str, str]:
-        """OpenAI's `x-ratelimit-*`, of what is limited."""
+        """Returns OpenAI's `x-ratelimit-*` headers of what is limited."""
         headers = {}
         for kind, bucket in self._buckets.items():
             if bucket is not None:
@@ -133,14 +133,14 @@ class Grant:
         self._num_taken = num_tokens
 
     def end(self, num_used_tokens: int) -> None:
-        """The request is over. It keeps what it used; a second call changes nothing."""
+        """Ends the grant: charges what was used. Idempotent."""
         if self._buckets is None or self._has_ended:
             return
         self._has_ended = True
         self._buckets.give_back("tokens", self._num_taken - num_used_tokens)
 
     def headers(self) -> dict[str, str]:
-        """For the response; empty where nothing is limited."""
+        """Headers of the response; empty if nothing is limited."""
         return {} if self._buckets is None else self._buckets.headers()
 
 
@@ -151,7 +151,7 @@ class RateLimits:
         """limits: by key name, "*" = of each key without its own."""
         self._limits = limits
         self._clock = clock
-        self._buckets: dict[str, KeyBuckets] = {}  # as many as there are keys: names are checked
+        self._buckets: dict[str, KeyBuckets] = {}  # at most one per key: names are checked before
 
     def grant(self, key_name: str, num_tokens: int) -> Grant:
         """Admit a request of about `num_tokens`. Raises RateLimitError.
@@ -183,12 +183,12 @@ MAX_RETRY_S = 30.0
 
 
 def estimate_tokens(prompts: Sequence[Prompt]) -> int:
-    """About how many tokens the prompts have; exact for those that came as ids."""
+    """Estimates the prompts' tokens; exact for prompts that came as ids."""
     return sum(_estimate(prompt) for prompt in prompts)
 
 
 class Admission:
-    """Counts what is being tokenised, and refuses what would not fit behind it."""
+    """Counts what is being tokenised, and refuses requests beyond the limits."""
 
     def __init__(
         self,
@@ -206,8 +206,8 @@ class Admission:
         self._max_queued_tokens = max_queued_tokens
         self._max_wait_s = math.inf if max_wait_s is None else max_wait_s
         self._max_short_tokens = max_short_tokens
-        self._num_tokens = 0  # of prompts between their arrival and their placement
-        self._num_waiting = 0  # of prompts between their arrival and their first token
+        self._num_tokens = 0  # tokens of prompts between arrival and placement
+        self._num_waiting = 0  # prompts between arrival and first token
 
     @property
     def num_tokens(self) -> int:
@@ -223,7 +223,7 @@ class Admission:
         max_answer_tokens: what it may generate; None = as much as the model can.
         To be called when it has its first token, or none will come: until then it counts although
         its worker has not reported it yet. Raises CapacityError (503) if it would exceed the limit.
-        One that nothing is before is never refused: it would be refused for ever.
+        A request with nothing before it is never refused, or it would be refused for ever.
         """
         self._refuse_long_wait(num_tokens, max_answer_tokens)
         loads = [link.load for link in self._links() if link.is_up and link.role != "decode"]
@@ -253,7 +253,7 @@ class Admission:
             self._num_tokens -= num_tokens
 
     def _refuse_long_wait(self, num_tokens: int, max_answer_tokens: int | None) -> None:
-        """Raises CapacityError if every worker that decodes is full for too long."""
+        """Raises CapacityError if every decoding worker is predicted to stay full for too long."""
         max_answer = math.inf if max_answer_tokens is None else max_answer_tokens
         if num_tokens + max_answer <= self._max_short_tokens:
             return
@@ -279,7 +279,7 @@ def _estimate(prompt: Prompt) -> int:
 
 
 def _num_chars(value: object) -> int:
-    """Characters of all strings in a JSON value."""
+    """Counts the characters of all strings in a JSON value."""
     match value:
         case str():
             return len(value)

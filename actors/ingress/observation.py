@@ -1,4 +1,4 @@
-"""One picture of the system for whoever looks: `/metrics`, `/laps_status`, Ray's own metrics."""
+"""Collects the state of the system for `/metrics`, `/laps_status` and Ray's own metrics."""
 
 import asyncio
 import logging
@@ -16,7 +16,7 @@ PUBLISH_EVERY_S = 1.0
 
 
 class Observation:
-    """Brings the metrics up to date when somebody wants to see them."""
+    """Refreshes the metrics when they are read."""
 
     def __init__(
         self,
@@ -32,14 +32,14 @@ class Observation:
         self._publish_every_s = publish_every_s
 
     async def laps_status(self) -> LapsStatus:
-        """Pools, queues and moves. Raises CapacityError while the allocator is away."""
+        """Returns pools, queues and moves. Raises CapacityError while the allocator is away."""
         return await self._ask_laps_status()
 
     async def refresh(self) -> None:
-        """Set every gauge to what it is now."""
+        """Sets every gauge to its present value."""
         try:
             laps = await self._ask_laps_status()
-        except CapacityError:  # what is known here is worth a look without it
+        except CapacityError:  # the rest is useful without it
             laps = None
         generations = self._generations
         self._metrics.refresh(
@@ -52,9 +52,9 @@ class Observation:
         return self._metrics.text()
 
     async def publish_to(self, ray_metrics: RayMetrics) -> None:
-        """Show the same to Ray, once a second, for ever.
+        """Publishes the metrics to Ray, once a second, for ever.
 
-        A failure is logged when it begins and tried again: a picture is not worth a replica.
+        A failure is logged once and tried again: metrics must not end a replica.
         """
         is_failing = False
         while True:
@@ -63,7 +63,7 @@ class Observation:
                 await self.refresh()
                 ray_metrics.publish(self._metrics.families())
                 is_failing = False
-            except Exception as error:  # whatever it is, requests go on
+            except Exception as error:  # requests must not suffer from it
                 if not is_failing:
                     logger.error("metrics cannot be shown to Ray", exc_info=error)
                 is_failing = True

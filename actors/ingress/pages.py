@@ -61,7 +61,7 @@ def _headers(html: bytes) -> dict[str, str]:
 
 
 def _source_of(html: bytes, tag: bytes) -> str:
-    """The digest by which a browser knows the only such element."""
+    """Returns the digest by which the policy allows the page's only element of that kind."""
     opening, closing = b"<" + tag + b">", b"</" + tag + b">"
     assert html.count(opening) == html.count(closing) == 1, f"one {tag!r} in the page"
     text = html.partition(opening)[2].partition(closing)[0]
@@ -92,7 +92,7 @@ class LapsView(msgspec.Struct, frozen=True, kw_only=True):
     """The part of `/laps_status` that is not the allocator's LapsStatus."""
 
     model: str
-    ingress: str  # whose reports and times to the first token these are
+    ingress: str  # the ingress that these reports and first-token times come from
     queue: str  # the order inside a worker that prefills: laps, fcfs or priority
     length_threshold: int  # tokens; inside a worker, as `threshold` is for the choice of a pool
     rebalance_interval_s: float

@@ -37,17 +37,17 @@ from engine.text.tokenizing import Tokenizing
 T = TypeVar("T")
 
 TOKENIZER_TIMEOUT_S = 20.0  # far longer than the largest prompt takes
-CHECK_TIMEOUT_S = 60.0  # a check bounds itself, but others may come before it
+CHECK_TIMEOUT_S = 60.0  # a check limits itself, but others may be queued before it
 CHECK_RETRY_S = 10.0
-BATCHER_RETRY_S = 0.2  # then those that were away are asked again
-# Naming the blocks of so many ids takes 0.06 ms here, and asking a batcher some ms.
+BATCHER_RETRY_S = 0.2  # then batchers that were away are asked again
+# Hashing the blocks of so many ids takes 0.06 ms here, and asking a batcher some ms.
 MAX_NAMED_HERE_TOKENS = 512
-MAX_PENDING_DELTAS = 256  # per request, between its choices and a client that reads slowly
+MAX_PENDING_DELTAS = 256  # per request, if its client reads slowly
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizedPrompt:
-    """A prompt's tokens, and the names of its full blocks; none while no worker said how."""
+    """A prompt's tokens, and the hashes of its full blocks; none while no worker is known."""
 
     ids: list[int]
     block_hashes: list[bytes]
@@ -91,11 +91,11 @@ class Batchers:
         self._names = names
 
     async def tokenize(self, request: TokenizeRequest) -> list[int]:
-        """Token ids; raises as `ask`."""
+        """Returns token ids; raises as `ask`."""
         return (await self.ask(request)).token_ids
 
     async def ask(self, request: TokenizeRequest) -> TokenizeReply:
-        """Ids and names of blocks, as far as they are asked for.
+        """Returns the ids and block hashes that are asked for.
 
         Raises RequestError for text that has no ids, CapacityError if no batcher answers.
         Tokenising is a pure function, so a batcher that dies is simply replaced by the next.
@@ -107,11 +107,11 @@ class Batchers:
         return reply
 
     async def check(self, constraint: Constraint) -> None:
-        """Raises RequestError for a constraint that no output can be held to, else as `ask`."""
+        """Raises RequestError for an impossible constraint, and else what `ask` raises."""
         try:
             async with asyncio.timeout(CHECK_TIMEOUT_S):
                 verdict = await self._any(lambda handle: handle.check(constraint), None)
-        except TimeoutError as error:  # no other batcher is asked: it would do the same work anew
+        except TimeoutError as error:  # do not ask another batcher: it would repeat the work
             raise CapacityError(
                 "too many constraints are being checked", retry_after_s=CHECK_RETRY_S
             ) from error
@@ -121,7 +121,7 @@ class Batchers:
     async def _any(
         self, call: Callable[[BatcherHandle], Awaitable[T]], timeout_s: float | None
     ) -> T:
-        """The answer of the first batcher in turn that gives one; CapacityError if none does."""
+        """Returns the first answer of a batcher. Raises CapacityError if none answers."""
         give_up_s = self._clock.now_s() + self._patience_s
         while True:
             for _ in range(len(self._names)):
@@ -135,7 +135,7 @@ class Batchers:
     async def _call_next(
         self, call: Callable[[BatcherHandle], Awaitable[T]], timeout_s: float | None
     ) -> T | None:
-        """The answer of the batcher whose turn it is; None when it is away."""
+        """Returns the next batcher's answer; None if it is away."""
         if not self._names:
             return None  # the topology changed since
         name = self._names[self._turn % len(self._names)]
@@ -173,7 +173,7 @@ class RequestPipeline:
         self._timeout_s = timeout_s
 
     async def prepare(self, parsed: ParsedRequest, times: RequestTimes) -> PreparedRequest:
-        """Tokenise and settle lengths. Raises RequestError, CapacityError or TimeoutError."""
+        """Tokenises and checks lengths. Raises RequestError, CapacityError or TimeoutError."""
         async with asyncio.timeout(self._timeout_s):
             if parsed.sampling.constraint is not None:
                 await self._batchers.check(parsed.sampling.constraint)
@@ -204,7 +204,7 @@ class RequestPipeline:
         )
 
     async def run(self, request: PreparedRequest) -> AsyncGenerator[ChoiceDelta, None]:
-        """Deltas of all choices as they come, each choice's in order.
+        """Yields deltas of all choices as they come, each choice's in order.
 
         Ends when every choice has finished. Closing it early cancels all of them; the first
         error of any choice cancels the others and is raised.
@@ -231,7 +231,7 @@ class RequestPipeline:
     # ---- parts ----------------------------------------------------------------------------------
 
     async def _tokenize(self, prompt: Prompt, salt: str) -> TokenizedPrompt:
-        """Blocks are named by a batcher, in the call for the ids if there has to be one."""
+        """Tokenises a prompt and hashes its blocks, in one call of a batcher if any is needed."""
         hasher = self._generations.hasher
         hash_params = None if hasher is None else hasher.hash_params
         if not isinstance(prompt, list):
@@ -309,7 +309,7 @@ class _Choice:
         params = msgspec.structs.replace(
             spec.params, seed=child_seed(spec.params.seed, self._index)
         )
-        # A prompt that is asked about is computed, whatever is cached of it.
+        # A prompt whose scores are wanted is computed whole, whatever is cached.
         is_cacheable = params.prompt_logprobs is None
         return GenerationJob(
             request_id=request.request_ids[self._prompt],
@@ -333,7 +333,7 @@ class _Choice:
             self._request.times.moved_s = self._clock.now_s()
 
     def read(self, record: TokenRecord) -> ChoiceDelta:
-        """The text that the next token adds."""
+        """Returns the text that the next token adds."""
         self._count(record)
         delta = read_record(record, self._output)
         if delta.finish is not None:

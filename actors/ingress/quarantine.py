@@ -1,9 +1,10 @@
-"""Requests that ended two workers in a row: not tried a third time, and refused for a while.
+"""Refuses, for a while, requests under which two workers died in a row.
 
-A request that makes a kernel fail takes every other request of its worker down with it, and goes on
-to the next worker. It cannot be told from its neighbours by one death, but they get on and it does
-not: whoever got more than an attempt's first token (a prefill worker's, before a decode worker dies
-of the second) between two deaths is innocent. So is who was on its way to a worker when that died.
+A request that makes a kernel fail takes down every other request of its worker, and then moves on
+to the next worker. One death does not tell which request is to blame, but the others make progress
+afterwards: a request that got more than the first token of an attempt between two deaths is
+innocent (the first token comes from the prefill worker, before a decode worker dies of the second).
+So is a request that was still on its way to a worker that died.
 """
 
 import hashlib
@@ -21,7 +22,7 @@ MAX_REMEMBERED = 1024
 
 
 def fingerprint(prompt_ids: Sequence[int], params: SamplingParams, salt: str) -> bytes:
-    """Equal for the same prompt and parameters; the seed, which may be drawn, does not count."""
+    """Returns equal bytes for equal prompts and parameters; ignores the seed."""
     asked = msgspec.structs.replace(params, seed=0)
     return hashlib.sha256(msgspec.msgpack.encode((list(prompt_ids), asked, salt))).digest()
 
@@ -41,7 +42,7 @@ class Quarantine:
         return len(self._until_s)
 
     def check(self, prompt_ids: Sequence[int], params: SamplingParams, salt: str) -> None:
-        """Raises PoisonedError for a request like one that was put here."""
+        """Raises PoisonedError for a request equal to one that is refused."""
         if len(self) and fingerprint(prompt_ids, params, salt) in self._until_s:
             raise PoisonedError("This request ended two workers in a row; it is not tried again.")
 
@@ -55,14 +56,14 @@ class Quarantine:
 
 
 class Deaths:
-    """Workers that died while they computed one request, and how it got on in between."""
+    """The workers that died while they computed one request, and its progress in between."""
 
     def __init__(self) -> None:
         self._num_deaths = 0
         self._num_tokens = 0
 
     def is_suspect(self, *, is_death: bool, num_tokens: int) -> bool:
-        """An attempt failed when the client had `num_tokens`; whether the request is to blame."""
+        """Counts a death after `num_tokens` of output; returns if the request is to blame."""
         if num_tokens > self._num_tokens + 1:
             self._num_deaths = 0
         self._num_deaths += is_death

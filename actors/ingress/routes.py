@@ -1,8 +1,8 @@
 """The ingress: a Serve deployment that speaks OpenAI's protocol. Routes, statuses and SSE only.
 
-Everything a request needs is decided before its first byte: who asks, tokens, a worker, and in
-stream mode the first delta too, so that an error is always the right status. Afterwards an error is
-an SSE event without a [DONE] after it.
+Everything that can fail is done before the first byte of an answer: key, tokens, a worker, and in
+stream mode the first delta too, so that an error has the right status. A later error is an SSE
+event without a [DONE] after it.
 """
 
 import asyncio
@@ -64,9 +64,9 @@ from engine.errors import EngineError, RequestError
 
 logger = logging.getLogger(__name__)
 
-CLIENT_CLOSED_REQUEST = 499  # nginx's status; nobody is left to read it
+CLIENT_CLOSED_REQUEST = 499  # nginx's status; the client has gone
 JSON_TYPE = "application/json"
-# Refused with the rest of the body still to come: nothing else can be sent over that connection.
+# Refused before the whole body has come: the connection cannot be used again.
 BODY_LEFT_UNREAD = (408, 413)
 CLOSE = {"Connection": "close"}
 SSE_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -87,8 +87,8 @@ class EventStream(StreamingResponse):
     ) -> None:
         """deltas: what `events` reads; both are closed with the response, begun or not.
 
-        on_close: called in the end with the error of a client that left before the events began;
-        whatever ended them earlier has been told already.
+        on_close: called at the end with the error of a client that left before the events began;
+        any earlier end has been reported already.
         """
         super().__init__(
             events, media_type="text/event-stream", headers=SSE_HEADERS | dict(headers)
@@ -98,9 +98,9 @@ class EventStream(StreamingResponse):
         self._on_close = on_close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Left suspended, the events would go on being generated until they are collected."""
+        """Sends the events and closes them in any case, or they would run until collected."""
         try:
-            # Whatever reading the deltas raises is an event; so this is a client gone in mid send.
+            # Errors of the deltas become events, so this is a client that left during a send.
             with suppress(OSError, ClientDisconnect):
                 await super().__call__(scope, receive, send)
         finally:
@@ -126,18 +126,18 @@ class Ingress:
         self._edge = await build_edge(spec.in_application(serve.get_replica_context().app_name))
 
     async def check_health(self) -> None:
-        """Asked by Serve, which replaces the replica when this raises."""
+        """Called by Serve, which replaces the replica if this raises."""
         self._edge.check()
 
     async def stop(self) -> int:
-        """Take nothing new, and return when nothing is under way: called before a shutdown.
+        """Refuses new requests and waits for those in progress; called before a shutdown.
 
-        How many requests had to be ended after `edge.drain_s`.
+        Returns how many had to be ended after `edge.drain_s`.
         """
         return await self._edge.stopping.stop(self._edge.spec.config.edge.drain_s)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        """The routes; called by Serve after the constructor."""
+        """Returns the ASGI application; called by Serve after the constructor."""
         return Api(self._edge).app()
 
 
@@ -232,7 +232,7 @@ class Api:
         writer = build_writer(parsed, identity, edge.tokenizing)
         if is_timed:
             writer = TimedWriter(writer, parsed, times, edge.clock)
-        # X-Request-Id is Serve's: it echoes the client's, or makes one, on every response.
+        # Serve sets X-Request-Id on every response: the client's, or one of its own.
         try:
             if parsed.stream:
                 return await self._stream(prepared, writer, accounting)
@@ -249,7 +249,7 @@ class Api:
         num_tokens: int,
         leave_queue: Callable[[], None],
     ) -> RequestAccounting:
-        """Raises RateLimitError if the key's minute is used up."""
+        """Opens the accounts. Raises RateLimitError if the key's limit is exhausted."""
         edge = self._edge
         asked = 0 if parsed.max_tokens is None else parsed.max_tokens * parsed.num_choices
         return RequestAccounting(
@@ -264,7 +264,7 @@ class Api:
     async def _gather(
         self, prepared: PreparedRequest, writer: ResponseWriter, accounting: RequestAccounting
     ) -> Response:
-        """The whole answer as one JSON object."""
+        """Returns the whole answer as one JSON object."""
         writer.start(prepared.prompt_ids)
         with accounting.ending():
             async with aclosing(self._edge.pipeline.run(prepared)) as deltas:
@@ -278,7 +278,7 @@ class Api:
     async def _stream(
         self, prepared: PreparedRequest, writer: ResponseWriter, accounting: RequestAccounting
     ) -> Response:
-        """The answer as server-sent events, once the first delta is there."""
+        """Returns the answer as server-sent events, once the first delta has come."""
         deltas = self._edge.pipeline.run(prepared)
         try:
             first = await anext(deltas)
@@ -307,7 +307,7 @@ class Api:
                     events = writer.delta(item.choice, item.delta)
                     if events:
                         yield b"".join(events)
-            except Exception as error:  # too late for a status: it is said in the stream
+            except Exception as error:  # too late for a status: it becomes an event
                 accounting.end(error)
                 if not isinstance(error, EngineError | TimeoutError):
                     logger.error("a stream failed", exc_info=error)
@@ -322,7 +322,7 @@ class Api:
             yield b"".join(writer.finish())
 
     async def _read_body(self, request: Request) -> bytes:
-        """The body, counted as it comes: a small length that a client claims proves nothing."""
+        """Reads the body and counts its bytes: the length that a client claims proves nothing."""
         check_content_type(request.headers.get("content-type"))
         check_content_encoding(request.headers.get("content-encoding"))
         limit = self._config.edge.max_body_bytes
@@ -370,7 +370,7 @@ class Api:
         return JSONResponse({"status": "ok"})
 
     async def _ready(self) -> Response:
-        """200 while every role has a worker that is loaded and connected, else 503."""
+        """Answers 200 while every role has a loaded, connected worker, else 503."""
         missing = self._edge.system.missing_roles()
         if missing:
             return Response(to_json(NotReady(missing_roles=missing)), 503, media_type=JSON_TYPE)
@@ -385,11 +385,11 @@ class Api:
         return HTMLResponse(shown.html, headers=dict(shown.headers))
 
     async def _show_laps(self) -> Response:
-        """The live page; it asks for `/laps_status` by itself."""
+        """Serves the live page, which fetches `/laps_status`."""
         return HTMLResponse(page(), headers=PAGE_HEADERS)
 
     async def _show_laps_status(self) -> Response:
-        """Pools, what waits in them and the last moves, as the allocator sees them; else 503."""
+        """Answers with the allocator's pools, queues and last moves; 503 while it is away."""
         edge = self._edge
         status = await edge.observation.laps_status()
         view = build_view(
@@ -408,8 +408,8 @@ class Api:
     # ---- errors ---------------------------------------------------------------------------------
 
     async def _on_error(self, request: Request, error: Exception) -> Response:
-        """Any error before the first byte, as OpenAI's error object."""
-        if isinstance(error, TaskCancelledError):  # Serve's word for a client that has left
+        """Answers with OpenAI's error object, for any error before the first byte."""
+        if isinstance(error, TaskCancelledError):  # Serve raises it when the client has left
             self._metrics.count_disconnected()
             return Response(status_code=CLIENT_CLOSED_REQUEST)
         reply = error_reply(error)
@@ -422,7 +422,7 @@ class Api:
         return Response(reply.body, reply.status, headers=headers, media_type=JSON_TYPE)
 
     async def _on_http_error(self, request: Request, error: Exception) -> Response:
-        """Unknown route or wrong method, in the same shape as every other error."""
+        """Answers an unknown route or wrong method in the shape of every other error."""
         assert isinstance(error, StarletteHTTPException), f"registered for {type(error)} too"
         message = f"{error.detail}: {request.method} {request.url.path[:200]}"
         reply = error_reply(RequestError(message, code="unknown_url", status=error.status_code))

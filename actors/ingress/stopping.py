@@ -1,8 +1,8 @@
-"""The end of one ingress replica: nothing new, then what is under way, then a word to the rest.
+"""Stops one ingress replica: refuses new requests, drains, then ends the rest with an error.
 
-An operator's signal (actors/ingress/graceful_stop.py) calls `stop`. From then on new requests are
-refused with 503, and those under way may go on for a while; what is left then ends with an error,
-in a stream as its last event, and not with a cut connection.
+An operator's signal (actors/ingress/graceful_stop.py) calls `stop`. From then on new requests get
+503, and those in progress may continue for a while. The rest then end with an error, which is the
+last event of a stream, and not with a cut connection.
 """
 
 import asyncio
@@ -14,8 +14,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from actors.openai.response_objects import error_reply
 from engine.errors import CapacityError
 
-RETRY_S = 5.0  # by then another server, or this one started anew, may answer
-LAST_WORDS_S = 2.0  # until the errors of what was ended have been sent
+RETRY_S = 5.0  # by then another server, or this one restarted, may answer
+LAST_WORDS_S = 2.0  # until the errors of the ended requests have been sent
 STILL_ANSWERED = ("/health", "/metrics")
 
 
@@ -25,7 +25,7 @@ def stopping_error() -> CapacityError:
 
 
 class Stopping:
-    """Counts the HTTP requests under way, and ends them."""
+    """Counts the HTTP requests in progress, and ends them."""
 
     def __init__(self, end_all: Callable[[], None]) -> None:
         """end_all: ends every request that waits for tokens, with `stopping_error`."""
@@ -37,13 +37,13 @@ class Stopping:
 
     @property
     def is_on(self) -> bool:
-        """New requests are refused."""
+        """Whether new requests are refused."""
         return self._is_on
 
     async def stop(self, drain_s: float) -> int:
-        """Returns when nothing is under way, or nothing more can be done for it.
+        """Waits until no request is in progress, or nothing more can be done.
 
-        The number of requests that had not ended after `drain_s`.
+        Returns the number of requests that had not ended after `drain_s`.
         """
         self._is_on = True
         if await self._is_idle_within(drain_s):
@@ -54,7 +54,7 @@ class Stopping:
         return num_left
 
     def entered(self) -> None:
-        """A request has come in."""
+        """Counts a request that has come in."""
         self._num_under_way += 1
         self._is_idle.clear()
 
@@ -72,7 +72,7 @@ class Stopping:
 
 
 class StoppingGate:
-    """An ASGI application around another one: lets nothing new in once the end has begun."""
+    """An ASGI application around another one: refuses new requests once the stop has begun."""
 
     def __init__(self, app: ASGIApp, *, stopping: Stopping) -> None:
         self._app = app

@@ -1,4 +1,4 @@
-"""What an ingress knows of the system: the supervisor's topology, kept fresh, and readiness.
+"""An ingress's view of the system: the supervisor's topology, kept fresh, and readiness.
 
 `Peers` finds the other actors of the application by name.
 """
@@ -44,7 +44,7 @@ class Peers:
         return BatcherHandle(name, await find_actor(name, self._namespace))
 
     async def beat(self, names: Iterable[str]) -> None:
-        """Beat the lifelines of actors that are not workers, as far as they are there."""
+        """Sends heartbeats to the actors that are not workers, as far as they exist."""
         await asyncio.gather(*(self._beat(name) for name in names))
 
     async def _beat(self, name: str) -> None:
@@ -53,7 +53,7 @@ class Peers:
                 await ping(name, await find_actor(name, self._namespace))
 
     async def topology(self) -> Topology:
-        """The supervisor's."""
+        """Returns the supervisor's topology."""
         try:
             async with asyncio.timeout(SUPERVISOR_TIMEOUT_S):
                 actor = await asyncio.to_thread(serve.get_deployment_actor, SUPERVISOR)
@@ -62,7 +62,7 @@ class Peers:
             raise WorkerError("the supervisor is not running") from error
 
     async def laps_status(self, topology: Callable[[], Topology | None]) -> LapsStatus:
-        """The allocator's. Raises CapacityError while it is away."""
+        """Returns the allocator's status. Raises CapacityError while it is away."""
         known = topology()
         assert known is not None, "a replica that answers has seen one"
         try:
@@ -80,10 +80,11 @@ START_POLL_S = 0.1
 
 
 def block_hasher(topology: Topology) -> RequestHasher | None:
-    """Names blocks as the workers do; None before one of them has said who it is.
+    """Returns a hasher of blocks as the workers compute them; None before one has identified
+    itself.
 
-    A worker that hashes under another key, made after a redeploy of the same config and model,
-    seems to have nothing cached.
+    A worker with another key, after a redeploy of the same configuration and model, then seems to
+    have nothing cached.
     """
     for status in topology.workers.values():
         identity = status.identity
@@ -98,7 +99,7 @@ def block_hasher(topology: Topology) -> RequestHasher | None:
 
 
 class SystemView:
-    """Polls the supervisor and hands each new topology on."""
+    """Polls the supervisor and passes on each new topology."""
 
     def __init__(
         self,
@@ -109,8 +110,8 @@ class SystemView:
     ) -> None:
         """`ask` raises WorkerError while the supervisor is away; `connected` names live workers.
 
-        `beat` keeps alive whom only the supervisor keeps else, while it is away: Serve notices a
-        dead one within 11 s, a frozen one after 90.
+        `beat` keeps actors alive that only the supervisor keeps otherwise, while it is away: Serve
+        notices a dead one within 11 s, a frozen one after 90.
         """
         self._ask = ask
         self._beat = beat
@@ -120,7 +121,7 @@ class SystemView:
 
     @property
     def topology(self) -> Topology | None:
-        """The last one heard of; it goes on being used while the supervisor is away."""
+        """The last topology; it stays in use while the supervisor is away."""
         return self._topology
 
     async def wait_ready(self) -> Topology:

@@ -1,4 +1,4 @@
-"""Where the time of a request went, in its own answer, for a client that asks: `timings`."""
+"""Adds the stages of a request in milliseconds to its own answer, for a client that asks."""
 
 from collections.abc import Sequence
 
@@ -41,7 +41,7 @@ def wants_timings(value: str | None) -> bool:
 class TimedWriter:
     """A ResponseWriter around another one: the last JSON object gets a field more.
 
-    Spliced in, for the objects are OpenAI's, and what writes them knows nothing of this.
+    The field is spliced in, because the objects are OpenAI's and their writers know nothing of it.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class TimedWriter:
         return pieces if self._ends_with_delta else self._with_timings(pieces)
 
     def _with_timings(self, pieces: list[bytes]) -> list[bytes]:
-        """The last piece that is an object, alone or in an event, ends with the field."""
+        """Adds the field to the last piece that is a JSON object, alone or in an event."""
         field = b',"timings":' + msgspec.json.encode(self._timings()) + b"}"
         for position in reversed(range(len(pieces))):
             body = pieces[position].rstrip(b"\n")

@@ -1,7 +1,7 @@
-"""Asks every worker that prefills, again and again, what it caches and how long its steps take.
+"""Polls every prefill worker for its cached blocks and the cost of its steps.
 
-Pulled, not pushed: who reads slowly gets fewer and larger answers, and after a lost one the next
-question asks for everything.
+Reports are pulled: a slow reader gets fewer and larger ones, and after a lost one the next request
+asks for everything.
 """
 
 import asyncio
@@ -16,8 +16,8 @@ from engine.messages import CacheReport
 logger = logging.getLogger(__name__)
 
 PERIOD_S = 0.1
-IDLE_PERIOD_S = 0.5  # of a worker that has nothing to do: it has little to tell
-PATIENCE_S = 5.0  # a long step may come first
+IDLE_PERIOD_S = 0.5  # of an idle worker, which has little to report
+PATIENCE_S = 5.0  # a long step may delay the answer
 
 
 class CacheReportReader:
@@ -31,7 +31,7 @@ class CacheReportReader:
         period_s: float = PERIOD_S,
         idle_period_s: float = IDLE_PERIOD_S,
     ) -> None:
-        """Starts at once. Must be created on the event loop."""
+        """Starts polling at once. Must be created on the event loop."""
         self._links = links
         self._last_sequence = last_sequence
         self._learn = learn
@@ -42,7 +42,7 @@ class CacheReportReader:
         self._task = asyncio.get_running_loop().create_task(self._read())
 
     def check(self) -> None:
-        """Raise what ended the reading, if anything did: nothing should."""
+        """Raises the error of the polling task if it has ended; it should not."""
         for task in (self._task, *self._asking.values()):
             if task.done():
                 task.result()
@@ -83,7 +83,7 @@ class CacheReportReader:
         except (WorkerError, TimeoutError) as error:
             logger.debug("%s: %r", link.name, error)
             return
-        if link.is_up and link.incarnation == incarnation:  # else it was lost meanwhile
+        if link.is_up and link.incarnation == incarnation:  # else lost meanwhile
             self._learn(link.name, cache_report)
 
 

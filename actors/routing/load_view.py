@@ -1,6 +1,6 @@
-"""Snapshots for placement: reported load plus what was placed since, or placement would herd.
+"""Snapshots for placement: reported load plus what was placed since; without it placement herds.
 
-Both the allocator and the ingress's fallback (while the allocator is away) look through this.
+Used by the allocator, and by an ingress while the allocator is away.
 """
 
 import math
@@ -26,10 +26,10 @@ NO_LABELS: Mapping[str, LengthClass] = {}
 @dataclass(frozen=True, slots=True)
 class _Placed:
     at_s: float
-    num_tokens: int  # to be computed; 0 on a decode worker
+    num_tokens: int  # tokens to compute; 0 on a decode worker
     work_s: float
     is_short: bool
-    done_s: float  # when it will be no load any more
+    done_s: float  # from then on it counts as load no more
 
 
 class PlacementView:
@@ -38,7 +38,7 @@ class PlacementView:
     def __init__(
         self, links: WorkerLinks, clock: Clock, cost: PrefillCost = DEFAULT_RULES.cost
     ) -> None:
-        """`cost` predicts the queues of workers that report none in seconds."""
+        """`cost` predicts the queue of a worker that does not report it in seconds."""
         self._links = links
         self._clock = clock
         self._cost = cost
@@ -56,7 +56,7 @@ class PlacementView:
         ]
 
     def note(self, assign: Assign, num_prompt_tokens: int) -> None:
-        """Count a placement until a report of the worker must have seen it."""
+        """Counts a placement until a later report of the worker includes it."""
         assert 0 < assign.num_new_tokens <= num_prompt_tokens, (
             f"{assign.num_new_tokens} new of {num_prompt_tokens} tokens"
         )

@@ -1,8 +1,8 @@
-"""What the allocator knows and decides: pools, cached prefixes, costs, and where a prompt goes.
+"""The allocator's decisions: pools, cached prefixes, costs, and the workers of a prompt.
 
-Collects what `route` and `rebalance` need and applies what they return; knows no Ray. All of it is
-made anew from the workers' reports after a restart, but for the labels: those start from the first
-split again.
+It collects what `route` and `rebalance` need and applies what they return; knows no Ray. After a
+restart it is rebuilt from the workers' reports, but for the pools' labels, which begin with the
+first split again.
 """
 
 import logging
@@ -40,10 +40,10 @@ class Router:
         self._rules = PlacementRules(laps=config.laps, block_size=config.cache.block_size)
         self._hits = PrefixHits(config.cache.block_size)
         self._pools = PoolState()
-        self._num_samples = 0  # behind the costs in use
+        self._num_samples = 0  # samples behind the costs in use
 
     def update(self, roles: Mapping[str, Role]) -> None:
-        """Follow the topology, and look at the pools if a period is over."""
+        """Takes over the topology, and rebalances the pools if a period is over."""
         prefillers = [name for name, role in roles.items() if role != "decode"]
         self._pools = follow(self._pools, prefillers, self._laps)
         self._look_at_pools()
@@ -61,11 +61,11 @@ class Router:
     # ---- what workers tell ----------------------------------------------------------------------
 
     def last_sequence(self, worker: str) -> int | None:
-        """Up to which report of cached blocks the worker was heard; None = all is to be asked."""
+        """Returns the last report of cached blocks applied; None = ask for everything."""
         return self._hits.last_sequence(worker)
 
     def learn(self, worker: str, cache_report: CacheReport) -> None:
-        """Take over what a worker told of its cache and of how long steps take.
+        """Applies a worker's report of its cache and of the cost of its steps.
 
         The costs fitted to the most steps are used for all: small differences between fits of
         equal devices must not draw prompts to one of them.
@@ -78,13 +78,13 @@ class Router:
             self._rules = replace(self._rules, cost=costs)
 
     def forget(self, worker: str) -> None:
-        """The worker was lost; what it cached is gone with it."""
+        """Forgets a lost worker and what it cached."""
         self._hits.forget(worker)
 
     # ---- for people -----------------------------------------------------------------------------
 
     def status(self) -> LapsStatus:
-        """Pools, what waits, and the last moves."""
+        """Returns pools, queues and the last moves."""
         now_s, labels = self._clock.now_s(), self._pools.labels
         workers = sorted(self._prefillers(), key=lambda s: s.name)
         num_blocks = self._hits.num_blocks()

@@ -1,9 +1,9 @@
 """One client's links to all workers: reads their streams, acknowledges, keeps their load.
 
 Used by an ingress (which gets tokens) and by the allocator (which only wants load reports). A
-link survives its worker: it reconnects for as long as the topology lists the worker. Everything
-that was under way on a worker that died, was replaced or skipped a message is reported as failed
-at once, so nobody waits for tokens that cannot come.
+link survives its worker: it reconnects for as long as the topology lists the worker. Requests on a
+worker that died, was replaced or skipped a message are reported as lost at once, so that none waits
+for tokens that cannot come.
 """
 
 import asyncio
@@ -70,7 +70,7 @@ class WorkerLinks:
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     def update(self, roles: Mapping[str, Role]) -> None:
-        """Follow the topology: open links to new workers, drop those that are gone."""
+        """Opens links to new workers of the topology and drops those that are gone."""
         for name in self._links.keys() - roles.keys():
             self._tasks.pop(name).cancel()
             del self._links[name]
@@ -80,21 +80,21 @@ class WorkerLinks:
             self._tasks[name] = asyncio.create_task(self._follow(link))
 
     def get(self, name: str) -> WorkerHandle:
-        """A connected worker. Raises WorkerError while it is away."""
+        """Returns a connected worker. Raises WorkerError while it is away."""
         link = self._links.get(name)
         if link is None or link.handle is None:
             raise WorkerError(f"{name} is not connected")
         return link.handle
 
     def follows(self, name: str) -> bool:
-        """Whether the worker belongs to the system, connected or not."""
+        """Whether the worker is in the topology, connected or not."""
         return name in self._links
 
     def links(self) -> list[WorkerLink]:
         return list(self._links.values())
 
     def check(self) -> None:
-        """Raise what ended the following of a worker, if anything did: nothing should."""
+        """Raises the error of a reading task that has ended; none should."""
         for task in self._tasks.values():
             if task.done():
                 task.result()
@@ -108,7 +108,7 @@ class WorkerLinks:
         self._links.clear()
 
     async def _follow(self, link: WorkerLink) -> None:
-        """Read one worker's stream, for ever."""
+        """Reads one worker's stream, for ever."""
         while True:
             try:
                 handle = await self._find(link.name)
@@ -146,6 +146,8 @@ class WorkerLinks:
 
     async def _acknowledge(self, link: WorkerLink, handle: WorkerHandle) -> None:
         while True:
-            with contextlib.suppress(WorkerError):  # the reader reports a death, and ends this
+            with contextlib.suppress(
+                WorkerError
+            ):  # the reading task notices a death, and ends this one
                 await handle.acknowledge(self._client_id, link.next_seq - 1)
             await asyncio.sleep(self._acknowledge_every_s)

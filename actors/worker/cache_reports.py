@@ -1,4 +1,4 @@
-"""What a worker tells of its prefix cache to the one who follows it, change by change."""
+"""Reports the changes of a worker's prefix cache to the one reader that follows it."""
 
 from typing import Protocol
 
@@ -19,23 +19,23 @@ class IndexEvents(Protocol):
 
 
 class EventSource(Protocol):
-    """A `BlockCache`, as far as it tells what changed in it."""
+    """The part of a `BlockCache` that reports its changes."""
 
     def request_resync(self) -> None: ...
     def take_events(self) -> IndexEvents | None: ...
 
 
 class CacheReports:
-    """Makes the reports of one incarnation. For one reader: two would ask each other's away."""
+    """Makes the reports of one incarnation, for one reader: two would take each other's changes."""
 
     def __init__(self, incarnation: str) -> None:
         self._incarnation = incarnation
         self._last: int | None = None  # the number of the last report
 
     def since(self, cache: EventSource, after: int | None) -> BlockChanges | None:
-        """The changes after report `after`, or None if there were none.
+        """Returns the changes after report `after`, or None if there were none.
 
-        Everything that is indexed if another report was made since, or for None.
+        Returns everything that is indexed if another report was made since, or for None.
         """
         if after is None or after != self._last:
             cache.request_resync()

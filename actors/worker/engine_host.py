@@ -1,8 +1,8 @@
 """What every worker has, whatever its role: an engine in its thread, and streams to the ingresses.
 
-A worker actor is a shell around this plus its side of the handoff. Life and health are here: it
-loads (loading.py), takes requests (requests.py), steps, reports, drains and exits. torch is
-imported only where the model loads.
+A worker actor is a shell around this and its side of the handoff. This file has a worker's life and
+health; loading is in loading.py, requests are in requests.py. torch is imported only where the
+model loads.
 """
 
 import asyncio
@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 HOUSEKEEPING_S = 0.25
-INGRESS_PREFIX = "ingress-"  # streams of other clients (the allocator) hold nobody back
+INGRESS_PREFIX = "ingress-"  # streams of other clients (the allocator) do not delay a leave
 NO_LOAD = LoadReport(queued_tokens=0, num_waiting=0, num_running=0, num_free_blocks=0, num_blocks=0)
 
 
@@ -81,7 +81,7 @@ class EngineHost:
         self.connector = KvConnector()
         self._make_connector = make_connector
         self._loop = asyncio.get_running_loop()
-        # First what waits for a device, or it would take the one that is given back here.
+        # First groups that wait for a device, or they would take the one that is given back here.
         clear = partial(remove_unused, spec.namespace, spec.hash)
         self._lifeline = Lifeline(spec.config.lifetimes.supervisor_silence_s, clear).start()
         self._engine: Engine | None = None
@@ -105,9 +105,11 @@ class EngineHost:
     # ---- life -----------------------------------------------------------------------------------
 
     def heartbeat(self) -> WorkerStatus:
-        """The supervisor was heard; say how we are."""
+        """Heartbeat of the supervisor; returns this worker's status."""
         self._lifeline.beat()
-        if self._housekeeper.done():  # it never returns: without it, silent peers are kept for ever
+        if (
+            self._housekeeper.done()
+        ):  # it should never end: without it, silent peers are kept for ever
             self._on_engine_failure(self._housekeeper.exception() or RuntimeError("cancelled"))
         if self._failure is not None:
             return WorkerStatus(identity=None, state="failed", detail=self._failure)
@@ -157,18 +159,19 @@ class EngineHost:
             self._requests.abort(key)
 
     def read(self, ingress_id: str) -> AsyncGenerator[bytes, None]:
-        """Encoded StepMessages for one client. Raises WorkerError while the model still loads.
+        """Yields encoded StepMessages for one client. Raises WorkerError while the model still
+        loads.
 
-        A client takes a worker whose stream it reads for one that can be given work.
+        A client regards a worker whose stream it reads as ready for work.
         """
         if self._engine is None:
             raise WorkerError(f"{self.name} is still loading its model")
         return self.streams.read(ingress_id)
 
     def acknowledge(self, client_id: str, step_seq: int) -> None:
-        """A client has every message up to `step_seq`.
+        """Notes that a client has every message up to `step_seq`.
 
-        An ingress that speaks is a sign of the application's life, as good as the supervisor's:
+        A message of an ingress counts as a heartbeat of the application, like the supervisor's:
         Serve may take longer to replace a supervisor than a worker waits for one.
         """
         if client_id.startswith(INGRESS_PREFIX):
@@ -176,7 +179,7 @@ class EngineHost:
         self.streams.acknowledge(client_id, step_seq)
 
     def fail(self, ingress_id: str, failure: FailureRecord) -> None:
-        """Tell a request's ingress that this attempt is over."""
+        """Tells a request's ingress that this attempt has failed."""
         self.streams.publish([], [(ingress_id, failure)])
 
     async def call(self, fn: Callable[[], T]) -> T:
@@ -248,7 +251,7 @@ class EngineHost:
             return
         if self.faults:
             engine.core.wrap_executor(lambda executor: FaultySteps(executor, self.faults))
-        self._report = engine.load()  # from now on requests may be placed here
+        self._report = engine.load()  # from now on requests may be routed here
         self.streams.open()
         self._thread = EngineThread(
             engine.core, on_step=self._on_step, on_failure=self._on_engine_failure
@@ -261,7 +264,7 @@ class EngineHost:
         StallWatch(stall_s, lambda: thread.turn, lambda: exit_stalled(self.name, stall_s)).start()
 
     def _cannot_start(self, error: Exception) -> None:
-        """Keep why, for the supervisor; a worker that ran before is started again instead."""
+        """Keeps the reason for the supervisor; a worker that ran before is restarted instead."""
         self._failure = why_not_started(self.name, error, may_restart=not self.draining.is_begun)
 
     def _on_step(self, output: StepOutput) -> None:
@@ -310,7 +313,7 @@ class EngineHost:
         return await self.draining.may_leave(is_idle=is_idle, has_unread=self.streams.has_unread)
 
     async def _hand_over(self) -> None:
-        """Give up what still runs; its ingresses go on elsewhere, with the tokens they have."""
+        """Gives up running requests; their ingresses continue them elsewhere."""
         if self._requests is None:
             return
         reason = f"{self.name} is drained"

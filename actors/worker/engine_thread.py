@@ -19,15 +19,15 @@ from engine.scheduling.contracts import StepOutput
 
 T = TypeVar("T")
 
-# Upper bound of an idle wait; only deadlines in the queue depend on it, calls wake the thread.
+# Upper bound of an idle wait; only deadlines in the queue need it, because calls wake the thread.
 IDLE_WAIT_S = 0.05
-# A step may end sooner than predicted, and only asking tells.
+# A step may end sooner than predicted, so the device is asked this often.
 GATHER_POLL_S = 0.0005
 
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """Either is called, once, on the engine thread or after its end."""
+    """One of the two functions is called, once, on the engine thread or after its end."""
 
     run: Callable[[], object]
     drop: Callable[[], object]
@@ -43,9 +43,9 @@ class EngineThread:
         on_step: Callable[[StepOutput], None],
         on_failure: Callable[[BaseException], None],
     ) -> None:
-        """Both are called on the engine thread.
+        """Both functions are called on the engine thread.
 
-        `on_step` hears of every turn, also an empty one, and at the end of the step in flight.
+        `on_step` is called after every turn, also an empty one, when the step in flight has ended.
         """
         self._core = core
         self._on_step = on_step
@@ -71,7 +71,7 @@ class EngineThread:
 
     @property
     def turn(self) -> int | None:
-        """Number of the turn under way; None while there is nothing to do. For any thread."""
+        """Number of the present turn; None while there is nothing to do. From any thread."""
         return self._num_turns if self._is_busy else None
 
     def post(self, fn: Callable[[], object]) -> None:
@@ -141,7 +141,8 @@ class EngineThread:
             return not self._is_closing
 
     def _gather(self) -> None:
-        """Run calls as they come until the next step is due: who arrives now takes part in it.
+        """Runs calls as they come until the next step is due; requests that arrive now take part in
+        it.
 
         On an idle device a call may be what the window waits for, so the scheduler is asked again.
         """
@@ -157,7 +158,7 @@ class EngineThread:
                 return
 
     def _idle(self) -> None:
-        """Requests wait but none can run: wait for a call, which is what frees blocks or rows."""
+        """Waits for a call when no request can run: only calls free blocks or rows then."""
         with self._wake:
             if not self._calls and not self._is_closing:
                 self._wake.wait(IDLE_WAIT_S)
@@ -167,13 +168,13 @@ class EngineThread:
             self._calls.popleft().run()
 
     def _drop_calls(self) -> None:
-        """Tell whoever still waits for a call that it will not run."""
+        """Fails the calls that have not run."""
         while self._calls:
             self._calls.popleft().drop()
 
 
 def _nothing() -> None:
-    """Nobody waits for a posted call."""
+    """Does nothing: no caller waits for a posted call."""
 
 
 def _settle(future: asyncio.Future[T], result: T) -> None:

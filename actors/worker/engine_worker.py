@@ -1,4 +1,4 @@
-"""What every worker actor answers, whatever its role: the remote surface over an `EngineHost`."""
+"""The remote calls that every worker actor answers, whatever its role, over an `EngineHost`."""
 
 from collections.abc import AsyncGenerator, Mapping
 
@@ -12,7 +12,7 @@ class EngineWorker:
     """Calls of the supervisor and of the ingresses. Async: the event loop only moves messages."""
 
     def __init__(self, host: EngineHost, calls: Mapping[str, Handler] | None = None) -> None:
-        """calls: those that come by a connection, besides everybody's."""
+        """calls: further calls that come by a connection, besides those of every worker."""
         self._host = host
         self._server = CallServer(
             listen_address(host.config),
@@ -25,7 +25,7 @@ class EngineWorker:
         return self._host.name
 
     async def heartbeat(self) -> bytes:
-        """A supervisor was heard; the WorkerStatus, encoded."""
+        """Heartbeat of the supervisor; returns the WorkerStatus, encoded."""
         return encode(self._host.heartbeat())
 
     async def drain(self, grace_s: float) -> None:
@@ -45,11 +45,11 @@ class EngineWorker:
         self._host.acknowledge(ingress_id, step_seq)
 
     async def cache_report(self, after: int | None) -> bytes:
-        """CacheReport since the block changes numbered `after`, encoded; None = all there is."""
+        """Returns the CacheReport since block change `after`, encoded; None = everything."""
         return encode(await self._host.cache_report(after))
 
     async def statistics(self) -> dict[str, object]:
-        """Everything a test or a person may want to see at rest; see `EngineHost.statistics`."""
+        """Returns statistics for tests and people; see `EngineHost.statistics`."""
         return await self._host.statistics()
 
     # ---- by a connection ------------------------------------------------------------------------
@@ -60,7 +60,7 @@ class EngineWorker:
         return b""
 
     def _read(self, ingress_id: bytes) -> AsyncGenerator[bytes, None]:
-        """Encoded StepMessages for one client, for as long as it reads.
+        """Yields encoded StepMessages for one client, for as long as it reads.
 
         Raises WorkerError while the model is still loading.
         """

@@ -1,4 +1,4 @@
-"""A worker's part in the handoff, as its engine host sees it; this one has none."""
+"""A worker's part in KV transfer, as its engine host sees it; this one has none."""
 
 from typing import TYPE_CHECKING
 
@@ -15,22 +15,22 @@ class KvConnector:
         """Forget a request in any phase of its handoff."""
 
     def drop_ingress(self, ingress_id: str) -> None:
-        """The same for every request of an ingress that went silent."""
+        """Forget every request of an ingress that went silent."""
 
     def keys_of(self, ingress_id: str) -> list[RequestKey]:
-        """An ingress's requests that have left the scheduler and not arrived; engine thread."""
+        """Returns an ingress's requests that left the scheduler and did not arrive yet."""
         return []
 
     def on_outgoing(self, event: "OutgoingEvent") -> None:
-        """A prompt whose KV is to move started, is computed or ended."""
+        """Takes an event of a prompt whose KV will move: it started, is computed or has ended."""
         raise AssertionError(f"{event} on a worker that sends nothing")
 
     def on_step(self) -> None:
-        """A step was committed: blocks and rows may be free now."""
+        """Notes that a step was committed: blocks and rows may be free now."""
 
     @property
     def num_handoffs(self) -> int:
-        """Requests between two workers that still hold something here."""
+        """The number of requests in transfer that still hold something here."""
         return 0
 
     def owners(self) -> dict[str, list[int]]:

@@ -1,4 +1,4 @@
-"""The requests of one worker: they come, are aborted, and are given up for whoever went silent.
+"""The requests of one worker: submitted, aborted, or given up because their ingress is silent.
 
 Changes of the scheduler are posted to the engine thread; everything here is called on the actor's
 event loop unless it says otherwise.
@@ -37,7 +37,9 @@ class WorkerRequests:
         self._connector = connector
         self._draining = draining
         self._clock = clock
-        self._aborted: dict[RequestKey, None] = {}  # not found when aborted; oldest first
+        self._aborted: dict[
+            RequestKey, None
+        ] = {}  # aborted before they were submitted; oldest first
 
     async def submit(self, submit: Submit) -> None:
         """Queue a request. Raises RequestError if it can never fit, CapacityError if not now."""
@@ -49,9 +51,11 @@ class WorkerRequests:
                 code="context_length_exceeded",
             )
         engine.check_ids(submit.token_ids, params)
-        if params.constraint is not None:  # the sampler must not wait for the compiler
+        if params.constraint is not None:  # compiled here, because the sampler must not wait for it
             compiled = engine.grammars.prepare(params.constraint)
-            await asyncio.shield(asyncio.wrap_future(compiled))  # others may wait for it too
+            await asyncio.shield(
+                asyncio.wrap_future(compiled)
+            )  # other requests may share the compilation
         request = Request(
             key=submit.key,
             ingress_id=submit.ingress_id,
@@ -65,9 +69,7 @@ class WorkerRequests:
         )
 
         def add() -> None:
-            self._draining.check(
-                request.key
-            )  # again: what runs may have been handed over meanwhile
+            self._draining.check(request.key)  # again: draining may have begun meanwhile
             if request.key not in self._aborted:  # a small abort may overtake a large submit
                 engine.core.scheduler.add(request)
 
@@ -91,7 +93,7 @@ class WorkerRequests:
         self._connector.drop_ingress(ingress_id)
 
     async def hand_over(self, ingress_id: str) -> list[RequestKey]:
-        """Forget every request of an ingress; returns those that another worker may go on with."""
+        """Forget every request of an ingress; returns those that another worker may continue."""
         keys = await self._thread.call(lambda: self._keys_given_up(ingress_id))
         self._connector.drop_ingress(ingress_id)
         return keys

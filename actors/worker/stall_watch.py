@@ -1,9 +1,9 @@
 """Notices an engine that hangs: it has work, and its thread stays in one turn for too long.
 
 A thread of its own, because a hang in a kernel or a collective leaves the event loop answering
-heartbeats. Time is counted in looks, not read from a clock: a process that was stopped as a whole
-and goes on has not stalled. A worker that cannot be trusted any more writes one log line and exits
-without cleanup, since what would clean up is what failed; Ray restarts the actor.
+heartbeats. Time is counted in looks, not read from a clock, so that a process that was stopped as a
+whole and resumes has not stalled. A worker that cannot be trusted any more writes one log line and
+exits without cleanup, since what would clean up is what failed; Ray restarts the actor.
 """
 
 import faulthandler
@@ -17,11 +17,11 @@ from typing import NoReturn
 logger = logging.getLogger(__name__)
 
 EXIT_FAILED = 70  # EX_SOFTWARE
-STDERR = 2  # the file itself, whatever `sys.stderr` is by now
+STDERR = 2  # the file descriptor, because `sys.stderr` may be replaced
 
 
 def exit_failed(who: str, error: BaseException) -> NoReturn:
-    """The engine raised what no request is to blame for: a CUDA error, no memory, a broken rule.
+    """Exits after an error that no request is to blame for: CUDA, memory, a broken invariant.
 
     A device that failed once answers wrongly afterwards.
     """
@@ -31,7 +31,7 @@ def exit_failed(who: str, error: BaseException) -> NoReturn:
 
 
 def exit_stalled(who: str, stall_s: float) -> NoReturn:
-    """The engine hangs; every thread's stack goes to stderr."""
+    """Exits because the engine hangs; writes every thread's stack to stderr."""
     logger.critical("%s: the engine made no progress for %.0f s, exiting", who, stall_s)
     faulthandler.dump_traceback(file=STDERR, all_threads=True)
     _exit()
@@ -42,11 +42,11 @@ def _exit() -> NoReturn:
     os._exit(EXIT_FAILED)
 
 
-LOOKS = 20  # in `stall_s`: a stall is noticed at most a twentieth late
+LOOKS = 20  # per `stall_s`: a stall is noticed at most a twentieth late
 
 
 class StallWatch:
-    """Looks at a thread's turns; `None` = it waits for work."""
+    """Watches the turns of a thread; `None` = it waits for work."""
 
     def __init__(
         self, stall_s: float, turn: Callable[[], int | None], on_stall: Callable[[], None]
@@ -56,7 +56,7 @@ class StallWatch:
         self._turn = turn
         self._on_stall = on_stall
         self._last: int | None = None
-        self._num_looks = 0  # that found the same turn
+        self._num_looks = 0  # consecutive looks that found the same turn
         self._stop = threading.Event()
 
     def start(self) -> None:

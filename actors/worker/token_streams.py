@@ -49,7 +49,7 @@ class StreamStatistics:
 
 
 class TokenStreams:
-    """Fan-out of step outputs to ingresses, with acknowledgement and bounds."""
+    """Distributes step outputs to ingresses, with acknowledgements and bounds."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class TokenStreams:
         self._handoffs: Callable[[], HandoffTotals] | None = None
 
     def open(self) -> None:
-        """Lets clients connect; one that never does is given as long as one that fell silent."""
+        """Lets clients connect; gives those that never do as long as those that fall silent."""
         self._awaited_until_s = self._clock.now_s() + self._config.ingress_silence_s
 
     def report_handoffs(self, totals: Callable[[], HandoffTotals]) -> None:
@@ -83,7 +83,7 @@ class TokenStreams:
         self._handoffs = totals
 
     def announce_joined(self, ingress_id: str, key: RequestKey) -> None:
-        """A request's KV is here: its ingress learns it before the request's next token."""
+        """Tells a request's ingress that its KV is here, before its next token."""
         stream = self._stream(ingress_id)
         stream.joined.append(key)
         stream.has_news.set()
@@ -112,7 +112,7 @@ class TokenStreams:
             stream.has_news.set()
 
     def acknowledge(self, ingress_id: str, step_seq: int) -> None:
-        """Everything up to message `step_seq` arrived; -1 says only that the ingress lives."""
+        """Drops messages up to `step_seq`, which arrived; -1 says only that the ingress lives."""
         stream = self._streams.get(ingress_id)
         if stream is None:
             return
@@ -125,23 +125,23 @@ class TokenStreams:
                     stream.num_unacknowledged[key] = num_left
 
     async def read(self, ingress_id: str) -> AsyncGenerator[bytes, None]:
-        """Encoded StepMessages for one ingress, a load report at least every 100 ms.
+        """Yields encoded StepMessages for one ingress, a load report at least every 100 ms.
 
         A second reader for the same ingress replaces the first, which then ends.
         """
         stream = self._stream(ingress_id)
         stream.last_heard_s = self._clock.now_s()
         reader = stream.reader = object()
-        stream.has_news.set()  # ends an earlier reader, which must not clear what we wait for
+        stream.has_news.set()  # wakes an earlier reader, which then ends
         stream.has_news = asyncio.Event()
-        stream.has_news.set()  # the first message goes out at once and says who we are
+        stream.has_news.set()  # the first message goes at once and identifies this worker
         while stream.reader is reader and self._streams.get(ingress_id) is stream:
             await self._wait_for_news(stream)
             if stream.reader is reader:
                 yield self._next_message(stream)
 
     def expire_silent(self) -> None:
-        """Give up ingresses that have not been heard of for too long."""
+        """Gives up ingresses that have been silent for too long."""
         limit_s = self._clock.now_s() - self._config.ingress_silence_s
         for ingress_id, stream in list(self._streams.items()):
             if stream.last_heard_s < limit_s:
@@ -155,16 +155,16 @@ class TokenStreams:
 
     @property
     def is_awaited(self) -> bool:
-        """Whether clients of an earlier process of this worker may not have found it yet."""
+        """Whether clients of this worker's earlier process may still have to find it."""
         return self._clock.now_s() < self._awaited_until_s
 
     def clients(self) -> list[str]:
-        """Whoever reads, or is about to read, a stream."""
+        """The clients that read a stream, or are about to."""
         return list(self._streams)
 
     @property
     def has_unread(self) -> bool:
-        """Whether something waits to be read by anybody."""
+        """Whether any message waits to be read."""
         return any(s.tokens or s.failures for s in self._streams.values())
 
     def statistics(self) -> StreamStatistics:
