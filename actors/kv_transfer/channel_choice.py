@@ -1,6 +1,6 @@
-"""Which kind of channel goes to a peer next: an ordered list, less what rests and what is unfit.
+"""Chooses the kind of the next channel to a peer: an ordered list without resting or unfit kinds.
 
-Knows no channels: it is told what happened.
+Knows no channels; its caller reports failures.
 """
 
 from collections import deque
@@ -45,7 +45,7 @@ def piece_bytes_of(config: HandoffConfig, kind: ChannelKind) -> int:
 
 
 class ChannelChoice:
-    """The kinds that one peer may be reached by now."""
+    """The kinds of channel that may be opened to one peer now."""
 
     def __init__(self, order: tuple[ChannelKind, ...], clock: Clock) -> None:
         assert order, "no kind of channel to choose from"
@@ -61,7 +61,7 @@ class ChannelChoice:
         return self._order[0]
 
     def candidates(self) -> list[ChannelKind]:
-        """Best first, never empty: the last of the order is always among them.
+        """The kinds to try, best first; never empty, because the last of the order is always there.
 
         A kind rests until FAILURE_WINDOW_S have passed since MAX_FAILURES failures.
         """
@@ -78,7 +78,7 @@ class ChannelChoice:
         self._unfit.add(kind)
 
     def forget_unfit(self) -> None:
-        """The peer may be another process now, or elsewhere."""
+        """Allows all kinds again: the peer may be another process now, or on another host."""
         self._unfit.clear()
 
     def _is_usable(self, kind: ChannelKind, since_s: float) -> bool:

@@ -1,4 +1,4 @@
-"""What a worker adds to its engine host to take part in handoffs: the sending or receiving side."""
+"""Connects a worker's engine host to KV transfer, as sender or as receiver."""
 
 import asyncio
 from dataclasses import asdict
@@ -87,7 +87,7 @@ class SendingConnector(KvConnector):
 
 
 class AnnouncedJoins:
-    """A scheduler whose requests' ingresses hear when they join: their handoff is over."""
+    """A scheduler that announces to the ingress when its request joins, which ends the handoff."""
 
     def __init__(
         self, engine: Engine, streams: TokenStreams, loop: asyncio.AbstractEventLoop

@@ -1,4 +1,4 @@
-"""What the two sides of a handoff need from others: peers, the engine thread, channels, staging.
+"""Protocols that both sides of a handoff use: peers, the engine thread, channels, staging.
 
 Protocols and plain records only, so that sender and receiver run in tests without Ray, torch or
 threads.
@@ -37,8 +37,8 @@ class PieceNumbers:
     """Sequence numbers from 0, each taken once."""
 
     def __init__(self) -> None:
-        self._claimed: set[int] = set()  # of those from `_num_claimed` on
-        self._num_claimed = 0  # every piece below came
+        self._claimed: set[int] = set()  # claimed numbers from `_num_claimed` on
+        self._num_claimed = 0  # every number below is claimed
 
     def claim(self, seq: int) -> bool:
         """Take a piece's number; False, without effect, if it came before."""
@@ -76,10 +76,11 @@ class ArrivedBlocks(ABC):
 
     @abstractmethod
     async def write(self, block_ids: Sequence[int], digests: list[int]) -> bool:
-        """See the bytes into `block_ids`; whether they digest to `digests`, one per block.
+        """Writes the bytes into `block_ids`; returns whether they digest to `digests`, one per
+        block.
 
-        If not, the content of the blocks is undefined. On return, also by an exception, nothing
-        can land in them any more. Ends the piece, as `discard` does.
+        If they do not, the content of the blocks is undefined. On return, also by an exception,
+        nothing can land in them any more. Ends the piece, as `discard` does.
         """
 
     @abstractmethod
@@ -92,9 +93,9 @@ IncomingData = PieceBytes | ArrivedBlocks
 
 
 class UnfitError(HandoffError):
-    """A kind of channel will not do between two workers: another host, no GPU, too slow.
+    """A kind of channel cannot connect two workers: another host, no GPU, too slow.
 
-    Asking again is of no use until one of them restarts.
+    Do not ask again until one of them restarts.
     """
 
 
@@ -137,7 +138,7 @@ Data = TypeVar("Data", bound=PieceBytes | StoredBlocks | ArrivedBlocks, covarian
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagedPiece(Generic[Data]):
-    """A piece out of a store or on its way into one, with what its blocks must digest to."""
+    """A piece out of a store or on its way into one, with the digests of its blocks."""
 
     data: Data
     digests: list[int]  # one per block
@@ -147,11 +148,11 @@ class PieceStore(Protocol):
     """Blocks as pieces; copied by other threads, never on the event loop."""
 
     async def read(self, block_ids: Sequence[int]) -> StagedPiece[OutgoingData]:
-        """The blocks in that order: a copy, or their names if the store is on a GPU."""
+        """Reads the blocks in that order: a copy, or their ids if the store is on a GPU."""
         ...
 
     async def write(self, block_ids: Sequence[int], piece: StagedPiece[IncomingData]) -> bool:
-        """Overwrite the blocks; False if the digests are not those.
+        """Overwrites the blocks; returns False if the digests differ.
 
         Host memory is checked first and then not written; `ArrivedBlocks` are checked in place.
         """
@@ -174,7 +175,7 @@ class SendChannel(Protocol):
         ...
 
     async def close(self) -> None:
-        """Give up the channel; what is in flight ends, well or badly, before this returns."""
+        """Closes the channel; pieces in flight succeed or fail before this returns."""
         ...
 
 
@@ -193,17 +194,17 @@ class ReceiveChannel(Protocol):
         payload: list[Any],
         into: Sequence[int] | None = None,
     ) -> IncomingData:
-        """The bytes [num_bytes] of the claimed piece `seq`.
+        """Returns the bytes [num_bytes] of the claimed piece `seq`.
 
-        into: the blocks they may be written to already, and the only ones then; None = the piece
-        is not wanted. Nothing lands there any more when this has returned or raised, unless what
-        was returned is `write`n. Raises HandoffError when the bytes are not as announced, the
-        channel fails, or at the deadline; the channel is then of no further use.
+        into: the only blocks that they may be written to meanwhile; None = drop the piece. Nothing
+        is written there after this has returned or raised, unless the caller `write`s the result.
+        Raises HandoffError when the bytes are not as announced, the channel fails, or at the
+        deadline; the channel is then of no further use.
         """
         ...
 
     async def close(self) -> None:
-        """Give up the channel; what is in flight ends, well or badly, before this returns."""
+        """Closes the channel; pieces in flight succeed or fail before this returns."""
         ...
 
 
@@ -220,7 +221,7 @@ class Channels(Protocol):
 
 
 class RendezvousClient(Protocol):
-    """The board where two ends meet, from a thread: every call blocks, and is bounded.
+    """The key-value board where two ends meet, used from a thread: calls block, within bounds.
 
     Calls raise HandoffError when the board or the awaited keys do not answer in time, WorkerError
     when the board is dead.

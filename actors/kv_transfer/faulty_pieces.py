@@ -31,7 +31,7 @@ class FaultyPieces:
         if fault.kind is FaultKind.DROP:
             raise HandoffError(f"piece {number} was dropped on demand")
         piece = await self._store.read(block_ids)
-        if fault.kind is FaultKind.CORRUPT:  # wherever the bytes are, they are not these
+        if fault.kind is FaultKind.CORRUPT:  # any other digest will do
             piece = replace(piece, digests=[digest ^ 1 for digest in piece.digests])
         return piece
 

@@ -1,16 +1,16 @@
 """Pieces in and out of a KV store: through host memory, or from GPU to GPU.
 
-On a CPU a piece is a copy. On a GPU it is left where it is until a channel is known: `read` only
-names the blocks, and `to_host` copies them for a channel that carries host memory. What they digest
-to is known since the steps that wrote them.
+On a CPU a piece is a copy. On a GPU it stays in the store until a channel is known: `read` only
+names the blocks, and `to_host` copies them for a channel that carries host memory. The steps that
+wrote the blocks have computed their digests.
 
 Which thread and stream do what on a GPU: the engine steps on the default stream. All copies here
 run on one stream beside it, queued by threads of our own, digests of what is pulled on another; a
 call returns when its own work has ended on the device, while the next call's is queued already.
-The thread of a pair queues its own copies and looks at them itself: with another thread for them
-each call into torch would wait for its turn in the interpreter.
-What is read was computed by steps whose results are on the host already. What is written may still
-be a target of steps that were launched before the blocks were granted: `fence` lets every later
+The thread of a pair queues its own copies and polls them itself, because with another thread each
+call into torch would wait for the interpreter lock.
+Blocks that are read were computed by steps whose results are on the host already. Blocks that are
+written may still be targets of steps launched before they were granted: `fence` makes every later
 copy wait for those.
 
 Knows no requests, no reservations and no owners of blocks.
@@ -45,7 +45,7 @@ T = TypeVar("T")
 # host about 1 us, in which a link between two GPUs moves 0.4 MB. Longer ones are plain copies: they
 # run on the copy engines, where decode steps do not notice them.
 MIN_COPY_BYTES = 2**18
-GATHER_BYTES = 64 * 2**20  # gathered at a time, which bounds the temporary
+GATHER_BYTES = 64 * 2**20  # gathered at a time, to bound the temporary memory
 # Pulled in one call, which the host queues while the one before is copied; so the first is short.
 FIRST_PULL_BYTES = 64 * 2**20
 MAX_PULL_BYTES = 256 * 2**20  # the last one's digests are made when nothing is copied any more
@@ -91,8 +91,8 @@ class BlockStore(Protocol):
 class QueuedTake:
     """Blocks that are being overwritten on the device."""
 
-    digests: Tensor  # int64 [n] on the host, of what was written; there when it is over
-    over: torch.cuda.Event | None  # None = it is
+    digests: Tensor  # int64 [n] on the host, of the written bytes; valid once `over`
+    over: torch.cuda.Event | None  # None = it has happened
 
     def is_over(self) -> bool:
         return self.over is None or bool(self.over.query())  # type: ignore[no-untyped-call]
@@ -110,8 +110,8 @@ class KvPieces:
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="kv-copy")
         self.device = store.tensor.device
         self._stream = _new_stream(self.device)
-        self._checking = _new_stream(self.device)  # digests of what was pulled
-        self._queueing = threading.Lock()  # one call's work stays together on the streams
+        self._checking = _new_stream(self.device)  # computes digests of pulled blocks
+        self._queueing = threading.Lock()  # keeps the work of one call together on the streams
 
     @property
     def is_on_gpu(self) -> bool:
@@ -127,12 +127,12 @@ class KvPieces:
         return self.tensor[0].numel() * self.tensor.element_size()
 
     def fence(self) -> None:
-        """Copies from here on wait for all steps launched so far, on the device only."""
+        """Makes later copies wait, on the device only, for all steps launched so far."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.default_stream(self.device))
 
     async def read(self, block_ids: Sequence[int]) -> StagedPiece[OutgoingData]:
-        """A copy on a CPU; on a GPU their names, at once. Steps have told what they digest to."""
+        """Returns a copy on a CPU; on a GPU the ids, at once. Digests come from the steps."""
         digests = self._store.digests.of(block_ids)
         data: OutgoingData
         if self.is_on_gpu:
@@ -157,9 +157,9 @@ class KvPieces:
     ) -> bool:
         """Copy blocks of another store straight into `ids` of this one, then check them.
 
-        source: [any, *block_shape], another GPU's memory mapped here; ids: one or more. Not bounded
-        by a deadline: a copy between two GPUs ends, or the device is lost, and it must not be left
-        under way.
+        source: [any, *block_shape], another GPU's memory mapped here; ids: one or more. Without
+        a deadline: a copy between two GPUs ends or the device is lost, and it must not be left
+        running.
         """
         return await self._run(lambda: self._pull(source, source_ids, ids, digests))
 
@@ -174,7 +174,7 @@ class KvPieces:
     def queue_load(self, block_ids: Sequence[int], staging: Tensor) -> torch.cuda.Event | None:
         """Copy blocks of this store into `staging`: uint8 [n * block_bytes], on this device.
 
-        Returns when that is over; None = it is.
+        Returns an event for its end; None = it has ended.
         """
         with self._queueing_work():
             # On one device by a kernel: copies take the host ten times as long to queue.
@@ -226,8 +226,9 @@ class KvPieces:
                 copy_blocks(self.tensor, ids[part], source, source_ids[part])
                 copied.append(self._copied_so_far())
             with self._beside_copies():
-                index = self._store.index(ids)  # only now: nothing is to wait for it
-                # Digests in two goes, behind all copies: one costs the host what many copies do.
+                index = self._store.index(ids)  # only now, so that no copy waits for it
+                # Digests in two calls, after all copies: a call costs the host as much as many
+                # copies.
                 if last.start:
                     self._let_checks_wait(copied[-2])
                     found.append(to_host(self._store.queue_digests(index[: last.start])))
@@ -240,12 +241,12 @@ class KvPieces:
         return staging.view(self.tensor.dtype).view(-1, *self.tensor.shape[1:])
 
     def _copied_so_far(self) -> torch.cuda.Event | None:
-        """When everything that was queued on the copies' stream is over; None = it is."""
+        """Returns an event for the end of all queued copies; None = they have ended."""
         return None if self._stream is None else self._stream.record_event()
 
     @contextmanager
     def _beside_copies(self) -> Iterator[None]:
-        """Queue on the stream that checks what was copied."""
+        """Context that queues work on the stream that checks copied blocks."""
         if self._checking is None:
             yield
             return
@@ -259,7 +260,7 @@ class KvPieces:
 
     @contextmanager
     def _queueing_work(self) -> Iterator[None]:
-        """Queue on the copies' stream; waited for only after an exception."""
+        """Context that queues work on the copies' stream; waits for it only after an exception."""
         if self._stream is None:
             yield
             return
@@ -267,12 +268,12 @@ class KvPieces:
             try:
                 yield
             except BaseException:
-                self._stream.synchronize()  # nobody else could know what is queued already
+                self._stream.synchronize()  # only here is it known what is queued already
                 raise
 
     @contextmanager
     def _on_streams(self) -> Iterator[None]:
-        """Queue on our streams; at the end, also after an exception, it is over on the device."""
+        """Context that queues work on both streams; waits for its end, also after an error."""
         if self._stream is None or self._checking is None:
             yield
             return
@@ -288,7 +289,7 @@ class KvPieces:
                 event.synchronize()
 
     async def _run(self, copy: Callable[[], T]) -> T:
-        # A copy that has begun cannot be stopped, so nobody may go on as if it were.
+        # A copy that has begun cannot be stopped, so it must be waited for.
         return await to_the_end(asyncio.get_running_loop().run_in_executor(self._threads, copy))
 
 
@@ -299,7 +300,7 @@ def copy_blocks(
 
     target, source: [any, *block_shape] on the same device or mapped there.
     """
-    # Checked here: a GPU copies to wherever it is told to, or its whole context is lost.
+    # Checked here, because a GPU would copy to wrong places, or lose its whole context.
     for ids, blocks in ((target_ids, target), (source_ids, source)):
         is_there = not ids or 0 <= min(ids) <= max(ids) < blocks.shape[0]
         assert is_there, f"blocks {list(ids)} of a store of {blocks.shape[0]}"
@@ -326,7 +327,7 @@ def parts_of(num_blocks: int, block_bytes: int) -> list[slice]:
     """Cuts a pull into parts, one a call; each is at most twice as long as the one before.
 
     All but the last end at an even number of blocks: a tensor of int64 that is sliced there keeps
-    the alignment that Triton compiles for, and nothing is to be compiled under a handoff.
+    the alignment that Triton compiles for, and nothing must be compiled during a handoff.
     """
     parts: list[slice] = []
     start, size = 0, _even(FIRST_PULL_BYTES // block_bytes)
@@ -354,7 +355,7 @@ def runs_of(target_ids: Sequence[int], source_ids: Sequence[int]) -> list[tuple[
 
 
 def _new_stream(device: torch.device) -> torch.cuda.Stream | None:
-    """Goes before the engine's: a digest takes a fraction of a step, and is not to wait for it."""
+    """Returns a stream of high priority: a digest is short and must not wait for a step."""
     if device.type != "cuda":
         return None
     return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]

@@ -1,8 +1,8 @@
 """The sender's channels: at most one to each decode worker, opened when first used.
 
 Every channel opened to a peer has the next epoch. A channel that fails is closed and replaced at
-its next use. Which kinds are tried, and in which order, channel_choice.py says; what was chosen
-instead of the favourite, and why, is logged once per channel and counted. Knows no requests.
+its next use. channel_choice.py chooses the kinds to try; a choice other than the first, and its
+reason, is logged once per channel and counted. Knows no requests.
 """
 
 import asyncio
@@ -60,7 +60,7 @@ class PeerLink:
 
     @asynccontextmanager
     async def use(self, peer: Peer) -> AsyncIterator[SendChannel]:
-        """An open channel to `peer`; a WorkerError raised inside ends it for all its users.
+        """Yields an open channel to `peer`; a WorkerError raised inside ends it for all its users.
 
         Raises HandoffError if none can be opened, WorkerError if the peer is dead.
         """
@@ -85,7 +85,7 @@ class PeerLink:
         await asyncio.gather(*self._discarded)
 
     async def _replace(self, channel: SendChannel) -> None:
-        """Close a channel that failed, unless another of its users did so already."""
+        """Closes a channel that failed, unless another user of it has done so already."""
         async with self._lock:
             if self._channel is channel:
                 self._choice.count_failure(channel.kind)
@@ -98,11 +98,11 @@ class PeerLink:
             await channel.close()
 
     def _should_change(self, channel: SendChannel) -> bool:
-        """Go back to a better kind once it may be tried again and nobody is under way."""
+        """Whether to change to a better kind: it may be tried again and no transfer runs."""
         return self._num_users == 0 and channel.kind != self._choice.candidates()[0]
 
     async def _open(self, peer: Peer) -> SendChannel:
-        """The first kind that opens. Raises the last one's HandoffError, or WorkerError."""
+        """Opens the first kind that works. Raises the last one's HandoffError, or WorkerError."""
         candidates = self._choice.candidates()
         reasons: list[str] = []
         for kind in candidates[:-1]:
@@ -117,7 +117,7 @@ class PeerLink:
         return self._opened(await self._open_kind(peer, candidates[-1]), reasons)
 
     def _opened(self, channel: SendChannel, reasons: list[str]) -> SendChannel:
-        """Log and count what was chosen."""
+        """Logs and counts the chosen kind."""
         if channel.kind == self._choice.favourite:
             logger.info("KV for %s goes by %s", self._name, channel.kind)
             return channel

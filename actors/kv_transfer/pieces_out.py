@@ -9,7 +9,7 @@ before. `ComputedBlocks` knows how far a prompt's blocks are computed and sent:
     [end ..........)   computes; after the prompt's end there is nothing here
 
 The decode side commits with the last piece, so that one goes when all others are acknowledged. A
-transfer that goes on under another epoch starts over at `num_hit`: the decode side forgets what
+transfer that continues under another epoch starts over at `num_hit`: the decode side forgets what
 came by an older channel, since it cannot know what else of that channel may still land. A prompt
 that computes again, after a preemption on the prefill side, goes on at `next`: what the decode side
 has is the KV of the same tokens.
@@ -50,7 +50,7 @@ class NextPiece:
     block_ids: list[int]
     first_token_id: (
         int | None
-    )  # with the prompt's last block; until then the decode side cannot commit
+    )  # sampled with the prompt's last block; before, the decode side cannot commit
     is_early: bool  # the prompt still computes
 
 
@@ -58,7 +58,7 @@ class ComputedBlocks:
     """Follows one prompt from its first chunk to its last block."""
 
     def __init__(self) -> None:
-        self.reading = asyncio.Lock()  # held while pieces are read: their blocks must stay
+        self.reading = asyncio.Lock()  # held while pieces are read, so that their blocks stay
         self._block_ids: list[int] = []
         self._ready: HandoffReady | None = None
         self._changed = asyncio.Event()
@@ -71,7 +71,7 @@ class ComputedBlocks:
     # ---- from the engine ------------------------------------------------------------------------
 
     def advance(self, block_ids: list[int]) -> None:
-        """These leading blocks are full."""
+        """Notes that these leading blocks are full."""
         self._block_ids = block_ids
         self._changed.set()
 
@@ -80,19 +80,19 @@ class ComputedBlocks:
         self._block_ids = []
 
     def complete(self, ready: HandoffReady) -> None:
-        """The prompt is computed."""
+        """Notes that the prompt is computed."""
         self._ready = ready
         self.advance(ready.block_ids)
 
     # ---- to the transfer ------------------------------------------------------------------------
 
     def expect(self, reservation: Reservation) -> None:
-        """the decode side has room for all of the prompt, and its first blocks."""
+        """Notes that the decode side has reserved blocks, and how many need no transfer."""
         self._num_blocks = reservation.num_blocks
         self._next = self._num_hit_blocks = reservation.num_hit_blocks
 
     def go_on_under(self, epoch: int) -> None:
-        """Pieces go by this epoch's channel; if it is another than before, all start over."""
+        """Sends pieces by this epoch's channel; a new epoch starts the transfer over."""
         if epoch != self._epoch:
             self._epoch = epoch
             self.start_over()
@@ -136,12 +136,12 @@ class ComputedBlocks:
         )
 
     def acknowledged(self) -> None:
-        """the decode side has a piece that was under way."""
+        """Notes that the decode side has taken a piece that was in flight."""
         self._num_under_way -= 1
 
     @property
     def _can_send(self) -> bool:
-        """A block may go; or the prompt is complete: then its last piece may be one without any."""
+        """Whether a block can be sent, or the last piece, which may have no block."""
         return self._ready is not None or self._next < len(self._block_ids)
 
 
@@ -156,7 +156,7 @@ class _Bundle:
 
 
 class PieceBundles:
-    """The calls of one sender: each takes on pieces until a turn of the event loop ends."""
+    """The calls of one sender; a call takes all pieces of one turn of the event loop."""
 
     def __init__(self, block_bytes: int) -> None:
         self._block_bytes = block_bytes
@@ -166,7 +166,7 @@ class PieceBundles:
     async def deliver(
         self, peer: PieceTaker, header: PieceHeader, payload: list[Any]
     ) -> PieceReply:
-        """The peer's answer to one piece. Raises WorkerError if it is dead."""
+        """Delivers a piece; returns the peer's answer. Raises WorkerError if it is dead."""
         piece = (header, payload)
         if header.num_blocks * self._block_bytes > BUNDLED_BYTES:
             self.num_calls += 1
@@ -174,17 +174,19 @@ class PieceBundles:
             return reply
         bundle = self._open.get(peer)
         if bundle is None:
-            # The task starts when this turn is over: pieces of one turn go together.
+            # The task starts after this turn, so the pieces of one turn go together.
             bundle = self._open[peer] = _Bundle(call=asyncio.ensure_future(self._send(peer)))
         place = len(bundle.pieces)
         bundle.pieces.append(piece)
         bundle.num_waiting += 1
         try:
-            replies = await asyncio.shield(bundle.call)  # who gives up takes nobody along
+            replies = await asyncio.shield(
+                bundle.call
+            )  # a cancelled caller must not cancel the call of the others
         finally:
             bundle.num_waiting -= 1
             if not bundle.num_waiting:
-                bundle.call.cancel()  # else a silent peer's call would stay while it is silent
+                bundle.call.cancel()  # else the call would stay as long as the peer is silent
         return replies[place]
 
     async def _send(self, peer: PieceTaker) -> list[PieceReply]:
@@ -193,7 +195,7 @@ class PieceBundles:
         return await peer.receive_pieces(bundle.pieces)
 
 
-# Of one prompt: one is staged, one moves and one waits behind it, one is checked and written.
+# Pieces of one prompt: one is staged, one moves, one waits behind it, one is checked and written.
 MAX_PIECES_UNDER_WAY = 4
 
 
@@ -224,10 +226,11 @@ class PieceSender:
         return self._bundles.num_calls
 
     async def send_computed(self, transfer: Transfer, channel: SendChannel) -> PieceReply | None:
-        """Send what is computed so far; None if more is to come, else the decode worker's answer
-        that ends it.
+        """Sends what is computed so far.
 
-        On return, also by an exception, no piece is under way. Raises HandoffError when the
+        Returns None if more will come, else the decode worker's answer that ends the transfer.
+
+        On return, also by an exception, no piece is in flight. Raises HandoffError when the
         transfer may start over on another channel, EndedError, WorkerError when the decode side is
         dead.
         """
@@ -273,7 +276,7 @@ class PieceSender:
     async def _read_and_send(
         self, transfer: Transfer, channel: SendChannel, piece: NextPiece
     ) -> PieceReply:
-        """Wait for the piece's acknowledgement."""
+        """Reads a piece, sends it and waits for its acknowledgement."""
         header = self._header(transfer, channel.epoch, piece)
         data: OutgoingData | None = None
         if piece.block_ids:

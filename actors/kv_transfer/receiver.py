@@ -1,18 +1,17 @@
-"""The decode side of a handoff on its event loop: grants room, takes pieces, checks, commits.
+"""The decode side of a handoff on its event loop: reserves blocks, takes pieces, checks, commits.
 
-A reservation that does not fit waits in the `ReservationQueue`, first come first served: nobody
-overtakes the first for whom there is no room, but for short requests within their reserve. The
-queue is looked at when something may have become free, never by polling.
+A reservation that does not fit waits in the `ReservationQueue`, first come first served: only short
+requests overtake, within their reserve. The queue is served when something may have become free,
+never by polling.
 
 A piece's epoch and place are checked at once, it is received, and other threads check its digests
 before or while it is written to the reserved blocks, which stay reserved until that is over. The
 reply to a piece is its acknowledgement, the reply to the last one says that the request runs here.
 
-One channel per sender: opening a newer epoch closes the older one and returns only when no write
-of it can land any more. One that still opens is left to itself: no piece went over it, and nobody
-waits for a sender that died in the middle. A sender counts its epochs from 1 in every life, which
-its incarnation names: a late call of an earlier life must not end the channel of its successor
-(`NewestEpochs`).
+One channel per sender: opening a newer epoch closes the older one and returns only when no write of
+it can land any more. One that is still opening is left alone: no piece went over it, and a sender
+may have died in the middle. A sender counts its epochs from 1 in every incarnation; a late call of
+an earlier incarnation must not end the channel of its successor (`NewestEpochs`).
 
 All state here belongs to the event loop; `IncomingHandoffs` is touched through `EngineCalls`, but
 for the leave to write a piece: that one waits for no step. Knows no tensors.
@@ -73,7 +72,7 @@ class NewestEpochs:
         self._newest: dict[str, _Newest] = {}  # by sender's name
 
     def ask(self, sender: WorkerIdentity, epoch: int) -> asyncio.Future[None]:
-        """Make it the newest; the future ends when it is not that any more.
+        """Makes this epoch the newest; the future ends when a newer one replaces it.
 
         Raises HandoffError if a newer one was asked for before.
         """
@@ -106,16 +105,16 @@ MAX_WAITING = 1024
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Waiting:
-    """A reservation in line."""
+    """A reservation that waits in the queue."""
 
     request: ReserveRequest
     answer: asyncio.Future[Answer]
-    is_asked: bool = True  # the engine is about to decide: its answer must be waited for
+    is_asked: bool = True  # the engine is deciding, and its answer must be awaited
     is_impatient: bool = False  # `wait_s` is over
 
 
 class ReservationQueue:
-    """Asks the engine for room on behalf of prefill workers, and lets them wait for it."""
+    """Asks the engine for blocks on behalf of prefill workers, which wait in a queue."""
 
     def __init__(self, engine: EngineCalls, incoming: IncomingHandoffs) -> None:
         self._engine = engine
@@ -129,7 +128,7 @@ class ReservationQueue:
         return len(self._queue)
 
     async def reserve(self, request: ReserveRequest) -> Answer:
-        """Grant room, refuse, or wait up to `request.wait_s` in line; NotNow when that is over."""
+        """Grants, refuses, or waits up to `request.wait_s` in the queue and then returns NotNow."""
         if self._closed_because is not None:
             return Refused(reason=self._closed_because)
         if len(self._queue) >= MAX_WAITING:
@@ -150,13 +149,13 @@ class ReservationQueue:
                 self._queue.remove(waiting)
 
     def look_again(self) -> None:
-        """Blocks or rows may have become free."""
+        """Serves the queue: blocks or rows may have become free."""
         self._may_have_room = True
         if self._queue and (self._granting is None or self._granting.done()):
             self._granting = asyncio.create_task(self._grant())
 
     def withdraw(self, key: RequestKey) -> None:
-        """Refuse a request that waits; one the engine is deciding on just now is left to it."""
+        """Refuses a waiting request; one that the engine is deciding on is left to it."""
         for waiting in self._queue:
             if waiting.request.key == key and not waiting.is_asked:
                 settle(waiting.answer, Refused(reason="cancelled"))
@@ -165,20 +164,20 @@ class ReservationQueue:
         return [w.request.key for w in self._queue if w.request.ingress_id == ingress_id]
 
     async def close(self, reason: str) -> None:
-        """Refuse all that wait and all that come."""
+        """Refuses all waiting and later requests."""
         self._closed_because = reason
         if self._granting is not None:
-            await self._granting  # what it grants, the caller cancels with the rest
+            await self._granting  # the caller cancels what this grants
         for waiting in self._queue:
             settle(waiting.answer, Refused(reason=reason))
 
     async def _grant(self) -> None:
-        """Offer room to the line, in order, as long as something may have become free."""
+        """Tries the queue in order, as long as something may have become free."""
         try:
             while self._queue and self._may_have_room:
                 self._may_have_room = False
                 await self._offer([w for w in self._queue if not w.answer.done()])
-        except Exception:  # the line must move, whatever happened
+        except Exception:  # the queue must move on after any error
             logger.exception("reservations cannot be granted")
             for waiting in self._queue:
                 settle(waiting.answer, Refused(reason="the decode worker failed"))
@@ -265,8 +264,8 @@ class HandoffReceiver:
     ) -> None:
         """`refusal(key)` says why a request is not taken at all; None if it is.
 
-        `on_grant()` is called on the event loop when blocks were reserved, before they are told
-        of: steps launched earlier may still write to them.
+        `on_grant()` is called on the event loop when blocks were reserved, before the sender gets
+        them: steps launched earlier may still write to them.
         """
         self._identity = identity
         self._config = config
@@ -291,7 +290,7 @@ class HandoffReceiver:
     # ---- reservations ---------------------------------------------------------------------------
 
     async def reserve(self, request: ReserveRequest) -> Answer:
-        """Grant room, refuse, or wait up to `request.wait_s` in line; NotNow when that is over."""
+        """Grants, refuses, or waits up to `request.wait_s` in the queue and then returns NotNow."""
         reason = self._refusal(request.key)
         if reason is not None:
             return Refused(reason=reason)
@@ -301,7 +300,7 @@ class HandoffReceiver:
         return answer
 
     def on_step(self) -> None:
-        """Blocks or rows may be free now: look at the line again. On the event loop."""
+        """Serves the queue, because blocks or rows may be free now. On the event loop."""
         self._queue.look_again()
 
     async def renew(self, request: RenewLease) -> None:
@@ -309,7 +308,7 @@ class HandoffReceiver:
         await self._engine.call(lambda: self._incoming.renew(request.key, request.transfer_id))
 
     async def cancel_transfer(self, request: CancelTransfer) -> CancelReply:
-        """The sender gives a request up, in whatever phase it is here."""
+        """Cancels a request that its sender gave up, in any phase."""
         self._queue.withdraw(request.key)
         outcome = await self._engine.call(lambda: self._incoming.cancel(request.key))
         self.on_step()
@@ -317,11 +316,11 @@ class HandoffReceiver:
         return CancelReply(outcome=outcome)
 
     def cancel(self, key: RequestKey) -> None:
-        """The request's ingress gives it up: forget it, and in the scheduler if it just joined."""
+        """Forgets a request that its ingress gave up, also in the scheduler if it just joined."""
         self._spawn(self._forget([key]))
 
     def cancel_ingress(self, ingress_id: str) -> None:
-        """The same for everything of one ingress that has not been committed."""
+        """Forgets everything of one ingress that has not been committed."""
         self._spawn(self._forget(self._queue.keys_of(ingress_id), ingress_id))
 
     # ---- pieces ---------------------------------------------------------------------------------
@@ -333,7 +332,7 @@ class HandoffReceiver:
             self._check_sender(request.sender)
             superseded = self._epochs.ask(request.sender, request.epoch)
             async with self._opening.setdefault(name, asyncio.Lock()):
-                self._check_sender(request.sender)  # again: we may be shutting down by now
+                self._check_sender(request.sender)  # again, because a shutdown may have begun
                 if not superseded.done():
                     await self._close_pair(name)
                 channel = await self._open_receive(request, superseded)
@@ -357,7 +356,7 @@ class HandoffReceiver:
             return self._failed("epoch", f"epoch {header.epoch} is not open", is_retryable=True)
         if not pair.channel.claim(header.seq):
             return self._failed("duplicate", f"piece {header.seq} came before", is_retryable=True)
-        # A task of its own: what is under way completes even if the caller stops listening.
+        # A task of its own, which completes even if the caller stops waiting.
         piece = asyncio.create_task(self._take(pair, header, payload))
         pair.pieces.add(piece)
         piece.add_done_callback(pair.pieces.discard)
@@ -366,7 +365,7 @@ class HandoffReceiver:
     # ---- life and observation -------------------------------------------------------------------
 
     async def close(self) -> None:
-        """Refuse everything, let pieces under way end, close the channels, free reservations."""
+        """Refuses everything, lets pieces in flight end, closes channels, frees reservations."""
         self._is_closing = True
         await self._queue.close(f"{self._identity.name} is shutting down")
         for name in list(self._opening):
@@ -390,7 +389,7 @@ class HandoffReceiver:
     # ---- parts of a piece -----------------------------------------------------------------------
 
     async def _take(self, pair: _Pair, header: PieceHeader, payload: list[Any]) -> PieceReply:
-        """Receive, if there is leave to write, verify and write; then let the engine settle it."""
+        """Receives a piece if it may be written, verifies it, writes it and ends it."""
         if not 0 <= header.num_blocks <= pair.max_blocks:
             self._break(pair)
             return self._failed("size", f"a piece of {header.num_blocks} blocks", is_retryable=True)
@@ -444,12 +443,12 @@ class HandoffReceiver:
         return reply
 
     def _begin(self, header: PieceHeader) -> BlockWrite | PieceReply:
-        """Leave to write, or the reply that ends the piece."""
+        """Begins the write of a piece; returns the reply instead if the piece ends here."""
         try:
             return self._incoming.begin_write(header)
         except HandoffError as error:
             if self._incoming.is_committed(header.key):
-                return PieceReply(outcome="committed")  # sent again because our answer was lost
+                return PieceReply(outcome="committed")  # sent again because the answer was lost
             is_live = self._incoming.is_live(header.key)
             return PieceReply(outcome="failed", reason=error.message, is_retryable=is_live)
 
@@ -503,7 +502,7 @@ class HandoffReceiver:
         await asyncio.gather(*self._draining.get(sender, ()))
 
     def _break(self, pair: _Pair) -> None:
-        """Give a channel up, and see to its end beside the piece that failed."""
+        """Gives up a channel and closes it in a task of its own."""
         name = pair.sender.name
         if self._pairs.get(name) is not pair:
             return

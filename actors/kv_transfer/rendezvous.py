@@ -1,8 +1,8 @@
-"""Where the two ends of a channel find each other: a small key-value board in a Ray actor.
+"""A small key-value board in a Ray actor, where the two ends of a channel find each other.
 
-Its calls ride on Ray's authenticated RPC, so opening a channel needs no listener of its own. Only
-used while a channel opens: keys go when it is open, and an open channel does not notice the board's
-death. Knows nothing of what the values mean.
+Its calls use Ray's authenticated RPC, so opening a channel needs no listener of its own. It is used
+only while a channel opens: its keys are deleted then, and an open channel does not notice the
+board's death. Knows nothing of what the values mean.
 """
 
 import asyncio
@@ -99,11 +99,11 @@ class RendezvousKeys:
 
 
 class Rendezvous:
-    """The board as an actor; it ends itself when no supervisor is heard any more."""
+    """The board as an actor; it ends itself when it hears no supervisor any more."""
 
     def __init__(self, spec: DeploymentSpec, name: str) -> None:
         self._name = name
-        # There is one of these in a deployment, and it never waits for a device itself.
+        # There is one per deployment, and it needs no device.
         clear = partial(remove_unused, spec.namespace, spec.hash)
         self._lifeline = Lifeline(spec.config.lifetimes.supervisor_silence_s, clear).start()
         self._keys = RendezvousKeys(MonotonicClock())
@@ -139,9 +139,9 @@ class Rendezvous:
 
 
 class RayRendezvousClient:
-    """The channels' `RendezvousClient` over the named actor; found anew for each use.
+    """The channels' `RendezvousClient` over the named actor.
 
-    So restarts are fine.
+    The actor is looked up for each use, so it may restart.
     """
 
     def __init__(self, name: str, namespace: str, rpc_timeout_s: float) -> None:

@@ -1,13 +1,13 @@
-"""The prefill side of the handoff on its event loop: asks for room, sends the blocks, lets them go.
+"""The prefill side of a handoff on its event loop: reserves, sends the blocks, releases them.
 
 One task per request, from its first chunk to the acknowledgement:
 
     reserve -> pieces of what is computed, while the rest computes -> last piece -> acknowledged
             -> release
 
-`ReservationClient` asks a decode worker for room and renews the lease. Full blocks go as soon as
-their step was committed (pieces_out.py); the last piece has the first token, so it goes after the
-prompt's end. A failed piece or channel starts the transfer over, once, on the next channel
+`ReservationClient` reserves blocks at a decode worker and renews the lease. Full blocks go as soon
+as their step was committed (pieces_out.py); the last piece has the first token, so it goes after
+the prompt's end. A failed piece or channel starts the transfer over, once, on the next channel
 (peer_links.py opens it; pieces_out.py says from where). After that, or if the decode side is dead
 or refuses, the request is reported as failed and retryable. Cancelling never interrupts a piece
 under way. Whatever happens, the blocks are released and the decode side is told.
@@ -53,14 +53,14 @@ from engine.messages import (
 from engine.request import RequestKey
 
 RESERVE_WAIT_S = (
-    5.0  # the decode side holds its answer this long while it is full, and our place in its queue
+    5.0  # how long a full decode worker keeps the request in its queue before it answers
 )
-RESERVE_BACKOFF_S = 0.05  # then we ask again after a pause, doubled each time
+RESERVE_BACKOFF_S = 0.05  # the pause before asking again; doubled each time
 RESERVE_MAX_BACKOFF_S = 1.0
 
 
 class ReservationClient:
-    """Asks on behalf of one prefill worker."""
+    """Reserves blocks at decode workers, for one prefill worker."""
 
     def __init__(self, identity: WorkerIdentity, config: HandoffConfig, clock: Clock) -> None:
         self._identity = identity
@@ -70,7 +70,7 @@ class ReservationClient:
     async def reserve(
         self, started: HandoffStarted, ended: asyncio.Future[None], peer: Peer
     ) -> Reservation:
-        """Ask until the decode side has room.
+        """Asks until the decode side has reserved blocks.
 
         Raises HandoffError when it refuses or stays full for too long, EndedError with `ended`.
         """
@@ -91,7 +91,7 @@ class ReservationClient:
         raise HandoffError(f"{started.decode_worker} had no room in time")
 
     async def keep(self, key: RequestKey, reservation: Reservation, peer: Peer) -> None:
-        """Renew the lease until cancelled; ends only by an error."""
+        """Renews the lease until cancelled; ends only by an error."""
         request = RenewLease(transfer_id=reservation.transfer_id, key=key)
         while True:
             await asyncio.sleep(reservation.lease_s / 3)
@@ -122,7 +122,7 @@ class _Handoff:
     computed: asyncio.Future[None]  # the prompt is
     ended: asyncio.Future[None]  # cancelled, or dropped by the scheduler
     phase: str = "find"  # then "reserve", "compute", "transfer"
-    is_known_to_peer: bool = False  # a call about it was made
+    is_known_to_peer: bool = False  # a call about this request was made
 
     @property
     def key(self) -> RequestKey:
@@ -173,8 +173,12 @@ class HandoffSender:
         self._reservations = ReservationClient(identity, config, clock)
         self._handoffs: dict[RequestKey, _Handoff] = {}
         self._tasks: dict[RequestKey, asyncio.Task[None]] = {}
-        self._beside: set[asyncio.Task[None]] = set()  # calls of the engine that nobody awaits
-        self._cancelled: dict[RequestKey, None] = {}  # before we heard of them, oldest first
+        self._beside: set[asyncio.Task[None]] = (
+            set()
+        )  # calls of the engine that run beside the handoffs
+        self._cancelled: dict[
+            RequestKey, None
+        ] = {}  # cancelled before their start came from the engine; oldest first
         self._is_closing = False
         self._counts: Counter[str] = Counter()
         self._failures: Counter[str] = Counter()
@@ -182,7 +186,7 @@ class HandoffSender:
     # ---- from the worker ------------------------------------------------------------------------
 
     def on_event(self, event: OutgoingEvent) -> None:
-        """Follow the scheduler. On the event loop, in the order the engine made the events."""
+        """Takes an event of the scheduler; on the event loop, in the engine's order."""
         if isinstance(event, HandoffStarted):
             self._start(event)
             return
@@ -201,7 +205,7 @@ class HandoffSender:
             settle(handoff.ended, None)
 
     def cancel(self, key: RequestKey) -> None:
-        """Give a request up in any phase; idempotent. Its blocks go when no piece reads them."""
+        """Gives up a request in any phase; frees blocks when no piece reads them. Idempotent."""
         handoff = self._handoffs.get(key)
         if handoff is not None:
             settle(handoff.ended, None)
@@ -260,14 +264,16 @@ class HandoffSender:
         task.add_done_callback(lambda _: self._tasks.pop(event.key, None))
 
     async def _run(self, handoff: _Handoff) -> None:
-        """Take one request from its first chunk to its end, whatever that is."""
+        """Runs the handoff of one request, from its first chunk to its end."""
         failure: FailureRecord | None = None
         try:
             await self._hand_over(handoff)
             self._counts["sent"] += 1
         except EndedError:
             self._counts["ended"] += 1
-            await self._release(handoff)  # first: a silent decode worker must not hold our blocks
+            await self._release(
+                handoff
+            )  # first, because a silent decode worker must not hold blocks here
             await self._tell(handoff, "given up by the sender")
         except WorkerError as error:
             failure = await self._settle_failure(handoff, error)
@@ -295,7 +301,7 @@ class HandoffSender:
             await asyncio.gather(renewing, return_exceptions=True)
 
     def _mark_reserved(self, key: RequestKey) -> None:
-        """For the scheduler's count alone: nothing waits for the end of a step because of it."""
+        """Notes the reservation for the scheduler's count, without waiting for the engine."""
         self._spawn(self._engine.call(lambda: self._outgoing.mark_reserved(key)))
 
     async def _release(self, handoff: _Handoff) -> None:
@@ -303,7 +309,7 @@ class HandoffSender:
         await self._engine.call(lambda: self._outgoing.release(handoff.key))
 
     def _let_go(self, handoff: _Handoff) -> None:
-        """Give retracted blocks back when no piece reads them; in the order of the retractions."""
+        """Frees retracted blocks when no piece reads them, in the order of the retractions."""
 
         async def let_go() -> None:
             async with handoff.blocks.reading:
@@ -312,16 +318,16 @@ class HandoffSender:
         self._spawn(let_go())
 
     def _spawn(self, call: Coroutine[Any, Any, None]) -> None:
-        """See to something beside the handoffs; `close` waits for it."""
+        """Runs a task beside the handoffs; `close` waits for it."""
         task = asyncio.ensure_future(call)
         self._beside.add(task)
         task.add_done_callback(self._beside.discard)
 
     async def _settle_failure(self, handoff: _Handoff, error: WorkerError) -> FailureRecord | None:
-        """The record to report, or None when the request ended meanwhile or did arrive after all.
+        """Returns the failure to report; None if the request ended meanwhile or arrived after all.
 
-        A prompt that still computes is let finish, because its first token is due to the client
-        anyway: it is reported at the point where its last block would have been sent.
+        A prompt in progress is finished first, because the client gets its first token in any case:
+        the failure is reported when its last block would have been sent.
         """
         started = handoff.started
         logger.warning("%s: no handoff to %s: %s", handoff.key, started.decode_worker, error)
@@ -344,7 +350,7 @@ class HandoffSender:
     async def _tell(
         self, handoff: _Handoff, reason: str
     ) -> Literal["cancelled", "committed", "unknown"]:
-        """Cancel what the decode side may hold for this request; "unknown" = it was not reached."""
+        """Cancels what the decode side may hold of a request; "unknown" = it was not reached."""
         if not handoff.is_known_to_peer:
             return "unknown"
         request = CancelTransfer(key=handoff.key, reason=reason)

@@ -1,4 +1,4 @@
-"""Waiting with an end: for at most so long, or unless something else happens first."""
+"""Bounded waits: until a deadline, or until something else happens first."""
 
 import asyncio
 import logging
@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-IsOver = Callable[[], bool]  # of something that goes on by itself: looked at, not waited for
+IsOver = Callable[[], bool]  # polled, because the operation runs by itself
 
 
 class Closable(Protocol):
@@ -49,7 +49,7 @@ async def acknowledged(reply: "asyncio.Future[PieceReply]", deadline_s: float) -
 async def unless_ended(
     call: Awaitable[T], ended: asyncio.Future[None], *watched: asyncio.Future[None]
 ) -> T:
-    """The result of `call`; EndedError if `ended` is done first, or the error of a watched task.
+    """Returns the result of `call`. Raises EndedError if `ended` is done first, or a watched error.
 
     `call` is then cancelled, unless it is a future that the caller made and keeps.
     """
@@ -70,7 +70,7 @@ async def unless_ended(
 
 
 async def to_the_end(running: asyncio.Future[T]) -> T:
-    """Await what cannot be stopped: cancellations are raised only when it is over."""
+    """Awaits something that cannot be stopped; raises a cancellation only after its end."""
     try:
         return await asyncio.shield(running)
     except asyncio.CancelledError:
@@ -81,10 +81,10 @@ async def to_the_end(running: asyncio.Future[T]) -> T:
 
 
 async def close_when_open(opening: "asyncio.Future[End]") -> None:
-    """See an end of a channel out that nobody wants any more; its deadline bounds the wait."""
+    """Closes an end of a channel, which is not needed, once it has opened or failed to."""
     await asyncio.wait([opening])
     if opening.cancelled():
-        return  # it has closed what it had of a connection
+        return  # it did not open and has closed its connection
     try:
         channel = opening.result()
     except WorkerError as error:

@@ -25,18 +25,18 @@ EDGE_ONLY = ("name", "edge", "api", "tracing")
 
 
 class DeploymentSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything an actor is told at its creation."""
+    """What every actor gets at its creation."""
 
     config: AppConfig
     model: str  # fingerprint of the model folder
     hash: str
     # Secret of the block hashes, the same in all workers, so that what they report can be compared.
-    # Not part of the hash: workers of a deployment that goes on keep theirs.
+    # Not part of the hash: workers that a redeploy keeps also keep theirs.
     block_key: bytes
     namespace: str = ""  # Ray namespace of all actors; known once the application runs
 
     def in_application(self, app_name: str) -> "DeploymentSpec":
-        """The same, running as the Serve application `app_name`: two of them never share actors."""
+        """Returns the spec for Serve application `app_name`; applications never share actors."""
         return msgspec.structs.replace(self, namespace=self.config.name or app_name)
 
 
@@ -126,8 +126,8 @@ def worker_options(spec: DeploymentSpec, name: str) -> dict[str, object]:
             "env_vars": {
                 "OMP_NUM_THREADS": threads,
                 "MKL_NUM_THREADS": threads,
-                # A pair's failure is ours to handle: NCCL's watchdog would end the worker, and its
-                # monitor would poll the rendezvous.
+                # The channels handle a pair's failure: NCCL's watchdog would end the worker, and
+                # its monitor would poll the rendezvous.
                 "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
                 "TORCH_NCCL_ENABLE_MONITORING": "0",
                 # A peer that dies while a communicator is made is waited for until then, 30 min by

@@ -1,13 +1,12 @@
 """Which actors are alive: an actor without a supervisor ends itself, a silent one is reported.
 
 Detached actors survive their creator, and Serve ends a deployment's actors without a hook: a
-`Lifeline` that hears no supervisor for long enough keeps any of ours from outliving the
+`Lifeline` that hears no supervisor for long enough ends its actor, so that none outlives the
 application.
 
-`LivenessTracker` finds actors that are there and answer nothing: a stopped process, or an event
-loop that hangs. Such an actor cannot end itself, and Ray takes it for alive. Time is counted in
-calls, not read from a clock: a supervisor that was stopped itself and goes on must not blame the
-others.
+`LivenessTracker` finds actors that exist and do not answer: a stopped process, or an event loop
+that hangs. Such an actor cannot end itself, and Ray regards it as alive. Time is counted in calls,
+not read from a clock, because a supervisor that was stopped itself must not blame the others.
 """
 
 import logging

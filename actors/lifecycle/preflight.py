@@ -1,8 +1,8 @@
-"""What can be known of a bad start before anything starts, in well under a second.
+"""Finds the reasons of a bad start before anything starts, in well under a second.
 
 A worker finds the same when it loads, and more; but then a cluster is up, Serve has tried three
-times, and the reason is far up in the log. Reads of the weights what they say they hold, and
-imports neither torch nor Ray.
+times, and the reason is far up in the log. Reads only the headers of the weights, and imports
+neither torch nor Ray.
 """
 
 import logging

@@ -30,7 +30,7 @@ from engine.messages import ChannelKind
 
 
 class PairThread:
-    """Operations of one connection, one after the other; the first failure ends it for good."""
+    """Runs a connection's operations one after the other; the first failure ends it for good."""
 
     def __init__(self, epoch: int, hang_up: Callable[[], None]) -> None:
         """`hang_up` drops the connection; called in the thread, at least once, idempotent."""
@@ -40,7 +40,8 @@ class PairThread:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"kv-pair-{epoch}")
 
     def start(self, operation: Callable[[], None]) -> "asyncio.Future[None]":
-        """Queue `operation`, whose place is taken at once; its failure breaks the connection.
+        """Queues `operation`; its place in the order is fixed at once. Its failure breaks the
+        connection.
 
         Raises HandoffError, here or from the future, when the connection is closed or breaks.
         """
@@ -61,8 +62,8 @@ class PairThread:
             failure = error.with_traceback(None)
         except RuntimeError as error:  # what torch raises: a closed connection, a deadline
             failure = HandoffError(f"the channel of epoch {self.epoch} broke: {error}")
-        # Raised out here and without the frames it came from: they hold the group, which must go
-        # now, because dropping it is what hangs up.
+        # Raised here and without its frames: those hold the group, which must be dropped now,
+        # because that closes the connection.
         self.is_open = False
         self._hang_up()
         raise failure
@@ -129,7 +130,7 @@ class GlooConnection:
         return self._empty(num_bytes)
 
     def release(self, staged: PieceBytes) -> None:
-        """Host memory goes with its last reference."""
+        """Does nothing: host memory is freed with its last reference."""
 
     async def open(self, client: RendezvousClient, key: str, address: str) -> None:
         """Meet the other end, connect, exchange epochs and check the rate."""
@@ -176,7 +177,7 @@ class GlooConnection:
 
 
 def remove_keys(client: RendezvousClient, key: str) -> None:
-    """An open pair does not need the board any more; keys that stay expire by themselves."""
+    """Removes the board's keys, which an open pair does not need; others expire by themselves."""
     try:
         client.delete_prefix(key)
     except WorkerError as error:

@@ -1,4 +1,4 @@
-"""What a new pair does before it carries KV: both ends compare epochs, then show what it moves.
+"""Opens a pair before it carries KV: both ends compare epochs, then measure its bandwidth.
 
 The sender measures and judges. Both sizes must arrive whole; the rate is judged by the larger one,
 because latency decides the smaller. Runs in the pair's thread. Knows no kind of channel.
@@ -17,7 +17,7 @@ from engine.errors import HandoffError
 SENDER_RANK, RECEIVER_RANK = 0, 1
 
 PROBE_BYTES = (2**20, 64 * 2**20)
-PROBE_ROUNDS = 2  # of each size; the better one counts
+PROBE_ROUNDS = 2  # rounds of each size; the better one counts
 
 
 class Wire(Protocol):
@@ -34,8 +34,8 @@ class Handshake:
 
     epoch: int
     rank: int
-    device: torch.device  # where the wire wants its tensors
-    floor_gb_s: float  # the sender's counts; 0 = no proof
+    device: torch.device  # where the wire needs its tensors
+    floor_gb_s: float  # the sender's value decides; 0 = not measured
 
 
 def exchange_handshakes(wire: Wire, mine: Handshake) -> None:
@@ -103,6 +103,6 @@ def _pattern(num_bytes: int, mine: Handshake) -> Tensor:
 
 
 def _wait_until_made(data: Tensor) -> None:
-    """A wire works on a stream of its own."""
+    """Waits for the tensor on the host, because a wire works on a stream of its own."""
     if data.is_cuda:
         torch.cuda.current_stream(data.device).synchronize()

@@ -1,4 +1,4 @@
-"""Host memory for channels that carry it: buffers, and blocks of a GPU on their way out."""
+"""Host memory for channels that carry it: receive buffers, and copies of a GPU's blocks."""
 
 from collections.abc import Awaitable, Callable
 

@@ -2,9 +2,9 @@
 
 Pieces go from a staging slot of the sender to one of the receiver (staging_ring.py): one send a
 piece, because NCCL reaches its rate with large messages only, and several sends in one group call
-fail with a communicator that does not block. A send is posted behind the one that moves
-(posting_thread.py), so the link does not wait for the host. What is late lands in staging; only
-what has come is copied from there to the blocks it is for, before its receive is over.
+fail with a communicator that does not block. A send is posted while the one before it moves
+(posting_thread.py), so the link does not wait for the host. A piece is received into staging;
+only complete pieces are copied to their blocks, before the receive ends.
 
 NCCL does not notice a dead peer: the oldest operation has our own deadline, at whose end the group
 is aborted. After an abort the GPU goes on computing; the next epoch has a new group.
@@ -37,8 +37,8 @@ from engine.messages import ChannelKind, PairRequest
 class PairGroup(Protocol):
     """The two ranks as torch sees them.
 
-    Each operation is posted and returns whether it is over. One end's operations run in the order
-    in which they were posted, each behind the end of the one before.
+    Each operation is posted and returns a function that says whether it has ended. The operations
+    of one end run one after the other, in the order in which they were posted.
     """
 
     def send(self, data: Tensor, loaded: torch.cuda.Event | None = None) -> IsOver:
@@ -48,7 +48,7 @@ class PairGroup(Protocol):
     def receive(self, data: Tensor) -> IsOver: ...
 
     def abort(self) -> None:
-        """End what is under way, from any thread; no operation of this end touches memory after."""
+        """Ends all operations, from any thread; none touches memory afterwards."""
         ...
 
 
@@ -84,13 +84,13 @@ class NcclGroup:
     def _post(self, post: Callable[[], Any]) -> IsOver:
         with torch.cuda.stream(self._stream):
             work = post()
-            work.wait()  # queues: the group works on a stream of its own, ours waits for it
+            work.wait()  # only queues a wait: the group works on a stream of its own
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(self._stream)
         return lambda: bool(event.query())  # type: ignore[no-untyped-call]
 
 
-# NCCL's own timeout would end the process: ours comes first.
+# NCCL's own timeout would end the process, so this one is shorter.
 GROUP_TIMEOUT_FACTOR = 10.0
 
 
@@ -122,7 +122,7 @@ class NcclConnection:
         return self._thread.is_open
 
     async def load(self, data: OutgoingData) -> RingPiece:
-        """Room for it: it is staged when it is sent."""
+        """Returns a staging slot; the piece is copied there when it is sent."""
         assert isinstance(data, StoredBlocks), "an nccl_pair carries blocks of a GPU"
         return await self._ring.acquire(data.nbytes, self.deadline_s, data.block_ids)
 
@@ -148,7 +148,7 @@ class NcclConnection:
         return self._thread.start("keep a place", lambda: _at_once)
 
     async def close(self) -> None:
-        """Abort, which ends what is under way; a new epoch starts over."""
+        """Aborts all operations; a new epoch starts over."""
         await self._thread.close()
 
     async def open(self, client: RendezvousClient, key: str, make_group: GroupFactory) -> None:
@@ -168,8 +168,8 @@ class NcclConnection:
         group = make_group(dist.PrefixStore(key, store), self._handshake.rank)
         with self._cutting:
             self._group, self._store = group, store
-        del group  # what is cut is to go
-        if self._thread.is_aborted:  # and whoever did it found no group to cut
+        del group  # an aborted group must be dropped
+        if self._thread.is_aborted:  # the abort came before there was a group
             self._cut()
         exchange_handshakes(self, self._handshake)
         if self._handshake.rank == SENDER_RANK:
@@ -192,12 +192,12 @@ class NcclConnection:
 
 
 class _Sending:
-    """A piece that is copied into staging and sent behind that."""
+    """A piece that is copied into staging and then sent."""
 
     def __init__(self, pieces: KvPieces, staged: RingPiece) -> None:
         self._pieces = pieces
         self._staged = staged
-        self._loaded: torch.cuda.Event | None = None  # or it is
+        self._loaded: torch.cuda.Event | None = None  # None = it is loaded
 
     def post(self, group: PairGroup) -> IsOver:
         staged = self._staged
@@ -211,10 +211,9 @@ class _Sending:
 
 
 class _Receiving:
-    """A piece that comes, and then is written to its blocks, if it may be.
+    """A piece that is received and then written to its blocks, if it is still wanted.
 
-    The copy is queued when the piece is there, and not behind its receive: what an abort cuts off
-    is never written.
+    The copy is queued when the piece has arrived, so that an aborted receive is never written.
     """
 
     def __init__(self, pieces: KvPieces, thread: PostingThread, staged: RingPiece) -> None:
@@ -261,7 +260,7 @@ class NcclSettings:
 
 
 class NcclPairs:
-    """The pairs of one worker: at most so many, over one staging ring."""
+    """The pairs of one worker, limited in number, over one staging ring."""
 
     def __init__(
         self,

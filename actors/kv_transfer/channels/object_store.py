@@ -1,7 +1,7 @@
-"""The `object_store` channel: a piece is an object in Ray's shared memory, its reference by RPC.
+"""The `object_store` channel: a piece is an object in Ray's shared memory, sent by reference.
 
-The fallback that works wherever Ray does. The bytes alive at any time are bounded, so that KV is
-never spilled to a disk; the owner of the objects is the sender, so they die with it. Knows nothing
+It is the fallback that works wherever Ray does. The bytes alive at any time are bounded, so that KV
+is never spilled to a disk; the sender owns the objects, so they die with it. Knows nothing
 of blocks.
 """
 
@@ -40,7 +40,7 @@ class ByteBudget:
 
     @asynccontextmanager
     async def hold(self, num_bytes: int) -> AsyncIterator[None]:
-        """Wait for room, then count `num_bytes` as used inside the block.
+        """Waits for budget, then counts `num_bytes` as used inside the block.
 
         A piece that is larger than the bound, as a single block may be, goes alone.
         """
@@ -141,7 +141,7 @@ class ObjectStoreReceiver:
         await end_thread(self._thread, _nothing)
 
     def _fetch(self, num_bytes: int, payload: list[Any]) -> PieceBytes:
-        """Copy the object out of shared memory, so that its bytes are free again right after."""
+        """Copies the object out of shared memory, so that its bytes are freed at once."""
         data = self._empty(num_bytes)
         if not payload:
             return data
@@ -158,4 +158,4 @@ class ObjectStoreReceiver:
 
 
 def _nothing() -> None:
-    """The last job of a thread that leaves nothing behind."""
+    """Does nothing: the last job of a thread without resources."""

@@ -1,8 +1,7 @@
-"""The two ends of a pair: pieces in one order over a connection that has no tags.
+"""The two ends of a pair: pieces in one order over a connection without tags.
 
-A piece's header goes by a call, its bytes beside it over the connection. Headers may overtake each
-other, bytes may not: each end counts. Knows no kind of connection: what a piece is staged in, and
-how it moves, is the connection's.
+A piece's header goes by a call, its bytes over the connection. Headers may overtake each other,
+bytes may not, so each end counts. Knows no kind of connection, nor what a piece is staged in.
 """
 
 import asyncio
@@ -16,7 +15,7 @@ from engine.messages import ChannelKind, PieceReply
 
 Staged = TypeVar("Staged", bound=IncomingData)
 
-ANSWERED_S = 0.5  # the bytes of a piece that was answered for have left by then
+ANSWERED_S = 0.5  # by then the bytes of an answered piece have left
 
 
 class PairConnection(Protocol[Staged]):
@@ -35,7 +34,7 @@ class PairConnection(Protocol[Staged]):
     def is_open(self) -> bool: ...
 
     async def load(self, data: OutgoingData) -> Staged:
-        """The piece, or room for it, where it is sent from. Raises HandoffError without room."""
+        """Returns the piece, or memory for it, to send from. Raises HandoffError without any."""
         ...
 
     async def room(self, num_bytes: int, into: Sequence[int] | None) -> Staged:
@@ -50,31 +49,31 @@ class PairConnection(Protocol[Staged]):
         ...
 
     def start_send(self, staged: Staged) -> "asyncio.Future[None]":
-        """Queue it; done when `staged` may be overwritten. Its failure breaks the connection.
+        """Queues a send; done when `staged` may be overwritten. Its failure breaks the connection.
 
-        What is queued goes in one order. Raises HandoffError, here or from the future, when the
-        connection is closed or breaks; the same is true of all three.
+        Operations run in the order in which they are queued. Raises HandoffError, here or from the
+        future, when the connection is closed or breaks; the same is true of all three.
         """
         ...
 
     def start_receive(self, staged: Staged) -> "asyncio.Future[None]":
-        """Queue it; done when the bytes are in `staged`, and in its blocks if it writes there."""
+        """Queues a receive; done when the bytes are in `staged`, or also in its blocks."""
         ...
 
     def start_nothing(self) -> "asyncio.Future[None]":
-        """Queue a piece without bytes, which keeps its place in the order."""
+        """Queues a piece without bytes, to keep the order."""
         ...
 
     async def close(self) -> None: ...
 
 
 class PairSender(Generic[Staged]):
-    """The sending end: the header of a piece is on its way while the bytes before it still move."""
+    """The sending end: a piece's header is sent while the bytes of earlier pieces still move."""
 
     def __init__(self, connection: PairConnection[Staged]) -> None:
         self._connection = connection
         self._next_seq = 0
-        self._newest: asyncio.Future[None] | None = None  # of the sends that were queued
+        self._newest: asyncio.Future[None] | None = None  # the newest queued send
 
     @property
     def kind(self) -> ChannelKind:
@@ -85,7 +84,8 @@ class PairSender(Generic[Staged]):
         return self._connection.epoch
 
     async def send(self, data: OutgoingData | None, deliver: Deliver) -> PieceReply:
-        # Staging is held before the header goes: a receiver's is held only for what can move.
+        # Staging is acquired before the header goes, so a receiver's is held only for a piece that
+        # can move.
         staged = None if data is None else await self._connection.load(data)
         try:
             reply = await self._send(staged, deliver)
@@ -95,12 +95,12 @@ class PairSender(Generic[Staged]):
         return await acknowledged(reply, self._connection.deadline_s)
 
     async def _send(self, staged: Staged | None, deliver: Deliver) -> "asyncio.Future[PieceReply]":
-        """Number the piece and queue its bytes in one go, so that both have the same order."""
+        """Numbers the piece and queues its bytes at once, so that both have the same order."""
         connection = self._connection
         if not connection.is_open:
             raise HandoffError(f"the channel of epoch {self.epoch} is closed")
         seq, self._next_seq = self._next_seq, self._next_seq + 1
-        # The receiver posts its receive when it has the header: both must be under way.
+        # The receiver posts its receive when it has the header, so both must run at the same time.
         reply = asyncio.ensure_future(deliver(seq, []))
         try:
             if staged is not None:
@@ -120,7 +120,7 @@ class PairSender(Generic[Staged]):
         before: "asyncio.Future[None] | None",
         reply: "asyncio.Future[PieceReply]",
     ) -> None:
-        """Unless the receiver answers without taking: it is dead, or refuses the piece."""
+        """Waits for the send, unless the receiver answers first: it is dead or refuses."""
         try:
             either: list[asyncio.Future[Any]] = [sending, reply]
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)

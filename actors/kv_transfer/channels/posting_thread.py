@@ -1,15 +1,14 @@
-"""The thread that posts one end's operations, each while the ones before still go on.
+"""The thread that posts one end's operations, each while earlier ones still run.
 
-What is posted goes on by itself, on a device, and ends in the order of posting. So the thread takes
-the next operation at once, and looks in between whether the oldest is over:
+A posted operation runs by itself on a device, and operations end in the order of posting. So the
+thread posts the next operation at once, and polls in between whether the oldest has ended:
 
     posts       a  b  c .     d     e
     is over             a     b  c     d
 
-The first failure ends all that is under way, and everything that comes later, for good: an
-operation that cannot be posted, an abort from outside, or one that is the oldest for longer than
-the deadline. That one is judged on the event loop, because posting may itself wait for a device.
-Knows no NCCL.
+The first failure ends all running and later operations for good: an operation that cannot be
+posted, an abort from outside, or one that is the oldest for longer than the deadline. That one is
+judged on the event loop, because posting may itself wait for a device. Knows no NCCL.
 """
 
 import asyncio
@@ -28,7 +27,7 @@ from engine.errors import HandoffError, WorkerError
 logger = logging.getLogger(__name__)
 
 POLL_S = 50e-6  # between two looks at the oldest operation; 256 MiB take about 700 us
-ABORT_S = 10.0  # an abort takes half a second; after so long nobody waits for it any more
+ABORT_S = 10.0  # an abort takes half a second; no caller waits longer than this
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -50,20 +49,21 @@ class PostingThread:
         cut: Callable[[], None],
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`cut` ends what moves between the two ends; called once, in a thread of its own."""
+        """`cut` aborts transfers between the two ends; called once, in a thread of its own."""
         self._epoch = epoch
         self._deadline_s = deadline_s
         self._cut = cut
         self._now_s = now_s
         self._aborting = threading.Lock()
-        self._is_aborted = threading.Event()  # or about to be
+        self._is_aborted = threading.Event()  # or about to be aborted
         self._abort_done = threading.Event()
         self._is_open = True
-        self._asked: queue.SimpleQueue[_Operation | None] = queue.SimpleQueue()  # None = the end
+        # None = the thread shall end
+        self._asked: queue.SimpleQueue[_Operation | None] = queue.SimpleQueue()
         self._watching = asyncio.get_running_loop().call_later(deadline_s, self._watch)
         # Touched by the thread only, and the time read by the loop:
         self._under_way: deque[_Operation] = deque()  # in the order of posting
-        self._oldest_since_s: float | None = None  # None = nothing is under way
+        self._oldest_since_s: float | None = None  # None = nothing runs
         self._thread = threading.Thread(target=self._run, name=f"kv-pair-{epoch}", daemon=True)
         self._thread.start()
 
@@ -79,11 +79,11 @@ class PostingThread:
     def start(
         self, verb: str, post: Callable[[], IsOver], drain: Callable[[], None] = lambda: None
     ) -> "asyncio.Future[None]":
-        """Post as soon as everything asked before is posted; done when that is over.
+        """Posts an operation after all earlier ones are posted; done when it has ended.
 
-        `post` may itself wait: nothing else is then looked at. `drain()` is called in the thread
-        after an abort: it returns when nothing of this operation touches memory any more that an
-        abort does not cut. Raises HandoffError, here or from the future, when the connection is
+        `post` may itself wait; nothing else is polled meanwhile. `drain()` is called in the thread
+        after an abort; it returns when no part of the operation that an abort does not cut touches
+        memory any more. Raises HandoffError, here or from the future, when the connection is
         closed or breaks.
         """
         if not self._is_open:
@@ -102,7 +102,7 @@ class PostingThread:
             while not self.is_aborted and not is_over():
                 time.sleep(POLL_S)
         except BaseException:
-            self.abort()  # the caller may free what is still written to
+            self.abort()  # the caller may free memory that is still written to
             raise
         self._check(verb)
 
@@ -117,10 +117,10 @@ class PostingThread:
             self._abort_done.set()  # nobody else waits for it either
 
     async def close(self) -> None:
-        """Abort, which ends what is under way badly; on return the thread is over. Idempotent.
+        """Aborts all operations and ends the thread. Idempotent.
 
-        Waits without a bound for what an abort does not cut, copies on our own GPU: blocks that are
-        still written to must not be free.
+        Waits without a bound for what an abort does not cut, copies on this GPU, because blocks
+        that are still written to must not be freed.
         """
         self._is_open = False
         self._watching.cancel()
@@ -131,7 +131,7 @@ class PostingThread:
     # ---- on the event loop ----------------------------------------------------------------------
 
     def _watch(self) -> None:
-        """Abort at the oldest operation's deadline; looks again when that may be."""
+        """Aborts at the oldest operation's deadline; checks again when that may have come."""
         if self._is_aborted.is_set():
             return
         now_s, since_s = self._now_s(), self._oldest_since_s
@@ -160,7 +160,7 @@ class PostingThread:
             self._abort_done.set()
 
     def _check(self, verb: str) -> None:
-        """Raises HandoffError when it was aborted, and then only when the abort is over."""
+        """Raises HandoffError if it was aborted, once the abort has ended."""
         if self._is_aborted.is_set():
             self.abort()
             raise self._failure(verb)
@@ -180,7 +180,7 @@ class PostingThread:
         self._fail(self._failure("end"))
 
     def _turn(self) -> bool:
-        """Post what is asked for next, or look; whether that was the end."""
+        """Posts the next operation or polls; returns whether the thread shall end."""
         asked: _Operation | None = None
         try:
             asked = self._asked.get(timeout=POLL_S if self._under_way else None)
@@ -205,7 +205,7 @@ class PostingThread:
             if not isinstance(error, RuntimeError):  # torch's, of a closed connection
                 logger.exception("unexpected on the channel of epoch %d", self._epoch)
             failure = HandoffError(f"the channel of epoch {self._epoch} broke: {error}")
-        # Out here, and without the frames it came from: they hold what `cut` lets go.
+        # Raised here and without its frames, which hold what `cut` releases.
         self._fail(failure)
 
     def _post(self, operation: _Operation) -> None:
@@ -215,12 +215,12 @@ class PostingThread:
         operation.is_over = operation.post()
 
     def _look(self) -> None:
-        """Settle what is over."""
+        """Settles operations that have ended."""
         while self._under_way:
             oldest = self._under_way[0]
             assert oldest.is_over is not None, "everything under way was posted"
             is_over = oldest.is_over()
-            self._check(oldest.verb)  # afterwards: what was aborted is over, too
+            self._check(oldest.verb)  # afterwards, because aborted operations have ended, too
             if not is_over:
                 return
             self._under_way.popleft()

@@ -1,8 +1,8 @@
-"""GPU memory that pieces of all pairs of one worker are staged in: made when needed.
+"""GPU memory in which the pieces of all pairs of one worker are staged; allocated when needed.
 
-No two workers can wait for each other in a circle: a sender has its slot before the header goes,
-a receiver takes its slot when the header has come and the piece is next, so a receiver's slot is
-always held for bytes that are ready to move.
+Two workers cannot deadlock: a sender has its slot before the header goes, and a receiver takes its
+slot when the header has come and the piece is next. So a receiver's slot is always held for bytes
+that are ready to move.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from torch import Tensor
 from actors.kv_transfer.contracts import ArrivedBlocks
 from engine.errors import HandoffError
 
-NUM_SLOTS = 3  # one moves, the next waits behind it, one is copied out of or into the store
+NUM_SLOTS = 3  # one moves, the next waits, one is copied out of or into the store
 
 
 class StagingRing:
@@ -34,7 +34,7 @@ class StagingRing:
     async def acquire(
         self, num_bytes: int, deadline_s: float, block_ids: Sequence[int] | None = None
     ) -> "RingPiece":
-        """A slot for a piece. Raises HandoffError when none becomes free within `deadline_s`."""
+        """Returns a slot for a piece. Raises HandoffError if none is free by `deadline_s`."""
         if num_bytes > self.slot_bytes:
             raise HandoffError(f"a piece of {num_bytes} bytes; the staging takes {self.slot_bytes}")
         await self._make()
@@ -67,7 +67,7 @@ class StagingRing:
                 " handoff.device_piece_bytes or cache.gpu_memory_utilization"
             ) from error
         if self._device.type == "cuda":
-            # Steps that were launched before may still use this memory, and no pair waits for them.
+            # Steps launched earlier may still use this memory, and no pair waits for them.
             torch.cuda.default_stream(self._device).synchronize()
         return slots
 
@@ -88,10 +88,10 @@ class RingPiece(ArrivedBlocks):
         block_ids: Sequence[int] | None,
         slots: asyncio.Queue[Tensor],
     ) -> None:
-        """block_ids: what is sent, or where it is to be written when it has come; None: nowhere."""
+        """block_ids: the blocks to send, or to write when the piece has come; None: none."""
         self.staging = slot[:num_bytes]
         self.block_ids = block_ids
-        self.digests: list[int] = []  # of what was written, one per block
+        self.digests: list[int] = []  # one per written block
         self._slot = slot
         self._slots = slots
         self._is_held = True

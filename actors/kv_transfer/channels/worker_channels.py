@@ -6,7 +6,7 @@ sequence number. The piece's header goes by a call, the bytes beside it:
     cuda_ipc      two GPUs of one host: the receiver reads the sender's store (cuda_ipc.py)
     nccl_pair     two GPUs: a 2-rank NCCL group per (sender, receiver, epoch) (nccl_pair.py)
     gloo_pair     a 2-rank gloo group per (sender, receiver, epoch) over TCP (gloo_pair.py)
-    object_store  bytes as an object in Ray's shared memory (object_store_channel.py)
+    object_store  bytes as an object in Ray's shared memory (object_store.py)
 
 Any failure ends a channel for good: it closes, and the next one has a higher epoch. Which kind is
 used is the sender's choice (channel_choice.py). Knows no requests, no reservations and no owners of
