@@ -1,4 +1,4 @@
-"""Composition root of one worker's engine: config and model folder in, a core ready to step out."""
+"""Builds one worker's engine from a config and a model folder: a core ready to step."""
 
 import secrets
 from collections.abc import Callable, Sequence
@@ -32,7 +32,7 @@ BLOCK_KEY_BYTES = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engine:
-    """The parts of one engine; but for `kv_store` and `grammars` only `core`'s thread uses them."""
+    """One replica. The thread that steps `core` owns all fields but `kv_store` and `grammars`."""
 
     spec: ModelSpec
     layout: KvLayout
@@ -41,13 +41,13 @@ class Engine:
     hasher: RequestHasher
     executor: Executor
     kv_store: KvStore
-    grammars: Grammars  # of constraints; safe to call from any thread
+    grammars: Grammars  # compiled constraints; safe to call from any thread
     outgoing: OutgoingHandoffs
     core: EngineCore
     compilations: CompilationCounter  # kernels compiled since the engine was ready
 
     def load(self) -> LoadReport:
-        """Returns how busy the engine is."""
+        """The replica's current load."""
         counts = self.core.scheduler.statistics()
         queued = self.core.queued_work()
         return LoadReport(
@@ -64,7 +64,7 @@ class Engine:
         )
 
     def check_ids(self, token_ids: Sequence[int], params: SamplingParams) -> None:
-        """Raises RequestError for an id without an embedding, which would end the whole step."""
+        """Raises RequestError for an id outside the vocabulary, which would fail the whole step."""
         found = find_id_beyond(self.spec.vocab_size, token_ids, params)
         if found is not None:
             raise RequestError(
@@ -72,7 +72,7 @@ class Engine:
             )
 
     def describe(self) -> str:
-        """Returns one line for the log: what is served and what fits."""
+        """One line for the log: the model, the KV blocks and the longest context."""
         kv_mib = self.layout.block_bytes * self.cache.num_blocks / 2**20
         return (
             f"{self.spec.architecture}, {self.spec.num_layers} layers, {self.layout.dtype};"
@@ -91,12 +91,12 @@ def build_engine(
     *,
     sends_blocks: bool = False,
 ) -> Engine:
-    """Load the model and put the parts together.
+    """Load the model and build the engine.
 
-    notify: called on the engine thread with the events of prompts whose KV moves.
-    block_key: of the block hashes; None = drawn here. model: of an earlier engine with an equal
-    model section; None = it is loaded. sends_blocks: `KvStore.digests` are kept.
-    Raises ConfigError when model folder and configuration cannot be served.
+    `notify` is called on the engine thread with events about prompts whose KV is to move.
+    `block_key`: key of the block hashes; None = drawn here. `model`: the model of an engine that is
+    gone and had an equal model section; None = load it. `sends_blocks`: keep `KvStore.digests` for
+    sending KV on. Raises ConfigError when the model folder and config cannot be served.
     """
     torch.set_num_threads(config.workers.torch_threads)
     spec = load_spec(Path(config.model.path))
@@ -180,7 +180,7 @@ def kv_dtype(model: ModelConfig, spec: ModelSpec) -> KvDtype:
 
 
 def context_length(config: AppConfig, spec: ModelSpec, num_blocks: int) -> int:
-    """The longest context in tokens: what the model allows, the config asks and the cache holds.
+    """The longest context in tokens: the minimum of model, config and cache capacity.
 
     Raises ConfigError when the config asks for more than the model or the cache can give.
     """

@@ -1,4 +1,4 @@
-"""Time as an argument, so that decisions can be replayed and tests never sleep."""
+"""Clocks as arguments, so that decisions can be replayed and tests never sleep."""
 
 import time
 from typing import Protocol

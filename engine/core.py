@@ -1,11 +1,12 @@
-"""The step loop: plan, launch, wait, commit. Knows no torch (an executor is given) and no Ray.
+"""The step loop of one replica: plan, launch, wait, commit.
 
     overlap off     plan(n) launch(n) wait(n) commit(n)   plan(n + 1) ...
     overlap on      plan(n + 1) launch(n + 1) wait(n) commit(n)   plan(n + 2) ...
 
 With overlap the host's work hides behind the device's: when step n ends, step n + 1 is queued.
-Requests get the same tokens either way. `StepTimes` keeps what the host spends on each of the four:
-with overlap, a `wait` near zero says that the host is what limits.
+Requests get the same tokens either way. `StepTimes` records the host's time in each of the four
+phases. With overlap, a `wait` near zero means that the host is the bottleneck. Knows no torch (the
+executor is an argument) and no Ray.
 """
 
 from collections import deque
@@ -24,7 +25,7 @@ NUM_KEPT_STEPS = 256
 
 
 class Phase(Enum):
-    """A part of a turn of the loop."""
+    """A phase of one turn of the loop."""
 
     PLAN = auto()
     LAUNCH = auto()
@@ -34,7 +35,7 @@ class Phase(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseDurations:
-    """Durations of one phase over its last `num_steps` runs; zeros before the first."""
+    """Durations of one phase over the last `num_steps` times it ran; zeros before the first."""
 
     num_steps: int
     mean_s: float
@@ -43,7 +44,7 @@ class PhaseDurations:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimesStatistics:
-    """Durations by phase. `plan` includes turns in which nothing could be planned."""
+    """Durations by phase. `plan` also counts turns in which nothing could be planned."""
 
     plan: PhaseDurations
     launch: PhaseDurations
@@ -52,7 +53,7 @@ class StepTimesStatistics:
 
 
 class StepTimes:
-    """A stopwatch with one ring of durations a phase."""
+    """A stopwatch with one ring of durations per phase."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -60,11 +61,11 @@ class StepTimes:
         self._rings: dict[Phase, deque[float]] = {p: deque(maxlen=NUM_KEPT_STEPS) for p in Phase}
 
     def begin(self) -> None:
-        """The next phase begins now."""
+        """Start timing the next phase."""
         self._began_s = self._clock.now_s()
 
     def end(self, phase: Phase) -> float:
-        """A phase ends now, and the next begins; returns the time."""
+        """Record the duration of `phase` and start timing the next one; returns the time now."""
         now_s = self._clock.now_s()
         self._rings[phase].append(now_s - self._began_s)
         self._began_s = now_s
@@ -87,9 +88,9 @@ class StepTimes:
         )
 
 
-# Planning, metadata and the first launch of a step take the host about 1 ms, and it may be late.
+# Planning, metadata and first launch of a step take the host about 1 ms; the rest is for delays.
 LEAD_S = 2.5e-3
-_LOOK_EVERY_S = 0.05  # looking at the queue takes as long as the queue is
+_LOOK_EVERY_S = 0.05  # looking at the queue takes time linear in its length
 
 
 class PendingStep(Protocol):
@@ -112,7 +113,7 @@ class Executor(Protocol):
 
 
 class EngineCore:
-    """One model replica's loop over its scheduler and executor."""
+    """The step loop of one model replica over its scheduler and executor."""
 
     def __init__(
         self,
@@ -123,9 +124,9 @@ class EngineCore:
         overlap: bool,
         defers_planning: bool = False,
     ) -> None:
-        """`overlap`: launch a step before the one in front of it has been waited for.
+        """`overlap`: launch a step before waiting for the one in flight.
 
-        `defers_planning`: plan it no sooner than it has to be, see `defer_s`.
+        `defers_planning`: plan a step as late as possible, see `defer_s`.
         """
         self.scheduler = scheduler
         self._executor = executor
@@ -133,12 +134,12 @@ class EngineCore:
         self._overlap = overlap
         self._defers_planning = defers_planning
         self._queued: tuple[float, QueuedWork] | None = None
-        self._busy_until_s = 0.0  # predicted end of the steps in flight, for `defers_planning`
+        self._busy_until_s = 0.0  # predicted end of the steps in flight, if `defers_planning`
         self._in_flight: deque[tuple[StepPlan, PendingStep]] = deque()
         self._times = StepTimes(clock)
 
     def wrap_executor(self, wrap: Callable[[Executor], Executor]) -> None:
-        """Put something between the loop and its executor; before the first step."""
+        """Wrap the executor; call it before the first step."""
         self._executor = wrap(self._executor)
 
     @property
@@ -147,17 +148,17 @@ class EngineCore:
         return self.scheduler.has_work or bool(self._in_flight)
 
     def queued_work(self) -> QueuedWork:
-        """The predicted work of the queued prompts, at most `_LOOK_EVERY_S` old."""
+        """Predicted work of the queued prompts, at most `_LOOK_EVERY_S` old."""
         now_s = self._clock.now_s()
         if self._queued is None or now_s - self._queued[0] >= _LOOK_EVERY_S:
             self._queued = now_s, self.scheduler.queued_work()
         return self._queued[1]
 
     def defer_s(self) -> float:
-        """Returns how long the next `step` may wait, so that later arrivals take part in it.
+        """How long the next `step` may be put off so that requests arriving meanwhile join it.
 
-        With a step in flight, until the device is about to need another; with none, while the
-        queue's window says so. 0 = now. Ask again whenever something has happened.
+        With a step in flight, until `LEAD_S` before its predicted end; with none, until the end of
+        the queue's window. 0 = call `step` now. Ask again whenever something has happened.
         """
         now_s = self._clock.now_s()
         if self._in_flight:
@@ -172,15 +173,15 @@ class EngineCore:
     def waits_for_others(self) -> bool:
         """Whether the last `step` launched nothing because the queue's window is open.
 
-        Then the next one is due at the window's end, or as soon as anything has happened.
+        If so, the next step is due at the window's end, or as soon as anything has happened.
         """
         return not self._in_flight and self.scheduler.deferred_until_s is not None
 
     def step(self) -> StepOutput:
         """Launch the next step and commit the one that is due; may wait for the device.
 
-        The output is that of the committed step: nothing but `has_progressed` while the first of a
-        series is in flight, and without even that when nothing could run.
+        Returns the output of the committed step. If none was committed because the first step of a
+        series is in flight, only `has_progressed` is set; if nothing could run, not even that.
         """
         self._times.begin()
         plan = self.scheduler.plan(self._clock.now_s())
@@ -207,7 +208,7 @@ class EngineCore:
         return self._commit_oldest() if self._in_flight else StepOutput()
 
     def statistics(self) -> StepTimesStatistics:
-        """Returns the host's times for the last steps."""
+        """Durations of the phases of the last steps."""
         return self._times.statistics()
 
     def _commit_oldest(self) -> StepOutput:
@@ -220,6 +221,6 @@ class EngineCore:
         return output
 
     def _predict_end(self, start_s: float) -> None:
-        """Predicts when the step launched last ends, if it is in flight; it begins at `start_s`."""
+        """Predict the end of the step launched last, started at `start_s`, if it is in flight."""
         if self._defers_planning and self._in_flight:
             self._busy_until_s = start_s + self.scheduler.newest_step_s

@@ -1,17 +1,18 @@
-"""How long a step takes: piecewise linear in its tokens, fitted online to the steps that ran.
+"""Predicts how long a step takes: piecewise linear in its tokens, fitted online to measured steps.
 
     seconds = floor + sum_k slope_k * (new tokens in segment k)        weights, launches, GEMMs
             + a * sum L (L + 2 H) + h * sum H                          attention of prompt rows
-            + r * decode rows + k * decode keys                        what decoding adds
+            + r * decode rows + k * decode keys                        cost of decoding
 
-with L new and H cached tokens of a prompt row; new tokens are those of all rows, a decode row
-having one; segments end at `KNOTS`. One straight line would miss the knee where reading weights
-stops being the limit. No coefficient is negative, so more work never costs less.
+L and H are the new and the cached tokens of a prompt row. New tokens are those of all rows; a
+decode row has one. Segments end at `KNOTS`. A single straight line would miss the knee where
+reading weights stops being the bottleneck. No coefficient is negative, so more work never costs
+less.
 
-The fit minimises relative errors. Each coefficient is pulled weakly towards a prior, whose scale is
-measured first, so that what no step has shown yet keeps the prior's proportions. Samples are kept
-by kind of step: thousands of decode steps push no prompt out. A step that paid for a pause counts
-little (Huber's weights). Knows no queue, no clock and no device.
+The fit minimises relative errors. Each coefficient is pulled weakly towards a prior. The prior's
+scale is measured first, so coefficients without data keep the prior's proportions. Samples are kept
+per kind of step, so that thousands of decode steps do not displace the prompts. A step slowed by a
+pause gets little weight (Huber's weights). Knows no queue, no clock and no device.
 """
 
 import math
@@ -30,7 +31,7 @@ Vector = npt.NDArray[np.float64]
 
 
 class StepWork(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """The work of a step, as far as its duration depends on it."""
+    """The quantities of a step that its duration depends on."""
 
     num_prompt_tokens: int = 0  # sum of L over prompt rows
     num_attended: int = 0  # sum of L (L + 2 H): twice the pairs of query and key
@@ -40,7 +41,7 @@ class StepWork(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     @classmethod
     def of_prompts(cls, prompts: Iterable[tuple[int, int]]) -> "StepWork":
-        """Prompt rows of (new, cached) tokens in one step; for many, cheaper than one by one."""
+        """Work of prompt rows of (new, cached) tokens in one step; faster than adding each one."""
         num_prompt_tokens = num_attended = num_history_tokens = 0
         for num_new, num_cached in prompts:
             num_prompt_tokens += num_new
@@ -57,7 +58,7 @@ class StepWork(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         return self.num_prompt_tokens + self.num_decode_rows
 
     def with_prompt(self, num_new: int, num_cached: int) -> "StepWork":
-        """Returns this work plus a prompt row of `num_new` tokens after `num_cached`."""
+        """This work plus a prompt row of `num_new` tokens after `num_cached` ones."""
         return StepWork(
             num_prompt_tokens=self.num_prompt_tokens + num_new,
             num_attended=self.num_attended + num_new * (num_new + 2 * num_cached),
@@ -67,7 +68,7 @@ class StepWork(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         )
 
     def with_work(self, other: "StepWork") -> "StepWork":
-        """Returns the work of one step with the rows of both."""
+        """The sum of both, as one step."""
         return StepWork(
             num_prompt_tokens=self.num_prompt_tokens + other.num_prompt_tokens,
             num_attended=self.num_attended + other.num_attended,
@@ -81,7 +82,7 @@ NO_WORK = StepWork()
 
 
 class StepCosts(msgspec.Struct, frozen=True, kw_only=True):
-    """The coefficients at one moment: encodable, and all that a prediction needs.
+    """The coefficients at one moment: encodable, and sufficient for a prediction.
 
     None is negative, so a prediction never falls when work is added.
     """
@@ -92,18 +93,18 @@ class StepCosts(msgspec.Struct, frozen=True, kw_only=True):
     history_s: float  # per cached token of a prompt row
     decode_row_s: float
     decode_key_s: float
-    num_samples: int = 0  # steps that shaped it; 0 = a prior
+    num_samples: int = 0  # steps that it was fitted to; 0 = a prior
 
     @property
     def is_fitted(self) -> bool:
         return self.num_samples > 0
 
     def seconds(self, new_tokens: int, cached_tokens: int) -> float:
-        """Seconds of a step that computes one prompt, or the rest of one, and nothing else."""
+        """Predicted duration of a step that computes one prompt, or its rest, and nothing else."""
         return self.step_seconds(NO_WORK.with_prompt(new_tokens, cached_tokens))
 
     def step_seconds(self, work: StepWork) -> float:
-        """Seconds of a step that does all of `work`."""
+        """Predicted duration of a step that does all of `work`."""
         seconds = (
             self.floor_s
             + self.attended_s * work.num_attended
@@ -121,9 +122,9 @@ class StepCosts(msgspec.Struct, frozen=True, kw_only=True):
     def max_chunk_tokens(
         self, *, num_cached: int, beside: StepWork, max_step_s: float, max_tokens: int
     ) -> int:
-        """The longest chunk after `num_cached` tokens that keeps a step within `max_step_s`.
+        """Length of the longest chunk after `num_cached` tokens that keeps a step in `max_step_s`.
 
-        `beside` is the step's other work. At most `max_tokens`; 0 if no token fits.
+        `beside` is the other work of the step. At most `max_tokens`; 0 if no token fits.
         """
 
         def step_seconds(num_new: int) -> float:
@@ -148,16 +149,16 @@ PRIOR = StepCosts(
 class CostModel:
     """Fits `StepCosts` to measured steps. `observe` mutates it; `costs` is always usable."""
 
-    MIN_SAMPLES = 16  # before these the prior stands
-    REFIT_EVERY = 64  # samples, until there are NUM_EARLY; a fit takes a few milliseconds
+    MIN_SAMPLES = 16  # with fewer, the prior is used
+    REFIT_EVERY = 64  # samples, up to NUM_EARLY of them; a fit takes a few milliseconds
     NUM_EARLY = 1024
     LATE_REFIT_EVERY = 512
     NUM_KEPT = 64  # samples of each kind of step
-    NUM_ROUNDS = 5  # of reweighting in a fit
+    NUM_ROUNDS = 5  # rounds of reweighting in a fit
     PRIOR_WEIGHT = 0.01  # a coefficient twice its prior is as bad as one step predicted 10 % off
-    MIN_SPREAD = 0.01  # of relative errors; below it nothing is an outlier
-    TUNING = 1.5  # spreads from which on an error counts less
-    MIN_SHARE = 0.01  # of the scaled prior: what a prediction is taken for at least, when dividing
+    MIN_SPREAD = 0.01  # of relative errors; a smaller spread is raised to this
+    TUNING = 1.5  # an error of more than this many spreads gets less weight
+    MIN_SHARE = 0.01  # of the scaled prior: lower bound of a prediction used as a divisor
 
     def __init__(self, prior: StepCosts = PRIOR) -> None:
         assert prior.floor_s > 0, f"the floor of a step must take time: {prior.floor_s}"
@@ -165,15 +166,15 @@ class CostModel:
         self._prior = _to_vector(prior)
         num_places = 2 * len(SEGMENTS) * self.NUM_KEPT
         self._features = np.zeros((num_places, len(self._prior)))  # [places, coefficients]
-        self._seconds = np.zeros(num_places)  # 0 = nothing there yet
+        self._seconds = np.zeros(num_places)  # 0 = empty place
         self._num_seen = [0] * (2 * len(SEGMENTS))  # by kind of step
         self._num_samples = 0
 
     def observe(self, work: StepWork, seconds: float) -> None:
-        """Learn from a step that ran alone on the device for `seconds`.
+        """Add the sample of a step that ran alone on the device for `seconds`.
 
-        Nothing is learnt from a step without tokens, nor from one that took no time by a clock
-        too coarse for it.
+        A step without tokens is ignored, and so is one of zero duration, which a coarse clock may
+        report.
         """
         assert math.isfinite(seconds), f"a step of {seconds} s"
         if work.num_new_tokens == 0 or seconds <= 0.0:
@@ -197,7 +198,7 @@ class CostModel:
         is_kept = self._seconds > 0.0
         features, seconds = self._features[is_kept], self._seconds[is_kept]
         prior = self._prior * np.median(seconds / (features @ self._prior))
-        parts_s = features * prior  # [samples, coefficients]: what each would be by the prior
+        parts_s = features * prior  # [samples, coefficients]: each term's seconds by the prior
         least_s = self.MIN_SHARE * parts_s.sum(axis=1)
         factors = np.ones_like(prior)
         identity = np.eye(len(prior))
@@ -215,15 +216,15 @@ class CostModel:
 
 
 def solve_non_negative(gram: Vector, target: Vector, start: Vector) -> Vector:
-    """argmin over x >= 0 of x'Gx / 2 - t'x, by the active sets of Lawson and Hanson.
+    """argmin over x >= 0 of x'Gx / 2 - t'x, by the active-set method of Lawson and Hanson.
 
-    `gram` [n, n] is positive definite, `target` [n]. `start` [n] >= 0: the closer to the answer it
-    is, the sooner that is found; there is one only, so it depends on nothing else.
+    `gram` [n, n] is positive definite, `target` is [n]. `start` [n] >= 0 only affects the number of
+    iterations: the minimum is unique.
     """
     x = start
     is_free = x > 0.0
     tolerance = 1e-10 * float(np.abs(target).max())
-    for _ in range(3 * len(x)):  # rounding may let one coefficient come and go; x is feasible
+    for _ in range(3 * len(x)):  # bounded: rounding may make a coefficient toggle; x is feasible
         x, is_free = _descend(gram, target, x, is_free)
         descent = np.where(is_free, -np.inf, target - gram @ x)
         best = int(np.argmax(descent))
@@ -236,7 +237,7 @@ def solve_non_negative(gram: Vector, target: Vector, start: Vector) -> Vector:
 def _descend(
     gram: Vector, target: Vector, x: Vector, is_free: npt.NDArray[np.bool_]
 ) -> tuple[Vector, npt.NDArray[np.bool_]]:
-    """Moves `x` to the minimum over its free coefficients; fixes at 0 what would cross it."""
+    """The minimum over the free coefficients, from `x`; those that cross zero are fixed at 0."""
     while True:
         goal = np.zeros(len(x))
         goal[is_free] = np.linalg.solve(gram[np.ix_(is_free, is_free)], target[is_free])
@@ -250,7 +251,7 @@ def _descend(
 
 
 def _features(work: StepWork) -> list[float]:
-    """Returns the factor of each coefficient, in the order of `_to_vector`."""
+    """The factor of each coefficient, in the order of `_to_vector`."""
     return [
         1.0,
         *_by_segment(work.num_new_tokens),
@@ -263,7 +264,7 @@ def _features(work: StepWork) -> list[float]:
 
 @lru_cache(maxsize=256)
 def _by_segment(num_tokens: int) -> tuple[float, ...]:
-    """New tokens in each of `SEGMENTS`; decode steps of the same rows ask again and again."""
+    """New tokens in each of `SEGMENTS`; cached, as decode steps of the same rows repeat."""
     return tuple(max(0.0, min(num_tokens, end) - start) for start, end in SEGMENTS)
 
 

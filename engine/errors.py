@@ -1,12 +1,12 @@
-"""Every error this project raises on purpose, as one tree.
+"""The tree of all errors that this project raises on purpose.
 
 EngineError
 ├── RequestError        the client's fault: 4xx, names the parameter and what to do
-├── CapacityError       come back later: 429 or 503, with `retry_after_s`
+├── CapacityError       retry later: 429 or 503, with `retry_after_s`
 ├── WorkerError         infrastructure failed under a request: 5xx
 │   ├── HandoffError    moving a request's KV failed; nothing was committed
 │   ├── NumericsError   a row's logits were not finite; that request alone ends
-│   └── PoisonedError   the request ended several workers; it is not tried again
+│   └── PoisonedError   the request ended several workers; it is not retried
 └── ConfigError         start-up only: names the file or key and what is supported
 
 Asserts are for our own invariants; everything a user can cause is one of these.
@@ -14,7 +14,7 @@ Asserts are for our own invariants; everything a user can cause is one of these.
 
 
 class EngineError(Exception):
-    """Root of the tree; `message` is fit to be shown to a client."""
+    """Root of the tree; `message` may be shown to a client."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
@@ -52,7 +52,7 @@ class WorkerError(EngineError):
 
 
 class HandoffError(WorkerError):
-    """A KV handoff was refused, timed out or arrived wrong; the receiver committed nothing."""
+    """A KV handoff was refused, timed out or corrupted; the receiver committed nothing."""
 
 
 class NumericsError(WorkerError):
@@ -60,8 +60,8 @@ class NumericsError(WorkerError):
 
 
 class PoisonedError(WorkerError):
-    """Workers died under this request again and again, and nobody wants to lose another one."""
+    """Several workers died while running this request, so it is not retried."""
 
 
 class ConfigError(EngineError):
-    """Start-up cannot go on; the message names the file or key and the supported values."""
+    """Start-up cannot continue; the message names the file or key and the supported values."""

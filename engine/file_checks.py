@@ -1,4 +1,4 @@
-"""Why a file of a model folder cannot be used, seen from its size and first bytes alone."""
+"""Checks whether a file of a model folder is usable, by its size and first bytes alone."""
 
 from pathlib import Path
 
@@ -8,10 +8,10 @@ _POINTER_START = b"version https://git-lfs"
 
 
 def check_file(path: Path) -> None:
-    """Raises ConfigError, which says what to do, for whatever holds no content of its own.
+    """Raises ConfigError, with the remedy, for a path that is not a file with content.
 
-    That is: a path without a file, a folder, an empty file, one that may not be read, and the
-    pointer that Git LFS leaves in place of a large file.
+    That is: a missing file, a folder, an empty file, an unreadable file, or the pointer that Git
+    LFS leaves in place of a large file.
     """
     if path.is_dir():
         raise ConfigError(f"{path}: a folder stands where a file is expected; remove it")

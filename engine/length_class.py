@@ -1,6 +1,6 @@
-"""Short or long: the class of a prompt, by what its uncached tokens cost to compute.
+"""Classifies a prompt as short or long by the cost of computing its uncached tokens.
 
-Used inside a worker (its queues) and across workers (placement), with a threshold of each.
+Used inside a worker (its queues) and across workers (placement), each with its own threshold.
 """
 
 from dataclasses import dataclass
@@ -13,18 +13,15 @@ class PrefillCost(Protocol):
     """Predicts how long a prompt takes."""
 
     def seconds(self, new_tokens: int, cached_tokens: int, /) -> float:
-        """Returns the cost of a step that computes only `new_tokens` after `cached_tokens`."""
+        """Seconds to compute `new_tokens` alone in a step, after `cached_tokens`."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class LinearCost:
-    """The cost model used until a fitted one is reported.
+    """Used until a fitted model is reported. An 8B model on a Hopper GPU; only ratios matter."""
 
-    Its numbers are those of an 8B model on a Hopper GPU; only their ratios matter much.
-    """
-
-    floor_s: float = 0.005  # weights are read and kernels launched for a single token, too
+    floor_s: float = 0.005  # reading weights and launching kernels, even for a single token
     token_s: float = 15e-6
 
     def seconds(self, new_tokens: int, cached_tokens: int, /) -> float:
@@ -35,6 +32,6 @@ class LinearCost:
 def classify(
     num_new_tokens: int, num_cached_tokens: int, threshold_tokens: int, cost: PrefillCost
 ) -> LengthClass:
-    """Short = it costs at most what `threshold_tokens` cost without a history."""
+    """Short = it costs at most as much as `threshold_tokens` new tokens without a history."""
     cost_s = cost.seconds(num_new_tokens, num_cached_tokens)
     return "short" if cost_s <= cost.seconds(threshold_tokens, 0) else "long"

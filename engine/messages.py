@@ -1,7 +1,7 @@
-"""Records that cross a process boundary, and nothing else: small, typed, one purpose each.
+"""Records that cross a process boundary: small, typed, each with one purpose.
 
-Encoded with msgpack by `encode` / `decoder`. Durations travel, never timestamps: clocks differ
-between hosts. Every message about a request carries its full `RequestKey`.
+Encoded with msgpack by `encode` / `decode`. Messages carry durations, never timestamps, because
+clocks differ between hosts. Every message about a request carries its full `RequestKey`.
 """
 
 from collections.abc import Sequence
@@ -32,13 +32,13 @@ def decode(data: bytes, kind: type[T]) -> T:
 
 
 def decode_placement(data: bytes) -> "Placement":
-    """Decode the allocator's answer; its tag tells the kinds apart."""
+    """Decode the allocator's answer, one of the `Placement` types, by its tag."""
     answer: Placement = msgspec.msgpack.decode(data, type=Placement)
     return answer
 
 
 def decode_reserve_reply(data: bytes) -> "ReserveReply":
-    """Decode a decode worker's answer to a ReserveRequest."""
+    """Decode a decode worker's answer to a ReserveRequest, by its tag."""
     answer: ReserveReply = msgspec.msgpack.decode(data, type=ReserveReply)
     return answer
 
@@ -47,7 +47,7 @@ def decode_reserve_reply(data: bytes) -> "ReserveReply":
 
 
 class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A prompt to tokenise: exactly one of `text`, `messages`, `token_ids` is set."""
+    """One prompt to turn into ids: exactly one of `text`, `messages`, `token_ids` is set."""
 
     text: str | None = None
     messages: list[dict[str, object]] | None = None  # OpenAI chat messages, validated
@@ -55,24 +55,24 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, object] = {}
-    token_ids: list[int] | None = None  # only the hashes of its blocks are wanted
-    hash_params: BlockHashParams | None = None  # None = no hashes of blocks are wanted
-    salt: str = ""  # of their names
+    token_ids: list[int] | None = None  # already encoded: only its blocks are hashed
+    hash_params: BlockHashParams | None = None  # None = no block hashes are needed
+    salt: str = ""  # part of the block hashes
 
 
 class TokenizeReply(msgspec.Struct, frozen=True, kw_only=True):
-    """`error` is a message for the client (a template or encoding problem), else the ids.
+    """The ids, or `error`, a message for the client (a template or encoding problem).
 
-    There are no ids for a prompt that came as ids.
+    `token_ids` is empty for a prompt that was sent as ids, since the caller has them.
     """
 
     token_ids: list[int] = []
-    block_hashes: list[bytes] = []  # the chain of the prompt's full blocks; empty = not asked for
+    block_hashes: list[bytes] = []  # hash chain of the prompt's full blocks; empty = not asked for
     error: str | None = None
 
 
 class ConstraintVerdict(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether outputs can be held to a constraint; `error` is a message for the client."""
+    """Whether a constraint can be enforced on outputs; `error` is a message for the client."""
 
     error: str | None = None
 
@@ -82,25 +82,25 @@ class ConstraintVerdict(msgspec.Struct, frozen=True, kw_only=True):
 
 class RouteRequest(msgspec.Struct, frozen=True, kw_only=True):
     num_prompt_tokens: int
-    # Refuse beyond so many queued tokens; None for a retry, which is never refused.
+    # Reject if more tokens are queued. None for a retry: an admitted request is not rejected later.
     max_queued_tokens: int | None = None
-    avoid: list[str] = []  # workers that just failed this request
-    # The chain of the prompt's full blocks (engine/kv/hashes.py); empty = hits are not known.
+    avoid: list[str] = []  # workers on which this request has just failed
+    # Hash chain of the prompt's full blocks (engine/kv/hashes.py); empty = prefix hits are unknown.
     block_hashes: list[bytes] = []
-    # Until its first token is due; None = the class default of the config, if there is one.
+    # Seconds until its first token is due; None = the class default of the config, if there is one.
     ttft_deadline_s: float | None = None
 
 
 class Assign(msgspec.Struct, frozen=True, kw_only=True, tag="assign"):
-    """The prompt's workers, and what was predicted of it on the first of them."""
+    """The workers for a prompt, and predictions for it on the prefill worker."""
 
     prefill_worker: str
     decode_worker: str | None  # None = the prefill worker is unified and keeps the request
     length_class: LengthClass = "short"
-    num_new_tokens: int = 0  # tokens to compute there; the others are in its prefix cache
-    work_s: float = 0.0  # predicted seconds to compute them in a step of their own
-    shared_s: float = 0.0  # of it, a step's fixed cost
-    ttft_s: float = 0.0  # predicted, with what is queued before it
+    num_new_tokens: int = 0  # to be computed there; the rest is in its prefix cache
+    work_s: float = 0.0  # time to compute them alone in a step
+    shared_s: float = 0.0  # the part of it that a step costs regardless of its prompts
+    ttft_s: float = 0.0  # time to the first token, including the queue before it
     reason: str = ""
 
 
@@ -118,20 +118,20 @@ Placement = Assign | Hold | Reject
 
 
 class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """A prefill worker, as placement sees it."""
+    """The load of one worker that prefills, as placement knows it."""
 
     worker: str
     pool: LengthClass | None  # None = it takes prompts of both classes
     is_alive: bool
     num_waiting: int
     queued_tokens: int
-    queued_s: float  # predicted seconds of these
-    num_cached_blocks: int  # in its prefix cache, as far as reported
+    queued_s: float  # predicted seconds for these tokens
+    num_cached_blocks: int  # known to placement
 
 
 class PoolMove(msgspec.Struct, frozen=True, kw_only=True):
     worker: str
-    pool: LengthClass  # its pool since then
+    pool: LengthClass  # the pool that it moved to
     ago_s: float
     reason: str
 
@@ -143,7 +143,7 @@ class LapsStatus(msgspec.Struct, frozen=True, kw_only=True):
     threshold: int  # tokens
     policy: str
     pools: dict[LengthClass, list[str]]  # empty lists = the workers are not split
-    pending: dict[LengthClass, int]  # waiting prompts, by class where workers tell them apart
+    pending: dict[LengthClass, int]  # waiting prompts, by class where workers report classes
     workers: list[WorkerLoad]
     moves: list[PoolMove]  # the last ones, newest first
 
@@ -152,9 +152,9 @@ class LapsStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BlockChanges(msgspec.Struct, frozen=True, kw_only=True):
-    """The blocks that a worker's prefix cache gained and lost since its last such report.
+    """Blocks that a worker's prefix cache gained and lost since its last report of this kind.
 
-    `sequence` counts the reports of one incarnation; with `is_resync`, `added` is all there is.
+    `sequence` counts the reports of one incarnation. With `is_resync`, `added` is the full content.
     """
 
     incarnation: str
@@ -165,9 +165,9 @@ class BlockChanges(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CacheReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What placement asks a worker for besides its load, now and then."""
+    """Data for placement besides the load; requested from time to time."""
 
-    costs: StepCosts | None = None  # None = nothing is fitted yet
+    costs: StepCosts | None = None  # None = the cost model is not fitted yet
     blocks: BlockChanges | None = None  # None = no change
 
 
@@ -179,7 +179,7 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True):
 
     key: RequestKey
     ingress_id: str
-    token_ids: list[int]  # prompt, then output already emitted by an earlier attempt
+    token_ids: list[int]  # prompt, then output tokens emitted by earlier attempts
     num_prompt_tokens: int
     spec: RequestSpec
     age_s: float = 0.0  # since the request's arrival at the ingress
@@ -192,8 +192,8 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True):
 class TokenRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """One token of one request. `index` counts output tokens from 0 across all attempts.
 
-    A request that asks for no token gets one record all the same, with index 0: `is_output` is
-    False, and `token_id` is its prompt's last.
+    A prompt-only request also gets one record, with index 0, `is_output` False, and the prompt's
+    last token as `token_id`.
     """
 
     key: RequestKey
@@ -203,13 +203,13 @@ class TokenRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
     logprobs: TokenLogprobs | None = None
     prompt: PromptScores | None = None  # with the first token of a request that asked
     num_cached_tokens: int | None = None  # with the first token of an attempt
-    waited_s: float | None = None  # likewise: from its arrival at the worker to its first step
+    waited_s: float | None = None  # with the same token: from arrival here to the first step
     finish: Literal["stop", "length"] | None = None
-    stop_token_id: int | None = None  # which id ended it, when finish is "stop"
+    stop_token_id: int | None = None  # the id that ended it, when finish is "stop"
 
 
 class FailureRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """An attempt ended without a finish; `retryable`: another worker may succeed."""
+    """An attempt failed; `retryable` = another worker may succeed."""
 
     key: RequestKey
     reason: str
@@ -218,7 +218,7 @@ class FailureRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ShortLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """The waiting short prompts of a worker that computes them first."""
+    """The waiting short prompts of a worker that runs short prompts first."""
 
     num_waiting: int
     queued_tokens: int
@@ -226,28 +226,26 @@ class ShortLoad(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker's load; sent with every step message and at least every 100 ms."""
+    """How busy a worker is; sent with every step message and at least every 100 ms."""
 
     queued_tokens: int  # uncomputed tokens of waiting and running requests
     num_waiting: int
     num_running: int
     num_free_blocks: int  # free or evictable
     num_blocks: int
-    queued_s: float | None = None  # predicted seconds of queued_tokens; None = not predicted there
-    short: ShortLoad | None = (
-        None  # None = one queue, in which a short prompt waits for all before it
-    )
+    queued_s: float | None = None  # predicted seconds of queued_tokens; None = no prediction
+    short: ShortLoad | None = None  # None = one queue: a short prompt waits for all before it
     room_s: float = 0.0  # predicted seconds until one more long request has a row and KV blocks
     num_preemptions: int = 0  # since the worker started
-    num_preemptions_for_others: int = 0  # of these, for a waiting request; the others let rows grow
+    num_preemptions_for_others: int = 0  # of these: for a request that waited for a row or blocks
 
 
 class HandoffTotals(msgspec.Struct, frozen=True, kw_only=True):
     """Totals of a worker that sends KV, since it started."""
 
-    num_done: int  # prompts that a decode worker has taken over
+    num_done: int  # prompts that decode workers have taken over
     num_bytes: int
-    num_failures: int  # handoffs retried or given up
+    num_failures: int  # handoffs that were retried or given up
 
 
 class StepMessage(msgspec.Struct, frozen=True, kw_only=True):
@@ -259,15 +257,15 @@ class StepMessage(msgspec.Struct, frozen=True, kw_only=True):
     load: LoadReport
     tokens: list[TokenRecord] = []
     failures: list[FailureRecord] = []
-    joined: list[RequestKey] = []  # their KV has arrived here; this comes before their tokens
-    handoffs: HandoffTotals | None = None  # now and then, from a worker that sends KV
+    joined: list[RequestKey] = []  # requests whose KV has arrived here; sent before their tokens
+    handoffs: HandoffTotals | None = None  # from time to time, from a worker that sends KV
 
 
 # ---- supervisor <-> everybody -------------------------------------------------------------------
 
 
 class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
-    """Identifies a worker; peers refuse each other unless `model` and `layout` are equal."""
+    """Identity of a worker; peers refuse each other unless `model` and `layout` are equal."""
 
     name: str
     incarnation: str  # new with every process start
@@ -276,7 +274,7 @@ class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
     layout: KvLayout
     max_model_len: int
     pid: int
-    # The key of its block hashes, for processes that compute hits; stays in the application.
+    # Key of its block hashes, for lookups in its prefix cache; never leaves the application.
     block_key: bytes = b""
 
 
@@ -285,15 +283,15 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     identity: WorkerIdentity | None
     state: Literal["starting", "ready", "draining", "failed"]
-    detail: str = ""  # why it failed
+    detail: str = ""  # the cause of a failure
 
 
 class Topology(msgspec.Struct, frozen=True, kw_only=True):
-    """The actors of the deployment now, for ingresses and the allocator."""
+    """The actors that make up the system now, for ingresses and the allocator."""
 
     workers: dict[str, WorkerStatus]  # name -> last known status; expected workers only
     roles: dict[str, Role]  # name -> role, of the same workers
-    batchers: list[str]  # those that answer
+    batchers: list[str]  # tokenizer batchers that answer
     allocator: str
 
 
@@ -301,7 +299,7 @@ class Topology(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReserveRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Ask a decode worker to reserve blocks for a prompt whose first chunk starts."""
+    """Ask the decode worker for blocks for a prompt whose first chunk is starting."""
 
     key: RequestKey
     sender: WorkerIdentity
@@ -310,7 +308,7 @@ class ReserveRequest(msgspec.Struct, frozen=True, kw_only=True):
     num_prompt_tokens: int
     spec: RequestSpec
     age_s: float = 0.0  # as in Submit
-    wait_s: float = 1.0  # how long the decode worker may hold the answer while it is full
+    wait_s: float = 1.0  # how long the decode worker may delay its answer while it is full
 
 
 class Reservation(msgspec.Struct, frozen=True, kw_only=True, tag="reservation"):
@@ -327,7 +325,7 @@ class NotNow(msgspec.Struct, frozen=True, kw_only=True, tag="not_now"):
 
 
 class Refused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
-    """Never: mismatch, unknown, aborted, shutting down."""
+    """Refused for good: mismatch, unknown, aborted or shutting down."""
 
     reason: str
 
@@ -342,17 +340,17 @@ class PairRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     sender: WorkerIdentity
     channel: ChannelKind
-    epoch: int  # of this (sender, receiver): grows by one with every channel opened
+    epoch: int  # of this (sender, receiver); incremented for every channel opened
     rendezvous_key: str  # prefix of the channel's keys in the rendezvous
-    offer: bytes = b""  # what the receiver needs besides to open this kind; cuda_ipc: the KV store
+    offer: bytes = b""  # data the receiver needs for this kind; cuda_ipc: the KV store's handle
 
 
 class PairReply(msgspec.Struct, frozen=True, kw_only=True):
-    """`receiver` is None when the channel did not open; then `reason` says why."""
+    """`receiver` is None if the channel did not open; `reason` then says why."""
 
     receiver: WorkerIdentity | None = None
     reason: str = ""
-    is_unfit: bool = False  # this kind cannot work here; do not ask again
+    is_unfit: bool = False  # this kind cannot work between these workers; do not ask again
 
 
 class PieceHeader(msgspec.Struct, frozen=True, kw_only=True):
@@ -365,34 +363,34 @@ class PieceHeader(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int
     seq: int  # counts the pieces of this epoch's channel from 0
     first_block: int
-    num_blocks: int  # 0 only when nothing is missing and the piece just commits
+    num_blocks: int  # 0 only if no block is missing and the piece just commits
     digests: list[int]  # one per block
     first_token_id: int | None = None  # set on the last piece: sampled by the sender
 
 
 class PieceReply(msgspec.Struct, frozen=True, kw_only=True):
-    """The acknowledgement. "committed" = the request runs at the receiver, nothing more is due."""
+    """The acknowledgement. "committed" = the request runs at the receiver; no more is expected."""
 
     outcome: Literal["accepted", "committed", "failed"]
     reason: str = ""
-    is_retryable: bool = False  # the reservation lives: the transfer may start over
+    is_retryable: bool = False  # the reservation is still valid: the transfer may start over
 
 
 class CancelTransfer(msgspec.Struct, frozen=True, kw_only=True):
-    """The sender gives up a request: cancel its reservation, or its wait for one."""
+    """The sender gives up a request: cancels its reservation, or the wait for one."""
 
     key: RequestKey
     reason: str = ""
 
 
 class CancelReply(msgspec.Struct, frozen=True, kw_only=True):
-    """Too late when "committed": the request runs at the receiver and its answer was lost."""
+    """Outcome "committed" = too late: the request runs at the receiver; its answer was lost."""
 
     outcome: Literal["cancelled", "committed"]
 
 
 class RenewLease(msgspec.Struct, frozen=True, kw_only=True):
-    """The prompt still computes; answered with HandoffError when the reservation is gone."""
+    """The prompt still computes; answered with HandoffError if the reservation is gone."""
 
     transfer_id: str
     key: RequestKey

@@ -1,6 +1,6 @@
-"""A step as a value: what one iteration computes and what came of it.
+"""Data types for one step: `StepPlan` says what to compute, `StepResult` what came out.
 
-Columnar, free of tensors and encodable, so that a leader can broadcast it to rank actors. Every
+Columnar, free of tensors and encodable, so that a leader can broadcast a plan to rank actors. Every
 list marked [R] has one entry per scheduled row, in the same order.
 """
 
@@ -17,32 +17,32 @@ class RowAdmission(msgspec.Struct, frozen=True, kw_only=True):
     num_prompt_tokens: int
     params: SamplingParams
     block_ids: list[int]
-    num_computed_tokens: int = 0  # whose K and V are in the blocks: no step computes them again
+    num_computed_tokens: int = 0  # their K and V are in the blocks; no step computes them again
 
 
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """A step's work, in this order: zero blocks, release rows, admit rows, append blocks, run.
+    """What one step does, in this order: zero blocks, release rows, admit rows, append blocks, run.
 
     Row r of the plan computes tokens [num_computed_tokens[r], num_computed_tokens[r] +
     num_new_tokens[r]) of its request and returns logits for the last num_logits[r] of them. A plan
-    may be launched while the one before it computes: a row that samples there computes the token it
-    samples here, and only the device knows its id. A row with a constraint is never in both,
-    because what it may sample depends on that id.
+    may be launched while the previous one computes. A row that samples in the previous plan then
+    computes that token in this one, and only the device knows its id. A row with a constraint is
+    never in both plans, because what it may sample depends on that id.
     """
 
     step: int
-    zero_block_ids: list[int] = []  # blocks whose content was not finite; others may get them now
-    released_rows: list[int] = []  # given up since the last plan; may be re-admitted in this one
+    zero_block_ids: list[int] = []  # non-finite content; available to other requests after commit
+    released_rows: list[int] = []  # released since the last plan; may be re-admitted in this one
     admissions: list[RowAdmission] = []
     rows: list[int]  # [R] device row
     num_new_tokens: list[int]  # [R] >= 1
     num_computed_tokens: list[int]  # [R] history already in the KV store
     num_logits: list[int]  # [R] 0 = KV only, 1 = the last position
-    # [R] positions whose logits are used, the last ones: to draw a token each, or to read labels
+    # [R] the last positions, whose logits are used to draw a token each or to read labels
     # (max_tokens 0). Schedulers plan at most one.
     num_samples: list[int]
     new_block_ids: list[list[int]]  # [R] blocks appended to the row's table before it runs
-    # The newest token of rows whose constraint must accept it before the row samples again.
+    # The newest token of each constrained row; its constraint accepts it before the row samples.
     accepted_tokens: list[tuple[int, int]] = []  # (row, token id)
 
     @property
@@ -56,7 +56,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Log-probabilities under the model's own distribution, before any processing."""
+    """Log-probabilities under the model's own distribution, before any logit processing."""
 
     chosen: float
     top_ids: list[int]  # best first
@@ -64,13 +64,13 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The executor's result of a plan; rows in the plan's order."""
+    """What the executor returns for a plan; rows are in the plan's order."""
 
     step: int
     tokens: list[list[int]]  # [R] sampled ids: at most num_samples[r] of them, none for `labels`
-    logprobs: list[list[TokenLogprobs] | None]  # [R] one a token; None = the row did not ask
+    logprobs: list[list[TokenLogprobs] | None]  # [R] one per token; None = the row did not ask
     duration_s: float | None = None  # device time of this step alone; None = not measured
     is_finite: list[bool]  # [R] False = logits held NaN or +-inf everywhere: nothing was sampled
-    # Index in the plan -> what is asked of prompts, for the few rows that ask.
-    labels: dict[int, list[float]] = {}  # of rows that end with their prompt
-    prompt_logprobs: dict[int, PromptLogprobs] = {}  # of the tokens after each of the chunk's
+    # Index in the plan -> prompt scores, only for rows that ask for them.
+    labels: dict[int, list[float]] = {}  # of prompt-only rows, once their prompt is computed
+    prompt_logprobs: dict[int, PromptLogprobs] = {}  # of the tokens that follow the chunk's tokens

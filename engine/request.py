@@ -1,9 +1,9 @@
-"""What a request is: its key, how it samples, and its arithmetic. Knows no tensors and no Ray.
+"""Defines a request: its key, its sampling parameters and its progress arithmetic.
 
 One progress number: *computed* tokens (KV present) catch up with *known* tokens (prompt and
-sampled). Prefill, a chunk, a prefix hit, decode and recomputation after preemption differ only
-in how far apart the two are. While steps are in flight, computed tokens run ahead of the ids known
-here: by the tokens that were sampled and have not come back yet.
+sampled). Prefill, a chunk, a prefix hit, decode and recomputation after preemption differ only in
+how far apart the two are. While steps are in flight, the computed count includes tokens that were
+sampled on the device and whose ids are not known here yet. Knows no tensors and no Ray.
 """
 
 from collections.abc import Sequence
@@ -16,9 +16,9 @@ import msgspec
 class RequestKey(
     msgspec.Struct, frozen=True, array_like=True, order=True, cache_hash=True, gc=False
 ):
-    """Names one try at one choice of one client request, everywhere in the system.
+    """Identifies one attempt at one choice of one client request, everywhere in the system.
 
-    A late message about attempt 1 can never touch attempt 2, because the keys differ.
+    A late message about attempt 1 can never affect attempt 2, because the keys differ.
     """
 
     request_id: str  # 32 hex digits, made by the ingress
@@ -32,26 +32,26 @@ class ConstraintKind(Enum):
     JSON_SCHEMA = "json_schema"  # within the subset of engine/constraints/json_schema.py
     REGEX = "regex"  # as engine/constraints/pattern.py reads it; the whole output
     GRAMMAR = "grammar"  # GBNF (the rule `root`) or Lark (`start`); the whole output
-    STRUCTURAL_TAG = "structural_tag"  # as engine/constraints/tag_layout.py has it
+    STRUCTURAL_TAG = "structural_tag"  # as engine/constraints/tag_layout.py defines it
 
 
 class Constraint(msgspec.Struct, frozen=True, array_like=True, cache_hash=True, weakref=True):
-    """The language that the whole output must belong to; equal constraints are equal records."""
+    """The language that the whole output text must match; equal constraints are equal records."""
 
     kind: ConstraintKind
     text: str
 
 
 class Thinking(msgspec.Struct, frozen=True, array_like=True):
-    """The two tokens between which the model thinks before it answers."""
+    """The two tokens that delimit the model's thinking before its answer."""
 
     open_id: int
     close_id: int
-    is_open: bool = False  # the prompt ends with the first of them
+    is_open: bool = False  # the prompt ends with `open_id`
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How a request's tokens are sampled; the ingress has validated every value.
+    """How the next token is chosen; every value was validated at the edge.
 
     Processing order: logit_bias, penalties, min_tokens ban, constraint, temperature, top_k, top_p,
     min_p, then argmax of (log-probability + Gumbel noise). `temperature == 0` means argmax without
@@ -72,15 +72,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()  # the client's, besides the model's own eos ids
     logprobs: int | None = None  # None = off, k = the chosen token and the k best
-    constraint: Constraint | None = None  # every token keeps to it; eos ends it, and nothing else
-    thinking: Thinking | None = None  # the constraint binds behind it; None = from the first token
-    # None = off; k = for every prompt token but the first: its own and the k best
+    constraint: Constraint | None = None  # every token must match it, and only eos can end it
+    thinking: Thinking | None = None  # constraint applies after it; None = from the first token
+    # None = off, k = each prompt token but the first, and the k best tokens at its position
     prompt_logprobs: int | None = None
-    label_token_ids: tuple[int, ...] = ()  # with max_tokens 0: score each as the next token
+    label_token_ids: tuple[int, ...] = ()  # max_tokens 0: log-probability of each after the prompt
 
     @property
     def is_prompt_only(self) -> bool:
-        """Whether the request samples no token and ends with its prompt."""
+        """Whether nothing is generated: the request ends when its prompt is computed."""
         return self.max_tokens == 0
 
     @property
@@ -89,7 +89,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     @property
     def needs_history(self) -> bool:
-        """Whether the choice depends on tokens already present (penalties)."""
+        """Whether the choice depends on the tokens already present (penalties)."""
         return (
             self.presence_penalty != 0.0
             or self.frequency_penalty != 0.0
@@ -98,23 +98,23 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 class RequestSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a client asked for besides its prompt; whole in every message that carries a request.
+    """What a client asked for besides its prompt; sent in full with every message about a request.
 
-    Times are seconds from the request's arrival at the ingress. A message says beside it how long
-    ago that was (`age_s`), because clocks differ between hosts.
+    Times are seconds from the request's arrival at the ingress. Clocks differ between hosts, so a
+    message carries beside the spec how long ago that arrival was (`age_s`).
     """
 
     params: SamplingParams
     priority: int = 0  # smaller runs earlier
     salt: str = ""  # part of every block hash: equal prompts with unequal salts share nothing
-    deadline_s: float | None = None  # then it ends with an error
-    ttft_deadline_s: float | None = None  # its first token is due, a wish; None = its class default
+    deadline_s: float | None = None  # after it the request ends with an error
+    ttft_deadline_s: float | None = None  # target for the first token; None = its class default
 
 
 def find_id_beyond(vocab_size: int, token_ids: Sequence[int], params: SamplingParams) -> int | None:
-    """Finds an id in a request that a model of `vocab_size` embeddings does not have.
+    """One of the request's ids that lies outside a vocabulary of `vocab_size`; None = none does.
 
-    Stop ids are left out: one that is never sampled stops nothing.
+    Stop ids are not checked: one that is never sampled stops nothing.
     """
     for ids in (token_ids, params.logit_bias, params.label_token_ids):
         if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
@@ -123,16 +123,16 @@ def find_id_beyond(vocab_size: int, token_ids: Sequence[int], params: SamplingPa
 
 
 class FinishReason(Enum):
-    """Why a request ended; `value` is OpenAI's word for it."""
+    """Why a request's tokens ended; `value` is what OpenAI calls it."""
 
     STOP = "stop"  # eos or a stop id, decided by the worker; stop strings by the ingress
-    LENGTH = "length"  # max_tokens or the context is used up
+    LENGTH = "length"  # max_tokens or the context limit is reached
 
 
 class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Log-probabilities of prompt tokens [first, first + N), each after all tokens before it.
+    """Log-probabilities of prompt tokens [first, first + N), each given all tokens before it.
 
-    Before any processing. The k best are of the whole vocabulary, whatever the prompt's token is.
+    Under the model's own distribution. The k best are taken from the whole vocabulary.
     """
 
     first: int
@@ -143,7 +143,7 @@ class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PromptScores(msgspec.Struct, frozen=True, array_like=True):
-    """Scores of a prompt that its request asked for, apart from any output token."""
+    """What a request asked to know about its prompt, besides its output tokens."""
 
     labels: list[float]  # log-probabilities of its `label_token_ids` as the next token
     pieces: list[PromptLogprobs]  # ascending, without gaps
@@ -164,33 +164,33 @@ class Request:
     spec: RequestSpec
     tokens: list[int]
     num_prompt_tokens: int
-    arrival_s: float  # when it came to this worker, on its clock
+    arrival_s: float  # at this worker, on its clock
     age_s: float = 0.0  # at that time, since its arrival at the ingress
     # Output tokens made before this worker saw the request (a migration); they are in `tokens`
     # and count for penalties, the sampling index and max_tokens, but are never emitted again.
     num_emitted_tokens: int = 0
-    decode_worker: str | None = None  # where its KV goes; None = it stays here
+    decode_worker: str | None = None  # receives its KV; None = the request stays here
 
     num_computed_tokens: int = 0
-    # Prompt tokens found in the prefix index on first admission; None before, and for a request
-    # that came with its KV.
+    # Prompt tokens found in the prefix index on first admission. None before that, and for a
+    # request that joined with its KV.
     num_cached_tokens: int | None = None
     num_preemptions: int = 0
-    num_known_at_preemption: int = 0  # tokens that it knew at its last preemption
-    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)  # found, and not sent yet
+    num_known_at_preemption: int = 0  # known tokens at the last preemption
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)  # computed, not sent yet
     started_s: float | None = None  # when its prompt's first step was planned here
     block_ids: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
     num_indexed_blocks: int = 0  # leading blocks already offered to the prefix index
     row: int | None = None  # slot in the executor's tables while running
 
-    # What it asked for, on this worker's clock; None as in the spec.
+    # From the spec, on this worker's clock; None as there.
     params: SamplingParams = field(init=False)
     deadline_s: float | None = field(init=False)
     first_token_due_s: float | None = field(init=False)
-    # What ends it: by its parameters, and by the rules of the scheduler that runs it.
-    max_known_tokens: int = field(init=False)  # the length at which it ends, whatever its tokens
-    stop_ids: frozenset[int] = field(init=False)  # it ends with any of these
+    # When it ends: by its parameters, and by the rules of the scheduler that runs it.
+    max_known_tokens: int = field(init=False)  # ends at this length, whatever its tokens are
+    stop_ids: frozenset[int] = field(init=False)  # ends with any of these
 
     def __post_init__(self) -> None:
         assert 0 < self.num_prompt_tokens <= len(self.tokens), (
@@ -219,27 +219,27 @@ class Request:
 
     @property
     def needs_whole_prompt(self) -> bool:
-        """Whether every position of its prompt is computed for it, whatever a cache holds."""
+        """Whether every prompt position must be computed for this request, ignoring the cache."""
         return self.params.prompt_logprobs is not None and self.num_output_tokens == 0
 
     def start_over(self) -> None:
-        """Resets a preempted request: none of its known tokens is computed."""
+        """Reset the progress after a preemption: no known token is computed any more."""
         self.num_computed_tokens = 0
         self.num_preemptions += 1
         self.num_known_at_preemption = self.num_known_tokens
         if self.needs_whole_prompt:
-            self.block_hashes.clear()  # blocks found by name would not be computed again
+            self.block_hashes.clear()  # a prefix hit would skip their computation
 
     def keep_prompt_logprobs(self, piece: PromptLogprobs) -> None:
-        """Keeps a piece's log-probabilities; after a preemption the pieces start again."""
+        """Add the next piece; after a preemption, pieces restart and replace the old ones."""
         self.prompt_logprobs = [p for p in self.prompt_logprobs if p.first < piece.first]
         self.prompt_logprobs.append(piece)
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """Tokens without KV, known or in flight; a token in flight is the only one.
+        """Tokens without KV: known ones, or else the single token that is in flight.
 
-        Every step that computes the newest token samples the next one.
+        Every step that computes the newest token samples the next one, so one is always left.
         """
         num_known = len(self.tokens) - self.num_computed_tokens
         return num_known if num_known > 1 else 1

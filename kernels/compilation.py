@@ -1,15 +1,15 @@
 """Counts kernels compiled in this process, so that "nothing compiles after ready" can be tested.
 
-Every launch of a Triton kernel with a combination of types and constants not seen before compiles
-and stalls the step. Kernels keep that number small: sizes that vary are `do_not_specialize`, what
-is constant for a model is `tl.constexpr`, and warm-up runs each combination.
+The first launch of a Triton kernel with a new combination of types and constants compiles it and
+stalls the step. Kernels keep the number of combinations small: sizes that vary are
+`do_not_specialize`, constants of a model are `tl.constexpr`, and warm-up runs each combination.
 """
 
 from importlib.util import find_spec
 
 
 class CompilationCounter:
-    """Records the Triton kernels that were built or loaded since `install` or `reset`."""
+    """Names of the Triton kernels built or loaded since `install` or `reset`."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -26,5 +26,5 @@ class CompilationCounter:
         triton.knobs.runtime.jit_post_compile_hook = note
 
     def reset(self) -> None:
-        """Start at none."""
+        """Set the count to zero."""
         self.names.clear()

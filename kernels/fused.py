@@ -1,7 +1,7 @@
 """The operations of a decoder layer as Triton kernels (CUDA, 16-bit or fp32 elements).
 
-Each works in place where its contract allows, and none has a size of the step as a constant: a
-model's kernels are compiled once, whatever its steps are.
+Each works in place where its contract allows. None has a size of the step as a constant, so a
+model's kernels are compiled once for all steps.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from kernels.silu_mul import silu_mul
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RotaryPositions:
-    """The positions of a step's tokens in the table of angles, which the kernel reads."""
+    """The table of angles and the positions of a step's tokens in it; the kernel reads both."""
 
     # fp32 [max_positions, head_dim]
     cos_sin: Tensor

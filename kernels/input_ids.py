@@ -1,13 +1,13 @@
-"""Tokens that are known only on the device: taken as inputs, and kept after sampling.
+"""Resolves input ids that are known only on the device, and keeps sampled tokens there.
 
     ids[t] = input_ids[t]                      if input_ids[t] >= 0
              last_tokens[-1 - input_ids[t]]    else: the newest token of that row
 
     last_tokens[rows[s]] = token_ids[s]        after sampling
-    drawn[s] = token_ids[s]                    if is_finite[s], else -1: all the host wants to know
+    drawn[s] = token_ids[s]                    if is_finite[s], else -1: the result for the host
 
-So a step can be launched before the tokens it continues have reached the host. Both can be captured
-in a CUDA graph.
+So a step can be launched before the tokens it continues have reached the host. Both operations can
+be captured in a CUDA graph.
 """
 
 import torch
@@ -27,9 +27,9 @@ def resolve_input_ids(input_ids: Tensor, last_tokens: Tensor) -> Tensor:
 def keep_last_tokens(
     token_ids: Tensor, is_finite: Tensor, rows: Tensor, last_tokens: Tensor
 ) -> Tensor:
-    """Mutates `last_tokens`, int32; returns `drawn`, int32 [S].
+    """Writes to `last_tokens`, int32; returns `drawn`, int32 [S].
 
-    token_ids: int64 [S], is_finite: bool [S], rows: int32 [S], distinct up to a spare one.
+    token_ids: int64 [S], is_finite: bool [S], rows: int32 [S], distinct except for a padding row.
     """
     if token_ids.is_cuda:
         from kernels.input_ids_triton import keep

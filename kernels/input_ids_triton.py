@@ -40,7 +40,7 @@ def resolve(input_ids: Tensor, last_tokens: Tensor) -> Tensor:
 
 
 def keep(token_ids: Tensor, is_finite: Tensor, rows: Tensor, last_tokens: Tensor) -> Tensor:
-    """Does what `kernels.input_ids.keep_last_tokens` does, on one GPU."""
+    """As `kernels.input_ids.keep_last_tokens`, all on one GPU."""
     num_sampled = token_ids.shape[0]
     drawn = torch.empty_like(rows)
     grid = (triton.cdiv(num_sampled, _BLOCK_TOKENS),)

@@ -1,7 +1,7 @@
-"""The operations of a decoder layer besides linear maps and attention, as one interface.
+"""The interface of a decoder layer's operations, except linear maps and attention.
 
 Two implementations: `kernels.reference.TorchOps` (any device, the oracle) and
-`kernels.fused.TritonOps` (CUDA). Which one a model uses is decided once, when it is built.
+`kernels.fused.TritonOps` (CUDA). A model's implementation is chosen once, when it is built.
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class HeadNorms:
 
 
 class Ops(Protocol):
-    """The operations of a model's layers; `kernels.reference` states their formulas."""
+    """All formulas are stated in `kernels.reference`."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x: [T, n] (rows may be strided), weight: [n]; returns contiguous [T, n]."""
@@ -35,7 +35,7 @@ class Ops(Protocol):
         ...
 
     def rotary(self, cos_sin: Tensor, positions: Tensor) -> Any:  # noqa: ANN401
-        """Builds what `rotate_and_store` needs of a step's positions, once per step.
+        """Data that `rotate_and_store` needs for a step's positions; computed once per step.
 
         cos_sin: fp32 [max_positions, head_dim], cos | sin; positions: int32 [T].
         """
@@ -50,7 +50,7 @@ class Ops(Protocol):
         layer: int,
         slots: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """QK-norm, rotation, and K and V into the paged store; returns q, k, v of the step.
+        """Applies QK-norm and rotation, writes K and V to the paged store; returns q, k, v.
 
         qkv: [T, heads + 2 kv_heads, head_dim], contiguous; may be overwritten, and q, k, v
         ([T, heads or kv_heads, head_dim]) may be views of it. slots: int32 [T], the token's place

@@ -1,6 +1,6 @@
 """Torch twins of the element-wise kernels: the oracle on a GPU, the implementation on a CPU.
 
-Each states its formula. They know shapes and nothing of models, requests or devices.
+Each states its formula. Knows shapes, and nothing of models, requests or devices.
 """
 
 from dataclasses import dataclass
@@ -64,7 +64,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _KvTargets:
-    """The places of a step's K and V, computed from `slots` for stores like `store`."""
+    """Destinations of a step's K and V, computed from `slots` for stores shaped like `store`."""
 
     slots: Tensor
     store: Tensor
@@ -74,7 +74,7 @@ class _KvTargets:
     lines: Tensor
 
     def append(self, k: Tensor, v: Tensor, layer: int) -> None:
-        """k, v: [T, kv_heads, head_dim]; mutates the store."""
+        """k, v: [T, kv_heads, head_dim]; writes them to the store."""
         if self.tokens is not None:
             k, v = k.index_select(0, self.tokens), v.index_select(0, self.tokens)
         kv_append(k, v, self.store, layer, self.lines)
@@ -82,18 +82,18 @@ class _KvTargets:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class StepAngles:
-    """Angles of one step's tokens, ready for `rope`, and what its layers share besides."""
+    """Angles of one step's tokens, ready for `rope`, and data that the layers share."""
 
     # fp32 [T, 1, head_dim]
     cos: Tensor
     # fp32 [T, 1, head_dim], first half negated
     sin: Tensor
-    # Made by the step's first layer: four small operations that would cost every layer of a small
-    # model a tenth of its time.
+    # Computed by the step's first layer: these four small operations would cost every layer of a
+    # small model a tenth of its time.
     _kv_targets: _KvTargets | None = None
 
     def kv_targets(self, slots: Tensor, store: Tensor) -> _KvTargets:
-        """slots: int32 [T], not changed while the step lasts."""
+        """slots: int32 [T], not changed during the step."""
         made = self._kv_targets
         if made is None or made.slots is not slots or made.store is not store:
             made = self._kv_targets = _build_kv_targets(slots, store)
@@ -110,7 +110,7 @@ def _build_kv_targets(slots: Tensor, store: Tensor) -> _KvTargets:
 
 
 class TorchOps:
-    """See `kernels.ops.Ops`; overwrites none of its inputs."""
+    """See `kernels.ops.Ops`; does not overwrite its inputs."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x: [T, n], weight: [n]; returns [T, n]."""
@@ -136,7 +136,7 @@ class TorchOps:
         layer: int,
         slots: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """qkv: [T, heads + 2 kv_heads, head_dim]; returns q and k anew and a view v."""
+        """qkv: [T, heads + 2 kv_heads, head_dim]; returns new q and k, and v as a view."""
         num_kv_heads = store.shape[4]
         num_heads = qkv.shape[1] - 2 * num_kv_heads
         qk, v = qkv[:, : num_heads + num_kv_heads], qkv[:, num_heads + num_kv_heads :]

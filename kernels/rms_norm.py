@@ -1,9 +1,9 @@
-"""RMSNorm of rows on a GPU, alone or right after a residual addition.
+"""RMSNorm of rows on a GPU, alone or fused with a residual addition before it.
 
     y = x / sqrt(mean(x^2) + eps) * weight        (arXiv:1910.07467)
 
-One program holds one row in registers, so a row is read once, and its sum is taken in an order
-that depends on its length alone: a row's result is the same bits in any batch.
+One program holds one row in registers, so a row is read once. The order of its sum depends on its
+length alone, so a row's result is bitwise equal in any batch.
 Torch twins: `kernels.reference.rms_norm`, `kernels.reference.rms_norm_add`.
 """
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kernels.pdl import pdl_supported
 
-_MAX_ROW = 16384  # elements; more than 32 a thread would leave the registers
+_MAX_ROW = 16384  # elements; more than 32 per thread would spill from the registers
 _ELEMENTS_PER_THREAD = 16  # two 16-byte loads of each operand in flight
 
 
@@ -45,7 +45,7 @@ def _rms_norm_kernel(
     if HAS_RESIDUAL:
         place = residual_ptr + row * residual_stride + columns
         residual = tl.load(place, mask=mask, other=0.0).to(tl.float32)
-        # The norm is of the stream as it is kept, rounded.
+        # The norm is computed from the stream as stored, that is, after rounding.
         x = (x.to(tl.float32) + residual).to(x_ptr.dtype.element_ty)
         tl.store(place, x, mask=mask)
     x = x.to(tl.float32)

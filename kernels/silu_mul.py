@@ -1,4 +1,4 @@
-"""The gate of a feed-forward part on a GPU.
+"""The SiLU gate of a feed-forward layer on a GPU.
 
     y = silu(gate) * up,  silu(g) = g / (1 + exp(-g)),  gate_up = [gate | up]    (arXiv:2002.05202)
 
@@ -12,8 +12,8 @@ from torch import Tensor
 
 from kernels.pdl import pdl_supported
 
-# Two 16-byte loads of gate and of up a thread hide memory's latency with many tokens; with few,
-# there are still several programs a token.
+# With many tokens, two 16-byte loads of gate and of up per thread hide the memory latency. With
+# few tokens there are still several programs per token.
 _BLOCK = 2048
 _NUM_WARPS = 4
 

@@ -1,9 +1,9 @@
-"""The process that tries a constraint out before anything depends on it, within time and memory.
+"""The child process that tries a constraint before use, within limits on time and memory.
 
-One constraint a line comes in, one verdict a line goes out: JSON texts, "" = it will do. Each is
-tried in a copy of the process (a fork, which has the vocabulary at once). A constraint that takes
-too much ends its copy, by signals that no code there has to stay alive for: the verdict is null
-then, and the next constraint waits for no new start. The process ends with its input.
+It reads one constraint per line and writes one verdict per line, as JSON texts; "" = accepted. Each
+constraint is tried in a fork of the process, which shares the loaded vocabulary. A constraint that
+takes too much ends its fork by a signal, which needs no code to run there; the verdict is then
+null. The next constraint needs no new start. The process ends when its input ends.
 """
 
 import os
@@ -29,15 +29,15 @@ from engine.models.spec import load_spec
 from engine.request import Constraint
 from kernels.sampling.token_mask import num_mask_words
 
-START_LIMIT_S = 120.0  # of this process, until it takes constraints
+START_LIMIT_S = 120.0  # for this process, until it accepts constraints
 CPU_LIMIT_S = 6.0  # of one constraint
 WALL_LIMIT_S = 12.0
-BUSY_CPU_S = 1.0  # less than that within the wall's limit, and the machine had no time for it
-STACK_BYTES = 4 * 2**20  # half of what threads of a worker have
-MEMORY_LIMIT_BYTES = 2 * 2**30  # beyond what the process has when it starts
+BUSY_CPU_S = 1.0  # less CPU time than this at the wall limit means that the machine was busy
+STACK_BYTES = 4 * 2**20  # half the stack of a worker's threads
+MEMORY_LIMIT_BYTES = 2 * 2**30  # in addition to what the process has when it starts
 NUM_TRIED_TOKENS = 64
-MAX_MEAN_STEP_S = 0.01  # of one token of one output, in which every other output waits
-NICENESS = 10  # on a core that it shares, nine tenths are left to the engine
+MAX_MEAN_STEP_S = 0.01  # for one token of one output; all other outputs wait for it
+NICENESS = 10  # on a shared core, nine tenths are left to the engine
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -59,9 +59,9 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def judge_apart(vocabulary: Vocabulary, constraint: Constraint, *, tries: int = 2) -> str | None:
-    """The verdict of a copy of this process, which may die of it; None when it does.
+    """The verdict of a fork of this process; None if the constraint ended the fork.
 
-    `tries`: at most, as long as a copy was ended before the machine let it compute.
+    `tries`: how often to try while a fork is ended before the machine gave it time to compute.
     """
     reading, writing = os.pipe()
     pid = os.fork()
@@ -70,7 +70,7 @@ def judge_apart(vocabulary: Vocabulary, constraint: Constraint, *, tries: int = 
         verdict = _with_half_a_stack(lambda: judge(vocabulary, constraint))
         with os.fdopen(writing, "wb") as channel:
             channel.write(verdict.encode())
-        os._exit(0)  # nothing of this process is the copy's to clean up
+        os._exit(0)  # skip the cleanup of the parent's state
     os.close(writing)
     with os.fdopen(reading, "rb") as channel:
         said = channel.read()
@@ -84,14 +84,14 @@ def judge_apart(vocabulary: Vocabulary, constraint: Constraint, *, tries: int = 
 
 
 def _with_half_a_stack(judged: Callable[[], str]) -> str:
-    """Grammars that nest deeply end the library by their depth: here sooner than in a worker."""
+    """Run on a small stack: deep nesting overflows the library's stack here before a worker's."""
     threading.stack_size(STACK_BYTES)
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(judged).result()
 
 
 def judge(vocabulary: Vocabulary, constraint: Constraint) -> str:
-    """Returns what is wrong with a constraint, for the client; "" = nothing. Bounds no time."""
+    """The problem with the constraint, as a message for the client; "" = none. No time limit."""
     try:
         grammar = compile_constraint(vocabulary, constraint)
     except RequestError as error:
@@ -103,7 +103,7 @@ def judge(vocabulary: Vocabulary, constraint: Constraint) -> str:
 
 
 def _try(grammar: CompiledGrammar) -> str:
-    """Follow a random output for a while, as slowly as it ends: can it go on, and how fast?"""
+    """Follow a random output for some tokens: does it reach a dead end, and is it fast enough?"""
     matcher = grammar.matcher()
     vocab_size = grammar.vocabulary.vocab_size
     mask = torch.zeros((1, num_mask_words(vocab_size)), dtype=torch.int32)
@@ -131,13 +131,13 @@ def _try(grammar: CompiledGrammar) -> str:
 
 
 def _limit_time(*, cpu_s: float, wall_s: float) -> None:
-    """Limits CPU and wall time by signals that end the process anywhere; 0 = no limit."""
+    """Both signals end the process at once, even inside the compiler; 0 = no limit."""
     signal.setitimer(signal.ITIMER_PROF, cpu_s)
     signal.setitimer(signal.ITIMER_REAL, wall_s)
 
 
 def _limit_memory() -> None:
-    """Limits private writable memory; reserved address space costs nothing."""
+    """Limit private writable memory; address space alone costs nothing."""
     status = Path("/proc/self/status").read_text()
     used_kib = next(int(line.split()[1]) for line in status.splitlines() if line[:7] == "VmData:")
     limit_bytes = used_kib * 1024 + MEMORY_LIMIT_BYTES
@@ -146,7 +146,7 @@ def _limit_memory() -> None:
 
 
 def _own_output() -> BinaryIO:
-    """Opens the stream of verdicts and sends what libraries print to stderr."""
+    """The stream for verdicts; whatever a library prints goes to stderr instead."""
     own = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     return own

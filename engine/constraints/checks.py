@@ -1,8 +1,8 @@
-"""Whether constraints will do, found out in processes of their own that may die of them.
+"""Checks in child processes whether constraints can be used, so that a bad one harms nothing else.
 
-A constraint is the client's program for the compiler: it can be impossible, huge or endless. What
-takes a check too long or too much memory is refused, and other checks go on beside it. Verdicts
-are kept, refusals too.
+A constraint is the client's program for the compiler: it can be impossible, huge or endless. It is
+refused if its check takes too much time or memory; other checks run at the same time. Verdicts are
+cached, including refusals.
 """
 
 import subprocess
@@ -29,20 +29,20 @@ _START = (
 
 
 class ConstraintChecks:
-    """Checks for one model folder. Children start with the first constraint, and stay."""
+    """Checks for one model folder. Children start with the first constraint and are reused."""
 
     def __init__(self, model_path: str) -> None:
         self._model_path = str(Path(model_path).resolve())
         self._threads = ThreadPoolExecutor(MAX_CHILDREN, thread_name_prefix="constraint checks")
         self._idle: SimpleQueue[_Child] = SimpleQueue()
         self._lock = Lock()
-        self._verdicts: OrderedDict[Constraint, str] = OrderedDict()  # "" = it will do
+        self._verdicts: OrderedDict[Constraint, str] = OrderedDict()  # "" = accepted
         self._under_way: dict[Constraint, Future[str]] = {}
 
     def check(self, constraint: Constraint) -> "Future[str]":
-        """Checks a constraint without waiting; the result says what is wrong, "" = nothing.
+        """The problem with the constraint, as a message for the client; "" = none. Never waits.
 
-        The future raises WorkerError when no check can be made. Raises CapacityError when too many
+        The future raises WorkerError if the check cannot be made. Raises CapacityError if too many
         others wait.
         """
         with self._lock:
@@ -58,12 +58,12 @@ class ConstraintChecks:
                 raise CapacityError("too many new constraints are being checked", status=429)
             future = self._threads.submit(self._check, constraint)
             self._under_way[constraint] = future
-        # A future that is done already calls back at once, so not under the lock.
+        # Outside the lock: a future that is already done calls back at once.
         future.add_done_callback(lambda _: self._forget(constraint))
         return future
 
     def close(self) -> None:
-        """Ends the children once their checks are over."""
+        """Stop the children once their checks are over."""
         self._threads.shutdown(wait=True, cancel_futures=True)
         while (child := self._take_idle()) is not None:
             child.close()
@@ -89,7 +89,7 @@ class ConstraintChecks:
         return verdict
 
     def _take_idle(self) -> "_Child | None":
-        """Returns an idle process that lives; no constraint is blamed for one that died idle."""
+        """An idle child that is alive; a child that died while idle is no fault of a constraint."""
         try:
             while not (child := self._idle.get_nowait()).is_alive:
                 child.close()
@@ -103,10 +103,10 @@ class ConstraintChecks:
 
 
 class _Child:
-    """One checking process, for one thread at a time. It limits its own time, so no read hangs."""
+    """One child process, for one thread at a time. It limits its own time, so reads never hang."""
 
     def __init__(self, model_path: str) -> None:
-        """Raises WorkerError when it does not start."""
+        """Raises WorkerError if the process does not start."""
         self.has_ended = False
         self._process = subprocess.Popen(
             [sys.executable, "-c", _START, "\n".join(sys.path), model_path],
@@ -119,7 +119,7 @@ class _Child:
             raise WorkerError(f"the process that checks constraints did not start (exit {code})")
 
     def check(self, constraint: Constraint) -> str | None:
-        """The verdict; None when whoever tried the constraint died of it."""
+        """The verdict; None if the constraint ended the process that tried it."""
         stdin = self._process.stdin
         assert stdin is not None
         try:
@@ -135,11 +135,11 @@ class _Child:
         return self._process.poll() is None
 
     def close(self) -> int:
-        """Ends it; its exit status."""
+        """Stop the process; returns its exit status."""
         self._process.kill()
         for stream in (self._process.stdin, self._process.stdout):
             assert stream is not None
-            with suppress(BrokenPipeError):  # what it did not read is still to be written
+            with suppress(BrokenPipeError):  # input that the child did not read is still buffered
                 stream.close()
         return self._process.wait()
 

@@ -1,9 +1,9 @@
-"""From a constraint's text to a compiled grammar, and following one output through it.
+"""Compiles a constraint's text to a grammar, and follows one output through it.
 
-Compiling bounds nothing: `checks` bounds its time and memory. The library bounds what one token may
-cost (`llguidance.LLParserLimits`). Beyond these bounds, and after a token that the grammar does not
-have, a matcher stays in an error state: then every bit of a mask is zero, nothing can be drawn, and
-the request ends with an error instead of with an output that only looks complete.
+Compilation is not limited here: `checks` limits its time and memory. The library limits the work
+for one token (`llguidance.LLParserLimits`). Beyond these limits, and after a token that the grammar
+does not allow, a matcher stays in an error state: every bit of a mask is zero, nothing can be
+drawn, and the request ends with an error instead of an output that only looks complete.
 """
 
 import logging
@@ -23,7 +23,7 @@ from engine.errors import RequestError
 from engine.request import Constraint, ConstraintKind
 from kernels.sampling.token_mask import num_mask_words
 
-_DEAD_END = "NoExtension"  # what the library calls a point where no token may follow
+_DEAD_END = "NoExtension"  # the library's name for a point where no token may follow
 logger = logging.getLogger(__name__)
 
 
@@ -31,17 +31,17 @@ class GrammarMatcher:
     """See `engine.sampling.constraint.Matcher`. For one thread at a time."""
 
     def __init__(self, matcher: llguidance.LLMatcher, vocab_size: int) -> None:
-        """matcher: this object's own, before any token."""
+        """matcher: not shared with other objects, before any token."""
         self._matcher = matcher
         self._num_words = num_mask_words(vocab_size)
 
     def accept_token(self, token_id: int) -> bool:
-        """The output goes on with this token; False when the grammar does not allow it."""
+        """Append a token to the output; False if the grammar does not allow it."""
         is_accepted: bool = self._matcher.consume_token(token_id)
         return is_accepted
 
     def fill_next_token_bitmask(self, bitmask: Tensor, index: int = 0) -> bool:
-        """Write line `index` of `bitmask` int32 [P, words]: bit i of word w says 32 * w + i may."""
+        """Write line `index` of `bitmask` int32 [P, words]: bit i of word w allows 32 * w + i."""
         line = bitmask[index]
         assert line.is_contiguous(), "a line of a mask has its words side by side"
         assert line.dtype == torch.int32, line.dtype
@@ -59,12 +59,12 @@ class GrammarMatcher:
 
     @property
     def is_beyond_limits(self) -> bool:
-        """Whether it ended because the library would not spend more on it."""
+        """Whether the matcher stopped because a limit of the library was exceeded."""
         return bool(self._matcher.is_error()) and not self.error.startswith(_DEAD_END)
 
     @property
     def error(self) -> str:
-        """The reason why no token may follow; "" = no error."""
+        """Why no token may follow; "" = no error."""
         message: str = self._matcher.get_error()
         return message.strip().partition("\n")[0]
 
@@ -74,14 +74,14 @@ _REASON_CHARS = 300
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CompiledGrammar:
-    """A compiled constraint, from which its matchers are made."""
+    """A constraint's grammar, from which matchers are copied."""
 
     vocabulary: Vocabulary
-    start: llguidance.LLMatcher  # before any token, and never moved on
-    num_text_bytes: int  # of the grammar, from which its memory grows
+    start: llguidance.LLMatcher  # before any token; never advanced
+    num_text_bytes: int  # of the grammar; determines its memory
 
     def matcher(self) -> GrammarMatcher:
-        """A fresh one."""
+        """A new matcher, before any token."""
         return GrammarMatcher(self.start.deep_copy(), self.vocabulary.vocab_size)
 
 
@@ -90,9 +90,9 @@ def compile_constraint(
     constraint: Constraint,
     limits: llguidance.LLParserLimits | None = None,
 ) -> CompiledGrammar:
-    """Lets other threads run while it computes. Raises RequestError for what is no constraint.
+    """Compile a constraint; other threads can run meanwhile. RequestError if it is invalid.
 
-    limits: of the work for one token, beyond which a matcher allows nothing; None = the library's.
+    limits: on the work for one token, beyond which a matcher allows nothing; None = the library's.
     """
     try:
         grammar = _grammar(vocabulary, constraint)
@@ -105,7 +105,7 @@ def compile_constraint(
 
 
 def _grammar(vocabulary: Vocabulary, constraint: Constraint) -> str:
-    """Returns the constraint in the library's notation. Raises RequestError or ValueError."""
+    """The constraint in the library's own notation. Raises RequestError or ValueError."""
     text = constraint.text
     match constraint.kind:
         case ConstraintKind.JSON_SCHEMA:
@@ -122,7 +122,7 @@ def _grammar(vocabulary: Vocabulary, constraint: Constraint) -> str:
 
 
 def _lark(text: str) -> str:
-    """Returns a grammar, given in GBNF or Lark, as Lark. Raises ValueError."""
+    """A grammar in GBNF or Lark, as Lark. Raises ValueError."""
     try:
         return any_to_lark(text)
     except Exception as error:
@@ -130,7 +130,7 @@ def _lark(text: str) -> str:
 
 
 def _refused(constraint: Constraint, reason: str) -> RequestError:
-    """The library's words are for who wrote in its language; of a schema it tells of rules."""
+    """The library's message is shown only for languages that clients write themselves."""
     kind = constraint.kind
     if kind in (ConstraintKind.JSON_SCHEMA, ConstraintKind.STRUCTURAL_TAG):
         is_empty = "unsatisfiable" in reason.lower()

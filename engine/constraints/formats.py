@@ -1,10 +1,10 @@
-"""Regular expressions for the string formats of JSON schema that outputs are held to.
+"""Regular expressions for the JSON schema string formats that outputs must match.
 
-Each matches a part of what its format allows, but for the lengths of names, and only characters
-that stand in a JSON string as they are. A format that is not here says nothing, as the standard
-has it for unknown ones.
+Each matches a subset of what its format allows, except that lengths of names are not limited, and
+only characters that need no escape in a JSON string. Other formats have no effect, as the standard
+defines for unknown ones.
 
-    date, time, date-time, duration    RFC 3339; every day that exists, no leap seconds
+    date, time, date-time, duration    RFC 3339; every existing day, no leap seconds
     email                              RFC 5321 without quotes and address literals
     hostname                           RFC 1123
     ipv4, ipv6, uuid                   RFC 2673, RFC 4291 without dotted quads, RFC 4122
@@ -27,7 +27,7 @@ _N = "[0-9]+"
 _DAYS = f"(?:{_N}Y(?:{_N}M(?:{_N}D)?)?|{_N}M(?:{_N}D)?|{_N}D)"
 _HOURS = f"T(?:{_N}H(?:{_N}M(?:{_N}S)?)?|{_N}M(?:{_N}S)?|{_N}S)"
 
-# Lengths of names are not counted: a grammar that counts to 63 in many places is large.
+# Lengths of names are not limited: a grammar that counts to 63 in many places is large.
 _ATOM = "[A-Za-z0-9_+-]+"
 _LABEL = "[A-Za-z0-9]+(?:-[A-Za-z0-9]+)*"
 _HOST = rf"{_LABEL}(?:\.{_LABEL})*"

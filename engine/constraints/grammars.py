@@ -1,9 +1,9 @@
-"""The compiled grammars of one worker: compiled off the engine's thread, kept while there is room.
+"""Compiles the grammars of one worker off the engine's thread and caches them.
 
 A request's constraint is compiled before the request is queued (`prepare`), so that the sampler
-finds it (`matcher`), however long the request waits and however often it comes back: a grammar is
-kept while the record lives that it was prepared for, which its request has. It was compiled within
-its bounds at the edge before it came here.
+finds it (`matcher`), however long the request waits and however often it is preempted: a grammar is
+kept while the `Constraint` record passed to `prepare` lives, and the request holds that record. The
+edge has compiled every constraint before, within limits on time and memory.
 """
 
 from collections import Counter, OrderedDict
@@ -18,15 +18,15 @@ from engine.constraints.vocabulary import Vocabulary
 from engine.request import Constraint
 
 MAX_GRAMMARS = 256
-MAX_TEXT_BYTES = 16 * 2**20  # of all that are kept, but for those of live requests
+MAX_TEXT_BYTES = 16 * 2**20  # of all grammars kept; those of live requests may exceed it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrammarStatistics:
-    """Sizes now, and counters since start."""
+    """Current sizes, and counters since start."""
 
     num_grammars: int
-    num_bytes: int  # of their texts, from which their memory grows
+    num_bytes: int  # of the grammars' texts, which determine their memory
     num_compiled: int
 
 
@@ -40,25 +40,25 @@ class Grammars:
         max_grammars: int = MAX_GRAMMARS,
         max_bytes: int = MAX_TEXT_BYTES,
     ) -> None:
-        """The vocabulary is loaded with the first constraint: most workers never see one."""
+        """The vocabulary is loaded with the first constraint, because most workers get none."""
         self._load_vocabulary = load_vocabulary
         self._max_grammars = max_grammars
         self._max_bytes = max_bytes
-        # A future that is done already calls back at once, and a record may be let go anywhere.
+        # Reentrant: a future that is done calls back at once, and a finalizer may run anywhere.
         self._lock = RLock()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammars")
-        self._vocabulary: Vocabulary | None = None  # of the thread above
-        # Least recently used first. A text that cannot be compiled is not kept.
+        self._vocabulary: Vocabulary | None = None  # used by that thread only
+        # Least recently used first. A failed compilation is not kept.
         self._grammars: OrderedDict[Constraint, Future[CompiledGrammar]] = OrderedDict()
-        self._held: dict[int, Constraint] = {}  # id of a live record -> an equal one
+        self._held: dict[int, Constraint] = {}  # id of a live record -> an equal record
         self._num_held: Counter[Constraint] = Counter()  # live records equal to it
         self._num_compiled = 0
 
     def prepare(self, constraint: Constraint) -> "Future[CompiledGrammar]":
         """Compile in the background unless that is done or under way; never waits.
 
-        What comes of it is kept while this very record lives. The future raises RequestError for a
-        text that cannot be compiled.
+        The grammar is kept while `constraint`, this very object, lives. The future raises
+        RequestError for a text that cannot be compiled.
         """
         with self._lock:
             equal = self._hold(constraint)
@@ -72,9 +72,9 @@ class Grammars:
             return found
 
     def matcher(self, constraint: Constraint) -> GrammarMatcher:
-        """A fresh matcher, before any token.
+        """A new matcher, before any token.
 
-        Waits for the compiler only if nobody called `prepare` in time.
+        Waits for the compiler only if `prepare` was not called in time.
         """
         return self.prepare(constraint).result().matcher()
 
@@ -87,11 +87,11 @@ class Grammars:
             )
 
     def close(self) -> None:
-        """Ends the thread once its grammar is compiled."""
+        """Stop the thread after the grammar that it is compiling."""
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     def _hold(self, constraint: Constraint) -> Constraint:
-        """Keep its grammar until the record is gone; returns an equal one, which holds nothing."""
+        """Keep the grammar until the record is gone; returns an equal one, which keeps nothing."""
         known = self._held.get(id(constraint))
         if known is not None:
             return known
@@ -117,7 +117,7 @@ class Grammars:
         return compile_constraint(self._vocabulary, constraint)
 
     def _settle(self, constraint: Constraint, done: "Future[CompiledGrammar]") -> None:
-        """Forget what failed, or what it has no room beside."""
+        """Drop a failed grammar, or after a success the oldest ones that exceed the limits."""
         with self._lock:
             if done.cancelled() or done.exception() is not None:
                 if self._grammars.get(constraint) is done:
@@ -127,12 +127,12 @@ class Grammars:
             self._forget_oldest()
 
     def _forget_oldest(self) -> None:
-        """Drops the oldest grammars that no record holds, while there are too many."""
+        """Drop grammars that no live record holds while limits are exceeded; keeps the newest."""
         for constraint in list(self._grammars)[:-1]:
             if not self._is_over():
                 break
             if constraint not in self._num_held:
-                self._grammars.pop(constraint, None)  # a record let go meanwhile may have done it
+                self._grammars.pop(constraint, None)  # a finalizer may have removed it meanwhile
 
     def _is_over(self) -> bool:
         return len(self._grammars) > self._max_grammars or self._num_bytes() > self._max_bytes

@@ -1,15 +1,15 @@
-"""JSON schemas as the grammar library takes them: what could not be held is refused, not dropped.
+"""Restricts JSON schemas to what the grammar library enforces; the rest is refused, not dropped.
 
-`restrict` rewrites a schema to one that allows a part of what it allowed, never more:
+`restrict` rewrites a schema to one that allows a subset of its values, never more:
 
     an object with properties      has these and no others, in this order
     a required name without a      may have any value that additionalProperties allows
       property of its own
-    an array with prefixItems      has just these, unless bounds on its length say otherwise
-    a pattern                      is for the whole string, and as all dialects read it (`pattern`)
-    a string of a known format     is held to it (`formats`), not just described by it
-    a reference                    goes to a definition of its own, so that no rewriting breaks it
-    a part that nothing can meet   is left out (`satisfiability`)
+    an array with prefixItems      has exactly these, unless bounds on its length say otherwise
+    a pattern                      applies to the whole string, in the common dialect (`pattern`)
+    a string of a known format     must match it (`formats`), not only be described by it
+    a reference                    goes to a definition of its own, so that rewriting preserves it
+    a part that no value meets     is left out (`satisfiability`)
 
 A schema that no value can satisfy is refused. Knows no grammars and no tokens.
 """
@@ -29,17 +29,17 @@ from engine.errors import RequestError
 Schema = dict[str, object]
 
 MAX_NODES = 20_000
-MAX_BOUND = 10**15 - 1  # of numbers; JSON readers keep all integers up to it
-_MAX_CONSTANT = 2**53 - 1  # readers of JSON that keep numbers as floats keep all integers up to it
-_NUM_DIGITS = 15  # decimals of so many digits are different floats
+MAX_BOUND = 10**15 - 1  # of numbers; all JSON readers represent integers up to it exactly
+_MAX_CONSTANT = 2**53 - 1  # readers that use floats represent all integers up to it exactly
+_NUM_DIGITS = 15  # distinct decimals with up to this many digits are distinct floats
 _LEAST_EXPONENT = -18  # of the last digit of a bound
-_PATTERN_CHARS_A_NODE = 4  # so many cost about what another part of the schema costs
+_PATTERN_CHARS_A_NODE = 4  # this many characters of a pattern cost about as much as one node
 _LOWER = ("minimum", "exclusiveMinimum")
 _UPPER = ("maximum", "exclusiveMaximum")
 BOUNDS = (*_LOWER, *_UPPER)
 _STRICT = {"exclusiveMinimum", "exclusiveMaximum"}
-MAX_WHERE_CHARS = 200  # of the place that an error names
-# What a value must be to be of a type, as JSON is decoded.
+MAX_WHERE_CHARS = 200  # length of the location in an error message
+# Tests whether a decoded JSON value is of a type.
 _TYPES: Mapping[str, Callable[[object], bool]] = {
     "null": lambda value: value is None,
     "boolean": lambda value: isinstance(value, bool),
@@ -52,7 +52,7 @@ _TYPES: Mapping[str, Callable[[object], bool]] = {
     "array": lambda value: isinstance(value, list),
     "object": lambda value: isinstance(value, dict),
 }
-# Keyword -> the types it says something about.
+# Keyword -> the types it applies to.
 _KEYWORDS: Mapping[str, tuple[str, ...]] = {
     "properties": ("object",),
     "required": ("object",),
@@ -70,7 +70,7 @@ _KEYWORDS: Mapping[str, tuple[str, ...]] = {
     "exclusiveMaximum": ("integer", "number"),
 }
 _COUNTS = ("minItems", "maxItems", "minLength", "maxLength")
-# Each says alone what the value is.
+# Each of these determines the value on its own.
 _DECIDERS = ("$ref", "const", "enum", "anyOf", "allOf")
 _DEFINITIONS = ("$defs", "definitions")
 _ANNOTATIONS = (
@@ -80,9 +80,9 @@ _ANNOTATIONS = (
 
 
 def restrict(schema: object, param: str, *, only_objects: bool = False) -> Schema:
-    """A copy that the library takes as it is meant. Raises RequestError naming `param`.
+    """A restricted copy that the library enforces exactly. Raises RequestError naming `param`.
 
-    only_objects: of the values that the schema allows, just the objects.
+    only_objects: of the values that the schema allows, keep only the objects.
     """
     if not isinstance(schema, dict):
         raise _refused(param, "expected an object with a JSON schema")
@@ -95,9 +95,9 @@ def restrict(schema: object, param: str, *, only_objects: bool = False) -> Schem
 
 
 def _objects_of(root: Schema) -> Schema:
-    """A restricted schema without its values that are no objects.
+    """A restricted schema without its values that are not objects.
 
-    Each definition that the whole may be has a second one, of its objects.
+    Each definition that the whole value may refer to gets a second one, for its objects only.
     """
     definitions = dict(cast("dict[str, Schema]", root.get("$defs", {})))
     due: list[str] = []
@@ -125,15 +125,15 @@ def _objects_of(root: Schema) -> Schema:
 
 
 class _Restriction:
-    """Copies one schema; counts its nodes, and makes a definition of each referenced node."""
+    """Copies one schema; counts its nodes and gives each referenced node a definition."""
 
     def __init__(self, root: Schema, param: str) -> None:
         self._root = root
         self._param = param
         self._num_nodes = 0
-        self._name_of: dict[str, str] = {}  # reference as it is written -> definition
+        self._name_of: dict[str, str] = {}  # reference as written -> name of its definition
         self._definitions: dict[str, Schema] = {}
-        self._referred: list[tuple[str, str, object]] = []  # name, place, schema; to be copied yet
+        self._referred: list[tuple[str, str, object]] = []  # name, location, schema; not copied yet
 
     def run(self) -> Schema:
         restricted = self.node(self._root, self._param)
@@ -143,7 +143,7 @@ class _Restriction:
         return restricted | ({"$defs": self._definitions} if self._definitions else {})
 
     def node(self, schema: object, where: str) -> Schema:
-        where = where[:MAX_WHERE_CHARS]  # every node below writes it out: a name may have megabytes
+        where = where[:MAX_WHERE_CHARS]  # all nodes below repeat it, and a name may have megabytes
         self._count(1)
         if schema is True:
             return {}
@@ -215,7 +215,7 @@ class _Restriction:
         return found
 
     def _typed(self, schema: Schema, types: tuple[str, ...], where: str) -> Schema:
-        """Returns an alternative for each type, which has the keywords of that type alone."""
+        """One alternative per type, so that each has its own keywords only."""
         parts = [self._of_type(schema, name, where) for name in types]
         if len(parts) == 1:
             return parts[0]
@@ -260,7 +260,7 @@ class _Restriction:
         return {"properties": properties, "required": names, "additionalProperties": False}
 
     def _shared(self, node: Schema) -> Schema:
-        """Returns a reference to `node`, which is used in several places but written once."""
+        """A reference that replaces `node` in several places, so that it is written only once."""
         if not node:
             return node
         name = f"{len(self._definitions)}s"
@@ -270,13 +270,13 @@ class _Restriction:
         return {"$ref": f"{DEFINITIONS}{name}"}
 
     def _array(self, schema: Schema, own: Schema, where: str) -> Schema:
-        """`own`: bounds on its length."""
+        """`own`: the bounds on the array's length."""
         prefix = self._items(schema.get("prefixItems", []), f"{where}.prefixItems")
         is_exact = bool(prefix) and not own
         if is_exact:
             own = {"minItems": len(prefix)}
         others: object = schema.get("items", not prefix)
-        # Of exactly these, no other has to be met.
+        # With exactly the prefix items, the schema of other items does not matter.
         items = False if is_exact else self.node(others, f"{where}.items")
         if "maxItems" in own and cast("int", own["maxItems"]) < cast("int", own.get("minItems", 0)):
             return {"enum": []}
@@ -316,7 +316,7 @@ def _check_bounds(own: Schema, where: str) -> None:
 
 
 def _string(schema: Schema, own: Schema, where: str) -> Schema:
-    """Returns a string's schema: its pattern, from keyword or format, and its length."""
+    """The pattern of a string, from the keyword or the format, and its length bounds."""
     written = {key: value for key, value in own.items() if key != "pattern"}
     if cast("int", own.get("minLength", 0)) > cast("int", own.get("maxLength", math.inf)):
         return {"enum": []}
@@ -332,7 +332,7 @@ def _string(schema: Schema, own: Schema, where: str) -> Schema:
 
 
 def _is_bound(name: str, value: object) -> bool:
-    """Whether it can be kept. One so far out that it bounds nothing below MAX_BOUND can."""
+    """Whether the bound can be kept; also True for one that has no effect within MAX_BOUND."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return False
     return abs(value) <= MAX_BOUND or name in (_UPPER if value > 0 else _LOWER)
@@ -342,8 +342,8 @@ def _number_bounds(own: Schema) -> Schema | None:
     """Bounds of a number, inclusive and of few digits, within those of `own`; None if empty.
 
     Readers compare floats: a decimal text close enough to an exclusive bound reads as the bound
-    itself. Decimals of up to 15 digits are different floats, and rounding keeps their order. The
-    library writes no beginning of an upper bound: below 0.99 it has 0.90, not 0.9.
+    itself. Decimals of up to 15 digits are distinct floats, and rounding keeps their order. The
+    library never writes a prefix of an upper bound: below 0.99 it has 0.90, not 0.9.
     """
     lows, highs = [-Decimal(MAX_BOUND)], [Decimal(MAX_BOUND)]
     for name, value in own.items():
@@ -390,7 +390,7 @@ def _plain_number(value: Decimal) -> int | float:
 
 
 def _constant(value: object, where: str) -> object:
-    """A constant as the library reads it without a change. Raises RequestError where it cannot."""
+    """A constant as the library reads it without a change; RequestError if that is impossible."""
     match value:
         case dict():
             return {key: _constant(inner, where) for key, inner in value.items()}
@@ -410,7 +410,7 @@ def _constant(value: object, where: str) -> object:
 
 
 def _types_of(schema: Schema, where: str) -> tuple[str, ...]:
-    """Returns the types that a schema names or that its keywords imply; () = any."""
+    """The types that it names, or that its keywords imply; () = any."""
     if "type" not in schema:
         groups = {_KEYWORDS[name][-1] for name in schema if name in _KEYWORDS}
         groups |= {"string"} if schema.get("format") in FORMATS else set()
@@ -454,7 +454,7 @@ def _strings(value: object, where: str) -> list[str]:
 
 
 def _resolve(root: Schema, reference: str, where: str) -> object:
-    """The schema that a JSON pointer in a fragment names. Raises RequestError if there is none."""
+    """The schema that a JSON pointer in a fragment refers to; RequestError if there is none."""
     found: object = root
     for part in unquote(reference).split("/")[1:]:
         key = part.replace("~1", "/").replace("~0", "~")

@@ -1,15 +1,15 @@
-r"""Regular expressions of clients, in a dialect that means the same to every reader of them.
+r"""Translates clients' regular expressions to a dialect that all regex engines read alike.
 
-Clients write for ECMAScript, Python or Rust, and check answers with one of these. What the three
-read differently is rewritten to what all of them accept, or refused:
+Clients write for ECMAScript, Python or Rust, and check outputs with one of these. Constructs that
+the three read differently are rewritten to what all of them accept, or refused:
 
-    \d \w \s             ASCII only; \D \W \S leave out what any of the three counts among these
+    \d \w \s             ASCII only; \D \W \S exclude whatever any of the three counts among these
     .                    no line ends (\n, \r, U+2028, U+2029)
-    ^ and $              where the whole or one of its alternatives begins or ends: they say nothing
-                         there, for a match is always the whole text; elsewhere they are refused
-    (?...)               groups only, named or not; neither flags nor what looks around
-    [ & ~ | in brackets  themselves; no classes of classes, no [:name:]
-    *? +? {n}?           as without the mark, which changes no whole match
+    ^ and $              have no effect at the start or end of the whole or of an alternative,
+                         because a match is always the whole text; refused elsewhere
+    (?...)               groups only, named or not; no flags and no lookaround
+    [ & ~ | in brackets  literal; no nested classes, no [:name:]
+    *? +? {n}?           as without the mark, which does not affect whole matches
 
 So a whole match here is a match in every dialect.
 """
@@ -18,10 +18,10 @@ import re
 
 from engine.errors import RequestError
 
-# A class that is written -> what of it stands between brackets.
+# A class escape -> the members that are allowed for it, between brackets.
 _NARROW = {r"\d": "0-9", r"\w": "0-9A-Za-z_", r"\s": r" \t\n\x0B\x0C\r"}
-# The same, and all that any dialect counts among it: what its negation leaves out. Outside of ASCII
-# that is simpler than the truth: U+0660 is the first digit there.
+# The same plus everything that any dialect counts among it: what its negation excludes. Beyond
+# ASCII the ranges are simplified and too wide: U+0660 is the first digit there.
 _WIDE = {
     r"\d": r"0-9\x{660}-\x{10FFFF}",
     r"\w": r"0-9A-Za-z_\x{80}-\x{10FFFF}",
@@ -42,7 +42,7 @@ _COUNT = re.compile(r"\{([0-9]+)(?:(,)([0-9]*))?\}")
 
 
 def portable_pattern(pattern: str, where: str) -> str:
-    """For Rust's regex syntax: whole matches of `pattern`. Raises RequestError naming `where`."""
+    """`pattern` in Rust's regex syntax, for whole matches. Raises RequestError naming `where`."""
     return _Translation(pattern, where).write()
 
 
@@ -55,7 +55,7 @@ class _Translation:
         self._place = 0
         self._depth = 0
         self._written: list[str] = []
-        self._can_repeat = False  # whether what was written last can take a quantifier
+        self._can_repeat = False  # whether the last written part can take a quantifier
 
     def write(self) -> str:
         while self._place < len(self._pattern):
@@ -156,7 +156,7 @@ class _Translation:
     # ---- brackets -------------------------------------------------------------------------------
 
     def _brackets(self) -> str:
-        """Translates a bracket expression, from after its '[' to after its ']'."""
+        """Translate a bracket expression; starts after its '[' and ends after its ']'."""
         is_negated = self._pattern.startswith("^", self._place)
         self._place += is_negated
         if self._pattern.startswith("]", self._place):
@@ -192,11 +192,7 @@ class _Translation:
         return f"{self._literal(part)}-{self._literal(last)}"
 
     def _class_member(self, part: str, *, is_negated: bool) -> str:
-        """Translates a character class inside brackets.
-
-        Readers differ in what a class holds. Inside `[^...]` the widest reading is taken, so that
-        no reader finds an excluded character; inside `[...]` the narrowest.
-        """
+        """Members of a class escape: the wide set where it is excluded, else the narrow one."""
         if part in _NARROW:
             return (_WIDE if is_negated else _NARROW)[part]
         return f"[^{(_NARROW if is_negated else _WIDE)[_NEGATED[part]]}]"
@@ -209,7 +205,7 @@ class _Translation:
         return char if char.isascii() and char.isalnum() else f"\\x{{{code:X}}}"
 
     def _code(self, part: str) -> int:
-        """Returns the code point of the character that a part stands for."""
+        """Code point of the character that a part stands for."""
         code = ord(part[-1])
         if part == r"\0" and self._pattern[self._place : self._place + 1].isdigit():
             raise self._refused(r"'\0' before a digit means different things to different readers")

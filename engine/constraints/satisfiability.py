@@ -1,8 +1,8 @@
-"""What of a restricted JSON schema has no value at all is taken out of it.
+"""Removes the parts of a restricted JSON schema that no value can satisfy.
 
-A least fixed point: a node is met when enough of the nodes that it needs are, so one that needs
-itself without end is never met. Every node counts down what it still misses; each edge is followed
-once. Knows no keyword that a restricted schema cannot have.
+Computes a least fixed point: a node is met when enough of the nodes that it needs are met, so an
+endless recursion is never met. Every node counts down the needs that are not met yet; each edge is
+followed once. Knows no keyword that a restricted schema cannot have.
 """
 
 from collections import defaultdict
@@ -11,28 +11,28 @@ from typing import cast
 
 Schema = dict[str, object]
 
-DEFINITIONS = "#/$defs/"  # what every reference of a restricted schema begins with
-_NEVER = -1  # nothing that is met can meet the node
+DEFINITIONS = "#/$defs/"  # prefix of every reference in a restricted schema
+_NEVER = -1  # the node can never be met
 
 
 def without_unmet(root: Schema) -> Schema | None:
-    """A copy of a restricted schema in which every part has a value; None if it has none itself.
+    """A copy of a restricted schema in which every part has a value; None if the root has none.
 
-    A property that nothing can meet is not among the properties then, and an array of such items
-    is empty. Raises KeyError for a reference to nothing.
+    Properties that cannot be met are removed, and an array of items that cannot be met must be
+    empty. Raises KeyError for a reference to a missing definition.
     """
     met = _met_nodes(root)
     return cast("Schema", _copy(root, met)) if id(root) in met else None
 
 
 def _met_nodes(root: Schema) -> set[int]:
-    """The ids of nodes that have a value."""
+    """The ids (as of `id`) of nodes that have a value."""
     definitions = cast("dict[str, Schema]", root.get("$defs", {}))
-    missing: dict[int, int] = {}  # id of a node -> how many of its needs have to be met yet
+    missing: dict[int, int] = {}  # id of a node -> number of its needs that are not met yet
     needed_by: defaultdict[int, list[int]] = defaultdict(list)
     for node in _nodes_of(root):
         if id(node) in missing:
-            continue  # one node in several places
+            continue  # the same node in several places
         needs, num_enough = _needs(node, definitions)
         missing[id(node)] = num_enough
         for need in needs:
@@ -49,7 +49,7 @@ def _met_nodes(root: Schema) -> set[int]:
 
 
 def _nodes_of(root: Schema) -> Iterator[Schema]:
-    """Yields the nodes of a restricted schema, outer ones first."""
+    """Every node of a restricted schema, outer ones first."""
     stack = [root]
     while stack:
         node = stack.pop()
@@ -65,7 +65,7 @@ def _nodes_of(root: Schema) -> Iterator[Schema]:
 
 
 def _needs(node: Schema, definitions: dict[str, Schema]) -> tuple[list[Schema], int]:
-    """Nodes on which it depends, and how many of them have to be met."""
+    """The nodes that it depends on, and how many of them must be met."""
     if "$ref" in node:
         return [definitions[str(node["$ref"]).removeprefix(DEFINITIONS)]], 1
     if "enum" in node:
@@ -88,7 +88,7 @@ def _needs(node: Schema, definitions: dict[str, Schema]) -> tuple[list[Schema], 
 
 
 def _copy(node: object, met: set[int]) -> object:
-    """Copies a node that can be met; False stands for one that cannot."""
+    """Copy of a node that is met; False for one that is not."""
     if not isinstance(node, dict):
         return node
     if id(node) not in met:

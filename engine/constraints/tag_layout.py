@@ -1,4 +1,4 @@
-"""Literal text around JSON values, as a grammar: how calls of tools are held to their notation.
+"""Translates layouts, literal text around JSON values, to grammars: the notation of tool calls.
 
 A layout is a JSON object of one of these types:
 
@@ -8,12 +8,12 @@ A layout is a JSON object of one of these types:
     or                   one of `elements`
     tag                  `begin`, then `content` (a layout), then `end`
     sequence             `elements`, one after the other
-    tags_with_separator  one of `tags`, or several with `separator` between them; one alone with
+    tags_with_separator  one of `tags`, or several with `separator` between them; only one with
                          `stop_after_first`
     triggered_tags       any text in which each of `triggers` begins one of `tags`
 
-Where a literal text contains the text of a special token, the output has that token there: it has
-no other way to write it. Source of the notation: xgrammar's structural tags, of which it is a part.
+Where a literal text contains the text of a special token, the output must have that token there.
+The notation is a subset of xgrammar's structural tags.
 """
 
 import json
@@ -22,7 +22,7 @@ from typing import cast
 
 Layout = dict[str, object]
 
-# On one line, as json.dumps writes it: a model could write free white space for ever.
+# On one line, as json.dumps writes it: with free white space, a model could write it without end.
 _JSON_STYLE: Mapping[str, object] = {
     "whitespace_flexible": False,
     "item_separator": ", ",
@@ -31,12 +31,12 @@ _JSON_STYLE: Mapping[str, object] = {
 
 
 def on_one_line(schema: Mapping[str, object]) -> str:
-    """A JSON schema for the library, with its options for the notation of values."""
+    """The schema as JSON for the grammar library, with its options for the notation of values."""
     return json.dumps({**schema, "x-guidance": _JSON_STYLE})
 
 
 def layout_grammar(layout: Layout, special_ids: Mapping[str, int]) -> str:
-    """Returns the layout as a Lark grammar. Raises ValueError for what is no layout."""
+    """The grammar in Lark's notation. Raises ValueError for an invalid layout."""
     return _LayoutGrammar(special_ids).write(layout)
 
 
@@ -68,7 +68,7 @@ class _LayoutGrammar:
         return writers[kind](layout)
 
     def _rule(self, expression: str, options: str = "") -> str:
-        """The name of a new rule."""
+        """Add a rule and return its name."""
         name = f"part_{len(self._lines)}"
         self._lines.append(f"{name}{options}: {expression}")
         return name
@@ -77,7 +77,7 @@ class _LayoutGrammar:
         return self._rule(f"%json {on_one_line(cast('Layout', layout['json_schema']))}")
 
     def _tag(self, layout: Layout, *, without: str = "") -> str:
-        """`without`: what the tag begins with and is written already."""
+        """`without`: the beginning of the tag that is written already."""
         begin = str(layout["begin"]).removeprefix(without)
         content = self._expression(cast("Layout", layout["content"]))
         return f"{self._literal(begin)} {content} {self._literal(str(layout['end']))}"
@@ -89,7 +89,7 @@ class _LayoutGrammar:
         return f"{tag} ({self._literal(str(layout['separator']))} {tag})*"
 
     def _triggered(self, layout: Layout) -> str:
-        """Text up to a trigger ends with the first one in it, for it is matched lazily."""
+        """Lazy matching ends the text at the first trigger in it."""
         self._lines.append(r"TEXT: /(.|\n)*/")
         options = []
         for trigger in cast("list[str]", layout["triggers"]):
@@ -102,7 +102,7 @@ class _LayoutGrammar:
         return f"({' | '.join(options)})* TEXT"
 
     def _literal(self, text: str) -> str:
-        """Returns the grammar of a literal: special tokens by id, the rest as text."""
+        """The text with its special tokens by id."""
         parts = []
         while text:
             found = [(text.find(s), -len(s), s) for s in self._special_ids if s in text]

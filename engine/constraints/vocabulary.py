@@ -1,7 +1,7 @@
-"""A model's vocabulary as the grammar library takes it: the bytes of every id, and what ends text.
+"""Builds a model's vocabulary for the grammar library: the bytes of every id, and the special ids.
 
-A special token stands for no text, so no grammar allows one where text is asked for: the model's
-eos ids may come where the output is complete, and a marker of a layout where it is named.
+A special token has no text, so no grammar allows one where text is expected. The model's eos ids
+are allowed where the output is complete, and a marker of a layout where the layout names it.
 """
 
 from collections.abc import Mapping
@@ -21,16 +21,15 @@ class Vocabulary:
     """
 
     tokenizer: llguidance.LLTokenizer
-    vocab_size: int  # lines of a mask: the size of the model's output layer
+    vocab_size: int  # bits of a mask: the size of the model's output layer
     eos_token_ids: tuple[int, ...]
     special_ids: Mapping[str, int]
 
 
 def load_vocabulary(folder: Path, *, vocab_size: int, eos_token_ids: tuple[int, ...]) -> Vocabulary:
-    """Loads the vocabulary of a Hugging Face folder.
+    """The vocabulary of a Hugging Face model folder.
 
-    vocab_size: rows of the output layer, which may be more than the tokenizer has.
-
+    `vocab_size`: size of the model's output layer, which may exceed the tokenizer's vocabulary.
     Raises ConfigError when the folder's tokenizer cannot be used.
     """
     token_bytes = load_tokenizer(folder).token_bytes
@@ -51,7 +50,7 @@ def load_vocabulary(folder: Path, *, vocab_size: int, eos_token_ids: tuple[int, 
 
 
 class _Tokens:
-    """The library's view of a tokenizer; the names are its own."""
+    """A tokenizer as the library expects it; it defines the names."""
 
     bos_token_id = None
 
@@ -62,5 +61,5 @@ class _Tokens:
         self._id_of_byte = {piece[0]: i for i, piece in enumerate(pieces) if len(piece) == 1}
 
     def __call__(self, text: bytes) -> list[int]:
-        """Only for tokens that a grammar forces, which nobody here asks for: byte by byte."""
+        """Encode byte by byte; the library calls this only for forced tokens, which are unused."""
         return [self._id_of_byte[byte] for byte in text if byte in self._id_of_byte]

@@ -1,14 +1,14 @@
-"""The KV cache: which blocks are held, and which idle blocks can be found by their hash.
+"""Tracks the KV blocks: which are referenced, and which idle blocks can be found by their hash.
 
-Composes the pool (free lists, reference counts) and the prefix index (hashes, eviction order);
-this is what scheduler and handoff use. Knows no tensors, no tokens and no requests: callers pass
+Combines the pool (free lists, reference counts) and the prefix index (hashes, eviction order); the
+scheduler and the handoff use this class. Knows no tensors, no tokens and no requests: callers pass
 block ids and block hashes. Every block is in exactly one of three states:
 
     free          content worthless
-    cached idle   indexed, not referenced: found by its hash, or evicted when blocks are needed
+    cached idle   indexed and unreferenced: found by its hash, or evicted when blocks are needed
     held          referenced; indexed or not
 
-`check_blocks` is the conservation law of these, checked when an engine is idle and in every test.
+`check_blocks` verifies that these add up; it runs when an engine is idle and in every test.
 """
 
 from collections import Counter
@@ -21,12 +21,12 @@ from engine.kv.pool import BlockPool
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheStatistics:
-    """Counters since the start (the first four) and sizes now, all in blocks but `num_lookups`."""
+    """Counters since the start (the first four) and current sizes; blocks except `num_lookups`."""
 
     num_lookups: int  # calls of `acquire_prefix`
-    num_lookup_blocks: int  # hashes asked for in them
-    num_hit_blocks: int  # of those, found
-    num_evicted_blocks: int  # idle blocks whose content was given up
+    num_lookup_blocks: int  # hashes in these calls
+    num_hit_blocks: int  # of these, found
+    num_evicted_blocks: int  # idle blocks evicted to be allocated
     num_blocks: int
     num_free_blocks: int
     num_held_blocks: int
@@ -37,16 +37,16 @@ class CacheStatistics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockTerms:
-    """The terms on which a request may take blocks."""
+    """Conditions under which a request may take blocks."""
 
-    num_spare_blocks: int  # stay available beside it
-    max_new_blocks: int | None = None  # it may take; None = any number
+    num_spare_blocks: int  # must stay available
+    max_new_blocks: int | None = None  # may be allocated; None = any number
 
 
 class BlockCache:
-    """`num_blocks` blocks, of which at most `protected_share` are shielded from eviction.
+    """`num_blocks` blocks, of which at most `protected_share` are protected: evicted last.
 
-    With `enable_prefix_caching=False` nothing is ever indexed, so nothing is found or evicted.
+    With `enable_prefix_caching=False` nothing is indexed, so nothing is found or evicted.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class BlockCache:
 
     @property
     def keeps_prefixes(self) -> bool:
-        """Whether blocks can be found by hash at all; if not, hashes are not needed."""
+        """Whether blocks can be found by hash at all; if not, no hashes are needed."""
         return self._enable_prefix_caching
 
     @property
@@ -86,28 +86,28 @@ class BlockCache:
     def num_available(self) -> int:
         """The exact number of blocks that `allocate` can hand out now.
 
-        Free blocks need no proof. An idle entry is one that nobody holds, and each `evict` frees
-        at least one of them and blocks none: it takes the first in its order, which has no idle
-        child, and if it has held ones they leave the index and stay with their holders. So
-        `num_cached_idle` calls at most free every idle block.
+        Idle entries are unreferenced. Each `evict` frees at least one idle block and makes none
+        unavailable: it takes the first entry in eviction order, which has no idle child. If that
+        entry has held children, they leave the index and stay with their holders. So at most
+        `num_cached_idle` calls free every idle block.
         """
         return self._pool.num_free + self._index.num_idle
 
     def num_available_beside(self, block_ids: Sequence[int]) -> int:
-        """`num_available` if these blocks (a match) were held: room for the rest of a prompt."""
+        """`num_available` if these blocks (a match) were held."""
         count = self._pool.reference_count
         return self.num_available - sum(count(block_id) == 0 for block_id in block_ids)
 
     def num_references(self, block_id: int) -> int:
-        """Returns the number of a block's holders; 0 for an idle or a free block."""
+        """Number of references to a block; 0 for an idle or a free one."""
         return self._pool.reference_count(block_id)
 
     def match(self, hashes: Sequence[bytes]) -> list[int]:
-        """Blocks of the longest indexed prefix of a chain of hashes; a look-up, nothing changes."""
+        """Blocks of the longest indexed prefix of a chain of hashes; changes nothing."""
         return self._index.match(hashes)
 
     def acquire_prefix(self, hashes: Sequence[bytes]) -> list[int]:
-        """`match`, and one reference to each block found; counts as a use of them."""
+        """`match`, plus one reference to each block found; counts as a use of them."""
         block_ids = self._index.match(hashes)
         self._index.use(block_ids)
         self._pool.acquire(block_ids)
@@ -117,9 +117,9 @@ class BlockCache:
         return block_ids
 
     def allocate(self, num_blocks: int) -> list[int] | None:
-        """Hold `num_blocks` blocks without content, evicting only what the free ones fall short.
+        """Allocate `num_blocks` blocks without content; evicts only if too few are free.
 
-        None = not now, and nothing has changed.
+        Returns None, and changes nothing, if too few blocks are available.
         """
         if num_blocks > self.num_available:
             return None
@@ -130,16 +130,16 @@ class BlockCache:
         return self._pool.allocate(num_blocks)
 
     def share(self, block_ids: Sequence[int]) -> None:
-        """Adds a reference to each of these blocks, which are held already."""
+        """Add one reference to each of these blocks, which must be held."""
         for block_id in block_ids:
             assert self._pool.reference_count(block_id) > 0, f"nobody holds block {block_id}"
         self._pool.acquire(block_ids)
 
     def index(self, block_id: int, block_hash: bytes, parent: bytes | None) -> None:
-        """Offer a complete block, held by the caller, to whoever asks for its content.
+        """Add a complete block, held by the caller, to the prefix index.
 
-        `parent` is the hash of the block before it, None for a sequence's first. The block stays
-        un-indexed if its content is indexed under another block, or if its parent's is not.
+        `parent` is the hash of the block before it, None for a sequence's first. The block is not
+        indexed if its content is indexed under another block, or if its parent is not indexed.
         """
         assert self._pool.reference_count(block_id) > 0, (
             f"block {block_id} offered as {block_hash.hex()}, but nobody holds it"
@@ -148,11 +148,11 @@ class BlockCache:
             self._index.insert(block_id, block_hash, parent)
 
     def release(self, block_ids: Sequence[int]) -> None:
-        """Drop one reference of each block of a sequence, given in the sequence's order.
+        """Drop one reference to each block of a sequence, given in the sequence's order.
 
-        Later blocks go first, so that they are evicted before those they continue. Let go of a
-        sequence at once or from its end: each call that leaves a tail held makes the later
-        release of that tail walk up all that was released before.
+        Later blocks go first, so that they are evicted before the blocks that they continue.
+        Release a sequence at once or from its end: if a call leaves a tail held, the later release
+        of that tail walks up all ancestors that were released before.
         """
         index = self._index
         free = []
@@ -164,23 +164,23 @@ class BlockCache:
         self._pool.free(free)
 
     def forget(self, block_ids: Sequence[int]) -> list[int]:
-        """Nobody may find these blocks again, nor what continues them (NaN, a failed digest).
+        """Remove these blocks and their descendants from the index (NaN, a failed digest).
 
-        Held blocks stay with their holders, who release them as ever. Idle ones become free and
-        are returned, so that bad content can be cleared before somebody else gets them.
+        Held blocks stay with their holders, who release them as usual. Idle ones become free and
+        are returned, so that bad content can be cleared before the blocks are allocated again.
         """
         free = self._index.forget(block_ids)
         self._pool.free(free)
         return free
 
     def request_resync(self) -> None:
-        """Make the next `take_events` list every indexed hash (a reader saw a gap, or is new)."""
+        """Make the next `take_events` list every indexed hash (for a new reader or after a gap)."""
         self._index.request_resync()
 
     def take_events(self) -> IndexChanges | None:
-        """Net changes of the set of indexed hashes since the last call, None without any.
+        """Net changes of the set of indexed hashes since the last call; None if there are none.
 
-        At most `num_blocks` are kept; beyond that the next batch is a resync.
+        At most `num_blocks` changes are kept; beyond that the next batch is a resync.
         """
         return self._index.take_changes()
 
@@ -199,9 +199,9 @@ class BlockCache:
         )
 
     def check_conservation(self, held_by: Mapping[str, Sequence[int]]) -> None:
-        """free + cached idle + held == total, and every reference has an owner. O(num_blocks).
+        """Check that free + cached idle + held == total and that references have owners.
 
-        `held_by` maps each owner to the blocks it references, as often as it references them.
+        `held_by` maps each owner to the blocks it references, once per reference. O(num_blocks).
         Raises AssertionError with all terms and the owners.
         """
         problems = self._pool.find_problems() + self._index.find_problems()
@@ -233,7 +233,7 @@ class BlockCache:
 
 
 def check_blocks(cache: BlockCache, owners: Iterable[tuple[str, list[int]]]) -> None:
-    """free + cached + held == total, and every held block has exactly its owners' references.
+    """Check that free + cached + held == total and that all references have an owner.
 
     Raises AssertionError that prints every term and every owner.
     """

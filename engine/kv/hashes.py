@@ -1,9 +1,9 @@
-"""Hashes that name the content of KV blocks: chained, keyed, over all tokens so far.
+"""Computes hashes that name the content of KV blocks: chained, keyed, over all tokens so far.
 
 A block's hash covers everything its KV depends on: model, dtype, adapter, tenant salt and all
 tokens from the start of the sequence to the end of the block. Two blocks with equal hashes are
-interchangeable, and without the key nobody can compute or aim for a hash. `RequestHasher` knows
-which chain a request belongs to. Knows no blocks and no index.
+interchangeable. Without the key no one can compute a hash or construct a collision. `RequestHasher`
+knows which chain a request belongs to. Knows no blocks and no index.
 
     root    = H(model, dtype, salt, adapter, extra_key)
     hash[0] = H(root    | tokens of block 0)
@@ -21,10 +21,10 @@ import msgspec
 from engine.request import Request
 
 HASH_BYTES = 16
-MIN_KEY_BYTES = 16  # a shorter key can be searched, and an empty one means no key to blake2b
+MIN_KEY_BYTES = 16  # shorter keys can be brute-forced; blake2b takes an empty key for no key
 MAX_KEY_BYTES = blake2b.MAX_KEY_SIZE
 
-# Keeps a root from ever being equal to a block's hash, whatever a client puts into the fields.
+# Domain separation: a root never equals a block's hash, whatever a client puts into the fields.
 _ROOT_DOMAIN = b"kv block root"
 _BLOCK_DOMAIN = b"kv block"
 
@@ -38,10 +38,10 @@ def root_hash(
     adapter: str = "",
     extra_key: str = "",
 ) -> bytes:
-    """The hash [16 bytes] that all chains of one (model, dtype, salt, adapter, extra_key) start at.
+    """The hash [16 bytes] that starts all chains of one (model, dtype, salt, adapter, extra_key).
 
-    Every field goes in behind its own length, so moving a character from one field to the next
-    gives another root. `key` is a secret of 16 to 64 bytes, equal wherever hashes are compared.
+    Every field is preceded by its length, so moving a character from one field to the next gives
+    another root. `key` is a secret of 16 to 64 bytes, equal wherever hashes are compared.
     """
     assert MIN_KEY_BYTES <= len(key) <= MAX_KEY_BYTES, (
         f"the block hash key has {len(key)} bytes, not {MIN_KEY_BYTES} to {MAX_KEY_BYTES}"
@@ -64,9 +64,9 @@ def extend_hashes(
 ) -> None:
     """Append to `hashes` the hash of every full block of `token_ids` that it does not cover yet.
 
-    `hashes[i]` must name tokens [0, (i + 1) * block_size) under the same key and root. Costs
-    nothing but a division while the last block is not full. Token ids are packed as little-endian
-    uint32; one outside [0, 2**32) raises struct.error.
+    `hashes[i]` must name tokens [0, (i + 1) * block_size) under the same key and root. The cost is
+    one division if there is no new full block. Token ids are packed as little-endian uint32; one
+    outside [0, 2**32) raises struct.error.
     """
     num_known = len(hashes)
     num_full = len(token_ids) // block_size
@@ -91,12 +91,12 @@ def _packer(block_size: int) -> Callable[..., bytes]:
 
 @lru_cache
 def _keyed(key: bytes) -> blake2b:
-    """Returns the keyed hash to copy for each block: the key costs as much as a block's content."""
+    """The keyed initial state of a block hash, to be copied: keying costs as much as a block."""
     return blake2b(digest_size=HASH_BYTES, key=key, person=_BLOCK_DOMAIN)
 
 
 class BlockHashParams(msgspec.Struct, frozen=True, kw_only=True):
-    """What block hashes depend on besides tokens and salt, for processes that hash elsewhere."""
+    """What block hashes depend on besides tokens and salt, for hashing in other processes."""
 
     key: bytes  # a secret of the application
     model: str
@@ -105,7 +105,7 @@ class BlockHashParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RequestHasher:
-    """Names blocks under one model, dtype and key; hashes of equal hashers may be compared."""
+    """Hashes blocks under one model, dtype and key; hashes of equal hashers are comparable."""
 
     @classmethod
     def of(cls, hash_params: BlockHashParams) -> Self:
@@ -135,7 +135,7 @@ class RequestHasher:
         )
 
     def chain(self, token_ids: Sequence[int], salt: str) -> list[bytes]:
-        """The hashes [16 bytes each] of the full blocks of a prompt that is no request here."""
+        """The hashes [16 bytes each] of a prompt's full blocks, without a `Request`."""
         hashes: list[bytes] = []
         extend_hashes(self._key, self._root(salt), token_ids, self._block_size, hashes)
         return hashes

@@ -1,26 +1,26 @@
-"""Finds blocks by the hash of their content, and says which idle block to give up next.
+"""Finds blocks by the hash of their content, and decides which idle block to evict next.
 
-The index is a forest: an entry is a complete block under its chained hash, its parent the block
+The index is a forest. An entry is a complete block under its chained hash; its parent is the block
 before it in the sequence. Every entry's parent is an entry too, so whatever is indexed can be
 found. Knows no tokens, no tensors and no reference counts: its caller says when a block becomes
-idle (nobody holds it) and when it is used again.
+idle (unreferenced) and when it is used again.
 
 Idle entries wait for eviction in two queues, a segmented LRU after Karedla, Love and Wherry
 ("Caching strategies to improve disk system performance", IEEE Computer 27(3), 1994). An entry
-starts on probation; a prefix hit, its second use, protects it from the next time it is idle.
+starts as probationary. A prefix hit, its second use, makes it protected when it is idle next.
 
-    given up next -> | probationary: oldest ... newest | protected: oldest ... newest | <- last
-                     '---- overflow of the protected queue: its oldest goes here ^
+    evicted next -> | probationary: oldest ... newest | protected: oldest ... newest | <- last
+                    '---- overflow of the protected queue: its oldest goes here ^
 
-Leaf before parent. If an entry C and its parent P are both idle, C stands before P in that order:
-1. P becomes idle while C is: P goes to the end of its queue. If C is protected then P is, since a
-   hit on C is a hit on P, and P loses protection only while idle, by 3.
-2. C becomes idle while P is (C's holder had its own copy of P's content, or let go of P first):
+Leaf before parent: if an entry C and its parent P are both idle, C stands before P in that order.
+1. P becomes idle while C is: P goes to the end of its queue. If C is protected then P is too, since
+   a hit on C is a hit on P, and P loses protection only while idle, by 3.
+2. C becomes idle while P is (C's holder had its own copy of P's content, or released P first):
    `add_idle` moves P, and P's idle parents, behind C, with C's protection.
 3. The oldest protected entry is demoted to the end of the probationary queue: its idle children
    stood before it, so they are probationary already, and its idle parent is still protected.
-So the first entry in the order never has an idle child. It can have a child that is held; that
-child and what hangs on it could not be found any more and leave the index with it.
+So the first entry in the order never has an idle child. It can have a held child. That child and
+its descendants could not be found any more, so they leave the index with it.
 """
 
 from collections import OrderedDict
@@ -35,15 +35,15 @@ class _Entry:
     parent: "_Entry | None"
     children: "dict[int, _Entry]" = field(default_factory=dict)  # by block id
     is_protected: bool = False  # used again since it was indexed or demoted
-    is_idle: bool = False  # waits in the queue that `is_protected` names
+    is_idle: bool = False  # is in the queue that `is_protected` selects
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexChanges:
-    """The changes that a reader applies to know which hashes are indexed.
+    """Changes that a reader must apply to know which hashes are indexed.
 
-    Numbers count up by one from 0; a reader that sees a gap asks for a resync. With `is_resync`,
-    `added` is all there is and replaces what the reader had.
+    Sequence numbers count up by one from 0; a reader that sees a gap asks for a resync. With
+    `is_resync`, `added` is the full content and replaces what the reader had.
     """
 
     sequence: int
@@ -53,7 +53,7 @@ class IndexChanges:
 
 
 class _ChangeLog:
-    """Net changes since the last drain, at most `max_changes`; beyond that only that there were."""
+    """Net changes since the last `take`; more than `max_changes` of them become a resync."""
 
     def __init__(self, max_changes: int) -> None:
         self._max_changes = max_changes
@@ -96,7 +96,7 @@ class _ChangeLog:
 
 class PrefixIndex:
     """Block hash -> block, for at most `num_blocks` blocks, of which `max_protected` idle ones
-    are shielded. All operations are O(1) per block named, amortised over the blocks inserted.
+    are protected. All operations are O(1) per block named, amortised over the blocks inserted.
     """
 
     def __init__(self, num_blocks: int, *, max_protected: int) -> None:
@@ -104,7 +104,7 @@ class PrefixIndex:
         self._max_protected = max_protected
         self._by_hash: dict[bytes, _Entry] = {}
         self._by_block: dict[int, _Entry] = {}
-        # Ordered dicts, not dicts: taking the first of a dict is linear in what was deleted there.
+        # OrderedDict: finding the first entry of a dict is linear in the entries deleted before it.
         self._probationary: OrderedDict[int, _Entry] = OrderedDict()
         self._protected: OrderedDict[int, _Entry] = OrderedDict()
         # A change log longer than the index itself is worse than a resync.
@@ -126,7 +126,7 @@ class PrefixIndex:
 
     @property
     def num_idle(self) -> int:
-        """Entries that `evict` can give up, all of them by repeated calls."""
+        """Idle entries; repeated calls of `evict` can evict all of them."""
         return len(self._probationary) + len(self._protected)
 
     def match(self, hashes: Sequence[bytes]) -> list[int]:
@@ -141,10 +141,10 @@ class PrefixIndex:
         return block_ids
 
     def insert(self, block_id: int, block_hash: bytes, parent: bytes | None) -> bool:
-        """Index a held block; False if that would add nothing that could be found.
+        """Index a held block; returns False if nothing was added.
 
-        That is so when the hash is indexed already (by the same block, or by another one with the
-        same content) and when the parent is not indexed.
+        Nothing is added if the hash is indexed already (under the same block, or under another one
+        with the same content) or if the parent is not indexed.
         """
         known = self._by_block.get(block_id)
         if known is not None:
@@ -168,7 +168,7 @@ class PrefixIndex:
         return True
 
     def use(self, block_ids: Iterable[int]) -> None:
-        """A prefix hit: the blocks, a chain from its start, are held now and will be protected."""
+        """Count a prefix hit: the blocks, a chain from its start, are held now, later protected."""
         for block_id in block_ids:
             entry = self._by_block[block_id]
             if entry.is_idle:
@@ -176,14 +176,16 @@ class PrefixIndex:
             entry.is_protected = True
 
     def add_idle(self, block_id: int) -> None:
-        """Nobody holds this indexed block any more: it may be evicted, after all other idle ones
-        of its queue, and before its idle parents, which are as recent as it is.
+        """Queue an indexed block that is no longer held for eviction.
+
+        It stands after all other idle blocks of its queue and before its idle parents, which are
+        as recent as it is.
         """
         entry = self._by_block[block_id]
         assert not entry.is_idle, f"block {block_id} is idle already"
         self._enqueue(entry)
-        # Walks only where somebody holds a block but not its parent, so as far up at most as that
-        # holder's own copies of the parents go: constant per block of the sequence it lets go.
+        # Walks up only where a block was held but not its parent, so at most as far as the holder's
+        # own copies of the parents go: constant per block of the released sequence.
         child, parent = entry, entry.parent
         while parent is not None and parent.is_idle:
             self._dequeue(parent)
@@ -192,17 +194,18 @@ class PrefixIndex:
             child, parent = parent, parent.parent
 
     def evict(self) -> list[int]:
-        """Give up the first idle entry; return the blocks that are free for it, at least one.
+        """Evict the first idle entry; returns the blocks that this frees, at least one.
 
-        More than one only where a held child of the entry has idle children itself.
+        It frees more than one only if a held child of the entry has idle children itself.
         """
         queue = self._probationary or self._protected
         assert queue, "nothing is idle, so nothing can be evicted"
         return self._remove_with_descendants(next(iter(queue.values())))
 
     def forget(self, block_ids: Iterable[int]) -> list[int]:
-        """Drop blocks and all their descendants, which name the same content; return those that
-        were idle, free now. Blocks that are not indexed are passed over.
+        """Drop blocks and all their descendants, whose hashes include them.
+
+        Returns the blocks that were idle and are free now. Blocks that are not indexed are skipped.
         """
         free: list[int] = []
         for block_id in block_ids:
@@ -212,7 +215,7 @@ class PrefixIndex:
         return free
 
     def request_resync(self) -> None:
-        """The next `take_changes` lists every indexed hash."""
+        """Make the next `take_changes` list every indexed hash."""
         self._changes.request_resync()
 
     def take_changes(self) -> IndexChanges | None:
@@ -220,7 +223,7 @@ class PrefixIndex:
         return self._changes.take(self._by_hash)
 
     def find_problems(self) -> list[str]:
-        """Say where the structure contradicts itself. O(indexed blocks)."""
+        """Describe every inconsistency of the structure. O(indexed blocks)."""
         order = [*self._probationary.values(), *self._protected.values()]
         rank = {entry.block_id: i for i, entry in enumerate(order)}
         problems = []
@@ -278,7 +281,7 @@ class PrefixIndex:
             if entry.is_idle:
                 self._dequeue(entry)
                 free.append(entry.block_id)
-            entry.children = {}  # and no parent: leave no cycle to the garbage collector
+            entry.children = {}  # and no parent: leave no reference cycle
             entry.parent = None
             del self._by_hash[entry.block_hash]
             del self._by_block[entry.block_id]

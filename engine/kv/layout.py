@@ -1,9 +1,9 @@
-"""How one block's bytes are arranged; all that scheduler, handoff and digest know of tensors.
+"""Describes how the bytes of one block are arranged, without tensors.
 
-A layer stores planes of each token: attention with heads a K and a V plane, latent attention one,
-a quantised cache planes of scales besides. Layers of one kind have the same planes. Block-first,
-so that a block is one contiguous piece for all layers and one copy moves it anywhere; with planes
-of equal shape a store is `[blocks, layers, planes, block_size, heads, width]`.
+A layer stores planes for each token: attention with heads has a K and a V plane, latent attention
+has one, and a quantised cache has additional planes of scales. Layers of one kind have the same
+planes. The order is block-first: a block is one contiguous piece for all layers, so one copy moves
+it. With planes of equal shape a store is `[blocks, layers, planes, block_size, heads, width]`.
 """
 
 from typing import Literal, Self
@@ -15,7 +15,7 @@ DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class KvPlane(msgspec.Struct, frozen=True, kw_only=True):
-    """A tensor that a layer keeps of every token: `num_heads` vectors of `width` elements."""
+    """One of the tensors that a layer keeps for every token: `num_heads` vectors of `width`."""
 
     name: str
     num_heads: int
@@ -28,7 +28,7 @@ class KvPlane(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KvLayers(msgspec.Struct, frozen=True, kw_only=True):
-    """Layers of one kind: as many as there are, and the planes of each."""
+    """All layers of one kind: their number, and the planes of each."""
 
     num_layers: int
     planes: tuple[KvPlane, ...]
@@ -44,7 +44,7 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
     def with_heads(
         cls, *, num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: KvDtype
     ) -> Self:
-        """Returns the layout of a model whose layers all keep K and V of `num_kv_heads` heads."""
+        """Layout of a model whose layers all keep K and V of `num_kv_heads` heads."""
         planes = tuple(
             KvPlane(name=name, num_heads=num_kv_heads, width=head_dim, dtype=dtype)
             for name in ("k", "v")
@@ -53,14 +53,14 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def block_shape(self) -> tuple[int, int, int, int, int]:
-        """[layers, planes, block_size, heads, width], of a layout whose planes are all alike."""
+        """[layers, planes, block_size, heads, width]; all planes must have one shape and dtype."""
         (kind,) = self.kinds
         plane = self._plane
         return (kind.num_layers, len(kind.planes), self.block_size, plane.num_heads, plane.width)
 
     @property
     def dtype(self) -> KvDtype:
-        """The element type, for a layout whose planes are all alike."""
+        """The dtype of all planes, which must have one shape and dtype."""
         return self._plane.dtype
 
     @property

@@ -1,11 +1,11 @@
-"""Which blocks are free and how often each other block is referenced: integers only.
+"""Tracks which blocks are free and how often each other block is referenced: integers only.
 
 Knows no tensors, no tokens and no hashes. A block is in one of three states:
 
     free          on the free list
     held          reference count >= 1
-    unreferenced  count 0 but not free: whoever caches its content keeps it, until it is either
-                  acquired again or freed
+    unreferenced  count 0 but not free: its content is cached, until the block is acquired again or
+                  freed
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,11 +16,11 @@ _FREE = -1  # in place of a reference count, so that a count of 0 can mean "unre
 class BlockPool:
     """Blocks [0, num_blocks), each with a reference count.
 
-    The free list is last in, first out. What was freed last is handed out first, so a lightly
-    loaded worker touches few pages of its store, and a use after free shows at once instead of
-    a full turn of the pool later. A fresh pool hands out 0, 1, 2, ... and a sequence released
-    last block first comes back in its old order, so that neighbours stay neighbours and copies
-    of several blocks can be merged. The order depends on nothing but the calls made.
+    The free list is last in, first out. The block freed last is handed out first, so a lightly
+    loaded worker touches few pages of its store, and a use after free shows at once and not only
+    after a full turn of the pool. A fresh pool hands out 0, 1, 2, ... A sequence released last
+    block first is handed out in its old order, so adjacent blocks stay adjacent and copies of
+    several blocks can be merged. The order depends only on the calls made.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -41,7 +41,7 @@ class BlockPool:
 
     @property
     def num_unreferenced(self) -> int:
-        """Blocks that nobody references and that are not free either."""
+        """Blocks that are neither referenced nor free."""
         return self.num_blocks - len(self._free) - self._num_held
 
     def reference_count(self, block_id: int) -> int:
@@ -54,7 +54,7 @@ class BlockPool:
         return self._counts[block_id] == _FREE
 
     def allocate(self, num_blocks: int) -> list[int] | None:
-        """Take `num_blocks` free blocks with one reference each; None (nothing taken) = not now."""
+        """Take `num_blocks` free blocks with one reference each; None, taking none, if too few."""
         assert num_blocks >= 0, f"{num_blocks} blocks asked for"
         num_left = len(self._free) - num_blocks
         if num_left < 0:
@@ -69,7 +69,7 @@ class BlockPool:
         return block_ids
 
     def acquire(self, block_ids: Iterable[int]) -> None:
-        """Add one reference to each block, held or unreferenced; a free block has no content."""
+        """Add one reference to each block, held or unreferenced; none may be free."""
         counts = self._counts
         for block_id in block_ids:
             assert block_id >= 0, f"there is no block {block_id}"
@@ -80,7 +80,7 @@ class BlockPool:
             counts[block_id] = count + 1
 
     def release(self, block_ids: Iterable[int]) -> list[int]:
-        """Drop one reference of each block; return, in that order, those now unreferenced.
+        """Drop one reference to each block; return, in that order, those now unreferenced.
 
         They are not free yet: the caller either keeps their content or calls `free`.
         """
@@ -108,7 +108,7 @@ class BlockPool:
         self._free.extend(block_ids)
 
     def find_problems(self) -> list[str]:
-        """Recount everything; say where lists and counters disagree. O(num_blocks)."""
+        """Recount everything; describe where lists and counters disagree. O(num_blocks)."""
         problems = []
         free_by_count = [b for b, count in enumerate(self._counts) if count == _FREE]
         if sorted(self._free) != free_by_count:

@@ -1,7 +1,7 @@
-"""The tensor behind the KV blocks, and moving whole blocks in and out of it.
+"""Holds the tensor behind the KV blocks, and copies whole blocks into and out of it.
 
-Knows blocks by number only: who owns one, what is in it and whether it may be overwritten is the
-block pool's business. Offsets are int64 throughout; a store may exceed 2^31 elements.
+Knows blocks by number only: the block pool decides who owns one and whether it may be overwritten.
+Offsets are int64 throughout; a store may exceed 2^31 elements.
 """
 
 from collections.abc import Sequence
@@ -13,12 +13,12 @@ from engine.kv.digests import BlockDigests
 from engine.kv.layout import KvLayout
 from kernels.kv.digest import block_digests, write_blocks
 
-# All of one size: torch keeps page-locked memory by size, and makes more in milliseconds.
+# One size for all: torch caches page-locked memory by size, and allocating more takes milliseconds.
 _MIN_NUMBERS = 4096
 
 
 def to_device(numbers: Sequence[int], device: torch.device) -> Tensor:
-    """int64 [n] on `device`, as soon as the current stream is there."""
+    """int64 [n] on `device`; the copy is complete once the current stream reaches it."""
     values = torch.tensor(numbers, dtype=torch.int64)
     if device.type != "cuda":
         return values
@@ -26,7 +26,7 @@ def to_device(numbers: Sequence[int], device: torch.device) -> Tensor:
 
 
 def to_host(numbers: Tensor) -> Tensor:
-    """int64 [n] in host memory, as soon as the current stream is there."""
+    """int64 [n] in host memory; the copy is complete once the current stream reaches it."""
     if not numbers.is_cuda:
         return numbers
     return _page_locked(len(numbers)).copy_(numbers, non_blocking=True)
@@ -42,14 +42,14 @@ _TORCH_DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-# Widest integer that divides a block's bytes: fewer, wider words make a cheaper digest. K and V
-# of two bytes each make four at least.
+# The widest integer that divides a block's bytes: fewer, wider words make the digest cheaper.
+# int32 always divides: a block has K and V, with elements of at least two bytes.
 _WORD_DTYPES = {8: torch.int64, 4: torch.int32}
 _DIGEST_SLAB_BYTES = 32 * 2**20  # bounds the digest's temporaries on a CPU
 
 
 class KvStore:
-    """`num_blocks` blocks of one layout on one device, zeroed at the start."""
+    """`num_blocks` blocks of one layout on one device, initialised to zero."""
 
     def __init__(self, layout: KvLayout, *, num_blocks: int, device: torch.device) -> None:
         assert num_blocks > 0, f"{num_blocks} blocks"
@@ -60,9 +60,9 @@ class KvStore:
         self.tensor = torch.zeros(
             (num_blocks, *layout.block_shape), dtype=self.dtype, device=device
         )
-        self.digests = BlockDigests(num_blocks)  # of blocks that are to be sent away
+        self.digests = BlockDigests(num_blocks)  # of blocks that are to be sent to another worker
         self._weights = _digest_weights(layout).to(device)
-        self._words = self._words_of(self.tensor)  # kernels move and digest wide numbers
+        self._words = self._words_of(self.tensor)  # kernels copy and digest wide words
         if device.type == "cuda":
             self._compile()
 
@@ -98,19 +98,19 @@ class KvStore:
         self.tensor.index_fill_(0, self.index(block_ids), 0)
 
     def digest(self, block_ids: Sequence[int]) -> list[int]:
-        """Checksum of each block where it lies, in order; see `digest_staged`."""
+        """Digest of each block in the store, in order; see `digest_staged`."""
         values: list[int] = self.queue_digests(self.index(block_ids)).tolist()  # waits, on a GPU
         return values
 
     def queue_digests(self, block_ids: Tensor) -> Tensor:
-        """`digest` as int64 [n] on the store's device, where nobody has waited for it yet.
+        """`digest` as int64 [n] on the store's device, without waiting for it.
 
         block_ids: from `index`.
         """
         return block_digests(self._words, self._weights, block_ids, _DIGEST_SLAB_BYTES)
 
     def queue_write(self, block_ids: Tensor, data: Tensor) -> Tensor:
-        """Overwrite distinct blocks; their `queue_digests`, made of what was written.
+        """Overwrite distinct blocks; returns the `queue_digests` of the data written.
 
         data: contiguous uint8 [n * block_bytes] on the store's device. block_ids: from `index`.
         """
@@ -118,12 +118,12 @@ class KvStore:
         return write_blocks(self._words, staged, self._weights, block_ids, _DIGEST_SLAB_BYTES)
 
     def digest_staged(self, data: Tensor) -> list[int]:
-        """Checksum of each of n blocks held outside the store, made on the store's device.
+        """Digest of each of n blocks held outside the store, computed on the store's device.
 
-        digest = sum over i of word_i * weight_i modulo 2^64, the block's bits read as integers, so
-        no rounding enters and a NaN counts like any other pattern. Weights are odd, hence any
-        change of one word is noticed for certain; they differ by position, hence swapped words,
-        rows or halves are noticed with probability 1 - 2^-63 or so.
+        digest = sum over i of word_i * weight_i modulo 2^64, with the block's bits read as
+        integers, so there is no rounding and a NaN counts like any other pattern. Weights are odd,
+        so any change of one word is always noticed. They differ by position, so swapped words, rows
+        or halves are noticed with a probability of about 1 - 2^-63.
 
         data: contiguous [n, *block_shape] in the layout's dtype, or uint8 of as many bytes.
         """
@@ -134,19 +134,19 @@ class KvStore:
         return values
 
     def _compile(self) -> None:
-        """Compiles both kernels before the first handoff; leaves block 0 as it is."""
+        """Compile both kernels now, not during the first handoff; block 0 keeps its content."""
         first = self.index([0])
         self.queue_digests(first)
         self.queue_write(first, self.gather([0]).view(-1).view(torch.uint8))
 
     def _words_of(self, blocks: Tensor) -> Tensor:
-        """[n, words per block] of the same memory."""
+        """View of the same memory as [n, words per block]."""
         words = blocks.view(-1).view(torch.uint8).view(_WORD_DTYPES[_word_bytes(self.layout)])
         return words.view(-1, self._weights.numel())
 
     def index(self, block_ids: Sequence[int]) -> Tensor:
-        """int64 [n] on the store's device, as soon as the current stream is there."""
-        # Checked here: on a GPU an index out of range kills the whole context.
+        """int64 [n] on the store's device; complete once the current stream reaches the copy."""
+        # Checked here: on a GPU an index out of range makes the whole context unusable.
         assert not block_ids or 0 <= min(block_ids) <= max(block_ids) < self.num_blocks, (
             f"block ids {list(block_ids)} for a store of {self.num_blocks}"
         )

@@ -1,17 +1,17 @@
-"""Which blocks each running row has, as one table. Knows no requests and no block contents."""
+"""The block table of the running rows, on the host. Knows no requests and no block contents."""
 
 from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-_FEW_BLOCKS = 32  # of a row, on average
+_FEW_BLOCKS = 32  # average blocks per row
 
 
 class BlockTables:
     """Block ids by row: entry i of a row holds its tokens [i * block_size, (i + 1) * block_size).
 
-    Kept on the host, where a step's indices are made from it.
+    Kept on the host, where a step's inputs are made from it.
     """
 
     def __init__(self, *, max_rows: int, max_blocks_per_row: int) -> None:
@@ -22,7 +22,7 @@ class BlockTables:
         self._num_blocks: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)
 
     def append(self, rows: Sequence[int], counts: Sequence[int], block_ids: Sequence[int]) -> None:
-        """counts[r] blocks more for each of `rows` [R], which are distinct.
+        """Append counts[r] blocks to each of `rows` [R], which are distinct.
 
         block_ids: [sum of counts], one row's after the other's.
         """
@@ -34,7 +34,7 @@ class BlockTables:
             f" {self._table.shape[1]}"
         )
         places = index * self._table.shape[1] + starts
-        if set(counts) != {1}:  # mostly each gets one, and has one place
+        if set(counts) != {1}:  # usually each row gets one block, and has one place
             places = concat_ranges(places, ends - starts)
         self._flat[places] = block_ids
         self._num_blocks[index] = ends
@@ -42,7 +42,7 @@ class BlockTables:
     def block_at(
         self, rows: NDArray[np.int64], indices: NDArray[np.int64]
     ) -> NDArray[np.int32] | None:
-        """Block number indices[r] of each row, [R]; None if any has fewer blocks."""
+        """Id of block number indices[r] of each row, [R]; None if any row has fewer blocks."""
         if (indices >= self._num_blocks[rows]).any():
             return None
         block_ids: NDArray[np.int32] = self._table[rows, indices]
@@ -52,7 +52,7 @@ class BlockTables:
         self._num_blocks[row] = 0
 
     def num_blocks(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Blocks of each row, [R]."""
+        """Number of blocks of each row, [R]."""
         return self._num_blocks[rows]
 
     def flatten(self, rows: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int32]:
@@ -64,7 +64,7 @@ class BlockTables:
         if num_blocks > _FEW_BLOCKS * len(rows):
             lengths = zip(rows.tolist(), counts.tolist(), strict=True)
             return np.concatenate([self._table[row, :length] for row, length in lengths])
-        # One index for each block costs less than one piece for each row while rows are short.
+        # While rows are short, one index per block costs less than one slice per row.
         block_ids: NDArray[np.int32] = self._flat[
             concat_ranges(rows * self._table.shape[1], counts)
         ]

@@ -1,8 +1,8 @@
-"""Grouped-query attention of one layer over the paged store, as steps that a schedule can order.
+"""Grouped-query attention of one layer over the paged store, in steps that a schedule can order.
 
     project (or store) -> attend -> output
 
-Nothing here knows of other layers, of communication, or of requests.
+Knows no other layers, no communication and no requests.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from kernels.ops import HeadNorms, Ops
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StoredTokens:
-    """A layer's step up to K and V, which are in the store, too."""
+    """A layer's tensors after K and V were computed and written to the store."""
 
     # [T, hidden]  normalised
     x: Tensor
@@ -28,7 +28,7 @@ class StoredTokens:
     residual: Tensor
 
     def is_finite(self) -> Tensor:
-        """[T] bool: whether a token's stream, K and V are; False too where their sum overflows."""
+        """[T] bool: whether a token's stream, K and V are finite; False if their sum overflows."""
         sums = [
             part.sum(dim=tuple(range(1, part.ndim)), dtype=torch.float32)
             for part in (self.residual, self.k, self.v)
@@ -38,7 +38,7 @@ class StoredTokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ProjectedTokens(StoredTokens):
-    """A layer's step up to its attention."""
+    """A layer's tensors before its attention."""
 
     # [T, heads, head_dim]
     q: Tensor
@@ -60,7 +60,7 @@ class Attention:
         head_norms: HeadNorms | None,
         ops: Ops,
     ) -> None:
-        """qkv: hidden -> [q | k | v] heads * head_dim; kv: the k | v of it alone, if wanted.
+        """qkv: hidden -> [q | k | v] heads * head_dim. kv: its k | v part alone; None = not used.
 
         out: heads * head_dim -> hidden.
         """
@@ -73,7 +73,7 @@ class Attention:
         self._ops = ops
 
     def project(self, x: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor, Tensor]:
-        """x: [T, hidden]; returns rotated q, k, v; mutates ctx.kv_store at the step's tokens."""
+        """x: [T, hidden]; returns rotated q, k, v; writes ctx.kv_store at the step's tokens."""
         return self._rotate_and_store(self._qkv(x, ctx.lane), ctx)
 
     @property
@@ -81,7 +81,7 @@ class Attention:
         return self._kv is not None
 
     def store(self, x: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor]:
-        """x: [T, hidden]; returns rotated k and v; mutates ctx.kv_store at the step's tokens."""
+        """x: [T, hidden]; returns rotated k and v; writes ctx.kv_store at the step's tokens."""
         assert self._kv is not None, "built without a map of its own to K and V"
         _, k, v = self._rotate_and_store(self._kv(x, ctx.lane), ctx)
         return k, v

@@ -1,6 +1,6 @@
-"""What a forward pass needs besides weights, passed along as an argument.
+"""Everything that a forward pass needs besides weights, passed as an argument.
 
-No module keeps state of a step, so two contexts may be alive at once.
+No module keeps state of a step, so two contexts may be in use at once.
 """
 
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ class Comm(Protocol):
 
 
 class SingleRank:
-    """The `Comm` of a single rank, which holds the whole model and exchanges nothing."""
+    """One rank holds the whole model: nothing to exchange."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return x
@@ -52,25 +52,25 @@ class SingleRank:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardContext:
-    """What all layers of a forward pass share: positions, KV store and attention metadata."""
+    """One step's positions, KV store and attention metadata."""
 
-    rotary: Any  # what the model's `rotary.angles` returned for this step
-    # [T] int32  where each new token's K and V go, block * block_size + offset; -1 = nowhere
+    rotary: Any  # the result of the model's `rotary.angles` for this step
+    # [T] int32  slot of each new token's K and V, block * block_size + offset; -1 = not stored
     slots: Tensor
     # [blocks, layers, 2, block_size, kv_heads, head_dim]
     kv_store: Tensor
     attention: AttentionBackend
-    attention_metadata: Any  # what `attention.plan` returned for this step
+    attention_metadata: Any  # the result of `attention.plan` for this step
     comm: Comm
-    lane: int = 0  # index of this context among those that may compute at the same time
+    lane: int = 0  # index among the contexts that may compute at the same time
     # The only tokens computed after the last layer's K and V; None = the caller chooses later.
     last: "LastTokens | None" = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LastTokens:
-    """The last token of each row, as a step of its own that writes no K and V."""
+    """Each row's last token in this step, as a step of its own that writes no K and V."""
 
-    # [R] integer  places among the step's tokens
+    # [R] integer  indices among the step's tokens
     indices: Tensor
     ctx: ForwardContext

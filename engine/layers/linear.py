@@ -1,7 +1,7 @@
-"""Linear maps as objects: how a weight is held is chosen once, when the model is built.
+"""Linear maps as objects: the form in which a weight is held is chosen when the model is built.
 
 A call names the lane that it runs in. Calls of different lanes may overlap in time (on two streams,
-for two batches at once); calls of one lane follow each other.
+for two batches at once); calls of one lane run one after the other.
 """
 
 from dataclasses import dataclass
@@ -15,9 +15,10 @@ from engine.errors import ConfigError
 from kernels.linear.packed import can_pack, pack_weight, packed_linear
 from kernels.ops import Ops
 
-# Up to this many elements (1 MiB of fp32) a weight may still be in cache at the next step: then a
-# plain product of one row beats the packed one, and holding the weight twice costs little. Larger
-# ones come from memory, where the packed form is read at least as fast (measured 1.2 to 2.5 times).
+# A weight of up to this many elements (1 MiB of fp32) may still be in cache at the next step. Then
+# a plain product of one row is faster than the packed one, and holding both forms costs little.
+# Larger weights come from memory; there the packed form is as fast or faster (measured 1.2 to 2.5
+# times).
 _MAX_TWICE_HELD_ELEMENTS = 2**18
 
 
@@ -25,21 +26,21 @@ NUM_LANES = 2
 
 
 class WeightFormat(Enum):
-    """The format of a linear map's weight; `build_linear` builds the map for each."""
+    """How the numbers of a linear map are stored; `build_linear` has a map for each format."""
 
     DENSE = "a matrix in the dtype of the model"
 
 
 @dataclass(frozen=True, slots=True)
 class LinearWeight:
-    """The weight and bias of a linear map; `format` says how to read `data`."""
+    """The data of a linear map; `format` says how to read `data`."""
 
     data: Tensor  # DENSE: [out, in]
     bias: Tensor | None = None  # [out]
     format: WeightFormat = WeightFormat.DENSE
 
     def rows(self, start: int) -> "LinearWeight":
-        """Returns the rows from `start` on, in the same memory."""
+        """The outputs from `start` on, as views of the same memory."""
         assert self.format is WeightFormat.DENSE, f"{self.format} is not cut by rows"
         bias = None if self.bias is None else self.bias[start:]
         return LinearWeight(self.data[start:], bias)
@@ -52,7 +53,7 @@ class Linear(Protocol):
 
 
 class DenseLinear:
-    """y = x @ weight.T + bias, weight as published."""
+    """y = x @ weight.T + bias, with the weight as published."""
 
     __slots__ = ("_bias", "_weight")
 
@@ -65,7 +66,7 @@ class DenseLinear:
 
 
 class PackedLinear:
-    """y = x @ weight.T + bias from a reordered copy, the only one kept."""
+    """y = x @ weight.T + bias from a packed copy of the weight; the original is not kept."""
 
     __slots__ = ("_bias", "_packed_weight")
 
@@ -91,7 +92,7 @@ class TwiceHeldLinear:
 
 
 class Gated:
-    """silu(gate) * up as two steps: one product for gate and up, then the gate."""
+    """silu(gate) * up in two steps: one product for gate and up, then the activation."""
 
     __slots__ = ("_gate_up", "_ops")
 
@@ -107,7 +108,7 @@ def build_linear(weight: LinearWeight, *, is_deterministic: bool = False) -> Lin
     """The map x -> x @ weight.T + bias.
 
     With `is_deterministic` a token's result on a GPU does not depend on the batch it is in; a CPU
-    makes no such promise. Raises ConfigError for a weight on a GPU that cannot be deterministic.
+    makes no such promise. Raises ConfigError if that is impossible for this weight on a GPU.
     """
     match weight.format:
         case WeightFormat.DENSE:
@@ -125,7 +126,7 @@ def _build_dense(weight: Tensor, bias: Tensor | None, is_deterministic: bool) ->
 
 
 def build_gated(weight: LinearWeight, ops: Ops, *, is_deterministic: bool = False) -> Linear:
-    """weight: [2 n, in], gate's rows before up's; returns the map x -> silu(gate) * up, [T, n].
+    """The map x -> silu(gate) * up, [T, n]; weight: [2 n, in], gate's rows before up's.
 
     Otherwise as `build_linear`.
     """

@@ -1,6 +1,6 @@
-"""Linear maps on a CUDA device: our kernels where they measured faster, else the library.
+"""Linear maps on a CUDA device: our kernels where they measured faster, otherwise the library.
 
-Imported only for weights on such a device, because the kernels need Triton.
+Imported only for weights on a CUDA device, because the kernels need Triton.
 """
 
 from enum import Enum
@@ -25,7 +25,7 @@ from kernels.ops import Ops
 
 
 class Kernel(Enum):
-    """A kernel that computes x @ weight.T."""
+    """The implementation that computes a product."""
 
     SMALL = "few tokens: kernels.linear.small"
     MEDIUM = "some tokens: kernels.linear.medium"
@@ -34,7 +34,7 @@ class Kernel(Enum):
 
 
 class _Choice:
-    """The kernels of a weight, by the number of tokens for which each measured fastest."""
+    """Selects the kernel that measured fastest for a weight, by the number of tokens."""
 
     __slots__ = ("_large_from", "_medium_to", "_num_multiprocessors", "_num_rows", "_small_to")
 
@@ -60,7 +60,7 @@ class _Choice:
 
 
 class FastestLinear:
-    """y = x @ weight.T + bias, by whichever kernel measured fastest for the number of tokens."""
+    """y = x @ weight.T + bias, by the kernel that measured fastest for the number of tokens."""
 
     __slots__ = ("_bias", "_choice", "_counters", "_weight")
 
@@ -86,7 +86,7 @@ class FastestLinear:
 
 
 class FastestGated:
-    """silu(gate) * up, gate and up from one weight; where a kernel of ours is faster, by one."""
+    """silu(gate) * up from one weight; in one kernel of ours where that measured faster."""
 
     __slots__ = ("_bias", "_choice", "_counters", "_ops", "_weight")
 
@@ -114,7 +114,7 @@ class FastestGated:
 
 
 class InvariantLinear:
-    """y = x @ weight.T + bias; a token's result does not depend on the batch, bit by bit."""
+    """y = x @ weight.T + bias; a token's result is bitwise equal in any batch."""
 
     __slots__ = ("_bias", "_weight")
 

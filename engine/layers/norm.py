@@ -1,4 +1,4 @@
-"""A normalisation as an object that owns its weight."""
+"""RMS normalisation as an object that owns its weight."""
 
 from torch import Tensor
 
@@ -6,7 +6,7 @@ from kernels.ops import Ops
 
 
 class RmsNorm:
-    """Root-mean-square norm over the last axis, with or without the residual addition before."""
+    """Root-mean-square norm over the last axis, optionally with a residual addition before it."""
 
     __slots__ = ("_eps", "_ops", "_weight")
 
@@ -23,7 +23,7 @@ class RmsNorm:
     def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """x, residual: [T, hidden]; returns (norm(x + residual), x + residual), may overwrite both.
 
-        `residual` None: the stream begins with `x`, which is kept as it is.
+        `residual` None: the stream begins with `x`, which is not changed.
         """
         if residual is None:
             return self(x), x

@@ -1,11 +1,11 @@
-"""How rotary frequencies are made, as plain records. Knows no tensors and no files."""
+"""Defines how rotary frequencies are computed, as plain records. Knows no tensors and no files."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearScaling:
-    """Divides every frequency by `factor` (position interpolation, arXiv:2306.15595)."""
+    """Every frequency divided by `factor` (position interpolation, arXiv:2306.15595)."""
 
     factor: float
 
@@ -28,7 +28,7 @@ class Llama3Scaling:
 class YarnScaling:
     """YaRN (arXiv:2309.00071): interpolates by parts and scales cos and sin.
 
-    Dimensions that turn more than `beta_fast` times within `original_max_tokens` are kept, those
+    Dimensions that turn more than `beta_fast` times within `original_max_tokens` are kept. Those
     that turn less than `beta_slow` times are divided by `factor`.
     """
 
@@ -37,7 +37,7 @@ class YarnScaling:
     attention_factor: float  # multiplies cos and sin
     beta_fast: float
     beta_slow: float
-    truncate: bool  # whole dimensions as bounds of the ramp
+    truncate: bool  # round the bounds of the ramp to whole dimensions
 
 
 RopeScaling = LinearScaling | Llama3Scaling | YarnScaling

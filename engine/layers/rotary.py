@@ -1,7 +1,7 @@
-"""Rotary angles: frequencies from a `RopeSpec`, cos and sin by position. Knows no heads.
+"""Computes rotary angles: frequencies from a `RopeSpec`, cos and sin by position. Knows no heads.
 
-Angles are computed in fp32 and in the order transformers uses, so that they are equal to what the
-published models were checked with, bit by bit, at every position.
+Angles are computed in fp32 and in the order of operations of transformers. So at every position
+they are bitwise equal to the angles that the published models were checked with.
 """
 
 import math
@@ -30,7 +30,7 @@ class RotaryTable:
         self._cos_sin = torch.cat((angles.cos() * scale, angles.sin() * scale), dim=1).to(device)
 
     def angles(self, positions: Tensor) -> Any:  # noqa: ANN401
-        """positions: [T] int32; returns what `Ops.rotate_and_store` needs of them."""
+        """positions: [T] int32; returns what `Ops.rotate_and_store` needs for them."""
         return self._ops.rotary(self._cos_sin, positions)
 
 

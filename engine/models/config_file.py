@@ -1,4 +1,4 @@
-"""Reads a model's JSON file with types checked. Knows nothing of what the keys mean."""
+"""Reads a model's JSON file with type checks. Does not know what the keys mean."""
 
 import json
 import math
@@ -9,10 +9,10 @@ from engine.file_checks import check_file
 
 
 class ConfigFile:
-    """A JSON object of a model folder; every error names the file and the key.
+    """One JSON object of a model folder; every error names the file and the key.
 
-    `null` counts as absent, as it does for those who write these files; `has_key` tells the two
-    apart where a model family gives them different meanings.
+    `null` counts as absent, as it does for the writers of these files. `has_key` distinguishes the
+    two where a model family gives them different meanings.
     """
 
     def __init__(self, path: Path, values: dict[str, object], section: str = "") -> None:
@@ -65,7 +65,7 @@ class ConfigFile:
         value = self._values.get(key)
         if value is None:
             return None
-        # A float that is whole appears in hand-edited files and has one meaning.
+        # Whole floats appear in hand-edited files and are unambiguous.
         if isinstance(value, float) and value.is_integer():
             value = int(value)
         if isinstance(value, bool) or not isinstance(value, int):

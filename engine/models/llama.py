@@ -1,10 +1,10 @@
-"""Llama and its relatives (Mistral, Qwen2, Qwen3), top to bottom: model, layer, how both are built.
+"""The Llama architecture and its relatives (Mistral, Qwen2, Qwen3): model, layer and builder.
 
     ids -> embedding -> [norm -> attention -> norm -> MLP] x layers -> norm -> head -> logits
 
-What a family has or lacks (biases, QK-norm, tied embeddings, windows) is an object or None, chosen
-when the model is built; the forward pass has no branch for it. Knows no requests and keeps no state
-of a step: the KV store and all else of a step come in `ForwardContext`.
+Differences between families (biases, QK-norm, tied embeddings, windows) are resolved to an object
+or None by the builder, so the forward pass does not test for them. Knows no requests and keeps no
+state of a step: the KV store and everything else of a step are in `ForwardContext`.
 """
 
 from dataclasses import dataclass
@@ -28,16 +28,16 @@ from kernels.ops import HeadNorms, Ops
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ForwardResult:
-    """The results of a forward pass besides K and V."""
+    """The outputs of a forward pass besides K and V."""
 
     # [S, hidden]  the stream after the final norm
     hidden: Tensor
-    # [T] bool  whether all that a token leaves in the store is finite; None = not checked
+    # [T] bool  whether all that a token writes to the store is finite; None = not checked
     is_finite: Tensor | None
 
 
 class CausalLM:
-    """Token ids in, logits out; the KV store and all else of a step come in `ForwardContext`."""
+    """Token ids in, logits out; the KV store and the rest of a step are in `ForwardContext`."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class CausalLM:
 
     @property
     def can_skip_queries(self) -> bool:
-        """Whether `forward` takes a context with `last`."""
+        """Whether `forward` accepts a context with `last`."""
         return self.layers[-1].can_store_alone
 
     def rotary_at(self, positions: Tensor) -> Any:  # noqa: ANN401
@@ -82,14 +82,14 @@ class CausalLM:
         *,
         checks_finite: bool = False,
     ) -> ForwardResult:
-        """input_ids: [T] integer; mutates ctx.kv_store at the step's tokens.
+        """Compute the hidden states of a step; writes ctx.kv_store at the step's tokens.
 
-        logit_indices: [S] integer, the tokens whose hidden state is returned; None = all, or those
-        of `ctx.last`. The last layer computes its MLP for these alone; with `ctx.last` its queries
-        and its attention, too.
-        checks_finite: checks the residual stream before the last layer, which holds every earlier
-        error, and that layer's K and V. Later errors are stored nowhere and show in the hidden
-        states.
+        input_ids: [T] integer. logit_indices: [S] integer, the tokens whose hidden state is wanted;
+        None = all, or those of `ctx.last`. The part of the last layer after its attention is
+        computed for these only; with `ctx.last`, its queries and attention too.
+        checks_finite: check the residual stream at the start of the last layer, which shows every
+        earlier error, and that layer's K and V. A later error is stored nowhere and shows in the
+        hidden states.
         """
         x, residual = F.embedding(input_ids, self._embedding), None
         *earlier_layers, last_layer = self.layers
@@ -113,17 +113,17 @@ class CausalLM:
         return ForwardResult(hidden=hidden, is_finite=is_finite)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden: [S, hidden], rows of what `forward` returned; returns [S, vocab] in its dtype."""
+        """hidden: [S, hidden], rows of `ForwardResult.hidden`; returns [S, vocab] in its dtype."""
         return self._head(hidden)
 
 
 class DecoderLayer:
     """Pre-norm attention and feed-forward, two parts, each `(x, residual, ctx) -> (x, residual)`.
 
-    `x` is the output of the part before, not yet added to `residual`. Each part adds,
-    normalises, computes, and communicates only at its end, so that a schedule (two-batch overlap,
-    tensor parallelism) can order the parts of several microbatches. `residual` None stands for a
-    stream that begins with `x`.
+    `x` is the output of the part before, not added to `residual` yet. Each part adds, normalises
+    and computes, and communicates only at its end, so that a schedule (two-batch overlap, tensor
+    parallelism) can order the parts of several microbatches. `residual` None means that the stream
+    begins with `x`.
     """
 
     __slots__ = ("_attention", "_attention_norm", "_mlp", "_mlp_norm")
@@ -139,11 +139,11 @@ class DecoderLayer:
     def attention_part(
         self, x: Tensor, residual: Tensor | None, ctx: ForwardContext
     ) -> tuple[Tensor, Tensor]:
-        """x, residual: [T, hidden], may be overwritten; mutates ctx.kv_store."""
+        """x, residual: [T, hidden], may be overwritten; writes ctx.kv_store."""
         return self.attend(self.project(x, residual, ctx), ctx)
 
     def project(self, x: Tensor, residual: Tensor | None, ctx: ForwardContext) -> ProjectedTokens:
-        """First half of the attention part; x, residual: [T, hidden]; mutates ctx.kv_store."""
+        """First half of the attention part; x, residual: [T, hidden]; writes ctx.kv_store."""
         x, residual = self._attention_norm.add(x, residual)
         q, k, v = self._attention.project(x, ctx)
         return ProjectedTokens(x=x, q=q, k=k, v=v, residual=residual)
@@ -154,13 +154,13 @@ class DecoderLayer:
         return self._attention.can_store_alone
 
     def store(self, x: Tensor, residual: Tensor | None, ctx: ForwardContext) -> StoredTokens:
-        """`project` without queries; mutates ctx.kv_store."""
+        """`project` without queries; writes ctx.kv_store."""
         x, residual = self._attention_norm.add(x, residual)
         k, v = self._attention.store(x, ctx)
         return StoredTokens(x=x, k=k, v=v, residual=residual)
 
     def project_last(self, stored: StoredTokens, last: LastTokens) -> ProjectedTokens:
-        """Projects each row's last token, which `store` left out; [R]."""
+        """Project the queries that `store` left out, for each row's last token only; [R]."""
         x = stored.x.index_select(0, last.indices)
         q, k, v = self._attention.project(x, last.ctx)
         residual = stored.residual.index_select(0, last.indices)
@@ -171,7 +171,7 @@ class DecoderLayer:
     ) -> tuple[Tensor, Tensor]:
         """Second half of the attention part; returns x and residual, [S, hidden].
 
-        chosen: [S] integer, the tokens to continue with; None = all.
+        chosen: [S] integer, the tokens to keep; None = all.
         """
         attended, residual = self._attention.attend(tokens, ctx), tokens.residual
         if chosen is not None:
@@ -192,10 +192,10 @@ def build_decoder(
     ops: Ops,
     is_deterministic: bool = False,
 ) -> CausalLM:
-    """Compose the model; positions below `max_model_len` get rotary angles.
+    """Build the model; positions below `max_model_len` get rotary angles.
 
-    Empties `weights.layers` as it goes, so that a reordered copy of a weight replaces the
-    published one layer by layer instead of doubling the peak.
+    Empties `weights.layers` while building: a reordered copy of a weight replaces the published
+    one layer by layer, so peak memory does not double.
     """
     layers: list[DecoderLayer] = []
     while weights.layers:
@@ -228,7 +228,7 @@ def _build_layer(
             layer=layer,
             head_dim=spec.head_dim,
             qkv=linear(weights.qkv),
-            # In deterministic mode K and V always come from one product, with or without queries.
+            # In deterministic mode K and V always come from the same product as the queries.
             kv=_kv_linear(spec, weights) if is_last and not is_deterministic else None,
             out=linear(weights.output),
             head_norms=_head_norms(spec, weights),
@@ -243,7 +243,7 @@ def _build_layer(
 
 
 def _kv_linear(spec: ModelSpec, weights: LayerWeights) -> Linear:
-    """hidden -> [k | v], from the same memory as the whole."""
+    """hidden -> [k | v], a view of the qkv weight."""
     return build_linear(weights.qkv.rows(spec.num_heads * spec.head_dim))
 
 

@@ -1,6 +1,6 @@
-"""The tensors of a model and the published ones they are made of: names and shapes, no torch.
+"""Defines a model's tensors and the published tensors they consist of: names and shapes, no torch.
 
-The one definition: the loader allocates by it, and a folder is checked against it.
+The loader allocates by this definition, and a folder is checked against it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,13 +16,13 @@ HEAD = "lm_head.weight"
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """A rank of the `size` ranks that share a model."""
+    """One of the `size` ranks that share a model."""
 
     index: int
     size: int
 
     def share(self, length: int, what: str) -> slice:
-        """Returns this rank's part of [0, length). Raises ConfigError if parts would be unequal."""
+        """This rank's part of [0, length). Raises ConfigError if equal parts are impossible."""
         if length % self.size:
             raise ConfigError(f"{what}: {length} cannot be shared by {self.size} ranks equally")
         per_rank = length // self.size
@@ -33,7 +33,7 @@ WHOLE_MODEL = Rank(0, 1)
 
 
 class Split(Enum):
-    """How a tensor is split between ranks."""
+    """Which part of a tensor one rank holds."""
 
     NONE = "all of it"
     ROWS = "its share of the rows of each part: outputs, by heads or by intermediate units"
@@ -42,14 +42,14 @@ class Split(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StackedTensor:
-    """A tensor in memory that stacks published ones of equal width, one above the other."""
+    """One tensor in memory: published tensors of equal width, concatenated by rows."""
 
-    num_rows: Mapping[str, int]  # of each part, by its published name; in this order
-    num_columns: int | None = None  # None = vectors, one behind the other
+    num_rows: Mapping[str, int]  # rows of each part by its published name, in this order
+    num_columns: int | None = None  # None = vectors, concatenated
     split: Split = Split.NONE
 
     def of_rank(self, rank: Rank) -> "StackedTensor":
-        """Returns the part of this tensor that one rank holds."""
+        """The part of the tensor that one rank holds."""
         if rank.size == 1:
             return self
         shares = {name: self.share_of(name, rank) for name in self.num_rows}
@@ -63,7 +63,7 @@ class StackedTensor:
         return StackedTensor(num_rows=lengths, num_columns=columns, split=self.split)
 
     def share_of(self, name: str, rank: Rank) -> tuple[slice, ...] | None:
-        """Rows, and columns if there are any, of a published tensor; None = all of it."""
+        """Slices of rows, and columns if any, of a published tensor; None = all of it."""
         if rank.size == 1 or self.split is Split.NONE:
             return None
         whole = slice(0, self.num_rows[name])
@@ -85,7 +85,7 @@ class StackedTensor:
 
 
 def outer_tensors(spec: ModelSpec) -> dict[str, StackedTensor]:
-    """Field of `ModelWeights` -> tensor; there is no `head` where it is the embedding."""
+    """Field of `ModelWeights` -> tensor; no `head` if it is tied to the embedding."""
     hidden = spec.hidden_size
     tensors = {
         "embedding": StackedTensor(num_rows={EMBEDDING: spec.vocab_size}, num_columns=hidden),
@@ -97,7 +97,7 @@ def outer_tensors(spec: ModelSpec) -> dict[str, StackedTensor]:
 
 
 def layer_tensors(spec: ModelSpec, layer: int) -> dict[str, StackedTensor]:
-    """Field of `LayerWeights` -> tensor; a field that the model lacks is not there."""
+    """Field of `LayerWeights` -> tensor; fields that the model lacks are left out."""
     prefix, hidden = f"model.layers.{layer}.", spec.hidden_size
     tensors: dict[str, StackedTensor] = {}
     for field, names, sizes, num_columns, has_bias in _linears(spec):
@@ -106,7 +106,7 @@ def layer_tensors(spec: ModelSpec, layer: int) -> dict[str, StackedTensor]:
         tensors[field] = StackedTensor(num_rows=weights, num_columns=num_columns, split=split)
         if has_bias:
             biases = {f"{prefix}{n}.bias": size for n, size in zip(names, sizes, strict=True)}
-            # Where products are added over the ranks, each holds the bias, and one adds it.
+            # Where products are summed over the ranks, every rank holds the bias and one adds it.
             bias_split = Split.NONE if split is Split.COLUMNS else Split.ROWS
             tensors[f"{field}_bias"] = StackedTensor(num_rows=biases, split=bias_split)
     norms = [("input_norm", "input_layernorm", hidden)]

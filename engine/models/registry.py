@@ -1,4 +1,4 @@
-"""Architecture name -> how its model is built; the one door to a loaded model."""
+"""Maps an architecture's name to its builder; the only entry point to a loaded model."""
 
 from collections.abc import Callable
 from functools import partial
@@ -13,7 +13,7 @@ from engine.models.weights import load_weights, random_weights
 from kernels.ops import Ops
 from kernels.reference import TorchOps
 
-# All four are one composition; what differs between them is in the spec.
+# All four use one builder; the spec holds their differences.
 BUILDERS: dict[str, Callable[..., CausalLM]] = {
     "LlamaForCausalLM": build_decoder,
     "MistralForCausalLM": build_decoder,
@@ -32,10 +32,10 @@ def build_model(
     has_random_weights: bool = False,
     is_deterministic: bool = False,
 ) -> CausalLM:
-    """Load a Hugging Face folder; `.spec` of the result says what it is.
+    """Load a Hugging Face folder; `.spec` of the result describes the model.
 
-    `max_model_len` (tokens) may shorten what the model allows, never lengthen it. `ops` None: the
-    Triton kernels on a GPU, torch elsewhere. With random weights config.json is all that is read.
+    `max_model_len` (tokens) may shorten the model's context, never lengthen it. `ops` None: the
+    Triton kernels on a GPU, torch elsewhere. With random weights only config.json is read.
     `is_deterministic`: on a GPU, a token's numbers do not depend on the batch it is in.
     Raises ConfigError for anything in the folder that is missing, unsupported or inconsistent.
     """
@@ -58,7 +58,7 @@ def build_model(
 
 
 def build_ops(device: torch.device) -> Ops:
-    """The operations that suit `device`."""
+    """The implementation of the operations for `device`."""
     if device.type != "cuda":
         return TorchOps()
     # A host without a GPU need not have Triton.

@@ -1,9 +1,9 @@
-"""What a model is, read from a Hugging Face folder's JSON files. Knows no tensors and no weights.
+"""Reads a model's specification from the JSON files of a Hugging Face folder.
 
-Rotary settings come in two spellings. Old: `rope_theta` beside `rope_scaling: {"type" |
+Rotary settings come in two formats. Old: `rope_theta` beside `rope_scaling: {"type" |
 "rope_type": ..., ...}` (or null). New, since transformers 5: everything inside `rope_parameters`.
-Where both occur `rope_scaling` wins, as it does there. transformers is not imported: reading two
-small files must not cost seconds of start-up.
+If both occur, `rope_scaling` wins, as in transformers. transformers is not imported, because that
+would add seconds to start-up. Knows no tensors and no weights.
 """
 
 import math
@@ -27,7 +27,7 @@ DEFAULT_THETA = 10000.0
 
 
 def parse_rope(config: ConfigFile) -> RopeSpec:
-    """Raises ConfigError for a rope type or a partial rotation that is not supported."""
+    """Parse the rotary settings; ConfigError for an unsupported type or partial rotation."""
     if config.number("partial_rotary_factor", 1.0) != 1.0:
         raise config.error("partial_rotary_factor", "other than 1.0 is not supported")
     top_theta = config.number("rope_theta", DEFAULT_THETA)
@@ -93,15 +93,15 @@ def _parse_yarn(config: ConfigFile, section: ConfigFile) -> YarnScaling:
 
 
 def _mscale(factor: float, scale: float) -> float:
-    """The paper's temperature: 0.1 * scale * ln(factor) + 1."""
+    """The YaRN paper's temperature: 0.1 * scale * ln(factor) + 1."""
     return 1.0 if factor <= 1.0 else 0.1 * scale * math.log(factor) + 1.0
 
 
 def max_tokens_of(rope: RopeSpec, max_position_embeddings: int) -> int:
     """Longest context in tokens.
 
-    YaRN and linear scaling stretch what the model was trained with; llama3 configurations already
-    state the stretched length. This is the rule of vLLM's `_get_and_verify_max_len`.
+    YaRN and linear scaling extend the length of training; llama3 configurations already state the
+    extended length. This is the rule of vLLM's `_get_and_verify_max_len`.
     """
     match rope.scaling:
         case YarnScaling(factor=factor, original_max_tokens=original):
@@ -127,10 +127,10 @@ class ModelSpec:
     rms_norm_eps: float
     has_tied_embeddings: bool
     has_qkv_bias: bool
-    has_output_bias: bool  # of the attention's output projection
+    has_output_bias: bool  # attention's output projection
     has_mlp_bias: bool
     has_qk_norm: bool
-    # One per layer: a query sees itself and window - 1 keys before it; None = all before it.
+    # One per layer: a query sees itself and the window - 1 keys before it; None = all before it.
     layer_windows: tuple[int | None, ...]
     rope: RopeSpec
     max_model_len: int  # tokens
@@ -150,7 +150,7 @@ class ModelSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Family:
-    """What distinguishes one architecture from the others, read from its own keys."""
+    """What differs between architectures, read from each architecture's own keys."""
 
     has_qkv_bias: bool = False
     has_output_bias: bool = False
@@ -202,7 +202,7 @@ def _qwen3(config: ConfigFile, num_layers: int) -> _Family:
 
 
 def _qwen_windows(config: ConfigFile, num_layers: int) -> tuple[int | None, ...]:
-    """`layer_types` if written, else the layers from `max_window_layers` on have the window."""
+    """From `layer_types` if present; else layers from `max_window_layers` on have the window."""
     window = config.optional_integer("sliding_window")
     if window is None and not config.has_key("sliding_window"):
         window = 4096

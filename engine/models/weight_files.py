@@ -1,4 +1,4 @@
-"""Which safetensors files a model folder consists of, and whether they hold the model.
+"""Finds the safetensors files of a model folder and checks that they hold the model.
 
 Reads headers only, so a folder of any size takes milliseconds. A file is:
 
@@ -28,7 +28,7 @@ _METADATA = "__metadata__"
 
 
 class StoredTensor(msgspec.Struct, frozen=True):
-    """A tensor in a safetensors file: where it is, its type and its shape."""
+    """A tensor's dtype, shape and byte range in the data."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -36,9 +36,10 @@ class StoredTensor(msgspec.Struct, frozen=True):
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """Tensors by name, in the order of their data. Reads the header and nothing behind it.
+    """Tensors by name, in the order of their data. Reads only the header.
 
-    Raises ConfigError: no file, not a safetensors file, or shorter or longer than it says.
+    Raises ConfigError if there is no file, or it is not a safetensors file, or its length differs
+    from what its header says.
     """
     check_file(path)
     try:
@@ -72,7 +73,7 @@ def _read_length(path: Path, encoded: bytes, num_file_bytes: int) -> int:
 
 
 def _check_extent(path: Path, tensors: dict[str, StoredTensor], num_data_bytes: int) -> None:
-    """The tensors fill the data without gap or overlap, each with as many bytes as its shape."""
+    """Check that the tensors fill the data without gap or overlap, and fit their shapes."""
     position = 0
     for name, tensor in tensors.items():
         begin, end = tensor.data_offsets
@@ -101,17 +102,17 @@ def _unreadable(path: Path, why: str) -> ConfigError:
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-# Tensors some exporters leave in that carry no information of their own.
+# Tensors that some exporters leave in the files and that carry no information.
 _HARMLESS = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
 _MISMATCH = "the weights and config.json describe different models"
 
 
 def check_weights(folder: Path, spec: ModelSpec) -> dict[Path, list[str]]:
-    """Returns, for each weights file, the model's tensors in it, in the order of their data.
+    """Each weights file with those of the model's tensors that it holds, in order of their data.
 
-    Raises ConfigError naming file, tensor, expected and found shape. A tensor that the model does
-    not have is refused, but for leftovers without information: what else it is, a bias or a
-    layer, would change the answers.
+    Raises ConfigError naming file, tensor, expected and found shape. An unknown tensor is refused
+    unless it is known to carry no information: a bias or a layer, for example, would change the
+    output.
     """
     missing = published_shapes(spec)
     found: dict[Path, list[str]] = {}
@@ -159,9 +160,9 @@ def _is_harmless(name: str, spec: ModelSpec) -> bool:
 
 
 def _weight_files(folder: Path) -> Iterator[tuple[Path, frozenset[str] | None]]:
-    """Yields each weights file and the names that the index places there (None: all of them).
+    """Each weights file with the names that the index places there (None: unknown).
 
-    Raises ConfigError: no weights, an index that cannot be used, or a shard that is missing.
+    Raises ConfigError if there are no weights, the index is unusable, or a shard is missing.
     """
     if (folder / SINGLE_FILE).exists():
         yield folder / SINGLE_FILE, None

@@ -1,13 +1,13 @@
 """Streams safetensors files into the model's own tensors. Nothing is ever unpickled.
 
-Destinations are allocated first, with q, k and v (and gate and up) side by side in one tensor, so
-that each published tensor is read once, converted, and written where it belongs. Names and shapes
-are given by the model's family (`llama_weights`). `random_weights` fills them without any file, for
+Destinations are allocated first, with q, k and v (and gate and up) concatenated in one tensor, so
+that each published tensor is read once, converted, and written to its place. Names and shapes come
+from the model's family (`llama_weights`). `random_weights` fills the tensors without any file, for
 benchmarks.
 
 A copy from pageable memory (here: a mapped file) to a GPU is bound by one thread that faults pages
-in and moves them to the driver's own buffer. Copying to pinned buffers on several threads overlaps
-that with the transfers; the buffers are all the memory it takes on the host.
+in and copies them to the driver's own buffer. Copying to pinned buffers on several threads overlaps
+that with the transfers. The buffers are the only memory that this takes on the host.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,7 +35,7 @@ from engine.models.spec import ModelSpec
 from engine.models.weight_files import check_weights
 
 NUM_LANES = 4
-# Large enough that a transfer costs far more than starting it, small enough to share one tensor.
+# Large enough that a transfer takes far longer than starting it, small enough to split a tensor.
 CHUNK_BYTES = 16 * 2**20
 
 
@@ -43,11 +43,11 @@ class TensorCopier(Protocol):
     """Copies tensors, converting their dtype; sources must stay valid until `wait_copied`."""
 
     def copy(self, source: Tensor, destination: Tensor) -> None:
-        """Same shape, both contiguous; `source` is on the host."""
+        """Copy `source`, on the host, to `destination`; same shape, both contiguous."""
         ...
 
     def wait_copied(self) -> None:
-        """Block until every copy so far has arrived; raises what any of them raised."""
+        """Block until every copy so far is complete; raises the error of any that failed."""
         ...
 
 
@@ -58,11 +58,11 @@ class DirectCopier:
         destination.copy_(source)
 
     def wait_copied(self) -> None:
-        """Does nothing: every copy has ended when `copy` returns."""
+        """Returns at once: every copy is complete when `copy` returns."""
 
 
 class PinnedCopier(AbstractContextManager["PinnedCopier"]):
-    """Copies chunks on `NUM_LANES` threads; the first one back takes the next chunk."""
+    """Copies chunks on `NUM_LANES` threads; the next free lane takes the next chunk."""
 
     def __init__(self, device: torch.device) -> None:
         self._lanes: SimpleQueue[_Lane] = SimpleQueue()
@@ -88,7 +88,7 @@ class PinnedCopier(AbstractContextManager["PinnedCopier"]):
             self._lanes.put(lane)
 
     def _copy_chunk(self, source: Tensor, destination: Tensor) -> None:
-        lane = self._lanes.get()  # never blocks: there are as many lanes as threads
+        lane = self._lanes.get()  # never waits: there are as many lanes as threads
         try:
             lane.copy(source, destination)
         finally:
@@ -96,7 +96,7 @@ class PinnedCopier(AbstractContextManager["PinnedCopier"]):
 
 
 class _Lane:
-    """A stream with two pinned buffers: one is filled while the other is on its way."""
+    """A stream with two pinned buffers: one is filled while the other is transferred."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -111,24 +111,24 @@ class _Lane:
     def copy(self, source: Tensor, destination: Tensor) -> None:
         buffer, is_sent = self._buffers[self._turn], self._is_sent[self._turn]
         self._turn = 1 - self._turn
-        is_sent.synchronize()  # the copy before last has left this buffer
+        is_sent.synchronize()  # the previous transfer from this buffer is complete
         staged = buffer[: source.nbytes].view(source.dtype)
         staged.copy_(source)
         with torch.cuda.stream(self.stream):
-            # In two copies, so that a dtype is converted on the device and not by this thread.
+            # Two copies, so that the device converts the dtype, not this thread.
             destination.copy_(staged.to(destination.device, non_blocking=True))
             is_sent.record(self.stream)
 
 
 def copier_for(device: torch.device) -> AbstractContextManager[TensorCopier]:
-    """Returns the copier to `device`; leaving its context frees threads and buffers."""
+    """The copier for `device`; leaving its context frees threads and buffers."""
     return PinnedCopier(device) if device.type == "cuda" else nullcontext(DirectCopier())
 
 
 def chunk_pairs(
     source: Tensor, destination: Tensor, chunk_bytes: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields flat pieces of both tensors, pair by pair, of at most `chunk_bytes` each."""
+    """Both tensors as pairs of flat pieces, of at most `chunk_bytes` of the source each."""
     num_elements = chunk_bytes // source.element_size()
     sources = torch.split(source.view(-1), num_elements)
     return zip(sources, torch.split(destination.view(-1), num_elements), strict=True)
@@ -176,7 +176,7 @@ def load_weights(
     device: torch.device,
     rank: Rank = WHOLE_MODEL,
 ) -> ModelWeights:
-    """Loads the tensors of one rank; reads no more of the files than its share.
+    """Load the tensors of one rank; reads no more of the files than its share.
 
     Raises ConfigError naming file, tensor, expected and found shape.
     """
@@ -199,14 +199,14 @@ def _copy_file(
                     copier.copy(file.get_tensor(name), part.tensor)
                 else:
                     copier.copy(file.get_slice(name)[part.share].contiguous(), part.tensor)
-            copier.wait_copied()  # while the file is still mapped
+            copier.wait_copied()  # must complete while the file is still mapped
     except (SafetensorError, OSError) as error:
         raise ConfigError(f"{path}: not a readable safetensors file: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The tensor that a published one is loaded into, and the share of it; None = all."""
+    """The destination of a published tensor, and the slices of it to copy; None = all."""
 
     tensor: Tensor
     share: tuple[slice, ...] | None
@@ -218,7 +218,7 @@ class Part:
 def allocate_weights(
     spec: ModelSpec, *, dtype: torch.dtype, device: torch.device, rank: Rank = WHOLE_MODEL
 ) -> tuple[ModelWeights, dict[str, Part]]:
-    """Allocates the tensors of one rank; also returns published name -> the part it fills.
+    """The uninitialised tensors of one rank, and published name -> the part of them it fills.
 
     The parts cover every tensor, do not overlap and are contiguous.
     """
@@ -262,18 +262,18 @@ def _layer(tensors: Mapping[str, Tensor]) -> LayerWeights:
     )
 
 
-# Small and not constant: matrix multiplication draws less power on simple data and then runs
-# faster than it would with a trained model's.
+# Small and not constant: on simple data a matrix multiplication draws less power and so runs
+# faster than with a trained model's weights.
 _LARGEST = 1e-3
 
 
 def random_weights(
     spec: ModelSpec, *, dtype: torch.dtype, device: torch.device, seed: int = 0
 ) -> ModelWeights:
-    """Draws every linear, bias and embedding uniformly from [-1e-3, 1e-3]; norm weights are 1.
+    """Every linear, bias and embedding uniform in [-1e-3, 1e-3]; norm weights are 1.
 
     Norm weights as small as the others would shrink each layer's input until every activation is
-    nearly zero, and with it the data that the speed of a matrix multiplication depends on.
+    nearly zero, and the speed of a matrix multiplication depends on its data.
     """
     weights, parts = allocate_weights(spec, dtype=dtype, device=device)
     generator = torch.Generator(device).manual_seed(seed)

@@ -1,15 +1,16 @@
-"""Where a request goes: a pure decision over snapshots, replayable, without Ray.
+"""Decides which workers serve a request: a pure, replayable function of snapshots, without Ray.
 
     ttft(worker) = seconds queued before it + cost(tokens no cache of that worker holds)
 
-A prompt is short or long *on a worker*: the same prompt may be long everywhere but on the worker
-that holds most of it. A worker labelled short is home to what is short on it, one labelled long to
-what would be long without any cache: a late turn of a long conversation may stay where it began.
-At home the least predicted TTFT wins. Another worker wins by being sooner by `spill_margin_s`, or
-by being the only way to keep the prompt's deadline. Hence, labels unchanged, a prediction is never
-worse than the best of all workers plus the margin, nor made worse by more by one worker more.
+A prompt is short or long *on a worker*: the same prompt may be long everywhere except on the worker
+that has most of it cached. A worker labelled short is the home of prompts that are short on it. A
+worker labelled long is the home of prompts that would be long without any cache, so a late turn of
+a long conversation may stay where it began. Among home workers the lowest predicted TTFT wins.
+Another worker wins if it is faster by `spill_margin_s`, or if it alone can meet the prompt's
+deadline. So with fixed labels, a predicted TTFT exceeds the best of all workers by at most the
+margin, and adding a worker makes it worse by at most the margin.
 
-Without labels every worker is home; without reports of cached blocks nothing counts as cached.
+Without labels every worker is home. Without reports of cached blocks nothing counts as cached.
 """
 
 from collections.abc import Sequence
@@ -19,17 +20,17 @@ from configs.schema import LapsConfig
 from engine.length_class import LengthClass, LinearCost, PrefillCost, classify
 from engine.messages import Assign, Hold, Placement, Reject, Role, RouteRequest
 
-# A report this much younger than a placement has counted it: submitting takes milliseconds.
+# A report this much younger than a placement includes it: submitting takes milliseconds.
 COUNTED_AFTER_S = 0.2
-# This long after its predicted first token a prompt counts as load no more, whatever the last
-# report says: else an idle worker would seem busy until the next report.
+# This long after its predicted first token a prompt no longer counts as load, whatever the last
+# report says. Otherwise a worker that is idle again would seem busy until its next report.
 DONE_AFTER_S = 0.05
 RETRY_AFTER_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementRules:
-    """The parameters of placement that stay constant."""
+    """The inputs of a decision that do not change from one decision to the next."""
 
     laps: LapsConfig = field(default_factory=LapsConfig)
     cost: PrefillCost = field(default_factory=LinearCost)
@@ -41,7 +42,7 @@ DEFAULT_RULES = PlacementRules()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShortQueue:
-    """The short part of a worker's queue, on workers where short prompts go first."""
+    """The short prompts in a worker's queue, for workers where these go first."""
 
     num_waiting: int
     queued_s: float
@@ -49,7 +50,7 @@ class ShortQueue:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSnapshot:
-    """What the allocator knows of one worker when it decides.
+    """What the allocator knows about one worker at the time of a decision.
 
     Queues are as reported, plus what was placed there since that report.
     """
@@ -58,14 +59,14 @@ class WorkerSnapshot:
     role: Role
     is_alive: bool
     queued_tokens: int
-    queued_s: float  # predicted seconds of these
+    queued_s: float  # predicted seconds for these tokens
     num_waiting: int
-    num_running: int  # running and waiting requests
+    num_running: int  # including those that wait
     num_free_blocks: int
     num_blocks: int
     short: ShortQueue | None = None  # None = one queue
-    label: LengthClass | None = None  # its pool; None = both classes are at home here
-    hit_tokens: int = 0  # of this prompt, in the worker's prefix cache
+    label: LengthClass | None = None  # its pool; None = home of both classes
+    hit_tokens: int = 0  # tokens of the prompt to be placed that are in its prefix cache
 
     @property
     def can_prefill(self) -> bool:
@@ -74,10 +75,10 @@ class WorkerSnapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Candidate:
-    """What the prompt would cost on one worker."""
+    """Prediction for the prompt on one worker."""
 
     worker: WorkerSnapshot
-    length_class: LengthClass  # there
+    length_class: LengthClass  # on this worker
     is_home: bool
     num_new_tokens: int
     work_s: float
@@ -90,7 +91,7 @@ class _Candidate:
 
     @property
     def rank(self) -> tuple[float, str]:
-        """Ties go to the first by name, so equal inputs decide equally."""
+        """Sort key; ties go to the first name, so equal inputs give equal decisions."""
         return self.ttft_s, self.worker.name
 
 
@@ -102,8 +103,9 @@ def route(
 ) -> Placement:
     """Choose a prefill and a decode worker for a prompt.
 
-    Returns Hold while a role has no live worker (they restart by themselves), Reject when the
-    queued tokens would exceed the limit. `now_s` is unused by this policy and part of the contract.
+    Returns Hold while a role has no live worker (workers restart by themselves), and Reject when
+    the queued tokens would exceed the limit. `now_s` is unused by this policy and part of the
+    contract.
     """
     del now_s
     alive = [s for s in snapshots if s.is_alive]
@@ -139,14 +141,14 @@ def route(
 
 
 def shared_s(cost: PrefillCost) -> float:
-    """Returns the fixed cost of a step, which prompts that wait together pay once."""
+    """The part of a step's cost that does not depend on its prompts; a step pays it once."""
     return cost.seconds(0, 0)
 
 
 def wait_s(worker: WorkerSnapshot, length_class: LengthClass, max_step_s: float) -> float:
-    """Predicts the seconds that a worker computes before a prompt that arrives now.
+    """Predicted seconds of the work that a worker computes before a prompt that arrives now.
 
-    Where short prompts go first, one waits for the other short ones and at most one long chunk.
+    Where short prompts go first, a short one waits for other short ones and at most one long chunk.
     """
     if length_class == "long" or worker.short is None:
         return worker.queued_s
@@ -156,7 +158,7 @@ def wait_s(worker: WorkerSnapshot, length_class: LengthClass, max_step_s: float)
 
 def _predict(prompt: RouteRequest, worker: WorkerSnapshot, rules: PlacementRules) -> _Candidate:
     laps, cost = rules.laps, rules.cost
-    # At least the last token is computed, else there would be no logits.
+    # At least the last token is computed, because its logits are needed.
     num_cached = min(worker.hit_tokens, prompt.num_prompt_tokens - 1)
     num_new = prompt.num_prompt_tokens - num_cached
     length_class = classify(num_new, num_cached, laps.laps_alloc_threshold, cost)
@@ -178,9 +180,7 @@ def _predict(prompt: RouteRequest, worker: WorkerSnapshot, rules: PlacementRules
 
 
 def _choose(candidates: Sequence[_Candidate], margin_s: float) -> tuple[_Candidate, str]:
-    """Returns the best home worker, unless another wins by the margin or alone meets the deadline;
-    and the reason.
-    """
+    """The best home worker, unless another wins by the margin or the deadline; and the reason."""
     best = min(candidates, key=lambda c: c.rank)
     at_home = [c for c in candidates if c.is_home]
     if not at_home:
@@ -194,7 +194,7 @@ def _choose(candidates: Sequence[_Candidate], margin_s: float) -> tuple[_Candida
 
 
 def _choose_decoder(workers: Sequence[WorkerSnapshot], num_blocks: int) -> WorkerSnapshot:
-    """Returns a worker with enough free blocks; then fewest running, then most free blocks."""
+    """Prefers enough free blocks, then few running requests and a large share of free blocks."""
     return min(
         workers,
         key=lambda s: (
@@ -206,5 +206,5 @@ def _choose_decoder(workers: Sequence[WorkerSnapshot], num_blocks: int) -> Worke
 
 
 def _prefer(workers: list[WorkerSnapshot], avoid: Sequence[str]) -> list[WorkerSnapshot]:
-    """Returns the workers not in `avoid`, or all if none is left."""
+    """Workers not in `avoid`; all of them if none is left."""
     return [s for s in workers if s.name not in avoid] or workers

@@ -1,15 +1,15 @@
-"""Pools of workers for short and for long prompts: their labels, and when a label changes.
+"""Assigns workers to the pools for short and long prompts, and moves a worker between them.
 
-A label costs nothing to change: every worker holds the whole model, and what is queued stays where
-it is. Yet each change is a disturbance, so a worker changes pools only if
+Moving a worker costs nothing: every worker holds the whole model, and queued prompts stay where
+they are. But each move disturbs the system, so a worker changes pools only if
 
     load(pool) > laps_rebalance_ratio * load(other)   in two periods in a row,
     the busy pool has min_pending_s of work queued,
     the last change is rebalance_cool_down_s old, and
     the other pool keeps min_workers_per_pool live workers.
 
-After a change the same imbalance is needed the other way round to undo it: that is the hysteresis.
-Pure: state and snapshots in, state out; the same inputs give the same state.
+Undoing a move needs the same imbalance in the opposite direction: that is the hysteresis. Pure:
+state and snapshots in, state out; the same inputs give the same state.
 """
 
 import math
@@ -21,10 +21,10 @@ from engine.length_class import LengthClass
 from engine.routing.placement import WorkerSnapshot
 
 CLASSES: tuple[LengthClass, LengthClass] = ("short", "long")
-NUM_PERIODS = 2  # a pool must want a worker in this many periods in a row
-PRESSURE_SHARE = 0.9  # the share of a pool's workers whose load is at most its pressure
-MAX_MOVES = 32  # remembered
-CLOCK_SLACK_S = 1e-9  # a period of 5 s is over at 4.999999999
+NUM_PERIODS = 2  # consecutive periods in which a pool must want a worker
+PRESSURE_SHARE = 0.9  # quantile of the workers' queued seconds that is a pool's pressure
+MAX_MOVES = 32  # number of moves kept
+CLOCK_SLACK_S = 1e-9  # so that a period of 5 s is over at 4.999999999
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +32,7 @@ class Move:
     """A worker changed pools."""
 
     worker: str
-    pool: LengthClass  # its pool since then
+    pool: LengthClass  # the pool that it moved to
     at_s: float
     reason: str
 
@@ -43,8 +43,8 @@ class PoolState:
 
     labels: Mapping[str, LengthClass] = field(default_factory=dict)  # empty = no split
     checked_s: float | None = None  # when the last period began
-    wanted: LengthClass | None = None  # the pool that wanted a worker then
-    num_periods: int = 0  # for how many periods in a row
+    wanted: LengthClass | None = None  # the pool that wanted a worker in that period
+    num_periods: int = 0  # consecutive periods in which it did
     moved_s: float | None = None
     moves: tuple[Move, ...] = ()  # newest last
 
@@ -60,10 +60,10 @@ def other(pool: LengthClass) -> LengthClass:
 
 
 def follow(state: PoolState, workers: Iterable[str], laps: LapsConfig) -> PoolState:
-    """Returns the state for this set of prefill workers, alive or not.
+    """The state for this set of workers that prefill, alive or not.
 
-    Those that stay keep their label, a new one joins the smaller pool, and a pool that lost too
-    many gets some of the other: no pool is ever without a worker. Too few workers are not split.
+    Remaining workers keep their label and a new one joins the smaller pool. A pool that lost too
+    many workers gets some of the other's, so no pool is empty. Too few workers are not split.
     """
     names = sorted(workers)
     if not laps.enable_laps_alloc or len(names) < laps.min_workers_to_split:
@@ -82,7 +82,7 @@ def follow(state: PoolState, workers: Iterable[str], laps: LapsConfig) -> PoolSt
 
 
 def is_due(state: PoolState, now_s: float, laps: LapsConfig) -> bool:
-    """Whether there are pools and a period has ended."""
+    """Whether there are pools and the current period is over."""
     since_s = math.inf if state.checked_s is None else now_s - state.checked_s
     return bool(state.labels) and since_s >= laps.laps_rebalance_interval_s - CLOCK_SLACK_S
 
@@ -90,9 +90,9 @@ def is_due(state: PoolState, now_s: float, laps: LapsConfig) -> bool:
 def rebalance(
     state: PoolState, snapshots: Sequence[WorkerSnapshot], now_s: float, laps: LapsConfig
 ) -> PoolState:
-    """The state after looking at the pools: at most once a period, at most one label changed.
+    """Check the pools and return the new state; at most one label changes, once per period.
 
-    Between two periods the state comes back as it was, so this may be called at any time.
+    Between periods the state is returned unchanged, so this may be called at any time.
     """
     if not is_due(state, now_s, laps):
         return state
@@ -111,7 +111,7 @@ def rebalance(
     givers = _alive_in(state.labels, alive, other(demand.pool))
     if len(givers) <= laps.min_workers_per_pool:
         return state
-    # The worker that is free soonest for its new class.
+    # The worker that will finish its queue first.
     worker = min(givers, key=lambda s: (s.queued_s, s.name)).name
     move = Move(worker=worker, pool=demand.pool, at_s=now_s, reason=demand.reason)
     return replace(
@@ -135,7 +135,7 @@ def pressure_s(workers: Sequence[WorkerSnapshot]) -> float:
 def num_pending(
     pool: LengthClass, snapshots: Iterable[WorkerSnapshot], labels: Mapping[str, LengthClass]
 ) -> int:
-    """Waiting prompts of a class: as workers report them, or else all in its pool."""
+    """Waiting prompts of a class: as reported by workers, else all that wait in its pool."""
     num_prompts = 0
     for worker in snapshots:
         if worker.short is None:

@@ -1,9 +1,9 @@
-"""How much of a prompt each worker has in its prefix cache, from what the workers report.
+"""Computes how much of a prompt each worker has in its prefix cache, from the workers' reports.
 
-Block hashes are chained, and whatever is indexed can be found (engine/kv/index.py): the hit
-of a worker is the length of the prompt's chain before the first hash it lacks. A report that does
-not follow the last one, or is of another incarnation, is worthless: the worker counts as empty
-until it has been asked for everything.
+Block hashes are chained, and every indexed block can be found (engine/kv/index.py). So a worker's
+hit is the length of the prompt's chain before the first hash that the worker lacks. A report that
+does not follow the last one, or has another incarnation, is useless: the worker counts as empty
+until a resync.
 """
 
 from collections.abc import Sequence
@@ -28,12 +28,12 @@ class PrefixHits:
         self._workers: dict[str, _Worker] = {}
 
     def last_sequence(self, worker: str) -> int | None:
-        """The number of the last report applied; None = ask for everything."""
+        """The number of the last report applied; None = ask for a resync."""
         known = self._workers.get(worker)
         return known.sequence if known else None
 
     def apply(self, worker: str, changes: BlockChanges) -> bool:
-        """Apply a report; False if it does not follow the last: then nothing counts as cached."""
+        """Apply a report; False if it does not follow, after which the worker counts as empty."""
         known = self._workers.get(worker)
         if not changes.is_resync:
             expected = None if known is None else (known.incarnation, known.sequence + 1)
@@ -50,11 +50,11 @@ class PrefixHits:
         return True
 
     def forget(self, worker: str) -> None:
-        """The worker is gone, and its cache with it. Idempotent."""
+        """Forget a worker that is gone, with its cache. Idempotent."""
         self._workers.pop(worker, None)
 
     def hit_tokens(self, block_hashes: Sequence[bytes]) -> dict[str, int]:
-        """Worker -> tokens of the chain it holds; those that hold none are left out."""
+        """Worker -> tokens of the chain that it holds; workers that hold none are left out."""
         hits = {}
         for name, worker in self._workers.items():
             num_blocks = _num_leading(block_hashes, worker.hashes)

@@ -1,4 +1,4 @@
-"""What the graphs of steps compute: from inputs in fixed places to each row's best token.
+"""Defines what the step graphs compute: from inputs at fixed addresses to each row's best token.
 
     ids -> model -> logits -> best token, kept as the row's newest one
 
@@ -19,7 +19,7 @@ from kernels.attention.phased import PhasedAttention
 from kernels.input_ids import keep_last_tokens, resolve_input_ids
 from kernels.sampling.rows import greedy
 
-# positions, slots and the attention's metadata of a step -> what its forward pass needs
+# positions, slots and attention metadata of a step -> the context of its forward pass
 MakeContext = Callable[[Tensor, Tensor, Any], ForwardContext]
 
 
@@ -35,7 +35,7 @@ class CapturedSteps:
         max_model_len: int,
         make_context: MakeContext,
     ) -> None:
-        """last_tokens: [rows + 1]  each row's newest token; the last entry belongs to padding."""
+        """last_tokens: [rows + 1]  each row's newest token; the last entry is for padding rows."""
         self._model = model
         self._attention = attention
         self._last_tokens = last_tokens
@@ -43,12 +43,12 @@ class CapturedSteps:
         self._make_context = make_context
 
     def decode_graphs(self, sizes: Sequence[GraphSize], buffers: StepBuffers) -> StepGraphs:
-        """Returns decode graphs, not captured yet; the decode backend must be capturable."""
+        """Decode graphs, not captured yet; the decode backend must support capture."""
         assert self._attention.can_capture, "the decode backend cannot be captured"
         return self._graphs("decode", sizes, buffers, self._decode)
 
     def prompt_graphs(self, sizes: Sequence[GraphSize], buffers: StepBuffers) -> StepGraphs:
-        """Returns prompt graphs, not captured yet; the prefill backend must be capturable."""
+        """Prompt graphs, not captured yet; the prefill backend must support capture."""
         assert self._attention.can_capture_prompts, "the prefill backend cannot be captured"
         return self._graphs("prompt", sizes, buffers, self._prompt)
 
@@ -76,25 +76,25 @@ class CapturedSteps:
         return StepGraphs(kind, sizes, buffers, open_attention=open_attention, compute=run)
 
     def _decode(self, buffers: StepBuffers, size: GraphSize, ctx: ForwardContext) -> GraphOutput:
-        """Computes one token for each of the first rows of `buffers`."""
+        """One token for each of the first rows of `buffers`."""
         logits = self._model.logits(self._model.forward(self._ids(buffers, size), ctx).hidden)
         return self._output(buffers, size, logits, None)
 
     def _prompt(self, buffers: StepBuffers, size: GraphSize, ctx: ForwardContext) -> GraphOutput:
-        """Computes any number of tokens of the first rows of `buffers`, and a line for each row."""
+        """Any number of tokens for each of the first rows of `buffers`; one line of logits each."""
         indices = buffers.on_device("logit_indices", size.num_rows)
         result = self._model.forward(self._ids(buffers, size), ctx, indices, checks_finite=True)
         logits = self._model.logits(result.hidden)
         is_finite = result.is_finite
         if size.span_tokens is not None and is_finite is not None:
-            # The padding between two rows is not checked.
+            # The padding before each row has no slot; its values do not matter.
             is_finite = is_finite | (ctx.slots < 0)
         return self._output(buffers, size, logits, is_finite)
 
     def _output(
         self, buffers: StepBuffers, size: GraphSize, logits: Tensor, is_finite_token: Tensor | None
     ) -> GraphOutput:
-        """Keeps each line's best token as its row's newest; sampling may overwrite it later."""
+        """Store each line's best token as its row's newest; a different choice overwrites it."""
         choice = greedy(logits)
         rows = buffers.on_device("sampled_rows", size.num_rows)
         drawn = keep_last_tokens(choice.token_ids, choice.is_finite, rows, self._last_tokens)

@@ -1,11 +1,11 @@
-"""Consecutive decode steps of the same rows: the next step's inputs from the last one's.
+"""Derives the inputs of a decode step from those of the previous step with the same rows.
 
     num_keys, positions, slots   + 1
     input_ids                    the row's newest token
     cu_blocks, block_ids         one block more for each row whose token is the first of a block
 
-Everything else stays as it is, on the host and on the device. `write_input_batch` defines a step's
-inputs; this computes the same faster, and declines where more than that has changed.
+Everything else is unchanged, on the host and on the device. `write_input_batch` defines a step's
+inputs. This is a faster way to the same result, and returns None where more than that has changed.
 """
 
 import msgspec
@@ -22,23 +22,23 @@ _NO_BLOCKS: NDArray[np.int32] = np.empty(0, dtype=np.int32)
 
 
 class DecodeInputs(msgspec.Struct, frozen=True, kw_only=True):
-    """A decode step's inputs, and the size of the graph that it was padded to."""
+    """The inputs written for a step, and the graph size that they are padded to."""
 
     batch: InputBatch
     size: GraphSize
 
 
 class _Crossing(msgspec.Struct, frozen=True, kw_only=True):
-    """Rows whose new token is the first of a block; C of R."""
+    """Rows whose new token is the first of a block: C of R rows."""
 
     # [R]
     crosses: NDArray[np.bool_]
-    # [C]  their new blocks
+    # [C]  the new block of each
     block_ids: NDArray[np.int32]
 
 
 class DecodeRun:
-    """The last decode step in the graphs' buffers, which the next one may continue."""
+    """The last step in the buffers of the decode graphs, and updates from it to the next step."""
 
     def __init__(
         self,
@@ -51,24 +51,24 @@ class DecodeRun:
         self._request_rows = request_rows
         self._block_tables = block_tables
         self._block_size = block_size
-        self._plan: StepPlan | None = None  # None = there is no step to continue
+        self._plan: StepPlan | None = None  # None = no step to continue from
         self._inputs: DecodeInputs | None = None
-        self._has_newest_ids = False  # whether its input ids were each row's newest token
+        self._has_newest_ids = False  # whether its input ids are each row's newest token
 
     def begin(self, plan: StepPlan, inputs: DecodeInputs) -> None:
-        """Notes the decode step that was written; its rows are padded but not in spans."""
+        """Record a decode step that was written in full; its rows are padded, not in spans."""
         self._plan, self._inputs = plan, inputs
         self._has_newest_ids = False
 
     def end(self) -> None:
-        """Ends the run: rows were admitted or released."""
+        """Forget the last step, because rows were admitted or released."""
         self._plan = self._inputs = None
 
     def go_on(self, plan: StepPlan) -> DecodeInputs | None:
-        """Write and send `plan`'s inputs if it continues the last step; None if it does not.
+        """Write and send `plan`'s inputs if it continues the last step; otherwise return None.
 
-        The plan's blocks were appended. Also None, and nothing is written, for a wrong plan:
-        `write_input_batch` raises the error.
+        The plan's blocks must have been appended. Returns None too, and writes nothing, if the plan
+        is invalid; `write_input_batch` then raises the error.
         """
         last = self._inputs
         if self._plan is None or last is None or not _has_same_rows(plan, self._plan):
@@ -91,7 +91,7 @@ class DecodeRun:
     def _crossing(
         self, rows: NDArray[np.int64], num_computed: NDArray[np.int64]
     ) -> _Crossing | None:
-        """Returns the rows that begin a block; None if a row has no block for its token."""
+        """The rows that enter a new block; None if one of them has no block for its token."""
         crosses = num_computed % self._block_size == 0
         if not crosses.any():
             return _Crossing(crosses=crosses, block_ids=_NO_BLOCKS)
@@ -134,7 +134,7 @@ class DecodeRun:
 
 
 def _has_same_rows(plan: StepPlan, last: StepPlan) -> bool:
-    """Whether both plans compute the same for the same rows in the same order."""
+    """Whether both plans compute the same numbers of tokens for the same rows in the same order."""
     return (
         plan.rows == last.rows
         and plan.num_new_tokens == last.num_new_tokens
@@ -146,7 +146,7 @@ def _has_same_rows(plan: StepPlan, last: StepPlan) -> bool:
 def _insert(
     values: NDArray[np.int32], places: NDArray[np.int64], new: NDArray[np.int32]
 ) -> NDArray[np.int32]:
-    """Inserts new[i] into `values` before index places[i]; places ascend."""
+    """`values` with new[i] inserted before index places[i]; `places` ascends."""
     merged = np.empty(len(values) + len(new), dtype=np.int32)
     is_old = np.ones(len(merged), dtype=bool)
     new_places = places + np.arange(len(new))
@@ -162,7 +162,7 @@ def _write_blocks(
     block_ids: NDArray[np.int32],
     size: GraphSize,
 ) -> None:
-    """Writes the rows' blocks; padding rows after the step's own have none."""
+    """Write the block fields; padding rows have no blocks."""
     fields["cu_blocks"][: len(cu_blocks)] = cu_blocks
     fields["cu_blocks"][len(cu_blocks) : size.num_rows + 1] = cu_blocks[-1]
     fields["block_ids"][: len(block_ids)] = block_ids

@@ -1,9 +1,9 @@
-"""Runs a `StepPlan` on one model replica: tensors in, `StepResult` out.
+"""Runs a `StepPlan` on one model replica and returns a `StepResult`.
 
-`launch` only queues work: a step's sampled tokens stay on the device, where the next step finds
-them, and are copied to the host behind it. So a step may be launched before the one before it was
-waited for. Knows no requests: a row is a slot in its tables. The plan says which rows run and which
-blocks they get.
+`launch` only queues work. A step's sampled tokens stay on the device, where the next step reads
+them; they are also copied to the host asynchronously. So a step may be launched before the previous
+one has been waited for. Knows no requests: a row is a slot in its tables. The plan decides whose
+row it is, when it runs and which blocks it gets.
 """
 
 from collections.abc import Callable
@@ -50,16 +50,15 @@ from engine.sampling.sampled import RowSampler as RowSampler
 from kernels.attention.phased import PhasedAttention
 from kernels.input_ids import keep_last_tokens, resolve_input_ids
 
-# With this many tokens the last layer's queries and attention cost more than planning a smaller
-# step.
+# For smaller steps, the extra attention plan costs more than the skipped last-layer queries.
 _MIN_TOKENS_TO_SKIP_QUERIES = 1024
 
 
 class Executor:
     """Owns the model, the KV store and the rows' tables of one worker.
 
-    Not thread-safe: one thread launches steps. Blocks may be read or written through `kv_store`
-    by others between steps, if the block pool has given them to those.
+    Not thread-safe: one thread launches steps. Between steps, others may read or write blocks
+    through `kv_store` as far as they hold them in the block pool.
     """
 
     def __init__(
@@ -75,7 +74,7 @@ class Executor:
         attention: PhasedAttention,
         sends_blocks: bool = False,
     ) -> None:
-        """`sends_blocks`: keep `kv_store.digests` of all blocks that steps write."""
+        """`sends_blocks`: record `kv_store.digests` of all blocks that steps write."""
         assert max_model_len <= model.rotary.max_tokens, (
             f"{max_model_len} tokens for a model built for {model.rotary.max_tokens}"
         )
@@ -97,7 +96,7 @@ class Executor:
         )
         self._buffers = self._step_buffers(max_num_batched_tokens)
         self._last_token_steps = LastTokenSteps(max_rows, model.device)
-        # [max_rows + 1]  each row's newest sampled token; the last entry belongs to padding
+        # [max_rows + 1]  each row's newest sampled token; the last entry is for padding rows
         self._last_tokens = torch.zeros(max_rows + 1, dtype=torch.int32, device=model.device)
         self._slots = StepSlots(max_rows, model.device)
         self._decode_graphs: StepGraphs | None = None
@@ -113,10 +112,10 @@ class Executor:
         *,
         prompts: PromptSizes | None,
     ) -> None:
-        """Captures graphs; later steps replay one where it is large enough.
+        """Capture graphs; from now on a step replays one if one is large enough.
 
-        Decode steps need a decode backend that can be captured. `prompts`: of the other steps,
-        which need a prefill backend that can; None = they replay none.
+        Decode steps need a decode backend that can be captured. `prompts`: sizes for the other
+        steps, which need a prefill backend that can be captured; None = capture none for them.
         """
         steps = CapturedSteps(
             self.model,
@@ -151,8 +150,8 @@ class Executor:
     def launch(self, plan: StepPlan) -> PendingStep | EmptyStep:
         """Queue a step: apply admissions and blocks, compute, sample, and keep the tokens.
 
-        A row whose numbers are not finite gets no token and `is_finite` says so; other rows are
-        unaffected, and stay so if its blocks are zeroed before they are used again.
+        A row with non-finite values gets no token, and its `is_finite` is False. Other rows are
+        unaffected, as long as its blocks are zeroed before they are used again.
         """
         if not plan.rows:
             with torch.inference_mode():
@@ -182,7 +181,7 @@ class Executor:
             return self.model.logits(hidden.index_select(0, lines.to(hidden.device))).float()
 
     def _apply_rows(self, plan: StepPlan) -> None:
-        """Zeroes blocks and applies the changes of rows, before the step."""
+        """Apply the changes that precede the step: zero blocks, then release and admit rows."""
         if plan.zero_block_ids:
             self.kv_store.zero(plan.zero_block_ids)
         if self._decode_run is not None and (plan.released_rows or plan.admissions):
@@ -226,7 +225,7 @@ class Executor:
         )
 
     def _compute_everywhere(self, plan: StepPlan, chunks: list[PromptChunk]) -> ComputedStep:
-        """Runs a step without a graph: a row needs logits of more than its last positions."""
+        """A step with prompt log-probabilities: needs hidden states everywhere, so no graph."""
         if self._prompt_steps is not None:
             self._prompt_steps.count(plan.num_tokens, max(plan.num_new_tokens), None)
         batch = self._write_batch(plan, self._buffers)
@@ -254,7 +253,7 @@ class Executor:
         )
 
     def _sample(self, computed: ComputedStep) -> StepTensors:
-        """Draw and keep a token for each row that samples."""
+        """Draw a token for each row that samples, and keep it on the device."""
         batch, replayed, flags = computed.batch, computed.replayed, computed.is_finite_token
         prompt = computed.prompt
         if computed.logits is None:
@@ -283,13 +282,13 @@ class Executor:
         *,
         checks_finite: bool = False,
     ) -> ForwardResult:
-        """Returns hidden states before the final norm, at `logit_indices`; None = all tokens."""
+        """The residual stream after the final norm, at `logit_indices` (None: at every token)."""
         ctx = self._context(batch.positions, batch.slots, self._attention.plan(batch.attention))
         ids = resolve_input_ids(batch.input_ids, self._last_tokens)
         return self.model.forward(ids, ctx, logit_indices, checks_finite=checks_finite)
 
     def _forward_to_last(self, batch: InputBatch) -> ForwardResult:
-        """Returns hidden states after the final norm of each row's last token, in batch order."""
+        """The residual stream after the final norm at every row's last token, in batch order."""
         step = self._last_token_steps.of(batch.attention)
         last_ctx = self._context(step.positions, step.slots, self._attention.plan(step.attention))
         ctx = replace(

@@ -1,7 +1,7 @@
-"""Which sizes of steps are captured in CUDA graphs, and which steps a size holds.
+"""Defines the step sizes that are captured in CUDA graphs, and which steps fit a size.
 
     decode   R rows of one new token each
-    ragged   T tokens of up to R rows, one row behind the other: prompts, chunks, single tokens
+    ragged   T tokens of up to R rows, packed without gaps: prompts, chunks, single tokens
     grid     R rows of up to L tokens, each in a span of L tokens (grid_sizes.py)
 
 Knows no graphs.
@@ -12,21 +12,21 @@ from typing import Literal
 
 PromptForm = Literal["ragged", "grid"]
 
-# Rows of a ragged graph. Each costs a line of logits, whether or not a step uses it: where graphs
-# are to hold more, steps of no more than these keep graphs of their own.
+# Rows of a ragged graph. Each row costs a line of logits, whether or not a step uses it. If graphs
+# are to hold more rows, steps of up to this number keep separate graphs.
 FEW_ROWS = 128
-# Beyond 1,024 tokens a graph makes the device no faster. But launching a step kernel by kernel
-# occupies the host, which delays the tokens of the step before.
+# Beyond 1,024 tokens a graph saves no device time. But launching a step kernel by kernel occupies
+# the host, which delays the tokens of the previous step.
 _MAX_RAGGED_TOKENS = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphSize:
-    """The size that a graph was captured for: the most that a step replaying it may have."""
+    """The size of a graph: the largest step that it holds."""
 
     num_rows: int
     num_tokens: int
-    # Of each row's span; None = rows follow each other without gaps.
+    # Length of each row's span; None = rows follow each other without gaps.
     span_tokens: int | None = None
 
     def __post_init__(self) -> None:
@@ -36,7 +36,7 @@ class GraphSize:
         )
 
     def holds(self, num_rows: int, num_tokens: int, longest_row: int) -> bool:
-        """Whether a step fits; `longest_row`: new tokens of the row that has most."""
+        """Whether a step fits; `longest_row`: the largest number of new tokens of a row."""
         if num_rows > self.num_rows:
             return False
         if self.span_tokens is None:
@@ -46,37 +46,37 @@ class GraphSize:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptSizes:
-    """The sizes captured for prompt steps, and the longest step that they are meant for."""
+    """The sizes captured for prompt steps, and the limits of the steps they are meant for."""
 
     form: PromptForm
     # ascending by tokens
     sizes: tuple[GraphSize, ...]
-    max_tokens: int  # of an eligible step
+    max_tokens: int  # of a step
     max_row_tokens: int
 
     @property
     def graph_token_sizes(self) -> tuple[int, ...]:
-        """Token counts of steps that a graph computes without padding; () if rows matter, too."""
+        """Tokens of the steps that need no padding tokens; () for a grid, where rows matter too."""
         if self.form != "ragged":
             return ()
         return tuple(dict.fromkeys(size.num_tokens for size in self.sizes))
 
     def is_eligible(self, num_tokens: int, longest_row: int) -> bool:
-        """Whether a step is short enough; with too many rows it may still fit no graph."""
+        """Whether a step is within the token limits; it may still have too many rows."""
         return num_tokens <= self.max_tokens and longest_row <= self.max_row_tokens
 
 
 def decode_sizes(max_rows: int) -> list[GraphSize]:
-    """Up to `max_rows` rows, exactly those at last; padding stays below 8 rows or an eighth."""
+    """Sizes up to exactly `max_rows` rows; padding stays below 8 rows or an eighth."""
     steps = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, max_rows + 1, 32)]
     counts = [*(count for count in steps if count < max_rows), max_rows]
     return [GraphSize(num_rows=count, num_tokens=count) for count in counts]
 
 
 def ragged_sizes(max_rows: int, max_tokens: int, *, max_graph_rows: int = FEW_ROWS) -> PromptSizes:
-    """Up to `max_tokens` tokens, at most 4096; padding stays below 64 tokens or an eighth.
+    """Sizes up to `max_tokens` tokens, at most 4096; padding stays below 64 tokens or an eighth.
 
-    max_rows: of a worker; max_graph_rows: of a graph, at most.
+    max_rows: rows of a worker. max_graph_rows: upper limit of rows of a graph.
     """
     limit = min(max_tokens, _MAX_RAGGED_TOKENS)
     steps = [16, 32, *range(64, 512, 64), *range(512, 1536, 128), *range(1536, limit, 256)]

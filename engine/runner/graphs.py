@@ -1,9 +1,9 @@
-"""CUDA graphs of steps: one per size, attention inside, replayed instead of launching each kernel.
+"""Captures steps in CUDA graphs, one per size and including attention, and replays them.
 
-A step replays the smallest graph it fits; what it does not fill is padding. All graphs share one
-memory pool, those of a kind read their inputs from one `StepBuffers`, and all compute one after
-the other in one stream. Statistics say what capturing cost and how many prompt steps replay a
-graph. Knows no plan and no scheduler.
+A step replays the smallest graph that holds it; the rest of the graph is padding. All graphs share
+one memory pool. Those of a kind read their inputs from one `StepBuffers`, and all run one after the
+other in one stream. Statistics say what capturing cost and how many prompt steps replay a graph.
+Knows no plan and no scheduler.
 """
 
 import gc
@@ -23,19 +23,19 @@ from engine.sampling.sampler import GreedyChoice
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaptureStatistics:
-    """Time and memory that capturing the graphs of one kind took."""
+    """Cost of capturing the graphs of one kind at start."""
 
     num_graphs: int
     capture_s: float
-    capture_bytes: int  # of the device's memory
+    capture_bytes: int  # device memory that the capture added
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptStepStatistics:
-    """Steps with more than decoding in them, since the graphs were captured.
+    """Steps that are not pure decode steps, since the graphs were captured.
 
-    num_replayed <= num_eligible <= num_steps: an eligible step is short enough for the form; it is
-    not replayed where it has more rows than any graph.
+    num_replayed <= num_eligible <= num_steps. An eligible step is short enough for the form; it is
+    not replayed if it has more rows than any graph.
     """
 
     form: PromptForm
@@ -43,12 +43,12 @@ class PromptStepStatistics:
     num_eligible: int
     num_replayed: int
     num_replayed_tokens: int
-    num_padding_tokens: int  # padding that the graphs computed
+    num_padding_tokens: int  # computed in addition by the replayed steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExecutorStatistics:
-    """Statistics of graphs and steps; None = steps of that kind replay no graphs."""
+    """How an executor's steps run; None = steps of that kind replay no graphs."""
 
     decode_graphs: CaptureStatistics | None
     prompt_graphs: CaptureStatistics | None
@@ -56,7 +56,7 @@ class ExecutorStatistics:
 
 
 class PromptStepCounter:
-    """Counts prompt steps by whether they were short enough, and whether one was replayed."""
+    """Counts prompt steps, how many were short enough, and how many replayed a graph."""
 
     def __init__(self, sizes: PromptSizes) -> None:
         self._sizes = sizes
@@ -67,7 +67,7 @@ class PromptStepCounter:
         self._num_padding_tokens = 0
 
     def count(self, num_tokens: int, longest_row: int, size: GraphSize | None) -> None:
-        """`size`: of the graph that is replayed; None = none is."""
+        """Count a step; `size`: of the graph that is replayed, None = none."""
         self._num_steps += 1
         self._num_eligible += self._sizes.is_eligible(num_tokens, longest_row)
         if size is not None:
@@ -86,27 +86,27 @@ class PromptStepCounter:
         )
 
 
-_WARM_UP_RUNS = 2  # before capture: kernels are built and workspaces made
+_WARM_UP_RUNS = 2  # before capture: compile kernels and allocate workspaces
 _REPORT_EVERY = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphOutput:
-    """The results of a step on the device."""
+    """The outputs that a step leaves on the device."""
 
     # [S, vocab]  one line for each row that samples
     logits: Tensor
     greedy: GreedyChoice
-    # [S] int32  the same for the host; these tokens are kept as the rows' newest already
+    # [S] int32  `greedy` for the host; these tokens are stored as the rows' newest already
     drawn: Tensor
-    # [T] bool; None = the logits tell
+    # [T] bool; None = only the logits are checked
     is_finite_token: Tensor | None
 
     def first(self, num_sampled: int, num_tokens: int) -> "GraphOutput":
-        """Returns the output without the padding after the step's last token."""
+        """Without the padding after the step's last row and token."""
         flags = self.is_finite_token
         if num_sampled == len(self.drawn) and (flags is None or num_tokens == len(flags)):
-            return self  # there is no padding, and a view costs as much as a launch
+            return self  # nothing is padding, and making a view costs as much as a launch
         return GraphOutput(
             logits=self.logits[:num_sampled],
             greedy=GreedyChoice(
@@ -119,14 +119,14 @@ class GraphOutput:
 
 
 class Recorder(Protocol):
-    """Records work once, to be run again on whatever its inputs' memory holds then."""
+    """Records work once and reruns it on the current content of its inputs' memory."""
 
     def record(self, run: Callable[[], GraphOutput]) -> Callable[[], GraphOutput]:
-        """Records `run`; returns what replays it. The output is the same memory every time."""
+        """Returns a function that reruns `run`; its output is in the same memory every time."""
         ...
 
     def free_bytes(self) -> int:
-        """Free bytes of the device's memory."""
+        """Free memory of the device that runs the recorded work."""
         ...
 
 
@@ -160,10 +160,10 @@ class CudaRecorder:
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Collects once, then not until the end.
+    """Collects garbage once, and then not until the end of the context.
 
-    A capture fails when the collector frees a CUDA graph or pinned memory in the middle of it, and
-    torch no longer collects before each capture.
+    A capture fails if the collector frees a CUDA graph or pinned memory during it, and torch does
+    not collect before each capture.
     """
     gc.collect()
     was_enabled = gc.isenabled()
@@ -193,7 +193,7 @@ class StepGraphs:
         open_attention: Callable[[GraphSize], Any],
         compute: Callable[[GraphSize, Any], GraphOutput],
     ) -> None:
-        """`sizes` ascend.
+        """`sizes` must ascend.
 
         `open_attention(size)` makes attention's metadata over the first rows of `buffers`, and
         `compute(size, metadata)` runs a step over them.
@@ -231,16 +231,16 @@ class StepGraphs:
         return self._statistics
 
     def size_for(self, num_rows: int, num_tokens: int, longest_row: int) -> GraphSize | None:
-        """The smallest size that holds such a step; None where none does."""
+        """The smallest size that holds such a step; None if none does."""
         fits = (size for size in self._sizes if size.holds(num_rows, num_tokens, longest_row))
         return next(fits, None)
 
     def attention_metadata(self, size: GraphSize) -> Any:  # noqa: ANN401
-        """Returns what `open_attention` made; refresh it before a replay."""
+        """Metadata made by `open_attention`; it must be refreshed before a replay."""
         return self._captured[size].attention_metadata
 
     def replay(self, size: GraphSize) -> GraphOutput:
-        """Run the graph over what was written to `buffers`, padded to `size`."""
+        """Run the graph on the inputs written to `buffers`, padded to `size`."""
         return self._captured[size].replay()
 
     def _capture_one(self, size: GraphSize, recorder: Recorder) -> _Captured:

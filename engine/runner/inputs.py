@@ -1,21 +1,22 @@
-"""A step's inputs, made from its plan and the rows' tables. Knows no model and no sampling.
+"""Builds a step's inputs from its plan and the rows' tables. Knows no model and no sampling.
 
-Batch order differs from plan order: rows with one new token come first, by growing history, then
-the others. Attention then works on contiguous ranges. `plan_rows` undoes the difference.
+Batch order differs from plan order: rows with one new token come first, ordered by growing history,
+then the others. So attention works on contiguous ranges. `plan_rows` maps back to plan order.
 
-All integers of a step lie in one buffer (`StepBuffers`): written on the host, sent in one copy,
+All integers of a step are in one buffer (`StepBuffers`): written on the host, sent in one copy,
 read in place on the device.
 
     cu_tokens [R + 1] | num_keys [R] | cu_blocks [R + 1] | sampled_rows [S] | sampled_lines [S]
     | logit_indices [S] | input_ids [T] | positions [T] | slots [T] | block_ids [N]
 
-The places never move, so a CUDA graph may read them, and only what is used is sent: the block ids
-come last. The host side is a ring of pinned buffers: one is written while the copy of an earlier
-one may still wait in the stream.
+The offsets never change, so a CUDA graph may read them. The block ids come last, so that only the
+used part is sent. The host side is a ring of pinned buffers: one is written while the copy of an
+earlier one may still be queued in the stream.
 
-`RequestRows` holds the tokens that a row was admitted with and has to compute. Of sampled tokens it
-holds only the number: their ids may still be on their way, so a step takes the newest from a table
-on the device. A token whose K and V are in the store is never needed again.
+`RequestRows` holds the tokens with which a row was admitted and that are still to be computed. Of
+sampled tokens it holds only the number. Their ids may not have reached the host yet, so a step
+reads the newest from a table on the device. A token whose K and V are in the store is not needed
+again.
 """
 
 from collections.abc import Sequence
@@ -34,8 +35,8 @@ from engine.plan import StepPlan
 from engine.runner.graph_sizes import GraphSize
 from kernels.attention.protocol import AttentionStep, RowTensors
 
-# Copies that may be under way at once: the step that computes, the one launched behind it, and
-# the one being written.
+# Copies that may be in flight at once: for the step that computes, for the one launched after it,
+# and for the one being written.
 _RING = 3
 _ALIGNMENT = 32  # int32 elements: kernels are specialised on aligned addresses
 
@@ -76,24 +77,24 @@ class StepBuffers:
         self._sent = torch.zeros(length, dtype=torch.int32, device=device)
 
     def write(self) -> "HostFields":
-        """The next host buffer, to be filled; what it held was sent `_RING` steps ago."""
+        """The next host buffer, to be filled; its previous content was sent `_RING` steps ago."""
         self._turn = (self._turn + 1) % _RING
         return self._fields[self._turn]
 
     def write_again(self) -> "HostFields":
-        """Like `write`, but the buffer already holds what was sent last."""
+        """The next host buffer, filled with what was sent last."""
         last = self._fields[self._turn].memory
         fields = self.write()
         fields.memory[: self._num_sent] = last[: self._num_sent]
         return fields
 
     def send(self, num_block_ids: int) -> None:
-        """Copy what was written since `write` to the device, in stream order."""
+        """Queue the copy of the current host buffer, including the block ids, to the device."""
         self._num_sent = end = self._starts["block_ids"] + num_block_ids
         self._sent[:end].copy_(self._ring[self._turn][:end], non_blocking=True)
 
     def on_device(self, name: str, size: int | None = None) -> Tensor:
-        """int32 [size], a view that is the same for every step; None: all there is."""
+        """int32 [size], a view of the same memory for every step; None: the whole field."""
         start = self._starts[name]
         return self._sent[start : start + (self._sizes[name] if size is None else size)]
 
@@ -108,7 +109,7 @@ class StepBuffers:
 
 
 class HostFields:
-    """The fields of one host buffer by name, as numpy views to write into."""
+    """One host buffer's fields by name, as numpy views to write into."""
 
     def __init__(self, memory: NDArray[np.int32], fields: dict[str, NDArray[np.int32]]) -> None:
         """`fields` are views of `memory`, all of one host buffer."""
@@ -127,17 +128,17 @@ class RequestRows:
         self._token_ids: NDArray[np.int32] = np.zeros((max_rows, max_model_len), dtype=np.int32)
         # [max_rows]; 0 = the row is free
         self._num_known_tokens: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)
-        # [max_rows]  [first, end) of them are in the table
+        # [max_rows]  the table holds the tokens [first, end) of each row
         self._first_given: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)
         self._end_given: NDArray[np.int64] = np.zeros(max_rows, dtype=np.int64)
 
     def add(self, row: int, token_ids: Sequence[int], num_computed_tokens: int = 0) -> None:
-        """Occupy a free row with all known tokens; the first ones are not computed again."""
+        """Occupy a free row with all its known tokens; the first `num_computed_tokens` have KV."""
         assert not self.is_occupied(row), f"row {row} is occupied"
         assert 0 < len(token_ids) <= self._token_ids.shape[1], (
             f"row {row}: {len(token_ids)} tokens, the table has room for {self._token_ids.shape[1]}"
         )
-        # Thousands of numbers out of a list take the host a while, so only those that are needed.
+        # Converting a long list is slow, so only the tokens that are still needed are converted.
         first, end = num_computed_tokens, len(token_ids)
         self._token_ids[row, first:end] = token_ids[first:]
         self._first_given[row] = first
@@ -148,7 +149,7 @@ class RequestRows:
         self._num_known_tokens[row] = 0
 
     def count_sampled(self, rows: NDArray[np.int64]) -> None:
-        """Counts one more token for each of `rows` [S >= 1], sampled by the step just launched."""
+        """Count one more token for each of `rows` [S >= 1], sampled by the step just launched."""
         lengths = self._num_known_tokens[rows]
         assert 0 < lengths.min() <= lengths.max() < self._token_ids.shape[1], (
             f"rows {rows.tolist()}: no room for a token after {lengths.tolist()} of"
@@ -160,11 +161,11 @@ class RequestRows:
         return bool(self._num_known_tokens[row] > 0)
 
     def num_known_tokens(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Known tokens of each row, [R]; 0 for a free one."""
+        """Number of known tokens of each row, [R]; 0 for a free one."""
         return self._num_known_tokens[rows]
 
     def input_ids(self, rows: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Token at each position of each row; both [T]. -1 - row: the row's newest, sampled one."""
+        """Token at each position of each row; both [T]. -1 - row: the row's newest sampled one."""
         is_given = (self._first_given[rows] <= positions) & (positions < self._end_given[rows])
         assert (is_given | (positions == self._num_known_tokens[rows] - 1)).all(), (
             f"rows {rows[~is_given].tolist()} compute tokens at {positions[~is_given].tolist()},"
@@ -174,19 +175,20 @@ class RequestRows:
 
 
 class InputBatch(msgspec.Struct, frozen=True, kw_only=True):
-    """The inputs of a step: T tokens of R rows, in batch order.
+    """One step: T tokens of R rows, in batch order.
 
-    A struct, for every decode step copies the last one's: a dataclass takes 30 times as long.
+    A msgspec struct, because every decode step copies the last one's batch: a dataclass takes 30
+    times as long.
     """
 
-    # [R]  batch row -> its place in the plan
+    # [R]  batch row -> its index in the plan
     plan_rows: NDArray[np.int64]
     # [R]  batch row -> device row
     rows: NDArray[np.int64]
-    # [R]  batch row -> its first token in the batch
+    # [R]  batch row -> index of its first token in the batch
     first_tokens: NDArray[np.int64]
     attention: AttentionStep
-    # [T] int32; -1 - row stands for the row's last sampled token, known only on the device
+    # [T] int32; -1 - row means the row's newest sampled token, whose id only the device has
     input_ids: Tensor
     # [T] int32
     positions: Tensor
@@ -194,13 +196,13 @@ class InputBatch(msgspec.Struct, frozen=True, kw_only=True):
     slots: Tensor
     # [S]  batch rows that sample
     sampling: NDArray[np.int64]
-    # [S]  their device rows
+    # [S]  device rows of `sampling`
     sampled_row_list: list[int]
-    # [S] int32  the same on the device
+    # [S] int32  `sampled_row_list` on the device
     sampled_rows: Tensor
     # [S] int32  `sampling` on the device
     sampled_lines: Tensor
-    # [S] int32  their last tokens, on the device; None = every token, in order
+    # [S] int32  index of their last tokens, on the device; None = every token, in order
     logit_indices: Tensor | None
 
     @property
@@ -213,7 +215,7 @@ class InputBatch(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def end_token(self) -> int:
-        """Index after the last row's last token; above `num_tokens` where rows lie in spans."""
+        """End of the last row's last token; more than `num_tokens` where rows lie in spans."""
         return int(self.first_tokens[-1] + self.attention.num_new_tokens[-1])
 
 
@@ -226,10 +228,10 @@ def write_input_batch(
     *,
     padded_to: GraphSize | None = None,
 ) -> InputBatch:
-    """Fill `buffers` and send them. `plan` has rows; its admissions and new blocks were applied.
+    """Write and send a step's inputs; the plan's admissions and new blocks must be applied.
 
-    `padded_to`: rows are laid out for a graph of that size, and its padding is harmless: token 0,
-    nothing written to the store.
+    `plan` has at least one row. `padded_to`: arrange the rows as a graph of that size expects
+    them. Its unused part becomes padding: token 0, and nothing is written to the KV store.
     """
     rows = _rows_of(plan, padded_to.span_tokens if padded_to else None)
     _check(plan, rows, request_rows, block_tables, layout)
@@ -244,7 +246,7 @@ def write_input_batch(
     if padded_to is not None:
         _pad(fields, rows, padded_to, spare_row=buffers.max_rows)
     _write_tokens(fields, rows, cu_blocks, block_ids, request_rows, layout.block_size)
-    # A span's padding rows have a block each, at most.
+    # Padding rows have at most one block each, and only in a grid.
     buffers.send(len(block_ids) + (padded_to.num_rows - num_rows if padded_to else 0))
     return InputBatch(
         plan_rows=rows.plan_rows,
@@ -272,7 +274,7 @@ def write_input_batch(
 
 
 def row_tensors(buffers: StepBuffers, num_rows: int) -> RowTensors:
-    """The first `num_rows` rows of `buffers` as attention reads them; all block ids there are."""
+    """The first `num_rows` rows of `buffers` as attention reads them, with all block ids."""
     return RowTensors(
         cu_tokens=buffers.on_device("cu_tokens", num_rows + 1),
         num_keys=buffers.on_device("num_keys", num_rows),
@@ -283,19 +285,19 @@ def row_tensors(buffers: StepBuffers, num_rows: int) -> RowTensors:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rows:
-    """A plan's rows in batch order, [R] each."""
+    """A plan's rows in batch order; arrays are [R] unless stated."""
 
     plan_rows: NDArray[np.int64]
     # device rows
     rows: NDArray[np.int64]
     num_new: NDArray[np.int64]
     num_computed: NDArray[np.int64]
-    # their sum
+    # num_new + num_computed
     num_keys: NDArray[np.int64]
     num_samples: NDArray[np.int64]
     # [S]  batch rows
     sampling: NDArray[np.int64]
-    # [R + 1]  where rows end, as attention sees them: with what is before their tokens in a span
+    # [R + 1]  row boundaries as attention sees them: in a span, including the padding before
     cu_tokens: NDArray[np.int64]
 
     @property
@@ -308,9 +310,9 @@ class _Rows:
 
 
 def _rows_of(plan: StepPlan, span_tokens: int | None) -> _Rows:
-    """Lays out the rows of a plan: one after the other, or each at the end of its own span."""
+    """Rows in batch order; packed without spans, otherwise each at the end of its own span."""
     num_computed = np.array(plan.num_computed_tokens, dtype=np.int64)
-    if plan.is_decode:  # a faster way to the same
+    if plan.is_decode:  # faster, with the same result as the general case
         plan_rows = num_computed.argsort(kind="stable")
         num_new = num_samples = np.ones(len(plan_rows), np.int64)
     else:
@@ -336,7 +338,7 @@ def _rows_of(plan: StepPlan, span_tokens: int | None) -> _Rows:
 
 
 def _write_rows(fields: HostFields, rows: _Rows) -> None:
-    """Writes the fields that have one element a row, or one for each row that samples."""
+    """Write the fields with one entry per row or per sampling row."""
     num_rows, num_sampled = len(rows.rows), len(rows.sampling)
     fields["cu_tokens"][: num_rows + 1] = rows.cu_tokens
     fields["num_keys"][:num_rows] = rows.num_keys
@@ -353,7 +355,7 @@ def _write_tokens(
     request_rows: RequestRows,
     block_size: int,
 ) -> None:
-    """Writes the fields that have one element a token: its id, its position, its slot."""
+    """Write the fields with one entry per token: its id, its position and its slot in the store."""
     num_tokens = int(rows.num_new.sum())
     positions, batch_rows = rows.num_computed, np.arange(len(rows.rows))
     if num_tokens > len(batch_rows):
@@ -370,7 +372,7 @@ def _write_tokens(
 
 
 def _pad(fields: HostFields, rows: _Rows, size: GraphSize, *, spare_row: int) -> None:
-    """Pads rows and tokens up to `size`; padding changes nothing. Tokens are written later."""
+    """Write padding rows and tokens up to `size`; the step's own tokens are written later."""
     num_rows, num_sampled = len(rows.rows), len(rows.sampling)
     if size.span_tokens is None:
         _pad_rows(fields, num_rows, rows.end_token, size)
@@ -386,7 +388,7 @@ def _pad(fields: HostFields, rows: _Rows, size: GraphSize, *, spare_row: int) ->
 
 
 def _pad_rows(fields: HostFields, num_rows: int, end_token: int, size: GraphSize) -> None:
-    """A padding row has one padding token while there are any, then none; no keys, no blocks."""
+    """Padding rows: one padding token each while there are any, then none; no keys, no blocks."""
     counts = np.arange(1, size.num_rows - num_rows + 1)
     fields["cu_tokens"][num_rows + 1 : size.num_rows + 1] = np.minimum(
         end_token + counts, size.num_tokens
@@ -396,10 +398,10 @@ def _pad_rows(fields: HostFields, num_rows: int, end_token: int, size: GraphSize
 
 
 def _pad_spans(fields: HostFields, num_rows: int, size: GraphSize, span_tokens: int) -> None:
-    """A padding row has one key, so that every backend computes something for it.
+    """Padding rows of a grid: one key each, so that every backend computes something for them.
 
-    It reads the step's first block, which is valid whatever is free, and writes nothing (no slot),
-    so it can hurt no other row.
+    They read the step's first block, which is always valid, and write nothing (no slot), so they
+    cannot affect another row.
     """
     counts = np.arange(1, size.num_rows - num_rows + 1)
     fields["cu_tokens"][num_rows + 1 : size.num_rows + 1] = (num_rows + counts) * span_tokens
@@ -416,7 +418,7 @@ def _check(
     block_tables: BlockTables,
     layout: KvLayout,
 ) -> None:
-    """Asserts invariants: a plan that breaks one would access another row's memory."""
+    """Assert invariants; a plan that breaks one would access another row's memory."""
     num_new, num_computed, num_keys = rows.num_new, rows.num_computed, rows.num_keys
     num_known = request_rows.num_known_tokens(rows.rows)
     num_slots = block_tables.num_blocks(rows.rows) * layout.block_size

@@ -1,7 +1,7 @@
-"""Each row's last token as a step of its own: the work after the last layer's K and V.
+"""Derives a step of each row's last token alone, for the part after the last layer's K and V.
 
-Other tokens are not needed there. The step is derived from a step's rows on the device, without
-another copy from the host. Knows no plan and no model.
+The other tokens are not needed there. The step is derived on the device, without another copy from
+the host. Knows no plan and no model.
 """
 
 from dataclasses import dataclass
@@ -17,17 +17,17 @@ from kernels.attention.protocol import AttentionStep, RowTensors
 class LastTokenStep:
     """R rows of one new token, whose K and V are in the store already."""
 
-    # [R] int32  places among the tokens of the step they were taken from
+    # [R] int32  indices of the tokens in the step that they were taken from
     indices: Tensor
     # [R] int32
     positions: Tensor
-    # [R] int32  -1: written nowhere
+    # [R] int32  -1: not written to the store
     slots: Tensor
     attention: AttentionStep
 
 
 class LastTokenSteps:
-    """Makes last-token steps; holds the tensors that all of them share."""
+    """Makes `LastTokenStep`s; holds the tensors that are the same for all of them."""
 
     def __init__(self, max_rows: int, device: torch.device) -> None:
         self._cu_tokens = torch.arange(max_rows + 1, dtype=torch.int32, device=device)

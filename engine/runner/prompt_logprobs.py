@@ -1,10 +1,11 @@
-"""Log-probabilities of prompt tokens, for rows that asked, from the hidden states of a chunk.
+"""Computes log-probabilities of prompt tokens from a chunk's hidden states, for rows that ask.
 
-A chunk of a prompt's tokens [c, c + n) gives those of the tokens [c + 1, c + n], as far as the
-prompt has them. Logits of so many positions would not fit beside the model, so they are made of a
-few at a time and reduced before the next: at most `_SLICE_POSITIONS` lines of the vocabulary exist
-at once, of which the best tokens need about 30 bytes a logit (0.3 GB for a vocabulary of 152,000).
-What is left of a step is small, stays on the device and is copied behind it, as its tokens are.
+The hidden states of a chunk [c, c + n) give the log-probabilities of tokens [c + 1, c + n], as far
+as the prompt has them. Logits of that many positions would not fit in memory beside the model. So
+they are computed for `_SLICE_POSITIONS` positions at a time and reduced before the next slice.
+Finding the best tokens of a slice takes about 30 bytes per logit (0.3 GB for a vocabulary of
+152,000). The reduced tensors are small; they stay on the device and are copied to the host
+asynchronously, like the sampled tokens.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,18 +28,18 @@ _SLICE_POSITIONS = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptChunk:
-    """The prompt tokens of one row whose log-probabilities a step computes."""
+    """The positions of one row in a step whose hidden states score prompt tokens."""
 
     plan_row: int
-    row: int  # of the device
-    first: int  # position whose hidden state predicts the next token
+    row: int  # device row
+    first: int  # first position; its hidden state scores the next token
     num_positions: int
-    num_best: int  # the k it asked for
+    num_best: int  # the k that the request asked for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptTensors:
-    """Log-probabilities of N prompt tokens, chunk by chunk, on their way to the host."""
+    """Log-probabilities of N prompt tokens, chunk by chunk, on the device or on the host."""
 
     chunks: list[PromptChunk]
     chosen: Tensor  # fp32 [N]
@@ -48,7 +49,7 @@ class PromptTensors:
     is_finite: Tensor  # bool [N]
 
     def map(self, copy: Callable[[Tensor], Tensor]) -> "PromptTensors":
-        """Applies `copy` to every tensor, for instance to bring them to the host."""
+        """A copy with `copy` applied to every tensor, for example to bring them to the host."""
         return replace(
             self,
             chosen=copy(self.chosen),
@@ -59,11 +60,11 @@ class PromptTensors:
         )
 
     def not_finite(self) -> list[int]:
-        """Plan rows with a position whose logits were not finite; reads the tensors."""
+        """Plan rows with a position whose logits are not finite. Reads the tensors."""
         return [c.plan_row for c, at in self._places() if not bool(self.is_finite[at].all())]
 
     def records(self) -> dict[int, PromptLogprobs]:
-        """Returns the log-probabilities by plan row; reads them from the device."""
+        """Log-probabilities by plan row. Reads the tensors."""
         return {
             chunk.plan_row: PromptLogprobs(
                 first=chunk.first + 1,
@@ -89,11 +90,9 @@ class _Asked:
 
 
 class PromptLogprobRows:
-    """The rows that want log-probabilities of their prompt, until it is computed.
+    """The rows whose prompt log-probabilities are asked for, until their prompt is computed.
 
-    Steps without such rows cost nothing.
-
-    `compute_logits`: hidden [S, hidden] -> logits [S, vocab].
+    Steps without such rows cost nothing. `compute_logits`: hidden [S, hidden] -> logits [S, vocab].
     """
 
     def __init__(
@@ -108,7 +107,7 @@ class PromptLogprobRows:
         self._asked: dict[int, _Asked] = {}
 
     def add(self, admission: RowAdmission) -> None:
-        """Take the row if it wants log-probabilities of its prompt and has no output yet."""
+        """Track the row if it asks for them and has no output yet; with output, they were sent."""
         num_best, num_prompt = admission.params.prompt_logprobs, admission.num_prompt_tokens
         if num_best is not None and len(admission.token_ids) == num_prompt:
             self._asked[admission.row] = _Asked(num_best=num_best, num_prompt_tokens=num_prompt)
@@ -117,7 +116,7 @@ class PromptLogprobRows:
         self._asked.pop(row, None)
 
     def due(self, plan: StepPlan) -> list[PromptChunk]:
-        """Returns the step's chunks of such prompts; forgets a row whose prompt ends."""
+        """The step's chunks that score prompt tokens; stops tracking rows whose prompt they end."""
         if not self._asked or self._asked.keys().isdisjoint(plan.rows):
             return []
         chunks = []
@@ -141,7 +140,10 @@ class PromptLogprobRows:
         return chunks
 
     def read(self, chunks: list[PromptChunk], batch: InputBatch, hidden: Tensor) -> PromptTensors:
-        """hidden: [T, hidden], the stream after the final norm at every token of the batch."""
+        """Compute the log-probabilities that `chunks` ask for.
+
+        hidden: [T, hidden], the stream after the final norm at every token of the batch.
+        """
         counts = np.array([chunk.num_positions for chunk in chunks])
         first = np.array([chunk.first for chunk in chunks])
         rows = np.repeat(np.array([chunk.row for chunk in chunks]), counts)
@@ -179,7 +181,7 @@ class PromptLogprobRows:
 
 
 def _first_lines(chunks: list[PromptChunk], batch: InputBatch) -> NDArray[np.int64]:
-    """[C]  where each chunk's first token stands in the batch."""
+    """[C]  index of each chunk's first token in the batch."""
     batch_row = np.empty_like(batch.plan_rows)
     batch_row[batch.plan_rows] = np.arange(batch.num_rows)
     return batch.first_tokens[batch_row[[chunk.plan_row for chunk in chunks]]]

@@ -1,8 +1,9 @@
-"""One model replica on its device, ready to step: weights, attention, KV memory, warm-up, graphs.
+"""Builds one model replica on its device: weights, attention, KV memory, warm-up and graphs.
 
-How many KV blocks fit a GPU is measured on a trial executor, not estimated: the trial has few
-blocks and does all that takes memory besides them (the largest step, every kind of sampling, every
-graph). The store gets what that leaves of the allowed share. Knows neither requests nor steps.
+The number of KV blocks that fit a GPU is measured with a trial executor, not estimated. The trial
+has few blocks and does everything else that takes memory (the largest step, every kind of sampling,
+every graph). What it leaves of the allowed share is used for blocks. Does not know what runs on a
+replica or when.
 """
 
 import gc
@@ -33,8 +34,9 @@ from kernels.attention.select import AttentionNames, BackendUnavailable, build_a
 def num_blocks_that_fit(
     run_trial: Callable[[], None], *, trial_blocks: int, block_bytes: int, share: float
 ) -> int:
-    """`run_trial` builds, warms up and drops an executor of `trial_blocks` blocks.
+    """The number of KV blocks that fit in `share` of the GPU's memory.
 
+    `run_trial` builds, warms up and drops an executor of `trial_blocks` blocks.
     Raises ConfigError when less than the trial's own blocks fit.
     """
     run_trial()
@@ -61,11 +63,11 @@ DTYPES: dict[KvDtype, torch.dtype] = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-CPU_BLOCKS = 2048  # where cache.num_blocks is left open
+CPU_BLOCKS = 2048  # default for cache.num_blocks on a CPU
 
 
 class Replica:
-    """Builds the executor of `config`, once or as a trial."""
+    """Builds the executor of `config`, for a trial or for use."""
 
     def __init__(
         self,
@@ -77,11 +79,10 @@ class Replica:
         *,
         sends_blocks: bool = False,
     ) -> None:
-        """`model`: built before from an equal model section; None = its weights are loaded here.
+        """`model`: built before from an equal model section; None = load its weights here.
 
-        `matchers`: of rows with a constraint; None = there are none. `sends_blocks`: see
-        `Executor`.
-        Raises ConfigError: model, backend and device do not go together.
+        `matchers`: for rows with a constraint; None = no row may have one. `sends_blocks`: as in
+        `Executor`. Raises ConfigError if model, backend and device do not go together.
         """
         self._config = config
         self._spec = spec
@@ -91,13 +92,13 @@ class Replica:
         self._device = torch.device(config.model.device)
         asked = config.model.max_model_len
         self._max_model_len = spec.max_model_len if asked is None else asked
-        attention = self._build_attention()  # first, because it may refuse, and loading takes long
+        attention = self._build_attention()  # before loading, so that errors come early
         self._uses_graphs = _uses_graphs(config, attention)
         self._prompt_sizes = build_prompt_sizes(config, attention, uses_graphs=self._uses_graphs)
         self._model = self._load_model() if model is None else model
 
     def build_executor(self) -> Executor:
-        """Builds a warmed-up, captured executor with as many blocks as configured or as fit."""
+        """A warmed-up, captured executor with the configured number of blocks, or all that fit."""
         num_blocks = self._config.cache.num_blocks
         if num_blocks is None:
             num_blocks = self._num_blocks_that_fit() if self._is_gpu else CPU_BLOCKS
@@ -105,7 +106,7 @@ class Replica:
 
     @property
     def graph_token_sizes(self) -> tuple[int, ...]:
-        """Token counts of prompt steps without padding, ascending; () = none is better."""
+        """Sizes in tokens of prompt steps without padding, ascending; () = no size is preferred."""
         return () if self._prompt_sizes is None else self._prompt_sizes.graph_token_sizes
 
     @property
@@ -114,7 +115,7 @@ class Replica:
 
     def _num_blocks_that_fit(self) -> int:
         scheduler, layout = self._config.scheduler, self._layout
-        # The largest step, and a block for every row.
+        # Enough for the largest step plus a block for every row.
         trial_blocks = (
             layout.num_blocks_for(scheduler.max_num_batched_tokens) + scheduler.max_num_seqs
         )
@@ -172,7 +173,7 @@ class Replica:
         )
 
     def _build_attention(self) -> PhasedAttention:
-        """Raises ConfigError: a backend that is not there or cannot do this model."""
+        """Raises ConfigError if a backend is missing or does not support this model."""
         names, spec = self._config.model.attention, self._spec
         try:
             return build_attention(
@@ -193,7 +194,7 @@ class Replica:
 
 
 def _uses_graphs(config: AppConfig, attention: PhasedAttention) -> bool:
-    """Whether decode steps replay CUDA graphs. Raises ConfigError if asked for and impossible."""
+    """Whether decode steps replay CUDA graphs. ConfigError if requested but impossible."""
     asked = config.execution.cuda_graphs
     if asked and not attention.can_capture:
         raise ConfigError(
@@ -208,7 +209,7 @@ def _uses_graphs(config: AppConfig, attention: PhasedAttention) -> bool:
 def build_prompt_sizes(
     config: AppConfig, attention: PhasedAttention, *, uses_graphs: bool
 ) -> PromptSizes | None:
-    """The prompt steps to capture; None = none. Raises ConfigError if asked for and impossible."""
+    """The prompt steps to capture; None = none. ConfigError if requested but impossible."""
     laps, scheduler = config.laps, config.scheduler
     asked, is_grid = laps.enable_batch_prefill_cuda_graph, laps.batch_prefill_form == "grid"
     is_possible = uses_graphs and attention.can_capture_prompts

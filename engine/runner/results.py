@@ -1,17 +1,17 @@
-"""A launched step on its way back: copies to the host, and the `StepResult` made from them.
+"""Copies a launched step's results to the host and makes the `StepResult` from them.
 
     forward pass -> ComputedStep -> sampling -> PendingStep -> wait() -> StepResult
 
-Copies are queued behind the step in its stream; `wait` blocks until they are there. What the host
-keeps of a step until then is a `StepSlot`, made once and used in turn, because making page-locked
+Copies are queued after the step in its stream; `wait` blocks until they are complete. The host's
+memory and events of a step are a `StepSlot`. Slots are reused, because allocating page-locked
 memory or an event for every step would cost more than launching it:
 
     take()  launch ... wait  give_back()         a slot belongs to one step at a time
 
-`StepTimer` measures how long a step keeps its device busy, on a GPU by events in the stream, so
-that neither the host's launches nor its waiting count twice. `WrittenBlocks` has the digests of the
-blocks that the step wrote, for workers that send blocks away: when a step's tokens are on the host,
-so are the digests. A block that is not full is digested with every step that adds to it.
+`StepTimer` measures how long a step keeps its device busy. On a GPU it uses events in the stream,
+so neither the host's launches nor its waiting are counted. `WrittenBlocks` has the digests of the
+blocks that the step wrote, for workers that send blocks away: they reach the host with the step's
+tokens. A partially filled block is digested again with every step that adds to it.
 """
 
 import time
@@ -33,31 +33,30 @@ from engine.sampling.sampled import LabelTensors, LogprobTensors
 
 
 class ComputedStep(msgspec.Struct, frozen=True, kw_only=True):
-    """A step's forward pass, queued."""
+    """A step's queued forward pass."""
 
     batch: InputBatch
     logits: Tensor | None  # [S, vocab]; None = no row samples
-    # by a graph, which kept each line's best token; None = without one
+    # output of the replayed graph, including each line's best token; None = no graph
     replayed: GraphOutput | None
-    # [T] bool; None = the logits tell
+    # [T] bool; None = only the logits are checked
     is_finite_token: Tensor | None
-    prompt: PromptTensors | None = None  # None = no row wants log-probabilities of its prompt
+    prompt: PromptTensors | None = None  # None = no row asks for prompt log-probabilities
 
 
 class StepTimer:
-    """Times steps one after the other; on a CPU, where a launch computes, by the host's clock."""
+    """Times steps one at a time; on a CPU, where a launch computes, by the host's clock."""
 
     def __init__(self, device: torch.device) -> None:
         is_cuda = device.type == "cuda"
         self._start = torch.cuda.Event(enable_timing=True) if is_cuda else None
         self._end = torch.cuda.Event(enable_timing=True) if is_cuda else None
-        # Looked up once a step: that costs as much as recording an event.
-        self._stream: torch.cuda.Stream | None = None
+        self._stream: torch.cuda.Stream | None = None  # looked up once a step: as slow as a record
         self._started_s = 0.0
         self._took_s = 0.0
 
     def start(self) -> None:
-        """Starts the timing of a step; the one timed before was waited for."""
+        """Call before the step's first work; the previous timed step was waited for."""
         if self._start is not None:
             self._stream = torch.cuda.current_stream()
             self._start.record(self._stream)
@@ -65,7 +64,7 @@ class StepTimer:
             self._started_s = time.perf_counter()
 
     def stop(self) -> None:
-        """Ends the timing: all work of the step is queued, in the stream in which it began."""
+        """Call when all work of the step is queued, in the stream in which it began."""
         if self._end is not None:
             self._end.record(self._stream)
         else:
@@ -77,7 +76,7 @@ class StepTimer:
         return self._end is None or self._end.query()
 
     def wait(self) -> float:
-        """Block until the device has done the step; returns its seconds."""
+        """Block until the device has finished the step; returns its duration in seconds."""
         if self._start is None or self._end is None:
             return self._took_s
         self._end.synchronize()
@@ -87,19 +86,19 @@ class StepTimer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrittenBlocks:
-    """The blocks of one launched step, and their digests, complete when the stream gets there."""
+    """Blocks that one launched step wrote; `digests` is valid once the stream has reached it."""
 
     block_ids: list[int]
     digests: Tensor  # int64 [n], on the host
     store: KvStore
 
     def keep(self) -> None:
-        """Stores the digests; the step must have been waited for."""
+        """Record the digests in the store; the step must have been waited for."""
         self.store.digests.keep(self.block_ids, self.digests.tolist())
 
 
 def digest_written(plan: StepPlan, block_tables: BlockTables, store: KvStore) -> WrittenBlocks:
-    """Queue the digests of all blocks that `plan`, launched just now, writes a token to.
+    """Queue the digests of all blocks to which `plan`, just launched, writes a token.
 
     The plan has rows, and its admissions and new blocks were applied to `block_tables`.
     """
@@ -114,24 +113,24 @@ def digest_written(plan: StepPlan, block_tables: BlockTables, store: KvStore) ->
 
 
 class StepSlot:
-    """A step's timer, and the host memory that its tokens are copied to."""
+    """One step's timer, and the host memory for its tokens."""
 
     def __init__(self, max_rows: int, device: torch.device) -> None:
         self.timer = StepTimer(device)
         self._drawn = torch.zeros(max_rows, dtype=torch.int32, pin_memory=device.type == "cuda")
 
     def copy_drawn(self, drawn: Tensor) -> None:
-        """Queue the copy of int32 [S] to the host; complete when the stream gets there."""
+        """Queue the copy of int32 [S] to the host; complete when the stream reaches it."""
         self._drawn[: len(drawn)].copy_(drawn, non_blocking=True)
 
     def drawn(self, num_sampled: int) -> NDArray[np.int32]:
-        """[S]  what was copied last, once that is done; the slot's own memory."""
+        """[S]  the tokens copied last, once that copy is complete; a view of the slot's memory."""
         values: NDArray[np.int32] = self._drawn.numpy()
         return values[:num_sampled]
 
 
 class StepSlots:
-    """Device slots of steps in flight: as many as were ever in flight at once."""
+    """A pool of slots that grows to the largest number of steps in flight."""
 
     def __init__(self, max_rows: int, device: torch.device) -> None:
         self._max_rows = max_rows
@@ -139,32 +138,32 @@ class StepSlots:
         self._free: list[StepSlot] = []
 
     def take(self) -> StepSlot:
-        """Returns a slot that no step uses."""
+        """A slot that no step uses."""
         return self._free.pop() if self._free else StepSlot(self._max_rows, self._device)
 
     def give_back(self, slot: StepSlot) -> None:
-        """Takes a slot back whose step has ended and whose copies were read."""
+        """Return the slot of a step that was waited for and whose tokens were read."""
         assert slot not in self._free, "a step was waited for twice"
         self._free.append(slot)
 
 
-NOT_FINITE = -1  # in place of a token, as `kernels.input_ids` has it
+NOT_FINITE = -1  # in place of a token, as in `kernels.input_ids`
 _NOT_SAMPLED = -2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTensors:
-    """The tensors of a step that are copied to the host."""
+    """A step's results on the device that are copied to the host."""
 
     # [S] int32  a token or `NOT_FINITE`; None: no row of the step samples
     drawn: Tensor | None
-    # [T] bool; None = the sampled rows' logits suffice
+    # [T] bool; None = checking the sampled rows' logits suffices
     is_finite_token: Tensor | None
-    # Of the few rows that ask; None = there is none.
+    # For the few rows that ask for them; None = there is none.
     logprobs: LogprobTensors | None = None
     labels: LabelTensors | None = None
     prompt: PromptTensors | None = None
-    # Of a worker that sends its blocks; on the host, or on the way there.
+    # On a worker that sends blocks away; on the host already, or being copied there.
     written: WrittenBlocks | None = None
 
 
@@ -179,7 +178,7 @@ class PendingStep:
         slot: StepSlot,
         left: StepTensors,
     ) -> None:
-        """Queues copies of what is `left`, and stops the timer of `slot` behind them."""
+        """Queue copies of the tensors in `left` and stop the timer of `slot` after them."""
         self._plan = plan
         self._batch = batch
         self._slots = slots
@@ -240,7 +239,7 @@ class PendingStep:
     def _logprob_records(
         self, sampled_places: list[int], token_ids: list[int]
     ) -> list[list[TokenLogprobs] | None]:
-        """[R] of the rows that asked and got a token."""
+        """[R]  records of rows that asked for them and got a token; None for the others."""
         by_plan_row: list[list[TokenLogprobs] | None] = [None] * len(token_ids)
         if self._logprobs is not None:
             records = self._logprobs.records(len(sampled_places))
@@ -252,7 +251,7 @@ class PendingStep:
     def _label_values(
         self, sampled_places: NDArray[np.int64], token_ids: list[int]
     ) -> dict[int, list[float]]:
-        """Place in the plan -> label scores of a row that ends with its prompt, if finite."""
+        """Index in the plan -> label log-probabilities of a prompt-only row with finite logits."""
         if self._labels is None:
             return {}
         places: list[int] = sampled_places.tolist()
@@ -275,7 +274,7 @@ class EmptyStep:
 
 
 def _to_host(tensor: Tensor) -> Tensor:
-    """Returns a host copy, complete when the stream gets there; on a CPU the tensor itself."""
+    """A copy that is complete when the stream reaches it; on the CPU, the tensor itself."""
     if not tensor.is_cuda:
         return tensor
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

@@ -1,7 +1,7 @@
-"""The device rows between steps: what a plan's admissions, releases and blocks change.
+"""The state of the device rows: applies a plan's admissions, releases and new blocks to it.
 
-Composes what is kept of a row: its known tokens, its blocks, how it samples, and whether it wants
-log-probabilities of its prompt. Knows no requests.
+A row's state is its known tokens, its blocks, its sampling parameters, and whether its prompt's
+log-probabilities are asked for. Knows no requests; the plan decides whose row it is.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from engine.sampling.sampled import RowSampler
 
 
 class Rows:
-    """The device rows: their tokens, blocks, sampling and inputs."""
+    """The state of all rows."""
 
     def __init__(
         self,
@@ -26,7 +26,7 @@ class Rows:
         prompt_logprobs: PromptLogprobRows,
         num_blocks: int,
     ) -> None:
-        """num_blocks: of the store that block ids refer to."""
+        """num_blocks: size of the store; block ids must be below it."""
         self.tokens = tokens
         self.blocks = blocks
         self.sampler = sampler
@@ -34,7 +34,7 @@ class Rows:
         self._num_blocks = num_blocks
 
     def apply(self, plan: StepPlan) -> None:
-        """Release rows, admit rows, append blocks, and tell constraints of accepted tokens."""
+        """Release rows, admit rows, append blocks, and pass accepted tokens to the constraints."""
         for row in plan.released_rows:
             self._release(row)
         for admission in plan.admissions:
@@ -67,7 +67,7 @@ class Rows:
         self.sampler.remove(row)
 
     def _append_blocks(self, rows: Sequence[int], block_ids: Sequence[Sequence[int]]) -> None:
-        """block_ids: [R], those of each row."""
+        """block_ids: [R], a list for each row."""
         ids = list(chain.from_iterable(block_ids))
         is_known = not ids or (min(ids) >= 0 and max(ids) < self._num_blocks)
         assert is_known, f"rows {rows}: block ids {ids} for a store of {self._num_blocks}"

@@ -1,7 +1,7 @@
-"""Dummy steps before a worker says it is ready, so that no request pays for first-time set-up.
+"""Runs dummy steps before a worker is ready, so that no request pays for first-time set-up.
 
-Libraries build or choose a kernel for each new kind of work the first time they see it; on a GPU
-nothing may compile later. What the dummy rows write lands in blocks that nobody holds yet.
+Libraries build or choose a kernel when they first see a new kind of work; on a GPU nothing may
+compile later. The dummy rows write to blocks that nothing holds yet.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,7 +12,7 @@ from engine.request import SamplingParams
 from engine.runner.executor import Executor
 
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
-# One of each kind of sampling, because each launches other kernels.
+# One of each kind of sampling; rows that draw are processed by other kernels than greedy ones.
 SAMPLING_KINDS = (
     SamplingParams(max_tokens=1, temperature=1.0),
     SamplingParams(max_tokens=1, temperature=0.7, top_k=20, top_p=0.9, min_p=0.01),
@@ -30,7 +30,7 @@ SAMPLING_KINDS = (
         repetition_penalty=1.1,
     ),
 )
-# More than one slice of prompt log-probabilities, each as large as it ever is.
+# Enough positions for a full slice of prompt log-probabilities, and for more than one slice.
 ASKED_PROMPT_TOKENS = 80
 ASKS_PROMPT = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=20)
 
@@ -49,7 +49,7 @@ class _DummyRow:
 def warm_up(
     executor: Executor, *, num_rows: int, num_blocks: int, max_tokens: int, max_row_tokens: int
 ) -> None:
-    """Run each kind of step once, within these limits of rows, blocks, and tokens."""
+    """Run each kind of step once, within the given rows, blocks, and tokens per step and row."""
     block_size = executor.layout.block_size
     is_gpu = executor.model.device.type == "cuda"
     for rows in _gpu_steps(num_rows, max_tokens, max_row_tokens) if is_gpu else _cpu_steps():
@@ -72,7 +72,7 @@ def _cpu_steps() -> Iterator[list[_DummyRow]]:
 
 
 def _gpu_steps(num_rows: int, max_tokens: int, max_row_tokens: int) -> Iterator[list[_DummyRow]]:
-    """Yields steps of every size by factors of two, every kind of batch and of sampling."""
+    """Step sizes in factors of two, every kind of batch, and every kind of sampling."""
     size = max_tokens
     while size > 1:
         yield [
@@ -100,7 +100,7 @@ def _gpu_steps(num_rows: int, max_tokens: int, max_row_tokens: int) -> Iterator[
 
 
 def _plan(rows: Sequence[_DummyRow], block_size: int) -> StepPlan:
-    """Plans a step that admits `rows` on consecutive blocks, computes them and samples."""
+    """A step that admits `rows` on consecutive blocks, computes their new tokens and samples."""
     admissions = []
     next_block = 0
     for index, row in enumerate(rows):

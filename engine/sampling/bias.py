@@ -1,7 +1,7 @@
-"""Logits raised, lowered or banned by token id: logit_bias and min_tokens.
+"""Raises, lowers or bans logits by token id: logit_bias and min_tokens.
 
-Knows nothing of what ends a request: not stopping at eos is the scheduler's, here eos and stop ids
-are only kept from being drawn too early.
+Does not decide when a request ends: the scheduler implements ignore_eos. Here eos and stop ids are
+only kept from being drawn too early.
 """
 
 import numpy as np
@@ -43,11 +43,11 @@ class LogitBias:
             logits[position].index_add_(0, ids, values)
 
     def observe(self, rows: list[int], token_ids: Tensor) -> None:
-        """Does nothing: a bias does not depend on drawn tokens."""
+        """Does nothing: a bias does not depend on what was drawn."""
 
 
 class MinTokens:
-    """Bans eos and stop ids until a row has `min_tokens` output tokens; then lets the row go."""
+    """Bans eos and stop ids until a row has `min_tokens` output tokens; then removes the row."""
 
     def __init__(self, vocab_size: int, eos_token_ids: tuple[int, ...], staging: Staging) -> None:
         self._vocab_size = vocab_size
@@ -61,7 +61,7 @@ class MinTokens:
     ) -> bool:
         num_missing = params.min_tokens - len(output_ids)
         eos_ids = () if params.ignore_eos else self._eos_token_ids
-        # A stop id outside the vocabulary can never be drawn: there is nothing to ban.
+        # A stop id outside the vocabulary can never be drawn, so it needs no ban.
         stop_ids = [i for i in params.stop_token_ids if 0 <= i < self._vocab_size]
         banned = sorted({*eos_ids, *stop_ids})
         if num_missing <= 0 or not banned:

@@ -1,9 +1,9 @@
-"""Holds logits to a constraint: before a row samples, tokens that would break it are banned.
+"""Masks the logits of constrained rows: tokens that would break a row's constraint become -inf.
 
-What may come next is computed on the host, from every token the row has; so a row samples only
-after its newest token was accepted (`accept_token`). All rows of a step share one copy to the
-device and one launch there, and a step without such rows costs nothing. Knows no languages of
-constraints: a matcher says which tokens may come next.
+The allowed tokens are computed on the host from every token that the row has. So a row may sample
+only after its newest token was passed to `accept_token`. All constrained rows of a step share one
+copy to the device and one launch there; a step without such rows costs nothing. Knows no constraint
+languages: a matcher says which tokens may come next.
 """
 
 import logging
@@ -24,35 +24,35 @@ class Matcher(Protocol):
     """Follows one output, token by token."""
 
     def accept_token(self, token_id: int) -> bool:
-        """Appends a token to the output; False if it is not allowed: then nothing may follow."""
+        """Append a token to the output; False if it is not allowed: then nothing may follow."""
         ...
 
     def fill_next_token_bitmask(self, bitmask: Tensor, index: int = 0) -> bool:
-        """Write line `index` of `bitmask`, int32 [P, words]: bit i of word w is token 32 w + i.
+        """Write line `index` of `bitmask` int32 [P, words]: bit i of word w allows 32 * w + i.
 
-        A line that allows everything can be left alone: it holds ones. A line without any bit
-        means that the output cannot be followed any more; its request ends with an error.
+        The lines hold ones, so a line that allows every token need not be written. A line without
+        any bit means that the output cannot be followed any more: its request ends with an error.
         """
         ...
 
 
 class Matchers(Protocol):
-    """Makes matchers for constraints."""
+    """A source of matchers."""
 
     def matcher(self, constraint: Constraint) -> Matcher:
-        """Returns a matcher at the beginning of an output."""
+        """A new matcher, for an output without tokens."""
         ...
 
 
 class NoMatchers:
-    """The matchers of a sampler whose rows have no constraints."""
+    """The source for a sampler without constrained rows."""
 
     def matcher(self, constraint: Constraint) -> Matcher:
         raise AssertionError(f"a {constraint.kind.value} constraint, and nothing compiles it here")
 
 
 class Constraints:
-    """Bans every token after which the output could not meet its row's constraint."""
+    """Bans every token after which the output could not satisfy its row's constraint."""
 
     def __init__(
         self,
@@ -61,12 +61,12 @@ class Constraints:
         matchers: Matchers,
         device: torch.device,
     ) -> None:
-        """On a GPU, compiles its kernels now, so that no row with a constraint waits for it."""
+        """On a GPU, compiles the kernel now, so that no constrained row has to wait for it."""
         self._num_words = num_mask_words(vocab_size)
         self._eos_token_ids = eos_token_ids
         self._source = matchers
         self._device = device
-        self._matchers: dict[int, Matcher] = {}  # row -> its matcher, at its newest token
+        self._matchers: dict[int, Matcher] = {}  # row -> matcher that has accepted all its tokens
         if device.type == "cuda":
             self._ban(torch.zeros((1, vocab_size), device=device), [0], self._new_packed(1))
 
@@ -87,9 +87,10 @@ class Constraints:
         self._matchers.pop(row, None)
 
     def accept_token(self, row: int, token_id: int) -> None:
-        """Accepts the row's newest token, which was sampled under its constraint.
+        """Append a token, sampled under the row's constraint, to the row's output.
 
-        A matcher that refuses a token it allowed before has run into its own limits.
+        A matcher that rejects the token, although it allowed it before, has reached a limit of its
+        own.
         """
         if not self._matchers[row].accept_token(token_id):
             logger.error("row %d: token %d cannot be followed", row, token_id)
@@ -106,15 +107,12 @@ class Constraints:
         self._ban(logits, positions, packed)
 
     def observe(self, rows: list[int], token_ids: Tensor) -> None:
-        """Does nothing: `accept_token` gets the ids once the host knows them."""
+        """Does nothing: `accept_token` is called once the ids are known on the host."""
 
-    # packed int32:  [0 .... M) lines of the logits   [M .... M + M * words) their masks
+    # packed int32:  [0 .... M) line numbers in the logits   [M .... M + M * words) their masks
 
     def _new_packed(self, num_lines: int) -> Tensor:
-        """Returns masks that allow every token.
-
-        Page-locked for a GPU: then the copy does not wait for kernels that were launched before.
-        """
+        """All ones. Page-locked for a GPU, so that the copy does not wait for earlier launches."""
         size = num_lines * (1 + self._num_words)
         is_pinned = self._device.type == "cuda"
         return torch.full((size,), -1, dtype=torch.int32, pin_memory=is_pinned)
@@ -130,7 +128,7 @@ class Constraints:
 
 
 class NothingMayFollow:
-    """The matcher of an output that cannot be followed any more."""
+    """The matcher of an output that cannot be followed any more; allows no token."""
 
     def accept_token(self, token_id: int) -> bool:
         return False
@@ -141,19 +139,19 @@ class NothingMayFollow:
 
 
 class _Phase(Enum):
-    START = auto()  # no token yet: the model may think or answer
+    START = auto()  # no token yet: thinking or the answer may begin
     THINKING = auto()
     ANSWER = auto()
 
 
 class AfterThinking:
-    """A matcher that starts after the model's thinking, if it thinks at all.
+    """A matcher that constrains the output only after the model's thinking, if there is any.
 
-    Thinking is unconstrained, but it cannot end the output: there would be no answer.
+    While thinking, every token is allowed except eos, because there would be no answer.
     """
 
     def __init__(self, answer: Matcher, thinking: Thinking, eos_token_ids: tuple[int, ...]) -> None:
-        """answer: at an output without tokens."""
+        """answer: a matcher for an output without tokens."""
         self._answer = answer
         self._thinking = thinking
         self._eos_token_ids = eos_token_ids

@@ -1,8 +1,8 @@
-"""How rows with a temperature are drawn: torch features on a CPU, one fused object on a GPU.
+"""Draws tokens for rows with a temperature: torch features on a CPU, one fused object on a GPU.
 
-Both mean the same, steps 5 to 9 of `Sampler`; which one is used is decided once, by device. Their
-randomness is Gumbel noise named by (seed, index, token) and added to the logits. Knows nothing of
-history and bias, which have been applied to the logits that come here.
+Both implement steps 6 to 10 of `Sampler`; the device decides once which one is used. Their
+randomness is Gumbel noise that depends on (seed, index, token) and is added to the logits. Knows
+nothing of history and bias, which were applied to the logits before.
 """
 
 import math
@@ -26,7 +26,7 @@ def signed_seed(seed: int) -> int:
 
 
 class GumbelNoise:
-    """Adds each drawing row's noise; the row's index is the number of its output tokens so far."""
+    """Adds each drawing row's noise; the noise index is the number of its output tokens so far."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._token_ids = torch.arange(vocab_size, device=device)  # [vocab]
@@ -59,45 +59,45 @@ class GumbelNoise:
         put(logits, index, part)
 
     def observe(self, rows: list[int], token_ids: Tensor) -> None:
-        """Does nothing: `advance` counts the draws, and the tokens do not matter."""
+        """Only counts the draws; which tokens were drawn does not matter."""
         self.advance(rows)
 
     def advance(self, rows: list[int]) -> None:
-        """Counts a drawn token for each of `rows` that this feature has."""
+        """Count one drawn token for each tracked row in `rows`."""
         for row in rows:
             if row in self._indices:
                 self._indices[row] += 1
 
 
 class Draw(Protocol):
-    """The rows that have a temperature, and each one's position in its sequence of draws."""
+    """The rows that have a temperature, and the position of each in its sequence of draws."""
 
     def __contains__(self, row: object) -> bool: ...
 
     def add(
         self, row: int, params: SamplingParams, prompt_ids: list[int], output_ids: list[int]
     ) -> bool:
-        """Take the row unless it is greedy; returns whether it was taken."""
+        """Track the row unless it is greedy; returns whether it is tracked."""
         ...
 
     def remove(self, row: int) -> None:
-        """Forget the row; does nothing for one that was never taken."""
+        """Forget the row; does nothing if it is not tracked."""
         ...
 
     def choose(self, logits: Tensor, positions: list[int], rows: list[int]) -> GreedyChoice:
         """Draw for line `positions[p]` of `logits` [S, vocab] as `rows[p]` asks; [P] results.
 
-        All rows were taken here. Leaves logits as they are and advances no row.
+        All `rows` must be tracked. Does not change `logits` and advances no row.
         """
         ...
 
     def observe(self, rows: list[int]) -> None:
-        """Counts a drawn token for each of `rows` that is drawn here."""
+        """Count one drawn token for each tracked row in `rows`."""
         ...
 
 
 class TorchDraw:
-    """Temperature, cuts and noise as features of plain torch, each waiting for what it computes."""
+    """Temperature, cuts and noise as features in plain torch, each waiting for its own results."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._temperature = Temperature()
@@ -136,14 +136,14 @@ class TorchDraw:
 
 
 class FusedDraw:
-    """Does the same by `kernels.sampling.rows_triton`, without waiting.
+    """The same as `TorchDraw` by `kernels.sampling.rows_triton`, without waiting.
 
-    Parameters are kept on the host and sent with each step, so rows may come and go while earlier
-    steps are still on the GPU: those have their own copy.
+    Parameters are kept on the host and sent with each step. Rows may come and go while earlier
+    steps are still on the GPU, because those have their own copy.
     """
 
     def __init__(self, vocab_size: int, max_rows: int, staging: Staging) -> None:
-        # Needs Triton, which only a GPU host has to have.
+        # Imported here because it needs Triton, which only a GPU host must have.
         from kernels.sampling.rows_triton import draw
 
         self._launch = draw

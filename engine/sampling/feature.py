@@ -1,7 +1,7 @@
-"""What every sampling feature looks like, and how it finds its rows in a batch.
+"""Defines the interface of a sampling feature, and helpers to find its rows in a batch.
 
-A feature owns the parameters and the history of the rows that use it, and nothing else; a batch
-without such rows costs it one dictionary look-up per row at most. Knows no particular feature.
+A feature owns the parameters and the history of the rows that use it, and nothing else. A batch
+without such rows costs it at most one dictionary look-up per row. Knows no particular feature.
 """
 
 from collections.abc import Container, Sequence
@@ -13,24 +13,24 @@ from engine.request import SamplingParams
 
 
 class LogitFeature(Protocol):
-    """A sampling parameter as an object that changes logits.
+    """One parameter of `SamplingParams`, as something that changes logits.
 
-    On a GPU no verb waits for it: what a feature needs of drawn tokens it reads on the device, and
-    what it counts on the host does not depend on them.
+    On a GPU no method waits for the device: a feature reads drawn tokens on the device, and what it
+    counts on the host does not depend on them.
     """
 
     def add(
         self, row: int, params: SamplingParams, prompt_ids: list[int], output_ids: list[int]
     ) -> bool:
-        """Take the row if its parameters ask for this feature; returns whether they do."""
+        """Track the row if its parameters use this feature; returns whether they do."""
         ...
 
     def remove(self, row: int) -> None:
-        """Forget the row; does nothing for one that was never taken."""
+        """Forget the row; does nothing if the feature does not track it."""
         ...
 
     def apply(self, logits: Tensor, rows: list[int]) -> None:
-        """Change `logits` fp32 [P, vocab] in place; this feature has taken every `rows[p]`."""
+        """Change `logits` fp32 [P, vocab] in place; line p belongs to `rows[p]`."""
         ...
 
     def observe(self, rows: list[int], token_ids: Tensor) -> None:
@@ -39,18 +39,18 @@ class LogitFeature(Protocol):
 
 
 def positions_of(rows: Sequence[int], members: Container[int]) -> list[int]:
-    """Returns the indices in `rows` of the members, ascending."""
+    """Indices in `rows` of those that are members, ascending."""
     return [position for position, row in enumerate(rows) if row in members]
 
 
 def take(logits: Tensor, index: Tensor) -> Tensor:
-    """The lines of `logits` at ascending `index`: itself when that is all, else a copy."""
+    """The lines of `logits` at ascending `index`: `logits` itself if these are all, else a copy."""
     if index.shape[0] == logits.shape[0]:
         return logits
     return logits.index_select(0, index)
 
 
 def put(logits: Tensor, index: Tensor, part: Tensor) -> None:
-    """Write back what `take` returned."""
+    """Write `part`, obtained from `take`, back to `logits`."""
     if part is not logits:
         logits.index_copy_(0, index, part)

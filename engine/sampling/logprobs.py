@@ -1,7 +1,7 @@
-"""Log-probabilities as the client asked: of the drawn token and the k best, or of named labels.
+"""Computes the log-probabilities that clients ask for: of drawn and best tokens, or of labels.
 
-They are the model's own, from logits before any processing; how the token came to be chosen is not
-known here. A row that asks for labels draws nothing: one gather reads those of all rows of a step.
+They are the model's own, from logits before any processing. How the token was chosen is not known
+here. A row that asks for labels draws nothing; one gather reads the labels of all rows of a step.
 """
 
 import numpy as np
@@ -16,11 +16,11 @@ from kernels.sampling.rows import GreedyChoice
 
 
 class Labels:
-    """The labels of the rows that ask for no token; changes nothing."""
+    """Reads the labels' log-probabilities of prompt-only rows; does not change logits."""
 
     def __init__(self, staging: Staging) -> None:
         self._staging = staging
-        self._token_ids: dict[int, tuple[int, ...]] = {}  # row -> may be none
+        self._token_ids: dict[int, tuple[int, ...]] = {}  # row -> label ids, perhaps none
 
     def add(self, row: int, params: SamplingParams) -> None:
         self._token_ids[row] = params.label_token_ids
@@ -29,9 +29,9 @@ class Labels:
         self._token_ids.pop(row, None)
 
     def read(self, logits: Tensor, rows: list[int]) -> LabelTensors | None:
-        """Reads label scores of the rows that end in this step; None if there is no such row.
+        """Label log-probabilities of the prompt-only rows in `rows`; None if there is none.
 
-        logits: [S, vocab], unprocessed, left as they are.
+        logits: [S, vocab], unprocessed; not changed.
         """
         positions = positions_of(rows, self._token_ids)
         if not positions:
@@ -50,7 +50,7 @@ class Labels:
 
 
 class Logprobs:
-    """Reads log-probabilities for the rows that want them; changes nothing."""
+    """Reads log-probabilities for the rows that ask for them; does not change logits."""
 
     def __init__(self, vocab_size: int, staging: Staging) -> None:
         self._vocab_size = vocab_size
@@ -68,11 +68,9 @@ class Logprobs:
         self._num_best.pop(row, None)
 
     def read(self, logits: Tensor, rows: list[int], choice: GreedyChoice) -> LogprobTensors | None:
-        """Reads log-probabilities of the rows that asked for them; None if there is no such row.
+        """Log-probabilities of the rows that asked; None if there is none.
 
-        choice: the token that each line became.
-
-        logits: [S, vocab], unprocessed, left as they are.
+        `choice`: the token of each line. logits: [S, vocab], unprocessed; not changed.
         """
         positions = positions_of(rows, self._num_best)
         if not positions:
@@ -99,8 +97,8 @@ class Logprobs:
 def best_tokens(logits: Tensor, k: int) -> Tensor:
     """Ids of the k largest of each row of fp32 [P, vocab], best first, int64 [P, k].
 
-    Equal logits are ordered by lower id: the values become integers of the same order, and the id
-    fills the low half of the key, so that no two keys are equal and `topk` has no choice.
+    Equal logits are ordered by lower id. The key's high half is the value as an integer of the same
+    order, and its low half is the id. So no two keys are equal and `topk` has no ties to break.
     """
     num_rows, vocab_size = logits.shape
     ids = torch.arange(vocab_size, device=logits.device)

@@ -1,7 +1,7 @@
-"""Penalties on tokens already present: repetition, frequency and presence.
+"""Applies penalties to tokens already present: repetition, frequency and presence.
 
-Only rows that ask for a penalty get a row of counts; the tables grow when such a request comes and
-are reused, so a server whose clients use none holds none. Knows nothing of later processing.
+Only rows with a penalty get a row of counts. The tables grow when such a request arrives and are
+reused, so a server without such requests allocates none. Knows nothing of later processing.
 """
 
 import numpy as np
@@ -15,10 +15,10 @@ from engine.sampling.staging import Staging
 
 
 class TokenCounts:
-    """Counts of each token for the rows with penalties: fp32 [slots, vocab] on the device.
+    """How often each token occurred, for rows with a penalty: fp32 [slots, vocab] on the device.
 
-    fp32 because it meets logits, and exact up to 2**24 occurrences. Grows by doubling to at most
-    `max_rows` slots; a removed row's slot is used again.
+    fp32 because it is combined with logits; exact up to 2**24 occurrences. Grows by doubling to at
+    most `max_rows` slots; a removed row's slot is reused.
     """
 
     def __init__(self, vocab_size: int, max_rows: int, staging: Staging) -> None:
@@ -53,11 +53,11 @@ class TokenCounts:
             self._free_slots.append(slot)
 
     def slots_of(self, rows: list[int]) -> NDArray[np.int64]:
-        """Returns the slots that hold the rows' counts, [len(rows)]."""
+        """Slots of the rows, [len(rows)]."""
         return np.array([self._slots[row] for row in rows], dtype=np.int64)
 
     def gather(self, slots: Tensor) -> Tensor:
-        """Counts at int64 [P] slots, a copy, fp32 [P, vocab]."""
+        """Counts at int64 [P] slots, as a copy, fp32 [P, vocab]."""
         return self._counts.index_select(0, slots)
 
     def observe(self, rows: list[int], token_ids: Tensor) -> None:
@@ -68,7 +68,7 @@ class TokenCounts:
         index, slots = self._staging.send(
             np.array(positions, dtype=np.int64), self.slots_of(members)
         )
-        # Rows are distinct, hence slots too: no element is written twice.
+        # Rows are distinct, so slots are too: no element is written twice.
         self._counts[slots, token_ids.index_select(0, index)] += 1
 
     def _check_ids(self, row: int, token_ids: list[int]) -> None:
@@ -117,7 +117,7 @@ class RepetitionPenalty:
             np.array([[self._penalties[row]] for row in members], dtype=np.float32),
         )
         part = take(logits, index)
-        # Positive and negative parts apart: several times faster than a select on the sign.
+        # Handling positive and negative parts apart is several times faster than a select.
         penalised = part.clamp(min=0).div_(penalty).add_(part.clamp(max=0).mul_(penalty))
         put(logits, index, part.copy_(penalised.where(self._counts.gather(slots) > 0, part)))
 

@@ -1,6 +1,6 @@
-"""What an executor needs of sampling, and what sampling returns.
+"""The interface that an executor needs of sampling, and the records that sampling returns.
 
-Returned are tensors on the device, which nobody has waited for yet. Knows neither how a token was
+The records hold device tensors that may still be being computed. Knows neither how a token was
 chosen nor when it is read.
 """
 
@@ -22,15 +22,15 @@ from kernels.sampling.rows import GreedyChoice
 class LogprobTensors:
     """Log-probabilities of the P lines that asked for them."""
 
-    positions: list[int]  # [P]  which lines of the batch, ascending
-    limits: list[int]  # [P]  how many of the best tokens each asked for, at most K
+    positions: list[int]  # [P]  lines of the batch, ascending
+    limits: list[int]  # [P]  number of best tokens that each asked for, at most K
     chosen: Tensor  # fp32 [P]  NaN where nothing could be drawn
     top_ids: Tensor  # int64 [P, K]  best first, lower id among equals
     top_values: Tensor  # fp32 [P, K]
     num_finite: Tensor  # int64 [P]  leading entries of `top_values` above -inf
 
     def map(self, copy: Callable[[Tensor], Tensor]) -> "LogprobTensors":
-        """Applies `copy` to every tensor, for instance to bring them to the host."""
+        """A copy with `copy` applied to every tensor, for example to bring them to the host."""
         return LogprobTensors(
             positions=self.positions,
             limits=self.limits,
@@ -41,7 +41,7 @@ class LogprobTensors:
         )
 
     def records(self, num_lines: int) -> list[TokenLogprobs | None]:
-        """[num_lines] None for lines that did not ask or drew nothing. The tensors are read here.
+        """[num_lines]  None for lines that did not ask or drew nothing. Reads the tensors.
 
         num_lines: S of the batch they were made for.
         """
@@ -50,7 +50,7 @@ class LogprobTensors:
         top_ids, top_values = self.top_ids.tolist(), self.top_values.tolist()
         for p, num_finite in enumerate(self.num_finite.tolist()):
             if not math.isnan(chosen[p]):
-                # A token the model itself rules out (-inf) is no alternative, so it is not listed.
+                # A token that the model itself rules out (-inf) is not listed.
                 k = min(self.limits[p], num_finite)
                 record = TokenLogprobs(chosen[p], top_ids[p][:k], top_values[p][:k])
                 found[self.positions[p]] = record
@@ -59,18 +59,18 @@ class LogprobTensors:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LabelTensors:
-    """Log-probabilities of the labels of P lines, which draw no token; L labels in all."""
+    """Log-probabilities of the labels of P prompt-only lines, which draw no token; L labels."""
 
-    positions: list[int]  # [P]  which lines of the batch, ascending
-    counts: list[int]  # [P]  labels of each
+    positions: list[int]  # [P]  lines of the batch, ascending
+    counts: list[int]  # [P]  number of labels of each
     values: Tensor  # fp32 [L]  line by line
 
     def map(self, copy: Callable[[Tensor], Tensor]) -> "LabelTensors":
-        """Applies `copy` to the tensor."""
+        """A copy with `copy` applied to the tensor."""
         return replace(self, values=copy(self.values))
 
     def by_line(self) -> dict[int, list[float]]:
-        """Position -> its labels' log-probabilities. The tensor is read here."""
+        """Position -> its labels' log-probabilities. Reads the tensor."""
         values: Iterator[float] = iter(self.values.tolist())
         return {
             position: list(islice(values, count))
@@ -79,15 +79,15 @@ class LabelTensors:
 
 
 class SampledTensors(msgspec.Struct, frozen=True, kw_only=True):
-    """The sampled tokens, in the order of the rows."""
+    """What was drawn, in the order of the rows passed to `sample`."""
 
-    token_ids: Tensor  # int64 [S]  0 where not finite, not to be used
+    token_ids: Tensor  # int64 [S]  0 where not finite: must not be used
     is_finite: Tensor  # bool [S]  False = nothing could be drawn
     logprobs: LogprobTensors | None  # None = no row asked
-    labels: LabelTensors | None = None  # of rows whose token is not to be used; None = no such row
+    labels: LabelTensors | None = None  # of prompt-only rows, whose token must not be used
 
     def is_choice(self, choice: GreedyChoice) -> bool:
-        """Whether this is the greedy choice unchanged, without log-probabilities or labels."""
+        """Whether the tokens are the tensors of `choice` itself, without log-probabilities."""
         return (
             self.token_ids is choice.token_ids
             and self.is_finite is choice.is_finite

@@ -1,8 +1,8 @@
-"""From logits to the next token of every row, with its log-probabilities.
+"""Samples the next token of every row from its logits, with log-probabilities.
 
-Knows logits, rows and sampling parameters; nothing of models, blocks, stop conditions or text. All
-randomness is `kernels.sampling.noise`: no generator, no state besides each row's own history. On a
-GPU it only launches: nothing here waits for the device, so the next step can be launched before
+Knows logits, rows and sampling parameters, and nothing of models, blocks, stop conditions or text.
+All randomness is `kernels.sampling.noise`: no generator, no state besides each row's own history.
+On a GPU it only launches and never waits for the device, so the next step can be launched before
 this one's tokens are known to the host.
 """
 
@@ -29,26 +29,26 @@ _LOGIT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 class Sampler:
     """Draws the next token of each row. In this order, on fp32 logits:
 
-    1. logit_bias          added to the named tokens, before everything else as in vLLM. A bias of
-                           +-100 forces or excludes by sheer size, as OpenAI documents; it is
-                           finite, so it can be outweighed by logits further apart than that.
+    1. logit_bias          added to the named tokens, before everything else, as in vLLM. A bias of
+                           +-100 forces or excludes by its size, as OpenAI documents. It is finite,
+                           so logits that differ by more than that outweigh it.
     2. repetition_penalty  p > 1 discourages tokens of prompt and output: positive logits / p,
-                           negative * p (Hugging Face, vLLM; OpenAI has no such knob).
+                           negative * p (Hugging Face, vLLM; OpenAI has no such parameter).
     3. frequency_penalty,  logit - f * count - p * (count > 0), over output tokens only, never the
        presence_penalty    prompt: OpenAI's formula with vLLM's reading of "the text so far".
-    4. min_tokens          eos and stop_token_ids are impossible while fewer output tokens exist
-                           (vLLM). With ignore_eos the model's eos ids are not banned, they merely
-                           do not stop, which is the scheduler's; stop_token_ids still are.
-    5. constraint          tokens after which the output could not meet it are impossible; eos is
-                           possible where the output is complete, and there alone. A row with one
-                           has to `accept_token` its newest token before it samples the next.
-    6. temperature         0: the argmax of what stands now, lowest id among equals, no noise, and
-                           7-10 do not apply. Above 0: divides. However small, it does not turn into
+    4. min_tokens          eos and stop_token_ids are banned while fewer output tokens exist (vLLM).
+                           With ignore_eos the model's eos ids are not banned, but they do not stop
+                           either (in the scheduler); stop_token_ids are still banned.
+    5. constraint          tokens after which the output could not satisfy it are banned; eos is
+                           allowed only where the output is complete. A constrained row must
+                           `accept_token` its newest token before it samples the next.
+    6. temperature         0: the argmax of the logits so far, lowest id among equals, without noise
+                           and without 7-10. Above 0: divides. A small value does not switch to
                            another mode (vLLM: below 1e-5 is greedy): 1e-6 draws the best token,
                            and draws among exact equals.
-    7. top_k               keeps every logit >= the k-th largest; ties at the k-th all stay, so more
-                           than k may. 0, or k >= vocabulary: all (vLLM also says -1; the edge maps
-                           it).
+    7. top_k               keeps every logit >= the k-th largest; all ties at the k-th stay, so more
+                           than k may. 0, or k >= vocabulary: all (vLLM also accepts -1; the edge
+                           maps it).
     8. top_p               keeps the smallest set of best tokens, of those left and renormalised,
                            with mass >= top_p, at least one; tokens equal to the last all stay.
     9. min_p               keeps tokens with at least min_p times the largest probability, after
@@ -57,18 +57,19 @@ class Sampler:
     10. noise              argmax(logit + Gumbel(seed, index, token)) is a draw from softmax(logit).
                            index = output tokens so far, across preemption and migration: the same
                            seed continues the same answer whatever else is in the batch. OpenAI
-                           promises best effort for `seed`; here only the logits can make it differ.
+                           promises best effort for `seed`; here only different logits can change
+                           the result.
 
     logprobs are the model's own: log_softmax of the unprocessed logits, vLLM's default and what
     OpenAI users see at temperature 1. Best first, lower id among equals; tokens at -inf are not
     listed.
 
-    A row that asks for no token (max_tokens 0) is drawn nothing for: it has its labels' values, the
-    model's own too, and what stands in its place among the tokens only says whether it is finite.
+    For a prompt-only row (max_tokens 0) nothing is drawn. It gets its labels' log-probabilities,
+    also the model's own; its entry among the tokens only says whether its logits are finite.
 
     A row is not finite when its logits hold NaN or +inf or nothing above -inf, or when bans and
-    penalties left it no finite logit. Other rows are not touched by it. Its own history means
-    nothing from then on, for the host learns of it when later steps may have been launched.
+    penalties left it no finite logit. Other rows are unaffected. The row's own history is invalid
+    from then on, because later steps may be launched before the host knows.
 
     Row tables on the device change in stream order: call every method on one stream.
     """
@@ -81,7 +82,7 @@ class Sampler:
         device: torch.device | str,
         matchers: Matchers | None = None,
     ) -> None:
-        """matchers: follow the outputs of rows with a constraint; None = no row has one."""
+        """matchers: for rows with a constraint; None = no row has one."""
         assert all(0 <= i < vocab_size for i in eos_token_ids), f"eos ids {eos_token_ids}"
         staging = Staging(torch.device(device))
         self._vocab_size = vocab_size
@@ -99,9 +100,9 @@ class Sampler:
         )
         self._draw = build_draw(vocab_size, max_rows, staging)  # for rows with a temperature
         self._logprobs = Logprobs(vocab_size, staging)
-        self._labels = Labels(staging)  # of rows that draw nothing
+        self._labels = Labels(staging)  # for prompt-only rows
         self._rows: set[int] = set()
-        self._known_rows: list[int] | None = None  # of the last step; None = somebody came or went
+        self._known_rows: list[int] | None = None  # of the last step; None = rows changed since
         self._adjusted_rows: set[int] = set()
         self._special_rows: set[int] = set()  # need more than the argmax of their logits
 
@@ -109,10 +110,10 @@ class Sampler:
     def add(
         self, row: int, params: SamplingParams, prompt_ids: list[int], output_ids: list[int]
     ) -> None:
-        """A request enters `row`, with the output tokens it already has, wherever they were made.
+        """A request enters `row` with the output tokens it already has, wherever they were made.
 
-        Drawing for it goes on exactly where whoever drew `output_ids` left off. Neither disturbs
-        steps launched before nor waits for them.
+        Drawing continues exactly where it stopped after `output_ids`. Earlier launched steps are
+        not affected and not waited for.
         """
         assert 0 <= row < self._max_rows, f"row {row} of {self._max_rows}"
         assert row not in self._rows, f"row {row} is in use"
@@ -144,7 +145,7 @@ class Sampler:
             feature.remove(row)
 
     def accept_token(self, row: int, token_id: int) -> None:
-        """The newest token of a row with a constraint, before the row samples again."""
+        """Pass a constrained row's newest token to its constraint, before the row samples again."""
         self._constraints.accept_token(row, token_id)
 
     def is_plain(self, rows: list[int]) -> bool:
@@ -156,11 +157,11 @@ class Sampler:
     ) -> SampledTensors:
         """Draw one token for each of `rows` that asks for one, and advance their history.
 
-        logits: fp32, bf16 or fp16 [S, vocab], one line per row in the same order, left as they are.
-        Rows come in any order, each at most once, in a list that nobody changes. `greedy`: what
-        `kernels.sampling.rows.greedy` makes of the logits, if that is known already; left as it is.
-        On a GPU the result's tensors are still being computed; they may be those of `greedy`
-        itself.
+        logits: fp32, bf16 or fp16 [S, vocab], one line per row in the same order; not changed.
+        Rows come in any order, each at most once, in a list that must not change later. `greedy`:
+        the result of `kernels.sampling.rows.greedy` for these logits, if already known; not
+        changed. On a GPU the result's tensors are still being computed; they may be those of
+        `greedy` itself.
         """
         self._check(logits, rows)
         if greedy is None or not self.is_plain(rows):
@@ -197,7 +198,7 @@ class Sampler:
     def _check(self, logits: Tensor, rows: list[int]) -> None:
         assert logits.shape == (len(rows), self._vocab_size), f"logits {tuple(logits.shape)}"
         assert logits.dtype in _LOGIT_DTYPES, f"logits are {logits.dtype}"
-        if rows is self._known_rows:  # mostly a step decodes who decoded in the last one
+        if rows is self._known_rows:  # usually a step decodes the same rows as the last one
             return
         distinct = set(rows)
         assert len(distinct) == len(rows), f"a row twice in {rows}"
@@ -209,7 +210,7 @@ class Sampler:
     ) -> GreedyChoice:
         """The tokens of the lines at `positions`, whose logits some feature changes; [P]."""
         adjusted_rows = [rows[p] for p in positions]
-        # [P, vocab], always a copy: the caller's logits stay as they are.
+        # [P, vocab], always a copy, because the caller's logits must not change.
         work = logits.index_select(0, self._staging.indices(positions)).float()
         for feature in self._adjustments:
             feature.apply(work, adjusted_rows)
@@ -223,7 +224,7 @@ class Sampler:
     def _merge(
         self, choice: GreedyChoice, positions: list[int], part: GreedyChoice
     ) -> GreedyChoice:
-        """`choice` with the lines at `positions` replaced; bad logits stay bad, even if banned."""
+        """`choice` with the lines at `positions` replaced; a non-finite line stays non-finite."""
         index = self._staging.indices(positions)
         is_finite = choice.is_finite.index_copy(0, index, part.is_finite) & choice.is_finite
         token_ids = choice.token_ids.index_copy(0, index, part.token_ids)

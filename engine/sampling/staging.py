@@ -1,9 +1,9 @@
-"""Small arrays from the host to the device without waiting: one copy for all that a part needs.
+"""Copies small arrays from the host to the device without waiting, several arrays per copy.
 
-A plain copy of a Python list to a GPU waits for everything launched before it. From page-locked
-memory it does not, but then that memory must outlive the copy. Torch's page-locked allocator sees
-to it: it notes the stream that reads a buffer and hands the buffer out again only when that read
-is done, so any number of steps may be in flight. Knows nothing of what it carries.
+A plain copy of a Python list to a GPU waits for everything launched before it. A copy from
+page-locked memory does not, but that memory must outlive the copy. Torch's page-locked allocator
+ensures this: it records the stream that reads a buffer, and reuses the buffer only when that read
+is complete. So any number of steps may be in flight. Knows nothing of the content.
 """
 
 from typing import Any
@@ -13,12 +13,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-# Every array starts at a multiple: no kernel ever sees an unaligned pointer.
+# Every array starts at a multiple of this, so that no kernel gets an unaligned pointer.
 _ALIGNMENT_BYTES = 16
 
 
 class Staging:
-    """Sends arrays to one device; pinned where the device is a GPU, plain memory on a CPU."""
+    """Sends arrays to one device, through pinned memory if it is a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -27,8 +27,8 @@ class Staging:
     def send(self, *arrays: NDArray[Any]) -> tuple[Tensor, ...]:
         """The arrays as device tensors of the same shape and dtype, by one copy.
 
-        Returns before the copy is done; work launched later on the current stream sees it. The
-        arrays may be changed at once.
+        Returns before the copy is complete; work launched later on the current stream sees it. The
+        caller may change the arrays at once.
         """
         starts = [0]
         for array in arrays:
@@ -52,6 +52,6 @@ class Staging:
 
 
 def _as_array(raw: Tensor, like: NDArray[Any]) -> Tensor:
-    """Bytes uint8 [nbytes] as a tensor with the shape and dtype of `like`."""
+    """The bytes `raw`, uint8 [nbytes], as a tensor with the shape and dtype of `like`."""
     dtype = torch.from_numpy(np.empty(0, dtype=like.dtype)).dtype
     return raw.view(dtype).view(like.shape)

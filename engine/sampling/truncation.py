@@ -1,9 +1,9 @@
-"""Temperature, and what is cut off before a draw: top_k, top_p, min_p.
+"""Applies temperature and the cuts before a draw: top_k, top_p, min_p.
 
 Every cut is by value: a row gets a threshold and keeps each token at or above it, so equal logits
-are kept or dropped together, whatever their ids. Plain torch that reads back what it computes: the
-implementation on a CPU and the oracle of `kernels.sampling.limits_triton`, which does the same on a
-GPU without waiting. Knows nothing of history, bias or noise; a row drawn greedily never comes here.
+are kept or dropped together, whatever their ids. Plain torch that reads results back to the host:
+the implementation for a CPU and the oracle of `kernels.sampling.limits_triton`, which does the same
+on a GPU without waiting. Knows nothing of history, bias or noise. Greedy rows are not handled here.
 """
 
 import math
@@ -15,15 +15,15 @@ from torch import Tensor
 from engine.request import SamplingParams
 from engine.sampling.feature import positions_of, put, take
 
-# Below any temperature a client can mean, far above where fp32 division would give 0 / 0.
+# Below any meaningful temperature, and far above where fp32 division would give 0 / 0.
 SMALLEST_TEMPERATURE = 1e-30
-# How many of the best tokens top_p looks at first; most nuclei are smaller, and a full sort of the
+# Number of best tokens that top_p examines first. Most nuclei are smaller, and a full sort of the
 # vocabulary costs about twenty times as much.
 _FIRST_LOOK_TOKENS = 64
 
 
 class Temperature:
-    """Shifts a row's maximum to 0, then divides: only differences are scaled, none overflows."""
+    """Shifts a row's maximum to 0, then divides: only differences are scaled, so none overflows."""
 
     def __init__(self) -> None:
         self._temperatures: dict[int, float] = {}  # row -> temperature > 0
@@ -53,15 +53,15 @@ class Temperature:
         put(logits, index, part)
 
     def observe(self, rows: list[int], token_ids: Tensor) -> None:
-        """Does nothing: a temperature does not depend on drawn tokens."""
+        """Does nothing: a temperature does not depend on what was drawn."""
 
 
 class TopK:
-    """Keeps every token whose logit is at least the k-th largest; ties at the k-th stay."""
+    """Keeps every token whose logit is at least the k-th largest, including ties at the k-th."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
-        self._limits: dict[int, int] = {}  # row -> k, below the vocabulary's size
+        self._limits: dict[int, int] = {}  # row -> k, smaller than the vocabulary
 
     def add(
         self, row: int, params: SamplingParams, prompt_ids: list[int], output_ids: list[int]
@@ -87,14 +87,14 @@ class TopK:
         put(logits, index, part)
 
     def observe(self, rows: list[int], token_ids: Tensor) -> None:
-        """Does nothing: a cut does not depend on drawn tokens."""
+        """Does nothing: a cut does not depend on what was drawn."""
 
 
 class TopP:
     """Keeps the smallest set of best tokens whose probability reaches top_p, at least one.
 
-    A token stays if the tokens strictly before it sum to less than top_p; all tokens equal to the
-    last one that stays, stay too.
+    A token stays if the tokens strictly before it sum to less than top_p. All tokens equal to the
+    last one that stays also stay.
     """
 
     def __init__(self) -> None:
@@ -123,14 +123,14 @@ class TopP:
         put(logits, index, part)
 
     def observe(self, rows: list[int], token_ids: Tensor) -> None:
-        """Does nothing: a cut does not depend on drawn tokens."""
+        """Does nothing: a cut does not depend on what was drawn."""
 
 
 def _nucleus_cutoff(logits: Tensor, masses: Tensor) -> Tensor:
     """The smallest logit each row keeps, fp32 [P, 1]; logits fp32 [P, vocab], masses [P, 1].
 
-    Looks at a row's best 64 tokens, then at eight times as many, until its mass is reached; what a
-    row needs is its own, so its result does not depend on the other rows.
+    Examines a row's best 64 tokens, then eight times as many, until its mass is reached. The number
+    needed depends on the row alone, so its result does not depend on the other rows.
     """
     vocab_size = logits.shape[1]
     largest = logits.amax(dim=-1, keepdim=True)
@@ -143,7 +143,7 @@ def _nucleus_cutoff(logits: Tensor, masses: Tensor) -> Tensor:
         num_tokens = min(num_tokens, vocab_size)
         best = logits[unsettled].topk(num_tokens, dim=-1).values  # [U, num_tokens], descending
         reached = (best - largest[unsettled]).exp_().cumsum(dim=-1, dtype=torch.float64)
-        # `reached` never falls: the kept tokens are those short of the mass, and one more.
+        # `reached` never decreases: kept are the tokens short of the mass, plus one more.
         num_short = (reached < wanted[unsettled]).sum(dim=-1, keepdim=True)
         cutoff[unsettled] = best.gather(1, num_short.clamp(max=num_tokens - 1))
         if num_tokens == vocab_size:
@@ -181,7 +181,7 @@ class MinP:
         put(logits, index, part)
 
     def observe(self, rows: list[int], token_ids: Tensor) -> None:
-        """Does nothing: a cut does not depend on drawn tokens."""
+        """Does nothing: a cut does not depend on what was drawn."""
 
 
 def column(values: Mapping[int, float], rows: Sequence[int], like: Tensor) -> Tensor:

@@ -1,8 +1,9 @@
-"""How much prompt work still fits a step: its token budget and its time.
+"""The budget for prompt work in one step: new tokens and time.
 
-A budget is opened for each step, mutated by grants, then dropped. Tokens are a hard limit. Time is
-a wish: the first prompt of a step always gets a chunk, or decodes that fill `max_step_s` would stop
-all prompts. Knows neither blocks nor rows, nor who is next.
+A `StepBudget` is opened for each step, reduced by grants and then dropped. The token limit is hard.
+The time limit is soft: the first prompt of a step always gets a chunk, because otherwise decodes
+that already fill `max_step_s` would stop all prompts. The budget knows neither blocks nor rows, and
+does not choose the next prompt.
 """
 
 from bisect import bisect_right
@@ -11,15 +12,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from engine.cost_model import NO_WORK, PRIOR, StepCosts, StepWork
 from engine.request import Request, RequestKey
 
-Candidate = tuple[Request, int]  # (request, tokens it may compute at most)
-WorkOf = Callable[[Request], tuple[int, int]]  # new and cached tokens of the rest of its prompt
+Candidate = tuple[Request, int]  # may compute prompt tokens now, and the maximum number of them
+WorkOf = Callable[[Request], tuple[int, int]]  # new and cached tokens of the prompt's remainder
 
 
 class StepBudget:
-    """The token and time budget of one step, and what was granted of it.
+    """The token and time budget of one step, and the tokens granted to each request.
 
-    `max_tokens` are new prompt tokens, besides `decoding`, which the step does anyway. Chunks
-    shorter than `min_chunk_tokens` are made only if they end their prompt or open the step.
+    `max_tokens` bounds the new prompt tokens; the tokens of `decoding` are not part of it. A chunk
+    shorter than `min_chunk_tokens` is made only if it ends its prompt or is the step's first chunk.
     """
 
     def __init__(
@@ -34,10 +35,10 @@ class StepBudget:
         can_admit: bool = True,
         graph_token_sizes: Sequence[int] = (),
     ) -> None:
-        """can_admit: whether a request that waits could start, as far as that is known already.
+        """can_admit: False if it is already known that no waiting request can be admitted.
 
-        graph_token_sizes: sizes of steps, ascending, that replay a graph without padding; chunks
-        are cut so that steps have them.
+        graph_token_sizes: step sizes in tokens, ascending, that need no padding. Chunks are
+        shortened so that a step has one of these sizes.
         """
         assert max_tokens >= 0, f"{max_tokens} tokens are left beside the decodes"
         assert min_chunk_tokens > 0, f"a chunk of {min_chunk_tokens} tokens"
@@ -51,7 +52,7 @@ class StepBudget:
         self._graph_token_sizes = graph_token_sizes
         self._granted: dict[RequestKey, int] = {}
         self._refused: set[RequestKey] = set()
-        self.has_refused_long = False  # a long request, see `short_reserve`
+        self.has_refused_long = False  # set by `refuse_long`; long as in `short_reserve`
 
     @property
     def num_tokens_left(self) -> int:
@@ -59,7 +60,7 @@ class StepBudget:
 
     @property
     def work(self) -> StepWork:
-        """The work of the step so far, decodes included."""
+        """Everything that the step computes so far, decodes included."""
         return self._work
 
     @property
@@ -68,20 +69,21 @@ class StepBudget:
         return len(self._granted)
 
     def num_granted(self, request: Request) -> int:
-        """Tokens of its prompt that this step computes."""
+        """Prompt tokens of `request` that this step computes."""
         return self._granted.get(request.key, 0)
 
     def limit_time(self, max_step_s: float) -> None:
-        """Limits the step's predicted time for all chunks granted from now on."""
+        """Replace the step's time limit for all later chunks."""
         self._max_step_s = max_step_s
 
-    # ---- the scheduler's answers to a candidate --------------------------------------------------
+    # ---- for the scheduler -----------------------------------------------------------------------
 
     def grant(self, candidate: Candidate) -> int:
-        """Grants tokens to a running request; returns how many, at least one.
+        """Grant tokens to a running request; returns how many, at least one.
 
-        Its progress must be up to date: an admission may have found another prefix than expected.
-        Then time gives way by at most `min_chunk_tokens`, tokens never.
+        The request's progress must be up to date: an admission may have found another prefix than
+        expected. In that case the chunk may exceed the time limit by at most `min_chunk_tokens`,
+        but never the token limit.
         """
         request, max_tokens = candidate
         assert self._num_tokens_left > 0, f"{request.key}: the step has no token left"
@@ -95,25 +97,25 @@ class StepBudget:
         return num_tokens
 
     def refuse(self, request: Request) -> None:
-        """Notes that a request cannot be admitted now: there is no row, or not enough blocks.
+        """Record that the request cannot be admitted now because no row or no blocks are free.
 
-        No request of its class that waits behind it may overtake it in this step.
+        No request that waits behind it in its class may be admitted in this step.
         """
         self._refused.add(request.key)
 
     def refuse_long(self) -> None:
-        """Notes that a long request finds no row or blocks: no other long one starts in this step.
+        """Record that a long request found no row or no blocks: no long one is admitted this step.
 
         Short requests behind it may still be admitted.
         """
         self.has_refused_long = True
 
-    # ---- the queue's questions ------------------------------------------------------------------
+    # ---- for the queue ---------------------------------------------------------------------------
 
     def fit(self, num_new: int, num_cached: int, *, beside: StepWork = NO_WORK) -> int:
-        """The longest chunk of this prompt that tokens and time allow; may be 0.
+        """Length of the longest chunk of this prompt that fits the token and time limits; may be 0.
 
-        `beside`: prompts without a grant that must fit too.
+        `beside` is work of prompts without a grant yet that must fit as well.
         """
         max_tokens = min(num_new, self._num_tokens_left - beside.num_prompt_tokens)
         if max_tokens <= 0:
@@ -128,7 +130,7 @@ class StepBudget:
         )
 
     def has_room(self, num_new: int, num_cached: int) -> bool:
-        """Whether a chunk of this prompt fits and is long enough to be worth making."""
+        """Whether a chunk of this prompt is worth making in this step."""
         if self._num_tokens_left <= 0:
             return False
         if not self._granted:
@@ -142,10 +144,10 @@ class StepBudget:
         work_of: WorkOf,
         is_waiting: Callable[[Request], bool],
     ) -> Iterator[Candidate]:
-        """Each candidate in order, until one does not fit.
+        """Yield the candidates in order, until one does not fit.
 
-        After a refusal, also one in an earlier call, only running requests get a chunk. A request
-        that has its chunk already is skipped.
+        Candidates that already have a chunk in this step are skipped. After a refusal, including
+        one from an earlier call, only running requests are yielded.
         """
         is_closed = False
         for request in candidates:
@@ -158,7 +160,7 @@ class StepBudget:
             is_closed = is_closed or request.key in self._refused
 
     def _without_padding(self, num_tokens: int, num_new: int) -> int:
-        """Shortens a chunk, by half at most, so that its step has no padding."""
+        """Shorten a chunk that does not end its prompt to a full graph size; at most by half."""
         if num_tokens == num_new or not self._graph_token_sizes:
             return num_tokens
         num_before = self._work.num_new_tokens
@@ -171,5 +173,5 @@ class StepBudget:
 
 
 def rest_of_prompt(request: Request) -> tuple[int, int]:
-    """New and cached tokens of the rest of a running request's prompt."""
+    """New tokens that a running request has still to compute, and its computed tokens."""
     return request.num_uncomputed_tokens, request.num_computed_tokens

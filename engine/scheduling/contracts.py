@@ -1,4 +1,4 @@
-"""What the scheduler needs from others, and what a step gives back."""
+"""Interfaces that the scheduler needs from other parts, and the output of a step."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -10,7 +10,7 @@ from engine.request import Request, RequestKey
 
 
 class BlockHasher(Protocol):
-    """Names the content of full blocks (see engine/kv/hashes.py)."""
+    """Computes hashes that name the content of full blocks (see engine/kv/hashes.py)."""
 
     def extend(self, request: Request) -> None:
         """Append to `request.block_hashes` the hash of every full block of its known tokens."""
@@ -22,11 +22,13 @@ class HandoffQueue(Protocol):
 
     @property
     def num_unreserved_blocks(self) -> int:
-        """Blocks of finished prompts for which no decode worker has reserved blocks yet."""
+        """Blocks held by finished prompts for which no decode worker has reserved blocks yet."""
         ...
 
     def start(self, request: Request) -> None:
-        """The first chunk starts (or starts again): a decode worker is asked for blocks."""
+        """The first chunk starts (again, after a preemption): the decode worker can be asked now
+        to reserve blocks.
+        """
         ...
 
     def advance(self, request: Request) -> None:
@@ -37,7 +39,7 @@ class HandoffQueue(Protocol):
         ...
 
     def retract(self, key: RequestKey) -> None:
-        """The request was preempted: its blocks are about to be released, it computes again."""
+        """The request was preempted: its blocks will be released and its KV recomputed."""
         ...
 
     def add(self, request: Request) -> None:
@@ -45,12 +47,12 @@ class HandoffQueue(Protocol):
         ...
 
     def drop(self, key: RequestKey) -> None:
-        """The request ended here before `add`, perhaps before `start` too."""
+        """The request ended in this worker before `add`, perhaps before `start` too."""
         ...
 
 
 class StepOutput(msgspec.Struct, frozen=True, kw_only=True):
-    """The effects of one turn of the loop on requests; `Request.ingress_id` is their ingress."""
+    """What one turn of the loop produced; `Request.ingress_id` names each record's receiver."""
 
     num_scheduled_tokens: int = 0  # computed by the step that was committed
     has_progressed: bool = False  # a step was launched or committed; False = nothing could run
@@ -59,7 +61,7 @@ class StepOutput(msgspec.Struct, frozen=True, kw_only=True):
     left: list[RequestKey] = []  # no longer in this scheduler
 
     def fail(self, request: Request, reason: str, code: str) -> None:
-        """Ends a request with an error that another worker would not avoid."""
+        """Report that the request failed for good: not retryable on another worker."""
         record = FailureRecord(key=request.key, reason=reason, retryable=False, code=code)
         self.failures.append((request.ingress_id, record))
         self.left.append(request.key)
@@ -73,7 +75,7 @@ class SchedulerStatistics:
     num_running: int
     num_queued_tokens: int
     num_preemptions: int
-    num_preemptions_for_others: int  # of these, for a waiting request; the others let rows grow
+    num_preemptions_for_others: int  # of these: to admit waiting requests, not for decode growth
     num_steps: int
     num_prompt_tokens_computed: int
     num_cached_tokens: int

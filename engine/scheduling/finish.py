@@ -1,8 +1,9 @@
-"""The tokens that a step sampled: recorded for their requests, and whether each was the last.
+"""Appends the tokens that a step sampled to their requests and decides which requests end.
 
-`FinishRules` decides when a request's tokens end (stop strings are the ingress's, which sees text);
-`SampledTokens` adds a step's tokens to their requests and makes the records for the clients. It
-reports which requests have their last token and ends none. Knows no blocks and no queue.
+`FinishRules` decides whether a token ends its request (stop strings are checked by the ingress,
+which sees text). `SampledTokens` appends a step's tokens to their requests and makes the records
+for the clients. It reports the requests that have their last token but does not end them. Knows no
+blocks and no queue.
 """
 
 from collections.abc import Iterable
@@ -17,14 +18,14 @@ from engine.scheduling.in_flight import StepInFlight
 
 
 class FinishRules:
-    """Finish by eos, by a stop id, by max_tokens or by the context being full."""
+    """Ends a request on eos, a stop id, max_tokens or a full context."""
 
     def __init__(self, eos_token_ids: tuple[int, ...], max_model_len: int) -> None:
         self._eos_token_ids = frozenset(eos_token_ids)
         self._max_model_len = max_model_len
 
     def apply(self, request: Request) -> None:
-        """Store in a request what ends it here, so that no step has to compute it again."""
+        """Write the length limit and the stop ids to the request, once, for use in every step."""
         request.max_known_tokens = min(request.max_known_tokens, self._max_model_len)
         if not request.params.ignore_eos:
             request.stop_ids |= self._eos_token_ids
@@ -32,10 +33,10 @@ class FinishRules:
     def reason(
         self, request: Request, token_id: int
     ) -> tuple[Literal["stop", "length"] | None, int | None]:
-        """Returns why the request ends with its newest token, and the id that stopped it.
+        """Finish reason if `token_id`, the request's newest token, ends it, and the stop id.
 
-        (None, None) when it goes on. min_tokens needs no rule here: until it is reached the
-        sampler does not draw eos or stop ids.
+        Returns (None, None) if the request continues. min_tokens needs no rule here: until it is
+        reached the sampler does not draw eos or stop ids.
         """
         if token_id in request.stop_ids:
             return "stop", token_id
@@ -44,11 +45,11 @@ class FinishRules:
         return None, None
 
     def reason_of_prompt(self, request: Request) -> Literal["stop", "length"]:
-        """Returns why a request for no token ends: it has its labels, or is at its length."""
+        """Finish reason of a prompt-only request: "stop" if it has labels, else "length"."""
         return "stop" if request.params.label_token_ids else "length"
 
     def num_steps_to_last(self, requests: Iterable[Request]) -> int:
-        """Returns after how many decode steps `at_last_token` returns the first of these."""
+        """Number of steps until `at_last_token` returns one of these, if all of them decode."""
         left = [
             0 if r.decode_worker is not None else r.max_known_tokens - 1 - r.num_computed_tokens
             for r in requests
@@ -56,10 +57,10 @@ class FinishRules:
         return min(left, default=0)
 
     def at_last_token(self, requests: Iterable[Request]) -> list[Request]:
-        """Returns the requests that compute nothing after their newest token, which is in flight.
+        """Requests (each with a newest token in flight) that have nothing more to compute here.
 
-        That token ends them by their length, or they move with it to another worker. One that ends
-        a request by its id is noticed when it comes back.
+        The token in flight ends them by length, or they move with it to another worker. A token
+        that ends its request by its id is noticed only when its result arrives.
         """
         return [
             request
@@ -69,12 +70,12 @@ class FinishRules:
         ]
 
 
-# A request with its last token here, and how it finished; None = another worker continues it.
+# A request with its last token here, and its finish reason; None = it continues on another worker.
 Ending = tuple[Request, Literal["stop", "length"] | None]
 
 
 class SampledTokens:
-    """Appends tokens to requests and emits them, by one set of `FinishRules`."""
+    """Appends tokens to requests and emits records, according to one set of `FinishRules`."""
 
     def __init__(self, finish_rules: FinishRules) -> None:
         self._finish_rules = finish_rules
@@ -83,10 +84,10 @@ class SampledTokens:
     def append_all(
         self, step: StepInFlight, result: StepResult, output: StepOutput
     ) -> list[Ending]:
-        """Add what was sampled to requests that have a row and to `output`, in the plan's order.
+        """Append what was sampled to requests that have a row and to `output`, in the plan's order.
 
-        Most rows are decodes that continue: two comparisons find them, and nothing else has to be
-        checked. All others go through `_append`, which is right for any row.
+        Fast path: most rows are decodes that continue. Two comparisons find these, and their
+        records need no other field. All other rows go through `_append`, which is right for any.
         """
         endings: list[Ending] = []
         emit = output.tokens.append
@@ -96,7 +97,7 @@ class SampledTokens:
         for request, token_ids, logprobs in islice(rows, step.num_decodes):
             if request.row is None or not token_ids:
                 continue
-            (token_id,) = token_ids  # a decode samples one, or none if it is not finite
+            (token_id,) = token_ids  # a decode samples one token; none if its logits are not finite
             its_logprobs = None if logprobs is None else logprobs[0]
             tokens = request.tokens
             num_known = len(tokens)
@@ -122,7 +123,7 @@ class SampledTokens:
         logprobs: list[TokenLogprobs] | None,
         output: StepOutput,
     ) -> list[Ending]:
-        """Add and emit a step's tokens of one request, up to the one that ends it."""
+        """Append and emit a step's tokens of one request, up to the one that ends it."""
         for token_id, its_logprobs in zip(token_ids, logprobs or repeat(None)):  # noqa: B905
             ending = self._append(request, token_id, its_logprobs, output)
             if ending:
@@ -136,9 +137,9 @@ class SampledTokens:
         logprobs: TokenLogprobs | None,
         output: StepOutput,
     ) -> list[Ending]:
-        """Add and emit one token; returns whether it is the request's last one here."""
+        """Append and emit one token; returns its ending if it is the last one here."""
         index = request.num_output_tokens
-        is_first = index == request.num_emitted_tokens  # the first that this worker emits
+        is_first = index == request.num_emitted_tokens  # the first emitted by this worker
         request.tokens.append(token_id)
         finish, stop_token_id = self._finish_rules.reason(request, token_id)
         record = TokenRecord(
@@ -159,7 +160,7 @@ class SampledTokens:
     def _end_with_prompts(
         self, step: StepInFlight, result: StepResult, output: StepOutput
     ) -> list[Ending]:
-        """Ends requests that asked for no token once their prompt is computed; emits scores."""
+        """Emit a record for each prompt-only request whose prompt this step completed."""
         ended = [(step.requests[index], labels) for index, labels in result.labels.items()]
         return [
             self._end_with_prompt(request, labels, output)
@@ -184,11 +185,11 @@ class SampledTokens:
 
 
 def _take_scores(request: Request, labels: list[float]) -> PromptScores | None:
-    """Takes the prompt's scores out of the request; None = it asked for none."""
+    """Remove the prompt's scores from the request and return them; None = none were asked for."""
     pieces, request.prompt_logprobs = request.prompt_logprobs, []
     return PromptScores(labels, pieces) if labels or pieces else None
 
 
 def _waited_s(request: Request) -> float | None:
-    """Returns the wait before the prompt's first step; None if the request came with its KV."""
+    """Seconds from arrival to its prompt's first step; None for a request that joined with KV."""
     return None if request.started_s is None else request.started_s - request.arrival_s

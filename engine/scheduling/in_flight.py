@@ -1,14 +1,14 @@
-"""Steps that were launched and are not committed: whose rows they compute, which blocks they touch.
+"""Tracks launched, uncommitted steps: the rows that they compute and the blocks that they touch.
 
     launch(n) ------------------------------------ commit(n)
                    launch(n + 1) ----------------------------------- commit(n + 1)
                                                    |-- blocks of a request that ended in n are held
 
-The device runs steps in the order of their launch, so a later step may take over a row at once.
-Blocks are not so simple: a handoff writes them from its own thread, and a row that turns out not to
-be finite leaves blocks that must be zeroed. So a block that a launched step reads, writes or zeroes
-stays unavailable until that step is committed, even if its request has left.
-Knows no rows and no cache: the scheduler releases what is held here.
+The device runs steps in the order of their launch, so a later step may reuse a row at once. Blocks
+need more care: a handoff writes them from its own thread, and a row whose logits turn out to be
+non-finite leaves blocks that must be zeroed. So a block that a launched step reads, writes or
+zeroes is not available before that step is committed, even if its request has left. Knows no rows
+and no cache: the scheduler releases what is held here.
 """
 
 from collections import deque
@@ -22,30 +22,27 @@ from engine.request import Request
 
 
 class StepInFlight(msgspec.Struct, frozen=True, kw_only=True):
-    """A step that was launched and is not committed."""
+    """One launched step."""
 
     requests: list[Request]  # parallel to the plan's rows: decodes, then chunks of prompts
     num_decodes: int
     zero_block_ids: list[int]
-    # Whose last block, or one before it, the step fills, and how far its tokens have KV then. Not
-    # as far as `Request.num_computed_tokens` says later: the next step may be counted there.
+    # Requests with a block that this step completes, and the number of their tokens that have KV
+    # after it. `Request.num_computed_tokens` may be larger by then: it also counts the next step.
     filled: list[tuple[Request, int]]
     work: StepWork = NO_WORK
-    held: Sequence[Request] = ()  # constrained: planned again only once their token is known
-    # index in `requests` -> the blocks of a request that left since
+    held: Sequence[Request] = ()  # not planned again until the token sampled here is known
+    # index in `requests` -> block ids of a request that left after the launch
     left_block_ids: dict[int, list[int]] = {}
 
     def rows(
         self, result: StepResult
     ) -> Iterator[tuple[Request, list[int], list[TokenLogprobs] | None]]:
-        """Yields each request with its sampled tokens and, if asked for, their log-probabilities.
-
-        In the plan's order.
-        """
+        """Each request with its sampled ids and log-probabilities (if asked for), in plan order."""
         return zip(self.requests, result.tokens, result.logprobs, strict=True)
 
     def not_finite(self, result: StepResult) -> list[Request]:
-        """Returns the requests whose logits were not finite; they sampled nothing."""
+        """Requests whose logits were not finite; nothing was sampled for them."""
         if all(result.is_finite):
             return []
         whether = zip(self.requests, result.is_finite, strict=True)
@@ -53,7 +50,7 @@ class StepInFlight(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepsInFlight:
-    """The steps in flight, in the order of their launch, which is the order they end in."""
+    """Steps in flight in launch order, which is also the order in which they end."""
 
     def __init__(self) -> None:
         self._steps: deque[StepInFlight] = deque()
@@ -69,19 +66,19 @@ class StepsInFlight:
         return self._steps[-1]
 
     def pop(self) -> StepInFlight:
-        """Removes the oldest step, whose result has come."""
+        """Remove and return the oldest step, whose result has arrived."""
         return self._steps.popleft()
 
     def is_computing(self, request: Request) -> bool:
         return any(request in step.requests for step in self._steps)
 
     def hold(self, request: Request, block_ids: list[int]) -> None:
-        """Hold the blocks of a request that leaves until the last step computing for it ends."""
+        """Hold a leaving request's blocks until the last step that computes for it is committed."""
         step = next(step for step in reversed(self._steps) if request in step.requests)
         step.left_block_ids[step.requests.index(request)] = block_ids
 
     def owners(self) -> Iterator[tuple[str, list[int]]]:
-        """Yields the holders of block references here, for the conservation law."""
+        """Every holder of block references here, for the check that no block is lost."""
         for step in self._steps:
             if step.zero_block_ids:
                 yield "being zeroed", step.zero_block_ids

@@ -1,33 +1,36 @@
-"""Length-aware scheduling in time: two queues, short prompts first, long ones in chunks that age.
+"""Length-aware queue of one worker: short prompts first, long prompts in chunks that age.
 
-A prompt is short if computing what no cache holds of it takes, alone and by the cost model, at most
-as long as `laps_length_threshold` tokens without a history; until the model is fitted, if it has at
-most that many uncached tokens. Its class is decided while it waits (again when the caches have
-changed, see `reclassify`) and kept while it runs: the last piece of a long prompt is still long.
+A prompt is short if computing its uncached tokens, alone in a step and by the cost model, takes at
+most as long as computing `laps_length_threshold` tokens without a history. Until the model is
+fitted, it is short if it has at most that many uncached tokens. The class is decided while the
+request waits (again when the caches have changed, see `reclassify`) and kept while it runs: the
+last chunk of a long prompt is still long.
 
 Order inside a class: (priority, due time if there is one else arrival, arrival, order of adding).
-Short prompts that run go on before others start. What a step holds:
+Running short prompts come before waiting ones. `mix` decides what a step holds:
 
     exclusive   short prompts, or one long request's chunk when no short one can be granted tokens
-    fill        short prompts, then chunks of long ones in the budget that they left
+    fill        short prompts, then chunks of long ones in the budget that is left
 
-Decodes ride with either. A long request that computes in chunks competes at every chunk boundary.
+Decodes are part of either. A long request that computes in chunks competes again for every chunk.
 
-How long a step may take: `max_step_ms`. One of long chunks alone may take a tenth of the queued
-long work, up to `max_busy_step_ms`: near saturation every boundary costs capacity. In `fill`,
-chunks are put beside short prompts up to `max_mixed_step_ms`: prompts that share a step wait for
-all of it.
+Time limit of a step: `max_step_ms`. A step of long chunks alone may take a tenth of the time of the
+queued long work, up to `max_busy_step_ms`: near saturation every chunk boundary costs capacity. In
+`fill`, chunks are added to short prompts up to `max_mixed_step_ms`, because all requests of a step
+wait for all of it.
 
-Ageing: a long request *has aged* when it has got no chunk for `max_long_wait_s` (since it arrived,
-or since its last one). While short prompts wait, the one without a chunk for longest then goes
-first, once; in `fill` its chunk shrinks, at most by half, to leave room for them. Two steps in a
-row never begin with a long chunk while a short prompt that can be admitted waits.
+Ageing: a long request *has aged* when it has got no chunk for `max_long_wait_s` (since its arrival
+or since its last chunk). While short prompts wait, the aged request that has waited longest for a
+chunk goes first, for one chunk. In `fill` that chunk shrinks, at most by half, so that short
+prompts fit too. Two steps in a row never begin with a long chunk while a short prompt that can be
+admitted waits.
 
 Bound, as long as nothing is refused: when a long request has aged, let m others have waited longer
 and let those ahead of it in its class have c chunks left. Before its next chunk come at most m + c
-long chunks (m aged ones; c in order, in steps without short prompts or in the room these left) and
-m + c + 1 steps that begin with short prompts. While short prompts never run out, `exclusive` gives
-at most m and m + 1. A preempted request keeps its arrival and may count among the m.
+long chunks (m of aged requests; c in order, in steps without short prompts or in the budget that
+these left) and m + c + 1 steps that begin with short prompts. If short prompts never run out,
+`exclusive` has at most m long chunks and m + 1 such steps. A preempted request keeps its arrival
+and may count among the m.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -42,22 +45,22 @@ from engine.request import Request, RequestKey
 from engine.scheduling.budget import Candidate, StepBudget, rest_of_prompt
 from engine.scheduling.waiting import SortKey, WaitingQueue
 
-_MIN_STEP_FLOORS = 4  # a long chunk's step may take this many times the fixed cost of a step
-_BUSY_SHARE = 0.1  # of the queued long work that one step may take
+_MIN_STEP_FLOORS = 4  # the step limit is at least this many times the floor of a step's cost
+_BUSY_SHARE = 0.1  # share of the queued long work that one step may take
 
 
 @dataclass(slots=True, kw_only=True)
 class _Entry:
     """A waiting request, as it was when its uncached tokens were last counted."""
 
-    serial: int  # order of adding, kept when it changes its class
+    serial: int  # order of adding; unchanged when the request changes its class
     length_class: LengthClass
     num_uncached_tokens: int
 
 
 @dataclass(slots=True, kw_only=True)
 class _Progress:
-    """A running prompt that was granted a chunk from here."""
+    """A running prompt that was granted a chunk by this queue."""
 
     length_class: LengthClass
     last_chunk_s: float
@@ -69,15 +72,15 @@ class ClassStatistics:
 
     num_waiting: int
     work: StepWork  # all of them in one step
-    oldest_arrival_s: float | None  # None = nobody waits
+    oldest_arrival_s: float | None  # None = no prompt waits
     first_due_s: float | None  # None = none of them has a due time
 
 
 class DualQueue:
     """A `PromptQueue` of two classes.
 
-    `count_uncached` says how many tokens of a waiting request have to be computed, by the prefix
-    cache as it is now; `due_of` when its first token is due, None for the default of its class.
+    `count_uncached` returns how many tokens of a waiting request no cached block covers at present.
+    `due_of` returns when its first token is due; None = the default of its class applies.
     """
 
     def __init__(
@@ -99,7 +102,7 @@ class DualQueue:
         self._entries: dict[RequestKey, _Entry] = {}
         self._progress: dict[RequestKey, _Progress] = {}
         self._num_added = 0
-        self._has_long_gone_first = False  # in the last step that computed prompts
+        self._has_long_gone_first = False  # in the last step that computed prompt tokens
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -118,10 +121,10 @@ class DualQueue:
 
     @property
     def max_step_s(self) -> float:
-        """The longest step that a long chunk may make.
+        """The configured limit, but at least `_MIN_STEP_FLOORS` times the floor of a step.
 
-        It is as configured, but never so short that a step's fixed cost dominates: that would cost
-        capacity, queues would grow, and no short prompt would be served sooner.
+        Shorter steps would be mostly floor: that would cost capacity and lengthen the queues, and
+        no short prompt would be served sooner.
         """
         return max(1e-3 * self._config.max_step_ms, _MIN_STEP_FLOORS * self._model.costs.floor_s)
 
@@ -140,20 +143,20 @@ class DualQueue:
         return None if entry is None else self._waiting[entry.length_class].remove(key)
 
     def reclassify(self) -> None:
-        """Count every waiting request's uncached tokens again: the caches or the model changed.
+        """Count every waiting request's uncached tokens again, after a change of caches or model.
 
-        Candidates are counted again anyway; this is for the requests behind them.
+        Candidates are counted again anyway when they are offered; this is for those behind them.
         """
         for request in list(self):
             self._reclassify(request)
 
     def length_class(self, key: RequestKey) -> LengthClass | None:
-        """Returns the class of a request that waits or computes its prompt; None for any other."""
+        """Class of a request that waits or whose prompt is being computed; None for any other."""
         known = self._entries.get(key) or self._progress.get(key)
         return None if known is None else known.length_class
 
     def statistics(self, length_class: LengthClass) -> ClassStatistics:
-        """Walks the class."""
+        """Statistics of the class; takes time linear in its requests."""
         requests = list(self._waiting[length_class])
         dues = [self._due_s(request, length_class) for request in requests]
         return ClassStatistics(
@@ -166,9 +169,9 @@ class DualQueue:
     # ---- one step -------------------------------------------------------------------------------
 
     def candidates(self, running: Sequence[Request], budget: StepBudget) -> Iterator[Candidate]:
-        """See `PromptQueue.candidates`, and the rules above.
+        """See `PromptQueue.candidates`, and the module's rules.
 
-        Walks the long requests, and remembers which kind of step this was.
+        Walks the long requests. Records whether a long chunk went first in this step.
         """
         short, long = self._split(running)
         self._reclassify_heads()
@@ -186,7 +189,7 @@ class DualQueue:
             yield from self._offer(ordered, budget, "long", max_prompts=None if is_fill else 1)
 
     def _limit_long_chunks(self, long: Iterable[Request], budget: StepBudget) -> None:
-        """Limit chunks of `long` to another time than `max_step_ms`, if so configured."""
+        """Set the time limit for chunks of `long`, where the configuration differs for them."""
         mixed_ms, busy_ms = self._config.max_mixed_step_ms, self._config.max_busy_step_ms
         if budget.num_prompts > 0 and mixed_ms is not None:
             budget.limit_time(min(self.max_step_s, 1e-3 * mixed_ms))
@@ -197,7 +200,7 @@ class DualQueue:
     def _aged_candidates(
         self, long: Iterable[Request], short: list[Request], budget: StepBudget
     ) -> Iterator[Candidate]:
-        """Yields the long request that waited longest for a chunk, if it waited too long."""
+        """Yield one chunk for the aged long request that has waited longest for one, if any."""
         aged = [
             (since_s, request)
             for request in long
@@ -208,7 +211,7 @@ class DualQueue:
             return
         aged.sort(key=lambda pair: pair[0])
         beside = NO_WORK
-        if self._config.mix == "fill":  # more of them than tokens change nothing
+        if self._config.mix == "fill":  # more requests than tokens cannot change the result
             first_short = islice(self._waiting["short"], budget.num_tokens_left)
             beside = self._work(chain(short, first_short))
         ordered = [request for _, request in aged]
@@ -223,9 +226,9 @@ class DualQueue:
         max_prompts: int | None = None,
         beside: StepWork = NO_WORK,
     ) -> Iterator[Candidate]:
-        """Yields candidates in order until `max_prompts` have a chunk.
+        """Yield candidates in order until `max_prompts` have a chunk.
 
-        Chunks leave tokens for `beside`, or half of their own if that is less.
+        Chunks leave budget for `beside`, but keep at least half of what would fit without it.
         """
         num_prompts = 0
         offers = budget.offer(candidates, work_of=self._rest, is_waiting=self._is_waiting)
@@ -246,7 +249,7 @@ class DualQueue:
                 return
 
     def _split(self, running: Sequence[Request]) -> tuple[list[Request], list[Request]]:
-        """Splits running prompts by class, in order; forgets those that do not run any more."""
+        """Running prompts by class, in order; drops the progress of those that stopped running."""
         progress = {r.key: self._progress.get(r.key) or self._enter(r) for r in running}
         self._progress = progress
         short = [r for r in running if progress[r.key].length_class == "short"]
@@ -257,22 +260,22 @@ class DualQueue:
         )
 
     def _enter(self, request: Request) -> _Progress:
-        """Adds a running prompt that was admitted without a chunk."""
+        """Progress of a running prompt that was admitted without a chunk."""
         return _Progress(
             length_class=self._class_of(*rest_of_prompt(request)), last_chunk_s=request.arrival_s
         )
 
     def _waiting_short(self) -> Iterator[Request]:
-        """Yields short requests in order; counts each again and moves those now long."""
+        """Short requests in order; each is counted again, and moved if it has become long."""
         for request in self._waiting["short"]:
             if self._reclassify(request) == "short":
                 yield request
 
     def _work(self, requests: Iterable[Request]) -> StepWork:
-        """Returns the work of the rest of their prompts, in one step."""
+        """Work of computing the rest of these prompts in one step."""
         return StepWork.of_prompts(map(self._rest, requests))
 
-    # ---- classes and places ---------------------------------------------------------------------
+    # ---- classes and order -----------------------------------------------------------------------
 
     def _class_of(self, num_uncached: int, num_cached: int) -> LengthClass:
         threshold = self._config.laps_length_threshold
@@ -281,7 +284,7 @@ class DualQueue:
         return classify(num_uncached, num_cached, threshold, self._model.costs)
 
     def _reclassify_heads(self) -> None:
-        """Moves long requests at the head that became short, so that they are offered as short."""
+        """Move long requests at the head that have become short, so they are offered as short."""
         for request in self._waiting["long"]:
             if self._reclassify(request) == "long":
                 return
@@ -297,11 +300,11 @@ class DualQueue:
         return length_class
 
     def _uncached(self, request: Request) -> int:
-        """Returns the tokens to compute: at least the newest, whatever is cached."""
+        """Uncached tokens; at least one, because the newest token is always computed."""
         return max(1, min(self._count_uncached(request), request.num_known_tokens))
 
     def _rest(self, request: Request) -> tuple[int, int]:
-        """New and cached tokens that a request has to compute."""
+        """New and cached tokens of what the request has to compute."""
         entry = self._entries.get(request.key)
         if entry is None:
             return rest_of_prompt(request)
@@ -332,5 +335,5 @@ class DualQueue:
     def _sort_key(self, request: Request, due_s: float | None) -> SortKey:
         order_s = request.arrival_s if due_s is None else due_s
         entry = self._entries.get(request.key)
-        serial = -1 if entry is None else entry.serial  # among equals the running one goes first
+        serial = -1 if entry is None else entry.serial  # of equals, running requests go first
         return request.spec.priority, order_s, request.arrival_s, serial

@@ -1,12 +1,12 @@
-"""Chooses the prompts of one worker's steps: its queue, its window and its cost model.
+"""Chooses the prompts of one worker's steps: combines its queue, its window and the cost model.
 
     arrived             a request joins the queue
-    must_defer_until_s  until when an idle device should wait for more short prompts
-    open_budget         how much prompt work the next step may hold beside its decodes
-    queue.candidates    which requests get it
+    must_defer_until_s  whether an idle device should wait for more short prompts
+    open_budget         how much prompt work the next step may hold besides its decodes
+    queue.candidates    which requests may use the budget, in order
     observe             how long a step took
 
-Composition of the parts that `LapsConfig` names. Knows no blocks and no rows.
+Built from the parts that `LapsConfig` names. Knows no blocks and no rows.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -24,20 +24,20 @@ from engine.scheduling.waiting import PromptQueue, WaitingQueue, by_arrival, by_
 from engine.scheduling.window import AdaptiveWindow, FixedWindow, Gathered, NoWindow, Wait, Window
 
 CLASSES: tuple[LengthClass, LengthClass] = ("short", "long")
-_MIN_LONG_CHUNK_TOKENS = 64  # fewer tokens make a step no cheaper
+_MIN_LONG_CHUNK_TOKENS = 64  # a smaller chunk saves no time: a step's floor dominates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueuedWork:
-    """What placement needs to know of a worker's queue."""
+    """Predicted work of a worker's queue, for placement."""
 
     queued_s: float
-    short: ShortLoad | None  # None = short prompts do not go first here
-    room_s: float = 0.0  # predicted until another long request has a row and blocks
+    short: ShortLoad | None  # None = short prompts do not go first on this worker
+    room_s: float = 0.0  # until one more request that is not short would have a row and blocks
 
 
 class PromptScheduling:
-    """The queue of one worker and all that its decisions rest on; mutated by the engine thread."""
+    """The queue of one worker, its window and its cost model; mutated by the engine thread."""
 
     def __init__(
         self,
@@ -46,9 +46,9 @@ class PromptScheduling:
         count_uncached: Callable[[Request], int],
         graph_token_sizes: Sequence[int] = (),
     ) -> None:
-        """count_uncached: tokens of a waiting request that are in no cached block.
+        """count_uncached: returns the tokens of a waiting request that no cached block covers.
 
-        graph_token_sizes: sizes, ascending, of prompt steps that replay a graph without padding.
+        graph_token_sizes: sizes of prompt steps in tokens, ascending, that need no padding.
         """
         self._laps = laps
         self._graph_token_sizes = graph_token_sizes
@@ -73,13 +73,13 @@ class PromptScheduling:
         return self._model
 
     def arrived(self, request: Request) -> None:
-        """Queue a request, and count its arrival."""
+        """Queue a request, and count its arrival if it is short."""
         self.queue.add(request)
         if self._dual is not None and self._dual.length_class(request.key) == "short":
             self._window.arrived(request.arrival_s)
 
     def must_defer_until_s(self, now_s: float) -> float | None:
-        """Returns until when an idle device should wait for more prompts; None = start now."""
+        """Time until which an idle device with no other work should wait; None = start now."""
         if self._dual is None or isinstance(self._window, NoWindow):
             return None
         short = self._dual.statistics("short")
@@ -101,7 +101,7 @@ class PromptScheduling:
     def open_budget(
         self, now_s: float, max_tokens: int, decoding: StepWork, *, can_admit: bool
     ) -> StepBudget:
-        """Returns the budget of the next step for prompts, besides `decoding`."""
+        """The budget of a step for prompts besides `decoding`."""
         is_laps = self._dual is not None
         return StepBudget(
             now_s=now_s,
@@ -115,11 +115,11 @@ class PromptScheduling:
         )
 
     def observe(self, work: StepWork, duration_s: float) -> None:
-        """Learn from a step that kept the device busy for `duration_s`."""
+        """Update the cost model with a step that kept the device busy for `duration_s`."""
         self._model.observe(work, duration_s)
 
     def queued_work(self, running: Iterable[Request]) -> QueuedWork:
-        """Predicts the seconds of all waiting and running prompts; walks both."""
+        """Predicted seconds of all prompts that wait or run; takes time linear in both."""
         if self._dual is None:
             work = StepWork.of_prompts(map(rest_of_prompt, chain(running, self.queue)))
             return QueuedWork(queued_s=self._seconds(work), short=None)
@@ -136,7 +136,7 @@ class PromptScheduling:
         )
 
     def _seconds(self, work: StepWork) -> float:
-        """Returns the predicted seconds; 0 for no work, although an empty step would take time."""
+        """0 for no work; the cost model would predict the floor for an empty step."""
         return self._model.costs.step_seconds(work) if work.num_new_tokens > 0 else 0.0
 
 

@@ -1,6 +1,6 @@
-"""The blocks of requests: acquired with a prefix hit, grown, indexed, released or set aside.
+"""Acquires, grows, indexes and releases the KV blocks of a scheduler's requests.
 
-Blocks with content that is not finite are set aside until a step has zeroed them: a later owner
+Blocks with non-finite content are set aside until a step has zeroed them. Otherwise a later owner
 would spread a NaN even from a masked position (0 * NaN). Knows no rows, no queue and no steps.
 """
 
@@ -12,7 +12,7 @@ from engine.scheduling.contracts import BlockHasher
 
 
 class RequestBlocks:
-    """The blocks that the requests of one scheduler hold in its `BlockCache`."""
+    """The blocks that one scheduler's requests hold in its `BlockCache`."""
 
     def __init__(self, cache: BlockCache, hasher: BlockHasher, block_size: int) -> None:
         self._cache = cache
@@ -21,32 +21,32 @@ class RequestBlocks:
         self.nonfinite_block_ids: list[int] = []  # held here until `take_nonfinite`
         self._deferred_index: dict[
             RequestKey, tuple[Request, int]
-        ] = {}  # what `index_full` is due for
+        ] = {}  # pending calls of `index_full`
 
     def hash_full(self, request: Request) -> None:
-        """Hash the full blocks of the request's known tokens, if prefixes are cached."""
+        """Compute the hashes of the full blocks of known tokens, if the cache keeps prefixes."""
         if self._cache.keeps_prefixes:
             self._hasher.extend(request)
 
     def full(self, requests: Iterable[Request]) -> list[Request]:
-        """Returns the requests whose blocks have no free slot once all known tokens have KV."""
+        """Those of the requests whose computed tokens fill their blocks: the next needs a block."""
         size = self._block_size
         return [r for r in requests if r.num_computed_tokens >= len(r.block_ids) * size]
 
     def grow(self, requests: Sequence[Request]) -> list[tuple[Request, list[int]]]:
-        """Append one block to each request; all must be available. Returns (request, blocks)."""
+        """Append one block to each request; all must be available. Returns (request, new ids)."""
         grown = [(r, [b]) for r, b in zip(requests, self._allocate(len(requests)), strict=True)]
         for request, block_ids in grown:
             request.block_ids += block_ids
         return grown
 
     def num_uncached(self, request: Request) -> int:
-        """Known tokens that an admission now would have to compute, one at least."""
+        """Known tokens that the request would have to compute if admitted now; at least one."""
         hashes = request.block_hashes[: (request.num_known_tokens - 1) // self._block_size]
         return request.num_known_tokens - len(self._cache.match(hashes)) * self._block_size
 
     def num_needed(self, request: Request) -> int:
-        """Available blocks that an admission now would take: missing ones, and idle cached ones."""
+        """Available blocks that admission now would take: missing ones and unreferenced hits."""
         hashes = request.block_hashes[: (request.num_known_tokens - 1) // self._block_size]
         hit_ids = self._cache.match(hashes)
         num_missing = self.num_blocks_for(request) - len(hit_ids)
@@ -55,10 +55,10 @@ class RequestBlocks:
     def acquire(
         self, request: Request, *, num_spare_blocks: int, max_new_blocks: int | None = None
     ) -> bool:
-        """Reference cached blocks and allocate the rest; False, and no effect, if they do not fit.
+        """Reference cached blocks and allocate the rest; False, without effect, if they do not fit.
 
-        They fit if `num_spare_blocks` stay available, and no more than `max_new_blocks` are
-        allocated. One token at least stays to be computed.
+        They fit if `num_spare_blocks` stay available and at most `max_new_blocks` are allocated.
+        At least one token stays to be computed.
         """
         hashes = request.block_hashes[: (request.num_known_tokens - 1) // self._block_size]
         hit_ids = self._cache.match(hashes)
@@ -74,10 +74,10 @@ class RequestBlocks:
         return True
 
     def index_full(self, request: Request, num_computed_tokens: int) -> None:
-        """Offer the blocks that the request's first `num_computed_tokens` tokens fill.
+        """Add the blocks that the first `num_computed_tokens` tokens fill to the prefix index.
 
-        Their ids are known and their KV is known to be good: a later step, still in flight, may
-        have been counted in `request.num_computed_tokens` already, but not here.
+        The ids of these tokens must be known and their KV must be known to be finite.
+        `request.num_computed_tokens` may be larger, because it also counts a step in flight.
         """
         num_full = num_computed_tokens // self._block_size
         if num_full <= request.num_indexed_blocks:
@@ -90,27 +90,30 @@ class RequestBlocks:
         request.num_indexed_blocks = num_full
 
     def index_later(self, request: Request, num_computed_tokens: int) -> None:
-        """`index_full` at the next `flush_deferred_index`, unless its blocks are taken first."""
+        """Call `index_full` at the next `flush_deferred_index`, unless `take` comes first."""
         self._deferred_index[request.key] = request, num_computed_tokens
 
     def flush_deferred_index(self) -> None:
-        """Indexes deferred blocks; those of a long prompt take a millisecond."""
+        """Make the pending calls of `index_full`.
+
+        Indexing a long prompt takes about a millisecond, and its first step need not wait for it.
+        """
         for request, num_computed_tokens in self._deferred_index.values():
             self.index_full(request, num_computed_tokens)
         self._deferred_index.clear()
 
     def take(self, request: Request) -> list[int]:
-        """Returns the request's block references, which the caller owns from now on."""
+        """Remove and return the request's block references; the caller owns them from now on."""
         self._deferred_index.pop(request.key, None)
         block_ids, request.block_ids = request.block_ids, []
         request.num_indexed_blocks = 0
         return block_ids
 
     def set_aside(self, block_ids: Sequence[int]) -> list[int]:
-        """Keep for zeroing a sequence's unshared blocks, which may hold non-finite numbers.
+        """Set aside the blocks of a non-finite sequence that nothing else references, for zeroing.
 
-        None of its blocks stays indexed. Returns the shared ones, for the caller to release: they
-        were complete, and good, before the step that failed.
+        All its blocks leave the prefix index. Returns the other blocks for the caller to release:
+        these were complete, and finite, before the step that failed.
         """
         self._cache.forget(block_ids)
         is_shared = {b: self._cache.num_references(b) > 1 for b in block_ids}
@@ -118,20 +121,20 @@ class RequestBlocks:
         return [b for b, shared in is_shared.items() if shared]
 
     def let_go(self, block_ids: Sequence[int], *, is_finite: bool) -> None:
-        """Release what a request held; without `is_finite`, its own blocks are set aside."""
+        """Release a request's blocks; unless `is_finite`, blocks of its own are set aside."""
         self._cache.release(block_ids if is_finite else self.set_aside(block_ids))
 
     def take_nonfinite(self) -> list[int]:
-        """Blocks for the next plan to zero, with their references."""
+        """Remove and return the blocks for the next plan to zero, with their references."""
         block_ids, self.nonfinite_block_ids = self.nonfinite_block_ids, []
         return block_ids
 
     def _allocate(self, num_blocks: int) -> list[int]:
-        """Allocates blocks, which the caller has counted as available."""
+        """Allocate blocks that were counted as available before."""
         block_ids = self._cache.allocate(num_blocks)
         assert block_ids is not None, f"{num_blocks} of {self._cache.num_available} blocks"
         return block_ids
 
     def num_blocks_for(self, request: Request) -> int:
-        """Blocks for all known tokens of a request, cached or not."""
+        """Blocks for all known tokens of the request, cached or not."""
         return -(-request.num_known_tokens // self._block_size)

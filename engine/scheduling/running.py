@@ -1,13 +1,14 @@
-"""Requests that have a row: free rows, decoding requests, and the plan of a step over them.
+"""Tracks the requests that have a row and the free rows, and builds the plan of a step.
 
     add() -> prompts -> decodes -> paused -> remove()
              computes   computes   its last token here is in flight: nothing is left to compute
              chunks     one token
 
-A request moves to the right once for every time it gets a row, and may be removed from anywhere.
-One with a constraint is paused after every step until its token has come, because what it may
-sample next depends on that token. Each step plans all `decodes` alike, as columns of an array that
-is made anew when a request joins or leaves. Knows no blocks beyond their size, and no tensors.
+A request passes these states in this order each time it gets a row, and may be removed from any of
+them. A request with a constraint is paused after every step until its token has arrived, because
+what it may sample next depends on that token. Each step plans all `decodes` as columns of an array
+that is rebuilt when a request joins or leaves. Knows the size of a block and nothing else of
+blocks, and no tensors.
 """
 
 from collections.abc import Iterable, Iterator
@@ -28,7 +29,7 @@ class RowSlots:
     def __init__(self, max_rows: int) -> None:
         self._free = list(reversed(range(max_rows)))  # taken from the end
         self._entered: list[Request] = []  # given a row since the last plan, in that order
-        self._released: list[int] = []  # given up since then by requests of earlier plans
+        self._released: list[int] = []  # rows that earlier plans admitted, freed since the last one
 
     @property
     def num_free(self) -> int:
@@ -45,7 +46,7 @@ class RowSlots:
         if request.row is None:
             return
         if self.is_entering(request):
-            self._entered.remove(request)  # the executor does not know of it yet
+            self._entered.remove(request)  # no plan has admitted it yet
         else:
             self._released.append(request.row)
         self._free.append(request.row)
@@ -80,7 +81,7 @@ def _admission(request: Request) -> RowAdmission:
 
 
 class DecodeColumns:
-    """The decoding requests in order, as columns; `advance` mutates the requests, too."""
+    """The decoding requests, in order, as columns; `advance` also mutates the requests."""
 
     def __init__(self, requests: Iterable[Request]) -> None:
         self.requests = list(requests)
@@ -91,8 +92,7 @@ class DecodeColumns:
             [request.num_computed_tokens for request in self.requests], dtype=np.int64
         )
         self._sum_computed = int(self._num_computed.sum())
-        # None = not computed since they advanced
-        self._at_block_boundary: list[Request] | None = None
+        self._at_block_boundary: list[Request] | None = None  # cache; None after `advance`
         self._num_steps_to_last: int | None = None  # None = not computed yet
 
     def __len__(self) -> int:
@@ -106,28 +106,25 @@ class DecodeColumns:
 
     @property
     def work(self) -> StepWork:
-        """The work of decoding these requests in the next step."""
+        """The work of the next step's decodes."""
         num_rows = len(self.requests)
         return StepWork(num_decode_rows=num_rows, num_decode_keys=self._sum_computed + num_rows)
 
     def at_block_boundary(self, block_size: int) -> list[Request]:
-        """Returns the requests whose computed tokens fill their last block.
-
-        Every call must pass the same `block_size`.
-        """
+        """Requests whose computed tokens fill their last block; `block_size` must not change."""
         if self._at_block_boundary is None:
             (places,) = (self._num_computed % block_size == 0).nonzero()
             self._at_block_boundary = [self.requests[place] for place in places.tolist()]
         return self._at_block_boundary
 
     def at_last_token(self, rules: FinishRules) -> list[Request]:
-        """Returns `rules.at_last_token` of them; every call must pass the same `rules`."""
+        """`rules.at_last_token` of the decodes; every call must have the same `rules`."""
         if self._num_steps_to_last is None:
             self._num_steps_to_last = rules.num_steps_to_last(self.requests)
         return rules.at_last_token(self.requests) if self._num_steps_to_last <= 0 else []
 
     def advance(self) -> None:
-        """The step that was planned computes a token of each."""
+        """Count the planned step: it computes one token of each request."""
         self._num_computed += 1
         self._sum_computed += len(self.requests)
         self._at_block_boundary = None
@@ -138,14 +135,14 @@ class DecodeColumns:
 
 
 class RunningRequests:
-    """Ordered dicts by key: `prompts` and the whole by admission, `decodes` by when it began."""
+    """Ordered dicts by key: `prompts` and all in admission order, `decodes` in order of entry."""
 
     def __init__(self) -> None:
         self._all: dict[RequestKey, Request] = {}
         self.prompts: dict[RequestKey, Request] = {}
         self.decodes: dict[RequestKey, Request] = {}
         self._constrained: dict[RequestKey, Request] = {}
-        self._columns: DecodeColumns | None = None  # of `decodes`; None = these have changed
+        self._columns: DecodeColumns | None = None  # of `decodes`; None = rebuild on next use
 
     def __len__(self) -> int:
         return len(self._all)
@@ -154,7 +151,7 @@ class RunningRequests:
         return key in self._all
 
     def __iter__(self) -> Iterator[Request]:
-        """Iterates over the running requests, oldest admission first."""
+        """All of them, oldest admission first."""
         return iter(self._all.values())
 
     @property
@@ -162,19 +159,19 @@ class RunningRequests:
         return next(reversed(self._all.values()))
 
     def newest_beside(self, request: Request | None) -> Request:
-        """Returns the newest other request, or this one if there is no other."""
+        """The newest request other than `request`; `request` itself if it is the only one."""
         return next((r for r in reversed(self._all.values()) if r is not request), self.newest)
 
     @property
     def decode_columns(self) -> DecodeColumns:
-        """The decoding requests, in order."""
+        """The requests that decode now, in order."""
         if self._columns is None:
             self._columns = DecodeColumns(self.decodes.values())
         return self._columns
 
     @property
     def num_queued_tokens(self) -> int:
-        """The known tokens that the running requests have yet to compute."""
+        """Tokens that the running requests have still to compute, as far as it is known."""
         num_prompt_tokens = sum([r.num_uncomputed_tokens for r in self.prompts.values()])
         return num_prompt_tokens + len(self.decodes)
 
@@ -182,31 +179,31 @@ class RunningRequests:
         return self._all.get(key)
 
     def add(self, request: Request) -> None:
-        """Take in a request whose known tokens are to be computed in chunks."""
+        """Add a request whose known tokens are to be computed in chunks."""
         self._all[request.key] = self.prompts[request.key] = request
         if request.params.constraint is not None:
             self._constrained[request.key] = request
 
     def begin_decode(self, request: Request) -> None:
-        """Lets a request compute one token a step, its newest, from the next step on."""
+        """Move a request to the decodes: from the next step on it computes one token a step."""
         self.prompts.pop(request.key)
         self.decodes[request.key] = request
         self._columns = None
 
     def pause(self, requests: Iterable[Request]) -> None:
-        """Plan these no more: each has its last token in flight."""
+        """Plan no more steps for these decodes: each has its last token here in flight."""
         for request in requests:
             del self.decodes[request.key]
             self._columns = None
 
     def hold_constrained(self) -> list[Request]:
-        """Pause decodes with a constraint, each with a token in flight; they are to `resume`."""
+        """Pause the decodes with a constraint, each with a token in flight, until `resume`."""
         held = [r for r in self._constrained.values() if r.key in self.decodes]
         self.pause(held)
         return held
 
     def resume(self, held: Iterable[Request]) -> None:
-        """Lets held requests decode again whose tokens came and that still run."""
+        """Return held requests that still run to the decodes; their tokens have arrived."""
         for request in held:
             if self._all.get(request.key) is request:
                 self.decodes[request.key] = request
@@ -220,7 +217,7 @@ class RunningRequests:
         self._constrained.pop(request.key, None)
 
     def has_prefilling_sibling(self, request: Request, block_size: int) -> bool:
-        """Whether another choice of the same request is computing the prompt they share."""
+        """Whether another choice of the same request is still computing their shared prompt."""
         num_shared_blocks = (request.num_prompt_tokens - 1) // block_size
         return request.key.child > 0 and any(
             other.key.request_id == request.key.request_id
@@ -229,7 +226,7 @@ class RunningRequests:
         )
 
 
-Chunk = tuple[Request, int]  # (request, known tokens that it computes)
+Chunk = tuple[Request, int]  # a request and how many of its known tokens the step computes
 
 
 def build_plan(
@@ -240,11 +237,10 @@ def build_plan(
     zero_block_ids: list[int],
     row_slots: RowSlots,
 ) -> StepPlan:
-    """The plan of step number `step`; takes from `row_slots` the changes for the executor.
+    """The plan of step number `step`; takes admissions and released rows from `row_slots`.
 
-    `decodes`: requests that compute their newest token and sample the next. `chunks`: other rows,
-    which sample if they reach the end of their tokens. `grown`: row -> blocks that it got since an
-    earlier plan.
+    `decodes`: each computes its newest token and samples the next. `chunks`: computed besides; each
+    samples if it reaches the end of the known tokens. `grown`: row -> new block ids.
     """
     num_decodes = len(decodes)
     requests = [request for request, _ in chunks]

@@ -1,9 +1,9 @@
-"""Plans which requests compute in the next step, for prefill, decode and unified workers.
+"""Decides which requests run in the next step, for prefill, decode and unified workers alike.
 
-Each step: running rows first grow to hold what they know (long ones are preempted if blocks run out
-or a short request finds no room, see `short_reserve`), every decode gets its token, then prompts
-compute in the order that the queue decides, waiting ones as far as rows, tokens and blocks last. A
-role is only where requests enter and leave:
+Each step: decodes with full blocks get a new block, then every decode computes its token, then
+prompts compute in the order of the queue, and waiting ones are admitted as long as rows, tokens and
+blocks suffice. Long requests are preempted if blocks run out or a short request does not fit, see
+`short_reserve`. The role only determines where requests enter and leave:
 
     add()  -> waiting -> running -> finished                    (unified)
     add()  -> waiting -> running -> OutgoingHandoffs            (prefill: after the first token)
@@ -11,11 +11,12 @@ role is only where requests enter and leave:
 
 A preempted request goes back to `waiting` and recomputes here, whatever the role.
 
-`plan` advances `num_computed_tokens` to include the step it describes; `commit` offers the blocks
-that step completed to the prefix index and appends what it sampled. One earlier plan may be in
-flight: the token a row samples there is what it computes next. If that token must be the last, the
-row pauses; if it turns out to be (eos), the row's next result is dropped. A row with a constraint
-waits for its token instead, and no other row waits with it. Knows no tensors, no Ray and no text.
+`plan` advances `num_computed_tokens` to include the step it describes. `commit` adds the blocks
+that the step completed to the prefix index and appends what it sampled. One earlier plan may be in
+flight: the token that a row samples there is the one it computes next. If that token will be its
+last by length, the row pauses. If the token turns out to be its last (eos), the result of the row's
+next step is dropped. A row with a constraint waits for its token instead, and no other row waits
+with it. Knows no tensors, no Ray and no text.
 """
 
 from collections.abc import Iterator, Sequence
@@ -48,7 +49,7 @@ DEFAULT_LAPS = LapsConfig()
 
 
 class Scheduler:
-    """Continuous batching per iteration over one `BlockCache`; for the engine's thread alone."""
+    """Continuous batching at step granularity over one `BlockCache`; engine thread only."""
 
     def __init__(
         self,
@@ -63,7 +64,7 @@ class Scheduler:
         laps: LapsConfig = DEFAULT_LAPS,
         graph_token_sizes: Sequence[int] = (),
     ) -> None:
-        """graph_token_sizes: sizes, ascending, of prompt steps that compute nothing in vain."""
+        """graph_token_sizes: sizes of prompt steps in tokens, ascending, that need no padding."""
         assert config.max_num_seqs <= config.max_num_batched_tokens, (
             f"{config.max_num_seqs} rows cannot each decode in"
             f" {config.max_num_batched_tokens} tokens"
@@ -98,14 +99,12 @@ class Scheduler:
         self._num_preemptions_for_others = 0
         self._num_prompt_tokens_computed = 0
         self._num_cached_tokens = 0
-        self.deferred_until_s: float | None = (
-            None  # set if the last `plan` was None for the queue's window
-        )
+        self.deferred_until_s: float | None = None  # set if the last `plan` waits for short prompts
 
     # ---- entering and leaving -------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        """Queue a request whose tokens have no KV here. Raises CapacityError when full."""
+        """Queue a request whose tokens have no KV here; CapacityError if the queue is full."""
         self._finish_rules.apply(request)
         num_known, limit = request.num_known_tokens, request.max_known_tokens
         assert num_known < limit + request.params.is_prompt_only, (
@@ -114,19 +113,19 @@ class Scheduler:
         assert request.key not in self._running, f"{request.key} runs already"
         if len(self._waiting) >= self._config.max_waiting:
             raise CapacityError(f"the worker's queue holds {len(self._waiting)} requests")
-        if not request.needs_whole_prompt:  # else its blocks get names when it has filled them
+        if not request.needs_whole_prompt:  # else blocks are hashed when it has filled them
             self._blocks.hash_full(request)
         self._prompts.arrived(request)
         self._reserve.add(request)
 
     def join(self, request: Request) -> None:
-        """Take a request whose KV is here already: all known tokens but the newest are computed.
+        """Take a request whose KV is here: all known tokens except the newest are computed.
 
-        Its blocks are referenced by the request. It runs from the next step on, or waits and is
-        recomputed if no row is free (its blocks stay in the prefix index).
+        The request already references its blocks. It runs from the next step on. If no row is free
+        it waits and is recomputed; its blocks stay in the prefix index.
         """
         assert request.num_uncomputed_tokens == 1, f"{request.key}: {request.num_computed_tokens}"
-        # As of every decode, so that its tokens need no more than a decode's.
+        # As for every decode, so that its tokens take the fast path of `SampledTokens`.
         stays_as_it_came = request.decode_worker is None and request.num_cached_tokens is None
         assert stays_as_it_came, f"{request.key} has a prompt to compute here"
         self._finish_rules.apply(request)
@@ -140,7 +139,7 @@ class Scheduler:
             self._preempt(request)
 
     def abort(self, key: RequestKey) -> bool:
-        """Forget a request and free what it holds; False if it is not here (any more)."""
+        """Remove a request and free what it holds; False if it is not here (any more)."""
         request = self._stop_waiting(key)
         if request is None:
             if (request := self._running.get(key)) is None:
@@ -156,9 +155,9 @@ class Scheduler:
     # ---- one step -------------------------------------------------------------------------------
 
     def plan(self, now_s: float) -> StepPlan | None:
-        """Decide the next step; None when nothing can run before a step in flight is committed.
+        """The next step; None when nothing can run before a step in flight is committed.
 
-        At most one earlier plan is not committed yet.
+        At most one earlier plan may be uncommitted.
         """
         assert len(self._in_flight) <= 1, f"{len(self._in_flight)} steps are in flight"
         if (grown := self._grow_rows()) is None:
@@ -167,7 +166,7 @@ class Scheduler:
         max_tokens = self._config.max_num_batched_tokens - len(decodes)
         can_admit = self._rows.num_free > 0 and not self._is_outbox_full(for_short=True)
         budget = self._prompts.open_budget(now_s, max_tokens, decodes.work, can_admit=can_admit)
-        # Wait for more short prompts only with a device that would have nothing else.
+        # Wait for more short prompts only if the device would have nothing else to do.
         is_idle = len(self._running) == len(self._in_flight) == 0
         self.deferred_until_s = self._prompts.must_defer_until_s(now_s) if is_idle else None
         chunks = [] if self.deferred_until_s is not None else list(self._chunks(budget))
@@ -179,23 +178,21 @@ class Scheduler:
         return self._start_step(decodes, chunks, grown, zero_block_ids, budget.work)
 
     def index_joined(self) -> None:
-        """Offer the blocks of joined requests to the prefix index, while a step computes."""
+        """Add the blocks of joined requests to the prefix index; call it while a step computes."""
         self._blocks.flush_deferred_index()
 
     def commit(self, plan: StepPlan, result: StepResult) -> StepOutput:
-        """Settle the oldest step: append sampled tokens, index blocks, end what is finished.
+        """Commit the oldest step: append sampled tokens, index blocks, end finished requests.
 
-        Results of a request without a row are dropped: it was aborted, ended by the step before,
-        or not finite.
+        Results for a request without a row are dropped: it was aborted since, was ended by the
+        step before, or its logits are not finite.
         """
         assert plan.step == result.step, f"plan {plan.step} got result {result.step}"
         output = StepOutput(num_scheduled_tokens=plan.num_tokens, has_progressed=True)
         step = self._in_flight.pop()
         if result.duration_s is not None:
             self._prompts.observe(step.work, result.duration_s)
-        self._cache.release(
-            step.zero_block_ids
-        )  # not sooner: a handoff may write into blocks that it gets
+        self._cache.release(step.zero_block_ids)  # not earlier: a handoff could write to them
         for request in step.not_finite(result):
             if request.row is not None:
                 self._end_as_nonfinite(request, output)
@@ -217,7 +214,7 @@ class Scheduler:
         return output
 
     def take_expired(self) -> StepOutput:
-        """Requests that `plan` gave up because their deadline had passed."""
+        """Failures of the requests that `plan` dropped because their deadline had passed."""
         output = StepOutput()
         for request in self._expired:
             output.fail(request, "the deadline passed in the worker's queue", "timeout")
@@ -228,7 +225,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether requests are here, a step is in flight or blocks are to be zeroed."""
+        """Whether requests are here, a step is in flight or blocks must be zeroed."""
         is_idle = len(self._running) == len(self._waiting) == len(self._in_flight) == 0
         return not is_idle or bool(self._blocks.nonfinite_block_ids)
 
@@ -241,7 +238,7 @@ class Scheduler:
         return len(self._running)
 
     def owners(self) -> Iterator[tuple[str, list[int]]]:
-        """Yields the holders of block references in this scheduler, for the conservation law."""
+        """Every holder of block references in this scheduler, for the check that none is lost."""
         for request in self._all_requests():
             if request.block_ids:
                 yield f"request {request.key}", request.block_ids
@@ -251,16 +248,16 @@ class Scheduler:
 
     @property
     def costs(self) -> StepCosts:
-        """The cost of steps as fitted so far."""
+        """The cost model's coefficients as fitted so far."""
         return self._prompts.model.costs
 
     @property
     def newest_step_s(self) -> float:
-        """Predicts the seconds of the step launched last, which must be in flight."""
+        """Predicted duration of the step launched last; a step must be in flight."""
         return self.costs.step_seconds(self._in_flight.newest.work)
 
     def queued_work(self) -> QueuedWork:
-        """Predicts the queued work; walks the queue and the rows."""
+        """Predicted seconds of queued work; takes time linear in the queue and the rows."""
         queued = self._prompts.queued_work(self._running.prompts.values())
         return replace(queued, room_s=self._seconds_until_room())
 
@@ -280,12 +277,13 @@ class Scheduler:
     # ---- parts of plan --------------------------------------------------------------------------
 
     def _grow_rows(self) -> dict[int, list[int]] | None:
-        """Allocates a block for every decode whose blocks are full; returns them by row.
+        """Allocate a block for every decode whose blocks are full; returns row -> new block ids.
 
-        Requests are preempted while blocks are too few for these and for waiting short requests.
-        The count is exact: what a preemption frees is seen before the next one is chosen.
-        None, and no effect, if one is due while a step is in flight: its commit may free blocks,
-        and a preemption before it would lose what it samples, for a lone row again and again.
+        Preempts requests while blocks are too few, for these or for waiting requests. The count is
+        exact: blocks that a preemption frees are counted before the next victim is chosen.
+        Returns None, without effect, if a preemption is due while a step is in flight. Its commit
+        may free blocks, and a preemption before it would lose the sampled token; a lone row would
+        lose it again and again.
         """
         while True:
             full = self._blocks.full(
@@ -303,11 +301,11 @@ class Scheduler:
             self._num_preemptions_for_others += is_for_others
             self._preempt(victim)
         grown = self._blocks.grow(full)
-        # The blocks of an entering row are all in its admission.
+        # The admission of an entering row lists all its blocks.
         return {row_of(r): ids for r, ids in grown if not self._rows.is_entering(r)}
 
     def _chunks(self, budget: StepBudget) -> Iterator[Chunk]:
-        """Yields the chunks of prompts that this step computes, as the queue decides."""
+        """Yield the prompts of this step and their chunk lengths, in the order of the queue."""
         for candidate in self._waiting.candidates(list(self._running.prompts.values()), budget):
             request, _ = candidate
             if request.key in self._waiting and not self._admit(request, budget):
@@ -315,21 +313,21 @@ class Scheduler:
             yield request, budget.grant(candidate)
 
     def _admit(self, request: Request, budget: StepBudget) -> bool:
-        """Move a waiting request to a row, if that is possible now."""
+        """Move a waiting request to a row; False if that is not possible now."""
         if request.deadline_s is not None and budget.now_s > request.deadline_s:
             self._stop_waiting(request.key)
             self._leave(request)
             self._expired.append(request)
             return False
         if self._running.has_prefilling_sibling(request, self._block_size):
-            return False  # it will find the shared prompt in the prefix index
+            return False  # later it will hit the shared prompt in the prefix index
         is_long = self._reserve.is_long(request)
         if is_long and budget.has_refused_long:
             return False
         is_full = self._rows.num_free == 0 or self._is_outbox_full(for_short=not is_long)
         if is_full or not self._acquire_blocks(request):
             if is_long and self._reserve.first_short is not None:
-                budget.refuse_long()  # short ones may use their reserve alone
+                budget.refuse_long()  # short ones may still enter, within their reserve
             else:
                 budget.refuse(request)  # a younger, smaller request must not starve this one
             return False
@@ -344,10 +342,10 @@ class Scheduler:
         return True
 
     def _acquire_blocks(self, request: Request) -> bool:
-        """Acquire blocks for a waiting request; False, and no effect, if they do not fit.
+        """Acquire blocks for a waiting request; False, without effect, if they do not suffice.
 
-        They fit if afterwards every running row can still grow by one block, so that an admission
-        does not cause a preemption right away; a short request may cause one.
+        They suffice if afterwards every running row can still grow by one block, so that an
+        admission does not cause a preemption right away. A short request may cause one.
         """
         self.index_joined()
         terms = self._terms(request, self._rows.num_free)
@@ -370,7 +368,7 @@ class Scheduler:
         zero_block_ids: list[int],
         work: StepWork,
     ) -> StepPlan:
-        """Make the plan, count its step as in flight, and advance the requests."""
+        """Build the plan, count its step as in flight, and advance the progress of its requests."""
         plan = build_plan(self._num_steps, decodes, chunks, grown, zero_block_ids, self._rows)
         decodes.advance()
         filled = [(r, r.num_computed_tokens) for r in decodes.at_block_boundary(self._block_size)]
@@ -398,9 +396,9 @@ class Scheduler:
     # ---- parts of commit ------------------------------------------------------------------------
 
     def _end_as_nonfinite(self, request: Request, output: StepOutput) -> None:
-        """End a request whose logits were not finite, and keep its KV from ever being read.
+        """Fail a request whose logits were not finite, and set its blocks aside to be zeroed.
 
-        A step in flight may write more of it; the one that zeroes the blocks will run after that.
+        A step in flight may write more of them; the step that zeroes the blocks runs after it.
         """
         self._unseat(request)
         request.block_ids = self._blocks.set_aside(request.block_ids)
@@ -408,12 +406,12 @@ class Scheduler:
         output.fail(request, _why_nothing_was_drawn(request), "non_finite_logits")
 
     def _unseat(self, request: Request) -> None:
-        """Take a running request out of its row."""
+        """Remove a running request and free its row."""
         self._running.remove(request)
         self._rows.take_back(request)
 
     def _leave(self, request: Request) -> None:
-        """A request ends in this worker without moving on: free all it holds."""
+        """Free all that a request holds when it ends in this worker without moving on."""
         if request.decode_worker is not None:
             self._handoff_queue.drop(request.key)
         block_ids = self._blocks.take(request)
@@ -423,9 +421,9 @@ class Scheduler:
             self._cache.release(block_ids)
 
     def _preempt(self, request: Request) -> None:
-        """Give up a running request's row and blocks; it will recompute what it knows."""
+        """Free a running request's row and blocks and queue it; it recomputes its known tokens."""
         assert not self._in_flight.is_computing(request), f"{request.key} is in flight"
-        self.index_joined()  # it may have joined just now, and must find its blocks again
+        self.index_joined()  # if it joined just now, its blocks must be found again
         self._unseat(request)
         self._handoff_queue.retract(request.key)
         self._cache.release(self._blocks.take(request))
@@ -439,19 +437,20 @@ class Scheduler:
         self._reserve.remove(key)
         return self._waiting.remove(key)
 
-    # ---- who has room, and who gives way --------------------------------------------------------
+    # ---- capacity and preemption ----------------------------------------------------------------
 
     def is_short(self, num_known_tokens: int) -> bool:
-        """Whether a request may overtake others within the reserve."""
+        """Whether a request with so many tokens may overtake others within the reserve."""
         return self._reserve.is_on and num_known_tokens <= self._reserve.threshold
 
     def terms_of_joining(
         self, request: Request, num_promised_rows: int, *, overtakes: bool
     ) -> BlockTerms | None:
-        """Returns the terms on which a request that will `join` may hold blocks; None = not now.
+        """Conditions for holding blocks for a request that is to `join`; None = not now.
 
-        `num_promised_rows` are promised to others; `overtakes`: an earlier one was refused.
-        Preempted requests go first, but short ones may overtake within their reserve.
+        `num_promised_rows`: free rows promised to other joining requests. `overtakes`: whether an
+        earlier request that is to join was refused. Waiting requests (preempted here) go first,
+        but short ones may overtake them within their reserve.
         """
         num_free_rows = self._rows.num_free - num_promised_rows
         must_wait = len(self._waiting) > 0 or overtakes
@@ -464,13 +463,13 @@ class Scheduler:
         return BlockTerms(num_spare_blocks=num_spare, max_new_blocks=terms.max_new_blocks)
 
     def make_way(self, request: Request) -> None:
-        """Notes that a request to `join` does not fit; a step may preempt for a short one."""
+        """Record a request that could not `join`: if short, the next step may preempt for it."""
         self._reserve.ask(request)
 
     def _terms(
         self, request: Request, num_free_rows: int, *, overtakes: bool = False
     ) -> BlockTerms | None:
-        """Returns the terms for a request's row and blocks; walks rows only when scarce."""
+        """Conditions for giving a request a row and blocks; walks the rows if these are short."""
         entering = [r for r in (request, self._reserve.first_long) if r is not None]
         num_available = self._cache.num_available
         is_ample = not overtakes and self._has_room(entering, num_available, num_free_rows)
@@ -482,16 +481,17 @@ class Scheduler:
     def _has_room(
         self, requests: Sequence[Request], num_available: int, num_free_rows: int
     ) -> bool:
-        """Whether all of these fit at once, with rows and the whole reserve to spare."""
+        """Whether all of these could enter at once, leaving a row and the whole reserve free."""
         num_needed = sum([self._blocks.num_blocks_for(r) for r in requests])
         num_kept = self._reserve.num_blocks + len(self._running)
         return num_free_rows > len(requests) and num_available >= num_needed + num_kept
 
     def _victim(self, full: Sequence[Request], num_left: int) -> tuple[Request | None, bool]:
-        """Returns whom to preempt next so that `full` can grow and waiting requests fit, or None.
+        """The next request to preempt, and whether it is preempted for a waiting request.
 
-        num_left: blocks available after `full` have grown; negative = so many are missing. The
-        second value: whether it is preempted for a waiting request. Walks rows only when scarce.
+        A victim is needed if `full` cannot grow by a block each, or a waiting request does not fit.
+        `num_left` blocks are available after that growth; negative = so many are missing.
+        Walks the rows only if rows or blocks are short.
         """
         reserve = self._reserve
         if not reserve.is_on:
@@ -520,7 +520,7 @@ class Scheduler:
     def _victim_for_waiting(
         self, short: Request | None, long: Request | None, held: Holdings, num_left: int
     ) -> Request | None:
-        """Returns the request to preempt for the first short or long one that does not fit."""
+        """The victim for the first waiting short or long request, if that one does not fit."""
         reserve, has_row = self._reserve, self._rows.num_free > 0
         if short is not None and reserve.may_give_way(held):
             num_needed = self._blocks.num_needed(short)
@@ -535,7 +535,7 @@ class Scheduler:
         return None
 
     def _seconds_until_room(self) -> float:
-        """Predicts the seconds until all waiting requests and one more fit beside the reserve."""
+        """Predicted seconds until all waiting requests and one more fit outside the reserve."""
         num_waiting = len(self._waiting)
         num_blocks = self._waiting.num_tokens // self._block_size + num_waiting + 1
         num_steps = steps_until(
@@ -552,14 +552,14 @@ class Scheduler:
         yield from self._waiting
 
     def _is_outbox_full(self, *, for_short: bool) -> bool:
-        """Whether finished prompts without a reservation hold too many blocks."""
+        """Whether finished prompts without a reservation hold more blocks than the limit."""
         limit = self._config.unreserved_share * self._cache.num_blocks
         limit += self._reserve.num_blocks if for_short else 0
         return self._handoff_queue.num_unreserved_blocks > limit
 
 
 def _why_nothing_was_drawn(request: Request) -> str:
-    """Returns the error for the client: a constraint without a next token cannot be continued."""
+    """Reason for the client; a constraint that cannot follow the output allows no token."""
     if request.params.constraint is None:
         return "the model produced a non-finite value"
     return "the constraint on the output allows no token any more, or a value is not finite"

@@ -1,8 +1,8 @@
-"""Predicts how long a waiting request waits for rows and blocks, from what running ones hold.
+"""Predicts how long waiting requests wait for rows and blocks, from what running ones hold.
 
-A request that may stop at any token is assumed to run for as long as it has already, and not beyond
-its limit. Requests end in that order, and what each holds now is free then; growth until then is
-left out. Pure.
+A request that may stop at any token is assumed to make as many more tokens as it has made already,
+within its limit. Requests are assumed to end in the order of their steps left, and to free what
+they hold now; growth until then is ignored. Pure.
 """
 
 from collections.abc import Iterable
@@ -13,7 +13,7 @@ from engine.request import Request
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
-    """A number of rows and of blocks, free or needed."""
+    """A number of rows and blocks, either free or needed."""
 
     num_rows: int
     num_blocks: int
@@ -23,16 +23,17 @@ class Room:
 
 
 def num_steps_left(request: Request) -> int:
-    """Predicts the steps that a request has left, at least one."""
+    """Predicted decode steps until the request ends; at least one."""
     num_to_limit = request.max_known_tokens - request.num_known_tokens
     return max(1, min(num_to_limit, request.num_output_tokens))
 
 
 def steps_until(needed: Room, free: Room, held: Iterable[tuple[int, int]]) -> float:
-    """Decode steps until `needed` is free; 0 = it is.
+    """Predicted decode steps until `needed` is free; 0 = it is free now.
 
-    held: steps left and blocks of each running request. If all of them free too little, the
-    rest takes as long again in proportion, because waiting requests will hold blocks, too.
+    held: steps left and number of blocks of each running request. If all of them together do not
+    free enough, the time until the last ends is scaled by the ratio of needed to total: the waiting
+    requests will hold rows and blocks, too.
     """
     if free.holds(needed):
         return 0.0

@@ -1,10 +1,10 @@
-"""Queues requests that wait for prefill, and orders those that may compute in the next step.
+"""Queues of waiting requests, and the order in which prompts may compute in the next step.
 
-`PromptQueue` is what a scheduler needs of a queue. `WaitingQueue` is the plain one: running prompts
-first, then waiting requests in order. By arrival that is first come, first served with chunked
-prefill; by priority, equal priorities are. A preempted request keeps its arrival, so it goes back
-ahead of everything younger. Knows neither blocks nor rows: the scheduler refuses what it cannot
-admit.
+`PromptQueue` is the interface for the scheduler. `WaitingQueue` is the plain implementation:
+running prompts first, then waiting requests in order. Ordered by arrival, it is first come, first
+served with chunked prefill; ordered by priority, this holds among equal priorities. A preempted
+request keeps its arrival, so it goes back ahead of everything younger. Knows neither blocks nor
+rows: the scheduler refuses what it cannot admit.
 """
 
 import bisect
@@ -27,7 +27,7 @@ class PromptQueue(Protocol):
     def __contains__(self, key: RequestKey) -> bool: ...
 
     def __iter__(self) -> Iterator[Request]:
-        """Iterates in order; the queue may change meanwhile, and requests that left are skipped."""
+        """In order; the queue may change during iteration: removed requests are skipped."""
         ...
 
     @property
@@ -44,14 +44,15 @@ class PromptQueue(Protocol):
         ...
 
     def candidates(self, running: Sequence[Request], budget: StepBudget) -> Iterator[Candidate]:
-        """Yields requests that may compute prompt tokens in this step, best first, until the end.
+        """Requests that may compute prompt tokens in this step, best first.
 
-        `running` are the requests with a row that are still computing their prompt, oldest
-        admission first. Between two candidates the scheduler does one of these:
+        The caller must exhaust the iterator. `running` are the requests with a row that are still
+        computing their prompt, oldest admission first. For each candidate, the scheduler does one
+        of these before it takes the next:
 
-            remove(key), admit it, budget.grant(candidate)    or, for one that runs, only the last
-            budget.refuse(request)                       no row, no blocks: nobody behind overtakes
-            nothing                                    skipped: expired, or better later
+            remove(key), admit it, budget.grant(candidate)    only the last if it runs already
+            budget.refuse(request)                no row or no blocks: none behind it may overtake
+            nothing                               skipped: it has expired, or is better run later
         """
         ...
 
@@ -65,7 +66,7 @@ def by_priority(request: Request) -> SortKey:
 
 
 class WaitingQueue:
-    """A `PromptQueue` in one order; equals in the order in which they were added."""
+    """A `PromptQueue` in one order; ties are broken by the order of adding."""
 
     def __init__(self, order: Order = by_priority) -> None:
         self._sort_key = order
@@ -93,7 +94,7 @@ class WaitingQueue:
 
     @property
     def first(self) -> Request | None:
-        """Returns the first request in order; None = none waits."""
+        """The first waiting request in order; None = the queue is empty."""
         return self._requests[self._order[0]] if self._order else None
 
     def add(self, request: Request) -> None:
@@ -123,7 +124,7 @@ class WaitingQueue:
         )
 
     def _work_of(self, request: Request) -> tuple[int, int]:
-        """Work of a request: exact if it runs; if it waits, as if nothing were cached."""
+        """Exact for running requests; a waiting request is taken to have nothing cached."""
         if request.key in self._keys:
             return request.num_known_tokens, 0
         return rest_of_prompt(request)

@@ -1,23 +1,23 @@
-"""Whether to start a step of short prompts now, or to wait for more of them to share it.
+"""Decides whether to start a step of short prompts now or to wait for more that share it.
 
-Sharing saves a step's floor c0 (weights, launches) for each prompt that comes along. While the
-device is busy, gathering is free, so wait until its step ends. On an idle device dt of waiting
-delays each of n prompts by dt and saves r dt c0 of device time, r being the rate at which short
-prompts arrive. So `AdaptiveWindow` waits only while all of these hold:
+Sharing saves a step's floor c0 (weights, launches) for each prompt that joins. While the device is
+busy, waiting is free, so wait until its step ends. On an idle device, waiting for dt delays each of
+n prompts by dt and saves r dt c0 of device time, where r is the arrival rate of short prompts. So
+`AdaptiveWindow` waits only while all of these hold:
 
     r c0 > n                            what waiting saves exceeds what it costs
     n < D                               D = prompts expected by the end: n at opening + r W
     now < opening + W                   W = time in which the largest useful batch arrives, bounded
     due - now - step > slack            the first due time can still be kept
 
-D and W are computed afresh whenever a window opens and from the rate alone, never from the depth
-of the last batch: a depth that is learnt from batches that it limits can only fall. D ends the
-wait; it never limits the batch. `FixedWindow` waits as long and for as many as it is told;
-`NoWindow` never waits on an idle device. Whatever runs anyway (decodes, long chunks) shares its
-floor with short prompts already, so beside it no adaptive wait pays.
+D and W are computed from the rate whenever a window opens, never from the depth of the last batch:
+a depth learnt from batches that it limits itself could only fall. D ends the wait; it never limits
+the batch. `FixedWindow` waits for a fixed time or number of prompts. `NoWindow` never waits on an
+idle device. If a step runs anyway (decodes, long chunks), short prompts share its floor already, so
+no adaptive wait pays then.
 
-Pure but for the rate and the open window: time comes as an argument, and a `Wait` is not a timer.
-The caller asks again when it is over or when something has happened (an arrival, the end of a
+Pure except for the rate and the open window: time is an argument, and a `Wait` is not a timer. The
+caller asks again when the wait is over or when something has happened (an arrival, the end of a
 step).
 """
 
@@ -28,20 +28,20 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gathered:
-    """The short prompts that could start now, and what the device does."""
+    """The short prompts that could start now, and the state of the device."""
 
     num_waiting: int
-    oldest_arrival_s: float | None  # None = nobody waits
+    oldest_arrival_s: float | None  # None = no prompt waits
     first_due_s: float | None = None  # the earliest time a first token is due; None = never
-    step_s: float = 0.0  # predicted, with all of them
-    floor_s: float = 0.0  # c0: of that, what a step costs whatever it holds
+    step_s: float = 0.0  # predicted duration of a step with all of them
+    floor_s: float = 0.0  # c0: the part of it that any step costs
     busy_until_s: float | None = None  # when the device's step should end; None = it is idle
     has_other_work: bool = False  # a step runs in any case: decodes, or a long prompt's chunk
 
 
 @dataclass(frozen=True, slots=True)
 class Dispatch:
-    """Start a step with all that was gathered."""
+    """Start a step with all gathered prompts."""
 
     reason: str
 
@@ -65,7 +65,7 @@ class Window(Protocol):
 
 
 class ArrivalRate:
-    """Arrivals per second, weighted exponentially by age: starts at 0, and fades without any."""
+    """Arrivals per second, weighted exponentially by age: starts at 0, decays between arrivals."""
 
     def __init__(self, time_constant_s: float) -> None:
         assert time_constant_s > 0, f"a time constant of {time_constant_s} s"
@@ -86,21 +86,21 @@ class NoWindow:
     """Starts as soon as the device is idle."""
 
     def arrived(self, now_s: float) -> None:
-        """Does nothing: this window learns nothing from arrivals."""
+        """Does nothing: arrivals do not matter here."""
 
     def decide(self, gathered: Gathered, now_s: float) -> Dispatch | Wait:
         return _decide_without_window(gathered, now_s) or Dispatch("no window")
 
 
 class FixedWindow:
-    """Waits until the oldest has waited `window_s` or `max_requests` have gathered."""
+    """Waits until the oldest prompt has waited `window_s` or `max_requests` have gathered."""
 
     def __init__(self, window_s: float, max_requests: int) -> None:
         self._window_s = window_s
         self._max_requests = max_requests
 
     def arrived(self, now_s: float) -> None:
-        """Does nothing: this window learns nothing from arrivals."""
+        """Does nothing: arrivals do not matter here."""
 
     def decide(self, gathered: Gathered, now_s: float) -> Dispatch | Wait:
         decided = _decide_without_window(gathered, now_s)
@@ -115,17 +115,17 @@ class FixedWindow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Opening:
-    """An epoch of the window: from the first wait on an idle device to the next start."""
+    """One epoch: from the first wait on an idle device to the next start."""
 
     until_s: float
     depth: float
 
 
 class AdaptiveWindow:
-    """Waits while waiting pays; see the rules above.
+    """Waits while waiting pays, by the module's rules.
 
-    `max_depth` is the most prompts that it pays to put together: beyond the knee of the step time
-    sharing saves next to nothing.
+    `max_depth` is the largest useful batch in prompts: beyond the knee of the step time, sharing
+    saves next to nothing.
     """
 
     def __init__(
@@ -173,7 +173,7 @@ class AdaptiveWindow:
         return Wait(until_s, "more are expected")
 
     def _open(self, num_waiting: int, rate: float, now_s: float) -> _Opening:
-        """`rate` > 0: it exceeds num_waiting / floor_s."""
+        """Open a window; `rate` > 0, because it exceeds num_waiting / floor_s."""
         filling_s = (self._max_depth - num_waiting) / rate
         window_s = min(max(filling_s, self._min_window_s), self._max_window_s)
         depth = max(1.0, min(self._max_depth, num_waiting + rate * window_s))
@@ -185,9 +185,9 @@ def _is_idle(gathered: Gathered) -> bool:
 
 
 def _decide_without_window(gathered: Gathered, now_s: float) -> Dispatch | Wait | None:
-    """Decides what all windows decide alike; None if the device is idle and prompts wait.
+    """The decision common to all windows; None if the device is idle and prompts wait.
 
-    A step that takes longer than predicted is waited for until its end is reported.
+    If a step takes longer than predicted, its end is unknown: wait until the end is reported.
     """
     if gathered.num_waiting == 0:
         return Wait(math.inf, "no short prompt waits")

@@ -1,4 +1,4 @@
-"""Chat messages to prompt text, by the model's own template in transformers' sandbox.
+"""Renders chat messages to prompt text with the model's own template, in transformers' sandbox.
 
 Knows nothing of tokens. Templates come from the model folder only, never from a client.
 """
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     import jinja2.parser
 
 TEMPLATE_FILE = "chat_template.jinja"
-MORE_TEMPLATES = "additional_chat_templates"  # folder
+MORE_TEMPLATES = "additional_chat_templates"  # a folder
 CONFIG_FILE = "tokenizer_config.json"
 TOOLS = "tools"  # the one reserved variable that the edge itself may set
 
-# Names a client's chat_template_kwargs may not set: arguments of the renderer, variables it gives
-# to the template, and switches with a request field of their own.
+# Names that a client's chat_template_kwargs may not set: arguments of the renderer, variables that
+# it passes to the template, and options that have their own request field.
 RESERVED_KWARGS = frozenset(
     {
         "add_generation_prompt",
@@ -49,7 +49,7 @@ _MAX_MESSAGE_CHARS = 300  # of a template's own error text
 
 
 def is_reserved_kwarg(name: str) -> bool:
-    """Also every special token's variable (`bos_token`, ...), whatever the model calls it."""
+    """True for reserved names and every special token's variable (`bos_token`, ...)."""
     return name in RESERVED_KWARGS or name.endswith(("_token", "_tokens"))
 
 
@@ -64,7 +64,7 @@ class TemplateTokenizer(Protocol):
 
 
 class ChatTemplate:
-    """Renders conversations for one model; one without a template refuses each of them."""
+    """Renders conversations for one model; without a template every conversation is refused."""
 
     def __init__(self, tokenizer: TemplateTokenizer) -> None:
         self._tokenizer = tokenizer
@@ -74,7 +74,7 @@ class ChatTemplate:
         return self._tokenizer.chat_template is not None
 
     def render(self, request: TokenizeRequest) -> str:
-        """Raises RequestError: no template, or the template refuses these messages."""
+        """The prompt text; RequestError if there is no template or it refuses the messages."""
         assert request.messages is not None, "no messages to render"
         names = set(request.chat_template_kwargs) - {TOOLS}
         reserved = sorted(name for name in names if is_reserved_kwarg(name))
@@ -91,7 +91,7 @@ class ChatTemplate:
                 continue_final_message=request.continue_final_message,
                 **request.chat_template_kwargs,
             )
-        except Exception as error:  # a template is a program of the model's and may raise anything
+        except Exception as error:  # a template is the model's code and may raise anything
             raise RequestError(_explain(error), param="messages") from error
         assert isinstance(text, str), f"the renderer returned {type(text).__name__}"
         return text
@@ -102,16 +102,16 @@ class _NamedTemplate(msgspec.Struct):
 
 
 class _TokenizerConfig(msgspec.Struct):
-    """The one part of tokenizer_config.json that is read here."""
+    """The part of tokenizer_config.json that is read here."""
 
     chat_template: str | list[_NamedTemplate] | None = None
 
 
 def read_template_text(folder: Path) -> str | None:
-    """Returns all chat templates of a model folder as one text; None when it has none.
+    """All chat templates of a model folder as one text; None when it has none.
 
-    For code that must know what templates mention without loading transformers. The files are
-    those that transformers prefers, in its order. Raises ConfigError.
+    For inspecting templates without loading transformers. The files are those that transformers
+    prefers, in its order. Raises ConfigError.
     """
     texts = [text for _, text in _read_templates(folder)]
     return "\n".join(texts) if texts else None
@@ -120,13 +120,13 @@ def read_template_text(folder: Path) -> str | None:
 def check_templates(folder: Path) -> None:
     """Raises ConfigError, naming file and line, for a chat template that jinja cannot parse.
 
-    As each conversation would otherwise, one by one.
+    Without this check, every conversation would raise the error.
     """
-    import jinja2  # who renders nothing needs no jinja
+    import jinja2  # imported here, because only renderers need jinja
     from jinja2.ext import Extension
 
     class Generation(Extension):
-        """Transformers' block around what the model says; here only to be parsed."""
+        """Transformers' block around assistant text; here it only has to be parsed."""
 
         tags = {"generation"}  # noqa: RUF012 - jinja's own form
 
@@ -146,7 +146,7 @@ def check_templates(folder: Path) -> None:
 
 
 def _read_templates(folder: Path) -> list[tuple[Path, str]]:
-    """Returns each template with its file. Raises ConfigError."""
+    """Each template with its file. Raises ConfigError."""
     files = [folder / TEMPLATE_FILE, *sorted((folder / MORE_TEMPLATES).glob("*.jinja"))]
     templates = [(path, _read(path)) for path in files if path.exists()]
     path = folder / CONFIG_FILE
@@ -183,7 +183,7 @@ def load_chat_template(folder: Path) -> ChatTemplate:
 
 
 def _explain(error: Exception) -> str:
-    """A template's own complaint (`raise_exception`) for the client; of others only the kind."""
+    """A template's own error (`raise_exception`) for the client; for others only the type."""
     from jinja2 import TemplateError
 
     own_text = isinstance(error, TemplateError) or type(error) is ValueError

@@ -1,15 +1,15 @@
-"""Token ids to text, one token at a time, never emitting half a character.
+"""Converts token ids to text, one token at a time, without emitting incomplete characters.
 
-`TokenBytes` knows which bytes each token adds to the output, read once from the tokenizer's
-vocabulary and decoder: so streaming is exact and costs O(1) a token, without calls of the library.
-It covers the decoders of today's causal language models and refuses others at start-up:
+`TokenBytes` holds the bytes that each token adds to the output, read once from the tokenizer's
+vocabulary and decoder. So streaming is exact and takes O(1) per token, without library calls. It
+covers the decoders of today's causal language models and refuses others at start-up:
 
     ByteLevel                                     GPT-2, Llama 3, Qwen, Mistral-Nemo, DeepSeek
     Replace(x -> " "), ByteFallback, Fuse, Strip  Llama 2, Mistral, Gemma, Phi-3
     Metaspace, alone or with the above            T5-like sentencepiece conversions
 
 Formats: the `decoder` object of Hugging Face's tokenizer.json. Knows no requests, no stop strings
-and no text encoding beyond UTF-8.
+and no text encoding except UTF-8.
 """
 
 import codecs
@@ -23,13 +23,13 @@ _SUPPORTED = "ByteLevel; Replace/ByteFallback/Fuse/Strip; Metaspace"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderRules:
-    """The rules by which token strings become bytes."""
+    """How token strings become bytes."""
 
     byte_level: bool = False  # each character stands for one byte (GPT-2's alphabet)
     space: str | None = None  # this string stands for a space
     byte_fallback: bool = False  # "<0xE4>" stands for that byte
-    num_leading_spaces: int = 0  # at most so many are cut from the start of a whole text
-    drops_first_space: bool = False  # Metaspace: `space` vanishes from a text's first token
+    num_leading_spaces: int = 0  # maximum number of spaces cut from the start of a whole text
+    drops_first_space: bool = False  # Metaspace: `space` is removed from a text's first token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -37,7 +37,7 @@ class TokenBytes:
     """The bytes of every id.
 
     pieces:        [vocabulary] None where the vocabulary has no such id
-    first_pieces:  id -> bytes when it opens a text, only where that differs
+    first_pieces:  id -> bytes at the start of a text, only where these differ
     """
 
     pieces: Sequence[bytes | None]
@@ -111,7 +111,7 @@ def _steps(decoder: Mapping[str, object]) -> list[object]:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's one character per byte: printable Latin-1 stands for itself, the rest from U+0100."""
+    """GPT-2's character for each byte: printable Latin-1 maps to itself, the rest from U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     return {chr(byte): byte for byte in printable} | {
@@ -125,7 +125,7 @@ _BYTE_OF_CHAR = _byte_alphabet()
 def _token_to_bytes(token: str, rules: DecoderRules) -> bytes:
     if rules.byte_level:
         values = [_BYTE_OF_CHAR.get(char) for char in token]
-        # Added tokens are written as plain text; one foreign character tells.
+        # Added tokens are written as plain text; one character outside the alphabet shows that.
         known = [value for value in values if value is not None]
         return bytes(known) if len(known) == len(values) else token.encode()
     if rules.byte_fallback:
@@ -145,13 +145,13 @@ def _fallback_byte(token: str) -> int | None:
 class Detokenizer:
     """The text of one choice so far; `push` for each token, `flush` once at the end.
 
-    The concatenation of everything returned is the same for every way of calling, and equals the
+    The concatenation of all results does not depend on how the calls are made, and equals the
     library's full decode whenever the bytes are valid UTF-8. Invalid bytes become U+FFFD, one per
-    maximal invalid part (Unicode's recommended practice); a byte-fallback decoder of the library
-    would instead discard the valid characters next to them, which a stream already sent.
+    maximal invalid part (Unicode's recommended practice). A byte-fallback decoder of the library
+    would instead discard the valid characters next to them, which a stream has already sent.
 
-    With `continues_text` the output follows a prompt in the same text (/v1/completions), so the
-    decoder's rule for the start of a text does not apply to it and a leading space stays.
+    With `continues_text` the output follows a prompt in the same text (/v1/completions). Then the
+    decoder's rule for the start of a text does not apply, and a leading space stays.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class Detokenizer:
         self._num_strippable = 0 if continues_text else token_bytes.num_leading_spaces
 
     def push(self, token_id: int) -> str:
-        """Text that is certain now; may be empty while a character is incomplete."""
+        """Text that is final now; may be empty while a character is incomplete."""
         if token_id in self._skipped_ids:
             return ""
         piece = self._table.piece(token_id)
@@ -179,13 +179,13 @@ class Detokenizer:
         return self._strip(text) if self._num_strippable and text else text
 
     def flush(self) -> str:
-        """Ends the text; returns what is left of an incomplete last character."""
+        """Text of an incomplete last character; ends the text."""
         return self._utf8.decode(b"", True)
 
     def _strip(self, text: str) -> str:
         kept = text.lstrip(" ")
         num_cut = min(len(text) - len(kept), self._num_strippable)
-        # Once anything stays, the start of the text is over.
+        # After the first character that stays, no more spaces are stripped.
         self._num_strippable = self._num_strippable - num_cut if num_cut == len(text) else 0
         return text[num_cut:]
 
@@ -193,7 +193,7 @@ class Detokenizer:
 def decode(
     token_bytes: TokenBytes, token_ids: Iterable[int], *, skip_special_tokens: bool = True
 ) -> str:
-    """The whole text of `token_ids`, equal to what a stream of them shows."""
+    """The whole text of `token_ids`, equal to the concatenation of a stream of them."""
     detokenizer = Detokenizer(token_bytes, skip_special_tokens=skip_special_tokens)
     pieces = [detokenizer.push(token_id) for token_id in token_ids]
     return "".join([*pieces, detokenizer.flush()])

@@ -1,7 +1,7 @@
-"""The visible output of one choice: tokens in, text out, cut at stop strings.
+"""Produces the visible output of one choice: tokens in, text out, cut at stop strings.
 
-Puts detokenizer and stop strings together and decides how a choice ends as the client sees it.
-Knows nothing of HTTP, JSON or which worker made the tokens.
+Combines detokenizer and stop strings and decides how a choice ends as the client sees it. Knows
+nothing of HTTP, JSON or which worker made the tokens.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,9 +25,9 @@ class OutputToken:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextDelta:
-    """What one token adds to a choice."""
+    """The output that one token adds to a choice."""
 
-    text: str  # may be empty: half a character, or text that may become a stop string
+    text: str  # empty for an incomplete character or text that may become a stop string
     tokens: Sequence[OutputToken] = ()
     finish: FinishReason | None = None  # the choice is complete
     stop_reason: str | int | None = None  # the client's stop string or id that ended it
@@ -35,10 +35,10 @@ class TextDelta:
 
 
 class OutputText:
-    """The text of one choice: `push` every token in order until a delta has `finish` set.
+    """One choice; `push` for every token in order until a delta has `finish` set.
 
-    A stop string ends the choice here, so after such a delta the caller must abort the request on
-    its worker: `is_stopped_early` says so.
+    If a stop string ended the choice (`is_stopped_early`), the worker does not know it: the caller
+    must abort the request there.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class OutputText:
         include_stop: bool = False,
         markers: Mapping[int, str] | None = None,
     ) -> None:
-        """`markers`: special tokens, id -> text, that the output shows all the same."""
+        """`markers`: special tokens, id -> text, that are shown even if others are skipped."""
         self._detokenizer = detokenizer
         self._stop_strings = stop_strings
         self._min_tokens = min_tokens
@@ -69,7 +69,7 @@ class OutputText:
 
     @property
     def is_stopped_early(self) -> bool:
-        """A stop string ended the choice while its worker still goes on."""
+        """Whether a stop string ended the choice while its worker still continues."""
         return self._is_stopped_early
 
     def push(self, record: TokenRecord) -> TextDelta:
@@ -93,7 +93,7 @@ class OutputText:
         )
 
     def _new_text(self, record: TokenRecord) -> str:
-        """Raw text of the token. One that stops the request shows only if the client asked."""
+        """Raw text of the token. A token that stops the request is shown only if asked for."""
         is_hidden = record.stop_token_id is not None and not self._include_stop
         text = "" if is_hidden else self._push(record.token_id)
         if record.finish is not None:
@@ -105,10 +105,10 @@ class OutputText:
         marker = self._markers.get(token_id)
         if marker is None:
             return self._detokenizer.push(token_id)
-        return self._detokenizer.flush() + marker  # a character torn before it stays torn
+        return self._detokenizer.flush() + marker  # an incomplete character before it stays so
 
     def _search(self, text: str) -> tuple[str, str | None]:
-        # A stop string may end the choice with token number min_tokens, wherever it began.
+        # From token number min_tokens on, a stop string may end the choice, wherever it began.
         return self._stop_strings.push(text, may_stop=self._num_tokens >= self._min_tokens)
 
     def _finish(self, record: TokenRecord, matched: str | None) -> FinishReason | None:
@@ -117,7 +117,7 @@ class OutputText:
         return None if record.finish is None else FinishReason(record.finish)
 
     def _stop_reason(self, record: TokenRecord, matched: str | None) -> str | int | None:
-        """The string or id of the client's that ended the choice; the model's own eos is none."""
+        """The client's string or id that ended the choice; None for the model's own eos."""
         if matched is not None:
             return matched
         is_clients = record.stop_token_id in self._client_stop_ids

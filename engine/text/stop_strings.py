@@ -1,7 +1,7 @@
-"""Finding stop strings in text that arrives in pieces. Knows characters, not tokens.
+"""Finds stop strings in text that arrives in pieces. Knows characters, not tokens.
 
-One Knuth-Morris-Pratt automaton per stop string: O(1) amortised per character whatever the
-strings are, and the automata's states say exactly how much text may still become a match.
+One Knuth-Morris-Pratt automaton per stop string: O(1) amortised per character for any strings. The
+automata's states give the exact length of text that may still become a match.
 """
 
 from collections.abc import Sequence
@@ -10,24 +10,24 @@ from collections.abc import Sequence
 class StopStrings:
     """Passes text through until one of `stops` is complete.
 
-    The match is the stop string that ends first; among those that end together, the longest.
-    So the result does not depend on how the text was cut into pieces. With `include` the matched
-    string is part of the text, else the text ends before it.
+    The match is the stop string that ends first; of those that end together, the longest. So the
+    result does not depend on how the text was cut into pieces. With `include` the matched string
+    is part of the text, otherwise the text ends before it.
     """
 
     def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
         assert all(stops), f"an empty stop string in {stops!r}"
         self._stops = list(stops)
         self._borders = [_border_lengths(stop) for stop in self._stops]
-        self._matched_chars = [0] * len(self._stops)  # longest suffix of the text, per stop
+        self._matched_chars = [0] * len(self._stops)  # matched prefix length, per stop string
         self._include = include
         self._held = ""  # may still become part of a stop string
 
     def push(self, text: str, *, may_stop: bool = True) -> tuple[str, str | None]:
-        """(text to emit, the stop string that is now complete or None). Nothing after a match.
+        """Returns (text to emit, the completed stop string or None); text after a match is dropped.
 
-        Without `may_stop` one that ends in this text is text like any other; one that begins in it
-        is complete when its rest has come.
+        Without `may_stop`, a stop string that ends in this text is ordinary text; one that begins
+        in it can still be completed by later text.
         """
         if not self._stops:
             return text, None
@@ -43,12 +43,12 @@ class StopStrings:
         return whole[: len(whole) - num_held], None
 
     def flush(self) -> str:
-        """Text held back that no stop string can claim any more; ends the text."""
+        """Text held back that can no longer be part of a stop string; ends the text."""
         held, self._held = self._held, ""
         return held
 
     def _num_held(self, index: int) -> int:
-        """Characters that may still become part of this stop string."""
+        """Number of held characters that may still become part of this stop string."""
         length = self._matched_chars[index]
         return self._borders[index][-1] if length == len(self._stops[index]) else length
 
@@ -56,7 +56,7 @@ class StopStrings:
         longest: str | None = None
         for index, stop in enumerate(self._stops):
             length = self._matched_chars[index]
-            if length == len(stop):  # it was complete, and nobody minded
+            if length == len(stop):  # it was complete while `may_stop` was False
                 length = self._borders[index][-1]
             while length > 0 and stop[length] != char:
                 length = self._borders[index][length - 1]

@@ -1,7 +1,7 @@
-"""Text to token ids and back, from a model folder's tokenizer.json.
+"""Converts text to token ids and back, from a model folder's tokenizer.json.
 
 `tokenizers` does the encoding. Knows no chat templates (engine/text/chat_template.py) and no
-requests. Safe to call from several threads: nothing changes after loading.
+requests. Thread-safe: nothing changes after loading.
 """
 
 from collections.abc import Iterable, Sequence
@@ -24,7 +24,7 @@ TOKENIZER_FILE = "tokenizer.json"
 
 
 class _TokenizerFile(msgspec.Struct):
-    """The one part of tokenizer.json that is read here; the library reads the rest."""
+    """The part of tokenizer.json that is read here; the library reads the rest."""
 
     decoder: dict[str, object] | None = None
 
@@ -32,7 +32,8 @@ class _TokenizerFile(msgspec.Struct):
 class Tokenizing:
     """One model's vocabulary: `encode_batch` for prompts, `detokenizer` for outputs.
 
-    beyond_model: id -> text of the tokens that the model has no embedding for; no prompt holds them
+    beyond_model: id -> text of tokens for which the model has no embedding; prompts with one are
+    refused
     """
 
     def __init__(
@@ -42,11 +43,11 @@ class Tokenizing:
 
         Raises ConfigError, naming `source`, when the decoder is of an unsupported kind.
         """
-        # A training-time setting in the file must not cut or pad prompts silently.
+        # A training-time setting in the file must not truncate or pad prompts silently.
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
-        # The library writes defaults out, so that only one spelling has to be understood.
+        # The library writes defaults out, so only one form has to be parsed.
         decoder = msgspec.json.decode(tokenizer.to_str(), type=_TokenizerFile).decoder
         special_ids = frozenset(
             token_id
@@ -67,7 +68,7 @@ class Tokenizing:
 
     @property
     def vocab_size(self) -> int:
-        """One more than the largest id of a token that the model has an embedding for."""
+        """One more than the largest id of a token for which the model has an embedding."""
         return self._token_bytes.vocab_size
 
     @property
@@ -94,7 +95,7 @@ class Tokenizing:
         return self._within_model(encoding.ids)
 
     def _within_model(self, ids: list[int]) -> list[int] | RequestError:
-        """Returns `ids`, or an error if one, also of a post-processor, has no embedding."""
+        """Checks ids against the model; a post-processor may add ids outside the vocabulary."""
         if self._num_embeddings is None or max(ids, default=0) < self._num_embeddings:
             return ids
         token_id = next(i for i in ids if i >= self._num_embeddings)
@@ -118,14 +119,15 @@ class Tokenizing:
         return decode(self._token_bytes, token_ids, skip_special_tokens=skip_special_tokens)
 
     def piece(self, token_id: int) -> bytes:
-        """The bytes a token stands for, special tokens by name; b"" for an id without a token."""
+        """The bytes of a token, special tokens by name; b"" for an id without a token."""
         return self._token_bytes.piece(token_id)
 
 
 def load_tokenizer(folder: Path, num_embeddings: int | None = None) -> Tokenizing:
     """The tokenizer of a Hugging Face model folder; for `num_embeddings` see `Tokenizing`.
 
-    Raises ConfigError: no tokenizer.json, one the library cannot read, or an unsupported decoder.
+    Raises ConfigError if there is no tokenizer.json, the library cannot read it, or the decoder is
+    unsupported.
     """
     path = folder / TOKENIZER_FILE
     if not path.exists():

@@ -1,9 +1,9 @@
-"""FlashAttention-3 over the paged store, as vLLM builds it: Hopper, bf16 and fp16.
+"""FlashAttention-3 over the paged store, as built by vLLM: Hopper, bf16 and fp16.
 
-FlashAttention-3 (arXiv:2407.08608) reads K and V of a block through a two-dimensional table
-[rows, blocks], while a step carries its block ids flat; `expand_blocks` writes the table on the
-device, once a step. So is the work of all layers laid out over the SMs (the library's scheduler
-metadata: how many splits of its keys each row gets), once per window instead of once per layer.
+FlashAttention-3 (arXiv:2407.08608) reads the blocks of K and V through a two-dimensional table
+[rows, blocks], while a step has its block ids in one flat list. `expand_blocks` writes the table on
+the device, once per step. The library's scheduler metadata (the split of each row's keys over the
+SMs) is also computed once per step and window, not once per layer.
 """
 
 import importlib
@@ -29,7 +29,7 @@ _COLUMNS = 1024
 def why_not(
     shape: AttentionShape, block_size: int, dtype: torch.dtype, device: torch.device
 ) -> str | None:
-    """Returns why `FlashAttention` cannot run this model on this machine; None if it can."""
+    """Why `FlashAttention` cannot serve this model on this machine; None = it can."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
         return "FlashAttention-3 needs a GPU of compute capability 9 (Hopper)"
     if dtype not in _DTYPES:
@@ -47,7 +47,7 @@ def why_not(
 
 
 def _home() -> str | None:
-    """The first of `_HOMES` on this machine; looks for a folder, imports nothing."""
+    """The first of `_HOMES` on this machine; only looks for a folder and imports nothing."""
     for home in _HOMES:
         if importlib.util.find_spec(home.partition(".")[0]) is not None:
             return home
@@ -70,7 +70,7 @@ def _expand_blocks_kernel(
 
 
 def expand_blocks(rows: RowTensors, table: Tensor) -> None:
-    """table[r, c] = block_ids[cu_blocks[r] + c], and 0, a valid id, past a row's last block.
+    """table[r, c] = block_ids[cu_blocks[r] + c], and 0, a valid id, after a row's last block.
 
     table: int32 [R, columns], contiguous, overwritten; columns >= the longest row's blocks.
     """
@@ -82,7 +82,7 @@ def expand_blocks(rows: RowTensors, table: Tensor) -> None:
 
 
 def expand_blocks_torch(rows: RowTensors, table: Tensor) -> None:
-    """The twin of `expand_blocks`."""
+    """The torch twin of `expand_blocks`."""
     columns = torch.arange(table.shape[1], device=table.device)
     first, num_blocks = rows.cu_blocks[:-1, None], rows.cu_blocks.diff()[:, None]
     places = (first + columns).clamp(max=len(rows.block_ids) - 1)
@@ -91,14 +91,14 @@ def expand_blocks_torch(rows: RowTensors, table: Tensor) -> None:
 
 @dataclass(slots=True, kw_only=True)
 class FlashAttentionMetadata:
-    """Metadata that all layers of a step share."""
+    """Data that all layers of a step share."""
 
     rows: RowTensors
     max_new_tokens: int
     max_keys: int
     # [R, blocks] int32
     table: Tensor
-    # window -> the library's layout of the step's work; filled by `begin`
+    # window -> the library's scheduler metadata; filled by `begin`
     schedules: dict[int | None, Tensor]
 
 
@@ -113,7 +113,7 @@ class FlashAttention:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """Raises ValueError where `why_not` has a reason."""
+        """Raises ValueError if `why_not` gives a reason."""
         reason = why_not(shape, block_size, dtype, device)
         if reason is not None:
             raise ValueError(reason)
@@ -174,11 +174,11 @@ class FlashAttention:
         max_tokens: int | None = None,
         max_row_tokens: int | None = None,
     ) -> FlashAttentionMetadata:
-        """The library writes zeros for a token that sees no key."""
+        """A token that sees no key gets zeros, which the library writes."""
         return self._metadata(rows, max_row_tokens or max_tokens or 1, max_keys)
 
     def begin(self, metadata: FlashAttentionMetadata) -> None:
-        """Fills the table and the schedules; a capture keeps the memory of the latter."""
+        """Fill the table and the schedules; a captured graph keeps the schedules' memory."""
         expand_blocks(metadata.rows, metadata.table)
         for window in self._windows:
             metadata.schedules[window] = self._schedule(
@@ -197,7 +197,7 @@ class FlashAttention:
             )
 
     def refresh(self, metadata: FlashAttentionMetadata, step: AttentionStep) -> None:
-        """Nothing: the captured part derives all it needs from the rows."""
+        """Does nothing: the captured part derives everything it needs from the rows."""
 
     def _metadata(
         self, rows: RowTensors, max_new_tokens: int, max_keys: int
@@ -215,7 +215,7 @@ class FlashAttention:
 
 
 def _window_size(window: int | None) -> tuple[int, int]:
-    """Keys seen before and after a query's own, as the library counts them; -1 = all."""
+    """Number of keys seen before and after a query's own, for the library; -1 = all."""
     return (-1, -1) if window is None else (window - 1, 0)
 
 

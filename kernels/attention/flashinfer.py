@@ -1,12 +1,12 @@
 """FlashInfer over the paged store: bf16, models without sliding windows.
 
 FlashInfer (arXiv:2501.01005) plans on the host: from the rows' lengths it cuts the work into pieces
-of equal size and copies the list to the device, once a step. Its prefill kernels take both kinds of
-rows: in the "fa2" form the queries of one KV head share a tile, so a step of single tokens reads
-each key once, and splits long rows; the "fa3" form (Hopper, heads of 128) is the faster for chunks.
-Its own decode wrapper is these same kernels around a copy the host has to wait for.
+of equal size and copies the list to the device, once per step. Its prefill kernels handle both
+kinds of rows. In the "fa2" form the queries of one KV head share a tile, so a step of single tokens
+reads each key once, and long rows are split. The "fa3" form (Hopper, heads of 128) is faster for
+chunks. FlashInfer's own decode wrapper uses these same kernels plus a copy that the host waits for.
 
-Windows and fp16 would have FlashInfer compile when the first request comes; they are refused.
+Windows and fp16 are refused, because FlashInfer would compile kernels when the first request comes.
 """
 
 import importlib
@@ -24,8 +24,8 @@ from kernels.attention.protocol import AttentionShape, AttentionStep, RowTensors
 
 _HEAD_DIMS = (64, 128)
 _FA3_HEAD_DIM = 128
-# A plan is copied from pinned memory when the steps before it are done; so many plans later that
-# memory is written again. A host that plans one step ahead has two copies under way at most.
+# A plan is copied from pinned memory when the steps before it are done. That memory is rewritten
+# this many plans later. A host that plans one step ahead has at most two copies in flight.
 _NUM_STAGING = 4
 _STAGING_BYTES = 8 * 2**20
 _GRAPH_PLAN_BYTES = 2**20  # a plan of 512 single tokens takes 2 % of it
@@ -37,7 +37,7 @@ _INT32_MAX = 2**31 - 1
 def why_not(
     shape: AttentionShape, block_size: int, dtype: torch.dtype, device: torch.device
 ) -> str | None:
-    """Returns why `FlashInferAttention` cannot run this model here; None if it can."""
+    """Why `FlashInferAttention` cannot serve this model on this machine; None = it can."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] < 8:
         return "FlashInfer needs a GPU of compute capability 8 or later"
     if dtype != torch.bfloat16:
@@ -55,7 +55,7 @@ def why_not(
 
 
 class _Staging:
-    """Pinned memory plans are copied from, used in turn; waits only when all of it is in use."""
+    """A ring of pinned buffers for plans; waits only when all of them are in use."""
 
     def __init__(self) -> None:
         self._buffers = [
@@ -66,7 +66,7 @@ class _Staging:
         self._next = 0
 
     def take(self) -> tuple[Tensor, torch.cuda.Event]:
-        """The buffer, and the event to record once its copy is in the stream."""
+        """A buffer, and the event to record once its copy is queued in the stream."""
         index = self._next
         self._next = (index + 1) % _NUM_STAGING
         self._copied[index].synchronize()
@@ -78,15 +78,15 @@ class FlashInferMetadata:
     """The wrapper that holds a step's plan, or a graph's current one."""
 
     wrapper: Any
-    # A graph's rows: its plans have as many, the ones past a step's own without a query.
+    # Rows of every plan made for this wrapper; padding rows have no query.
     num_rows: int
 
 
 class FlashInferAttention:
-    """A `GraphAttention` whose plans are made on the host; use it from one stream.
+    """A `GraphAttention` that plans on the host; use it from one stream.
 
-    A mixed step is better split into two plans (`PhasedAttention` over two of these): in one, the
-    kernel for chunks would read a single token's keys once per query head.
+    A mixed step should be split into two plans (`PhasedAttention` over two of these): in one plan,
+    the kernel for chunks would read a single token's keys once per query head.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class FlashInferAttention:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """Raises ValueError where `why_not` has a reason."""
+        """Raises ValueError if `why_not` gives a reason."""
         reason = why_not(shape, block_size, dtype, device)
         if reason is not None:
             raise ValueError(reason)
@@ -142,7 +142,7 @@ class FlashInferAttention:
 
     @property
     def can_capture_prompts(self) -> bool:
-        """No: the host plans how chunks are cut, and a graph keeps the first cut."""
+        """False: the host plans how chunks are cut, and a graph would keep the first plan."""
         return False
 
     def open_graph(
@@ -153,12 +153,12 @@ class FlashInferAttention:
         max_tokens: int | None = None,
         max_row_tokens: int | None = None,
     ) -> FlashInferMetadata:
-        """Plans rows of one key each: a capture needs a plan, and any has the same launches."""
+        """Plans rows of one key each: capture needs a plan, and any plan has the same launches."""
         assert max_tokens is None, "only rows of one new token can be captured"
         num_rows = len(rows.num_keys)
         num_partial_bytes = self._num_partial_bytes(num_rows)
         if num_partial_bytes > len(self._partials):
-            # Graphs opened before keep the memory they were captured with.
+            # Graphs opened before keep the memory with which they were captured.
             self._partials = self._bytes(num_partial_bytes)
         wrapper = self._library.BatchPrefillWithPagedKVCacheWrapper(
             self._partials,
@@ -183,10 +183,10 @@ class FlashInferAttention:
         return FlashInferMetadata(wrapper=wrapper, num_rows=num_rows)
 
     def begin(self, metadata: FlashInferMetadata) -> None:
-        """Nothing: the host has planned."""
+        """Does nothing: the plan is made on the host."""
 
     def refresh(self, metadata: FlashInferMetadata, step: AttentionStep) -> None:
-        # The graph reads the rows' own block ids, which are up to date: none to copy.
+        # The graph reads the rows' own block ids, which are up to date, so none are copied.
         self._plan(metadata.wrapper, step, metadata.num_rows, step.device_rows.block_ids[:0])
 
     # ---- plans ----------------------------------------------------------------------------------
@@ -198,13 +198,13 @@ class FlashInferAttention:
         num_rows: int,
         block_ids: Tensor,
     ) -> None:
-        """Rows past the step's own, up to `num_rows`, get no query, no key and no work."""
+        """Plan `step`; rows after its own, up to `num_rows`, get no query, no key and no work."""
         num_padding = num_rows - step.num_rows
         cu_tokens = np.concatenate(([0], step.num_new_tokens.cumsum()))
         cu_blocks = step.cu_blocks - step.cu_blocks[0]
         num_keys = np.pad(step.num_computed_tokens + step.num_new_tokens, (0, num_padding))
         staging, copied = self._staging.take()
-        # Where the library keeps it; its own would be written again while a copy is under way.
+        # The library's own buffer would be overwritten while a copy from it is in flight.
         wrapper._pin_memory_int_workspace_buffer = staging
         wrapper.plan(
             _pinned(np.pad(cu_tokens, (0, num_padding), mode="edge")),
@@ -225,10 +225,10 @@ class FlashInferAttention:
         copied.record()
 
     def _num_partial_bytes(self, num_graph_rows: int) -> int:
-        """Partial results of split rows take this much, in eager steps and in a graph of rows.
+        """Bytes for partial results of split rows, in eager steps and in a graph of rows.
 
-        A piece is up to 128 packed queries of every KV head; a graph has one for each row, of the
-        smallest tile that holds a KV head's queries, beyond what its tokens fill.
+        A piece is up to 128 packed queries of every KV head. A graph has one piece per row, of the
+        smallest tile that holds a KV head's queries, in addition to those that its tokens fill.
         """
         shape = self._shape
         num_pieces = _CTAS_PER_SM * self._num_sms // shape.num_kv_heads + 1
@@ -237,7 +237,7 @@ class FlashInferAttention:
             num_pieces, -(-num_graph_rows * shape.num_groups // tile) + num_graph_rows
         )
         num_queries = max(num_pieces * _MAX_TILE_QUERIES, num_graph_pieces * tile)
-        # A vector and a sum, fp32, per query, and what aligning both takes.
+        # Per query a vector and a sum, fp32, plus the alignment of both.
         return num_queries * shape.num_heads * (shape.head_dim + 1) * 4 + 256
 
     def _bytes(self, num_bytes: int) -> Tensor:
@@ -248,5 +248,5 @@ class FlashInferAttention:
 
 
 def _pinned(values: NDArray[Any]) -> Tensor:
-    """int32 in memory a copy to the device need not wait for."""
+    """int32 in pinned memory, so that a copy to the device does not wait."""
     return torch.from_numpy(values.astype(np.int32)).pin_memory()

@@ -1,8 +1,8 @@
-"""Two backends as one: single-token rows go to one, rows with more new tokens to the other.
+"""Combines two backends: one for single-token rows, one for rows with more new tokens.
 
     tokens   [ single rows: decode ............ | rows with two or more: prefill ............ ]
 
-Knows neither backend: where both phases are the same object, it plans the step as a whole.
+Knows neither backend: if both phases are the same object, it plans the step as a whole.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from kernels.attention.protocol import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Part:
-    """Tokens [start, end) of the step and the backend that attends them."""
+    """Tokens [start, end) of the step and the backend that computes their attention."""
 
     backend: AttentionBackend
     start: int
@@ -31,14 +31,14 @@ class _Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhasedMetadata:
-    """Metadata of each phase of a step, in token order; a graph has one for all."""
+    """One part for each phase of the step, in token order; in a graph one part for all."""
 
     parts: tuple[_Part, ...]
-    graph: GraphAttention | None = None  # whose verbs prepare a replay
+    graph: GraphAttention | None = None  # the backend that prepares a replay
 
 
 class PhasedAttention:
-    """A `GraphAttention` where its backend of single tokens is one; `can_capture` says so."""
+    """A `GraphAttention` if its decode backend is one; `can_capture` tells."""
 
     def __init__(
         self,
@@ -48,9 +48,9 @@ class PhasedAttention:
         graph: GraphAttention | None,
         prompt_graph: GraphAttention | None = None,
     ) -> None:
-        """graph: `decode` once more where it can be captured in a CUDA graph, else None.
+        """graph: `decode` again if it can be captured in a CUDA graph, else None.
 
-        prompt_graph: the same of `prefill`; in a graph it attends single tokens, too.
+        prompt_graph: likewise for `prefill`; in a graph it also attends single tokens.
         """
         assert graph is None or graph is decode, "a graph would compute with another backend"
         assert prompt_graph is None or prompt_graph is prefill, "likewise"
@@ -61,12 +61,12 @@ class PhasedAttention:
 
     @property
     def can_capture(self) -> bool:
-        """Whether the graph verbs may be called for rows of one new token."""
+        """Whether the graph methods may be called for rows of one new token."""
         return self._graph is not None
 
     @property
     def can_capture_prompts(self) -> bool:
-        """Whether they may be called for rows of any number of new tokens."""
+        """Whether the graph methods may be called for rows of any number of new tokens."""
         return self._prompt_graph is not None and self._prompt_graph.can_capture_prompts
 
     def plan(self, step: AttentionStep) -> PhasedMetadata:
@@ -151,9 +151,9 @@ def _plan_part(backend: AttentionBackend, step: AttentionStep, start: int) -> _P
 
 
 def _split(step: AttentionStep) -> tuple[AttentionStep, AttentionStep]:
-    """The single-token rows and the others, each with its tokens counted from its own first.
+    """The single-token rows and the others, each with tokens counted from its own first.
 
-    Block ids stay where they are: `cu_blocks` keeps counting from the step's start.
+    Block ids are not copied: `cu_blocks` still counts from the step's start.
     """
     num_single, num_rows = step.num_single_rows, step.num_rows
     singles = step.device_rows.part(0, num_single)

@@ -1,4 +1,4 @@
-"""What an attention backend is: metadata once per step, then one call per layer.
+"""The interface of an attention backend: metadata once per step, then one call per layer.
 
 A backend reads the paged store, block-first `[blocks, layers, 2, block_size, kv_heads, head_dim]`.
 It knows neither requests nor models.
@@ -16,12 +16,12 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionShape:
-    """The shape of attention, which is the same for all steps of a model."""
+    """The constants of all steps of one model."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    # One per layer: a query sees itself and window - 1 keys before it; None = all before it.
+    # One per layer: a query sees itself and the window - 1 keys before it; None = all before it.
     layer_windows: tuple[int | None, ...]
 
     def __post_init__(self) -> None:
@@ -44,11 +44,10 @@ class AttentionShape:
 class RowTensors:
     """A step's rows on the device, int32; row r has tokens [cu_tokens[r], cu_tokens[r + 1]).
 
-    In a CUDA graph these are views of buffers that never move and whose content changes from
-    replay to replay. Rows past the step's own are padding, with no key or with one, and what
-    attention returns for them is never read. A row may have more new tokens than keys: its last
-    token sees the last key, the tokens too many come first, see nothing, and nobody reads what
-    they get.
+    In a CUDA graph these are views of buffers at fixed addresses whose content changes from replay
+    to replay. Rows after the step's own are padding with no key or one key; attention's output for
+    them is never read. A row may have more new tokens than keys: its last token sees the last key.
+    The surplus tokens come first, see nothing, and their output is never read.
     """
 
     # [R + 1]
@@ -61,7 +60,7 @@ class RowTensors:
     block_ids: Tensor
 
     def part(self, start: int, end: int) -> "RowTensors":
-        """Rows [start, end); `cu_tokens` and `cu_blocks` keep counting from the step's start."""
+        """Rows [start, end); `cu_tokens` and `cu_blocks` still count from the step's start."""
         return RowTensors(
             cu_tokens=self.cu_tokens[start : end + 1],
             num_keys=self.num_keys[start:end],
@@ -72,16 +71,16 @@ class RowTensors:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionStep:
-    """The rows of one step: on the host to plan with, on the device to compute with.
+    """The rows of one step: on the host for planning, on the device for computing.
 
     The first `num_single_rows` rows have one new token each, ordered by growing history; the
-    others have two or more. The step's tokens lie in row order.
+    others have two or more. The step's tokens are in row order.
     """
 
     num_single_rows: int
     # [R]
     num_new_tokens: NDArray[np.int64]
-    # [R]  tokens whose K and V are in the store already
+    # [R]  tokens whose K and V were in the store before the step
     num_computed_tokens: NDArray[np.int64]
     # [R + 1]
     cu_blocks: NDArray[np.int64]
@@ -141,13 +140,13 @@ def build_step(
 
 
 class AttentionBackend(Protocol):
-    """A backend that computes attention over the paged store.
+    """An implementation of attention over the paged store.
 
     `Metadata` differs by backend, hence `Any`: only the backend that made it reads it.
     """
 
     def plan(self, step: AttentionStep) -> Any:  # noqa: ANN401
-        """Builds what is constant over the layers of a step: indices and masks, on the device.
+        """Everything that is constant over the layers of a step: indices and masks, on the device.
 
         Copies what it needs from `step`'s host arrays before it returns; never waits for the GPU.
         """
@@ -166,8 +165,8 @@ class AttentionBackend(Protocol):
         """softmax(q k^T * scale + mask) v for every token of the step.
 
         q: [T, heads, head_dim]; k_new, v_new: [T, kv_heads, head_dim], already in `store` too.
-        All three may be views whose token stride is larger (one buffer holds q, k and v).
-        Returns [T, heads * head_dim], written to `out` where that is given, which is contiguous.
+        All three may be views with a larger token stride (one buffer holds q, k and v).
+        Returns [T, heads * head_dim], written to `out` if given, which must be contiguous.
         Query head h reads KV head h // (heads / kv_heads).
         """
         ...
@@ -178,12 +177,12 @@ class GraphAttention(AttentionBackend, Protocol):
 
     Before capture:       metadata = open_graph(rows, max_keys)
     in the captured part: begin(metadata), then run(...) per layer
-    before each replay:   refresh(metadata, step), after the rows' buffers were scheduled to change
+    before each replay:   refresh(metadata, step), after the update of the rows' buffers was queued
     """
 
     @property
     def can_capture_prompts(self) -> bool:
-        """Whether `open_graph` takes rows with more than one new token."""
+        """Whether `open_graph` accepts rows with more than one new token."""
         ...
 
     def open_graph(
@@ -196,18 +195,18 @@ class GraphAttention(AttentionBackend, Protocol):
     ) -> Any:  # noqa: ANN401
         """Metadata over fixed buffers for all of `rows`, each with at most `max_keys` keys.
 
-        max_tokens: new tokens of all rows together, at most; None = each row has one.
-        max_row_tokens: of one row, at most, padding before its own included; None = they are
-        spread over the rows anyhow.
+        max_tokens: maximum number of new tokens of all rows together; None = each row has one.
+        max_row_tokens: maximum for one row, including padding before its own tokens; None = they
+        may be spread over the rows in any way.
         """
         ...
 
     def begin(self, metadata: Any) -> None:  # noqa: ANN401
-        """Kernels that derive what the layers need from the rows' current content."""
+        """Launch the kernels that derive what the layers need from the rows' current content."""
         ...
 
     def refresh(self, metadata: Any, step: AttentionStep) -> None:  # noqa: ANN401
-        """Plans on the host for the next replay.
+        """Do the planning on the host that the next replay needs.
 
         `step`'s host arrays are not padded; its device rows are the graph's.
         """

@@ -1,11 +1,11 @@
 """Attention in plain torch over the paged store: the oracle on a GPU, the backend on a CPU.
 
-Rows with one new token are gathered together into one padded batch (several, where lengths differ
-so much that padding would cost more than another call); each row with more new tokens is its own
+Rows with one new token are gathered into one padded batch, or into several if lengths differ so
+much that padding would cost more than another call. Each row with more new tokens is its own
 `scaled_dot_product_attention`, over the fresh K and V when it has no history. Grouped queries are
 a view: of the query for single tokens, of an expanded key for chunks; no head is copied.
 
-Per window of the model, `plan` decides the keys a row needs:
+For each distinct window of the model, `plan` determines the keys that a row needs:
 
     key position   0 ........ first ......... num_computed ........ num_computed + num_new
     kept blocks       [start_block * block_size ...............................)
@@ -23,8 +23,8 @@ from torch import Tensor
 from kernels.attention.protocol import AttentionShape, AttentionStep
 from kernels.kv.append import layer_half_blocks
 
-# Padded slots a batch of single-token rows may hold beyond its real ones before it is split:
-# about what gathering and scoring as many slots costs against one more call.
+# Padding slots that a batch of single-token rows may have before it is split: gathering and scoring
+# this many costs about as much as one more call.
 _MAX_PADDED_SLOTS = 256
 
 
@@ -37,18 +37,18 @@ class _SingleGroup:
     num_keys: int
     # [2 * rows * blocks] int64  layer-0 half-blocks: all K, then all V
     half_blocks: Tensor
-    # [rows, 1, 1, num_keys] 0 or -inf; None when every key of every row is seen
+    # [rows, 1, 1, num_keys] 0 or -inf; None if every row sees all of its keys
     mask: Tensor | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Chunk:
-    """A row, with tokens [start, end) of the step."""
+    """One row with tokens [start, end) of the step."""
 
     start: int
     end: int
     num_keys: int
-    # [2 * blocks] int64; None = no history, the fresh K and V are all there is
+    # [2 * blocks] int64; None = no history, so the fresh K and V are sufficient
     half_blocks: Tensor | None
     # [end - start, num_keys] 0 or -inf; None = plain causal over the fresh keys
     mask: Tensor | None
@@ -56,13 +56,13 @@ class _Chunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReferenceMetadata:
-    """Per distinct window: the step's groups and chunks, in token order."""
+    """The step's groups and chunks, in token order, for each distinct window."""
 
     by_window: dict[int | None, tuple[list[_SingleGroup], list[_Chunk]]]
 
 
 class ReferenceAttention:
-    """An `AttentionBackend`; holds no state of a step."""
+    """An `AttentionBackend`; keeps no state of a step."""
 
     def __init__(
         self,
@@ -132,12 +132,12 @@ class ReferenceAttention:
         first_keys: NDArray[np.int64],
         num_keys: NDArray[np.int64],
     ) -> _SingleGroup:
-        """`first_keys`, `num_keys`: [rows], seen keys are [first, num) counted from start_block."""
+        """`first_keys`, `num_keys`: [rows]; the seen keys are [first, num) from start_block."""
         longest = int(num_keys.max())
         last_blocks = start_blocks + (num_keys - 1) // self._block_size
         columns = start_blocks[:, None] + np.arange(-(-longest // self._block_size))
-        # A padded entry repeats the row's own last block: a foreign block could hold a NaN, and
-        # 0 * NaN would carry it over in spite of the mask.
+        # A padded entry repeats the row's own last block. Another row's block could hold a NaN, and
+        # 0 * NaN would propagate it in spite of the mask.
         columns = np.minimum(columns, last_blocks[:, None])
         blocks = step.block_ids[step.cu_blocks[rows[0] : rows[1], None] + columns]
         mask = None
@@ -156,7 +156,7 @@ class ReferenceAttention:
     def _run_group(self, q: Tensor, half_blocks: Tensor, group: _SingleGroup) -> Tensor:
         shape = self._shape
         num_rows = group.end - group.start
-        # The queries of one KV head stand where SDPA expects query positions.
+        # The queries of one KV head are placed where SDPA expects query positions.
         q_rows = q[group.start : group.end].view(
             num_rows, shape.num_kv_heads, shape.num_groups, shape.head_dim
         )
@@ -259,9 +259,9 @@ class ReferenceAttention:
 
 
 def _split_by_padding(num_keys: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
-    """Cut rows, ordered by growing history, into ranges [start, end) that pad little.
+    """Split rows, ordered by growing history, into ranges [start, end) with little padding.
 
-    A range ends where its padding would exceed a quarter of its real slots and a fixed bound.
+    A range ends where its padding would exceed both a quarter of its real slots and a fixed bound.
     """
     start = 0
     total = 0

@@ -1,7 +1,7 @@
-"""Which backend computes attention: chosen once, by name or by device and shape.
+"""Selects the attention backend, once, by name or by device and shape.
 
-"auto" never depends on what happens to be installed: a missing package is an error that names it,
-not another backend with another speed.
+"auto" never depends on which packages are installed: a missing package is an error that names it,
+not a silent change to another backend with another speed.
 """
 
 import importlib.util
@@ -23,12 +23,12 @@ _TRITON_BLOCK_MULTIPLE = 16
 
 
 class BackendUnavailable(ValueError):  # noqa: N818  (a state of this machine, not a failure)
-    """A backend cannot serve this model here; says why, how to get it, and what would do."""
+    """A backend cannot serve this model here; says why, how to get it, and what would work."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionNames:
-    """The backend of rows with two or more new tokens, and that of rows with one."""
+    """The backend for rows with two or more new tokens, and the one for rows with one."""
 
     prefill: AttentionName
     decode: AttentionName
@@ -36,7 +36,7 @@ class AttentionNames:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Target:
-    """The model, device and sizes that a backend is chosen for."""
+    """The model, KV layout and device that a backend has to serve."""
 
     shape: AttentionShape
     block_size: int
@@ -53,10 +53,10 @@ def build_attention(
     device: torch.device,
     fixed_tile: bool,
 ) -> PhasedAttention:
-    """The backends of both phases as one.
+    """The combined backends of both phases.
 
-    fixed_tile: a request's numbers are the same bits in any batch; only "triton" has that.
-    Raises BackendUnavailable where a named (or automatic) backend cannot do it here.
+    fixed_tile: a request's results are bitwise equal in any batch; only "triton" supports that.
+    Raises BackendUnavailable if a named (or automatic) backend cannot serve this model here.
     """
     target = _Target(shape=shape, block_size=block_size, dtype=dtype, device=device)
     if fixed_tile:
@@ -69,14 +69,14 @@ def build_attention(
     decode = graph or _build_reference(target)
     if prefill_name == decode_name and decode_name != "flashinfer":
         return PhasedAttention(prefill=decode, decode=decode, graph=graph, prompt_graph=graph)
-    # FlashInfer is two objects even for both phases: one plan suits one kind of rows.
+    # FlashInfer needs two objects even for both phases: one plan suits one kind of rows.
     prompt_graph = _build_graph(prefill_name, "prefill", target)
     prefill = prompt_graph or _build_reference(target)
     return PhasedAttention(prefill=prefill, decode=decode, graph=graph, prompt_graph=prompt_graph)
 
 
 def automatic_name(phase: _Phase, shape: AttentionShape, device: torch.device) -> AttentionName:
-    """Returns the backend of "auto": the fastest measured one, by phase, device and shape."""
+    """The meaning of "auto": the fastest measured for the phase, by device and shape alone."""
     if device.type != "cuda" or shape.head_dim not in _TRITON_HEAD_DIMS:
         return "reference"
     return "flash_attn" if phase == "prefill" else "triton"
@@ -90,7 +90,7 @@ def why_not(
     dtype: torch.dtype,
     device: torch.device,
 ) -> str | None:
-    """Returns why backend `name` cannot run this model on this machine; None if it can."""
+    """Why backend `name` cannot serve this model on this machine; None = it can."""
     return _why_not(name, _Target(shape=shape, block_size=block_size, dtype=dtype, device=device))
 
 
@@ -126,7 +126,7 @@ def _check_fixed_tile(names: AttentionNames, target: _Target) -> None:
         )
 
 
-# ---- backends; each module is imported only where it is asked for --------------------------------
+# ---- backends; each module is imported only when it is needed ------------------------------------
 
 
 def _why_not(name: str, target: _Target) -> str | None:
@@ -169,7 +169,7 @@ def _build_reference(target: _Target) -> AttentionBackend:
 
 
 def _build_graph(name: str, phase: _Phase, target: _Target) -> GraphAttention | None:
-    """Builds the backend of a graph; None for the reference, which cannot be captured."""
+    """The backend as a `GraphAttention`; None for the reference, which cannot be captured."""
     try:
         match name:
             case "triton":

@@ -1,7 +1,7 @@
-"""The project's own attention backend on a GPU: a kernel for single tokens, one for the others.
+"""The project's own attention backend on a GPU: one kernel for single tokens, one for other rows.
 
-With fixed tiles one kernel computes every row, so that a request's numbers are the same bits alone
-and in any batch, in chunks or at once, as prompt and as output; the price is that no row is split.
+With fixed tiles one kernel computes every row. Then a request's results are bitwise equal alone and
+in any batch, in chunks or at once, as prompt and as output; the price is that no row is split.
 """
 
 from dataclasses import dataclass
@@ -21,17 +21,17 @@ from kernels.attention.triton_decode import (
 from kernels.attention.triton_prefill import PrefillConfig, PrefillWork, prefill_attention
 
 _HEAD_DIMS = (64, 128)
-# Fewer queries a tile: a single token fills four of its rows, the rest is wasted work.
+# Fewer queries per tile: a single token fills four of its rows, the rest is wasted work.
 FIXED_TILE_CONFIG = PrefillConfig(tile_queries=64, tile_keys=64, num_warps=4, num_stages=3)
 
 
-# Measured on an H200, 32 query and 8 KV heads of 128, one layer after the other in a graph, us a
-# layer by few | some | many (floor, bytes at 4.29 TB/s): 1 x 192 keys 5.1 | 6.1 | 6.4, 1 x 4,000
+# Measured on an H200, 32 query and 8 KV heads of 128, one layer after the other in a graph, us per
+# layer with few | some | many (floor, bytes at 4.29 TB/s): 1 x 192 keys 5.1 | 6.1 | 6.4, 1 x 4,000
 # 12.8 | 18 | 16, 16 x 192 8.9 | 9.2 | 8.6, 64 x 192 19 | 15.7 | 15.6 (11.7), 64 x 2,000 151 | 125 |
 # 130 (122), 64 x 4,160 263 | 254 | 255 (254), 256 x 138 49 | 48 | 45 (34), 256 x 192 55 |
-# 54 | 55 (47). FA3, 36 layers: 64 x 192 0.99 ms, 64 x 4,160 9.25, 256 x 192 3.04. Small tiles of
-# few warps keep more programs a multiprocessor, which pays once rows fill the GPU. Asking the L2
-# cache for an item's first tile before q is ready gained nothing: whole steps of 256 rows 9.70 ms
+# 54 | 55 (47). FA3, 36 layers: 64 x 192 0.99 ms, 64 x 4,160 9.25, 256 x 192 3.04. Small tiles with
+# few warps keep more programs on a multiprocessor, which pays once rows fill the GPU. Prefetching
+# an item's first tile to L2 before q is ready gained nothing: whole steps of 256 rows 9.70 ms
 # against 9.61, of 64 x 4,096 14.01 against 14.04.
 FEW_ROWS_CONFIG = DecodeConfig(tile_keys=64, num_warps=4, num_stages=3)
 SOME_ROWS_CONFIG = DecodeConfig(tile_keys=64, num_warps=2, num_stages=2)
@@ -48,7 +48,7 @@ class TritonMetadata:
 
 
 class TritonAttention:
-    """A `GraphAttention`; holds no state of a step."""
+    """A `GraphAttention`; keeps no state of a step."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class TritonAttention:
         decode_config: DecodeConfig | None = None,
         prefill_config: PrefillConfig | None = None,
     ) -> None:
-        """Raises ValueError for a device, type, head or block size the kernels do not cover."""
+        """Raises ValueError for a device, dtype, head size or block size without kernel support."""
         _check(shape, block_size, dtype, device)
         self._shape = shape
         self._is_fixed_tile = fixed_tile
@@ -90,7 +90,7 @@ class TritonAttention:
         metadata: TritonMetadata,
         out: Tensor | None = None,
     ) -> Tensor:
-        """The fresh K and V are read from `store` like all others."""
+        """Reads the fresh K and V from `store`, like all others."""
         if out is None:
             out = torch.empty((len(q), q.shape[1] * q.shape[2]), dtype=q.dtype, device=q.device)
         if metadata.decode is not None:
@@ -121,7 +121,7 @@ class TritonAttention:
             plan_decode(metadata.decode)
 
     def refresh(self, metadata: TritonMetadata, step: AttentionStep) -> None:
-        """Nothing: the device plans from the rows' own buffers."""
+        """Does nothing: the device plans from the rows' own buffers."""
 
     def _open_decode(self, rows: RowTensors, max_keys: int) -> DecodeWork:
         config = self._decode_config or _decode_config(len(rows.num_keys))

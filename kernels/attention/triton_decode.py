@@ -1,18 +1,19 @@
-"""Attention for rows with one new token: keys split over programs, the last one to end combines.
+"""Attention for rows with one new token: keys are split over programs, the last one combines.
 
     out = sum_j 2^(s_j - m) v_j / l,  l = sum_j 2^(s_j - m),  s_j = q k_j scale log2 e,  m = max s_j
 
-Split over key ranges as in Flash-Decoding (Dao et al., 2023). A program is one *item*, a part of a
-row's keys, for one KV head; the queries that share the head share each tile of keys. `_plan_kernel`
-divides all rows of a step into items on the device, from the lengths as they are then, so that a
-captured graph balances every replay anew:
+Split over key ranges as in Flash-Decoding (Dao et al., 2023). A program computes one *item*, a part
+of a row's keys, for one KV head; the queries that share the head share each tile of keys.
+`_plan_kernel` divides all rows of a step into items on the device, from their current lengths, so
+every replay of a captured graph is balanced anew:
 
     rows     | 0 | 1  |      2      |
     keys     |---|----|----|----|---|     parts of a row are equal and whole tiles
     items      4    3   0    1    2       last row first: rows are sorted, long ones start early
 
-Parts of a row leave (out, m + log2 l) in scratch memory; whoever arrives last adds them up in part
-order, so the result does not depend on who that is. Knows no requests and no prefill.
+Parts of a row write (out, m + log2 l) to scratch memory. The last program to finish combines them
+in part order, so the result does not depend on which program that is. Knows no requests and no
+prefill.
 """
 
 import math
@@ -26,13 +27,13 @@ from torch import Tensor
 from kernels.attention.protocol import AttentionShape, RowTensors
 from kernels.pdl import pdl_supported
 
-# tl.dot's smallest number of rows; fewer queries per KV head are padded to it.
+# Smallest number of rows of tl.dot; fewer queries per KV head are padded to it.
 MIN_DOT_ROWS = 16
-# int32 fields of an item: row, part, number of the row's parts (0 = no work), first and end key,
-# the row's first block in block_ids, the first key the query sees; one unused.
+# int32 fields of an item: row, part, the row's number of parts (0 = no work), first and end key,
+# the row's first block in block_ids, the first key that the query sees; one unused.
 _ITEM_FIELDS = tl.constexpr(8)
 _ROW_TILE = tl.constexpr(1024)
-# Numbers of other parts combined at once; more would need more registers than the main loop.
+# Elements of parts combined at once; more would need more registers than the main loop.
 _COMBINED_ELEMENTS = 2048
 
 
@@ -44,15 +45,15 @@ class DecodeConfig:
     tile_keys: int = 64
     num_warps: int = 4
     num_stages: int = 3
-    # A row of no more tiles is not split: combining costs about as much as four of them.
+    # A row with at most this many tiles is not split: combining costs about as much as four tiles.
     min_part_tiles: int = 4
-    # Programs wanted beyond one for each row and KV head: four for each of 132 SMs.
+    # Desired number of programs beyond one per row and KV head: four for each of 132 SMs.
     num_programs: int = 528
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeWork:
-    """Rows of one new token, how their keys are split, and the memory the parts meet in."""
+    """Rows of one new token, the split of their keys, and the scratch memory of the parts."""
 
     shape: AttentionShape
     config: DecodeConfig
@@ -63,14 +64,14 @@ class DecodeWork:
     partial: Tensor
     # [num_items, kv_heads, groups] fp32  log2 of the sum of 2^score
     log_sums: Tensor
-    # [R, kv_heads] int32  parts that have ended; 0 between kernels
+    # [R, kv_heads] int32  number of parts that have finished; 0 between kernels
     num_arrived: Tensor
 
 
 def layer_constants(
     q: Tensor, layer: int, store: Tensor, shape: AttentionShape
 ) -> dict[str, int | float]:
-    """Returns a kernel's compile-time constants: the model's sizes, and strides of q and store."""
+    """The constants of a kernel: the model's sizes and the strides of q and the store."""
     assert q.stride(2) == 1, f"the numbers of a query lie {q.stride(2)} apart"
     assert store.stride()[4:] == (shape.head_dim, 1), f"strides of the store: {store.stride()}"
     return {
@@ -93,13 +94,13 @@ def layer_constants(
 def key_offsets(  # noqa: ANN201
     blocks, keys, BLOCK_SIZE: tl.constexpr, BLOCK_STRIDE: tl.constexpr, TOKEN_STRIDE: tl.constexpr
 ):
-    """Returns offsets of keys in their half of the store, int64: it has over 2^31 elements."""
+    """Offsets of keys in their half of the store, int64: it has more than 2^31 elements."""
     return blocks.to(tl.int64) * BLOCK_STRIDE + (keys % BLOCK_SIZE) * TOKEN_STRIDE
 
 
 @triton.jit
 def _num_tiles(num_keys, TILE_KEYS: tl.constexpr, WINDOW: tl.constexpr):
-    """Tiles, counted from key 0, with keys the query sees; the first such key."""
+    """Number of tiles with keys that the query sees, aligned to key 0; the first such key."""
     first_seen = tl.maximum(num_keys - WINDOW, 0) if WINDOW > 0 else num_keys * 0
     return (num_keys + TILE_KEYS - 1) // TILE_KEYS - first_seen // TILE_KEYS, first_seen
 
@@ -167,7 +168,7 @@ def _combine_parts(
     PART_TILE: tl.constexpr,
     NUM_COLUMNS: tl.constexpr,
 ):
-    """Weighted mean of a row's parts, column by column, parts in order."""
+    """Weighted mean of a row's parts, column by column, with the parts in order."""
     column = tl.arange(0, NUM_COLUMNS)
     is_column = column < NUM_GROUPS * HEAD_DIM
     biggest = tl.full([NUM_COLUMNS], float("-inf"), tl.float32)
@@ -177,7 +178,7 @@ def _combine_parts(
         part = start + tl.arange(0, PART_TILE)
         slot = first_slot + part[:, None] * SLOT_STRIDE
         is_part = (part < num_parts)[:, None] & is_column[None, :]
-        # From L2: another SM wrote these, and this one's L1 may hold what lay there before.
+        # Load from L2: another SM wrote these, and this SM's L1 may hold stale data.
         log_sum = tl.load(
             log_sums_ptr + slot * NUM_GROUPS + (column // HEAD_DIM)[None, :],
             mask=is_part,
@@ -241,11 +242,11 @@ def _decode_kernel(
     first_seen = tl.load(at + 6)
     ids_ptr = block_ids_ptr + first_block
     lane = tl.arange(0, TILE_KEYS)
-    # Ids are fetched one tile ahead, so that no K waits for them. An item without work has no keys.
+    # Ids are loaded one tile ahead, so that no K waits for them. An item without work has no keys.
     is_first_key = (first_key + lane < end_key) & (num_parts > 0)
     blocks = tl.load(ids_ptr + (first_key + lane) // BLOCK_SIZE, mask=is_first_key, other=0)
     if USE_PDL:
-        # Items and ids are older: between `plan_decode` and layer 0 lies a kernel that waits.
+        # Items and ids are older: a kernel that waits runs between `plan_decode` and layer 0.
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if num_parts == 0:
@@ -279,7 +280,7 @@ def _decode_kernel(
         if WINDOW > 0:
             is_seen = is_seen & (keys >= first_seen)
         scores = tl.where(is_seen[None, :], scores, float("-inf"))
-        # Each tile has a key the query sees: the maximum is finite.
+        # Each tile has a key that the query sees, so the maximum is finite.
         bigger = tl.maximum(biggest, tl.max(scores, 1))
         p = tl.exp2(scores - bigger[:, None])
         shrink = tl.exp2(biggest - bigger)
@@ -301,7 +302,7 @@ def _decode_kernel(
             biggest + tl.log2(total),
             mask=group < NUM_GROUPS,
         )
-        # All threads' stores, the barrier, one thread's release; the last one's acquire, its loads.
+        # Order: all threads' stores, the barrier, one thread's release; the last's acquire, loads.
         tl.debug_barrier()
         arrived_ptr = num_arrived_ptr + row * NUM_KV_HEADS + kv_head
         ticket = tl.atomic_add(arrived_ptr, 1, sem="acq_rel", scope="gpu")
@@ -324,7 +325,7 @@ def _decode_kernel(
 def open_decode(
     rows: RowTensors, max_keys: int, shape: AttentionShape, config: DecodeConfig
 ) -> DecodeWork:
-    """Memory for `rows`, each with at most `max_keys` keys; `plan_decode` has to fill it."""
+    """Allocate memory for `rows`, each with at most `max_keys` keys; `plan_decode` must fill it."""
     num_rows = len(rows.num_keys)
     max_tiles = triton.cdiv(max_keys, config.tile_keys)
     num_items = min(
@@ -348,7 +349,7 @@ def open_decode(
 
 
 def plan_decode(work: DecodeWork) -> None:
-    """Splits the rows' present keys into items, on the device; mutates `work.items`."""
+    """Split the rows' current keys into items, on the device; writes `work.items`."""
     for window, items in work.items.items():
         _plan_kernel[(1,)](
             work.rows.num_keys,
@@ -396,5 +397,5 @@ def decode_attention(q: Tensor, out: Tensor, layer: int, store: Tensor, work: De
 
 
 def _max_extra_items(shape: AttentionShape, config: DecodeConfig) -> int:
-    """Items beyond one a row."""
+    """Maximum number of items beyond one per row."""
     return max(config.num_programs // shape.num_kv_heads, 1)

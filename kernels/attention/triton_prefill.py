@@ -5,15 +5,15 @@ the end of their row's keys:
 
     token i of a row sees keys j with  p - window < j <= p,   p = num_keys - num_new + i
 
-A token with p < 0, in a row of more new tokens than keys, sees none and gets zeros.
+A token with p < 0, in a row with more new tokens than keys, sees none and gets zeros.
 
-A program takes a tile of a row's tokens with all query heads of one KV head:
+A program computes a tile of a row's tokens with all query heads of one KV head:
 
-    keys    0 ... start | tiles all its queries see | tiles to mask | end <= num_keys
+    keys    0 ... start | tiles that all its queries see | tiles to mask | end <= num_keys
                         start and all bounds between are multiples of the tile
 
-*Fixed tiles* make a query's result independent of what surrounds it, bit for bit: every query goes
-through one kernel of one shape, sees tiles counted from key 0 in order, all of them masked, and a
+*Fixed tiles* make a query's result bitwise independent of its surroundings: every query goes
+through one kernel of one shape and sees tiles counted from key 0 in order, all of them masked. A
 tile of which it sees nothing changes nothing (its maximum stays, factors are exactly 1, weights
 exactly 0). Knows no requests.
 """
@@ -50,7 +50,7 @@ class PrefillWork:
     shape: AttentionShape
     config: PrefillConfig
     is_fixed_tile: bool
-    # The step's; `first_row` is an offset and no view because views would not be aligned.
+    # All rows of the step; `first_row` is an offset, because views would not be aligned.
     rows: RowTensors
     first_row: int
     num_rows: int
@@ -59,10 +59,10 @@ class PrefillWork:
 
 @triton.jit
 def _find_row(cu_tokens_ptr, num_rows, tile, TILE_TOKENS: tl.constexpr, ROW_TILE: tl.constexpr):
-    """The row a tile belongs to and the tile's place in it.
+    """The row that a tile belongs to, and the tile's index in the row.
 
     Row r starts at tile (cu[r] - cu[0]) // TILE_TOKENS + r, which leaves each row enough tiles
-    whatever the lengths, so no length has to be known to launch.
+    for any lengths, so the host need not know the lengths to launch.
     """
     lane = tl.arange(0, ROW_TILE)
     first_token = tl.load(cu_tokens_ptr)
@@ -97,10 +97,10 @@ def _attend(
     TOKEN_STRIDE: tl.constexpr,
     TILE_KEYS: tl.constexpr,
 ):
-    """Keys [first_key, end_key) into the running softmax; unmasked: each query sees all of them."""
+    """Add keys [first_key, end_key) to the online softmax; unmasked: all queries see all keys."""
     lane = tl.arange(0, TILE_KEYS)
     dim = tl.arange(0, HEAD_DIM)
-    # Ids are fetched one tile ahead, so that no K waits for them.
+    # Ids are loaded one tile ahead, so that no K waits for them.
     blocks = tl.load(
         ids_ptr + (first_key + lane) // BLOCK_SIZE, mask=first_key + lane < end_key, other=0
     )
@@ -110,7 +110,7 @@ def _attend(
         next_keys = keys + TILE_KEYS
         blocks = tl.load(ids_ptr + next_keys // BLOCK_SIZE, mask=next_keys < end_key, other=0)
         if IS_MASKED:
-            # What lies past the row's keys is foreign, maybe NaN, and 0 * NaN is not 0.
+            # Data after the row's keys is not the row's, may be NaN, and 0 * NaN is not 0.
             is_key = (keys < end_key)[:, None]
             k = tl.load(k_ptr + offsets[:, None] + dim[None, :], mask=is_key, other=0.0)
             v = tl.load(v_ptr + offsets[:, None] + dim[None, :], mask=is_key, other=0.0)
@@ -124,7 +124,7 @@ def _attend(
                 is_seen = is_seen & (keys[None, :] > positions[:, None] - WINDOW)
             scores = tl.where(is_seen, scores, float("-inf"))
         bigger = tl.maximum(biggest, tl.max(scores, 1))
-        # A query that has seen nothing yet: -inf - 0 gives weight 0 where -inf - -inf is NaN.
+        # For a query that has seen nothing yet: -inf - 0 gives weight 0, -inf - -inf would be NaN.
         base = tl.where(bigger == float("-inf"), 0.0, bigger)
         p = tl.exp2(scores - base[:, None])
         shrink = tl.exp2(biggest - base)
@@ -178,7 +178,7 @@ def _prefill_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     TILE_TOKENS: tl.constexpr = TILE_QUERIES // PADDED_GROUPS
     kv_head = tl.program_id(0)
-    # A row's last tiles have the most keys: they start first.
+    # A row's last tiles have the most keys, so they start first.
     tile = tl.num_programs(1) - 1 - tl.program_id(1)
     row, row_tile = _find_row(cu_tokens_ptr + first_row, num_rows, tile, TILE_TOKENS, ROW_TILE)
     row += first_row
@@ -204,7 +204,7 @@ def _prefill_kernel(
     )
     first_position = num_keys - num_new + first_token
     end_key = tl.minimum(first_position + TILE_TOKENS, num_keys)
-    # Padding past the row's tokens sees what its last token sees, so that all weights are finite.
+    # Padding after the row's tokens sees what its last token sees, so that all weights are finite.
     positions = tl.minimum(num_keys - num_new + token, num_keys - 1)
     first_key = 0
     full_end = 0
@@ -212,7 +212,7 @@ def _prefill_kernel(
         first_key = tl.maximum(first_position - WINDOW + 1, 0) // TILE_KEYS * TILE_KEYS
         full_end = first_key
     elif not IS_FIXED_TILE:
-        # Below 0 where a row has more new tokens than keys.
+        # `first_position` is below 0 where a row has more new tokens than keys.
         full_end = tl.maximum(first_position + 1, 0) // TILE_KEYS * TILE_KEYS
 
     k_ptr = store_ptr + layer.to(tl.int64) * LAYER_STRIDE + kv_head * HEAD_DIM
@@ -220,8 +220,8 @@ def _prefill_kernel(
     biggest = tl.full([TILE_QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([TILE_QUERIES], tl.float32)
     acc = tl.zeros([TILE_QUERIES, HEAD_DIM], tl.float32)
-    # Masked and unmasked loops may round differently (multiply and subtract fuse where no mask is
-    # between them): with fixed tiles a tile must not be in one today and in the other tomorrow.
+    # Masked and unmasked loops may round differently (multiply and subtract fuse if no mask is
+    # between them). With fixed tiles a tile must always be in the same loop.
     if WINDOW == 0 and not IS_FIXED_TILE:
         biggest, total, acc = _attend(
             q, k_ptr, v_ptr, ids_ptr, positions, biggest, total, acc, first_key, full_end,
@@ -231,14 +231,14 @@ def _prefill_kernel(
         q, k_ptr, v_ptr, ids_ptr, positions, biggest, total, acc, full_end, end_key,
         True, SCALE_LOG2E, WINDOW, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, TOKEN_STRIDE, TILE_KEYS,
     )  # fmt: skip
-    # A token before the row's first key has seen nothing: zeros.
+    # A token before the row's first key has seen nothing and gets zeros.
     out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     out_at = out_ptr + (tokens * NUM_KV_HEADS * NUM_GROUPS + heads)[:, None] * HEAD_DIM
     tl.store(out_at + dim[None, :], out.to(out_ptr.dtype.element_ty), mask=is_query)
 
 
 def prefill_attention(q: Tensor, out: Tensor, layer: int, store: Tensor, work: PrefillWork) -> None:
-    """Writes the tokens of the rows of `work` in `out`, nothing for a row without keys.
+    """Writes the tokens of the rows of `work` to `out`, nothing for a row without keys.
 
     q: [T, heads, head_dim], tokens as in `rows.cu_tokens`, tokens and heads may be strided; out:
     [T, heads * head_dim] contiguous. store: [blocks, layers, 2, block_size, kv_heads, head_dim].

@@ -1,12 +1,12 @@
 """Writes the K and V of a step's new tokens into the paged store. Knows no requests.
 
-The store [blocks, layers, 2, block_size, kv_heads, head_dim] is seen as *lines*: one line is one
+The store [blocks, layers, 2, block_size, kv_heads, head_dim] is viewed as *lines*: one line is one
 token's K (or V) of one layer, [kv_heads, head_dim], contiguous. Line of a token's K in layer 0:
 
     block * layers * 2 * block_size + slot in block
 
-Its V lies block_size lines further, and layer l lies l * 2 * block_size lines further; so one
-index tensor serves all layers, against a view that starts later.
+Its V is block_size lines further, and layer l is l * 2 * block_size lines further. So one index
+tensor serves all layers, applied to a view that starts later.
 """
 
 import torch
@@ -54,7 +54,7 @@ def layer_half_blocks(store: Tensor, layer: int) -> Tensor:
 
 
 def kv_append(k: Tensor, v: Tensor, store: Tensor, layer: int, kv_lines: Tensor) -> None:
-    """store[line of each token] = k, v; mutates `store`.
+    """store[line of each token] = k, v; writes to `store`.
 
     k, v: [T, kv_heads, head_dim] in the store's dtype, kv_lines: int64 [2, T], the layer-0 lines
     of each token's K and V, all different.

@@ -1,11 +1,11 @@
-"""The Triton form of `kernels.kv.digest`: one launch for all blocks, one to add their parts."""
+"""The Triton form of `kernels.kv.digest`: one launch for all blocks, one to sum their parts."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-_LINES = 4  # blocks that share a tile of weights, which would cost as many bytes as their words
+_LINES = 4  # blocks that share a tile of weights, which has as many bytes as a block's words
 _TILE_WORDS = 512
 _WORDS_PER_PART = 16 * _TILE_WORDS  # 64 KiB of int64: four blocks of 2.4 MB give 36 programs
 
@@ -48,7 +48,7 @@ def digests(
 ) -> Tensor:
     """words: int64 or int32 [N, W], weights: int64 [W], block_ids: int64 [n]; returns int64 [n].
 
-    staged: [n, W], written to the blocks first; None = they are only read.
+    staged: [n, W], written to the blocks first; None = the blocks are only read.
     """
     num_blocks, num_words = block_ids.shape[0], words.shape[1]
     num_parts = triton.cdiv(num_words, _WORDS_PER_PART)

@@ -1,12 +1,12 @@
-"""QK-norm, rotation and the write into the paged store on a GPU, in one pass over qkv.
+"""QK-norm, rotation and the write to the paged store on a GPU, in one pass over qkv.
 
 For each head of q and k, with (x1, x2) the halves of its head_dim:
 
-    x = x / sqrt(mean(x^2) + eps) * weight                     QK-norm, where the model has it
+    x = x / sqrt(mean(x^2) + eps) * weight                     QK-norm, if the model has it
     (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin)             arXiv:2104.09864, halves as pairs
 
-k and v then go to their token's slot. All in fp32, rounded once at the end. A program holds a few
-heads of one token; a head's sum is taken in the same order in any batch.
+k and v are then written to their token's slot. All in fp32, rounded once at the end. A program
+computes a few heads of one token; a head's sum is taken in the same order in any batch.
 Torch twin: `kernels.reference.TorchOps.rotate_and_store`.
 """
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from kernels.ops import HeadNorms
 from kernels.pdl import pdl_supported
 
-# Pairs of one program: with 16-bit elements a thread loads 16 bytes of either half of a head.
+# Pairs per program: with 16-bit elements a thread loads 16 bytes of either half of a head.
 _PAIRS = 1024
 _NUM_WARPS = 4
 
@@ -110,9 +110,8 @@ def rotate_and_store(
     """Rotates q and k in `qkv`, in place; writes k and v to `store`; returns views q, k, v.
 
     qkv: [T, heads + 2 kv_heads, head_dim], contiguous, in the store's dtype; cos_sin: fp32
-    [max_positions, head_dim]; positions, slots: int32 [T], a slot of -1 writes no k and v; without
-    query heads q is empty;
-    store: [blocks, layers, 2, block_size, kv_heads, head_dim].
+    [max_positions, head_dim]; positions, slots: int32 [T]; a slot of -1 writes no k and v. Without
+    query heads q is empty. store: [blocks, layers, 2, block_size, kv_heads, head_dim].
     """
     num_tokens, num_all_heads, head_dim = qkv.shape
     _, num_layers, _, block_size, num_kv_heads, _ = store.shape

@@ -1,10 +1,10 @@
-"""Linear maps whose result for a token is the same bits whatever else is in the batch.
+"""Linear maps whose result for a token is bitwise equal in any batch.
 
-y = x W^T + b. Libraries choose another tiling, and with it another order of the sum over columns,
-for another number of tokens; here a weight has one tiling for 1 and for 16384 tokens, its columns
-are never split, and rows past the end are masked. Tokens do not meet in a matrix instruction's sum,
-so a token's result depends on its own row only. (He et al., "Defeating Nondeterminism in LLM
-Inference", Thinking Machines Lab, 2025.)
+y = x W^T + b. Libraries choose another tiling for another number of tokens, and with it another
+order of the sum over columns. Here a weight has one tiling for 1 and for 16384 tokens, its columns
+are never split, and rows past the end are masked. A matrix instruction never sums over tokens, so a
+token's result depends on its own row only. (He et al., "Defeating Nondeterminism in LLM Inference",
+Thinking Machines Lab, 2025.)
 """
 
 from dataclasses import dataclass
@@ -16,13 +16,13 @@ from torch import Tensor
 
 from kernels.pdl import pdl_supported
 
-# Columns and strides must come in whole 32-byte pieces, which keeps every load 16-byte aligned.
+# Columns and strides must be multiples of 32 bytes, which keeps every load 16-byte aligned.
 _SIZE_MULTIPLE = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InvariantConfig:
-    """The one tiling of a weight; sizes in elements."""
+    """The single tiling of a weight; sizes in elements."""
 
     block_m: int
     block_n: int
@@ -50,14 +50,14 @@ def supports_invariant(weight: Tensor) -> bool:
 
 
 def invariant_config(weight: Tensor) -> InvariantConfig:
-    """A function of the weight's shape alone: that is the invariance."""
+    """The tiling; depends on the weight's shape alone, which makes the results invariant."""
     return _FEW_ROWS if weight.shape[0] <= _FEW else _MANY_ROWS
 
 
 @triton.jit
 def _tile_of(program, num_tokens, N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
              GROUP_M: tl.constexpr):  # fmt: skip
-    """Programs in flight together form a square of tiles, so both operands stay in L2."""
+    """The tile of a program; concurrent programs form a square, so both operands stay in L2."""
     num_tiles_m = tl.cdiv(num_tokens, BLOCK_M)
     group_size = GROUP_M * tl.cdiv(N, BLOCK_N)
     first_m = (program // group_size) * GROUP_M
@@ -90,7 +90,7 @@ def _invariant_linear_kernel(
     tokens = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     is_token = tokens < num_tokens
-    # Columns past the end repeat the last and are not stored: cheaper than a mask on every load.
+    # Columns past the end repeat the last and are not stored: cheaper than masking every load.
     w_rows = tl.minimum(columns, N - 1).to(tl.int64)
     k_offsets = tl.arange(0, BLOCK_K)
     x_pointers = x_ptr + tokens[:, None].to(tl.int64) * STRIDE_X + k_offsets[None, :]
@@ -117,8 +117,8 @@ def invariant_linear(
 ) -> Tensor:
     """x: [T, K], rows may be strided; weight: [N, K]; bias: [N] or None, added before rounding.
 
-    Returns [T, N]. `config` replaces the weight's own tiling; results compare bit by bit only under
-    the same one. Torch twin: `torch.nn.functional.linear`.
+    Returns [T, N]. `config` replaces the weight's own tiling; results are bitwise comparable only
+    with the same tiling. Torch twin: `torch.nn.functional.linear`.
     """
     num_tokens, num_columns = x.shape
     num_rows = weight.shape[0]

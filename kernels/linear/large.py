@@ -1,17 +1,18 @@
-"""Linear maps of many tokens at the speed of the matrix units, gate and residual included.
+"""Linear maps of many tokens at the speed of the matrix units, with fused gate and residual.
 
     y = x W^T + b + r            silu(g) * u,  [g | u] = x W^T + b,  silu(g) = g / (1 + exp(-g))
 
-(arXiv:2002.05202 for the gate.) One program per multiprocessor goes over tiles of y. Operands come
-by TMA, which reads zeros past the end and writes nothing there, so sizes need not be whole tiles.
+(arXiv:2002.05202 for the gate.) One program per multiprocessor iterates over tiles of y. Operands
+are loaded by TMA, which reads zeros past the end and writes nothing there, so sizes need not be
+multiples of a tile.
 
-A gated weight [2 n, K] is read as [2, n, K]: one load brings the same rows of both halves, one
-product makes gate and up of the same columns, and each thread then holds both numbers of a pair.
-Neither they nor a product before its residual are ever rounded. Columns are never split: the same
+A gated weight [2 n, K] is read as [2, n, K]: one load reads the same rows of both halves, one
+product computes gate and up of the same columns, and each thread then holds both numbers of a pair.
+Neither gate and up nor a product before its residual are rounded. Columns are never split: the same
 operands give the same bits in every run.
 
 Descriptors are made on the host for each call and passed by value: no memory is allocated for them,
-and a CUDA graph keeps its own copy. They are no part of what a kernel is compiled for.
+and a CUDA graph keeps its own copy. A kernel's compilation does not depend on them.
 """
 
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from kernels.linear.small import Shape, shape_of
 from kernels.pdl import pdl_supported
 
-# Rows must start on 16 bytes, also those of half the outputs.
+# Rows must start at multiples of 16 bytes, also those of half the outputs.
 _SIZE_MULTIPLE = 16
 _MIN_SIZE = 128
 _ROW_MULTIPLE = 8
@@ -35,7 +36,7 @@ _NUM_PROGRAMS_INTERPRETED = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LargeConfig:
-    """The tile sizes of one product, in elements."""
+    """The tiling of one product; sizes in elements."""
 
     block_m: int = 128  # tokens of a tile
     block_n: int = 256  # weight rows of a tile, of gate and up together
@@ -43,14 +44,14 @@ class LargeConfig:
     num_warps: int = 8
     num_stages: int = 4
     group_m: int = 16  # token tiles that share weight tiles in the L2 cache
-    num_stores: int = 1  # 1 or 2: pieces in which a tile is written, each a buffer's size
-    is_flat: bool = False  # one pipeline over all tiles: loads of the next go on during a store
+    num_stores: int = 1  # 1 or 2: pieces in which a tile is written, each of a buffer's size
+    is_flat: bool = False  # one pipeline over all tiles: a store overlaps the next tile's loads
 
 
-# For an H200: of 227 KiB of shared memory a stage takes 48 KiB, a store 32 KiB.
+# For an H200: of 227 KiB of shared memory a stage takes 48 KiB and a store 32 KiB.
 _GATED = LargeConfig(num_stages=3, is_flat=True)
 _PLAIN = LargeConfig(num_stores=2, is_flat=True)
-# Its loads would be part of the one pipeline and take another store's room.
+# Residual loads would be part of the single pipeline and take the memory of another store.
 _PLAIN_WITH_RESIDUAL = LargeConfig(num_stores=2)
 
 # Measured on an H200 with Qwen3-8B's weights, ours | cuBLAS (gated: and SiLU). 16,384 tokens on a
@@ -60,7 +61,7 @@ _FASTER_FROM = {Shape.GATED: 1024, Shape.DEEP: 1024, Shape.SQUARE: 1024}
 
 
 def supports_large(weight: Tensor) -> bool:
-    """Whether these kernels can read `weight` [out, in], and its size gives them work."""
+    """Whether these kernels can read `weight` [out, in], and it is large enough for them."""
     return (
         weight.device.type == "cuda"
         and torch.cuda.get_device_capability(weight.device)[0] == 9
@@ -72,7 +73,7 @@ def supports_large(weight: Tensor) -> bool:
 
 
 def faster_from(weight: Tensor, *, gated: bool) -> int | None:
-    """The least number of tokens from which on these kernels are the faster choice; None: never."""
+    """The smallest number of tokens from which on these kernels are faster; None: never."""
     num_rows, num_columns = weight.shape
     return _FASTER_FROM.get(shape_of(num_rows, num_columns, gated))
 
@@ -82,7 +83,7 @@ def _tile_start(
     tile, num_tiles_m, num_tiles_n, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr,
     GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    """First token and column; tiles in flight together form a square, so operands stay in L2."""
+    """First token and column; concurrent tiles form a square, so operands stay in L2."""
     group_size = GROUP_M * num_tiles_n
     first_m = (tile // group_size) * GROUP_M
     height = tl.minimum(num_tiles_m - first_m, GROUP_M)
@@ -109,7 +110,7 @@ def _product(
 
 @triton.jit
 def _halves(acc, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The left and the right half of the columns: no data moves, a thread has whole rows."""
+    """The left and right half of the columns; no data moves, because a thread has whole rows."""
     return tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1)))
 
 
@@ -179,8 +180,8 @@ def large_linear(
 ) -> Tensor:
     """x: [T, K], rows may be strided; weight: [N, K]; bias: [N] or None.
 
-    residual: [T, N] or None, rows may be strided; added in fp32 before the one rounding.
-    Returns [T, N]. config: the table's unless given. Torch twin:
+    residual: [T, N] or None, rows may be strided; added in fp32 before the single rounding.
+    Returns [T, N]. config: default from the table. Torch twin:
     `torch.nn.functional.linear`, plus the residual.
     """
     config = config or (_PLAIN if residual is None else _PLAIN_WITH_RESIDUAL)
@@ -255,7 +256,7 @@ def _launch(
 
 @cache
 def num_multiprocessors(device: torch.device) -> int:
-    """Returns the number of a GPU's SMs; a small number for the interpreter on a CPU."""
+    """The number of multiprocessors of a GPU; a small number for the interpreter on a CPU."""
     if device.type != "cuda":
         return _NUM_PROGRAMS_INTERPRETED
     return int(torch.cuda.get_device_properties(device).multi_processor_count)

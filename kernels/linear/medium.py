@@ -1,16 +1,16 @@
-"""Linear maps of 33 to 128 tokens: each weight byte read once, in tiles that come out even.
+"""Linear maps of 33 to 128 tokens: each weight byte is read once, in evenly distributed tiles.
 
     y = x W^T + b            silu(g) * u,  [g | u] = x W^T + b,  silu(g) = g / (1 + exp(-g))
 
-So few tokens leave a product bound by what its operands cost on their way: the weight from memory,
-x from the L2 cache once for each tile of weight rows. Tiles should be tall, then, and there should
-be as many of them as multiprocessors, or just under a multiple. Powers of two do not give both, so
-a tile may have two parts, `first` + `second` weight rows, each with a product of its own against
-the same piece of x: 24,576 rows are 128 tiles of 128 + 64 for 132 multiprocessors.
+With so few tokens a product is bound by reading its operands: the weight from memory, and x from
+the L2 cache once for each tile of weight rows. So tiles should be tall, and their number should be
+that of the multiprocessors or just under a multiple of it. Powers of two do not give both. So a
+tile may have two parts, `first` + `second` weight rows, each with its own product with the same
+piece of x: 24,576 rows are 128 tiles of 128 + 64 for 132 multiprocessors.
 
 A program computes one tile from all columns, so the same operands give the same bits in every run.
-Operands come by TMA, which reads zeros past the end. Gated weights, descriptors and the early start
-of the next kernel are as in `kernels.linear.large`.
+Operands are loaded by TMA, which reads zeros past the end. Gated weights, descriptors and the early
+start of the next kernel are as in `kernels.linear.large`.
 """
 
 import math
@@ -27,7 +27,7 @@ from kernels.pdl import pdl_supported
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MediumConfig:
-    """The tile sizes of one product, in elements."""
+    """The tiling of one product; sizes in elements."""
 
     block_m: int  # tokens of a tile: 64 or 128; 256 with 8 warps
     first: int  # weight rows of a tile's first part, of gate and up together; a power of two
@@ -35,7 +35,7 @@ class MediumConfig:
     block_k: int
     num_warps: int
     num_stages: int
-    prefetch_k: int  # columns asked for before x is ready: 0 or a power of two >= 64
+    prefetch_k: int  # columns prefetched before x is ready: 0 or a power of two >= 64
 
 
 # Measured on an H200 with Qwen3-8B's weights, each kind in a graph over more weights than the L2
@@ -53,22 +53,22 @@ _FASTER_UP_TO = {
     Shape.NARROW: 64,
     Shape.WIDE: 0,
 }
-# A tile's weight rows: one part, or two of which the second is half as tall.
+# Weight rows of a tile: one part, or two of which the second is half as tall.
 _HEIGHTS = (16, 32, 48, 64, 96, 128, 192)
 _STAGES_BYTES = 200 * 1024  # of 227 KiB of shared memory; more was not faster
 _MAX_STAGES = 8
 
 
 def faster_up_to(weight: Tensor, *, gated: bool) -> int:
-    """The largest number of tokens for which these kernels are the faster choice; 0: none."""
+    """The largest number of tokens for which these kernels are faster; 0: none."""
     num_rows, num_columns = weight.shape
     return _FASTER_UP_TO.get(shape_of(num_rows, num_columns, gated), 0)
 
 
 def choose_config(num_tokens: int, num_rows: int, num_multiprocessors: int) -> MediumConfig:
-    """The cut of a product with `num_rows` weight rows, two bytes an element.
+    """The tiling of a product with `num_rows` weight rows, two bytes per element.
 
-    The height with which the busiest multiprocessor reads least, weight and x together.
+    Chooses the height with which the busiest multiprocessor reads least, weight and x together.
     """
     block_m = 64 if num_tokens <= 64 else 128
 
@@ -113,7 +113,7 @@ def _finish_part(
     acc, bias_ptr, y_ptr, tokens, column, num_tokens, NUM_OUTPUTS: tl.constexpr,
     HAS_BIAS: tl.constexpr, IS_GATED: tl.constexpr, BLOCK_M: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Bias and gate in fp32, one rounding, tokens and columns inside only."""
+    """Apply bias and gate in fp32, round once, store only valid tokens and columns."""
     WIDTH: tl.constexpr = ROWS // 2 if IS_GATED else ROWS
     if HAS_BIAS:
         inside = tl.arange(0, ROWS)
@@ -157,7 +157,7 @@ def _medium_linear_kernel(
     WIDTH: tl.constexpr = (FIRST + SECOND) // 2 if IS_GATED else FIRST + SECOND
     num_tiles_m = tl.cdiv(num_tokens, BLOCK_M)
     tile = tl.program_id(0)
-    # Programs of the same weight rows start together: the weight comes from memory once.
+    # Programs of the same weight rows start together, so the weight comes from memory once.
     token = tile % num_tiles_m * BLOCK_M
     row = tile // num_tiles_m * WIDTH
     if USE_PDL:

@@ -1,14 +1,15 @@
-"""Linear maps of a few tokens: as fast as the weights can be read, with their start prefetched.
+"""Linear maps of a few tokens at the speed of reading the weights, with their start prefetched.
 
 y = x W^T + b, and silu(x Wg^T + bg) * (x Wu^T + bu), for at most `MAX_SMALL_TOKENS` rows of x.
 
-A program owns BLOCK_N rows of the weight and all rows of x, so each weight byte is read once. Where
-a weight has too few rows to keep every multiprocessor reading, its columns are split into
-`split_k` parts; the last program to finish a tile adds the parts in their order, so a result does
-not depend on which program was last.
+A program owns BLOCK_N rows of the weight and all rows of x, so each weight byte is read once. If a
+weight has too few rows to keep every multiprocessor reading, its columns are split into `split_k`
+parts. The last program to finish a tile adds the parts in their order, so a result does not depend
+on which program was last.
 
-With programmatic dependent launch a program starts while the kernel before it still runs, asks the
-L2 cache for the first columns of its weight rows, and only then waits for x, which others write.
+With programmatic dependent launch a program starts while the kernel before it still runs. It
+prefetches the first columns of its weight rows to the L2 cache, and only then waits for x, which
+other kernels write.
 """
 
 from dataclasses import dataclass
@@ -24,14 +25,14 @@ from kernels.pdl import pdl_supported
 MAX_SMALL_TOKENS = 64
 # Only weights of fewer than 2^15 rows are split, into tiles of 16 rows or more.
 _MAX_TILES = 2048
-# Columns and rows must come in whole 32-byte pieces, which keeps every load 16-byte aligned.
+# Columns and rows must be multiples of 32 bytes, which keeps every load 16-byte aligned.
 _SIZE_MULTIPLE = 16
 _CACHE_LINE_ELEMENTS = tl.constexpr(64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SmallConfig:
-    """The tile sizes of one product, in elements."""
+    """The tiling of one product; sizes in elements."""
 
     block_n: int  # weight rows of a program
     block_k: int  # columns of a pipeline stage
@@ -39,12 +40,12 @@ class SmallConfig:
     num_warps: int = 4
     num_stages: int = 4
     is_swapped: bool = False  # the weight tile is the left operand, 64 rows or more: wgmma
-    prefetch_k: int = 512  # columns asked for before x is ready: 0 or a power of two >= 64
+    prefetch_k: int = 512  # columns prefetched before x is ready: 0 or a power of two >= 64
     starts_next_early: bool = True  # let the next kernel start at once, not after the last load
 
 
 class Shape(Enum):
-    """Kinds of weights that want the same cut."""
+    """Kinds of weights that share a tiling."""
 
     NARROW = "few rows, more than columns: queries, keys and values"
     SQUARE = "few rows, no more than columns: output projection"
@@ -91,7 +92,7 @@ _CONFIGS: dict[tuple[int, Shape], SmallConfig] = {
     (64, Shape.WIDE): SmallConfig(block_n=128, block_k=128, num_warps=8, prefetch_k=256),
     (64, Shape.GATED): SmallConfig(block_n=64, block_k=128, prefetch_k=256),
 }
-# Up to so many tokens these kernels beat the library's.
+# Up to this many tokens these kernels are faster than the library's.
 _FASTER_UP_TO = {shape: 64 if shape is Shape.WIDE else 32 for shape in Shape}
 
 
@@ -115,12 +116,12 @@ def tile_counters(device: torch.device) -> Tensor:
 
 
 def choose_config(num_tokens: int, num_rows: int, num_columns: int, *, gated: bool) -> SmallConfig:
-    """The cut of a product of `num_tokens` tokens with a weight [num_rows, num_columns]."""
+    """The tiling of a product of `num_tokens` tokens with a weight [num_rows, num_columns]."""
     return _CONFIGS[token_bucket(num_tokens), shape_of(num_rows, num_columns, gated)]
 
 
 def faster_up_to(weight: Tensor, *, gated: bool) -> int:
-    """The largest number of tokens for which these kernels are the faster choice."""
+    """The largest number of tokens for which these kernels are faster."""
     num_rows, num_columns = weight.shape
     return _FASTER_UP_TO[shape_of(num_rows, num_columns, gated)]
 
@@ -136,13 +137,13 @@ def shape_of(num_rows: int, num_columns: int, gated: bool) -> Shape:
 
 
 def token_bucket(num_tokens: int) -> int:
-    """Rows that `num_tokens` are padded to: 16 or the next power of two."""
+    """Number of rows that `num_tokens` are padded to: 16 or the next power of two."""
     return max(16, int(triton.next_power_of_2(num_tokens)))
 
 
 @triton.jit
 def prefetch_rows(weight_ptr, rows, k_start, K: tl.constexpr, PREFETCH_K: tl.constexpr) -> None:
-    """Ask the L2 cache for columns [k_start, k_start + PREFETCH_K) of `rows`."""
+    """Prefetch columns [k_start, k_start + PREFETCH_K) of `rows` to the L2 cache."""
     lines = k_start + tl.arange(0, PREFETCH_K // _CACHE_LINE_ELEMENTS) * _CACHE_LINE_ELEMENTS
     columns = tl.minimum(lines, K - 1)
     addresses = (weight_ptr + rows[:, None] * K + columns[None, :]).to(tl.int64)
@@ -168,7 +169,7 @@ def _multiply_add(x, w, acc, IS_SWAPPED: tl.constexpr):
 
 @triton.jit
 def _load_tokens(pointers, is_token, k_offsets, num_columns, MASK_K: tl.constexpr):
-    """x tile: rows past the step's tokens are zeros and cost no traffic."""
+    """Tile of x; rows past the step's tokens are zeros and cost no traffic."""
     mask = is_token[:, None]
     if MASK_K:
         mask = mask & (k_offsets[None, :] < num_columns)
@@ -177,7 +178,7 @@ def _load_tokens(pointers, is_token, k_offsets, num_columns, MASK_K: tl.constexp
 
 @triton.jit
 def _load_weight(pointers, k_offsets, num_columns, MASK_K: tl.constexpr):
-    """Weight tile; rows always exist."""
+    """Tile of the weight; its rows always exist."""
     if MASK_K:
         mask = k_offsets[None, :] < num_columns
         w = tl.load(pointers, mask=mask, other=0.0)
@@ -194,13 +195,13 @@ def _add_parts(
     """Publish this part; returns (whether it was the tile's last, sum of all parts in order)."""
     part_stride = num_tokens.to(tl.int64) * N
     tl.store(partials_ptr + part * part_stride + offsets, acc, mask=mask)
-    # Every thread's store comes before the count that tells others of it.
+    # Every thread must store its part before the count announces it.
     tl.debug_barrier()
     is_last = tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel") == SPLIT_K - 1
     total = tl.zeros_like(acc)
     if is_last:
         for i in tl.static_range(SPLIT_K):
-            # .cg: parts come from other multiprocessors, whose L2 writes this L1 may not show.
+            # .cg: other multiprocessors wrote these parts to L2, and this L1 may be stale.
             total += tl.load(
                 partials_ptr + i * part_stride + offsets, mask=mask, other=0.0, cache_modifier=".cg"
             )
@@ -210,8 +211,8 @@ def _add_parts(
 
 @triton.jit
 def _weight_rows(columns, N: tl.constexpr, IS_GATED: tl.constexpr):
-    """Rows behind a program's columns; gate and up alternate, so a tile holds both of a pair."""
-    # Columns past the end repeat the last and are not stored: cheaper than a mask on every load.
+    """Weight rows of a program's columns; gate and up alternate, so a tile holds both of a pair."""
+    # Columns past the end repeat the last and are not stored: cheaper than masking every load.
     inside = tl.minimum(columns, N - 1).to(tl.int64)
     if IS_GATED:
         inside = (inside % 2) * (N // 2) + inside // 2
@@ -223,7 +224,7 @@ def _store_rows(
     acc, bias_ptr, y_ptr, w_rows, first_column, tokens, num_tokens, N: tl.constexpr,
     HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, IS_GATED: tl.constexpr,
 ):  # fmt: skip
-    """Bias and gate in fp32, one rounding, tokens and columns inside only."""
+    """Apply bias and gate in fp32, round once, store only valid tokens and columns."""
     if HAS_BIAS:
         acc += tl.load(bias_ptr + w_rows).to(tl.float32)[None, :]
     NUM_OUTPUTS: tl.constexpr = N // 2 if IS_GATED else N
@@ -317,7 +318,7 @@ def small_linear(
 ) -> Tensor:
     """x: [T <= MAX_SMALL_TOKENS, K], rows may be strided; weight: [N, K]; bias: [N] or None.
 
-    Returns [T, N]. counters: from `tile_counters`; config: the table's unless given. Torch twin:
+    Returns [T, N]. counters: from `tile_counters`; config: default from the table. Torch twin:
     `torch.nn.functional.linear`.
     """
     y = x.new_empty((x.shape[0], weight.shape[0]))
@@ -334,7 +335,7 @@ def small_gated_linear(
     counters: Tensor,
     config: SmallConfig | None = None,
 ) -> Tensor:
-    """silu(gate) * up of [gate | up] = x W^T + b, never rounded in between; otherwise the same.
+    """silu(gate) * up of [gate | up] = x W^T + b, not rounded in between; else as `small_linear`.
 
     weight: [2 n, K], rows of gate first; returns [T, n].
     """
@@ -391,7 +392,7 @@ def _launch(
 
 
 def check_operands(x: Tensor, weight: Tensor) -> None:
-    """Asserts that kernels with 16-byte loads can read x [T, K] and weight [N, K]."""
+    """Assert that kernels with 16-byte loads can read them: x [T, K], weight [N, K]."""
     assert weight.shape[1] == x.shape[1], f"{x.shape} against {weight.shape}"
     assert x.dtype == weight.dtype, f"{x.dtype} against {weight.dtype}"
     assert weight.is_contiguous(), f"weight has strides {weight.stride()}"

@@ -1,4 +1,4 @@
-"""What top_k, top_p and min_p leave of whole rows, on a GPU, without a sort.
+"""Computes the cuts of top_k, top_p and min_p for whole rows, on a GPU, without a sort.
 
 In units of the row's temperature T, a token's depth below the row's best token is
 
@@ -9,12 +9,12 @@ In units of the row's temperature T, a token's depth below the row's best token 
                both sums run over depth <= d_k
 
 so equal logits are kept or dropped together. A depth is never negative, so its bits as an integer
-have its order, and limits are found by bisection on those bits.
+have the same order, and limits are found by bisection on those bits.
 
-Few tokens decide: with the maxima of all segments of 64 tokens known, each token at least as good
-as the n-th largest maximum lies in one of those n segments. Limits are searched there, and in the
-whole row only when those segments do not settle them. Every row is searched by one program, and
-every sum has a fixed order: what a row keeps does not depend on what else is in the batch.
+Few tokens decide. With the maxima of all segments of 64 tokens known, each token at least as good
+as the n-th largest maximum is in one of those n segments. Limits are searched there, and in the
+whole row only if those segments do not determine them. Every row is searched by one program, and
+every sum has a fixed order, so what a row keeps does not depend on what else is in the batch.
 Torch twins: TopK, TopP and MinP of `engine.sampling.truncation`.
 """
 
@@ -40,7 +40,7 @@ _INF_BITS = tl.constexpr(0x7F800000)
 
 @triton.jit
 def load_logits(pointers, mask):  # noqa: ANN201
-    """fp32; NaN becomes +inf, which no maximum can overlook."""
+    """Logits as fp32; NaN becomes +inf, so that a maximum always shows it."""
     x = tl.load(pointers, mask=mask, other=-float("inf")).to(tl.float32)
     return tl.where(x != x, float("inf"), x)
 
@@ -62,9 +62,9 @@ def _weigh(
     line_ptr, listed_ptr, num_listed, best, temperature, middle,
     BY_MASS: tl.constexpr, VOCAB: tl.constexpr,
 ):  # fmt: skip
-    """Counts the tokens of the listed segments that are not deeper than `middle`, or their mass.
+    """Number (or mass, if BY_MASS) of the listed segments' tokens with depth bits <= `middle`.
 
-    Also the bits of the deepest of them and of the shallowest of the others.
+    Also returns the bits of the deepest of these tokens and of the shallowest of the others.
     """
     weights = tl.zeros([_MAX_LISTED, SEGMENT], tl.float32)
     below = tl.full([_MAX_LISTED, SEGMENT], -1, tl.int32)
@@ -92,14 +92,14 @@ def _search(
     line_ptr, listed_ptr, num_listed, best, temperature, wanted, high,
     BY_MASS: tl.constexpr, VOCAB: tl.constexpr,
 ):  # fmt: skip
-    """Bits of the smallest depth whose weight reaches `wanted`; that of `high` is taken to."""
+    """Bits of the smallest depth whose weight reaches `wanted`; assumes that `high` reaches it."""
     low = tl.full([], -1, tl.int32)
     while high - low > 1:
         middle = low + (high - low) // 2
         weight, below, above = _weigh(
             line_ptr, listed_ptr, num_listed, best, temperature, middle, BY_MASS, VOCAB
         )
-        # Each end moves on to the next token's own depth, so that a search ends as soon as one
+        # Each bound moves on to the next token's own depth, so a search ends as soon as one
         # distinct depth is left: a dozen rounds for bf16 logits instead of 31.
         is_enough = weight >= wanted
         high = tl.where(is_enough, below, high)
@@ -110,7 +110,7 @@ def _search(
 @triton.jit
 def _list_segments(listed_ptr, is_chosen, segments):
     """Write the chosen segments' numbers, ascending; returns how many."""
-    # The list may still be being read by other warps, and must be complete before they go on.
+    # Other warps may still be reading the list, and it must be complete before they continue.
     tl.debug_barrier()
     chosen = is_chosen.to(tl.int32)
     tl.store(listed_ptr + tl.cumsum(chosen, axis=0) - 1, segments, mask=is_chosen)
@@ -156,7 +156,7 @@ def _limit_kernel(
         list_ptr = listed_ptr + p * num_segments
         bits = tl.div_rn(best - maxima, temperature).to(tl.int32, bitcast=True)
         bits = tl.where(is_segment, bits, _HIGHEST)
-        # Down to `complete` the listed segments hold all tokens of the row.
+        # For depths up to `complete`, the listed segments hold all tokens of the row.
         complete = _last_complete_depth(bits)
         num_listed = _list_segments(list_ptr, bits <= complete, segments)
         cut = tl.full([], _INF_BITS, tl.int32)
@@ -205,7 +205,7 @@ def _row_mass(line_ptr, best, temperature, VOCAB: tl.constexpr):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowLimits:
-    """The limits of P rows: a row keeps tokens at most `max_bits` below its best."""
+    """What P rows keep: the tokens whose depth bits are at most `max_bits`."""
 
     # [P, chunks * SEGMENTS_PER_CHUNK] fp32  the largest logit of each segment
     maxima: Tensor
@@ -216,7 +216,7 @@ class RowLimits:
 
 
 def row_limits(logits: Tensor, draws: Draws) -> RowLimits:
-    """Limits of the rows that `draws` names. logits: fp32, bf16 or fp16 [S, vocab]."""
+    """Limits of the rows in `draws`. logits: fp32, bf16 or fp16 [S, vocab]."""
     vocab_size, stride = logits.shape[1], row_stride(logits)
     num_draws = draws.lines.shape[0]
     num_chunks = triton.cdiv(vocab_size, CHUNK.value)
@@ -252,7 +252,7 @@ def row_limits(logits: Tensor, draws: Draws) -> RowLimits:
 
 
 def row_stride(logits: Tensor) -> int:
-    """Elements from one row to the next; that of a single row may be anything, so not below it."""
+    """Elements from one row to the next; at least the vocabulary, even for a single row."""
     num_rows, vocab_size = logits.shape
     assert logits.stride(1) == 1 or vocab_size == 1, f"logits with strides {logits.stride()}"
     assert logits.dtype in LOGIT_DTYPES, f"logits are {logits.dtype}"

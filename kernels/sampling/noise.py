@@ -1,6 +1,6 @@
-"""The random numbers of sampling: one counter hash, the same on every backend.
+"""The random numbers of sampling: one counter-based hash, the same on every backend.
 
-A draw is a pure function of (seed, index, token id), so a seeded request draws the same whatever
+A draw is a pure function of (seed, index, token id). So a seeded request draws the same whatever
 else is in its batch, after preemption and after migration. All arithmetic is modulo 2**32; with
 `x >> n` a logical shift:
 
@@ -22,8 +22,8 @@ else is in its batch, after preemption and after migration. All arithmetic is mo
 The constants of `mix` are from the public hash-prospector search (C. Wellons). Both multipliers
 are below 2**31, so torch's int64 holds every product exactly: nothing here relies on overflow.
 
-This module knows nothing of requests, rows or logits. Changing a constant changes what every
-seeded request answers: golden values in the tests pin them.
+Knows nothing of requests, rows or logits. Changing a constant changes the output of every seeded
+request, so golden values in the tests pin the constants.
 """
 
 import struct
@@ -52,8 +52,8 @@ def uniform(seeds: Tensor, indices: Tensor, token_ids: Tensor) -> Tensor:
 def gumbel(seeds: Tensor, indices: Tensor, token_ids: Tensor) -> Tensor:
     """Standard Gumbel noise, fp32 [S, V], always finite (in [-2.82, 22.88]); inputs as `uniform`.
 
-    The argmax over V of (log-probability + noise) is a draw from the distribution. The bits under
-    it are exact; the two logarithms may differ between devices in the last place.
+    The argmax over V of (log-probability + noise) is a draw from the distribution. The underlying
+    bits are exact; the two logarithms may differ between devices in the last place.
     """
     u = uniform(seeds, indices, token_ids)
     return u.neg_().log1p_().neg_().log_().neg_()
@@ -69,24 +69,24 @@ def noise_bits(seeds: Tensor, indices: Tensor, token_ids: Tensor) -> Tensor:
     seed_hi = (seeds >> 32) & _WORD
     k0 = _mix(_mix(_mix(seed_lo ^ _SALT_K0) ^ seed_hi) ^ indices).unsqueeze(1)  # [S, 1]
     k1 = _mix(_mix(_mix(seed_hi ^ _SALT_K1) ^ seed_lo) ^ indices).unsqueeze(1)  # [S, 1]
-    bits = _mix(token_ids ^ _SALT_TOKEN) ^ k0  # [S, V], ours to change in place from here on
+    bits = _mix(token_ids ^ _SALT_TOKEN) ^ k0  # [S, V], a new tensor, changed in place from here on
     _half1_(bits)
     bits.add_(k1).bitwise_and_(_WORD)
     return _half2_(bits)
 
 
 def unit_interval(bits: Tensor) -> Tensor:
-    """Words (int64, any shape) to fp32 u; the clamp catches 2**32, to which the largest round."""
+    """Words (int64, any shape) to fp32 u; the clamp catches words that round up to 2**32."""
     return bits.to(torch.float32).add_(0.5).mul_(2.0**-32).clamp_(max=_LARGEST_U)
 
 
 def _half1_(x: Tensor) -> Tensor:
-    """Mixes the words of x in place and returns x."""
+    """In place; x holds words, and so does the result."""
     return x.bitwise_xor_(x >> 15).mul_(_MULTIPLIER_1).bitwise_and_(_WORD)
 
 
 def _half2_(x: Tensor) -> Tensor:
-    """Mixes the words of x in place and returns x."""
+    """In place; x holds words, and so does the result."""
     x.bitwise_xor_(x >> 12).mul_(_MULTIPLIER_2).bitwise_and_(_WORD)
     return x.bitwise_xor_(x >> 15)
 

@@ -1,8 +1,8 @@
-"""The tokens of whole rows of logits, by torch on a CPU and by Triton on a GPU, which never waits.
+"""Chooses the tokens of whole rows of logits: torch on a CPU, Triton (never waiting) on a GPU.
 
 greedy:  argmax of the row, lowest id among equals
 draw:    as stated in `kernels.sampling.rows_triton`; its torch form are the features of
-         `engine.sampling`, for they may read back what they compute
+         `engine.sampling`, because these read results back to the host
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GreedyChoice:
-    """The best token of each row: of logits as they are, or after penalties and noise."""
+    """The best token of each row, of logits as they are or after penalties and noise."""
 
     # [S] int64  the lowest id among equals; 0 where not finite
     token_ids: Tensor
@@ -22,9 +22,9 @@ class GreedyChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draws:
-    """The sampling parameters of P rows; every tensor is [P] and 16-byte aligned."""
+    """How P rows of logits are drawn; every tensor is [P], aligned to 16 bytes."""
 
-    # int64  which rows of the logits
+    # int64  line of each row in the logits
     lines: Tensor
     # int64  any 64-bit pattern
     seeds: Tensor
@@ -46,7 +46,7 @@ def greedy(logits: Tensor) -> GreedyChoice:
         from kernels.sampling.rows_triton import greedy as fused_greedy  # a CPU needs no Triton
 
         return fused_greedy(logits)
-    # NaN and +inf win a maximum and -inf never does, so one pass finds token and bad rows.
+    # NaN and +inf win a maximum and -inf never does, so one pass finds tokens and non-finite rows.
     best, token_ids = logits.max(dim=-1)
     is_finite = best.isfinite()
     return GreedyChoice(token_ids=token_ids.masked_fill_(~is_finite, 0), is_finite=is_finite)

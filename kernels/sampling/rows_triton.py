@@ -4,9 +4,9 @@
     draw   = argmax over depth(t) <= limit of gumbel(seed, index, t) - depth(t)
 
 with depth and limit of `kernels.sampling.limits_triton` and the noise of `kernels.sampling.noise`,
-whose bits are the same here; lowest id among equals. A row with NaN or +inf or nothing above -inf
-is not finite. A program finds the best of one chunk of one row; a maximum has no rounding, so what
-a row draws does not depend on the split or on what else is in the batch. Torch twins:
+with identical bits; lowest id among equals. A row with NaN or +inf or nothing above -inf is not
+finite. A program finds the best of one chunk of one row. A maximum has no rounding, so what a row
+draws does not depend on the split or on what else is in the batch. Torch twins:
 `kernels.sampling.rows.greedy`, `engine.sampling.draw.TorchDraw`.
 """
 
@@ -27,7 +27,7 @@ from kernels.sampling.rows import Draws, GreedyChoice
 _WARPS = 4
 _LOWEST = tl.constexpr(-(2**31))
 _HIGHEST = tl.constexpr(2**31 - 1)
-_INF_KEY = tl.constexpr(0x7F800000)  # what `_order` makes of inf
+_INF_KEY = tl.constexpr(0x7F800000)  # `_order` of inf
 _MINUS_INF_KEY = tl.constexpr(-0x7F800001)
 
 # The constants of `kernels.sampling.noise`, which defines and explains them.
@@ -123,7 +123,7 @@ def noise_bits(seed, index, token_ids):  # noqa: ANN201
 @triton.jit
 def gumbel(bits):  # noqa: ANN201
     u = tl.minimum((bits.to(tl.float32) + 0.5) * (2.0**-32), _LARGEST_U)
-    # log1p(-u): log(1 - u), corrected for what rounding 1 - u lost (W. Kahan).
+    # log1p(-u) is log(1 - u), corrected for the rounding of 1 - u (W. Kahan).
     rest = 1.0 - u
     is_tiny = rest == 1.0
     corrected = tl.log(rest) * tl.div_rn(u, tl.where(is_tiny, 1.0, 1.0 - rest))
@@ -158,7 +158,7 @@ def _score_kernel(
         is_kept = depths.to(tl.int32, bitcast=True) <= limit
         keys = _order(tl.where(is_kept, noise - depths, -float("inf")))
         _store_best(keys_ptr, ids_ptr, place, tl.where(is_token, keys, _LOWEST), ids)
-    else:  # most chunks, after a cut: no token of it can be drawn
+    else:  # most chunks, after a cut: none of its tokens can be drawn
         tl.store(keys_ptr + place, _LOWEST)
         tl.store(ids_ptr + place, _HIGHEST)
 
@@ -180,9 +180,9 @@ def greedy(logits: Tensor) -> GreedyChoice:
 
 
 def draw(logits: Tensor, draws: Draws) -> GreedyChoice:
-    """A token for each of the P rows that `draws` names. Nothing here waits for the GPU.
+    """Draws a token for each of the P rows in `draws`; does not wait for the GPU.
 
-    logits: fp32, bf16 or fp16 [S, vocab], left as they are.
+    logits: fp32, bf16 or fp16 [S, vocab]; not changed.
     """
     num_draws, vocab_size = draws.lines.shape[0], logits.shape[1]
     num_chunks = triton.cdiv(vocab_size, CHUNK.value)

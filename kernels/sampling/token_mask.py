@@ -1,9 +1,9 @@
-"""Bans tokens by bits: one bit a token and line, as matchers of constraints write them.
+"""Bans tokens by a bit mask, one bit per token and line, as written by constraint matchers.
 
     logits[lines[m], 32 * w + i] = -inf    where bit i of words[m, w] is 0
 
-in place, for the lines that have a mask and no others; bits beyond the vocabulary mean nothing.
-Torch on a CPU, Triton on a GPU, where it is one launch that reads no logits.
+In place, and only for the lines that have a mask; bits beyond the vocabulary are ignored. Torch on
+a CPU, Triton on a GPU, where it is one launch that reads no logits.
 """
 
 import torch
@@ -13,12 +13,12 @@ TOKENS_PER_WORD = 32
 
 
 def num_mask_words(vocab_size: int) -> int:
-    """Words of one line's mask."""
+    """Number of words of one line's mask."""
     return -(-vocab_size // TOKENS_PER_WORD)
 
 
 def ban_tokens(logits: Tensor, lines: Tensor, words: Tensor) -> None:
-    """Mutates `logits`, fp32, bf16 or fp16 [S, vocab] with contiguous lines.
+    """Writes to `logits`, fp32, bf16 or fp16 [S, vocab] with contiguous lines.
 
     lines: int32 [M], distinct; words: int32 [M, num_mask_words(vocab)], contiguous.
     """
@@ -27,7 +27,7 @@ def ban_tokens(logits: Tensor, lines: Tensor, words: Tensor) -> None:
     assert lines.dtype == words.dtype == torch.int32, f"{lines.dtype}, {words.dtype}"
     if logits.is_cuda:
         from kernels.sampling.token_mask_triton import (
-            ban_tokens as fused_ban_tokens,  # a CPU needs none
+            ban_tokens as fused_ban_tokens,  # a CPU needs no Triton
         )
 
         fused_ban_tokens(logits, lines, words)

@@ -1,4 +1,4 @@
-"""The Triton form of `token_mask`: one launch, a program for a chunk of a masked line."""
+"""The Triton form of `token_mask`: one launch, with a program per chunk of a masked line."""
 
 import triton
 import triton.language as tl
@@ -14,7 +14,7 @@ def _ban_kernel(
     logits, lines, words, STRIDE: tl.constexpr, VOCAB: tl.constexpr, NUM_WORDS: tl.constexpr,
     WORDS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (M, chunks); a chunk in which all may come costs its words alone."""
+    """Grid (M, chunks); for a chunk without banned tokens only the mask is read."""
     mask_line, chunk = tl.program_id(0), tl.program_id(1)
     word = chunk * WORDS + tl.arange(0, WORDS)
     bits = tl.load(words + mask_line * NUM_WORDS + word, mask=word < NUM_WORDS, other=-1)
@@ -26,7 +26,7 @@ def _ban_kernel(
 
 
 def ban_tokens(logits: Tensor, lines: Tensor, words: Tensor) -> None:
-    """Does what `token_mask.ban_tokens` does, on one GPU. Can be captured in a CUDA graph."""
+    """As `token_mask.ban_tokens`, all on one GPU. Can be captured in a CUDA graph."""
     vocab_size = logits.shape[1]
     assert logits.stride(1) == 1, f"lines of stride {logits.stride(1)}"
     assert lines.is_contiguous(), "lines with gaps"

@@ -1,10 +1,10 @@
-"""The books of a KV handoff: who holds which blocks while a prompt moves between two workers.
+"""Tracks block ownership during a KV handoff, while a prompt moves between two workers.
 
     prefill side, `OutgoingHandoffs`   start .. advance ........... add ................... release
     decode side,  `IncomingHandoffs`      reserve ......... begin_write, end_write, ..., commit
                                           |<----------- lease, renewed ----------->|
 
-One import for both sides; has no code of its own.
+Exports the names of both sides; has no code of its own.
 """
 
 from engine.kv.cache import BlockTerms

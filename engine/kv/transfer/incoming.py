@@ -1,17 +1,17 @@
-"""The decode side of a KV handoff: reservations, and which of their blocks have arrived.
+"""The decode side of a KV handoff: tracks reservations and which of their blocks have arrived.
 
     reserve ...... begin_write, end_write, ... , commit
     |<---------------- lease, renewed ---------->|
 
-A request is handed to the scheduler, and so decoded from its blocks, only when every missing block
+A request is handed to the scheduler, and so decoded from its blocks, only after every missing block
 was written under the transfer's current epoch. Until then it can be cancelled or expire at any
-time; if a piece is being written at that moment the reservation is an *orphan*, and its blocks are
-freed when the last write ends. An epoch is one incarnation of a channel; a newer one starts a
-transfer over.
+time. If a piece is being written at that moment, the reservation becomes an *orphan*, and its
+blocks are freed when the last write ends. An epoch is one incarnation of a channel; a newer epoch
+restarts the transfer.
 
-Called on the engine thread. `begin_write`, `is_committed` and `is_live` may be called on any, so
-that copying one piece never waits for the step that commits another. Knows no tensors, channels or
-Ray; the caller has checked digests.
+Called on the engine thread. `begin_write`, `is_committed` and `is_live` may be called on any
+thread, so that copying one piece never waits for the step that commits another. Knows no tensors,
+channels or Ray; the caller has checked digests.
 """
 
 import threading
@@ -35,7 +35,7 @@ from engine.request import Request, RequestKey
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BlockWrite:
-    """Leave to write some blocks of a transfer, from `begin_write` to `end_write`."""
+    """Permission to write some blocks of a transfer, from `begin_write` to `end_write`."""
 
     transfer_id: str
     epoch: int
@@ -50,14 +50,14 @@ class BlockWrite:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class IncomingTransfer:
-    """blocks [0, num_hit_blocks) found here; [num_hit_blocks, num_blocks) to arrive"""
+    """Blocks [0, num_hit_blocks) were found here; [num_hit_blocks, num_blocks) are to arrive."""
 
     transfer_id: str
     sender: WorkerIdentity
     request: Request  # holds all reserved blocks
     num_hit_blocks: int
     expires_s: float
-    epoch: int = 0  # of the channel in use; 0 = nothing was begun
+    epoch: int = 0  # of the channel in use; 0 = no piece has begun
     arrived: set[int] = field(default_factory=set)  # in this epoch
     writes: list[BlockWrite] = field(default_factory=list)
 
@@ -66,36 +66,34 @@ class IncomingTransfer:
         return len(self.request.block_ids)
 
 
-# How many finished keys the decode side remembers, so that what arrives late for one is recognised.
+# Number of finished keys that are remembered, to recognise late messages about them.
 MAX_ENDED_KEYS = 8192
-MAX_BUILT = (
-    4  # requests built for reservations that did not fit; the queue retries only a few at a time
-)
+MAX_BUILT = 4  # refused requests that stay built; only the first few in line are asked about
 
 Ending = Literal["committed", "cancelled", "expired"]
 
 
 class DecodeScheduler(Protocol):
-    """The scheduler that a committed request joins."""
+    """The scheduler that takes over committed requests."""
 
     @property
     def num_running(self) -> int: ...
 
     def is_short(self, num_known_tokens: int) -> bool:
-        """Whether a request may overtake others, within a reserve."""
+        """Whether a request may overtake others within the reserve."""
         ...
 
     def terms_of_joining(
         self, request: Request, num_promised_rows: int, *, overtakes: bool
     ) -> BlockTerms | None:
-        """Under which blocks may be held for a request that is to join; None = not now.
+        """Conditions for holding blocks for a request that is to join; None = not now.
 
-        overtakes: an earlier one was refused.
+        overtakes: whether a request before it was refused.
         """
         ...
 
     def make_way(self, request: Request) -> None:
-        """Notes that a request that will join does not fit."""
+        """Record that a request that is to join could not get a row or blocks."""
         ...
 
     def join(self, request: Request) -> None:
@@ -103,7 +101,7 @@ class DecodeScheduler(Protocol):
         ...
 
     def abort(self, key: RequestKey) -> bool:
-        """Forget a request and free what it holds; False if it is not there."""
+        """Remove a request and free what it holds; False if it is not there."""
         ...
 
 
@@ -115,7 +113,7 @@ class Hasher(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IncomingStatistics:
-    """Sizes now, then counters since start."""
+    """Current sizes, then counters since start."""
 
     num_reservations: int
     num_orphans: int
@@ -150,19 +148,19 @@ class IncomingHandoffs:
         self._max_rows = max_rows
         self._live: dict[RequestKey, IncomingTransfer] = {}
         self._orphans: dict[str, IncomingTransfer] = {}  # by transfer id
-        # Whatever begins or ends a write, or ends a transfer, holds this lock. Only the engine
-        # thread changes `_live` and `_orphans`, and so looks at them as they are.
+        # Guards the writes and the end of transfers. Only the engine thread changes `_live` and
+        # `_orphans`, so it may read them without the lock.
         self._writes = threading.Lock()
         self._ended: dict[RequestKey, Ending] = {}  # oldest first, at most MAX_ENDED_KEYS
         self._counts: dict[Ending, int] = {"committed": 0, "cancelled": 0, "expired": 0}
         self._num_reserved = self._num_hit_blocks = 0
-        # The requests of the last refused reservations, which are tried again every step.
+        # The requests built last, because waiting ones are asked about at every step.
         self._built: dict[RequestKey, tuple[ReserveRequest, Request]] = {}
 
     # ---- reservations ---------------------------------------------------------------------------
 
     def may_overtake(self, asked: ReserveRequest) -> bool:
-        """Whether it may be granted blocks although an earlier one was not."""
+        """Whether it may get a reservation although an earlier request was refused."""
         return self._scheduler.is_short(len(asked.token_ids))
 
     def reserve(
@@ -170,9 +168,9 @@ class IncomingHandoffs:
     ) -> Reservation | NotNow | Refused:
         """Hold blocks for all tokens of `asked`; blocks found in the prefix index need no transfer.
 
-        It fits if it will have a row when it commits, and blocks on the scheduler's terms: enough
-        for running and reserved ones to grow, and preempted requests go first. A short request
-        that does not fit makes the scheduler preempt one for it.
+        Granted if a row will be free at commit and the scheduler's conditions leave enough blocks:
+        requests that run or will run must be able to grow, and requests preempted here go first. If
+        a short request is not granted, the scheduler is asked to make room for it.
         """
         if (reason := self._reason_to_refuse(asked)) is not None:
             return Refused(reason=reason)
@@ -213,9 +211,9 @@ class IncomingHandoffs:
         self._find(key, transfer_id).expires_s = self._clock.now_s() + self._lease_s
 
     def cancel(self, key: RequestKey) -> Literal["cancelled", "committed"]:
-        """End the reservation of `key`, or make sure that none is granted from now on.
+        """End the reservation of `key`, or ensure that none is granted from now on.
 
-        "committed" = nothing was done: the request belongs to the scheduler.
+        Returns "committed", and does nothing, if the request belongs to the scheduler already.
         """
         if self._ended.get(key) == "committed":
             return "committed"
@@ -223,12 +221,12 @@ class IncomingHandoffs:
         return "cancelled"
 
     def abort(self, key: RequestKey) -> None:
-        """End `key` wherever it is: reserved, or with the scheduler since a commit just now."""
+        """End `key` wherever it is: reserved here, or committed to the scheduler already."""
         self.cancel(key)
         self._scheduler.abort(key)
 
     def expire(self) -> list[RequestKey]:
-        """End every reservation whose lease is over; returns their keys."""
+        """End every reservation whose lease has expired; returns their keys."""
         now_s = self._clock.now_s()
         keys = [key for key, transfer in self._live.items() if now_s >= transfer.expires_s]
         for key in keys:
@@ -238,12 +236,12 @@ class IncomingHandoffs:
     # ---- pieces ---------------------------------------------------------------------------------
 
     def begin_write(self, header: PieceHeader) -> BlockWrite:
-        """Begins the write of one piece's blocks, which are not freed until `end_write`.
+        """Give permission to write the blocks of one piece, and hold them until `end_write`.
 
-        On any thread. A newer epoch than the transfer's starts it over. Raises HandoffError,
-        without effect, for a transfer that is over, an older epoch, a newer one while a write of
-        the older goes on, blocks outside the missing ones, or blocks that arrived or are being
-        written.
+        May be called on any thread. An epoch newer than the transfer's restarts the transfer.
+        Raises HandoffError, without effect, for a transfer that is over, an older epoch, a newer
+        epoch while a write of the older one is under way, blocks outside the missing ones, and
+        blocks that have arrived or are being written.
         """
         with self._writes:
             return self._begin_write(header)
@@ -278,10 +276,10 @@ class IncomingHandoffs:
         return write
 
     def end_write(self, key: RequestKey, write: BlockWrite, *, is_verified: bool) -> bool:
-        """Ends a write; with `is_verified` its blocks have arrived.
+        """End a write; with `is_verified` its blocks have arrived.
 
-        Returns whether the reservation still lives. If not, its blocks are freed with this write
-        when it was the last one.
+        Returns whether the reservation is still live. If not, the end of its last write frees its
+        blocks.
         """
         orphan = self._orphans.get(write.transfer_id)
         transfer = self._live[key] if orphan is None else orphan
@@ -300,8 +298,8 @@ class IncomingHandoffs:
     def commit(self, header: PieceHeader) -> None:
         """Hand the request with its first token to the scheduler: all of its KV is here.
 
-        Raises HandoffError, without effect, unless every missing block arrived under the epoch of
-        `header`, the last piece's, and no write is under way.
+        `header` is the last piece's. Raises HandoffError, without effect, unless every missing
+        block arrived under its epoch and no write is under way.
         """
         transfer = self._find(header.key, header.transfer_id)
         with self._writes:
@@ -310,9 +308,7 @@ class IncomingHandoffs:
             missing = set(range(transfer.num_hit_blocks, transfer.num_blocks)) - transfer.arrived
             if missing:
                 raise HandoffError(f"{header.key}: blocks {sorted(missing)} have not arrived")
-            self._remember(
-                header.key, "committed"
-            )  # first, so that it is one or the other at any time
+            self._remember(header.key, "committed")  # first: it is always in `_ended` or `_live`
             del self._live[header.key]
         request = transfer.request
         request.num_computed_tokens = request.num_known_tokens
@@ -323,15 +319,15 @@ class IncomingHandoffs:
     # ---- observation ----------------------------------------------------------------------------
 
     def is_committed(self, key: RequestKey) -> bool:
-        """Whether `key` went to the scheduler, among the keys that are remembered."""
+        """Whether `key` was handed to the scheduler, among the last `MAX_ENDED_KEYS` keys."""
         return self._ended.get(key) == "committed"
 
     def keys_of(self, ingress_id: str) -> list[RequestKey]:
-        """Live reservations for requests of one ingress."""
+        """Keys of live reservations for one ingress."""
         return [k for k, t in self._live.items() if t.request.ingress_id == ingress_id]
 
     def __len__(self) -> int:
-        """The number of reservations and orphans, which hold blocks here."""
+        """Number of reservations and orphans, which still hold blocks here."""
         return len(self._live) + len(self._orphans)
 
     def is_live(self, key: RequestKey) -> bool:
@@ -341,7 +337,7 @@ class IncomingHandoffs:
         return list(self._live)
 
     def owners(self) -> Iterator[tuple[str, list[int]]]:
-        """Yields the holders of block references here, for the conservation law."""
+        """Every holder of block references here, for the check that none is lost."""
         for transfer in (*self._live.values(), *self._orphans.values()):
             if transfer.request.block_ids:
                 yield f"incoming {transfer.transfer_id}", transfer.request.block_ids
@@ -367,7 +363,7 @@ class IncomingHandoffs:
     def _has_room(
         self, request: Request, num_new: int, num_available: int, overtakes: bool
     ) -> bool:
-        """Whether it may have `num_new` blocks of those available."""
+        """Whether the request may take `num_new` of the `num_available` blocks."""
         if self._num_rows_promised >= self._max_rows:
             return False
         terms = self._scheduler.terms_of_joining(request, len(self._live), overtakes=overtakes)
@@ -376,7 +372,7 @@ class IncomingHandoffs:
         return terms.max_new_blocks is None or num_new <= terms.max_new_blocks
 
     def _reason_to_refuse(self, asked: ReserveRequest) -> str | None:
-        """Returns why `asked` can never be granted here; None if it may."""
+        """Why `asked` can never be granted here; None if it may be."""
         mine, num_tokens = self._identity, len(asked.token_ids)
         if asked.sender.model != mine.model:
             return f"{mine.name} serves another model than {asked.sender.name}"
@@ -398,7 +394,7 @@ class IncomingHandoffs:
         return None
 
     def _request_of(self, asked: ReserveRequest) -> Request:
-        """Returns the request of `asked`; keeps a few, because hashing long prompts takes time."""
+        """The request of `asked`; the last few are kept, because hashing a long prompt is slow."""
         known = self._built.get(asked.key)
         if known is None or known[0] is not asked:
             if len(self._built) >= MAX_BUILT:
@@ -435,8 +431,8 @@ class IncomingHandoffs:
             raise HandoffError(f"{transfer.transfer_id}: epoch {transfer.epoch} still writes")
 
     def _end(self, key: RequestKey, ending: Ending) -> None:
-        """Free what `key` reserved, or orphan it while it is written; remember how it ended."""
-        with self._writes:  # no write begins once the reservation is gone
+        """Free the reservation of `key`, or orphan it while it is written; record how it ended."""
+        with self._writes:  # no write can begin after the removal
             transfer = self._live.pop(key, None)
         if transfer is not None and transfer.writes:
             self._orphans[transfer.transfer_id] = transfer

@@ -1,16 +1,17 @@
-"""The prefill side of a KV handoff: prompts that are computed, or held until their KV has moved.
+"""The prefill side of a KV handoff: prompts that compute or wait here until their KV has moved.
 
     start .. advance .. advance .. add ............... release
     the prompt computes; its       all of its blocks   freed
     full blocks are held here,     are held here
     too, and read by transfers
 
-A full block never changes, so it may move as soon as the step that filled it was committed. If the
-scheduler takes the prompt back to its queue (`retract`), the blocks that are held here stay good
-for a transfer that reads them now, and are freed when the sender says so (`let_go`). What the
-decode side has of them stays right, because it is the KV of the same tokens.
+A full block never changes, so it may be sent as soon as the step that filled it is committed. If
+the scheduler preempts the prompt (`retract`), the blocks held here stay valid for a transfer that
+is reading them, and are released when the sender reports that nothing reads them (`let_go`),
+because the prefill side needs the blocks. The copies on the decode side stay valid: they are the
+KV of the same tokens.
 
-Implements the scheduler's `HandoffQueue` and tells the sender, by immutable events, what to do.
+Implements the scheduler's `HandoffQueue` and tells the sender what to do by immutable events.
 Called on the engine thread only. Knows no tensors, no channels and no Ray.
 """
 
@@ -25,34 +26,34 @@ from engine.request import Request, RequestKey, RequestSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandoffStarted:
-    """A prompt's first chunk starts: ask `decode_worker` to reserve blocks."""
+    """A prompt's first chunk starts: ask `decode_worker` for a reservation."""
 
     key: RequestKey
     ingress_id: str
     decode_worker: str
-    token_ids: list[int]  # what the prefill side will compute, and the decode side needs blocks for
+    token_ids: list[int]  # computed on the prefill side; the decode side needs blocks for them
     num_prompt_tokens: int
     spec: RequestSpec
     asked_s: float  # its arrival at the ingress, on this worker's clock
 
     @property
     def deadline_s(self) -> float | None:
-        """The request's deadline on this worker's clock, in seconds."""
+        """The request's deadline on this worker's clock; None = it has none."""
         deadline_s = self.spec.deadline_s
         return None if deadline_s is None else self.asked_s + deadline_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandoffProgress:
-    """The first blocks of a prompt in progress are full, and held until further notice."""
+    """The first blocks of a computing prompt are full; they are held until a later event."""
 
     key: RequestKey
-    block_ids: list[int]  # all of them, those of earlier notices first
+    block_ids: list[int]  # all full blocks, those of earlier events first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandoffRetracted:
-    """The prompt will compute again, in other blocks: `let_go` of these when nothing reads them."""
+    """The prompt will be recomputed in other blocks: call `let_go` when nothing reads these."""
 
     key: RequestKey
 
@@ -68,10 +69,9 @@ class HandoffReady:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandoffDropped:
-    """The request ended on the prefill side before its prompt was complete, or with its first
-    token.
+    """The request ended here before its prompt was complete, or with its first token.
 
-    What is held of it goes with `OutgoingHandoffs.release`.
+    `OutgoingHandoffs.release` releases the blocks that are still held for it.
     """
 
     key: RequestKey
@@ -85,21 +85,21 @@ class _Outgoing:
     ingress_id: str
     num_tokens: int
     block_ids: list[int] | None = None  # None = still computing: the scheduler holds them
-    shared_ids: list[int] = field(default_factory=list)  # of them, the full ones, held here too
+    shared_ids: list[int] = field(default_factory=list)  # the full blocks, held here as well
     retracted: deque[list[int]] = field(default_factory=deque)  # may be read, oldest first
     is_reserved: bool = False
-    is_abandoned: bool = False  # released while still computing: frees as soon as it is added
-    is_dropped: bool = False  # the scheduler has forgotten it
+    is_abandoned: bool = False  # released while still computing: `add` frees it at once
+    is_dropped: bool = False  # it has left the scheduler
 
     @property
     def held_ids(self) -> list[int]:
-        """Ids of the held blocks; an id occurs once for each reference."""
+        """All blocks held here; one entry per reference, so blocks may repeat."""
         retracted = chain.from_iterable(self.retracted)
         return [*(self.block_ids or ()), *self.shared_ids, *retracted]
 
 
 class OutgoingHandoffs:
-    """Prompts of the prefill side on their way to other workers; the scheduler's `HandoffQueue`."""
+    """Prompts of the prefill side that move to other workers; the scheduler's `HandoffQueue`."""
 
     def __init__(self, cache: BlockCache, notify: Callable[[OutgoingEvent], None]) -> None:
         """`notify` is called on the engine thread and must not block."""
@@ -111,7 +111,7 @@ class OutgoingHandoffs:
 
     @property
     def num_unreserved_blocks(self) -> int:
-        """Blocks held by computed prompts for which the decode side has not made room yet."""
+        """Blocks held by computed prompts for which the decode side has no reservation yet."""
         return sum(
             len(entry.block_ids)
             for entry in self._entries.values()
@@ -119,9 +119,9 @@ class OutgoingHandoffs:
         )
 
     def start(self, request: Request) -> None:
-        """The first chunk starts, or that of a preempted request starts again.
+        """The first chunk starts, also when a preempted request starts again.
 
-        What the prefix cache holds of the prompt can be sent at once.
+        Blocks found in the prefix cache can be sent at once.
         """
         if request.key in self._entries:
             self.advance(request)
@@ -144,7 +144,7 @@ class OutgoingHandoffs:
         self.advance(request)
 
     def advance(self, request: Request) -> None:
-        """A step of the prompt is committed: hold its full blocks, too, and tell the sender.
+        """A step of the prompt was committed: hold its full blocks here too, and notify the sender.
 
         Nothing happens without a new full block, or if the request did not start.
         """
@@ -158,7 +158,7 @@ class OutgoingHandoffs:
         self._notify(HandoffProgress(key=request.key, block_ids=list(entry.shared_ids)))
 
     def retract(self, key: RequestKey) -> None:
-        """The prompt gave its blocks back and will compute again."""
+        """The prompt was preempted: its blocks are released and it will compute again."""
         entry = self._entries.get(key)
         if entry is None or not entry.shared_ids:
             return
@@ -167,7 +167,7 @@ class OutgoingHandoffs:
         self._notify(HandoffRetracted(key=key))
 
     def add(self, request: Request) -> None:
-        """Take over a computed prompt with its first token, and its block references."""
+        """Take over a computed prompt, its first token and its block references."""
         entry = self._entries[request.key]
         assert entry.block_ids is None, f"{request.key} was added twice"
         assert request.num_computed_tokens == entry.num_tokens == request.num_known_tokens - 1, (
@@ -192,7 +192,7 @@ class OutgoingHandoffs:
     def drop(self, key: RequestKey) -> None:
         """The request ended here before `add`; nothing happens if it never started.
 
-        What a transfer may be reading of it stays until `release`.
+        Blocks that a transfer may be reading are held until `release`.
         """
         entry = self._entries.get(key)
         if entry is None or entry.is_dropped:
@@ -207,21 +207,22 @@ class OutgoingHandoffs:
     # ---- from the sender ------------------------------------------------------------------------
 
     def mark_reserved(self, key: RequestKey) -> None:
-        """Notes that the decode side has reserved blocks; does nothing if the handoff is over."""
+        """The decode side granted a reservation; nothing happens if the handoff is over."""
         entry = self._entries.get(key)
         if entry is not None:
             entry.is_reserved = True
 
     def let_go(self, key: RequestKey) -> None:
-        """Frees the blocks of the oldest `HandoffRetracted`, which nothing reads now; once each."""
+        """Release the blocks of the oldest `HandoffRetracted`; call it once for each event."""
         entry = self._entries.get(key)
-        if entry is not None and not entry.is_abandoned:  # else they are freed already
+        if entry is not None and not entry.is_abandoned:  # else they are released already
             self._cache.release(entry.retracted.popleft())
 
     def release(self, key: RequestKey) -> None:
-        """The handoff is over, well or badly: drop the block references. Idempotent.
+        """Release all blocks of a handoff that has succeeded or failed. Idempotent.
 
-        While the prompt still computes, the scheduler's go when it adds or drops the request.
+        While the prompt still computes, the scheduler's references are released when it adds or
+        drops the request.
         """
         entry = self._entries.get(key)
         if entry is None:
@@ -241,7 +242,7 @@ class OutgoingHandoffs:
         return len(self._entries)
 
     def owners(self) -> Iterator[tuple[str, list[int]]]:
-        """Yields the holders of block references here, for the conservation law."""
+        """Every holder of block references here, for the check that none is lost."""
         for key, entry in self._entries.items():
             if held_ids := entry.held_ids:
                 yield f"outgoing {key}", held_ids
