@@ -38,7 +38,7 @@ class Lifeline:
     """A daemon thread that ends the actor after `silence_s` without a `beat`.
 
     A thread, not a task: a stuck event loop must not keep the process alive. It counts its looks: a
-    machine that stood still as a whole (a snapshot, a frozen container) was silent to nobody.
+    machine that stood still as a whole (a snapshot, a frozen container) has not been silent.
     `last_act` is called before the end, for what the actor has to clear away besides itself.
     """
 
@@ -54,7 +54,7 @@ class Lifeline:
         return self
 
     def beat(self) -> None:
-        """A supervisor or an ingress was heard."""
+        """Heartbeat of a supervisor or an ingress."""
         self._look_of_last_beat = self._num_looks
 
     def look(self) -> bool:
@@ -78,9 +78,9 @@ MAX_UNANSWERED = 4  # calls in a row
 
 
 class LivenessTracker:
-    """Calls to actors that ran out of time, by actor; each waits as long as the caller thinks fit.
+    """Counts calls without an answer in time, by actor; the caller chooses the time limit.
 
-    One that has never answered is not judged: it may wait for a device, or load.
+    An actor that has never answered is not counted: it may wait for a device, or load.
     """
 
     def __init__(self) -> None:

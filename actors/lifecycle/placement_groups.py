@@ -1,9 +1,9 @@
-"""The place of each worker on Ray: a placement group of its own, on a node near its partners.
+"""Places each worker on Ray: a placement group of its own, on a node near its partners.
 
 A group is detached like its worker and found again by name, so a restarted worker or Supervisor
-finds the devices still held. Ray ends a worker whose group is removed, for good; the other way
-round nobody removes a group by itself, so every path that ends a worker comes through here.
-Workers that ask for no resources have no group: Ray knows no empty one.
+finds the devices still held. Ray ends a worker for good if its group is removed; but it does not
+remove the group of a worker that ended, so every path that ends a worker comes through here.
+Workers that ask for no resources have no group, because Ray has no empty ones.
 """
 
 import logging
@@ -53,12 +53,12 @@ def choose_nodes(
     nodes: Sequence[NodeRoom],
     bundle: Resources,
 ) -> dict[str, str | None]:
-    """The node to prefer for every worker that is not placed yet; None = no node has room for it.
+    """Chooses a node for every worker without one; None = no node has the resources.
 
     roles: all workers of a deployment. placed: worker -> node id. bundle: what one worker takes.
-    A prefill and a decode worker go to one node while one has room for both, for there KV moves
-    from GPU to GPU; else each goes where it has most partners. Among equals the fullest node, which
-    leaves room for whole pairs elsewhere.
+    A prefill and a decode worker go to one node that has room for both, because KV moves from GPU
+    to GPU there; else each goes where it has most partners. Among equal nodes the fullest is taken,
+    which leaves room for whole pairs elsewhere.
     """
     at = dict(placed)
     room = {node.node_id: dict(node.free) for node in nodes}
@@ -76,7 +76,7 @@ def choose_nodes(
 
 
 def _pairs(roles: Mapping[str, Role], placed: Mapping[str, str]) -> list[tuple[str, ...]]:
-    """Workers without a place: prefill and decode workers two by two, what remains one by one."""
+    """Workers without a node: prefill and decode workers in pairs, the rest one by one."""
     prefill, decode, unified = (
         [name for name, role in roles.items() if role == wanted and name not in placed]
         for wanted in ("prefill", "decode", "unified")
@@ -145,11 +145,11 @@ def worker_groups(namespace: str) -> dict[str, WorkerGroup]:
 def hold_places(
     roles: Mapping[str, Role], missing: Iterable[str], namespace: str, bundle: Resources
 ) -> dict[str, dict[str, object]]:
-    """Actor options that put each of the `missing` workers into its group, found or created.
+    """Returns actor options that put each `missing` worker into its group, found or created.
 
-    roles: all workers of the deployment. bundle: what one worker takes; without any there are no
-    groups, and no options. Does not wait for room: a group without waits on Ray, and its worker
-    with it.
+    roles: all workers of the deployment. bundle: what one worker takes; without resources there
+    are no groups and no options. Does not wait: a group that does not fit waits on Ray, and its
+    worker with it.
     """
     names = frozenset(missing)
     if not bundle or not names:
@@ -157,7 +157,8 @@ def hold_places(
     groups = worker_groups(namespace)
     placed = {n: g.node_id for n, g in groups.items() if n in roles and g.node_id is not None}
     handles = {name: groups[name].handle for name in names if name in groups}
-    # Ray serves groups as they come: created in pairs, so that too few devices still make a pair.
+    # Ray serves groups in the order of creation: in pairs, so that too few devices still make a
+    # pair.
     for name, node_id in choose_nodes(roles, placed, _look_at_nodes(), bundle).items():
         if name in names and name not in handles:
             handles[name] = _create(name, namespace, bundle, node_id)
@@ -175,7 +176,7 @@ def _look_at_nodes() -> list[NodeRoom]:
 
 
 def _create(worker: str, namespace: str, bundle: Resources, node_id: str | None) -> PlacementGroup:
-    """A new group that prefers a node, but takes another when that one is full or gone.
+    """Creates a group that prefers a node, but takes another if that one is full or gone.
 
     Raises RaySystemError when Ray refuses it.
     """
@@ -203,7 +204,7 @@ def _create(worker: str, namespace: str, bundle: Resources, node_id: str | None)
 def remove_groups(groups: Iterable[WorkerGroup], namespace: str) -> None:
     """End the workers of these groups, for good, and give their devices back.
 
-    Ray ends who runs in a removed group, but who still waits for it would wait for ever.
+    Ray ends a worker that runs in a removed group, but one that waits for it would wait for ever.
     """
     for group in groups:
         logger.info("the place of %s is given back", group.worker)
@@ -219,10 +220,10 @@ def unused_groups(groups: Mapping[str, WorkerGroup], actors: Iterable[str]) -> l
 
 
 def remove_unused(namespace: str, deployment_hash: str) -> None:
-    """Remove the unused groups of a deployment that nobody watches any more.
+    """Removes the unused groups of a deployment without a supervisor.
 
-    Its running workers leave by themselves (`leave_group`); one that waits for a device cannot,
-    and would keep asking the cluster for it for ever.
+    Its running workers leave by themselves (`leave_group`). A worker that waits for a device
+    cannot, and would ask the cluster for it for ever.
     """
     groups = worker_groups(namespace)
     entries = list_named_actors(all_namespaces=True)

@@ -1,7 +1,7 @@
-"""What `/metrics` of one ingress replica says, in Prometheus text.
+"""The metrics of one ingress replica, in Prometheus text.
 
-Names with `vllm:` mean what vLLM's dashboards mean by them; the rest is ours. A replica reports its
-own requests, and what every worker it is connected to says of itself: load as gauges, totals as
+Names with `vllm:` mean what they mean in vLLM; others are this project's. A replica reports its own
+requests, and the reports of every worker that it is connected to: load as gauges, totals as
 counters.
 """
 
@@ -37,7 +37,7 @@ TOTALS: Mapping[str, str] = {
 
 
 class WorkerTotals(Collector):
-    """Counters that start with their worker: Prometheus knows what a smaller value means."""
+    """Counters that restart with their worker; Prometheus handles the smaller values."""
 
     def __init__(self, label: Mapping[str, str]) -> None:
         self._label = dict(label)
@@ -61,7 +61,7 @@ class WorkerTotals(Collector):
 
 
 class WorkerMetrics:
-    """Every worker that this replica is connected to, as of its last report."""
+    """Gauges of every connected worker, as of its last report."""
 
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
         self._label = {"model_name": model_name}
@@ -78,7 +78,7 @@ class WorkerMetrics:
         self._kv_usage = gauge("vllm:kv_cache_usage_perc", "Share of KV blocks held, 0 to 1.")
 
     def show(self, links: Iterable[WorkerLink]) -> None:
-        """Set the gauges; what a worker that is away said last is forgotten."""
+        """Sets the gauges; drops those of workers that are away."""
         for gauge in (self._up, self._running, self._waiting, self._queued, self._kv_usage):
             gauge.clear()
         self.totals.clear()
@@ -120,7 +120,7 @@ NUM_TOKENS_BUCKETS = (
 )  # fmt: skip
 
 INTER_TOKEN = "vllm:inter_token_latency_seconds"
-INTER_TOKEN_BEFORE = "vllm:time_per_output_token_seconds"  # what older dashboards call it
+INTER_TOKEN_BEFORE = "vllm:time_per_output_token_seconds"  # its name in older dashboards
 
 # Stage of a request (actors/observability/request_times.py) -> its histogram.
 STAGE_METRICS = {
@@ -129,7 +129,7 @@ STAGE_METRICS = {
     "handoff": ("laps_handoff_seconds", "From there until its KV is at the decode worker."),
 }
 
-UNSPLIT = "any"  # the pool of workers that take prompts of both classes
+UNSPLIT = "any"  # label of workers that take prompts of both classes
 
 
 class ClassMetrics:
@@ -157,7 +157,7 @@ class ClassMetrics:
         self._ttft = histogram(
             "laps_time_to_first_token_seconds", "Arrival to the first token, by class."
         )
-        for length_class in CLASSES:  # a series of zeros says more than none
+        for length_class in CLASSES:  # a series of zeros is better than none
             for metric in (self._placed, self._predicted_queue, self._ttft):
                 metric.labels(**self._label, length_class=length_class)
 
@@ -227,7 +227,7 @@ def num_new_moves(before: list[PoolMove], now: list[PoolMove]) -> int:
 
 
 class SecondName(Collector):
-    """A histogram's series under another name, made when somebody looks."""
+    """A histogram's series under another name, made when metrics are read."""
 
     def __init__(self, original: Histogram, name: str) -> None:
         self._original = original
@@ -291,13 +291,13 @@ class LatencyMetrics:
         self._e2e.observe(seconds)
 
     def observe_gap(self, seconds: float) -> None:
-        """Between two tokens of one choice."""
+        """Observes the time between two tokens of one choice."""
         self._inter_token.observe(seconds)
 
     def observe_choice(
         self, num_prompt_tokens: int, num_output_tokens: int, decode_s: float
     ) -> None:
-        """A choice ended well, `decode_s` after its first token."""
+        """Observes a choice that ended without error, `decode_s` after its first token."""
         self._num_prompt_tokens.observe(num_prompt_tokens)
         self._num_output_tokens.observe(num_output_tokens)
         self._decode.observe(decode_s)
@@ -305,7 +305,7 @@ class LatencyMetrics:
             self._per_token.observe(decode_s / (num_output_tokens - 1))
 
     def observe_stages(self, stages: Iterable[Stage]) -> None:
-        """A request ended well."""
+        """Observes the stages of a request that ended without error."""
         for stage in stages:
             found = self._stages.get(stage.name)
             if found is not None:
@@ -316,7 +316,7 @@ class IngressMetrics:
     """Counters and histograms of one replica; gauges are set when `refresh` is called."""
 
     def __init__(self, model_name: str, recent: RecentTtft) -> None:
-        # Else every counter gets a second series that nobody plots.
+        # Else every counter gets a second series, of its creation time.
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self._registry = registry = CollectorRegistry()
         self.classes = ClassMetrics(registry, model_name, recent)
@@ -361,7 +361,7 @@ class IngressMetrics:
         self._output_tokens.inc(num_tokens)
 
     def count_cached(self, num_cached_tokens: int, num_prompt_tokens: int) -> None:
-        """A worker looked a choice's prompt up in its cache."""
+        """Counts the prefix cache lookup of a choice's prompt."""
         self._cached_tokens.inc(num_cached_tokens)
         self._prefix_hits.inc(num_cached_tokens)
         self._prefix_queries.inc(num_prompt_tokens)
@@ -382,7 +382,7 @@ class IngressMetrics:
         num_retries: int,
         laps: LapsStatus | None,
     ) -> None:
-        """Set the gauges to what is now; `laps` is None while the allocator does not answer."""
+        """Sets the gauges; `laps` is None while the allocator does not answer."""
         self._pools.show(laps)
         self.workers.show(links)
         self._open.set(num_open)
@@ -393,7 +393,7 @@ class IngressMetrics:
         return list(self._registry.collect())
 
     def text(self) -> bytes:
-        """The same in the form that Prometheus scrapes."""
+        """Returns the metrics in the text format of Prometheus."""
         return generate_latest(self._registry)
 
     def render(

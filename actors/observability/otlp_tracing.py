@@ -52,7 +52,7 @@ class OtlpTrace:
         num_output_tokens: int,
         error: BaseException | None,
     ) -> None:
-        """Write the stages and close the request's span; the thread sends them later."""
+        """Writes the stages and closes the request's span; the thread sends them later."""
         for stage in times.stages():
             child = self._tracer.start_span(
                 stage.name, self._context, start_time=_ns(stage.start_s + self._offset_s)
@@ -69,7 +69,7 @@ class OtlpTrace:
 
 
 class OtlpTracing:
-    """A provider of its own: what else in this process is traced stays apart."""
+    """A tracer provider of its own, apart from other tracing in this process."""
 
     def __init__(self, endpoint: str, sampled_share: float, service: str, clock: Clock) -> None:
         """Starts the sending thread; it connects when there is something to send."""

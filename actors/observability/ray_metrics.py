@@ -1,9 +1,9 @@
-"""The same metrics in Ray's own pipeline, which the Ray dashboard and its Prometheus read.
+"""Publishes the metrics to Ray's own pipeline, which the dashboard and its Prometheus read.
 
 Ray allows no colon in a name and adds a prefix: `vllm:num_requests_running` becomes
 `ray_vllm_num_requests_running`, the name that Ray's board for LLMs asks for. Counters and
 histograms go as gauges of their running totals, bucket by bucket: `rate()` and
-`histogram_quantile()` read them all the same, and no observation has to be made twice.
+`histogram_quantile()` work on them, and no observation has to be made twice.
 """
 
 from collections.abc import Callable, Iterable
@@ -24,7 +24,7 @@ Series = tuple[str, tuple[tuple[str, str], ...]]  # name and labels
 
 
 def ray_gauge(name: str, description: str, labels: tuple[str, ...]) -> SettableGauge:
-    """A real one."""
+    """Makes a gauge of Ray's."""
     gauge: SettableGauge = Gauge(name, description=description, tag_keys=labels)
     return gauge
 
@@ -38,7 +38,7 @@ class RayMetrics:
         self._shown: dict[Series, dict[str, str]] = {}
 
     def publish(self, families: Iterable[Metric]) -> None:
-        """Set every series; one that is gone becomes 0, for Ray keeps the last value for ever."""
+        """Sets every series; one that is gone becomes 0, because Ray keeps the last value."""
         gone = self._shown
         self._shown = {}
         for family in families:

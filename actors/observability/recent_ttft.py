@@ -1,4 +1,4 @@
-"""Times to the first token over the last five minutes, by class, in pieces of five seconds.
+"""Times to the first token in the last five minutes, by class, in pieces of five seconds.
 
 Each piece counts its times in bins 2 % wide, so that it stays small at any rate and pieces add up
 to quantiles of the whole; a quantile is right within 1 %. Knows no HTTP and no Prometheus, whose
@@ -39,7 +39,7 @@ class ClassTtft(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RecentTtft:
-    """A ring of counts per class; what is older falls out."""
+    """A ring of counts per class; older ones drop out."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock

@@ -1,10 +1,10 @@
-"""When what happened to a request, and the stages that follow from it.
+"""The moments of a request's life, and the stages between them.
 
     arrived   tokenized   placed            first token   moved    second token      ended
        |-tokenize-|--place--|-queue-|-prefill-|--handoff---|-first_decode-|--stream----|
 
-Of the first choice, on this process's clock; only how long a prompt waited at its worker is what
-that worker says. Knows no HTTP and no OpenTelemetry.
+They are those of the first choice, on this process's clock; only the prompt's wait at its worker is
+reported by that worker. Knows no HTTP and no OpenTelemetry.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ class Stage:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class RequestTimes:
-    """Moments in seconds of the ingress's clock; None = it did not come to that, or not yet."""
+    """Moments in seconds of the ingress's clock; None = it did not happen, or not yet."""
 
     arrived_s: float
     tokenized_s: float | None = None
@@ -33,7 +33,7 @@ class RequestTimes:
     ended_s: float | None = None
 
     def see_token(self, index: int, now_s: float, waited_s: float | None = None) -> None:
-        """Token `index` of the first choice arrived; the first one says how long it waited."""
+        """Notes token `index` of the first choice; the first one reports how long it waited."""
         if index == 0:
             self.first_token_s, self.waited_s = now_s, waited_s
         elif index == 1:

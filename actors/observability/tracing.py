@@ -1,4 +1,4 @@
-"""Traces of requests, or none: what the ingress asks of either.
+"""The interface of request traces, and tracing that does nothing.
 
 A trace is opened when a request is admitted, so that the response can name it, and written when the
 request is over: its stages are spans made from the moments that were noted on the way. Knows no
@@ -22,7 +22,7 @@ class Trace(Protocol):
 
     @property
     def headers(self) -> Mapping[str, str]:
-        """For the response: which trace it was."""
+        """Response headers that name the trace."""
         ...
 
     def end(
@@ -33,7 +33,7 @@ class Trace(Protocol):
         num_output_tokens: int,
         error: BaseException | None,
     ) -> None:
-        """Write the trace down; once, and it waits for nobody."""
+        """Ends the trace, once; does not wait."""
         ...
 
 
@@ -41,11 +41,11 @@ class Tracing(Protocol):
     """All traces of one ingress."""
 
     def start(self, parsed: ParsedRequest, headers: Mapping[str, str], arrived_s: float) -> Trace:
-        """Open a trace, or go on with the one that `headers` (of the request) name."""
+        """Opens a trace, or continues the one that the request's `headers` name."""
         ...
 
     def close(self) -> None:
-        """Send what is left; waits for the collector, but not for ever."""
+        """Sends what is left; waits for the collector, within bounds."""
         ...
 
 

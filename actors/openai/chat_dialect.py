@@ -1,4 +1,4 @@
-"""How the served model writes tool calls and reasoning, known from its chat template or the config.
+"""The notation of the model's tool calls and reasoning, from its chat template or configuration.
 
 Chosen once, when an ingress starts. Knows the parsers by name only.
 """
@@ -61,7 +61,7 @@ def build_dialect(template: str | None, api: ApiConfig, tokenizing: Tokenizing) 
 
 
 def build_tool_parser(tool_format: ToolFormat, names: frozenset[str]) -> ToolParser:
-    """A parser for one choice, which finds calls of the functions `names`."""
+    """Builds a parser for one choice, which finds calls of the functions `names`."""
     match tool_format:
         case ToolFormat.HERMES:
             return hermes.HermesParser(names)
@@ -116,6 +116,6 @@ def _without_comments(template: str) -> str:
 
 
 def _names(template: str, variable: str) -> bool:
-    """Whether a template's statements, not only its own text, speak of a variable."""
+    """Whether a template's statements, not only its text, use a variable."""
     statements = re.findall(r"\{[%{].*?[%}]\}", template, flags=re.DOTALL)
     return any(re.search(rf"\b{variable}\b", statement) for statement in statements)

@@ -1,6 +1,6 @@
-"""One choice of a chat: text deltas in, events out; reasoning, tool calls and content told apart.
+"""One choice of a chat: text deltas in, events out; separates reasoning, tool calls and content.
 
-What streamed and whole answers have in common. Knows no JSON objects of the protocol.
+Streamed and whole answers both use it. Knows no JSON objects of the protocol.
 """
 
 import secrets
@@ -48,9 +48,9 @@ def hold_behind_thinking(
     prompt_ids: Sequence[int],
     tokenizing: Tokenizing,
 ) -> SamplingParams:
-    """A constraint is about the answer alone: tells it of thinking that the prompt began.
+    """Applies a constraint to the answer alone, after thinking that the prompt began.
 
-    Raises RequestError where nothing can tell it when that thinking ends.
+    Raises RequestError if the end of that thinking cannot be recognised.
     """
     is_held = sampling.constraint is not None and parsed.splits_reasoning
     if not is_held or not ends_thinking_open(prompt_ids, tokenizing):

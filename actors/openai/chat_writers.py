@@ -59,7 +59,7 @@ def _read(text: ChatText, delta: TextDelta) -> list[Event]:
 
 
 def _finish_text(finish: FinishText, text: ChatText) -> FinishText:
-    """A choice that ended by itself after calling tools waits for their results."""
+    """Returns the finish reason: `tool_calls` if the choice ended by itself after calls."""
     return "tool_calls" if finish == "stop" and text.has_calls else finish
 
 
@@ -210,7 +210,7 @@ class ChatStream(StreamResponse):
         return events
 
     def _piece(self, choice_index: int, event: Event) -> ChatDelta | None:
-        """An event as the client gets it; the end of a call is not told."""
+        """Returns the chunk of an event; None for the end of a call, which is not sent."""
         match event:
             case Content(text):
                 return ChatDelta(content=text)

@@ -36,7 +36,7 @@ from engine.text.tokenizing import Tokenizing
 def _echo(
     parsed: ParsedRequest, choice_index: int, prompt_ids: Sequence[int], tokenizing: Tokenizing
 ) -> str:
-    """The prompt's text where it was asked for: as the client sent it, or what its ids say."""
+    """Returns the prompt's text if it is echoed: as the client sent it, or decoded from ids."""
     if not parsed.echo:
         return ""
     prompt = parsed.prompts[choice_index // parsed.n]

@@ -1,6 +1,6 @@
-"""What a request says its output must be: `response_format` and `structured_outputs`.
+"""Reads the constraints on an output: `response_format` and `structured_outputs`.
 
-Checked as far as texts tell; whether a constraint compiles is found out elsewhere, within bounds.
+Checks what the text of a constraint shows; whether it compiles is checked elsewhere, within bounds.
 """
 
 from collections.abc import Sequence

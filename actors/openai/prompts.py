@@ -1,4 +1,4 @@
-"""Prompts of both endpoints: what there is to tokenise, or token ids, once they can fit.
+"""Reads the prompts of both endpoints, as text to tokenise or as token ids, if they can fit.
 
 Chat messages become what chat templates expect, or a refusal that names the part at fault. Refuses
 by length before any work on the text. Knows no sampling parameters.
@@ -55,7 +55,7 @@ def read_messages(messages: Sequence[Message]) -> list[dict[str, object]]:
 
 
 def uses_tools(messages: Sequence[Message]) -> int | None:
-    """Position of the first message that only a template with tools can render; else None."""
+    """Returns the index of the first message that needs a template with tools; else None."""
     for position, message in enumerate(messages):
         if message.role == "tool" or message.tool_calls:
             return position
@@ -177,7 +177,7 @@ def _context_exceeded(param: str, max_model_len: int, used: str, advice: str) ->
 
 
 def check_prompt_chars(param: str, num_chars: int, model: ServedModel) -> None:
-    """Refuses before any work on the text what cannot fit."""
+    """Refuses a prompt that cannot fit, before any work on its text."""
     if num_chars > MAX_CHARS_PER_TOKEN * model.max_model_len:
         raise _context_exceeded(
             param,

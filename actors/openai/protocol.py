@@ -288,20 +288,20 @@ def _sampling(
 
 
 def _asks_of_prompt(body: GenerationBody) -> bool:
-    """Whether an answer without any output would hold something."""
+    """Whether an answer without output would still have content."""
     echoes = isinstance(body, CompletionBody) and bool(body.echo)
     return echoes or body.prompt_logprobs is not None
 
 
 def _thinking_first(sampling: SamplingParams, model: ServedModel) -> SamplingParams:
-    """Thinking comes before what a constraint is about."""
+    """Makes a constraint start after the model's thinking."""
     if sampling.constraint is None or model.dialect.thinking is None:
         return sampling
     return msgspec.structs.replace(sampling, thinking=model.dialect.thinking)
 
 
 def _read_top_k(top_k: int | None, vocab_size: int) -> int:
-    """0 for "all tokens", however the client said it: null, 0, -1 or more than there are."""
+    """Returns 0 for "all tokens", which clients write as null, 0, -1 or a too large number."""
     return 0 if top_k is None or top_k < 1 or top_k >= vocab_size else top_k
 
 

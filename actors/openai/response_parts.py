@@ -1,8 +1,8 @@
-"""What the writers of all responses share: identity, usage, and the two modes.
+"""The parts that all response writers share: identity, usage, and the two modes.
 
 `UnaryResponse` gathers and answers once; `StreamResponse` counts what it passes on. A `PromptDelta`
-is what became known of a prompt; it comes with its choice's first delta, which is the only one
-where no output was asked for. Knows neither endpoint's objects.
+has the scores of a prompt; it comes with its choice's first delta, the only one if no output was
+asked for. Knows neither endpoint's objects.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from engine.text.tokenizing import Tokenizing
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptDelta(TextDelta):
-    """A delta that tells of the prompt, too."""
+    """A delta with scores of the prompt."""
 
     prompt: PromptScores
 
@@ -167,7 +167,7 @@ class StreamResponse:
         return [t.token_id for t in delta.tokens] if self._parsed.return_token_ids else UNSET
 
     def _chunk_usage(self) -> Usage | UnsetType | None:
-        """null on every chunk but the last once the client asked for usage, else no field."""
+        """Usage of a chunk: null on all but the last if the client wants usage, else absent."""
         if self._parsed.continuous_usage:
             return self._usage.usage()
         return None if self._parsed.include_usage else UNSET

@@ -1,7 +1,7 @@
-"""/v1/score and /v1/rerank: from bytes to prompts of which only labels are asked, and the answer.
+"""/v1/score and /v1/rerank: reads requests that ask only for labels, and writes the answers.
 
-A label is a token; asked is how likely it is behind a prompt, and nothing is generated. Knows no
-HTTP and no workers.
+A label is a token; the request asks how likely it is after a prompt, and nothing is generated.
+Knows no HTTP and no workers.
 """
 
 import re
@@ -131,7 +131,7 @@ def _check_labels(token_ids: Sequence[int], model: ServedModel) -> tuple[int, ..
 
 
 def _check_total_chars(param: str, parts: Sequence[str | list[int]]) -> None:
-    """Refuses before any work on the text what cannot be within `MAX_SCORED_TOKENS`."""
+    """Refuses texts that must exceed `MAX_SCORED_TOKENS`, before any work on them."""
     limit = MAX_CHARS_PER_TOKEN * MAX_SCORED_TOKENS
     num_chars = sum(map(len, parts))
     if num_chars > limit:
@@ -195,13 +195,13 @@ def _check_template(template: str) -> None:
 
 
 def _question(asked: RerankBody, document: str, model: ServedModel) -> TokenizeRequest:
-    """A document as the model is asked about it: in the client's words, or as a chat in ours."""
+    """Builds the prompt about a document: by the client's template, or as a chat of our own."""
     parts = {
         "instruction": asked.instruction or DEFAULT_INSTRUCTION,
         "query": asked.query,
         "document": document,
     }
-    # In one pass: what a document holds is never a place.
+    # In one pass, so that placeholders inside a document are not replaced.
     text = _PLACE.sub(lambda place: parts[place[1]], asked.template or QUESTION)
     check_prompt_chars("documents", len(text), model)
     adds = asked.add_special_tokens
@@ -216,7 +216,7 @@ def _question(asked: RerankBody, document: str, model: ServedModel) -> TokenizeR
 
 
 class ScoreUnary:
-    """Gathers the labels of all prompts; `scoring` says what they come to."""
+    """Gathers the labels of all prompts; `scoring` says how to score them."""
 
     def __init__(
         self, parsed: ParsedRequest, identity: ResponseIdentity, scoring: Scoring | Reranking

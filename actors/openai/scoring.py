@@ -1,4 +1,4 @@
-"""What an answer says of prompts alone, and the arithmetic from log-probabilities to scores."""
+"""The kinds of scoring, and the arithmetic from log-probabilities to scores."""
 
 import math
 from collections.abc import Sequence

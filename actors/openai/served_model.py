@@ -1,4 +1,4 @@
-"""What the edge knows of the model it serves: its names, its limits, and how it writes."""
+"""The served model as the ingress knows it: its names, limits and notation."""
 
 from dataclasses import dataclass, field
 from pathlib import Path

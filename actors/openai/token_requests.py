@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize in vLLM's shapes: from bytes to what is asked, and to an answer."""
+"""/tokenize and /detokenize in vLLM's shapes: reads requests and writes answers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

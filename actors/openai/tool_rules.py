@@ -1,4 +1,4 @@
-"""What a chat request says about tools: checked, and as the chat template takes it."""
+"""Checks what a chat request says about tools, and prepares it for the chat template."""
 
 import re
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ _CHOICES = ("none", "auto", "required")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolUse:
-    """Tools that the model is told of."""
+    """The tools that a prompt offers to the model."""
 
     definitions: list[dict[str, object]]  # for the template, in OpenAI's shape
     names: frozenset[str]
@@ -133,7 +133,7 @@ def _check_choice(choice: str | ToolChoice | None, names: Sequence[str]) -> None
 def _read_constraint(
     chat: ChatBody, tools: Sequence[Tool], tool_format: ToolFormat
 ) -> Constraint | None:
-    """For calls that are required, or arguments that are `strict`; None = neither is asked for."""
+    """Returns the constraint of required calls or `strict` arguments; None = neither."""
     choice = chat.tool_choice
     if isinstance(choice, ToolChoice) and choice.function is not None:
         schemas = _held_schemas(tools, only=choice.function.name)

@@ -1,7 +1,7 @@
-"""Calls of another actor by a TCP connection to its `CallServer`.
+"""Calls another actor by a TCP connection to its `CallServer`.
 
-A connection that ends fails all calls on it at once; nobody knows then which of them were run, as
-with a call of Ray's whose actor dies. Has no task of its own: answers are read as they come.
+A connection that ends fails all calls on it at once; it is unknown then which of them ran, as with
+a Ray call whose actor dies. Has no task of its own: answers are read as they come.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ class CallConnection(asyncio.Protocol):
         loop = asyncio.get_running_loop()
         self._name = name
         self._transport: asyncio.Transport | None = None
-        self._received = bytearray()  # and not a whole frame yet
+        self._received = bytearray()  # received bytes that are not a whole frame yet
         self._numbers = count()
         self._answers: dict[int, asyncio.Future[Answer]] = {}
         self._streams: dict[int, asyncio.Queue[Answer | None]] = {}  # None = the connection ended
@@ -55,7 +55,7 @@ class CallConnection(asyncio.Protocol):
         return self._transport is not None and not self._transport.is_closing()
 
     async def say_hello(self, secret: bytes) -> None:
-        """Say the secret and wait until it was right. Raises ConnectionEndedError if it is not."""
+        """Sends the secret and waits for HELLO. Raises ConnectionEndedError if it was wrong."""
         assert self._transport is not None, "`connect` makes connections"
         probe(self._transport)
         self._transport.write(secret)
@@ -64,7 +64,7 @@ class CallConnection(asyncio.Protocol):
             raise self._ended()
 
     async def call(self, method: str, data: bytes) -> bytes:
-        """The answer. Raises the EngineError that the call raised, or ConnectionEndedError."""
+        """Returns the answer. Raises the call's EngineError, or ConnectionEndedError."""
         number = next(self._numbers)
         self._send(Call(number=number, method=method, data=data))
         waiting: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
@@ -107,7 +107,7 @@ class CallConnection(asyncio.Protocol):
     def abandon(self) -> None:
         """The same, without waiting for it; on the event loop."""
         if self._transport is not None:
-            self._transport.abort()  # nobody waits for what the other end may not even read
+            self._transport.abort()  # do not wait for data that the other end may not read
 
     # ---- from the event loop --------------------------------------------------------------------
 
@@ -124,7 +124,7 @@ class CallConnection(asyncio.Protocol):
             self.abandon()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        # Without an error somebody closed it: a worker that still loads does, again and again.
+        # Without an error one end closed it, as a worker does again and again while it loads.
         level = logging.DEBUG if exc is None else logging.INFO
         logger.log(level, "the connection to %s has ended: %s", self._name, exc)
         self._lost.set_result(None)
@@ -146,7 +146,7 @@ class CallConnection(asyncio.Protocol):
             self._streams[answer.number].put_nowait(answer)
             return
         waiting = self._hello if answer.number == HELLO else self._answers.get(answer.number)
-        if waiting is not None and not waiting.done():  # else its caller gave up
+        if waiting is not None and not waiting.done():  # else the caller has gone
             waiting.set_result(answer)
 
     def _ended(self) -> ConnectionEndedError:
@@ -173,12 +173,12 @@ class CallStream:
         raise self._connection.failure(answer) or StopAsyncIteration
 
     async def aclose(self) -> None:
-        """The call is wanted no more; idempotent."""
+        """Stops the call. Idempotent."""
         self._connection.close_stream(self._number)
 
 
 async def connect(name: str, address: bytes, seconds: float) -> CallConnection:
-    """A connection to where an actor takes calls. Raises ConnectionEndedError, or WorkerError."""
+    """Connects to an actor's `CallServer`. Raises ConnectionEndedError or WorkerError."""
     try:
         at = decode(address, Address)
     except msgspec.DecodeError as error:

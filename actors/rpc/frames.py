@@ -1,4 +1,4 @@
-"""What goes over a connection for calls: messages, frames, and errors that arrive as themselves.
+"""The wire format of calls: messages, frames, and errors that keep their class.
 
     caller -> actor    a secret [32 bytes], then frames of Call
     actor -> caller    HELLO, then frames of Answer in any order; of a stream, one for each item
@@ -25,13 +25,13 @@ M = TypeVar("M", bound=msgspec.Struct)
 SECRET_BYTES = 32
 LENGTH_BYTES = 4
 MAX_FRAME_BYTES = 64 * 2**20  # a prompt of millions of tokens
-# A host that vanished says nothing: a connection ends after so long without an answer to a probe of
-# an idle one, or to what was sent.
+# A connection to a host that vanished ends after this long without an answer to a probe, or to
+# data.
 PROBE_AFTER_S, PROBE_EVERY_S, MAX_PROBES = 30, 10, 3
 UNHEARD_MS = 30_000
 
 HELLO = -1  # in place of a call's number: the secret was right
-STOP = ""  # in place of a method: the stream of that number is wanted no more
+STOP = ""  # in place of a method: stop the stream of that number
 
 
 class Address(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,7 +43,7 @@ class Address(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):
-    number: int  # its own among those of a connection
+    number: int  # unique on its connection
     method: str
     data: bytes = b""
 
@@ -75,7 +75,7 @@ def frame_of(message: msgspec.Struct) -> bytes:
 
 
 def take_frame(heard: bytearray) -> bytes | None:
-    """Remove the first frame and return what is in it; None = not all of it came yet.
+    """Removes the first frame and returns its content; None = it is not complete yet.
 
     Raises WorkerError as `num_bytes_of` does.
     """
@@ -110,9 +110,9 @@ def decoded(frame: bytes, kind: type[M]) -> M:
 
 
 def probe(transport: asyncio.BaseTransport) -> None:
-    """Let the system find out when the other host is gone."""
+    """Makes the operating system probe whether the other host is gone."""
     connected = transport.get_extra_info("socket")
-    with suppress(OSError):  # it is gone already, as the next read will tell
+    with suppress(OSError):  # the connection is gone already; the next read will fail
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, PROBE_AFTER_S)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, PROBE_EVERY_S)

@@ -1,7 +1,7 @@
 """Typed wrappers of remote calls: the only file with `.remote(` besides the rendezvous client.
 
-Calls that a client waits for go by a connection to the actor (calls/), the others, and
-those that carry objects of Ray, by Ray. Either way, every failure of the other side arrives as
+Calls that a client waits for go by a connection to the actor (connection.py); the others,
+and those that carry Ray objects, by Ray. Either way, every failure of the other side arrives as
 WorkerError (the actor died, restarts or cannot be found), and an EngineError raised by the callee
 as itself.
 """
@@ -51,7 +51,7 @@ from engine.request import Constraint, RequestKey
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-CONNECT_S = 5.0  # to an actor that has just said where it listens
+CONNECT_S = 5.0  # to an actor that has just told its address
 
 
 async def find_actor(name: str, namespace: str) -> ActorHandle[Any]:
@@ -70,7 +70,7 @@ def create_actor(cls: ActorClass[Any], options: dict[str, Any], *args: object) -
 
 
 async def ping(name: str, actor: ActorHandle[Any]) -> None:
-    """Beat the lifeline of an actor that is not a worker."""
+    """Sends a heartbeat to an actor that is not a worker."""
     await _answer(actor.ping.remote(), name)
 
 
@@ -135,7 +135,7 @@ class ActorConnection:
             return self._connection
 
     def _keep(self, connection: CallConnection) -> None:
-        """Close it when this object goes, or the other end would keep it for ever."""
+        """Closes the connection when this object is collected, or the other end keeps it."""
         if self._end is not None:
             self._end.detach()  # of the one before, which has ended
         self._connection = connection
@@ -146,7 +146,7 @@ class ActorConnection:
 
 def _abandon(connection: CallConnection, loop: asyncio.AbstractEventLoop) -> None:
     """Closes a connection on its event loop; from any thread."""
-    with suppress(RuntimeError):  # the loop is closed, and with it all it had open
+    with suppress(RuntimeError):  # the loop is closed, and so are its connections
         loop.call_soon_threadsafe(connection.abandon)
 
 
@@ -172,7 +172,7 @@ class WorkerHandle:
         await _answer(self._actor.acknowledge.remote(ingress_id, step_seq), self.name)
 
     async def read(self, ingress_id: str) -> AsyncGenerator[StepMessage, None]:
-        """Messages of the worker for this ingress until it dies (WorkerError) or replaces us."""
+        """Yields the worker's messages until it dies (WorkerError) or another reader takes over."""
         async with aclosing(await self._connection.stream("read", ingress_id.encode())) as messages:
             async for message in messages:
                 yield _read(message, self.name, _as(StepMessage))

@@ -1,7 +1,7 @@
 """Takes an actor's calls by TCP connections beside Ray's: 0.1 ms there and back, not 1.3.
 
-The actor tells where it listens, and the secret, by a call of Ray's, so who may connect is who may
-call. Knows no messages but its own: what is called takes and returns bytes.
+The actor tells its address and the secret by a Ray call, so only processes that may call it may
+connect. Knows no messages but its own: called functions take and return bytes.
 """
 
 import asyncio
@@ -36,26 +36,26 @@ from engine.messages import encode
 
 
 def listen_address(config: AppConfig) -> str:
-    """The configured one, or this node's in its Ray cluster."""
+    """Returns the configured address, or this node's in its Ray cluster."""
     return config.handoff.address or str(get_node_ip_address())  # type: ignore[no-untyped-call]
 
 
 logger = logging.getLogger(__name__)
 
 GREETING_S = 5.0
-MAX_STRANGERS = 64  # connections that have not greeted yet
+MAX_STRANGERS = 64  # connections that have not sent the secret yet
 
 Handler = Callable[[bytes], Awaitable[bytes]]
 Streamer = Callable[[bytes], AsyncGenerator[bytes, None]]
 
 
 class CallServer:
-    """Takes calls from whoever knows the secret, all at the same time."""
+    """Takes calls of processes that know the secret, concurrently."""
 
     def __init__(
         self, host: str, calls: Mapping[str, Handler], streams: Mapping[str, Streamer] | None = None
     ) -> None:
-        """host: the address to listen on. What is called may raise EngineError."""
+        """host: the address to listen on. Called functions may raise EngineError."""
         self._host = host
         self._calls = calls
         self._streams = streams or {}
@@ -67,7 +67,7 @@ class CallServer:
         self._is_closed = False
 
     async def address(self) -> bytes:
-        """An encoded Address; listens from the first time on. Raises WorkerError."""
+        """Returns the encoded Address; starts to listen at the first call. Raises WorkerError."""
         async with self._starting:
             if self._server is None:
                 try:
@@ -85,7 +85,7 @@ class CallServer:
         return encode(Address(host=host, port=port, secret=self._secret))
 
     async def close(self) -> None:
-        """Listen no more and end all connections; answers under way are not sent."""
+        """Stops listening and ends all connections; unfinished answers are not sent."""
         self._is_closed = True
         if self._server is not None:
             self._server.close()
@@ -126,7 +126,7 @@ class CallServer:
                 stream.cancel()
 
     async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Raises WorkerError if it does not know the secret, TimeoutError if it says nothing."""
+        """Checks a caller's secret. Raises WorkerError if it is wrong, TimeoutError without one."""
         try:
             probe(writer.transport)
             async with asyncio.timeout(GREETING_S):
@@ -147,24 +147,24 @@ class CallServer:
         except BaseException as error:
             self._fail(writer, call, error)
             if not isinstance(error, Exception):
-                raise  # what was called, or this, was cancelled
+                raise  # the called function, or this task, was cancelled
 
     async def _stream(self, writer: asyncio.StreamWriter, call: Call) -> None:
         try:
             async with aclosing(self._streams[call.method](call.data)) as items:
                 async for data in items:
                     self._tell(writer, Answer(number=call.number, data=data))
-                    await writer.drain()  # who reads slowly is not to fill this process's memory
+                    await writer.drain()  # a slow reader must not fill this process's memory
             self._tell(writer, Answer(number=call.number))
         except ConnectionError:
             return
         except BaseException as error:
             self._fail(writer, call, error)
             if not isinstance(error, Exception):
-                raise  # as above, or it is wanted no more
+                raise  # as above, or the caller has stopped it
 
     def _fail(self, writer: asyncio.StreamWriter, call: Call, error: BaseException) -> None:
-        if isinstance(error, Exception) or not self._is_closed:  # else the connection ends with us
+        if isinstance(error, Exception) or not self._is_closed:  # else the connection ends, too
             self._tell(writer, Answer(number=call.number, failure=failure_of(call.method, error)))
 
     def _tell(self, writer: asyncio.StreamWriter, answer: Answer) -> None:

@@ -1,7 +1,7 @@
 """Encryption of connections for calls: as Ray encrypts its own, with the same files.
 
-Both ends show a certificate that the cluster's authority signed. Names in certificates are not
-looked at: whoever has one may be on any node, and the secret says whom he may call.
+Both ends show a certificate signed by the cluster's authority. Names in certificates are not
+checked: a holder may run on any node, and the secret decides what it may call.
 """
 
 import ssl
@@ -18,7 +18,7 @@ def server_tls() -> ssl.SSLContext | None:
 
 @lru_cache
 def client_tls() -> ssl.SSLContext | None:
-    """Likewise, of who calls."""
+    """Returns the caller's TLS context; otherwise as `server_tls`."""
     return _context(ssl.Purpose.SERVER_AUTH, ray_tls())
 
 

@@ -4,8 +4,7 @@
     CallReader    one call; passes its arguments on while they are written
     CallText      the answer: what is not understood yet, and the call being read
 
-What is certain to be no call goes back to the text it came from. Markers, and what follows what,
-are each format's own.
+Text that is certainly no call goes back to the content. Each format has its own markers and order.
 """
 
 import re
@@ -16,7 +15,7 @@ import msgspec
 
 from actors.openai.tools.events import Event, EventSink, num_held_chars
 
-MAX_DEPTH = 512  # of what a model nests: readers of JSON have bounds, too
+MAX_DEPTH = 512  # nesting; JSON readers of clients have limits, too
 
 _SPACES = " \t\n\r"
 _WORD_CHARS = frozenset("+-.0123456789eEtrufalsn")
@@ -42,7 +41,7 @@ class JsonScanner:
 
     def __init__(self) -> None:
         self._next = _Next.VALUE
-        self._open: list[str] = []  # closing brackets that are owed
+        self._open: list[str] = []  # closing brackets that must follow
         self._word = ""  # a number or literal so far
         self._num_hex_owed = 0
         self._is_escape = False
@@ -59,16 +58,16 @@ class JsonScanner:
 
     @property
     def is_done(self) -> bool:
-        """The value is complete; of a bare number nobody can know."""
+        """Whether the value is complete; never known of a bare number."""
         return self._next is _Next.NOTHING and not self._in_string and not self._word
 
     @property
     def expects_colon(self) -> bool:
-        """A key is complete."""
+        """Whether a key is complete."""
         return self._next is _Next.COLON
 
     def push(self, char: str) -> bool:
-        """Whether what was pushed so far can still become one JSON value."""
+        """Takes a character; returns whether the text can still become one JSON value."""
         if self._in_string:
             return self._push_in_string(char)
         if self._word:
@@ -154,7 +153,10 @@ class CallReader:
     def __init__(
         self, sink: EventSink, names: Collection[str], opening: str, *, name: str | None = None
     ) -> None:
-        """`opening`: what led here, for the way back. With `name`, only the arguments follow."""
+        """`opening`: the text before, which returns to the content if this is no call.
+
+        With `name`, only the arguments follow.
+        """
         self._sink = sink
         self._names = names
         self._scanner = JsonScanner()
@@ -181,7 +183,7 @@ class CallReader:
         return len(text)
 
     def finish(self, *, is_cut: bool) -> None:
-        """The text ended inside the call; `is_cut`: if it has not started, it is dropped."""
+        """Ends the text inside the call; `is_cut`: a call that has not started is dropped."""
         if is_cut:
             self._raw.clear()
         self._refuse()
@@ -189,7 +191,7 @@ class CallReader:
     # ---- one character ----------------------------------------------------------------------
 
     def _push(self, char: str) -> bool:
-        """False: this character cannot belong to a call."""
+        """Takes a character; returns False if it cannot belong to a call."""
         scanner = self._scanner
         was_in_string, old_depth, had_key = scanner.in_string, scanner.depth, scanner.expects_colon
         if old_depth == 0 and not char.isspace() and char != "{":
@@ -252,7 +254,7 @@ class CallReader:
     # ---- the call ---------------------------------------------------------------------------
 
     def _advance(self) -> bool:
-        """Starts and ends the call when it is time; False: it turned out to be none."""
+        """Starts and ends the call when it can; returns False if it is no call."""
         if not self._is_started and self._name is not None and self._has_object():
             self._start(self._name)
         if not self._scanner.is_done:
@@ -312,7 +314,7 @@ def _object_in(chars: list[str]) -> str | None:
 
 
 class CallText:
-    """Text in, events out, as one parser decides in between."""
+    """Turns text into events; the parser of a format decides what is a call."""
 
     def __init__(self, names: Collection[str]) -> None:
         """names: of the functions that are offered."""
@@ -322,7 +324,7 @@ class CallText:
         self._call: CallReader | None = None
 
     def push(self, text: str, advance: Callable[[], bool]) -> list[Event]:
-        """More text; `advance` reads a stretch of `rest`, False when it has to see more first."""
+        """Takes text; `advance` reads a stretch of `rest`, False if it needs more text."""
         self.rest += text
         while advance():
             pass
@@ -331,7 +333,7 @@ class CallText:
     def finish(
         self, *, unread: str = "", is_cut: bool = False, drops_rest: bool = False
     ) -> list[Event]:
-        """The text is over; `unread` was taken from it and led to nothing.
+        """Ends the text; `unread` was taken from it and is no call.
 
         is_cut: a call that has not started is dropped. drops_rest: what is not understood is, too.
         """
@@ -343,11 +345,11 @@ class CallText:
         return self._sink.finish()
 
     def content(self, text: str) -> None:
-        """`text`, taken from `rest` before, is what it looks like."""
+        """Passes on `text`, taken from `rest` before, as content."""
         self._sink.content(text)
 
     def skip_to(self, marker: str) -> bool:
-        """Pass on what comes before `marker`, and take it; False = it has not come, whole."""
+        """Passes on what comes before `marker` and takes it; False = it has not come whole."""
         before, found, after = self.rest.partition(marker)
         num_sent = len(before) - (0 if found else num_held_chars(before, (marker,)))
         self._sink.content(before[:num_sent])

@@ -1,4 +1,4 @@
-"""What a chat's output text is made of: content, reasoning and tool calls, as a stream of events.
+"""The parts of a chat's output, content, reasoning and tool calls, as a stream of events.
 
 A call is `CallStarted`, any number of `CallArguments`, then `CallEnded`; calls never interleave.
 The same events make streamed and whole answers, so that the two cannot disagree.
@@ -56,8 +56,8 @@ class ToolParser(Protocol):
 class EventSink:
     """Gathers a parser's events: merges pieces, and drops white space that only sets calls apart.
 
-    White space at the end of content waits until it is known what follows: before a call and
-    after one it is layout, anywhere else it is content.
+    White space at the end of content is held back: before and after a call it is layout, anywhere
+    else it is content.
     """
 
     def __init__(self) -> None:
@@ -93,7 +93,7 @@ class EventSink:
         return events
 
     def finish(self) -> list[Event]:
-        """The rest; trailing white space is content unless a call came before it."""
+        """Returns the rest; trailing white space is content unless a call came before it."""
         if self._spaces and not self._follows_call:
             self._add_text(Content(self._spaces))
         self._spaces = ""

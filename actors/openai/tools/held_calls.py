@@ -1,10 +1,10 @@
-"""Tool calls that the output is held to, in the notation of each format.
+"""Layouts that hold an output to tool calls, in the notation of each format.
 
     hermes        <tool_call>\\n{"name": ..., "arguments": {...}}\\n</tool_call>   one a line
     llama3_json   {"name": ..., "parameters": {...}}                             with `; ` between
     mistral       [TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]
 
-Layouts are the grammar compiler's structural tags. What is written here, the format's parser reads.
+Layouts are the grammar compiler's structural tags. The format's parser reads exactly these.
 """
 
 from collections.abc import Mapping
@@ -32,7 +32,7 @@ def llama3_json_calls(schemas: Schemas, *, only_first: bool) -> Layout:
 
 
 def mistral_calls(schemas: Schemas, *, only_first: bool) -> Layout:
-    """An array of at least one call, and nothing else."""
+    """Builds the layout of an output that is an array of calls and nothing else."""
     tags = [_tag(_head(name, "arguments"), schemas[name], "}") for name in schemas]
     elements = [
         {"type": "const_string", "value": f"{mistral.TOOL_CALLS}["},
@@ -50,7 +50,7 @@ def _hermes_tags(schemas: Schemas) -> list[Layout]:
 
 
 def _head(name: str, key: str) -> str:
-    """Up to the arguments; names need no escapes."""
+    """Returns the text before the arguments; names need no escapes."""
     return f'{{"name": "{name}", "{key}": '
 
 
