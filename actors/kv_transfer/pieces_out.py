@@ -180,9 +180,8 @@ class PieceBundles:
         bundle.pieces.append(piece)
         bundle.num_waiting += 1
         try:
-            replies = await asyncio.shield(
-                bundle.call
-            )  # a cancelled caller must not cancel the call of the others
+            # Shielded: a cancelled caller must not cancel the call of the others.
+            replies = await asyncio.shield(bundle.call)
         finally:
             bundle.num_waiting -= 1
             if not bundle.num_waiting:

@@ -182,7 +182,7 @@ class RayRendezvousClient:
         except ValueError as error:
             raise WorkerError(f"{self._name} is not running") from error
         try:
-            # Not ray.get: it takes a channel's thread for the event loop, and warns.
+            # Not ray.get, which mistakes a channel's thread for the event loop and warns.
             return start(actor).future().result(timeout=wait_s + self._rpc_timeout_s)
         except TimeoutError as error:
             raise HandoffError(f"{self._name} did not answer in time") from error

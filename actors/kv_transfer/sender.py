@@ -271,9 +271,8 @@ class HandoffSender:
             self._counts["sent"] += 1
         except EndedError:
             self._counts["ended"] += 1
-            await self._release(
-                handoff
-            )  # first, because a silent decode worker must not hold blocks here
+            # First, because a silent decode worker must not hold blocks here.
+            await self._release(handoff)
             await self._tell(handoff, "given up by the sender")
         except WorkerError as error:
             failure = await self._settle_failure(handoff, error)

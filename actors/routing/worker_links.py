@@ -146,8 +146,6 @@ class WorkerLinks:
 
     async def _acknowledge(self, link: WorkerLink, handle: WorkerHandle) -> None:
         while True:
-            with contextlib.suppress(
-                WorkerError
-            ):  # the reading task notices a death, and ends this one
+            with contextlib.suppress(WorkerError):  # the reading task notices a death
                 await handle.acknowledge(self._client_id, link.next_seq - 1)
             await asyncio.sleep(self._acknowledge_every_s)

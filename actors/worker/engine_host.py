@@ -107,9 +107,8 @@ class EngineHost:
     def heartbeat(self) -> WorkerStatus:
         """Heartbeat of the supervisor; returns this worker's status."""
         self._lifeline.beat()
-        if (
-            self._housekeeper.done()
-        ):  # it should never end: without it, silent peers are kept for ever
+        # The housekeeper should never end: without it, silent peers are kept for ever.
+        if self._housekeeper.done():
             self._on_engine_failure(self._housekeeper.exception() or RuntimeError("cancelled"))
         if self._failure is not None:
             return WorkerStatus(identity=None, state="failed", detail=self._failure)

@@ -53,9 +53,8 @@ class WorkerRequests:
         engine.check_ids(submit.token_ids, params)
         if params.constraint is not None:  # compiled here, because the sampler must not wait for it
             compiled = engine.grammars.prepare(params.constraint)
-            await asyncio.shield(
-                asyncio.wrap_future(compiled)
-            )  # other requests may share the compilation
+            # Shielded: other requests may share the compilation.
+            await asyncio.shield(asyncio.wrap_future(compiled))
         request = Request(
             key=submit.key,
             ingress_id=submit.ingress_id,

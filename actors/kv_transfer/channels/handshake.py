@@ -88,7 +88,7 @@ def _answer_proof(wire: Wire, mine: Handshake) -> None:
     for num_bytes in PROBE_BYTES:
         data = torch.zeros(num_bytes, dtype=torch.uint8, device=mine.device)
         _wait_until_made(data)
-        for _ in range(PROBE_ROUNDS):  # nothing else between: the sender's clock runs
+        for _ in range(PROBE_ROUNDS):  # no other work in this loop: the sender measures it
             wire.receive(data)
             wire.send(data[-1:])
         if not torch.equal(data, _pattern(num_bytes, mine)):

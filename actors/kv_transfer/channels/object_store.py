@@ -1,8 +1,8 @@
 """The `object_store` channel: a piece is an object in Ray's shared memory, sent by reference.
 
 It is the fallback that works wherever Ray does. The bytes alive at any time are bounded, so that KV
-is never spilled to a disk; the sender owns the objects, so they die with it. Knows nothing
-of blocks.
+is never spilled to a disk; the sender owns the objects, so they die with it. Knows nothing of
+blocks.
 """
 
 import asyncio

@@ -47,8 +47,8 @@ class ToolParser(Protocol):
     def finish(self, *, is_cut: bool = False) -> list[Event]:
         """Ends the text; returns what was held back.
 
-        is_cut: by its length, not by the model. Then half a marker, and what of a call does not
-        say yet which it is, are dropped: they are no content, and were to become none.
+        is_cut: the text ended by its length, not by the model. Then half a marker, and a call whose
+        name is not known yet, are dropped: they are no content.
         """
         ...
 
