@@ -40,7 +40,7 @@ REDEPLOYED: dict[str, object] = ROLES | {
     "cache.num_blocks": 999,
 }
 ANSWER_S = 10.0
-LONG = 300  # tokens of streams while new workers start
+LONG = 200  # tokens of streams while new workers start
 
 
 class Deployed:
@@ -197,7 +197,7 @@ def test_nothing_outlives_an_application_deleted_under_load(
     application: Application, deployed: Deployed
 ) -> None:
     num_before, num_places = free_cpus(), len(places(application))
-    with Load(application, max_tokens=400) as load:
+    with Load(application, max_tokens=LONG) as load:
         serve.delete(NAME)
         wait_until(lambda: load.problems.total() > 0, "streams end with the application")
         wait_until(lambda: not named_actors(NAME), "no actor is left", SILENCE_S + ANSWER_S)
