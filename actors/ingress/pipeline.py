@@ -268,6 +268,8 @@ class RequestPipeline:
                         await queue.put(choice.read(record))
                         if choice.is_finished:
                             return
+                # Without this the reader would wait for ever.
+                assert choice.is_finished, f"choice {index} ended without a finish"
             except Exception as error:  # noqa: BLE001 - raised by the reader of the queue
                 await queue.put(error)
 
