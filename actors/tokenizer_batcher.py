@@ -31,7 +31,7 @@ from engine.messages import (
 from engine.models.spec import load_spec
 from engine.request import Constraint
 from engine.text.chat_template import load_chat_template
-from engine.text.tokenizing import load_tokenizer
+from engine.text.tokenizing import cut, load_tokenizer
 
 MAX_NAMINGS = 8  # hashers kept at once; a redeploy brings another key
 
@@ -102,6 +102,8 @@ class PromptTokenizer:
     def _reply(self, request: TokenizeRequest, ids: list[int] | RequestError) -> TokenizeReply:
         if isinstance(ids, RequestError):
             return TokenizeReply(error=ids.message)
+        if request.max_tokens is not None:
+            ids = cut(ids, request.max_tokens, cuts_end=request.cuts_end)
         hashes = []
         if request.hash_params is not None:
             hashes = self._hasher_of(request.hash_params).chain(ids, request.salt)

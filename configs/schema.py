@@ -210,8 +210,8 @@ class EdgeConfig(_Section, frozen=True):
     max_prompts: Positive = 128  # prompts in one /v1/completions call
     max_stop: Positive = 16  # stop strings of a request
     max_stop_chars: Positive = 256  # of one stop string
-    # best tokens that a request may ask for at each position
-    max_logprobs: Annotated[int, Meta(ge=0)] = 20
+    # best tokens that a request may ask for at each position; -1 = the whole vocabulary
+    max_logprobs: Annotated[int, Meta(ge=-1)] = 20
     max_logit_bias: Positive = 1024  # tokens in `logit_bias`
     request_timeout_s: Seconds = 600.0  # of a request, from its arrival to its last byte
     upload_timeout_s: Seconds = 60.0  # of a request's body

@@ -53,9 +53,9 @@ class Thinking(msgspec.Struct, frozen=True, array_like=True):
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How the next token is chosen; every value was validated at the edge.
 
-    Processing order: logit_bias, penalties, min_tokens ban, constraint, temperature, top_k, top_p,
-    min_p, then argmax of (log-probability + Gumbel noise). `temperature == 0` means argmax without
-    noise.
+    Processing order: logit_bias, penalties, min_tokens ban, constraint with allowed ids and banned
+    sequences, temperature, top_k, top_p, min_p, then argmax of (log-probability + Gumbel noise).
+    `temperature == 0` means argmax without noise.
     """
 
     max_tokens: int  # 0 = nothing is generated: the request ends with its prompt
@@ -74,6 +74,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     logprobs: int | None = None  # None = off, k = the chosen token and the k best
     constraint: Constraint | None = None  # every token must match it, and only eos can end it
     thinking: Thinking | None = None  # constraint applies after it; None = from the first token
+    allowed_token_ids: tuple[int, ...] = ()  # no others may be sampled, eos neither; () = all may
+    banned_sequences: tuple[tuple[int, ...], ...] = ()  # may not appear in the output
     # None = off, k = each prompt token but the first, and the k best tokens at its position
     prompt_logprobs: int | None = None
     label_token_ids: tuple[int, ...] = ()  # max_tokens 0: log-probability of each after the prompt
@@ -82,6 +84,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def is_prompt_only(self) -> bool:
         """Whether nothing is generated: the request ends when its prompt is computed."""
         return self.max_tokens == 0
+
+    @property
+    def is_constrained(self) -> bool:
+        """Whether the tokens that may come next are known only once all earlier ones are."""
+        return (
+            self.constraint is not None
+            or bool(self.allowed_token_ids)
+            or bool(self.banned_sequences)
+        )
 
     @property
     def is_greedy(self) -> bool:
@@ -116,7 +127,9 @@ def find_id_beyond(vocab_size: int, token_ids: Sequence[int], params: SamplingPa
 
     Stop ids are not checked: one that is never sampled stops nothing.
     """
-    for ids in (token_ids, params.logit_bias, params.label_token_ids):
+    sequences = params.banned_sequences
+    allowed = params.allowed_token_ids
+    for ids in (token_ids, params.logit_bias, params.label_token_ids, allowed, *sequences):
         if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
             return next(i for i in ids if not 0 <= i < vocab_size)
     return None

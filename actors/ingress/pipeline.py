@@ -14,6 +14,7 @@ import msgspec
 from actors.ingress.generation import GenerationJob, Generations, new_request_id
 from actors.observability.metrics import IngressMetrics
 from actors.observability.request_times import RequestTimes
+from actors.openai.bad_words import banned_sequences
 from actors.openai.chat_text import hold_behind_thinking
 from actors.openai.protocol import (
     ParsedRequest,
@@ -191,6 +192,8 @@ class RequestPipeline:
             )
             for ids in prompt_ids
         ]
+        banned = banned_sequences(parsed.bad_words, self._tokenizing)
+        sampling = [msgspec.structs.replace(s, banned_sequences=banned) for s in sampling]
         spec = msgspec.structs.replace(parsed.spec, deadline_s=self._timeout_s)
         times.tokenized_s = self._clock.now_s()
         self._metrics.count_prompt(sum(map(len, prompt_ids)))

@@ -227,7 +227,9 @@ class Api:
                 accounting.end(error)
                 raise
         identity = ResponseIdentity(
-            request_id=prepared.request_ids[0], created_s=int(time.time()), model=parsed.model
+            request_id=parsed.request_id or prepared.request_ids[0],
+            created_s=int(time.time()),
+            model=parsed.model,
         )
         writer = build_writer(parsed, identity, edge.tokenizing)
         if is_timed:

@@ -68,7 +68,9 @@ def hold_behind_thinking(
 class ChatText:
     """Events of one choice, without those the client did not want."""
 
-    def __init__(self, parsed: ParsedRequest, *, starts_thinking: bool) -> None:
+    def __init__(self, parsed: ParsedRequest, *, starts_thinking: bool, opening: str = "") -> None:
+        """opening: content that comes before what the model writes."""
+        self._opening = [Content(opening)] if opening else []
         self._splitter = (
             ReasoningSplitter(starts_inside=starts_thinking) if parsed.splits_reasoning else None
         )
@@ -90,9 +92,9 @@ class ChatText:
 
     def push(self, text: str) -> list[Event]:
         if not text:
-            return []
+            return self._open()
         pieces = [Content(text)] if self._splitter is None else self._splitter.push(text)
-        return self._keep(self._parse(pieces))
+        return self._open() + self._keep(self._parse(pieces))
 
     def finish(self, *, is_cut: bool = False) -> list[Event]:
         """Ends the choice; returns what was held back. `is_cut`: it ended by its length."""
@@ -101,7 +103,13 @@ class ChatText:
             events += self._parse(self._splitter.finish(is_cut=is_cut))
         if self._parser is not None:
             events += self._parser.finish(is_cut=is_cut)
-        return self._keep(events)
+        return self._open() + self._keep(events)
+
+    def _open(self) -> list[Event]:
+        """The opening, once."""
+        opening: list[Event] = [*self._opening]
+        self._opening = []
+        return opening
 
     def _parse(self, pieces: Sequence[Event]) -> list[Event]:
         events: list[Event] = []

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from msgspec import UNSET, UnsetType
 
 from actors.openai.chat_text import ChatText, ends_thinking_open, new_call_id
-from actors.openai.logprob_objects import chat_logprobs, prompt_logprobs
+from actors.openai.logprob_objects import TokenNames, chat_logprobs, prompt_logprobs
 from actors.openai.protocol import ParsedRequest
 from actors.openai.response_objects import (
     SSE_DONE,
@@ -38,6 +38,7 @@ from actors.openai.tools.events import (
     Event,
     Reasoning,
 )
+from engine.messages import TokenizeRequest
 from engine.request import FinishReason
 from engine.text.output_text import TextDelta
 from engine.text.tokenizing import Tokenizing
@@ -48,7 +49,24 @@ def _chat_texts(
 ) -> list[ChatText]:
     """Builds the reader of each choice's text; all choices follow the same prompt."""
     starts_thinking = parsed.splits_reasoning and ends_thinking_open(prompt_ids[0], tokenizing)
-    return [ChatText(parsed, starts_thinking=starts_thinking) for _ in range(parsed.num_choices)]
+    opening = _echo(parsed)
+    return [
+        ChatText(parsed, starts_thinking=starts_thinking, opening=opening)
+        for _ in range(parsed.num_choices)
+    ]
+
+
+def _echo(parsed: ParsedRequest) -> str:
+    """The text of the last message where an echo is wanted and the answer is of the same role."""
+    if not parsed.echo:
+        return ""
+    prompt = parsed.prompts[0]
+    assert isinstance(prompt, TokenizeRequest), "a chat's prompt is messages"
+    assert prompt.messages, "a chat's prompt is messages"
+    last = prompt.messages[-1]
+    if prompt.add_generation_prompt and last["role"] != "assistant":
+        return ""
+    return str(last["content"] or "")
 
 
 def _read(text: ChatText, delta: TextDelta) -> list[Event]:
@@ -95,10 +113,11 @@ class _MessageSoFar:
             for name, pieces in zip(self.names, self.arguments, strict=True)
         ]
         has_more = bool(calls or self.reasoning)
-        content = "".join(self.content)
+        content, reasoning = "".join(self.content), "".join(self.reasoning)
         return ChatMessage(
             content=content if content or not has_more else None,
-            reasoning_content="".join(self.reasoning) if self.reasoning else UNSET,
+            reasoning_content=reasoning or UNSET,
+            reasoning=reasoning or None,
             tool_calls=calls or UNSET,
         )
 
@@ -110,6 +129,7 @@ class ChatUnary(UnaryResponse):
         self, parsed: ParsedRequest, identity: ResponseIdentity, tokenizing: Tokenizing
     ) -> None:
         super().__init__(parsed, identity, tokenizing)
+        self._token_names = TokenNames(tokenizing, parsed.names_tokens_by_id)
         self._texts: list[ChatText] = []  # per choice, from `start` on
         self._messages = [_MessageSoFar() for _ in range(parsed.num_choices)]
 
@@ -123,7 +143,7 @@ class ChatUnary(UnaryResponse):
         return super().delta(choice_index, delta)
 
     def finish(self) -> list[bytes]:
-        ids = list(self._prompt_ids[0]) if self._parsed.return_token_ids else UNSET
+        ids = list(self._prompt_ids[0]) if self._parsed.return_token_ids else None
         body = ChatCompletion(
             id=f"chatcmpl-{self._identity.request_id}",
             created=self._identity.created_s,
@@ -135,11 +155,11 @@ class ChatUnary(UnaryResponse):
         )
         return [to_json(body)]
 
-    def _of_prompt(self) -> PromptLogprobList | UnsetType:
+    def _of_prompt(self) -> PromptLogprobList | None:
         """The same for all choices."""
         num_best = self._parsed.prompt_logprobs
         if num_best is None:
-            return UNSET
+            return None
         scores = self._choices[0].prompt
         return prompt_logprobs(self._prompt_ids[0], scores, num_best, self._tokenizing)
 
@@ -148,7 +168,9 @@ class ChatUnary(UnaryResponse):
         return ChatChoice(
             index=index,
             message=self._messages[index].message(self._parsed),
-            logprobs=chat_logprobs(choice.tokens, self._tokenizing) if self._has_logprobs else None,
+            logprobs=chat_logprobs(choice.tokens, self._token_names)
+            if self._has_logprobs
+            else None,
             finish_reason=_finish_text(self._finish_of(index), self._texts[index]),
             stop_reason=choice.stop_reason,
             token_ids=self._token_ids(index),
@@ -162,6 +184,7 @@ class ChatStream(StreamResponse):
         self, parsed: ParsedRequest, identity: ResponseIdentity, tokenizing: Tokenizing
     ) -> None:
         super().__init__(parsed, identity, tokenizing)
+        self._token_names = TokenNames(tokenizing, parsed.names_tokens_by_id)
         self._texts: list[ChatText] = []  # per choice, from `start` on
         self._num_calls = [0] * parsed.num_choices
 
@@ -191,7 +214,7 @@ class ChatStream(StreamResponse):
             has_tokens = position == 0
             logprobs = None
             if has_tokens and self._has_logprobs:
-                logprobs = chat_logprobs(delta.tokens, self._tokenizing)
+                logprobs = chat_logprobs(delta.tokens, self._token_names)
             choice = ChatChunkChoice(
                 index=choice_index,
                 delta=piece,
@@ -215,7 +238,7 @@ class ChatStream(StreamResponse):
             case Content(text):
                 return ChatDelta(content=text)
             case Reasoning(text):
-                return ChatDelta(reasoning_content=text)
+                return ChatDelta(reasoning_content=text, reasoning=text)
             case CallStarted(name):
                 call = ToolCallPiece(
                     index=self._num_calls[choice_index],

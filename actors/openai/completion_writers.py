@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from msgspec import UNSET, UnsetType
 
 from actors.openai.logprob_objects import (
+    TokenNames,
     completion_logprobs,
     echoed_logprobs,
     joined,
@@ -40,7 +41,7 @@ def _echo(
     if not parsed.echo:
         return ""
     prompt = parsed.prompts[choice_index // parsed.n]
-    if isinstance(prompt, TokenizeRequest):
+    if isinstance(prompt, TokenizeRequest) and prompt.max_tokens is None:
         assert prompt.text is not None, "a completion's prompt is text or ids"
         return prompt.text
     return tokenizing.decode(prompt_ids, skip_special_tokens=False)
@@ -52,13 +53,13 @@ class _Logprobs:
     def __init__(self, parsed: ParsedRequest, tokenizing: Tokenizing) -> None:
         self._num_best = parsed.sampling.logprobs
         self._echoes = parsed.echo
-        self._tokenizing = tokenizing
+        self._names = TokenNames(tokenizing, parsed.names_tokens_by_id)
 
     def of_later(self, tokens: Sequence[OutputToken], echo: str) -> CompletionLogprobs | None:
         """Log-probabilities of output tokens after the echo; None unless the client asked."""
         if self._num_best is None:
             return None
-        return completion_logprobs(tokens, self._tokenizing, len(echo))
+        return completion_logprobs(tokens, self._names, len(echo))
 
     def of_first(
         self,
@@ -71,7 +72,7 @@ class _Logprobs:
         output = self.of_later(tokens, echo)
         if output is None or self._num_best is None or not self._echoes:
             return output
-        prompt = echoed_logprobs(echo, prompt_ids, scores, self._num_best, self._tokenizing)
+        prompt = echoed_logprobs(echo, prompt_ids, scores, self._num_best, self._names)
         return joined(prompt, output)
 
 
@@ -91,6 +92,8 @@ class CompletionUnary(UnaryResponse):
             model=self._identity.model,
             choices=[self._choice(index) for index in range(self._parsed.num_choices)],
             usage=self._usage.usage(),
+            service_tier=None,
+            kv_transfer_params=None,
         )
         return [to_json(body)]
 
@@ -105,16 +108,16 @@ class CompletionUnary(UnaryResponse):
             finish_reason=self._finish_of(index),
             stop_reason=choice.stop_reason,
             token_ids=self._token_ids(index),
-            prompt_token_ids=list(prompt_ids) if self._parsed.return_token_ids else UNSET,
+            prompt_token_ids=list(prompt_ids) if self._parsed.return_token_ids else None,
             prompt_logprobs=self._of_prompt(prompt_ids, choice.prompt),
         )
 
     def _of_prompt(
         self, prompt_ids: Sequence[int], scores: PromptScores | None
-    ) -> PromptLogprobList | UnsetType:
+    ) -> PromptLogprobList | None:
         num_best = self._parsed.prompt_logprobs
         if num_best is None:
-            return UNSET
+            return None
         return prompt_logprobs(prompt_ids, scores, num_best, self._tokenizing)
 
 

@@ -7,6 +7,7 @@ echo; of a prompt's first token nothing is known: null.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from actors.openai.response_objects import (
     ChatLogprobs,
@@ -23,13 +24,29 @@ from engine.text.tokenizing import Tokenizing
 MIN_LOGPROB = -9999.0  # JSON has no -infinity; OpenAI writes this for "practically never"
 
 
-def chat_logprobs(tokens: Sequence[OutputToken], tokenizing: Tokenizing) -> ChatLogprobs:
+@dataclass(frozen=True, slots=True)
+class TokenNames:
+    """What log-probabilities call a token: its text, or vLLM's `token_id:7`."""
+
+    tokenizing: Tokenizing
+    by_id: bool = False
+
+    def in_chat(self, token_id: int) -> str:
+        if self.by_id:
+            return f"token_id:{token_id}"
+        return self.tokenizing.piece(token_id).decode("utf-8", "replace")
+
+    def in_completion(self, token_id: int) -> str:
+        return f"token_id:{token_id}" if self.by_id else token_name(token_id, self.tokenizing)
+
+
+def chat_logprobs(tokens: Sequence[OutputToken], token_names: TokenNames) -> ChatLogprobs:
     """`choices[].logprobs` of a chat; every token was sampled with logprobs on."""
-    return ChatLogprobs(content=[_chat_token(token, tokenizing) for token in tokens])
+    return ChatLogprobs(content=[_chat_token(token, token_names) for token in tokens])
 
 
 def completion_logprobs(
-    tokens: Sequence[OutputToken], tokenizing: Tokenizing, num_echoed_chars: int = 0
+    tokens: Sequence[OutputToken], token_names: TokenNames, num_echoed_chars: int = 0
 ) -> CompletionLogprobs:
     """`choices[].logprobs` of a completion; the chosen token is always among its top ones.
 
@@ -41,11 +58,11 @@ def completion_logprobs(
     for token in tokens:
         logprobs = token.logprobs
         assert logprobs is not None, f"token {token.token_id} was sampled without logprobs"
-        names.append(token_name(token.token_id, tokenizing))
+        names.append(token_names.in_completion(token.token_id))
         own = finite(logprobs.chosen)
         chosen.append(own)
         top = {
-            token_name(token_id, tokenizing): finite(value)
+            token_names.in_completion(token_id): finite(value)
             for token_id, value in zip(logprobs.top_ids, logprobs.top_logprobs, strict=True)
         }
         tops.append(top | {names[-1]: own})
@@ -57,28 +74,25 @@ def completion_logprobs(
     )
 
 
-def _chat_token(token: OutputToken, tokenizing: Tokenizing) -> TokenLogprob:
+def _chat_token(token: OutputToken, token_names: TokenNames) -> TokenLogprob:
     logprobs = token.logprobs
     assert logprobs is not None, f"token {token.token_id} was sampled without logprobs"
-    piece = tokenizing.piece(token.token_id)
     return TokenLogprob(
-        token=_chat_name(piece),
+        token=token_names.in_chat(token.token_id),
         logprob=finite(logprobs.chosen),
-        bytes=list(piece),
+        bytes=list(token_names.tokenizing.piece(token.token_id)),
         top_logprobs=[
-            _top(token_id, value, tokenizing)
+            _top(token_id, value, token_names)
             for token_id, value in zip(logprobs.top_ids, logprobs.top_logprobs, strict=True)
         ],
     )
 
 
-def _top(token_id: int, logprob: float, tokenizing: Tokenizing) -> TopLogprob:
-    piece = tokenizing.piece(token_id)
-    return TopLogprob(token=_chat_name(piece), logprob=finite(logprob), bytes=list(piece))
-
-
-def _chat_name(piece: bytes) -> str:
-    return piece.decode("utf-8", "replace")
+def _top(token_id: int, logprob: float, token_names: TokenNames) -> TopLogprob:
+    piece = token_names.tokenizing.piece(token_id)
+    return TopLogprob(
+        token=token_names.in_chat(token_id), logprob=finite(logprob), bytes=list(piece)
+    )
 
 
 def token_name(token_id: int, tokenizing: Tokenizing) -> str:
@@ -118,21 +132,21 @@ def echoed_logprobs(
     prompt_ids: Sequence[int],
     scores: PromptScores | None,
     num_best: int,
-    tokenizing: Tokenizing,
+    token_names: TokenNames,
 ) -> CompletionLogprobs:
     """The prompt's part of `choices[].logprobs`; `text` is the prompt as it is echoed."""
-    names = [token_name(token_id, tokenizing) for token_id in prompt_ids]
+    names = [token_names.in_completion(token_id) for token_id in prompt_ids]
     values: list[float | None] = [None]
     tops: list[dict[str, float] | None] = [None]
     for name, (chosen, _, best) in zip(names[1:], _tokens(scores, num_best), strict=True):
         values.append(finite(chosen))
-        top = {token_name(best_id, tokenizing): finite(value) for best_id, value in best}
+        top = {token_names.in_completion(best_id): finite(value) for best_id, value in best}
         tops.append(top | {name: finite(chosen)})
     return CompletionLogprobs(
         tokens=names,
         token_logprobs=values,
         top_logprobs=tops,
-        text_offset=text_offsets(text, prompt_ids, tokenizing),
+        text_offset=text_offsets(text, prompt_ids, token_names.tokenizing),
     )
 
 

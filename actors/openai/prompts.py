@@ -4,19 +4,24 @@ Chat messages become what chat templates expect, or a refusal that names the par
 by length before any work on the text. Knows no sampling parameters.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import msgspec
 
 from actors.openai.request_bodies import (
     ChatBody,
     CompletionBody,
+    ContentPart,
+    FunctionCall,
+    GenerationBody,
     Message,
     ToolCall,
     is_given,
     unsupported,
 )
 from actors.openai.request_rules import (
+    Bounds,
     check_length,
     check_plain,
     check_token_ids,
@@ -31,17 +36,22 @@ from configs.schema import EdgeConfig
 from engine.errors import RequestError
 from engine.messages import TokenizeRequest
 from engine.text.chat_template import TOOLS
+from engine.text.tokenizing import cut
 
 MAX_MESSAGES = 2048
 MAX_TOOL_CALLS = 128  # in one message; OpenAI's limit
-ROLES = ("system", "developer", "user", "assistant", "tool")
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+# Part types that hold text: OpenAI's of chats and of responses.
+_TEXT_PARTS = ("text", "input_text", "output_text")
+# Parts that other servers' answers have and no prompt needs: their text is thinking.
+_IGNORED_PARTS = ("thinking", "redacted_thinking", "reasoning")
 
 
 def read_messages(messages: Sequence[Message]) -> list[dict[str, object]]:
     """Reads the messages of a chat; a tool's answer must follow the call that it answers."""
     call_ids: set[str] = set()
     read = []
-    for position, message in enumerate(messages):
+    for position, message in enumerate(_with_tool_calls(messages)):
         param = f"messages[{position}]"
         read.append(read_message(message, param))
         if message.role == "tool" and message.tool_call_id not in call_ids:
@@ -54,10 +64,25 @@ def read_messages(messages: Sequence[Message]) -> list[dict[str, object]]:
     return read
 
 
+def _with_tool_calls(messages: Sequence[Message]) -> Iterator[Message]:
+    """Yields the messages, those with a `function_call` or the role "function" in today's form."""
+    call_id = ""
+    for position, message in enumerate(messages):
+        if message.function_call is not None and not message.tool_calls:
+            call_id = f"call_{position}"
+            call = ToolCall(id=call_id, function=message.function_call)
+            yield msgspec.structs.replace(message, function_call=None, tool_calls=[call])
+        elif message.role == "function":
+            yield msgspec.structs.replace(message, role="tool", tool_call_id=call_id)
+        else:
+            yield message
+
+
 def uses_tools(messages: Sequence[Message]) -> int | None:
     """Returns the index of the first message that needs a template with tools; else None."""
     for position, message in enumerate(messages):
-        if message.role == "tool" or message.tool_calls:
+        has_calls = message.tool_calls or message.function_call is not None
+        if message.role in ("tool", "function") or has_calls:
             return position
     return None
 
@@ -69,21 +94,20 @@ def read_message(message: Message, param: str) -> dict[str, object]:
     """
     if message.role not in ROLES:
         raise unknown_kind(f"{param}.role", message.role, ROLES)
-    if message.refusal is not None:
-        raise unsupported(f"{param}.refusal")
-    for name, raw in (("audio", message.audio), ("function_call", message.function_call)):
-        if is_given(raw):
-            raise unsupported(f"{param}.{name}")
+    if is_given(message.audio):
+        raise unsupported(f"{param}.audio")
     if message.role == "tool" and message.tool_call_id is None:
         raise missing(f"{param}.tool_call_id")
     plain: dict[str, object] = {
         "role": "system" if message.role == "developer" else message.role,
         "content": _read_content(message, param),
     }
-    for name in ("name", "tool_call_id", "reasoning_content"):
-        value = getattr(message, name)
-        if value is not None:
-            plain[name] = value
+    optional = {
+        "name": message.name,
+        "tool_call_id": message.tool_call_id,
+        "reasoning_content": _read_reasoning(message),
+    }
+    plain |= {name: value for name, value in optional.items() if value is not None}
     if message.tool_calls:
         if message.role != "assistant":
             raise invalid(f"{param}.tool_calls", "only an assistant's message has tool calls.")
@@ -95,56 +119,102 @@ def read_message(message: Message, param: str) -> dict[str, object]:
     return plain
 
 
+def _read_reasoning(message: Message) -> str | None:
+    if message.reasoning_content is not None or not is_given(message.reasoning):
+        return message.reasoning_content
+    try:
+        return msgspec.json.decode(message.reasoning, type=str)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None  # an object of another server
+
+
 def count_chars(message: Message) -> int:
-    """Characters of everything in a message that can reach the prompt."""
-    texts = [message.name, message.tool_call_id, message.reasoning_content]
+    """Characters of everything in a message that can reach the prompt, or more."""
+    texts = [message.name, message.tool_call_id, message.reasoning_content, message.refusal]
     if isinstance(message.content, str):
         texts.append(message.content)
     else:
-        texts += [part.text for part in message.content or ()]
-    for call in message.tool_calls or ():
-        texts += [call.id, call.function.name, call.function.arguments]
-    return sum(len(text) for text in texts if text is not None)
+        for part in message.content or ():
+            texts += [part] if isinstance(part, str) else [part.text, part.refusal]
+    num_chars = sum(len(text) for text in texts if text is not None)
+    num_chars += len(bytes(message.reasoning))
+    calls = [call.function for call in message.tool_calls or ()]
+    calls += [] if message.function_call is None else [message.function_call]
+    num_chars += sum(len(call.id) for call in message.tool_calls or ())
+    return num_chars + sum(len(call.name) + _num_argument_chars(call) for call in calls)
+
+
+def _num_argument_chars(call: FunctionCall) -> int:
+    if isinstance(call.arguments, str):
+        return len(call.arguments)
+    return len(msgspec.json.encode(call.arguments))
 
 
 def _read_content(message: Message, param: str) -> str | None:
     content = message.content
     if isinstance(content, str):
         return content
-    if content is None:
-        if message.role == "assistant" and message.tool_calls:
-            return None
-        raise RequestError(
-            f"Invalid value for '{param}.content': expected a string, got null.",
-            param=f"{param}.content",
-            code="invalid_type",
-        )
-    texts = []
-    for position, part in enumerate(content):
-        where = f"{param}.content[{position}]"
-        if part.type != "text":
-            raise unknown_kind(f"{where}.type", part.type, ("text",))
-        if part.text is None:
-            raise missing(f"{where}.text")
-        texts.append(part.text)
-    check_length(f"{param}.content", len(texts), MAX_MESSAGES)
+    if content is None or (content == [] and message.role == "assistant"):
+        return _absent_content(message, param)
+    check_length(f"{param}.content", len(content), MAX_MESSAGES)
+    texts = [
+        _read_part(part, f"{param}.content[{position}]")
+        for position, part in enumerate(content)
+        if isinstance(part, str) or part.type not in _IGNORED_PARTS
+    ]
     return "\n".join(texts)
 
 
+def _absent_content(message: Message, param: str) -> str | None:
+    """What stands for the null of an assistant, which has called, refused, or only thought."""
+    if message.role == "assistant":
+        return None if message.tool_calls else message.refusal or ""
+    raise RequestError(
+        f"Invalid value for '{param}.content': expected a string, got null.",
+        param=f"{param}.content",
+        code="invalid_type",
+    )
+
+
+def _read_part(part: ContentPart | str, where: str) -> str:
+    if isinstance(part, str):
+        return part
+    if part.type == "refusal":
+        return part.refusal or ""
+    if part.type not in _TEXT_PARTS:
+        raise unknown_kind(f"{where}.type", part.type, ("text",))
+    if part.text is None:
+        raise missing(f"{where}.text")
+    return part.text
+
+
 def _read_tool_call(call: ToolCall, param: str) -> dict[str, object]:
-    if call.type != "function":
+    if call.type not in (None, "function"):
         raise unknown_kind(f"{param}.type", call.type, ("function",))
-    where = f"{param}.function.arguments"
-    try:
-        arguments = msgspec.json.decode(call.function.arguments, type=dict[str, object])
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise invalid(where, "expected a JSON object as text.") from error
-    check_plain(arguments, where)
+    arguments = _read_arguments(call.function.arguments, f"{param}.function.arguments")
     return {
         "id": call.id,
         "type": "function",
         "function": {"name": call.function.name, "arguments": arguments},
     }
+
+
+def _read_arguments(given: str | dict[str, object] | None, where: str) -> dict[str, object]:
+    """Arguments as an object; nothing at all is what clients send for a call without any."""
+    if not given:
+        return {}
+    arguments: object = given
+    if isinstance(given, str):
+        try:
+            arguments = msgspec.json.decode(given)
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise invalid(where, "expected a JSON object as text.") from error
+    if arguments is None:
+        return {}
+    if not isinstance(arguments, dict):
+        raise invalid(where, "expected a JSON object as text.")
+    check_plain(arguments, where)
+    return arguments
 
 
 MAX_CHARS_PER_TOKEN = 16  # a prompt beyond it cannot fit, whatever the tokenizer makes of it
@@ -187,8 +257,36 @@ def check_prompt_chars(param: str, num_chars: int, model: ServedModel) -> None:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Truncation:
+    """How a prompt that is too long is shortened."""
+
+    max_tokens: int | None = None  # None = it is refused instead
+    cuts_end: bool = False
+
+
+def read_truncation(body: GenerationBody, max_tokens: int | None, model: ServedModel) -> Truncation:
+    """Reads `truncate_prompt_tokens`; -1 leaves room for `max_tokens` in the context.
+
+    Raises RequestError for a length that cannot fit.
+    """
+    limit = body.truncate_prompt_tokens
+    if limit is None:
+        return Truncation()
+    most = model.max_model_len - max(max_tokens or 1, 1)
+    Bounds(-1, max(most, 1)).check("truncate_prompt_tokens", limit)
+    if limit == 0:
+        raise invalid("truncate_prompt_tokens", "expected -1, or 1 and more, but got 0 instead.")
+    return Truncation(
+        max_tokens=most if limit == -1 else limit, cuts_end=body.truncation_side == "right"
+    )
+
+
 def read_chat_prompt(
-    chat: ChatBody, model: ServedModel, tools: list[dict[str, object]] | None
+    chat: ChatBody,
+    model: ServedModel,
+    tools: list[dict[str, object]] | None,
+    truncation: Truncation = Truncation(),
 ) -> TokenizeRequest:
     """The conversation for the chat template; `tools` are those that the model is told of."""
     # First, so that no work is done on what cannot fit.
@@ -212,6 +310,8 @@ def read_chat_prompt(
         add_generation_prompt=not continues if adds_prompt is None else adds_prompt,
         continue_final_message=continues,
         chat_template_kwargs=_template_variables(chat, model, tools),
+        max_tokens=truncation.max_tokens,
+        cuts_end=truncation.cuts_end,
     )
 
 
@@ -230,10 +330,11 @@ def read_completion_prompts(
     completion: CompletionBody, limits: EdgeConfig, model: ServedModel
 ) -> list[Prompt]:
     prompt = completion.prompt
+    truncation = read_truncation(completion, completion.max_tokens, model)
     if isinstance(prompt, str):
-        return [_text_prompt(prompt, "prompt", completion, model)]
+        return [_text_prompt(prompt, "prompt", completion, model, truncation)]
     if prompt and isinstance(prompt[0], int):
-        return [_ids_prompt(prompt, "prompt", model)]
+        return [_ids_prompt(prompt, "prompt", model, truncation)]
     check_length("prompt", len(prompt), limits.max_prompts)
     kind = type(prompt[0])
     read: list[Prompt] = []
@@ -242,9 +343,9 @@ def read_completion_prompts(
         if type(item) is not kind:
             raise _mixed_prompt(where)
         if isinstance(item, str):
-            read.append(_text_prompt(item, where, completion, model))
+            read.append(_text_prompt(item, where, completion, model, truncation))
         elif isinstance(item, list):
-            read.append(_ids_prompt(item, where, model))
+            read.append(_ids_prompt(item, where, model, truncation))
     return read
 
 
@@ -258,19 +359,28 @@ def _mixed_prompt(param: str) -> RequestError:
 
 
 def _text_prompt(
-    text: str, param: str, completion: CompletionBody, model: ServedModel
+    text: str, param: str, completion: CompletionBody, model: ServedModel, truncation: Truncation
 ) -> TokenizeRequest:
     if not text:
         raise invalid(param, "empty string.", "empty_string")
     check_prompt_chars("prompt", len(text), model)
     adds = completion.add_special_tokens
-    return TokenizeRequest(text=text, add_special_tokens=True if adds is None else adds)
+    return TokenizeRequest(
+        text=text,
+        add_special_tokens=True if adds is None else adds,
+        max_tokens=truncation.max_tokens,
+        cuts_end=truncation.cuts_end,
+    )
 
 
-def _ids_prompt(items: Sequence[object], param: str, model: ServedModel) -> list[int]:
+def _ids_prompt(
+    items: Sequence[object], param: str, model: ServedModel, truncation: Truncation
+) -> list[int]:
     ids = [item for item in items if isinstance(item, int)]
     if len(ids) != len(items):
         raise _mixed_prompt(param)
+    if truncation.max_tokens is not None:
+        ids = cut(ids, truncation.max_tokens, cuts_end=truncation.cuts_end)
     if len(ids) >= model.max_model_len:
         raise prompt_too_long("prompt", len(ids), None, model.max_model_len)
     check_length(param, len(ids), model.max_model_len)

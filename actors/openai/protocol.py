@@ -20,6 +20,7 @@ from actors.openai.prompts import (
     prompt_too_long,
     read_chat_prompt,
     read_completion_prompts,
+    read_truncation,
 )
 from actors.openai.request_bodies import (
     ChatBody,
@@ -34,6 +35,7 @@ from actors.openai.request_rules import (
     INT64_MAX,
     MAX_STOP_TOKEN_IDS,
     Bounds,
+    check_chars,
     check_length,
     check_metadata,
     check_token_ids,
@@ -45,14 +47,18 @@ from actors.openai.request_rules import (
 from actors.openai.scoring import Reranking, Scoring
 from actors.openai.served_model import ServedModel as ServedModel
 from actors.openai.served_model import check_model
-from actors.openai.tool_rules import read_tool_use
+from actors.openai.tool_rules import ToolUse, read_tool_use
 from configs.schema import EdgeConfig
+from engine.messages import TokenizeRequest
 from engine.request import Constraint, RequestSpec, SamplingParams
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions
 SEED_BITS = 63  # seeds stay non-negative in a signed 64-bit integer
 MAX_SCORED_TOKENS = 2**17  # of all prompts of one request that asks for scores
 MAX_PROMPT_LOGPROBS = 2**17  # values of one answer: each prompt token's own, and the best
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_CHARS = 256
+MAX_REQUEST_ID_CHARS = 256
 _UINT64 = 2**64 - 1
 
 
@@ -71,7 +77,7 @@ class ParsedRequest:
 
     endpoint: Endpoint
     model: str
-    prompts: list[Prompt]
+    prompts: Sequence[Prompt]
     n: int
     max_tokens: int | None  # as the client said
     spec: RequestSpec  # final but for params.max_tokens, which `resolve_sampling` sets
@@ -81,7 +87,12 @@ class ParsedRequest:
     include_usage: bool = False
     continuous_usage: bool = False
     return_token_ids: bool = False
-    echo: bool = False  # a completion's text begins with its prompt's
+    # A completion's text begins with its prompt's, a chat's with that of a message it continues.
+    echo: bool = False
+    request_id: str | None = None  # the client's, which the answer's id repeats
+    bad_words: tuple[str, ...] = ()  # texts whose tokens may not appear in the output
+    skips_special_tokens: bool = True  # False: the text of special tokens is shown
+    names_tokens_by_id: bool = False  # log-probabilities call a token `token_id:7`
     prompt_logprobs: int | None = None  # as the client said; a completion's echo may want some too
     scoring: Scoring | Reranking | None = None  # what the answer says of prompts; None = outputs
     # What else than text the answer may hold.
@@ -134,22 +145,21 @@ def parse_chat(
 ) -> ParsedRequest:
     """A /v1/chat/completions body; raises RequestError with `param` and OpenAI's code."""
     chat = decode_body(body, ChatBody)
-    check_model(chat.model, model)
-    if chat.top_logprobs is not None and not chat.logprobs:
+    name = check_model(chat.model, model)
+    if chat.top_logprobs and not chat.logprobs:
         raise invalid("top_logprobs", "only allowed when 'logprobs' is true.")
-    Bounds(0, limits.max_logprobs).check("top_logprobs", chat.top_logprobs)
+    num_best = _read_num_best("top_logprobs", chat.top_logprobs, limits, model)
     check_metadata(chat.metadata)
-    logprobs = (chat.top_logprobs or 0) if chat.logprobs else None
-    tools = read_tool_use(chat, model)
+    logprobs = (num_best or 0) if chat.logprobs else None
     constraint = read_constraint(chat)
+    tools = read_tool_use(chat, model, constraint)
     if tools is not None:
-        if constraint is not None:
-            raise invalid("tools", "cannot be combined with an output that must have a format.")
         constraint = tools.constraint
     parsed = _assemble(
         chat,
         Endpoint.CHAT,
-        [read_chat_prompt(chat, model, None if tools is None else tools.definitions)],
+        name,
+        [_read_prompt(chat, model, tools)],
         _sampling(chat, limits, model, logprobs, new_seed, constraint),
         limits,
     )
@@ -160,6 +170,7 @@ def parse_chat(
         splits_reasoning=dialect.splits_reasoning,
         include_reasoning=chat.include_reasoning is not False,
         markers=dialect.reasoning_markers,
+        echo=bool(chat.echo),
     )
     if tools is None:
         return parsed
@@ -181,22 +192,23 @@ def parse_completion(
 ) -> ParsedRequest:
     """A /v1/completions body; raises RequestError with `param` and OpenAI's code."""
     completion = decode_body(body, CompletionBody)
-    check_model(completion.model, model)
-    if completion.suffix is not None:
+    name = check_model(completion.model, model)
+    if completion.suffix:
         raise unsupported("suffix")
     _check_best_of(completion)
     constraint = read_constraint(completion)
-    Bounds(0, limits.max_logprobs).check("logprobs", completion.logprobs)
+    logprobs = _read_num_best("logprobs", completion.logprobs, limits, model)
     parsed = _assemble(
         completion,
         Endpoint.COMPLETION,
+        name,
         read_completion_prompts(completion, limits, model),
-        _sampling(completion, limits, model, completion.logprobs, new_seed, constraint),
+        _sampling(completion, limits, model, logprobs, new_seed, constraint),
         limits,
     )
-    if not completion.echo or completion.logprobs is None:
+    if not completion.echo or logprobs is None:
         return replace(parsed, echo=bool(completion.echo))
-    num_best = max(completion.logprobs, completion.prompt_logprobs or 0)
+    num_best = max(logprobs, parsed.prompt_logprobs or 0)
     sampling = msgspec.structs.replace(parsed.sampling, prompt_logprobs=num_best)
     return replace(parsed, echo=True, spec=replace_params(parsed.spec, sampling))
 
@@ -260,7 +272,6 @@ def _sampling(
         bounds.check(name, getattr(body, name, None))
     if not _asks_of_prompt(body):
         Bounds(1, INT64_MAX).check("max_tokens", body.max_tokens)
-    Bounds(0, limits.max_logprobs).check("prompt_logprobs", body.prompt_logprobs)
     stop_ids = body.stop_token_ids or []
     if stop_ids:
         check_length("stop_token_ids", len(stop_ids), MAX_STOP_TOKEN_IDS)
@@ -283,8 +294,42 @@ def _sampling(
         stop_token_ids=tuple(dict.fromkeys(stop_ids)),
         logprobs=logprobs,
         constraint=constraint,
-        prompt_logprobs=body.prompt_logprobs,
+        prompt_logprobs=_read_num_best("prompt_logprobs", body.prompt_logprobs, limits, model),
+        allowed_token_ids=_read_allowed_ids(body.allowed_token_ids, model),
     )
+
+
+def _read_prompt(chat: ChatBody, model: ServedModel, tools: ToolUse | None) -> TokenizeRequest:
+    truncation = read_truncation(chat, _read_max_tokens(chat), model)
+    return read_chat_prompt(chat, model, None if tools is None else tools.definitions, truncation)
+
+
+def _read_num_best(
+    param: str, num_best: int | None, limits: EdgeConfig, model: ServedModel
+) -> int | None:
+    """How many of the best tokens are wanted at each position; -1 becomes all of them."""
+    if limits.max_logprobs == -1:
+        Bounds(-1, model.vocab_size).check(param, num_best)
+    else:
+        Bounds(0, limits.max_logprobs).check(param, num_best)
+    return model.vocab_size if num_best == -1 else num_best
+
+
+def _read_allowed_ids(token_ids: list[int] | None, model: ServedModel) -> tuple[int, ...]:
+    if token_ids is None:
+        return ()
+    check_length("allowed_token_ids", len(token_ids), model.vocab_size)
+    check_token_ids("allowed_token_ids", token_ids, model.vocab_size)
+    return tuple(dict.fromkeys(token_ids))
+
+
+def _read_bad_words(words: list[str] | None) -> tuple[str, ...]:
+    if not words:
+        return ()
+    check_length("bad_words", len(words), MAX_BAD_WORDS)
+    for position, word in enumerate(words):
+        check_chars(f"bad_words[{position}]", word, MAX_BAD_WORD_CHARS)
+    return tuple(dict.fromkeys(words))
 
 
 def _asks_of_prompt(body: GenerationBody) -> bool:
@@ -312,7 +357,8 @@ def _or(value: float | None, default: float) -> float:
 def _assemble(
     body: GenerationBody,
     endpoint: Endpoint,
-    prompts: list[Prompt],
+    name: str,
+    prompts: Sequence[Prompt],
     sampling: SamplingParams,
     limits: EdgeConfig,
 ) -> ParsedRequest:
@@ -320,11 +366,11 @@ def _assemble(
     options = body.stream_options or StreamOptions()
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options", "only allowed when 'stream' is true.")
-    if body.prompt_logprobs is not None and body.stream:
+    if body.prompt_logprobs and body.stream:
         raise invalid("prompt_logprobs", "only allowed when 'stream' is false.")
     return ParsedRequest(
         endpoint=endpoint,
-        model=body.model,
+        model=name,
         prompts=prompts,
         n=body.n or 1,
         max_tokens=_read_max_tokens(body),
@@ -339,8 +385,18 @@ def _assemble(
         include_usage=bool(options.include_usage),
         continuous_usage=bool(options.include_usage and options.continuous_usage_stats),
         return_token_ids=bool(body.return_token_ids),
-        prompt_logprobs=body.prompt_logprobs,
+        prompt_logprobs=sampling.prompt_logprobs,
+        request_id=_read_request_id(body.request_id),
+        bad_words=_read_bad_words(body.bad_words),
+        skips_special_tokens=body.skip_special_tokens is not False,
+        names_tokens_by_id=bool(body.return_tokens_as_token_ids),
     )
+
+
+def _read_request_id(request_id: str | None) -> str | None:
+    if request_id is not None:
+        check_chars("request_id", request_id, MAX_REQUEST_ID_CHARS)
+    return request_id
 
 
 def _read_max_tokens(body: GenerationBody) -> int | None:

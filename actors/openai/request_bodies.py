@@ -1,12 +1,14 @@
 """Bodies of requests as typed structs, and reading them strictly.
 
-Every field that is accepted stands here; anything else is refused by name. Shapes and types only:
-ranges, limits and meaning are in actors/openai/protocol.py. Source of the fields: OpenAI's API
-reference; those below "extensions" carry vLLM's names and meanings.
+Every field of a body that is accepted stands here; anything else is refused by name. Messages,
+tools and tool calls are read leniently instead: clients send back what other servers added to them,
+and OpenAI's servers ignore fields there that they do not know. Shapes and types only: ranges,
+limits and meaning are in actors/openai/protocol.py. Source of the fields: OpenAI's API reference;
+those below "extensions" carry vLLM's names and meanings.
 """
 
 import re
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Raw, field
@@ -21,63 +23,73 @@ class _Object(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """A JSON object whose every key is known; null means absent throughout."""
 
 
+class _LenientObject(msgspec.Struct, frozen=True, kw_only=True):
+    """A JSON object that may have further keys, which are ignored."""
+
+
 class StreamOptions(_Object, frozen=True, kw_only=True):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None  # extension: usage so far on every chunk
     include_obfuscation: bool | None = None  # no effect: nothing is ever padded here
 
 
-class ContentPart(_Object, frozen=True, kw_only=True):
+class ContentPart(_LenientObject, frozen=True, kw_only=True):
     """One part of a message; only text is supported, the others are known so as to be named."""
 
     type: str
     text: str | None = None
-    image_url: Raw = field(default_factory=Raw)
-    input_audio: Raw = field(default_factory=Raw)
-    file: Raw = field(default_factory=Raw)
-    refusal: Raw = field(default_factory=Raw)
+    refusal: str | None = None
 
 
-class FunctionCall(_Object, frozen=True, kw_only=True):
+class FunctionCall(_LenientObject, frozen=True, kw_only=True):
     name: str
-    arguments: str  # a JSON object, as text
+    arguments: str | dict[str, Any] | None = None  # a JSON object, usually as text
 
 
-class ToolCall(_Object, frozen=True, kw_only=True):
+class ToolCall(_LenientObject, frozen=True, kw_only=True):
     id: str
     function: FunctionCall
-    type: str = "function"
-    index: int | None = None  # left in by clients that put streamed pieces together
+    type: str | None = None
 
 
-class Message(_Object, frozen=True, kw_only=True):
+class Message(_LenientObject, frozen=True, kw_only=True):
     role: str
-    content: str | list[ContentPart] | None = None
+    content: str | list[ContentPart | str] | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
-    reasoning_content: str | None = None  # extension: for templates that keep it
-    refusal: str | None = None
-    annotations: list[Raw] | None = None  # no effect; part of OpenAI's own replies
+    # Extensions: for templates that keep it. The second is vLLM's newer name of the first.
+    reasoning_content: str | None = None
+    reasoning: Raw = field(default_factory=Raw)  # text; other servers' objects are ignored
+    refusal: str | None = None  # stands in for the content
     audio: Raw = field(default_factory=Raw)
-    function_call: Raw = field(default_factory=Raw)
+    function_call: FunctionCall | None = None  # what `tool_calls` replaced
 
 
-class FunctionDefinition(_Object, frozen=True, kw_only=True):
+class FunctionDefinition(_LenientObject, frozen=True, kw_only=True):
     name: str
     description: str | None = None
     parameters: Raw = field(default_factory=Raw)  # a JSON schema
     strict: bool | None = None
 
 
-class Tool(_Object, frozen=True, kw_only=True):
+class Tool(_LenientObject, frozen=True, kw_only=True):
     type: str
     function: FunctionDefinition | None = None
-    custom: Raw = field(default_factory=Raw)  # known so as to be named
 
 
 class FunctionName(_Object, frozen=True, kw_only=True):
     name: str
+
+
+class AllowedTool(_LenientObject, frozen=True, kw_only=True):
+    type: str
+    function: FunctionName | None = None
+
+
+class AllowedTools(_Object, frozen=True, kw_only=True):
+    mode: Literal["auto", "required"] = "auto"
+    tools: list[AllowedTool]
 
 
 class ToolChoice(_Object, frozen=True, kw_only=True):
@@ -86,7 +98,7 @@ class ToolChoice(_Object, frozen=True, kw_only=True):
     type: str
     function: FunctionName | None = None
     custom: Raw = field(default_factory=Raw)  # known so as to be named
-    allowed_tools: Raw = field(default_factory=Raw)  # likewise
+    allowed_tools: AllowedTools | None = None
 
 
 class JsonSchemaFormat(_Object, frozen=True, kw_only=True):
@@ -120,7 +132,7 @@ class Prediction(_Object, frozen=True, kw_only=True):
 class GenerationBody(_Object, frozen=True, kw_only=True):
     """What both endpoints share."""
 
-    model: str
+    model: str | None = None  # null = the model that is served
     max_tokens: int | None = None
     n: int | None = None
     stream: bool | None = None
@@ -150,8 +162,33 @@ class GenerationBody(_Object, frozen=True, kw_only=True):
     response_format: ResponseFormat | None = None  # OpenAI's for chats; vLLM's for completions too
     structured_outputs: StructuredOutputs | None = None
     prompt_logprobs: int | None = None
+    echo: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None  # no effect: no tokenizer here puts any
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    return_tokens_as_token_ids: bool | None = None
+    request_id: str | None = None
+    length_penalty: float | None = None  # no effect without beam search
     # Known, refused unless at the value that changes nothing (see UNSUPPORTED).
+    early_stopping: Raw = field(default_factory=Raw)
+    ec_transfer_params: Raw = field(default_factory=Raw)
+    guided_choice: Raw = field(default_factory=Raw)
+    guided_decoding_backend: Raw = field(default_factory=Raw)
+    guided_grammar: Raw = field(default_factory=Raw)
+    guided_json: Raw = field(default_factory=Raw)
+    guided_regex: Raw = field(default_factory=Raw)
+    kv_transfer_params: Raw = field(default_factory=Raw)
+    logits_processors: Raw = field(default_factory=Raw)
+    logprob_token_ids: Raw = field(default_factory=Raw)
+    prompt_embeds: Raw = field(default_factory=Raw)
+    repetition_detection: Raw = field(default_factory=Raw)
+    return_token_offsets: Raw = field(default_factory=Raw)
+    thinking_token_budget: Raw = field(default_factory=Raw)
     use_beam_search: Raw = field(default_factory=Raw)
+    vllm_xargs: Raw = field(default_factory=Raw)
 
 
 class ChatBody(GenerationBody, frozen=True, kw_only=True):
@@ -182,10 +219,15 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
     # Known, refused unless at the value that changes nothing (see UNSUPPORTED).
     audio: Raw = field(default_factory=Raw)
     chat_template: Raw = field(default_factory=Raw)
+    documents: Raw = field(default_factory=Raw)
     function_call: Raw = field(default_factory=Raw)
     functions: Raw = field(default_factory=Raw)
+    media_io_kwargs: Raw = field(default_factory=Raw)
+    mm_processor_kwargs: Raw = field(default_factory=Raw)
     modalities: Raw = field(default_factory=Raw)
     moderation: Raw = field(default_factory=Raw)
+    return_assistant_tokens_mask: Raw = field(default_factory=Raw)
+    return_prompt_text: Raw = field(default_factory=Raw)
     verbosity: Raw = field(default_factory=Raw)
     web_search_options: Raw = field(default_factory=Raw)
 
@@ -193,7 +235,6 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
 class CompletionBody(GenerationBody, frozen=True, kw_only=True):
     prompt: str | list[str | int | list[int]]
     logprobs: int | None = None
-    echo: bool | None = None
     best_of: int | None = None  # only as n
     suffix: str | None = None  # not supported
 
@@ -201,7 +242,7 @@ class CompletionBody(GenerationBody, frozen=True, kw_only=True):
 class _PromptsBody(_Object, frozen=True, kw_only=True):
     """What requests share that ask about prompts and want no output."""
 
-    model: str
+    model: str | None = None  # null = the model that is served
     label_token_ids: list[int] | None = None
     # Accepted as OpenAI's servers do; no effect here.
     user: str | None = None
@@ -263,16 +304,43 @@ class DetokenizeBody(_Object, frozen=True, kw_only=True):
 UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "audio": (),
     "chat_template": (),
+    "documents": ([],),
+    "early_stopping": (False,),
+    "ec_transfer_params": ({},),
     "function_call": ("none",),
     "functions": (),
+    "guided_choice": (),
+    "guided_decoding_backend": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "kv_transfer_params": ({},),
+    "logits_processors": ([],),
+    "logprob_token_ids": ([],),
+    "media_io_kwargs": ({},),
+    "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
     "moderation": (),
+    "prompt_embeds": ([],),
+    "repetition_detection": (),
+    "return_assistant_tokens_mask": (False,),
+    "return_prompt_text": (False,),
+    "return_token_offsets": (False,),
+    "thinking_token_budget": (),
     "use_beam_search": (False,),
     "verbosity": ("medium",),
+    "vllm_xargs": ({},),
     "web_search_options": (),
 }
 # What took the place of a deprecated parameter.
-_SUCCESSORS = {"function_call": "tool_choice", "functions": "tools"}
+_SUCCESSORS = {
+    "function_call": "tool_choice",
+    "functions": "tools",
+    "guided_choice": "structured_outputs.choice",
+    "guided_grammar": "structured_outputs.grammar",
+    "guided_json": "structured_outputs.json",
+    "guided_regex": "structured_outputs.regex",
+}
 _MAX_RAW_BYTES = 64  # longer than every allowed value above: no need to decode more
 
 _PATH = re.compile(r" - at `(?P<path>[^`]*)`$")
@@ -303,8 +371,9 @@ def decode_body(body: bytes, kind: type[Body]) -> Body:
     except msgspec.DecodeError as error:
         raise bad_json(str(error)) from error
     for name, allowed in UNSUPPORTED.items():
-        if name in kind.__struct_fields__:
-            _check_unsupported(name, getattr(decoded, name), allowed)
+        value = getattr(decoded, name, None)
+        if isinstance(value, Raw):  # another body may have a field of that name
+            _check_unsupported(name, value, allowed)
     return decoded
 
 

@@ -1,7 +1,8 @@
 """OpenAI's response objects as structs, their JSON, and server-sent events. No decisions here.
 
 Source of the shapes: OpenAI's API reference; `stop_reason`, `token_ids` and `prompt_token_ids` are
-vLLM's extensions. UNSET fields are left out of the JSON, None becomes null.
+vLLM's extensions. UNSET fields are left out of the JSON, None becomes null: whole answers have
+every field that vLLM's have, so that clients written for it find them.
 """
 
 from dataclasses import dataclass, field
@@ -108,14 +109,20 @@ class ChatMessage(_Record, frozen=True):
     content: str | None  # null only where something else stands in its place
     role: Literal["assistant"] = "assistant"
     refusal: None = None
-    reasoning_content: str | UnsetType = UNSET
+    annotations: None = None
+    audio: None = None
+    function_call: None = None
     tool_calls: list[ToolCallObject] | UnsetType = UNSET
+    # The same under the name of DeepSeek and SGLang, and of vLLM.
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | None = None
 
 
 class ChatDelta(_Record, frozen=True):
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
-    reasoning_content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET  # and `reasoning`: as in ChatMessage
+    reasoning: str | UnsetType = UNSET
     tool_calls: list[ToolCallPiece] | UnsetType = UNSET
 
 
@@ -125,7 +132,7 @@ class ChatChoice(_Record, frozen=True):
     logprobs: ChatLogprobs | None
     finish_reason: FinishText
     stop_reason: str | int | None
-    token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | None = None
 
 
 class ChatChunkChoice(_Record, frozen=True):
@@ -145,9 +152,9 @@ class CompletionChoice(_Record, frozen=True):
     logprobs: CompletionLogprobs | None = None
     finish_reason: FinishText | None = None
     stop_reason: str | int | UnsetType | None = UNSET
-    token_ids: list[int] | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
-    prompt_logprobs: PromptLogprobList | UnsetType = UNSET
+    token_ids: list[int] | UnsetType | None = UNSET
+    prompt_token_ids: list[int] | UnsetType | None = UNSET
+    prompt_logprobs: PromptLogprobList | UnsetType | None = UNSET
 
 
 class ChatCompletion(_Record, frozen=True):
@@ -157,9 +164,11 @@ class ChatCompletion(_Record, frozen=True):
     choices: list[ChatChoice]
     usage: Usage
     object: Literal["chat.completion"] = "chat.completion"
+    service_tier: None = None
     system_fingerprint: str | None = None
-    prompt_token_ids: list[int] | UnsetType = UNSET
-    prompt_logprobs: PromptLogprobList | UnsetType = UNSET
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobList | None = None
+    kv_transfer_params: None = None
 
 
 class ChatChunk(_Record, frozen=True):
@@ -183,6 +192,8 @@ class Completion(_Record, frozen=True):
     object: Literal["text_completion"] = "text_completion"
     system_fingerprint: str | None = None
     usage: Usage | UnsetType | None = UNSET
+    service_tier: UnsetType | None = UNSET
+    kv_transfer_params: UnsetType | None = UNSET
 
 
 class ScoreAnswer(_Record, frozen=True):

@@ -136,9 +136,9 @@ class UnaryResponse:
         assert finish is not None, f"choice {choice_index} is not finished"
         return finish
 
-    def _token_ids(self, choice_index: int) -> list[int] | UnsetType:
+    def _token_ids(self, choice_index: int) -> list[int] | None:
         tokens = self._choices[choice_index].tokens
-        return [t.token_id for t in tokens] if self._parsed.return_token_ids else UNSET
+        return [t.token_id for t in tokens] if self._parsed.return_token_ids else None
 
 
 class StreamResponse:

@@ -50,7 +50,10 @@ def build_output_text(parsed: ParsedRequest, tokenizing: Tokenizing) -> OutputTe
     """Builds what turns a choice's token records into deltas for `ResponseWriter.delta`."""
     sampling = parsed.sampling
     return OutputText(
-        tokenizing.detokenizer(continues_text=_continues_text(parsed)),
+        tokenizing.detokenizer(
+            skip_special_tokens=parsed.skips_special_tokens,
+            continues_text=_continues_text(parsed),
+        ),
         StopStrings(parsed.stops, include=parsed.include_stop),
         min_tokens=sampling.min_tokens,
         client_stop_ids=sampling.stop_token_ids,

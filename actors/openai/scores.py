@@ -54,7 +54,7 @@ _PLACE = re.compile(r"\{(instruction|query|document)\}")
 def parse_score(body: bytes, limits: EdgeConfig, model: ServedModel) -> ParsedRequest:
     """A /v1/score body; raises RequestError with `param` and OpenAI's code."""
     asked = decode_body(body, ScoreBody)
-    check_model(asked.model, model)
+    name = check_model(asked.model, model)
     if asked.label_token_ids is None:
         raise missing("label_token_ids")
     items = [asked.items] if isinstance(asked.items, str) else asked.items
@@ -67,6 +67,7 @@ def parse_score(body: bytes, limits: EdgeConfig, model: ServedModel) -> ParsedRe
         prompts,
         _check_labels(asked.label_token_ids, model),
         Scoring(apply_softmax=bool(asked.apply_softmax)),
+        name,
     )
 
 
@@ -75,7 +76,7 @@ def parse_rerank(
 ) -> ParsedRequest:
     """A /v1/rerank body; raises as `parse_score`. `tokenizing` finds the tokens of yes and no."""
     asked = decode_body(body, RerankBody)
-    check_model(asked.model, model)
+    name = check_model(asked.model, model)
     check_length("documents", len(asked.documents), limits.max_prompts)
     Bounds(1, BOUNDS["max_tokens"].high).check("top_n", asked.top_n)
     check_chars("query", asked.query, MAX_CHARS_PER_TOKEN * model.max_model_len)
@@ -98,7 +99,7 @@ def parse_rerank(
         returns_documents=bool(asked.return_documents),
     )
     prompts: list[Prompt] = [_question(asked, document, model) for document in documents]
-    return _parsed(asked, Endpoint.RERANK, prompts, labels, ranking)
+    return _parsed(asked, Endpoint.RERANK, prompts, labels, ranking, name)
 
 
 def _parsed(
@@ -107,11 +108,12 @@ def _parsed(
     prompts: list[Prompt],
     labels: tuple[int, ...],
     scoring: Scoring | Reranking,
+    model_name: str,
 ) -> ParsedRequest:
     BOUNDS["priority"].check("priority", asked.priority)
     return ParsedRequest(
         endpoint=endpoint,
-        model=asked.model,
+        model=model_name,
         prompts=prompts,
         n=1,
         max_tokens=0,

@@ -36,8 +36,13 @@ def served_names(config: AppConfig) -> tuple[str, ...]:
     return names or (single or Path(config.model.path).name,)
 
 
-def check_model(name: str, model: ServedModel) -> None:
-    """Raises RequestError (404, model_not_found) for a name that is not served."""
+def check_model(name: str | None, model: ServedModel) -> str:
+    """Returns the name that the answer repeats: the client's, or the canonical one for None.
+
+    Raises RequestError (404, model_not_found) for a name that is not served.
+    """
+    if name is None:
+        return model.name
     if name not in model.names:
         raise RequestError(
             f"The model `{name[:200]}` does not exist",
@@ -45,3 +50,4 @@ def check_model(name: str, model: ServedModel) -> None:
             code="model_not_found",
             status=404,
         )
+    return name

@@ -33,8 +33,7 @@ class TokenizeCall:
 def parse_tokenize(body: bytes, model: ServedModel) -> TokenizeCall:
     """Raises RequestError with `param` and OpenAI's code."""
     asked = decode_body(body, TokenizeBody)
-    if asked.model is not None:
-        check_model(asked.model, model)
+    check_model(asked.model, model)
     if asked.messages is not None:
         prompt = _read_chat(asked, asked.messages, model)
     elif asked.prompt is not None:
@@ -58,8 +57,7 @@ def tokenize_answer(
 def parse_detokenize(body: bytes, model: ServedModel) -> list[int]:
     """Token ids, at most a context's worth; raises RequestError."""
     asked = decode_body(body, DetokenizeBody)
-    if asked.model is not None:
-        check_model(asked.model, model)
+    check_model(asked.model, model)
     if len(asked.tokens) > model.max_model_len:
         raise too_many("tokens", len(asked.tokens), model.max_model_len)
     check_token_ids("tokens", asked.tokens, model.vocab_size)

@@ -1,20 +1,20 @@
 """Checks what a chat request says about tools, and prepares it for the chat template."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
 from actors.openai.chat_dialect import ToolFormat
 from actors.openai.output_rules import decode_schema, tag_constraint
-from actors.openai.request_bodies import ChatBody, Tool, ToolChoice, is_given, unsupported
+from actors.openai.request_bodies import AllowedTools, ChatBody, Tool, is_given, unsupported
 from actors.openai.request_rules import check_length, invalid, missing, unknown_kind
 from actors.openai.served_model import ServedModel
 from actors.openai.tools import held_calls
 from actors.openai.tools.held_calls import Layout
 from engine.constraints.json_schema import restrict
-from engine.request import Constraint
+from engine.request import Constraint, ConstraintKind
 
 MAX_TOOLS = 128  # OpenAI's limit
 NO_PARAMETERS: dict[str, object] = {"type": "object", "properties": {}}
@@ -34,16 +34,29 @@ class ToolUse:
     must_call: bool  # the output is calls and nothing else
 
 
-def read_tool_use(chat: ChatBody, model: ServedModel) -> ToolUse | None:
-    """Reads how tools may be used; None if the answer cannot call any. Raises RequestError."""
-    if chat.tools is None:
-        _check_nothing_needs_tools(chat)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Choice:
+    """What `tool_choice` says."""
+
+    offered: Sequence[Tool]  # the model is told of these
+    held: Mapping[int, Tool]  # position in `tools` -> one that a held output may call
+    must_call: bool
+    is_single: bool  # one call and no more
+
+
+def read_tool_use(chat: ChatBody, model: ServedModel, answer: Constraint | None) -> ToolUse | None:
+    """Reads how tools may be used; None if the answer cannot call any. Raises RequestError.
+
+    answer: the constraint on an output that calls nothing; None = any text.
+    """
+    if not chat.tools:
+        if chat.tool_choice not in (None, "none"):
+            raise invalid("tool_choice", "only allowed when 'tools' are specified.")
         return None
     check_model_knows_tools(model, "tools")
-    definitions = read_tools(chat.tools)
-    names = [tool.function.name for tool in chat.tools if tool.function is not None]
-    _check_choice(chat.tool_choice, names)
-    if chat.tool_choice == "none":  # a model that is not told of tools calls none
+    read_tools(chat.tools)  # all of them, before any is left out
+    choice = _read_choice(chat, chat.tools)
+    if choice is None:  # a model that is not told of tools calls none
         return None
     if model.dialect.tool_format is None:
         raise unsupported(
@@ -52,10 +65,10 @@ def read_tool_use(chat: ChatBody, model: ServedModel) -> ToolUse | None:
             " names what can be read)",
         )
     return ToolUse(
-        definitions=definitions,
-        names=frozenset(names),
-        constraint=_read_constraint(chat, chat.tools, model.dialect.tool_format),
-        must_call=chat.tool_choice == "required" or isinstance(chat.tool_choice, ToolChoice),
+        definitions=read_tools(choice.offered),
+        names=frozenset(_names_of(choice.offered)),
+        constraint=_read_constraint(choice, model.dialect.tool_format, answer),
+        must_call=choice.must_call,
     )
 
 
@@ -105,44 +118,87 @@ def _read_parameters(raw: msgspec.Raw, param: str) -> dict[str, object]:
     return decode_schema(raw, param)
 
 
-def _check_nothing_needs_tools(chat: ChatBody) -> None:
-    if chat.tool_choice not in (None, "none"):
-        raise invalid("tool_choice", "only allowed when 'tools' are specified.")
-    if chat.parallel_tool_calls is not None:
-        raise invalid("parallel_tool_calls", "only allowed when 'tools' are specified.")
-
-
-def _check_choice(choice: str | ToolChoice | None, names: Sequence[str]) -> None:
-    if choice is None or choice in _CHOICES:
-        return
-    if isinstance(choice, str):
-        raise unknown_kind("tool_choice", choice, _CHOICES)
+def _read_choice(chat: ChatBody, tools: Sequence[Tool]) -> _Choice | None:
+    """Reads `tool_choice`; None = no tool may be called."""
+    choice, is_single = chat.tool_choice, chat.parallel_tool_calls is False
+    if choice == "none":
+        return None
+    if choice is None or isinstance(choice, str):
+        if choice not in (None, *_CHOICES):
+            raise unknown_kind("tool_choice", choice or "", _CHOICES)
+        return _Choice(
+            offered=tools,
+            held=dict(enumerate(tools)),
+            must_call=choice == "required",
+            is_single=is_single,
+        )
     if choice.type == "allowed_tools":
-        raise unsupported("tool_choice", ', except as "auto" or "none"')
+        return _read_allowed(choice.allowed_tools, tools, is_single=is_single)
     if choice.type != "function":
-        raise unknown_kind("tool_choice.type", choice.type, ("function",))
+        raise unknown_kind("tool_choice.type", choice.type, ("function", "allowed_tools"))
     if choice.function is None:
         raise missing("tool_choice.function")
-    if choice.function.name not in names:
-        raise invalid("tool_choice", "it names a function that is not among 'tools'.")
+    held = _find({choice.function.name: "tool_choice"}, tools)
+    # The model is told of all tools; the output is held to the one.
+    return _Choice(offered=tools, held=held, must_call=True, is_single=True)
+
+
+def _read_allowed(
+    allowed: AllowedTools | None, tools: Sequence[Tool], *, is_single: bool
+) -> _Choice:
+    """The model is told only of the tools that it may call."""
+    param = "tool_choice.allowed_tools"
+    if allowed is None:
+        raise missing(param)
+    check_length(f"{param}.tools", len(allowed.tools), MAX_TOOLS)
+    wheres = {}
+    for position, tool in enumerate(allowed.tools):
+        where = f"{param}.tools[{position}]"
+        if tool.type != "function":
+            raise unknown_kind(f"{where}.type", tool.type, ("function",))
+        if tool.function is None:
+            raise missing(f"{where}.function")
+        wheres[tool.function.name] = where
+    held = _find(wheres, tools)
+    return _Choice(
+        offered=list(held.values()),
+        held=held,
+        must_call=allowed.mode == "required",
+        is_single=is_single,
+    )
+
+
+def _find(wheres: Mapping[str, str], tools: Sequence[Tool]) -> dict[int, Tool]:
+    """Returns the named tools by position. `wheres`: name -> the parameter that names it."""
+    known = _names_of(tools)
+    for name, where in wheres.items():
+        if name not in known:
+            raise invalid(where, "it names a function that is not among 'tools'.")
+    return {
+        position: tool
+        for position, tool in enumerate(tools)
+        if tool.function is not None and tool.function.name in wheres
+    }
+
+
+def _names_of(tools: Sequence[Tool]) -> list[str]:
+    return [tool.function.name for tool in tools if tool.function is not None]
 
 
 # ---- calls that the output is held to -----------------------------------------------------------
 
 
 def _read_constraint(
-    chat: ChatBody, tools: Sequence[Tool], tool_format: ToolFormat
+    choice: _Choice, tool_format: ToolFormat, answer: Constraint | None
 ) -> Constraint | None:
-    """Returns the constraint of required calls or `strict` arguments; None = neither."""
-    choice = chat.tool_choice
-    if isinstance(choice, ToolChoice) and choice.function is not None:
-        schemas = _held_schemas(tools, only=choice.function.name)
-        return tag_constraint(_calls(tool_format, schemas, only_first=True), "tools")
-    if choice == "required":
-        only_first = chat.parallel_tool_calls is False
-        layout = _calls(tool_format, _held_schemas(tools), only_first=only_first)
-        return tag_constraint(layout, "tools")
-    strict = [position for position, tool in enumerate(tools) if _is_strict(tool)]
+    """Returns what the output is held to: calls, calls or an answer; None = any text with calls."""
+    if choice.must_call:
+        return tag_constraint(_calls(tool_format, choice, _held_schemas(choice.held)), "tools")
+    if answer is not None:
+        schemas = _held_schemas(choice.held, loosens_others=True)
+        elements = [_layout_of(answer), _calls(tool_format, choice, schemas)]
+        return tag_constraint({"type": "or", "elements": elements}, "tools")
+    strict = [position for position, tool in choice.held.items() if _is_strict(tool)]
     if not strict:
         return None
     if tool_format is not ToolFormat.HERMES:
@@ -151,11 +207,27 @@ def _read_constraint(
             " for this model, except with 'tool_choice' as \"required\" or a function's name:"
             " nothing in its output tells for certain where a call begins",
         )
-    layout = held_calls.hermes_text_with_calls(_held_schemas(tools, loosens_others=True))
-    return tag_constraint(layout, "tools")
+    schemas = _held_schemas(choice.held, loosens_others=True)
+    return tag_constraint(held_calls.hermes_text_with_calls(schemas), "tools")
 
 
-def _calls(tool_format: ToolFormat, schemas: held_calls.Schemas, *, only_first: bool) -> Layout:
+def _layout_of(answer: Constraint) -> Layout:
+    """The constraint as a part of a layout. Raises RequestError for one that cannot be a part."""
+    match answer.kind:
+        case ConstraintKind.JSON_SCHEMA:
+            return {"type": "json_schema", "json_schema": msgspec.json.decode(answer.text)}
+        case ConstraintKind.STRUCTURAL_TAG:
+            layout: Layout = msgspec.json.decode(answer.text)["format"]
+            return layout
+    raise invalid(
+        "structured_outputs",
+        "with 'tools', only 'json' and 'choice' are supported; an output of a regular expression"
+        " or a grammar cannot be told from a call.",
+    )
+
+
+def _calls(tool_format: ToolFormat, choice: _Choice, schemas: held_calls.Schemas) -> Layout:
+    only_first = choice.is_single
     match tool_format:
         case ToolFormat.HERMES:
             return held_calls.hermes_calls(schemas, only_first=only_first)
@@ -164,18 +236,15 @@ def _calls(tool_format: ToolFormat, schemas: held_calls.Schemas, *, only_first: 
     return held_calls.mistral_calls(schemas, only_first=only_first)
 
 
-def _held_schemas(
-    tools: Sequence[Tool], *, only: str | None = None, loosens_others: bool = False
-) -> held_calls.Schemas:
+def _held_schemas(tools: Mapping[int, Tool], *, loosens_others: bool = False) -> held_calls.Schemas:
     """Returns the schemas of arguments by function name.
 
-    `only`: of this function alone. `loosens_others`: functions that are not `strict` take any.
+    tools: by position. `loosens_others`: functions that are not `strict` take any object.
     """
-    schemas: dict[str, object] = {}
-    for position, tool in enumerate(tools):
+    schemas: dict[str, Mapping[str, object]] = {}
+    for position, tool in tools.items():
         function = tool.function
-        if function is None or only not in (None, function.name):
-            continue
+        assert function is not None, "tools were read before"
         param = f"tools[{position}].function.parameters"
         is_any = loosens_others and not function.strict
         schema = ANY_PARAMETERS if is_any else _read_parameters(function.parameters, param)

@@ -7,6 +7,8 @@ languages: a matcher says which tokens may come next.
 """
 
 import logging
+from collections import deque
+from collections.abc import Sequence
 from enum import Enum, auto
 from typing import Protocol
 
@@ -52,7 +54,7 @@ class NoMatchers:
 
 
 class Constraints:
-    """Bans every token after which the output could not satisfy its row's constraint."""
+    """Bans every token after which the output could not satisfy what its row asks of it."""
 
     def __init__(
         self,
@@ -73,15 +75,27 @@ class Constraints:
     def add(
         self, row: int, params: SamplingParams, prompt_ids: list[int], output_ids: list[int]
     ) -> bool:
-        if params.constraint is None:
+        parts = self._parts(params)
+        if not parts:
             return False
-        matcher = self._source.matcher(params.constraint)
-        if params.thinking is not None:
-            matcher = AfterThinking(matcher, params.thinking, self._eos_token_ids)
-        self._matchers[row] = matcher
+        self._matchers[row] = parts[0] if len(parts) == 1 else AllOf(parts)
         for token_id in output_ids:
             self.accept_token(row, token_id)
         return True
+
+    def _parts(self, params: SamplingParams) -> list[Matcher]:
+        """New matchers of all that a request forbids; the constraint's writes its line first."""
+        parts: list[Matcher] = []
+        if params.constraint is not None:
+            matcher = self._source.matcher(params.constraint)
+            if params.thinking is not None:
+                matcher = AfterThinking(matcher, params.thinking, self._eos_token_ids)
+            parts.append(matcher)
+        if params.allowed_token_ids:
+            parts.append(OnlyTokens(params.allowed_token_ids, self._num_words))
+        if params.banned_sequences:
+            parts.append(WithoutSequences(params.banned_sequences))
+        return parts
 
     def remove(self, row: int) -> None:
         self._matchers.pop(row, None)
@@ -125,6 +139,62 @@ class Constraints:
         packed[:num_lines] = torch.tensor(positions, dtype=torch.int32)
         sent = packed.to(self._device, non_blocking=True)
         ban_tokens(logits, sent[:num_lines], self._masks(sent, num_lines))
+
+
+class AllOf:
+    """Allows what each of several matchers allows. All but the first only clear bits of a line."""
+
+    def __init__(self, parts: Sequence[Matcher]) -> None:
+        self._parts = parts
+
+    def accept_token(self, token_id: int) -> bool:
+        is_allowed = True
+        for part in self._parts:  # each of them follows the output
+            is_allowed = part.accept_token(token_id) and is_allowed
+        return is_allowed
+
+    def fill_next_token_bitmask(self, bitmask: Tensor, index: int = 0) -> bool:
+        for part in self._parts:
+            part.fill_next_token_bitmask(bitmask, index)
+        return True
+
+
+class OnlyTokens:
+    """The matcher of an output that consists of some tokens only."""
+
+    def __init__(self, token_ids: Sequence[int], num_words: int) -> None:
+        self._line = torch.zeros(num_words, dtype=torch.int32)
+        for token_id in token_ids:
+            _set_bit(self._line, token_id, may_come=True)
+
+    def accept_token(self, token_id: int) -> bool:
+        return True
+
+    def fill_next_token_bitmask(self, bitmask: Tensor, index: int = 0) -> bool:
+        bitmask[index] &= self._line
+        return True
+
+
+class WithoutSequences:
+    """The matcher of an output in which none of some token sequences appears."""
+
+    def __init__(self, sequences: Sequence[tuple[int, ...]]) -> None:
+        """sequences: each of at least one token."""
+        self._sequences = sequences
+        longest = max(map(len, sequences))
+        self._last: deque[int] = deque(maxlen=max(longest - 1, 1))  # tokens of the output
+
+    def accept_token(self, token_id: int) -> bool:
+        self._last.append(token_id)
+        return True
+
+    def fill_next_token_bitmask(self, bitmask: Tensor, index: int = 0) -> bool:
+        last = tuple(self._last)
+        line = bitmask[index]
+        for *head, end in self._sequences:
+            if not head or last[-len(head) :] == tuple(head):
+                _set_bit(line, end, may_come=False)
+        return True
 
 
 class NothingMayFollow:

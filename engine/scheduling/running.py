@@ -86,7 +86,7 @@ class DecodeColumns:
     def __init__(self, requests: Iterable[Request]) -> None:
         self.requests = list(requests)
         self.rows = [r.row for r in self.requests if r.row is not None]
-        self.constrained = [r for r in self.requests if r.params.constraint is not None]
+        self.constrained = [r for r in self.requests if r.params.is_constrained]
         # [R]
         self._num_computed: NDArray[np.int64] = np.array(
             [request.num_computed_tokens for request in self.requests], dtype=np.int64
@@ -181,7 +181,7 @@ class RunningRequests:
     def add(self, request: Request) -> None:
         """Add a request whose known tokens are to be computed in chunks."""
         self._all[request.key] = self.prompts[request.key] = request
-        if request.params.constraint is not None:
+        if request.params.is_constrained:
             self._constrained[request.key] = request
 
     def begin_decode(self, request: Request) -> None:

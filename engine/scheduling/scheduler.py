@@ -560,6 +560,6 @@ class Scheduler:
 
 def _why_nothing_was_drawn(request: Request) -> str:
     """Reason for the client; a constraint that cannot follow the output allows no token."""
-    if request.params.constraint is None:
+    if not request.params.is_constrained:
         return "the model produced a non-finite value"
     return "the constraint on the output allows no token any more, or a value is not finite"

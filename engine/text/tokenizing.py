@@ -123,6 +123,11 @@ class Tokenizing:
         return self._token_bytes.piece(token_id)
 
 
+def cut(token_ids: list[int], max_tokens: int, *, cuts_end: bool) -> list[int]:
+    """At most `max_tokens` >= 1 of a prompt's ids: its first with `cuts_end`, else its last."""
+    return token_ids[:max_tokens] if cuts_end else token_ids[-max_tokens:]
+
+
 def load_tokenizer(folder: Path, num_embeddings: int | None = None) -> Tokenizing:
     """The tokenizer of a Hugging Face model folder; for `num_embeddings` see `Tokenizing`.
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from actors.openai.tools import hermes, mistral
 
 Layout = dict[str, object]
-Schemas = Mapping[str, object]  # name of a function -> schema of its arguments
+Schemas = Mapping[str, Mapping[str, object]]  # name of a function -> schema of its arguments
 
 
 def hermes_calls(schemas: Schemas, *, only_first: bool) -> Layout:
@@ -26,9 +26,26 @@ def hermes_text_with_calls(schemas: Schemas) -> Layout:
 
 
 def llama3_json_calls(schemas: Schemas, *, only_first: bool) -> Layout:
-    """Builds the layout of an output that is one or more calls and nothing else."""
-    tags = [_tag(_head(name, "parameters"), schemas[name], "}") for name in schemas]
+    """Builds the layout of an output that is one or more calls and nothing else.
+
+    A call is written as a schema: beside an answer that is an object too, the grammar library could
+    not tell a literal text that begins with a brace from that object.
+    """
+    tags = [_tag("", _llama3_call(name, schemas[name]), "") for name in schemas]
     return _calls(tags, "; ", only_first=only_first)
+
+
+def _llama3_call(name: str, arguments: Mapping[str, object]) -> Layout:
+    """The schema of a call; definitions of its arguments' schema move to its root."""
+    inner = {key: value for key, value in arguments.items() if key != "$defs"}
+    definitions = {"$defs": arguments["$defs"]} if "$defs" in arguments else {}
+    return {
+        "type": "object",
+        "properties": {"name": {"enum": [name]}, "parameters": inner},
+        "required": ["name", "parameters"],
+        "additionalProperties": False,
+        **definitions,
+    }
 
 
 def mistral_calls(schemas: Schemas, *, only_first: bool) -> Layout:

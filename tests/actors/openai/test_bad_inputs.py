@@ -110,7 +110,6 @@ ROWS: list[tuple[str, Reader, Fields, str, str]] = [
     ),
     ("unknown field", chat, {"nonsense": 1}, "nonsense", "unknown_parameter"),
     ("top_logprobs alone", chat, {"top_logprobs": 2}, "top_logprobs", "invalid_value"),
-    ("no tools", chat, {"tools": []}, "tools", "empty_array"),
     ("too many tools", chat, {"tools": [TOOL] * 129}, "tools", "array_above_max_length"),
     (
         "a tool of another type",
@@ -163,17 +162,10 @@ ROWS: list[tuple[str, Reader, Fields, str, str]] = [
     ),
     ("tool choice without tools", chat, {"tool_choice": "auto"}, "tool_choice", "invalid_value"),
     (
-        "parallel calls without tools",
+        "tools and a regular expression",
         chat,
-        {"parallel_tool_calls": True},
-        "parallel_tool_calls",
-        "invalid_value",
-    ),
-    (
-        "required call and a format",
-        chat,
-        {"tools": [TOOL], "response_format": {"type": "json_object"}},
-        "tools",
+        {"tools": [TOOL], "structured_outputs": {"regex": "a+"}},
+        "structured_outputs",
         "invalid_value",
     ),
     (
@@ -194,8 +186,8 @@ ROWS: list[tuple[str, Reader, Fields, str, str]] = [
         "allowed tools",
         chat,
         {"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "allowed_tools": {}}},
-        "tool_choice",
-        "unsupported_parameter",
+        "tool_choice.allowed_tools.tools",
+        "missing_required_parameter",
     ),
     (
         "an answer to no call",

@@ -40,7 +40,7 @@ def test_the_words_are_openais() -> None:
     )
     assert words({"messages": [USER | {"role": "robot"}]}) == (
         "Invalid value: 'robot'. Supported values are: 'system', 'developer', 'user', 'assistant',"
-        " 'tool'."
+        " 'tool', 'function'."
     )
     assert words({"response_format": {"type": "xml"}}) == (
         "Invalid value: 'xml'. Supported values are: 'text', 'json_object', 'json_schema'."

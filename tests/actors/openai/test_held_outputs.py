@@ -345,3 +345,58 @@ def test_thinking_without_a_token_that_ends_it_is_refused_only_where_the_prompt_
         hold_behind_thinking(parsed.sampling, parsed, inside, tokenizing)
     held = hold_behind_thinking(parsed.sampling, parsed, outside, tokenizing)
     assert held == parsed.sampling
+
+
+FORM = {"response_format": {"type": "json_schema", "json_schema": {"name": "p", "schema": POINT}}}
+HERMES_CALL = '<tool_call>\n{"name": "move-to", "arguments": {"y": 4}}\n</tool_call>'
+LLAMA_CALL = '{"name": "move-to", "parameters": {"y": 4}}'
+MISTRAL_CALL = '[TOOL_CALLS][{"name": "move-to", "arguments": {"y": 4}}]'
+
+
+@pytest.mark.parametrize(
+    ("tool_format", "call"),
+    [
+        (ToolFormat.HERMES, HERMES_CALL),
+        (ToolFormat.LLAMA3_JSON, LLAMA_CALL),
+        (ToolFormat.MISTRAL, MISTRAL_CALL),
+    ],
+)
+def test_with_tools_and_a_format_the_answer_is_a_call_or_an_object(
+    tool_format: ToolFormat, call: str, vocabulary: Vocabulary
+) -> None:
+    parsed = chat(speaking(tool_format), tools=[MOVE], **FORM)
+    constraint = constraint_of(parsed)
+    assert allows(vocabulary, constraint, '{"x": 3}')
+    assert allows(vocabulary, constraint, call), "arguments are free unless a function is strict"
+    for text in ("words", '{"y": 4}', f'{{"x": 3}}{call}', call[:-3]):
+        assert not allows(vocabulary, constraint, text)
+    answer = ChatText(parsed, starts_thinking=False)
+    assert answer.push('{"x": 3}') + answer.finish() == [Content('{"x": 3}')]
+    calling = ChatText(parsed, starts_thinking=False)
+    assert CallStarted("move-to") in calling.push(call) + calling.finish()
+
+
+def test_a_required_call_needs_no_format(vocabulary: Vocabulary) -> None:
+    constraint = constraint_of(chat(tools=[MOVE], tool_choice="required", **FORM))
+    assert not allows(vocabulary, constraint, '{"x": 3}')
+    held = HERMES_CALL.replace('{"y": 4}', '{"x": 3}')
+    assert allows(vocabulary, constraint, held)
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_only_allowed_tools_are_offered(mode: str, vocabulary: Vocabulary) -> None:
+    allowed = {"mode": mode, "tools": [{"type": "function", "function": {"name": "wait"}}]}
+    choice = {"type": "allowed_tools", "allowed_tools": allowed}
+    parsed = chat(tools=[MOVE, WAIT], tool_choice=choice)
+    assert parsed.tool_names == {"wait"}
+    (prompt,) = parsed.prompts
+    assert not isinstance(prompt, list)
+    assert [t["function"]["name"] for t in prompt.chat_template_kwargs["tools"]] == ["wait"]  # type: ignore[attr-defined]
+    assert parsed.holds_calls == (mode == "required")
+    if mode == "required":
+        assert allows(
+            vocabulary,
+            constraint_of(parsed),
+            '<tool_call>\n{"name": "wait", "arguments": {}}\n</tool_call>',
+        )
+        assert not allows(vocabulary, constraint_of(parsed), HERMES_CALL)

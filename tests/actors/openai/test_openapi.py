@@ -64,8 +64,8 @@ def test_every_post_has_the_fields_of_its_struct_and_no_others(path: str) -> Non
 
 def test_required_fields_and_choices_are_told() -> None:
     schemas = DOCUMENT["components"]["schemas"]
-    assert set(schemas["ChatBody"]["required"]) == {"model", "messages"}
-    assert set(schemas["CompletionBody"]["required"]) == {"model", "prompt"}
+    assert set(schemas["ChatBody"]["required"]) == {"messages"}
+    assert set(schemas["CompletionBody"]["required"]) == {"prompt"}
     assert schemas["DetokenizeBody"]["required"] == ["tokens"]
     tiers = schemas["ChatBody"]["properties"]["service_tier"]["anyOf"]
     assert {"auto", "default"} <= set(next(kind["enum"] for kind in tiers if "enum" in kind))

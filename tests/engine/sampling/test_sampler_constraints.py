@@ -184,3 +184,42 @@ def test_behind_an_end_inside_the_thinking_nothing_may_follow() -> None:
     sampler = Sampler(VOCAB, 8, (EOS,), "cpu", Source(stride=2))
     sampler.add(0, held_params(1.0, thinking=Thinking(OPEN, CLOSE)), [1], [OPEN, EOS])
     assert possible(sampler, 0) == set()
+
+
+def test_only_allowed_tokens_are_drawn() -> None:
+    sampler = Sampler(VOCAB, 8, (0,), "cpu")
+    sampler.add(2, SamplingParams(max_tokens=9, allowed_token_ids=(5, 76, 31)), [1], [])
+    assert possible(sampler, 2) == {5, 31, 76}
+    sampler.accept_token(2, 5)
+    assert possible(sampler, 2) == {5, 31, 76}
+
+
+def test_a_banned_sequence_is_banned_where_it_would_end() -> None:
+    sampler = Sampler(VOCAB, 8, (0,), "cpu")
+    banned = ((7,), (3, 4), (3, 3, 5))
+    sampler.add(2, SamplingParams(max_tokens=9, banned_sequences=banned), [3, 3], [])
+    everything = set(range(VOCAB))
+    assert possible(sampler, 2) == everything - {7}, "the prompt does not count"
+    sampler.accept_token(2, 3)
+    assert possible(sampler, 2) == everything - {7, 4}
+    sampler.accept_token(2, 3)
+    assert possible(sampler, 2) == everything - {7, 4, 5}
+    sampler.accept_token(2, 9)
+    assert possible(sampler, 2) == everything - {7}
+
+
+def test_output_tokens_of_another_worker_count() -> None:
+    sampler = Sampler(VOCAB, 8, (0,), "cpu")
+    sampler.add(2, SamplingParams(max_tokens=9, banned_sequences=((3, 4),)), [1], [3])
+    assert possible(sampler, 2) == set(range(VOCAB)) - {4}
+
+
+def test_a_constraint_allowed_tokens_and_banned_ones_hold_together() -> None:
+    sampler = Sampler(VOCAB, 8, (0,), "cpu", Source(stride=4))
+    params = SamplingParams(
+        max_tokens=9, constraint=HELD, allowed_token_ids=(1, 2, 3, 50), banned_sequences=((2,),)
+    )
+    sampler.add(0, params, [1], [])
+    assert possible(sampler, 0) == {1, 3}
+    sampler.accept_token(0, 1)
+    assert possible(sampler, 0) == {3}
