@@ -124,6 +124,12 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "actors.rpc",
         "actors.worker",
     ),
+    "actors.anthropic": (
+        "configs.schema",
+        *_WORDS,
+        "engine.text",
+        "actors.openai",
+    ),
     "actors.ingress": (
         "configs",
         *_WORDS,
@@ -131,6 +137,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "engine.models.spec",
         "engine.routing",
         "engine.text",
+        "actors.anthropic",
         "actors.lifecycle",
         "actors.observability",
         "actors.openai",

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
 from typing import Any
 
-from actors.openai.response_objects import error_reply
+from actors.anthropic.errors import reply_at
 from configs.schema import EdgeConfig
 from engine.errors import RequestError
 
@@ -40,12 +40,16 @@ class ApiKeys:
         return found
 
 
-def bearer_key(headers: Headers) -> bytes | None:
-    """Returns what follows `Bearer` in the Authorization header.
+def sent_key(headers: Headers) -> bytes | None:
+    """Returns what follows `Bearer` in the Authorization header, or Anthropic's `x-api-key`.
 
     None if there is none, or several: two servers could read two of them differently.
     """
+    headers = list(headers)
     values = [value for name, value in headers if name == b"authorization"]
+    keys = [value for name, value in headers if name == b"x-api-key"]
+    if not values and len(keys) == 1:
+        return keys[0].strip() or None
     if len(values) != 1:
         return None
     scheme, _, key = values[0].partition(b" ")
@@ -115,7 +119,7 @@ class KeyGate:
             return ANYBODY
         if scope["type"] == "http" and _path(scope) == OPEN_PATH:
             return ANYBODY
-        key = bearer_key(scope["headers"])
+        key = sent_key(scope["headers"])
         if key is None:
             raise RequestError(
                 "No API key was sent. Send one as 'Authorization: Bearer KEY'.", status=401
@@ -156,7 +160,7 @@ async def _refuse(scope: Scope, send: Send, error: RequestError) -> None:
     if scope["type"] == "websocket":
         await send({"type": "websocket.close", "code": POLICY_VIOLATION})
         return
-    reply = error_reply(error)
+    reply = reply_at(_path(scope), error)
     headers = [(b"content-type", b"application/json")]
     headers.append((b"content-length", str(len(reply.body)).encode()))
     if reply.status == 401:

@@ -7,51 +7,38 @@ event without a [DONE] after it.
 
 import asyncio
 import logging
-import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
-from contextlib import aclosing, asynccontextmanager, suppress
-from dataclasses import replace
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 
-import msgspec
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
+from fastapi.responses import HTMLResponse, JSONResponse
 from ray import serve
 from ray.exceptions import TaskCancelledError
 from starlette.exceptions import HTTPException as StarletteHTTPException
-from starlette.requests import ClientDisconnect
-from starlette.types import Receive, Scope, Send
 
-from actors.ingress.accounting import RequestAccounting
-from actors.ingress.auth import KEY_NAME, KeyGate
+from actors.anthropic.errors import reply_at
+from actors.anthropic.reading import parse_count_tokens, parse_messages
+from actors.ingress.answering import JSON_TYPE, Answering
+from actors.ingress.auth import KeyGate
 from actors.ingress.composition import Edge, build_edge
-from actors.ingress.limits import RateLimitError, estimate_tokens
+from actors.ingress.limits import RateLimitError
 from actors.ingress.pages import PAGE_HEADERS, build_view, chat_page, page
 from actors.ingress.pages import to_json as laps_json
-from actors.ingress.pipeline import ChoiceDelta, PreparedRequest
 from actors.ingress.stopping import StoppingGate
 from actors.ingress.system_view import SUPERVISOR as SUPERVISOR
-from actors.ingress.timed_writer import TIMINGS_HEADER, TimedWriter, wants_timings
 from actors.lifecycle.deployment import VERSION, DeploymentSpec
 from actors.observability.logs import set_up_logging
-from actors.observability.request_times import RequestTimes
 from actors.openai.openapi import build_openapi
 from actors.openai.protocol import ParsedRequest, parse_chat, parse_completion
-from actors.openai.request_rules import (
-    TTFT_DEADLINE_HEADER,
-    check_content_encoding,
-    check_content_type,
-    read_ttft_deadline_s,
-)
 from actors.openai.response_objects import (
     NotReady,
-    error_reply,
     model_card,
     model_list,
-    sse_error,
     to_json,
 )
-from actors.openai.response_parts import ResponseIdentity
-from actors.openai.response_writers import ResponseWriter, build_writer
+from actors.openai.responses.objects import DeletedResponse
+from actors.openai.responses.reading import parse_responses
+from actors.openai.responses.stored import StoredResponses
 from actors.openai.scores import parse_rerank, parse_score
 from actors.openai.served_model import check_model
 from actors.openai.token_requests import (
@@ -65,56 +52,12 @@ from engine.errors import EngineError, RequestError
 logger = logging.getLogger(__name__)
 
 CLIENT_CLOSED_REQUEST = 499  # nginx's status; the client has gone
-JSON_TYPE = "application/json"
 # Refused before the whole body has come: the connection cannot be used again.
 BODY_LEFT_UNREAD = (408, 413)
 CLOSE = {"Connection": "close"}
 SSE_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 Parse = Callable[[bytes], ParsedRequest]
-
-
-class EventStream(StreamingResponse):
-    """Server-sent events that end quietly when the client leaves; Serve raises that as an error."""
-
-    def __init__(
-        self,
-        events: AsyncGenerator[bytes, None],
-        deltas: AsyncGenerator[ChoiceDelta, None],
-        headers: Mapping[str, str],
-        *,
-        on_close: Callable[[BaseException | None], None],
-    ) -> None:
-        """deltas: what `events` reads; both are closed with the response, begun or not.
-
-        on_close: called at the end with the error of a client that left before the events began;
-        any earlier end has been reported already.
-        """
-        super().__init__(
-            events, media_type="text/event-stream", headers=SSE_HEADERS | dict(headers)
-        )
-        self._events = events
-        self._deltas = deltas
-        self._on_close = on_close
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends the events and closes them in any case, or they would run until collected."""
-        try:
-            # Errors of the deltas become events, so this is a client that left during a send.
-            with suppress(OSError, ClientDisconnect):
-                await super().__call__(scope, receive, send)
-        finally:
-            try:
-                await self._events.aclose()
-            finally:
-                try:
-                    await self._deltas.aclose()  # events that never began did not close them
-                finally:
-                    self._on_close(ClientDisconnect())
-
-    async def listen_for_disconnect(self, receive: Receive) -> None:
-        with suppress(TaskCancelledError):
-            await super().listen_for_disconnect(receive)
 
 
 class Ingress:
@@ -149,6 +92,8 @@ class Api:
         self._config = edge.spec.config
         self._model = edge.model
         self._metrics = edge.metrics
+        self._answering = Answering(edge)
+        self._stored = StoredResponses(self._config.api.stored_responses_bytes)
 
     def app(self) -> FastAPI:
         """The ASGI application: all routes, unknown ones too, behind the API key check."""
@@ -157,6 +102,11 @@ class Api:
         app.add_api_route("/", self._show_chat, methods=["GET"])
         app.add_api_route("/v1/chat/completions", self._chat, methods=["POST"])
         app.add_api_route("/v1/completions", self._complete, methods=["POST"])
+        app.add_api_route("/v1/responses", self._respond, methods=["POST"])
+        app.add_api_route("/v1/responses/{name}", self._show_response, methods=["GET"])
+        app.add_api_route("/v1/responses/{name}", self._forget_response, methods=["DELETE"])
+        app.add_api_route("/v1/messages", self._message, methods=["POST"])
+        app.add_api_route("/v1/messages/count_tokens", self._count_tokens, methods=["POST"])
         app.add_api_route("/v1/score", self._score, methods=["POST"])
         app.add_api_route("/v1/rerank", self._rerank, methods=["POST"])
         app.add_api_route("/tokenize", self._tokenize, methods=["POST"])
@@ -192,168 +142,58 @@ class Api:
 
     async def _chat(self, request: Request) -> Response:
         edge, model = self._config.edge, self._model
-        return await self._answer(request, lambda body: parse_chat(body, edge, model))
+        return await self._answering.answer(request, lambda body: parse_chat(body, edge, model))
 
     async def _complete(self, request: Request) -> Response:
         edge, model = self._config.edge, self._model
-        return await self._answer(request, lambda body: parse_completion(body, edge, model))
+        return await self._answering.answer(
+            request, lambda body: parse_completion(body, edge, model)
+        )
+
+    async def _respond(self, request: Request) -> Response:
+        edge, model, stored = self._config.edge, self._model, self._stored
+        return await self._answering.answer(
+            request, lambda body: parse_responses(body, edge, model, stored)
+        )
+
+    async def _message(self, request: Request) -> Response:
+        edge, model = self._config.edge, self._model
+        return await self._answering.answer(request, lambda body: parse_messages(body, edge, model))
+
+    async def _count_tokens(self, request: Request) -> Response:
+        prompt = parse_count_tokens(await self._answering.read_body(request), self._model)
+        async with asyncio.timeout(self._config.edge.request_timeout_s):
+            token_ids = await self._edge.batchers.tokenize(prompt)
+        return JSONResponse({"input_tokens": len(token_ids)})
+
+    async def _show_response(self, name: str) -> Response:
+        return Response(self._stored.body(name), media_type=JSON_TYPE)
+
+    async def _forget_response(self, name: str) -> Response:
+        self._stored.forget(name)
+        return Response(to_json(DeletedResponse(id=name)), media_type=JSON_TYPE)
 
     async def _score(self, request: Request) -> Response:
         edge, model = self._config.edge, self._model
-        return await self._answer(request, lambda body: parse_score(body, edge, model))
+        return await self._answering.answer(request, lambda body: parse_score(body, edge, model))
 
     async def _rerank(self, request: Request) -> Response:
         edge, model, tokenizing = self._config.edge, self._model, self._edge.tokenizing
-        return await self._answer(request, lambda body: parse_rerank(body, edge, model, tokenizing))
-
-    async def _answer(self, request: Request, parse: Parse) -> Response:
-        edge = self._edge
-        times = RequestTimes(arrived_s=edge.clock.now_s())
-        is_timed = wants_timings(request.headers.get(TIMINGS_HEADER))
-        deadline_s = read_ttft_deadline_s(request.headers.get(TTFT_DEADLINE_HEADER))
-        parsed = parse(await self._read_body(request))
-        spec = msgspec.structs.replace(parsed.spec, ttft_deadline_s=deadline_s)
-        parsed = replace(parsed, spec=spec)
-        if self._config.edge.log_prompts:
-            logger.info("asked: %s", parsed.prompts)
-        num_tokens = estimate_tokens(parsed.prompts)
-        max_answer_tokens = 0 if parsed.scoring is not None else parsed.max_tokens
-        with edge.admission.admitted(num_tokens, max_answer_tokens) as leave_queue:
-            accounting = self._open_accounting(request, parsed, times, num_tokens, leave_queue)
-            try:
-                prepared = await edge.pipeline.prepare(parsed, times)
-                accounting.settle(prepared)
-            except BaseException as error:
-                accounting.end(error)
-                raise
-        identity = ResponseIdentity(
-            request_id=parsed.request_id or prepared.request_ids[0],
-            created_s=int(time.time()),
-            model=parsed.model,
+        return await self._answering.answer(
+            request, lambda body: parse_rerank(body, edge, model, tokenizing)
         )
-        writer = build_writer(parsed, identity, edge.tokenizing)
-        if is_timed:
-            writer = TimedWriter(writer, parsed, times, edge.clock)
-        # Serve sets X-Request-Id on every response: the client's, or one of its own.
-        try:
-            if parsed.stream:
-                return await self._stream(prepared, writer, accounting)
-            return await self._gather(prepared, writer, accounting)
-        except asyncio.CancelledError:
-            self._metrics.count_disconnected()
-            raise
-
-    def _open_accounting(
-        self,
-        request: Request,
-        parsed: ParsedRequest,
-        times: RequestTimes,
-        num_tokens: int,
-        leave_queue: Callable[[], None],
-    ) -> RequestAccounting:
-        """Opens the accounts. Raises RateLimitError if the key's limit is exhausted."""
-        edge = self._edge
-        asked = 0 if parsed.max_tokens is None else parsed.max_tokens * parsed.num_choices
-        return RequestAccounting(
-            grant=edge.rate_limits.grant(request.scope[KEY_NAME], num_tokens + asked),
-            trace=edge.tracing.start(parsed, request.headers, times.arrived_s),
-            times=times,
-            latencies=self._metrics.latencies,
-            clock=edge.clock,
-            leave_queue=leave_queue,
-        )
-
-    async def _gather(
-        self, prepared: PreparedRequest, writer: ResponseWriter, accounting: RequestAccounting
-    ) -> Response:
-        """Returns the whole answer as one JSON object."""
-        writer.start(prepared.prompt_ids)
-        with accounting.ending():
-            async with aclosing(self._edge.pipeline.run(prepared)) as deltas:
-                async for item in deltas:
-                    accounting.count(item)
-                    writer.delta(item.choice, item.delta)
-        return Response(
-            b"".join(writer.finish()), media_type=JSON_TYPE, headers=accounting.headers()
-        )
-
-    async def _stream(
-        self, prepared: PreparedRequest, writer: ResponseWriter, accounting: RequestAccounting
-    ) -> Response:
-        """Returns the answer as server-sent events, once the first delta has come."""
-        deltas = self._edge.pipeline.run(prepared)
-        try:
-            first = await anext(deltas)
-        except BaseException as error:
-            await deltas.aclose()
-            accounting.end(error)
-            raise
-        accounting.count(first)
-        events = self._events(prepared, writer, first, deltas, accounting)
-        return EventStream(events, deltas, accounting.headers(), on_close=accounting.end)
-
-    async def _events(
-        self,
-        prepared: PreparedRequest,
-        writer: ResponseWriter,
-        first: ChoiceDelta,
-        deltas: AsyncGenerator[ChoiceDelta, None],
-        accounting: RequestAccounting,
-    ) -> AsyncGenerator[bytes, None]:
-        async with aclosing(deltas):
-            opening = [*writer.start(prepared.prompt_ids), *writer.delta(first.choice, first.delta)]
-            try:
-                yield b"".join(opening)
-                async for item in deltas:
-                    accounting.count(item)
-                    events = writer.delta(item.choice, item.delta)
-                    if events:
-                        yield b"".join(events)
-            except Exception as error:  # too late for a status: it becomes an event
-                accounting.end(error)
-                if not isinstance(error, EngineError | TimeoutError):
-                    logger.error("a stream failed", exc_info=error)
-                self._metrics.count_failed(error_reply(error).status)
-                yield sse_error(error)
-                return
-            except (asyncio.CancelledError, GeneratorExit) as error:
-                accounting.end(error)
-                self._metrics.count_disconnected()
-                raise
-            accounting.end(None)
-            yield b"".join(writer.finish())
-
-    async def _read_body(self, request: Request) -> bytes:
-        """Reads the body and counts its bytes: the length that a client claims proves nothing."""
-        check_content_type(request.headers.get("content-type"))
-        check_content_encoding(request.headers.get("content-encoding"))
-        limit = self._config.edge.max_body_bytes
-        too_large = RequestError(f"The request body exceeds {limit} bytes.", status=413)
-        claimed = request.headers.get("content-length", "")
-        if claimed.isascii() and claimed.isdigit() and int(claimed[:20]) > limit:
-            raise too_large
-        body = bytearray()
-        try:
-            async with asyncio.timeout(self._config.edge.upload_timeout_s):
-                async for piece in request.stream():
-                    body += piece
-                    if len(body) > limit:
-                        raise too_large
-        except TimeoutError as error:
-            raise RequestError("The request body did not come in time.", status=408) from error
-        return bytes(body)
 
     # ---- everything else ------------------------------------------------------------------------
 
     async def _tokenize(self, request: Request) -> Response:
-        call = parse_tokenize(await self._read_body(request), self._model)
+        call = parse_tokenize(await self._answering.read_body(request), self._model)
         async with asyncio.timeout(self._config.edge.request_timeout_s):
             token_ids = await self._edge.batchers.tokenize(call.prompt)
         answer = tokenize_answer(call, token_ids, self._model, self._edge.tokenizing)
         return Response(to_json(answer), media_type=JSON_TYPE)
 
     async def _detokenize(self, request: Request) -> Response:
-        token_ids = parse_detokenize(await self._read_body(request), self._model)
+        token_ids = parse_detokenize(await self._answering.read_body(request), self._model)
         answer = detokenize_answer(token_ids, self._edge.tokenizing)
         return Response(to_json(answer), media_type=JSON_TYPE)
 
@@ -414,7 +254,7 @@ class Api:
         if isinstance(error, TaskCancelledError):  # Serve raises it when the client has left
             self._metrics.count_disconnected()
             return Response(status_code=CLIENT_CLOSED_REQUEST)
-        reply = error_reply(error)
+        reply = reply_at(request.url.path, error)
         if reply.status >= 500 and not isinstance(error, EngineError | TimeoutError):
             logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
         self._metrics.count_failed(reply.status)
@@ -427,5 +267,6 @@ class Api:
         """Answers an unknown route or wrong method in the shape of every other error."""
         assert isinstance(error, StarletteHTTPException), f"registered for {type(error)} too"
         message = f"{error.detail}: {request.method} {request.url.path[:200]}"
-        reply = error_reply(RequestError(message, code="unknown_url", status=error.status_code))
+        refused = RequestError(message, code="unknown_url", status=error.status_code)
+        reply = reply_at(request.url.path, refused)
         return Response(reply.body, reply.status, headers=error.headers, media_type=JSON_TYPE)

@@ -67,6 +67,9 @@ class TimedWriter:
         pieces = self._writer.finish()
         return pieces if self._ends_with_delta else self._with_timings(pieces)
 
+    def fail(self, error: Exception) -> bytes:
+        return self._writer.fail(error)
+
     def _with_timings(self, pieces: list[bytes]) -> list[bytes]:
         """Adds the field to the last piece that is a JSON object, alone or in an event."""
         field = b',"timings":' + msgspec.json.encode(self._timings()) + b"}"

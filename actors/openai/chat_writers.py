@@ -44,7 +44,7 @@ from engine.text.output_text import TextDelta
 from engine.text.tokenizing import Tokenizing
 
 
-def _chat_texts(
+def chat_texts(
     parsed: ParsedRequest, prompt_ids: Sequence[Sequence[int]], tokenizing: Tokenizing
 ) -> list[ChatText]:
     """Builds the reader of each choice's text; all choices follow the same prompt."""
@@ -69,7 +69,8 @@ def _echo(parsed: ParsedRequest) -> str:
     return str(last["content"] or "")
 
 
-def _read(text: ChatText, delta: TextDelta) -> list[Event]:
+def read_delta(text: ChatText, delta: TextDelta) -> list[Event]:
+    """Returns what a delta adds to its choice, and at the choice's end what was held back."""
     events = text.push(delta.text)
     if delta.finish is None:
         return events
@@ -134,11 +135,11 @@ class ChatUnary(UnaryResponse):
         self._messages = [_MessageSoFar() for _ in range(parsed.num_choices)]
 
     def start(self, prompt_ids: Sequence[Sequence[int]]) -> list[bytes]:
-        self._texts = _chat_texts(self._parsed, prompt_ids, self._tokenizing)
+        self._texts = chat_texts(self._parsed, prompt_ids, self._tokenizing)
         return super().start(prompt_ids)
 
     def delta(self, choice_index: int, delta: TextDelta) -> list[bytes]:
-        for event in _read(self._texts[choice_index], delta):
+        for event in read_delta(self._texts[choice_index], delta):
             self._messages[choice_index].add(event)
         return super().delta(choice_index, delta)
 
@@ -190,7 +191,7 @@ class ChatStream(StreamResponse):
 
     def start(self, prompt_ids: Sequence[Sequence[int]]) -> list[bytes]:
         self._usage.start(prompt_ids)
-        self._texts = _chat_texts(self._parsed, prompt_ids, self._tokenizing)
+        self._texts = chat_texts(self._parsed, prompt_ids, self._tokenizing)
         ids = list(prompt_ids[0]) if self._parsed.return_token_ids else UNSET
         return [
             self._event(
@@ -202,7 +203,7 @@ class ChatStream(StreamResponse):
 
     def delta(self, choice_index: int, delta: TextDelta) -> list[bytes]:
         self._count(choice_index, delta)
-        read = _read(self._texts[choice_index], delta)
+        read = read_delta(self._texts[choice_index], delta)
         pieces = [
             piece for event in read if (piece := self._piece(choice_index, event)) is not None
         ]

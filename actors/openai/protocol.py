@@ -11,6 +11,7 @@ from enum import Enum
 
 import msgspec
 
+from actors.openai.answer_shapes import AnswerShape
 from actors.openai.chat_dialect import ToolFormat
 from actors.openai.output_rules import check_can_end, read_constraint
 from actors.openai.prompts import (
@@ -95,6 +96,7 @@ class ParsedRequest:
     names_tokens_by_id: bool = False  # log-probabilities call a token `token_id:7`
     prompt_logprobs: int | None = None  # as the client said; a completion's echo may want some too
     scoring: Scoring | Reranking | None = None  # what the answer says of prompts; None = outputs
+    shape: AnswerShape | None = None  # of another protocol's answer; None = the endpoint's own
     # What else than text the answer may hold.
     tool_format: ToolFormat | None = None  # None = no calls
     tool_names: frozenset[str] = frozenset()
@@ -144,7 +146,16 @@ def parse_chat(
     new_seed: Callable[[], int] = draw_seed,
 ) -> ParsedRequest:
     """A /v1/chat/completions body; raises RequestError with `param` and OpenAI's code."""
-    chat = decode_body(body, ChatBody)
+    return read_chat(decode_body(body, ChatBody), limits, model, new_seed)
+
+
+def read_chat(
+    chat: ChatBody,
+    limits: EdgeConfig,
+    model: ServedModel,
+    new_seed: Callable[[], int] = draw_seed,
+) -> ParsedRequest:
+    """A decoded body; other protocols are read as such a one, too. Raises as `parse_chat`."""
     name = check_model(chat.model, model)
     if chat.top_logprobs and not chat.logprobs:
         raise invalid("top_logprobs", "only allowed when 'logprobs' is true.")

@@ -19,21 +19,21 @@ Scalar = str | int | float | bool | None
 Body = TypeVar("Body", bound=msgspec.Struct)
 
 
-class _Object(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class StrictObject(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A JSON object whose every key is known; null means absent throughout."""
 
 
-class _LenientObject(msgspec.Struct, frozen=True, kw_only=True):
+class LenientObject(msgspec.Struct, frozen=True, kw_only=True):
     """A JSON object that may have further keys, which are ignored."""
 
 
-class StreamOptions(_Object, frozen=True, kw_only=True):
+class StreamOptions(StrictObject, frozen=True, kw_only=True):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None  # extension: usage so far on every chunk
     include_obfuscation: bool | None = None  # no effect: nothing is ever padded here
 
 
-class ContentPart(_LenientObject, frozen=True, kw_only=True):
+class ContentPart(LenientObject, frozen=True, kw_only=True):
     """One part of a message; only text is supported, the others are known so as to be named."""
 
     type: str
@@ -41,18 +41,18 @@ class ContentPart(_LenientObject, frozen=True, kw_only=True):
     refusal: str | None = None
 
 
-class FunctionCall(_LenientObject, frozen=True, kw_only=True):
+class FunctionCall(LenientObject, frozen=True, kw_only=True):
     name: str
     arguments: str | dict[str, Any] | None = None  # a JSON object, usually as text
 
 
-class ToolCall(_LenientObject, frozen=True, kw_only=True):
+class ToolCall(LenientObject, frozen=True, kw_only=True):
     id: str
     function: FunctionCall
     type: str | None = None
 
 
-class Message(_LenientObject, frozen=True, kw_only=True):
+class Message(LenientObject, frozen=True, kw_only=True):
     role: str
     content: str | list[ContentPart | str] | None = None
     name: str | None = None
@@ -66,33 +66,33 @@ class Message(_LenientObject, frozen=True, kw_only=True):
     function_call: FunctionCall | None = None  # what `tool_calls` replaced
 
 
-class FunctionDefinition(_LenientObject, frozen=True, kw_only=True):
+class FunctionDefinition(LenientObject, frozen=True, kw_only=True):
     name: str
     description: str | None = None
     parameters: Raw = field(default_factory=Raw)  # a JSON schema
     strict: bool | None = None
 
 
-class Tool(_LenientObject, frozen=True, kw_only=True):
+class Tool(LenientObject, frozen=True, kw_only=True):
     type: str
     function: FunctionDefinition | None = None
 
 
-class FunctionName(_Object, frozen=True, kw_only=True):
+class FunctionName(StrictObject, frozen=True, kw_only=True):
     name: str
 
 
-class AllowedTool(_LenientObject, frozen=True, kw_only=True):
+class AllowedTool(LenientObject, frozen=True, kw_only=True):
     type: str
     function: FunctionName | None = None
 
 
-class AllowedTools(_Object, frozen=True, kw_only=True):
+class AllowedTools(StrictObject, frozen=True, kw_only=True):
     mode: Literal["auto", "required"] = "auto"
     tools: list[AllowedTool]
 
 
-class ToolChoice(_Object, frozen=True, kw_only=True):
+class ToolChoice(StrictObject, frozen=True, kw_only=True):
     """A choice that is more than a word."""
 
     type: str
@@ -101,19 +101,19 @@ class ToolChoice(_Object, frozen=True, kw_only=True):
     allowed_tools: AllowedTools | None = None
 
 
-class JsonSchemaFormat(_Object, frozen=True, kw_only=True):
+class JsonSchemaFormat(StrictObject, frozen=True, kw_only=True):
     name: str
     description: str | None = None
     schema: Raw = field(default_factory=Raw)
     strict: bool | None = None
 
 
-class ResponseFormat(_Object, frozen=True, kw_only=True):
+class ResponseFormat(StrictObject, frozen=True, kw_only=True):
     type: str
     json_schema: JsonSchemaFormat | None = None
 
 
-class StructuredOutputs(_Object, frozen=True, kw_only=True):
+class StructuredOutputs(StrictObject, frozen=True, kw_only=True):
     """vLLM's: exactly one."""
 
     json: Raw = field(default_factory=Raw)  # a JSON schema, or its text
@@ -122,14 +122,14 @@ class StructuredOutputs(_Object, frozen=True, kw_only=True):
     grammar: str | None = None  # EBNF
 
 
-class Prediction(_Object, frozen=True, kw_only=True):
+class Prediction(StrictObject, frozen=True, kw_only=True):
     """A guess at the answer, which may make it faster and never different: not used here."""
 
     type: Literal["content"]
     content: str | list[ContentPart]
 
 
-class GenerationBody(_Object, frozen=True, kw_only=True):
+class GenerationBody(StrictObject, frozen=True, kw_only=True):
     """What both endpoints share."""
 
     model: str | None = None  # null = the model that is served
@@ -239,7 +239,7 @@ class CompletionBody(GenerationBody, frozen=True, kw_only=True):
     suffix: str | None = None  # not supported
 
 
-class _PromptsBody(_Object, frozen=True, kw_only=True):
+class _PromptsBody(StrictObject, frozen=True, kw_only=True):
     """What requests share that ask about prompts and want no output."""
 
     model: str | None = None  # null = the model that is served
@@ -262,7 +262,7 @@ class ScoreBody(_PromptsBody, frozen=True, kw_only=True):
     item_first: bool | None = None  # the item stands before the query
 
 
-class RerankDocument(_Object, frozen=True, kw_only=True):
+class RerankDocument(StrictObject, frozen=True, kw_only=True):
     text: str
 
 
@@ -278,7 +278,7 @@ class RerankBody(_PromptsBody, frozen=True, kw_only=True):
     template: str | None = None
 
 
-class TokenizeBody(_Object, frozen=True, kw_only=True):
+class TokenizeBody(StrictObject, frozen=True, kw_only=True):
     """vLLM's /tokenize: exactly one of `prompt` and `messages`."""
 
     model: str | None = None
@@ -293,7 +293,7 @@ class TokenizeBody(_Object, frozen=True, kw_only=True):
     tools: list[Tool] | None = None
 
 
-class DetokenizeBody(_Object, frozen=True, kw_only=True):
+class DetokenizeBody(StrictObject, frozen=True, kw_only=True):
     """vLLM's /detokenize."""
 
     model: str | None = None
@@ -303,7 +303,10 @@ class DetokenizeBody(_Object, frozen=True, kw_only=True):
 # Parameter -> the values beside null that ask for what happens anyway.
 UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "audio": (),
+    "background": (False,),
     "chat_template": (),
+    "context_management": ([], {}),
+    "conversation": (),
     "documents": ([],),
     "early_stopping": (False,),
     "ec_transfer_params": ({},),
@@ -321,6 +324,7 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
     "moderation": (),
+    "prompt": (),
     "prompt_embeds": ([],),
     "repetition_detection": (),
     "return_assistant_tokens_mask": (False,),

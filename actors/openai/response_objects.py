@@ -271,7 +271,7 @@ class ErrorBody(_Record, frozen=True):
     error: ErrorDetail
 
 
-def to_json(record: _Record) -> bytes:
+def to_json(record: msgspec.Struct) -> bytes:
     return _encoder.encode(record)
 
 
@@ -308,13 +308,13 @@ def error_reply(error: Exception) -> ErrorReply:
         # Whole seconds, rounded up: the header knows no fractions, and 0 would mean at once.
         headers["Retry-After"] = str(max(1, -int(-error.retry_after_s // 1)))
     return ErrorReply(
-        status=_status(error), body=to_json(ErrorBody(error=_detail(error))), headers=headers
+        status=_status(error), body=to_json(ErrorBody(error=error_detail(error))), headers=headers
     )
 
 
 def sse_error(error: Exception) -> bytes:
     """The last event of a stream that failed; no `[DONE]` follows it."""
-    return sse_event(ErrorBody(error=_detail(error)))
+    return sse_event(ErrorBody(error=error_detail(error)))
 
 
 def _status(error: Exception) -> int:
@@ -323,7 +323,8 @@ def _status(error: Exception) -> int:
     return 504 if isinstance(error, TimeoutError) else 500
 
 
-def _detail(error: Exception) -> ErrorDetail:
+def error_detail(error: Exception) -> ErrorDetail:
+    """What a client is told of an error."""
     match error:
         case RequestError():
             return ErrorDetail(

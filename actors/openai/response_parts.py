@@ -11,7 +11,13 @@ from dataclasses import dataclass, field
 from msgspec import UNSET, UnsetType
 
 from actors.openai.protocol import ParsedRequest
-from actors.openai.response_objects import FinishText, PromptTokensDetails, Usage
+from actors.openai.response_objects import (
+    FinishText,
+    PromptTokensDetails,
+    Usage,
+    error_reply,
+    sse_error,
+)
 from engine.messages import TokenRecord
 from engine.request import FinishReason, PromptScores
 from engine.text.output_text import OutputText, OutputToken, TextDelta
@@ -131,6 +137,9 @@ class UnaryResponse:
         self._choices[choice_index].add(delta)
         return []
 
+    def fail(self, error: Exception) -> bytes:
+        return error_reply(error).body
+
     def _finish_of(self, choice_index: int) -> FinishText:
         finish = self._choices[choice_index].finish
         assert finish is not None, f"choice {choice_index} is not finished"
@@ -155,6 +164,9 @@ class StreamResponse:
         self._reports_tokens = self._has_logprobs or parsed.return_token_ids
         self._usage = UsageCount(parsed.n)
         self._num_unfinished = parsed.num_choices
+
+    def fail(self, error: Exception) -> bytes:
+        return sse_error(error)
 
     def _count(self, choice_index: int, delta: TextDelta) -> None:
         self._usage.add(choice_index, delta)

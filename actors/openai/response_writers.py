@@ -4,6 +4,7 @@
     writer.start(prompt_ids)          -> bytes to send first
     writer.delta(choice_index, delta) -> bytes to send now (none in unary mode)
     writer.finish()                   -> the rest: the whole body, or usage chunk and [DONE]
+    writer.fail(error)                -> the last event of a stream that cannot go on
 
 Choices are numbered prompt by prompt. Knows no HTTP, no workers and no stop strings.
 """
@@ -11,10 +12,12 @@ Choices are numbered prompt by prompt. Knows no HTTP, no workers and no stop str
 from collections.abc import Sequence
 from typing import Protocol
 
+from actors.openai.answer_shapes import ResponsesShape
 from actors.openai.chat_writers import ChatStream, ChatUnary
 from actors.openai.completion_writers import CompletionStream, CompletionUnary
 from actors.openai.protocol import Endpoint, ParsedRequest
 from actors.openai.response_parts import ResponseIdentity
+from actors.openai.responses.writer import ResponsesWriter
 from actors.openai.scores import ScoreUnary
 from engine.text.output_text import OutputText, TextDelta
 from engine.text.stop_strings import StopStrings
@@ -30,10 +33,14 @@ class ResponseWriter(Protocol):
 
     def finish(self) -> list[bytes]: ...
 
+    def fail(self, error: Exception) -> bytes: ...
+
 
 def build_writer(
     parsed: ParsedRequest, identity: ResponseIdentity, tokenizing: Tokenizing
 ) -> ResponseWriter:
+    if isinstance(parsed.shape, ResponsesShape):
+        return ResponsesWriter(parsed, identity, tokenizing, parsed.shape)
     if parsed.scoring is not None:
         return ScoreUnary(parsed, identity, parsed.scoring)
     match parsed.endpoint, parsed.stream:

@@ -27,6 +27,7 @@ from actors.openai.response_objects import (
     RerankAnswer,
     RerankResult,
     ScoreAnswer,
+    error_reply,
     to_json,
 )
 from actors.openai.response_parts import PromptDelta, ResponseIdentity, UsageCount
@@ -243,6 +244,9 @@ class ScoreUnary:
         if isinstance(self._scoring, Reranking):
             return [to_json(self._ranking(self._scoring))]
         return [to_json(self._scores(self._scoring))]
+
+    def fail(self, error: Exception) -> bytes:
+        return error_reply(error).body
 
     def _scores(self, scoring: Scoring) -> ScoreAnswer:
         return ScoreAnswer(

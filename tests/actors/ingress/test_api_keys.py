@@ -11,7 +11,7 @@ import httpx
 import pytest
 from starlette.routing import Route
 
-from actors.ingress.auth import ApiKeys, KeyGate, Message, Scope, bearer_key
+from actors.ingress.auth import ApiKeys, KeyGate, Message, Scope, sent_key
 from configs.schema import EdgeConfig
 from tests.actors.ingress.edge_app import EdgeApp, edge_app
 
@@ -107,9 +107,9 @@ def test_the_name_is_found_whatever_is_before_it() -> None:
     assert keys.name_of(b"\xff\x00") is None
 
 
-def test_a_bearer_key_is_what_follows_the_scheme() -> None:
-    assert bearer_key([(b"authorization", b"Bearer a b")]) == b"a b"
-    assert bearer_key([(b"x", b"Bearer a")]) is None
+def test_a_sent_key_is_what_follows_the_scheme() -> None:
+    assert sent_key([(b"authorization", b"Bearer a b")]) == b"a b"
+    assert sent_key([(b"x", b"Bearer a")]) is None
 
 
 def run_gate(gate: KeyGate, scope: Scope) -> list[Message]:

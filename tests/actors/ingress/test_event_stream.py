@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from starlette.types import Message
 
+from actors.ingress.answering import EventStream
 from actors.ingress.pipeline import ChoiceDelta
-from actors.ingress.routes import EventStream
 from engine.text.output_text import TextDelta
 
 WHOLE_NUM_EVENTS = 5

@@ -1,0 +1,142 @@
+"""The body of /v1/responses as typed structs. Source of the fields: OpenAI's API reference.
+
+Items of the input and tools are read leniently, as messages of chats are: clients send back what
+they got, from whatever server.
+"""
+
+from typing import Any, Literal
+
+from msgspec import Raw, field
+
+from actors.openai.request_bodies import (
+    LenientObject,
+    Scalar,
+    StrictObject,
+    StructuredOutputs,
+)
+
+
+class InputPart(LenientObject, frozen=True, kw_only=True):
+    """A part of a message, of a call's output, or of reasoning."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+class InputItem(LenientObject, frozen=True, kw_only=True):
+    """Any item of the input; its type says which fields it has."""
+
+    type: str | None = None  # null = a message
+    # A message.
+    role: str | None = None
+    content: str | list[InputPart] | None = None  # of reasoning, too
+    # A call and its output.
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | dict[str, Any] | None = None
+    output: str | list[InputPart] | None = None
+    # Reasoning.
+    summary: list[InputPart] | None = None
+
+
+class TextFormat(LenientObject, frozen=True, kw_only=True):
+    type: str
+    name: str | None = None
+    description: str | None = None
+    schema: Raw = field(default_factory=Raw)
+    strict: bool | None = None
+
+
+class TextOptions(StrictObject, frozen=True, kw_only=True):
+    format: TextFormat | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None  # only "medium"
+
+
+class ReasoningOptions(StrictObject, frozen=True, kw_only=True):
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    # No effect: the reasoning itself is in the answer, and nothing summarises it.
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+    context: str | None = None
+
+
+class FunctionTool(LenientObject, frozen=True, kw_only=True):
+    type: str
+    name: str | None = None
+    description: str | None = None
+    parameters: Raw = field(default_factory=Raw)
+    strict: bool | None = None
+
+
+class NamedTool(LenientObject, frozen=True, kw_only=True):
+    type: str
+    name: str | None = None
+
+
+class ResponseToolChoice(LenientObject, frozen=True, kw_only=True):
+    """A function by its name, or allowed tools."""
+
+    type: str
+    name: str | None = None
+    mode: Literal["auto", "required"] | None = None
+    tools: list[NamedTool] | None = None
+
+
+class ResponseStreamOptions(StrictObject, frozen=True, kw_only=True):
+    include_obfuscation: bool | None = None  # no effect: nothing is ever padded here
+
+
+class ResponsesBody(StrictObject, frozen=True, kw_only=True):
+    input: str | list[InputItem]
+    model: str | None = None  # null = the model that is served
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    stream: bool | None = None
+    stream_options: ResponseStreamOptions | None = None
+    tools: list[FunctionTool] | None = None
+    tool_choice: str | ResponseToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    store: bool | None = None
+    previous_response_id: str | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    include: list[str] | None = None
+    top_logprobs: int | None = None
+    # Accepted as OpenAI's servers do; no effect here.
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    prompt_cache_options: dict[str, Scalar] | None = None
+    max_tool_calls: int | None = None  # counts calls of tools that a server runs itself
+    # Extensions, as in chats.
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    logit_bias: dict[str, float] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    structured_outputs: StructuredOutputs | None = None
+    chat_template_kwargs: dict[str, Scalar] | None = None
+    include_reasoning: bool | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    request_id: str | None = None
+    # Known, refused unless at the value that changes nothing (see UNSUPPORTED).
+    background: Raw = field(default_factory=Raw)
+    conversation: Raw = field(default_factory=Raw)
+    context_management: Raw = field(default_factory=Raw)
+    prompt: Raw = field(default_factory=Raw)
+    mm_processor_kwargs: Raw = field(default_factory=Raw)
+    vllm_xargs: Raw = field(default_factory=Raw)

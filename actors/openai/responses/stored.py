@@ -1,0 +1,83 @@
+"""Finished responses that later requests may go on from, in the memory of one ingress.
+
+Bounded by bytes; the least recently used go first. Nothing outlives the process, and another
+ingress replica has its own.
+"""
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from actors.openai.prompts import count_chars
+from actors.openai.request_bodies import Message
+from engine.errors import RequestError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Stored:
+    body: bytes  # the response as it was sent
+    messages: list[Message]  # the conversation up to its end
+    num_bytes: int  # of both; a character counts as one, a message as 64
+
+
+class StoredResponses:
+    """An LRU of responses by id."""
+
+    def __init__(self, max_bytes: int) -> None:
+        """max_bytes: of responses and conversations together; 0 = nothing is stored."""
+        self._max_bytes = max_bytes
+        self._by_id: OrderedDict[str, _Stored] = OrderedDict()
+        self._num_bytes = 0
+
+    @property
+    def is_on(self) -> bool:
+        return self._max_bytes > 0
+
+    @property
+    def num_bytes(self) -> int:
+        return self._num_bytes
+
+    def keep(self, response_id: str, body: bytes, messages: list[Message]) -> None:
+        """Stores a response; one that is larger than the limit is not stored."""
+        num_bytes = len(body) + sum(64 + count_chars(message) for message in messages)
+        stored = _Stored(body=body, messages=messages, num_bytes=num_bytes)
+        self.forget(response_id)
+        if stored.num_bytes > self._max_bytes:
+            return
+        self._by_id[response_id] = stored
+        self._num_bytes += stored.num_bytes
+        while self._num_bytes > self._max_bytes:
+            self._num_bytes -= self._by_id.popitem(last=False)[1].num_bytes
+
+    def body(self, response_id: str) -> bytes:
+        """Raises RequestError (404) for a response that is not stored."""
+        return self._find(response_id, None).body
+
+    def conversation(self, response_id: str) -> list[Message]:
+        """The messages up to the response's end. Raises RequestError (404)."""
+        return self._find(response_id, "previous_response_id").messages
+
+    def forget(self, response_id: str) -> bool:
+        """Returns whether the response was stored."""
+        stored = self._by_id.pop(response_id, None)
+        if stored is None:
+            return False
+        self._num_bytes -= stored.num_bytes
+        return True
+
+    def _find(self, response_id: str, param: str | None) -> _Stored:
+        stored = self._by_id.get(response_id)
+        if stored is None:
+            why = (
+                "it was never stored, or newer ones took its place (api.stored_responses_bytes)"
+                if self.is_on
+                else "this server stores none (api.stored_responses_bytes is 0);"
+                " send the whole conversation as 'input'"
+            )
+            raise RequestError(
+                f"Response with id '{response_id[:100]}' not found: {why}.",
+                param=param,
+                code="response_not_found",
+                status=404,
+            )
+        self._by_id.move_to_end(response_id)
+        return stored
