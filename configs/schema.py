@@ -244,6 +244,9 @@ class ApiConfig(_Section, frozen=True):
     served_model_names: tuple[Annotated[str, Meta(min_length=1)], ...] = ()
     # How the model writes tool calls: auto = by its chat template; none = `tools` are refused.
     tool_parser: Literal["auto", "hermes", "llama3_json", "mistral", "none"] = "auto"
+    # Origins whose web pages may call this server from a browser (CORS), e.g. https://chat.example;
+    # "*" = all. A page still needs a key where keys are configured.
+    cors_origins: tuple[Annotated[str, Meta(pattern=r"^(\*|https?://[^\s/]+)$")], ...] = ()
     # Finished answers of /v1/responses that `previous_response_id` may name, with their
     # conversations, in the memory of each ingress; the least recently used go first. 0 = none.
     stored_responses_bytes: Annotated[int, Meta(ge=0)] = 64 * 2**20

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from actors.anthropic.errors import error_body
+from actors.anthropic.objects import MessageObject, MessageUsage
 from actors.openai.chat_text import ChatText
 from actors.openai.chat_writers import chat_texts, read_delta
 from actors.openai.protocol import ParsedRequest
@@ -146,28 +147,24 @@ class MessagesWriter:
             return "tool_use"
         return "end_turn" if self._stop is None else "stop_sequence"
 
-    def _message(self, stop_reason: str | None) -> Json:
-        return {
-            "id": f"msg_{self._identity.request_id}",
-            "type": "message",
-            "role": "assistant",
-            "model": self._identity.model,
-            "content": self._blocks,
-            "stop_reason": stop_reason,
-            "stop_sequence": self._stop,
-            "usage": self._usage_object(),
-        }
+    def _message(self, stop_reason: str | None) -> MessageObject:
+        return MessageObject(
+            id=f"msg_{self._identity.request_id}",
+            model=self._identity.model,
+            content=self._blocks,
+            stop_reason=stop_reason,
+            stop_sequence=self._stop,
+            usage=self._usage_object(),
+        )
 
-    def _usage_object(self) -> Json:
-        """Tokens; those of the prompt that were cached are counted apart, as Anthropic does."""
+    def _usage_object(self) -> MessageUsage:
         usage = self._usage.usage()
         cached = usage.prompt_tokens_details.cached_tokens
-        return {
-            "input_tokens": usage.prompt_tokens - cached,
-            "cache_creation_input_tokens": 0,
-            "cache_read_input_tokens": cached,
-            "output_tokens": usage.completion_tokens,
-        }
+        return MessageUsage(
+            input_tokens=usage.prompt_tokens - cached,
+            cache_read_input_tokens=cached,
+            output_tokens=usage.completion_tokens,
+        )
 
     def _streamed(self, event: Mapping[str, object]) -> list[bytes]:
         """Encodes an event; nothing is sent of an answer that is not streamed."""

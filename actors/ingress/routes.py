@@ -9,26 +9,30 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse
 from ray import serve
 from ray.exceptions import TaskCancelledError
 from starlette.exceptions import HTTPException as StarletteHTTPException
+from starlette.middleware.cors import CORSMiddleware
 
 from actors.anthropic.errors import reply_at
+from actors.anthropic.objects import TokenCount
 from actors.anthropic.reading import parse_count_tokens, parse_messages
 from actors.ingress.answering import JSON_TYPE, Answering
 from actors.ingress.auth import KeyGate
 from actors.ingress.composition import Edge, build_edge
+from actors.ingress.docs_page import docs_page
 from actors.ingress.limits import RateLimitError
+from actors.ingress.openapi import build_openapi
 from actors.ingress.pages import PAGE_HEADERS, build_view, chat_page, page
 from actors.ingress.pages import to_json as laps_json
 from actors.ingress.stopping import StoppingGate
 from actors.ingress.system_view import SUPERVISOR as SUPERVISOR
 from actors.lifecycle.deployment import VERSION, DeploymentSpec
 from actors.observability.logs import set_up_logging
-from actors.openai.openapi import build_openapi
 from actors.openai.protocol import ParsedRequest, parse_chat, parse_completion
 from actors.openai.response_objects import (
     NotReady,
@@ -48,6 +52,7 @@ from actors.openai.token_requests import (
     tokenize_answer,
 )
 from engine.errors import EngineError, RequestError
+from engine.text.chat_template import read_tokenizer_config
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +103,7 @@ class Api:
     def app(self) -> FastAPI:
         """The ASGI application: all routes, unknown ones too, behind the API key check."""
         # The document of /openapi.json is built from the structs.
-        app = FastAPI(openapi_url=None, lifespan=self._lifespan)
+        app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, lifespan=self._lifespan)
         app.add_api_route("/", self._show_chat, methods=["GET"])
         app.add_api_route("/v1/chat/completions", self._chat, methods=["POST"])
         app.add_api_route("/v1/completions", self._complete, methods=["POST"])
@@ -107,10 +112,15 @@ class Api:
         app.add_api_route("/v1/responses/{name}", self._forget_response, methods=["DELETE"])
         app.add_api_route("/v1/messages", self._message, methods=["POST"])
         app.add_api_route("/v1/messages/count_tokens", self._count_tokens, methods=["POST"])
-        app.add_api_route("/v1/score", self._score, methods=["POST"])
-        app.add_api_route("/v1/rerank", self._rerank, methods=["POST"])
+        for path in ("/v1/score", "/score"):
+            app.add_api_route(path, self._score, methods=["POST"])
+        for path in ("/v1/rerank", "/v2/rerank", "/rerank"):
+            app.add_api_route(path, self._rerank, methods=["POST"])
         app.add_api_route("/tokenize", self._tokenize, methods=["POST"])
         app.add_api_route("/detokenize", self._detokenize, methods=["POST"])
+        app.add_api_route("/tokenizer_info", self._show_tokenizer, methods=["GET"])
+        app.add_api_route("/load", self._show_load, methods=["GET"])
+        app.add_api_route("/docs", self._show_docs, methods=["GET"])
         app.add_api_route("/openapi.json", self._show_openapi, methods=["GET"])
         app.add_api_route("/v1/models", self._list_models, methods=["GET"])
         app.add_api_route("/v1/models/{name:path}", self._show_model, methods=["GET"])
@@ -131,6 +141,15 @@ class Api:
             limits=self._config.edge,
             on_refused=self._metrics.count_failed,
         )
+        if self._config.api.cors_origins:
+            # Outermost: a browser asks without a key whether it may ask.
+            app.add_middleware(
+                CORSMiddleware,
+                allow_origins=self._config.api.cors_origins,
+                allow_methods=["GET", "POST", "DELETE"],
+                allow_headers=["*"],
+                expose_headers=["*"],
+            )
         return app
 
     @asynccontextmanager
@@ -164,7 +183,8 @@ class Api:
         prompt = parse_count_tokens(await self._answering.read_body(request), self._model)
         async with asyncio.timeout(self._config.edge.request_timeout_s):
             token_ids = await self._edge.batchers.tokenize(prompt)
-        return JSONResponse({"input_tokens": len(token_ids)})
+        counted = TokenCount(input_tokens=len(token_ids))
+        return Response(to_json(counted), media_type=JSON_TYPE)
 
     async def _show_response(self, name: str) -> Response:
         return Response(self._stored.body(name), media_type=JSON_TYPE)
@@ -174,8 +194,10 @@ class Api:
         return Response(to_json(DeletedResponse(id=name)), media_type=JSON_TYPE)
 
     async def _score(self, request: Request) -> Response:
-        edge, model = self._config.edge, self._model
-        return await self._answering.answer(request, lambda body: parse_score(body, edge, model))
+        edge, model, tokenizing = self._config.edge, self._model, self._edge.tokenizing
+        return await self._answering.answer(
+            request, lambda body: parse_score(body, edge, model, tokenizing)
+        )
 
     async def _rerank(self, request: Request) -> Response:
         edge, model, tokenizing = self._config.edge, self._model, self._edge.tokenizing
@@ -199,6 +221,19 @@ class Api:
 
     async def _show_openapi(self) -> Response:
         return Response(build_openapi("LAPS engine", VERSION), media_type=JSON_TYPE)
+
+    async def _show_docs(self) -> Response:
+        return HTMLResponse(docs_page(), headers=PAGE_HEADERS)
+
+    async def _show_tokenizer(self) -> Response:
+        """Answers with the folder's tokenizer_config.json, as vLLM does."""
+        folder = Path(self._config.model.path)
+        text = await asyncio.to_thread(read_tokenizer_config, folder)
+        return Response(text, media_type=JSON_TYPE)
+
+    async def _show_load(self) -> Response:
+        """Answers with the requests of this replica that are under way."""
+        return JSONResponse({"server_load": self._edge.generations.num_open})
 
     async def _list_models(self) -> Response:
         return Response(to_json(model_list(self._model)), media_type=JSON_TYPE)

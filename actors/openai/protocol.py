@@ -45,7 +45,7 @@ from actors.openai.request_rules import (
     read_logit_bias,
     read_stops,
 )
-from actors.openai.scoring import Reranking, Scoring
+from actors.openai.scoring import PairScoring, Reranking, Scoring
 from actors.openai.served_model import ServedModel as ServedModel
 from actors.openai.served_model import check_model
 from actors.openai.tool_rules import ToolUse, read_tool_use
@@ -95,7 +95,8 @@ class ParsedRequest:
     skips_special_tokens: bool = True  # False: the text of special tokens is shown
     names_tokens_by_id: bool = False  # log-probabilities call a token `token_id:7`
     prompt_logprobs: int | None = None  # as the client said; a completion's echo may want some too
-    scoring: Scoring | Reranking | None = None  # what the answer says of prompts; None = outputs
+    # What the answer says of prompts; None = outputs.
+    scoring: Scoring | Reranking | PairScoring | None = None
     shape: AnswerShape | None = None  # of another protocol's answer; None = the endpoint's own
     # What else than text the answer may hold.
     tool_format: ToolFormat | None = None  # None = no calls

@@ -254,12 +254,23 @@ class _PromptsBody(StrictObject, frozen=True, kw_only=True):
 
 
 class ScoreBody(_PromptsBody, frozen=True, kw_only=True):
-    """SGLang's /v1/score: how likely is each label as the next token behind query and item."""
+    """/v1/score in one of two shapes.
 
-    query: str | list[int]
-    items: str | list[str | list[int]]
+    SGLang's: how likely each label is as the next token behind query and item. vLLM's: how relevant
+    the second text of each pair is to the first, as /v1/rerank has it.
+    """
+
+    query: str | list[int] | None = None
+    items: str | list[str | list[int]] | None = None
     apply_softmax: bool | None = None  # over the labels alone
     item_first: bool | None = None  # the item stands before the query
+    # vLLM's: one text and several, or as many of each; under either pair of names.
+    text_1: str | list[str] | None = None
+    text_2: str | list[str] | None = None
+    queries: str | list[str] | None = None
+    documents: str | list[str] | None = None
+    instruction: str | None = None
+    template: str | None = None
 
 
 class RerankDocument(StrictObject, frozen=True, kw_only=True):

@@ -207,6 +207,23 @@ class ScoreAnswer(_Record, frozen=True):
     object: Literal["scoring"] = "scoring"
 
 
+class PairScore(_Record, frozen=True):
+    index: int
+    score: float
+    object: Literal["score"] = "score"
+
+
+class PairScoreAnswer(_Record, frozen=True):
+    """vLLM's shape."""
+
+    id: str
+    created: int
+    model: str
+    data: list[PairScore]
+    usage: Usage
+    object: Literal["list"] = "list"
+
+
 class DocumentText(_Record, frozen=True):
     text: str
 

@@ -24,6 +24,8 @@ from actors.openai.request_rules import (
 )
 from actors.openai.response_objects import (
     DocumentText,
+    PairScore,
+    PairScoreAnswer,
     RerankAnswer,
     RerankResult,
     ScoreAnswer,
@@ -31,7 +33,7 @@ from actors.openai.response_objects import (
     to_json,
 )
 from actors.openai.response_parts import PromptDelta, ResponseIdentity, UsageCount
-from actors.openai.scoring import Reranking, Scoring, probabilities
+from actors.openai.scoring import PairScoring, Reranking, Scoring, probabilities
 from actors.openai.served_model import ServedModel, check_model
 from configs.schema import EdgeConfig
 from engine.errors import RequestError
@@ -52,16 +54,29 @@ QUESTION = (
 _PLACE = re.compile(r"\{(instruction|query|document)\}")
 
 
-def parse_score(body: bytes, limits: EdgeConfig, model: ServedModel) -> ParsedRequest:
-    """A /v1/score body; raises RequestError with `param` and OpenAI's code."""
+def parse_score(
+    body: bytes, limits: EdgeConfig, model: ServedModel, tokenizing: Tokenizing
+) -> ParsedRequest:
+    """A /v1/score body; raises RequestError with `param` and OpenAI's code.
+
+    `tokenizing` finds the tokens of yes and no.
+    """
     asked = decode_body(body, ScoreBody)
     name = check_model(asked.model, model)
+    if asked.text_1 is not None or asked.queries is not None:
+        return _parse_pairs(asked, name, limits, model, tokenizing)
+    if asked.query is None:
+        raise missing("query")
+    if asked.items is None:
+        raise missing("items")
     if asked.label_token_ids is None:
         raise missing("label_token_ids")
     items = [asked.items] if isinstance(asked.items, str) else asked.items
     check_length("items", len(items), limits.max_prompts)
     _check_total_chars("items", [*items, *[asked.query] * len(items)])
-    prompts = [_join(asked, item, f"items[{i}]", model) for i, item in enumerate(items)]
+    prompts = [
+        _join(asked, asked.query, item, f"items[{i}]", model) for i, item in enumerate(items)
+    ]
     return _parsed(
         asked,
         Endpoint.SCORE,
@@ -83,24 +98,48 @@ def parse_rerank(
     check_chars("query", asked.query, MAX_CHARS_PER_TOKEN * model.max_model_len)
     documents = [d.text if isinstance(d, RerankDocument) else d for d in asked.documents]
     _check_total_chars("documents", [*documents, *[asked.query] * len(documents)])
-    if asked.instruction is not None:
-        check_chars("instruction", asked.instruction, MAX_INSTRUCTION_CHARS)
-    if asked.template is not None:
-        _check_template(asked.template)
-    ids = asked.label_token_ids
-    labels = _yes_and_no(tokenizing) if ids is None else _check_labels(ids, model)
-    if len(labels) != len(YES_AND_NO):
-        raise invalid(
-            "label_token_ids",
-            f"expected two token ids, the one of a relevant document first, but got {len(labels)}.",
-        )
+    labels = _read_question(asked, model, tokenizing)
     ranking = Reranking(
         documents=documents,
         num_results=min(asked.top_n or len(documents), len(documents)),
         returns_documents=bool(asked.return_documents),
     )
-    prompts: list[Prompt] = [_question(asked, document, model) for document in documents]
+    prompts: list[Prompt] = [
+        _question(asked, asked.query, document, model) for document in documents
+    ]
     return _parsed(asked, Endpoint.RERANK, prompts, labels, ranking, name)
+
+
+def _parse_pairs(
+    asked: ScoreBody, name: str, limits: EdgeConfig, model: ServedModel, tokenizing: Tokenizing
+) -> ParsedRequest:
+    """vLLM's shape: the second text of each pair is asked about as a document is."""
+    first, second = ("text_1", "text_2") if asked.text_1 is not None else ("queries", "documents")
+    queries = _texts(first, getattr(asked, first), limits)
+    documents = _texts(second, getattr(asked, second), limits)
+    if len(queries) == 1:
+        queries *= len(documents)
+    if len(queries) != len(documents):
+        raise invalid(
+            first,
+            f"expected one text, or as many as '{second}' has ({len(documents)}), but got"
+            f" {len(queries)} instead.",
+        )
+    _check_total_chars(second, [*queries, *documents])
+    labels = _read_question(asked, model, tokenizing)
+    prompts: list[Prompt] = [
+        _question(asked, query, document, model)
+        for query, document in zip(queries, documents, strict=True)
+    ]
+    return _parsed(asked, Endpoint.RERANK, prompts, labels, PairScoring(), name)
+
+
+def _texts(param: str, texts: str | list[str] | None, limits: EdgeConfig) -> list[str]:
+    if texts is None:
+        raise missing(param)
+    found = [texts] if isinstance(texts, str) else texts
+    check_length(param, len(found), limits.max_prompts)
+    return found
 
 
 def _parsed(
@@ -108,7 +147,7 @@ def _parsed(
     endpoint: Endpoint,
     prompts: list[Prompt],
     labels: tuple[int, ...],
-    scoring: Scoring | Reranking,
+    scoring: Scoring | Reranking | PairScoring,
     model_name: str,
 ) -> ParsedRequest:
     BOUNDS["priority"].check("priority", asked.priority)
@@ -148,9 +187,10 @@ def _check_total_chars(param: str, parts: Sequence[str | list[int]]) -> None:
 # ---- /v1/score ----------------------------------------------------------------------------------
 
 
-def _join(asked: ScoreBody, item: str | list[int], param: str, model: ServedModel) -> Prompt:
+def _join(
+    asked: ScoreBody, query: str | list[int], item: str | list[int], param: str, model: ServedModel
+) -> Prompt:
     """Query and item as one prompt: two texts, or the ids of both."""
-    query = asked.query
     if isinstance(query, str) and isinstance(item, str):
         text = item + query if asked.item_first else query + item
         if not text:
@@ -197,11 +237,31 @@ def _check_template(template: str) -> None:
             raise invalid("template", f"it has no place for '{{{name}}}'.")
 
 
-def _question(asked: RerankBody, document: str, model: ServedModel) -> TokenizeRequest:
+def _read_question(
+    asked: RerankBody | ScoreBody, model: ServedModel, tokenizing: Tokenizing
+) -> tuple[int, ...]:
+    """Checks how the model is asked; returns the labels of yes and no."""
+    if asked.instruction is not None:
+        check_chars("instruction", asked.instruction, MAX_INSTRUCTION_CHARS)
+    if asked.template is not None:
+        _check_template(asked.template)
+    ids = asked.label_token_ids
+    labels = _yes_and_no(tokenizing) if ids is None else _check_labels(ids, model)
+    if len(labels) != len(YES_AND_NO):
+        raise invalid(
+            "label_token_ids",
+            f"expected two token ids, the one of a relevant document first, but got {len(labels)}.",
+        )
+    return labels
+
+
+def _question(
+    asked: RerankBody | ScoreBody, query: str, document: str, model: ServedModel
+) -> TokenizeRequest:
     """Builds the prompt about a document: by the client's template, or as a chat of our own."""
     parts = {
         "instruction": asked.instruction or DEFAULT_INSTRUCTION,
-        "query": asked.query,
+        "query": query,
         "document": document,
     }
     # In one pass, so that placeholders inside a document are not replaced.
@@ -222,7 +282,10 @@ class ScoreUnary:
     """Gathers the labels of all prompts; `scoring` says how to score them."""
 
     def __init__(
-        self, parsed: ParsedRequest, identity: ResponseIdentity, scoring: Scoring | Reranking
+        self,
+        parsed: ParsedRequest,
+        identity: ResponseIdentity,
+        scoring: Scoring | Reranking | PairScoring,
     ) -> None:
         self._identity = identity
         self._scoring = scoring
@@ -243,6 +306,8 @@ class ScoreUnary:
         assert all(self._labels), "a prompt is not finished"
         if isinstance(self._scoring, Reranking):
             return [to_json(self._ranking(self._scoring))]
+        if isinstance(self._scoring, PairScoring):
+            return [to_json(self._pairs())]
         return [to_json(self._scores(self._scoring))]
 
     def fail(self, error: Exception) -> bytes:
@@ -257,6 +322,16 @@ class ScoreUnary:
                 probabilities(labels, apply_softmax=scoring.apply_softmax)
                 for labels in self._labels
             ],
+            usage=self._usage.usage(),
+        )
+
+    def _pairs(self) -> PairScoreAnswer:
+        scores = [probabilities(labels, apply_softmax=True)[0] for labels in self._labels]
+        return PairScoreAnswer(
+            id=f"score-{self._identity.request_id}",
+            created=self._identity.created_s,
+            model=self._identity.model,
+            data=[PairScore(index=i, score=score) for i, score in enumerate(scores)],
             usage=self._usage.usage(),
         )
 

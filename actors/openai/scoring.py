@@ -21,6 +21,11 @@ class Reranking:
     returns_documents: bool
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairScoring:
+    """Asks how relevant the second text of each pair is, by the labels for yes and no."""
+
+
 def probabilities(logprobs: Sequence[float], *, apply_softmax: bool) -> list[float]:
     """Returns each label's probability, or its share among the labels.
 

@@ -117,6 +117,12 @@ def read_template_text(folder: Path) -> str | None:
     return "\n".join(texts) if texts else None
 
 
+def read_tokenizer_config(folder: Path) -> bytes:
+    """The folder's tokenizer_config.json as it is; `{}` if there is none."""
+    path = folder / CONFIG_FILE
+    return path.read_bytes() if path.exists() else b"{}"
+
+
 def check_templates(folder: Path) -> None:
     """Raises ConfigError, naming file and line, for a chat template that jinja cannot parse.
 

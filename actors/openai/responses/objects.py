@@ -27,30 +27,27 @@ class ReasoningText(_Record, frozen=True):
     type: Literal["reasoning_text"] = "reasoning_text"
 
 
-class MessageItem(_Record, frozen=True):
+class MessageItem(_Record, frozen=True, tag_field="type", tag="message"):
     id: str
     status: ItemStatus
     content: list[OutputText]
     role: Literal["assistant"] = "assistant"
-    type: Literal["message"] = "message"
 
 
-class ReasoningItem(_Record, frozen=True):
+class ReasoningItem(_Record, frozen=True, tag_field="type", tag="reasoning"):
     id: str
     content: list[ReasoningText]
     summary: list[None] = []
     encrypted_content: None = None
     status: ItemStatus | None = None
-    type: Literal["reasoning"] = "reasoning"
 
 
-class CallItem(_Record, frozen=True):
+class CallItem(_Record, frozen=True, tag_field="type", tag="function_call"):
     id: str
     call_id: str
     name: str
     arguments: str
     status: ItemStatus
-    type: Literal["function_call"] = "function_call"
 
 
 Item = MessageItem | ReasoningItem | CallItem

@@ -19,8 +19,8 @@ from schemathesis.checks import (
     status_code_conformance,
 )
 
+from actors.ingress.openapi import GETS
 from actors.ingress.pipeline import Batchers
-from actors.openai.openapi import GETS, POSTS
 from actors.rpc.handles import BatcherHandle
 from actors.tokenizer_batcher import PromptTokenizer
 from configs.schema import TokenizerConfig
@@ -53,16 +53,22 @@ SENSIBLE: Mapping[str, st.SearchStrategy[Any]] = {
     "prompt": TEXT.map(lambda text: "a" + text),
     "tokens": st.lists(st.integers(0, 255), max_size=9),
     "max_tokens": st.integers(0, 9),
+    "max_output_tokens": st.integers(0, 9),
+    "input": TEXT,
     "query": TEXT.map(lambda text: "a" + text),
     "items": st.lists(TEXT, min_size=1, max_size=3),
     "documents": st.lists(TEXT, min_size=1, max_size=3),
     "label_token_ids": st.lists(st.integers(0, 255), min_size=2, max_size=2, unique=True),
     "stream": st.booleans(),
 }
-# What a body must have to be answered, beyond what its schema requires.
+# The routes, but for second names of some, and what a body must have to be answered, beyond what
+# its schema requires.
 NEEDED = {
     "/v1/chat/completions": {"model", "messages", "max_tokens", "stream"},
     "/v1/completions": {"model", "prompt", "max_tokens", "stream"},
+    "/v1/responses": {"input", "max_output_tokens", "stream"},
+    "/v1/messages": {"messages", "max_tokens", "stream"},
+    "/v1/messages/count_tokens": {"messages"},
     "/v1/score": {"model", "query", "items", "label_token_ids"},
     "/v1/rerank": {"model", "query", "documents", "label_token_ids"},
     "/tokenize": {"prompt"},
@@ -148,7 +154,7 @@ def send_many(
     return statuses
 
 
-@pytest.mark.parametrize("path", POSTS)
+@pytest.mark.parametrize("path", NEEDED)
 def test_no_allowed_body_makes_the_server_fail(path: str, schema: BaseSchema) -> None:
     statuses = send_many(schema[path]["POST"], GenerationMode.POSITIVE, know_the_model)
     assert statuses.total() >= NUM_EXAMPLES
@@ -160,7 +166,7 @@ def test_sensible_bodies_are_answered(path: str, schema: BaseSchema) -> None:
     assert statuses[200] > 0, statuses
 
 
-@pytest.mark.parametrize("path", POSTS)
+@pytest.mark.parametrize("path", NEEDED)
 def test_every_body_that_is_not_allowed_is_refused(path: str, schema: BaseSchema) -> None:
     statuses = send_many(schema[path]["POST"], GenerationMode.NEGATIVE, know_the_model)
     assert statuses.total() >= NUM_EXAMPLES, "what was not sent proves nothing"
@@ -190,7 +196,7 @@ ODD_JSON = st.recursive(
 )
 
 
-@pytest.mark.parametrize("path", POSTS)
+@pytest.mark.parametrize("path", NEEDED)
 def test_no_bytes_make_the_server_fail(path: str, made: EdgeApp) -> None:
     """What no document describes: broken JSON, characters that are none, numbers beyond all."""
 

@@ -10,7 +10,7 @@ import pytest
 from actors.openai import protocol
 from actors.openai.protocol import ParsedRequest, check_totals, parse_completion, resolve_sampling
 from actors.openai.scores import parse_rerank, parse_score
-from actors.openai.scoring import Reranking, Scoring, probabilities
+from actors.openai.scoring import PairScoring, Reranking, Scoring, probabilities
 from actors.openai.served_model import ServedModel
 from configs.schema import EdgeConfig
 from engine.errors import RequestError
@@ -22,6 +22,7 @@ LIMITS = EdgeConfig(max_prompts=5)
 MODEL = ServedModel(name="tiny", max_model_len=100, vocab_size=400)
 SCORE = {"model": "tiny", "query": "Is it? ", "items": ["one", "two"], "label_token_ids": [3, 4]}
 RERANK = {"model": "tiny", "query": "fox", "documents": ["a", {"text": "b"}, "c"]}
+FOLDER = Path("demo_model/laps-demo")
 LABELS = {"label_token_ids": [7, 9]}
 
 
@@ -31,7 +32,12 @@ def tokenizing(tmp_path_factory: pytest.TempPathFactory) -> Tokenizing:
 
 
 def score(**fields: Any) -> ParsedRequest:
-    return parse_score(json.dumps(SCORE | fields).encode(), LIMITS, MODEL)
+    return parse_score(json.dumps(SCORE | fields).encode(), LIMITS, MODEL, load_tokenizer(FOLDER))
+
+
+def pairs(**fields: Any) -> ParsedRequest:
+    body = json.dumps({"template": "{query}|{document}"} | LABELS | fields).encode()
+    return parse_score(body, LIMITS, MODEL, load_tokenizer(FOLDER))
 
 
 def rerank(tokenizing: Tokenizing, **fields: Any) -> ParsedRequest:
@@ -115,6 +121,21 @@ def test_a_template_is_filled_once_whatever_a_document_holds(tokenizing: Tokeniz
     )
     (text,) = texts_of(parsed)
     assert text.startswith(f"{tricky}|fox|{{")
+
+
+def test_texts_are_scored_in_pairs() -> None:
+    assert texts_of(pairs(text_1="a", text_2="b")) == ["a|b"]
+    assert texts_of(pairs(text_1="a", text_2=["b", "c"])) == ["a|b", "a|c"]
+    assert texts_of(pairs(queries=["a", "b"], documents=["c", "d"])) == ["a|c", "b|d"]
+    parsed = pairs(text_1="a", text_2=["b"])
+    assert isinstance(parsed.scoring, PairScoring)
+    assert parsed.sampling.label_token_ids == (7, 9)
+    with pytest.raises(RequestError) as caught:
+        pairs(text_1=["a", "b"], text_2=["c", "d", "e"])
+    assert caught.value.param == "text_1"
+    with pytest.raises(RequestError) as caught:
+        pairs(text_1="a")
+    assert caught.value.param == "text_2"
 
 
 def test_yes_and_no_are_the_labels_of_a_model_that_has_them(tmp_path: Path) -> None:

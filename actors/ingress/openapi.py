@@ -4,6 +4,8 @@ from collections.abc import Mapping
 
 import msgspec
 
+from actors.anthropic.bodies import CountBody, MessagesBody
+from actors.anthropic.objects import MessageObject, TokenCount
 from actors.openai.request_bodies import (
     ChatBody,
     CompletionBody,
@@ -20,10 +22,13 @@ from actors.openai.response_objects import (
     ModelCard,
     ModelList,
     NotReady,
+    PairScoreAnswer,
     RerankAnswer,
     ScoreAnswer,
     TokenizeAnswer,
 )
+from actors.openai.responses.bodies import ResponsesBody
+from actors.openai.responses.objects import ResponseObject
 
 OPENAPI_VERSION = "3.1.0"  # the first whose schemas are plain JSON schemas, as msgspec writes them
 
@@ -31,16 +36,26 @@ OPENAPI_VERSION = "3.1.0"  # the first whose schemas are plain JSON schemas, as 
 POSTS: Mapping[str, tuple[str, type[msgspec.Struct], type[msgspec.Struct]]] = {
     "/v1/chat/completions": ("Answer a conversation", ChatBody, ChatCompletion),
     "/v1/completions": ("Continue a text", CompletionBody, Completion),
+    "/v1/responses": ("Answer a conversation, as items", ResponsesBody, ResponseObject),
+    "/v1/messages": ("Answer a conversation, as Anthropic has it", MessagesBody, MessageObject),
+    "/v1/messages/count_tokens": ("Tokens of such a conversation", CountBody, TokenCount),
     "/v1/score": ("How likely labels are behind prompts", ScoreBody, ScoreAnswer),
+    "/score": ("The same; of pairs of texts, how relevant one is", ScoreBody, PairScoreAnswer),
     "/v1/rerank": ("Documents by their relevance", RerankBody, RerankAnswer),
+    "/v2/rerank": ("The same", RerankBody, RerankAnswer),
+    "/rerank": ("The same", RerankBody, RerankAnswer),
     "/tokenize": ("Token ids of a prompt", TokenizeBody, TokenizeAnswer),
     "/detokenize": ("The text of token ids", DetokenizeBody, DetokenizeAnswer),
 }
-STREAMED = ("/v1/chat/completions", "/v1/completions")
+STREAMED = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 GETS: Mapping[str, tuple[str, type[msgspec.Struct] | None]] = {
     "/": ("Talk to the model, as a page", None),
     "/v1/models": ("The names that are served", ModelList),
     "/v1/models/{name}": ("One of them", ModelCard),
+    "/v1/responses/{name}": ("A stored response", ResponseObject),
+    "/tokenizer_info": ("The tokenizer's configuration", None),
+    "/load": ("Requests under way", None),
+    "/docs": ("This document, as a page", None),
     "/health": ("This process answers", None),
     "/ready": ("200 when every role can serve, else 503", None),
     "/metrics": ("Prometheus text", None),
