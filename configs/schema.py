@@ -249,6 +249,9 @@ class ApiConfig(_Section, frozen=True):
     stored_responses_bytes: Annotated[int, Meta(ge=0)] = 64 * 2**20
     # think = <think>...</think> goes to `reasoning_content`; auto = if the template knows it.
     reasoning_parser: Literal["auto", "think", "none"] = "auto"
+    # Whether embeddings may be shortened (`dimensions`), for models that were trained for it.
+    # None = as config.json says, by `is_matryoshka` or `matryoshka_dimensions`.
+    matryoshka: bool | None = None
     # A key per line, or `name:sha256-in-hex`; nobody but the owner (and group) may read the file.
     # LAPS_API_KEYS holds more of them, separated by commas. No key anywhere = everybody is served.
     keys_file: str | None = None

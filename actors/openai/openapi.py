@@ -8,6 +8,7 @@ from actors.openai.request_bodies import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
+    EmbeddingBody,
     RerankBody,
     ScoreBody,
     TokenizeBody,
@@ -16,6 +17,7 @@ from actors.openai.response_objects import (
     ChatCompletion,
     Completion,
     DetokenizeAnswer,
+    EmbeddingList,
     ErrorBody,
     ModelCard,
     ModelList,
@@ -31,6 +33,7 @@ OPENAPI_VERSION = "3.1.0"  # the first whose schemas are plain JSON schemas, as 
 POSTS: Mapping[str, tuple[str, type[msgspec.Struct], type[msgspec.Struct]]] = {
     "/v1/chat/completions": ("Answer a conversation", ChatBody, ChatCompletion),
     "/v1/completions": ("Continue a text", CompletionBody, Completion),
+    "/v1/embeddings": ("Vectors of prompts", EmbeddingBody, EmbeddingList),
     "/v1/score": ("How likely labels are behind prompts", ScoreBody, ScoreAnswer),
     "/v1/rerank": ("Documents by their relevance", RerankBody, RerankAnswer),
     "/tokenize": ("Token ids of a prompt", TokenizeBody, TokenizeAnswer),

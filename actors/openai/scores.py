@@ -32,7 +32,7 @@ from actors.openai.response_objects import (
 )
 from actors.openai.response_parts import PromptDelta, ResponseIdentity, UsageCount
 from actors.openai.scoring import Reranking, Scoring, probabilities
-from actors.openai.served_model import ServedModel, check_model
+from actors.openai.served_model import ServedModel, check_generates
 from configs.schema import EdgeConfig
 from engine.errors import RequestError
 from engine.messages import TokenizeRequest
@@ -55,7 +55,7 @@ _PLACE = re.compile(r"\{(instruction|query|document)\}")
 def parse_score(body: bytes, limits: EdgeConfig, model: ServedModel) -> ParsedRequest:
     """A /v1/score body; raises RequestError with `param` and OpenAI's code."""
     asked = decode_body(body, ScoreBody)
-    name = check_model(asked.model, model)
+    name = check_generates(asked.model, model)
     if asked.label_token_ids is None:
         raise missing("label_token_ids")
     items = [asked.items] if isinstance(asked.items, str) else asked.items
@@ -77,7 +77,7 @@ def parse_rerank(
 ) -> ParsedRequest:
     """A /v1/rerank body; raises as `parse_score`. `tokenizing` finds the tokens of yes and no."""
     asked = decode_body(body, RerankBody)
-    name = check_model(asked.model, model)
+    name = check_generates(asked.model, model)
     check_length("documents", len(asked.documents), limits.max_prompts)
     Bounds(1, BOUNDS["max_tokens"].high).check("top_n", asked.top_n)
     check_chars("query", asked.query, MAX_CHARS_PER_TOKEN * model.max_model_len)

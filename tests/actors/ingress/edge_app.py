@@ -12,7 +12,7 @@ import msgspec
 from fastapi import FastAPI
 
 from actors.ingress.auth import ApiKeys
-from actors.ingress.composition import Edge
+from actors.ingress.composition import Edge, describe_embeddings
 from actors.ingress.generation import GenerationCounters, GenerationJob, Generations
 from actors.ingress.limits import Admission, RateLimits
 from actors.ingress.observation import Observation
@@ -40,6 +40,7 @@ from engine.messages import (
     TokenRecord,
     Topology,
 )
+from engine.models.spec import load_spec
 from engine.plan import TokenLogprobs
 from engine.request import PromptScores, RequestKey
 from engine.text.chat_template import read_template_text
@@ -209,8 +210,12 @@ def edge_app(
     num_embeddings: int | None = None,
     batchers: Batchers | None = None,
     generations: Generations | None = None,
+    makes_embeddings: bool = False,
 ) -> EdgeApp:
-    """An ingress with this configuration (dotted keys over the defaults), or with parts given."""
+    """An ingress with this configuration (dotted keys over the defaults), or with parts given.
+
+    makes_embeddings: as `model_folder` says; else that is only a tokenizer's folder.
+    """
     config = load_config(None, overrides or {})
     clock = clock or MonotonicClock()
     tokenizing = load_tokenizer(model_folder, num_embeddings)
@@ -224,6 +229,9 @@ def edge_app(
         max_model_len=MAX_MODEL_LEN,
         vocab_size=tokenizing.vocab_size,
         dialect=build_dialect(read_template_text(model_folder), config.api, tokenizing),
+        embeddings=(
+            describe_embeddings(config.api, load_spec(model_folder)) if makes_embeddings else None
+        ),
     )
     edge = Edge(
         ingress_id="ingress-0",

@@ -10,6 +10,7 @@ from actors.openai.request_bodies import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
+    EmbeddingBody,
     RerankBody,
     ScoreBody,
     TokenizeBody,
@@ -19,6 +20,7 @@ DOCUMENT: dict[str, Any] = json.loads(build_openapi("name", "1.2.3"))
 BODIES = {
     "/v1/chat/completions": ChatBody,
     "/v1/completions": CompletionBody,
+    "/v1/embeddings": EmbeddingBody,
     "/v1/score": ScoreBody,
     "/v1/rerank": RerankBody,
     "/tokenize": TokenizeBody,
