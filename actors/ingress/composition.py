@@ -79,9 +79,8 @@ async def build_edge(spec: DeploymentSpec) -> Edge:
     batchers = Batchers(peers.batcher, patience_s=config.edge.place_timeout_s, clock=clock)
     system = _view_system(spec, peers, generations, batchers)
     folder = Path(config.model.path)
-    model_spec = load_spec(folder)
-    tokenizing = await asyncio.to_thread(load_tokenizer, folder, model_spec.vocab_size)
-    model = _describe_model(config, model_spec, tokenizing, await system.wait_ready())
+    tokenizing = await asyncio.to_thread(load_tokenizer, folder, load_spec(folder).vocab_size)
+    model = _describe_model(config, tokenizing, await system.wait_ready())
     recent_ttft = RecentTtft(clock)
     metrics = IngressMetrics(model.name, recent_ttft)
     observation = Observation(
@@ -144,12 +143,11 @@ def _view_system(
     return SystemView(peers.topology, follow, connected, beat)
 
 
-def _describe_model(
-    config: AppConfig, spec: ModelSpec, tokenizing: Tokenizing, topology: Topology
-) -> ServedModel:
+def _describe_model(config: AppConfig, tokenizing: Tokenizing, topology: Topology) -> ServedModel:
     """Describes the model by its folder and by the limits that its workers report."""
     name, *aliases = served_names(config)
-    template = read_template_text(Path(config.model.path))
+    folder = Path(config.model.path)
+    template = read_template_text(folder)
     lengths = [s.identity.max_model_len for s in topology.workers.values() if s.identity]
     return ServedModel(
         name=name,
@@ -158,7 +156,7 @@ def _describe_model(
         created_s=int(time.time()),
         aliases=tuple(aliases),
         dialect=build_dialect(template, config.api, tokenizing),
-        embeddings=describe_embeddings(config.api, spec),
+        embeddings=describe_embeddings(config.api, load_spec(folder)),
     )
 
 

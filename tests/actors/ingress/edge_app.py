@@ -29,6 +29,7 @@ from actors.openai.served_model import ServedModel
 from actors.routing.worker_links import WorkerLink
 from actors.rpc.handles import WorkerHandle
 from configs.load import PROJECT_ROOT, load_config
+from configs.schema import AppConfig
 from engine.clock import Clock, MonotonicClock
 from engine.errors import CapacityError, RequestError, WorkerError
 from engine.messages import (
@@ -224,15 +225,7 @@ def edge_app(
     generations = generations or cast("Generations", _Generations(workers))
     recent = RecentTtft(clock)
     metrics = IngressMetrics("tiny", recent)
-    model = ServedModel(
-        name="tiny",
-        max_model_len=MAX_MODEL_LEN,
-        vocab_size=tokenizing.vocab_size,
-        dialect=build_dialect(read_template_text(model_folder), config.api, tokenizing),
-        embeddings=(
-            describe_embeddings(config.api, load_spec(model_folder)) if makes_embeddings else None
-        ),
-    )
+    model = _served_model(config, model_folder, tokenizing, makes_embeddings=makes_embeddings)
     edge = Edge(
         ingress_id="ingress-0",
         spec=DeploymentSpec(config=config, model="m", hash="h", block_key=b""),
@@ -266,6 +259,19 @@ def edge_app(
         tracing=tracing or NoTracing(),
     )
     return EdgeApp(edge=edge, app=Api(edge).app(), workers=workers, batchers=own_batchers)
+
+
+def _served_model(
+    config: AppConfig, folder: Path, tokenizing: Tokenizing, *, makes_embeddings: bool
+) -> ServedModel:
+    spec = load_spec(folder) if makes_embeddings else None
+    return ServedModel(
+        name="tiny",
+        max_model_len=MAX_MODEL_LEN,
+        vocab_size=tokenizing.vocab_size,
+        dialect=build_dialect(read_template_text(folder), config.api, tokenizing),
+        embeddings=None if spec is None else describe_embeddings(config.api, spec),
+    )
 
 
 def busy(queued_tokens: int, queued_s: float | None = None) -> LoadReport:

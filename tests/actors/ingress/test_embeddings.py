@@ -4,11 +4,13 @@ A small random model; no Ray: a worker is an engine that is stepped on the spot.
 """
 
 import base64
+import json
 from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import httpx
+import jsonschema
 import numpy as np
 import openai
 import pytest
@@ -17,8 +19,11 @@ from transformers import AutoTokenizer
 
 from actors.ingress.generation import GenerationJob
 from actors.ingress.pipeline import Batchers
+from actors.lifecycle.preflight import check_startable
+from actors.openai.openapi import build_openapi
 from actors.rpc.handles import BatcherHandle
 from actors.tokenizer_batcher import PromptTokenizer
+from configs.load import load_config
 from configs.schema import TokenizerConfig
 from engine.clock import ManualClock, MonotonicClock
 from engine.messages import Assign, TokenizeReply, TokenizeRequest, TokenRecord
@@ -144,6 +149,19 @@ def test_base64_holds_the_numbers_of_the_list(app: EdgeApp) -> None:
     (packed,) = vectors_of(app, input="a text", encoding_format="base64")
     assert listed == default
     assert np.frombuffer(base64.b64decode(cast("Any", packed)), dtype="<f4").tolist() == listed
+
+
+def test_the_folder_passes_the_checks_before_a_start(folder: Path) -> None:
+    check_startable(load_config(None, {"model.path": str(folder)}))
+
+
+@pytest.mark.parametrize("encoding_format", ["float", "base64"])
+def test_an_answer_is_what_the_document_says(app: EdgeApp, encoding_format: str) -> None:
+    document = json.loads(build_openapi("name", "1"))
+    answer = document["paths"]["/v1/embeddings"]["post"]["responses"]["200"]
+    schema = answer["content"]["application/json"]["schema"]
+    body = post(app, input=["a", "b"], encoding_format=encoding_format).json()
+    jsonschema.validate(body, schema | {"components": document["components"]})
 
 
 def test_token_ids_are_embedded_as_they_are(app: EdgeApp, folder: Path) -> None:
