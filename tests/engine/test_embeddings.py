@@ -20,6 +20,7 @@ from engine.models.spec import load_spec
 from engine.models.weight_files import check_weights
 from engine.plan import RowAdmission, StepPlan
 from engine.request import Request, RequestKey, RequestSpec, SamplingParams
+from engine.sampling.embeddings import Embeddings
 from tests.harness.in_process import GREEDY, answer, start_engine
 from tests.harness.tiny_models import (
     VOCAB_SIZE,
@@ -194,6 +195,16 @@ def test_a_row_that_is_not_finite_has_no_embedding_and_spoils_no_other(folder: P
         table[bad[-1]] = before
     assert (result.is_finite, result.tokens) == ([True, False], [[], []])
     assert list(result.embeddings) == [0]
+
+
+@pytest.mark.parametrize("is_normalised", [False, True])
+def test_an_embedding_with_a_number_that_is_not_finite_is_none(is_normalised: bool) -> None:
+    hidden = torch.randn(4, 7)
+    hidden[0, 3], hidden[1, 0], hidden[2, 6] = torch.nan, -torch.inf, torch.inf
+    before = hidden.clone()
+    sampled = Embeddings(is_normalised=is_normalised).sample(hidden, [5, 2, 0, 1])
+    assert sampled.is_finite.tolist() == [False, False, False, True]
+    torch.testing.assert_close(hidden, before, equal_nan=True)
 
 
 def test_a_worker_refuses_what_its_model_does_not_do(folder: Path) -> None:

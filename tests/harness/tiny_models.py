@@ -1,6 +1,7 @@
 """Random-weight Hugging Face folders of every supported architecture, made with transformers."""
 
 import json
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -106,11 +107,21 @@ def write_pooling(folder: Path, modes: dict[str, object]) -> None:
 
 
 def reference_embedding(folder: Path, token_ids: list[int]) -> torch.Tensor:
-    """What transformers computes for one prompt: its last token's final hidden state, fp32."""
-    body = AutoModel.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
+    """What transformers computes for one prompt: its last token's final hidden state, fp32.
+
+    The folder is read once and must not change afterwards.
+    """
     with torch.inference_mode():
-        hidden: torch.Tensor = body.eval()(torch.tensor([token_ids])).last_hidden_state
+        hidden: torch.Tensor = _load_body(folder)(torch.tensor([token_ids])).last_hidden_state
     return hidden[0, -1]
+
+
+@lru_cache(maxsize=4)
+def _load_body(folder: Path) -> PreTrainedModel:
+    body: PreTrainedModel = AutoModel.from_pretrained(
+        folder, attn_implementation="eager", dtype=torch.float32
+    )
+    return body.eval()
 
 
 def edit_config(folder: Path, *, remove: tuple[str, ...] = (), **values: object) -> None:

@@ -17,16 +17,19 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from actors.ingress.composition import describe_embeddings
 from actors.ingress.generation import GenerationJob
 from actors.ingress.pipeline import Batchers
 from actors.lifecycle.preflight import check_startable
 from actors.openai.openapi import build_openapi
+from actors.openai.served_model import EmbeddingSpace
 from actors.rpc.handles import BatcherHandle
 from actors.tokenizer_batcher import PromptTokenizer
 from configs.load import load_config
-from configs.schema import TokenizerConfig
+from configs.schema import ApiConfig, TokenizerConfig
 from engine.clock import ManualClock, MonotonicClock
 from engine.messages import Assign, TokenizeReply, TokenizeRequest, TokenRecord
+from engine.models.spec import load_spec
 from tests.actors.ingress.edge_app import ASSIGN, EdgeApp, edge_app
 from tests.harness.in_process import answer, start_engine
 from tests.harness.tiny_models import edit_config, reference_embedding, save_embedding_model
@@ -153,6 +156,14 @@ def test_base64_holds_the_numbers_of_the_list(app: EdgeApp) -> None:
 
 def test_the_folder_passes_the_checks_before_a_start(folder: Path) -> None:
     check_startable(load_config(None, {"model.path": str(folder)}))
+
+
+@pytest.mark.parametrize(("asked", "can_shorten"), [(None, True), (True, True), (False, False)])
+def test_the_configuration_may_say_otherwise_than_the_folder(
+    folder: Path, asked: bool | None, can_shorten: bool
+) -> None:
+    space = describe_embeddings(ApiConfig(matryoshka=asked), load_spec(folder))
+    assert space == EmbeddingSpace(num_dimensions=64, is_normalised=True, can_shorten=can_shorten)
 
 
 @pytest.mark.parametrize("encoding_format", ["float", "base64"])
