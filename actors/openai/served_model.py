@@ -76,7 +76,7 @@ def check_generates(name: str | None, model: ServedModel) -> str:
 
 
 def check_embeds(name: str, model: ServedModel) -> EmbeddingSpace:
-    """The embeddings of the model, which is served as `name`; raises RequestError if it has none."""
+    """The embeddings of the model that is served as `name`; raises RequestError if it has none."""
     if model.embeddings is None:
         raise _unsupported_endpoint(
             f"The model `{name}` generates and makes no embeddings: serve an embedding model, with"

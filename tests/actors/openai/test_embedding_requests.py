@@ -56,8 +56,14 @@ def test_an_embedding_asks_for_no_token() -> None:
 @pytest.mark.parametrize(
     ("asked", "prompts"),
     [
-        ("one", [TokenizeRequest(text="one")]),
-        (["one", "two"], [TokenizeRequest(text="one"), TokenizeRequest(text="two")]),
+        ("one", [TokenizeRequest(text="one", cuts_end=True)]),
+        (
+            ["one", "two"],
+            [
+                TokenizeRequest(text="one", cuts_end=True),
+                TokenizeRequest(text="two", cuts_end=True),
+            ],
+        ),
         ([5, 6], [[5, 6]]),
         ([[5, 6], [7]], [[5, 6], [7]]),
     ],
@@ -66,14 +72,23 @@ def test_input_is_one_or_several_texts_or_token_ids(asked: Any, prompts: list[An
     assert embedding(input=asked).prompts == prompts
 
 
+@pytest.mark.parametrize("side", [None, "right", "left"])
 @pytest.mark.parametrize(("asked", "kept"), [(3, 3), (99, 99), (-1, 99)])
-def test_a_longer_prompt_is_cut_where_that_was_asked(asked: int, kept: int) -> None:
+def test_a_longer_prompt_is_cut_where_that_was_asked(
+    asked: int, kept: int, side: str | None
+) -> None:
+    cuts = {"truncate_prompt_tokens": asked, "truncation_side": side}
     ids = [random.randrange(400) for _ in range(150)]
-    assert embedding(input=ids, truncate_prompt_tokens=asked).prompts == [ids[:kept]]
-    (text,) = embedding(
-        input="x" * 5000, truncate_prompt_tokens=asked, add_special_tokens=False
-    ).prompts
-    assert text == TokenizeRequest(text="x" * 5000, max_tokens=kept, add_special_tokens=False)
+    assert embedding(input=ids, **cuts).prompts == [ids[-kept:] if side == "left" else ids[:kept]]
+    (text,) = embedding(input="x" * 5000, **cuts, add_special_tokens=False).prompts
+    assert text == TokenizeRequest(
+        text="x" * 5000, max_tokens=kept, cuts_end=side != "left", add_special_tokens=False
+    )
+
+
+def test_without_a_name_the_served_model_answers() -> None:
+    assert embedding(model=None).model == "tiny"
+    assert embedding(model="alias").model == "alias"
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Encoding and detokenizing, judged by transformers and by the tokenizers library."""
 
 import codecs
+import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -77,14 +78,18 @@ def test_ids_equal_those_of_transformers(
 
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("add_special_tokens", [True, False])
-@pytest.mark.parametrize("max_tokens", [1, 2, 9, 500])
-def test_a_text_that_is_cut_keeps_its_first_tokens_and_all_special_ones(
-    families: dict[str, Family], name: str, add_special_tokens: bool, max_tokens: int
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("max_tokens", [1, 9, 500])
+def test_a_text_that_is_cut_keeps_all_special_tokens(
+    families: dict[str, Family], name: str, add_special_tokens: bool, side: str, max_tokens: int
 ) -> None:
     family = families[name]
+    theirs = copy.deepcopy(family.theirs)
+    theirs.truncation_side = side
     asked = {"add_special_tokens": add_special_tokens, "max_tokens": max_tokens}
+    asked["cuts_end"] = side == "right"
     expected = [
-        family.theirs(
+        theirs(
             text,
             add_special_tokens=add_special_tokens,
             truncation=True,
