@@ -18,6 +18,7 @@ from actors.openai.response_objects import (
     EmbeddingList,
     EmbeddingObject,
     EmbeddingUsage,
+    error_reply,
     to_json,
 )
 from actors.openai.response_parts import PromptDelta, ResponseIdentity, UsageCount
@@ -142,6 +143,9 @@ class EmbeddingUnary:
             ),
         )
         return [to_json(answer)]
+
+    def fail(self, error: Exception) -> bytes:
+        return error_reply(error).body
 
     def _written(self, vector: bytes) -> list[float] | str:
         numbers = np.frombuffer(vector, dtype=np.float32)

@@ -230,6 +230,8 @@ def test_usage_tells_how_much_of_the_prompts_was_cached(app: EdgeApp) -> None:
         ("/v1/completions", {"prompt": "x"}),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
         ("/v1/score", {"query": "q", "items": ["x"], "label_token_ids": [5]}),
+        ("/v1/responses", {"input": "x"}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 3}),
     ],
 )
 def test_other_endpoints_are_refused_with_the_models_name(
@@ -238,8 +240,9 @@ def test_other_endpoints_are_refused_with_the_models_name(
     refused = post(app, path, **fields)
     assert refused.status_code == 400
     error = refused.json()["error"]
-    assert (error["code"], error["param"]) == ("unsupported_endpoint", "model")
-    assert "`tiny`" in error["message"]
+    assert "The model `tiny` makes embeddings" in error["message"]
+    if path != "/v1/messages":  # Anthropic's errors have no codes
+        assert (error["code"], error["param"]) == ("unsupported_endpoint", "model")
 
 
 def test_a_model_that_generates_refuses_embeddings() -> None:
