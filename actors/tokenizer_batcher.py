@@ -81,19 +81,22 @@ class PromptTokenizer:
         return await loop.run_in_executor(self._thread, self.encode_batch, requests)
 
     def encode_batch(self, requests: Sequence[TokenizeRequest]) -> list[TokenizeReply]:
-        """Returns replies in order; blocks. Makes one library call per add_special_tokens value."""
+        """Returns replies in order; blocks. Makes one library call per way to encode."""
         texts = [self._render(request) for request in requests]
         ids: list[list[int] | RequestError] = [
             [] if isinstance(text, str) else text for text in texts
         ]
-        for flag in (True, False):
-            where = [
-                (index, text)
-                for index, text in enumerate(texts)
-                if isinstance(text, str) and requests[index].add_special_tokens is flag
-            ]
+        ways: dict[tuple[bool, int | None, bool], list[tuple[int, str]]] = {}
+        for index, (request, text) in enumerate(zip(requests, texts, strict=True)):
+            if isinstance(text, str):
+                way = request.add_special_tokens, request.max_tokens, request.cuts_end
+                ways.setdefault(way, []).append((index, text))
+        for (adds, max_tokens, cuts_end), where in ways.items():
             encoded = self._tokenizing.encode_batch(
-                [text for _, text in where], add_special_tokens=flag
+                [text for _, text in where],
+                add_special_tokens=adds,
+                max_tokens=max_tokens,
+                cuts_end=cuts_end,
             )
             for (index, _), item in zip(where, encoded, strict=True):
                 ids[index] = item
@@ -102,7 +105,7 @@ class PromptTokenizer:
     def _reply(self, request: TokenizeRequest, ids: list[int] | RequestError) -> TokenizeReply:
         if isinstance(ids, RequestError):
             return TokenizeReply(error=ids.message)
-        if request.max_tokens is not None:
+        if request.max_tokens is not None:  # not a text, or special tokens alone are too many
             ids = cut(ids, request.max_tokens, cuts_end=request.cuts_end)
         hashes = []
         if request.hash_params is not None:

@@ -207,7 +207,7 @@ class EdgeConfig(_Section, frozen=True):
     max_header_bytes: Positive = 16 * 1024  # names and values of all headers of a request
     max_body_bytes: Positive = 8 * 2**20  # of a request
     max_n: Positive = 16  # choices a prompt
-    max_prompts: Positive = 128  # prompts in one /v1/completions call
+    max_prompts: Positive = 128  # prompts of a request
     max_stop: Positive = 16  # stop strings of a request
     max_stop_chars: Positive = 256  # of one stop string
     # best tokens that a request may ask for at each position; -1 = the whole vocabulary
@@ -252,6 +252,9 @@ class ApiConfig(_Section, frozen=True):
     stored_responses_bytes: Annotated[int, Meta(ge=0)] = 64 * 2**20
     # think = <think>...</think> goes to `reasoning_content`; auto = if the template knows it.
     reasoning_parser: Literal["auto", "think", "none"] = "auto"
+    # Whether embeddings may be shortened (`dimensions`), for models that were trained for it.
+    # None = as config.json says, by `is_matryoshka` or `matryoshka_dimensions`.
+    matryoshka: bool | None = None
     # A key per line, or `name:sha256-in-hex`; nobody but the owner (and group) may read the file.
     # LAPS_API_KEYS holds more of them, separated by commas. No key anywhere = everybody is served.
     keys_file: str | None = None

@@ -71,6 +71,12 @@ class Engine:
                 f"{found} is not a token id. Expected a value from 0 to {self.spec.vocab_size - 1}."
             )
 
+    def check_kind(self, params: SamplingParams) -> None:
+        """Raises RequestError for an output from a model without a head, and the reverse."""
+        if params.wants_embedding != (self.spec.pooling is not None):
+            does = "generates" if params.wants_embedding else "makes embeddings"
+            raise RequestError(f"This model {does}.", code="unsupported_endpoint")
+
     def describe(self) -> str:
         """One line for the log: the model, the KV blocks and the longest context."""
         kv_mib = self.layout.block_bytes * self.cache.num_blocks / 2**20

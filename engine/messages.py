@@ -56,7 +56,8 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, object] = {}
     token_ids: list[int] | None = None  # already encoded: only its blocks are hashed
-    max_tokens: int | None = None  # a longer prompt is cut to so many; None = never
+    # A longer prompt is cut to so many, special tokens of a text among them; None = never.
+    max_tokens: int | None = None
     cuts_end: bool = False  # it is cut at its end, else at its beginning
     hash_params: BlockHashParams | None = None  # None = no block hashes are needed
     salt: str = ""  # part of the block hashes

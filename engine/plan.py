@@ -38,8 +38,8 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     num_new_tokens: list[int]  # [R] >= 1
     num_computed_tokens: list[int]  # [R] history already in the KV store
     num_logits: list[int]  # [R] 0 = KV only, 1 = the last position
-    # [R] the last positions, whose logits are used to draw a token each or to read labels
-    # (max_tokens 0). Schedulers plan at most one.
+    # [R] the last positions, whose logits are used to draw a token each, or which say what a
+    # prompt-only request asks (max_tokens 0). Schedulers plan at most one.
     num_samples: list[int]
     new_block_ids: list[list[int]]  # [R] blocks appended to the row's table before it runs
     # The newest token of each constrained row; its constraint accepts it before the row samples.
@@ -67,10 +67,11 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     """What the executor returns for a plan; rows are in the plan's order."""
 
     step: int
-    tokens: list[list[int]]  # [R] sampled ids: at most num_samples[r] of them, none for `labels`
+    tokens: list[list[int]]  # [R] sampled ids: at most num_samples[r] of them; prompt-only: none
     logprobs: list[list[TokenLogprobs] | None]  # [R] one per token; None = the row did not ask
     duration_s: float | None = None  # device time of this step alone; None = not measured
     is_finite: list[bool]  # [R] False = logits held NaN or +-inf everywhere: nothing was sampled
     # Index in the plan -> prompt scores, only for rows that ask for them.
     labels: dict[int, list[float]] = {}  # of prompt-only rows, once their prompt is computed
+    embeddings: dict[int, bytes] = {}  # likewise; float32, as in `PromptScores`
     prompt_logprobs: dict[int, PromptLogprobs] = {}  # of the tokens that follow the chunk's tokens

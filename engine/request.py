@@ -79,6 +79,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     # None = off, k = each prompt token but the first, and the k best tokens at its position
     prompt_logprobs: int | None = None
     label_token_ids: tuple[int, ...] = ()  # max_tokens 0: log-probability of each after the prompt
+    wants_embedding: bool = False  # max_tokens 0: of the prompt, from a model that makes them
 
     @property
     def is_prompt_only(self) -> bool:
@@ -160,6 +161,7 @@ class PromptScores(msgspec.Struct, frozen=True, array_like=True):
 
     labels: list[float]  # log-probabilities of its `label_token_ids` as the next token
     pieces: list[PromptLogprobs]  # ascending, without gaps
+    embedding: bytes = b""  # float32 in the host's byte order, if it `wants_embedding`
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -20,11 +20,11 @@ from actors.observability.ray_metrics import RayMetrics, ray_gauge
 from actors.observability.recent_ttft import RecentTtft
 from actors.observability.tracing import Tracing, build_tracing
 from actors.openai.chat_dialect import build_dialect
-from actors.openai.served_model import ServedModel, served_names
-from configs.schema import AppConfig
+from actors.openai.served_model import EmbeddingSpace, ServedModel, served_names
+from configs.schema import ApiConfig, AppConfig
 from engine.clock import Clock, MonotonicClock
 from engine.messages import Topology
-from engine.models.spec import load_spec
+from engine.models.spec import ModelSpec, load_spec
 from engine.text.chat_template import read_template_text
 from engine.text.tokenizing import Tokenizing, load_tokenizer
 
@@ -146,7 +146,8 @@ def _view_system(
 def _describe_model(config: AppConfig, tokenizing: Tokenizing, topology: Topology) -> ServedModel:
     """Describes the model by its folder and by the limits that its workers report."""
     name, *aliases = served_names(config)
-    template = read_template_text(Path(config.model.path))
+    folder = Path(config.model.path)
+    template = read_template_text(folder)
     lengths = [s.identity.max_model_len for s in topology.workers.values() if s.identity]
     return ServedModel(
         name=name,
@@ -155,4 +156,18 @@ def _describe_model(config: AppConfig, tokenizing: Tokenizing, topology: Topolog
         created_s=int(time.time()),
         aliases=tuple(aliases),
         dialect=build_dialect(template, config.api, tokenizing),
+        embeddings=describe_embeddings(config.api, load_spec(folder)),
+    )
+
+
+def describe_embeddings(api: ApiConfig, spec: ModelSpec) -> EmbeddingSpace | None:
+    """Describes the embeddings that the model makes; None = it generates."""
+    pooling = spec.pooling
+    if pooling is None:
+        return None
+    return EmbeddingSpace(
+        num_dimensions=spec.hidden_size,
+        is_normalised=pooling.is_normalised,
+        can_shorten=pooling.can_shorten if api.matryoshka is None else api.matryoshka,
+        short_dimensions=pooling.num_dimensions,
     )

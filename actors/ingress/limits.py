@@ -275,7 +275,8 @@ def _estimate(prompt: Prompt) -> int:
     if isinstance(prompt, list):
         return len(prompt)
     num_chars = len(prompt.text or "") + _num_chars(prompt.messages)
-    return -(-num_chars // CHARS_PER_TOKEN)
+    num_tokens = -(-num_chars // CHARS_PER_TOKEN)
+    return num_tokens if prompt.max_tokens is None else min(num_tokens, prompt.max_tokens)
 
 
 def _num_chars(value: object) -> int:

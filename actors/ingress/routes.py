@@ -33,6 +33,7 @@ from actors.ingress.stopping import StoppingGate
 from actors.ingress.system_view import SUPERVISOR as SUPERVISOR
 from actors.lifecycle.deployment import VERSION, DeploymentSpec
 from actors.observability.logs import set_up_logging
+from actors.openai.embeddings import parse_embedding
 from actors.openai.protocol import ParsedRequest, parse_chat, parse_completion
 from actors.openai.response_objects import (
     NotReady,
@@ -112,6 +113,7 @@ class Api:
         app.add_api_route("/v1/responses/{name}", self._forget_response, methods=["DELETE"])
         app.add_api_route("/v1/messages", self._message, methods=["POST"])
         app.add_api_route("/v1/messages/count_tokens", self._count_tokens, methods=["POST"])
+        app.add_api_route("/v1/embeddings", self._embed, methods=["POST"])
         for path in ("/v1/score", "/score"):
             app.add_api_route(path, self._score, methods=["POST"])
         for path in ("/v1/rerank", "/v2/rerank", "/rerank"):
@@ -192,6 +194,12 @@ class Api:
     async def _forget_response(self, name: str) -> Response:
         self._stored.forget(name)
         return Response(to_json(DeletedResponse(id=name)), media_type=JSON_TYPE)
+
+    async def _embed(self, request: Request) -> Response:
+        edge, model = self._config.edge, self._model
+        return await self._answering.answer(
+            request, lambda body: parse_embedding(body, edge, model)
+        )
 
     async def _score(self, request: Request) -> Response:
         edge, model, tokenizing = self._config.edge, self._model, self._edge.tokenizing

@@ -25,6 +25,7 @@ OPERATIONS = {
     Endpoint.COMPLETION: "text_completion",
     Endpoint.SCORE: "score",
     Endpoint.RERANK: "rerank",
+    Endpoint.EMBEDDING: "embeddings",
 }
 PROVIDER = "laps"
 

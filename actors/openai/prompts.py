@@ -11,8 +11,8 @@ import msgspec
 
 from actors.openai.request_bodies import (
     ChatBody,
-    CompletionBody,
     ContentPart,
+    EmbeddingBody,
     FunctionCall,
     GenerationBody,
     Message,
@@ -32,7 +32,6 @@ from actors.openai.request_rules import (
 )
 from actors.openai.served_model import ServedModel
 from actors.openai.tool_rules import check_model_knows_tools, count_tool_chars
-from configs.schema import EdgeConfig
 from engine.errors import RequestError
 from engine.messages import TokenizeRequest
 from engine.text.chat_template import TOOLS
@@ -265,7 +264,9 @@ class Truncation:
     cuts_end: bool = False
 
 
-def read_truncation(body: GenerationBody, max_tokens: int | None, model: ServedModel) -> Truncation:
+def read_truncation(
+    body: GenerationBody | EmbeddingBody, max_tokens: int | None, model: ServedModel
+) -> Truncation:
     """Reads `truncate_prompt_tokens`; -1 leaves room for `max_tokens` in the context.
 
     Raises RequestError for a length that cannot fit.
@@ -326,27 +327,60 @@ def _template_variables(
     return variables if tools is None else variables | {TOOLS: tools}
 
 
-def read_completion_prompts(
-    completion: CompletionBody, limits: EdgeConfig, model: ServedModel
-) -> list[Prompt]:
-    prompt = completion.prompt
-    truncation = read_truncation(completion, completion.max_tokens, model)
-    if isinstance(prompt, str):
-        return [_text_prompt(prompt, "prompt", completion, model, truncation)]
-    if prompt and isinstance(prompt[0], int):
-        return [_ids_prompt(prompt, "prompt", model, truncation)]
-    check_length("prompt", len(prompt), limits.max_prompts)
-    kind = type(prompt[0])
-    read: list[Prompt] = []
-    for position, item in enumerate(prompt):
-        where = f"prompt[{position}]"
-        if type(item) is not kind:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptReader:
+    """Reads a parameter that holds one or several prompts, as texts or as token ids."""
+
+    param: str
+    model: ServedModel
+    max_prompts: int
+    add_special_tokens: bool | None = None  # to texts; None = yes
+    truncation: Truncation = Truncation()
+    any_length: bool = False  # of texts: the caller bounds them
+
+    def read(self, prompt: str | list[str | int | list[int]]) -> list[Prompt]:
+        """Raises RequestError for what is too long, empty, of mixed kinds or outside the model."""
+        if isinstance(prompt, str):
+            return [self._text(prompt, self.param)]
+        if prompt and isinstance(prompt[0], int):
+            return [self._ids(prompt, self.param)]
+        check_length(self.param, len(prompt), self.max_prompts)
+        kind = type(prompt[0])
+        read: list[Prompt] = []
+        for position, item in enumerate(prompt):
+            where = f"{self.param}[{position}]"
+            if type(item) is not kind:
+                raise _mixed_prompt(where)
+            if isinstance(item, str):
+                read.append(self._text(item, where))
+            elif isinstance(item, list):
+                read.append(self._ids(item, where))
+        return read
+
+    def _text(self, text: str, where: str) -> TokenizeRequest:
+        if not text:
+            raise invalid(where, "empty string.", "empty_string")
+        if not self.any_length:
+            check_prompt_chars(self.param, len(text), self.model)
+        return TokenizeRequest(
+            text=text,
+            add_special_tokens=self.add_special_tokens is not False,
+            max_tokens=self.truncation.max_tokens,
+            cuts_end=self.truncation.cuts_end,
+        )
+
+    def _ids(self, items: Sequence[object], where: str) -> list[int]:
+        ids = [item for item in items if isinstance(item, int)]
+        if len(ids) != len(items):
             raise _mixed_prompt(where)
-        if isinstance(item, str):
-            read.append(_text_prompt(item, where, completion, model, truncation))
-        elif isinstance(item, list):
-            read.append(_ids_prompt(item, where, model, truncation))
-    return read
+        truncation, max_model_len = self.truncation, self.model.max_model_len
+        if truncation.max_tokens is not None:
+            ids = cut(ids, truncation.max_tokens, cuts_end=truncation.cuts_end)
+        if len(ids) >= max_model_len:
+            raise prompt_too_long(self.param, len(ids), None, max_model_len)
+        check_length(where, len(ids), max_model_len)
+        check_token_ids(where, ids, self.model.vocab_size)
+        return ids
 
 
 def _mixed_prompt(param: str) -> RequestError:
@@ -356,33 +390,3 @@ def _mixed_prompt(param: str) -> RequestError:
         param=param,
         code="invalid_type",
     )
-
-
-def _text_prompt(
-    text: str, param: str, completion: CompletionBody, model: ServedModel, truncation: Truncation
-) -> TokenizeRequest:
-    if not text:
-        raise invalid(param, "empty string.", "empty_string")
-    check_prompt_chars("prompt", len(text), model)
-    adds = completion.add_special_tokens
-    return TokenizeRequest(
-        text=text,
-        add_special_tokens=True if adds is None else adds,
-        max_tokens=truncation.max_tokens,
-        cuts_end=truncation.cuts_end,
-    )
-
-
-def _ids_prompt(
-    items: Sequence[object], param: str, model: ServedModel, truncation: Truncation
-) -> list[int]:
-    ids = [item for item in items if isinstance(item, int)]
-    if len(ids) != len(items):
-        raise _mixed_prompt(param)
-    if truncation.max_tokens is not None:
-        ids = cut(ids, truncation.max_tokens, cuts_end=truncation.cuts_end)
-    if len(ids) >= model.max_model_len:
-        raise prompt_too_long("prompt", len(ids), None, model.max_model_len)
-    check_length(param, len(ids), model.max_model_len)
-    check_token_ids(param, ids, model.vocab_size)
-    return ids

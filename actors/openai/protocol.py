@@ -18,9 +18,9 @@ from actors.openai.prompts import (
     Prompt as Prompt,
 )
 from actors.openai.prompts import (
+    PromptReader,
     prompt_too_long,
     read_chat_prompt,
-    read_completion_prompts,
     read_truncation,
 )
 from actors.openai.request_bodies import (
@@ -45,9 +45,9 @@ from actors.openai.request_rules import (
     read_logit_bias,
     read_stops,
 )
-from actors.openai.scoring import PairScoring, Reranking, Scoring
+from actors.openai.scoring import Embedding, PairScoring, Reranking, Scoring
 from actors.openai.served_model import ServedModel as ServedModel
-from actors.openai.served_model import check_model
+from actors.openai.served_model import check_generates
 from actors.openai.tool_rules import ToolUse, read_tool_use
 from configs.schema import EdgeConfig
 from engine.messages import TokenizeRequest
@@ -55,7 +55,7 @@ from engine.request import Constraint, RequestSpec, SamplingParams
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions
 SEED_BITS = 63  # seeds stay non-negative in a signed 64-bit integer
-MAX_SCORED_TOKENS = 2**17  # of all prompts of one request that asks for scores
+MAX_SCORED_TOKENS = 2**17  # of all prompts of one request that asks for scores or embeddings
 MAX_PROMPT_LOGPROBS = 2**17  # values of one answer: each prompt token's own, and the best
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD_CHARS = 256
@@ -70,6 +70,7 @@ class Endpoint(Enum):
     COMPLETION = "prompt"
     SCORE = "items"
     RERANK = "documents"
+    EMBEDDING = "input"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +97,7 @@ class ParsedRequest:
     names_tokens_by_id: bool = False  # log-probabilities call a token `token_id:7`
     prompt_logprobs: int | None = None  # as the client said; a completion's echo may want some too
     # What the answer says of prompts; None = outputs.
-    scoring: Scoring | Reranking | PairScoring | None = None
+    scoring: Scoring | Reranking | PairScoring | Embedding | None = None
     shape: AnswerShape | None = None  # of another protocol's answer; None = the endpoint's own
     # What else than text the answer may hold.
     tool_format: ToolFormat | None = None  # None = no calls
@@ -157,7 +158,7 @@ def read_chat(
     new_seed: Callable[[], int] = draw_seed,
 ) -> ParsedRequest:
     """A decoded body; other protocols are read as such a one, too. Raises as `parse_chat`."""
-    name = check_model(chat.model, model)
+    name = check_generates(chat.model, model)
     if chat.top_logprobs and not chat.logprobs:
         raise invalid("top_logprobs", "only allowed when 'logprobs' is true.")
     num_best = _read_num_best("top_logprobs", chat.top_logprobs, limits, model)
@@ -204,17 +205,24 @@ def parse_completion(
 ) -> ParsedRequest:
     """A /v1/completions body; raises RequestError with `param` and OpenAI's code."""
     completion = decode_body(body, CompletionBody)
-    name = check_model(completion.model, model)
+    name = check_generates(completion.model, model)
     if completion.suffix:
         raise unsupported("suffix")
     _check_best_of(completion)
     constraint = read_constraint(completion)
     logprobs = _read_num_best("logprobs", completion.logprobs, limits, model)
+    reader = PromptReader(
+        param=Endpoint.COMPLETION.value,
+        model=model,
+        max_prompts=limits.max_prompts,
+        add_special_tokens=completion.add_special_tokens,
+        truncation=read_truncation(completion, completion.max_tokens, model),
+    )
     parsed = _assemble(
         completion,
         Endpoint.COMPLETION,
         name,
-        read_completion_prompts(completion, limits, model),
+        reader.read(completion.prompt),
         _sampling(completion, limits, model, logprobs, new_seed, constraint),
         limits,
     )

@@ -243,7 +243,6 @@ class _PromptsBody(StrictObject, frozen=True, kw_only=True):
     """What requests share that ask about prompts and want no output."""
 
     model: str | None = None  # null = the model that is served
-    label_token_ids: list[int] | None = None
     # Accepted as OpenAI's servers do; no effect here.
     user: str | None = None
     # As in the other endpoints.
@@ -253,7 +252,24 @@ class _PromptsBody(StrictObject, frozen=True, kw_only=True):
     priority: int | None = None
 
 
-class ScoreBody(_PromptsBody, frozen=True, kw_only=True):
+class EmbeddingBody(_PromptsBody, frozen=True, kw_only=True):
+    """OpenAI's /v1/embeddings."""
+
+    input: str | list[str | int | list[int]]
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = None
+    # Extensions.
+    truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] | None = None
+
+
+class _LabelsBody(_PromptsBody, frozen=True, kw_only=True):
+    """What requests share that ask how likely labels are."""
+
+    label_token_ids: list[int] | None = None
+
+
+class ScoreBody(_LabelsBody, frozen=True, kw_only=True):
     """/v1/score in one of two shapes.
 
     SGLang's: how likely each label is as the next token behind query and item. vLLM's: how relevant
@@ -277,7 +293,7 @@ class RerankDocument(StrictObject, frozen=True, kw_only=True):
     text: str
 
 
-class RerankBody(_PromptsBody, frozen=True, kw_only=True):
+class RerankBody(_LabelsBody, frozen=True, kw_only=True):
     """/v1/rerank as Cohere and Jina have it, for a model that says yes or no."""
 
     query: str

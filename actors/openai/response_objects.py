@@ -243,6 +243,29 @@ class RerankAnswer(_Record, frozen=True):
     usage: Usage
 
 
+class EmbeddingUsage(_Record, frozen=True):
+    prompt_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class EmbeddingObject(_Record, frozen=True):
+    index: int
+    embedding: list[float] | str  # str: base64 of float32, little-endian
+    object: Literal["embedding"] = "embedding"
+
+
+class EmbeddingList(_Record, frozen=True):
+    """`id` and `created` are vLLM's."""
+
+    id: str
+    created: int
+    model: str
+    data: list[EmbeddingObject]
+    usage: EmbeddingUsage
+    object: Literal["list"] = "list"
+
+
 class ModelCard(_Record, frozen=True):
     id: str
     created: int

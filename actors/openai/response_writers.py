@@ -15,10 +15,12 @@ from typing import Protocol
 from actors.openai.answer_shapes import ResponsesShape
 from actors.openai.chat_writers import ChatStream, ChatUnary
 from actors.openai.completion_writers import CompletionStream, CompletionUnary
+from actors.openai.embeddings import EmbeddingUnary
 from actors.openai.protocol import Endpoint, ParsedRequest
 from actors.openai.response_parts import ResponseIdentity
 from actors.openai.responses.writer import ResponsesWriter
 from actors.openai.scores import ScoreUnary
+from actors.openai.scoring import Embedding
 from engine.text.output_text import OutputText, TextDelta
 from engine.text.stop_strings import StopStrings
 from engine.text.tokenizing import Tokenizing
@@ -41,6 +43,8 @@ def build_writer(
 ) -> ResponseWriter:
     if isinstance(parsed.shape, ResponsesShape):
         return ResponsesWriter(parsed, identity, tokenizing, parsed.shape)
+    if isinstance(parsed.scoring, Embedding):
+        return EmbeddingUnary(parsed, identity, parsed.scoring)
     if parsed.scoring is not None:
         return ScoreUnary(parsed, identity, parsed.scoring)
     match parsed.endpoint, parsed.stream:

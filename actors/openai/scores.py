@@ -34,7 +34,7 @@ from actors.openai.response_objects import (
 )
 from actors.openai.response_parts import PromptDelta, ResponseIdentity, UsageCount
 from actors.openai.scoring import PairScoring, Reranking, Scoring, probabilities
-from actors.openai.served_model import ServedModel, check_model
+from actors.openai.served_model import ServedModel, check_generates
 from configs.schema import EdgeConfig
 from engine.errors import RequestError
 from engine.messages import TokenizeRequest
@@ -62,7 +62,7 @@ def parse_score(
     `tokenizing` finds the tokens of yes and no.
     """
     asked = decode_body(body, ScoreBody)
-    name = check_model(asked.model, model)
+    name = check_generates(asked.model, model)
     if asked.text_1 is not None or asked.queries is not None:
         return _parse_pairs(asked, name, limits, model, tokenizing)
     if asked.query is None:
@@ -92,7 +92,7 @@ def parse_rerank(
 ) -> ParsedRequest:
     """A /v1/rerank body; raises as `parse_score`. `tokenizing` finds the tokens of yes and no."""
     asked = decode_body(body, RerankBody)
-    name = check_model(asked.model, model)
+    name = check_generates(asked.model, model)
     check_length("documents", len(asked.documents), limits.max_prompts)
     Bounds(1, BOUNDS["max_tokens"].high).check("top_n", asked.top_n)
     check_chars("query", asked.query, MAX_CHARS_PER_TOKEN * model.max_model_len)

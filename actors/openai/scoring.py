@@ -1,4 +1,4 @@
-"""The kinds of scoring, and the arithmetic from log-probabilities to scores."""
+"""What answers say of prompts, and the arithmetic from log-probabilities to scores."""
 
 import math
 from collections.abc import Sequence
@@ -24,6 +24,15 @@ class Reranking:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairScoring:
     """Asks how relevant the second text of each pair is, by the labels for yes and no."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Embedding:
+    """Asks for each prompt's embedding."""
+
+    num_dimensions: int | None  # the first ones; None = all
+    is_normalised: bool  # to a length of 1, after shortening too
+    as_base64: bool  # of float32, little-endian; else a list of numbers
 
 
 def probabilities(logprobs: Sequence[float], *, apply_softmax: bool) -> list[float]:

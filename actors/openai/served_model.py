@@ -9,6 +9,16 @@ from engine.errors import ConfigError, RequestError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddingSpace:
+    """The embeddings that a model makes."""
+
+    num_dimensions: int
+    is_normalised: bool
+    can_shorten: bool  # to the first dimensions
+    short_dimensions: tuple[int, ...] = ()  # how many may be kept; () = any number
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
     """One model under one or several names."""
 
@@ -18,6 +28,7 @@ class ServedModel:
     created_s: int = 0  # Unix time
     aliases: tuple[str, ...] = ()  # further names a request may use
     dialect: ChatDialect = field(default_factory=ChatDialect)
+    embeddings: EmbeddingSpace | None = None  # None = it generates
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -51,3 +62,28 @@ def check_model(name: str | None, model: ServedModel) -> str:
             status=404,
         )
     return name
+
+
+def check_generates(name: str | None, model: ServedModel) -> str:
+    """As `check_model`; raises RequestError (400) too for a model that makes embeddings."""
+    name = check_model(name, model)
+    if model.embeddings is not None:
+        raise _unsupported_endpoint(
+            f"The model `{name}` makes embeddings and generates nothing: send texts to"
+            " /v1/embeddings."
+        )
+    return name
+
+
+def check_embeds(name: str, model: ServedModel) -> EmbeddingSpace:
+    """The embeddings of the model that is served as `name`; raises RequestError if it has none."""
+    if model.embeddings is None:
+        raise _unsupported_endpoint(
+            f"The model `{name}` generates and makes no embeddings: serve an embedding model, with"
+            " sentence-transformers' `modules.json` in its folder."
+        )
+    return model.embeddings
+
+
+def _unsupported_endpoint(message: str) -> RequestError:
+    return RequestError(message, param="model", code="unsupported_endpoint")

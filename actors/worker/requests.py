@@ -50,6 +50,7 @@ class WorkerRequests:
                 f"This model's maximum context length is {engine.max_model_len} tokens.",
                 code="context_length_exceeded",
             )
+        engine.check_kind(params)
         engine.check_ids(submit.token_ids, params)
         if params.constraint is not None:  # compiled here, because the sampler must not wait for it
             compiled = engine.grammars.prepare(params.constraint)

@@ -104,6 +104,15 @@ class Gated:
         return self._ops.silu_mul(self._gate_up(x, lane))
 
 
+class Identity:
+    """y = x."""
+
+    __slots__ = ()
+
+    def __call__(self, x: Tensor, lane: int = 0) -> Tensor:
+        return x
+
+
 def build_linear(weight: LinearWeight, *, is_deterministic: bool = False) -> Linear:
     """The map x -> x @ weight.T + bias.
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from engine.layers.attention import Attention, ProjectedTokens, StoredTokens
 from engine.layers.context import ForwardContext, LastTokens
-from engine.layers.linear import Linear, LinearWeight, build_gated, build_linear
+from engine.layers.linear import Identity, Linear, LinearWeight, build_gated, build_linear
 from engine.layers.mlp import GatedMlp
 from engine.layers.norm import RmsNorm
 from engine.layers.rotary import RotaryTable
@@ -113,7 +113,10 @@ class CausalLM:
         return ForwardResult(hidden=hidden, is_finite=is_finite)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden: [S, hidden], rows of `ForwardResult.hidden`; returns [S, vocab] in its dtype."""
+        """hidden: [S, hidden], rows of `ForwardResult.hidden`; returns [S, vocab] in its dtype.
+
+        A model that makes embeddings has no head: it returns `hidden`.
+        """
         return self._head(hidden)
 
 
@@ -206,7 +209,7 @@ def build_decoder(
         embedding=weights.embedding,
         layers=layers,
         final_norm=RmsNorm(weights.final_norm, spec.rms_norm_eps, ops),
-        head=build_linear(LinearWeight(weights.head), is_deterministic=is_deterministic),
+        head=_build_head(spec, weights, is_deterministic),
         rotary=RotaryTable(
             spec.rope,
             head_dim=spec.head_dim,
@@ -215,6 +218,12 @@ def build_decoder(
             ops=ops,
         ),
     )
+
+
+def _build_head(spec: ModelSpec, weights: ModelWeights, is_deterministic: bool) -> Linear:
+    if spec.pooling is not None:
+        return Identity()
+    return build_linear(LinearWeight(weights.head), is_deterministic=is_deterministic)
 
 
 def _build_layer(

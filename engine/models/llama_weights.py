@@ -10,6 +10,7 @@ from enum import Enum
 from engine.errors import ConfigError
 from engine.models.spec import ModelSpec
 
+BODY = "model."  # begins the names of all tensors but the head
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 
@@ -85,13 +86,13 @@ class StackedTensor:
 
 
 def outer_tensors(spec: ModelSpec) -> dict[str, StackedTensor]:
-    """Field of `ModelWeights` -> tensor; no `head` if it is tied to the embedding."""
+    """Field of `ModelWeights` -> tensor; no `head` if it is tied to the embedding or not used."""
     hidden = spec.hidden_size
     tensors = {
         "embedding": StackedTensor(num_rows={EMBEDDING: spec.vocab_size}, num_columns=hidden),
         "final_norm": StackedTensor(num_rows={"model.norm.weight": hidden}),
     }
-    if not spec.has_tied_embeddings:
+    if not spec.has_tied_embeddings and spec.pooling is None:
         tensors["head"] = StackedTensor(num_rows={HEAD: spec.vocab_size}, num_columns=hidden)
     return tensors
 

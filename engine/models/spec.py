@@ -21,6 +21,7 @@ from engine.layers.rope_spec import (
     YarnScaling,
 )
 from engine.models.config_file import ConfigFile
+from engine.models.pooling import Pooling, read_pooling
 
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 DEFAULT_THETA = 10000.0
@@ -136,6 +137,7 @@ class ModelSpec:
     max_model_len: int  # tokens
     eos_token_ids: tuple[int, ...]  # config.json's, then generation_config.json's others
     dtype: KvDtype  # of the weights as published
+    pooling: Pooling | None = None  # None = it generates; else it has no head and makes embeddings
 
     def kv_layout(self, *, block_size: int, dtype: KvDtype) -> KvLayout:
         """Layout of this model's KV blocks of `block_size` tokens."""
@@ -242,7 +244,8 @@ def load_spec(folder: Path) -> ModelSpec:
     Raises ConfigError, naming the file, the key and what is supported.
     """
     config = ConfigFile.read(folder / "config.json")
-    architecture = _architecture(config)
+    pooling = read_pooling(folder, config)
+    architecture = _architecture(config, has_head=pooling is None)
     _refuse_unsupported(config)
     num_layers = config.integer("num_hidden_layers")
     hidden_size = config.integer("hidden_size")
@@ -278,14 +281,17 @@ def load_spec(folder: Path) -> ModelSpec:
         max_model_len=max_tokens_of(rope, config.integer("max_position_embeddings")),
         eos_token_ids=_eos_token_ids(config, folder, vocab_size),
         dtype=_dtype(config),
+        pooling=pooling,
     )
 
 
-def _architecture(config: ConfigFile) -> str:
+def _architecture(config: ConfigFile, *, has_head: bool) -> str:
     names = config.texts("architectures") or ()
     for name in names:
-        if name in _FAMILIES:
-            return name
+        # What is published without a head may have the name of the model without it.
+        family = name if has_head else name.replace("Model", "ForCausalLM")
+        if family in _FAMILIES:
+            return family
     raise config.error(
         "architectures",
         f"{list(names)} is not supported; supported: {', '.join(SUPPORTED_ARCHITECTURES)}",
@@ -295,6 +301,8 @@ def _architecture(config: ConfigFile) -> str:
 def _refuse_unsupported(config: ConfigFile) -> None:
     if config.section("quantization_config") is not None:
         raise config.error("quantization_config", "is not supported; use unquantized weights")
+    if not config.flag("is_causal", True):
+        raise config.error("is_causal", "false is not supported: tokens see those before them only")
     activation = config.text("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise config.error("hidden_act", f"{activation!r} is not supported; supported: silu")

@@ -18,7 +18,7 @@ import msgspec
 from engine.errors import ConfigError
 from engine.file_checks import check_file
 from engine.models.config_file import ConfigFile
-from engine.models.llama_weights import HEAD, published_shapes
+from engine.models.llama_weights import BODY, HEAD, published_shapes
 from engine.models.spec import ModelSpec
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
@@ -107,26 +107,31 @@ _HARMLESS = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
 _MISMATCH = "the weights and config.json describe different models"
 
 
-def check_weights(folder: Path, spec: ModelSpec) -> dict[Path, list[str]]:
+def check_weights(folder: Path, spec: ModelSpec) -> dict[Path, dict[str, str]]:
     """Each weights file with those of the model's tensors that it holds, in order of their data.
 
-    Raises ConfigError naming file, tensor, expected and found shape. An unknown tensor is refused
-    unless it is known to carry no information: a bias or a layer, for example, would change the
-    output.
+    Of each file: a tensor's name there -> its name in `published_shapes`. Raises ConfigError naming
+    file, tensor, expected and found shape. An unknown tensor is refused unless it is known to carry
+    no information: a bias or a layer, for example, would change the output.
     """
     missing = published_shapes(spec)
-    found: dict[Path, list[str]] = {}
+    found: dict[Path, dict[str, str]] = {}
     for path, indexed in _weight_files(folder):
         header = read_header(path)
-        absent = sorted((indexed or frozenset()) & missing.keys() - header.keys())
+        absent = sorted(
+            name
+            for name in (indexed or frozenset()) - header.keys()
+            if _whole_name(name, spec) in missing
+        )
         if absent:
             raise ConfigError(f"{path}: tensor {absent[0]!r} is in {INDEX_FILE} but not here")
-        found[path] = []
+        found[path] = {}
         for name, tensor in header.items():
-            if name in missing:
-                _check_tensor(path, name, tensor, missing.pop(name))
-                found[path].append(name)
-            elif any(name in names for names in found.values()):
+            whole_name = _whole_name(name, spec)
+            if whole_name in missing:
+                _check_tensor(path, name, tensor, missing.pop(whole_name))
+                found[path][name] = whole_name
+            elif any(whole_name in names.values() for names in found.values()):
                 raise ConfigError(f"{path}: tensor {name!r} stands in another file as well")
             elif not _is_harmless(name, spec):
                 raise ConfigError(
@@ -154,9 +159,16 @@ def _check_tensor(path: Path, name: str, tensor: StoredTensor, shape: tuple[int,
         )
 
 
+def _whole_name(name: str, spec: ModelSpec) -> str:
+    """The tensor's name in a model with a head; without one, the prefix may be left out."""
+    if spec.pooling is None or name == HEAD or name.startswith(BODY):
+        return name
+    return BODY + name
+
+
 def _is_harmless(name: str, spec: ModelSpec) -> bool:
-    is_duplicate_head = name == HEAD and spec.has_tied_embeddings
-    return is_duplicate_head or _HARMLESS.search(name) is not None
+    is_unused_head = name == HEAD and (spec.has_tied_embeddings or spec.pooling is not None)
+    return is_unused_head or _HARMLESS.search(name) is not None
 
 
 def _weight_files(folder: Path) -> Iterator[tuple[Path, frozenset[str] | None]]:

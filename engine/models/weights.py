@@ -10,7 +10,7 @@ in and copies them to the driver's own buffer. Copying to pinned buffers on seve
 that with the transfers. The buffers are the only memory that this takes on the host.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -164,7 +164,7 @@ class ModelWeights:
     layers: list[LayerWeights]
     # [hidden]
     final_norm: Tensor
-    # [vocab, hidden]; the embedding itself where tied
+    # [vocab, hidden]; the embedding itself where tied or not used
     head: Tensor
 
 
@@ -189,12 +189,13 @@ def load_weights(
 
 
 def _copy_file(
-    path: Path, names: Sequence[str], destinations: Mapping[str, "Part"], copier: TensorCopier
+    path: Path, names: Mapping[str, str], destinations: Mapping[str, "Part"], copier: TensorCopier
 ) -> None:
+    """names: in the file -> in `destinations`."""
     try:
         with safe_open(str(path), framework="pt", device="cpu") as file:
-            for name in names:
-                part = destinations[name]
+            for name, whole_name in names.items():
+                part = destinations[whole_name]
                 if part.share is None:
                     copier.copy(file.get_tensor(name), part.tensor)
                 else:

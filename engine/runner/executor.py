@@ -271,6 +271,7 @@ class Executor:
             drawn=drawn,
             logprobs=sampled.logprobs,
             labels=sampled.labels,
+            embeddings=sampled.embeddings,
             is_finite_token=flags,
             prompt=prompt,
         )

@@ -25,6 +25,8 @@ from engine.runner.graphs import CudaRecorder
 from engine.runner.grid_sizes import grid_sizes
 from engine.runner.warm_up import warm_up
 from engine.sampling.constraint import Matchers
+from engine.sampling.embeddings import Embeddings
+from engine.sampling.sampled import RowSampler
 from engine.sampling.sampler import Sampler
 from kernels.attention.phased import PhasedAttention
 from kernels.attention.protocol import AttentionShape
@@ -140,13 +142,7 @@ class Replica:
             max_rows=scheduler.max_num_seqs,
             max_model_len=self._max_model_len,
             max_num_batched_tokens=scheduler.max_num_batched_tokens,
-            sampler=Sampler(
-                self._spec.vocab_size,
-                scheduler.max_num_seqs,
-                self._spec.eos_token_ids,
-                self._device,
-                self._matchers,
-            ),
+            sampler=self._build_sampler(),
             attention=self._build_attention(),
             sends_blocks=self._sends_blocks,
         )
@@ -160,6 +156,13 @@ class Replica:
         if self._uses_graphs:
             executor.capture_graphs(CudaRecorder(), logger.info, prompts=self._prompt_sizes)
         return executor
+
+    def _build_sampler(self) -> RowSampler:
+        spec = self._spec
+        if spec.pooling is not None:
+            return Embeddings(is_normalised=spec.pooling.is_normalised)
+        max_rows = self._config.scheduler.max_num_seqs
+        return Sampler(spec.vocab_size, max_rows, spec.eos_token_ids, self._device, self._matchers)
 
     def _load_model(self) -> CausalLM:
         model = self._config.model

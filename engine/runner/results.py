@@ -36,7 +36,7 @@ class ComputedStep(msgspec.Struct, frozen=True, kw_only=True):
     """A step's queued forward pass."""
 
     batch: InputBatch
-    logits: Tensor | None  # [S, vocab]; None = no row samples
+    logits: Tensor | None  # [S, vocab], as `CausalLM.logits`; None = no row samples
     # output of the replayed graph, including each line's best token; None = no graph
     replayed: GraphOutput | None
     # [T] bool; None = only the logits are checked
@@ -162,6 +162,8 @@ class StepTensors:
     # For the few rows that ask for them; None = there is none.
     logprobs: LogprobTensors | None = None
     labels: LabelTensors | None = None
+    # fp32 [S, hidden]; None = the model makes none
+    embeddings: Tensor | None = None
     prompt: PromptTensors | None = None
     # On a worker that sends blocks away; on the host already, or being copied there.
     written: WrittenBlocks | None = None
@@ -187,6 +189,7 @@ class PendingStep:
             slot.copy_drawn(left.drawn)
         self._logprobs = left.logprobs.map(_to_host) if left.logprobs else None
         self._labels = left.labels.map(_to_host) if left.labels else None
+        self._embeddings = None if left.embeddings is None else _to_host(left.embeddings)
         self._prompt = left.prompt.map(_to_host) if left.prompt else None
         self._written = left.written
         flags = left.is_finite_token
@@ -215,7 +218,8 @@ class PendingStep:
         token_ids: list[int] = drawn.tolist()
         tokens = [[token_id] if token_id >= 0 else [] for token_id in token_ids]
         labels = self._label_values(sampled_places, token_ids)
-        for place in labels:
+        embeddings = self._embedding_bytes(sampled_places, token_ids)
+        for place in (*labels, *embeddings):
             tokens[place] = []
         return StepResult(
             step=self._plan.step,
@@ -224,6 +228,7 @@ class PendingStep:
             is_finite=(drawn != NOT_FINITE).tolist(),
             duration_s=duration_s,
             labels=labels,
+            embeddings=embeddings,
             prompt_logprobs=self._prompt.records() if self._prompt else {},
         )
 
@@ -257,6 +262,16 @@ class PendingStep:
         places: list[int] = sampled_places.tolist()
         by_line = self._labels.by_line()
         return {places[i]: v for i, v in by_line.items() if token_ids[places[i]] >= 0}
+
+    def _embedding_bytes(
+        self, sampled_places: NDArray[np.int64], token_ids: list[int]
+    ) -> dict[int, bytes]:
+        """Index in the plan -> embedding of a row whose prompt is computed and finite."""
+        if self._embeddings is None:
+            return {}
+        places: list[int] = sampled_places.tolist()
+        by_place = zip(places, self._embeddings.numpy(), strict=True)
+        return {place: line.tobytes() for place, line in by_place if token_ids[place] >= 0}
 
 
 class EmptyStep:

@@ -84,7 +84,9 @@ class SampledTensors(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: Tensor  # int64 [S]  0 where not finite: must not be used
     is_finite: Tensor  # bool [S]  False = nothing could be drawn
     logprobs: LogprobTensors | None  # None = no row asked
-    labels: LabelTensors | None = None  # of prompt-only rows, whose token must not be used
+    # Of prompt-only rows, whose token must not be used.
+    labels: LabelTensors | None = None
+    embeddings: Tensor | None = None  # fp32 [S, hidden], from a model that makes them
 
     def is_choice(self, choice: GreedyChoice) -> bool:
         """Whether the tokens are the tensors of `choice` itself, without log-probabilities."""
@@ -109,5 +111,5 @@ class RowSampler(Protocol):
     def sample(
         self, logits: Tensor, rows: list[int], greedy: GreedyChoice | None = None
     ) -> SampledTensors:
-        """logits: [S, vocab], one line for each of `rows`; `greedy`: their argmax, if known."""
+        """logits: of the model, one line for each of `rows`; `greedy`: their argmax, if known."""
         ...

@@ -45,8 +45,9 @@ class FinishRules:
         return None, None
 
     def reason_of_prompt(self, request: Request) -> Literal["stop", "length"]:
-        """Finish reason of a prompt-only request: "stop" if it has labels, else "length"."""
-        return "stop" if request.params.label_token_ids else "length"
+        """Finish reason of a prompt-only request: "length" if it asks for log-probabilities."""
+        params = request.params
+        return "stop" if params.label_token_ids or params.wants_embedding else "length"
 
     def num_steps_to_last(self, requests: Iterable[Request]) -> int:
         """Number of steps until `at_last_token` returns one of these, if all of them decode."""
@@ -147,7 +148,7 @@ class SampledTokens:
             index=index,
             token_id=token_id,
             logprobs=logprobs,
-            prompt=_take_scores(request, []) if is_first else None,
+            prompt=_take_scores(request) if is_first else None,
             num_cached_tokens=request.num_cached_tokens if is_first else None,
             waited_s=_waited_s(request) if is_first else None,
             finish=finish,
@@ -161,21 +162,24 @@ class SampledTokens:
         self, step: StepInFlight, result: StepResult, output: StepOutput
     ) -> list[Ending]:
         """Emit a record for each prompt-only request whose prompt this step completed."""
-        ended = [(step.requests[index], labels) for index, labels in result.labels.items()]
+        ended = [(step.requests[index], labels, b"") for index, labels in result.labels.items()]
+        ended += [(step.requests[index], [], found) for index, found in result.embeddings.items()]
         return [
-            self._end_with_prompt(request, labels, output)
-            for request, labels in ended
+            self._end_with_prompt(request, _take_scores(request, labels, embedding), output)
+            for request, labels, embedding in ended
             if request.row is not None
         ]
 
-    def _end_with_prompt(self, request: Request, labels: list[float], output: StepOutput) -> Ending:
+    def _end_with_prompt(
+        self, request: Request, scores: PromptScores | None, output: StepOutput
+    ) -> Ending:
         finish = self._finish_rules.reason_of_prompt(request)
         record = TokenRecord(
             key=request.key,
             index=0,
             token_id=request.tokens[-1],
             is_output=False,
-            prompt=_take_scores(request, labels),
+            prompt=scores,
             num_cached_tokens=request.num_cached_tokens,
             waited_s=_waited_s(request),
             finish=finish,
@@ -184,10 +188,14 @@ class SampledTokens:
         return request, finish
 
 
-def _take_scores(request: Request, labels: list[float]) -> PromptScores | None:
+def _take_scores(
+    request: Request, labels: list[float] | None = None, embedding: bytes = b""
+) -> PromptScores | None:
     """Remove the prompt's scores from the request and return them; None = none were asked for."""
     pieces, request.prompt_logprobs = request.prompt_logprobs, []
-    return PromptScores(labels, pieces) if labels or pieces else None
+    if not (labels or pieces or embedding):
+        return None
+    return PromptScores(labels or [], pieces, embedding)
 
 
 def _waited_s(request: Request) -> float | None:

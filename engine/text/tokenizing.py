@@ -76,23 +76,42 @@ class Tokenizing:
         return self._token_bytes
 
     def encode_batch(
-        self, texts: Sequence[str], *, add_special_tokens: bool
+        self,
+        texts: Sequence[str],
+        *,
+        add_special_tokens: bool,
+        max_tokens: int | None = None,
+        cuts_end: bool = False,
     ) -> list[list[int] | RequestError]:
-        """Ids per text, in one library call; a text that cannot be encoded fails alone."""
-        try:
-            encodings = self._tokenizer.encode_batch_fast(
-                list(texts), add_special_tokens=add_special_tokens
-            )
-        except Exception:  # noqa: BLE001 - the library raises bare Exception; each is retried below
-            return [self._encode_alone(text, add_special_tokens) for text in texts]
-        return [self._within_model(encoding.ids) for encoding in encodings]
+        """Ids per text, in one library call; a text that cannot be encoded fails alone.
 
-    def _encode_alone(self, text: str, add_special_tokens: bool) -> list[int] | RequestError:
+        max_tokens: a longer text is cut, so that all special tokens fit too; None = never.
+        cuts_end: it is cut at its end, else at its beginning.
+        """
+        adds = add_special_tokens and max_tokens is None
         try:
-            encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        except Exception:  # noqa: BLE001 - as above; its text may quote the prompt
-            return RequestError("The prompt is not valid text and cannot be tokenized.")
-        return self._within_model(encoding.ids)
+            encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=adds)
+        except Exception:  # noqa: BLE001 - the library raises bare Exception; each is retried below
+            if len(texts) == 1:  # its error may quote the prompt
+                return [RequestError("The prompt is not valid text and cannot be tokenized.")]
+            alone = [
+                self.encode_batch(
+                    [text],
+                    add_special_tokens=add_special_tokens,
+                    max_tokens=max_tokens,
+                    cuts_end=cuts_end,
+                )
+                for text in texts
+            ]
+            return [found for (found,) in alone]
+        if max_tokens is not None:
+            num_special = self._tokenizer.num_special_tokens_to_add(False)
+            num_kept = max(0, max_tokens - num_special * add_special_tokens)
+            for encoding in encodings:
+                encoding.truncate(num_kept, direction="right" if cuts_end else "left")
+            process = self._tokenizer.post_process
+            encodings = [process(encoding, None, add_special_tokens) for encoding in encodings]
+        return [self._within_model(encoding.ids) for encoding in encodings]
 
     def _within_model(self, ids: list[int]) -> list[int] | RequestError:
         """Checks ids against the model; a post-processor may add ids outside the vocabulary."""

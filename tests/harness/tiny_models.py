@@ -1,10 +1,11 @@
 """Random-weight Hugging Face folders of every supported architecture, made with transformers."""
 
 import json
+from functools import lru_cache
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.llama import LlamaConfig
 from transformers.models.mistral import MistralConfig
 from transformers.models.qwen2 import Qwen2Config
@@ -64,6 +65,63 @@ def save_model(
     model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
     finished: PreTrainedModel = model.float().eval()
     return finished
+
+
+def save_embedding_model(
+    folder: Path,
+    architecture: str = "Qwen3ForCausalLM",
+    *,
+    seed: int = 0,
+    is_normalised: bool = True,
+    max_shard_size: str = "5GB",
+    dtype: torch.dtype = torch.float32,
+    **settings: object,
+) -> None:
+    """Write a small embedding model as Qwen3-Embedding is published: without head and prefix.
+
+    Pooling and modules are written as sentence-transformers writes them.
+    """
+    whole = save_model(folder, architecture, seed=seed, tie_word_embeddings=True, **settings)
+    (folder / "model.safetensors").unlink()
+    body: PreTrainedModel = whole.base_model
+    body.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
+    kinds = ["Transformer", "Pooling", *(["Normalize"] if is_normalised else [])]
+    modules = [
+        {
+            "idx": index,
+            "name": str(index),
+            "path": "" if index == 0 else f"{index}_{kind}",
+            "type": f"sentence_transformers.models.{kind}",
+        }
+        for index, kind in enumerate(kinds)
+    ]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    write_pooling(folder, {"pooling_mode_cls_token": False, "pooling_mode_lasttoken": True})
+
+
+def write_pooling(folder: Path, modes: dict[str, object]) -> None:
+    """Change which pooling the folder asks for."""
+    (folder / "1_Pooling").mkdir(exist_ok=True)
+    path = folder / "1_Pooling" / "config.json"
+    path.write_text(json.dumps({"word_embedding_dimension": 64, "include_prompt": True} | modes))
+
+
+def reference_embedding(folder: Path, token_ids: list[int]) -> torch.Tensor:
+    """What transformers computes for one prompt: its last token's final hidden state, fp32.
+
+    The folder is read once and must not change afterwards.
+    """
+    with torch.inference_mode():
+        hidden: torch.Tensor = _load_body(folder)(torch.tensor([token_ids])).last_hidden_state
+    return hidden[0, -1]
+
+
+@lru_cache(maxsize=4)
+def _load_body(folder: Path) -> PreTrainedModel:
+    body: PreTrainedModel = AutoModel.from_pretrained(
+        folder, attn_implementation="eager", dtype=torch.float32
+    )
+    return body.eval()
 
 
 def edit_config(folder: Path, *, remove: tuple[str, ...] = (), **values: object) -> None:

@@ -38,9 +38,16 @@ def _write(folder: Path, tokenizer: Tokenizer, config: dict[str, object]) -> Pat
 
 
 def byte_level_folder(
-    folder: Path, *, chat_template: str | None = CHATML, adds_bos: bool = False
+    folder: Path,
+    *,
+    chat_template: str | None = CHATML,
+    adds_bos: bool = False,
+    adds_eos: bool = False,
 ) -> Path:
-    """GPT-2's kind: byte-level BPE, every byte in the vocabulary, ChatML special tokens."""
+    """GPT-2's kind: byte-level BPE, every byte in the vocabulary, ChatML special tokens.
+
+    adds_eos: as Qwen3-Embedding's tokenizer does.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -60,6 +67,11 @@ def byte_level_folder(
         tokenizer.post_processor = processors.TemplateProcessing(
             single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
         )
+    if adds_eos:
+        end = processors.TemplateProcessing(
+            single="$A <|endoftext|>", special_tokens=[("<|endoftext|>", 0)]
+        )
+        tokenizer.post_processor = processors.Sequence([processors.ByteLevel(), end])
     config: dict[str, object] = {"bos_token": "<|endoftext|>", "eos_token": "<|im_end|>"}
     if chat_template is not None:
         config["chat_template"] = chat_template

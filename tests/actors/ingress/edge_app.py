@@ -12,7 +12,7 @@ import msgspec
 from fastapi import FastAPI
 
 from actors.ingress.auth import ApiKeys
-from actors.ingress.composition import Edge
+from actors.ingress.composition import Edge, describe_embeddings
 from actors.ingress.generation import GenerationCounters, GenerationJob, Generations
 from actors.ingress.limits import Admission, RateLimits
 from actors.ingress.observation import Observation
@@ -29,6 +29,7 @@ from actors.openai.served_model import ServedModel
 from actors.routing.worker_links import WorkerLink
 from actors.rpc.handles import WorkerHandle
 from configs.load import PROJECT_ROOT, load_config
+from configs.schema import AppConfig
 from engine.clock import Clock, MonotonicClock
 from engine.errors import CapacityError, RequestError, WorkerError
 from engine.messages import (
@@ -40,6 +41,7 @@ from engine.messages import (
     TokenRecord,
     Topology,
 )
+from engine.models.spec import load_spec
 from engine.plan import TokenLogprobs
 from engine.request import PromptScores, RequestKey
 from engine.text.chat_template import read_template_text
@@ -209,8 +211,12 @@ def edge_app(
     num_embeddings: int | None = None,
     batchers: Batchers | None = None,
     generations: Generations | None = None,
+    makes_embeddings: bool = False,
 ) -> EdgeApp:
-    """An ingress with this configuration (dotted keys over the defaults), or with parts given."""
+    """An ingress with this configuration (dotted keys over the defaults), or with parts given.
+
+    makes_embeddings: as `model_folder` says; else that is only a tokenizer's folder.
+    """
     config = load_config(None, overrides or {})
     clock = clock or MonotonicClock()
     tokenizing = load_tokenizer(model_folder, num_embeddings)
@@ -219,12 +225,7 @@ def edge_app(
     generations = generations or cast("Generations", _Generations(workers))
     recent = RecentTtft(clock)
     metrics = IngressMetrics("tiny", recent)
-    model = ServedModel(
-        name="tiny",
-        max_model_len=MAX_MODEL_LEN,
-        vocab_size=tokenizing.vocab_size,
-        dialect=build_dialect(read_template_text(model_folder), config.api, tokenizing),
-    )
+    model = _served_model(config, model_folder, tokenizing, makes_embeddings=makes_embeddings)
     edge = Edge(
         ingress_id="ingress-0",
         spec=DeploymentSpec(config=config, model="m", hash="h", block_key=b""),
@@ -258,6 +259,19 @@ def edge_app(
         tracing=tracing or NoTracing(),
     )
     return EdgeApp(edge=edge, app=Api(edge).app(), workers=workers, batchers=own_batchers)
+
+
+def _served_model(
+    config: AppConfig, folder: Path, tokenizing: Tokenizing, *, makes_embeddings: bool
+) -> ServedModel:
+    spec = load_spec(folder) if makes_embeddings else None
+    return ServedModel(
+        name="tiny",
+        max_model_len=MAX_MODEL_LEN,
+        vocab_size=tokenizing.vocab_size,
+        dialect=build_dialect(read_template_text(folder), config.api, tokenizing),
+        embeddings=None if spec is None else describe_embeddings(config.api, spec),
+    )
 
 
 def busy(queued_tokens: int, queued_s: float | None = None) -> LoadReport:

@@ -1,6 +1,7 @@
 """Encoding and detokenizing, judged by transformers and by the tokenizers library."""
 
 import codecs
+import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,7 @@ from tests.harness.tokenizer_folders import (
 FAMILIES: dict[str, Callable[[Path], Path]] = {
     "byte_level": byte_level_folder,
     "byte_level_bos": lambda folder: byte_level_folder(folder, adds_bos=True),
+    "byte_level_eos": lambda folder: byte_level_folder(folder, adds_eos=True),
     "llama_like": llama_like_folder,
     "llama_like_without_bos": lambda folder: llama_like_folder(folder, adds_bos=False),
     "gemma_like": lambda folder: llama_like_folder(folder, strips=False),
@@ -74,15 +76,42 @@ def test_ids_equal_those_of_transformers(
     assert family.ours.encode_batch(TEXTS, add_special_tokens=add_special_tokens) == expected
 
 
-def test_the_families_differ_in_their_bos_settings(families: dict[str, Family]) -> None:
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("add_special_tokens", [True, False])
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("max_tokens", [1, 9, 500])
+def test_a_text_that_is_cut_keeps_all_special_tokens(
+    families: dict[str, Family], name: str, add_special_tokens: bool, side: str, max_tokens: int
+) -> None:
+    family = families[name]
+    theirs = copy.deepcopy(family.theirs)
+    theirs.truncation_side = side
+    asked = {"add_special_tokens": add_special_tokens, "max_tokens": max_tokens}
+    asked["cuts_end"] = side == "right"
+    expected = [
+        theirs(
+            text,
+            add_special_tokens=add_special_tokens,
+            truncation=True,
+            max_length=max_tokens,
+        )["input_ids"]
+        for text in TEXTS
+    ]
+    assert family.ours.encode_batch(TEXTS, **asked) == expected
+    bad, good = family.ours.encode_batch(["\ud800", TEXTS[0]], **asked)
+    assert isinstance(bad, RequestError)
+    assert good == expected[0]
+
+
+def test_the_families_differ_in_their_special_tokens(families: dict[str, Family]) -> None:
     starts = {
         name: [
             family.ours.encode_batch(["fox"], add_special_tokens=flag)[0] for flag in (True, False)
         ]
         for name, family in families.items()
     }
-    with_bos = {name for name, (added, plain) in starts.items() if added != plain}
-    assert with_bos == {"byte_level_bos", "llama_like", "gemma_like"}
+    adds_some = {name for name, (added, plain) in starts.items() if added != plain}
+    assert adds_some == {"byte_level_bos", "byte_level_eos", "llama_like", "gemma_like"}
 
 
 @pytest.mark.parametrize("name", FAMILIES)
