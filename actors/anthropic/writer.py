@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from actors.anthropic.errors import error_body
 from actors.anthropic.objects import MessageObject, MessageUsage
@@ -65,7 +66,9 @@ class MessagesWriter:
         sent: list[bytes] = []
         if not self._has_started:
             self._has_started = True
-            sent += self._streamed({"type": "message_start", "message": self._message(None)})
+            begun = self._message(None)
+            begun = replace(begun, usage=replace(begun.usage, output_tokens=0))
+            sent += self._streamed({"type": "message_start", "message": begun})
         for event in read_delta(self._text, delta):
             sent += self._write(event)
         if delta.finish is not None:

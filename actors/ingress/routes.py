@@ -35,6 +35,7 @@ from actors.lifecycle.deployment import VERSION, DeploymentSpec
 from actors.observability.logs import set_up_logging
 from actors.openai.embeddings import parse_embedding
 from actors.openai.protocol import ParsedRequest, parse_chat, parse_completion
+from actors.openai.request_bodies import Invocation, decode_fields, is_given
 from actors.openai.response_objects import (
     NotReady,
     model_card,
@@ -108,6 +109,7 @@ class Api:
         app.add_api_route("/", self._show_chat, methods=["GET"])
         app.add_api_route("/v1/chat/completions", self._chat, methods=["POST"])
         app.add_api_route("/v1/completions", self._complete, methods=["POST"])
+        app.add_api_route("/invocations", self._invoke, methods=["POST"])
         app.add_api_route("/v1/responses", self._respond, methods=["POST"])
         app.add_api_route("/v1/responses/{name}", self._show_response, methods=["GET"])
         app.add_api_route("/v1/responses/{name}", self._forget_response, methods=["DELETE"])
@@ -170,6 +172,24 @@ class Api:
         return await self._answering.answer(
             request, lambda body: parse_completion(body, edge, model)
         )
+
+    async def _invoke(self, request: Request) -> Response:
+        """SageMaker's only route: a body's fields say which endpoint it is for."""
+        edge, model, tokenizing = self._config.edge, self._model, self._edge.tokenizing
+
+        def parse(body: bytes) -> ParsedRequest:
+            fields = decode_fields(body, Invocation)
+            if is_given(fields.messages):
+                return parse_chat(body, edge, model)
+            if is_given(fields.prompt):
+                return parse_completion(body, edge, model)
+            if is_given(fields.input):
+                return parse_embedding(body, edge, model)
+            if is_given(fields.query) and is_given(fields.documents):
+                return parse_rerank(body, edge, model, tokenizing)
+            return parse_score(body, edge, model, tokenizing)
+
+        return await self._answering.answer(request, parse)
 
     async def _respond(self, request: Request) -> Response:
         edge, model, stored = self._config.edge, self._model, self._stored

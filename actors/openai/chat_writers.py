@@ -208,30 +208,31 @@ class ChatStream(StreamResponse):
             piece for event in read if (piece := self._piece(choice_index, event)) is not None
         ]
         # Tokens are reported when they come, even while their text is held back.
-        if not pieces and self._reports_tokens and delta.tokens:
-            pieces = [ChatDelta(content="")]
-        events = []
-        for position, piece in enumerate(pieces):
-            has_tokens = position == 0
-            logprobs = None
-            if has_tokens and self._has_logprobs:
-                logprobs = chat_logprobs(delta.tokens, self._token_names)
-            choice = ChatChunkChoice(
-                index=choice_index,
-                delta=piece,
-                logprobs=logprobs,
-                token_ids=self._token_ids(delta) if has_tokens else UNSET,
-            )
-            events.append(self._event(choice))
-        if delta.finish is not None:
-            choice = ChatChunkChoice(
-                index=choice_index,
-                delta=ChatDelta(),
-                finish_reason=_finish_text(delta.finish.value, self._texts[choice_index]),
-                stop_reason=delta.stop_reason,
-            )
-            events.append(self._event(choice))
-        return events
+        reports = not pieces and self._reports_tokens and bool(delta.tokens)
+        if reports or (not pieces and delta.finish is not None):
+            pieces = [ChatDelta(content="") if reports else ChatDelta()]
+        return [
+            self._event(self._choice(choice_index, piece, delta, position, len(pieces)))
+            for position, piece in enumerate(pieces)
+        ]
+
+    def _choice(
+        self, index: int, piece: ChatDelta, delta: TextDelta, position: int, num_pieces: int
+    ) -> ChatChunkChoice:
+        """One of a delta's pieces: tokens go with the first, the end with the last."""
+        is_first, is_end = position == 0, position == num_pieces - 1 and delta.finish is not None
+        finish = None
+        if is_end and delta.finish is not None:
+            finish = _finish_text(delta.finish.value, self._texts[index])
+        has_logprobs = is_first and self._has_logprobs and bool(delta.tokens)
+        return ChatChunkChoice(
+            index=index,
+            delta=piece,
+            logprobs=chat_logprobs(delta.tokens, self._token_names) if has_logprobs else None,
+            token_ids=self._token_ids(delta) if is_first else UNSET,
+            finish_reason=finish,
+            stop_reason=delta.stop_reason if is_end else UNSET,
+        )
 
     def _piece(self, choice_index: int, event: Event) -> ChatDelta | None:
         """Returns the chunk of an event; None for the end of a call, which is not sent."""

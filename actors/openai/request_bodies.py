@@ -327,6 +327,16 @@ class DetokenizeBody(StrictObject, frozen=True, kw_only=True):
     tokens: list[int]
 
 
+class Invocation(LenientObject, frozen=True, kw_only=True):
+    """The fields that tell which endpoint a body is for."""
+
+    messages: Raw = field(default_factory=Raw)
+    prompt: Raw = field(default_factory=Raw)
+    input: Raw = field(default_factory=Raw)
+    query: Raw = field(default_factory=Raw)
+    documents: Raw = field(default_factory=Raw)
+
+
 # Parameter -> the values beside null that ask for what happens anyway.
 UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "audio": (),
@@ -337,6 +347,7 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "documents": ([],),
     "early_stopping": (False,),
     "ec_transfer_params": ({},),
+    "enable_response_messages": (False,),
     "function_call": ("none",),
     "functions": (),
     "guided_choice": (),
@@ -391,8 +402,18 @@ _NOUNS = {
 
 def decode_body(body: bytes, kind: type[Body]) -> Body:
     """The body as a `kind`; raises RequestError (400) naming the field."""
+    decoded = decode_fields(body, kind)
+    for name, allowed in UNSUPPORTED.items():
+        value = getattr(decoded, name, None)
+        if isinstance(value, Raw):  # another body may have a field of that name
+            _check_unsupported(name, value, allowed)
+    return decoded
+
+
+def decode_fields(body: bytes, kind: type[Body]) -> Body:
+    """As `decode_body`, whatever the values of parameters that are not supported."""
     try:
-        decoded = msgspec.json.decode(body, type=kind)
+        return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
         raise _explain(str(error)) from error
     except RecursionError as error:
@@ -401,11 +422,6 @@ def decode_body(body: bytes, kind: type[Body]) -> Body:
         raise bad_json("it is not valid UTF-8") from error
     except msgspec.DecodeError as error:
         raise bad_json(str(error)) from error
-    for name, allowed in UNSUPPORTED.items():
-        value = getattr(decoded, name, None)
-        if isinstance(value, Raw):  # another body may have a field of that name
-            _check_unsupported(name, value, allowed)
-    return decoded
 
 
 def is_given(raw: Raw) -> bool:

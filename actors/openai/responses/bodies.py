@@ -137,6 +137,7 @@ class ResponsesBody(StrictObject, frozen=True, kw_only=True):
     background: Raw = field(default_factory=Raw)
     conversation: Raw = field(default_factory=Raw)
     context_management: Raw = field(default_factory=Raw)
+    enable_response_messages: Raw = field(default_factory=Raw)
     prompt: Raw = field(default_factory=Raw)
     mm_processor_kwargs: Raw = field(default_factory=Raw)
     vllm_xargs: Raw = field(default_factory=Raw)
