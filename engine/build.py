@@ -1,5 +1,6 @@
 """Builds one worker's engine from a config and a model folder: a core ready to step."""
 
+import logging
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,13 +21,27 @@ from engine.kv.store import KvStore
 from engine.kv.transfer import OutgoingEvent, OutgoingHandoffs
 from engine.messages import LoadReport
 from engine.models.llama import CausalLM
+from engine.models.llama_weights import num_parameters
 from engine.models.spec import ModelSpec, load_spec
 from engine.request import SamplingParams, find_id_beyond
+from engine.runner.auto import (
+    Calibration,
+    Footprint,
+    Limits,
+    StepSizes,
+    choose_limits,
+    choose_sizes,
+    describe,
+    needs_calibration,
+)
+from engine.runner.calibration import calibrate
 from engine.runner.executor import Executor
 from engine.runner.replica import Replica
 from engine.scheduling.scheduler import Scheduler
 from kernels.compilation import CompilationCounter
+from kernels.device import device_properties
 
+logger = logging.getLogger(__name__)
 BLOCK_KEY_BYTES = 32
 
 
@@ -37,6 +52,7 @@ class Engine:
     spec: ModelSpec
     layout: KvLayout
     max_model_len: int
+    limits: Limits  # by which the scheduler was built, and what was chosen for `auto`
     cache: BlockCache
     hasher: RequestHasher
     executor: Executor
@@ -101,13 +117,19 @@ def build_engine(
     torch.set_num_threads(config.workers.torch_threads)
     spec = load_spec(Path(config.model.path))
     layout = spec.kv_layout(block_size=config.cache.block_size, dtype=kv_dtype(config.model, spec))
+    device = device_properties(torch.device(config.model.device))
+    sizes = choose_sizes(config, device, Footprint.of(spec, layout, num_parameters(spec)))
     compilations = CompilationCounter()
     compilations.install()
     grammars = _build_grammars(config, spec)
-    replica = Replica(config, spec, layout, model, grammars, sends_blocks=sends_blocks)
+    replica = Replica(config, spec, layout, sizes, model, grammars, sends_blocks=sends_blocks)
     executor = replica.build_executor()
-    compilations.reset()
     num_blocks = executor.kv_store.num_blocks
+    calibration = _calibrate(config, executor, sizes, replica.max_row_tokens, clock)
+    compilations.reset()
+    limits = choose_limits(config, sizes, calibration)
+    if limits.choices:
+        logger.info("%s", describe(device, limits, calibration))
     cache = _build_cache(config, num_blocks)
     hasher = RequestHasher(
         secrets.token_bytes(BLOCK_KEY_BYTES) if block_key is None else block_key,
@@ -118,20 +140,23 @@ def build_engine(
     outgoing = OutgoingHandoffs(cache, notify)
     max_model_len = context_length(config, spec, num_blocks)
     scheduler = Scheduler(
-        config.scheduler,
+        limits.scheduler,
         cache=cache,
         hasher=hasher,
         handoff_queue=outgoing,
         block_size=layout.block_size,
         max_model_len=max_model_len,
         eos_token_ids=spec.eos_token_ids,
-        laps=config.laps,
+        laps=limits.laps,
         graph_token_sizes=replica.graph_token_sizes,
     )
+    if calibration is not None:
+        scheduler.learn((step.work, step.seconds) for step in calibration.samples)
     return Engine(
         spec=spec,
         layout=layout,
         max_model_len=max_model_len,
+        limits=limits,
         cache=cache,
         hasher=hasher,
         executor=executor,
@@ -141,6 +166,17 @@ def build_engine(
         core=_build_core(config, scheduler, executor, clock),
         compilations=compilations,
     )
+
+
+def _calibrate(
+    config: AppConfig, executor: Executor, sizes: StepSizes, max_row_tokens: int, clock: Clock
+) -> Calibration | None:
+    """Measured steps if the configuration needs them."""
+    if not needs_calibration(config):
+        return None
+    num_blocks = executor.kv_store.num_blocks
+    room = {"num_blocks": num_blocks, "max_row_tokens": max_row_tokens}
+    return calibrate(executor, sizes, **room, clock=clock)
 
 
 def _build_cache(config: AppConfig, num_blocks: int) -> BlockCache:

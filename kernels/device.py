@@ -62,7 +62,8 @@ def device_properties(device: torch.device) -> DeviceProperties:
         capability=(found.major, found.minor),
         memory_bytes=found.total_memory,
         num_sms=found.multi_processor_count,
-        shared_memory_per_block_bytes=found.shared_memory_per_block_optin,
+        # torch's own type hints lack it
+        shared_memory_per_block_bytes=found.shared_memory_per_block_optin,  # type: ignore[attr-defined]
     )
 
 

@@ -122,7 +122,8 @@ def tile_counters(device: torch.device) -> Tensor:
 def choose_config(num_tokens: int, weight: Tensor, *, gated: bool) -> SmallConfig:
     """The tiling of a product of `num_tokens` tokens with `weight` [out, in] on its device."""
     shared_memory_bytes = device_properties(weight.device).shared_memory_per_block_bytes
-    shape = shape_of(*weight.shape, gated)
+    num_rows, num_columns = weight.shape
+    shape = shape_of(num_rows, num_columns, gated)
     return fitted_config(token_bucket(num_tokens), shape, shared_memory_bytes)
 
 
