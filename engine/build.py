@@ -25,10 +25,9 @@ from engine.models.llama_weights import num_parameters
 from engine.models.spec import ModelSpec, load_spec
 from engine.request import SamplingParams, find_id_beyond
 from engine.runner.auto import (
-    Calibration,
     Footprint,
     Limits,
-    StepSizes,
+    MeasuredStep,
     choose_limits,
     choose_sizes,
     describe,
@@ -117,26 +116,17 @@ def build_engine(
     torch.set_num_threads(config.workers.torch_threads)
     spec = load_spec(Path(config.model.path))
     layout = spec.kv_layout(block_size=config.cache.block_size, dtype=kv_dtype(config.model, spec))
-    device = device_properties(torch.device(config.model.device))
-    sizes = choose_sizes(config, device, Footprint.of(spec, layout, num_parameters(spec)))
     compilations = CompilationCounter()
     compilations.install()
     grammars = _build_grammars(config, spec)
-    replica = Replica(config, spec, layout, sizes, model, grammars, sends_blocks=sends_blocks)
-    executor = replica.build_executor()
-    num_blocks = executor.kv_store.num_blocks
-    calibration = _calibrate(config, executor, sizes, replica.max_row_tokens, clock)
-    compilations.reset()
-    limits = choose_limits(config, sizes, calibration)
-    if limits.choices:
-        logger.info("%s", describe(device, limits, calibration))
-    cache = _build_cache(config, num_blocks)
-    hasher = RequestHasher(
-        secrets.token_bytes(BLOCK_KEY_BYTES) if block_key is None else block_key,
-        model=model_fingerprint,
-        dtype=layout.dtype,
-        block_size=layout.block_size,
+    measured = _build_measured(
+        config, spec, layout, clock, model=model, grammars=grammars, sends_blocks=sends_blocks
     )
+    executor, limits = measured.executor, measured.limits
+    compilations.reset()
+    num_blocks = executor.kv_store.num_blocks
+    cache = _build_cache(config, num_blocks)
+    hasher = _build_hasher(block_key, model_fingerprint, layout)
     outgoing = OutgoingHandoffs(cache, notify)
     max_model_len = context_length(config, spec, num_blocks)
     scheduler = Scheduler(
@@ -148,10 +138,9 @@ def build_engine(
         max_model_len=max_model_len,
         eos_token_ids=spec.eos_token_ids,
         laps=limits.laps,
-        graph_token_sizes=replica.graph_token_sizes,
+        graph_token_sizes=measured.graph_token_sizes,
     )
-    if calibration is not None:
-        scheduler.learn((step.work, step.seconds) for step in calibration.samples)
+    scheduler.learn((step.work, step.seconds) for step in measured.samples)
     return Engine(
         spec=spec,
         layout=layout,
@@ -168,15 +157,49 @@ def build_engine(
     )
 
 
-def _calibrate(
-    config: AppConfig, executor: Executor, sizes: StepSizes, max_row_tokens: int, clock: Clock
-) -> Calibration | None:
-    """Measured steps if the configuration needs them."""
-    if not needs_calibration(config):
-        return None
-    num_blocks = executor.kv_store.num_blocks
-    room = {"num_blocks": num_blocks, "max_row_tokens": max_row_tokens}
-    return calibrate(executor, sizes, **room, clock=clock)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Measured:
+    """An executor, and what is known of it before its first request."""
+
+    executor: Executor
+    limits: Limits
+    samples: tuple[MeasuredStep, ...]
+    graph_token_sizes: tuple[int, ...]
+
+
+def _build_measured(
+    config: AppConfig,
+    spec: ModelSpec,
+    layout: KvLayout,
+    clock: Clock,
+    *,
+    model: CausalLM | None,
+    grammars: Grammars,
+    sends_blocks: bool,
+) -> _Measured:
+    """Build for the sizes chosen for the device; measure steps if the configuration needs them."""
+    device = device_properties(torch.device(config.model.device))
+    sizes = choose_sizes(config, device, Footprint.of(spec, layout, num_parameters(spec)))
+    replica = Replica(config, spec, layout, sizes, model, grammars, sends_blocks=sends_blocks)
+    executor = replica.build_executor()
+    calibration = None
+    if needs_calibration(config):
+        calibration = calibrate(
+            executor,
+            sizes,
+            num_blocks=executor.kv_store.num_blocks,
+            max_row_tokens=replica.max_row_tokens,
+            clock=clock,
+        )
+    limits = choose_limits(config, sizes, calibration)
+    if limits.choices:
+        logger.info("%s", describe(device, limits, calibration))
+    return _Measured(
+        executor=executor,
+        limits=limits,
+        samples=() if calibration is None else calibration.samples,
+        graph_token_sizes=replica.graph_token_sizes,
+    )
 
 
 def _build_cache(config: AppConfig, num_blocks: int) -> BlockCache:
@@ -185,6 +208,11 @@ def _build_cache(config: AppConfig, num_blocks: int) -> BlockCache:
         enable_prefix_caching=config.cache.enable_prefix_caching,
         protected_share=config.cache.protected_share,
     )
+
+
+def _build_hasher(block_key: bytes | None, model: str, layout: KvLayout) -> RequestHasher:
+    key = secrets.token_bytes(BLOCK_KEY_BYTES) if block_key is None else block_key
+    return RequestHasher(key, model=model, dtype=layout.dtype, block_size=layout.block_size)
 
 
 def _build_grammars(config: AppConfig, spec: ModelSpec) -> Grammars:

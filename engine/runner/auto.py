@@ -284,7 +284,11 @@ def choose_limits(config: AppConfig, sizes: StepSizes, calibration: Calibration 
     choices = list(sizes.choices)
     if calibration is not None:
         choices += _measured_choices(config, sizes, calibration)
-    chosen: dict[str, int | float] = {"max_num_batched_tokens": sizes.max_tokens}
+    chosen: dict[str, int | float] = {
+        "max_num_seqs": sizes.max_rows,
+        "max_num_batched_tokens": sizes.max_tokens,
+        "batch_prefill_max_rows": sizes.max_graph_rows,
+    }
     chosen |= {choice.key.partition(".")[2]: choice.value for choice in choices}
     queued = config.edge.max_queued_tokens
     return Limits(

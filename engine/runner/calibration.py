@@ -48,7 +48,7 @@ def calibrate(
     room = _Room(sizes, executor.layout.block_size, num_blocks, max_row_tokens)
     decode_s = _measure_decodes(steps, room, budget_s)
     chunks: list[tuple[int, float]] = []
-    for num_tokens in chunk_lengths(sizes.max_tokens):
+    for num_tokens in room.chunk_lengths():
         expected_s = 2.0 * chunks[-1][1] if chunks else decode_s
         left_s = budget_s - (clock.now_s() - started_s)
         rows = room.prompts(num_tokens)
@@ -57,7 +57,7 @@ def calibrate(
         num_runs = min(max(int(_SHARE * budget_s / expected_s), 1), _MAX_RUNS)
         plan = dummy_step(rows, room.block_size)
         chunks.append((num_tokens, steps.median_s([plan] * num_runs, work_of(rows))))
-    assert chunks, f"no prompt fits {num_blocks} blocks"
+    assert chunks, f"{num_blocks} blocks hold no prompt of {max_row_tokens} tokens"
     return Calibration(
         decode_s=decode_s,
         chunks=tuple(chunks),
@@ -66,14 +66,17 @@ def calibrate(
     )
 
 
-def chunk_lengths(max_tokens: int) -> list[int]:
-    """Tokens of the steps with prompts that are tried, ascending, up to exactly `max_tokens`."""
-    lengths = [_FIRST_LENGTH]
+def chunk_lengths(max_tokens: int, max_row_tokens: int) -> list[int]:
+    """Tokens of the steps with prompts that are tried, ascending.
+
+    The first is one row's, of at most `max_row_tokens`; the last is exactly `max_tokens`.
+    """
+    lengths = [min(_FIRST_LENGTH, max_row_tokens, max_tokens)]
     length = _SECOND_LENGTH
     while length < max_tokens:
         lengths.append(length)
         length *= 2
-    return [*(length for length in lengths if length < max_tokens), max_tokens]
+    return lengths if lengths[-1] == max_tokens else [*lengths, max_tokens]
 
 
 def work_of(rows: Sequence[DummyRow]) -> StepWork:
@@ -117,6 +120,11 @@ class _Room:
     def max_decodes(self) -> int:
         """Decode steps that the same rows can run."""
         return min(_MAX_DECODES, self._decode_keys)
+
+    def chunk_lengths(self) -> list[int]:
+        capacity = self._num_blocks * self.block_size
+        most = min(self._sizes.max_tokens, capacity)
+        return chunk_lengths(most, min(self._max_row_tokens, capacity))
 
     def prompts(self, num_tokens: int) -> list[DummyRow] | None:
         """Prompts of `num_tokens` in all, as few as possible; None if they do not fit."""
