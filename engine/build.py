@@ -25,9 +25,9 @@ from engine.models.llama_weights import num_parameters
 from engine.models.spec import ModelSpec, load_spec
 from engine.request import SamplingParams, find_id_beyond
 from engine.runner.auto import (
+    Calibration,
     Footprint,
     Limits,
-    MeasuredStep,
     choose_limits,
     choose_sizes,
     describe,
@@ -60,6 +60,7 @@ class Engine:
     outgoing: OutgoingHandoffs
     core: EngineCore
     compilations: CompilationCounter  # kernels compiled since the engine was ready
+    calibration: Calibration | None = None  # None = the configuration says all in numbers
 
     def load(self) -> LoadReport:
         """The replica's current load."""
@@ -140,7 +141,8 @@ def build_engine(
         laps=limits.laps,
         graph_token_sizes=measured.graph_token_sizes,
     )
-    scheduler.learn((step.work, step.seconds) for step in measured.samples)
+    if measured.calibration is not None:
+        scheduler.learn(measured.calibration.samples)
     return Engine(
         spec=spec,
         layout=layout,
@@ -154,6 +156,7 @@ def build_engine(
         outgoing=outgoing,
         core=_build_core(config, scheduler, executor, clock),
         compilations=compilations,
+        calibration=measured.calibration,
     )
 
 
@@ -163,7 +166,7 @@ class _Measured:
 
     executor: Executor
     limits: Limits
-    samples: tuple[MeasuredStep, ...]
+    calibration: Calibration | None
     graph_token_sizes: tuple[int, ...]
 
 
@@ -197,7 +200,7 @@ def _build_measured(
     return _Measured(
         executor=executor,
         limits=limits,
-        samples=() if calibration is None else calibration.samples,
+        calibration=calibration,
         graph_token_sizes=replica.graph_token_sizes,
     )
 

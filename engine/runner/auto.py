@@ -128,21 +128,13 @@ class StepSizes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MeasuredStep:
-    """A step that ran alone on the device."""
-
-    work: StepWork
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
     """Steps that were measured on the loaded model."""
 
     decode_s: float  # median of a step of up to 16 rows of one token each
     # (new tokens, median seconds) of steps with prompts without a history, ascending
     chunks: tuple[tuple[int, float], ...]
-    samples: tuple[MeasuredStep, ...]
+    samples: tuple[tuple[StepWork, float], ...]  # (work, seconds) of each step that counts
     took_s: float
 
     @property
@@ -195,7 +187,8 @@ def choose_sizes(config: AppConfig, device: DeviceProperties, model: Footprint) 
     rows, tokens = scheduler.max_num_seqs, scheduler.max_num_batched_tokens
     if rows == "auto":
         kv_tokens = _kv_tokens(config, device, model)
-        most = _rows(kv_tokens, model)
+        longest = min(model.max_model_len, config.model.max_model_len or model.max_model_len)
+        most = _rows(kv_tokens, min(_ROW_TOKENS, longest))
         if tokens != "auto":
             most = min(most, tokens)  # every row may decode in one step
         why = f"KV memory for about {kv_tokens:,} tokens"
@@ -211,8 +204,8 @@ def choose_sizes(config: AppConfig, device: DeviceProperties, model: Footprint) 
     )
 
 
-def _rows(kv_tokens: int, model: Footprint) -> int:
-    fitting = kv_tokens // min(_ROW_TOKENS, model.max_model_len)
+def _rows(kv_tokens: int, row_tokens: int) -> int:
+    fitting = kv_tokens // row_tokens
     return min(max(fitting // _ROW_MULTIPLE * _ROW_MULTIPLE, _MIN_ROWS), _MAX_ROWS)
 
 

@@ -14,7 +14,7 @@ import msgspec
 from engine.clock import Clock
 from engine.cost_model import StepWork
 from engine.plan import StepPlan
-from engine.runner.auto import Calibration, MeasuredStep, StepSizes
+from engine.runner.auto import Calibration, StepSizes
 from engine.runner.executor import Executor
 from engine.runner.results import EmptyStep, PendingStep
 from engine.runner.warm_up import DummyRow, dummy_step, release_step
@@ -165,7 +165,7 @@ class _Steps:
     """Runs steps of one executor and keeps a sample of each that counts."""
 
     def __init__(self, executor: Executor) -> None:
-        self.samples: list[MeasuredStep] = []
+        self.samples: list[tuple[StepWork, float]] = []
         self._executor = executor
 
     def median_s(self, plans: Iterable[StepPlan], work: StepWork) -> float:
@@ -175,7 +175,7 @@ class _Steps:
         """
         durations_s = self._run(plans)
         counted_s = durations_s[1:] or durations_s
-        self.samples += [MeasuredStep(work=work, seconds=seconds) for seconds in counted_s]
+        self.samples += [(work, seconds) for seconds in counted_s]
         return statistics.median(counted_s)
 
     def _run(self, plans: Iterable[StepPlan]) -> list[float]:

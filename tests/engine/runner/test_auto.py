@@ -16,7 +16,6 @@ from engine.models.spec import load_spec
 from engine.runner.auto import (
     Calibration,
     Footprint,
-    MeasuredStep,
     StepSizes,
     choose_limits,
     choose_sizes,
@@ -59,9 +58,7 @@ def measured(decode_ms: float, token_us: float, max_tokens: int = 8192) -> Calib
     """Steps of a GPU that takes `decode_ms` for the weights and `token_us` for each new token."""
     lengths = [n for n in (16, 64, 128, 256, 512, 1024, 2048, 4096, 8192) if n <= max_tokens]
     chunks = tuple((n, 1e-3 * decode_ms + 1e-6 * token_us * n) for n in lengths)
-    samples = tuple(
-        MeasuredStep(work=StepWork.of_prompts([(n, 0)]), seconds=seconds) for n, seconds in chunks
-    )
+    samples = tuple((StepWork.of_prompts([(n, 0)]), seconds) for n, seconds in chunks)
     return Calibration(decode_s=1e-3 * decode_ms, chunks=chunks, samples=samples, took_s=1.5)
 
 
@@ -239,3 +236,8 @@ def test_a_cpu_has_sizes_too() -> None:
         QWEN3,
     )
     assert (sizes.max_rows, sizes.max_tokens) == (32, 512)
+
+
+def test_rows_that_cannot_grow_long_are_more() -> None:
+    bounded = config_of(model__max_model_len=256)
+    assert choose_sizes(bounded, gpu("L4"), QWEN3).max_rows == 96

@@ -117,6 +117,8 @@ def test_a_fast_device_is_measured_up_to_its_largest_step_within_the_budget() ->
     assert replica.most_in_flight == 2, "a step is launched while the one before it computes"
     assert replica.row_blocks == {}
     assert len(found.samples) >= 16
+    for work, seconds in found.samples:
+        assert seconds == pytest.approx(0.0046 + 22e-6 * work.num_new_tokens, abs=0.0031)
     # Prompts longer than a row are several rows.
     longest = max(replica.plans, key=lambda plan: plan.num_tokens)
     assert longest.num_new_tokens == [1000] * 8 + [192]
