@@ -28,7 +28,7 @@ AttentionName = Literal["auto", "reference", "triton", "flashinfer", "flash_attn
 
 
 class AttentionConfig(_Section, frozen=True):
-    """Which backend computes attention; auto = what measured fastest for device and shape."""
+    """Which backend computes attention; auto = by device and shape, see operations."""
 
     prefill: AttentionName = "auto"  # rows with two or more new tokens
     decode: AttentionName = "auto"  # rows with one

@@ -141,8 +141,6 @@ def build_engine(
         laps=limits.laps,
         graph_token_sizes=measured.graph_token_sizes,
     )
-    if measured.calibration is not None:
-        scheduler.learn(measured.calibration.samples)
     return Engine(
         spec=spec,
         layout=layout,
@@ -154,7 +152,7 @@ def build_engine(
         kv_store=executor.kv_store,
         grammars=grammars,
         outgoing=outgoing,
-        core=_build_core(config, scheduler, executor, clock),
+        core=_build_core(config, scheduler, measured, clock),
         compilations=compilations,
         calibration=measured.calibration,
     )
@@ -227,12 +225,14 @@ def _build_grammars(config: AppConfig, spec: ModelSpec) -> Grammars:
 
 
 def _build_core(
-    config: AppConfig, scheduler: Scheduler, executor: Executor, clock: Clock
+    config: AppConfig, scheduler: Scheduler, measured: _Measured, clock: Clock
 ) -> EngineCore:
+    if measured.calibration is not None:
+        scheduler.learn(measured.calibration.samples)
     overlap = config.scheduler.overlap
     return EngineCore(
         scheduler,
-        executor,
+        measured.executor,
         clock,
         overlap=config.model.device == "cuda" if overlap is None else overlap,
         defers_planning=config.laps.queue == "laps",

@@ -35,6 +35,7 @@ def engine_config(args: argparse.Namespace, folder: Path) -> AppConfig:
         "model.path": str(folder),
         "model.weights": "random",
         "model.max_model_len": args.max_model_len,
+        "model.attention.prefill": args.attention_prefill,
         "cache.num_blocks": args.num_blocks,
     }
     if args.device == "cpu":
@@ -77,6 +78,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--config", type=Path, default=Path("configs/gpu.yaml"))
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--max-model-len", type=int, help="default: what config.json allows")
+    parser.add_argument("--attention-prefill", default="auto", metavar="NAME")
     parser.add_argument("--num-blocks", type=int, help="default: as many as fit")
     return parser
 
