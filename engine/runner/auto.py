@@ -14,12 +14,13 @@ to 16 rows with a short history: mostly the time to read the weights, which any 
     max_step_ms             8 decode steps, from 20 to 250 ms
     max_mixed_step_ms       3 decode steps, from 8 to 100 ms
     max_busy_step_ms        17 decode steps, from 40 to 500 ms
-    max_num_batched_tokens  the most tokens whose step takes at most that busy step
+    max_num_batched_tokens  the most tokens whose step takes at most that busy step; at least two a
+                            row, at most what was built for and measured
     max_queued_tokens       prompt tokens computed in 5 s, at the best rate of a measured step
 
 The multiples are those of configs/h200_1_laps.yaml, which was tuned by hand: 36, 14 and 80 ms with
-decode steps of 4.6 ms. A GPU's time to read the weights and its time to compute 200 tokens differ
-little from each other on GPUs of all kinds, so equal multiples mean chunks of similar lengths. The
+decode steps of 4.6 ms. By their data sheets GPUs from A100 to B200 read the weights in the time in
+which they compute some 130 to 210 tokens, so equal multiples give chunks of similar lengths. The
 bounds in ms are for models so small that launches dominate, and for GPUs so slow that answers would
 visibly stop. Numbers that the configuration has are kept. Knows no tensors.
 """
@@ -89,7 +90,8 @@ class Choice:
     why: str
 
     def describe(self) -> str:
-        return f"{self.key} {self.value:,g} ({self.why})"
+        value = f"{self.value:,}".removesuffix(".0")
+        return f"{self.key} {value} ({self.why})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

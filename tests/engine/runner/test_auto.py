@@ -15,6 +15,7 @@ from engine.models.llama_weights import num_parameters
 from engine.models.spec import load_spec
 from engine.runner.auto import (
     Calibration,
+    Choice,
     Footprint,
     StepSizes,
     choose_limits,
@@ -223,7 +224,7 @@ def test_the_log_line_says_what_was_chosen_for_what_and_why() -> None:
         "laps.batch_prefill_max_rows 24 (",
         "laps.max_step_ms 250 (8 x 55.00 ms of a decode step, 20 to 250)",
         "scheduler.max_num_batched_tokens 1,024 (steps of 500 ms; built for 2,048)",
-        "edge.max_queued_tokens",
+        "edge.max_queued_tokens 12,000 (5 s at 2,417 tokens/s)",
         "steps measured in 1.5 s",
     ):
         assert words in line
@@ -241,3 +242,8 @@ def test_a_cpu_has_sizes_too() -> None:
 def test_rows_that_cannot_grow_long_are_more() -> None:
     bounded = config_of(model__max_model_len=256)
     assert choose_sizes(bounded, gpu("L4"), QWEN3).max_rows == 96
+
+
+def test_a_large_number_is_written_in_full() -> None:
+    choice = Choice(key="edge.max_queued_tokens", value=1_234_500, why="so")
+    assert choice.describe() == "edge.max_queued_tokens 1,234,500 (so)"
