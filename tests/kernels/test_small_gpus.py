@@ -4,10 +4,14 @@ import pytest
 import torch
 
 import kernels.attention.triton as attention
+from kernels import rms_norm, silu_mul
 from kernels.attention import triton_decode, triton_prefill
 from kernels.attention.protocol import AttentionShape, build_step
 from kernels.device import DeviceProperties, stages_that_fit, why_unsupported
+from kernels.kv import rotate_and_store
 from kernels.linear import invariant, small
+from kernels.ops import HeadNorms
+from kernels.sampling import rows_triton
 from tests.harness.gpus import GPUS, gpu
 from tests.kernels.cross_compile import compiled_for, weight_of
 
@@ -122,6 +126,30 @@ def test_the_compiler_needs_no_more_shared_memory_than_there_is(name: str) -> No
             _attend(shape, fixed_tile=True)
     assert {"_small_linear_kernel", "_invariant_linear_kernel"} < set(found)
     assert {"_decode_kernel", "_prefill_kernel"} < set(found)
+    assert max(found.values()) <= device.shared_memory_per_block_bytes, found
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", sorted(ONE_EACH.values()))
+def test_kernels_without_tiles_compile_for_every_gpu(name: str) -> None:
+    device = gpu(name)
+    modules = (rms_norm, silu_mul, rotate_and_store, rows_triton)
+    with compiled_for(device, *modules) as found:
+        x = weight_of(3, 4096)
+        rms_norm.rms_norm_add(x, x, x[0], 1e-6)
+        silu_mul.silu_mul(weight_of(3, 24576))
+        rows_triton.greedy(weight_of(3, 151936))
+        norm, places = torch.empty(128, dtype=torch.bfloat16), torch.zeros(3, dtype=torch.int32)
+        rotate_and_store.rotate_and_store(
+            torch.empty(3, 48, 128, dtype=torch.bfloat16),
+            HeadNorms(q_weight=norm, k_weight=norm, eps=1e-6),
+            torch.empty(64, 128),
+            places,
+            torch.empty(8, 1, 2, 16, 8, 128, dtype=torch.bfloat16),
+            0,
+            places,
+        )
+    assert len(found) >= 4
     assert max(found.values()) <= device.shared_memory_per_block_bytes, found
 
 
