@@ -57,9 +57,10 @@ class LapsAllocator:
     async def update(self, topology: bytes) -> None:
         """Takes the set of workers from the supervisor; counts as a heartbeat."""
         self._lifeline.beat()
-        roles = decode(topology, Topology).roles
-        self._links.update(roles)
-        self._router.update(roles)
+        known = decode(topology, Topology)
+        self._links.update(known.roles)
+        self._router.note_limits(known.workers.values())
+        self._router.update(known.roles)
 
     async def address(self) -> bytes:
         """Returns the address at which a connection may call `route`; see `CallServer`."""

@@ -352,6 +352,9 @@ def _stray_graph_key(laps: LapsConfig, other: str) -> str | None:
 
 def _grid_contradiction(config: AppConfig) -> str | None:
     laps, scheduler = config.laps, config.scheduler
+    for key in ("max_num_batched_tokens", "max_num_seqs"):
+        if getattr(scheduler, key) == "auto":
+            return f"laps.batch_prefill_form: grid needs scheduler.{key} as a number, not auto"
     num_rows, lengths = laps.batch_prefill_batch_sizes, laps.batch_prefill_seq_lengths
     for key, sizes in (
         ("batch_prefill_batch_sizes", num_rows),
@@ -379,6 +382,7 @@ def _grid_contradiction(config: AppConfig) -> str | None:
             scheduler.max_num_seqs,
         ),
     ):
+        assert isinstance(limit, int), f"{limit_key} was checked above"
         if largest > limit:
             return f"laps.{key}: {largest} is above {limit_key} {limit}; lower it or raise that"
     return None

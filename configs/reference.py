@@ -27,6 +27,7 @@ _NAMED = {
     "Positive": "int, >= 1",
     "Seconds": "float, > 0",
     "Share": "float, > 0 and <= 1",
+    "Auto": "auto",
     "AttentionName": "name of a backend",
     "KeyName": "name",
     "Sha256": "64 hex digits",

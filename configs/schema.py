@@ -12,6 +12,7 @@ from msgspec import Meta
 Positive = Annotated[int, Meta(ge=1)]
 Seconds = Annotated[float, Meta(gt=0)]
 Share = Annotated[float, Meta(gt=0, le=1)]
+Auto = Literal["auto"]  # each worker chooses for its device, see engine/runner/auto.py
 KeyName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 Sha256 = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}$")]  # in hex
 
@@ -27,7 +28,7 @@ AttentionName = Literal["auto", "reference", "triton", "flashinfer", "flash_attn
 
 
 class AttentionConfig(_Section, frozen=True):
-    """Which backend computes attention; auto = what measured fastest for device and shape."""
+    """Which backend computes attention; auto = by device and shape, see operations."""
 
     prefill: AttentionName = "auto"  # rows with two or more new tokens
     decode: AttentionName = "auto"  # rows with one
@@ -63,9 +64,11 @@ class CacheConfig(_Section, frozen=True):
 class SchedulerConfig(_Section, frozen=True):
     """One iteration of one worker."""
 
-    # New tokens that a step computes, of prompts and of answers together.
-    max_num_batched_tokens: Positive = 512
-    max_num_seqs: Positive = 64  # requests running at once
+    # New tokens that a step computes, of prompts and of answers together; auto = as many as keep a
+    # step below laps.max_busy_step_ms as `auto` has it, by steps measured at the start.
+    max_num_batched_tokens: Positive | Auto = 512
+    # Requests running at once; auto = by the memory left for KV, 8 to 256.
+    max_num_seqs: Positive | Auto = 64
     max_waiting: Positive = 4096  # requests queued in one worker before it refuses more
     # Finished prompts that wait for room at a decode worker hold at most this share of a prefill
     # worker's blocks; beyond it no new prompt starts.
@@ -99,13 +102,15 @@ class LapsConfig(_Section, frozen=True):
     min_window_s: Annotated[float, Meta(ge=0)] = 0.0  # window adaptive: bounds of its length
     max_window_s: Seconds = 0.008  # window adaptive: at most so long
     # A long chunk keeps its step this short, by the cost model: a short prompt waits no longer. But
-    # four times what a step costs at least are always allowed, or capacity would be lost.
-    max_step_ms: Annotated[float, Meta(gt=0)] = 50.0
+    # four times what a step costs at least are always allowed, or capacity would be lost. auto = 8
+    # times a decode step as measured at the start, 20 to 250 ms.
+    max_step_ms: Annotated[float, Meta(gt=0)] | Auto = 50.0
     # So long may a step of long chunks alone be while ten such steps of work are queued: fewer
-    # interruptions, more throughput. None = max_step_ms.
-    max_busy_step_ms: Annotated[float, Meta(gt=0)] | None = None
-    # fill: so long may a step be that holds short prompts and a chunk. None = max_step_ms.
-    max_mixed_step_ms: Annotated[float, Meta(gt=0)] | None = None
+    # interruptions, more throughput. None = max_step_ms; auto = 17 decode steps, 40 to 500 ms.
+    max_busy_step_ms: Annotated[float, Meta(gt=0)] | Auto | None = None
+    # fill: so long may a step be that holds short prompts and a chunk. None = max_step_ms; auto = 3
+    # decode steps, 8 to 100 ms.
+    max_mixed_step_ms: Annotated[float, Meta(gt=0)] | Auto | None = None
     max_long_wait_s: Seconds = 2.0  # a long prompt that waited so long gets one chunk
     short_ttft_deadline_s: Seconds | None = None  # of a short prompt without its own; None = none
     long_ttft_deadline_s: Seconds | None = None  # of a long prompt without its own; None = none
@@ -116,7 +121,8 @@ class LapsConfig(_Section, frozen=True):
     # ragged = sizes by tokens, up to 4096, in any mix of rows; grid = by rows and their length.
     batch_prefill_form: Literal["ragged", "grid"] = "ragged"
     # ragged: requests of such a step, at most; above 128, sizes of more tokens are captured twice.
-    batch_prefill_max_rows: Positive = 128
+    # auto = 128 or fewer, so that the graphs' logits take a twentieth of the memory at most.
+    batch_prefill_max_rows: Positive | Auto = 128
     batch_prefill_max_seq_len: Positive = 256  # grid: new tokens of a row, at most, in such a step
     batch_prefill_batch_sizes: tuple[Positive, ...] = (1, 2, 4, 8)  # grid: rows
     batch_prefill_seq_lengths: tuple[Positive, ...] = (16, 32, 64, 128, 256)  # grid: tokens a row
@@ -218,8 +224,9 @@ class EdgeConfig(_Section, frozen=True):
     # So long may requests under way go on when a replica is stopped; then they end with an error.
     drain_s: Seconds = 10.0
     # Queued tokens over all workers beyond which new requests are refused with 503: before their
-    # prompts are tokenised, at four characters a token, and afterwards by their real length.
-    max_queued_tokens: Positive = 200_000
+    # prompts are tokenised, at four characters a token, and afterwards by their real length. auto =
+    # what the workers that prefill compute in five seconds, as each measured and reports.
+    max_queued_tokens: Positive | Auto = 200_000
     # Predicted wait for a row and KV blocks, the least of all workers', beyond which requests are
     # refused with 503; not those whose prompt and max_tokens are short together. None = never.
     max_predicted_wait_s: Seconds | None = 60.0

@@ -1,5 +1,6 @@
 """Builds one worker's engine from a config and a model folder: a core ready to step."""
 
+import logging
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,13 +21,26 @@ from engine.kv.store import KvStore
 from engine.kv.transfer import OutgoingEvent, OutgoingHandoffs
 from engine.messages import LoadReport
 from engine.models.llama import CausalLM
+from engine.models.llama_weights import num_parameters
 from engine.models.spec import ModelSpec, load_spec
 from engine.request import SamplingParams, find_id_beyond
+from engine.runner.auto import (
+    Calibration,
+    Footprint,
+    Limits,
+    choose_limits,
+    choose_sizes,
+    describe,
+    needs_calibration,
+)
+from engine.runner.calibration import calibrate
 from engine.runner.executor import Executor
 from engine.runner.replica import Replica
 from engine.scheduling.scheduler import Scheduler
 from kernels.compilation import CompilationCounter
+from kernels.device import device_properties
 
+logger = logging.getLogger(__name__)
 BLOCK_KEY_BYTES = 32
 
 
@@ -37,6 +51,7 @@ class Engine:
     spec: ModelSpec
     layout: KvLayout
     max_model_len: int
+    limits: Limits  # by which the scheduler was built, and what was chosen for `auto`
     cache: BlockCache
     hasher: RequestHasher
     executor: Executor
@@ -45,6 +60,7 @@ class Engine:
     outgoing: OutgoingHandoffs
     core: EngineCore
     compilations: CompilationCounter  # kernels compiled since the engine was ready
+    calibration: Calibration | None = None  # None = the configuration says all in numbers
 
     def load(self) -> LoadReport:
         """The replica's current load."""
@@ -110,42 +126,86 @@ def build_engine(
     compilations = CompilationCounter()
     compilations.install()
     grammars = _build_grammars(config, spec)
-    replica = Replica(config, spec, layout, model, grammars, sends_blocks=sends_blocks)
-    executor = replica.build_executor()
+    measured = _build_measured(
+        config, spec, layout, clock, model=model, grammars=grammars, sends_blocks=sends_blocks
+    )
+    executor, limits = measured.executor, measured.limits
     compilations.reset()
     num_blocks = executor.kv_store.num_blocks
     cache = _build_cache(config, num_blocks)
-    hasher = RequestHasher(
-        secrets.token_bytes(BLOCK_KEY_BYTES) if block_key is None else block_key,
-        model=model_fingerprint,
-        dtype=layout.dtype,
-        block_size=layout.block_size,
-    )
+    hasher = _build_hasher(block_key, model_fingerprint, layout)
     outgoing = OutgoingHandoffs(cache, notify)
     max_model_len = context_length(config, spec, num_blocks)
     scheduler = Scheduler(
-        config.scheduler,
+        limits.scheduler,
         cache=cache,
         hasher=hasher,
         handoff_queue=outgoing,
         block_size=layout.block_size,
         max_model_len=max_model_len,
         eos_token_ids=spec.eos_token_ids,
-        laps=config.laps,
-        graph_token_sizes=replica.graph_token_sizes,
+        laps=limits.laps,
+        graph_token_sizes=measured.graph_token_sizes,
     )
     return Engine(
         spec=spec,
         layout=layout,
         max_model_len=max_model_len,
+        limits=limits,
         cache=cache,
         hasher=hasher,
         executor=executor,
         kv_store=executor.kv_store,
         grammars=grammars,
         outgoing=outgoing,
-        core=_build_core(config, scheduler, executor, clock),
+        core=_build_core(config, scheduler, measured, clock),
         compilations=compilations,
+        calibration=measured.calibration,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Measured:
+    """An executor, and what is known of it before its first request."""
+
+    executor: Executor
+    limits: Limits
+    calibration: Calibration | None
+    graph_token_sizes: tuple[int, ...]
+
+
+def _build_measured(
+    config: AppConfig,
+    spec: ModelSpec,
+    layout: KvLayout,
+    clock: Clock,
+    *,
+    model: CausalLM | None,
+    grammars: Grammars,
+    sends_blocks: bool,
+) -> _Measured:
+    """Build for the sizes chosen for the device; measure steps if the configuration needs them."""
+    device = device_properties(torch.device(config.model.device))
+    sizes = choose_sizes(config, device, Footprint.of(spec, layout, num_parameters(spec)))
+    replica = Replica(config, spec, layout, sizes, model, grammars, sends_blocks=sends_blocks)
+    executor = replica.build_executor()
+    calibration = None
+    if needs_calibration(config):
+        calibration = calibrate(
+            executor,
+            sizes,
+            num_blocks=executor.kv_store.num_blocks,
+            max_row_tokens=replica.max_row_tokens,
+            clock=clock,
+        )
+    limits = choose_limits(config, sizes, calibration)
+    if limits.choices:
+        logger.info("%s", describe(device, limits, calibration))
+    return _Measured(
+        executor=executor,
+        limits=limits,
+        calibration=calibration,
+        graph_token_sizes=replica.graph_token_sizes,
     )
 
 
@@ -157,6 +217,11 @@ def _build_cache(config: AppConfig, num_blocks: int) -> BlockCache:
     )
 
 
+def _build_hasher(block_key: bytes | None, model: str, layout: KvLayout) -> RequestHasher:
+    key = secrets.token_bytes(BLOCK_KEY_BYTES) if block_key is None else block_key
+    return RequestHasher(key, model=model, dtype=layout.dtype, block_size=layout.block_size)
+
+
 def _build_grammars(config: AppConfig, spec: ModelSpec) -> Grammars:
     return Grammars(
         lambda: load_vocabulary(
@@ -166,12 +231,14 @@ def _build_grammars(config: AppConfig, spec: ModelSpec) -> Grammars:
 
 
 def _build_core(
-    config: AppConfig, scheduler: Scheduler, executor: Executor, clock: Clock
+    config: AppConfig, scheduler: Scheduler, measured: _Measured, clock: Clock
 ) -> EngineCore:
+    if measured.calibration is not None:
+        scheduler.learn(measured.calibration.samples)
     overlap = config.scheduler.overlap
     return EngineCore(
         scheduler,
-        executor,
+        measured.executor,
         clock,
         overlap=config.model.device == "cuda" if overlap is None else overlap,
         defers_planning=config.laps.queue == "laps",

@@ -188,6 +188,13 @@ class CostModel:
         if self._is_refit_due():
             self._refit()
 
+    def learn(self, samples: Iterable[tuple[StepWork, float]]) -> None:
+        """Add samples of before the first request, and fit the model to them at once."""
+        for work, seconds in samples:
+            self.observe(work, seconds)
+        if self._num_samples > 0:
+            self._refit()
+
     def _is_refit_due(self) -> bool:
         is_early = self._num_samples <= self.NUM_EARLY
         every = self.REFIT_EVERY if is_early else self.LATE_REFIT_EVERY

@@ -267,6 +267,13 @@ class StepMessage(msgspec.Struct, frozen=True, kw_only=True):
 # ---- supervisor <-> everybody -------------------------------------------------------------------
 
 
+class WorkerLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits of a worker that others go by: the configuration's, or chosen for `auto`."""
+
+    max_step_ms: float  # a short prompt waits so long for a long one's chunk, at most
+    max_queued_tokens: int  # prompt tokens beyond which requests are refused, if it were alone
+
+
 class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
     """Identity of a worker; peers refuse each other unless `model` and `layout` are equal."""
 
@@ -277,6 +284,7 @@ class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
     layout: KvLayout
     max_model_len: int
     pid: int
+    limits: WorkerLimits | None = None  # None = as the configuration says
     # Key of its block hashes, for lookups in its prefix cache; never leaves the application.
     block_key: bytes = b""
 

@@ -20,6 +20,7 @@ _WORDS = (*_RECORDS, "engine.messages")
 # Longest matching prefix wins; a new room has to be entered here.
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "configs.schema": (),
+    "configs.resolved": ("configs.schema",),
     "configs": ("configs.schema",),
     "kernels": (),
     "demo_model": (),
@@ -47,8 +48,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     ),
     "engine.kv.transfer": (*_WORDS, "engine.kv.cache"),
     # -- engine: decisions
-    "engine.scheduling": (*_WORDS, "configs.schema", "engine.kv.cache"),
-    "engine.routing": (*_WORDS, "configs.schema"),
+    "engine.scheduling": (*_WORDS, "configs.schema", "configs.resolved", "engine.kv.cache"),
+    "engine.routing": (*_WORDS, "configs.schema", "configs.resolved"),
     "engine.core": (*_WORDS, "engine.scheduling"),
     # -- engine: outputs that are held to a language
     "engine.constraints": (
@@ -70,7 +71,10 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "engine.sampling": ("kernels", "engine.errors", "engine.plan", "engine.request"),
     "engine.runner": (
         "configs.schema",
+        "configs.resolved",
         "kernels",
+        "engine.clock",
+        "engine.cost_model",
         "engine.errors",
         "engine.kv",
         "engine.layers",
@@ -79,7 +83,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "engine.request",
         "engine.sampling",
     ),
-    "engine.build": ("configs.schema", "kernels.compilation", "engine"),
+    "engine.build": ("configs.schema", "kernels.compilation", "kernels.device", "engine"),
     # -- actors, from below
     "actors.lifecycle": (
         "configs",
@@ -96,7 +100,13 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "engine.constraints",
         "engine.text",
     ),
-    "actors.routing": ("configs.schema", *_WORDS, "engine.routing", "actors.rpc"),
+    "actors.routing": (
+        "configs.schema",
+        "configs.resolved",
+        *_WORDS,
+        "engine.routing",
+        "actors.rpc",
+    ),
     "actors.observability": (
         "configs.schema",
         *_WORDS,

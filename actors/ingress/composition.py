@@ -114,7 +114,7 @@ async def build_edge(spec: DeploymentSpec) -> Edge:
         keys=ApiKeys(config.api.keys) if config.api.keys else None,
         admission=Admission(
             generations.links.links,
-            config.edge.max_queued_tokens,
+            generations.queue_limit,
             max_wait_s=config.edge.max_predicted_wait_s,
             max_short_tokens=config.laps.laps_length_threshold,
         ),

@@ -19,6 +19,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from actors.ingress.quarantine import Deaths, Quarantine
+from actors.ingress.queue_limit import QueueLimit
 from actors.ingress.stopping import stopping_error
 from actors.ingress.system_view import block_hasher
 from actors.routing.load_view import PlacementView
@@ -206,6 +207,7 @@ class Generations:
         self._config = config
         self._ingress_id = ingress_id
         self._clock = clock
+        self.queue_limit = QueueLimit(config.edge.max_queued_tokens)
         self._find_allocator = find_allocator
         self._allocator: AllocatorHandle | None = None
         self._allocator_name = ""
@@ -241,6 +243,7 @@ class Generations:
     def update(self, topology: Topology) -> None:
         """Takes over the supervisor's topology."""
         self.links.update(topology.roles)
+        self.queue_limit.update(topology)
         self._hasher = self._hasher or block_hasher(topology)
         if topology.allocator != self._allocator_name:
             self._allocator_name, self._allocator = topology.allocator, None
@@ -392,7 +395,7 @@ class Generations:
         ttft_s = job.spec.ttft_deadline_s
         request = RouteRequest(
             num_prompt_tokens=len(known_ids),
-            max_queued_tokens=None if key.attempt else self._config.edge.max_queued_tokens,
+            max_queued_tokens=None if key.attempt else self.queue_limit.num_tokens,
             avoid=avoid,
             # Tokens that an earlier attempt emitted are cached only where that attempt failed.
             block_hashes=job.block_hashes,

@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
+from actors.ingress.queue_limit import QueueLimit
 from actors.openai.protocol import Prompt
 from actors.routing.worker_links import WorkerLink
 from configs.schema import EVERY_KEY, RateLimitConfig
@@ -193,7 +194,7 @@ class Admission:
     def __init__(
         self,
         links: Callable[[], Iterable[WorkerLink]],
-        max_queued_tokens: int,
+        queue_limit: QueueLimit,
         *,
         max_wait_s: float | None = None,
         max_short_tokens: int = 0,
@@ -203,7 +204,7 @@ class Admission:
         max_short_tokens: requests that stay below, answers included, have a reserve at the workers.
         """
         self._links = links
-        self._max_queued_tokens = max_queued_tokens
+        self._queue_limit = queue_limit
         self._max_wait_s = math.inf if max_wait_s is None else max_wait_s
         self._max_short_tokens = max_short_tokens
         self._num_tokens = 0  # tokens of prompts between arrival and placement
@@ -229,10 +230,11 @@ class Admission:
         loads = [link.load for link in self._links() if link.is_up and link.role != "decode"]
         reported = sum(load.queued_tokens for load in loads if load is not None)
         queued = max(reported + self._num_tokens, self._num_waiting)
-        if queued and queued + num_tokens > self._max_queued_tokens:
+        limit = self._queue_limit.num_tokens
+        if queued and limit is not None and queued + num_tokens > limit:
             waits_s = [load.queued_s or 0.0 for load in loads if load is not None]
             raise CapacityError(
-                f"{queued} tokens are queued; the limit is {self._max_queued_tokens}",
+                f"{queued} tokens are queued; the limit is {limit}",
                 retry_after_s=_bounded(max([*waits_s, MIN_RETRY_S])),
             )
         self._num_tokens += num_tokens

@@ -134,7 +134,7 @@ class ReceivingConnector(KvConnector):
             identity=host.identity,
             clock=host.clock,
             lease_s=config.handoff.lease_s,
-            max_rows=config.scheduler.max_num_seqs,
+            max_rows=engine.limits.scheduler.max_num_seqs,
         )
         pieces = KvPieces(engine.kv_store)
         self.receiver = HandoffReceiver(

@@ -6,12 +6,15 @@ first split again.
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+
+import msgspec
 
 from actors.routing.load_view import PlacementView
 from actors.routing.worker_links import WorkerLinks
-from configs.schema import AppConfig
+from configs.resolved import ResolvedLaps, resolve_laps
+from configs.schema import AppConfig, LapsConfig
 from engine.clock import Clock
 from engine.messages import (
     Assign,
@@ -21,7 +24,9 @@ from engine.messages import (
     PoolMove,
     Role,
     RouteRequest,
+    WorkerIdentity,
     WorkerLoad,
+    WorkerStatus,
 )
 from engine.routing.placement import PlacementRules, WorkerSnapshot, route
 from engine.routing.pools import CLASSES, PoolState, follow, is_due, num_pending, rebalance
@@ -37,7 +42,9 @@ class Router:
         self._laps = config.laps
         self._clock = clock
         self._view = PlacementView(links, clock)
-        self._rules = PlacementRules(laps=config.laps, block_size=config.cache.block_size)
+        self._rules = PlacementRules(
+            laps=_placement_laps(config.laps, ()), block_size=config.cache.block_size
+        )
         self._hits = PrefixHits(config.cache.block_size)
         self._pools = PoolState()
         self._num_samples = 0  # samples behind the costs in use
@@ -47,6 +54,18 @@ class Router:
         prefillers = [name for name, role in roles.items() if role != "decode"]
         self._pools = follow(self._pools, prefillers, self._laps)
         self._look_at_pools()
+
+    def note_limits(self, workers: Iterable[WorkerStatus]) -> None:
+        """Takes over what workers chose for themselves where the configuration says `auto`.
+
+        Of several values the largest holds for all, as one model of costs does.
+        """
+        if self._laps.max_step_ms != "auto":
+            return
+        identities = [status.identity for status in workers if status.identity is not None]
+        laps = _placement_laps(self._laps, identities)
+        if laps != self._rules.laps:
+            self._rules = replace(self._rules, laps=laps)
 
     def route(self, request: RouteRequest) -> Placement:
         """Choose workers and count the choice until their reports do."""
@@ -125,3 +144,15 @@ class Router:
         if self._pools.labels is not before.labels:
             move = self._pools.moves[-1]
             logger.info("%s joins the %s pool: %s", move.worker, move.pool, move.reason)
+
+
+def _placement_laps(laps: LapsConfig, workers: Iterable[WorkerIdentity]) -> ResolvedLaps:
+    """What placement goes by; before a worker that prefills has reported, the default step time.
+
+    Its other keys that may be `auto` do not matter to placement, and have their defaults.
+    """
+    chosen = msgspec.structs.asdict(ResolvedLaps())
+    steps_ms = [w.limits.max_step_ms for w in workers if w.limits and w.role != "decode"]
+    if steps_ms:
+        chosen["max_step_ms"] = max(steps_ms)
+    return resolve_laps(laps, chosen)

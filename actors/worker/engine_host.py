@@ -38,6 +38,7 @@ from engine.messages import (
     Role,
     Submit,
     WorkerIdentity,
+    WorkerLimits,
     WorkerStatus,
 )
 from engine.request import RequestKey
@@ -134,6 +135,10 @@ class EngineHost:
             layout=engine.layout,
             max_model_len=engine.max_model_len,
             pid=os.getpid(),
+            limits=WorkerLimits(
+                max_step_ms=engine.limits.laps.max_step_ms,
+                max_queued_tokens=engine.limits.max_queued_tokens,
+            ),
             block_key=self._block_key,
         )
 

@@ -3,6 +3,7 @@
 The loader allocates by this definition, and a folder is checked against it.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -142,3 +143,8 @@ def published_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
         for tensor in group.values()
         for name, shape in tensor.part_shapes()
     }
+
+
+def num_parameters(spec: ModelSpec) -> int:
+    """Numbers in the model's tensors; a tied head counts once."""
+    return sum(math.prod(shape) for shape in published_shapes(spec).values())

@@ -16,7 +16,7 @@ Without labels every worker is home. Without reports of cached blocks nothing co
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from configs.schema import LapsConfig
+from configs.resolved import ResolvedLaps
 from engine.length_class import LengthClass, LinearCost, PrefillCost, classify
 from engine.messages import Assign, Hold, Placement, Reject, Role, RouteRequest
 
@@ -32,7 +32,7 @@ RETRY_AFTER_S = 1.0
 class PlacementRules:
     """The inputs of a decision that do not change from one decision to the next."""
 
-    laps: LapsConfig = field(default_factory=LapsConfig)
+    laps: ResolvedLaps = field(default_factory=ResolvedLaps)
     cost: PrefillCost = field(default_factory=LinearCost)
     block_size: int = 16  # tokens
 

@@ -13,12 +13,13 @@ from pathlib import Path
 
 import torch
 
-from configs.schema import AppConfig
+from configs.schema import AppConfig, LapsConfig
 from engine.errors import ConfigError
 from engine.kv.layout import KvDtype, KvLayout
 from engine.models.llama import CausalLM
 from engine.models.registry import build_model
 from engine.models.spec import ModelSpec
+from engine.runner.auto import CPU_BLOCKS, StepSizes
 from engine.runner.executor import Executor
 from engine.runner.graph_sizes import PromptSizes, ragged_sizes
 from engine.runner.graphs import CudaRecorder
@@ -65,7 +66,6 @@ DTYPES: dict[KvDtype, torch.dtype] = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-CPU_BLOCKS = 2048  # default for cache.num_blocks on a CPU
 
 
 class Replica:
@@ -76,19 +76,22 @@ class Replica:
         config: AppConfig,
         spec: ModelSpec,
         layout: KvLayout,
+        sizes: StepSizes,
         model: CausalLM | None = None,
         matchers: Matchers | None = None,
         *,
         sends_blocks: bool = False,
     ) -> None:
-        """`model`: built before from an equal model section; None = load its weights here.
+        """`sizes`: of the largest steps.
 
+        `model`: built before from an equal model section; None = load its weights here.
         `matchers`: for rows with a constraint; None = no row may have one. `sends_blocks`: as in
         `Executor`. Raises ConfigError if model, backend and device do not go together.
         """
         self._config = config
         self._spec = spec
         self._layout = layout
+        self._sizes = sizes
         self._matchers = matchers
         self._sends_blocks = sends_blocks
         self._device = torch.device(config.model.device)
@@ -96,7 +99,9 @@ class Replica:
         self._max_model_len = spec.max_model_len if asked is None else asked
         attention = self._build_attention()  # before loading, so that errors come early
         self._uses_graphs = _uses_graphs(config, attention)
-        self._prompt_sizes = build_prompt_sizes(config, attention, uses_graphs=self._uses_graphs)
+        self._prompt_sizes = build_prompt_sizes(
+            config.laps, sizes, attention, uses_graphs=self._uses_graphs
+        )
         self._model = self._load_model() if model is None else model
 
     def build_executor(self) -> Executor:
@@ -112,15 +117,18 @@ class Replica:
         return () if self._prompt_sizes is None else self._prompt_sizes.graph_token_sizes
 
     @property
+    def max_row_tokens(self) -> int:
+        """Tokens of a prompt, at most: one more is sampled."""
+        return self._max_model_len - 1
+
+    @property
     def _is_gpu(self) -> bool:
         return self._device.type == "cuda"
 
     def _num_blocks_that_fit(self) -> int:
-        scheduler, layout = self._config.scheduler, self._layout
+        sizes, layout = self._sizes, self._layout
         # Enough for the largest step plus a block for every row.
-        trial_blocks = (
-            layout.num_blocks_for(scheduler.max_num_batched_tokens) + scheduler.max_num_seqs
-        )
+        trial_blocks = layout.num_blocks_for(sizes.max_tokens) + sizes.max_rows
 
         def run_trial() -> None:
             self._build(trial_blocks)
@@ -133,35 +141,34 @@ class Replica:
         )
 
     def _build(self, num_blocks: int) -> Executor:
-        scheduler = self._config.scheduler
+        sizes = self._sizes
         capacity = num_blocks * self._layout.block_size
         executor = Executor(
             self._model,
             layout=self._layout,
             num_blocks=num_blocks,
-            max_rows=scheduler.max_num_seqs,
+            max_rows=sizes.max_rows,
             max_model_len=self._max_model_len,
-            max_num_batched_tokens=scheduler.max_num_batched_tokens,
-            sampler=self._build_sampler(),
+            max_num_batched_tokens=sizes.max_tokens,
+            sampler=self._build_sampler(sizes.max_rows),
             attention=self._build_attention(),
             sends_blocks=self._sends_blocks,
         )
         warm_up(
             executor,
-            num_rows=scheduler.max_num_seqs,
+            num_rows=sizes.max_rows,
             num_blocks=num_blocks,
-            max_tokens=min(scheduler.max_num_batched_tokens, capacity),
-            max_row_tokens=self._max_model_len - 1,
+            max_tokens=min(sizes.max_tokens, capacity),
+            max_row_tokens=self.max_row_tokens,
         )
         if self._uses_graphs:
             executor.capture_graphs(CudaRecorder(), logger.info, prompts=self._prompt_sizes)
         return executor
 
-    def _build_sampler(self) -> RowSampler:
+    def _build_sampler(self, max_rows: int) -> RowSampler:
         spec = self._spec
         if spec.pooling is not None:
             return Embeddings(is_normalised=spec.pooling.is_normalised)
-        max_rows = self._config.scheduler.max_num_seqs
         return Sampler(spec.vocab_size, max_rows, spec.eos_token_ids, self._device, self._matchers)
 
     def _load_model(self) -> CausalLM:
@@ -210,10 +217,9 @@ def _uses_graphs(config: AppConfig, attention: PhasedAttention) -> bool:
 
 
 def build_prompt_sizes(
-    config: AppConfig, attention: PhasedAttention, *, uses_graphs: bool
+    laps: LapsConfig, sizes: StepSizes, attention: PhasedAttention, *, uses_graphs: bool
 ) -> PromptSizes | None:
     """The prompt steps to capture; None = none. ConfigError if requested but impossible."""
-    laps, scheduler = config.laps, config.scheduler
     asked, is_grid = laps.enable_batch_prefill_cuda_graph, laps.batch_prefill_form == "grid"
     is_possible = uses_graphs and attention.can_capture_prompts
     if (asked or is_grid) and not is_possible:
@@ -227,11 +233,7 @@ def build_prompt_sizes(
             laps.batch_prefill_seq_lengths,
             max_row_tokens=laps.batch_prefill_max_seq_len,
         )
-    return ragged_sizes(
-        scheduler.max_num_seqs,
-        scheduler.max_num_batched_tokens,
-        max_graph_rows=laps.batch_prefill_max_rows,
-    )
+    return ragged_sizes(sizes.max_rows, sizes.max_tokens, max_graph_rows=sizes.max_graph_rows)
 
 
 def _why_no_prompt_graphs(*, uses_graphs: bool) -> str:

@@ -36,7 +36,9 @@ ASKS_PROMPT = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=20)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _DummyRow:
+class DummyRow:
+    """A row of made-up tokens, the first of which count as computed before."""
+
     num_computed_tokens: int
     num_new_tokens: int
     params: SamplingParams = GREEDY
@@ -59,47 +61,47 @@ def warm_up(
             and needed_blocks <= num_blocks
             and sum(row.num_new_tokens for row in rows) <= max_tokens
         ):
-            executor.launch(_plan(rows, block_size)).wait()
-            executor.launch(_release(len(rows))).wait()
+            executor.launch(dummy_step(rows, block_size)).wait()
+            executor.launch(release_step(len(rows))).wait()
 
 
-def _cpu_steps() -> Iterator[list[_DummyRow]]:
+def _cpu_steps() -> Iterator[list[DummyRow]]:
     """Shapes whose first run is slow: chunks of one row, and rows that decode together."""
     for num_tokens in (64, 16, 4, 1):
-        yield [_DummyRow(num_computed_tokens=0, num_new_tokens=num_tokens)]
+        yield [DummyRow(num_computed_tokens=0, num_new_tokens=num_tokens)]
     for num_rows in (2, 4, 8):
-        yield [_DummyRow(num_computed_tokens=0, num_new_tokens=1)] * num_rows
+        yield [DummyRow(num_computed_tokens=0, num_new_tokens=1)] * num_rows
 
 
-def _gpu_steps(num_rows: int, max_tokens: int, max_row_tokens: int) -> Iterator[list[_DummyRow]]:
+def _gpu_steps(num_rows: int, max_tokens: int, max_row_tokens: int) -> Iterator[list[DummyRow]]:
     """Step sizes in factors of two, every kind of batch, and every kind of sampling."""
     size = max_tokens
     while size > 1:
         yield [
-            _DummyRow(num_computed_tokens=0, num_new_tokens=min(max_row_tokens, size - start))
+            DummyRow(num_computed_tokens=0, num_new_tokens=min(max_row_tokens, size - start))
             for start in range(0, size, max_row_tokens)
         ]
         num_new_tokens = min(size // 2 + 1, max_row_tokens - 16)
         if num_new_tokens > 0:
-            yield [_DummyRow(num_computed_tokens=16, num_new_tokens=num_new_tokens)]
+            yield [DummyRow(num_computed_tokens=16, num_new_tokens=num_new_tokens)]
         size //= 2
     for count in (1, 2, 3, num_rows // 2, num_rows):
         if count > 0:
-            yield [_DummyRow(num_computed_tokens=3, num_new_tokens=1)] * count
-    single = _DummyRow(num_computed_tokens=40, num_new_tokens=1)
-    chunk = _DummyRow(num_computed_tokens=0, num_new_tokens=5)
-    later_chunk = _DummyRow(num_computed_tokens=33, num_new_tokens=7)
+            yield [DummyRow(num_computed_tokens=3, num_new_tokens=1)] * count
+    single = DummyRow(num_computed_tokens=40, num_new_tokens=1)
+    chunk = DummyRow(num_computed_tokens=0, num_new_tokens=5)
+    later_chunk = DummyRow(num_computed_tokens=33, num_new_tokens=7)
     yield [single, chunk]
     yield [single, single, chunk, later_chunk]
     for params in SAMPLING_KINDS:
-        row = _DummyRow(num_computed_tokens=0, num_new_tokens=2, params=params)
+        row = DummyRow(num_computed_tokens=0, num_new_tokens=2, params=params)
         yield [row]
         yield [row, row, chunk]
     asked = min(ASKED_PROMPT_TOKENS, max_row_tokens)
-    yield [_DummyRow(num_computed_tokens=0, num_new_tokens=asked, params=ASKS_PROMPT)]
+    yield [DummyRow(num_computed_tokens=0, num_new_tokens=asked, params=ASKS_PROMPT)]
 
 
-def _plan(rows: Sequence[_DummyRow], block_size: int) -> StepPlan:
+def dummy_step(rows: Sequence[DummyRow], block_size: int) -> StepPlan:
     """A step that admits `rows` on consecutive blocks, computes their new tokens and samples."""
     admissions = []
     next_block = 0
@@ -127,7 +129,8 @@ def _plan(rows: Sequence[_DummyRow], block_size: int) -> StepPlan:
     )
 
 
-def _release(num_rows: int) -> StepPlan:
+def release_step(num_rows: int) -> StepPlan:
+    """A step that only releases the rows of a dummy step."""
     return StepPlan(
         step=0,
         released_rows=list(range(num_rows)),

@@ -38,7 +38,7 @@ from dataclasses import dataclass
 from heapq import merge
 from itertools import chain, islice
 
-from configs.schema import LapsConfig
+from configs.resolved import ResolvedLaps
 from engine.cost_model import NO_WORK, CostModel, StepWork
 from engine.length_class import LengthClass, classify
 from engine.request import Request, RequestKey
@@ -85,7 +85,7 @@ class DualQueue:
 
     def __init__(
         self,
-        config: LapsConfig,
+        config: ResolvedLaps,
         *,
         model: CostModel,
         count_uncached: Callable[[Request], int],

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from configs.schema import LapsConfig
+from configs.resolved import ResolvedLaps
 from engine.cost_model import CostModel, StepWork
 from engine.length_class import LengthClass
 from engine.messages import ShortLoad
@@ -41,7 +41,7 @@ class PromptScheduling:
 
     def __init__(
         self,
-        laps: LapsConfig,
+        laps: ResolvedLaps,
         *,
         count_uncached: Callable[[Request], int],
         graph_token_sizes: Sequence[int] = (),
@@ -140,7 +140,7 @@ class PromptScheduling:
         return self._model.costs.step_seconds(work) if work.num_new_tokens > 0 else 0.0
 
 
-def _build_window(laps: LapsConfig) -> Window:
+def _build_window(laps: ResolvedLaps) -> Window:
     match laps.window:
         case "adaptive":
             return AdaptiveWindow(min_window_s=laps.min_window_s, max_window_s=laps.max_window_s)

@@ -19,10 +19,10 @@ next step is dropped. A row with a constraint waits for its token instead, and n
 with it. Knows no tensors, no Ray and no text.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from configs.schema import LapsConfig, SchedulerConfig
+from configs.resolved import ResolvedLaps, ResolvedScheduler
 from engine.cost_model import StepCosts, StepWork
 from engine.errors import CapacityError
 from engine.kv.cache import BlockCache, BlockTerms
@@ -45,7 +45,7 @@ from engine.scheduling.running import (
 from engine.scheduling.short_reserve import Holdings, ShortReserve
 from engine.scheduling.wait_prediction import Room, num_steps_left, steps_until
 
-DEFAULT_LAPS = LapsConfig()
+DEFAULT_LAPS = ResolvedLaps()
 
 
 class Scheduler:
@@ -53,7 +53,7 @@ class Scheduler:
 
     def __init__(
         self,
-        config: SchedulerConfig,
+        config: ResolvedScheduler,
         *,
         cache: BlockCache,
         hasher: BlockHasher,
@@ -61,7 +61,7 @@ class Scheduler:
         block_size: int,
         max_model_len: int,
         eos_token_ids: tuple[int, ...],
-        laps: LapsConfig = DEFAULT_LAPS,
+        laps: ResolvedLaps = DEFAULT_LAPS,
         graph_token_sizes: Sequence[int] = (),
     ) -> None:
         """graph_token_sizes: sizes of prompt steps in tokens, ascending, that need no padding."""
@@ -250,6 +250,10 @@ class Scheduler:
     def costs(self) -> StepCosts:
         """The cost model's coefficients as fitted so far."""
         return self._prompts.model.costs
+
+    def learn(self, samples: Iterable[tuple[StepWork, float]]) -> None:
+        """Fit the cost model to steps measured before the first request: work, seconds."""
+        self._prompts.model.learn(samples)
 
     @property
     def newest_step_s(self) -> float:

@@ -14,12 +14,14 @@ import torch
 from kernels.attention.phased import PhasedAttention
 from kernels.attention.protocol import AttentionBackend, AttentionShape, GraphAttention
 from kernels.attention.reference import ReferenceAttention
+from kernels.device import DeviceProperties, device_properties
 
 AttentionName = Literal["auto", "reference", "triton", "flashinfer", "flash_attn"]
 _Phase = Literal["prefill", "decode"]
 _TRITON_HEAD_DIMS = (64, 128)
 _TRITON_DTYPES = (torch.bfloat16, torch.float16)
 _TRITON_BLOCK_MULTIPLE = 16
+_HOPPER = (9, 0)
 
 
 class BackendUnavailable(ValueError):  # noqa: N818  (a state of this machine, not a failure)
@@ -75,11 +77,17 @@ def build_attention(
     return PhasedAttention(prefill=prefill, decode=decode, graph=graph, prompt_graph=prompt_graph)
 
 
-def automatic_name(phase: _Phase, shape: AttentionShape, device: torch.device) -> AttentionName:
-    """The meaning of "auto": the fastest measured for the phase, by device and shape alone."""
-    if device.type != "cuda" or shape.head_dim not in _TRITON_HEAD_DIMS:
+def automatic_name(phase: _Phase, shape: AttentionShape, device: DeviceProperties) -> AttentionName:
+    """The meaning of "auto", by device and shape alone.
+
+    On Hopper the fastest measured for the phase. On other GPUs, where FlashAttention-3 does not
+    run, the Triton kernels: of the backends that are left they alone compute prompts in CUDA
+    graphs.
+    """
+    if not device.is_gpu or shape.head_dim not in _TRITON_HEAD_DIMS:
         return "reference"
-    return "flash_attn" if phase == "prefill" else "triton"
+    is_hopper = device.capability == _HOPPER
+    return "flash_attn" if phase == "prefill" and is_hopper else "triton"
 
 
 def why_not(
@@ -95,7 +103,9 @@ def why_not(
 
 
 def _resolve(name: AttentionName, phase: _Phase, target: _Target) -> str:
-    chosen = automatic_name(phase, target.shape, target.device) if name == "auto" else name
+    chosen = name
+    if name == "auto":
+        chosen = automatic_name(phase, target.shape, device_properties(target.device))
     reason = _why_not(chosen, target)
     if reason is None:
         return chosen

@@ -4,7 +4,7 @@ With fixed tiles one kernel computes every row. Then a request's results are bit
 in any batch, in chunks or at once, as prompt and as output; the price is that no row is split.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kernels.attention.protocol import AttentionShape, AttentionStep, RowTensors
 from kernels.attention.triton_decode import (
+    MIN_DOT_ROWS,
     DecodeConfig,
     DecodeWork,
     decode_attention,
@@ -19,6 +20,7 @@ from kernels.attention.triton_decode import (
     plan_decode,
 )
 from kernels.attention.triton_prefill import PrefillConfig, PrefillWork, prefill_attention
+from kernels.device import DeviceProperties, device_properties, stages_that_fit
 
 _HEAD_DIMS = (64, 128)
 # Fewer queries per tile: a single token fills four of its rows, the rest is wasted work.
@@ -37,6 +39,8 @@ FEW_ROWS_CONFIG = DecodeConfig(tile_keys=64, num_warps=4, num_stages=3)
 SOME_ROWS_CONFIG = DecodeConfig(tile_keys=64, num_warps=2, num_stages=2)
 MANY_ROWS_CONFIG = DecodeConfig(tile_keys=32, num_warps=2, num_stages=3, min_part_tiles=8)
 _SOME_ROWS, _MANY_ROWS = 16, 129
+_PROGRAMS_PER_SM = 4  # that share a step's keys, beyond one a row and KV head
+_MIN_TILE_KEYS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,9 +69,10 @@ class TritonAttention:
         _check(shape, block_size, dtype, device)
         self._shape = shape
         self._is_fixed_tile = fixed_tile
+        self._device = device_properties(device)
         self._decode_config = decode_config
         default = FIXED_TILE_CONFIG if fixed_tile else PrefillConfig()
-        self._prefill_config = prefill_config or default
+        self._prefill_config = prefill_config or fitted_prefill(default, shape, self._device)
 
     def plan(self, step: AttentionStep) -> TritonMetadata:
         num_decodes = 0 if self._is_fixed_tile else step.num_single_rows
@@ -124,7 +129,9 @@ class TritonAttention:
         """Does nothing: the device plans from the rows' own buffers."""
 
     def _open_decode(self, rows: RowTensors, max_keys: int) -> DecodeWork:
-        config = self._decode_config or _decode_config(len(rows.num_keys))
+        config = self._decode_config
+        if config is None:
+            config = fitted_decode(_decode_config(len(rows.num_keys)), self._shape, self._device)
         return open_decode(rows, max_keys, self._shape, config)
 
     def _prefill(self, rows: RowTensors, first_row: int, num_tokens: int) -> PrefillWork:
@@ -143,6 +150,58 @@ def _decode_config(num_rows: int) -> DecodeConfig:
     if num_rows < _SOME_ROWS:
         return FEW_ROWS_CONFIG
     return SOME_ROWS_CONFIG if num_rows < _MANY_ROWS else MANY_ROWS_CONFIG
+
+
+def fitted_decode(
+    config: DecodeConfig, shape: AttentionShape, device: DeviceProperties
+) -> DecodeConfig:
+    """`config` with programs for the device's multiprocessors, and tiles for its shared memory."""
+    query_rows = max(MIN_DOT_ROWS, triton.next_power_of_2(shape.num_groups))
+    tile_keys, num_stages = _fitted_tiles(
+        config.tile_keys, config.num_stages, query_rows, shape, device
+    )
+    num_programs = _PROGRAMS_PER_SM * device.num_sms if device.is_gpu else config.num_programs
+    return replace(config, tile_keys=tile_keys, num_stages=num_stages, num_programs=num_programs)
+
+
+def fitted_prefill(
+    config: PrefillConfig, shape: AttentionShape, device: DeviceProperties
+) -> PrefillConfig:
+    """`config` with tiles of keys for the device's shared memory."""
+    padded_groups = triton.next_power_of_2(shape.num_groups)
+    query_rows = max(config.tile_queries, padded_groups, MIN_DOT_ROWS)
+    tile_keys, num_stages = _fitted_tiles(
+        config.tile_keys, config.num_stages, query_rows, shape, device
+    )
+    return replace(config, tile_keys=tile_keys, num_stages=num_stages)
+
+
+def _fitted_tiles(
+    tile_keys: int,
+    num_stages: int,
+    query_rows: int,
+    shape: AttentionShape,
+    device: DeviceProperties,
+) -> tuple[int, int]:
+    """Keys of a tile and stages that fit beside the queries: fewer stages first, then fewer keys.
+
+    With one stage nothing is loaded ahead, so two smaller ones are preferred.
+    """
+    while True:
+        fitting = stages_that_fit(
+            num_stages,
+            stage_bytes=2 * tile_keys * shape.head_dim * 2,  # K and V, two bytes an element
+            other_bytes=query_rows * shape.head_dim * 2,
+            shared_memory_bytes=device.shared_memory_per_block_bytes,
+        )
+        if fitting >= 2 or (fitting == 1 and tile_keys == _MIN_TILE_KEYS):
+            return tile_keys, fitting
+        if tile_keys == _MIN_TILE_KEYS:
+            raise ValueError(
+                f"{device.name} has {device.shared_memory_per_block_bytes} bytes of shared memory"
+                f" a block: too few for {query_rows} queries of {shape.head_dim}"
+            )
+        tile_keys //= 2
 
 
 def _check(

@@ -47,7 +47,8 @@ class DecodeConfig:
     num_stages: int = 3
     # A row with at most this many tiles is not split: combining costs about as much as four tiles.
     min_part_tiles: int = 4
-    # Desired number of programs beyond one per row and KV head: four for each of 132 SMs.
+    # Desired number of programs beyond one per row and KV head: four for each of 132 SMs; a
+    # backend replaces it by four for each of its device's.
     num_programs: int = 528
 
 

@@ -7,13 +7,15 @@ token's result depends on its own row only. (He et al., "Defeating Nondeterminis
 Thinking Machines Lab, 2025.)
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.device import device_properties, stages_that_fit
 from kernels.pdl import pdl_supported
 
 # Columns and strides must be multiples of 32 bytes, which keeps every load 16-byte aligned.
@@ -50,8 +52,25 @@ def supports_invariant(weight: Tensor) -> bool:
 
 
 def invariant_config(weight: Tensor) -> InvariantConfig:
-    """The tiling; depends on the weight's shape alone, which makes the results invariant."""
-    return _FEW_ROWS if weight.shape[0] <= _FEW else _MANY_ROWS
+    """The tiling; depends on the weight's shape and device alone: so results are invariant."""
+    shared_memory_bytes = device_properties(weight.device).shared_memory_per_block_bytes
+    return fitted_config(weight.shape[0], shared_memory_bytes)
+
+
+@cache
+def fitted_config(num_rows: int, shared_memory_bytes: int) -> InvariantConfig:
+    """The tiling of a weight of `num_rows` rows, with as many stages as the memory has room for.
+
+    The number of stages changes no sum: results are bitwise equal with more memory and with less.
+    """
+    config = _FEW_ROWS if num_rows <= _FEW else _MANY_ROWS
+    num_stages = stages_that_fit(
+        config.num_stages,
+        stage_bytes=2 * config.block_k * (config.block_m + config.block_n),
+        shared_memory_bytes=shared_memory_bytes,
+    )
+    assert num_stages > 0, f"{shared_memory_bytes} bytes of shared memory hold no tile"
+    return replace(config, num_stages=num_stages)
 
 
 @triton.jit

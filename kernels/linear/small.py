@@ -12,14 +12,16 @@ prefetches the first columns of its weight rows to the L2 cache, and only then w
 other kernels write.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
+from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.device import device_properties, stages_that_fit
 from kernels.pdl import pdl_supported
 
 MAX_SMALL_TOKENS = 64
@@ -28,6 +30,7 @@ _MAX_TILES = 2048
 # Columns and rows must be multiples of 32 bytes, which keeps every load 16-byte aligned.
 _SIZE_MULTIPLE = 16
 _CACHE_LINE_ELEMENTS = tl.constexpr(64)
+_MIN_STAGES = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,11 +57,12 @@ class Shape(Enum):
     GATED = "gate and up together"
 
 
-# Measured on an H200 (132 multiprocessors) with Qwen3-8B's weights, each kind in a graph over more
-# weights than the L2 cache holds. Microseconds, ours | cuBLAS, at 1 token: 15.1 | 15.6 narrow,
-# 10.2 | 12.5 square, 25.6 | 29.9 deep, 279 | 297 wide, 49.9 | 51.1 gated (floor, weight bytes at
-# 4.29 TB/s: 11.7, 7.8, 23.5, 290, 46.9). Whole model without attention: 3.98 | 4.29 ms at 1 token,
-# 4.10 | 4.35 at 16, 4.21 | 4.45 at 32, 4.75 | 4.55 at 64; early start is worth 0.22 ms of it.
+# Measured on an H200 (132 multiprocessors, 227 KiB of shared memory; where there is less, they have
+# fewer stages) with Qwen3-8B's weights, each kind in a graph over more weights than the L2 cache
+# holds. Microseconds, ours | cuBLAS, at 1 token: 15.1 | 15.6 narrow, 10.2 | 12.5 square, 25.6 |
+# 29.9 deep, 279 | 297 wide, 49.9 | 51.1 gated (floor, weight bytes at 4.29 TB/s: 11.7, 7.8, 23.5,
+# 290, 46.9). Whole model without attention: 3.98 | 4.29 ms at 1 token, 4.10 | 4.35 at 16, 4.21 |
+# 4.45 at 32, 4.75 | 4.55 at 64; early start is worth 0.22 ms of it.
 _CONFIGS: dict[tuple[int, Shape], SmallConfig] = {
     (16, Shape.NARROW): SmallConfig(block_n=32, block_k=128, split_k=2, num_stages=6, prefetch_k=0),
     (16, Shape.SQUARE): SmallConfig(
@@ -115,9 +119,35 @@ def tile_counters(device: torch.device) -> Tensor:
     return torch.zeros(_MAX_TILES, dtype=torch.int32, device=device)
 
 
-def choose_config(num_tokens: int, num_rows: int, num_columns: int, *, gated: bool) -> SmallConfig:
-    """The tiling of a product of `num_tokens` tokens with a weight [num_rows, num_columns]."""
-    return _CONFIGS[token_bucket(num_tokens), shape_of(num_rows, num_columns, gated)]
+def choose_config(num_tokens: int, weight: Tensor, *, gated: bool) -> SmallConfig:
+    """The tiling of a product of `num_tokens` tokens with `weight` [out, in] on its device."""
+    shared_memory_bytes = device_properties(weight.device).shared_memory_per_block_bytes
+    num_rows, num_columns = weight.shape
+    shape = shape_of(num_rows, num_columns, gated)
+    return fitted_config(token_bucket(num_tokens), shape, shared_memory_bytes)
+
+
+@cache
+def fitted_config(bucket: int, shape: Shape, shared_memory_bytes: int) -> SmallConfig:
+    """The measured tiling for `bucket` rows of x, with as many stages as the memory has room for.
+
+    Where not even two stages fit, which a pipeline needs, they are of fewer columns.
+    """
+    config = _CONFIGS[bucket, shape]
+    while True:
+        num_stages = stages_that_fit(
+            config.num_stages,
+            stage_bytes=stage_bytes(config, bucket),
+            shared_memory_bytes=shared_memory_bytes,
+        )
+        if num_stages >= _MIN_STAGES:
+            return replace(config, num_stages=num_stages)
+        config = replace(config, block_k=config.block_k // 2)
+
+
+def stage_bytes(config: SmallConfig, bucket: int) -> int:
+    """Shared memory of one stage: a tile of the weight and one of x, two bytes an element."""
+    return 2 * config.block_k * (config.block_n + bucket)
 
 
 def faster_up_to(weight: Tensor, *, gated: bool) -> int:
@@ -323,7 +353,7 @@ def small_linear(
     """
     y = x.new_empty((x.shape[0], weight.shape[0]))
     if y.numel() > 0:
-        config = config or choose_config(x.shape[0], *weight.shape, gated=False)
+        config = config or choose_config(x.shape[0], weight, gated=False)
         _launch(x, weight, bias, y, counters, config)
     return y
 
@@ -341,7 +371,7 @@ def small_gated_linear(
     """
     y = x.new_empty((x.shape[0], weight.shape[0] // 2))
     if y.numel() > 0:
-        config = config or choose_config(x.shape[0], *weight.shape, gated=True)
+        config = config or choose_config(x.shape[0], weight, gated=True)
         _launch(x, weight, bias, y, counters, config)
     return y
 

@@ -9,12 +9,14 @@
     python -m load_tests.lab.bench_mixed --start configs/h200_2p2d.yaml \\
         configs/h200_unified_x4.yaml --model DIR/qwen3-8b --clients 8 --rates 64 96 --limits
         100,1000,50 --search
+    python -m load_tests.lab.bench_mixed --config configs/gpu.yaml --rates 16 24
     python -m load_tests.lab.bench_mixed --rates 300 --share-long 0 --duration-s 2 \\
         --window none adaptive fixed
 
 Variants (graphs x queue x mix x window) take turns, rates in the order given, seeds pooled. Put
 first what matters most: when `--budget-s` is over, what is left is not run, and said so. `--json`
-is written again after every rate. Greedy, no end of sequence; prompts are new to an engine of this
+is written again after every rate. With `--config` the engine is that of the file, and what it chose
+for its device is printed. Greedy, no end of sequence; prompts are new to an engine of this
 process and to a server that was just started. Knows no Ray.
 """
 
@@ -23,7 +25,7 @@ import itertools
 import json
 import math
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -64,6 +66,7 @@ _ENGINE_SWITCHES = (
     "max_step_ms",
     "graphs",
 )
+_MODEL_SWITCHES = ("device", "max_model_len", "num_blocks")  # which a file leaves open
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,8 +104,25 @@ class Variant:
         return keys
 
 
-def build_variants(args: argparse.Namespace) -> list[Variant]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileVariant:
+    """The engine as a configuration file has it."""
+
+    path: Path
+
+    @property
+    def label(self) -> str:
+        return self.path.name
+
+    @property
+    def overrides(self) -> dict[str, object]:
+        return {}
+
+
+def build_variants(args: argparse.Namespace) -> list[Variant] | list[FileVariant]:
     """Every combination that differs: mix, window and step time are of the laps queue alone."""
+    if args.config is not None:
+        return [FileVariant(path=args.config)]
     variants = []
     for graphs, queue, mix, window, max_step_ms in itertools.product(
         args.graphs, args.queue, args.mix, args.window, args.max_step_ms
@@ -124,22 +144,24 @@ def engine_config(
     folder: Path, args: argparse.Namespace, overrides: Mapping[str, object]
 ) -> AppConfig:
     """The configuration of the engine under test: switches, the variant's keys, `--set`'s last."""
-    return load_config(
-        None,
-        {
-            "model.path": str(folder),
-            "model.device": args.device,
-            "model.dtype": "bfloat16" if args.device == "cuda" else "auto",
-            "model.weights": args.weights,
-            "model.max_model_len": args.max_model_len,
-            "cache.enable_prefix_caching": False,
-            "cache.num_blocks": args.num_blocks,
-            "scheduler.max_num_batched_tokens": args.max_num_batched_tokens,
-            "scheduler.max_num_seqs": args.max_rows,
-            **overrides,
-            **dict(args.set),
-        },
-    )
+    of_model = {
+        "model.path": str(folder),
+        "model.device": args.device,
+        "model.dtype": "bfloat16" if args.device == "cuda" else "auto",
+        "model.weights": args.weights,
+        "model.max_model_len": args.max_model_len,
+        "cache.enable_prefix_caching": False,
+        "cache.num_blocks": args.num_blocks,
+    }
+    of_steps = {
+        "scheduler.max_num_batched_tokens": args.max_num_batched_tokens,
+        "scheduler.max_num_seqs": args.max_rows,
+        **overrides,
+    }
+    if args.config is not None:
+        # Without Ray no worker asks for a GPU, so the file's engine runs on a CPU too.
+        of_steps = {} if args.device == "cuda" else {"workers.num_gpus": 0}
+    return load_config(args.config, {**of_model, **of_steps, **dict(args.set)})
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -154,6 +176,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-rows", type=int, default=256)
     parser.add_argument("--num-blocks", type=int, help="default: as many as fit")
     where = parser.add_mutually_exclusive_group()
+    where.add_argument("--config", type=Path, metavar="FILE", help="of an engine in this process")
     where.add_argument("--url", help="of a running server, instead of an engine in this process")
     where.add_argument(
         "--start", type=Path, nargs="+", default=[], metavar="CONFIG", help="servers"
@@ -187,18 +210,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace, scratch: Path) -> Results:
     """Measure what `args` asks for. Raises ValueError for switches that contradict each other."""
-    if args.search and (args.limits is None or not args.rates):
-        raise ValueError("--search needs --limits, and --rates to start from")
-    if (args.url or args.start) and (args.one_batch or not args.rates):
-        raise ValueError("a server needs --rates; --one-batch is of an engine in this process")
-    if args.start and args.model is None:
-        raise ValueError("--start needs --model: a folder with a tokenizer")
-    if args.url or args.start:
-        _refuse_engine_switches(args)
-    elif args.clients > 1:
-        raise ValueError("--clients is of a server: it needs --url or --start")
-    if args.url and args.set:
-        raise ValueError("--set: a server that runs has its configuration; use --start")
+    _check_switches(args)
     tables = read_peer_tables(args.peer)
     peers = [(name, table) for name, table in tables if "rate" in table]
     results = Results(limits=args.limits, peers=peers, about=describe(args))
@@ -216,11 +228,34 @@ def run(args: argparse.Namespace, scratch: Path) -> Results:
     return results
 
 
+def _check_switches(args: argparse.Namespace) -> None:
+    """Raises ValueError for switches that contradict each other."""
+    if args.search and (args.limits is None or not args.rates):
+        raise ValueError("--search needs --limits, and --rates to start from")
+    if (args.url or args.start) and (args.one_batch or not args.rates):
+        raise ValueError("a server needs --rates; --one-batch is of an engine in this process")
+    if args.start and args.model is None:
+        raise ValueError("--start needs --model: a folder with a tokenizer")
+    if args.url or args.start:
+        _refuse_engine_switches(args)
+    elif args.clients > 1:
+        raise ValueError("--clients is of a server: it needs --url or --start")
+    if args.config is not None:
+        _refuse_engine_switches(args, keep=_MODEL_SWITCHES)
+    if args.url and args.set:
+        raise ValueError("--set: a server that runs has its configuration; use --start")
+
+
 def describe(args: argparse.Namespace) -> dict[str, object]:
     """What a reader must know to judge the figures."""
     of_load = ("weights", "seeds", "duration_s", "output_tokens", "shrink", "share_long")
-    of_engine = ("device", "max_num_batched_tokens", "max_rows")
-    names = (*of_load, *(("clients",) if args.url or args.start else of_engine))
+    names = [*of_load]
+    if args.url or args.start:
+        names += ["clients"]
+    elif args.config is None:
+        names += ["device", "max_num_batched_tokens", "max_rows"]
+    else:
+        names += ["device"]
     return describe_machine() | {name: getattr(args, name) for name in names} | dict(args.set)
 
 
@@ -230,13 +265,16 @@ def main() -> None:
         print(run(args, Path(scratch)).render())
 
 
-def _refuse_engine_switches(args: argparse.Namespace) -> None:
-    """A server has its own configuration. Raises ValueError for what it would not follow."""
+def _refuse_engine_switches(args: argparse.Namespace, keep: Sequence[str] = ()) -> None:
+    """A server or a file has its own configuration. Raises ValueError for what is not followed."""
     parser = build_parser()
     for name in _ENGINE_SWITCHES:
-        if getattr(args, name) != parser.get_default(name):
+        if name not in keep and getattr(args, name) != parser.get_default(name):
             switch = name.replace("_", "-")
-            raise ValueError(f"--{switch} is of an engine in this process; --set is for --start")
+            raise ValueError(
+                f"--{switch} is of an engine in this process without a file; with --start or"
+                " --config use --set"
+            )
 
 
 def _measure_started(sweep: Sweep, config: Path, args: argparse.Namespace) -> None:
@@ -288,6 +326,7 @@ def _run_in_process(
             "num_kv_tokens": cache.num_blocks * layout.block_size,
             f"compiled_since_ready, {variant.label}": list(ours.engine.compilations.names),
             f"graphs, {variant.label}": asdict(ours.engine.executor.statistics()),
+            f"chosen, {variant.label}": [c.describe() for c in ours.engine.limits.choices],
         }
         sweep.save()
     if args.one_batch:

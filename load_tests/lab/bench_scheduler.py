@@ -14,7 +14,7 @@ import time
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from configs.schema import SchedulerConfig
+from configs.resolved import ResolvedScheduler
 from engine.kv.cache import BlockCache
 from engine.kv.hashes import RequestHasher
 from engine.messages import LoadReport, StepMessage, TokenRecord, encode
@@ -135,7 +135,7 @@ class Bench:
 def _build_scheduler(batch: Batch) -> Scheduler:
     max_blocks_per_row = batch.max_model_len // batch.block_size + 1
     return Scheduler(
-        SchedulerConfig(
+        ResolvedScheduler(
             max_num_batched_tokens=batch.num_rows * batch.max_model_len,  # all prompts in one step
             max_num_seqs=batch.num_rows,
             max_waiting=batch.num_rows,

@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 
 from configs.load import load_config
+from configs.resolved import resolve_laps, resolve_scheduler
 from configs.schema import AppConfig
 from engine.cost_model import StepCosts
 from engine.runner.graph_sizes import ragged_sizes
@@ -170,14 +171,15 @@ def choose_fit(run: MeasuredRun, variant: str, rate: float | None) -> Fit:
 def worker_spec(run: MeasuredRun, variant: str, costs: StepCosts, host: HostTimes) -> WorkerSpec:
     """The measured engine as a simulated worker. Raises ValueError for an unknown variant."""
     config = _config_of(run.about, variant)
-    overlap = config.scheduler.overlap
+    scheduler, laps = resolve_scheduler(config.scheduler, {}), resolve_laps(config.laps, {})
+    overlap = scheduler.overlap
     return WorkerSpec(
-        laps=config.laps,
+        laps=laps,
         costs=msgspec.structs.replace(costs, floor_s=costs.floor_s + host.gap_s),
         keeps_decodes=True,
         overlap=run.about.get("device") == "cuda" if overlap is None else overlap,
-        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
-        max_rows=config.scheduler.max_num_seqs,
+        max_num_batched_tokens=scheduler.max_num_batched_tokens,
+        max_rows=scheduler.max_num_seqs,
         max_kv_tokens=msgspec.convert(run.about.get("num_kv_tokens", ASSUMED_KV_TOKENS), int),
         host_s=host.start_s,
         graph_token_sizes=_graph_token_sizes(run.about, variant, config),
@@ -238,10 +240,11 @@ def _graph_token_sizes(
     An engine that captured others, or none, is taken to have cut nothing.
     """
     told = msgspec.convert(about.get(f"graphs, {variant}", {}), _Graphs)
+    scheduler = resolve_scheduler(config.scheduler, {})
     sizes = ragged_sizes(
-        config.scheduler.max_num_seqs,
-        config.scheduler.max_num_batched_tokens,
-        max_graph_rows=config.laps.batch_prefill_max_rows,
+        scheduler.max_num_seqs,
+        scheduler.max_num_batched_tokens,
+        max_graph_rows=resolve_laps(config.laps, {}).batch_prefill_max_rows,
     )
     is_ragged = told.prompt_steps is not None and told.prompt_steps.form == sizes.form
     num_graphs = 0 if told.prompt_graphs is None else told.prompt_graphs.num_graphs

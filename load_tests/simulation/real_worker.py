@@ -8,7 +8,7 @@ import math
 from collections import deque
 from dataclasses import dataclass
 
-from configs.schema import SchedulerConfig
+from configs.resolved import ResolvedScheduler
 from engine.kv.cache import BlockCache
 from engine.plan import StepPlan, StepResult
 from engine.request import Request, RequestKey
@@ -59,7 +59,7 @@ class RealWorker:
         num_blocks = spec.max_kv_tokens // BLOCK_SIZE
         cache = BlockCache(num_blocks, enable_prefix_caching=False, protected_share=0.5)
         self._scheduler = Scheduler(
-            SchedulerConfig(
+            ResolvedScheduler(
                 max_num_batched_tokens=spec.max_num_batched_tokens,
                 max_num_seqs=spec.max_rows,
                 max_waiting=10**6,

@@ -15,7 +15,7 @@ from enum import Enum
 import msgspec
 import numpy as np
 
-from configs.schema import LapsConfig
+from configs.resolved import ResolvedLaps
 from engine.cost_model import StepCosts
 from engine.messages import Assign, Placement, RouteRequest
 from engine.routing.placement import PlacementRules, route
@@ -53,7 +53,7 @@ class Router:
         self,
         policy: Policy,
         *,
-        laps: LapsConfig,
+        laps: ResolvedLaps,
         costs: StepCosts,
         prefillers: Prefillers,
         decoders: Decoders | None,
@@ -61,7 +61,7 @@ class Router:
     ) -> None:
         """`is_exact`: by `place` itself instead of its form over arrays."""
         values = msgspec.to_builtins(laps) | {"enable_laps_alloc": policy is Policy.LAPS}
-        self._laps = msgspec.convert(values, LapsConfig)
+        self._laps = msgspec.convert(values, ResolvedLaps)
         self._policy = policy
         self._rules = PlacementRules(laps=self._laps, cost=costs)
         self._prefillers = prefillers

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from configs.schema import LapsConfig
+from configs.resolved import ResolvedLaps
 from engine.cost_model import PRIOR, StepCosts
 from load_tests.simulation.cluster import ClusterSpec, serve
 from load_tests.simulation.metrics import Sample, build_sample
@@ -116,10 +116,10 @@ def read_costs(path: Path | None) -> StepCosts:
     return msgspec.json.decode(path.read_bytes(), type=StepCosts)
 
 
-def build_laps(settings: Sequence[str]) -> LapsConfig:
+def build_laps(settings: Sequence[str]) -> ResolvedLaps:
     """From KEY=VALUE texts. Raises msgspec.ValidationError for what the config would refuse."""
     values = dict(setting.split("=", 1) for setting in settings)
-    return msgspec.convert(values, LapsConfig, strict=False)
+    return msgspec.convert(values, ResolvedLaps, strict=False)
 
 
 def with_policies(spec: ClusterSpec, queue: str, policy: Policy) -> ClusterSpec:

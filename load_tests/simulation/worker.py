@@ -17,7 +17,7 @@ from typing import Protocol
 
 import msgspec
 
-from configs.schema import LapsConfig
+from configs.resolved import ResolvedLaps
 from engine.core import LEAD_S
 from engine.cost_model import PRIOR, StepCosts, StepWork
 from engine.request import Request
@@ -31,7 +31,7 @@ from load_tests.simulation.prefix_cache import PrefixCache
 class WorkerSpec:
     """What one worker is."""
 
-    laps: LapsConfig = field(default_factory=LapsConfig)
+    laps: ResolvedLaps = field(default_factory=ResolvedLaps)
     costs: StepCosts = PRIOR
     keeps_decodes: bool = False  # unified: a prompt's request decodes where it was computed
     overlap: bool = True
@@ -58,7 +58,7 @@ class WorkerSpec:
         """The same with a queue by name. Raises msgspec.ValidationError for an unknown name."""
         values = msgspec.to_builtins(self.laps)
         values |= {"queue": queue}
-        return replace(self, laps=msgspec.convert(values, LapsConfig))
+        return replace(self, laps=msgspec.convert(values, ResolvedLaps))
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from ray.util import list_named_actors
 
 from actors.lifecycle.deployment import describe_deployment
 from configs.load import load_config
+from configs.resolved import resolve_scheduler
 from configs.schema import AppConfig
 from load_tests.testbed.holdings import worker_holdings
 from serve_app import bind
@@ -185,7 +186,7 @@ class Application:
         replica: Any = ray.get_actor(self.replica(), "serve")
         num_tasks = int(ray.get(replica.__ray_call__.remote(count_tasks), timeout=PATIENCE_S))
         ingress = {"open attempts": int(self.metric("laps_open_attempts")), "tasks": num_tasks}
-        max_rows = self.config.scheduler.max_num_seqs
+        max_rows = resolve_scheduler(self.config.scheduler, {}).max_num_seqs
         workers = {n: worker_holdings(seen, max_rows) for n, seen in self.statistics().items()}
         return {"ingress": ingress} | workers
 

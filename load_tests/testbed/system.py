@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import ray
 
+from configs.resolved import resolve_scheduler
 from engine.errors import WorkerError
 from load_tests.testbed.deployed import (
     Application,
@@ -138,7 +139,7 @@ class System:
         Blocks go by their owner; leases are handoffs that a prefill worker keeps blocks for.
         """
         held: dict[str, int] = {"ingress: open attempts": int(self.metric("laps_open_attempts"))}
-        max_rows = self.application.config.scheduler.max_num_seqs
+        max_rows = resolve_scheduler(self.application.config.scheduler, {}).max_num_seqs
         for name, seen in self.statistics().items():
             holdings = worker_holdings(seen, max_rows)
             del holdings["tasks"], holdings["blocks"]  # never 0; and by owner in their place

@@ -7,6 +7,7 @@ from typing import Any
 
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # nothing here starts Ray
 
+import msgspec
 import pytest
 import yaml
 from ray.autoscaler._private.util import prepare_config, validate_config
@@ -36,6 +37,7 @@ def read(name: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("name", "roles"),
     [
+        ("gpu_pd", {"prefill": 1, "decode": 1}),
         ("h200_1p1d", {"prefill": 1, "decode": 1}),
         ("h200_2p2d", {"prefill": 2, "decode": 2}),
         ("h200_unified_x4", {"unified": 4}),
@@ -55,6 +57,20 @@ def test_four_unified_workers_schedule_as_one_does() -> None:
     one = load_config(CONFIGS / "h200_1_laps.yaml", {})
     four = load_config(CONFIGS / "h200_unified_x4.yaml", {})
     assert (four.laps, four.scheduler, four.cache) == (one.laps, one.scheduler, one.cache)
+
+
+def test_the_files_for_any_gpu_choose_the_same_and_schedule_by_length() -> None:
+    one = load_config(CONFIGS / "gpu.yaml", {})
+    two = load_config(CONFIGS / "gpu_pd.yaml", {})
+    assert (one.laps, one.scheduler, one.cache) == (two.laps, two.scheduler, two.cache)
+    assert (one.laps.queue, one.laps.mix) == ("laps", "fill")
+    assert one.edge.max_queued_tokens == two.edge.max_queued_tokens == "auto"
+    left = [
+        value
+        for section in (one.laps, one.scheduler)
+        for value in msgspec.structs.asdict(section).values()
+    ]
+    assert left.count("auto") == 6
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*_cpu.yaml")), ids=str)

@@ -3,9 +3,11 @@
 import random
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
+from configs.load import PROJECT_ROOT, load_config
 from engine.build import Engine
 from engine.errors import ConfigError
 from engine.request import SamplingParams
@@ -218,3 +220,27 @@ def test_random_weights_need_no_files(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     engine = start_engine(**BASE, model__path=str(tmp_path), model__weights="random")
     assert all(len(tokens) == 24 for tokens, _ in tokens_of(engine, [([3, 4, 5], GREEDY)] * 3))
+
+
+def test_an_engine_chooses_for_its_gpu_and_compiles_nothing_afterwards(folder: Path) -> None:
+    auto = msgspec.to_builtins(load_config(PROJECT_ROOT / "configs" / "gpu.yaml", {}))
+    keys = {
+        f"{section}__{key}": value
+        for section in ("scheduler", "laps", "edge")
+        for key, value in auto[section].items()
+    }
+    same = {"model__path": str(folder), "model__deterministic": True}
+    engine = start_engine(**BASE | keys | same)
+    calibration, limits = engine.calibration, engine.limits
+    assert calibration is not None
+    assert calibration.took_s < 3.0
+    assert [num_tokens for num_tokens, _ in calibration.chunks][:3] == [16, 64, 128]
+    laps = limits.laps
+    assert laps.max_mixed_step_ms is not None
+    assert laps.max_mixed_step_ms < laps.max_step_ms
+    assert limits.scheduler.max_num_seqs == 8  # 600 blocks of 16 tokens, 1,024 tokens a row
+    assert engine.core.scheduler.costs.is_fitted
+    work = mixed_work(seed=9)
+    plain = start_engine(**BASE, **same)
+    assert tokens_of(engine, work) == tokens_of(plain, work)
+    assert engine.compilations.names == []

@@ -23,6 +23,7 @@ from actors.worker import engine_host
 from actors.worker.engine_host import EngineHost
 from actors.worker.engine_thread import EngineThread
 from actors.worker.engine_worker import EngineWorker
+from configs.resolved import resolve_scheduler
 from engine.build import Engine
 from engine.clock import Clock
 from engine.core import EngineCore
@@ -33,6 +34,7 @@ from engine.kv.layout import KvLayout
 from engine.kv.transfer import OutgoingEvent, OutgoingHandoffs
 from engine.messages import ChannelKind, PairRequest, Role
 from engine.models.spec import load_spec
+from engine.runner.auto import StepSizes, choose_limits
 from engine.scheduling.contracts import StepOutput
 from engine.scheduling.scheduler import Scheduler
 from tests.harness.fakes import EOS_TOKEN_ID, FakeExecutor, Written
@@ -128,11 +130,17 @@ def build_integer_engine(
     block_size, num_blocks = config.cache.block_size, config.cache.num_blocks
     assert num_blocks is not None, "a test says how many blocks there are"
     overlap = bool(config.scheduler.overlap)
+    scheduler_config = resolve_scheduler(config.scheduler, {})
+    sizes = StepSizes(
+        max_rows=scheduler_config.max_num_seqs,
+        max_tokens=scheduler_config.max_num_batched_tokens,
+        max_graph_rows=1,
+    )
     executor = IntegerExecutor(
         num_blocks=num_blocks,
         block_size=block_size,
-        max_rows=config.scheduler.max_num_seqs,
-        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+        max_rows=sizes.max_rows,
+        max_num_batched_tokens=sizes.max_tokens,
         max_model_len=MAX_MODEL_LEN,
         max_in_flight=1 + int(overlap),
     )
@@ -160,6 +168,7 @@ def build_integer_engine(
         spec=load_spec(Path(config.model.path)),
         layout=layout,
         max_model_len=MAX_MODEL_LEN,
+        limits=choose_limits(config, sizes, None),
         cache=cache,
         hasher=hasher,
         executor=cast("Any", executor),

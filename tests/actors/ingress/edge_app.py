@@ -17,6 +17,7 @@ from actors.ingress.generation import GenerationCounters, GenerationJob, Generat
 from actors.ingress.limits import Admission, RateLimits
 from actors.ingress.observation import Observation
 from actors.ingress.pipeline import Batchers, RequestPipeline
+from actors.ingress.queue_limit import QueueLimit
 from actors.ingress.routes import Api
 from actors.ingress.stopping import Stopping
 from actors.ingress.system_view import SystemView
@@ -250,7 +251,7 @@ def edge_app(
         keys=ApiKeys(config.api.keys) if config.api.keys else None,
         admission=Admission(
             generations.links.links,
-            config.edge.max_queued_tokens,
+            QueueLimit(config.edge.max_queued_tokens),
             max_wait_s=config.edge.max_predicted_wait_s,
             max_short_tokens=config.laps.laps_length_threshold,
         ),

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from actors.ingress.limits import Admission, estimate_tokens
+from actors.ingress.queue_limit import QueueLimit
 from actors.routing.worker_links import WorkerLink
 from actors.rpc.handles import WorkerHandle
 from engine.errors import CapacityError
@@ -21,7 +22,7 @@ def test_prompts_are_estimated_by_their_characters() -> None:
 
 
 def test_what_is_being_tokenised_counts_until_it_is_placed() -> None:
-    admission = Admission(list, max_queued_tokens=10)
+    admission = Admission(list, QueueLimit(10))
     with admission.admitted(99) as leave:  # nothing is before it
         assert admission.num_tokens == 99
         with pytest.raises(CapacityError), admission.admitted(1):
@@ -34,7 +35,7 @@ def test_what_is_being_tokenised_counts_until_it_is_placed() -> None:
 
 def test_who_waits_for_a_first_token_counts_although_no_worker_has_said_so() -> None:
     links = [WorkerLink(name="prefill-0", role="prefill", load=busy(0))]  # it has not reported yet
-    admission = Admission(lambda: links, max_queued_tokens=10)
+    admission = Admission(lambda: links, QueueLimit(10))
     with admission.admitted(6) as leave:
         pass
     assert admission.num_tokens == 0
@@ -69,13 +70,13 @@ def test_the_worker_with_the_shortest_wait_counts_and_those_that_prefill_do_not(
         return WorkerLink(name=name, role=role, load=load, handle=cast("WorkerHandle", object()))
 
     links = [link("p", "prefill", 0.0), link("d-0", "decode", 9.0), link("d-1", "decode", 6.0)]
-    admission = Admission(lambda: links, max_queued_tokens=10, max_wait_s=5.0)
+    admission = Admission(lambda: links, QueueLimit(10), max_wait_s=5.0)
     with pytest.raises(CapacityError, match="full for 6 s"), admission.admitted(1):
         pass
     links.append(link("u", "unified", 4.0))
     with admission.admitted(1):
         pass
-    with Admission(lambda: links[:3], max_queued_tokens=10).admitted(1):
+    with Admission(lambda: links[:3], QueueLimit(10)).admitted(1):
         pass  # no limit
 
 
@@ -94,7 +95,7 @@ def test_workers_that_decode_or_are_away_have_no_queue() -> None:
         WorkerLink(name="decode-0", role="decode", load=busy(90)),
         WorkerLink(name="prefill-0", role="prefill", load=busy(90)),  # not connected
     ]
-    with Admission(lambda: links, max_queued_tokens=10).admitted(50):
+    with Admission(lambda: links, QueueLimit(10)).admitted(50):
         pass
 
 

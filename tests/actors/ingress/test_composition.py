@@ -16,7 +16,14 @@ from actors.lifecycle.deployment import DeploymentSpec
 from configs.load import load_config
 from engine.errors import CapacityError, ConfigError
 from engine.kv.layout import KvLayout
-from engine.messages import LapsStatus, StepMessage, Topology, WorkerIdentity, WorkerStatus
+from engine.messages import (
+    LapsStatus,
+    StepMessage,
+    Topology,
+    WorkerIdentity,
+    WorkerLimits,
+    WorkerStatus,
+)
 from tests.actors.ingress.edge_app import IDLE, MODEL_FOLDER
 from tests.harness.tiny_models import edit_config
 
@@ -59,6 +66,7 @@ class _Peers:
             max_model_len=77,
             pid=1,
             block_key=b"k" * 32,
+            limits=WorkerLimits(max_step_ms=30.0, max_queued_tokens=4321),
         )
         status = WorkerStatus(identity=identity, state=self.state, detail="no such model")
         return Topology(
@@ -88,6 +96,7 @@ def test_a_replica_serves_once_its_workers_are_connected(monkeypatch: pytest.Mon
     async def main() -> None:
         edge = await build_edge(spec({"api.served_model_names": ["tiny", "small"]}))
         edge.check()
+        assert edge.generations.queue_limit.num_tokens == 200_000, "the configuration's"
         assert (edge.model.max_model_len, edge.model.names) == (77, ("tiny", "small"))
         transport = httpx.ASGITransport(app=Api(edge).app())
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
@@ -127,5 +136,21 @@ def test_a_worker_that_cannot_start_ends_the_start(monkeypatch: pytest.MonkeyPat
     async def main() -> None:
         with pytest.raises(ConfigError, match="unified-0 cannot start: no such model"):
             await build_edge(spec({}))
+
+    asyncio.run(main())
+
+
+def test_with_auto_the_queue_is_bounded_by_what_the_workers_report(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(composition, "Peers", _Peers)
+
+    async def main() -> None:
+        edge = await build_edge(spec({"edge.max_queued_tokens": "auto"}))
+        assert edge.generations.queue_limit.num_tokens == 4321
+        refused = pytest.raises(CapacityError, match="the limit is 4321")
+        with edge.admission.admitted(1), refused, edge.admission.admitted(4321):
+            pass
+        await close(edge)
 
     asyncio.run(main())

@@ -15,6 +15,7 @@ from actors.rpc.handles import WorkerHandle
 from configs.load import load_config
 from engine.clock import ManualClock
 from engine.cost_model import PRIOR
+from engine.kv.layout import KvLayout
 from engine.messages import (
     Assign,
     BlockChanges,
@@ -25,6 +26,9 @@ from engine.messages import (
     Role,
     RouteRequest,
     ShortLoad,
+    WorkerIdentity,
+    WorkerLimits,
+    WorkerStatus,
     decode,
     encode,
 )
@@ -271,3 +275,43 @@ def test_a_new_allocator_decides_as_the_old_one_from_the_same_reports(seed: int)
     before = decide()
     world.restart_allocator()
     assert decide() == before
+
+
+@pytest.mark.parametrize(("reported_ms", "chosen"), [(20.0, "unified-0"), (250.0, "unified-1")])
+def test_a_short_prompt_waits_for_a_step_as_long_as_workers_report(
+    reported_ms: float, chosen: str
+) -> None:
+    """unified-0 computes long prompts, unified-1 has 100 ms of short ones."""
+    roles: dict[str, Role] = {"unified-0": "unified", "unified-1": "unified"}
+    world = _World({"workers.unified": 2, "laps.queue": "laps", "laps.max_step_ms": "auto"}, roles)
+    short = ShortLoad(num_waiting=0, queued_tokens=0, queued_s=0.0)
+    world.links.report("unified-0", queued_tokens=90_000, queued_s=9.0, short=short)
+    short = ShortLoad(num_waiting=1, queued_tokens=900, queued_s=0.1)
+    world.links.report("unified-1", queued_tokens=900, queued_s=0.1, short=short)
+    world.router.note_limits([WorkerStatus(identity=None, state="starting")])
+    world.router.note_limits([_ready("unified-0", reported_ms), _ready("decode-0", 900.0)])
+    assert world.route(50).prefill_worker == chosen
+
+
+def test_a_step_time_of_the_configuration_is_not_replaced_by_a_reported_one() -> None:
+    world = _World({"workers.unified": 2, "laps.queue": "laps", "laps.max_step_ms": 20.0}, {})
+    before = world.router._rules
+    world.router.note_limits([_ready("unified-0", 250.0)])
+    assert world.router._rules == before
+    assert before.laps.max_step_ms == 20.0
+
+
+def _ready(name: str, max_step_ms: float) -> WorkerStatus:
+    identity = WorkerIdentity(
+        name=name,
+        incarnation="one",
+        role="decode" if name.startswith("decode") else "unified",
+        model="m",
+        layout=KvLayout.with_heads(
+            num_layers=1, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32"
+        ),
+        max_model_len=99,
+        pid=1,
+        limits=WorkerLimits(max_step_ms=max_step_ms, max_queued_tokens=1000),
+    )
+    return WorkerStatus(identity=identity, state="ready")

@@ -18,7 +18,7 @@ from actors.worker.kv_connector import KvConnector
 from configs.load import config_from_environment, load_config
 from configs.schema import AppConfig
 from engine.errors import CapacityError, RequestError
-from engine.messages import StepMessage, Submit, decode
+from engine.messages import StepMessage, Submit, WorkerLimits, decode
 from engine.request import RequestKey, RequestSpec, SamplingParams
 
 INGRESS = "ingress-0"
@@ -186,6 +186,7 @@ def test_an_id_without_an_embedding_fails_its_request_and_not_the_worker(
 
     async def scenario() -> None:
         host, heard, reader = await _start()
+        assert host.identity.limits == WorkerLimits(max_step_ms=50.0, max_queued_tokens=200_000)
         good = _submit(0, [], max_tokens=3)
         bad = structs.replace(
             good,

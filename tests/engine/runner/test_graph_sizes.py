@@ -5,8 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from configs.schema import AppConfig, AttentionConfig, LapsConfig, ModelConfig, SchedulerConfig
+from configs.schema import LapsConfig
 from engine.errors import ConfigError
+from engine.runner.auto import StepSizes
 from engine.runner.graph_sizes import GraphSize, decode_sizes, ragged_sizes
 from engine.runner.grid_sizes import grid_sizes
 from engine.runner.replica import build_prompt_sizes
@@ -119,28 +120,29 @@ def _reference() -> ReferenceAttention:
     return ReferenceAttention(SHAPE, block_size=4, dtype=torch.float32, device=torch.device("cpu"))
 
 
-def _config(**laps: object) -> AppConfig:
-    return AppConfig(
-        model=ModelConfig(device="cuda", attention=AttentionConfig()),
-        scheduler=SchedulerConfig(max_num_batched_tokens=300, max_num_seqs=20),
-        laps=LapsConfig(**laps),  # type: ignore[arg-type]
-    )
+SIZES = StepSizes(max_rows=20, max_tokens=300, max_graph_rows=128)
+
+
+def _config(**laps: object) -> LapsConfig:
+    return LapsConfig(**laps)  # type: ignore[arg-type]
 
 
 def test_a_gpu_captures_ragged_steps_unless_told_otherwise() -> None:
     attention = _attention(can_capture_prompts=True)
-    ragged = build_prompt_sizes(_config(), attention, uses_graphs=True)
+    ragged = build_prompt_sizes(_config(), SIZES, attention, uses_graphs=True)
     assert ragged == ragged_sizes(20, 300)
-    grid = build_prompt_sizes(_config(batch_prefill_form="grid"), attention, uses_graphs=True)
+    grid = build_prompt_sizes(
+        _config(batch_prefill_form="grid"), SIZES, attention, uses_graphs=True
+    )
     assert grid == grid_sizes((1, 2, 4, 8), (16, 32, 64, 128, 256), max_row_tokens=256)
     off = _config(enable_batch_prefill_cuda_graph=False)
-    assert build_prompt_sizes(off, attention, uses_graphs=True) is None
+    assert build_prompt_sizes(off, SIZES, attention, uses_graphs=True) is None
 
 
 def test_nothing_is_captured_where_it_cannot_be_and_was_not_asked_for() -> None:
     for can_capture_prompts, uses_graphs in ((False, True), (True, False)):
         attention = _attention(can_capture_prompts=can_capture_prompts)
-        assert build_prompt_sizes(_config(), attention, uses_graphs=uses_graphs) is None
+        assert build_prompt_sizes(_config(), SIZES, attention, uses_graphs=uses_graphs) is None
 
 
 @pytest.mark.parametrize(
@@ -155,7 +157,7 @@ def test_what_was_asked_for_and_cannot_be_captured_is_an_error(
 ) -> None:
     uncaptured = _attention(can_capture_prompts=False)
     with pytest.raises(ConfigError, match=rf"{key}.*set model\.attention\.prefill"):
-        build_prompt_sizes(_config(**laps), uncaptured, uses_graphs=True)
+        build_prompt_sizes(_config(**laps), SIZES, uncaptured, uses_graphs=True)
     attention = _attention(can_capture_prompts=True)
     with pytest.raises(ConfigError, match=rf"{key}.*set model\.attention\.decode"):
-        build_prompt_sizes(_config(**laps), attention, uses_graphs=False)
+        build_prompt_sizes(_config(**laps), SIZES, attention, uses_graphs=False)

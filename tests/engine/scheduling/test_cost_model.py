@@ -209,3 +209,21 @@ def test_many_prompts_are_the_same_work_as_one_after_the_other() -> None:
         one_by_one = one_by_one.with_prompt(num_new, num_cached)
     assert StepWork.of_prompts(pairs) == one_by_one
     assert StepWork.of_prompts([]) == NO_WORK
+
+
+def test_samples_of_before_the_first_request_are_fitted_at_once() -> None:
+    """Fewer than the model waits for otherwise; a GPU half as fast as the prior's."""
+    model = CostModel()
+    works = [StepWork.of_prompts([(n, 0)]) for n in (16, 64, 256, 1024, 4096)]
+    model.learn((work, 2.0 * PRIOR.step_seconds(work)) for work in works)
+    assert model.costs.is_fitted
+    assert model.costs.num_samples == len(works) < CostModel.MIN_SAMPLES
+    for work in (*works, StepWork(num_decode_rows=16, num_decode_keys=4096)):
+        expected_s = 2.0 * PRIOR.step_seconds(work)
+        assert model.costs.step_seconds(work) == pytest.approx(expected_s, rel=0.02)
+
+
+def test_no_samples_leave_the_prior() -> None:
+    model = CostModel()
+    model.learn(())
+    assert model.costs == PRIOR

@@ -6,6 +6,7 @@ from importlib.machinery import ModuleSpec
 import pytest
 import torch
 
+from kernels.attention import select
 from kernels.attention.phased import PhasedAttention
 from kernels.attention.protocol import AttentionShape
 from kernels.attention.select import (
@@ -16,6 +17,8 @@ from kernels.attention.select import (
     build_attention,
     why_not,
 )
+from kernels.device import device_properties
+from tests.harness.gpus import GPUS, gpu
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 PLAIN = AttentionShape(num_heads=8, num_kv_heads=2, head_dim=128, layer_windows=(None, None))
@@ -46,6 +49,7 @@ def _build(
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """Answers as a Hopper GPU would where a backend asks; nothing is launched."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(select, "device_properties", lambda device: gpu("H100"))
 
 
 def _uninstall(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:
@@ -68,12 +72,21 @@ def _install(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:
 
 def test_auto_depends_on_device_and_shape_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     _uninstall(monkeypatch, "triton", "flashinfer", "vllm", "vllm_flash_attn")
-    assert automatic_name("prefill", PLAIN, CPU) == "reference"
-    assert automatic_name("decode", PLAIN, CPU) == "reference"
-    assert automatic_name("prefill", PLAIN, GPU) == "flash_attn"
-    assert automatic_name("decode", WINDOWED, GPU) == "triton"
-    assert automatic_name("prefill", SMALL_HEADS, GPU) == "reference"
-    assert automatic_name("decode", SMALL_HEADS, GPU) == "reference"
+    cpu, hopper = device_properties(CPU), gpu("H100")
+    assert automatic_name("prefill", PLAIN, cpu) == "reference"
+    assert automatic_name("decode", PLAIN, cpu) == "reference"
+    assert automatic_name("prefill", PLAIN, hopper) == "flash_attn"
+    assert automatic_name("decode", WINDOWED, hopper) == "triton"
+    assert automatic_name("prefill", SMALL_HEADS, hopper) == "reference"
+    assert automatic_name("decode", SMALL_HEADS, hopper) == "reference"
+
+
+@pytest.mark.parametrize("name", sorted(GPUS))
+def test_auto_is_flash_attention_3_on_hopper_alone(name: str) -> None:
+    device = gpu(name)
+    is_hopper = name in ("H100", "H200")
+    assert automatic_name("prefill", PLAIN, device) == ("flash_attn" if is_hopper else "triton")
+    assert automatic_name("decode", PLAIN, device) == "triton"
 
 
 def test_the_reference_serves_a_cpu_and_cannot_be_captured() -> None:

@@ -62,6 +62,8 @@ def test_a_variant_is_what_the_configuration_says() -> None:
         "--url http://x --max-rows 8",
         "--url http://x --set laps.queue=fcfs",
         "--clients 2",
+        "--config configs/gpu.yaml --queue fcfs",
+        "--config configs/gpu.yaml --max-rows 8",
     ],
 )
 def test_switches_that_contradict_each_other_are_refused(switches: str, tmp_path: Path) -> None:
@@ -91,6 +93,23 @@ def test_a_run_measures_every_variant_on_one_engine(tmp_path: Path) -> None:
     assert written["about"]["left_out"] == []
     table = results.render()
     assert "| 20         | laps, exclusive |" in table
+
+
+@pytest.mark.slow
+def test_a_configuration_file_is_measured_as_it_is_and_says_what_it_chose(tmp_path: Path) -> None:
+    switches = ["--model", str(MODEL), "--device", "cpu", "--config", "configs/gpu.yaml"]
+    switches += ["--max-model-len", "512", "--num-blocks", "512", "--weights", "safetensors"]
+    switches += ["--shrink", "64", "--output-tokens", "4", "--duration-s", "1"]
+    switches += ["--warm-up-s", "1", "--rates", "20", "--seeds", "7"]
+    args = build_parser().parse_args(switches)
+    config = engine_config(MODEL, args, {})
+    assert (config.scheduler.max_num_seqs, config.laps.max_step_ms) == ("auto", "auto")
+    results = run(args, tmp_path)
+    assert [point.variant for point in results.points] == ["gpu.yaml"]
+    chosen = results.about["chosen, gpu.yaml"]
+    assert isinstance(chosen, list)
+    assert len(chosen) == 7
+    json.loads(results.to_json())
 
 
 @pytest.mark.slow
