@@ -8,6 +8,7 @@ import math
 import os
 import re
 from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -22,7 +23,10 @@ PROJECT_ROOT = Path(__file__).resolve().parents[1]
 DEFAULT_CONFIG = Path("configs/dev_cpu.yaml")
 CONFIG_VARIABLE = "LAPS_CONFIG"
 MODEL_VARIABLE = "LAPS_MODEL"
-BUILD_ARGUMENTS = ("config", "model")
+HOST_VARIABLE = "LAPS_HOST"
+PORT_VARIABLE = "LAPS_PORT"
+BUILD_ARGUMENTS = ("config", "model", "host", "port")
+MAX_PORT = 65535
 
 _PATH = re.compile(r" - at (`key` in )?`\$\.?(?P<path>[^`]*)`$")
 # Keys that had another name, and what to write in their place.
@@ -95,6 +99,34 @@ def config_from_environment(
         model=msgspec.structs.replace(config.model, path=str(folder)),
         api=with_keys(config.api, keys_file, environ.get(KEYS_VARIABLE)),
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListenAddress:
+    """Where Serve is asked to listen; None = where it does by itself."""
+
+    host: str | None
+    port: int | None
+
+
+def listen_address(
+    args: Mapping[str, str], environ: Mapping[str, str] | None = None
+) -> ListenAddress | None:
+    """Reads `host` and `port` of `args`, else LAPS_HOST and LAPS_PORT.
+
+    Returns None if neither is set. Raises ConfigFileError for what is no port.
+    """
+    environ = os.environ if environ is None else environ
+    host = args.get("host") or environ.get(HOST_VARIABLE) or None
+    port = args.get("port") or environ.get(PORT_VARIABLE) or None
+    if host is None and port is None:
+        return None
+    if port is not None and not (port.isdecimal() and 1 <= int(port) <= MAX_PORT):
+        raise ConfigFileError(
+            f"port: {port!r} is no port; set {PORT_VARIABLE} or port= to a number from 1 to"
+            f" {MAX_PORT}"
+        )
+    return ListenAddress(host=host, port=None if port is None else int(port))
 
 
 def _find(path: Path) -> Path | None:

@@ -44,7 +44,8 @@ the start with one error that names the file, the key and what is allowed.
     serve run serve_app:app                                  # reads the same two variables
     serve run serve_app:build config=my.yaml model=/models/Qwen3-0.6B
 
-`LAPS_MODEL` (or `model=`) sets `model.path`; `LAPS_API_KEYS` adds API keys, separated by commas.
+`LAPS_MODEL` (or `model=`) sets `model.path`; `LAPS_API_KEYS` adds API keys, separated by commas;
+`LAPS_HOST` and `LAPS_PORT` (or `host=` and `port=`) say where to listen, else 127.0.0.1:8000.
 A relative path in a file is relative to the project.
 """
 
