@@ -13,10 +13,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
+from typing import get_args
 
 import yaml
 
 from configs.load import RENAMED
+from configs.schema import OpenPath
 
 PAGE_WIDTH = 120
 SCHEMA = Path(__file__).with_name("schema.py")
@@ -31,6 +33,7 @@ _NAMED = {
     "KeyName": "name",
     "Sha256": "64 hex digits",
     "LimitName": "name or *",
+    "OpenPath": "one of " + ", ".join(get_args(OpenPath)),
 }
 
 HEAD = """# Configuration

@@ -227,6 +227,21 @@ class EdgeConfig(_Section, frozen=True):
     log_prompts: bool = False  # prompts in the ingress's log, for debugging; they are users' data
 
 
+# What GET may show without a key; what generates is asked by POST and cannot be among it.
+OpenPath = Literal[
+    "/",
+    "/health",
+    "/laps",
+    "/laps_status",
+    "/metrics",
+    "/openapi.json",
+    "/ping",
+    "/ready",
+    "/v1/models",
+    "/version",
+]
+
+
 class RateLimitConfig(_Section, frozen=True):
     """What one API key may ask for, at each ingress replica; None = as much as it likes.
 
@@ -251,6 +266,9 @@ class ApiConfig(_Section, frozen=True):
     keys_file: str | None = None
     keys: dict[KeyName, Sha256] = {}  # by name; those of the file and of LAPS_API_KEYS join them
     limits: dict[LimitName, RateLimitConfig] = {}  # by name; "*" = every other key
+    # What GET and HEAD answer without a key, where there are keys. `/` and `/laps` are pages that
+    # hold nothing; what they show they ask for with a key.
+    open_paths: tuple[OpenPath, ...] = ("/", "/health", "/laps")
 
 
 class TracingConfig(_Section, frozen=True):

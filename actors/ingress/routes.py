@@ -22,7 +22,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from actors.ingress.accounting import RequestAccounting
-from actors.ingress.auth import KEY_NAME, KeyGate
+from actors.ingress.auth import KEY_NAME, READING, KeyGate
 from actors.ingress.composition import Edge, build_edge
 from actors.ingress.limits import RateLimitError, estimate_tokens
 from actors.ingress.pages import PAGE_HEADERS, build_view, chat_page, page
@@ -154,22 +154,23 @@ class Api:
         """The ASGI application: all routes, unknown ones too, behind the API key check."""
         # The document of /openapi.json is built from the structs.
         app = FastAPI(openapi_url=None, lifespan=self._lifespan)
-        app.add_api_route("/", self._show_chat, methods=["GET"])
+        app.add_api_route("/", self._show_chat, methods=READING)
         app.add_api_route("/v1/chat/completions", self._chat, methods=["POST"])
         app.add_api_route("/v1/completions", self._complete, methods=["POST"])
         app.add_api_route("/v1/score", self._score, methods=["POST"])
         app.add_api_route("/v1/rerank", self._rerank, methods=["POST"])
         app.add_api_route("/tokenize", self._tokenize, methods=["POST"])
         app.add_api_route("/detokenize", self._detokenize, methods=["POST"])
-        app.add_api_route("/openapi.json", self._show_openapi, methods=["GET"])
-        app.add_api_route("/v1/models", self._list_models, methods=["GET"])
-        app.add_api_route("/v1/models/{name:path}", self._show_model, methods=["GET"])
-        app.add_api_route("/health", self._health, methods=["GET"])
-        app.add_api_route("/ready", self._ready, methods=["GET"])
-        app.add_api_route("/metrics", self._show_metrics, methods=["GET"])
-        app.add_api_route("/laps", self._show_laps, methods=["GET"])
-        app.add_api_route("/laps_status", self._show_laps_status, methods=["GET"])
-        app.add_api_route("/version", self._version, methods=["GET"])
+        app.add_api_route("/openapi.json", self._show_openapi, methods=READING)
+        app.add_api_route("/v1/models", self._list_models, methods=READING)
+        app.add_api_route("/v1/models/{name:path}", self._show_model, methods=READING)
+        app.add_api_route("/health", self._health, methods=READING)
+        app.add_api_route("/ping", self._ping, methods=[*READING, "POST"])
+        app.add_api_route("/ready", self._ready, methods=READING)
+        app.add_api_route("/metrics", self._show_metrics, methods=READING)
+        app.add_api_route("/laps", self._show_laps, methods=READING)
+        app.add_api_route("/laps_status", self._show_laps_status, methods=READING)
+        app.add_api_route("/version", self._version, methods=READING)
         app.add_exception_handler(Exception, self._on_error)
         app.add_exception_handler(EngineError, self._on_error)
         app.add_exception_handler(TimeoutError, self._on_error)
@@ -180,6 +181,7 @@ class Api:
             keys=self._edge.keys,
             limits=self._config.edge,
             on_refused=self._metrics.count_failed,
+            open_paths=self._config.api.open_paths,
         )
         return app
 
@@ -368,6 +370,10 @@ class Api:
     async def _health(self) -> Response:
         """Answers 200: this replica's event loop runs."""
         return JSONResponse({"status": "ok"})
+
+    async def _ping(self) -> Response:
+        """Answers as `/health` does, without a body: what SageMaker asks for."""
+        return Response()
 
     async def _ready(self) -> Response:
         """Answers 200 while every role has a loaded, connected worker, else 503."""
