@@ -36,8 +36,11 @@ class AttentionConfig(_Section, frozen=True):
 class ModelConfig(_Section, frozen=True):
     """Which model, and how it is held."""
 
-    path: str = "demo_model/laps-demo"  # Hugging Face folder; relative to the project or absolute
-    served_name: str | None = None  # name in the API; None = the folder's name
+    # Hugging Face folder, relative to the project or absolute; or the name of a model of the Hub,
+    # as org/name or org/name@revision, which is downloaded before the start.
+    path: str = "demo_model/laps-demo"
+    revision: str | None = None  # of a model of the Hub: branch, tag or commit; None = main
+    served_name: str | None = None  # name in the API; None = the folder's name, or the Hub's
     # auto = float32 on a CPU, else what config.json says.
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: Literal["cpu", "cuda"] = "cpu"  # where the model computes

@@ -6,11 +6,10 @@
 Requests are drawn ahead and sent when they are due, so the number of locust's users is of no
 matter: one user holds the schedule. Besides locust's entry of a request (POST, its time to the
 last token) there are entries of TTFT, TPOT, ITL and of how late the client was (LAG), in ms by
-prompt class; the requests/s of `SLO ... kept` are the goodput. Requests that the server refused with
-429 or 503 and a Retry-After are REFUSED, those that were under way when the run was stopped are
+prompt class; the requests/s of `SLO ... kept` are the goodput. Requests that the server refused
+with 429 or 503 and a Retry-After are REFUSED, those under way when the run was stopped are
 STOPPED. None of these is in locust's totals, charts and failures, which stay those of whole
-requests. For many rates and a report there is
-`python -m load_tests.sweep`.
+requests. For many rates and a report there is `python -m load_tests.sweep`.
 """
 
 import argparse

@@ -13,7 +13,6 @@ import msgspec
 
 from load_tests.http_load.scenario import LengthClass
 
-
 SHEDDING = (429, 503)  # too many requests, and too much to do
 
 

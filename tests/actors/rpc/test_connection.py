@@ -307,10 +307,14 @@ def test_the_end_of_a_connection_is_logged_once_and_of_one_that_never_was_not_at
         server = await asyncio.start_server(reset, LOOPBACK, 0)
         port = server.sockets[0].getsockname()[1]
         address = encode(Address(host=LOOPBACK, port=port, secret=bytes(SECRET_BYTES)))
-        with pytest.raises(ConnectionEndedError):
+
+        async def use() -> None:
             calls = await connect("worker-0", address, DEADLINE_S)
             endless = [calls.stream("numbers", b"") for _ in range(3)]
             await asyncio.gather(calls.call("echo", b"0"), *map(read_on, endless))
+
+        with pytest.raises(ConnectionEndedError):
+            await use()
         server.close()
 
     with caplog.at_level(logging.INFO, "actors.rpc.connection"):
