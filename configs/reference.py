@@ -48,9 +48,9 @@ the start with one error that names the file, the key and what is allowed.
     serve run serve_app:build config=my.yaml model=/models/Qwen3-0.6B
 
 `LAPS_MODEL` (or `model=`) sets `model.path`: a folder, or a name on the Hugging Face Hub
-(`org/name`, `org/name@revision`) where there is no folder of that name. `LAPS_API_KEYS` adds API keys, separated by commas;
-`LAPS_HOST` and `LAPS_PORT` (or `host=` and `port=`) say where to listen, else 127.0.0.1:8000.
-A relative path in a file is relative to the project.
+(`org/name`, `org/name@revision`) where there is no folder of that name. `LAPS_API_KEYS` adds API
+keys, separated by commas; `LAPS_HOST` and `LAPS_PORT` (or `host=` and `port=`) say where to listen,
+else 127.0.0.1:8000. A relative path in a file is relative to the project.
 """
 
 

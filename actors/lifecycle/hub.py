@@ -72,6 +72,7 @@ def _describe(config: AppConfig) -> str:
 
 def _reason(config: AppConfig, error: Exception) -> str:
     """What went wrong and what to do about it, in one line."""
+    from huggingface_hub import is_offline_mode
     from huggingface_hub.errors import (
         GatedRepoError,
         LocalEntryNotFoundError,
@@ -94,9 +95,10 @@ def _reason(config: AppConfig, error: Exception) -> str:
         case RevisionNotFoundError():
             return "the model has no such revision; name a branch, a tag or a commit of it"
         case LocalEntryNotFoundError():
+            why = "HF_HUB_OFFLINE is set" if is_offline_mode() else told
             return (
                 "there is no such folder here, it is not in the cache, and the Hugging Face Hub"
-                f" cannot be asked ({told}); connect to it, or run `hf download {name} --local-dir"
+                f" cannot be asked ({why}); connect to it, or run `hf download {name} --local-dir"
                 " DIR` where that works, and set model= to a copy of DIR"
             )
     return f"the download from the Hugging Face Hub failed ({told}); try again"

@@ -94,6 +94,7 @@ def test_a_model_is_fetched_by_its_name_and_later_used_without_a_network(tmp_pat
     again, absent = fetched(tmp_path, "org/tiny", "org/absent", HF_HUB_OFFLINE="1")
     assert again == [folder, "org/tiny"]
     assert absent.startswith("org/absent: there is no such folder here, it is not in the cache")
+    assert "(HF_HUB_OFFLINE is set)" in absent
     assert "hf download org/absent" in absent
     assert "\n" not in absent
     cut_off = fetched(tmp_path / "empty", "org/tiny", HF_ENDPOINT=hub.url)  # nobody listens there
