@@ -13,10 +13,10 @@ from configs.schema import AppConfig
 from engine.errors import ConfigError
 from engine.models.weight_files import check_format
 
-TEXTS = ("*.json", "*.jinja", "*/*.jinja")
+TEXTS = ("*.json", "*.jinja")  # in subfolders too: a pattern's * matches a slash
 WEIGHTS = "*.safetensors"
 # Weights a second time, in another layout; and checkpoints of training.
-UNREAD = ("consolidated*", "*/*.safetensors", "*/*.json")
+UNREAD = ("consolidated*", "*/*.safetensors")
 
 
 def fetch_model(config: AppConfig) -> AppConfig:

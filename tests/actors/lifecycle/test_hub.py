@@ -15,6 +15,7 @@ from configs.load import PROJECT_ROOT, ConfigFileError, config_from_environment,
 from tests.actors.lifecycle.fake_hub import COMMIT, FakeHub, running
 
 MODEL = PROJECT_ROOT / "demo_model" / "laps-demo"
+SUBFOLDERS = {"1_Pooling/config.json": b"{}", "additional_chat_templates/rag.jinja": b"x"}
 WHOLE = {path.name: path.read_bytes() for path in MODEL.iterdir() if path.suffix != ".md"}
 TEXTS = {name: content for name, content in WHOLE.items() if name.endswith(".json")}
 # What repositories hold besides, and nobody is to wait for.
@@ -26,7 +27,7 @@ BESIDES = {
     "tiny.Q4_K_M.gguf": b"x",
 }
 HUB = {
-    "org/tiny": WHOLE | BESIDES,
+    "org/tiny": WHOLE | SUBFOLDERS | BESIDES,
     "org/pickled": TEXTS | {"pytorch_model.bin": b"x"},
     "org/tiny-GGUF": {"README.md": b"#", "tiny.Q4_K_M.gguf": b"x"},
     "org/gated": None,
@@ -79,7 +80,9 @@ def test_a_model_is_fetched_by_its_name_and_later_used_without_a_network(tmp_pat
         )
     assert name == "org/tiny"
     assert Path(folder).parts[-2:] == ("snapshots", COMMIT)
-    assert {path.name: path.read_bytes() for path in Path(folder).iterdir()} == WHOLE
+    files = {path for path in Path(folder).rglob("*") if path.is_file()}
+    found = {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
+    assert found == WHOLE | SUBFOLDERS
     assert tagged == [folder, "org/tiny"]
     asked = [(path, token) for _, path, token in hub.asked if "tiny/revision" in path]
     assert asked[0] == ("/api/models/org/tiny/revision/main", "Bearer hf_secret")
