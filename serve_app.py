@@ -13,22 +13,30 @@ from ray.serve.config import DeploymentActorConfig
 from ray.serve.schema import LoggingConfig
 
 from actors.ingress.graceful_stop import stop_gracefully_on_signals
+from actors.ingress.listening import listen_on
 from actors.ingress.routes import SUPERVISOR, Ingress
 from actors.lifecycle.deployment import DeploymentSpec, describe_deployment, supervisor_options
+from actors.lifecycle.hub import fetch_model
 from actors.lifecycle.preflight import check_startable
-from configs.load import ConfigFileError, config_from_environment
+from configs.load import ConfigFileError, config_from_environment, listen_address
 from configs.process_environment import set_serve_environment
 from engine.errors import ConfigError
 
 
 def build(args: dict[str, str]) -> Application:
-    """The Serve application. `args` may name `config` (a YAML file) and `model` (a folder).
+    """The Serve application.
+
+    `args` may name `config` (a YAML file), `model` (a folder, or a name on the Hugging Face Hub),
+    and `host` and `port` to listen on.
 
     Raises ConfigError or ConfigFileError, before anything starts, for what cannot be served.
     """
     try:
-        config = config_from_environment(args)
+        config = fetch_model(config_from_environment(args))
         check_startable(config)
+        address = listen_address(args)
+        if address is not None:
+            listen_on(address)
     except (ConfigError, ConfigFileError):
         _print_without_traceback(ConfigError, ConfigFileError)
         raise

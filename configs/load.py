@@ -8,6 +8,7 @@ import math
 import os
 import re
 from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -16,13 +17,25 @@ import yaml
 from configs.errors import ConfigFileError as ConfigFileError
 from configs.faults import parse_faults
 from configs.keys import KEYS_VARIABLE, with_keys
-from configs.schema import AppConfig, LapsConfig
+from configs.schema import AppConfig, LapsConfig, ModelConfig
 
 PROJECT_ROOT = Path(__file__).resolve().parents[1]
 DEFAULT_CONFIG = Path("configs/dev_cpu.yaml")
 CONFIG_VARIABLE = "LAPS_CONFIG"
 MODEL_VARIABLE = "LAPS_MODEL"
-BUILD_ARGUMENTS = ("config", "model")
+HOST_VARIABLE = "LAPS_HOST"
+PORT_VARIABLE = "LAPS_PORT"
+BUILD_ARGUMENTS = ("config", "model", "host", "port")
+MAX_PORT = 65535
+# A model of the Hugging Face Hub, as people type it.
+HUB_NAME = re.compile(
+    r"(?P<name>[A-Za-z0-9][A-Za-z0-9_.-]*/[A-Za-z0-9][A-Za-z0-9_.-]*)"
+    r"(@(?P<revision>[A-Za-z0-9_./-]+))?"
+)
+_MODELS = (
+    f"set {MODEL_VARIABLE} or model= to a Hugging Face model folder (config.json, tokenizer.json,"
+    " *.safetensors), or to a model's name on the Hub (org/name)"
+)
 
 _PATH = re.compile(r" - at (`key` in )?`\$\.?(?P<path>[^`]*)`$")
 # Keys that had another name, and what to write in their place.
@@ -66,7 +79,8 @@ def config_from_environment(
 
     API keys come from `api.keys_file` and LAPS_API_KEYS. Relative paths are looked up under the
     project's root (the folder above configs/), then under the working directory. The returned
-    `model.path` is absolute. Raises ConfigFileError.
+    `model.path` is absolute, or the name of a model of the Hugging Face Hub, if there is no folder
+    of that name. Raises ConfigFileError.
     """
     environ = os.environ if environ is None else environ
     unknown = sorted(set(args) - set(BUILD_ARGUMENTS))
@@ -83,18 +97,63 @@ def config_from_environment(
         )
     config = load_config(path, {})
     model = args.get("model") or environ.get(MODEL_VARIABLE) or config.model.path
-    folder = _find(Path(model))
-    if folder is None or not folder.is_dir():
-        raise ConfigFileError(
-            f"{path}: model.path: there is no model folder {model}; set {MODEL_VARIABLE} or model="
-            " to a Hugging Face model folder (config.json, tokenizer.json, *.safetensors)"
-        )
     keys_file = None if config.api.keys_file is None else _find(Path(config.api.keys_file))
     return msgspec.structs.replace(
         config,
-        model=msgspec.structs.replace(config.model, path=str(folder)),
+        model=_with_model(config.model, model, path),
         api=with_keys(config.api, keys_file, environ.get(KEYS_VARIABLE)),
     )
+
+
+def _with_model(model: ModelConfig, named: str, source: Path) -> ModelConfig:
+    """`model` with the folder or the Hub's model that is named. Raises ConfigFileError."""
+    if named.lower().endswith(".gguf"):
+        raise ConfigFileError(f"{source}: model.path: {named}: GGUF is not read; {_MODELS}")
+    place = _find(Path(named))
+    if place is not None and place.is_dir():
+        if model.revision is not None:
+            raise ConfigFileError(
+                f"{source}: model.revision: {model.revision!r} is of a model of the Hugging Face"
+                f" Hub, and {named} is a folder; leave it out"
+            )
+        return msgspec.structs.replace(model, path=str(place))
+    hub = HUB_NAME.fullmatch(named)
+    if place is not None or hub is None:
+        raise ConfigFileError(f"{source}: model.path: there is no model folder {named}; {_MODELS}")
+    asked = {model.revision, hub["revision"]} - {None}
+    if len(asked) > 1:
+        raise ConfigFileError(
+            f"{source}: model.revision: {model.revision!r}, but the model is {named}; leave one out"
+        )
+    return msgspec.structs.replace(model, path=hub["name"], revision=next(iter(asked), None))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListenAddress:
+    """Where Serve is asked to listen; None = where it does by itself."""
+
+    host: str | None
+    port: int | None
+
+
+def listen_address(
+    args: Mapping[str, str], environ: Mapping[str, str] | None = None
+) -> ListenAddress | None:
+    """Reads `host` and `port` of `args`, else LAPS_HOST and LAPS_PORT.
+
+    Returns None if neither is set. Raises ConfigFileError for what is no port.
+    """
+    environ = os.environ if environ is None else environ
+    host = args.get("host") or environ.get(HOST_VARIABLE) or None
+    port = args.get("port") or environ.get(PORT_VARIABLE) or None
+    if host is None and port is None:
+        return None
+    if port is not None and not (port.isdecimal() and 1 <= int(port) <= MAX_PORT):
+        raise ConfigFileError(
+            f"port: {port!r} is no port; set {PORT_VARIABLE} or port= to a number from 1 to"
+            f" {MAX_PORT}"
+        )
+    return ListenAddress(host=host, port=None if port is None else int(port))
 
 
 def _find(path: Path) -> Path | None:

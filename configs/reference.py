@@ -13,10 +13,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
+from typing import get_args
 
 import yaml
 
 from configs.load import RENAMED
+from configs.schema import OpenPath
 
 PAGE_WIDTH = 120
 SCHEMA = Path(__file__).with_name("schema.py")
@@ -32,6 +34,7 @@ _NAMED = {
     "KeyName": "name",
     "Sha256": "64 hex digits",
     "LimitName": "name or *",
+    "OpenPath": "one of " + ", ".join(get_args(OpenPath)),
 }
 
 HEAD = """# Configuration
@@ -41,12 +44,14 @@ HEAD = """# Configuration
 A run is one YAML file over the defaults below. An unknown key, a wrong type or a contradiction ends
 the start with one error that names the file, the key and what is allowed.
 
-    LAPS_CONFIG=configs/unified_cpu.yaml LAPS_MODEL=/models/Qwen3-0.6B make serve
+    LAPS_CONFIG=configs/unified_cpu.yaml LAPS_MODEL=Qwen/Qwen3-0.6B make serve
     serve run serve_app:app                                  # reads the same two variables
     serve run serve_app:build config=my.yaml model=/models/Qwen3-0.6B
 
-`LAPS_MODEL` (or `model=`) sets `model.path`; `LAPS_API_KEYS` adds API keys, separated by commas.
-A relative path in a file is relative to the project.
+`LAPS_MODEL` (or `model=`) sets `model.path`: a folder, or a name on the Hugging Face Hub
+(`org/name`, `org/name@revision`) where there is no folder of that name. `LAPS_API_KEYS` adds API
+keys, separated by commas; `LAPS_HOST` and `LAPS_PORT` (or `host=` and `port=`) say where to listen,
+else 127.0.0.1:8000. A relative path in a file is relative to the project.
 """
 
 

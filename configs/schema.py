@@ -37,8 +37,11 @@ class AttentionConfig(_Section, frozen=True):
 class ModelConfig(_Section, frozen=True):
     """Which model, and how it is held."""
 
-    path: str = "demo_model/laps-demo"  # Hugging Face folder; relative to the project or absolute
-    served_name: str | None = None  # name in the API; None = the folder's name
+    # Hugging Face folder, relative to the project or absolute; or the name of a model of the Hub,
+    # as org/name or org/name@revision, which is downloaded before the start.
+    path: str = "demo_model/laps-demo"
+    revision: str | None = None  # of a model of the Hub: branch, tag or commit; None = main
+    served_name: str | None = None  # name in the API; None = the folder's name, or the Hub's
     # auto = float32 on a CPU, else what config.json says.
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: Literal["cpu", "cuda"] = "cpu"  # where the model computes
@@ -234,6 +237,23 @@ class EdgeConfig(_Section, frozen=True):
     log_prompts: bool = False  # prompts in the ingress's log, for debugging; they are users' data
 
 
+# What GET may show without a key; what generates is asked by POST and cannot be among it.
+OpenPath = Literal[
+    "/",
+    "/docs",
+    "/health",
+    "/laps",
+    "/laps_status",
+    "/load",
+    "/metrics",
+    "/openapi.json",
+    "/ping",
+    "/ready",
+    "/v1/models",
+    "/version",
+]
+
+
 class RateLimitConfig(_Section, frozen=True):
     """What one API key may ask for, at each ingress replica; None = as much as it likes.
 
@@ -267,6 +287,9 @@ class ApiConfig(_Section, frozen=True):
     keys_file: str | None = None
     keys: dict[KeyName, Sha256] = {}  # by name; those of the file and of LAPS_API_KEYS join them
     limits: dict[LimitName, RateLimitConfig] = {}  # by name; "*" = every other key
+    # What GET and HEAD answer without a key, where there are keys. `/` and `/laps` are pages that
+    # hold nothing; what they show they ask for with a key.
+    open_paths: tuple[OpenPath, ...] = ("/", "/health", "/laps")
 
 
 class TracingConfig(_Section, frozen=True):

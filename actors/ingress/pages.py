@@ -1,7 +1,10 @@
 """The two pages for people: `/`, a chat with the served model, and `/laps`, the scheduler at work.
 
-The chat page is one file that loads nothing. What the model says is shown as text only; should that
-ever fail, the policy below lets no script or style run but the file's own, known by their digests.
+The chat page is served as one file that loads nothing: chat.html with the two libraries of
+`bundled/` in it, which are as their authors published them. marked makes HTML of the markdown that
+the model writes, DOMPurify an allowed tree of that. Should both fail, the policy below lets no
+script or style run but the page's own, known by their digests, and no string become HTML but
+DOMPurify's.
 
 `/laps` shows what `/laps_status` says as JSON: what the allocator knows (pools, queues, moves),
 what workers report to this ingress (running requests, free blocks) and the times to the first token
@@ -23,6 +26,9 @@ from configs.schema import LapsConfig
 from engine.length_class import LengthClass
 from engine.messages import LapsStatus, Role
 
+LIBRARIES = ("marked.umd.js", "purify.min.js")
+LIBRARIES_GO_HERE = b"<!-- libraries -->\n"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatPage:
@@ -35,7 +41,12 @@ class ChatPage:
 @cache
 def chat_page() -> ChatPage:
     """The page, read once."""
-    html = Path(__file__).with_name("chat.html").read_bytes()
+    folder = Path(__file__).parent
+    libraries = [(folder / "bundled" / name).read_bytes() for name in LIBRARIES]
+    own = (folder / "chat.html").read_bytes()
+    assert own.count(LIBRARIES_GO_HERE) == 1, "one place for the libraries"
+    scripts = b"".join(b"<script>" + text + b"</script>\n" for text in libraries)
+    html = own.replace(LIBRARIES_GO_HERE, scripts)
     return ChatPage(html=html, headers=_headers(html))
 
 
@@ -44,13 +55,13 @@ def _headers(html: bytes) -> dict[str, str]:
         "default-src": "'none'",
         "connect-src": "'self'",
         "img-src": "data:",
-        "script-src": _source_of(html, b"script"),
-        "style-src": _source_of(html, b"style"),
+        "script-src": _sources_of(html, b"script", 1 + len(LIBRARIES)),
+        "style-src": _sources_of(html, b"style", 1),
         "base-uri": "'none'",
         "form-action": "'none'",
         "frame-ancestors": "'none'",
         "require-trusted-types-for": "'script'",
-        "trusted-types": "'none'",
+        "trusted-types": "dompurify",
     }
     return {
         "Cache-Control": "no-cache",
@@ -60,12 +71,13 @@ def _headers(html: bytes) -> dict[str, str]:
     }
 
 
-def _source_of(html: bytes, tag: bytes) -> str:
-    """Returns the digest by which the policy allows the page's only element of that kind."""
+def _sources_of(html: bytes, tag: bytes, num: int) -> str:
+    """Returns the digests by which the policy allows the page's elements of that kind."""
     opening, closing = b"<" + tag + b">", b"</" + tag + b">"
-    assert html.count(opening) == html.count(closing) == 1, f"one {tag!r} in the page"
-    text = html.partition(opening)[2].partition(closing)[0]
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text).digest()).decode()}'"
+    assert html.count(opening) == html.count(closing) == num, f"{num} of {tag!r} in the page"
+    texts = [piece.partition(closing)[0] for piece in html.split(opening)[1:]]
+    digests = [base64.b64encode(hashlib.sha256(text).digest()).decode() for text in texts]
+    return " ".join(f"'sha256-{digest}'" for digest in digests)
 
 
 # The page may load nothing and ask nobody but the server it came from.

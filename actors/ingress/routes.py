@@ -22,7 +22,7 @@ from actors.anthropic.errors import reply_at
 from actors.anthropic.objects import TokenCount
 from actors.anthropic.reading import parse_count_tokens, parse_messages
 from actors.ingress.answering import JSON_TYPE, Answering
-from actors.ingress.auth import KeyGate
+from actors.ingress.auth import READING, KeyGate
 from actors.ingress.composition import Edge, build_edge
 from actors.ingress.docs_page import docs_page
 from actors.ingress.limits import RateLimitError
@@ -106,12 +106,12 @@ class Api:
         """The ASGI application: all routes, unknown ones too, behind the API key check."""
         # The document of /openapi.json is built from the structs.
         app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, lifespan=self._lifespan)
-        app.add_api_route("/", self._show_chat, methods=["GET"])
+        app.add_api_route("/", self._show_chat, methods=READING)
         app.add_api_route("/v1/chat/completions", self._chat, methods=["POST"])
         app.add_api_route("/v1/completions", self._complete, methods=["POST"])
         app.add_api_route("/invocations", self._invoke, methods=["POST"])
         app.add_api_route("/v1/responses", self._respond, methods=["POST"])
-        app.add_api_route("/v1/responses/{name}", self._show_response, methods=["GET"])
+        app.add_api_route("/v1/responses/{name}", self._show_response, methods=READING)
         app.add_api_route("/v1/responses/{name}", self._forget_response, methods=["DELETE"])
         app.add_api_route("/v1/messages", self._message, methods=["POST"])
         app.add_api_route("/v1/messages/count_tokens", self._count_tokens, methods=["POST"])
@@ -122,18 +122,19 @@ class Api:
             app.add_api_route(path, self._rerank, methods=["POST"])
         app.add_api_route("/tokenize", self._tokenize, methods=["POST"])
         app.add_api_route("/detokenize", self._detokenize, methods=["POST"])
-        app.add_api_route("/tokenizer_info", self._show_tokenizer, methods=["GET"])
-        app.add_api_route("/load", self._show_load, methods=["GET"])
-        app.add_api_route("/docs", self._show_docs, methods=["GET"])
-        app.add_api_route("/openapi.json", self._show_openapi, methods=["GET"])
-        app.add_api_route("/v1/models", self._list_models, methods=["GET"])
-        app.add_api_route("/v1/models/{name:path}", self._show_model, methods=["GET"])
-        app.add_api_route("/health", self._health, methods=["GET"])
-        app.add_api_route("/ready", self._ready, methods=["GET"])
-        app.add_api_route("/metrics", self._show_metrics, methods=["GET"])
-        app.add_api_route("/laps", self._show_laps, methods=["GET"])
-        app.add_api_route("/laps_status", self._show_laps_status, methods=["GET"])
-        app.add_api_route("/version", self._version, methods=["GET"])
+        app.add_api_route("/tokenizer_info", self._show_tokenizer, methods=READING)
+        app.add_api_route("/load", self._show_load, methods=READING)
+        app.add_api_route("/docs", self._show_docs, methods=READING)
+        app.add_api_route("/openapi.json", self._show_openapi, methods=READING)
+        app.add_api_route("/v1/models", self._list_models, methods=READING)
+        app.add_api_route("/v1/models/{name:path}", self._show_model, methods=READING)
+        app.add_api_route("/health", self._health, methods=READING)
+        app.add_api_route("/ping", self._ping, methods=[*READING, "POST"])
+        app.add_api_route("/ready", self._ready, methods=READING)
+        app.add_api_route("/metrics", self._show_metrics, methods=READING)
+        app.add_api_route("/laps", self._show_laps, methods=READING)
+        app.add_api_route("/laps_status", self._show_laps_status, methods=READING)
+        app.add_api_route("/version", self._version, methods=READING)
         app.add_exception_handler(Exception, self._on_error)
         app.add_exception_handler(EngineError, self._on_error)
         app.add_exception_handler(TimeoutError, self._on_error)
@@ -144,6 +145,7 @@ class Api:
             keys=self._edge.keys,
             limits=self._config.edge,
             on_refused=self._metrics.count_failed,
+            open_paths=self._config.api.open_paths,
         )
         if self._config.api.cors_origins:
             # Outermost: a browser asks without a key whether it may ask.
@@ -273,6 +275,10 @@ class Api:
     async def _health(self) -> Response:
         """Answers 200: this replica's event loop runs."""
         return JSONResponse({"status": "ok"})
+
+    async def _ping(self) -> Response:
+        """Answers as `/health` does, without a body: what SageMaker asks for."""
+        return Response()
 
     async def _ready(self) -> Response:
         """Answers 200 while every role has a loaded, connected worker, else 503."""

@@ -16,7 +16,7 @@ from engine.errors import CapacityError
 
 RETRY_S = 5.0  # by then another server, or this one restarted, may answer
 LAST_WORDS_S = 2.0  # until the errors of the ended requests have been sent
-STILL_ANSWERED = ("/health", "/metrics")
+STILL_ANSWERED = ("/health", "/ping", "/metrics")
 
 
 def stopping_error() -> CapacityError:

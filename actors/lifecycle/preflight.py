@@ -11,7 +11,7 @@ from pathlib import Path
 from configs.schema import AppConfig
 from engine.errors import ConfigError, RequestError
 from engine.models.spec import load_spec
-from engine.models.weight_files import check_weights
+from engine.models.weight_files import check_format, check_weights
 from engine.text.chat_template import check_templates, read_template_text
 from engine.text.tokenizing import TOKENIZER_FILE, Tokenizing, load_tokenizer
 
@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 def check_startable(config: AppConfig) -> None:
     """Raises ConfigError, naming file or key: what the workers would refuse to start with."""
     folder = Path(config.model.path)
+    if config.model.weights == "safetensors":
+        check_format(str(folder), (path.name for path in folder.glob("*")))
     spec = load_spec(folder)
     asked = config.model.max_model_len
     if asked is not None and asked > spec.max_model_len:

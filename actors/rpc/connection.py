@@ -124,8 +124,9 @@ class CallConnection(asyncio.Protocol):
             self.abandon()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        # Without an error one end closed it, as a worker does again and again while it loads.
-        level = logging.DEBUG if exc is None else logging.INFO
+        # Without an error one end closed it. Before HELLO there was no connection yet: a worker
+        # that loads refuses again and again, and `connect` raises that.
+        level = logging.INFO if exc is not None and self._hello.done() else logging.DEBUG
         logger.log(level, "the connection to %s has ended: %s", self._name, exc)
         self._lost.set_result(None)
         for waiting in self._answers.values():

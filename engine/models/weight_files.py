@@ -10,7 +10,7 @@ Reads headers only, so a folder of any size takes milliseconds. A file is:
 import math
 import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -105,6 +105,24 @@ INDEX_FILE = "model.safetensors.index.json"
 # Tensors that some exporters leave in the files and that carry no information.
 _HARMLESS = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
 _MISMATCH = "the weights and config.json describe different models"
+
+
+GGUF = "GGUF is not read; use the safetensors of the model that it was made from"
+_PICKLED = (".bin", ".pt", ".pth", ".ckpt")
+
+
+def check_format(where: str, names: Iterable[str]) -> None:
+    """Raises ConfigError if a model's files, by their names, have its weights in another format."""
+    suffixes = {Path(name).suffix.lower() for name in names}
+    if ".safetensors" in suffixes:
+        return
+    if ".gguf" in suffixes:
+        raise ConfigError(f"{where}: has weights as GGUF only; {GGUF}")
+    if suffixes & set(_PICKLED):
+        raise ConfigError(
+            f"{where}: has pickled weights only (*.bin, *.pt), which are not read because they can"
+            " run code; use a revision with safetensors, or convert them"
+        )
 
 
 def check_weights(folder: Path, spec: ModelSpec) -> dict[Path, dict[str, str]]:

@@ -2,7 +2,8 @@
 
     TTFT  sending to first token     TPOT  a token after the first, on average over a request
     ITL   between two events that bring tokens    E2E(L)  sending to last token    all in ms
-    completed, failed, cancelled     add up to num_prompts, the arrivals
+    completed, failed, cancelled,
+    stopped                          add up to num_prompts, the arrivals
     request_goodput                  completed requests/s that kept the limits of their class
     slo_share                        of those that were not cancelled by their own client; a request
                                      that failed or was refused has missed its limits
@@ -105,7 +106,7 @@ def summarize(runs: Sequence[Run], slo: Slo, duration_s: float | None = None) ->
     records = [record for run in runs for record in run.records]
     total_s = sum(run.duration_s for run in runs) if duration_s is None else duration_s
     completed = [r for r in records if r.outcome is Outcome.COMPLETED]
-    judged = [r for r in records if r.outcome is not Outcome.CANCELLED]
+    judged = [r for r in records if r.outcome in (Outcome.COMPLETED, Outcome.FAILED)]
     num_good = sum(is_within(record, slo) for record in judged)
     input_tokens = sum(r.num_prompt_tokens for r in completed)
     output_tokens = sum(r.num_output_tokens for r in completed)
@@ -115,6 +116,7 @@ def summarize(runs: Sequence[Run], slo: Slo, duration_s: float | None = None) ->
         "duration": total_s,
         "completed": len(completed),
         "failed": sum(r.outcome is Outcome.FAILED for r in records),
+        "stopped": sum(r.outcome is Outcome.STOPPED for r in records),
         "cancelled": sum(r.outcome is Outcome.CANCELLED for r in records),
         "total_input_tokens": input_tokens,
         "total_output_tokens": output_tokens,

@@ -49,6 +49,7 @@ class _End:
     outcome: Outcome
     error: str | None = None
     status: int | None = None
+    retry_after_s: float | None = None
 
 
 @dataclass(slots=True)
@@ -121,7 +122,7 @@ class OpenLoop:
         """Sends the prepared request and records how it ended, also when this is killed."""
         assert client.answer is not None
         heard, sent_s = _Heard(), self._now_s()
-        end = _End(Outcome.FAILED, STOPPED)
+        end = _End(Outcome.STOPPED, STOPPED)
         try:
             with closing(client.answer) as answer:
                 end = self._listen(answer, turn, heard)
@@ -141,6 +142,7 @@ class OpenLoop:
                     outcome=end.outcome,
                     error=end.error,
                     status=end.status,
+                    retry_after_s=end.retry_after_s,
                     chunk_s=heard.chunk_s,
                     chunk_tokens=heard.chunk_tokens,
                 )
@@ -154,7 +156,7 @@ class OpenLoop:
                 if turn.cancel_after_tokens and heard.num_tokens >= turn.cancel_after_tokens:
                     return _End(Outcome.CANCELLED)
         except RefusedError as refusal:
-            return _End(Outcome.FAILED, str(refusal), refusal.status)
+            return _End(Outcome.FAILED, str(refusal), refusal.status, refusal.retry_after_s)
         except LoadError as error:
             return _End(Outcome.FAILED, str(error))
         if not heard.num_tokens:
@@ -183,7 +185,7 @@ class OpenLoop:
                             due_s=session.start_s,
                             sent_s=None,
                             ended_s=now_s,
-                            outcome=Outcome.FAILED,
+                            outcome=Outcome.STOPPED,
                             error=NOT_SENT,
                         )
                     )

@@ -7,6 +7,7 @@ from typing import Any
 import matplotlib as mpl
 import numpy as np
 from matplotlib import ticker
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -99,8 +100,7 @@ def plot_throughput(points: Sequence[Point]) -> str:
             ends.bar(labels, counts, bottom=below, color=color, label=key, width=0.6)
             below = [a + b for a, b in zip(below, counts, strict=True)]
         ends.set(title="What became of the requests", xlabel="requests/s", ylabel="requests")
-        ends.set_ylim(top=1.25 * max(below, default=1.0))
-        ends.legend(ncols=3, loc="upper left")
+        _legend(ends)
 
     return _picture(2, draw)
 
@@ -127,7 +127,7 @@ def plot_timelines(points: Sequence[Point]) -> str:
         for row in range(num_rows):
             tops[row * num_columns].set_ylabel("TTFT [ms]")
             belows[row * num_columns].set_ylabel("requests under way")
-        _legend(tops[0], fontsize=9)
+        _shared_legend(tops)
 
     return _picture(2 * num_rows * num_columns, draw, num_columns=num_columns, size=size)
 
@@ -194,9 +194,35 @@ def _log_scale(*all_axes: Axes) -> None:
         axes.yaxis.set_minor_formatter(ticker.NullFormatter())
 
 
-def _legend(axes: Axes, fontsize: int = 10) -> None:
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(fontsize=fontsize)
+def _legend(axes: Axes) -> None:
+    """Between the title and the picture, where it covers nothing."""
+    handles, labels = axes.get_legend_handles_labels()
+    if handles:
+        axes.set_title(axes.get_title(), pad=24)
+        axes.legend(
+            handles,
+            labels,
+            loc="lower center",
+            bbox_to_anchor=(0.5, 1.0),
+            ncols=len(handles),
+            fontsize=9,
+            columnspacing=1.2,
+            handlelength=1.8,
+        )
+
+
+def _shared_legend(all_axes: Sequence[Axes]) -> None:
+    """One above all panels, with whatever any of them shows."""
+    named: dict[str, Artist] = {}
+    for axes in all_axes:
+        named |= {
+            label: handle for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+        }
+    figure = all_axes[0].get_figure(root=True)
+    if named and figure is not None:
+        figure.legend(
+            [*named.values()], [*named], loc="outside upper center", ncols=len(named), fontsize=9
+        )
 
 
 def _percent(share: float | None) -> float | None:

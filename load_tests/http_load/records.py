@@ -13,13 +13,16 @@ import msgspec
 
 from load_tests.http_load.scenario import LengthClass
 
+SHEDDING = (429, 503)  # too many requests, and too much to do
+
 
 class Outcome(Enum):
     """How a request ended; every arrival has exactly one."""
 
     COMPLETED = "completed"
-    FAILED = "failed"  # refused, broken, timed out, or not sent because the run was stopped
+    FAILED = "failed"  # refused, broken or timed out
     CANCELLED = "cancelled"  # the client hung up, as it was to
+    STOPPED = "stopped"  # the run was stopped before this ended, or before it was due
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,8 +53,14 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     outcome: Outcome
     error: str | None = None
     status: int | None = None  # of a refusal
+    retry_after_s: float | None = None  # of a refusal that asks to come again
     chunk_s: Sequence[float] = ()
     chunk_tokens: Sequence[int] = ()
+
+    @property
+    def is_shed(self) -> bool:
+        """Whether the server refused it to protect itself, and said when to come again."""
+        return self.status in SHEDDING and self.retry_after_s is not None
 
     @property
     def lag_s(self) -> float | None:

@@ -50,7 +50,8 @@ def _plot_ttft(curves: Sequence[Curve], name: str, limits: Limits, folder: Path)
         axes.axhline(1e3 * limits.ttft_s, color="grey", linestyle=":")
         axes.set(title=f"{name}, {quantile}", xlabel="requests/s", ylabel="TTFT [ms]")
         axes.set_yscale("log")
-    all_axes[0].legend()
+    handles, labels = all_axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=len(curves))
     return _save(figure, folder / f"ttft_{name}.png")
 
 
@@ -73,7 +74,7 @@ def _plot_pools(curves: Sequence[Curve], folder: Path) -> Path:
             label = f"{curve.name}, {point.rate:.4g}/s"
             axes.step(at_s, [size.num_short for size in sizes], where="post", label=label)
     axes.set(title="workers in the short pool", xlabel="s", ylabel="workers")
-    axes.legend()
+    figure.legend(loc="outside right upper")
     return _save(figure, folder / "pools.png")
 
 

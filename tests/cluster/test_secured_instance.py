@@ -36,7 +36,9 @@ def status(
     return httpx.request(method, url, headers=headers, timeout=PATIENCE_S).status_code
 
 
-def test_no_route_but_health_answers_without_a_key(over_object_store: Application) -> None:
+def test_no_route_but_pages_and_health_answers_without_a_key(
+    over_object_store: Application,
+) -> None:
     headers = {"Authorization": f"Bearer {over_object_store.api_key}"}
     document = httpx.get(
         f"{over_object_store.url}/openapi.json", headers=headers, timeout=PATIENCE_S
@@ -44,9 +46,10 @@ def test_no_route_but_health_answers_without_a_key(over_object_store: Applicatio
     routes = [(verb.upper(), path) for path, verbs in document["paths"].items() for verb in verbs]
     assert len(routes) > 10
     for method, path in [*routes, ("GET", "/unknown"), ("GET", "/docs"), ("GET", "/-/routes")]:
-        expected = 200 if path == "/health" else 401
+        expected = 200 if path in ("/", "/health", "/laps") else 401
         assert status(over_object_store, method, path) == expected, f"{method} {path}"
     assert status(over_object_store, "GET", "/v1/models", headers=headers) == 200
+    assert status(over_object_store, "HEAD", "/health") == 200
 
 
 def test_what_serve_answers_before_our_code_names_applications_and_nothing_else(

@@ -166,7 +166,7 @@ def test_serve_run_serves_and_a_sigterm_ends_streams_with_a_word_and_leaves_no_p
     folders.add_token("<|pad|>")
     folders.write_config(workers={"unified": 1}, edge={"drain_s": 0.5})
     arguments = [f"{name}={value}" for name, value in folders.args.items()]
-    run = serve_run("tests.cluster.on_a_free_port:build", f"port={port}", *arguments)
+    run = serve_run("serve_app:build", "host=127.0.0.1", f"port={port}", *arguments)
     wait_until(lambda: is_ready(url) or run.process.poll() is not None, "ready", START_S)
     assert run.process.poll() is None, run.text()
 

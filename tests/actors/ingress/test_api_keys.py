@@ -5,18 +5,20 @@ import hashlib
 import logging
 import secrets
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, get_args
 
 import httpx
 import pytest
 from starlette.routing import Route
 
 from actors.ingress.auth import ApiKeys, KeyGate, Message, Scope, sent_key
-from configs.schema import EdgeConfig
+from configs.load import ConfigFileError, load_config
+from configs.schema import EdgeConfig, OpenPath
 from tests.actors.ingress.edge_app import EdgeApp, edge_app
 
 KEY = f"sk-{secrets.token_hex(16)}"
 OTHER = f"sk-{secrets.token_hex(16)}"
+OPEN = ("/", "/health", "/laps")  # the default of api.open_paths
 BEARER = {"Authorization": f"Bearer {KEY}"}
 
 
@@ -36,26 +38,64 @@ def routes(app: EdgeApp) -> Iterator[tuple[str, str]]:
         path = route.path.replace("{name:path}", "tiny")
         for method in [*(route.methods or ()), "HEAD", "OPTIONS", "DELETE"]:
             yield method, path
-    for path in ("/", "/docs", "/redoc", "/v2/models", "//v1/models", "//health", "/health/"):
+    for path in ("/docs", "/redoc", "/v2/models", "//v1/models", "//health", "/health/"):
         yield "GET", path
     for path in ("/HEALTH", "/health/../v1/models", "/v1/models?x=/health", "/health%2f"):
         yield "GET", path
 
 
-def test_every_route_but_health_answers_401_without_a_key(guarded: EdgeApp) -> None:
-    asked = [(method, path) for method, path in routes(guarded) if path != "/health"]
+def test_every_route_but_the_open_ones_answers_401_without_a_key(guarded: EdgeApp) -> None:
+    is_open = {(method, path) for method in ("GET", "HEAD") for path in OPEN}
+    asked = [pair for pair in routes(guarded) if pair not in is_open]
     assert len({path for _, path in asked}) > 20
 
     async def ask(client: httpx.AsyncClient) -> None:
         for method, path in asked:
             for headers in ({}, {"Host": "health"}, {"X-Forwarded-Prefix": "/health"}):
-                answer = await client.request(method, path, headers=headers)
+                url = f"http://127.0.0.1{path}"  # whole, or //health would name a host
+                answer = await client.request(method, url, headers=headers)
                 assert answer.status_code == 401, f"{method} {path} {headers}"
                 assert answer.headers["WWW-Authenticate"] == "Bearer"
-        health = await client.get("/health")
-        assert health.status_code == 200
+        for method, path in sorted(is_open):
+            answer = await client.request(method, path)
+            assert answer.status_code == 200, f"{method} {path}"
 
     guarded.ask(ask)
+
+
+def test_the_configuration_opens_paths_for_reading_and_for_nothing_else() -> None:
+    made = edge_app({"api.keys": {"alice": digest(KEY)}, "api.open_paths": ["/ping", "/ready"]})
+
+    async def ask(client: httpx.AsyncClient) -> dict[tuple[str, str], int]:
+        asked = [(m, p) for m in ("GET", "HEAD", "POST") for p in ("/ping", "/ready", "/health")]
+        return {(m, p): (await client.request(m, p)).status_code for m, p in asked}
+
+    statuses = made.ask(ask)
+    assert {pair: status for pair, status in statuses.items() if status != 401} == {
+        ("GET", "/ping"): 200,
+        ("HEAD", "/ping"): 200,
+        ("GET", "/ready"): 503,  # no worker has come
+        ("HEAD", "/ready"): 503,
+    }
+
+
+def test_what_generates_cannot_be_opened(guarded: EdgeApp) -> None:
+    readable = {path for method, path in routes(guarded) if method == "GET"}
+    for path in {path for method, path in routes(guarded) if method == "POST"} - readable:
+        with pytest.raises(ConfigFileError, match=r"api\.open_paths.*/health") as error:
+            load_config(None, {"api.open_paths": [path]})
+        assert path in str(error.value)
+    for path in get_args(OpenPath):
+        assert path in readable, f"{path} can be opened and is not there"
+        assert load_config(None, {"api.open_paths": [path]}).api.open_paths == (path,)
+
+
+def test_a_ping_is_empty_by_either_method(guarded: EdgeApp) -> None:
+    async def ask(client: httpx.AsyncClient) -> list[httpx.Response]:
+        return [await client.request(m, "/ping", headers=BEARER) for m in ("GET", "POST", "HEAD")]
+
+    for answer in guarded.ask(ask):
+        assert (answer.status_code, answer.content) == (200, b"")
 
 
 @pytest.mark.parametrize(
@@ -130,7 +170,9 @@ async def passed(scope: Scope, receive: Any, send: Any) -> None:
 
 
 def gate(refused: list[int], keys: ApiKeys | None) -> KeyGate:
-    return KeyGate(passed, keys=keys, limits=EdgeConfig(), on_refused=refused.append)
+    return KeyGate(
+        passed, keys=keys, limits=EdgeConfig(), on_refused=refused.append, open_paths=OPEN
+    )
 
 
 def test_a_websocket_is_closed_and_a_prefix_counts_where_the_router_counts_it() -> None:
@@ -139,7 +181,8 @@ def test_a_websocket_is_closed_and_a_prefix_counts_where_the_router_counts_it() 
     scope: Scope = {"type": "websocket", "path": "/health", "headers": []}
     assert run_gate(guard, scope) == [{"type": "websocket.close", "code": 1008}]
     assert refused == [401]
-    http: dict[str, Any] = {"type": "http", "headers": [], "root_path": "/app"}
+    http: dict[str, Any] = {"type": "http", "method": "GET", "headers": []}
+    http["root_path"] = "/app"
     assert run_gate(guard, http | {"path": "/app/health"}) == [{"type": "passed"}]
     for path in ("/application/health", "/app/app/health", "/app"):
         assert run_gate(guard, http | {"path": path})[0]["status"] == 401

@@ -25,8 +25,63 @@ HOSTILE = (
     "<img src=x onerror=\"document.title='taken'\"><script>document.title='taken'</script>"
     "<style>*{display:none}</style><a href=javascript:document.title='taken'>x</a>&lt;b&gt;"
 )
+# Known ways past sanitisers: markup that changes its meaning when it is parsed again.
+MUTATING = (
+    "<math><mtext><table><mglyph><style><!--</style><img title='--&gt;&lt;img src=1"
+    " onerror=document.title=1&gt;'>"
+    "<svg></p><style><a id='</style><img src=1 onerror=document.title=1>'>"
+    "<form><math><mtext></form><form><mglyph><style></math><img src onerror=document.title=1>"
+    "<p><iframe srcdoc='<script>top.document.title=1</script>'></iframe></p>"
+)
+HOSTILE_MARKDOWN = """[a](javascript:document.title='taken') <javascript:x>
+[b](https://example.org/ "title")
+[c](data:text/html,<script>document.title=1</script>) [d](vbscript:x) [e](//example.org) [f](?x=1)
+![an image](http://127.0.0.1:9/seen.png?secret) ![x](x"onerror="document.title=1) [g][1]
+
+[1]: JaVaScRiPt&#58;document.title=1 "x"
+
+```html"onclick="x
+<img src=x onerror=document.title=1>
+```
+
+| a | b |
+|:-:|---|
+| <b onclick=x> | `<i>` |
+
+- [x] done <input autofocus onfocus=document.title=1>
+"""
+MARKDOWN = """# Title
+
+Some **bold** and *slanted* words, `a < b`, https://example.org/x and
+a second line.
+
+3. one
+4. two
+   - deeper
+
+```python
+def __init__(self):
+    self.a = '*'
+```
+
+| a | b |
+|---|--:|
+| 1 | 2 |
+
+> said"""
+MARKED_UP = (
+    "<h1>Title</h1>",
+    "<strong>bold</strong>",
+    "<em>slanted</em>",
+    "<code>a &lt; b</code>",
+    '<a href="https://example.org/x" target="_blank" rel="noopener noreferrer">',
+    '<ol start="3"><li>one</li><li>two<ul><li>deeper</li></ul></li></ol>',
+    '<td align="right">2</td>',
+    "<blockquote><p>said</p></blockquote>",
+)
 ENDED = "document.querySelector('.answer:last-child:not(.busy)')"
 SAID = ".answer .said"
+COMPLAINED = "!document.getElementById('wrong').hidden"
 KEEP_BODIES = """{
   const real = fetch;
   window.bodies = [];
@@ -35,7 +90,7 @@ KEEP_BODIES = """{
     return real(url, options);
   };
 }"""
-KEPT = "JSON.stringify([{...localStorage}, {...sessionStorage}, document.cookie, location.href])"
+KEPT = "[{...localStorage}, {...sessionStorage}, document.cookie, location.href]"
 # Where a cut makes the page's parser read another thing.
 CUT = """(async () => {
   const stream = Uint8Array.from(%s), whole = JSON.stringify(%s), wrong = [];
@@ -165,7 +220,7 @@ def test_settings_go_with_the_request_and_turns_follow_each_other(made: EdgeApp,
     page.fill("#temperature", str(temperature))
     page.fill("#max-tokens", str(num_tokens))
     ask_until_end(page, "first")
-    said = page.evaluate("document.querySelector('.said').textContent")
+    said = page.evaluate("answers[0].said")
     assert "Cut off at the largest number of tokens." in page.text(".answer .note")
     page.fill("#system", "")
     page.fill("#temperature", "")
@@ -215,18 +270,28 @@ def test_stop_ends_the_request_at_the_server_and_keeps_what_came(made: EdgeApp, 
     assert page.text(SAID) == "one two three four five six"
 
 
-def test_what_the_server_refuses_is_said_in_its_words(made: EdgeApp, page: Tab) -> None:
+def test_what_the_server_refuses_is_said_beside_the_message_which_comes_back(
+    made: EdgeApp, page: Tab
+) -> None:
     page.fill("#max-tokens", "100000")
-    ask_until_end(page, "a question")
-    assert page.text(".answer .wrong").startswith("The server refused (400): ")
-    assert "100000" in page.text(".answer .wrong")
-    assert page.text(".answer .note") == "Later messages leave this turn out."
+    ask(page, "a question")
+    page.wait(COMPLAINED)
+    assert page.text("#wrong").startswith("The server refused (400): ")
+    assert "100000" in page.text("#wrong")
     assert page.evaluate("document.getElementById('input').value") == "a question", "it was lost"
+    assert page.text("#turns") == "Nothing has been asked yet."
+    below = "document.getElementById('%s').getBoundingClientRect().%s"
+    gap = page.evaluate(f"{below % ('input', 'top')} - {below % ('wrong', 'bottom')}")
+    assert 0 < gap < 40, "the message and what is wrong with it are apart"
+    page.click("#settings summary")  # closed, so that the page has to open it
+    page.click("#settings summary")
     page.fill("#max-tokens", "0.5")
-    ask_until_end(page)
-    assert page.text(".answer .wrong").startswith("Max tokens: ")
+    ask(page)
+    page.wait("document.getElementById('wrong').textContent.startsWith('Max tokens: ')")
+    assert page.is_shown("#max-tokens")
     page.fill("#max-tokens", "3")
     ask_until_end(page)
+    assert not page.is_shown("#wrong")
     assert not page.is_shown(".answer .wrong")
 
 
@@ -248,19 +313,60 @@ def test_a_server_that_has_gone_is_said_so(made: EdgeApp, tab: Tab) -> None:
     with serving_app(made.app) as url:
         tab.open(url)
         tab.wait("document.getElementById('model').textContent === 'tiny'")
-    ask_until_end(tab)
-    assert tab.text(".answer .wrong").startswith("No connection to the server")
+    ask(tab)
+    tab.wait(COMPLAINED)
+    assert tab.text("#wrong").startswith("No connection to the server")
 
 
-def test_nothing_that_is_said_becomes_markup(made: EdgeApp, page: Tab) -> None:
+def test_an_answer_is_shown_as_markdown_with_its_code_as_it_is(made: EdgeApp, page: Tab) -> None:
+    made.workers.token_ids = ids_of(MARKDOWN)
+    ask_until_end(page)
+    shown = page.evaluate(f"document.querySelector('{SAID}').innerHTML.replace(/\\n/g, '')")
+    assert [word for word in MARKED_UP if word not in shown] == []
+    assert page.text(f"{SAID} pre") == "def __init__(self):\n    self.a = '*'\n"
+    font = page.evaluate(f"getComputedStyle(document.querySelector('{SAID} pre code')).fontFamily")
+    assert font.endswith("monospace")
+    assert page.evaluate(f"[...document.querySelectorAll('{SAID} a')].map((a) => a.rel)") == [
+        "noopener noreferrer"
+    ]
+    page.click("#plain")
+    assert page.text(SAID) == MARKDOWN
+    page.click("#plain")
+    assert page.text(f"{SAID} strong") == "bold"
+
+
+def test_html_that_is_said_stays_text(made: EdgeApp, page: Tab) -> None:
     made.workers.token_ids = ids_of(f"<think>{HOSTILE}</think>{HOSTILE}")
     ask_until_end(page, HOSTILE)
     page.click(".thinking summary")
-    for where in (SAID, ".thought", ".asked"):
+    for where in (".thought", ".asked"):
         assert page.text(where) == HOSTILE
-    selector = ":is(.said, .thought, .asked) *"
-    assert page.evaluate(f"document.querySelectorAll('{selector}').length") == 0
+    assert page.text(SAID) == HOSTILE.replace("&lt;b&gt;", "<b>")  # markdown has entities
+    assert tags_in(page, ":is(.said, .thought, .asked)") == ["P"]
     assert page.evaluate("document.title") == "LAPS chat"
+
+
+def test_the_sanitiser_takes_out_what_markdown_could_bring_in(made: EdgeApp, page: Tab) -> None:
+    """Markdown that makes elements of its own, and HTML that got past the renderer."""
+    made.workers.token_ids = ids_of(HOSTILE_MARKDOWN)
+    ask_until_end(page)
+    links = page.evaluate(f"[...document.querySelectorAll('{SAID} a')].map((a) => a.href)")
+    assert [link for link in links if link and not link.startswith(("https:", "mailto:"))] == []
+    assert "https://example.org/" in links
+    attributes = f"[...document.querySelectorAll('{SAID} *')].flatMap((e) => e.getAttributeNames())"
+    assert set(page.evaluate(attributes)) <= {"href", "target", "rel", "align", "start"}
+    page.evaluate("{ markdown.parse = (text) => text }")  # as if it let everything through
+    made.workers.token_ids = ids_of(f"{HOSTILE}{MUTATING}")
+    ask_until_end(page)
+    assert set(tags_in(page, ".answer:last-child .said")) <= {"A", "P"}
+    assert set(page.evaluate(attributes)) <= {"href", "target", "rel", "align", "start"}
+    assert page.evaluate("document.title") == "LAPS chat"
+
+
+def tags_in(page: Tab, selector: str) -> list[str]:
+    """The elements within, each kind once."""
+    found = page.evaluate(f"[...document.querySelectorAll('{selector} *')].map((e) => e.tagName)")
+    return sorted(set(found))
 
 
 def test_the_policy_would_stop_markup_that_got_in(page: Tab) -> None:
@@ -281,27 +387,37 @@ def test_the_policy_would_stop_markup_that_got_in(page: Tab) -> None:
     page.wait("window.violated?.includes('img-src') && violated.includes('style-src-elem')")
 
 
-def test_with_keys_the_page_itself_is_behind_them_and_then_asks_with_one(tab: Tab) -> None:
+def test_with_keys_the_page_asks_for_one_and_keeps_it_in_its_tab(tab: Tab) -> None:
     digest = sha256(b"s3cret-key").hexdigest()
     made = edge_app({"api.keys": {"someone": digest}})
     with serving_app(made.app) as url:
-        refused = httpx.get(url)
-        assert refused.status_code == 401
-        assert b"<html" not in refused.content
-        # As behind a proxy that adds the key to the page alone.
-        tab.call("Network.enable")
-        tab.call("Network.setExtraHTTPHeaders", headers={"Authorization": "Bearer s3cret-key"})
         tab.open(url)
-        tab.call("Network.setExtraHTTPHeaders", headers={})
+        tab.wait("!document.getElementById('asking').hidden")
+        assert not tab.is_shown("#wrong"), "nothing is wrong yet"
         tab.fill("#key", "wrong")
-        tab.wait("document.getElementById('model').textContent.includes('401')")
-        assert tab.is_shown("#key")
+        tab.click("#use")
+        tab.wait(COMPLAINED)
+        assert tab.text("#wrong") == "The server refused (401): Incorrect API key provided."
+        ask(tab, "a question")  # before there is a good one
+        tab.wait("!document.getElementById('send').hidden")
+        assert tab.evaluate("document.getElementById('input').value") == "a question"
         tab.fill("#key", "s3cret-key")
+        tab.click("#use")
         tab.wait("document.getElementById('model').textContent === 'tiny'")
+        assert not tab.is_shown("#asking")
+        assert not tab.is_shown("#wrong")
         tab.fill("#max-tokens", "5")
         ask_until_end(tab)
         assert "5 tokens" in tab.text(".figures")
-        assert "s3cret" not in tab.evaluate(KEPT)
+        assert tab.evaluate(KEPT) == [{}, {"laps.key": "s3cret-key"}, "", url]
+        tab.open(f"{url}laps")
+        tab.wait("document.getElementById('banner').textContent.includes('allocator')")
+        tab.open(url)
+        tab.wait("document.getElementById('model').textContent === 'tiny'")
+        tab.click("#settings summary")
+        tab.click("#forget")
+        tab.wait("!document.getElementById('asking').hidden")
+        assert "s3cret" not in json.dumps(tab.evaluate(KEPT))
 
 
 def test_its_parser_reads_a_stream_that_is_cut_at_any_byte(made: EdgeApp, page: Tab) -> None:

@@ -67,6 +67,21 @@ def test_whole_folders_pass(sharded: Path) -> None:
     check(sharded)
 
 
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("tiny.Q4_K_M.gguf", "has weights as GGUF only; GGUF is not read"),
+        ("pytorch_model.bin", "has pickled weights only"),
+        ("consolidated.00.pth", "has pickled weights only"),
+    ],
+)
+def test_weights_of_another_format_are_named_for_what_they_are(
+    name: str, said: str, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_bytes(b"x")  # often without the JSON files, which are missed later
+    assert refusal(tmp_path).startswith(f"{tmp_path}: {said}")
+
+
 # ---- any file ------------------------------------------------------------------------------------
 
 

@@ -1,6 +1,9 @@
 """Calls by a connection: answers find callers, errors arrive as themselves, ends are noticed."""
 
 import asyncio
+import logging
+import socket
+import struct
 from contextlib import aclosing
 from typing import Any
 
@@ -284,6 +287,40 @@ def test_a_reset_under_a_flood_of_calls_is_an_end_like_any_other(new_loop: Any) 
         server.close()
 
     in_world(scenario, new_loop)
+
+
+@loops
+@pytest.mark.parametrize(("answers", "num_lines"), [(True, 1), (False, 0)], ids=["hello", "none"])
+def test_the_end_of_a_connection_is_logged_once_and_of_one_that_never_was_not_at_all(
+    answers: bool, num_lines: int, new_loop: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def reset(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readexactly(SECRET_BYTES)
+        if answers:
+            writer.write(frame_of(Answer(number=HELLO)))
+            await reader.readexactly(1)
+        linger = struct.pack("ii", 1, 0)  # closing resets
+        writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+        writer.transport.abort()
+
+    async def scenario(_: World) -> None:
+        server = await asyncio.start_server(reset, LOOPBACK, 0)
+        port = server.sockets[0].getsockname()[1]
+        address = encode(Address(host=LOOPBACK, port=port, secret=bytes(SECRET_BYTES)))
+
+        async def use() -> None:
+            calls = await connect("worker-0", address, DEADLINE_S)
+            endless = [calls.stream("numbers", b"") for _ in range(3)]
+            await asyncio.gather(calls.call("echo", b"0"), *map(read_on, endless))
+
+        with pytest.raises(ConnectionEndedError):
+            await use()
+        server.close()
+
+    with caplog.at_level(logging.INFO, "actors.rpc.connection"):
+        in_world(scenario, new_loop)
+    lines = [line for line in caplog.messages if "the connection to worker-0 has ended" in line]
+    assert len(lines) == num_lines, caplog.messages
 
 
 def test_closing_fails_the_calls_under_way() -> None:

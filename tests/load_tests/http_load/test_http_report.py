@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
 
 from load_tests.http_load.client import AskOptions
 from load_tests.http_load.dialogue import PromptStyle
@@ -120,6 +121,28 @@ def test_results_have_the_names_of_vllms_benchmark_and_their_own_by_class() -> N
             assert sum(point["by_class"][name][key] for name in LENGTH_CLASSES) == point[key]
         assert point["burstiness"] == 1.0
         assert point["endpoint_type"] == "openai-chat"
+
+
+def test_no_legend_covers_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Figure] = []
+    begin = Figure.__init__
+
+    def keep(figure: Figure, *args: Any, **kwargs: Any) -> None:
+        begin(figure, *args, **kwargs)
+        made.append(figure)
+
+    monkeypatch.setattr(Figure, "__init__", keep)
+    to_html(sweep_of(points([4.0, 16.0])))
+    num_legends = 0
+    for figure in made:
+        figure.draw_without_rendering()
+        own = [legend for axes in figure.axes if (legend := axes.get_legend()) is not None]
+        for legend in [*own, *figure.legends]:
+            num_legends += 1
+            box = legend.get_window_extent()
+            assert not any(box.overlaps(axes.patch.get_window_extent()) for axes in figure.axes)
+            assert figure.bbox.x0 <= box.x0 < box.x1 <= figure.bbox.x1, "it is cut off"
+    assert num_legends == 8
 
 
 @pytest.mark.parametrize("num_rates", [1, 2, 5])

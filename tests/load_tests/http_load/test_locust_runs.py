@@ -95,8 +95,13 @@ def test_every_arrival_ends_as_completed_failed_or_cancelled(tmp_path: Path) -> 
     )
     assert asked_to_cancel - num_bad <= ends[Outcome.CANCELLED] <= asked_to_cancel
     assert ends[Outcome.CANCELLED] + num_bad + ends[Outcome.COMPLETED] == header.num_arrivals
-    for metric in ("TTFT", "TPOT", "ITL", "LAG", "POST", "SLO"):
+    for metric in ("TTFT", "TPOT", "ITL", "LAG", "POST", "SLO", "REFUSED"):
         assert f"\n{metric} " in log
+    assert all(record.is_shed for record in refused)
+    errors = log.partition("Error report")[2]
+    assert "the stream" in errors
+    assert "error event" in errors
+    assert "429" not in errors, "a server that sheds load does what it should"
 
 
 def test_a_stalled_server_does_not_slow_arrivals(tmp_path: Path) -> None:
@@ -139,21 +144,24 @@ def test_a_run_that_is_stopped_records_what_it_did_not_send(tmp_path: Path) -> N
         process = subprocess.Popen(
             locust_command(fake, records, "--rate=5", "--duration=600"),
             cwd=ROOT,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
         try:
             fake.wait_until(lambda: len(fake.load) > 3, within_s=60)
             process.send_signal(signal.SIGTERM)
-            process.wait(TIMEOUT_S)
+            log, _ = process.communicate(timeout=TIMEOUT_S)
         finally:
             process.kill()
             process.wait()
+    assert "\nSTOPPED " in log
+    assert "Error report" not in log, "nothing failed"
     reader = RunReader(records)
     reader.refresh()
     assert reader.header is not None
     assert len(reader.records) == reader.header.num_arrivals
-    assert counts(reader.records) == {Outcome.FAILED: reader.header.num_arrivals}
+    assert counts(reader.records) == {Outcome.STOPPED: reader.header.num_arrivals}
     num_sent = sum(record.sent_s is not None for record in reader.records)
     assert 4 <= num_sent < reader.header.num_arrivals
 
