@@ -180,7 +180,7 @@ class _Restriction:
         self._count(len(case.values))
         if case.values == (None,):
             return {"type": "null"}
-        if case.values == (False, True):
+        if len(case.values) == 2 and case.values[0] is False and case.values[1] is True:
             return {"type": "boolean"}
         return {"enum": [constant(value, case.where) for value in case.values]}
 

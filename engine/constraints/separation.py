@@ -130,9 +130,8 @@ class Separation:
         return [replace(case, values=tuple(kept))] if kept else []
 
     def _apart_from_constants(self, case: Case, other: Values, excluded: Conjunction) -> list[Case]:
-        own = Conjunction(case.parts)
         if not any(
-            _is_of_kind(case, value) and self._membership.has(own, value, surely=False)
+            _is_of_kind(case, value) and self._membership.meets_all(case.parts, value, surely=False)
             for value in other.values
         ):
             return [case]

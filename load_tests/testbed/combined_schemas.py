@@ -14,7 +14,7 @@ Subschema = Schema | bool
 
 NAMES = ("kind", "a", "b", "c", "x-1", "long name", "é", 'q"', "\\u0061")
 _TAGS = ("cat", "dog", 1, 2, True, None)
-_KEY_PATTERNS = ("^x-", "^[a-c]$", "a", "^k", "^[a-z ]{1,9}$", "\\d$", "^(a|b)$", "")
+_KEY_PATTERNS = ("^x-", "^[a-c]$", "a", "^k", "^[a-z ]{1,9}$", "\\d$", "^(a|b)$")
 _PATTERNS = (
     *("^[a-z]{1,3}$", "^(?!a)[a-d]{1,2}$", "^(?=.*\\d)[a-z0-9]{1,4}$", "^(?!.*--)[a-z-]{1,5}$"),
     *("^(?!^[-+.]*$)[+-]?0*\\d*\\.?\\d*$", "^(?!cat$|dog$)[a-z]{3,4}$", "[^0-9]{1,3}", "^\\w{2}$"),
@@ -24,7 +24,10 @@ _FORMATS = ("date", "uuid4", "uri", "regex", "ipv4", "base64", "time", "made-up"
 _STEPS = (1, 2, 3, 7, 10, 0.5, 0.25, 1.5, 0.1, 0.01, 2.5)
 _VALUES: tuple[Any, ...] = ("a", "cat", "2024-02-29", "", 0, 1, 2.5, -3, True, None, [1], {"a": 1})
 _MAX_DEPTH = 2
-_NEWEST, _DRAFT_7 = "https://json-schema.org/draft/2020-12/schema", "http://json-schema.org/draft-07/schema#"
+_NEWEST, _DRAFT_7 = (
+    "https://json-schema.org/draft/2020-12/schema",
+    "http://json-schema.org/draft-07/schema#",
+)
 
 
 def combined_schema(draw: random.Random) -> Schema:
@@ -82,7 +85,9 @@ class _Maker:
         if draw.random() < 0.6:
             schema[draw.choice(["minimum", "exclusiveMinimum"])] = low
         if draw.random() < 0.6:
-            schema[draw.choice(["maximum", "exclusiveMaximum"])] = low + draw.choice([0, 3, 7.5, 50])
+            schema[draw.choice(["maximum", "exclusiveMaximum"])] = low + draw.choice(
+                [0, 3, 7.5, 50]
+            )
         if draw.random() < 0.6:
             schema["multipleOf"] = draw.choice(_STEPS)
         return schema
