@@ -53,6 +53,7 @@ class Strings:
     most: int | None = None
     patterns: tuple[Place, ...] = ()  # all of them match
     formats: tuple[str, ...] = ()  # known ones; all of them match
+    besides: tuple[str, ...] = ()  # texts that it does not have
 
 
 @dataclass(frozen=True, slots=True, eq=False)

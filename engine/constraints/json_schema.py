@@ -38,7 +38,7 @@ from engine.constraints.cases import (
 from engine.constraints.formats import FORMATS
 from engine.constraints.key_patterns import KeyPatterns
 from engine.constraints.keywords import CHOICES, MAX_BOUND, Schema, refused, restricts
-from engine.constraints.lookahead import portable_patterns
+from engine.constraints.lookahead import pattern_besides, portable_patterns
 from engine.constraints.membership import Membership
 from engine.constraints.numbers import (
     common_step,
@@ -191,6 +191,7 @@ class _Restriction:
         for text, where in case.patterns:
             self._count(len(text) // _PATTERN_CHARS_A_NODE)
             patterns += portable_patterns(text, where)
+        patterns += [pattern_besides(text) for text in case.besides]
         node: Schema = {"type": "string", **_limits(case, "minLength", "maxLength")}
         if patterns:
             node["pattern"] = f"^{patterns[0]}$"
@@ -206,21 +207,24 @@ class _Restriction:
         if not case.steps:
             return [{"type": name, **bounds}]
         step = common_step([*case.steps, 1] if case.is_integer else case.steps)
-        steps_are_exact = all(is_exact_step(common_step([step])) for step in case.steps)
-        if steps_are_exact and is_exact_step(step):
-            # Beyond these bounds, readers that use floats miss multiples.
-            far = {"minimum": -MAX_BOUND, "maximum": MAX_BOUND}
-            exact = int(step) if step.denominator == 1 else float(step)
-            return [{"type": name, **far, **bounds, "multipleOf": exact}]
-        values = few_values(case, MAX_MULTIPLES)
-        if values is None:
+        is_exact = all(is_exact_step(common_step([each])) for each in case.steps)
+        is_exact = is_exact and is_exact_step(step)
+        values = None if is_exact and step.denominator == 1 else few_values(case, MAX_MULTIPLES)
+        if values is not None:
+            self._count(len(values))
+            return [{"enum": values}]
+        if not is_exact:
             detail = (
                 "readers disagree about its multiples, or it is too large: bounds must leave "
                 f"at most {MAX_MULTIPLES} values"
             )
             raise refused(f"{case.where}.multipleOf", detail)
-        self._count(len(values))
-        return [{"enum": values}]
+        # Beyond these bounds, readers that use floats miss multiples. The library writes multiples
+        # with all decimals of the step, and finds no end at a bound that has fewer.
+        low = math.ceil(bounds.get("minimum", -MAX_BOUND))
+        high = math.floor(bounds.get("maximum", MAX_BOUND))
+        exact = int(step) if step.denominator == 1 else float(step)
+        return [{"type": name, "minimum": low, "maximum": high, "multipleOf": exact}]
 
     # ---- arrays ---------------------------------------------------------------------------------
 

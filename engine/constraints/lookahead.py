@@ -46,6 +46,11 @@ def portable_patterns(pattern: str, where: str, *, is_search: bool = False) -> l
     return list(dict.fromkeys(found))
 
 
+def pattern_besides(text: str) -> str:
+    """A pattern of all texts but `text`."""
+    return _not_at_start([f"\\u{{{ord(char):X}}}" for char in text], "", has_end=True)
+
+
 def _heads(pattern: str) -> tuple[list[tuple[bool, str]], str]:
     """The lookaheads at the start, negative or not, and what is behind them."""
     found: list[tuple[bool, str]] = []

@@ -172,6 +172,9 @@ def prefix_of(part: Part, reader: SchemaReader) -> tuple[list[Conjunction], Conj
         if "prefixItems" in schema:
             raise refused(where, "'items' cannot be a list beside 'prefixItems'")
         name, others = "items", "additionalItems"
+    elif reader.is_old and "prefixItems" in schema and "items" in schema:
+        detail = "the draft that '$schema' names does not know 'prefixItems'; make 'items' a list"
+        raise refused(where, detail)
     items = cast("list[object]", schema.get(name, []))
     prefix = [reader.read(item, f"{where}.{name}[{i}]") for i, item in enumerate(items)]
     return prefix, reader.read(schema.get(others, True), f"{where}.{others}")

@@ -24,6 +24,7 @@ from engine.constraints.keywords import (
     strings_at,
 )
 
+_OLD_DRAFTS = ("draft-03", "draft-04", "draft-06", "draft-07", "2019-09")
 _ONE_OF = (
     "values of it may be values of another alternative of 'oneOf'; give each alternative a "
     "required property with a 'const' of its own, or use 'anyOf'"
@@ -83,6 +84,8 @@ class SchemaReader:
     def __init__(self, root: Schema, param: str) -> None:
         self._root = root
         self._param = param
+        draft = str(root.get("$schema", ""))
+        self.is_old = any(name in draft for name in _OLD_DRAFTS)  # `items` may be a list
         self._checked: set[int] = set()
         self._choices: dict[int, list[Choice]] = {}  # by part; also keeps schemas made here alive
         self._whole: dict[tuple[int, ...], Part] = {}  # conjunctions as one part
@@ -190,10 +193,11 @@ class SchemaReader:
 
     def _one_of(self, options: Sequence[Conjunction]) -> list[Conjunction]:
         """Each of `options` without the values of all others."""
-        parts = [
-            replace(self._behind(self.as_one_part(option)), reason=_ONE_OF) for option in options
+        parts = [self.as_one_part(option) for option in options]
+        others = [replace(self._behind(part), reason=_ONE_OF) for part in parts]
+        return [
+            Conjunction((part,), (*others[:i], *others[i + 1 :])) for i, part in enumerate(parts)
         ]
-        return [Conjunction((part,), (*parts[:i], *parts[i + 1 :])) for i, part in enumerate(parts)]
 
     def _behind(self, part: Part) -> Part:
         """What a mere reference leads to, which is the same part for all such references."""

@@ -25,6 +25,7 @@ from engine.constraints.keywords import LOWER, STRICT, TYPES, UPPER, refused
 from engine.constraints.membership import Membership
 from engine.constraints.numbers import Bounds, integer_bounds, multiples_within, number_bounds
 from engine.constraints.schema_reader import (
+    ANY,
     NEVER,
     Conjunction,
     Part,
@@ -33,8 +34,10 @@ from engine.constraints.schema_reader import (
 )
 
 MAX_COMPARISONS = 50_000  # of two cases, in one schema
+_MAX_TEXT = 400  # characters of constants that are left out of a string
 _MAX_DEPTH = 6  # of properties and items within those that are compared
 _MAX_CASES = 64  # into which one case may fall
+_MAX_LEFT_OUT = 16  # constants that are left out of strings or numbers one by one
 _MAX_FEW = 100  # integers that are taken as constants
 _Range = tuple[int, int | None]
 
@@ -70,14 +73,17 @@ class Separation:
     def _cases_of(self, conjunction: Conjunction) -> list[Case]:
         if conjunction.key not in self._known:
             found: list[Case]
-            if conjunction.excluded:
-                *others, last = conjunction.excluded
+            whole = Conjunction(conjunction.parts)
+            own = {id(part.schema) for part in self._reader.flat(whole).conjunction.excluded}
+            others = [part for part in conjunction.excluded if id(part.schema) not in own]
+            if others:
+                *before, last = others
                 found = self._left(
-                    self._cases_of(Conjunction(conjunction.parts, tuple(others))), last
+                    self._cases_of(Conjunction(conjunction.parts, tuple(before))), last
                 )
             else:
                 found = []
-                for leaf in self._cases.leaves(conjunction):
+                for leaf in self._cases.leaves(whole):
                     cases: list[Case] = [leaf.case]
                     for part in leaf.excluded:
                         cases = self._left(cases, part)
@@ -107,6 +113,8 @@ class Separation:
         self._num_compared += 1
         if self._num_compared > MAX_COMPARISONS:
             raise refused(excluded.parts[0].where, "too many alternatives have to be kept apart")
+        if _is_whole_type(other, case):
+            return []
         match case, other:
             case Values(), _:
                 return self._without_constants(case, excluded)
@@ -135,6 +143,8 @@ class Separation:
             for value in other.values
         ):
             return [case]
+        if isinstance(case, Strings | Numbers) and len(other.values) <= _MAX_LEFT_OUT:
+            return _without_each(case, other.values)
         few = few_values(case, _MAX_FEW)
         if few is None:
             raise _InseparableError
@@ -299,6 +309,21 @@ def _numbers_apart(case: Numbers, other: Numbers) -> list[Case]:
     return _some_of(options)
 
 
+def _without_each(case: Strings | Numbers, values: Sequence[object]) -> list[Case]:
+    """`case` without each of `values` that is of its type."""
+    if isinstance(case, Strings):
+        texts = tuple(value for value in values if isinstance(value, str))
+        if sum(map(len, texts)) > _MAX_TEXT:
+            raise _InseparableError
+        return [replace(case, besides=(*case.besides, *texts))]
+    left: list[Case] = [case]
+    for value in values:
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            at = Numbers((), is_integer=False, bounds={"minimum": value, "maximum": value})
+            left = [x for c in left if isinstance(c, Numbers) for x in _numbers_apart(c, at)]
+    return left
+
+
 def _strictness(limit: tuple[str, float], names: Sequence[str]) -> tuple[Fraction, bool]:
     name, value = limit
     number = Fraction(repr(value))
@@ -307,6 +332,23 @@ def _strictness(limit: tuple[str, float], names: Sequence[str]) -> tuple[Fractio
 
 def _bounds_of(case: Numbers, bounds: Bounds) -> Bounds | None:
     return integer_bounds(bounds) if case.is_integer else number_bounds(bounds)
+
+
+def _is_whole_type(other: Case, case: Case) -> bool:
+    """Whether `other` has every value of the type of `case`."""
+    match case, other:
+        case Strings(), Strings():
+            is_free = not (other.patterns or other.formats)
+            return is_free and other.least == 0 and other.most is None
+        case Numbers(), Numbers():
+            is_free = not (other.bounds or other.steps)
+            return is_free and (case.is_integer or not other.is_integer)
+        case Arrays(), Arrays():
+            is_free = not (other.prefix or other.rest != ANY or other.is_unique)
+            return is_free and other.least == 0 and other.most is None
+        case Objects(), Objects():
+            return not other.layers
+    return False
 
 
 def _is_of_kind(case: Case, value: object) -> bool:

@@ -1,4 +1,4 @@
-"""Random JSON schemas whose keywords stand beside each other: merged, exclusive, conditional, by name.
+"""Random JSON schemas whose keywords stand beside each other: merged, exclusive, conditional.
 
 What they ask for is what grammars do badly: that all of several schemas hold, that exactly one of
 several does, that one does not, that items are distinct, that names of properties match. Values are
@@ -31,7 +31,7 @@ _NEWEST, _DRAFT_7 = (
 
 
 def combined_schema(draw: random.Random) -> Schema:
-    """Legal for JSON Schema in the draft that it names; not every one has a value or can be kept."""
+    """Legal for the draft that it names; not every one has a value or can be kept."""
     is_old = draw.random() < 0.2
     maker = _Maker(draw, is_old=is_old)
     parts = {"p0": maker.part(1), "p1": maker.object_of(1)}
@@ -124,19 +124,23 @@ class _Maker:
 
     def _add_rules(self, schema: Schema, depth: int, chance: float) -> None:
         draw = self._draw
-        others = [("additionalProperties", lambda: self.part(depth - 1))]
-        others += [("propertyNames", self._names), ("minProperties", lambda: draw.randint(0, 2))]
-        others += [("maxProperties", lambda: draw.randint(0, 3))]
-        others += [("patternProperties", lambda: self._by_pattern(depth))]
-        others += [("dependencies" if self._is_old else "dependentRequired", self._dependents)]
-        for name, make in others:
+        others: dict[str, Callable[[], Any]] = {
+            "additionalProperties": lambda: self.part(depth - 1),
+            "propertyNames": self._names,
+            "minProperties": lambda: draw.randint(0, 2),
+            "maxProperties": lambda: draw.randint(0, 3),
+            "patternProperties": lambda: self._by_pattern(depth),
+            "dependencies" if self._is_old else "dependentRequired": self._dependents,
+        }
+        for name, make in others.items():
             if draw.random() < chance:
                 schema[name] = make()
 
     def _names(self) -> Subschema:
-        listed = {"enum": self._draw.sample(NAMES, 3)}
-        texts = {"pattern": self._draw.choice(_KEY_PATTERNS)}
-        return self._draw.choice([listed, texts, {"maxLength": 3}, {"minLength": 2}, True])
+        listed: Schema = {"enum": self._draw.sample(NAMES, 3)}
+        pattern: Schema = {"pattern": self._draw.choice(_KEY_PATTERNS)}
+        others: tuple[Subschema, ...] = ({"maxLength": 3}, {"minLength": 2}, True)
+        return self._draw.choice((listed, pattern, *others))
 
     def _by_pattern(self, depth: int) -> Schema:
         patterns = self._draw.sample(_KEY_PATTERNS, self._draw.randint(1, 2))

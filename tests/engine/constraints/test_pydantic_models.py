@@ -206,8 +206,8 @@ def read_back(model: type[BaseModel], num_outputs: int) -> int:
 
 
 def test_what_is_drawn_under_a_models_schema_is_read_back_by_it() -> None:
-    num_read = sum(read_back(model_of(annotation), 2) for annotation in HELD.values())
-    assert num_read > len(HELD)
+    num_read = sum(read_back(model_of(annotation), 1) for annotation in HELD.values())
+    assert num_read > len(HELD) / 2
 
 
 @pytest.mark.nightly
