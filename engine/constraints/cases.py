@@ -25,8 +25,6 @@ from engine.constraints.schema_reader import (
     joined,
 )
 
-MAX_ALTERNATIVES = 2000  # ways through the choices of one conjunction
-
 Place = tuple[str, str]  # a text of the schema, and where it is
 
 
@@ -113,19 +111,21 @@ class CaseReader:
     def __init__(self, reader: SchemaReader, membership: Membership) -> None:
         self._reader = reader
         self._membership = membership
+        self._known: dict[object, list[Leaf]] = {}
 
     def leaves(self, conjunction: Conjunction, *, is_wide: bool = False) -> list[Leaf]:
         """Cases that together have the values of the conjunction's parts."""
-        flat = self._reader.flat(conjunction).conjunction
-        found: list[Leaf] = []
-        choices = [choice for part in flat.parts for choice in self._reader.choices(part)]
-        for ways, (parts, excluded) in enumerate(self._ways(flat, choices)):
-            if ways >= MAX_ALTERNATIVES:
-                where = flat.parts[0].where
-                raise refused(where, "its keywords leave too many alternatives together")
-            cases = self._wide(parts) if is_wide else self._narrow(parts)
-            found += [Leaf(case, excluded) for case in cases]
-        return found
+        key = (conjunction.key, is_wide)
+        if key not in self._known:
+            flat = self._reader.flat(conjunction).conjunction
+            found: list[Leaf] = []
+            choices = [choice for part in flat.parts for choice in self._reader.choices(part)]
+            for parts, excluded in self._ways(flat, choices):
+                self._reader.spend(len(parts))
+                cases = self._wide(parts) if is_wide else self._narrow(parts)
+                found += [Leaf(case, excluded) for case in cases]
+            self._known[key] = found
+        return self._known[key]
 
     def of_each_type(self) -> list[Case]:
         """All values, by type."""
@@ -139,6 +139,7 @@ class CaseReader:
         held = {id(part.schema) for part in chosen.parts}
         for option in choices[0]:
             flat = self._reader.flat(option).conjunction
+            self._reader.spend(len(flat.parts) + len(held))
             again = [part for part in flat.parts if id(part.schema) in held]
             if any(self._reader.choices(part) for part in again):
                 continue  # a choice that leads back to itself decides nothing: it has no value

@@ -38,6 +38,7 @@ class Membership:
 
     def __init__(self, reader: SchemaReader) -> None:
         self._reader = reader
+        self._listed: dict[int, set[str]] = {}  # part -> its `enum`, as of `identity_of`
 
     def has(self, conjunction: Conjunction, value: object, *, surely: bool, depth: int = 0) -> bool:
         """Whether `value` is one of the conjunction. RequestError if that takes too long to say."""
@@ -106,16 +107,15 @@ class Membership:
     # ---- one part, without its choices ----------------------------------------------------------
 
     def _meets(self, part: Part, value: object, *, surely: bool) -> bool:
+        self._reader.spend(1)
         schema = part.schema
         types = types_of(schema, part.where)
         if types and not any(TYPES[name](value) for name in types):
             return False
         if "const" in schema and identity_of(schema["const"]) != identity_of(value):
             return False
-        if "enum" in schema:
-            same = identity_of(value)
-            if all(identity_of(item) != same for item in cast("list[object]", schema["enum"])):
-                return False
+        if "enum" in schema and identity_of(value) not in self._enum_of(part):
+            return False
         if isinstance(value, str):
             return self._meets_text(part, value, surely=surely)
         if TYPES["number"](value):
@@ -123,6 +123,12 @@ class Membership:
         if isinstance(value, list | dict):
             return _meets_counts(schema, value)
         return True
+
+    def _enum_of(self, part: Part) -> set[str]:
+        if id(part.schema) not in self._listed:
+            values = cast("list[object]", part.schema["enum"])
+            self._listed[id(part.schema)] = {identity_of(value) for value in values}
+        return self._listed[id(part.schema)]
 
     def _meets_text(self, part: Part, text: str, *, surely: bool) -> bool:
         schema = part.schema

@@ -63,6 +63,7 @@ class Flat(NamedTuple):
     has_reference: bool  # whether there was a reference in it
 
 
+MAX_STEPS = 200_000  # of reading one document; a large one of a thousand properties takes 10,000
 ANY = Conjunction()
 NEVER = Conjunction((Part({"enum": []}, ""),))
 Choice = Sequence[Conjunction]
@@ -90,6 +91,8 @@ class SchemaReader:
         self._choices: dict[int, list[Choice]] = {}  # by part; also keeps schemas made here alive
         self._whole: dict[tuple[int, ...], Part] = {}  # conjunctions as one part
         self._tags: dict[str, Part] = {}  # by the name of the property
+        self._flat: dict[int, Flat] = {}  # of single parts
+        self._num_steps = 0
 
     def read(self, schema: object, where: str) -> Conjunction:
         """The schema as a conjunction."""
@@ -104,8 +107,22 @@ class SchemaReader:
         self._check(part)
         return Conjunction((part,))
 
+    def spend(self, num_steps: int) -> None:
+        """Count work; raises RequestError when it becomes too much."""
+        self._num_steps += num_steps
+        if self._num_steps > MAX_STEPS:
+            raise refused(self._param, "its keywords leave too many alternatives together")
+
     def flat(self, conjunction: Conjunction) -> Flat:
         """The conjunction with references followed. A reference to itself has no value."""
+        if len(conjunction.parts) != 1 or conjunction.excluded:
+            return self._flattened(conjunction)
+        part_id = id(conjunction.parts[0].schema)
+        if part_id not in self._flat:
+            self._flat[part_id] = self._flattened(conjunction)
+        return self._flat[part_id]
+
+    def _flattened(self, conjunction: Conjunction) -> Flat:
         found: dict[int, Part] = {}
         excluded = {id(part.schema): part for part in conjunction.excluded}
         open_ids: set[int] = set()
@@ -114,6 +131,7 @@ class SchemaReader:
         stack = [(part, False) for part in reversed(conjunction.parts)]
         while stack:
             part, is_left = stack.pop()
+            self.spend(1)
             part_id = id(part.schema)
             if is_left:
                 open_ids.discard(part_id)

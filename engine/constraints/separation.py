@@ -33,9 +33,8 @@ from engine.constraints.schema_reader import (
     joined,
 )
 
-MAX_COMPARISONS = 50_000  # of two cases, in one schema
 _MAX_TEXT = 400  # characters of constants that are left out of a string
-_MAX_DEPTH = 6  # of properties and items within those that are compared
+_MAX_DEPTH = 3  # of properties and items within those that are compared
 _MAX_CASES = 64  # into which one case may fall
 _MAX_LEFT_OUT = 16  # constants that are left out of strings or numbers one by one
 _MAX_FEW = 100  # integers that are taken as constants
@@ -54,7 +53,6 @@ class Separation:
         self._membership = membership
         self._cases = cases
         self._known: dict[object, list[Case]] = {}
-        self._num_compared = 0
         self._depth = 0
 
     def cases(self, conjunction: Conjunction) -> list[Case]:
@@ -72,15 +70,14 @@ class Separation:
 
     def _cases_of(self, conjunction: Conjunction) -> list[Case]:
         if conjunction.key not in self._known:
-            found: list[Case]
             whole = Conjunction(conjunction.parts)
             own = {id(part.schema) for part in self._reader.flat(whole).conjunction.excluded}
             others = [part for part in conjunction.excluded if id(part.schema) not in own]
+            found: list[Case]
             if others:
-                *before, last = others
-                found = self._left(
-                    self._cases_of(Conjunction(conjunction.parts, tuple(before))), last
-                )
+                found = self._cases_of(whole)
+                for part in others:
+                    found = self._left(found, part)
             else:
                 found = []
                 for leaf in self._cases.leaves(whole):
@@ -100,19 +97,26 @@ class Separation:
             raise _InseparableError(part) from error
 
     def _without(self, case: Case, excluded: Conjunction) -> list[Case]:
-        others = [leaf.case for leaf in self._cases.leaves(excluded, is_wide=True)]
-        if any(isinstance(other, Anything) for other in others):
-            return []
-        left = self._cases.of_each_type() if others and isinstance(case, Anything) else [case]
+        if isinstance(case, Values):
+            return self._without_constants(case, excluded)
+        others = self._cases.leaves(excluded, is_wide=True)
+        left: list[Case] = [case]
+        if others and isinstance(case, Anything):
+            left = self._cases.of_each_type()
         for other in others:
-            left = [one for each in left for one in self._apart(each, other, excluded)]
+            if not left:
+                return []
+            if not all(_is_whole_type(other.case, each) for each in left):
+                left = [one for each in left for one in self._apart(each, other.case, excluded)]
+            elif other.excluded:  # it has fewer values than its case
+                raise _InseparableError
+            else:
+                return []
         return left
 
     def _apart(self, case: Case, other: Case, excluded: Conjunction) -> list[Case]:
         """`case` without the values of `other`, a wide case of `excluded`."""
-        self._num_compared += 1
-        if self._num_compared > MAX_COMPARISONS:
-            raise refused(excluded.parts[0].where, "too many alternatives have to be kept apart")
+        self._reader.spend(1)
         if _is_whole_type(other, case):
             return []
         match case, other:
@@ -208,6 +212,7 @@ class Separation:
         """`mine` without `theirs`: `mine` itself if they share nothing, None if that fails."""
         if self._depth >= _MAX_DEPTH or theirs.excluded:
             return None
+        self._reader.spend(10)
         part = self._reader.as_one_part(theirs)
         narrowed = joined([mine, Conjunction((), (part,))])
         self._depth += 1
@@ -337,6 +342,8 @@ def _bounds_of(case: Numbers, bounds: Bounds) -> Bounds | None:
 def _is_whole_type(other: Case, case: Case) -> bool:
     """Whether `other` has every value of the type of `case`."""
     match case, other:
+        case _, Anything():
+            return True
         case Strings(), Strings():
             is_free = not (other.patterns or other.formats)
             return is_free and other.least == 0 and other.most is None
