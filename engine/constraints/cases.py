@@ -139,7 +139,7 @@ class CaseReader:
         held = {id(part.schema) for part in chosen.parts}
         for option in choices[0]:
             flat = self._reader.flat(option).conjunction
-            self._reader.spend(len(flat.parts) + len(held))
+            self._reader.spend(4 * (len(flat.parts) + len(held)))
             again = [part for part in flat.parts if id(part.schema) in held]
             if any(self._reader.choices(part) for part in again):
                 continue  # a choice that leads back to itself decides nothing: it has no value
@@ -238,6 +238,7 @@ class CaseReader:
         if not is_wide and not (named or required):
             named = self._few_names(names)
         known = dict.fromkeys([*named, *required])
+        self._reader.spend(len(known) * len(own))
         least, most = _counts(own, "minProperties", "maxProperties")
         return Objects(
             parts,

@@ -66,7 +66,10 @@ def restrict(schema: object, param: str, *, only_objects: bool = False) -> Schem
     """
     if not isinstance(schema, dict):
         raise refused(param, "expected an object with a JSON schema")
-    copied = _Restriction(cast("Schema", schema), param).run()
+    try:
+        copied = _Restriction(cast("Schema", schema), param).run()
+    except RecursionError:
+        raise refused(param, "it is nested too deeply") from None
     restricted = without_unmet(_objects_of(copied) if only_objects else copied)
     if restricted is None:
         wanted = "no object" if only_objects else "no value"

@@ -1,11 +1,16 @@
 """Arrays of distinct items, listed: a grammar cannot compare an item with those before it."""
 
 from collections.abc import Iterator, Sequence
-from itertools import chain, combinations, islice, permutations, product
+from itertools import chain, combinations, islice, permutations
 
 from engine.constraints.numbers import identity_of
 
 MAX_ARRAYS = 512  # as constants of one schema
+_MAX_STEPS = 20_000  # of a search for arrays of one length
+
+
+class _TooManyError(Exception):
+    """Raised when a search becomes too long."""
 
 
 def distinct_arrays(
@@ -26,7 +31,10 @@ def distinct_arrays(
     if not pools:
         ways.append(chain.from_iterable(combinations(others, length) for length in lengths))
     for arrays in ways:
-        found = list(islice(arrays, MAX_ARRAYS + 1))
+        try:
+            found = list(islice(arrays, MAX_ARRAYS + 1))
+        except _TooManyError:
+            return None
         if len(found) <= MAX_ARRAYS:
             return [list(array) for array in found]
     return None
@@ -39,8 +47,19 @@ def _of_length(
         yield from permutations(others, length)
         return
     places = [*pools[:length], *[others] * (length - len(pools))]
-    budget = islice(product(*places), MAX_ARRAYS**2)
-    yield from (array for array in budget if len(_distinct(array)) == length)
+    steps = iter(range(_MAX_STEPS))
+
+    def extended(items: list[object]) -> Iterator[Sequence[object]]:
+        if len(items) == length:
+            yield items
+            return
+        for value in places[len(items)]:
+            if next(steps, None) is None:
+                raise _TooManyError
+            if len(_distinct([*items, value])) > len(items):
+                yield from extended([*items, value])
+
+    yield from extended([])
 
 
 def _distinct(values: Sequence[object]) -> list[object]:

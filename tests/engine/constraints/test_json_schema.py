@@ -191,6 +191,22 @@ def test_what_could_not_be_kept_is_refused_by_its_place(schema: Any, where: str)
     assert caught.value.param == where
 
 
+def test_reading_a_schema_takes_bounded_work() -> None:
+    choices = [{"anyOf": [{"minLength": 1}, {"maxLength": 9}]} for _ in range(40)]
+    with pytest.raises(RequestError, match="too many alternatives"):
+        restrict({"allOf": choices, "type": "string"}, "schema")
+    names = [f"p{i}" for i in range(60)]
+    dependent = dict(zip(names[:30], ([name] for name in names[30:]), strict=True))
+    properties = {name: {} for name in names}
+    with pytest.raises(RequestError, match="too many alternatives"):
+        restrict({"properties": properties, "dependentRequired": dependent}, "schema")
+    deep: Any = {}
+    for _ in range(400):
+        deep = {"properties": {"a": deep}}
+    with pytest.raises(RequestError, match="too deeply"):
+        restrict(deep, "schema")
+
+
 def test_a_schema_of_too_many_parts_is_refused() -> None:
     wide = {"type": "object", "properties": {f"p{i}": {} for i in range(MAX_NODES)}}
     with pytest.raises(RequestError, match="more than"):
