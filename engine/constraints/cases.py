@@ -119,8 +119,8 @@ class CaseReader:
         if key not in self._known:
             flat = self._reader.flat(conjunction).conjunction
             found: list[Leaf] = []
-            choices = [choice for part in flat.parts for choice in self._reader.choices(part)]
-            for parts, excluded in self._ways(flat, choices):
+            choices = self._choices(flat.parts, is_wide=is_wide)
+            for parts, excluded in self._ways(flat, choices, is_wide=is_wide):
                 self._reader.spend(len(parts))
                 cases = self._wide(parts) if is_wide else self._narrow(parts)
                 found += [Leaf(case, excluded) for case in cases]
@@ -131,7 +131,14 @@ class CaseReader:
         """All values, by type."""
         return [self._of_type((), name, is_wide=False) for name in _ALL_TYPES]
 
-    def _ways(self, chosen: Conjunction, choices: Sequence[Choice]) -> Iterator[Conjunction]:
+    def _choices(self, parts: Sequence[Part], *, is_wide: bool) -> list[Choice]:
+        return [
+            choice for part in parts for choice in self._reader.choices(part, is_tagged=not is_wide)
+        ]
+
+    def _ways(
+        self, chosen: Conjunction, choices: Sequence[Choice], *, is_wide: bool
+    ) -> Iterator[Conjunction]:
         """Every way through `choices`, as what holds then."""
         if not choices:
             yield chosen
@@ -141,11 +148,12 @@ class CaseReader:
             flat = self._reader.flat(option).conjunction
             self._reader.spend(4 * (len(flat.parts) + len(held)))
             again = [part for part in flat.parts if id(part.schema) in held]
-            if any(self._reader.choices(part) for part in again):
+            if not is_wide and any(self._reader.choices(part) for part in again):
                 continue  # a choice that leads back to itself decides nothing: it has no value
             new = [part for part in flat.parts if id(part.schema) not in held]
-            due = [choice for part in new for choice in self._reader.choices(part)]
-            yield from self._ways(joined([chosen, flat]), [*choices[1:], *due])
+            due = self._choices(new, is_wide=is_wide)
+            rest = [*choices[1:], *due]
+            yield from self._ways(joined([chosen, flat]), rest, is_wide=is_wide)
 
     # ---- one way --------------------------------------------------------------------------------
 

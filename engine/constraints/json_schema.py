@@ -156,7 +156,7 @@ class _Restriction:
     def _written(self, flat: Conjunction) -> Schema:
         """A conjunction without references."""
         if len(flat.parts) == 1 and not flat.excluded and _only_chooses(flat.parts[0]):
-            (choice,) = self._reader.choices(flat.parts[0])
+            (choice,) = self._reader.choices(flat.parts[0], is_tagged=True)
             return {"anyOf": [self._node(option) for option in choice]}
         nodes = [node for case in self._separation.cases(flat) for node in self._case(case)]
         if len(nodes) == 1:

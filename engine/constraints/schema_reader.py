@@ -88,7 +88,9 @@ class SchemaReader:
         draft = str(root.get("$schema", ""))
         self.is_old = any(name in draft for name in _OLD_DRAFTS)  # `items` may be a list
         self._checked: set[int] = set()
-        self._choices: dict[int, list[Choice]] = {}  # by part; also keeps schemas made here alive
+        self._choices: dict[
+            tuple[int, bool], list[Choice]
+        ] = {}  # by part; also keeps schemas made here alive
         self._whole: dict[tuple[int, ...], Part] = {}  # conjunctions as one part
         self._tags: dict[str, Part] = {}  # by the name of the property
         self._flat: dict[int, Flat] = {}  # of single parts
@@ -150,25 +152,29 @@ class SchemaReader:
             stack += [(other, False) for other in reversed(self._joined_with(part))]
         return Flat(Conjunction(tuple(found.values()), tuple(excluded.values())), has_reference)
 
-    def choices(self, part: Part) -> Sequence[Choice]:
-        """What a value of the part chooses between; one conjunction of each choice has to hold."""
-        part_id = id(part.schema)
-        if part_id not in self._choices:
+    def choices(self, part: Part, *, is_tagged: bool = False) -> Sequence[Choice]:
+        """What a value of the part chooses between; one conjunction of each choice has to hold.
+
+        is_tagged: options have the property that `discriminator` names, although JSON Schema does
+        not ask for it; so the choice has fewer values.
+        """
+        key = (id(part.schema), is_tagged)
+        if key not in self._choices:
             schema, where = part.schema, part.where
             found: list[Choice] = []
             if "anyOf" in schema:
-                options = self._list(schema["anyOf"], f"{where}.anyOf")
-                found.append(self._tagged(options, schema))
+                found.append(self._list(schema["anyOf"], f"{where}.anyOf"))
             if "oneOf" in schema:
-                options = self._list(schema["oneOf"], f"{where}.oneOf")
-                found.append(self._tagged(self._one_of(options), schema))
+                found.append(self._one_of(self._list(schema["oneOf"], f"{where}.oneOf")))
+            if is_tagged:
+                found = [self._tagged(choice, schema) for choice in found]
             if "if" in schema and ("then" in schema or "else" in schema):
                 found.append(self._conditional(schema, where))
             for name in DEPENDENCIES:
                 for key, value in cast("Schema", schema.get(name, {})).items():
                     found.append(self._dependent(key, value, f"{where}.{name}.{key}"))
-            self._choices[part_id] = found
-        return self._choices[part_id]
+            self._choices[key] = found
+        return self._choices[key]
 
     def as_one_part(self, conjunction: Conjunction) -> Part:
         """A conjunction without excluded parts as one part, the same for the same parts."""

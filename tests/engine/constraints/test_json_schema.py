@@ -191,6 +191,18 @@ def test_what_could_not_be_kept_is_refused_by_its_place(schema: Any, where: str)
     assert caught.value.param == where
 
 
+def test_a_tag_that_is_only_expected_sets_no_other_alternative_apart() -> None:
+    """{} is a value of both alternatives, although the first is written with its tag."""
+    tagged = {
+        "oneOf": [{"properties": {"k": {"const": 1}}}],
+        "discriminator": {"propertyName": "k"},
+    }
+    schema = {"oneOf": [tagged, {"type": "object", "properties": {"b": {"type": "null"}}}]}
+    assert not accepts(schema, {})
+    with pytest.raises(RequestError, match="another alternative"):
+        restrict(schema, "schema")
+
+
 def test_reading_a_schema_takes_bounded_work() -> None:
     choices = [{"anyOf": [{"minLength": 1}, {"maxLength": 9}]} for _ in range(40)]
     with pytest.raises(RequestError, match="too many alternatives"):
