@@ -171,8 +171,9 @@ class SchemaReader:
             if "if" in schema and ("then" in schema or "else" in schema):
                 found.append(self._conditional(schema, where))
             for name in DEPENDENCIES:
-                for key, value in cast("Schema", schema.get(name, {})).items():
-                    found.append(self._dependent(key, value, f"{where}.{name}.{key}"))
+                for dependent, value in cast("Schema", schema.get(name, {})).items():
+                    place = f"{where}.{name}.{dependent}"
+                    found.append(self._dependent(dependent, value, place))
             self._choices[key] = found
         return self._choices[key]
 
