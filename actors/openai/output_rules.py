@@ -22,7 +22,8 @@ from actors.openai.request_rules import (
     missing,
     unknown_kind,
 )
-from engine.constraints.json_schema import Schema, restrict
+from engine.constraints.json_schema import restrict
+from engine.constraints.keywords import Schema
 from engine.constraints.pattern import portable_pattern
 from engine.errors import RequestError
 from engine.request import Constraint, ConstraintKind

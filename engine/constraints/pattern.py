@@ -7,7 +7,7 @@ the three read differently are rewritten to what all of them accept, or refused:
     .                    no line ends (\n, \r, U+2028, U+2029)
     ^ and $              have no effect at the start or end of the whole or of an alternative,
                          because a match is always the whole text; refused elsewhere
-    (?...)               groups only, named or not; no flags and no lookaround
+    (?...)               groups only, named or not; no flags; `lookahead` has what looks ahead
     [ & ~ | in brackets  literal; no nested classes, no [:name:]
     *? +? {n}?           as without the mark, which does not affect whole matches
 
@@ -32,6 +32,7 @@ _NEGATED = {r"\D": r"\d", r"\W": r"\w", r"\S": r"\s"}
 _ANY = r"[^\n\r\x{2028}\x{2029}]"
 _CONTROLS = {r"\n": 10, r"\r": 13, r"\t": 9, r"\f": 12, r"\v": 11, r"\0": 0}
 _MAX_COUNT = 10_000
+ANYTHING = r"[\x{0}-\x{10FFFF}]*"
 
 _PART = re.compile(
     r"\\x[0-9a-fA-F]{2}|\\u[0-9a-fA-F]{4}|\\u\{[0-9a-fA-F]{1,6}\}|\\.|.",
@@ -41,17 +42,31 @@ _GROUP = re.compile(r"\(\?(?::|P?<[A-Za-z_][A-Za-z0-9_]*>)")
 _COUNT = re.compile(r"\{([0-9]+)(?:(,)([0-9]*))?\}")
 
 
-def portable_pattern(pattern: str, where: str) -> str:
-    """`pattern` in Rust's regex syntax, for whole matches. Raises RequestError naming `where`."""
-    return _Translation(pattern, where).write()
+def portable_pattern(
+    pattern: str, where: str, *, is_search: bool = False, is_at_start: bool = False
+) -> str:
+    """`pattern` in Rust's regex syntax, for whole matches. Raises RequestError naming `where`.
+
+    is_search: it matches all texts in which it is found, from their start on if `is_at_start`.
+    """
+    return _Translation(pattern, where, is_search=is_search, is_at_start=is_at_start).write()
+
+
+def literal_pattern(text: str) -> str:
+    """A pattern that matches `text` only."""
+    return "".join(_written_char(ord(char)) for char in text)
 
 
 class _Translation:
     """Reads a pattern from left to right."""
 
-    def __init__(self, pattern: str, where: str) -> None:
+    def __init__(self, pattern: str, where: str, *, is_search: bool, is_at_start: bool) -> None:
         self._pattern = pattern
         self._where = where
+        self._is_search = is_search
+        self._is_at_start = is_at_start
+        self._has_start = self._has_end = False  # of the alternative that is read: '^', '$'
+        self._alternative = 0  # where it begins in what is written
         self._place = 0
         self._depth = 0
         self._written: list[str] = []
@@ -62,6 +77,7 @@ class _Translation:
             self._next()
         if self._depth > 0:
             raise self._refused("a '(' is not closed")
+        self._end_alternative()
         return f"(?:{''.join(self._written)})"
 
     def _next(self) -> None:
@@ -78,7 +94,11 @@ class _Translation:
         elif char in "^$":
             self._anchor(char)
         elif char == "|":
+            if self._depth == 0:
+                self._end_alternative()
             self._add("|", can_repeat=False)
+            if self._depth == 0:
+                self._alternative = len(self._written)
             self._place += 1
         elif char in "]}":
             raise self._refused(f"a '{char}' that closes nothing; write '\\{char}'")
@@ -88,6 +108,15 @@ class _Translation:
     def _add(self, text: str, *, can_repeat: bool = True) -> None:
         self._written.append(text)
         self._can_repeat = can_repeat
+
+    def _end_alternative(self) -> None:
+        """Let any text stand where a search is not bound to the start or end."""
+        if self._is_search:
+            if not (self._has_start or self._is_at_start):
+                self._written.insert(self._alternative, ANYTHING)
+            if not self._has_end:
+                self._written.append(ANYTHING)
+        self._has_start = self._has_end = False
 
     def _part(self) -> str:
         """The next character or escape."""
@@ -141,6 +170,8 @@ class _Translation:
             is_at_end = place == 0 or self._written[-1:] == ["|"]
         if self._depth > 0 or not is_at_end:
             raise self._refused(f"'{char}' is supported at its start or end only")
+        self._has_start |= char == "^"
+        self._has_end |= char == "$"
         self._place += 1
         self._can_repeat = False
 
@@ -200,9 +231,7 @@ class _Translation:
     # ---- characters -----------------------------------------------------------------------------
 
     def _literal(self, part: str) -> str:
-        code = self._code(part)
-        char = chr(code)
-        return char if char.isascii() and char.isalnum() else f"\\x{{{code:X}}}"
+        return _written_char(self._code(part))
 
     def _code(self, part: str) -> int:
         """Code point of the character that a part stands for."""
@@ -224,3 +253,8 @@ class _Translation:
         return RequestError(
             f"Invalid regular expression at '{where}': {detail}.", param=where, code="invalid_value"
         )
+
+
+def _written_char(code: int) -> str:
+    char = chr(code)
+    return char if char.isascii() and char.isalnum() else f"\\x{{{code:X}}}"

@@ -54,7 +54,7 @@ def _nodes_of(root: Schema) -> Iterator[Schema]:
     while stack:
         node = stack.pop()
         yield node
-        for name in ("$defs", "properties"):
+        for name in ("$defs", "properties", "patternProperties"):
             stack += cast("dict[str, Schema]", node.get(name, {})).values()
         for name in ("anyOf", "prefixItems"):
             stack += cast("list[Schema]", node.get(name, []))
@@ -76,6 +76,8 @@ def _needs(node: Schema, definitions: dict[str, Schema]) -> tuple[list[Schema], 
     if node.get("type") == "object":
         properties = cast("dict[str, Schema]", node.get("properties", {}))
         needs = [properties[name] for name in cast("list[str]", node.get("required", []))]
+        if node.get("minProperties") and not needs:
+            return _any_property(node), 1
     if node.get("type") == "array":
         num_items = cast("int", node.get("minItems", 0))
         prefix = cast("list[Schema]", node.get("prefixItems", []))
@@ -87,6 +89,14 @@ def _needs(node: Schema, definitions: dict[str, Schema]) -> tuple[list[Schema], 
     return needs, len(needs)
 
 
+def _any_property(node: Schema) -> list[Schema]:
+    """The nodes of which one must be met for an object that has a property."""
+    found = list(cast("dict[str, Schema]", node.get("properties", {})).values())
+    found += cast("dict[str, Schema]", node.get("patternProperties", {})).values()
+    others = node.get("additionalProperties")
+    return [*found, others] if isinstance(others, dict) else found
+
+
 def _copy(node: object, met: set[int]) -> object:
     """Copy of a node that is met; False for one that is not."""
     if not isinstance(node, dict):
@@ -94,7 +104,7 @@ def _copy(node: object, met: set[int]) -> object:
     if id(node) not in met:
         return False
     copied: Schema = dict(node)
-    for name in ("$defs", "properties"):
+    for name in ("$defs", "properties", "patternProperties"):
         if name in node:
             inner = cast("dict[str, Schema]", node[name])
             copied[name] = {key: _copy(v, met) for key, v in inner.items() if id(v) in met}

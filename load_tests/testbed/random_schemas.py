@@ -4,6 +4,7 @@ bounded    values are short, so that a model that knows no JSON ends them
 recursive  the same with a reference to itself that may stop at every level
 open       strings, numbers, arrays or objects without an end of their own
 adversarial  legal and ill-meaning, often without any value: see `adversarial_schemas`
+combined   keywords beside each other and alternatives that exclude each other: `combined_schemas`
 wrong      no value satisfies it, it is too large, or what it says could not be kept
 """
 
@@ -13,6 +14,7 @@ from enum import Enum
 from typing import Any
 
 from load_tests.testbed.adversarial_schemas import adversarial_schema
+from load_tests.testbed.combined_schemas import combined_schema
 
 Schema = dict[str, Any]
 _Maker = Callable[[random.Random, int], Schema]
@@ -31,6 +33,7 @@ class SchemaKind(Enum):
     RECURSIVE = "recursive"
     OPEN = "open"
     ADVERSARIAL = "adversarial"
+    COMBINED = "combined"
     WRONG = "wrong"
 
 
@@ -45,6 +48,8 @@ def schema_of(kind: SchemaKind, draw: random.Random) -> Schema:
             return _object_of(draw, {"a": draw.choice(_OPEN), "b": random_schema(draw, 1)})
         case SchemaKind.ADVERSARIAL:
             return adversarial_schema(draw)
+        case SchemaKind.COMBINED:
+            return combined_schema(draw)
     return draw.choice(list(_WRONG.values()))(draw)
 
 
@@ -203,7 +208,7 @@ def too_much_to_compile(draw: random.Random) -> Schema:
 
 
 def _not_kept(draw: random.Random) -> Schema:
-    keyword, value = draw.choice([("multipleOf", 3), ("not", {}), ("oneOf", [{}, {}])])
+    keyword, value = draw.choice([("uniqueItems", True), ("contains", {}), ("multipleOf", 0.1)])
     return {"type": "object", "properties": {"a": {keyword: value}}}
 
 

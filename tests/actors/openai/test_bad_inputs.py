@@ -150,7 +150,7 @@ ROWS: list[tuple[str, Reader, Fields, str, str]] = [
         "a promise about arguments that nothing keeps",
         chat,
         {"tools": [TOOL, STRICT | {"function": STRICT["function"] | {"parameters": UNKEPT}}]},
-        "tools[1].function.parameters",
+        "tools[1].function.parameters.minProperties",
         "invalid_value",
     ),
     (

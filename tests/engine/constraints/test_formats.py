@@ -11,7 +11,6 @@ import pytest
 
 from engine.constraints.formats import FORMATS
 from engine.constraints.json_schema import restrict
-from engine.errors import RequestError
 
 
 def allows(name: str, text: str) -> bool:
@@ -49,8 +48,12 @@ def test_addresses_are_those_that_python_reads() -> None:
         assert allows("ipv6", number.exploded)
 
 
-def test_a_uuid_is_a_uuid() -> None:
-    assert allows("uuid", str(uuid.uuid4()))
+def test_a_uuid_is_a_uuid_of_its_version() -> None:
+    for made in (uuid.uuid1(), uuid.uuid4(), uuid.uuid5(uuid.NAMESPACE_URL, "a")):
+        assert allows("uuid", str(made))
+        assert [number for number in range(1, 9) if allows(f"uuid{number}", str(made))] == [
+            made.version
+        ]
     assert not allows("uuid", uuid.uuid4().hex)
 
 
@@ -62,6 +65,13 @@ def test_a_uuid_is_a_uuid() -> None:
         ("duration", ["P1Y2M3D", "PT36H", "P3W", "P1DT1M5S"], ["P", "PT", "P1Y1D", "1D", "P1W1D"]),
         ("email", ["a.b+c@host-1.example"], ["a@", "@b.c", ".a@b.c", "a..b@c.d", "a b@c.d"]),
         ("hostname", ["a", "a-b.c9"], ["-a", "a-", "a..b", "a_b", ""]),
+        (
+            "uri",
+            ["https://a.b:80/c%20?d=e#f", "file:///a", "urn:a:b", "s3://b/k", "http://1.2.3.4"],
+            ["a.b/c", "http://", "http://a b", "http://1.2.3.999", "https://a:99999/", "//a"],
+        ),
+        ("regex", ["^a+|[^b]?$", "(a|b){2,}\\d", "[a-z0-9_]*?"], ["(", "a**", "[", "a{", ")"]),
+        ("base64", ["", "QUI=", "QQ==", "QUJD"], ["Q", "QQ=", "Q-==", "QQ== "]),
     ],
 )
 def test_what_a_format_means_is_kept(name: str, good: list[str], bad: list[str]) -> None:
@@ -86,9 +96,9 @@ def test_a_string_of_a_known_format_is_held_to_it_whether_it_says_its_type_or_no
     assert restrict({"type": "number", "format": "date"}, "schema") == {"type": "number"}
 
 
-def test_a_format_may_stand_beside_a_length_but_not_beside_a_pattern() -> None:
-    restricted = restrict({"type": "string", "format": "email", "maxLength": 9}, "schema")
+def test_a_format_may_stand_beside_a_length_and_a_pattern() -> None:
+    schema = {"type": "string", "format": "email", "maxLength": 9, "pattern": "a.*"}
+    restricted = restrict(schema, "schema")
     assert restricted["maxLength"] == 9
-    with pytest.raises(RequestError, match="'pattern'") as caught:
-        restrict({"items": {"type": "string", "format": "date", "pattern": "a"}}, "schema")
-    assert caught.value.param == "schema.items"
+    assert restricted["pattern"] == f"^{FORMATS['email']}$"
+    assert restricted["allOf"] == [{"pattern": "^(?:a[^\\n\\r\\x{2028}\\x{2029}]*)$"}]

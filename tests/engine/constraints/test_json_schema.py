@@ -125,15 +125,44 @@ def test_what_a_schema_plainly_means_stays_allowed(schema: Any, value: Any) -> N
             {"type": "object", "additionalProperties": False, "properties": {}, "required": ["a"]},
             "schema",
         ),
-        ({"type": "array", "items": {"uniqueItems": True}}, "schema.items"),
+        ({"type": "array", "items": {"uniqueItems": True}}, "schema.items.uniqueItems"),
+        ({"uniqueItems": True, "items": {"type": "string"}}, "schema.uniqueItems"),
+        ({"uniqueItems": True, "items": {"enum": [*range(30)]}}, "schema.uniqueItems"),
+        ({"uniqueItems": 1}, "schema.uniqueItems"),
         ({"not": {}}, "schema"),
-        ({"oneOf": [{}]}, "schema"),
-        ({"if": {}, "then": {}}, "schema"),
-        ({"type": "object", "patternProperties": {}}, "schema"),
-        ({"type": "integer", "multipleOf": 3}, "schema"),
-        ({"allOf": [{}, {}]}, "schema.allOf"),
-        ({"const": 1, "minimum": 0}, "schema"),
-        ({"anyOf": [{}], "type": "object"}, "schema"),
+        ({"type": "string", "not": {"type": ["string", "null"]}}, "schema"),
+        ({"type": "string", "not": {"enum": ["a" * 500]}}, "schema.not"),
+        ({"type": "number", "not": {"enum": [*range(20)]}}, "schema.not"),
+        ({"type": "string", "not": {"pattern": "a"}}, "schema.not"),
+        ({"oneOf": [{"type": "string"}, {"pattern": "a", "type": "string"}]}, "schema.oneOf[1]"),
+        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "schema.oneOf[0]"),
+        ({"oneOf": [{"properties": {"a": {}}}, {"properties": {"a": {}}}]}, "schema.oneOf[1]"),
+        ({"if": {"pattern": "a"}, "then": {"maxLength": 3}, "type": "string"}, "schema.if"),
+        (
+            {"type": "object", "patternProperties": {"a": {}, "b": {"const": 1}}},
+            "schema.patternProperties",
+        ),
+        ({"type": "object", "patternProperties": {"^(?=a)b": {}}}, "schema.patternProperties"),
+        (
+            {"properties": {"a": {}}, "patternProperties": {"(a+)+$": {"const": 1}}},
+            "schema.patternProperties",
+        ),
+        ({"type": "object", "minProperties": 2}, "schema.minProperties"),
+        (
+            {"properties": {f"p{i}": {} for i in range(20)}, "maxProperties": 9},
+            "schema.minProperties",
+        ),
+        ({"propertyNames": {"pattern": "a", "maxLength": 3}}, "schema.propertyNames"),
+        ({"type": "number", "multipleOf": 0.1}, "schema.multipleOf"),
+        ({"type": "integer", "multipleOf": 9973}, "schema.multipleOf"),
+        ({"type": "integer", "multipleOf": 0}, "schema.multipleOf"),
+        ({"enum": ["aa"], "pattern": "(a|b)*"}, "schema.pattern"),
+        ({"items": [{}], "prefixItems": [{}]}, "schema"),
+        ({"contains": {}}, "schema"),
+        ({"unevaluatedProperties": False}, "schema"),
+        ({"allOf": [{"type": "string"}, {"type": "integer"}]}, "schema"),
+        ({"allOf": [{"$ref": "#"}]}, "schema"),
+        ({"const": 1, "minimum": 2}, "schema"),
         ({"minLength": 1, "minimum": 1}, "schema"),
         ({"type": "string", "minLength": -1}, "schema.minLength"),
         ({"type": "string", "maxLength": "3"}, "schema.maxLength"),
@@ -153,13 +182,41 @@ def test_what_a_schema_plainly_means_stays_allowed(schema: Any, value: Any) -> N
         ({"$defs": {"p": {"$id": "x", "q": {}}}, "$ref": "#/$defs/p/q"}, "schema.$ref"),
         ({"enum": [{"a": [1e300]}]}, "schema.enum"),
         ({"type": "string", "pattern": "a$b"}, "schema.pattern"),
-        ({"$ref": "#/required", "required": ["a"]}, "schema"),
+        ({"$ref": "#/required", "required": ["a"]}, "schema.$ref"),
     ],
 )
 def test_what_could_not_be_kept_is_refused_by_its_place(schema: Any, where: str) -> None:
     with pytest.raises(RequestError) as caught:
         restrict(schema, "schema")
     assert caught.value.param == where
+
+
+def test_a_tag_that_is_only_expected_sets_no_other_alternative_apart() -> None:
+    """{} is a value of both alternatives, although the first is written with its tag."""
+    tagged = {
+        "oneOf": [{"properties": {"k": {"const": 1}}}],
+        "discriminator": {"propertyName": "k"},
+    }
+    schema = {"oneOf": [tagged, {"type": "object", "properties": {"b": {"type": "null"}}}]}
+    assert not accepts(schema, {})
+    with pytest.raises(RequestError, match="another alternative"):
+        restrict(schema, "schema")
+
+
+def test_reading_a_schema_takes_bounded_work() -> None:
+    choices = [{"anyOf": [{"minLength": 1}, {"maxLength": 9}]} for _ in range(40)]
+    with pytest.raises(RequestError, match="too many alternatives"):
+        restrict({"allOf": choices, "type": "string"}, "schema")
+    names = [f"p{i}" for i in range(60)]
+    dependent = dict(zip(names[:30], ([name] for name in names[30:]), strict=True))
+    properties = {name: {} for name in names}
+    with pytest.raises(RequestError, match="too many alternatives"):
+        restrict({"properties": properties, "dependentRequired": dependent}, "schema")
+    deep: Any = {}
+    for _ in range(400):
+        deep = {"properties": {"a": deep}}
+    with pytest.raises(RequestError, match="too deeply"):
+        restrict(deep, "schema")
 
 
 def test_a_schema_of_too_many_parts_is_refused() -> None:

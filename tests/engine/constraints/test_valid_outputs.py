@@ -2,7 +2,6 @@
 
 import json
 import random
-from collections.abc import Sequence
 from typing import Any
 
 import llguidance
@@ -15,46 +14,10 @@ from engine.errors import RequestError
 from engine.request import Constraint, ConstraintKind
 from load_tests.testbed.json_oracle import find_problem
 from load_tests.testbed.random_schemas import SchemaKind, schema_of
-from tests.engine.constraints.following import (
-    MODEL,
-    accepts_text,
-    allowed_ids,
-    allows,
-    demo_vocabulary,
-)
+from tests.engine.constraints.drawing import VOCABULARY, draw_output, schema_constraint
+from tests.engine.constraints.following import MODEL, accepts_text, allowed_ids, allows
 
-VOCABULARY = demo_vocabulary()
-PIECES = [VOCABULARY.tokenizer.decode_bytes([i]) for i in range(VOCABULARY.vocab_size)]
-CONTROLS = [i for i, piece in enumerate(PIECES) if piece and max(piece) < 32]
-STRUCTURE = [i for i, piece in enumerate(PIECES) if piece and set(piece) <= set(b'"\\{}[],:')]
-NUMBERS = [i for i, piece in enumerate(PIECES) if piece and set(piece) <= set(b"0123456789.eE+-")]
-CLOSING = [i for i, piece in enumerate(PIECES) if piece[:1] in (b'"', b"}", b"]")]
-NUM_TOKENS = 160
 SEED = random.SystemRandom().randrange(10**6)
-
-
-def by_schema(schema: Any) -> Constraint:
-    return Constraint(ConstraintKind.JSON_SCHEMA, json.dumps(restrict(schema, "schema")))
-
-
-def draw_output(constraint: Constraint, draw: random.Random) -> bytes | None:
-    """Tokens drawn as if some were pushed by a logit bias; None when it does not end in time."""
-    matcher = compile_constraint(VOCABULARY, constraint).matcher()
-    pushed = draw.choice([CONTROLS, STRUCTURE, NUMBERS, VOCABULARY.eos_token_ids, range(256)])
-    share = draw.choice([0.3, 0.8, 0.97])
-    ids: list[int] = []
-    while len(ids) < NUM_TOKENS:
-        allowed = allowed_ids(matcher, VOCABULARY)
-        assert allowed, f"nothing may follow: {matcher.error}"
-        wanted: Sequence[int] = pushed if draw.random() < share else allowed
-        if len(ids) > NUM_TOKENS // 2:
-            wanted = [*CLOSING, *VOCABULARY.eos_token_ids]
-        wanted = sorted(set(allowed) & set(wanted)) or allowed
-        ids.append(draw.choice(wanted))
-        if ids[-1] in VOCABULARY.eos_token_ids:
-            return b"".join(PIECES[i] for i in ids[:-1])
-        assert matcher.accept_token(ids[-1])
-    return None
 
 
 @pytest.mark.filterwarnings("ignore:Possible (nested set|set):FutureWarning")
@@ -65,7 +28,7 @@ def test_what_ends_is_valid_whatever_is_pushed(kind: SchemaKind) -> None:
     for _ in range(150):
         schema = schema_of(kind, draw)
         try:
-            output = draw_output(by_schema(schema), draw)
+            output = draw_output(schema_constraint(schema), draw)
         except RequestError:  # no value can satisfy it, or a pattern that is refused
             continue
         if output is not None:
@@ -140,7 +103,7 @@ CASES = [
 
 @pytest.mark.parametrize(("schema", "good", "bad"), CASES, ids=range(len(CASES)))
 def test_what_a_schema_says_is_held(schema: Any, good: list[str], bad: list[str]) -> None:
-    constraint = by_schema(schema)
+    constraint = schema_constraint(schema)
     for text in good:
         assert find_problem(schema, text) is None
         assert allows(VOCABULARY, constraint, text), text
@@ -164,11 +127,11 @@ def test_a_part_that_stands_in_many_places_is_written_once() -> None:
     "data", [b'"\x80"', b'"\xc3"', b'"\xed\xa0\x80"', b'"\xf4\x90\x80\x80"', b'"\xc0\x80"']
 )
 def test_bytes_that_are_no_text_have_no_place_in_a_string(data: bytes) -> None:
-    assert not allows(VOCABULARY, by_schema({"type": "string"}), data)
+    assert not allows(VOCABULARY, schema_constraint({"type": "string"}), data)
 
 
 def test_an_output_ends_only_where_it_is_complete() -> None:
-    matcher = compile_constraint(VOCABULARY, by_schema({"enum": [12]})).matcher()
+    matcher = compile_constraint(VOCABULARY, schema_constraint({"enum": [12]})).matcher()
     assert set(allowed_ids(matcher, VOCABULARY)).isdisjoint(VOCABULARY.eos_token_ids)
     assert accepts_text(matcher, VOCABULARY, "12")
     assert allowed_ids(matcher, VOCABULARY) == sorted(VOCABULARY.eos_token_ids)
@@ -177,7 +140,7 @@ def test_an_output_ends_only_where_it_is_complete() -> None:
 def test_an_output_layer_may_be_larger_or_smaller_than_the_vocabulary() -> None:
     for vocab_size in (VOCABULARY.vocab_size + 45, 400):
         vocabulary = load_vocabulary(MODEL, vocab_size=vocab_size, eos_token_ids=(0,))
-        matcher = compile_constraint(vocabulary, by_schema({"type": "string"})).matcher()
+        matcher = compile_constraint(vocabulary, schema_constraint({"type": "string"})).matcher()
         assert not accepts_text(matcher, vocabulary, '"a')
         assert max(allowed_ids(matcher, vocabulary)) < min(vocab_size, VOCABULARY.vocab_size)
 
