@@ -16,6 +16,7 @@ from kernels.attention.select import (
     build_attention,
     why_not,
 )
+from kernels.device import device_properties
 from tests.kernels.attention.attention_cases import (
     ROW_SETS,
     TOLERANCES,
@@ -246,7 +247,8 @@ def test_plans_of_several_steps_may_be_alive_at_once(name: AttentionName) -> Non
 def test_every_backend_works_on_this_machine(name: AttentionName) -> None:
     device = torch.device("cuda")
     shape = _shape(32, 8, 128, "full")
-    chosen = {automatic_name(phase, shape, device) for phase in ("prefill", "decode")}
+    properties = device_properties(device)
+    chosen = {automatic_name(phase, shape, properties) for phase in ("prefill", "decode")}
     assert chosen == {"flash_attn", "triton"}
     reason = why_not(name, shape, block_size=16, dtype=torch.bfloat16, device=device)
     assert reason is None, reason
