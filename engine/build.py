@@ -75,6 +75,8 @@ class Engine:
             queued_s=queued.queued_s,
             short=queued.short,
             room_s=queued.room_s,
+            step_counts=counts.step_counts,
+            num_step_tokens=counts.num_step_tokens,
             num_preemptions=counts.num_preemptions,
             num_preemptions_for_others=counts.num_preemptions_for_others,
         )

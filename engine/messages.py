@@ -228,6 +228,9 @@ class ShortLoad(msgspec.Struct, frozen=True, kw_only=True):
     queued_s: float | None = None  # as LoadReport.queued_s
 
 
+STEP_TOKEN_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+
+
 class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
     """How busy a worker is; sent with every step message and at least every 100 ms."""
 
@@ -239,7 +242,11 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
     queued_s: float | None = None  # predicted seconds of queued_tokens; None = no prediction
     short: ShortLoad | None = None  # None = one queue: a short prompt waits for all before it
     room_s: float = 0.0  # predicted seconds until one more long request has a row and KV blocks
-    num_preemptions: int = 0  # since the worker started
+    # Since the worker started: steps by their tokens, [i] with at most STEP_TOKEN_BUCKETS[i] and
+    # the last with more; their tokens together.
+    step_counts: tuple[int, ...] = ()
+    num_step_tokens: int = 0
+    num_preemptions: int = 0  # likewise
     num_preemptions_for_others: int = 0  # of these: for a request that waited for a row or blocks
 
 

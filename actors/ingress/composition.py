@@ -82,7 +82,7 @@ async def build_edge(spec: DeploymentSpec) -> Edge:
     tokenizing = await asyncio.to_thread(load_tokenizer, folder, load_spec(folder).vocab_size)
     model = _describe_model(config, tokenizing, await system.wait_ready())
     recent_ttft = RecentTtft(clock)
-    metrics = IngressMetrics(model.name, recent_ttft)
+    metrics = IngressMetrics(model.name, recent_ttft, config.cache)
     observation = Observation(
         metrics, generations, lambda: peers.laps_status(lambda: system.topology)
     )

@@ -197,6 +197,8 @@ class RequestPipeline:
         spec = msgspec.structs.replace(parsed.spec, deadline_s=self._timeout_s)
         times.tokenized_s = self._clock.now_s()
         self._metrics.count_prompt(sum(map(len, prompt_ids)))
+        for params in sampling:
+            self._metrics.latencies.observe_params(parsed.n, params.max_tokens)
         return PreparedRequest(
             parsed=parsed,
             request_ids=[new_request_id() for _ in prompt_ids],

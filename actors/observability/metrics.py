@@ -5,7 +5,9 @@ requests, and the reports of every worker that it is connected to: load as gauge
 counters.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 
 from prometheus_client import (
     CollectorRegistry,
@@ -16,14 +18,23 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
-from prometheus_client.core import CounterMetricFamily
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from actors.observability.recent_ttft import RecentTtft
 from actors.observability.request_times import Stage
 from actors.routing.worker_links import WorkerLink
+from configs.schema import CacheConfig
 from engine.length_class import LengthClass
-from engine.messages import Assign, HandoffTotals, LapsStatus, LoadReport, PoolMove
+from engine.messages import (
+    STEP_TOKEN_BUCKETS,
+    Assign,
+    HandoffTotals,
+    LapsStatus,
+    LoadReport,
+    PoolMove,
+)
 from engine.routing.pools import CLASSES
 
 # Counters that a worker keeps, by the name of their metric.
@@ -60,13 +71,51 @@ class WorkerTotals(Collector):
             yield family
 
 
+class StepSizes(Collector):
+    """How many tokens the steps of each worker had, by the buckets that workers count in."""
+
+    NAME = "vllm:iteration_tokens_total"
+
+    def __init__(self, label: Mapping[str, str]) -> None:
+        self._label = label
+        self._loads: dict[tuple[str, str], LoadReport] = {}
+
+    def clear(self) -> None:
+        self._loads.clear()
+
+    def show(self, worker: str, role: str, load: LoadReport) -> None:
+        self._loads[worker, role] = load
+
+    def collect(self) -> Iterator[Metric]:
+        labels = [*self._label, "worker", "role"]
+        family = HistogramMetricFamily(self.NAME, "Tokens of a step.", labels=labels)
+        for (worker, role), load in self._loads.items():
+            if not load.step_counts:
+                continue
+            bounds = [*map(float, STEP_TOKEN_BUCKETS), math.inf]
+            counts = accumulate(load.step_counts)
+            buckets = [
+                (floatToGoString(bound), float(count))  # type: ignore[no-untyped-call]
+                for bound, count in zip(bounds, counts, strict=True)
+            ]
+            family.add_metric([*self._label.values(), worker, role], buckets, load.num_step_tokens)
+        yield family
+
+
 class WorkerMetrics:
     """Gauges of every connected worker, as of its last report."""
 
-    def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
+    def __init__(self, registry: CollectorRegistry, model_name: str, cache: CacheConfig) -> None:
         self._label = {"model_name": model_name}
         self.totals = WorkerTotals(self._label)
+        self._step_sizes = StepSizes(self._label)
         registry.register(self.totals)
+        registry.register(self._step_sizes)
+        self._cache_labels = {
+            "block_size": str(cache.block_size),
+            "enable_prefix_caching": str(cache.enable_prefix_caching),
+            "gpu_memory_utilization": str(cache.gpu_memory_utilization),
+        }
 
         def gauge(name: str, text: str) -> Gauge:
             return Gauge(name, text, [*self._label, "worker", "role"], registry=registry)
@@ -74,14 +123,29 @@ class WorkerMetrics:
         self._up = gauge("laps_worker_up", "1 while the worker's stream is read.")
         self._running = gauge("vllm:num_requests_running", "Requests in the worker's batch.")
         self._waiting = gauge("vllm:num_requests_waiting", "Requests queued at the worker.")
+        names = [*self._label, "worker", "role"]
+        self._waiting_by_reason = Gauge(
+            "vllm:num_requests_waiting_by_reason",
+            "Requests queued at the worker; all wait for its capacity.",
+            [*names, "reason"],
+            registry=registry,
+        )
+        self._cache = Gauge(
+            "vllm:cache_config_info",
+            "Always 1: its labels are the configuration of the worker's KV cache.",
+            [*names, *self._cache_labels, "num_gpu_blocks"],
+            registry=registry,
+        )
         self._queued = gauge("laps_queued_tokens", "Tokens the worker has yet to compute.")
         self._kv_usage = gauge("vllm:kv_cache_usage_perc", "Share of KV blocks held, 0 to 1.")
 
     def show(self, links: Iterable[WorkerLink]) -> None:
         """Sets the gauges; drops those of workers that are away."""
-        for gauge in (self._up, self._running, self._waiting, self._queued, self._kv_usage):
+        gauges = (self._up, self._running, self._waiting, self._queued, self._kv_usage)
+        for gauge in (*gauges, self._waiting_by_reason, self._cache):
             gauge.clear()
         self.totals.clear()
+        self._step_sizes.clear()
         for link in links:
             labels = self._label | {"worker": link.name, "role": link.role}
             load = link.load
@@ -89,6 +153,10 @@ class WorkerMetrics:
             if load is not None:
                 self._running.labels(**labels).set(load.num_running)
                 self._waiting.labels(**labels).set(load.num_waiting)
+                self._waiting_by_reason.labels(**labels, reason="capacity").set(load.num_waiting)
+                blocks = {"num_gpu_blocks": str(load.num_blocks)}
+                self._cache.labels(**labels, **self._cache_labels, **blocks).set(1)
+                self._step_sizes.show(link.name, link.role, load)
                 self._queued.labels(**labels).set(load.queued_tokens)
                 held = load.num_blocks - load.num_free_blocks
                 self._kv_usage.labels(**labels).set(held / max(load.num_blocks, 1))
@@ -115,6 +183,7 @@ TOKEN_BUCKETS_S = (
     0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3,
     0.4, 0.5, 0.75, 1.0, 2.5,
 )  # fmt: skip
+NUM_CHOICES_BUCKETS = (1, 2, 5, 10, 20)
 NUM_TOKENS_BUCKETS = (
     1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000,
 )  # fmt: skip
@@ -279,6 +348,19 @@ class LatencyMetrics:
         self._num_output_tokens = histogram(
             "vllm:request_generation_tokens", "Tokens generated of a choice.", NUM_TOKENS_BUCKETS
         )
+        self._inference = histogram(
+            "vllm:request_inference_time_seconds",
+            "From a request's first step to its last token.",
+            LATENCY_BUCKETS_S,
+        )
+        self._num_choices = histogram(
+            "vllm:request_params_n", "Choices that a request asked for.", NUM_CHOICES_BUCKETS
+        )
+        self._max_tokens = histogram(
+            "vllm:request_params_max_tokens",
+            "Tokens that a choice may have, at most.",
+            NUM_TOKENS_BUCKETS,
+        )
         self._stages = {
             stage: histogram(name, text, LATENCY_BUCKETS_S)
             for stage, (name, text) in STAGE_METRICS.items()
@@ -304,8 +386,15 @@ class LatencyMetrics:
         if num_output_tokens > 1:
             self._per_token.observe(decode_s / (num_output_tokens - 1))
 
-    def observe_stages(self, stages: Iterable[Stage]) -> None:
+    def observe_params(self, n: int, max_tokens: int) -> None:
+        """Observes what a request asked for, of each of its prompts."""
+        self._num_choices.observe(n)
+        self._max_tokens.observe(max_tokens)
+
+    def observe_stages(self, stages: Sequence[Stage]) -> None:
         """Observes the stages of a request that ended without error."""
+        if begun := [stage for stage in stages if stage.name == "prefill"]:
+            self._inference.observe(stages[-1].end_s - begun[0].start_s)
         for stage in stages:
             found = self._stages.get(stage.name)
             if found is not None:
@@ -315,14 +404,17 @@ class LatencyMetrics:
 class IngressMetrics:
     """Counters and histograms of one replica; gauges are set when `refresh` is called."""
 
-    def __init__(self, model_name: str, recent: RecentTtft) -> None:
+    def __init__(
+        self, model_name: str, recent: RecentTtft, cache: CacheConfig | None = None
+    ) -> None:
+        """cache: of the workers; None = the defaults."""
         # Else every counter gets a second series, of its creation time.
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self._registry = registry = CollectorRegistry()
         self.classes = ClassMetrics(registry, model_name, recent)
         self.latencies = LatencyMetrics(registry, model_name)
         self._pools = PoolMetrics(registry, model_name)
-        self.workers = WorkerMetrics(registry, model_name)
+        self.workers = WorkerMetrics(registry, model_name, cache or CacheConfig())
         self._label = {"model_name": model_name}
         names = list(self._label)
 

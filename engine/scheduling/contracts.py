@@ -74,6 +74,9 @@ class SchedulerStatistics:
     num_waiting: int
     num_running: int
     num_queued_tokens: int
+    # Committed steps by their tokens: [i] had at most STEP_TOKEN_BUCKETS[i], the last had more.
+    step_counts: tuple[int, ...]
+    num_step_tokens: int  # of all of them
     num_preemptions: int
     num_preemptions_for_others: int  # of these: to admit waiting requests, not for decode growth
     num_steps: int

@@ -19,6 +19,7 @@ next step is dropped. A row with a constraint waits for its token instead, and n
 with it. Knows no tensors, no Ray and no text.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
@@ -26,6 +27,7 @@ from configs.resolved import ResolvedLaps, ResolvedScheduler
 from engine.cost_model import StepCosts, StepWork
 from engine.errors import CapacityError
 from engine.kv.cache import BlockCache, BlockTerms
+from engine.messages import STEP_TOKEN_BUCKETS
 from engine.plan import StepPlan, StepResult
 from engine.request import Request, RequestKey
 from engine.scheduling.budget import StepBudget
@@ -95,6 +97,8 @@ class Scheduler:
         self._expired: list[Request] = []
         self._in_flight = StepsInFlight()
         self._num_steps = 0
+        self._step_counts = [0] * (len(STEP_TOKEN_BUCKETS) + 1)
+        self._num_step_tokens = 0
         self._num_preemptions = 0
         self._num_preemptions_for_others = 0
         self._num_prompt_tokens_computed = 0
@@ -190,6 +194,8 @@ class Scheduler:
         assert plan.step == result.step, f"plan {plan.step} got result {result.step}"
         output = StepOutput(num_scheduled_tokens=plan.num_tokens, has_progressed=True)
         step = self._in_flight.pop()
+        self._step_counts[bisect_left(STEP_TOKEN_BUCKETS, plan.num_tokens)] += 1
+        self._num_step_tokens += plan.num_tokens
         if result.duration_s is not None:
             self._prompts.observe(step.work, result.duration_s)
         self._cache.release(step.zero_block_ids)  # not earlier: a handoff could write to them
@@ -270,6 +276,8 @@ class Scheduler:
             num_waiting=len(self._waiting),
             num_running=len(self._running),
             num_queued_tokens=self._waiting.num_tokens + self._running.num_queued_tokens,
+            step_counts=tuple(self._step_counts),
+            num_step_tokens=self._num_step_tokens,
             num_preemptions=self._num_preemptions,
             num_preemptions_for_others=self._num_preemptions_for_others,
             num_steps=self._num_steps,

@@ -7,8 +7,9 @@ import random
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import msgspec
 import pytest
 import yaml
 from prometheus_client import Metric
@@ -20,6 +21,7 @@ from actors.observability.ray_metrics import RayMetrics
 from actors.observability.recent_ttft import RecentTtft
 from actors.observability.request_times import Stage
 from actors.routing.worker_links import WorkerLink
+from actors.rpc.handles import WorkerHandle
 from configs.load import PROJECT_ROOT
 from engine.clock import ManualClock
 from tests.actors.ingress.edge_app import IDLE, EdgeApp, busy, edge_app, no_allocator
@@ -301,3 +303,29 @@ def test_provisioning_files_are_yaml_of_the_right_kind(name: str) -> None:
     data = yaml.safe_load(Path(GRAFANA / name).read_text())
     kind = {"datasource.yml": "datasources", "dashboards.yml": "providers"}
     assert data[kind.get(name, "scrape_configs")]
+
+
+def test_boards_find_the_names_that_vllm_has() -> None:
+    metrics = ingress_metrics()
+    counts = (0, 3, *([0] * 11), 1)
+    load = msgspec.structs.replace(IDLE, step_counts=counts, num_step_tokens=20_015, num_waiting=2)
+    handle = cast("WorkerHandle", object())
+    links = [WorkerLink(name="unified-0", role="unified", handle=handle, load=load)]
+    metrics.latencies.observe_params(2, 64)
+    stages = [Stage("queue", 1.0, 2.0), Stage("prefill", 2.0, 2.5), Stage("stream", 2.5, 4.0)]
+    metrics.latencies.observe_stages(stages)
+    lines = metrics.render(links, 0, 0, None).decode().splitlines()
+
+    def value(name: str, *labels: str) -> float:
+        (found,) = [x for x in lines if x.startswith(name + "{") and all(y in x for y in labels)]
+        return float(found.rpartition(" ")[2])
+
+    assert value("vllm:iteration_tokens_total_bucket", 'le="8.0"') == 3
+    assert value("vllm:iteration_tokens_total_bucket", 'le="+Inf"') == 4
+    assert value("vllm:iteration_tokens_total_count") == 4
+    assert value("vllm:iteration_tokens_total_sum") == 20_015
+    assert value("vllm:num_requests_waiting_by_reason", 'reason="capacity"') == 2
+    assert value("vllm:cache_config_info", 'block_size="16"', "num_gpu_blocks=") == 1
+    assert value("vllm:request_params_n_sum") == 2
+    assert value("vllm:request_params_max_tokens_sum") == 64
+    assert value("vllm:request_inference_time_seconds_sum") == 2.0
