@@ -168,6 +168,7 @@ def test_the_card_states_the_measured_loss() -> None:
         assert f"{METRICS[name]['bits_per_byte']:.3f}" in card
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_the_held_out_loss_holds_here(
     models: dict[str, PreTrainedModel], monkeypatch: pytest.MonkeyPatch

@@ -52,6 +52,7 @@ ANNOTATIONS = (
     *("$schema", "$id", "$comment", "discriminator", "contentMediaType", "contentEncoding"),
     *("contentSchema", "nullable", "example", "externalDocs", "xml", "markdownDescription"),
     *("enumNames", "enumDescriptions", "errorMessage", "$vocabulary"),
+    "strict",  # OpenAI's, of the function, which clients also put into its parameters
 )
 _COUNTS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
 _LISTS_OF_SCHEMAS = ("allOf", "anyOf", "oneOf")
