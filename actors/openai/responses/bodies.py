@@ -132,6 +132,7 @@ class ResponsesBody(StrictObject, frozen=True, kw_only=True):
     include_reasoning: bool | None = None
     priority: int | None = None
     cache_salt: str | None = None
+    # No effect: whoever knows the id of a stored response may read it, so no client chooses it.
     request_id: str | None = None
     # Known, refused unless at the value that changes nothing (see UNSUPPORTED).
     background: Raw = field(default_factory=Raw)

@@ -55,7 +55,7 @@ _SAME = (
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "seed", "stop", "top_k"),
     *("min_p", "logit_bias", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens"),
     *("structured_outputs", "chat_template_kwargs", "include_reasoning", "priority"),
-    *("cache_salt", "request_id"),
+    "cache_salt",
 )
 _LOGPROBS = "message.output_text.logprobs"
 # What else may be asked to be included: parts that no answer here has.

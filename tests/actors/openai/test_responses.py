@@ -308,3 +308,7 @@ def test_every_format_of_calls_is_read(tokenizing: Tokenizing) -> None:
     said = '{"name": "now", "parameters": {"x": 1}}'
     (call,) = json.loads(say(llama, tokenizing, said, finish="stop")[0])["output"]
     assert (call["type"], call["name"]) == ("function_call", "now")
+
+
+def test_no_client_chooses_the_id_of_a_response() -> None:
+    assert parse(request_id="known").request_id is None
