@@ -59,7 +59,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     """Log-probabilities under the model's own distribution, before any logit processing."""
 
     chosen: float
-    top_ids: list[int]  # best first
+    top_ids: list[int]  # best first, or as named by `SamplingParams.logprob_token_ids`
     top_logprobs: list[float]
 
 

@@ -72,6 +72,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()  # the client's, besides the model's own eos ids
     logprobs: int | None = None  # None = off, k = the chosen token and the k best
+    logprob_token_ids: tuple[int, ...] = ()  # these in place of the k best; () = the best
     constraint: Constraint | None = None  # every token must match it, and only eos can end it
     thinking: Thinking | None = None  # constraint applies after it; None = from the first token
     allowed_token_ids: tuple[int, ...] = ()  # no others may be sampled, eos neither; () = all may
@@ -130,7 +131,8 @@ def find_id_beyond(vocab_size: int, token_ids: Sequence[int], params: SamplingPa
     """
     sequences = params.banned_sequences
     allowed = params.allowed_token_ids
-    for ids in (token_ids, params.logit_bias, params.label_token_ids, allowed, *sequences):
+    named = (*params.label_token_ids, *params.logprob_token_ids)
+    for ids in (token_ids, params.logit_bias, named, allowed, *sequences):
         if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
             return next(i for i in ids if not 0 <= i < vocab_size)
     return None

@@ -86,6 +86,7 @@ class MessagesBody(CountBody, frozen=True, kw_only=True):
     top_k: int | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None  # its name before `output_config`
+    thread: dict[str, Any] | None = None  # refused: the messages behind it would be missing
     # Extensions, as in OpenAI's chats.
     seed: int | None = None
     priority: int | None = None

@@ -7,6 +7,7 @@ import msgspec
 from actors.openai.response_objects import ErrorReply, error_detail, error_reply
 
 PATH = "/v1/messages"  # this and what is below it answers in this shape
+THREAD_UNSUPPORTED = "thread_unsupported_request"  # Anthropic's code, which its clients look for
 _KINDS = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -31,5 +32,8 @@ def error_body(error: Exception) -> bytes:
     """The error as JSON; its status is that of `error_reply`."""
     status = error_reply(error).status
     kind = _KINDS.get(status, "api_error" if status >= 500 else "invalid_request_error")
-    detail = {"type": kind, "message": error_detail(error).message}
+    said = error_detail(error)
+    detail: dict[str, object] = {"type": kind, "message": said.message}
+    if said.code == THREAD_UNSUPPORTED:
+        detail["details"] = {"error_code": said.code}
     return msgspec.json.encode({"type": "error", "error": detail})

@@ -16,6 +16,7 @@ from actors.anthropic.bodies import (
     ToolChoiceParam,
     ToolParam,
 )
+from actors.anthropic.errors import THREAD_UNSUPPORTED
 from actors.openai.answer_shapes import MessagesShape
 from actors.openai.prompts import read_chat_prompt
 from actors.openai.protocol import ParsedRequest, draw_seed, read_chat
@@ -38,6 +39,7 @@ from actors.openai.request_rules import check_length, missing, unknown_kind
 from actors.openai.served_model import ServedModel, check_model
 from actors.openai.tool_rules import read_tool_use
 from configs.schema import EdgeConfig
+from engine.errors import RequestError
 from engine.messages import TokenizeRequest
 
 MAX_MESSAGES = 4096
@@ -52,6 +54,7 @@ def parse_messages(
 ) -> ParsedRequest:
     """A /v1/messages body."""
     asked = decode_body(body, MessagesBody)
+    _check_is_whole(asked)
     config = asked.output_config
     chat = _as_chat(
         asked,
@@ -77,6 +80,19 @@ def parse_count_tokens(body: bytes, model: ServedModel) -> TokenizeRequest:
     chat = _as_chat(asked, chat_template_kwargs=_variables(asked))
     tools = read_tool_use(chat, model, None)
     return read_chat_prompt(chat, model, None if tools is None else tools.definitions)
+
+
+def _check_is_whole(asked: MessagesBody) -> None:
+    """Refuses a thread: its later requests hold new messages alone, and none are kept here.
+
+    The code makes clients send the whole conversation instead.
+    """
+    if asked.thread is not None:
+        raise RequestError(
+            "'thread' is not supported by this server: send the whole conversation without it.",
+            param="thread",
+            code=THREAD_UNSUPPORTED,
+        )
 
 
 def _as_chat(asked: CountBody, **options: object) -> ChatBody:

@@ -7,6 +7,7 @@ import msgspec
 from actors.anthropic.bodies import CountBody, MessagesBody
 from actors.anthropic.objects import MessageObject, TokenCount
 from actors.openai.request_bodies import (
+    ChatBatchBody,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
@@ -38,6 +39,7 @@ OPENAPI_VERSION = "3.1.0"  # the first whose schemas are plain JSON schemas, as 
 # Path -> (what it is for, body, answer that is no stream).
 POSTS: Mapping[str, tuple[str, type[msgspec.Struct], type[msgspec.Struct]]] = {
     "/v1/chat/completions": ("Answer a conversation", ChatBody, ChatCompletion),
+    "/v1/chat/completions/batch": ("Answer several", ChatBatchBody, ChatCompletion),
     "/v1/completions": ("Continue a text", CompletionBody, Completion),
     "/v1/responses": ("Answer a conversation, as items", ResponsesBody, ResponseObject),
     "/v1/messages": ("Answer a conversation, as Anthropic has it", MessagesBody, MessageObject),

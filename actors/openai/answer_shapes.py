@@ -15,6 +15,7 @@ class ResponsesShape:
 
     repeated: Mapping[str, object]  # fields of the response object that the request decided
     has_logprobs: bool  # the client wants those of the text
+    shows_tokens: bool = False  # the answer has the prompt and the output as they were, as tokens
     # Called with the finished response: its id, its JSON, and what the model said as messages that
     # continue the conversation. None = the response is not stored.
     keep: Keep | None = None

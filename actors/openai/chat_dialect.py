@@ -30,6 +30,7 @@ class ChatDialect:
 
     knows_tools: bool = False  # the template has a place for tools
     knows_reasoning_effort: bool = False  # likewise
+    knows_enable_thinking: bool = False  # likewise
     tool_format: ToolFormat | None = None  # None = no parser for this model's calls
     splits_reasoning: bool = False
     thinking: Thinking | None = None  # None = it has no marker, or markers of several tokens
@@ -52,6 +53,7 @@ def build_dialect(template: str | None, api: ApiConfig, tokenizing: Tokenizing) 
     return ChatDialect(
         knows_tools=knows_tools,
         knows_reasoning_effort=_names(text, "reasoning_effort"),
+        knows_enable_thinking=_names(text, "enable_thinking"),
         tool_format=tool_format,
         splits_reasoning=splits,
         thinking=_read_thinking(tokenizing) if splits else None,

@@ -18,6 +18,7 @@ from actors.openai.response_objects import (
     ChatChunkChoice,
     ChatCompletion,
     ChatDelta,
+    ChatLogprobs,
     ChatMessage,
     FinishText,
     FunctionPiece,
@@ -40,19 +41,21 @@ from actors.openai.tools.events import (
 )
 from engine.messages import TokenizeRequest
 from engine.request import FinishReason
-from engine.text.output_text import TextDelta
+from engine.text.output_text import OutputToken, TextDelta
 from engine.text.tokenizing import Tokenizing
 
 
 def chat_texts(
     parsed: ParsedRequest, prompt_ids: Sequence[Sequence[int]], tokenizing: Tokenizing
 ) -> list[ChatText]:
-    """Builds the reader of each choice's text; all choices follow the same prompt."""
-    starts_thinking = parsed.splits_reasoning and ends_thinking_open(prompt_ids[0], tokenizing)
+    """Builds the reader of each choice's text. Several prompts are a batch, which echoes none."""
     opening = _echo(parsed)
+    starts_thinking = [
+        parsed.splits_reasoning and ends_thinking_open(ids, tokenizing) for ids in prompt_ids
+    ]
     return [
-        ChatText(parsed, starts_thinking=starts_thinking, opening=opening)
-        for _ in range(parsed.num_choices)
+        ChatText(parsed, starts_thinking=starts_thinking[index // parsed.n], opening=opening)
+        for index in range(parsed.num_choices)
     ]
 
 
@@ -80,6 +83,13 @@ def read_delta(text: ChatText, delta: TextDelta) -> list[Event]:
 def _finish_text(finish: FinishText, text: ChatText) -> FinishText:
     """Returns the finish reason: `tool_calls` if the choice ended by itself after calls."""
     return "tool_calls" if finish == "stop" and text.has_calls else finish
+
+
+def _logprobs(
+    parsed: ParsedRequest, tokens: Sequence[OutputToken], token_names: TokenNames
+) -> ChatLogprobs:
+    lists_chosen = bool(parsed.sampling.logprob_token_ids)
+    return chat_logprobs(tokens, token_names, lists_chosen=lists_chosen)
 
 
 @dataclass(slots=True, eq=False)
@@ -144,7 +154,8 @@ class ChatUnary(UnaryResponse):
         return super().delta(choice_index, delta)
 
     def finish(self) -> list[bytes]:
-        ids = list(self._prompt_ids[0]) if self._parsed.return_token_ids else None
+        has_one = len(self._prompt_ids) == 1  # a batch has no place for the ids of each prompt
+        ids = list(self._prompt_ids[0]) if self._parsed.return_token_ids and has_one else None
         body = ChatCompletion(
             id=f"chatcmpl-{self._identity.request_id}",
             created=self._identity.created_s,
@@ -169,7 +180,7 @@ class ChatUnary(UnaryResponse):
         return ChatChoice(
             index=index,
             message=self._messages[index].message(self._parsed),
-            logprobs=chat_logprobs(choice.tokens, self._token_names)
+            logprobs=_logprobs(self._parsed, choice.tokens, self._token_names)
             if self._has_logprobs
             else None,
             finish_reason=_finish_text(self._finish_of(index), self._texts[index]),
@@ -228,7 +239,9 @@ class ChatStream(StreamResponse):
         return ChatChunkChoice(
             index=index,
             delta=piece,
-            logprobs=chat_logprobs(delta.tokens, self._token_names) if has_logprobs else None,
+            logprobs=_logprobs(self._parsed, delta.tokens, self._token_names)
+            if has_logprobs
+            else None,
             token_ids=self._token_ids(delta) if is_first else UNSET,
             finish_reason=finish,
             stop_reason=delta.stop_reason if is_end else UNSET,

@@ -40,15 +40,21 @@ class TokenNames:
         return f"token_id:{token_id}" if self.by_id else token_name(token_id, self.tokenizing)
 
 
-def chat_logprobs(tokens: Sequence[OutputToken], token_names: TokenNames) -> ChatLogprobs:
-    """`choices[].logprobs` of a chat; every token was sampled with logprobs on."""
-    return ChatLogprobs(content=[_chat_token(token, token_names) for token in tokens])
+def chat_logprobs(
+    tokens: Sequence[OutputToken], token_names: TokenNames, *, lists_chosen: bool = False
+) -> ChatLogprobs:
+    """`choices[].logprobs` of a chat; every token was sampled with logprobs on.
+
+    lists_chosen: the chosen token is among its top ones even if they do not have it, as in vLLM
+    where the client named them.
+    """
+    return ChatLogprobs(content=[_chat_token(token, token_names, lists_chosen) for token in tokens])
 
 
 def completion_logprobs(
     tokens: Sequence[OutputToken], token_names: TokenNames, num_echoed_chars: int = 0
 ) -> CompletionLogprobs:
-    """`choices[].logprobs` of a completion; the chosen token is always among its top ones.
+    """`choices[].logprobs` of a completion; the chosen token is the first of its top ones.
 
     `num_echoed_chars`: of the prompt, where the choice's text begins with it.
     """
@@ -65,7 +71,7 @@ def completion_logprobs(
             token_names.in_completion(token_id): finite(value)
             for token_id, value in zip(logprobs.top_ids, logprobs.top_logprobs, strict=True)
         }
-        tops.append(top | {names[-1]: own})
+        tops.append({names[-1]: own} | top)
     return CompletionLogprobs(
         tokens=names,
         token_logprobs=chosen,
@@ -74,17 +80,17 @@ def completion_logprobs(
     )
 
 
-def _chat_token(token: OutputToken, token_names: TokenNames) -> TokenLogprob:
+def _chat_token(token: OutputToken, token_names: TokenNames, lists_chosen: bool) -> TokenLogprob:
     logprobs = token.logprobs
     assert logprobs is not None, f"token {token.token_id} was sampled without logprobs"
+    top = list(zip(logprobs.top_ids, logprobs.top_logprobs, strict=True))
+    if lists_chosen and token.token_id not in logprobs.top_ids:
+        top.insert(0, (token.token_id, logprobs.chosen))
     return TokenLogprob(
         token=token_names.in_chat(token.token_id),
         logprob=finite(logprobs.chosen),
         bytes=list(token_names.tokenizing.piece(token.token_id)),
-        top_logprobs=[
-            _top(token_id, value, token_names)
-            for token_id, value in zip(logprobs.top_ids, logprobs.top_logprobs, strict=True)
-        ],
+        top_logprobs=[_top(token_id, value, token_names) for token_id, value in top],
     )
 
 
@@ -141,7 +147,7 @@ def echoed_logprobs(
     for name, (chosen, _, best) in zip(names[1:], _tokens(scores, num_best), strict=True):
         values.append(finite(chosen))
         top = {token_names.in_completion(best_id): finite(value) for best_id, value in best}
-        tops.append(top | {name: finite(chosen)})
+        tops.append({name: finite(chosen)} | top)
     return CompletionLogprobs(
         tokens=names,
         token_logprobs=values,

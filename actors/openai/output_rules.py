@@ -3,7 +3,7 @@
 Checks what the text of a constraint shows; whether it compiles is checked elsewhere, within bounds.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -30,6 +30,9 @@ from engine.request import Constraint, ConstraintKind
 
 MAX_CONSTRAINT_CHARS = 64 * 1024
 MAX_CHOICES = 1000
+# What may hold an output -> its parameter in a request, as vLLM and as SGLang have it.
+_VLLM = {name: f"structured_outputs.{name}" for name in ("json", "regex", "choice", "grammar")}
+_SGLANG = {"json": "json_schema", "regex": "regex", "grammar": "ebnf"}
 _FORMATS = ("text", "json_object", "json_schema")
 _FORMAT_NAME_CHARS = 64
 
@@ -37,12 +40,24 @@ _FORMAT_NAME_CHARS = 64
 def read_constraint(body: GenerationBody) -> Constraint | None:
     """Reads the constraint on the output; None if there is none. Raises RequestError."""
     by_format = _read_format(body.response_format)
-    outputs = body.structured_outputs
-    if outputs is None:
-        return by_format
-    if by_format is not None:
-        raise invalid("structured_outputs", "cannot be combined with 'response_format'.")
-    return _read_outputs(outputs)
+    asked = [
+        (by_format, "response_format"),
+        (_read_outputs(body.structured_outputs, _VLLM), "structured_outputs"),
+        (_read_outputs(_sglang_outputs(body), _SGLANG), "regex"),
+    ]
+    found = [(constraint, param) for constraint, param in asked if constraint is not None]
+    if len(found) > 1:
+        (_, other), (_, param) = found[:2]
+        raise invalid(param, f"cannot be combined with '{other}'.")
+    return found[0][0] if found else None
+
+
+def _sglang_outputs(body: GenerationBody) -> StructuredOutputs | None:
+    """Returns SGLang's fields as vLLM's; None if there are none."""
+    is_absent = body.regex is None and body.ebnf is None and not is_given(body.json_schema)
+    if is_absent:
+        return None
+    return StructuredOutputs(json=body.json_schema, regex=body.regex, grammar=body.ebnf)
 
 
 def check_can_end(body: GenerationBody, constraint: Constraint | None) -> None:
@@ -107,14 +122,19 @@ def _read_described(described: JsonSchemaFormat) -> Constraint:
     return schema_constraint(decode_schema(described.schema, param), param)
 
 
-def _read_outputs(outputs: StructuredOutputs) -> Constraint | None:
-    names = ("json", "regex", "choice", "grammar")
-    given = [is_given(outputs.json), *(value is not None for value in _texts(outputs))]
-    if sum(given) != 1:
-        kinds = ", ".join(f"'{name}'" for name in names)
-        raise invalid("structured_outputs", f"exactly one of {kinds} is needed, got {sum(given)}.")
-    name = names[given.index(True)]
-    param = f"structured_outputs.{name}"
+def _read_outputs(
+    outputs: StructuredOutputs | None, params: Mapping[str, str]
+) -> Constraint | None:
+    """params: what may be given -> the parameter that a refusal names."""
+    if outputs is None:
+        return None
+    given = [name for name in _VLLM if _is_present(outputs, name)]
+    if len(given) != 1:
+        kinds = ", ".join(f"'{param.rpartition('.')[2]}'" for param in params.values())
+        where = params["regex"].partition(".")[0]
+        raise invalid(where, f"exactly one of {kinds} is needed, got {len(given)}.")
+    (name,) = given
+    param = params[name]
     if name == "json":
         return schema_constraint(_read_json(outputs.json, param), param)
     if outputs.choice is not None:
@@ -126,8 +146,9 @@ def _read_outputs(outputs: StructuredOutputs) -> Constraint | None:
     return _constraint(ConstraintKind.GRAMMAR, outputs.grammar or "", param)
 
 
-def _texts(outputs: StructuredOutputs) -> tuple[object, ...]:
-    return outputs.regex, outputs.choice, outputs.grammar
+def _is_present(outputs: StructuredOutputs, name: str) -> bool:
+    value = getattr(outputs, name)
+    return is_given(value) if isinstance(value, msgspec.Raw) else value is not None
 
 
 def _read_json(raw: msgspec.Raw, param: str) -> Schema:

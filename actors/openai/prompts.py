@@ -319,11 +319,17 @@ def read_chat_prompt(
 def _template_variables(
     chat: ChatBody, model: ServedModel, tools: list[dict[str, object]] | None
 ) -> dict[str, object]:
+    """Those the client named, and `reasoning_effort` for templates that know a place for it.
+
+    A template that can only switch thinking off does so for "none", as in vLLM; any other effort
+    has no effect there.
+    """
     variables = read_template_kwargs(chat.chat_template_kwargs)
-    if chat.reasoning_effort is not None:
-        if not model.dialect.knows_reasoning_effort:
-            raise unsupported("reasoning_effort", " for this model: its chat template knows none")
-        variables = {"reasoning_effort": chat.reasoning_effort} | variables
+    effort = chat.reasoning_effort
+    if effort is not None and model.dialect.knows_reasoning_effort:
+        variables = {"reasoning_effort": effort} | variables
+    elif effort is not None and model.dialect.knows_enable_thinking:
+        variables = {"enable_thinking": effort != "none"} | variables
     return variables if tools is None else variables | {TOOLS: tools}
 
 

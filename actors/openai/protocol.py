@@ -24,6 +24,7 @@ from actors.openai.prompts import (
     read_truncation,
 )
 from actors.openai.request_bodies import (
+    ChatBatchBody,
     ChatBody,
     CompletionBody,
     GenerationBody,
@@ -50,6 +51,7 @@ from actors.openai.served_model import ServedModel as ServedModel
 from actors.openai.served_model import check_generates
 from actors.openai.tool_rules import ToolUse, read_tool_use
 from configs.schema import EdgeConfig
+from engine.errors import RequestError
 from engine.messages import TokenizeRequest
 from engine.request import Constraint, RequestSpec, SamplingParams
 
@@ -58,6 +60,7 @@ SEED_BITS = 63  # seeds stay non-negative in a signed 64-bit integer
 MAX_SCORED_TOKENS = 2**17  # of all prompts of one request that asks for scores or embeddings
 MAX_PROMPT_LOGPROBS = 2**17  # values of one answer: each prompt token's own, and the best
 MAX_BAD_WORDS = 256
+MAX_LOGPROB_IDS = 128  # vLLM's limit
 MAX_BAD_WORD_CHARS = 256
 MAX_REQUEST_ID_CHARS = 256
 _UINT64 = 2**64 - 1
@@ -197,6 +200,30 @@ def read_chat(
     )
 
 
+def parse_chat_batch(
+    body: bytes,
+    limits: EdgeConfig,
+    model: ServedModel,
+    new_seed: Callable[[], int] = draw_seed,
+) -> ParsedRequest:
+    """A /v1/chat/completions/batch body: one choice for each conversation. Raises as `parse_chat`.
+
+    As in vLLM they have no tools, are not streamed, and n is 1.
+    """
+    batch = decode_body(body, ChatBatchBody)
+    for param in ("stream", "tools", "echo", "prompt_logprobs"):
+        if getattr(batch, param):
+            raise unsupported(param, " for batches of conversations")
+    Bounds(1, 1).check("n", batch.n)
+    check_length("messages", len(batch.messages), limits.max_prompts)
+    check_generates(batch.model, model)
+    prompts = [
+        _read_conversation(batch.chat(position), f"messages[{position}]", model)
+        for position in range(len(batch.messages))
+    ]
+    return replace(read_chat(batch.chat(0), limits, model, new_seed), prompts=prompts)
+
+
 def parse_completion(
     body: bytes,
     limits: EdgeConfig,
@@ -316,6 +343,7 @@ def _sampling(
         constraint=constraint,
         prompt_logprobs=_read_num_best("prompt_logprobs", body.prompt_logprobs, limits, model),
         allowed_token_ids=_read_allowed_ids(body.allowed_token_ids, model),
+        logprob_token_ids=_read_logprob_ids(body, logprobs, model),
     )
 
 
@@ -324,11 +352,21 @@ def _read_prompt(chat: ChatBody, model: ServedModel, tools: ToolUse | None) -> T
     return read_chat_prompt(chat, model, None if tools is None else tools.definitions, truncation)
 
 
+def _read_conversation(chat: ChatBody, where: str, model: ServedModel) -> TokenizeRequest:
+    """Reads one of several conversations; errors name its place among them."""
+    try:
+        return _read_prompt(chat, model, None)
+    except RequestError as error:
+        message = error.message.replace("messages", where, 1)
+        param = None if error.param is None else error.param.replace("messages", where, 1)
+        raise RequestError(message, param=param, code=error.code, status=error.status) from error
+
+
 def _read_num_best(
     param: str, num_best: int | None, limits: EdgeConfig, model: ServedModel
 ) -> int | None:
     """How many of the best tokens are wanted at each position; -1 becomes all of them."""
-    if limits.max_logprobs == -1:
+    if limits.max_logprobs == -1 or limits.max_logprobs >= model.vocab_size:
         Bounds(-1, model.vocab_size).check(param, num_best)
     else:
         Bounds(0, limits.max_logprobs).check(param, num_best)
@@ -340,6 +378,22 @@ def _read_allowed_ids(token_ids: list[int] | None, model: ServedModel) -> tuple[
         return ()
     check_length("allowed_token_ids", len(token_ids), model.vocab_size)
     check_token_ids("allowed_token_ids", token_ids, model.vocab_size)
+    return tuple(dict.fromkeys(token_ids))
+
+
+def _read_logprob_ids(
+    body: GenerationBody, logprobs: int | None, model: ServedModel
+) -> tuple[int, ...]:
+    """The tokens whose log-probabilities stand in place of those of the best."""
+    param, token_ids = "logprob_token_ids", body.logprob_token_ids
+    if not token_ids:
+        return ()
+    if logprobs is None:
+        raise invalid(param, "only allowed when 'logprobs' are asked for.")
+    if body.max_tokens == 0:
+        raise invalid(param, "no output is asked for, so there is nothing to list them beside.")
+    check_length(param, len(token_ids), MAX_LOGPROB_IDS)
+    check_token_ids(param, token_ids, model.vocab_size)
     return tuple(dict.fromkeys(token_ids))
 
 

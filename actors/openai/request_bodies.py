@@ -16,6 +16,7 @@ from msgspec import Raw, field
 from engine.errors import RequestError
 
 Scalar = str | int | float | bool | None
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Body = TypeVar("Body", bound=msgspec.Struct)
 
 
@@ -161,12 +162,16 @@ class GenerationBody(StrictObject, frozen=True, kw_only=True):
     priority: int | None = None
     response_format: ResponseFormat | None = None  # OpenAI's for chats; vLLM's for completions too
     structured_outputs: StructuredOutputs | None = None
+    json_schema: Raw = field(default_factory=Raw)  # SGLang's, as the two below: one of the three
+    regex: str | None = None
+    ebnf: str | None = None
     prompt_logprobs: int | None = None
     echo: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None  # no effect: no tokenizer here puts any
     bad_words: list[str] | None = None
     allowed_token_ids: list[int] | None = None
+    logprob_token_ids: list[int] | None = None
     truncate_prompt_tokens: int | None = None
     truncation_side: Literal["left", "right"] | None = None
     return_tokens_as_token_ids: bool | None = None
@@ -182,7 +187,6 @@ class GenerationBody(StrictObject, frozen=True, kw_only=True):
     guided_regex: Raw = field(default_factory=Raw)
     kv_transfer_params: Raw = field(default_factory=Raw)
     logits_processors: Raw = field(default_factory=Raw)
-    logprob_token_ids: Raw = field(default_factory=Raw)
     prompt_embeds: Raw = field(default_factory=Raw)
     repetition_detection: Raw = field(default_factory=Raw)
     return_token_offsets: Raw = field(default_factory=Raw)
@@ -191,8 +195,9 @@ class GenerationBody(StrictObject, frozen=True, kw_only=True):
     vllm_xargs: Raw = field(default_factory=Raw)
 
 
-class ChatBody(GenerationBody, frozen=True, kw_only=True):
-    messages: list[Message]
+class _ChatFields(GenerationBody, frozen=True, kw_only=True):
+    """All of a chat but its messages."""
+
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -209,8 +214,7 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
     tools: list[Tool] | None = None
     tool_choice: str | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    # For templates that know it; others cannot honour it.
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    reasoning_effort: Effort | None = None  # a wish: no effect where the template knows none
     # Extensions.
     include_reasoning: bool | None = None
     add_generation_prompt: bool | None = None
@@ -230,6 +234,21 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
     return_prompt_text: Raw = field(default_factory=Raw)
     verbosity: Raw = field(default_factory=Raw)
     web_search_options: Raw = field(default_factory=Raw)
+
+
+class ChatBody(_ChatFields, frozen=True, kw_only=True):
+    messages: list[Message]
+
+
+class ChatBatchBody(_ChatFields, frozen=True, kw_only=True):
+    """vLLM's /v1/chat/completions/batch: conversations that share all other fields."""
+
+    messages: list[list[Message]]
+
+    def chat(self, position: int) -> ChatBody:
+        """One of the conversations, as a request of its own."""
+        shared = {name: getattr(self, name) for name in _ChatFields.__struct_fields__}
+        return ChatBody(messages=self.messages[position], **shared)
 
 
 class CompletionBody(GenerationBody, frozen=True, kw_only=True):
@@ -347,7 +366,6 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "documents": ([],),
     "early_stopping": (False,),
     "ec_transfer_params": ({},),
-    "enable_response_messages": (False,),
     "function_call": ("none",),
     "functions": (),
     "guided_choice": (),
@@ -357,7 +375,6 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "guided_regex": (),
     "kv_transfer_params": ({},),
     "logits_processors": ([],),
-    "logprob_token_ids": ([],),
     "media_io_kwargs": ({},),
     "mm_processor_kwargs": ({},),
     "modalities": (["text"],),

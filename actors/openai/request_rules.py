@@ -17,6 +17,7 @@ MAX_SALT_CHARS = 1024
 MAX_TEMPLATE_KWARGS = 32
 MAX_TEMPLATE_KWARG_CHARS = 1024
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
+MAX_SHOWN_KEYS = 8  # of an object, in an error's message
 MAX_METADATA = 16
 MAX_METADATA_KEY_CHARS = 64
 MAX_METADATA_VALUE_CHARS = 512
@@ -202,11 +203,7 @@ def check_token_ids(param: str, token_ids: Sequence[int], vocab_size: int) -> No
     """Refuses ids outside the vocabulary. Raises RequestError."""
     for position, token_id in enumerate(token_ids):
         if not 0 <= token_id < vocab_size:
-            raise invalid(
-                f"{param}[{position}]",
-                f"{_shown(token_id)} is not a token id. Expected a value from 0 to"
-                f" {vocab_size - 1}.",
-            )
+            raise invalid(f"{param}[{position}]", _out_of_vocabulary(_shown(token_id), vocab_size))
 
 
 def read_stops(stop: str | list[str] | None, *, max_stops: int, max_chars: int) -> tuple[str, ...]:
@@ -230,18 +227,28 @@ def read_logit_bias(
             f"too many entries. Expected at most {max_entries}, but got {len(bias)} instead.",
             "object_above_max_properties",
         )
-    read: dict[int, float] = {}
+    unknown = [key for key in bias if not _is_token_id(key, vocab_size)]
+    if unknown:
+        keys = ", ".join(f"'{key[:20]}'" for key in unknown[:MAX_SHOWN_KEYS])
+        more = f" and {len(unknown) - MAX_SHOWN_KEYS} more" * (len(unknown) > MAX_SHOWN_KEYS)
+        raise invalid("logit_bias", _out_of_vocabulary(f"key {keys}{more}", vocab_size))
     for key, value in bias.items():
-        # More than ten digits are beyond every vocabulary, and int() of a long string is slow.
-        is_id = key.isascii() and key.isdigit() and len(key) <= 10 and str(int(key)) == key
-        if not is_id or int(key) >= vocab_size:
-            raise invalid(
-                "logit_bias",
-                f"key '{key[:20]}' is not a token id. Expected a value from 0 to {vocab_size - 1}.",
-            )
         Bounds(-100, 100).check(f"logit_bias.{key}", value)
-        read[int(key)] = value
-    return read
+    return {int(key): value for key, value in bias.items()}
+
+
+def _is_token_id(key: str, vocab_size: int) -> bool:
+    """Whether a key of a JSON object is a token id."""
+    # More than ten digits are beyond every vocabulary, and int() of a long string is slow.
+    is_number = key.isascii() and key.isdigit() and len(key) <= 10 and str(int(key)) == key
+    return is_number and int(key) < vocab_size
+
+
+def _out_of_vocabulary(what: str, vocab_size: int) -> str:
+    return (
+        f"{what} is out of vocabulary. Expected one of {vocab_size} token ids, 0 to"
+        f" {vocab_size - 1}."
+    )
 
 
 def read_cache_identity(salt: str | None, extra_key: str | None) -> str:

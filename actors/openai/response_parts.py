@@ -6,7 +6,7 @@ asked for. Knows neither endpoint's objects.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from msgspec import UNSET, UnsetType
 
@@ -31,7 +31,27 @@ class PromptDelta(TextDelta):
     prompt: PromptScores
 
 
-def read_record(record: TokenRecord, output: OutputText) -> TextDelta:
+def read_records(records: Sequence[TokenRecord], output: OutputText) -> TextDelta:
+    """The delta of tokens that came together, up to the one that ends the choice."""
+    delta = _read_record(records[0], output)
+    if len(records) == 1:
+        return delta
+    deltas = [delta]
+    for record in records[1:]:
+        if deltas[-1].finish is not None:
+            break
+        deltas.append(_read_record(record, output))
+    last = deltas[-1]
+    return replace(
+        delta,  # the first: what is known of the prompt comes with it
+        text="".join([one.text for one in deltas]),
+        tokens=[token for one in deltas for token in one.tokens],
+        finish=last.finish,
+        stop_reason=last.stop_reason,
+    )
+
+
+def _read_record(record: TokenRecord, output: OutputText) -> TextDelta:
     """The next delta of the choice whose text is `output`; no text is made of a prompt's token."""
     delta = output.push(record) if record.is_output else _end_of_prompt(record)
     if record.prompt is None:

@@ -1,4 +1,4 @@
-"""Computes the log-probabilities that clients ask for: of drawn and best tokens, or of labels.
+"""Computes the log-probabilities that clients ask for: of drawn, best and named tokens, of labels.
 
 They are the model's own, from logits before any processing. How the token was chosen is not known
 here. A row that asks for labels draws nothing; one gather reads the labels of all rows of a step.
@@ -56,16 +56,22 @@ class Logprobs:
         self._vocab_size = vocab_size
         self._staging = staging
         self._num_best: dict[int, int] = {}  # row -> k >= 0
+        self._named: dict[int, tuple[int, ...]] = {}  # row -> the ids it asks for; not k best then
 
     def __contains__(self, row: object) -> bool:
         return row in self._num_best
 
     def add(self, row: int, params: SamplingParams) -> None:
-        if params.logprobs is not None:
-            self._num_best[row] = min(params.logprobs, self._vocab_size)
+        if params.logprobs is None:
+            return
+        self._num_best[row] = min(params.logprobs, self._vocab_size)
+        if params.logprob_token_ids:
+            self._named[row] = params.logprob_token_ids
+            self._num_best[row] = len(params.logprob_token_ids)
 
     def remove(self, row: int) -> None:
         self._num_best.pop(row, None)
+        self._named.pop(row, None)
 
     def read(self, logits: Tensor, rows: list[int], choice: GreedyChoice) -> LogprobTensors | None:
         """Log-probabilities of the rows that asked; None if there is none.
@@ -83,15 +89,35 @@ class Logprobs:
         is_finite = choice.is_finite.index_select(0, index)
         limits = [self._num_best[rows[i]] for i in positions]
         top_ids = best_tokens(part, max(limits))  # [P, max k]
+        named = self._put_named(top_ids, [rows[i] for i in positions])
         top_values = logprobs.gather(1, top_ids)
+        num_finite = top_values.isfinite().sum(dim=-1)
+        if named is not None:  # their values are listed whatever they are
+            num_finite.index_fill_(0, named, top_ids.shape[1])
         return LogprobTensors(
             positions=positions,
             limits=limits,
             chosen=chosen.masked_fill(~is_finite, torch.nan),
             top_ids=top_ids,
             top_values=top_values,
-            num_finite=top_values.isfinite().sum(dim=-1),
+            num_finite=num_finite,
         )
+
+    def _put_named(self, top_ids: Tensor, rows: list[int]) -> Tensor | None:
+        """Replaces the best ids of rows that named others, in place; returns the lines of these.
+
+        top_ids: int64 [P, K], of `rows`; K is at least the number that any row named.
+        """
+        lines = positions_of(rows, self._named)
+        if not lines:
+            return None
+        ids = np.zeros((len(lines), top_ids.shape[1]), dtype=np.int64)
+        for line_ids, line in zip(ids, lines, strict=True):
+            named = self._named[rows[line]]
+            line_ids[: len(named)] = named
+        index, values = self._staging.send(np.array(lines, dtype=np.int64), ids)
+        top_ids.index_copy_(0, index, values)
+        return index
 
 
 def best_tokens(logits: Tensor, k: int) -> Tensor:

@@ -23,11 +23,12 @@ class LogprobTensors:
     """Log-probabilities of the P lines that asked for them."""
 
     positions: list[int]  # [P]  lines of the batch, ascending
-    limits: list[int]  # [P]  number of best tokens that each asked for, at most K
+    limits: list[int]  # [P]  number of best or named tokens that each asked for, at most K
     chosen: Tensor  # fp32 [P]  NaN where nothing could be drawn
-    top_ids: Tensor  # int64 [P, K]  best first, lower id among equals
+    # int64 [P, K]  best first, lower id among equals; or those that the row named, in their order
+    top_ids: Tensor
     top_values: Tensor  # fp32 [P, K]
-    num_finite: Tensor  # int64 [P]  leading entries of `top_values` above -inf
+    num_finite: Tensor  # int64 [P]  leading entries that may be listed; K where the row named them
 
     def map(self, copy: Callable[[Tensor], Tensor]) -> "LogprobTensors":
         """A copy with `copy` applied to every tensor, for example to bring them to the host."""

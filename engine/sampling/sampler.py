@@ -62,7 +62,7 @@ class Sampler:
 
     logprobs are the model's own: log_softmax of the unprocessed logits, vLLM's default and what
     OpenAI users see at temperature 1. Best first, lower id among equals; tokens at -inf are not
-    listed.
+    listed. A row may name the tokens instead (`logprob_token_ids`); these are always listed.
 
     For a prompt-only row (max_tokens 0) nothing is drawn. It gets its labels' log-probabilities,
     also the model's own; its entry among the tokens only says whether its logits are finite.

@@ -117,10 +117,22 @@ def read_template_text(folder: Path) -> str | None:
     return "\n".join(texts) if texts else None
 
 
-def read_tokenizer_config(folder: Path) -> bytes:
-    """The folder's tokenizer_config.json as it is; `{}` if there is none."""
+def describe_tokenizer(folder: Path) -> dict[str, object]:
+    """The folder's tokenizer_config.json as clients read it: special tokens and template as texts.
+
+    Folders may have the template in a file of its own, and tokens as objects. Raises ConfigError.
+    """
     path = folder / CONFIG_FILE
-    return path.read_bytes() if path.exists() else b"{}"
+    try:
+        config = msgspec.json.decode(_read(path), type=dict[str, object]) if path.exists() else {}
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from error
+    for name, token in config.items():
+        if name.endswith("_token") and isinstance(token, dict):
+            config[name] = token.get("content")
+    if (folder / TEMPLATE_FILE).exists():
+        config["chat_template"] = _read(folder / TEMPLATE_FILE)
+    return config
 
 
 def check_templates(folder: Path) -> None:
@@ -176,11 +188,12 @@ def _read(path: Path) -> str:
 
 def load_chat_template(folder: Path) -> ChatTemplate:
     """The template of a model folder; raises ConfigError when transformers cannot load it."""
-    # Imported here because it takes seconds and only tokenizer actors render.
-    from transformers import AutoTokenizer
+    # Imported here because it takes a second, and only what renders needs it. AutoTokenizer would
+    # bring torch, for seconds more; the classes that it chooses from render alike.
+    from transformers import PreTrainedTokenizerFast
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=False
         )
     except (OSError, ValueError, KeyError) as error:

@@ -25,7 +25,7 @@ class OutputToken:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextDelta:
-    """The output that one token adds to a choice."""
+    """The output that one token adds to a choice, or several that came together."""
 
     text: str  # empty for an incomplete character or text that may become a stop string
     tokens: Sequence[OutputToken] = ()

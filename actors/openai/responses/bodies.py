@@ -9,6 +9,7 @@ from typing import Any, Literal
 from msgspec import Raw, field
 
 from actors.openai.request_bodies import (
+    Effort,
     LenientObject,
     Scalar,
     StrictObject,
@@ -54,7 +55,7 @@ class TextOptions(StrictObject, frozen=True, kw_only=True):
 
 
 class ReasoningOptions(StrictObject, frozen=True, kw_only=True):
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    effort: Effort | None = None
     # No effect: the reasoning itself is in the answer, and nothing summarises it.
     summary: Literal["auto", "concise", "detailed"] | None = None
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
@@ -132,13 +133,13 @@ class ResponsesBody(StrictObject, frozen=True, kw_only=True):
     include_reasoning: bool | None = None
     priority: int | None = None
     cache_salt: str | None = None
+    enable_response_messages: bool | None = None  # the tokens read and written are in the answer
     # No effect: whoever knows the id of a stored response may read it, so no client chooses it.
     request_id: str | None = None
     # Known, refused unless at the value that changes nothing (see UNSUPPORTED).
     background: Raw = field(default_factory=Raw)
     conversation: Raw = field(default_factory=Raw)
     context_management: Raw = field(default_factory=Raw)
-    enable_response_messages: Raw = field(default_factory=Raw)
     prompt: Raw = field(default_factory=Raw)
     mm_processor_kwargs: Raw = field(default_factory=Raw)
     vllm_xargs: Raw = field(default_factory=Raw)

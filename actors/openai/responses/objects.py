@@ -8,6 +8,8 @@ from msgspec import UNSET, UnsetType
 
 from actors.openai.response_objects import TokenLogprob
 
+ID_PREFIX = "resp_"  # of a response
+
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
 
@@ -73,6 +75,14 @@ class ResponseUsage(_Record, frozen=True):
 
 class IncompleteDetails(_Record, frozen=True):
     reason: Literal["max_output_tokens"] = "max_output_tokens"
+
+
+class RawMessage(_Record, frozen=True):
+    """vLLM's: what the model read or wrote, as tokens and as their text, markers and all."""
+
+    message: str
+    tokens: list[int]
+    type: Literal["raw_message_tokens"] = "raw_message_tokens"
 
 
 class ResponseObject(_Record, frozen=True):

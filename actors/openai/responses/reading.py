@@ -33,6 +33,7 @@ from actors.openai.request_rules import (
     check_chars,
     check_length,
     check_metadata,
+    invalid,
     missing,
     unknown_kind,
 )
@@ -41,9 +42,9 @@ from actors.openai.responses.bodies import (
     InputItem,
     InputPart,
     ResponsesBody,
-    ResponseToolChoice,
     TextFormat,
 )
+from actors.openai.responses.objects import ID_PREFIX
 from actors.openai.responses.stored import StoredResponses
 from actors.openai.served_model import ServedModel
 from configs.schema import EdgeConfig
@@ -88,6 +89,7 @@ def parse_responses(
     shape = ResponsesShape(
         repeated=_repeated(asked, parsed, is_stored=keep is not None),
         has_logprobs=chat.logprobs is True,
+        shows_tokens=asked.enable_response_messages is True,
         keep=keep,
     )
     return replace(parsed, shape=shape)
@@ -99,6 +101,9 @@ def _conversation(asked: ResponsesBody, stored: StoredResponses) -> list[Message
     earlier: list[Message] = []
     if previous is not None:
         check_chars("previous_response_id", previous, 256)
+        if not previous.startswith(ID_PREFIX):
+            where = "previous_response_id"
+            raise invalid(where, f"expected an id that begins with '{ID_PREFIX}'.")
         earlier = stored.conversation(previous)
     if isinstance(asked.input, str):
         check_chars("input", asked.input, 2**31)
@@ -222,7 +227,7 @@ def _as_chat(asked: ResponsesBody, messages: list[Message]) -> ChatBody:
         messages=messages,
         max_completion_tokens=asked.max_output_tokens,
         tools=_read_tools(asked.tools),
-        tool_choice=_read_choice(asked.tool_choice),
+        tool_choice=_read_choice(asked),
         response_format=_read_format(None if asked.text is None else asked.text.format),
         reasoning_effort=None if asked.reasoning is None else asked.reasoning.effort,
         logprobs=wants_logprobs or None,
@@ -259,7 +264,10 @@ def _read_tool(tool: FunctionTool, param: str) -> Tool:
     return Tool(type="function", function=definition)
 
 
-def _read_choice(choice: str | ResponseToolChoice | None) -> str | ToolChoice | None:
+def _read_choice(asked: ResponsesBody) -> str | ToolChoice | None:
+    choice = asked.tool_choice
+    if not asked.tools and choice in ("auto", "none"):
+        return None  # what OpenAI's responses repeat of a request without tools
     if choice is None or isinstance(choice, str):
         return choice
     if choice.type == "function":

@@ -26,6 +26,7 @@ from actors.openai.protocol import ParsedRequest
 from actors.openai.response_objects import TokenLogprob, error_detail
 from actors.openai.response_parts import ResponseIdentity, UsageCount
 from actors.openai.responses.objects import (
+    ID_PREFIX,
     CallItem,
     IncompleteDetails,
     InputTokensDetails,
@@ -35,6 +36,7 @@ from actors.openai.responses.objects import (
     OutputText,
     OutputTokensDetails,
     Part,
+    RawMessage,
     ReasoningItem,
     ReasoningText,
     ResponseObject,
@@ -109,11 +111,13 @@ class ResponsesWriter:
         self._shape = shape
         self._tokenizing = tokenizing
         self._names = TokenNames(tokenizing)
-        self._id = f"resp_{identity.request_id}"
+        self._id = f"{ID_PREFIX}{identity.request_id}"
         self._created_s = identity.created_s
         self._model = identity.model
         self._usage = UsageCount(1)
         self._num_reasoning_tokens = 0
+        self._prompt_ids: list[int] = []
+        self._output_ids: list[int] = []
         self._text: ChatText | None = None  # from `start` on
         self._open: _OpenItem | None = None
         self._items: list[Item] = []  # finished
@@ -123,6 +127,7 @@ class ResponsesWriter:
 
     def start(self, prompt_ids: Sequence[Sequence[int]]) -> list[bytes]:
         self._usage.start(prompt_ids)
+        (self._prompt_ids,) = map(list, prompt_ids)
         (self._text,) = chat_texts(self._parsed, prompt_ids, self._tokenizing)
         response = self._response("in_progress")
         return self._streamed(
@@ -134,6 +139,7 @@ class ResponsesWriter:
         assert self._text is not None, "a delta before the start"
         self._usage.add(choice_index, delta)
         self._pending += self._logprobs(delta)
+        self._output_ids += [token.token_id for token in delta.tokens]
         sent: list[bytes] = []
         for event in read_delta(self._text, delta):
             sent += self._write(event)
@@ -261,7 +267,17 @@ class ResponsesWriter:
             incomplete_details=IncompleteDetails() if status == "incomplete" else None,
             usage=self._response_usage() if is_over else None,
         )
-        return response_json(response, self._shape.repeated)
+        shown = self._raw_messages() if is_over and self._shape.shows_tokens else {}
+        return response_json(response, self._shape.repeated) | shown
+
+    def _raw_messages(self) -> dict[str, object]:
+        """Returns vLLM's fields with the tokens that the model read and wrote."""
+        shown = {"input_messages": self._prompt_ids, "output_messages": self._output_ids}
+        decode = self._tokenizing.decode
+        return {
+            name: [RawMessage(message=decode(ids, skip_special_tokens=False), tokens=ids)]
+            for name, ids in shown.items()
+        }
 
     def _response_usage(self) -> ResponseUsage:
         usage = self._usage.usage()

@@ -288,3 +288,24 @@ def test_the_clients_own_header_holds_the_key() -> None:
         assert caught.value.body["error"]["type"] == "authentication_error"  # type: ignore[index]
 
     app.ask(main)
+
+
+def test_a_thread_is_refused_so_that_the_client_sends_the_whole_conversation() -> None:
+    app = edge_app()
+    client = client_of(app)
+
+    async def main(_: httpx.AsyncClient) -> None:
+        thread = client.beta.messages.thread(
+            model="tiny", max_tokens=4, unsupported_request_behavior="continue_unthreaded"
+        )
+        first = await thread.send({"role": "user", "content": "hi"})
+        second = await thread.send({"role": "user", "content": "and again"})
+        assert second.usage.input_tokens > first.usage.input_tokens + first.usage.output_tokens
+        asked: dict[str, Any] = {"model": "tiny", "messages": [USER], "max_tokens": 1}
+        with pytest.raises(anthropic.BadRequestError) as caught:
+            await client.messages.create(**asked, extra_body={"thread": {"type": "create"}})
+        assert caught.value.body["error"]["details"] == {  # type: ignore[index]
+            "error_code": "thread_unsupported_request"
+        }
+
+    app.ask(main)

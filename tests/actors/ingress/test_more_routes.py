@@ -33,6 +33,41 @@ def test_an_invocation_goes_where_its_fields_say(body: dict[str, Any], kind: str
     assert answer.json()["object"] == kind
 
 
+def test_a_batch_has_a_choice_for_each_conversation() -> None:
+    messages = [CHAT["messages"], [{"role": "user", "content": "a longer question"}]]
+    body = {"messages": messages, "max_tokens": 2, "return_token_ids": True}
+    answer = ask("POST", "/v1/chat/completions/batch", json=body).json()
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1]
+    assert all(choice["token_ids"] for choice in answer["choices"])
+    alone = [
+        ask("POST", "/v1/chat/completions", json={"messages": one, "max_tokens": 2}).json()
+        for one in messages
+    ]
+    num_prompt_tokens = [one["usage"]["prompt_tokens"] for one in alone]
+    assert answer["usage"]["prompt_tokens"] == sum(num_prompt_tokens)
+    assert answer["usage"]["completion_tokens"] == 4
+    assert answer["choices"][0]["message"] == alone[0]["choices"][0]["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": CHAT["messages"]}, "messages[0]"),
+        ({"messages": [CHAT["messages"], []]}, "messages[1]"),
+        ({"messages": [CHAT["messages"], [{"role": "robot"}]]}, "messages[1][0].role"),
+        ({"n": 2}, "n"),
+        ({"stream": True}, "stream"),
+        ({"echo": True}, "echo"),
+        ({"temperature": 3}, "temperature"),
+    ],
+)
+def test_a_batch_is_refused_by_the_place_at_fault(fields: dict[str, Any], param: str) -> None:
+    body = {"messages": [CHAT["messages"]], "max_tokens": 1} | fields
+    answer = ask("POST", "/v1/chat/completions/batch", json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
 def test_an_invocation_of_nothing_is_refused() -> None:
     assert ask("POST", "/invocations", json={}).status_code == 400
 

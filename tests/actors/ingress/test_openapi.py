@@ -8,6 +8,7 @@ import pytest
 from actors.anthropic.bodies import CountBody, MessagesBody
 from actors.ingress.openapi import GETS, POSTS, build_openapi
 from actors.openai.request_bodies import (
+    ChatBatchBody,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
@@ -22,6 +23,7 @@ from actors.openai.responses.bodies import ResponsesBody
 DOCUMENT: dict[str, Any] = json.loads(build_openapi("name", "1.2.3"))
 BODIES = {
     "/v1/chat/completions": ChatBody,
+    "/v1/chat/completions/batch": ChatBatchBody,
     "/v1/completions": CompletionBody,
     "/v1/responses": ResponsesBody,
     "/v1/messages": MessagesBody,

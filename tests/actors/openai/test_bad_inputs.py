@@ -225,13 +225,6 @@ ROWS: list[tuple[str, Reader, Fields, str, str]] = [
         "invalid_value",
     ),
     (
-        "effort without a place for it",
-        chat,
-        {"reasoning_effort": "high"},
-        "reasoning_effort",
-        "unsupported_parameter",
-    ),
-    (
         "stream options without a stream",
         completion,
         {"stream_options": {"include_usage": True}},

@@ -50,6 +50,14 @@ def test_a_template_tells_how_calls_are_written(
     assert (dialect.knows_tools, dialect.tool_format) == (knows_tools, tool_format)
 
 
+def test_a_template_tells_how_thinking_is_asked_for(tokenizing: Tokenizing) -> None:
+    switch = "{%- if enable_thinking is defined and enable_thinking is false %}x{% endif %}"
+    dialect = build_dialect(CHATML + switch, ApiConfig(), tokenizing)
+    assert (dialect.knows_enable_thinking, dialect.knows_reasoning_effort) == (True, False)
+    dialect = build_dialect(CHATML + "{{ reasoning_effort }}", ApiConfig(), tokenizing)
+    assert (dialect.knows_enable_thinking, dialect.knows_reasoning_effort) == (False, True)
+
+
 def test_the_config_has_the_last_word_on_parsers(tokenizing: Tokenizing) -> None:
     for kind in ToolFormat:
         api = ApiConfig(tool_parser=kind.value)

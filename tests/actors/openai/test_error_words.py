@@ -51,6 +51,10 @@ def test_the_words_are_openais() -> None:
     assert words({"functions": []}) == (
         "Unsupported parameter: 'functions' is not supported by this server; use 'tools' instead."
     )
+    assert words({"logit_bias": {"7": 1, "500": 1, "x": 1}}) == (
+        "Invalid 'logit_bias': key '500', 'x' is out of vocabulary. Expected one of 500 token ids,"
+        " 0 to 499."
+    )
     assert words({"tool_choice": "auto"}) == (
         "Invalid 'tool_choice': only allowed when 'tools' are specified."
     )

@@ -80,6 +80,9 @@ def test_without_a_form_there_is_no_constraint() -> None:
         ({"structured_outputs": {"regex": "a+|b"}}, ["aaa", "b"], ["ab", ""]),
         ({"structured_outputs": {"choice": ["yes", 'n"o\n']}}, ["yes", 'n"o\n'], ["ye", "no"]),
         ({"structured_outputs": {"grammar": 'root ::= "x" root | "y"'}}, ["xxy"], ["xx"]),
+        ({"json_schema": json.dumps(POINT)}, ['{"x": 3}'], ["{}"]),
+        ({"regex": "a+|b"}, ["aaa", "b"], ["ab", ""]),
+        ({"ebnf": 'root ::= "x" root | "y"'}, ["xxy"], ["xx"]),
     ],
 )
 def test_a_form_allows_what_it_says_and_nothing_else(
@@ -119,6 +122,10 @@ def test_a_long_constraint_is_refused_by_its_size() -> None:
         ({"structured_outputs": {"xml": "a"}}, "structured_outputs.xml", "unknown_parameter"),
         ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "empty_array"),
         ({"structured_outputs": {"regex": ""}}, "structured_outputs.regex", "empty_string"),
+        ({"regex": ""}, "regex", "empty_string"),
+        ({"json_schema": "{"}, "json_schema", "invalid_type"),
+        ({"regex": "a", "ebnf": "b"}, "regex", "invalid_value"),
+        ({"structured_outputs": {"regex": "a"}, "regex": "a"}, "regex", "invalid_value"),
         ({"structured_outputs": {"json": [1]}}, "structured_outputs.json", "invalid_type"),
         ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "invalid_type"),
         ({"structured_outputs": {"regex": "a"}, "ignore_eos": True}, "ignore_eos", "invalid_value"),

@@ -189,7 +189,6 @@ CHAT_ROWS: list[tuple[dict[str, object], str | None, str | None]] = [
     ({"metadata": {"k": "v" * 513}}, "metadata.k", "string_above_max_length"),
     ({"include_reasoning": "no"}, "include_reasoning", "invalid_type"),
     ({"reasoning_effort": "endless"}, "reasoning_effort", "invalid_value"),
-    ({"reasoning_effort": "low"}, "reasoning_effort", "unsupported_parameter"),
     ({"verbosity": "low"}, "verbosity", "unsupported_parameter"),
     ({"web_search_options": {}}, "web_search_options", "unsupported_parameter"),
     ({"moderation": {}}, "moderation", "unsupported_parameter"),

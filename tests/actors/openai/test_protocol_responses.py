@@ -246,6 +246,20 @@ def test_chat_logprobs_hold_text_and_bytes_of_every_token(tokenizing: Tokenizing
     assert [item.model_dump() for item in gathered] == [i.model_dump() for i in unary.content]
 
 
+def test_a_chosen_token_stands_beside_those_that_were_named(tokenizing: Tokenizing) -> None:
+    named = {"logprobs": True, "logprob_token_ids": [5], "return_tokens_as_token_ids": True}
+    for stream in (False, True):
+        parsed = parse("chat", tokenizing, top_logprobs=1, stream=stream, **named)
+        sent = respond(parsed, tokenizing, [[5, 6]])
+        bodies = events(sent) if stream else [json.loads(b"".join(sent))]
+        shown = [body["choices"][0].get("logprobs") for body in bodies]
+        tops = [token["top_logprobs"] for part in shown if part for token in part["content"]]
+        assert [[top["token"] for top in of_token] for of_token in tops] == [
+            ["token_id:5"],
+            ["token_id:6", "token_id:5"],
+        ]
+
+
 def test_completion_logprobs_line_up_with_the_text(tokenizing: Tokenizing) -> None:
     ids = ids_of(tokenizing, TEXT)
     parsed = parse("completion", tokenizing, logprobs=2)
@@ -264,6 +278,7 @@ def test_completion_logprobs_line_up_with_the_text(tokenizing: Tokenizing) -> No
         assert choice.text[offset:].startswith(logprobs.tokens[index])
     for name, top in zip(logprobs.tokens, logprobs.top_logprobs, strict=True):
         assert top[name] == -0.5
+        assert next(iter(top)) == name
         assert len(top) == 3
 
     streamed = parse("completion", tokenizing, logprobs=2, stream=True)

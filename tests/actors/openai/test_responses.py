@@ -116,6 +116,12 @@ def test_options_become_those_of_a_chat() -> None:
     assert cut.max_tokens == 300
 
 
+def test_a_choice_among_no_tools_is_neutral_unless_it_asks_for_one() -> None:
+    for choice in ("auto", "none"):
+        assert parse(tool_choice=choice).tool_format is None
+    assert refusal(tool_choice="required").param == "tool_choice"
+
+
 def test_tools_are_read() -> None:
     parsed = parse(tools=[TOOL], tool_choice={"type": "function", "name": "now"})
     assert parsed.tool_names == {"now"}
@@ -158,6 +164,13 @@ def test_what_cannot_be_done_is_refused_by_name(fields: dict[str, Any], param: s
 # ---- answers ------------------------------------------------------------------------------------
 
 
+def test_what_is_no_id_is_told_from_what_is_gone() -> None:
+    assert (
+        refusal(previous_response_id="resp_1").status,
+        refusal(previous_response_id="1").status,
+    ) == (404, 400)
+
+
 def test_an_answer_is_the_clients_object(tokenizing: Tokenizing) -> None:
     parsed = parse(metadata={"a": "b"}, tools=[TOOL], max_output_tokens=9)
     (body,) = say(parsed, tokenizing, f"text{CALL}", finish="stop")
@@ -172,6 +185,22 @@ def test_an_answer_is_the_clients_object(tokenizing: Tokenizing) -> None:
     assert read.usage.total_tokens == read.usage.input_tokens + read.usage.output_tokens
     assert read.usage.input_tokens_details.cached_tokens == 2
     assert json.loads(body)["max_output_tokens"] == 9
+
+
+def test_an_answer_shows_its_tokens_if_asked(tokenizing: Tokenizing) -> None:
+    for asked, stream in ((True, False), (True, True), (False, False)):
+        parsed = parse(input="hi", enable_response_messages=asked, stream=stream)
+        sent = say(parsed, tokenizing, "hello", finish="stop")
+        last = json.loads(sent[-1].partition(b"data: ")[2] if stream else sent[-1])
+        answer = last["response"] if stream else last
+        if not asked:
+            assert "input_messages" not in answer
+            continue
+        (read,), (written,) = answer["input_messages"], answer["output_messages"]
+        assert (read["type"], read["tokens"]) == ("raw_message_tokens", [1, 2, 3])
+        assert read["message"] == tokenizing.decode([1, 2, 3], skip_special_tokens=False)
+        assert written["message"].startswith("hello")
+        assert written["message"] == tokenizing.decode(written["tokens"], skip_special_tokens=False)
 
 
 def test_a_cut_answer_is_incomplete(tokenizing: Tokenizing) -> None:

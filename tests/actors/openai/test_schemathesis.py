@@ -20,7 +20,7 @@ from schemathesis.checks import (
 )
 
 from actors.ingress.openapi import GETS
-from actors.ingress.pipeline import Batchers
+from actors.ingress.prompt_tokens import Batchers
 from actors.rpc.handles import BatcherHandle
 from actors.tokenizer_batcher import PromptTokenizer
 from configs.schema import TokenizerConfig
@@ -31,7 +31,9 @@ from tests.actors.ingress.edge_app import MODEL_FOLDER, EdgeApp, edge_app
 
 pytestmark = pytest.mark.slow
 
-NUM_EXAMPLES = 20  # per route and kind
+# Per route and kind. Drawing a body takes 25 times as long as answering it.
+NUM_EXAMPLES = 6
+NUM_AT_NIGHT = 60
 PATIENCE_S = 200.0  # with one answer, for a busy machine's sake
 MAX_OPTIONAL = 3  # fields of a sensible body: of very many one is always wrong
 CHECKS = [
@@ -130,13 +132,16 @@ def be_sensible(case: Case, data: st.DataObject) -> None:
 
 
 def send_many(
-    operation: Operation, mode: GenerationMode, change: Change = as_it_comes
+    operation: Operation,
+    mode: GenerationMode,
+    change: Change = as_it_comes,
+    num_examples: int = NUM_EXAMPLES,
 ) -> Counter[int]:
     """Fresh cases at each run, all of them judged. Returns the statuses of the answers."""
     statuses: Counter[int] = Counter()
 
     @settings(
-        max_examples=NUM_EXAMPLES,
+        max_examples=num_examples,
         deadline=None,
         database=None,
         suppress_health_check=list(HealthCheck),
@@ -154,22 +159,37 @@ def send_many(
     return statuses
 
 
-@pytest.mark.parametrize("path", NEEDED)
-def test_no_allowed_body_makes_the_server_fail(path: str, schema: BaseSchema) -> None:
-    statuses = send_many(schema[path]["POST"], GenerationMode.POSITIVE, know_the_model)
-    assert statuses.total() >= NUM_EXAMPLES
+by_day_and_night = pytest.mark.parametrize(
+    "num_examples", [NUM_EXAMPLES, pytest.param(NUM_AT_NIGHT, marks=pytest.mark.nightly)]
+)
 
 
+@by_day_and_night
 @pytest.mark.parametrize("path", NEEDED)
-def test_sensible_bodies_are_answered(path: str, schema: BaseSchema) -> None:
-    statuses = send_many(schema[path]["POST"], GenerationMode.POSITIVE, be_sensible)
+def test_no_allowed_body_makes_the_server_fail(
+    path: str, num_examples: int, schema: BaseSchema
+) -> None:
+    operation = schema[path]["POST"]
+    statuses = send_many(operation, GenerationMode.POSITIVE, know_the_model, num_examples)
+    assert statuses.total() >= num_examples
+
+
+@by_day_and_night
+@pytest.mark.parametrize("path", NEEDED)
+def test_sensible_bodies_are_answered(path: str, num_examples: int, schema: BaseSchema) -> None:
+    operation = schema[path]["POST"]
+    statuses = send_many(operation, GenerationMode.POSITIVE, be_sensible, num_examples)
     assert statuses[200] > 0, statuses
 
 
+@by_day_and_night
 @pytest.mark.parametrize("path", NEEDED)
-def test_every_body_that_is_not_allowed_is_refused(path: str, schema: BaseSchema) -> None:
-    statuses = send_many(schema[path]["POST"], GenerationMode.NEGATIVE, know_the_model)
-    assert statuses.total() >= NUM_EXAMPLES, "what was not sent proves nothing"
+def test_every_body_that_is_not_allowed_is_refused(
+    path: str, num_examples: int, schema: BaseSchema
+) -> None:
+    operation = schema[path]["POST"]
+    statuses = send_many(operation, GenerationMode.NEGATIVE, know_the_model, num_examples)
+    assert statuses.total() >= num_examples, "what was not sent proves nothing"
     assert all(400 <= status < 500 for status in statuses), statuses
 
 

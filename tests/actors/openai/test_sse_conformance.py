@@ -18,7 +18,7 @@ from load_tests.http_load.sse import EventParser
 from tests.actors.ingress.edge_app import EdgeApp, edge_app
 from tests.harness.tokenizer_folders import byte_level_folder
 
-TEMPLATE = "{% if tools %}<tool_call>{% endif %}<think>"
+TEMPLATE = "{% if tools %}<tool_call>{% endif %}{% if thinks %}<think>{% endif %}hi"
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": "ü\\r\\n\\n"}}\n</tool_call>'
 # What would be an event of its own, or end one, if it got out as it is.

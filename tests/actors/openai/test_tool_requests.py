@@ -105,6 +105,15 @@ def test_effort_reaches_a_template_that_knows_it() -> None:
     }
 
 
+def test_effort_without_a_place_for_it_switches_thinking_or_has_no_effect() -> None:
+    switching = replace(MODEL, dialect=ChatDialect(knows_enable_thinking=True))
+    for effort, thinks in (("none", False), ("low", True), ("max", True)):
+        assert variables(chat(switching, reasoning_effort=effort)) == {"enable_thinking": thinks}
+    own = {"enable_thinking": True}
+    assert variables(chat(switching, reasoning_effort="none", chat_template_kwargs=own)) == own
+    assert variables(chat(reasoning_effort="high")) == {}
+
+
 def test_a_client_cannot_set_tools_past_the_checks() -> None:
     assert refusal(chat_template_kwargs={"tools": "x"}).param == "chat_template_kwargs"
 

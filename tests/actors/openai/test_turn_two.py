@@ -159,6 +159,8 @@ def test_old_names_of_constraints_say_the_new_one() -> None:
 def test_fields_reach_the_engine() -> None:
     parsed = chat(
         allowed_token_ids=[7, 3, 7],
+        logprobs=True,
+        logprob_token_ids=[9, 2, 9],
         bad_words=["no", "no"],
         skip_special_tokens=False,
         return_tokens_as_token_ids=True,
@@ -166,6 +168,7 @@ def test_fields_reach_the_engine() -> None:
         echo=True,
     )
     assert parsed.sampling.allowed_token_ids == (7, 3)
+    assert parsed.sampling.logprob_token_ids == (9, 2)
     assert parsed.sampling.is_constrained
     assert parsed.bad_words == ("no",)
     assert not parsed.skips_special_tokens
@@ -201,6 +204,9 @@ def test_a_long_prompt_can_be_cut(fields: dict[str, object], cut: tuple[int, boo
         ({"truncate_prompt_tokens": 100}, "truncate_prompt_tokens"),
         ({"allowed_token_ids": []}, "allowed_token_ids"),
         ({"allowed_token_ids": [500]}, "allowed_token_ids[0]"),
+        ({"logprob_token_ids": [7]}, "logprob_token_ids"),
+        ({"logprob_token_ids": [500], "logprobs": True}, "logprob_token_ids[0]"),
+        ({"logprob_token_ids": [7] * 129, "logprobs": True}, "logprob_token_ids"),
         ({"bad_words": [""]}, "bad_words[0]"),
         ({"prompt_logprobs": -1}, "prompt_logprobs"),
         ({"request_id": ""}, "request_id"),
@@ -213,6 +219,7 @@ def test_a_value_that_cannot_be_is_refused(fields: dict[str, object], param: str
 
 
 def test_all_logprobs_are_for_servers_that_allow_them() -> None:
-    limits = EdgeConfig(max_logprobs=-1)
-    assert chat(limits, prompt_logprobs=-1).sampling.prompt_logprobs == 500
-    assert chat(limits, logprobs=True, top_logprobs=-1).sampling.logprobs == 500
+    for num_allowed in (-1, 500):  # of 500 in the vocabulary
+        limits = EdgeConfig(max_logprobs=num_allowed)
+        assert chat(limits, prompt_logprobs=-1).sampling.prompt_logprobs == 500
+        assert chat(limits, logprobs=True, top_logprobs=-1).sampling.logprobs == 500

@@ -52,6 +52,24 @@ def test_zero_means_only_the_chosen_token(generator: torch.Generator) -> None:
     assert logprobs.chosen == pytest.approx(logits.double().log_softmax(-1).max().item(), abs=1e-5)
 
 
+def test_a_row_may_name_tokens_in_place_of_the_best(generator: torch.Generator) -> None:
+    logits = torch.randn((3, VOCAB_SIZE), generator=generator)
+    logits[1, 7] = -torch.inf
+    named = (600, 7, 0)
+    found = sample(
+        logits,
+        greedy(logprobs=5),
+        greedy(logprobs=1, logprob_token_ids=named),
+        greedy(logprobs=0, logprob_token_ids=(12,)),
+    ).logprobs
+    reference = logits.double().log_softmax(dim=-1)
+    for line, ids in ((0, reference[0].topk(5).indices.tolist()), (1, [*named]), (2, [12])):
+        logprobs = found[line]
+        assert logprobs is not None
+        assert logprobs.top_ids == ids
+        assert logprobs.top_logprobs == pytest.approx(reference[line, ids].tolist(), abs=1e-5)
+
+
 def test_equal_values_come_lower_id_first() -> None:
     logits = torch.tensor([[0.0, 3.0, -0.0, 3.0, 0.0, -5.0, 3.0, -5.0]])
     (logprobs,) = sample(logits, greedy(logprobs=8)).logprobs

@@ -9,7 +9,11 @@ from transformers import AutoTokenizer
 
 from engine.errors import ConfigError
 from engine.messages import TokenizeRequest
-from engine.text.chat_template import load_chat_template, read_template_text
+from engine.text.chat_template import (
+    describe_tokenizer,
+    load_chat_template,
+    read_template_text,
+)
 from tests.harness.tokenizer_folders import CHATML, byte_level_folder
 
 WITH_TOOLS = (
@@ -84,3 +88,14 @@ def test_a_folder_without_a_template_has_none_and_a_broken_one_is_named(tmp_path
     (tmp_path / "tokenizer_config.json").write_text("{")
     with pytest.raises(ConfigError, match="tokenizer_config"):
         read_template_text(tmp_path)
+
+
+def test_clients_read_special_tokens_and_the_template_as_texts(tmp_path: Path) -> None:
+    """What transformers writes now: a token as an object, the template in a file of its own."""
+    token = {"__type": "AddedToken", "content": "<|im_end|>", "special": True}
+    config = {"eos_token": token, "bos_token": None, "model_max_length": 8}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "chat_template.jinja").write_text(CHATML)
+    told = {"eos_token": "<|im_end|>", "chat_template": CHATML}
+    assert describe_tokenizer(tmp_path) == config | told
+    assert describe_tokenizer(tmp_path / "none") == {}
