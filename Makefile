@@ -32,8 +32,8 @@ serve: $(SERVING)
 	$(VENV)/bin/serve run serve_app:app host=$(HOST) port=$(PORT)
 
 test: $(TESTING)
-	$(VENV)/bin/python -m pytest -n 2 --dist worksteal -m "not ray and not lab and $(EVERYDAY)"
-	$(VENV)/bin/python -m pytest -m "ray and not lab and $(EVERYDAY)"
+	$(VENV)/bin/python -m pytest --durations 10 -n 2 --dist worksteal -m "not ray and not lab and $(EVERYDAY)"
+	$(VENV)/bin/python -m pytest --durations 10 -m "ray and not lab and $(EVERYDAY)"
 
 # Tests of our own benches and checks; .ci/run says when.
 test-lab: $(TESTING)

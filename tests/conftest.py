@@ -1,6 +1,13 @@
 """What holds for all tests."""
 
+import gc
+import os
+from collections.abc import Iterator
 from pathlib import Path
+
+# Before torch starts: the models are tiny, and threads of two test processes that wait for each
+# other on two cores take four times as long as one thread of each.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 from hypothesis import settings
@@ -11,6 +18,30 @@ LAB = TESTS / "load_tests" / "lab"
 # A machine that is busy with other tests must not look like an example that takes too long.
 settings.register_profile("any machine", deadline=None)
 settings.load_profile("any machine")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out files whose tests `make test` and `make test-lab` would all deselect.
+
+    Their imports take longer than many a test. A marker's name stands in the file of its tests.
+    """
+    asked_for = str(config.option.markexpr)
+    if asked_for.startswith("ray and ") and collection_path.suffix == ".py":
+        return "mark.ray" not in collection_path.read_text() or None
+    if collection_path == LAB:
+        return "not lab" in asked_for or None
+    return None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Look for no garbage while tests are imported, and later not among what they imported."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -53,7 +53,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "engine.core": (*_WORDS, "engine.scheduling"),
     # -- engine: outputs that are held to a language
     "engine.constraints": (
-        "kernels.sampling.token_mask",
+        "kernels.sampling.mask_words",
         "engine.errors",
         "engine.request",
         "engine.text.tokenizing",
@@ -182,7 +182,6 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
         "demo_model",
         "kernels",
         "engine.build",
-        "engine.constraints.check_child",
         "engine.constraints.compiling",
         "engine.kv.store",
         "engine.layers",

@@ -20,14 +20,13 @@ from typing import BinaryIO
 
 import msgspec
 import numpy as np
-import torch
 
 from engine.constraints.compiling import CompiledGrammar, compile_constraint
 from engine.constraints.vocabulary import Vocabulary, load_vocabulary
 from engine.errors import RequestError
 from engine.models.spec import load_spec
 from engine.request import Constraint
-from kernels.sampling.token_mask import num_mask_words
+from kernels.sampling.mask_words import num_mask_words
 
 START_LIMIT_S = 120.0  # for this process, until it accepts constraints
 CPU_LIMIT_S = 6.0  # of one constraint
@@ -106,14 +105,14 @@ def _try(grammar: CompiledGrammar) -> str:
     """Follow a random output for some tokens: does it reach a dead end, and is it fast enough?"""
     matcher = grammar.matcher()
     vocab_size = grammar.vocabulary.vocab_size
-    mask = torch.zeros((1, num_mask_words(vocab_size)), dtype=torch.int32)
+    mask = np.zeros(num_mask_words(vocab_size), dtype=np.int32)
     draw = random.Random(0)
     spent_s = 0.0
     for position in range(NUM_TRIED_TOKENS):
         started_s = time.process_time()
-        matcher.fill_next_token_bitmask(mask)
+        matcher.fill_next_token_words(mask)
         spent_s += time.process_time() - started_s
-        bits = np.unpackbits(mask.numpy().view(np.uint8), bitorder="little")[:vocab_size]
+        bits = np.unpackbits(mask.view(np.uint8), bitorder="little")[:vocab_size]
         allowed = np.flatnonzero(bits)
         going_on = np.setdiff1d(allowed, grammar.vocabulary.eos_token_ids)
         if len(allowed) == 0 and matcher.is_beyond_limits:

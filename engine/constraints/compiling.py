@@ -8,20 +8,22 @@ drawn, and the request ends with an error instead of an output that only looks c
 
 import logging
 from dataclasses import dataclass
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import llguidance
 import msgspec
-import torch
+import numpy as np
 from llguidance.gbnf_to_lark import any_to_lark
-from torch import Tensor
 
 from engine.constraints.pattern import portable_pattern
 from engine.constraints.tag_layout import Layout, layout_grammar, on_one_line
 from engine.constraints.vocabulary import Vocabulary
 from engine.errors import RequestError
 from engine.request import Constraint, ConstraintKind
-from kernels.sampling.token_mask import num_mask_words
+from kernels.sampling.mask_words import num_mask_words
+
+if TYPE_CHECKING:
+    from torch import Tensor  # imported by nobody who only checks constraints
 
 _DEAD_END = "NoExtension"  # the library's name for a point where no token may follow
 logger = logging.getLogger(__name__)
@@ -40,17 +42,21 @@ class GrammarMatcher:
         is_accepted: bool = self._matcher.consume_token(token_id)
         return is_accepted
 
-    def fill_next_token_bitmask(self, bitmask: Tensor, index: int = 0) -> bool:
+    def fill_next_token_bitmask(self, bitmask: "Tensor", index: int = 0) -> bool:
         """Write line `index` of `bitmask` int32 [P, words]: bit i of word w allows 32 * w + i."""
-        line = bitmask[index]
-        assert line.is_contiguous(), "a line of a mask has its words side by side"
-        assert line.dtype == torch.int32, line.dtype
-        assert len(line) == self._num_words, f"{len(line)} words, {self._num_words} expected"
-        self._matcher.unsafe_compute_mask_ptr(line.data_ptr(), line.nbytes)
+        line: np.ndarray[tuple[int], np.dtype[np.int32]] = bitmask[index].numpy()  # its memory
+        self.fill_next_token_words(line)
+        return True
+
+    def fill_next_token_words(self, words: "np.ndarray[tuple[int], np.dtype[np.int32]]") -> None:
+        """Write one line of a mask; see `fill_next_token_bitmask`."""
+        assert words.flags.c_contiguous, "a line of a mask has its words side by side"
+        assert words.dtype == np.int32, words.dtype
+        assert len(words) == self._num_words, f"{len(words)} words, {self._num_words} expected"
+        self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         if self._matcher.is_error():
             logger.error("a constraint cannot be followed: %s", self.error)
-            line.zero_()
-        return True
+            words.fill(0)
 
     @property
     def is_complete(self) -> bool:

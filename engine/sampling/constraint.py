@@ -17,7 +17,8 @@ from torch import Tensor
 
 from engine.request import Constraint, SamplingParams, Thinking
 from engine.sampling.feature import positions_of
-from kernels.sampling.token_mask import TOKENS_PER_WORD, ban_tokens, num_mask_words
+from kernels.sampling.mask_words import TOKENS_PER_WORD, num_mask_words
+from kernels.sampling.token_mask import ban_tokens
 
 logger = logging.getLogger(__name__)
 

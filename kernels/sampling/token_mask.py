@@ -9,12 +9,7 @@ a CPU, Triton on a GPU, where it is one launch that reads no logits.
 import torch
 from torch import Tensor
 
-TOKENS_PER_WORD = 32
-
-
-def num_mask_words(vocab_size: int) -> int:
-    """Number of words of one line's mask."""
-    return -(-vocab_size // TOKENS_PER_WORD)
+from kernels.sampling.mask_words import TOKENS_PER_WORD, num_mask_words
 
 
 def ban_tokens(logits: Tensor, lines: Tensor, words: Tensor) -> None:

@@ -80,16 +80,13 @@ async def _history(system: VirtualSystem) -> None:
 
 def _play(name: str, *, overlap: bool) -> None:
     seed = random.randrange(2**32)
-    print(f"seed {seed}")
+    print(f"seed {seed}, overlap {overlap}")
     play(_history, seed=seed, scheduler__overlap=overlap, **SYSTEMS[name])
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlapped"])
 @pytest.mark.parametrize("name", SYSTEMS)
-def test_whatever_dies_and_whoever_leaves_answers_are_right_or_one_error(
-    name: str, overlap: bool
-) -> None:
-    _play(name, overlap=overlap)
+def test_whatever_dies_and_whoever_leaves_answers_are_right_or_one_error(name: str) -> None:
+    _play(name, overlap=random.choice([False, True]))
 
 
 # ---- what is wrong is seen -----------------------------------------------------------------------

@@ -1,36 +1,102 @@
 """Runs a module-level function with Triton's interpreter in place of its compiler.
 
-The interpreter is chosen when `triton` is imported, so each call starts one fresh process: put all
-cases of a module in one function. In it: fp32 and fp16 only (the interpreter's bf16 is wrong).
+The interpreter is chosen when `triton` is imported, so that a process of its own runs them: one,
+for all of a test process, because its imports take longer than most cases. In it: fp32 and fp16
+only (the interpreter's bf16 is wrong).
 """
 
+import atexit
+import contextlib
+import importlib
+import io
+import json
 import os
+import random
 import subprocess
 import sys
+import traceback
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
 
 _ROOT = Path(__file__).resolve().parents[2]
 
 
-def run_interpreted(function: str, *arguments: str, timeout_s: float = 240.0) -> str:
+def drawn(cases: Sequence[T], number: int) -> list[T]:
+    """Some of the cases, others in every run; prints which, for whoever reads of a failure."""
+    places = sorted(random.sample(range(len(cases)), number))
+    print(f"cases {places}")
+    return [cases[place] for place in places]
+
+
+class _Interpreter:
+    """The process; it ends when its standard input is closed."""
+
+    def __init__(self) -> None:
+        environment = dict(os.environ, TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
+        environment["PYTHONPATH"] = os.pathsep.join(
+            [str(_ROOT), *filter(None, [environment.get("PYTHONPATH")])]
+        )
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.kernels.interpreter"],
+            cwd=_ROOT,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        atexit.register(self.close)
+
+    def run(self, function: str, arguments: tuple[str, ...]) -> tuple[bool, str]:
+        """Whether it returned, and what it printed."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps([function, *arguments]) + "\n")
+        self.process.stdin.flush()
+        answer = self.process.stdout.readline()
+        if not answer:
+            return False, f"the process ended with {self.process.wait()}"
+        is_good, printed = json.loads(answer)
+        return is_good, printed
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+_started: list[_Interpreter] = []
+
+
+def run_interpreted(function: str, *arguments: str) -> str:
     """Call `module:function` with `arguments` under TRITON_INTERPRET=1; returns what it printed.
 
-    Raises AssertionError with the process's output when the function raises.
+    Raises AssertionError with what it printed when the function raises.
     """
+    interpreter = _started.pop() if _started else _Interpreter()
+    try:
+        is_good, printed = interpreter.run(function, arguments)
+    except BaseException:  # a test that ran out of time reads no answer, nor shall the next one
+        interpreter.close()
+        raise
+    if interpreter.process.poll() is None:
+        _started.append(interpreter)
+    assert is_good, f"{function} failed\n{printed}"
+    return printed
+
+
+def _run(function: str, *arguments: str) -> tuple[bool, str]:
     module, name = function.split(":")
-    code = f"import sys, {module}\n{module}.{name}(*sys.argv[1:])"
-    environment = dict(os.environ, TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
-    environment["PYTHONPATH"] = os.pathsep.join(
-        [str(_ROOT), *filter(None, [environment.get("PYTHONPATH")])]
-    )
-    ended = subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        cwd=_ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
-    )
-    assert ended.returncode == 0, f"{function} failed\n{ended.stdout}\n{ended.stderr}"
-    return ended.stdout
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        try:
+            getattr(importlib.import_module(module), name)(*arguments)
+        except BaseException:  # noqa: BLE001 - the test raises it
+            return False, printed.getvalue() + traceback.format_exc()
+    return True, printed.getvalue()
+
+
+if __name__ == "__main__":
+    for line in sys.stdin:
+        print(json.dumps(_run(*json.loads(line))), flush=True)

@@ -8,7 +8,7 @@ from engine.constraints.compiling import GrammarMatcher, compile_constraint
 from engine.constraints.vocabulary import Vocabulary, load_vocabulary
 from engine.models.spec import load_spec
 from engine.request import Constraint
-from kernels.sampling.token_mask import num_mask_words
+from kernels.sampling.mask_words import num_mask_words
 
 MODEL = Path(__file__).parents[3] / "demo_model" / "laps-demo"
 

@@ -340,7 +340,7 @@ SETTINGS = settings(
     stateful_step_count=40,
     suppress_health_check=list(HealthCheck),
 )
-CacheMachine.TestCase.settings = settings(SETTINGS, max_examples=250)
+CacheMachine.TestCase.settings = settings(SETTINGS, max_examples=100)
 TestBlockCacheAgainstTheModel = pytest.mark.slow(CacheMachine.TestCase)
 
 

@@ -271,10 +271,10 @@ COMMON = settings(
 
 
 @pytest.mark.slow
-def test_the_transfer_protocol_holds_in_any_order_of_events() -> None:
-    run_state_machine_as_test(
-        TransferMachine, settings=settings(COMMON, max_examples=150, stateful_step_count=40)
-    )
+@pytest.mark.parametrize("num_examples", [60, pytest.param(2000, marks=pytest.mark.nightly)])
+def test_the_transfer_protocol_holds_in_any_order_of_events(num_examples: int) -> None:
+    options = settings(COMMON, max_examples=num_examples, stateful_step_count=40)
+    run_state_machine_as_test(TransferMachine, settings=options)
 
 
 class FreesUnderAWrite(IncomingHandoffs):

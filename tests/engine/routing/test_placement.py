@@ -13,7 +13,14 @@ from configs.schema import LapsConfig
 from engine.cost_model import PRIOR
 from engine.length_class import LengthClass, LinearCost, PrefillCost, classify
 from engine.messages import Assign, Hold, Placement, Reject, Role, RouteRequest
-from engine.routing.placement import PlacementRules, ShortQueue, WorkerSnapshot, route, wait_s
+from engine.routing.placement import (
+    PlacementRules,
+    ShortQueue,
+    WorkerSnapshot,
+    is_forced,
+    route,
+    wait_s,
+)
 
 COST = LinearCost(floor_s=0.01, token_s=1e-4)
 LAPS = LapsConfig(spill_margin_s=0.05, laps_alloc_threshold=100, max_step_ms=20.0)
@@ -59,6 +66,26 @@ def _assigned(*snapshots: WorkerSnapshot, **given: Any) -> Assign:
 def _where(*snapshots: WorkerSnapshot, **given: Any) -> tuple[str, str | None]:
     assign = _assigned(*snapshots, **given)
     return assign.prefill_worker, assign.decode_worker
+
+
+@pytest.mark.parametrize(
+    ("roles", "is_only_choice"),
+    [
+        (["unified"], True),
+        (["prefill", "decode"], True),
+        (["unified", "unified"], False),
+        (["prefill", "prefill", "decode"], False),
+        (["prefill", "decode", "decode"], False),
+        ([], False),
+    ],
+)
+@pytest.mark.parametrize("is_alive", [True, False])
+def test_one_worker_a_role_is_no_choice(
+    roles: list[Role], is_only_choice: bool, is_alive: bool
+) -> None:
+    # Neither while one is away: it is waited for, because there is no other.
+    workers = [_worker(f"w{i}", role, is_alive=is_alive) for i, role in enumerate(roles)]
+    assert is_forced(workers) == is_only_choice
 
 
 def test_the_least_queued_work_wins() -> None:

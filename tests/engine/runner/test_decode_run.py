@@ -142,7 +142,7 @@ def _on_host(batch: InputBatch) -> dict[str, object]:
 
 
 @given(rng=st.randoms(use_true_random=False))
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 def test_what_goes_on_is_what_would_be_written_from_nothing(rng: random.Random) -> None:
     world = World(rng)
     for _ in range(40):

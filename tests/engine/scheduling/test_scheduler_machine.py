@@ -213,7 +213,7 @@ MACHINES = (
     ReservingShortFirstMachine,
 )
 for _machine in MACHINES:
-    _machine.TestCase.settings = settings(SETTINGS, max_examples=60)
+    _machine.TestCase.settings = settings(SETTINGS, max_examples=20)
 WIDE = settings(SETTINGS, max_examples=2000)
 TestSchedulerUnderRandomHistories = pytest.mark.slow(SchedulerMachine.TestCase)
 TestOverlappedSchedulerUnderRandomHistories = pytest.mark.slow(OverlappedMachine.TestCase)

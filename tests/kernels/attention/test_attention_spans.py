@@ -21,7 +21,7 @@ from tests.kernels.attention.attention_cases import (
     assert_close,
     build_problem,
 )
-from tests.kernels.interpreter import run_interpreted
+from tests.kernels.interpreter import drawn, run_interpreted
 
 if TYPE_CHECKING:
     from kernels.attention.triton import TritonAttention
@@ -109,18 +109,27 @@ def _triton(problem: Problem, **options: Any) -> "TritonAttention":
     )
 
 
-def interpreted_cases() -> None:
-    """Called in a process of its own, where Triton interprets."""
+def interpreted_case() -> None:
+    """Called in a process of its own, where Triton interprets; one case, drawn anew."""
+    _interpreted_cases(1)
+
+
+def all_interpreted_cases() -> None:
+    _interpreted_cases(4)
+
+
+def _interpreted_cases(number: int) -> None:
     from kernels.attention.triton_prefill import PrefillConfig
 
     tiles = PrefillConfig(tile_queries=16, tile_keys=16)
-    for dtype, heads, span_tokens, options in (
+    cases: list[tuple[torch.dtype, tuple[int, int], int, dict[str, Any]]] = [
         (torch.float32, (2, 1), 33, {"prefill_config": tiles}),
         (torch.float16, (3, 1), 70, {"prefill_config": tiles}),
         (torch.float32, (2, 1), 40, {"prefill_config": tiles, "fixed_tile": True}),
         # A tile of more queries than keys holds own tokens and such as are a whole tile too early.
         (torch.float32, (1, 1), 128, {}),
-    ):
+    ]
+    for dtype, heads, span_tokens, options in drawn(cases, number):
         problem = _small_problem(dtype, heads, "cpu")
         spans = _Spans(
             _triton(problem, **options),
@@ -138,8 +147,11 @@ def interpreted_cases() -> None:
 
 
 @pytest.mark.slow
-def test_spans_equal_float64_in_the_interpreter() -> None:
-    run_interpreted("tests.kernels.attention.test_attention_spans:interpreted_cases")
+@pytest.mark.parametrize(
+    "cases", ["interpreted_case", pytest.param("all_interpreted_cases", marks=pytest.mark.nightly)]
+)
+def test_spans_equal_float64_in_the_interpreter(cases: str) -> None:
+    run_interpreted(f"tests.kernels.attention.test_attention_spans:{cases}")
 
 
 # ---- on a GPU -----------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from tests.kernels.attention.attention_cases import (
     fresh_seed,
     run_layer,
 )
-from tests.kernels.interpreter import run_interpreted
+from tests.kernels.interpreter import drawn, run_interpreted
 
 if TYPE_CHECKING:
     from kernels.attention.triton import TritonAttention
@@ -162,7 +162,7 @@ def _replay_problems(
 
 def interpreted_cases() -> None:
     """Called in a process of its own, where Triton interprets; some checks, drawn anew."""
-    for run_check in random.Random(fresh_seed()).sample(interpreted_checks(), 3):
+    for run_check in drawn(interpreted_checks(), 2):
         run_check()
 
 
@@ -181,10 +181,12 @@ def interpreted_checks() -> list[Callable[[], None]]:
         heads: tuple[int, int],
         dtype: torch.dtype,
         block_size: int,
+        windows: tuple[int | None, ...] = WINDOWS,
         **tiles: Any,
     ) -> Callable[[], None]:
         def run_check() -> None:
-            problem = build_problem(rows, _shape(heads, 64), block_size=block_size, dtype=dtype)
+            shape = replace(_shape(heads, 64), layer_windows=windows)
+            problem = build_problem(rows, shape, block_size=block_size, dtype=dtype)
             _check_all_layers(problem, _backend(problem, **tiles))
 
         return run_check
@@ -208,7 +210,7 @@ def interpreted_checks() -> list[Callable[[], None]]:
         layers(everything, (2, 2), torch.float16, 16, **tiles),
         # More parts than are combined at once, more rows than are searched at once.
         layers(ROW_SETS["far_apart_decodes"], (16, 1), torch.float16, 32, **tiles),
-        layers([(0, 2)] * 127 + [(5, 3)] * 3, (2, 1), torch.float32, 16, **tiles),
+        layers([(0, 2)] * 127 + [(5, 3)] * 3, (2, 1), torch.float32, 16, (3,), **tiles),
         layers(everything, (8, 2), torch.float32, 16),
         same_bits,
         replays(**tiles),

@@ -1,6 +1,8 @@
 """Argmax and draws of whole rows: Triton in the interpreter and on a GPU, and torch."""
 
 import dataclasses
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ from torch import Tensor
 
 from kernels.sampling.noise import gumbel, noise_bits, noise_bits_reference
 from kernels.sampling.rows import Draws, GreedyChoice, greedy
-from tests.kernels.interpreter import run_interpreted
+from tests.kernels.interpreter import drawn, run_interpreted
 from tests.kernels.sampling.sample_cases import (
     ALL_KNOBS,
     Knobs,
@@ -176,21 +178,43 @@ def triton_noise(seeds: Tensor, indices: Tensor, tokens: Tensor) -> tuple[Tensor
 # ---- in the interpreter --------------------------------------------------------------------------
 
 
+CHECKS_OF_DRAWS: list[Callable[[], None]] = [
+    *(
+        partial(check_edges, "cpu", [knobs])
+        for knobs in (Knobs(), Knobs(top_k=1), Knobs(top_k=3, top_p=0.9, min_p=0.1))
+    ),
+    partial(check_random_draws, "cpu", 1031, torch.float32, 1),
+    # More segments than are listed at first.
+    partial(check_random_draws, "cpu", 20_011, torch.float16, 1),
+    partial(check_random_draws, "cpu", 20_011, torch.float32, 1),
+    partial(check_batch_independence, "cpu", 9001, torch.float32),
+]
+
+
 def interpreted() -> None:
+    """Called in a process of its own, where Triton interprets; some checks of draws, drawn anew."""
+    _interpreted(2)
+
+
+def all_interpreted() -> None:
+    _interpreted(len(CHECKS_OF_DRAWS))
+
+
+def _interpreted(number: int) -> None:
     check_noise("cpu")
     for vocab_size in (2, 1031, 4097):
         check_greedy("cpu", vocab_size, torch.float32)
     check_greedy("cpu", 1031, torch.float16)
-    check_edges("cpu", [Knobs(), Knobs(top_k=1), Knobs(top_k=3, top_p=0.9, min_p=0.1)])
-    check_random_draws("cpu", 1031, torch.float32, 1)
-    check_random_draws("cpu", 20_011, torch.float16, 1)  # more segments than are listed at first
-    check_random_draws("cpu", 20_011, torch.float32, 1)
-    check_batch_independence("cpu", 9001, torch.float32)
+    for check in drawn(CHECKS_OF_DRAWS, number):
+        check()
 
 
 @pytest.mark.slow
-def test_the_kernels_draw_what_float64_allows() -> None:
-    run_interpreted("tests.kernels.sampling.test_sample_rows:interpreted")
+@pytest.mark.parametrize(
+    "checks", ["interpreted", pytest.param("all_interpreted", marks=pytest.mark.nightly)]
+)
+def test_the_kernels_draw_what_float64_allows(checks: str) -> None:
+    run_interpreted(f"tests.kernels.sampling.test_sample_rows:{checks}")
 
 
 # ---- torch ---------------------------------------------------------------------------------------

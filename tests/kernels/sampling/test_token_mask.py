@@ -5,7 +5,8 @@ import random
 import pytest
 import torch
 
-from kernels.sampling.token_mask import ban_tokens, num_mask_words
+from kernels.sampling.mask_words import num_mask_words
+from kernels.sampling.token_mask import ban_tokens
 from tests.kernels.interpreter import run_interpreted
 from tests.kernels.sampling.sample_cases import fresh_generator
 

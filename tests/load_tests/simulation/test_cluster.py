@@ -31,7 +31,7 @@ def test_the_light_cluster_equals_the_one_of_real_schedulers_and_place(
     queue: str, policy: Policy
 ) -> None:
     spec = with_policies(ClusterSpec(num_prefill=4), queue, policy)
-    workload = online(60.0, 250, cv=2.0)
+    workload = online(60.0, 120, cv=2.0)
     served, expected = serve(spec, workload), serve(replace(spec, is_real=True), workload)
     assert_equal_times(served, expected)
     assert served.pool_sizes == expected.pool_sizes

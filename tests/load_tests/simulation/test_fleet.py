@@ -56,7 +56,7 @@ def rules(draw: st.DrawFn) -> PlacementRules:
     return PlacementRules(laps=laps, cost=cost)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data(), is_unified=st.booleans(), rules=rules())
 def test_every_decision_is_the_one_that_place_makes(
     data: st.DataObject, is_unified: bool, rules: PlacementRules
