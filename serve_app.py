@@ -13,6 +13,7 @@ from ray.serve.config import DeploymentActorConfig
 from ray.serve.schema import LoggingConfig
 
 from actors.ingress.graceful_stop import stop_gracefully_on_signals
+from actors.ingress.http_proxy import set_http_proxy
 from actors.ingress.listening import listen_on
 from actors.ingress.routes import SUPERVISOR, Ingress
 from actors.lifecycle.deployment import DeploymentSpec, describe_deployment, supervisor_options
@@ -37,6 +38,7 @@ def build(args: dict[str, str]) -> Application:
         address = listen_address(args)
         if address is not None:
             listen_on(address)
+        set_http_proxy(config.edge.http_proxy)
     except (ConfigError, ConfigFileError):
         _print_without_traceback(ConfigError, ConfigFileError)
         raise

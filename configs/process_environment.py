@@ -43,7 +43,26 @@ MIN_DRAINING = "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S"
 MIN_DRAINING_S = 3.0
 
 
+HA_PROXY = "RAY_SERVE_ENABLE_HA_PROXY"  # "1" = HAProxy takes HTTP connections
+
+
 def set_serve_environment() -> None:
     """Sets Serve's defaults; what the operator has set stays."""
-    os.environ.setdefault(HTTP_CALLBACK, MIDDLEWARES)
-    os.environ.setdefault(MIN_DRAINING, str(MIN_DRAINING_S))
+    set_defaults({HTTP_CALLBACK: MIDDLEWARES, MIN_DRAINING: str(MIN_DRAINING_S)})
+
+
+def set_defaults(variables: Mapping[str, str]) -> None:
+    """Sets variables for the processes that this one starts; what is set already stays."""
+    for name, value in variables.items():
+        os.environ.setdefault(name, value)
+
+
+def asked_ha_proxy() -> bool | None:
+    """Returns whether the operator asks for HAProxy; None = the operator says nothing."""
+    value = os.environ.get(HA_PROXY)
+    return None if value is None else value == "1"
+
+
+def ray_address() -> str:
+    """Returns the address of the Ray cluster to join; "" = the operator names none."""
+    return os.environ.get("RAY_ADDRESS", "")

