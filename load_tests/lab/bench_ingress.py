@@ -2,6 +2,7 @@
 
     python -m load_tests.lab.bench_ingress                       # plain, Python proxy, HAProxy
     python -m load_tests.lab.bench_ingress --kinds python-proxy --profile
+    python -m load_tests.lab.bench_ingress --kinds haproxy --replicas 2 --server-cores 0-3
 
 The client runs in this process, on the same machine: the CPU seconds of every process say what
 was the server's.
@@ -115,7 +116,8 @@ def profile_rows(profile: Profile) -> list[tuple[str, ...]]:
 
 def measure_kind(kind: Kind, args: argparse.Namespace) -> Measurement:
     """Start it, measure it, and print its profile if that was asked for."""
-    with serving(kind, step_ms=args.step_ms) as server:
+    replicas = [f"edge.num_replicas={args.replicas}"]
+    with serving(kind, step_ms=args.step_ms, overrides=replicas, cores=args.server_cores) as server:
         measured = asyncio.run(measure(kind, server, args))
         if args.profile and kind != "plain":
             ingress = server.find("ingress")
@@ -136,6 +138,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="of an answer")
     parser.add_argument("--step-ms", type=float, default=2.0, help="between two tokens, at least")
     parser.add_argument("--seconds", type=float, default=10.0, help="of the timed window")
+    parser.add_argument("--replicas", type=int, default=1, help="ingress replicas")
+    parser.add_argument("--server-cores", metavar="LIST", help="of the server, as for taskset")
     parser.add_argument("--profile", action="store_true", help="sample the ingress with py-spy")
     args = parser.parse_args()
     measured = [measure_kind(kind, args) for kind in args.kinds]

@@ -75,7 +75,9 @@ class NullWorker:
             on_overflow=lambda ingress_id, key: self._drop(key),
         )
         self._server = CallServer(
-            listen_address(spec.config), {"submit": self.submit}, {"read": self.read}
+            listen_address(spec.config),
+            {"submit": self.submit, "abort": self.abort, "acknowledge": self.acknowledge},
+            {"read": self.read},
         )
         loop = asyncio.get_running_loop()
         self._tasks = [loop.create_task(self._step()), loop.create_task(self._keep_house())]
@@ -109,11 +111,13 @@ class NullWorker:
         self._open[submit.key] = _Open(submit)
         return b""
 
-    async def abort(self, key: RequestKey) -> None:
-        self._drop(key)
+    async def abort(self, key: bytes) -> bytes:
+        self._drop(decode(key, RequestKey))
+        return b""
 
-    async def acknowledge(self, ingress_id: str, step_seq: int) -> None:
-        self._streams.acknowledge(ingress_id, step_seq)
+    async def acknowledge(self, progress: bytes) -> bytes:
+        self._streams.acknowledge(*decode(progress, tuple[str, int]))
+        return b""
 
     async def read(self, ingress_id: bytes) -> AsyncGenerator[bytes, None]:
         async for message in self._streams.read(ingress_id.decode()):

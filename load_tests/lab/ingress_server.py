@@ -98,8 +98,12 @@ def serving(
     overrides: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
     host: str = "127.0.0.1",
+    cores: str | None = None,
 ) -> Iterator[Server]:
-    """A server of this kind until the block is left. Raises RuntimeError if it does not start."""
+    """A server of this kind until the block is left. Raises RuntimeError if it does not start.
+
+    cores: as taskset reads them, which the server may use; None = all.
+    """
     port = free_port()
     variables = OWN_CLUSTER | (HAPROXY_ENVIRONMENT if kind == "haproxy" else {})
     settings = [f"{name}={value}" for name, value in (variables | dict(environment or {})).items()]
@@ -108,7 +112,7 @@ def serving(
     options = ["--host", host, "--port", str(port), "--step-ms", str(step_ms)]
     options += [word for item in overrides for word in ("--set", item)]
     process = subprocess.Popen(
-        ["env", *settings, *module, *options],
+        [*(["taskset", "-c", cores] if cores else []), "env", *settings, *module, *options],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

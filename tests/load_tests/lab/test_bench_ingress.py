@@ -111,7 +111,7 @@ def test_the_null_worker_gives_every_request_its_tokens_in_order_and_forgets_abo
         await worker.submit(submit("gone", [4], 10**6))
         await worker.submit(submit("a", [5, 6, 7], 8))
         await worker.submit(submit("b", [9], 3))
-        await worker.abort(RequestKey("gone", 0))
+        await worker.abort(encode(RequestKey("gone", 0)))
         seen: dict[str, list[TokenRecord]] = {}
         async for data in worker.read(b"ingress-0"):
             message = decode(data, StepMessage)
