@@ -30,8 +30,7 @@ from engine.messages import (
 )
 from engine.models.spec import load_spec
 from engine.request import Constraint
-from engine.text.chat_template import load_chat_template
-from engine.text.tokenizing import cut, load_tokenizer
+from engine.text.prompt_encoder import load_prompt_encoder
 
 MAX_NAMINGS = 8  # hashers kept at once; a redeploy brings another key
 
@@ -46,9 +45,7 @@ class PromptTokenizer:
         self, model_path: str, config: TokenizerConfig, num_embeddings: int | None = None
     ) -> None:
         """num_embeddings: of the model; see `Tokenizing`."""
-        folder = Path(model_path)
-        self._tokenizing = load_tokenizer(folder, num_embeddings)
-        self._chat_template = load_chat_template(folder)
+        self._encoder = load_prompt_encoder(Path(model_path), num_embeddings)
         self._hasher_of = lru_cache(MAX_NAMINGS)(RequestHasher.of)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer")
         self._batcher: DynamicBatcher[TokenizeRequest, TokenizeReply] = DynamicBatcher(
@@ -59,11 +56,11 @@ class PromptTokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        return self._chat_template.is_present
+        return self._encoder.has_chat_template
 
     @property
     def vocab_size(self) -> int:
-        return self._tokenizing.vocab_size
+        return self._encoder.tokenizing.vocab_size
 
     def statistics(self) -> BatchStatistics:
         return self._batcher.statistics()
@@ -81,50 +78,19 @@ class PromptTokenizer:
         return await loop.run_in_executor(self._thread, self.encode_batch, requests)
 
     def encode_batch(self, requests: Sequence[TokenizeRequest]) -> list[TokenizeReply]:
-        """Returns replies in order; blocks. Makes one library call per way to encode."""
-        texts = [self._render(request) for request in requests]
-        ids: list[list[int] | RequestError] = [
-            [] if isinstance(text, str) else text for text in texts
-        ]
-        ways: dict[tuple[bool, int | None, bool], list[tuple[int, str]]] = {}
-        for index, (request, text) in enumerate(zip(requests, texts, strict=True)):
-            if isinstance(text, str):
-                way = request.add_special_tokens, request.max_tokens, request.cuts_end
-                ways.setdefault(way, []).append((index, text))
-        for (adds, max_tokens, cuts_end), where in ways.items():
-            encoded = self._tokenizing.encode_batch(
-                [text for _, text in where],
-                add_special_tokens=adds,
-                max_tokens=max_tokens,
-                cuts_end=cuts_end,
-            )
-            for (index, _), item in zip(where, encoded, strict=True):
-                ids[index] = item
-        return [self._reply(*pair) for pair in zip(requests, ids, strict=True)]
+        """Returns replies in order; blocks."""
+        encoded = self._encoder.encode_batch(requests)
+        return [self._reply(*pair) for pair in zip(requests, encoded, strict=True)]
 
     def _reply(self, request: TokenizeRequest, ids: list[int] | RequestError) -> TokenizeReply:
         if isinstance(ids, RequestError):
             return TokenizeReply(error=ids.message)
-        if request.max_tokens is not None:  # not a text, or special tokens alone are too many
-            ids = cut(ids, request.max_tokens, cuts_end=request.cuts_end)
         hashes = []
         if request.hash_params is not None:
             hashes = self._hasher_of(request.hash_params).chain(ids, request.salt)
         return TokenizeReply(
             token_ids=ids if request.token_ids is None else [], block_hashes=hashes
         )
-
-    def _render(self, request: TokenizeRequest) -> str | list[int] | RequestError:
-        """Returns the text to encode, or the ids that the request came with."""
-        if request.token_ids is not None:
-            return request.token_ids
-        if request.messages is None:
-            assert request.text is not None, "neither text, messages nor ids"
-            return request.text
-        try:
-            return self._chat_template.render(request)
-        except RequestError as error:
-            return error
 
 
 class TokenizerBatcher:

@@ -66,7 +66,15 @@ class DecodeWorker(EngineWorker):
     def __init__(self, spec: DeploymentSpec, name: str, role: Role) -> None:
         self._connector: ReceivingConnector | None = None
         host = EngineHost(spec, name, role, self._make_connector)
-        super().__init__(host, {"receive_pieces": self._receive_pieces})
+        super().__init__(
+            host,
+            {
+                "reserve": self._reserve,
+                "receive_pieces": self._receive_pieces,
+                "cancel_transfer": self._cancel_transfer,
+                "renew": self._renew,
+            },
+        )
 
     def _make_connector(self, host: EngineHost, engine: "Engine") -> KvConnector:
         from actors.kv_transfer.connectors import (
@@ -82,7 +90,7 @@ class DecodeWorker(EngineWorker):
             raise WorkerError(f"{self} is still loading its model")
         return self._connector.receiver
 
-    async def reserve(self, request: bytes) -> bytes:
+    async def _reserve(self, request: bytes) -> bytes:
         """ReserveRequest -> Reservation | NotNow | Refused, encoded."""
         receiver, asked = self._receiver, decode(request, ReserveRequest)
         try:
@@ -118,10 +126,11 @@ class DecodeWorker(EngineWorker):
         pairs = decode(pieces, list[tuple[PieceHeader, list[Any]]])
         return encode(await asyncio.gather(*starmap(self._receiver.receive_piece, pairs)))
 
-    async def cancel_transfer(self, request: bytes) -> bytes:
+    async def _cancel_transfer(self, request: bytes) -> bytes:
         """CancelTransfer -> CancelReply, encoded."""
         return encode(await self._receiver.cancel_transfer(decode(request, CancelTransfer)))
 
-    async def renew(self, request: bytes) -> None:
+    async def _renew(self, request: bytes) -> bytes:
         """Extend a lease. Raises HandoffError when the reservation is gone."""
         await self._receiver.renew(decode(request, RenewLease))
+        return b""

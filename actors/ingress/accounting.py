@@ -48,7 +48,8 @@ class RequestAccounting:
 
     def count(self, item: ChoiceDelta) -> None:
         """Counts a delta of the answer."""
-        self._leave_queue()
+        if not self._num_output_tokens:
+            self._leave_queue()
         self._num_output_tokens += len(item.delta.tokens)
 
     @contextmanager

@@ -11,7 +11,8 @@ from actors.ingress.auth import ApiKeys
 from actors.ingress.generation import Generations
 from actors.ingress.limits import Admission, RateLimits
 from actors.ingress.observation import Observation
-from actors.ingress.pipeline import Batchers, RequestPipeline
+from actors.ingress.pipeline import RequestPipeline
+from actors.ingress.prompt_tokens import Batchers, PromptTokens
 from actors.ingress.stopping import Stopping
 from actors.ingress.system_view import Peers, SystemView
 from actors.lifecycle.deployment import DeploymentSpec, rendezvous_name
@@ -26,7 +27,8 @@ from engine.clock import Clock, MonotonicClock
 from engine.messages import Topology
 from engine.models.spec import ModelSpec, load_spec
 from engine.text.chat_template import read_template_text
-from engine.text.tokenizing import Tokenizing, load_tokenizer
+from engine.text.prompt_encoder import load_prompt_encoder
+from engine.text.tokenizing import Tokenizing
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +42,7 @@ class Edge:
     clock: Clock
     model: ServedModel
     tokenizing: Tokenizing
-    batchers: Batchers
+    prompts: PromptTokens
     generations: Generations
     system: SystemView
     metrics: IngressMetrics
@@ -79,7 +81,8 @@ async def build_edge(spec: DeploymentSpec) -> Edge:
     batchers = Batchers(peers.batcher, patience_s=config.edge.place_timeout_s, clock=clock)
     system = _view_system(spec, peers, generations, batchers)
     folder = Path(config.model.path)
-    tokenizing = await asyncio.to_thread(load_tokenizer, folder, load_spec(folder).vocab_size)
+    encoder = await asyncio.to_thread(load_prompt_encoder, folder, load_spec(folder).vocab_size)
+    prompts, tokenizing = PromptTokens(encoder, batchers), encoder.tokenizing
     model = _describe_model(config, tokenizing, await system.wait_ready())
     recent_ttft = RecentTtft(clock)
     metrics = IngressMetrics(model.name, recent_ttft, config.cache)
@@ -89,22 +92,22 @@ async def build_edge(spec: DeploymentSpec) -> Edge:
     pipeline = RequestPipeline(
         model=model,
         tokenizing=tokenizing,
-        batchers=batchers,
+        prompts=prompts,
         generations=generations,
         metrics=metrics,
         clock=clock,
         timeout_s=config.edge.request_timeout_s,
+        max_short_tokens=config.laps.laps_alloc_threshold,
     )
     exporting = observation.publish_to(RayMetrics(ray_gauge))
-    whom = f"{len(config.api.keys)} API keys" if config.api.keys else "everybody"
-    logger.info("%s serves %s to %s", ingress_id, model.name, whom)
+    _log_start(ingress_id, model.name, len(config.api.keys))
     return Edge(
         ingress_id=ingress_id,
         spec=spec,
         clock=clock,
         model=model,
         tokenizing=tokenizing,
-        batchers=batchers,
+        prompts=prompts,
         generations=generations,
         system=system,
         metrics=metrics,
@@ -112,17 +115,26 @@ async def build_edge(spec: DeploymentSpec) -> Edge:
         observation=observation,
         pipeline=pipeline,
         keys=ApiKeys(config.api.keys) if config.api.keys else None,
-        admission=Admission(
-            generations.links.links,
-            generations.queue_limit,
-            max_wait_s=config.edge.max_predicted_wait_s,
-            max_short_tokens=config.laps.laps_length_threshold,
-        ),
+        admission=_build_admission(config, generations),
         stopping=Stopping(generations.end_all),
         rate_limits=RateLimits(config.api.limits, clock),
         tracing=tracing,
         tasks=(asyncio.create_task(system.follow()), asyncio.create_task(exporting)),
     )
+
+
+def _build_admission(config: AppConfig, generations: Generations) -> Admission:
+    return Admission(
+        generations.links.links,
+        generations.queue_limit,
+        max_wait_s=config.edge.max_predicted_wait_s,
+        max_short_tokens=config.laps.laps_length_threshold,
+    )
+
+
+def _log_start(ingress_id: str, model: str, num_keys: int) -> None:
+    whom = f"{num_keys} API keys" if num_keys else "everybody"
+    logger.info("%s serves %s to %s", ingress_id, model, whom)
 
 
 def _view_system(

@@ -6,14 +6,14 @@
 
 The client sees each token exactly once. Two workers answer for one attempt, on separate streams:
 the prefill worker sends the first token, the decode worker the rest. `Mailbox` keeps tokens that
-are ahead and drops those that were seen. Knows no HTTP and no text.
+are ahead and drops those that were seen. Tokens that wait together are read together: under load
+that is what keeps one process ahead of its streams. Knows no HTTP and no text.
 """
 
 import asyncio
 import contextvars
 import logging
 import uuid
-from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -23,6 +23,7 @@ from actors.ingress.queue_limit import QueueLimit
 from actors.ingress.stopping import stopping_error
 from actors.ingress.system_view import block_hasher
 from actors.routing.load_view import PlacementView
+from actors.routing.router import placement_laps
 from actors.routing.worker_links import WorkerLinks
 from actors.rpc.handles import AllocatorHandle, WorkerHandle
 from configs.schema import AppConfig
@@ -41,7 +42,7 @@ from engine.messages import (
     Topology,
 )
 from engine.request import RequestKey, RequestSpec
-from engine.routing.placement import route
+from engine.routing.placement import PlacementRules, is_forced, route
 
 # Codes of an attempt whose worker died, or fell silent
 WORKER_LOST = "worker_lost"
@@ -79,7 +80,7 @@ class Mailbox:
         self._is_decoding = False
         self._next_index = next_index
         self._ahead: dict[int, TokenRecord] = {}
-        self._ready: deque[TokenRecord] = deque()
+        self._ready: list[TokenRecord] = []  # in order, for the reader
         self.is_finished = False  # the reader has the last token
         self._failure: AttemptFailed | None = None
         self._failed = asyncio.Event()
@@ -100,15 +101,16 @@ class Mailbox:
         Once the decode worker speaks, and nothing is missing before its words, the prefill worker
         is out of the game.
         """
-        self._is_decoding |= worker == self._decode_worker
-        if record.index >= self._next_index:
+        if record.index == self._next_index and not self._ahead:  # as nearly always
+            self._add(record)
+        elif record.index >= self._next_index:
             self._ahead.setdefault(record.index, record)
-        while self._next_index in self._ahead:
-            self._ready.append(self._ahead.pop(self._next_index))
-            self._next_index += 1
-            self._has_news.set()
-        if self._is_decoding and not self._ahead:
-            self.workers = {name for name in self.workers if name == self._decode_worker}
+            while self._next_index in self._ahead:
+                self._add(self._ahead.pop(self._next_index))
+        if worker == self._decode_worker:
+            self._is_decoding = True
+        if self._is_decoding and len(self.workers) > 1 and not self._ahead:
+            self.workers = {worker for worker in self.workers if worker == self._decode_worker}
 
     def fail(self, failure: FailureRecord) -> None:
         """Ends the attempt: a worker gave it up."""
@@ -129,16 +131,19 @@ class Mailbox:
         """Ends the attempt: the ingress stops."""
         self._end(AttemptFailed("the server is stopping", is_retryable=False, code=STOPPING))
 
-    async def get(self) -> TokenRecord:
-        """Returns the next token. Raises AttemptFailed after the last one that arrived."""
+    async def wait_tokens(self) -> list[TokenRecord]:
+        """Returns all tokens that have come, at least one.
+
+        Raises AttemptFailed after the last one that arrived.
+        """
         while not self._ready:
             if self._failure is not None:
                 raise self._failure
             self._has_news.clear()
             await self._has_news.wait()
-        record = self._ready.popleft()
-        self.is_finished = record.finish is not None
-        return record
+        records, self._ready = self._ready, []
+        self.is_finished = records[-1].finish is not None
+        return records
 
     async def unless_failed(self, call: Awaitable[None]) -> None:
         """Await `call`; raises AttemptFailed, and cancels it, if the attempt fails meanwhile."""
@@ -152,6 +157,11 @@ class Mailbox:
         finally:
             task.cancel()
             failed.cancel()
+
+    def _add(self, record: TokenRecord) -> None:
+        self._ready.append(record)
+        self._next_index += 1
+        self._has_news.set()
 
     def _end(self, failure: AttemptFailed) -> None:
         if self._failure is None:
@@ -213,6 +223,7 @@ class Generations:
         self._allocator_name = ""
         self._no_allocator_until_s = 0.0
         self._hasher: RequestHasher | None = None  # None before a worker has said who it is
+        self._is_forced = False  # placement has no choice
         self._mailboxes: dict[RequestKey, Mailbox] = {}
         self._quarantine = Quarantine(clock)
         self._aborts: set[asyncio.Task[None]] = set()
@@ -229,11 +240,17 @@ class Generations:
             on_lost=self._lose_worker,
         )
         self._view = PlacementView(self.links, clock)
+        self._rules = PlacementRules(
+            laps=placement_laps(config.laps, ()), block_size=config.cache.block_size
+        )
 
     @property
     def hasher(self) -> RequestHasher | None:
-        """Hashes blocks as the workers do; None before a worker has identified itself."""
-        return self._hasher
+        """Hashes blocks as the workers do; None while nobody needs hashes.
+
+        That is before a worker has identified itself, and where placement has no choice.
+        """
+        return None if self._is_forced else self._hasher
 
     @property
     def num_open(self) -> int:
@@ -245,6 +262,7 @@ class Generations:
         self.links.update(topology.roles)
         self.queue_limit.update(topology)
         self._hasher = self._hasher or block_hasher(topology)
+        self._is_forced = is_forced(self._view.snapshots())
         if topology.allocator != self._allocator_name:
             self._allocator_name, self._allocator = topology.allocator, None
 
@@ -263,8 +281,9 @@ class Generations:
         job: GenerationJob,
         on_placed: Callable[[Assign], None],
         on_joined: Callable[[], None] = lambda: None,
-    ) -> AsyncGenerator[TokenRecord, None]:
-        """Yields the job's tokens in order, each once; the last carries `finish`.
+    ) -> AsyncGenerator[list[TokenRecord], None]:
+        """Yields the job's tokens in order, each once, those that wait together; the last carries
+        `finish`.
 
         `on_placed` gets the workers of the first attempt, before its first token. `on_joined` is
         called, in every attempt, when its KV has arrived at a decode worker.
@@ -289,9 +308,9 @@ class Generations:
             try:
                 async with self._attempt(key, job, known_ids, assign, on_joined) as mailbox:
                     while not mailbox.is_finished:
-                        record = await mailbox.get()
-                        emitted.append(record.token_id)
-                        yield record
+                        records = await mailbox.wait_tokens()
+                        emitted += [record.token_id for record in records]
+                        yield records
                 return
             except AttemptFailed as failure:
                 self._judge(failure, key)
@@ -404,7 +423,9 @@ class Generations:
         patience_s = min(self._left_s(job), self._config.edge.place_timeout_s)
         give_up_s = self._clock.now_s() + patience_s
         while True:
-            placement = await self._ask_allocator(request)
+            placement = (
+                self._route_here(request) if self._is_forced else await self._ask_allocator(request)
+            )
             if isinstance(placement, Assign):
                 if self._is_connected(placement):
                     return placement
@@ -432,7 +453,11 @@ class Generations:
             except TimeoutError:  # it hangs: later requests should not wait for it, too
                 self._allocator = None  # or its host is gone, which a connection notices late
                 self._no_allocator_until_s = self._clock.now_s() + ALLOCATOR_PAUSE_S
-        placement = route(request, self._view.snapshots(), self._clock.now_s())
+        return self._route_here(request)
+
+    def _route_here(self, request: RouteRequest) -> Placement:
+        """Returns a decision by loads alone, without pools and cached prefixes."""
+        placement = route(request, self._view.snapshots(), self._clock.now_s(), self._rules)
         if isinstance(placement, Assign):
             self._view.note(placement, request.num_prompt_tokens)
         return placement

@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
+from actors.ingress.prompt_tokens import num_prompt_chars
 from actors.ingress.queue_limit import QueueLimit
 from actors.openai.protocol import Prompt
 from actors.routing.worker_links import WorkerLink
@@ -276,18 +277,5 @@ def _bounded(retry_after_s: float) -> float:
 def _estimate(prompt: Prompt) -> int:
     if isinstance(prompt, list):
         return len(prompt)
-    num_chars = len(prompt.text or "") + _num_chars(prompt.messages)
-    num_tokens = -(-num_chars // CHARS_PER_TOKEN)
+    num_tokens = -(-num_prompt_chars(prompt) // CHARS_PER_TOKEN)
     return num_tokens if prompt.max_tokens is None else min(num_tokens, prompt.max_tokens)
-
-
-def _num_chars(value: object) -> int:
-    """Counts the characters of all strings in a JSON value."""
-    match value:
-        case str():
-            return len(value)
-        case list():
-            return sum(map(_num_chars, value))
-        case dict():
-            return sum(map(_num_chars, value.values()))
-    return 0

@@ -4,54 +4,36 @@ Knows no HTTP and no OpenAI objects; the ingress turns deltas into those.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
-from typing import TypeVar
 
 import msgspec
 
 from actors.ingress.generation import GenerationJob, Generations, new_request_id
+from actors.ingress.prompt_tokens import PromptTokens
 from actors.observability.metrics import IngressMetrics
 from actors.observability.request_times import RequestTimes
 from actors.openai.bad_words import banned_sequences
 from actors.openai.chat_text import hold_behind_thinking
 from actors.openai.protocol import (
     ParsedRequest,
-    Prompt,
     ServedModel,
     check_totals,
     child_seed,
     replace_params,
     resolve_sampling,
 )
-from actors.openai.response_parts import read_record
+from actors.openai.response_parts import read_records
 from actors.openai.response_writers import build_output_text
-from actors.rpc.handles import BatcherHandle
 from engine.clock import Clock
-from engine.errors import CapacityError, RequestError, WorkerError
-from engine.messages import Assign, TokenizeReply, TokenizeRequest, TokenRecord
-from engine.request import Constraint, RequestSpec
+from engine.length_class import LengthClass, LinearCost, classify
+from engine.messages import Assign, TokenRecord
+from engine.request import RequestSpec
 from engine.text.output_text import OutputText, TextDelta
 from engine.text.tokenizing import Tokenizing
 
-T = TypeVar("T")
-
-TOKENIZER_TIMEOUT_S = 20.0  # far longer than the largest prompt takes
-CHECK_TIMEOUT_S = 60.0  # a check limits itself, but others may be queued before it
-CHECK_RETRY_S = 10.0
-BATCHER_RETRY_S = 0.2  # then batchers that were away are asked again
-# Hashing the blocks of so many ids takes 0.06 ms here, and asking a batcher some ms.
-MAX_NAMED_HERE_TOKENS = 512
 MAX_PENDING_DELTAS = 256  # per request, if its client reads slowly
-
-
-@dataclass(frozen=True, slots=True)
-class TokenizedPrompt:
-    """A prompt's tokens, and the hashes of its full blocks; none while no worker is known."""
-
-    ids: list[int]
-    block_hashes: list[bytes]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,87 +50,12 @@ class PreparedRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChoiceDelta:
-    """What one step adds to one choice; choices are numbered prompt by prompt."""
+    """What the tokens of one or more steps add to one choice; choices are numbered prompt by
+    prompt.
+    """
 
     choice: int
     delta: TextDelta
-
-
-class Batchers:
-    """The tokenizer batchers, in turn; one that is away is skipped."""
-
-    def __init__(
-        self, find: Callable[[str], Awaitable[BatcherHandle]], *, patience_s: float, clock: Clock
-    ) -> None:
-        """A request waits up to `patience_s` for batchers that restart."""
-        self._find = find
-        self._patience_s = patience_s
-        self._clock = clock
-        self._names: list[str] = []
-        self._handles: dict[str, BatcherHandle] = {}
-        self._turn = 0
-
-    def update(self, names: list[str]) -> None:
-        self._names = names
-
-    async def tokenize(self, request: TokenizeRequest) -> list[int]:
-        """Returns token ids; raises as `ask`."""
-        return (await self.ask(request)).token_ids
-
-    async def ask(self, request: TokenizeRequest) -> TokenizeReply:
-        """Returns the ids and block hashes that are asked for.
-
-        Raises RequestError for text that has no ids, CapacityError if no batcher answers.
-        Tokenising is a pure function, so a batcher that dies is simply replaced by the next.
-        """
-        reply = await self._any(lambda handle: handle.tokenize(request), TOKENIZER_TIMEOUT_S)
-        if reply.error is not None:
-            param = "messages" if request.messages else "prompt"
-            raise RequestError(reply.error, param=param)
-        return reply
-
-    async def check(self, constraint: Constraint) -> None:
-        """Raises RequestError for an impossible constraint, and else what `ask` raises."""
-        try:
-            async with asyncio.timeout(CHECK_TIMEOUT_S):
-                verdict = await self._any(lambda handle: handle.check(constraint), None)
-        except TimeoutError as error:  # do not ask another batcher: it would repeat the work
-            raise CapacityError(
-                "too many constraints are being checked", retry_after_s=CHECK_RETRY_S
-            ) from error
-        if verdict.error is not None:
-            raise RequestError(verdict.error, code="invalid_value")
-
-    async def _any(
-        self, call: Callable[[BatcherHandle], Awaitable[T]], timeout_s: float | None
-    ) -> T:
-        """Returns the first answer of a batcher. Raises CapacityError if none answers."""
-        give_up_s = self._clock.now_s() + self._patience_s
-        while True:
-            for _ in range(len(self._names)):
-                reply = await self._call_next(call, timeout_s)
-                if reply is not None:
-                    return reply
-            if self._clock.now_s() + BATCHER_RETRY_S > give_up_s:
-                raise CapacityError("no tokenizer is available", retry_after_s=1.0)
-            await asyncio.sleep(BATCHER_RETRY_S)
-
-    async def _call_next(
-        self, call: Callable[[BatcherHandle], Awaitable[T]], timeout_s: float | None
-    ) -> T | None:
-        """Returns the next batcher's answer; None if it is away."""
-        if not self._names:
-            return None  # the topology changed since
-        name = self._names[self._turn % len(self._names)]
-        self._turn += 1
-        try:
-            async with asyncio.timeout(timeout_s):
-                handle = self._handles.get(name) or await self._find(name)
-                self._handles[name] = handle
-                return await call(handle)
-        except (WorkerError, TimeoutError):
-            self._handles.pop(name, None)
-            return None
 
 
 class RequestPipeline:
@@ -159,28 +66,30 @@ class RequestPipeline:
         *,
         model: ServedModel,
         tokenizing: Tokenizing,
-        batchers: Batchers,
+        prompts: PromptTokens,
         generations: Generations,
         metrics: IngressMetrics,
         clock: Clock,
         timeout_s: float,
+        max_short_tokens: int,
     ) -> None:
+        """max_short_tokens: a prompt of at most so many uncached tokens counts as short."""
         self._model = model
         self._tokenizing = tokenizing
-        self._batchers = batchers
+        self._prompts = prompts
         self._generations = generations
         self._metrics = metrics
         self._clock = clock
         self._timeout_s = timeout_s
+        self._max_short_tokens = max_short_tokens
 
     async def prepare(self, parsed: ParsedRequest, times: RequestTimes) -> PreparedRequest:
         """Tokenises and checks lengths. Raises RequestError, CapacityError or TimeoutError."""
         async with asyncio.timeout(self._timeout_s):
             if parsed.sampling.constraint is not None:
-                await self._batchers.check(parsed.sampling.constraint)
-            prompts = await asyncio.gather(
-                *(self._tokenize(prompt, parsed.spec.salt) for prompt in parsed.prompts)
-            )
+                await self._prompts.batchers.check(parsed.sampling.constraint)
+            hasher, salt = self._generations.hasher, parsed.spec.salt
+            prompts = await self._prompts.tokenize(parsed.prompts, hasher, salt)
         prompt_ids = [prompt.ids for prompt in prompts]
         check_totals(parsed, list(map(len, prompt_ids)))
         sampling = [
@@ -217,9 +126,9 @@ class RequestPipeline:
         num_choices = request.parsed.num_choices
         if num_choices == 1:  # no queue, no task
             choice = self._choice(request, 0)
-            async with aclosing(self._generate(choice)) as records:
-                async for record in records:
-                    yield choice.read(record)
+            async with aclosing(self._generate(choice)) as batches:
+                async for records in batches:
+                    yield choice.read(records)
                     if choice.is_finished:
                         break
         else:
@@ -235,24 +144,11 @@ class RequestPipeline:
 
     # ---- parts ----------------------------------------------------------------------------------
 
-    async def _tokenize(self, prompt: Prompt, salt: str) -> TokenizedPrompt:
-        """Tokenises a prompt and hashes its blocks, in one call of a batcher if any is needed."""
-        hasher = self._generations.hasher
-        hash_params = None if hasher is None else hasher.hash_params
-        if not isinstance(prompt, list):
-            asked = msgspec.structs.replace(prompt, hash_params=hash_params, salt=salt)
-            reply = await self._batchers.ask(asked)
-            return TokenizedPrompt(reply.token_ids, reply.block_hashes)
-        if hasher is None or len(prompt) <= MAX_NAMED_HERE_TOKENS:
-            return TokenizedPrompt(prompt, [] if hasher is None else hasher.chain(prompt, salt))
-        asked = TokenizeRequest(token_ids=prompt, hash_params=hash_params, salt=salt)
-        return TokenizedPrompt(prompt, (await self._batchers.ask(asked)).block_hashes)
-
     def _choice(self, request: PreparedRequest, index: int) -> "_Choice":
         output = build_output_text(request.parsed, self._tokenizing)
-        return _Choice(request, index, output, self._metrics, self._clock)
+        return _Choice(request, index, output, self._metrics, self._clock, self._max_short_tokens)
 
-    def _generate(self, choice: "_Choice") -> AsyncGenerator[TokenRecord, None]:
+    def _generate(self, choice: "_Choice") -> AsyncGenerator[list[TokenRecord], None]:
         return self._generations.run(choice.job(), choice.on_placed, choice.on_joined)
 
     @asynccontextmanager
@@ -268,9 +164,9 @@ class RequestPipeline:
         async def feed(index: int) -> None:
             choice = self._choice(request, index)
             try:
-                async with aclosing(self._generate(choice)) as records:
-                    async for record in records:
-                        await queue.put(choice.read(record))
+                async with aclosing(self._generate(choice)) as batches:
+                    async for records in batches:
+                        await queue.put(choice.read(records))
                         if choice.is_finished:
                             return
                 # Without this the reader would wait for ever.
@@ -297,6 +193,7 @@ class _Choice:
         output: OutputText,
         metrics: IngressMetrics,
         clock: Clock,
+        max_short_tokens: int,
     ) -> None:
         """index: choices are numbered prompt by prompt."""
         self.is_finished = False
@@ -306,7 +203,7 @@ class _Choice:
         self._output = output
         self._metrics = metrics
         self._clock = clock
-        self._assign: Assign | None = None  # set before the first token
+        self._max_short_tokens = max_short_tokens
         self._num_tokens = 0
         self._first_s = 0.0
         self._last_s = 0.0
@@ -329,7 +226,6 @@ class _Choice:
 
     def on_placed(self, assign: Assign) -> None:
         """Notes the workers of the choice's first attempt."""
-        self._assign = assign
         if self._index == 0:
             self._request.times.placed_s = self._clock.now_s()
         self._metrics.classes.count_placed(assign)
@@ -339,10 +235,10 @@ class _Choice:
         if self._index == 0:
             self._request.times.moved_s = self._clock.now_s()
 
-    def read(self, record: TokenRecord) -> ChoiceDelta:
-        """Returns the text that the next token adds."""
-        self._count(record)
-        delta = read_record(record, self._output)
+    def read(self, records: Sequence[TokenRecord]) -> ChoiceDelta:
+        """Returns the text that the next tokens add. A stop string may end it before the last."""
+        delta = read_records(records, self._output)
+        self._count(records[0], len(delta.tokens))
         if delta.finish is not None:
             self.is_finished = True
             self._metrics.count_finished(delta.finish.value)
@@ -355,19 +251,28 @@ class _Choice:
     def _num_prompt_tokens(self) -> int:
         return len(self._request.prompt_ids[self._prompt])
 
-    def _count(self, record: TokenRecord) -> None:
+    def _length_class(self, num_cached_tokens: int) -> LengthClass:
+        """Returns the class of what was computed; placement may not have known what is cached."""
+        num_new = self._num_prompt_tokens - num_cached_tokens
+        return classify(num_new, num_cached_tokens, self._max_short_tokens, LinearCost())
+
+    def _count(self, first: TokenRecord, num_tokens: int) -> None:
+        """Counts tokens that came together, the first of which is `first`."""
         metrics, times, now_s = self._metrics, self._request.times, self._clock.now_s()
-        if record.index == 0:
-            assert self._assign is not None, "a token before its placement"
+        num_gaps = num_tokens
+        if first.index == 0:
+            num_gaps -= 1
             self._first_s = now_s
             ttft_s = now_s - times.arrived_s
             metrics.latencies.observe_ttft(ttft_s)
-            metrics.classes.observe_ttft(self._assign.length_class, ttft_s)
-            metrics.count_cached(record.num_cached_tokens or 0, self._num_prompt_tokens)
-        else:
-            metrics.latencies.observe_gap(now_s - self._last_s)
+            num_cached = first.num_cached_tokens or 0
+            metrics.classes.observe_ttft(self._length_class(num_cached), ttft_s)
+            metrics.count_cached(num_cached, self._num_prompt_tokens)
+            self._last_s = now_s
+        if num_gaps > 0:
+            metrics.latencies.observe_gaps(now_s - self._last_s, num_gaps)
         if self._index == 0:
-            times.see_token(record.index, now_s, record.waited_s)
-        metrics.count_tokens(int(record.is_output))
-        self._num_tokens += record.is_output
+            times.see_tokens(first.index, max(num_tokens, 1), now_s, first.waited_s)
+        metrics.count_tokens(num_tokens)
+        self._num_tokens += num_tokens
         self._last_s = now_s

@@ -34,7 +34,7 @@ from actors.ingress.system_view import SUPERVISOR as SUPERVISOR
 from actors.lifecycle.deployment import VERSION, DeploymentSpec
 from actors.observability.logs import set_up_logging
 from actors.openai.embeddings import parse_embedding
-from actors.openai.protocol import ParsedRequest, parse_chat, parse_completion
+from actors.openai.protocol import ParsedRequest, parse_chat, parse_chat_batch, parse_completion
 from actors.openai.request_bodies import Invocation, decode_fields, is_given
 from actors.openai.response_objects import (
     NotReady,
@@ -54,7 +54,7 @@ from actors.openai.token_requests import (
     tokenize_answer,
 )
 from engine.errors import EngineError, RequestError
-from engine.text.chat_template import read_tokenizer_config
+from engine.text.chat_template import describe_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -108,6 +108,7 @@ class Api:
         app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, lifespan=self._lifespan)
         app.add_api_route("/", self._show_chat, methods=READING)
         app.add_api_route("/v1/chat/completions", self._chat, methods=["POST"])
+        app.add_api_route("/v1/chat/completions/batch", self._chat_batch, methods=["POST"])
         app.add_api_route("/v1/completions", self._complete, methods=["POST"])
         app.add_api_route("/invocations", self._invoke, methods=["POST"])
         app.add_api_route("/v1/responses", self._respond, methods=["POST"])
@@ -169,6 +170,12 @@ class Api:
         edge, model = self._config.edge, self._model
         return await self._answering.answer(request, lambda body: parse_chat(body, edge, model))
 
+    async def _chat_batch(self, request: Request) -> Response:
+        edge, model = self._config.edge, self._model
+        return await self._answering.answer(
+            request, lambda body: parse_chat_batch(body, edge, model)
+        )
+
     async def _complete(self, request: Request) -> Response:
         edge, model = self._config.edge, self._model
         return await self._answering.answer(
@@ -206,7 +213,7 @@ class Api:
     async def _count_tokens(self, request: Request) -> Response:
         prompt = parse_count_tokens(await self._answering.read_body(request), self._model)
         async with asyncio.timeout(self._config.edge.request_timeout_s):
-            token_ids = await self._edge.batchers.tokenize(prompt)
+            token_ids = await self._edge.prompts.ids_of(prompt)
         counted = TokenCount(input_tokens=len(token_ids))
         return Response(to_json(counted), media_type=JSON_TYPE)
 
@@ -240,7 +247,7 @@ class Api:
     async def _tokenize(self, request: Request) -> Response:
         call = parse_tokenize(await self._answering.read_body(request), self._model)
         async with asyncio.timeout(self._config.edge.request_timeout_s):
-            token_ids = await self._edge.batchers.tokenize(call.prompt)
+            token_ids = await self._edge.prompts.ids_of(call.prompt)
         answer = tokenize_answer(call, token_ids, self._model, self._edge.tokenizing)
         return Response(to_json(answer), media_type=JSON_TYPE)
 
@@ -256,10 +263,9 @@ class Api:
         return HTMLResponse(docs_page(), headers=PAGE_HEADERS)
 
     async def _show_tokenizer(self) -> Response:
-        """Answers with the folder's tokenizer_config.json, as vLLM does."""
+        """Answers with what the folder's tokenizer_config.json says, as vLLM does."""
         folder = Path(self._config.model.path)
-        text = await asyncio.to_thread(read_tokenizer_config, folder)
-        return Response(text, media_type=JSON_TYPE)
+        return JSONResponse(await asyncio.to_thread(describe_tokenizer, folder))
 
     async def _show_load(self) -> Response:
         """Answers with the requests of this replica that are under way."""

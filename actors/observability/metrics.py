@@ -6,6 +6,7 @@ counters.
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 
@@ -295,20 +296,33 @@ def num_new_moves(before: list[PoolMove], now: list[PoolMove]) -> int:
     return next(num for num in range(len(new) + 1) if new[num:] == old[: len(new) - num])
 
 
-class SecondName(Collector):
-    """A histogram's series under another name, made when metrics are read."""
+class TokenGaps(Collector):
+    """The histogram of times between tokens, under both of its names.
 
-    def __init__(self, original: Histogram, name: str) -> None:
-        self._original = original
-        self._name = name
+    It is observed for every token, so it is two additions, where the library's takes a lock.
+    """
+
+    def __init__(self, label: Mapping[str, str]) -> None:
+        self._label = label
+        self._counts = [0] * (len(TOKEN_BUCKETS_S) + 1)  # the last: above all bounds
+        self._sum_s = 0.0
+
+    def observe(self, seconds: float, num: int) -> None:
+        """Counts `num` gaps of so many seconds each."""
+        self._counts[bisect_left(TOKEN_BUCKETS_S, seconds)] += num
+        self._sum_s += num * seconds
 
     def collect(self) -> Iterator[Metric]:
-        for family in self._original.collect():
-            renamed = Metric(self._name, family.documentation, family.type)
-            for sample in family.samples:
-                name = self._name + sample.name.removeprefix(family.name)
-                renamed.add_sample(name, sample.labels, sample.value)
-            yield renamed
+        bounds = [*TOKEN_BUCKETS_S, math.inf]
+        buckets = [
+            (floatToGoString(bound), float(count))  # type: ignore[no-untyped-call]
+            for bound, count in zip(bounds, accumulate(self._counts), strict=True)
+        ]
+        for name in (INTER_TOKEN, INTER_TOKEN_BEFORE):
+            text = "From one token of a choice to the next."
+            family = HistogramMetricFamily(name, text, labels=list(self._label))
+            family.add_metric(list(self._label.values()), buckets, self._sum_s)
+            yield family
 
 
 class LatencyMetrics:
@@ -323,9 +337,8 @@ class LatencyMetrics:
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
             return family(name, text, buckets).labels(**label)
 
-        gaps = family(INTER_TOKEN, "From one token of a choice to the next.", TOKEN_BUCKETS_S)
-        registry.register(SecondName(gaps, INTER_TOKEN_BEFORE))
-        self._inter_token = gaps.labels(**label)
+        self._gaps = TokenGaps(label)
+        registry.register(self._gaps)
         self._ttft = histogram(
             "vllm:time_to_first_token_seconds", "Arrival to the first token.", LATENCY_BUCKETS_S
         )
@@ -372,9 +385,12 @@ class LatencyMetrics:
     def observe_e2e(self, seconds: float) -> None:
         self._e2e.observe(seconds)
 
-    def observe_gap(self, seconds: float) -> None:
-        """Observes the time between two tokens of one choice."""
-        self._inter_token.observe(seconds)
+    def observe_gaps(self, seconds: float, num_tokens: int) -> None:
+        """Observes tokens of one choice that came together, `seconds` after the one before them.
+
+        Each counts with an equal share of that time, so that the mean is that of single tokens.
+        """
+        self._gaps.observe(seconds / num_tokens, num_tokens)
 
     def observe_choice(
         self, num_prompt_tokens: int, num_output_tokens: int, decode_s: float

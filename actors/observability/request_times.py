@@ -32,11 +32,13 @@ class RequestTimes:
     second_token_s: float | None = None
     ended_s: float | None = None
 
-    def see_token(self, index: int, now_s: float, waited_s: float | None = None) -> None:
-        """Notes token `index` of the first choice; the first one reports how long it waited."""
+    def see_tokens(
+        self, index: int, num_tokens: int, now_s: float, waited_s: float | None = None
+    ) -> None:
+        """Notes tokens of the first choice from `index` on; the first says how long it waited."""
         if index == 0:
             self.first_token_s, self.waited_s = now_s, waited_s
-        elif index == 1:
+        if index <= 1 < index + num_tokens:
             self.second_token_s = now_s
 
     def stages(self, now_s: float | None = None) -> list[Stage]:

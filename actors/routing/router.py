@@ -43,7 +43,7 @@ class Router:
         self._clock = clock
         self._view = PlacementView(links, clock)
         self._rules = PlacementRules(
-            laps=_placement_laps(config.laps, ()), block_size=config.cache.block_size
+            laps=placement_laps(config.laps, ()), block_size=config.cache.block_size
         )
         self._hits = PrefixHits(config.cache.block_size)
         self._pools = PoolState()
@@ -63,7 +63,7 @@ class Router:
         if self._laps.max_step_ms != "auto":
             return
         identities = [status.identity for status in workers if status.identity is not None]
-        laps = _placement_laps(self._laps, identities)
+        laps = placement_laps(self._laps, identities)
         if laps != self._rules.laps:
             self._rules = replace(self._rules, laps=laps)
 
@@ -146,7 +146,7 @@ class Router:
             logger.info("%s joins the %s pool: %s", move.worker, move.pool, move.reason)
 
 
-def _placement_laps(laps: LapsConfig, workers: Iterable[WorkerIdentity]) -> ResolvedLaps:
+def placement_laps(laps: LapsConfig, workers: Iterable[WorkerIdentity]) -> ResolvedLaps:
     """What placement goes by; before a worker that prefills has reported, the default step time.
 
     Its other keys that may be `auto` do not matter to placement, and have their defaults.

@@ -166,10 +166,10 @@ class WorkerHandle:
 
     async def abort(self, key: RequestKey) -> None:
         """Forget a request in any phase; idempotent."""
-        await _answer(self._actor.abort.remote(key), self.name)
+        await self._connection.call("abort", encode(key))
 
     async def acknowledge(self, ingress_id: str, step_seq: int) -> None:
-        await _answer(self._actor.acknowledge.remote(ingress_id, step_seq), self.name)
+        await self._connection.call("acknowledge", encode((ingress_id, step_seq)))
 
     async def read(self, ingress_id: str) -> AsyncGenerator[StepMessage, None]:
         """Yields the worker's messages until it dies (WorkerError) or another reader takes over."""
@@ -195,8 +195,8 @@ class WorkerHandle:
     # ---- from a prefill worker ------------------------------------------------------------------
 
     async def reserve(self, request: ReserveRequest) -> ReserveReply:
-        reference = self._actor.reserve.remote(encode(request))
-        return await _decoded(reference, self.name, decode_reserve_reply)
+        answer = await self._connection.call("reserve", encode(request))
+        return _read(answer, self.name, decode_reserve_reply)
 
     async def open_pair(self, request: PairRequest) -> PairReply:
         reference = self._actor.open_pair.remote(encode(request))
@@ -221,11 +221,11 @@ class WorkerHandle:
         return replies
 
     async def cancel_transfer(self, request: CancelTransfer) -> CancelReply:
-        reference = self._actor.cancel_transfer.remote(encode(request))
-        return await _decoded(reference, self.name, _as(CancelReply))
+        answer = await self._connection.call("cancel_transfer", encode(request))
+        return _read(answer, self.name, _as(CancelReply))
 
     async def renew(self, request: RenewLease) -> None:
-        await _answer(self._actor.renew.remote(encode(request)), self.name)
+        await self._connection.call("renew", encode(request))
 
 
 class BatcherHandle:

@@ -16,7 +16,12 @@ class EngineWorker:
         self._host = host
         self._server = CallServer(
             listen_address(host.config),
-            {"submit": self._submit, **(calls or {})},
+            {
+                "submit": self._submit,
+                "abort": self._abort,
+                "acknowledge": self._acknowledge,
+                **(calls or {}),
+            },
             {"read": self._read},
         )
 
@@ -36,14 +41,6 @@ class EngineWorker:
         """Returns the address at which connections make the calls below; see `CallServer`."""
         return await self._server.address()
 
-    async def abort(self, key: RequestKey) -> None:
-        """Forget a request in any phase; idempotent."""
-        self._host.abort(key)
-
-    async def acknowledge(self, ingress_id: str, step_seq: int) -> None:
-        """The client has every message up to `step_seq`."""
-        self._host.acknowledge(ingress_id, step_seq)
-
     async def cache_report(self, after: int | None) -> bytes:
         """Returns the CacheReport since block change `after`, encoded; None = everything."""
         return encode(await self._host.cache_report(after))
@@ -57,6 +54,16 @@ class EngineWorker:
     async def _submit(self, request: bytes) -> bytes:
         """Queue a `Submit`. Raises RequestError or CapacityError."""
         await self._host.submit(decode(request, Submit))
+        return b""
+
+    async def _abort(self, key: bytes) -> bytes:
+        """Forget the request of this RequestKey in any phase; idempotent."""
+        self._host.abort(decode(key, RequestKey))
+        return b""
+
+    async def _acknowledge(self, progress: bytes) -> bytes:
+        """The client has every message up to a number: (client's id, number)."""
+        self._host.acknowledge(*decode(progress, tuple[str, int]))
         return b""
 
     def _read(self, ingress_id: bytes) -> AsyncGenerator[bytes, None]:

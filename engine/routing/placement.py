@@ -140,6 +140,12 @@ def route(
     )
 
 
+def is_forced(snapshots: Sequence[WorkerSnapshot]) -> bool:
+    """Whether there is one worker a role, alive or not: then caches and pools decide nothing."""
+    num_prefillers = sum(s.can_prefill for s in snapshots)
+    return num_prefillers == 1 and len(snapshots) - num_prefillers <= 1
+
+
 def shared_s(cost: PrefillCost) -> float:
     """The part of a step's cost that does not depend on its prompts; a step pays it once."""
     return cost.seconds(0, 0)

@@ -4,6 +4,7 @@ import asyncio
 import math
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,7 +17,8 @@ from actors.ingress.composition import Edge, describe_embeddings
 from actors.ingress.generation import GenerationCounters, GenerationJob, Generations
 from actors.ingress.limits import Admission, RateLimits
 from actors.ingress.observation import Observation
-from actors.ingress.pipeline import Batchers, RequestPipeline
+from actors.ingress.pipeline import RequestPipeline
+from actors.ingress.prompt_tokens import Batchers, PromptTokens
 from actors.ingress.queue_limit import QueueLimit
 from actors.ingress.routes import Api
 from actors.ingress.stopping import Stopping
@@ -32,7 +34,7 @@ from actors.rpc.handles import WorkerHandle
 from configs.load import PROJECT_ROOT, load_config
 from configs.schema import AppConfig
 from engine.clock import Clock, MonotonicClock
-from engine.errors import CapacityError, RequestError, WorkerError
+from engine.errors import CapacityError, WorkerError
 from engine.messages import (
     Assign,
     LapsStatus,
@@ -45,7 +47,8 @@ from engine.messages import (
 from engine.models.spec import load_spec
 from engine.plan import TokenLogprobs
 from engine.request import PromptScores, RequestKey
-from engine.text.chat_template import read_template_text
+from engine.text.chat_template import ChatTemplate, load_chat_template, read_template_text
+from engine.text.prompt_encoder import Encoded, PromptEncoder
 from engine.text.tokenizing import Tokenizing, load_tokenizer
 
 MODEL_FOLDER = PROJECT_ROOT / "demo_model" / "laps-demo"
@@ -68,6 +71,7 @@ class ScriptedWorkers:
     pause: Callable[[int], Coroutine[Any, Any, None]] | None = None  # before token i
     token_ids: Sequence[int] | None = None  # what is said; None = 100 and its followers
     waited_s: float | None = None  # in the worker's queue
+    num_together: int = 1  # tokens that come at once
 
     def links(self) -> list[WorkerLink]:
         handle = cast("WorkerHandle", object())
@@ -78,31 +82,37 @@ class ScriptedWorkers:
         job: GenerationJob,
         on_placed: Callable[[Assign], None],
         on_joined: Callable[[], None] = lambda: None,
-    ) -> AsyncGenerator[TokenRecord, None]:
+    ) -> AsyncGenerator[list[TokenRecord], None]:
         if self.error is not None:
             raise self.error
         on_placed(ASSIGN)
         if job.spec.params.max_tokens == 0:
-            yield _end_of_prompt(job)
+            yield [_end_of_prompt(job)]
             return
         said = range(100, 100 + job.spec.params.max_tokens)
         num_tokens = min(self.num_tokens or job.spec.params.max_tokens, job.spec.params.max_tokens)
         token_ids = (self.token_ids or said)[:num_tokens]
         num_tokens = len(token_ids)
+        waiting: list[TokenRecord] = []
         for index in range(num_tokens):
             if self.pause is not None:
                 await self.pause(index)
             if index == self.joins_before:
                 on_joined()
-            yield TokenRecord(
-                key=RequestKey(job.request_id, job.child),
-                index=index,
-                token_id=token_ids[index],
-                logprobs=_logprobs(job, token_ids[index]),
-                num_cached_tokens=0 if index == 0 else None,
-                waited_s=self.waited_s if index == 0 else None,
-                finish="length" if index == num_tokens - 1 else None,
+            waiting.append(
+                TokenRecord(
+                    key=RequestKey(job.request_id, job.child),
+                    index=index,
+                    token_id=token_ids[index],
+                    logprobs=_logprobs(job, token_ids[index]),
+                    num_cached_tokens=0 if index == 0 else None,
+                    waited_s=self.waited_s if index == 0 else None,
+                    finish="length" if index == num_tokens - 1 else None,
+                )
             )
+            if len(waiting) == self.num_together or index == num_tokens - 1:
+                yield waiting
+                waiting = []
 
 
 def _end_of_prompt(job: GenerationJob) -> TokenRecord:
@@ -139,23 +149,29 @@ class _Generations:
         self.hasher = None  # no worker has said how it names blocks
 
 
-class _Batchers:
-    """Tokenises here."""
+class _CountingEncoder(PromptEncoder):
+    """Counts the prompts that it was asked to encode."""
 
-    def __init__(self, tokenizing: Tokenizing) -> None:
-        self._tokenizing = tokenizing
-        self.num_calls = 0
+    num_calls = 0
+
+    def encode_batch(self, requests: Sequence[TokenizeRequest]) -> list[Encoded]:
+        self.num_calls += len(requests)
+        return super().encode_batch(requests)
+
+
+class _Batchers:
+    """Encodes here."""
+
+    def __init__(self, encoder: PromptEncoder) -> None:
+        self._encoder = encoder
 
     async def ask(self, request: TokenizeRequest) -> TokenizeReply:
-        self.num_calls += 1
-        text = request.text or str(request.messages)
-        (ids,) = self._tokenizing.encode_batch([text], add_special_tokens=False)
-        if isinstance(ids, RequestError):
-            raise ids
-        return TokenizeReply(token_ids=ids)
+        return TokenizeReply(token_ids=self._encoder.encode(request))
 
-    async def tokenize(self, request: TokenizeRequest) -> list[int]:
-        return (await self.ask(request)).token_ids
+
+@cache
+def _chat_template(folder: Path) -> ChatTemplate:
+    return load_chat_template(folder)
 
 
 async def _no_topology() -> Topology:
@@ -178,7 +194,7 @@ class EdgeApp:
     edge: Edge
     app: FastAPI
     workers: ScriptedWorkers
-    batchers: _Batchers
+    encoder: _CountingEncoder
 
     def ask(self, send: Send, server: tuple[str, int] = ("127.0.0.1", 8000)) -> Any:
         """Run `send` with a client that talks to the application in this process."""
@@ -221,8 +237,9 @@ def edge_app(
     config = load_config(None, overrides or {})
     clock = clock or MonotonicClock()
     tokenizing = load_tokenizer(model_folder, num_embeddings)
-    workers, own_batchers = ScriptedWorkers(), _Batchers(tokenizing)
-    batchers = batchers or cast("Batchers", own_batchers)
+    encoder = _CountingEncoder(tokenizing, _chat_template(model_folder))
+    workers, own_batchers = ScriptedWorkers(), _Batchers(encoder)
+    prompts = PromptTokens(encoder, batchers or cast("Batchers", own_batchers))
     generations = generations or cast("Generations", _Generations(workers))
     recent = RecentTtft(clock)
     metrics = IngressMetrics("tiny", recent)
@@ -233,7 +250,7 @@ def edge_app(
         clock=clock,
         model=model,
         tokenizing=tokenizing,
-        batchers=batchers,
+        prompts=prompts,
         generations=generations,
         system=SystemView(_no_topology, lambda _: None, set, _beat_nobody),
         metrics=metrics,
@@ -242,11 +259,12 @@ def edge_app(
         pipeline=RequestPipeline(
             model=model,
             tokenizing=tokenizing,
-            batchers=batchers,
+            prompts=prompts,
             generations=generations,
             metrics=metrics,
             clock=clock,
             timeout_s=config.edge.request_timeout_s,
+            max_short_tokens=config.laps.laps_alloc_threshold,
         ),
         keys=ApiKeys(config.api.keys) if config.api.keys else None,
         admission=Admission(
@@ -259,7 +277,7 @@ def edge_app(
         rate_limits=RateLimits(config.api.limits, clock),
         tracing=tracing or NoTracing(),
     )
-    return EdgeApp(edge=edge, app=Api(edge).app(), workers=workers, batchers=own_batchers)
+    return EdgeApp(edge=edge, app=Api(edge).app(), workers=workers, encoder=encoder)
 
 
 def _served_model(

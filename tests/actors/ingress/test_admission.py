@@ -52,13 +52,13 @@ def test_who_waits_for_a_first_token_counts_although_no_worker_has_said_so() -> 
 def test_a_request_that_may_grow_long_is_refused_when_every_cache_is_full_for_too_long() -> None:
     app = edge_app({"edge.max_predicted_wait_s": 5.0, "laps.laps_length_threshold": 40})
     app.workers.load = msgspec.structs.replace(busy(0), room_s=7.2)
-    calls = app.batchers.num_calls
+    calls = app.encoder.num_calls
     for body in ({"prompt": [1] * 9, "max_tokens": 32}, {"prompt": [1] * 9}):
         refused = app.post(body)
         assert refused.status_code == 503
         assert refused.headers["retry-after"] == "8"
         assert refused.json()["error"]["code"] == "overloaded"
-    assert app.batchers.num_calls == calls
+    assert app.encoder.num_calls == calls
     assert app.post({"prompt": [1] * 8, "max_tokens": 32}).status_code == 200  # stays short
     app.workers.load = msgspec.structs.replace(busy(0), room_s=4.9)
     assert app.post({"prompt": [1] * 9, "max_tokens": 32}).status_code == 200
@@ -109,7 +109,7 @@ def test_a_full_system_refuses_before_it_tokenises(
     assert refused.status_code == 503
     assert refused.headers["retry-after"] == retry_after
     assert refused.json()["error"]["code"] == "overloaded"
-    assert app.batchers.num_calls == 0
+    assert app.encoder.num_calls == 0
     assert app.post({"prompt": "x" * 20, "max_tokens": 1}).status_code == 200
     app.workers.load = busy(0)
     assert app.post({"prompt": [1] * 300, "max_tokens": 1}).status_code == 200

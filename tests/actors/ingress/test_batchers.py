@@ -5,7 +5,7 @@ from typing import cast
 
 import pytest
 
-from actors.ingress.pipeline import CHECK_TIMEOUT_S, Batchers
+from actors.ingress.prompt_tokens import CHECK_TIMEOUT_S, Batchers
 from actors.rpc.handles import BatcherHandle
 from engine.clock import ManualClock
 from engine.errors import CapacityError, WorkerError

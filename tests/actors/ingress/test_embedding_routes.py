@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 from actors.ingress.composition import describe_embeddings
 from actors.ingress.generation import GenerationJob
 from actors.ingress.openapi import build_openapi
-from actors.ingress.pipeline import Batchers
+from actors.ingress.prompt_tokens import Batchers
 from actors.lifecycle.preflight import check_startable
 from actors.openai.served_model import EmbeddingSpace
 from actors.rpc.handles import BatcherHandle
@@ -85,10 +85,10 @@ def app(folder: Path) -> EdgeApp:
         job: GenerationJob,
         on_placed: Callable[[Assign], None],
         on_joined: Callable[[], None] = lambda: None,
-    ) -> AsyncGenerator[TokenRecord, None]:
+    ) -> AsyncGenerator[list[TokenRecord], None]:
         on_placed(ASSIGN)
         for record in answer(engine, [(job.prompt_ids, job.spec.params)])[0].records:
-            yield record
+            yield [record]
 
     cast("Any", made.edge.generations).run = run
     return made

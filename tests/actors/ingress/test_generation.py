@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from typing import Literal, cast
 
@@ -14,8 +14,11 @@ from configs.schema import AppConfig
 from engine.clock import MonotonicClock
 from engine.errors import CapacityError, PoisonedError, WorkerError
 from engine.messages import (
+    Assign,
     FailureRecord,
     LoadReport,
+    Placement,
+    RouteRequest,
     StepMessage,
     Submit,
     TokenRecord,
@@ -93,8 +96,16 @@ class FakeWorker:
         raise WorkerError(f"{self.name} died")
 
 
-async def _no_allocator(name: str) -> AllocatorHandle:
-    raise WorkerError(f"{name} is away")
+class FakeAllocator:
+    """Always chooses the last worker, and counts the questions."""
+
+    def __init__(self, workers: Sequence[str]) -> None:
+        self._workers = workers
+        self.num_asked = 0
+
+    async def route(self, request: RouteRequest) -> Placement:
+        self.num_asked += 1
+        return Assign(prefill_worker=self._workers[-1], decode_worker=None, num_new_tokens=1)
 
 
 async def _connected(generations: Generations) -> None:
@@ -108,11 +119,21 @@ async def _connected(generations: Generations) -> None:
 def play(
     *scripts: Callable[[FakeWorker, Submit], None],
     scenario: Callable[[Generations, list[FakeWorker]], Awaitable[None]],
-) -> None:
-    """Workers 0, 1, ... with a script each; all are connected when the scenario starts."""
+    has_allocator: bool = False,
+) -> int:
+    """Workers 0, 1, ... with a script each; all are connected when the scenario starts.
 
-    async def main() -> None:
+    Returns how often the allocator was asked.
+    """
+
+    async def main() -> int:
         workers = {f"unified-{i}": FakeWorker(f"unified-{i}", s) for i, s in enumerate(scripts)}
+        allocator = FakeAllocator(list(workers))
+
+        async def find_allocator(name: str) -> AllocatorHandle:
+            if not has_allocator:
+                raise WorkerError(f"{name} is away")
+            return cast("AllocatorHandle", allocator)
 
         async def find(name: str) -> WorkerHandle:
             return cast("WorkerHandle", workers[name])
@@ -121,7 +142,7 @@ def play(
             AppConfig(),
             ingress_id="ingress-0",
             find_worker=find,
-            find_allocator=_no_allocator,
+            find_allocator=find_allocator,
             clock=MonotonicClock(),
         )
         status = WorkerStatus(identity=None, state="ready")
@@ -137,8 +158,9 @@ def play(
             await _connected(generations)
             await scenario(generations, list(workers.values()))
             await generations.close()
+        return allocator.num_asked
 
-    asyncio.run(main())
+    return asyncio.run(main())
 
 
 def build_choice(*, seed: int = 1) -> GenerationJob:
@@ -156,8 +178,8 @@ def build_choice(*, seed: int = 1) -> GenerationJob:
 
 
 async def run(generations: Generations, job: GenerationJob) -> list[int]:
-    async with aclosing(generations.run(job, lambda _: None)) as records:
-        return [record.token_id async for record in records]
+    async with aclosing(generations.run(job, lambda _: None)) as batches:
+        return [record.token_id async for records in batches for record in records]
 
 
 ALL = [token_at(index) for index in range(NUM_TOKENS)]
@@ -195,6 +217,16 @@ def test_a_neighbour_of_such_a_request_gets_every_token_once() -> None:
         assert sorted(starts, key=len) == [[], ALL[:3], ALL[:6]]
 
     play(*[dies_after(3)] * 3, scenario=scenario)
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_the_allocator_is_asked_where_there_is_a_choice(num_workers: int) -> None:
+    async def scenario(generations: Generations, workers: list[FakeWorker]) -> None:
+        assert await run(generations, build_choice()) == ALL
+        assert [len(worker.submits) for worker in workers] == [0, 1][-num_workers:]
+
+    num_asked = play(*[serves] * num_workers, scenario=scenario, has_allocator=True)
+    assert num_asked == num_workers - 1
 
 
 def test_requests_of_a_drained_worker_go_on_elsewhere_with_the_tokens_they_have() -> None:

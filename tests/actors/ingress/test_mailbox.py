@@ -21,7 +21,10 @@ def _mailbox(next_index: int = 0) -> Mailbox:
 
 
 async def _get(mailbox: Mailbox, num_records: int) -> list[int]:
-    return [(await mailbox.get()).index for _ in range(num_records)]
+    found: list[int] = []
+    while len(found) < num_records:
+        found += [record.index for record in await mailbox.wait_tokens()]
+    return found
 
 
 async def _turns() -> None:
@@ -55,10 +58,22 @@ def test_any_order_with_duplicates_comes_out_once_and_in_order(seed: int) -> Non
         for index in deliveries:
             mailbox.put("p" if index == 3 else "d", _record(index))
         assert await _get(mailbox, 17) == list(range(3, 20))
-        reader = asyncio.create_task(mailbox.get())
+        reader = asyncio.create_task(mailbox.wait_tokens())
         await _turns()
         assert not reader.done()
         reader.cancel()
+
+    asyncio.run(scenario())
+
+
+def test_tokens_that_wait_together_are_read_together() -> None:
+    async def scenario() -> None:
+        mailbox = _mailbox()
+        for index in (0, 1, 3):
+            mailbox.put("d", _record(index))
+        assert [record.index for record in await mailbox.wait_tokens()] == [0, 1]
+        mailbox.put("d", _record(2))
+        assert [record.index for record in await mailbox.wait_tokens()] == [2, 3]
 
     asyncio.run(scenario())
 
@@ -81,7 +96,7 @@ def test_a_failure_is_raised_after_the_tokens_that_arrived_before_it() -> None:
         assert await _get(mailbox, 1) == [0]
         for _ in range(2):  # and it stays so
             with pytest.raises(AttemptFailed) as caught:
-                await mailbox.get()
+                await mailbox.wait_tokens()
             assert (caught.value.reason, caught.value.is_retryable) == ("no", False)
             assert caught.value.code == "non_finite_logits"
 
@@ -91,7 +106,7 @@ def test_a_failure_is_raised_after_the_tokens_that_arrived_before_it() -> None:
 def test_a_failure_wakes_the_reader_and_the_first_one_counts() -> None:
     async def scenario() -> None:
         mailbox = _mailbox()
-        reader = asyncio.create_task(mailbox.get())
+        reader = asyncio.create_task(mailbox.wait_tokens())
         await _turns()
         mailbox.fail(FailureRecord(key=KEY, reason="first", retryable=True))
         mailbox.lose("d")
@@ -109,7 +124,7 @@ def test_losing_either_worker_before_the_decode_worker_spoke_ends_the_attempt(wo
         mailbox.lose(worker)
         assert await _get(mailbox, 1) == [0]
         with pytest.raises(AttemptFailed) as caught:
-            await mailbox.get()
+            await mailbox.wait_tokens()
         assert (caught.value.is_retryable, caught.value.code) == (True, "worker_lost")
 
     asyncio.run(scenario())
@@ -125,7 +140,7 @@ def test_losing_the_prefill_worker_after_the_decode_worker_spoke_matters_no_more
         assert await _get(mailbox, 3) == [0, 1, 2]
         mailbox.lose("d")
         with pytest.raises(AttemptFailed, match="d was lost"):
-            await mailbox.get()
+            await mailbox.wait_tokens()
 
     asyncio.run(scenario())
 
@@ -136,7 +151,7 @@ def test_a_decode_worker_that_spoke_out_of_turn_does_not_make_up_for_the_first_t
         mailbox = _mailbox()
         mailbox.put("d", _record(1))
         mailbox.lose("p")
-        reader = asyncio.create_task(mailbox.get())
+        reader = asyncio.create_task(mailbox.wait_tokens())
         await _turns()
         assert reader.done()
         with pytest.raises(AttemptFailed, match="p was lost"):
@@ -154,7 +169,7 @@ def test_losing_a_stranger_is_no_loss() -> None:
         assert await _get(mailbox, 1) == [0]
         mailbox.lose("u")
         with pytest.raises(AttemptFailed, match="u was lost"):
-            await mailbox.get()
+            await mailbox.wait_tokens()
 
     asyncio.run(scenario())
 

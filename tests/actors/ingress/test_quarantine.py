@@ -56,7 +56,7 @@ def test_a_worker_that_dies_had_the_request_or_not(phase: str, lost: str, code: 
             mailbox.joined()
         mailbox.lose(lost)
         with pytest.raises(AttemptFailed) as caught:
-            await mailbox.get()
+            await mailbox.wait_tokens()
         assert (caught.value.code, caught.value.is_retryable) == (code, True)
 
     asyncio.run(scenario())

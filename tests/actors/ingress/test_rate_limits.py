@@ -152,7 +152,7 @@ def test_too_many_tokens_are_refused_before_they_are_tokenised(clock: ManualCloc
     app = limited(clock, tokens_per_minute=100)
     answer = app.post({"prompt": "word " * 99})
     assert answer.status_code == 429
-    assert app.batchers.num_calls == 0
+    assert app.encoder.num_calls == 0
     assert app.post({"prompt": [1], "max_tokens": 100}).status_code == 429
     assert app.post({"prompt": [1], "n": 3, "max_tokens": 34}).status_code == 429
     assert app.post({"prompt": [1], "n": 3, "max_tokens": 33}).status_code == 200

@@ -32,10 +32,10 @@ def app() -> EdgeApp:
         job: GenerationJob,
         on_placed: Callable[[Assign], None],
         on_joined: Callable[[], None] = lambda: None,
-    ) -> AsyncGenerator[TokenRecord, None]:
+    ) -> AsyncGenerator[list[TokenRecord], None]:
         on_placed(ASSIGN)
         for record in answer(engine, [(job.prompt_ids, job.spec.params)])[0].records:
-            yield record
+            yield [record]
 
     cast("Any", made.edge.generations).run = run
     return made

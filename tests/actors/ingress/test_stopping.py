@@ -128,7 +128,7 @@ def test_a_reader_of_tokens_hears_of_the_end_behind_those_that_came() -> None:
         mailbox = Mailbox(prefill_worker="p", decode_worker=None, next_index=0)
         mailbox.stop()
         with pytest.raises(AttemptFailed) as caught:
-            await mailbox.get()
+            await mailbox.wait_tokens()
         assert (caught.value.code, caught.value.is_retryable) == (STOPPING, False)
 
     run(scenario)

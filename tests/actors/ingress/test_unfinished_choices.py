@@ -14,9 +14,9 @@ from tests.actors.ingress.edge_app import ASSIGN, edge_app
 
 async def one_token(
     job: GenerationJob, on_placed: Callable[[Assign], None], _: Callable[[], None]
-) -> AsyncGenerator[TokenRecord, None]:
+) -> AsyncGenerator[list[TokenRecord], None]:
     on_placed(ASSIGN)
-    yield TokenRecord(key=RequestKey(job.request_id, job.child), index=0, token_id=100)
+    yield [TokenRecord(key=RequestKey(job.request_id, job.child), index=0, token_id=100)]
 
 
 @pytest.mark.timeout(30)

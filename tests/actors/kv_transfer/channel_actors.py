@@ -18,7 +18,7 @@ from actors.kv_transfer.receiver import HandoffReceiver
 from actors.kv_transfer.rendezvous import RayRendezvousClient
 from actors.kv_transfer.sender import HandoffSender
 from actors.rpc.handles import WorkerHandle
-from actors.rpc.server import CallServer
+from actors.rpc.server import CallServer, Handler
 from configs.schema import HandoffConfig
 from engine.clock import MonotonicClock
 from engine.errors import WorkerError
@@ -294,7 +294,7 @@ class DecodeSide:
             channels=channels(board, config.transfer_deadline_s),
             store=self._pieces,
         )
-        self._server = CallServer("127.0.0.1", {"receive_pieces": self._receive_pieces})
+        self._server = CallServer("127.0.0.1", self._calls())
         self._num_calls = 0  # of Ray, for pieces
 
     async def address(self) -> bytes:
@@ -303,7 +303,15 @@ class DecodeSide:
     async def hang_up(self) -> None:
         """End all connections to here, whatever is under way on them."""
         await self._server.close()
-        self._server = CallServer("127.0.0.1", {"receive_pieces": self._receive_pieces})
+        self._server = CallServer("127.0.0.1", self._calls())
+
+    def _calls(self) -> dict[str, Handler]:
+        return {
+            "reserve": self.reserve,
+            "receive_pieces": self._receive_pieces,
+            "cancel_transfer": self.cancel_transfer,
+            "renew": self.renew,
+        }
 
     async def _receive_pieces(self, pieces: bytes) -> bytes:
         pairs = decode(pieces, list[tuple[PieceHeader, list[Any]]])
@@ -323,8 +331,9 @@ class DecodeSide:
     async def cancel_transfer(self, request: bytes) -> bytes:
         return encode(await self._receiver.cancel_transfer(decode(request, CancelTransfer)))
 
-    async def renew(self, request: bytes) -> None:
+    async def renew(self, request: bytes) -> bytes:
         await self._receiver.renew(decode(request, RenewLease))
+        return b""
 
     async def digests(self, name: str) -> list[int] | None:
         """Digests of what a committed request reads, which then ends; None if it is not here."""
@@ -386,20 +395,11 @@ class Host(Side):
     async def address(self) -> bytes:
         return await self._decoding.address()
 
-    async def reserve(self, request: bytes) -> bytes:
-        return await self._decoding.reserve(request)
-
     async def open_pair(self, request: bytes) -> bytes:
         return await self._decoding.open_pair(request)
 
     async def receive_pieces(self, headers: bytes, *payloads: list[Any]) -> bytes:
         return await self._decoding.receive_pieces(headers, *payloads)
-
-    async def cancel_transfer(self, request: bytes) -> bytes:
-        return await self._decoding.cancel_transfer(request)
-
-    async def renew(self, request: bytes) -> None:
-        await self._decoding.renew(request)
 
     @property
     def _decoding(self) -> DecodeSide:

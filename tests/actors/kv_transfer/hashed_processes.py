@@ -1,7 +1,6 @@
 """P and D of the stories in processes of their own, each with a GPU where there are two."""
 
 import asyncio
-import multiprocessing
 import os
 import random
 import tempfile
@@ -44,7 +43,7 @@ class HashedProcesses(TwoProcesses):
     def tell(self, kind: str, num_trials: int, seed: int, within_s: float) -> set[Computed]:
         """`Stories.tell` over one kind of channel, or HOST_PIECES."""
         self._start(_decode, 1, str(self._model))
-        answers = multiprocessing.get_context("spawn").Queue()
+        answers = self._context.Queue()
         process = self._start(_prefill, 0, str(self._model), kind, num_trials, seed, answers)
         return cast("set[Computed]", Sender(process, answers).wait(within_s))
 

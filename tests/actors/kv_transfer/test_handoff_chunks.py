@@ -310,7 +310,10 @@ def test_a_random_history_ends_well(seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first_seed", range(0, 200, 20))
+@pytest.mark.parametrize(
+    "first_seed",
+    [*range(0, 80, 20), *(pytest.param(n, marks=pytest.mark.nightly) for n in range(80, 400, 20))],
+)
 def test_random_histories_end_well(first_seed: int) -> None:
     for seed in range(first_seed, first_seed + 20):
         _random_history(seed)

@@ -27,7 +27,10 @@ CONFIG = HandoffConfig(
     pulled_piece_bytes=200 * LAYOUT.block_bytes,
     floors_gb_s=FloorsConfig(gloo_pair=0.001),
 )
-_SPAWN = multiprocessing.get_context("spawn")
+# Processes of a CPU are forked from one that has imported what they need, and runs nothing.
+_FORKS = multiprocessing.get_context("forkserver")
+_FORKS.set_forkserver_preload(["tests.actors.kv_transfer.hashed_processes"])
+_SPAWNS = multiprocessing.get_context("spawn")
 
 
 class TwoProcesses:
@@ -36,6 +39,7 @@ class TwoProcesses:
     def __init__(self, folder: Path, device: str) -> None:
         self._folder = folder
         self._device = device
+        self._context = _FORKS if device == "cpu" else _SPAWNS
         self._started: list[BaseProcess] = []
 
     def start_receiver(self) -> BaseProcess:
@@ -44,7 +48,7 @@ class TwoProcesses:
 
     def start_sender(self, scenario: str, *arguments: Any) -> "Sender":
         """Run `module:function(process, folder, *arguments)`, a coroutine function, there."""
-        answers = _SPAWN.Queue()
+        answers = self._context.Queue()
         process = self._start(_send, 0, scenario, arguments, answers)
         return Sender(process, answers)
 
@@ -54,7 +58,7 @@ class TwoProcesses:
             process.join()
 
     def _start(self, target: Any, gpu: int, *arguments: Any) -> BaseProcess:
-        process = _SPAWN.Process(
+        process = self._context.Process(
             target=target, args=(str(self._folder), self._device, gpu, *arguments), daemon=True
         )
         process.start()

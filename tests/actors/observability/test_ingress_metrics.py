@@ -121,7 +121,7 @@ def ingress_metrics() -> IngressMetrics:
 def test_the_older_name_of_a_histogram_has_the_same_series() -> None:
     found = ingress_metrics()
     for _ in range(50):
-        found.latencies.observe_gap(random.expovariate(20))
+        found.latencies.observe_gaps(random.expovariate(20), 1)
     families = list(text_string_to_metric_families(found.text().decode()))
     first, second = (
         [
@@ -134,6 +134,18 @@ def test_the_older_name_of_a_histogram_has_the_same_series() -> None:
     )
     assert len(first) > 10
     assert first == second
+
+
+def test_tokens_that_came_together_share_the_time_before_them() -> None:
+    found = ingress_metrics()
+    found.latencies.observe_gaps(0.06, 3)
+    found.latencies.observe_gaps(5.0, 1)
+    families = list(text_string_to_metric_families(found.text().decode()))
+    assert value(families, f"{INTER_TOKEN}_count") == 4
+    assert value(families, f"{INTER_TOKEN}_sum") == pytest.approx(5.06)
+    assert value(families, f"{INTER_TOKEN}_bucket", le="0.015") == 0
+    assert value(families, f"{INTER_TOKEN}_bucket", le="0.02") == 3  # a bound is inclusive
+    assert value(families, f"{INTER_TOKEN}_bucket", le="+Inf") == 4
 
 
 def test_stages_go_to_their_histograms() -> None:

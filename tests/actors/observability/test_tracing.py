@@ -193,10 +193,10 @@ def test_stages_follow_each_other_and_add_up() -> None:
     moments = sorted(random.uniform(0, 100) for _ in range(8))
     arrived_s, tokenized_s, placed_s, started_s, first_s, moved_s, second_s, ended_s = moments
     times = RequestTimes(arrived_s=arrived_s, tokenized_s=tokenized_s, placed_s=placed_s)
-    times.see_token(0, first_s, started_s - placed_s)
+    times.see_tokens(0, 1, first_s, started_s - placed_s)
     times.moved_s = moved_s
-    times.see_token(1, second_s)
-    times.see_token(2, second_s + 1)
+    times.see_tokens(1, 2, second_s)
+    times.see_tokens(3, 1, second_s + 1)
     times.ended_s = ended_s
     stages = times.stages()
     assert [stage.name for stage in stages] == list(STAGES)
@@ -209,7 +209,7 @@ def test_what_did_not_happen_is_left_out_and_nothing_takes_less_than_no_time() -
     assert times.stages() == [Stage("tokenize", 5.0, 6.0)]
     assert times.stages(now_s=9.0)[-1] == Stage("stream", 6.0, 9.0)
     times.placed_s = 7.0
-    times.see_token(0, 8.0, waited_s=99.0)  # measured on another clock
+    times.see_tokens(0, 1, 8.0, waited_s=99.0)  # measured on another clock
     times.moved_s = 7.5
     assert times.stages() == [
         Stage("tokenize", 5.0, 6.0),
