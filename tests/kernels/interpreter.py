@@ -2,7 +2,7 @@
 
 The interpreter is chosen when `triton` is imported, so that a process of its own runs them: one,
 for all of a test process, because its imports take longer than most cases. In it: fp32 and fp16
-only (the interpreter's bf16 is wrong).
+only (the interpreter's bf16 is wrong), and products that do not depend on a line's place.
 """
 
 import atexit
@@ -17,7 +17,9 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import numpy as np
 
 T = TypeVar("T")
 
@@ -97,6 +99,25 @@ def _run(function: str, *arguments: str) -> tuple[bool, str]:
     return True, printed.getvalue()
 
 
+def _use_even_products() -> None:
+    """Make the interpreter's `tl.dot` sum alike for every line of a tile, as a GPU does.
+
+    NumPy's matmul calls a BLAS, in which the order of a sum may depend on the line's place.
+    """
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    def create_dot(
+        self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any
+    ) -> Any:
+        del self, input_precision, max_num_imprecise_acc
+        assert a.dtype.primitive_bitwidth >= 16, "bytes stand for FP8, which NumPy does not know"
+        product = np.einsum("...ik,...kj->...ij", a.data, b.data, dtype=d.data.dtype)
+        return TensorHandle(product + d.data, d.dtype.scalar)
+
+    InterpreterBuilder.create_dot = create_dot
+
+
 if __name__ == "__main__":
+    _use_even_products()
     for line in sys.stdin:
         print(json.dumps(_run(*json.loads(line))), flush=True)
