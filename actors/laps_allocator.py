@@ -1,9 +1,11 @@
 """The LAPS allocator actor: chooses workers for prompts, by what the workers report.
 
-It keeps nothing but those reports: after a restart it is complete again once the workers' streams
+It also holds the board by which replicas of the ingress share limits and metrics. It keeps nothing
+but what others report: after a restart it is complete again once the workers' streams
 and the supervisor's next topology have arrived. The decisions are in actors/routing/router.py.
 """
 
+from actors.ingress.replica_board import ReplicaBoard
 from actors.lifecycle.deployment import DeploymentSpec
 from actors.lifecycle.liveness import Lifeline
 from actors.observability.logs import set_up_logging
@@ -14,7 +16,15 @@ from actors.rpc.handles import WorkerHandle, find_actor
 from actors.rpc.server import CallServer, listen_address
 from engine.clock import MonotonicClock
 from engine.errors import WorkerError
-from engine.messages import RouteRequest, StepMessage, Topology, decode, encode
+from engine.messages import (
+    ReplicaMetrics,
+    ReplicaReport,
+    RouteRequest,
+    StepMessage,
+    Topology,
+    decode,
+    encode,
+)
 
 
 class LapsAllocator:
@@ -26,7 +36,15 @@ class LapsAllocator:
         config = spec.config
         clock = MonotonicClock()
         self._name = name
-        self._server = CallServer(listen_address(config), {"route": self._route})
+        self._board = ReplicaBoard(config.api.limits, clock)
+        self._server = CallServer(
+            listen_address(config),
+            {
+                "route": self._route,
+                "exchange": self._exchange,
+                "exchange_metrics": self._exchange_metrics,
+            },
+        )
         self._lifeline = Lifeline(config.lifetimes.supervisor_silence_s).start()
 
         async def find(worker: str) -> WorkerHandle:
@@ -63,7 +81,7 @@ class LapsAllocator:
         self._router.update(known.roles)
 
     async def address(self) -> bytes:
-        """Returns the address at which a connection may call `route`; see `CallServer`."""
+        """Returns the address at which connections make the calls below; see `CallServer`."""
         return await self._server.address()
 
     async def _route(self, request: bytes) -> bytes:
@@ -71,6 +89,14 @@ class LapsAllocator:
         if not self._links.links():  # just started: the ingress decides by itself
             raise WorkerError("the allocator has heard of no workers yet")
         return encode(self._router.route(decode(request, RouteRequest)))
+
+    async def _exchange(self, report: bytes) -> bytes:
+        """ReplicaReport -> ReplicaNews, encoded."""
+        return encode(self._board.exchange(decode(report, ReplicaReport)))
+
+    async def _exchange_metrics(self, metrics: bytes) -> bytes:
+        """ReplicaMetrics -> [ReplicaMetrics] of the others, encoded."""
+        return encode(self._board.exchange_metrics(decode(metrics, ReplicaMetrics)))
 
     async def status(self) -> bytes:
         """Returns the LapsStatus, encoded."""

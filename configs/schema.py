@@ -261,9 +261,10 @@ OpenPath = Literal[
 
 
 class RateLimitConfig(_Section, frozen=True):
-    """What one API key may ask for, at each ingress replica; None = as much as it likes.
+    """What one API key may ask for; None = as much as it likes.
 
-    A key that was quiet may use a whole minute's worth at once.
+    A key that was quiet may use a whole minute's worth at once. Several ingress replicas hear of
+    each other four times a second; what they give too much meanwhile is owed.
     """
 
     requests_per_minute: Positive | None = None  # a batch of prompts is one request

@@ -151,6 +151,69 @@ class LapsStatus(msgspec.Struct, frozen=True, kw_only=True):
     moves: list[PoolMove]  # the last ones, newest first
 
 
+# ---- ingress replicas -> allocator, for each other ----------------------------------------------
+
+LimitKind = Literal["requests", "tokens"]  # what a key may use so many of a minute
+
+
+class KeyUse(msgspec.Struct, frozen=True, kw_only=True):
+    """What one key has used of one limit at a replica."""
+
+    key: str
+    kind: LimitKind
+    used: int  # since the replica began
+    level: float  # what is left of the minute, as the replica knows it; below 0 = owed
+
+
+class KeyLevel(msgspec.Struct, frozen=True, kw_only=True):
+    """What is left of one limit of a key over all replicas; below 0 = owed."""
+
+    key: str
+    kind: LimitKind
+    level: float
+
+
+class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What a replica of the ingress tells the others."""
+
+    ingress_id: str
+    is_complete: bool  # `uses` has everything since the replica began; else what is new
+    uses: list[KeyUse]
+    num_waiting_tokens: int  # of prompts between arrival and first token
+
+
+class ReplicaNews(msgspec.Struct, frozen=True, kw_only=True):
+    """What a replica of the ingress learns of the others."""
+
+    is_known: bool  # else nothing of the report was taken over: a complete one is asked for
+    num_replicas: int  # that report now, the one that asks among them
+    num_waiting_tokens: int  # at the others
+    levels: list[KeyLevel]  # of all limits that are not full
+
+
+class MetricSample(msgspec.Struct, frozen=True, array_like=True):
+    name: str
+    labels: dict[str, str]
+    value: float
+
+
+class MetricFamily(msgspec.Struct, frozen=True, kw_only=True):
+    """One metric of a replica, as Prometheus knows it."""
+
+    name: str
+    type: str
+    text: str
+    samples: list[MetricSample]
+
+
+class ReplicaMetrics(msgspec.Struct, frozen=True, kw_only=True):
+    """The metrics that one replica counts by itself."""
+
+    ingress_id: str
+    families: list[MetricFamily]
+    is_live: bool = True  # else it is gone: what it counted still counts, what it held does not
+
+
 # ---- allocator -> worker ------------------------------------------------------------------------
 
 

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from actors.ingress.limits import Grant
 from actors.ingress.pipeline import ChoiceDelta, PreparedRequest
+from actors.ingress.rate_limits import Grant
 from actors.observability.metrics import LatencyMetrics
 from actors.observability.request_times import RequestTimes
 from actors.observability.tracing import Trace

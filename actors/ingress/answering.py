@@ -20,9 +20,9 @@ from starlette.types import Receive, Scope, Send
 
 from actors.anthropic.writer import MessagesWriter
 from actors.ingress.accounting import RequestAccounting
+from actors.ingress.admission import estimate_tokens
 from actors.ingress.auth import KEY_NAME
 from actors.ingress.composition import Edge
-from actors.ingress.limits import estimate_tokens
 from actors.ingress.pipeline import ChoiceDelta, PreparedRequest
 from actors.ingress.timed_writer import TIMINGS_HEADER, TimedWriter, wants_timings
 from actors.observability.request_times import RequestTimes

@@ -4,15 +4,18 @@ import asyncio
 import logging
 import time
 import uuid
+from collections.abc import Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 
+from actors.ingress.admission import Admission
 from actors.ingress.auth import ApiKeys
 from actors.ingress.generation import Generations
-from actors.ingress.limits import Admission, RateLimits
 from actors.ingress.observation import Observation
 from actors.ingress.pipeline import RequestPipeline
 from actors.ingress.prompt_tokens import Batchers, PromptTokens
+from actors.ingress.rate_limits import RateLimits
+from actors.ingress.replica_exchange import OtherReplicas, ReplicaExchange
 from actors.ingress.stopping import Stopping
 from actors.ingress.system_view import Peers, SystemView
 from actors.lifecycle.deployment import DeploymentSpec, rendezvous_name
@@ -86,8 +89,12 @@ async def build_edge(spec: DeploymentSpec) -> Edge:
     model = _describe_model(config, tokenizing, await system.wait_ready())
     recent_ttft = RecentTtft(clock)
     metrics = IngressMetrics(model.name, recent_ttft, config.cache)
+    limiting = _build_limiting(config, ingress_id, peers, system, generations, clock)
     observation = Observation(
-        metrics, generations, lambda: peers.laps_status(lambda: system.topology)
+        metrics,
+        generations,
+        lambda: peers.laps_status(system.require_topology),
+        exchange=limiting.exchange,
     )
     pipeline = RequestPipeline(
         model=model,
@@ -99,6 +106,8 @@ async def build_edge(spec: DeploymentSpec) -> Edge:
         timeout_s=config.edge.request_timeout_s,
         max_short_tokens=config.laps.laps_alloc_threshold,
     )
+    if limiting.exchange is not None:  # so that its first request finds what keys have left
+        await limiting.exchange.exchange()
     exporting = observation.publish_to(RayMetrics(ray_gauge))
     _log_start(ingress_id, model.name, len(config.api.keys))
     return Edge(
@@ -115,21 +124,54 @@ async def build_edge(spec: DeploymentSpec) -> Edge:
         observation=observation,
         pipeline=pipeline,
         keys=ApiKeys(config.api.keys) if config.api.keys else None,
-        admission=_build_admission(config, generations),
+        admission=limiting.admission,
         stopping=Stopping(generations.end_all),
-        rate_limits=RateLimits(config.api.limits, clock),
+        rate_limits=limiting.rate_limits,
         tracing=tracing,
-        tasks=(asyncio.create_task(system.follow()), asyncio.create_task(exporting)),
+        tasks=tuple(map(asyncio.create_task, [system.follow(), exporting, *limiting.tasks()])),
     )
 
 
-def _build_admission(config: AppConfig, generations: Generations) -> Admission:
-    return Admission(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Limiting:
+    """What decides whether a request may be computed, and how replicas share it."""
+
+    admission: Admission
+    rate_limits: RateLimits
+    exchange: ReplicaExchange | None  # None = this replica is the only one
+
+    def tasks(self) -> list[Coroutine[None, None, None]]:
+        return [] if self.exchange is None else [self.exchange.run()]
+
+
+def _build_limiting(
+    config: AppConfig,
+    ingress_id: str,
+    peers: Peers,
+    system: SystemView,
+    generations: Generations,
+    clock: Clock,
+) -> _Limiting:
+    others = OtherReplicas()
+    rate_limits = RateLimits(config.api.limits, clock)
+    admission = Admission(
         generations.links.links,
         generations.queue_limit,
         max_wait_s=config.edge.max_predicted_wait_s,
         max_short_tokens=config.laps.laps_length_threshold,
+        others=others,
     )
+    exchange = None
+    if config.edge.num_replicas > 1:
+        exchange = ReplicaExchange(
+            ingress_id,
+            find_allocator=lambda: peers.allocator(system.require_topology().allocator),
+            rate_limits=rate_limits,
+            num_waiting_tokens=lambda: admission.num_waiting_tokens,
+            note_exchange=admission.note_exchange,
+            others=others,
+        )
+    return _Limiting(admission=admission, rate_limits=rate_limits, exchange=exchange)
 
 
 def _log_start(ingress_id: str, model: str, num_keys: int) -> None:

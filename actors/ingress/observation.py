@@ -5,6 +5,8 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from actors.ingress.generation import Generations
+from actors.ingress.replica_exchange import ReplicaExchange
+from actors.observability.merged_metrics import add_up, as_messages, prometheus_text
 from actors.observability.metrics import IngressMetrics
 from actors.observability.ray_metrics import RayMetrics
 from engine.errors import CapacityError
@@ -24,8 +26,13 @@ class Observation:
         generations: Generations,
         ask_laps_status: Callable[[], Awaitable[LapsStatus]],
         publish_every_s: float = PUBLISH_EVERY_S,
+        exchange: ReplicaExchange | None = None,
     ) -> None:
-        """`ask_laps_status` raises CapacityError while the allocator is away."""
+        """`ask_laps_status` raises CapacityError while the allocator is away.
+
+        exchange: with the other replicas; None = there are none.
+        """
+        self._exchange = exchange
         self._metrics = metrics
         self._generations = generations
         self._ask_laps_status = ask_laps_status
@@ -47,14 +54,18 @@ class Observation:
         )
 
     async def prometheus_text(self) -> bytes:
-        """Returns the metrics in Prometheus' text format."""
+        """Returns the application's metrics, of all replicas, in Prometheus' text format."""
         await self.refresh()
-        return self._metrics.text()
+        own = self._metrics.own_families()
+        if self._exchange is not None:
+            await self._exchange.exchange_metrics(as_messages(own))
+            own = add_up(own, self._exchange.others.metrics.values())
+        return prometheus_text([*own, *self._metrics.common_families()])
 
     async def publish_to(self, ray_metrics: RayMetrics) -> None:
-        """Publishes the metrics to Ray, once a second, for ever.
+        """Publishes this replica's metrics to Ray and to the other replicas, once a second.
 
-        A failure is logged once and tried again: metrics must not end a replica.
+        Never returns. A failure is logged once and tried again: metrics must not end a replica.
         """
         is_failing = False
         while True:
@@ -62,6 +73,8 @@ class Observation:
             try:
                 await self.refresh()
                 ray_metrics.publish(self._metrics.families())
+                if self._exchange is not None:
+                    await self._exchange.exchange_metrics(as_messages(self._metrics.own_families()))
                 is_failing = False
             except Exception as error:  # requests must not suffer from it
                 if not is_failing:

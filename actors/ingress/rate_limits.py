@@ -1,27 +1,18 @@
-"""Decides whether a request is admitted: its key's rate limits, and how much is queued.
+"""Limits of requests and tokens a minute for each API key.
 
-`RateLimits` gives each API key requests and tokens a minute, each in a bucket that refills. A
-request takes what it may need when it arrives; when it ends it gives back what it did not use, or
-owes what it used in excess.
-
-`Admission` decides before a prompt is tokenised: by four characters a token, from what the workers
-have queued and what is being tokenised here, and by how long they predict that their KV caches stay
-full. The allocator decides again by the real length, knowing what other ingresses placed.
-
-Knows no HTTP but the names of OpenAI's headers.
+Each limit is a bucket that refills. A request takes what it may need when it arrives; when it ends
+it gives back what it did not use, or owes what it used in excess. Several replicas of the ingress
+share their keys' buckets by way of `SharedBuckets` (shared_limits.py). Knows no HTTP but the names
+of OpenAI's headers.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
 
-from actors.ingress.prompt_tokens import num_prompt_chars
-from actors.ingress.queue_limit import QueueLimit
-from actors.openai.protocol import Prompt
-from actors.routing.worker_links import WorkerLink
 from configs.schema import EVERY_KEY, RateLimitConfig
 from engine.clock import Clock
 from engine.errors import CapacityError
+from engine.messages import KeyLevel, KeyUse, LimitKind
 
 MINUTE_S = 60.0
 
@@ -57,50 +48,83 @@ class TokenBucket:
 
     def add(self, num: float) -> None:
         """Puts `num` into the bucket, or takes out if below 0; never more than full."""
-        self._level = min(self.level + num, float(self.per_minute))
+        self.set_level(self.level + num)
+
+    def set_level(self, level: float) -> None:
+        """Fills or empties the bucket to `level`, at most full."""
+        self._level, self._at_s = min(level, float(self.per_minute)), self._clock.now_s()
+
+
+def make_buckets(limits: RateLimitConfig, clock: Clock) -> dict[LimitKind, TokenBucket]:
+    """Returns a full bucket for each kind that is limited."""
+    per_minute: dict[LimitKind, int | None] = {
+        "requests": limits.requests_per_minute,
+        "tokens": limits.tokens_per_minute,
+    }
+    return {kind: TokenBucket(num, clock) for kind, num in per_minute.items() if num is not None}
+
+
+def limits_of(limits: Mapping[str, RateLimitConfig], key_name: str) -> RateLimitConfig | None:
+    """Returns a key's own limits, or those of every other key; None = it has none."""
+    return limits.get(key_name) or limits.get(EVERY_KEY)
 
 
 class KeyBuckets:
-    """The buckets of one key."""
+    """The buckets of one key at one replica, and what was used of them here."""
 
     def __init__(self, name: str, limits: RateLimitConfig, clock: Clock) -> None:
-        def bucket(per_minute: int | None) -> TokenBucket | None:
-            return None if per_minute is None else TokenBucket(per_minute, clock)
-
         self._name = name
-        self._buckets = {
-            "requests": bucket(limits.requests_per_minute),
-            "tokens": bucket(limits.tokens_per_minute),
-        }
+        self._buckets = make_buckets(limits, clock)
+        self._used: dict[LimitKind, int] = dict.fromkeys(self._buckets, 0)
+        self._reported: dict[LimitKind, int] = dict.fromkeys(self._buckets, 0)
 
-    def take(self, kind: str, num: int) -> None:
+    def take(self, kind: LimitKind, num: int) -> None:
         """Takes `num` requests or tokens. Raises RateLimitError, and takes nothing, if too few."""
-        bucket = self._buckets[kind]
+        bucket = self._buckets.get(kind)
         if bucket is None:
             return
         wait_s = bucket.wait_s(num)
         if wait_s > 0:
             raise self._refusal(kind, bucket, num, wait_s)
         bucket.add(-num)
+        self._used[kind] += num
 
-    def give_back(self, kind: str, num: int) -> None:
+    def give_back(self, kind: LimitKind, num: int) -> None:
         """Returns what was taken and not used; below 0 = used in excess."""
-        bucket = self._buckets[kind]
+        bucket = self._buckets.get(kind)
         if bucket is not None:
             bucket.add(num)
+            self._used[kind] -= num
+
+    def uses(self, *, everything: bool) -> Iterator[KeyUse]:
+        """Yields what was used and is not known to be reported; or all, reported or not."""
+        for kind, bucket in self._buckets.items():
+            used = self._used[kind]
+            if everything or used != self._reported[kind]:
+                yield KeyUse(key=self._name, kind=kind, used=used, level=bucket.level)
+
+    def note_reported(self, use: KeyUse) -> None:
+        """Notes that the replicas' common buckets have what was used so far."""
+        self._reported[use.kind] = use.used
+
+    def set_level(self, level: KeyLevel) -> None:
+        """Takes over the level of a common bucket, less what was used here since the report."""
+        since = self._used[level.kind] - self._reported[level.kind]
+        self._buckets[level.kind].set_level(level.level - since)
 
     def headers(self) -> dict[str, str]:
         """Returns OpenAI's `x-ratelimit-*` headers of what is limited."""
         headers = {}
         for kind, bucket in self._buckets.items():
-            if bucket is not None:
-                headers[f"x-ratelimit-limit-{kind}"] = str(bucket.per_minute)
-                headers[f"x-ratelimit-remaining-{kind}"] = str(max(math.floor(bucket.level), 0))
-                reset_s = bucket.wait_s(bucket.per_minute)
-                headers[f"x-ratelimit-reset-{kind}"] = duration(reset_s)
+            headers[f"x-ratelimit-limit-{kind}"] = str(bucket.per_minute)
+            headers[f"x-ratelimit-remaining-{kind}"] = str(max(math.floor(bucket.level), 0))
+            reset_s = bucket.wait_s(bucket.per_minute)
+            headers[f"x-ratelimit-reset-{kind}"] = duration(reset_s)
         return headers
 
-    def _refusal(self, kind: str, bucket: TokenBucket, num: int, wait_s: float) -> RateLimitError:
+    def _refusal(
+        self, kind: LimitKind, bucket: TokenBucket, num: int, wait_s: float
+    ) -> RateLimitError:
         whose = f" of the API key {self._name}" if self._name else ""
         message = (
             f"Rate limit{whose} reached: {bucket.per_minute} {kind} a minute; {num} asked for,"
@@ -160,13 +184,32 @@ class RateLimits:
 
         A refused request counts as a request if it had too many tokens.
         """
-        limits = self._limits.get(key_name) or self._limits.get(EVERY_KEY)
-        if limits is None:
-            return Grant(None, num_tokens)
+        return Grant(self._of(key_name), num_tokens)
+
+    def uses(self, *, everything: bool) -> list[KeyUse]:
+        """Returns what was used here and is not known to be reported; or all, reported or not."""
+        keys = self._buckets.values()
+        return [use for buckets in keys for use in buckets.uses(everything=everything)]
+
+    def learn(self, reported: Iterable[KeyUse], levels: Iterable[KeyLevel]) -> None:
+        """Takes over the levels of the replicas' common buckets, which have what was `reported`.
+
+        A bucket that is not among them is full, but for what was used here since.
+        """
+        for use in reported:
+            self._buckets[use.key].note_reported(use)
+        for level in levels:
+            buckets = self._of(level.key)
+            if buckets is not None:
+                buckets.set_level(level)
+
+    def _of(self, key_name: str) -> KeyBuckets | None:
         buckets = self._buckets.get(key_name)
         if buckets is None:
-            buckets = self._buckets[key_name] = KeyBuckets(key_name, limits, self._clock)
-        return Grant(buckets, num_tokens)
+            limits = limits_of(self._limits, key_name)
+            if limits is not None:
+                buckets = self._buckets[key_name] = KeyBuckets(key_name, limits, self._clock)
+        return buckets
 
 
 def duration(seconds: float) -> str:
@@ -177,105 +220,3 @@ def duration(seconds: float) -> str:
     minutes, rest_ms = divmod(milliseconds, 60_000)
     text = f"{rest_ms / 1000:g}s"
     return f"{minutes}m{text}" if minutes else text
-
-
-CHARS_PER_TOKEN = 4
-MIN_RETRY_S = 1.0
-MAX_RETRY_S = 30.0
-
-
-def estimate_tokens(prompts: Sequence[Prompt]) -> int:
-    """Estimates the prompts' tokens; exact for prompts that came as ids."""
-    return sum(_estimate(prompt) for prompt in prompts)
-
-
-class Admission:
-    """Counts what is being tokenised, and refuses requests beyond the limits."""
-
-    def __init__(
-        self,
-        links: Callable[[], Iterable[WorkerLink]],
-        queue_limit: QueueLimit,
-        *,
-        max_wait_s: float | None = None,
-        max_short_tokens: int = 0,
-    ) -> None:
-        """max_wait_s: predicted, for a row and KV blocks; None = any.
-
-        max_short_tokens: requests that stay below, answers included, have a reserve at the workers.
-        """
-        self._links = links
-        self._queue_limit = queue_limit
-        self._max_wait_s = math.inf if max_wait_s is None else max_wait_s
-        self._max_short_tokens = max_short_tokens
-        self._num_tokens = 0  # tokens of prompts between arrival and placement
-        self._num_waiting = 0  # prompts between arrival and first token
-
-    @property
-    def num_tokens(self) -> int:
-        """Estimated tokens of the prompts that are being tokenised now."""
-        return self._num_tokens
-
-    @contextmanager
-    def admitted(
-        self, num_tokens: int, max_answer_tokens: int | None = None
-    ) -> Iterator[Callable[[], None]]:
-        """Count a request of about `num_tokens` while it is prepared, and then while it waits.
-
-        max_answer_tokens: what it may generate; None = as much as the model can.
-        To be called when it has its first token, or none will come: until then it counts although
-        its worker has not reported it yet. Raises CapacityError (503) if it would exceed the limit.
-        A request with nothing before it is never refused, or it would be refused for ever.
-        """
-        self._refuse_long_wait(num_tokens, max_answer_tokens)
-        loads = [link.load for link in self._links() if link.is_up and link.role != "decode"]
-        reported = sum(load.queued_tokens for load in loads if load is not None)
-        queued = max(reported + self._num_tokens, self._num_waiting)
-        limit = self._queue_limit.num_tokens
-        if queued and limit is not None and queued + num_tokens > limit:
-            waits_s = [load.queued_s or 0.0 for load in loads if load is not None]
-            raise CapacityError(
-                f"{queued} tokens are queued; the limit is {limit}",
-                retry_after_s=_bounded(max([*waits_s, MIN_RETRY_S])),
-            )
-        self._num_tokens += num_tokens
-        self._num_waiting += num_tokens
-        is_waiting = True
-
-        def leave() -> None:
-            nonlocal is_waiting
-            self._num_waiting -= num_tokens if is_waiting else 0
-            is_waiting = False
-
-        try:
-            yield leave
-        except BaseException:
-            leave()
-            raise
-        finally:
-            self._num_tokens -= num_tokens
-
-    def _refuse_long_wait(self, num_tokens: int, max_answer_tokens: int | None) -> None:
-        """Raises CapacityError if every decoding worker is predicted to stay full for too long."""
-        max_answer = math.inf if max_answer_tokens is None else max_answer_tokens
-        if num_tokens + max_answer <= self._max_short_tokens:
-            return
-        links = [link for link in self._links() if link.is_up and link.role != "prefill"]
-        wait_s = min([link.load.room_s for link in links if link.load is not None], default=0.0)
-        if wait_s > self._max_wait_s:
-            raise CapacityError(
-                f"the workers' KV caches or rows are full for {wait_s:.0f} s, as predicted;"
-                f" the limit is {self._max_wait_s:g} s",
-                retry_after_s=_bounded(wait_s),
-            )
-
-
-def _bounded(retry_after_s: float) -> float:
-    return min(max(retry_after_s, MIN_RETRY_S), MAX_RETRY_S)
-
-
-def _estimate(prompt: Prompt) -> int:
-    if isinstance(prompt, list):
-        return len(prompt)
-    num_tokens = -(-num_prompt_chars(prompt) // CHARS_PER_TOKEN)
-    return num_tokens if prompt.max_tokens is None else min(num_tokens, prompt.max_tokens)

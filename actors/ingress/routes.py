@@ -25,10 +25,10 @@ from actors.ingress.answering import JSON_TYPE, Answering
 from actors.ingress.auth import READING, KeyGate
 from actors.ingress.composition import Edge, build_edge
 from actors.ingress.docs_page import docs_page
-from actors.ingress.limits import RateLimitError
 from actors.ingress.openapi import build_openapi
 from actors.ingress.pages import PAGE_HEADERS, build_view, chat_page, page
 from actors.ingress.pages import to_json as laps_json
+from actors.ingress.rate_limits import RateLimitError
 from actors.ingress.stopping import StoppingGate
 from actors.ingress.system_view import SUPERVISOR as SUPERVISOR
 from actors.lifecycle.deployment import VERSION, DeploymentSpec

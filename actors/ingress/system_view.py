@@ -61,13 +61,11 @@ class Peers:
         except (ValueError, TimeoutError) as error:
             raise WorkerError("the supervisor is not running") from error
 
-    async def laps_status(self, topology: Callable[[], Topology | None]) -> LapsStatus:
+    async def laps_status(self, topology: Callable[[], Topology]) -> LapsStatus:
         """Returns the allocator's status. Raises CapacityError while it is away."""
-        known = topology()
-        assert known is not None, "a replica that answers has seen one"
         try:
             async with asyncio.timeout(ALLOCATOR_TIMEOUT_S):
-                allocator = await self.allocator(known.allocator)
+                allocator = await self.allocator(topology().allocator)
                 return await allocator.status()
         except (WorkerError, TimeoutError) as error:
             raise CapacityError("the allocator does not answer", retry_after_s=1.0) from error
@@ -122,6 +120,12 @@ class SystemView:
     @property
     def topology(self) -> Topology | None:
         """The last topology; it stays in use while the supervisor is away."""
+        return self._topology
+
+    def require_topology(self) -> Topology:
+        """Returns the last topology. Raises WorkerError before the first."""
+        if self._topology is None:
+            raise WorkerError("the supervisor has not said yet what runs")
         return self._topology
 
     async def wait_ready(self) -> Topology:

@@ -1,4 +1,4 @@
-"""The metrics of one ingress replica, in Prometheus text.
+"""The metrics of one ingress replica.
 
 Names with `vllm:` mean what they mean in vLLM; others are this project's. A replica reports its own
 requests, and the reports of every worker that it is connected to: load as gauges, totals as
@@ -17,7 +17,6 @@ from prometheus_client import (
     Histogram,
     Metric,
     disable_created_metrics,
-    generate_latest,
 )
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
@@ -429,8 +428,10 @@ class IngressMetrics:
         self._registry = registry = CollectorRegistry()
         self.classes = ClassMetrics(registry, model_name, recent)
         self.latencies = LatencyMetrics(registry, model_name)
-        self._pools = PoolMetrics(registry, model_name)
-        self.workers = WorkerMetrics(registry, model_name, cache or CacheConfig())
+        # What every replica sees alike, and must not be added up over them.
+        self._common = common = CollectorRegistry()
+        self._pools = PoolMetrics(common, model_name)
+        self.workers = WorkerMetrics(common, model_name, cache or CacheConfig())
         self._label = {"model_name": model_name}
         names = list(self._label)
 
@@ -496,21 +497,14 @@ class IngressMetrics:
         self._open.set(num_open)
         self._retries.set(num_retries)
 
-    def families(self) -> list[Metric]:
-        """All metrics as of the last `refresh`."""
+    def own_families(self) -> list[Metric]:
+        """What this replica counts by itself, as of the last `refresh`."""
         return list(self._registry.collect())
 
-    def text(self) -> bytes:
-        """Returns the metrics in the text format of Prometheus."""
-        return generate_latest(self._registry)
+    def common_families(self) -> list[Metric]:
+        """What every replica sees alike, as of the last `refresh`: pools and workers."""
+        return list(self._common.collect())
 
-    def render(
-        self,
-        links: list[WorkerLink],
-        num_open: int,
-        num_retries: int,
-        laps: LapsStatus | None,
-    ) -> bytes:
-        """`refresh`, then `text`."""
-        self.refresh(links, num_open, num_retries, laps)
-        return self.text()
+    def families(self) -> list[Metric]:
+        """All metrics of this replica as of the last `refresh`."""
+        return [*self.own_families(), *self.common_families()]

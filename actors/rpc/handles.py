@@ -32,6 +32,9 @@ from engine.messages import (
     PieceReply,
     Placement,
     RenewLease,
+    ReplicaMetrics,
+    ReplicaNews,
+    ReplicaReport,
     ReserveReply,
     ReserveRequest,
     RouteRequest,
@@ -256,6 +259,16 @@ class AllocatorHandle:
     async def route(self, request: RouteRequest) -> Placement:
         answer = await self._connection.call("route", encode(request))
         return _read(answer, self.name, decode_placement)
+
+    async def exchange(self, report: ReplicaReport) -> ReplicaNews:
+        """Tells what a replica of the ingress does; returns what the others do."""
+        answer = await self._connection.call("exchange", encode(report))
+        return _read(answer, self.name, _as(ReplicaNews))
+
+    async def exchange_metrics(self, metrics: ReplicaMetrics) -> list[ReplicaMetrics]:
+        """Tells a replica's metrics; returns the others'."""
+        answer = await self._connection.call("exchange_metrics", encode(metrics))
+        return _read(answer, self.name, _as(list[ReplicaMetrics]))
 
     async def status(self) -> LapsStatus:
         return await _decoded(self._actor.status.remote(), self.name, _as(LapsStatus))

@@ -23,7 +23,7 @@ Groups = Sequence[tuple[str, tuple[str, ...]]]
 OURS: Groups = (
     ("text out of tokens", ("text/detokenizing", "text/output_text", "text/stop_strings")),
     ("metrics and times", ("actors/observability/", "_count (actors/ingress/pipeline")),
-    ("API keys, admission, rates", ("ingress/auth", "ingress/limits")),
+    ("API keys, admission, rates", ("ingress/auth", "ingress/rate_limits", "ingress/admission")),
     ("calls: tokenize, place, submit", ("Handle.route", "Handle.submit", "Handle.tokenize")),
     ("calls: awaiting their answers, and messages", ("_answer (actors", "_decoded (actors")),
     ("calls: their frames", ("rpc/connection", "rpc/frames", "rpc/server")),

@@ -12,14 +12,15 @@ import httpx
 import msgspec
 from fastapi import FastAPI
 
+from actors.ingress.admission import Admission
 from actors.ingress.auth import ApiKeys
 from actors.ingress.composition import Edge, describe_embeddings
 from actors.ingress.generation import GenerationCounters, GenerationJob, Generations
-from actors.ingress.limits import Admission, RateLimits
 from actors.ingress.observation import Observation
 from actors.ingress.pipeline import RequestPipeline
 from actors.ingress.prompt_tokens import Batchers, PromptTokens
 from actors.ingress.queue_limit import QueueLimit
+from actors.ingress.rate_limits import RateLimits
 from actors.ingress.routes import Api
 from actors.ingress.stopping import Stopping
 from actors.ingress.system_view import SystemView

@@ -5,7 +5,7 @@ from typing import cast
 import msgspec
 import pytest
 
-from actors.ingress.limits import Admission, estimate_tokens
+from actors.ingress.admission import Admission, estimate_tokens
 from actors.ingress.queue_limit import QueueLimit
 from actors.routing.worker_links import WorkerLink
 from actors.rpc.handles import WorkerHandle

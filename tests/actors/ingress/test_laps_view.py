@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from actors.ingress.pages import PAGE_HEADERS, build_view, page, to_json
+from actors.observability.merged_metrics import prometheus_text
 from actors.observability.metrics import IngressMetrics, num_new_moves
 from actors.observability.recent_ttft import BIN_RATIO, NUM_PIECES, PIECE_S, RecentTtft
 from actors.routing.worker_links import WorkerLink
@@ -161,7 +162,8 @@ class _Scraped:
 
     def scrape(self, status: LapsStatus | None) -> dict[tuple[str, str], float]:
         """(name, class or pool) -> value."""
-        text = self.metrics.render([], 0, 0, status).decode()
+        self.metrics.refresh([], 0, 0, status)
+        text = prometheus_text(self.metrics.families()).decode()
         return {
             (s.name, s.labels.get("length_class") or s.labels.get("pool", "")): s.value
             for family in text_string_to_metric_families(text)

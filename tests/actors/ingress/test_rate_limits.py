@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.ingress.limits import RateLimitError, RateLimits, TokenBucket, duration
+from actors.ingress.rate_limits import RateLimitError, RateLimits, TokenBucket, duration
 from configs.schema import RateLimitConfig
 from engine.clock import ManualClock
 from tests.actors.ingress.edge_app import EdgeApp, edge_app

@@ -16,6 +16,7 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from actors.ingress.observation import Observation
+from actors.observability.merged_metrics import prometheus_text
 from actors.observability.metrics import INTER_TOKEN, INTER_TOKEN_BEFORE, TOTALS, IngressMetrics
 from actors.observability.ray_metrics import RayMetrics
 from actors.observability.recent_ttft import RecentTtft
@@ -122,7 +123,7 @@ def test_the_older_name_of_a_histogram_has_the_same_series() -> None:
     found = ingress_metrics()
     for _ in range(50):
         found.latencies.observe_gaps(random.expovariate(20), 1)
-    families = list(text_string_to_metric_families(found.text().decode()))
+    families = list(text_string_to_metric_families(prometheus_text(found.families()).decode()))
     first, second = (
         [
             (s.name.removeprefix(name), s.labels, s.value)
@@ -140,7 +141,7 @@ def test_tokens_that_came_together_share_the_time_before_them() -> None:
     found = ingress_metrics()
     found.latencies.observe_gaps(0.06, 3)
     found.latencies.observe_gaps(5.0, 1)
-    families = list(text_string_to_metric_families(found.text().decode()))
+    families = list(text_string_to_metric_families(prometheus_text(found.families()).decode()))
     assert value(families, f"{INTER_TOKEN}_count") == 4
     assert value(families, f"{INTER_TOKEN}_sum") == pytest.approx(5.06)
     assert value(families, f"{INTER_TOKEN}_bucket", le="0.015") == 0
@@ -151,7 +152,7 @@ def test_tokens_that_came_together_share_the_time_before_them() -> None:
 def test_stages_go_to_their_histograms() -> None:
     found = ingress_metrics()
     found.latencies.observe_stages([Stage("tokenize", 0, 1), Stage("queue", 1, 3.5)])
-    families = list(text_string_to_metric_families(found.text().decode()))
+    families = list(text_string_to_metric_families(prometheus_text(found.families()).decode()))
     assert value(families, "vllm:request_queue_time_seconds_sum") == 2.5
     assert value(families, "vllm:request_prefill_time_seconds_count") == 0
 
@@ -161,11 +162,11 @@ def test_totals_of_a_worker_are_its_own_and_leave_with_it() -> None:
     found.refresh([WorkerLink(name="w", role="prefill", load=IDLE)], 0, 0, None)
     totals = {name: float(random.randrange(10**9)) for name in TOTALS}
     found.workers.totals.show("w", "prefill", totals)
-    families = list(text_string_to_metric_families(found.text().decode()))
+    families = list(text_string_to_metric_families(prometheus_text(found.families()).decode()))
     for name, total in totals.items():
         assert value(families, f"{name}_total", worker="w", role="prefill") == total
     found.refresh([], 0, 0, None)
-    assert b'worker="w"' not in found.text()
+    assert b'worker="w"' not in prometheus_text(found.families())
     with pytest.raises(AssertionError, match="laps_typo"):
         found.workers.totals.show("w", "prefill", {"laps_typo": 1.0})
 
@@ -326,7 +327,8 @@ def test_boards_find_the_names_that_vllm_has() -> None:
     metrics.latencies.observe_params(2, 64)
     stages = [Stage("queue", 1.0, 2.0), Stage("prefill", 2.0, 2.5), Stage("stream", 2.5, 4.0)]
     metrics.latencies.observe_stages(stages)
-    lines = metrics.render(links, 0, 0, None).decode().splitlines()
+    metrics.refresh(links, 0, 0, None)
+    lines = prometheus_text(metrics.families()).decode().splitlines()
 
     def value(name: str, *labels: str) -> float:
         (found,) = [x for x in lines if x.startswith(name + "{") and all(y in x for y in labels)]

@@ -8,6 +8,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from actors.ingress.generation import Mailbox
+from actors.observability.merged_metrics import prometheus_text
 from actors.observability.metrics import IngressMetrics
 from actors.observability.recent_ttft import RecentTtft
 from actors.routing.worker_links import WorkerLink
@@ -104,7 +105,9 @@ def test_the_times_of_an_answer_have_a_handoff_when_its_kv_moved() -> None:
     app.workers.joins_before = 1
     answer = app.post({"max_tokens": 3}, x_laps_timings="1").json()
     assert answer["timings"]["handoff_ms"] is not None
-    families = list(text_string_to_metric_families(app.edge.metrics.text().decode()))
+    families = list(
+        text_string_to_metric_families(prometheus_text(app.edge.metrics.families()).decode())
+    )
     (count,) = [
         s.value for f in families for s in f.samples if s.name == "laps_handoff_seconds_count"
     ]
@@ -119,7 +122,8 @@ def test_totals_of_workers_are_exported_as_they_are() -> None:
         WorkerLink(name="p", role="prefill", load=load, handoffs=totals),
         WorkerLink(name="d", role="decode", load=IDLE),
     ]
-    lines = metrics.render(links, 0, 0, None).decode().splitlines()
+    metrics.refresh(links, 0, 0, None)
+    lines = prometheus_text(metrics.families()).decode().splitlines()
     labels = 'model_name="m",role="prefill",worker="p"'
     assert f"vllm:num_preemptions_total{{{labels}}} 7.0" in lines
     assert f"laps_handoffs_total{{{labels}}} 3.0" in lines
