@@ -89,7 +89,7 @@ async def build_edge(spec: DeploymentSpec) -> Edge:
     model = _describe_model(config, tokenizing, await system.wait_ready())
     recent_ttft = RecentTtft(clock)
     metrics = IngressMetrics(model.name, recent_ttft, config.cache)
-    limiting = _build_limiting(config, ingress_id, peers, system, generations, clock)
+    limiting = await _build_limiting(config, ingress_id, peers, system, generations, clock)
     observation = Observation(
         metrics,
         generations,
@@ -106,8 +106,6 @@ async def build_edge(spec: DeploymentSpec) -> Edge:
         timeout_s=config.edge.request_timeout_s,
         max_short_tokens=config.laps.laps_alloc_threshold,
     )
-    if limiting.exchange is not None:  # so that its first request finds what keys have left
-        await limiting.exchange.exchange()
     exporting = observation.publish_to(RayMetrics(ray_gauge))
     _log_start(ingress_id, model.name, len(config.api.keys))
     return Edge(
@@ -144,7 +142,7 @@ class _Limiting:
         return [] if self.exchange is None else [self.exchange.run()]
 
 
-def _build_limiting(
+async def _build_limiting(
     config: AppConfig,
     ingress_id: str,
     peers: Peers,
@@ -171,6 +169,7 @@ def _build_limiting(
             note_exchange=admission.note_exchange,
             others=others,
         )
+        await exchange.exchange()  # so that the first request finds what keys have left
     return _Limiting(admission=admission, rate_limits=rate_limits, exchange=exchange)
 
 
