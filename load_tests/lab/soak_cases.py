@@ -38,6 +38,11 @@ class Case:
 
     def body(self, model: str, *, is_stream: bool, salt: str | None = None) -> bytes:
         """Of one request, as JSON; with a salt of its own, nothing of its prompt is cached."""
+        salted = {} if salt is None else {"cache_salt": salt}
+        return msgspec.json.encode(self.fields(model, is_stream=is_stream) | salted)
+
+    def fields(self, model: str, *, is_stream: bool) -> dict[str, object]:
+        """Of a request's body."""
         fields: dict[str, object] = {
             "model": model,
             "prompt": self.prompt_ids if self.text is None else self.text,
@@ -46,8 +51,7 @@ class Case:
             "ignore_eos": True,
             "return_token_ids": True,
         }
-        salted = {} if salt is None else {"cache_salt": salt}
-        return msgspec.json.encode(fields | self.sampling | salted)
+        return fields | self.sampling
 
 
 def build_cases(model: Path, num_cases: int, *, seed: int) -> list[Case]:
