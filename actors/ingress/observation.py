@@ -55,10 +55,9 @@ class Observation:
 
     async def prometheus_text(self) -> bytes:
         """Returns the application's metrics, of all replicas, in Prometheus' text format."""
-        await self.refresh()
+        await asyncio.gather(self.refresh(), self._tell_others())
         own = self._metrics.own_families()
         if self._exchange is not None:
-            await self._exchange.exchange_metrics(as_messages(own))
             own = add_up(own, self._exchange.others.metrics.values())
         return prometheus_text([*own, *self._metrics.common_families()])
 
@@ -73,10 +72,14 @@ class Observation:
             try:
                 await self.refresh()
                 ray_metrics.publish(self._metrics.families())
-                if self._exchange is not None:
-                    await self._exchange.exchange_metrics(as_messages(self._metrics.own_families()))
+                await self._tell_others()
                 is_failing = False
             except Exception as error:  # requests must not suffer from it
                 if not is_failing:
                     logger.error("metrics cannot be shown to Ray", exc_info=error)
                 is_failing = True
+
+    async def _tell_others(self) -> None:
+        """Exchanges metrics with the other replicas, if there are any."""
+        if self._exchange is not None:
+            await self._exchange.exchange_metrics(as_messages(self._metrics.own_families()))

@@ -26,11 +26,10 @@ from tempfile import TemporaryDirectory
 import httpx
 import psutil
 import yaml
-from prometheus_client.parser import text_string_to_metric_families
 
 from load_tests.lab.soak_cases import Case, build_cases
 from load_tests.tables import describe_machine, render_rows
-from load_tests.testbed.deployed import MODEL, ROOT, free_port, wait_until
+from load_tests.testbed.deployed import MODEL, ROOT, free_port, metric_sum, wait_until
 from load_tests.testbed.ingress_client import Client
 
 HOST = "127.0.0.1"
@@ -88,8 +87,7 @@ class Running:
             text = httpx.get(f"{self.url}/metrics", timeout=10).raise_for_status().text
         except httpx.HTTPError as error:
             return {f"no metrics: {error!r}": 1.0}
-        samples = [s for family in text_string_to_metric_families(text) for s in family.samples]
-        held = {n: sum(s.value for s in samples if s.name == n) for n in HELD}
+        held = {name: metric_sum(text, name) for name in HELD}
         return {name: value for name, value in held.items() if value}
 
 

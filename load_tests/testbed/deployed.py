@@ -164,17 +164,21 @@ class Application:
         """Sum of the samples of that name in /metrics; 0 while nothing was counted."""
         _, text = self.get("/metrics")
         assert f"# TYPE {name} " in text, f"/metrics has no {name}"
-        families = text_string_to_metric_families(text)
-        return sum(s.value for family in families for s in family.samples if s.name == name)
+        return metric_sum(text, name)
 
     def pid(self, name: str) -> int:
         """Of one of its detached actors; asking does not count as a heartbeat."""
         return actor_pid(name, self.name)
 
     def replica(self) -> str:
-        """Serve's name of the ingress actor."""
-        [name] = [n for n in named_actors("serve") if n.startswith(f"SERVE_REPLICA::{self.name}#")]
+        """Serve's name of the one ingress actor."""
+        [name] = self.replicas()
         return name
+
+    def replicas(self) -> list[str]:
+        """Serve's names of the ingress actors."""
+        prefix = f"SERVE_REPLICA::{self.name}#"
+        return [name for name in named_actors("serve") if name.startswith(prefix)]
 
     def supervisor(self) -> str:
         """Serve's name of the supervisor actor."""
@@ -183,8 +187,9 @@ class Application:
 
     def holdings(self) -> dict[str, dict[str, int]]:
         """How much of everything each worker and the ingress hold now; all but tasks 0 at rest."""
-        replica: Any = ray.get_actor(self.replica(), "serve")
-        num_tasks = int(ray.get(replica.__ray_call__.remote(count_tasks), timeout=PATIENCE_S))
+        replicas: list[Any] = [ray.get_actor(name, "serve") for name in self.replicas()]
+        counts = [replica.__ray_call__.remote(count_tasks) for replica in replicas]
+        num_tasks = sum(map(int, ray.get(counts, timeout=PATIENCE_S)))
         ingress = {"open attempts": int(self.metric("laps_open_attempts")), "tasks": num_tasks}
         max_rows = resolve_scheduler(self.config.scheduler, {}).max_num_seqs
         workers = {n: worker_holdings(seen, max_rows) for n, seen in self.statistics().items()}
@@ -221,6 +226,12 @@ def _beyond(
         for what, num in held.items()
         if num > baseline[who][what]
     }
+
+
+def metric_sum(text: str, name: str) -> float:
+    """Sum of a metric's samples in Prometheus' text; 0 if there are none."""
+    families = text_string_to_metric_families(text)
+    return sum(s.value for family in families for s in family.samples if s.name == name)
 
 
 def count_tasks(_: object) -> int:

@@ -36,7 +36,8 @@ SHARED: Mapping[str, Mapping[str, object]] = {
         "handoff.channel": "object_store",
         "api.keys": {"someone": hashlib.sha256(KEY.encode()).hexdigest()},
     },
-    "unified": {"workers.unified": 1},  # the reference
+    # The reference; with two replicas of the ingress.
+    "unified": {"workers.unified": 1, "edge.num_replicas": 2},
     # Two workers of each role, which wait until Serve has started a supervisor anew.
     "disaggregated": {
         "workers.prefill": 2,
