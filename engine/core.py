@@ -9,6 +9,7 @@ phases. With overlap, a `wait` near zero means that the host is the bottleneck. 
 executor is an argument) and no Ray.
 """
 
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -40,6 +41,8 @@ class PhaseDurations:
     num_steps: int
     mean_s: float
     max_s: float
+    # The processor's part of the mean; the rest is waiting: for the device, or for other threads.
+    mean_cpu_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,17 +61,20 @@ class StepTimes:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._began_s = 0.0
+        self._began_cpu_s = 0.0
         self._rings: dict[Phase, deque[float]] = {p: deque(maxlen=NUM_KEPT_STEPS) for p in Phase}
+        self._cpu_rings = {p: deque[float](maxlen=NUM_KEPT_STEPS) for p in Phase}
 
     def begin(self) -> None:
         """Start timing the next phase."""
-        self._began_s = self._clock.now_s()
+        self._began_s, self._began_cpu_s = self._clock.now_s(), time.thread_time()
 
     def end(self, phase: Phase) -> float:
         """Record the duration of `phase` and start timing the next one; returns the time now."""
-        now_s = self._clock.now_s()
+        now_s, cpu_s = self._clock.now_s(), time.thread_time()
         self._rings[phase].append(now_s - self._began_s)
-        self._began_s = now_s
+        self._cpu_rings[phase].append(cpu_s - self._began_cpu_s)
+        self._began_s, self._began_cpu_s = now_s, cpu_s
         return now_s
 
     def statistics(self) -> StepTimesStatistics:
@@ -85,6 +91,7 @@ class StepTimes:
             num_steps=len(ring),
             mean_s=sum(ring) / max(1, len(ring)),
             max_s=max(ring, default=0.0),
+            mean_cpu_s=sum(self._cpu_rings[phase]) / max(1, len(ring)),
         )
 
 

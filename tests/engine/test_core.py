@@ -127,7 +127,9 @@ def test_only_the_last_steps_are_measured() -> None:
         times.end(Phase.WAIT)
     wait = times.statistics().wait
     assert (wait.num_steps, wait.max_s) == (NUM_KEPT_STEPS, NUM_KEPT_STEPS - 1)
-    assert times.statistics().plan == PhaseDurations(num_steps=0, mean_s=0.0, max_s=0.0)
+    assert times.statistics().plan == PhaseDurations(
+        num_steps=0, mean_s=0.0, max_s=0.0, mean_cpu_s=0.0
+    )
 
 
 def test_the_conservation_law_names_every_owner_it_was_given() -> None:
