@@ -15,7 +15,7 @@ import argparse
 import asyncio
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -93,32 +93,25 @@ class _Load:
 
 def measure(application: Application, args: argparse.Namespace) -> dict[str, Measured]:
     """Returns, by worker, what its thread waited under load and at rest."""
-    workers = {name: application.actor(name) for name in application.workers()}
-
-    def on_all(function: Callable[[object], object]) -> list[Any]:
-        return list(ray.get([actor.__ray_call__.remote(function) for actor in workers.values()]))
-
-    on_all(start_probe)
+    call = application.call_in_workers
+    call(start_probe)
     time.sleep(REST_S)
-    at_rest = on_all(end_probe)
+    at_rest = call(end_probe)
 
-    async def look() -> tuple[list[Lateness], dict[str, dict[str, Any]]]:
+    async def look() -> tuple[dict[str, Lateness], dict[str, dict[str, Any]]]:
         load = _Load(application, args)
         task = asyncio.create_task(load.run(time.perf_counter() + WARM_S + args.seconds))
         await asyncio.sleep(WARM_S)
-        await asyncio.to_thread(on_all, start_probe)
+        await asyncio.to_thread(call, start_probe)
         await asyncio.sleep(args.seconds - 1)
-        loaded = await asyncio.to_thread(on_all, end_probe)
+        loaded = await asyncio.to_thread(call, end_probe)
         seen = await asyncio.to_thread(application.statistics)
         await task
         print(f"{load.num_tokens / (WARM_S + args.seconds):,.0f} tokens/s")
         return loaded, seen
 
     loaded, seen = asyncio.run(look())
-    return {
-        name: (seen[name]["step_times"], *both)
-        for name, both in zip(workers, zip(loaded, at_rest, strict=True), strict=True)
-    }
+    return {name: (seen[name]["step_times"], loaded[name], at_rest[name]) for name in seen}
 
 
 def rows_of(measured: Mapping[str, Measured]) -> list[tuple[str, ...]]:

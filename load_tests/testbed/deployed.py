@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 import msgspec
@@ -27,6 +27,7 @@ from configs.schema import AppConfig
 from load_tests.testbed.holdings import worker_holdings
 from serve_app import bind
 
+T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "demo_model" / "laps-demo"
 PATIENCE_S = 60.0
@@ -120,6 +121,11 @@ class Application:
             name: ray.get(self.actor(name).statistics.remote(), timeout=PATIENCE_S)
             for name in self.workers()
         }
+
+    def call_in_workers(self, function: Callable[[object], T]) -> dict[str, T]:
+        """Calls a function in the process of each worker, with its actor; returns the results."""
+        calls = {n: self.actor(n).__ray_call__.remote(function) for n in self.workers()}
+        return dict(zip(calls, ray.get(list(calls.values()), timeout=PATIENCE_S), strict=True))
 
     def is_quiet(self) -> bool:
         """No request, block, row, lease or reservation is held by any worker."""
