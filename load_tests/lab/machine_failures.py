@@ -1,0 +1,304 @@
+"""What a cluster's clients see when a machine or its cable fails: answers, seconds, leaks.
+
+    RAY_AUTH_MODE=disabled OMP_NUM_THREADS=1 python -m load_tests.lab.machine_failures
+
+Four machines in namespaces (load_tests/testbed/machines.py): a head without workers, and three with
+room for one worker each, of which one prefills, one decodes and one is spare. Started and deployed
+by the commands of configs/cluster. Clients ask HAProxy on the head without a pause while a row does
+its deed and mends it; every answer is compared token for token with what an engine in this process
+brought beforehand. Exits with 1 if a token was wrong or something is held at rest.
+"""
+
+import argparse
+import signal
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Self
+
+import httpx
+
+from load_tests.http_load.client import Server
+from load_tests.lab.soak_cases import Case, build_cases
+from load_tests.lab.soak_clients import Clients, Outcomes
+from load_tests.tables import describe_machine, render_rows
+from load_tests.testbed.deployed import MODEL, metric_sum, wait_until
+from load_tests.testbed.machines import Machine, network
+from load_tests.testbed.ray_machines import RayMachines
+
+WORKERS = ("alpha", "beta", "gamma")
+PORT = 8000
+NUM_CLIENTS = 4
+TIMEOUT_S = 400.0  # of a request: longer than any deed
+READY_S = 180.0
+REST_S = 180.0
+LOOK_S = 0.1
+DRAIN_S = 30
+NUM_WARM = 12  # answers, after which everybody has met everybody
+CONFIG: dict[str, object] = {
+    "workers": {"unified": 0, "prefill": 1, "decode": 1, "num_cpus": 1},
+    "cache": {"num_blocks": 1024},
+}
+PREFILL, DECODE = "ray::PrefillWorker", "ray::DecodeWorker"
+HELD = (
+    "laps_open_attempts",
+    "vllm:num_requests_running",
+    "vllm:num_requests_waiting",
+    "laps_queued_tokens",
+    "vllm:kv_cache_usage_perc",
+)
+
+
+class Stage:
+    """A cluster with the application, and what is done to it."""
+
+    def __init__(self, cluster: RayMachines) -> None:
+        """Starts all machines and deploys; returns when the application can serve."""
+        self.cluster = cluster
+        self.network = cluster.network
+        self.head = cluster.start("head", num_cpus=0)
+        for name in WORKERS:
+            cluster.start(name, num_cpus=1)
+        cluster.deploy(CONFIG, MODEL)
+        self.wait_ready()
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.head.address}:{PORT}"
+
+    def is_ready(self) -> bool:
+        try:
+            return httpx.get(f"{self.url}/ready", timeout=5).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    def wait_ready(self) -> None:
+        wait_until(self.is_ready, "the application can serve", READY_S)
+
+    def runs(self, machine: Machine, title: str) -> bool:
+        """Whether a process with this in its title is on the machine."""
+        return machine.is_on and title in machine.run(["ps", "axww", "-o", "args"], {})
+
+    def machine_of(self, title: str) -> Machine:
+        """The one machine on which it runs."""
+        found = [m for m in self.network.machines.values() if self.runs(m, title)]
+        assert len(found) == 1, f"{title} runs on {[m.name for m in found]}"
+        return found[0]
+
+    def restore(self) -> None:
+        """Brings back every machine that is off, and Ray where it has ended."""
+        for name in WORKERS:
+            machine = self.network.machines[name]
+            if not machine.is_on:
+                self.cluster.start(name, num_cpus=1)
+            elif not self.runs(machine, "raylet/raylet"):
+                self.cluster.join(machine, num_cpus=1)
+
+    def held(self) -> dict[str, float]:
+        """What the application holds for requests; {} when it is at rest."""
+        try:
+            text = httpx.get(f"{self.url}/metrics", timeout=10).raise_for_status().text
+        except httpx.HTTPError as error:
+            return {f"no metrics: {error!r}": 1.0}
+        return {name: value for name in HELD if (value := metric_sum(text, name))}
+
+
+def kill(title: str) -> Callable[[Stage], None]:
+    """Pulls the plug of the machine on which it runs; the machine comes back empty later."""
+
+    def deed(stage: Stage) -> None:
+        stage.machine_of(title).kill()
+
+    return deed
+
+
+def cut(title: str, seconds: float) -> Callable[[Stage], None]:
+    """Pulls the cable of the machine on which it runs, for so long."""
+
+    def deed(stage: Stage) -> None:
+        machine = stage.machine_of(title)
+        stage.network.cut(machine)
+        time.sleep(seconds)
+        stage.network.mend(machine)
+
+    return deed
+
+
+def mute(title: str, seconds: float) -> Callable[[Stage], None]:
+    """Lets the machine on which it runs hear everybody, and nobody hear it, for so long."""
+
+    def deed(stage: Stage) -> None:
+        machine = stage.machine_of(title)
+        others = [m.address for m in stage.network.machines.values() if m is not machine]
+        for address in others:
+            nobody = ["lladdr", "02:00:00:00:00:01", "dev", "eth0", "nud", "permanent"]
+            machine.run(["ip", "neigh", "replace", address, *nobody], {})
+        time.sleep(seconds)
+        for address in others:
+            machine.run(["ip", "neigh", "del", address, "dev", "eth0"], {})
+
+    return deed
+
+
+def drain(title: str) -> Callable[[Stage], None]:
+    """Asks Ray to drain the node on which it runs, and turns the machine off a minute later."""
+
+    def deed(stage: Stage) -> None:
+        machine = stage.machine_of(title)
+        why = "--reason DRAIN_NODE_REASON_PREEMPTION --reason-message maintenance"
+        words = f"drain-node {why} --deadline-remaining-seconds {DRAIN_S}"
+        stage.cluster.ray(machine, f"{words} --address {stage.head.address}:6379")
+        time.sleep(DRAIN_S)
+        machine.kill()
+
+    return deed
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One failure."""
+
+    name: str
+    deed: Callable[[Stage], None]
+
+
+ROWS = (
+    Row("prefill machine turned off", kill(PREFILL)),
+    Row("decode machine turned off", kill(DECODE)),
+    Row("prefill machine cut off for 5 s", cut(PREFILL, 5)),
+    Row("decode machine cut off for 5 s", cut(DECODE, 5)),
+    Row("prefill machine cut off for 30 s", cut(PREFILL, 30)),
+    Row("decode machine cut off for 30 s", cut(DECODE, 30)),
+    Row("decode machine not heard for 30 s", mute(DECODE, 30)),
+    Row("decode machine drained, then ended", drain(DECODE)),
+    Row("decode machine cut off for 300 s", cut(DECODE, 300)),
+)
+
+
+class _Gaps:
+    """Looks, in a thread of its own, for the longest time without a right answer."""
+
+    def __init__(self, seen: Outcomes) -> None:
+        self._seen = seen
+        self._is_ending = threading.Event()
+        self._thread = threading.Thread(target=self._look, daemon=True)
+        self._longest_s = 0.0
+        self._last = (0, time.monotonic())
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_ending.set()
+        self._thread.join()
+
+    def reset(self) -> None:
+        self._longest_s, self._last = 0.0, (self._seen.num_right, time.monotonic())
+
+    @property
+    def longest_s(self) -> float:
+        return max(self._longest_s, time.monotonic() - self._last[1])
+
+    def _look(self) -> None:
+        while not self._is_ending.wait(LOOK_S):
+            num_right, at_s = self._last
+            if self._seen.num_right > num_right:
+                self._longest_s = max(self._longest_s, time.monotonic() - at_s)
+                self._last = (self._seen.num_right, time.monotonic())
+
+
+@dataclass(slots=True, kw_only=True)
+class Seen:
+    """What the clients saw of one row."""
+
+    num_right: int
+    errors: Counter[str]
+    broken: Counter[str]
+    wrong: list[str]
+    longest_gap_s: float  # between two right answers
+    restored_s: float  # from the deed's begin until /ready, with every machine back
+    held: dict[str, float] = field(default_factory=dict)
+
+
+def observe(stage: Stage, row: Row, cases: Sequence[Case], seed: int) -> Seen:
+    """Does a row under load; returns when everything is at rest, or patience has ended."""
+    clients = Clients(
+        Server(url=stage.url),
+        MODEL.name,
+        cases,
+        num_clients=NUM_CLIENTS,
+        leave_share=0.0,
+        timeout_s=TIMEOUT_S,
+        seed=seed,
+    )
+    seen = clients.outcomes
+    with clients, _Gaps(seen) as gaps:
+        wait_until(lambda: seen.num_right >= NUM_WARM, "clients have answers", READY_S)
+        gaps.reset()
+        began_s = time.monotonic()
+        row.deed(stage)
+        num_before = seen.num_right
+        wait_until(lambda: seen.num_right >= num_before + 2 * NUM_CLIENTS, "it goes on", TIMEOUT_S)
+        stage.restore()
+        stage.wait_ready()
+        restored_s = time.monotonic() - began_s
+        longest_s = gaps.longest_s
+    until_s = time.monotonic() + REST_S
+    while (held := stage.held()) and time.monotonic() < until_s:
+        time.sleep(1.0)
+    return Seen(
+        num_right=seen.num_right,
+        errors=seen.errors,
+        broken=seen.broken,
+        wrong=seen.wrong,
+        longest_gap_s=longest_s,
+        restored_s=restored_s,
+        held=held,
+    )
+
+
+def rows_of(seen: dict[str, Seen]) -> list[tuple[str, ...]]:
+    """What clients saw, a row for each failure."""
+    names = (
+        "right",
+        "error said",
+        "broken off",
+        "wrong",
+        "longest gap, s",
+        "whole again, s",
+        "held",
+    )
+    rows: list[tuple[str, ...]] = [("failure", *names)]
+    for name, one in seen.items():
+        counts = (one.num_right, one.errors.total(), one.broken.total(), len(one.wrong))
+        times = (f"{one.longest_gap_s:.1f}", f"{one.restored_s:.0f}")
+        held = ", ".join(f"{what} {num:g}" for what, num in one.held.items()) or "nothing"
+        rows.append((name, *map(str, counts), *times, held))
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--only", default="", help="rows with this in their names")
+    parser.add_argument("--seed", type=int, default=7)
+    args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # and take all down
+    cases = build_cases(MODEL, 30, seed=args.seed)
+    found: dict[str, Seen] = {}
+    with network() as machines:
+        stage = Stage(RayMachines(machines))
+        for row in ROWS:
+            if args.only in row.name:
+                seen = found[row.name] = observe(stage, row, cases, args.seed)
+                print(f"{row.name}: {seen}", flush=True)
+    print(render_rows(rows_of(found)))
+    print(*(f"{name}: {value}" for name, value in describe_machine().items()), sep="\n")
+    sys.exit(any(one.wrong or one.held for one in found.values()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""A Ray cluster on machines of its own, started and deployed to by the files of configs/cluster.
+
+What differs from `ray up`: the commands run in namespaces instead of over ssh, nobody scales the
+cluster, each machine says how many processors it has, and HAProxy has fewer connections.
+"""
+
+import re
+import secrets
+import shlex
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import yaml
+
+from load_tests.testbed.machines import Machine, Network
+
+ROOT = Path(__file__).resolve().parents[2]
+CLUSTER_FILE = ROOT / "configs" / "cluster" / "ray_cluster.yaml"
+SERVE_FILE = ROOT / "configs" / "cluster" / "serve.yaml"
+HOME = "/tmp/home"
+MAX_CONNECTIONS = 1000
+START_S = 120.0
+
+
+@dataclass
+class RayMachines:
+    """A Ray cluster; the first machine that is started is its head."""
+
+    network: Network
+    environment: Mapping[str, str] = field(default_factory=dict)  # of every node, besides
+    token: str = field(default_factory=lambda: secrets.token_hex(16))
+    head: Machine | None = None
+
+    def start(self, name: str, *, num_cpus: int) -> Machine:
+        """Starts a machine and Ray on it; the first is the head."""
+        machine = self.network.add(name)
+        self._furnish(machine)
+        if self.head is None:
+            self.head = machine
+        self.join(machine, num_cpus=num_cpus)
+        return machine
+
+    def join(self, machine: Machine, *, num_cpus: int) -> None:
+        """Starts Ray on a machine that is on and runs none."""
+        is_head = machine is self.head
+        commands = yaml.safe_load(CLUSTER_FILE.read_text())
+        role = "head" if is_head else "worker"
+        for command in commands[f"{role}_start_ray_commands"]:
+            if command.endswith("ray stop"):
+                continue  # nothing of Ray runs there
+            self.run(machine, _adapted(command, machine, num_cpus), START_S)
+
+    def ray(self, machine: Machine, words: str) -> str:
+        """Runs a command of Ray's on a machine; returns what it printed."""
+        return self.run(machine, f"RAY_AUTH_MODE=token {HOME}/laps-venv/bin/ray {words}")
+
+    def run(self, machine: Machine, command: str, timeout_s: float = START_S) -> str:
+        """Runs a command of a shell on a machine, as its user would."""
+        assert self.head is not None, "no machine was started"
+        variables = {
+            "HOME": HOME,
+            "RAY_HEAD_IP": self.head.address,
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(ROOT),
+            **self.environment,
+        }
+        return machine.run(["sh", "-c", f"cd {ROOT} && {command}"], variables, timeout_s)
+
+    def deploy(self, config: Mapping[str, object], model: Path, route_prefix: str = "/") -> None:
+        """Deploys as the operations page says, from the head; returns when Serve has taken it."""
+        assert self.head is not None, "no machine was started"
+        deploy = yaml.safe_load(SERVE_FILE.read_text())
+        [application] = deploy["applications"]
+        application["args"] = {"config": "/tmp/config.yaml", "model": str(model)}
+        application["route_prefix"] = route_prefix
+        for machine in self.network.machines.values():
+            (machine.disk / "tmp" / "config.yaml").write_text(yaml.safe_dump(dict(config)))
+        (self.head.disk / "tmp" / "serve.yaml").write_text(yaml.safe_dump(deploy))
+        serve = f"{HOME}/laps-venv/bin/serve"
+        self.run(
+            self.head,
+            f"RAY_AUTH_MODE=token {serve} deploy /tmp/serve.yaml -a http://127.0.0.1:8265",
+        )
+
+    def _furnish(self, machine: Machine) -> None:
+        """Puts the token and the installed environment where the commands look for them."""
+        home = machine.disk / "tmp" / "home"
+        (home / ".ray").mkdir(parents=True)
+        token = home / ".ray" / "auth_token"
+        token.write_text(self.token)
+        token.chmod(0o600)
+        (home / "laps-venv").symlink_to(Path(sys.prefix))
+
+
+def _adapted(command: str, machine: Machine, num_cpus: int) -> str:
+    """Returns a command of the cluster file for a machine of this kind."""
+    command = re.sub(r"--autoscaling-config=\S+", "", command)
+    command = re.sub(r"MAXCONN=\d+", f"MAXCONN={MAX_CONNECTIONS}", command)
+    assert " start " in command, f"{CLUSTER_FILE}: what does this start? {command}"
+    return f"{command} --num-cpus={num_cpus} --node-ip-address={shlex.quote(machine.address)}"
