@@ -1,8 +1,19 @@
-"""The feed-forward part of a layer."""
+"""The feed-forward part of a layer; a mixture of experts (moe.py) may stand in its place."""
+
+from typing import Protocol
 
 from torch import Tensor
 
 from engine.layers.linear import Linear
+
+
+class FeedForward(Protocol):
+    def __call__(self, x: Tensor, lane: int = 0, slots: Tensor | None = None) -> Tensor:
+        """x: [T, hidden]; returns [T, hidden].
+
+        slots: int32 [T], -1 for padding, whose output does not matter; None = there is none.
+        """
+        ...
 
 
 class GatedMlp:
@@ -15,6 +26,6 @@ class GatedMlp:
         self._gated = gated
         self._down = down
 
-    def __call__(self, x: Tensor, lane: int = 0) -> Tensor:
-        """x: [T, hidden]; returns [T, hidden]."""
+    def __call__(self, x: Tensor, lane: int = 0, slots: Tensor | None = None) -> Tensor:
+        """x: [T, hidden]; returns [T, hidden]; padding is computed as all else."""
         return self._down(self._gated(x, lane), lane)
