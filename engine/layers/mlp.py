@@ -8,6 +8,11 @@ from engine.layers.linear import Linear
 
 
 class FeedForward(Protocol):
+    @property
+    def token_sizes(self) -> tuple[int, ...]:
+        """Numbers of tokens that between them run every kernel which is chosen by that number."""
+        ...
+
     def __call__(self, x: Tensor, lane: int = 0, slots: Tensor | None = None) -> Tensor:
         """x: [T, hidden]; returns [T, hidden].
 
@@ -20,6 +25,8 @@ class GatedMlp:
     """down(silu(gate(x)) * up(x))."""
 
     __slots__ = ("_down", "_gated")
+
+    token_sizes: tuple[int, ...] = ()  # of linear maps, steps of every kind run all
 
     def __init__(self, *, gated: Linear, down: Linear) -> None:
         """gated: [T, hidden] -> silu(gate) * up, [T, intermediate]."""

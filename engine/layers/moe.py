@@ -48,6 +48,11 @@ class SharedExpert:
 
 
 class Experts(Protocol):
+    @property
+    def token_sizes(self) -> tuple[int, ...]:
+        """See `FeedForward.token_sizes`."""
+        ...
+
     def __call__(self, x: Tensor, routes: Routes, shared: SharedOutput | None) -> Tensor:
         """x: [T, hidden]; returns [T, hidden], zeros for a token without expert."""
         ...
@@ -63,6 +68,10 @@ class Mixture:
         self.router = router
         self._experts = experts
         self._shared = shared
+
+    @property
+    def token_sizes(self) -> tuple[int, ...]:
+        return self._experts.token_sizes
 
     def __call__(self, x: Tensor, lane: int = 0, slots: Tensor | None = None) -> Tensor:
         """x: [T, hidden]; slots: as of the router; returns [T, hidden]."""
@@ -92,6 +101,8 @@ class TorchExperts:
     """One expert after the other, only those that have tokens; waits for the routes on the host."""
 
     __slots__ = ("_down", "_gate_up")
+
+    token_sizes: tuple[int, ...] = ()
 
     def __init__(self, gate_up: Tensor, down: Tensor) -> None:
         """gate_up: [experts, 2 I, hidden], rows of gate first; down: [experts, hidden, I]."""

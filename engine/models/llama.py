@@ -73,6 +73,11 @@ class CausalLM:
         """Whether `forward` accepts a context with `last`."""
         return self.layers[-1].can_store_alone
 
+    @property
+    def token_sizes(self) -> tuple[int, ...]:
+        """Numbers of tokens to compute before ready, so that every kernel is compiled."""
+        return tuple(sorted({size for layer in self.layers for size in layer.mlp.token_sizes}))
+
     def rotary_at(self, positions: Tensor) -> Any:  # noqa: ANN401
         """positions: [T] int32; returns the `rotary` of a step's `ForwardContext`."""
         return self.rotary.angles(positions)

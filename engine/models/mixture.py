@@ -9,8 +9,10 @@ be mixtures or dense ones in any order.
 
 from functools import partial
 
+from torch import Tensor
+
 from engine.errors import ConfigError
-from engine.layers.linear import LinearWeight, WeightFormat, build_gated, build_linear
+from engine.layers.linear import WeightFormat, build_gated, build_linear
 from engine.layers.mlp import GatedMlp
 from engine.layers.moe import (
     Experts,
@@ -33,9 +35,8 @@ def build_mixture(
     for weight in (weights.router, weights.gate_up, weights.down):
         if weight.format is not WeightFormat.DENSE:
             raise ConfigError(f"experts are supported as {WeightFormat.DENSE.value} only")
-    if weights.router.data.device.type == "cuda":
-        raise ConfigError("model.device: mixtures of experts run on a CPU only; set it to cpu")
-    router, experts = _build_torch(spec, weights, weights.router)
+    build = _build_cuda if weights.router.data.device.type == "cuda" else _build_torch
+    router, experts = build(spec, weights, weights.router.data, is_deterministic)
     return Mixture(
         router=router,
         experts=experts,
@@ -44,11 +45,34 @@ def build_mixture(
 
 
 def _build_torch(
-    spec: MixtureSpec, weights: LayerWeights, router: LinearWeight
+    spec: MixtureSpec, weights: LayerWeights, router: Tensor, is_deterministic: bool
 ) -> tuple[Router, Experts]:
+    del is_deterministic  # a CPU makes no such promise
     return (
-        TorchRouter(router.data, num_active=spec.num_active, normalises=spec.normalises),
+        TorchRouter(router, num_active=spec.num_active, normalises=spec.normalises),
         TorchExperts(weights.gate_up.data, weights.down.data),
+    )
+
+
+def _build_cuda(
+    spec: MixtureSpec, weights: LayerWeights, router: Tensor, is_deterministic: bool
+) -> tuple[Router, Experts]:
+    # A host without a GPU need not have Triton.
+    from engine.layers.moe_cuda import TritonExperts, TritonRouter
+
+    return (
+        TritonRouter(
+            router,
+            num_active=spec.num_active,
+            normalises=spec.normalises,
+            is_deterministic=is_deterministic,
+        ),
+        TritonExperts(
+            weights.gate_up.data,
+            weights.down.data,
+            num_active=spec.num_active,
+            is_deterministic=is_deterministic,
+        ),
     )
 
 

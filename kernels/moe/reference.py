@@ -61,7 +61,7 @@ def experts(x: Tensor, routes: Routes, gate_up: Tensor, down: Tensor) -> Tensor:
         inner = silu_mul(F.linear(tokens, gate_up[expert]))
         y = F.linear(inner, down[expert]) * weights[indices, None]
         outputs.index_copy_(0, indices, y.to(x.dtype))
-    return outputs.view(num_tokens, num_active, -1)
+    return outputs.view(num_tokens, num_active, down.shape[1])
 
 
 def combine(outputs: Tensor, shared: Tensor | None = None, gate: Tensor | None = None) -> Tensor:
