@@ -5,8 +5,8 @@
 
 With so few tokens hardly two share an expert, so routes are not sorted: a program reads BLOCK_N
 rows of one expert for one route, and in the second product those of all experts of a token, one
-after the other, which saves the sum's kernel. Sums in fp32, in the order of the routes, rounded
-once. Torch twins: `kernels.moe.grouped.gate_up_reference`, `kernels.moe.reference`.
+after the other, which saves the sum's kernel. Sums in fp32, in one order, rounded once. Torch
+twins: `kernels.moe.grouped.gate_up_reference`, and `down_reference` with `reference.combine`.
 """
 
 import triton
@@ -16,6 +16,9 @@ from torch import Tensor
 from kernels.moe.routes import Routes
 from kernels.moe.tiles import FewTile
 from kernels.pdl import pdl_supported
+
+# Steps over the columns whose loads are under way together.
+_UNROLLED = tl.constexpr(4)
 
 
 @triton.jit
@@ -46,7 +49,7 @@ def _few_gate_up_kernel(
     gate_pointers = weight_ptr + rows[:, None] * K + k_offsets[None, :]
     gate = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
     up = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
-    for k in range(0, K, BLOCK_K):
+    for k in tl.range(0, K, BLOCK_K, loop_unroll_factor=_UNROLLED):
         is_column = k_offsets < K - k
         x = tl.load(x_ptr + route // TOP_K * K + k + k_offsets, mask=is_column, other=0.0)
         x = x.to(tl.float32)[None, :]
@@ -85,20 +88,21 @@ def _few_down_kernel(
     is_output = columns < N
     rows = tl.minimum(columns, N - 1)
     k_offsets = tl.arange(0, BLOCK_K)
-    total = tl.zeros((BLOCK_N,), dtype=tl.float32)
-    for i in range(TOP_K):
+    # Neither a branch nor a sum over threads between one expert's loads and the next one's: so many
+    # loads are under way at a time.
+    acc = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
+    for i in tl.static_range(TOP_K):
         route = token * TOP_K + i
         expert = tl.load(ids_ptr + route)
-        if expert >= 0:
-            first_row = expert.to(tl.int64) * N
-            pointers = weight_ptr + (first_row + rows[:, None]) * K + k_offsets[None, :]
-            acc = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
-            for k in range(0, K, BLOCK_K):
-                is_column = k_offsets < K - k
-                x = tl.load(inner_ptr + route * K + k + k_offsets, mask=is_column, other=0.0)
-                w = tl.load(pointers + k, mask=is_column[None, :], other=0.0)
-                acc += w.to(tl.float32) * x.to(tl.float32)[None, :]
-            total += tl.load(scales_ptr + route) * tl.sum(acc, axis=1)
+        scale = tl.where(expert >= 0, tl.load(scales_ptr + route), 0.0)
+        first_row = tl.maximum(expert, 0).to(tl.int64) * N
+        pointers = weight_ptr + (first_row + rows[:, None]) * K + k_offsets[None, :]
+        for k in tl.range(0, K, BLOCK_K, loop_unroll_factor=_UNROLLED):
+            mask = (k_offsets < K - k) & (expert >= 0)
+            x = tl.load(inner_ptr + route * K + k + k_offsets, mask=mask, other=0.0)
+            w = tl.load(pointers + k, mask=mask[None, :], other=0.0)
+            acc += w.to(tl.float32) * (scale * x.to(tl.float32))[None, :]
+    total = tl.sum(acc, axis=1)
     if HAS_SHARED:
         gate = tl.sigmoid(tl.load(gate_ptr + token).to(tl.float32))
         shared = tl.load(shared_ptr + token * N + columns, mask=is_output, other=0.0)
