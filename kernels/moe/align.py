@@ -119,10 +119,12 @@ def _align_kernel(
     counts = tl.zeros((BLOCK_E,), dtype=tl.int32)
     earlier = tl.zeros((BLOCK_E,), dtype=tl.int32)  # in the chunks before this program's
     if HAS_COUNTS:
-        for i in range(num_chunks):
-            of_chunk = tl.load(counts_ptr + i * BLOCK_E + experts)
-            counts += of_chunk
-            earlier += tl.where(i < chunk, of_chunk, 0)
+        for i in range(0, num_chunks, 8):
+            chunks = (i + tl.arange(0, 8))[:, None]
+            places = counts_ptr + chunks * BLOCK_E + experts[None, :]
+            of_chunks = tl.load(places, mask=chunks < num_chunks, other=0)
+            counts += tl.sum(of_chunks, axis=0)
+            earlier += tl.sum(tl.where(chunks < chunk, of_chunks, 0), axis=0)
     else:
         for start in range(0, num_routes, CHUNK):
             counts += _count_chunk(ids_ptr, start, num_routes, BLOCK_E, CHUNK)
@@ -157,8 +159,7 @@ def align(ids: Tensor, num_experts: int, block_m: int) -> Blocks:
     routes = torch.empty((num_blocks, block_m), dtype=torch.int32, device=ids.device)
     experts = torch.empty(num_blocks, dtype=torch.int32, device=ids.device)
     use_pdl = pdl_supported(ids.device)
-    # tl.histogram needs some bins.
-    block_e = max(16, triton.next_power_of_2(num_experts))
+    block_e = max(32, triton.next_power_of_2(num_experts))  # a bin a thread of a warp, at least
     has_counts = num_routes > _MAX_UNCOUNTED
     num_chunks = triton.cdiv(num_routes, _CHUNK) if has_counts else 1
     counts = ids

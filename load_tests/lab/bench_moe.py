@@ -26,6 +26,7 @@ from kernels.moe.tiles import ExpertShape, TilePlan, build_plan, is_tuned
 from load_tests.lab.floors import Machine
 from load_tests.lab.moe_step import (
     H200_MEASURED,
+    LIBRARY,
     MAX_ERROR,
     Call,
     Layer,
@@ -42,6 +43,7 @@ SHAPES = {
     "mixtral-8x7b": ExpertShape(num_experts=8, num_active=2, hidden=4096, inner=14336),
 }
 TOKENS = (1, 16, 64, 256, 1024, 8192)
+LIBRARY_TOKENS = 256  # from here on torch's grouped products, without gate and gather, too
 TUNING_S = 150.0
 
 
@@ -77,6 +79,9 @@ def measure(
             "down": partial(step.down, pair.down),
             "sum": step.total,
         }
+    if step.num_tokens >= LIBRARY_TOKENS:
+        kernels[f"{LIBRARY}gate_up"] = step.library_gate_up
+        kernels[f"{LIBRARY}down"] = step.library_down
     kernels["whole"] = partial(step.whole, plan)
     for name, calls in kernels.items():
         took_us, note = None, ""

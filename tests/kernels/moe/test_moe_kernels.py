@@ -98,12 +98,13 @@ def _check_ties(device: str) -> None:
     assert every == [[3, 7, 0, 1, 2, 4, 6, 8, 5]] * 5
     weight[5] = 0.0
     x[2, 3], x[4, 0] = torch.nan, torch.inf
-    broken = route(x, weight, 4, normalises=True)
-    assert broken.ids[:2].tolist() == [[3, 7, 0, 1]] * 2
-    assert broken.weights[[0, 1, 3]].isfinite().all()
-    assert broken.weights[[2, 4]].isnan().all()
-    assert int(broken.ids.min()) >= 0
-    assert int(broken.ids.max()) < 9
+    for normalises in (True, False):
+        broken = route(x, weight, 4, normalises=normalises)
+        assert broken.ids[:2].tolist() == [[3, 7, 0, 1]] * 2
+        assert broken.weights[[0, 1, 3]].isfinite().all()
+        assert broken.weights[[2, 4]].isnan().all()
+        assert int(broken.ids.min()) >= 0
+        assert int(broken.ids.max()) < 9
 
 
 def check_router() -> None:
