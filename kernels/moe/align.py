@@ -55,7 +55,7 @@ def _count_chunk(ids_ptr, start, num_routes, BLOCK_E: tl.constexpr, CHUNK: tl.co
 
 
 @triton.jit(do_not_specialize=["num_routes"])
-def _count_kernel(
+def _moe_count_kernel(
     ids_ptr,  # int32 [num_routes]
     counts_ptr,  # int32 [chunks, BLOCK_E]
     num_routes,
@@ -92,7 +92,7 @@ def _write_expert(experts_ptr, expert, num_blocks):
 
 
 @triton.jit(do_not_specialize=["num_routes", "num_blocks", "num_chunks"])
-def _align_kernel(
+def _moe_align_kernel(
     ids_ptr,  # int32 [num_routes]
     counts_ptr,  # int32 [num_chunks, BLOCK_E] if HAS_COUNTS
     # outputs
@@ -165,7 +165,7 @@ def align(ids: Tensor, num_experts: int, block_m: int) -> Blocks:
     counts = ids
     if has_counts:
         counts = torch.empty((num_chunks, block_e), dtype=torch.int32, device=ids.device)
-        _count_kernel[(num_chunks,)](
+        _moe_count_kernel[(num_chunks,)](
             ids,
             counts,
             num_routes,
@@ -175,7 +175,7 @@ def align(ids: Tensor, num_experts: int, block_m: int) -> Blocks:
             num_warps=8,
             launch_pdl=use_pdl,
         )
-    _align_kernel[(num_experts + 1, num_chunks)](
+    _moe_align_kernel[(num_experts + 1, num_chunks)](
         ids,
         counts,
         routes,
