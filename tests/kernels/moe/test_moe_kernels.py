@@ -213,7 +213,7 @@ def _check_combine(num_tokens: int, device: str) -> None:
     """Every tile of the sum, with outputs of which nobody wrote those without expert."""
     outputs = random_tensor(num_tokens, 3, 40, dtype=torch.float32, device=device)
     routes = random_routes(num_tokens, 9, 3, device)
-    outputs[2] = torch.nan
+    outputs[2:3] = torch.nan
     exact = outputs.double().nan_to_num().sum(dim=1)
     assert_near(combine(outputs, routes), exact, torch.float32)
     twin = reference.combine(outputs.nan_to_num())
