@@ -25,6 +25,7 @@ from kernels.attention.phased import PhasedAttention
 from kernels.attention.protocol import AttentionShape
 from kernels.attention.reference import ReferenceAttention
 from kernels.reference import TorchOps
+from tests.engine.runner.graph_story import RowTensorAttention
 
 CPU = torch.device("cpu")
 _GRID = 8
@@ -57,6 +58,13 @@ class SnappingAttention(ReferenceAttention):
         return _snap(super().run(*args, **named))
 
 
+class SnappingGraphAttention(RowTensorAttention):
+    """Each head's result ends on the grid."""
+
+    def run(self, *args: Any, **named: Any) -> Tensor:
+        return _snap(super().run(*args, **named))
+
+
 def save_whole_numbers(folder: Path, seed: int) -> None:
     """Replace all weights but the norms by whole numbers from -2 to 2."""
     path = folder / "model.safetensors"
@@ -69,8 +77,13 @@ def save_whole_numbers(folder: Path, seed: int) -> None:
     save_file(tensors, path, metadata={"format": "pt"})
 
 
-def build_exact(folder: Path, rank: Rank) -> tuple[CausalLM, PhasedAttention]:
-    """The rank's model, and the attention that goes with it."""
+def build_exact(
+    folder: Path, rank: Rank, *, captures: bool = False
+) -> tuple[CausalLM, PhasedAttention]:
+    """The rank's model, and the attention that goes with it.
+
+    captures: the attention can be in graphs, as `RerunRecorder` makes them; it knows no windows.
+    """
     model = build_model(folder, dtype=torch.float32, device=CPU, ops=SnappingOps(), rank=rank)
     shape = AttentionShape(
         num_heads=model.spec.num_heads,
@@ -78,6 +91,9 @@ def build_exact(folder: Path, rank: Rank) -> tuple[CausalLM, PhasedAttention]:
         head_dim=model.spec.head_dim,
         layer_windows=model.spec.layer_windows,
     )
+    if captures:
+        both = SnappingGraphAttention(shape)
+        return model, PhasedAttention(prefill=both, decode=both, graph=both, prompt_graph=both)
     attention = SnappingAttention(shape, block_size=4, dtype=torch.float32, device=CPU)
     return model, PhasedAttention(prefill=attention, decode=attention, graph=None)
 

@@ -18,9 +18,11 @@ from engine.models.registry import build_model
 from engine.plan import StepResult
 from engine.ranks.rank import Rank
 from engine.request import SamplingParams
+from engine.runner.graph_sizes import ragged_sizes
 from engine.sampling.embeddings import Embeddings
 from tests.engine.models.closeness import assert_same_logits
 from tests.engine.ranks.exact_models import FAULTS, build_exact, planted, save_whole_numbers
+from tests.engine.runner.graph_story import RerunRecorder
 from tests.engine.runner.step_driver import GREEDY, StepDriver
 from tests.harness.rank_processes import RankProcesses
 from tests.harness.tiny_models import reference_logits, save_embedding_model, save_model
@@ -79,11 +81,16 @@ def _save(case: Case, folder: Path) -> Path:
     return folder
 
 
-def _story(comm: Comm, folder: Path, fault: str | None = None) -> list[Tensor | StepResult]:
+def _story(
+    comm: Comm, folder: Path, fault: str | None = None, captures: bool = False
+) -> list[Tensor | StepResult]:
     """Chunks, decode steps and both ways through the last layer; the same steps on every rank."""
     with planted(fault), patch("engine.runner.executor._MIN_TOKENS_TO_SKIP_QUERIES", 9):
-        model, attention = build_exact(folder, comm.rank)
+        model, attention = build_exact(folder, comm.rank, captures=captures)
         driver = StepDriver(model, seed=1, phased=attention, comm=comm)
+        if captures:
+            sizes = ragged_sizes(8, 32)
+            driver.executor.capture_graphs(RerunRecorder(), lambda _: None, prompts=sizes)
         found: list[Tensor | StepResult] = []
         driver.admit(0, [5, 130, 7, 66, 9, 65, 0, 33, 98], params=GREEDY)
         driver.admit(1, list(range(20, 60)), params=DRAWN)
@@ -93,6 +100,8 @@ def _story(comm: Comm, folder: Path, fault: str | None = None) -> list[Tensor | 
         steps += [{2: 1, 1: 1, 0: 1}] * 4
         for num_new in steps:  # the first is long enough for the last layer without its queries
             found.append(_untimed(driver.sample(num_new)))
+        replayed = driver.executor.statistics().prompt_steps
+        assert (replayed is not None and replayed.num_replayed > 0) == captures
         driver.release(0)
         driver.admit(0, [4, 3, 2])
         found += driver.logits({0: 3}).values()
@@ -122,6 +131,15 @@ def test_ranks_compute_the_bits_of_one_rank(
     tokens = [result.tokens for result in alone if isinstance(result, StepResult)]
     assert len({str(sampled) for sampled in tokens}) > 3, "a model that says one thing shows little"
     for found in (two if case.num_ranks == 2 else four).run(_story, folder):
+        assert _are_equal(found, alone)
+
+
+def test_captured_steps_of_ranks_have_the_bits_of_one_rank(
+    two: RankProcesses, tmp_path: Path
+) -> None:
+    folder = _save(CASES["fewer KV heads than ranks, QK-norm, tied"], tmp_path)
+    alone = _story(SINGLE_RANK, folder)
+    for found in two.run(_story, folder, None, True):
         assert _are_equal(found, alone)
 
 
@@ -168,9 +186,10 @@ def test_logits_are_those_of_transformers(
     save_model(tmp_path, architecture, seed=5, num_key_value_heads=1, attention_bias=True)
     token_ids = torch.randint(131, (23,)).tolist()
     theirs = reference_logits(tmp_path, token_ids)
-    ours, others = two.run(_all_logits, tmp_path, token_ids)
+    ours, *others = two.run(_all_logits, tmp_path, token_ids)
     assert_same_logits(ours, theirs)
-    assert torch.equal(ours, others)
+    for again in others + two.run(_all_logits, tmp_path, token_ids):
+        assert torch.equal(ours, again)
 
 
 def _is_finite(comm: Comm, folder: Path) -> list[bool]:
