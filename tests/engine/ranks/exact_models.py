@@ -6,6 +6,7 @@ and attention. Products of such numbers are added without rounding, however they
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -24,7 +25,9 @@ from engine.ranks.rank import Rank
 from kernels.attention.phased import PhasedAttention
 from kernels.attention.protocol import AttentionShape
 from kernels.attention.reference import ReferenceAttention
-from kernels.reference import TorchOps
+from kernels.moe import reference
+from kernels.moe.routes import Routes
+from kernels.reference import TorchOps, silu_mul
 from tests.engine.runner.graph_story import RowTensorAttention
 
 CPU = torch.device("cpu")
@@ -96,6 +99,34 @@ def build_exact(
         return model, PhasedAttention(prefill=both, decode=both, graph=both, prompt_graph=both)
     attention = SnappingAttention(shape, block_size=4, dtype=torch.float32, device=CPU)
     return model, PhasedAttention(prefill=attention, decode=attention, graph=None)
+
+
+def _snapped_route(*args: Any, **named: Any) -> Routes:
+    routes = _route(*args, **named)
+    return replace(routes, weights=_snap(routes.weights))
+
+
+def _snapped_combine(
+    outputs: Tensor, shared: Tensor | None = None, gate: Tensor | None = None
+) -> Tensor:
+    total = outputs.sum(dim=1)
+    if shared is not None and gate is not None:
+        total += _snap(torch.sigmoid(gate)) * shared
+    return total
+
+
+_route = reference.route
+
+
+@contextmanager
+def snapped_mixtures() -> Iterator[None]:
+    """Weights of routes, activations and gates of experts end on the grid."""
+    with (
+        patch.object(reference, "route", _snapped_route),
+        patch.object(reference, "silu_mul", lambda x: _snap(silu_mul(x))),
+        patch.object(reference, "combine", _snapped_combine),
+    ):
+        yield
 
 
 # ---- wrong shards --------------------------------------------------------------------------------

@@ -21,7 +21,13 @@ from engine.request import SamplingParams
 from engine.runner.graph_sizes import ragged_sizes
 from engine.sampling.embeddings import Embeddings
 from tests.engine.models.closeness import assert_same_logits
-from tests.engine.ranks.exact_models import FAULTS, build_exact, planted, save_whole_numbers
+from tests.engine.ranks.exact_models import (
+    FAULTS,
+    build_exact,
+    planted,
+    save_whole_numbers,
+    snapped_mixtures,
+)
 from tests.engine.runner.graph_story import RerunRecorder
 from tests.engine.runner.step_driver import GREEDY, StepDriver
 from tests.harness.rank_processes import RankProcesses
@@ -55,6 +61,13 @@ CASES = {
         },
     ),
     "windows of all layers": Case(2, "MistralForCausalLM", {"sliding_window": 6}),
+    "experts": Case(2, "MixtralForCausalLM"),
+    "experts and a shared one, a dense layer": Case(
+        2, "Qwen2MoeForCausalLM", {"mlp_only_layers": [0]}
+    ),
+    "experts, and a size of no dense layer": Case(
+        2, "Qwen3MoeForCausalLM", {"intermediate_size": 87, "num_key_value_heads": 1}
+    ),
     "four ranks, two KV heads": Case(
         4,
         "Qwen3ForCausalLM",
@@ -85,7 +98,8 @@ def _story(
     comm: Comm, folder: Path, fault: str | None = None, captures: bool = False
 ) -> list[Tensor | StepResult]:
     """Chunks, decode steps and both ways through the last layer; the same steps on every rank."""
-    with planted(fault), patch("engine.runner.executor._MIN_TOKENS_TO_SKIP_QUERIES", 9):
+    skips = patch("engine.runner.executor._MIN_TOKENS_TO_SKIP_QUERIES", 9)
+    with planted(fault), snapped_mixtures(), skips:
         model, attention = build_exact(folder, comm.rank, captures=captures)
         driver = StepDriver(model, seed=1, phased=attention, comm=comm)
         if captures:
@@ -179,11 +193,14 @@ def _all_logits(comm: Comm, folder: Path, token_ids: list[int]) -> Tensor:
     return driver.logits_in_chunks(0, 7)
 
 
-@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "LlamaForCausalLM"])
+@pytest.mark.parametrize(
+    "architecture", ["Qwen3ForCausalLM", "LlamaForCausalLM", "Qwen2MoeForCausalLM"]
+)
 def test_logits_are_those_of_transformers(
     architecture: str, two: RankProcesses, tmp_path: Path
 ) -> None:
-    save_model(tmp_path, architecture, seed=5, num_key_value_heads=1, attention_bias=True)
+    settings = {} if "Moe" in architecture else {"attention_bias": True}
+    save_model(tmp_path, architecture, seed=5, num_key_value_heads=1, **settings)
     token_ids = torch.randint(131, (23,)).tolist()
     theirs = reference_logits(tmp_path, token_ids)
     ours, *others = two.run(_all_logits, tmp_path, token_ids)
@@ -221,11 +238,19 @@ def test_a_break_in_one_ranks_head_is_known_to_all(two: RankProcesses, tmp_path:
             {"hidden_size": 96, "num_attention_heads": 12, "num_key_value_heads": 3},
             "4 ranks cannot share 3 .*KV heads .12 attention heads and 3 KV heads",
         ),
-        ({"intermediate_size": 90}, "4 ranks cannot share 90 .*intermediate units"),
+        ({"intermediate_size": 90}, "4 ranks cannot share 90 intermediate units"),
+        (
+            {"architecture": "Qwen3MoeForCausalLM", "moe_intermediate_size": 30},
+            "4 ranks cannot share 30 intermediate units of an expert",
+        ),
+        (
+            {"architecture": "Qwen2MoeForCausalLM", "shared_expert_intermediate_size": 42},
+            "4 ranks cannot share 42 intermediate units of the shared expert",
+        ),
     ],
 )
 def test_a_model_that_ranks_cannot_share_is_refused(
-    settings: dict[str, int], named: str, tmp_path: Path
+    settings: dict[str, Any], named: str, tmp_path: Path
 ) -> None:
     save_model(tmp_path, **settings)
     with pytest.raises(ConfigError, match=rf"workers\.tensor_parallel_size: {named}"):
