@@ -55,7 +55,7 @@ def _count_chunk(ids_ptr, start, num_routes, BLOCK_E: tl.constexpr, CHUNK: tl.co
 
 
 @triton.jit(do_not_specialize=["num_routes"])
-def _count_kernel(
+def _moe_count_kernel(
     ids_ptr,  # int32 [num_routes]
     counts_ptr,  # int32 [chunks, BLOCK_E]
     num_routes,
@@ -92,7 +92,7 @@ def _write_expert(experts_ptr, expert, num_blocks):
 
 
 @triton.jit(do_not_specialize=["num_routes", "num_blocks", "num_chunks"])
-def _align_kernel(
+def _moe_align_kernel(
     ids_ptr,  # int32 [num_routes]
     counts_ptr,  # int32 [num_chunks, BLOCK_E] if HAS_COUNTS
     # outputs
@@ -119,10 +119,12 @@ def _align_kernel(
     counts = tl.zeros((BLOCK_E,), dtype=tl.int32)
     earlier = tl.zeros((BLOCK_E,), dtype=tl.int32)  # in the chunks before this program's
     if HAS_COUNTS:
-        for i in range(num_chunks):
-            of_chunk = tl.load(counts_ptr + i * BLOCK_E + experts)
-            counts += of_chunk
-            earlier += tl.where(i < chunk, of_chunk, 0)
+        for i in range(0, num_chunks, 8):
+            chunks = (i + tl.arange(0, 8))[:, None]
+            places = counts_ptr + chunks * BLOCK_E + experts[None, :]
+            of_chunks = tl.load(places, mask=chunks < num_chunks, other=0)
+            counts += tl.sum(of_chunks, axis=0)
+            earlier += tl.sum(tl.where(chunks < chunk, of_chunks, 0), axis=0)
     else:
         for start in range(0, num_routes, CHUNK):
             counts += _count_chunk(ids_ptr, start, num_routes, BLOCK_E, CHUNK)
@@ -157,14 +159,13 @@ def align(ids: Tensor, num_experts: int, block_m: int) -> Blocks:
     routes = torch.empty((num_blocks, block_m), dtype=torch.int32, device=ids.device)
     experts = torch.empty(num_blocks, dtype=torch.int32, device=ids.device)
     use_pdl = pdl_supported(ids.device)
-    # tl.histogram needs some bins.
-    block_e = max(16, triton.next_power_of_2(num_experts))
+    block_e = max(32, triton.next_power_of_2(num_experts))  # a bin a thread of a warp, at least
     has_counts = num_routes > _MAX_UNCOUNTED
     num_chunks = triton.cdiv(num_routes, _CHUNK) if has_counts else 1
     counts = ids
     if has_counts:
         counts = torch.empty((num_chunks, block_e), dtype=torch.int32, device=ids.device)
-        _count_kernel[(num_chunks,)](
+        _moe_count_kernel[(num_chunks,)](
             ids,
             counts,
             num_routes,
@@ -174,7 +175,7 @@ def align(ids: Tensor, num_experts: int, block_m: int) -> Blocks:
             num_warps=8,
             launch_pdl=use_pdl,
         )
-    _align_kernel[(num_experts + 1, num_chunks)](
+    _moe_align_kernel[(num_experts + 1, num_chunks)](
         ids,
         counts,
         routes,

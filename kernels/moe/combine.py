@@ -20,7 +20,7 @@ TOKEN_SIZES = tuple(most for most, _ in _TILES[:-1])
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
-def _combine_kernel(
+def _moe_combine_kernel(
     outputs_ptr,  # [num_tokens, TOP_K, N]
     ids_ptr,  # int32 [num_tokens, TOP_K]
     shared_ptr,  # [num_tokens, N] if HAS_SHARED
@@ -72,7 +72,7 @@ def combine(
         return y
     block_t, block_n, num_warps = next(tile for most, tile in _TILES if num_tokens <= most)
     use_pdl = pdl_supported(outputs.device)
-    _combine_kernel[(triton.cdiv(num_columns, block_n), triton.cdiv(num_tokens, block_t))](
+    _moe_combine_kernel[(triton.cdiv(num_columns, block_n), triton.cdiv(num_tokens, block_t))](
         outputs,
         routes.ids,
         y if shared is None else shared,

@@ -22,7 +22,7 @@ _UNROLLED = tl.constexpr(4)
 
 
 @triton.jit
-def _few_gate_up_kernel(
+def _moe_few_gate_up_kernel(
     x_ptr,  # [tokens, K]
     weight_ptr,  # [experts, 2 N, K]
     ids_ptr,  # int32 [routes]
@@ -62,7 +62,7 @@ def _few_gate_up_kernel(
 
 
 @triton.jit
-def _few_down_kernel(
+def _moe_few_down_kernel(
     inner_ptr,  # [tokens, TOP_K, K]
     weight_ptr,  # [experts, N, K]
     ids_ptr,  # int32 [tokens, TOP_K]
@@ -118,7 +118,7 @@ def few_gate_up(x: Tensor, weight: Tensor, routes: Routes, tile: FewTile) -> Ten
     assert num_tokens == x.shape[0], f"{num_tokens} tokens have routes, {x.shape[0]} are there"
     y = x.new_empty((num_tokens * num_active, num_rows // 2))
     use_pdl = pdl_supported(x.device)
-    _few_gate_up_kernel[(triton.cdiv(num_rows // 2, tile.block_n), num_tokens * num_active)](
+    _moe_few_gate_up_kernel[(triton.cdiv(num_rows // 2, tile.block_n), num_tokens * num_active)](
         x,
         weight,
         routes.ids,
@@ -152,7 +152,7 @@ def few_down(
     _check(inner, weight)
     y = inner.new_empty((num_tokens, num_rows))
     use_pdl = pdl_supported(inner.device)
-    _few_down_kernel[(triton.cdiv(num_rows, tile.block_n), num_tokens)](
+    _moe_few_down_kernel[(triton.cdiv(num_rows, tile.block_n), num_tokens)](
         inner,
         weight,
         routes.ids,

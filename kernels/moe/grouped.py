@@ -35,7 +35,7 @@ def _tile_of(program, num_blocks, NUM_TILES_N: tl.constexpr, GROUP_M: tl.constex
 
 
 @triton.jit(do_not_specialize=["num_blocks"])
-def _grouped_kernel(
+def _moe_grouped_kernel(
     x_ptr,  # [tokens or routes, K]
     weight_ptr,  # [experts, N, K]
     routes_ptr,  # int32 [num_blocks, BLOCK_M]
@@ -141,7 +141,7 @@ def _launch(
     assert x.is_contiguous(), f"x has strides {x.stride()}"
     assert weight.is_contiguous(), f"the weight has strides {weight.stride()}"
     use_pdl = pdl_supported(x.device)
-    _grouped_kernel[(num_blocks * triton.cdiv(num_rows, tile.block_n),)](
+    _moe_grouped_kernel[(num_blocks * triton.cdiv(num_rows, tile.block_n),)](
         x,
         weight,
         blocks.routes,

@@ -47,7 +47,7 @@ def router_tile(num_tokens: int, *, is_deterministic: bool) -> RouterTile:
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
-def _router_logits_kernel(
+def _moe_router_kernel(
     x_ptr,  # [num_tokens, K]
     weight_ptr,  # [E, K]
     # outputs
@@ -88,7 +88,7 @@ def _router_logits_kernel(
 @triton.jit(
     do_not_specialize=["num_tokens", "has_slots"], do_not_specialize_on_alignment=["slots_ptr"]
 )
-def _top_k_kernel(
+def _moe_top_k_kernel(
     logits_ptr,  # fp32 [SPLIT_K, num_tokens, E]
     slots_ptr,  # int32 [num_tokens] if has_slots
     # outputs
@@ -162,7 +162,7 @@ def router_logits(x: Tensor, weight: Tensor, tile: RouterTile) -> Tensor:
         triton.cdiv(num_experts, tile.block_n),
         tile.split_k,
     )
-    _router_logits_kernel[num_tiles](
+    _moe_router_kernel[num_tiles](
         x,
         weight,
         logits,
@@ -196,7 +196,7 @@ def top_k(
     weights = torch.empty_like(ids, dtype=torch.float32)
     use_pdl = pdl_supported(logits.device)
     block_t = 1 if is_deterministic or num_tokens <= FEW_TOKENS else 4
-    _top_k_kernel[(triton.cdiv(num_tokens, block_t),)](
+    _moe_top_k_kernel[(triton.cdiv(num_tokens, block_t),)](
         logits,
         ids if slots is None else slots,
         ids,

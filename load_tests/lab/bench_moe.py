@@ -14,7 +14,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,7 @@ from kernels.moe.tiles import ExpertShape, TilePlan, build_plan, is_tuned
 from load_tests.lab.floors import Machine
 from load_tests.lab.moe_step import (
     H200_MEASURED,
+    LIBRARY,
     MAX_ERROR,
     Call,
     Layer,
@@ -42,6 +43,7 @@ SHAPES = {
     "mixtral-8x7b": ExpertShape(num_experts=8, num_active=2, hidden=4096, inner=14336),
 }
 TOKENS = (1, 16, 64, 256, 1024, 8192)
+LIBRARY_TOKENS = 256  # from here on torch's grouped products, without gate and gather, too
 TUNING_S = 150.0
 
 
@@ -78,6 +80,28 @@ def measure(
             "sum": step.total,
         }
     kernels["whole"] = partial(step.whole, plan)
+    yield from _timed(step, kernels, plan, timer, machine)
+
+
+def measure_library(
+    step: MoeStep, plan: TilePlan, timer: Timer, machine: Machine = H200_MEASURED
+) -> Iterator[Timing]:
+    """torch's grouped products, without gate and gather, for steps of many tokens."""
+    if step.num_tokens >= LIBRARY_TOKENS:
+        kernels = {
+            f"{LIBRARY}gate_up": step.library_gate_up,
+            f"{LIBRARY}down": step.library_down,
+        }
+        yield from _timed(step, kernels, plan, timer, machine)
+
+
+def _timed(
+    step: MoeStep,
+    kernels: Mapping[str, Callable[[], list[Call]]],
+    plan: TilePlan,
+    timer: Timer,
+    machine: Machine,
+) -> Iterator[Timing]:
     for name, calls in kernels.items():
         took_us, note = None, ""
         try:
@@ -100,13 +124,21 @@ def measure(
 def run(
     shape: ExpertShape, layers: Sequence[Layer], plan: TilePlan, tokens: Sequence[int], timer: Timer
 ) -> list[Timing]:
-    """All timings, in order; each step's are reported when they are there."""
+    """All timings, ours before the library's; says how long each step's took."""
     timings: list[Timing] = []
-    for num_tokens in tokens:
-        started_s = time.monotonic()
-        timings += measure(MoeStep(shape, layers, num_tokens), plan, timer)
-        print(f"{num_tokens} tokens: {time.monotonic() - started_s:.1f} s", file=sys.stderr)
+    for timed in (measure, measure_library):
+        for num_tokens in tokens:
+            started_s = time.monotonic()
+            try:
+                timings += timed(MoeStep(shape, layers, num_tokens), plan, timer)
+            except Exception as error:  # noqa: BLE001 - what was timed before is printed
+                _say(f"{num_tokens} tokens: {type(error).__name__} {error}")
+            _say(f"{num_tokens} tokens: {time.monotonic() - started_s:.1f} s")
     return timings
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def render(timings: Sequence[Timing]) -> str:

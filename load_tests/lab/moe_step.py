@@ -33,6 +33,7 @@ H200_MEASURED = Machine(bytes_per_s=3.94e12, flops_per_s=790e12)
 NUM_LAYERS = 4
 MIN_CALLS = 32  # in a graph: launching it must not count
 NUM_ROUNDS = 8
+LIBRARY = "torch "  # begins the names of the library's kernels
 MAX_ERROR = 2e-2  # norm of the difference over the norm, bf16 against torch's bf16
 
 Call = Callable[[], object]
@@ -129,7 +130,7 @@ class MoeStep:
         sizes = (self.num_tokens, self.shape.num_active, self.shape.hidden)
         return torch.randn(sizes, device=self._x.device).to(self._x.dtype)
 
-    @property
+    @cached_property
     def num_distinct(self) -> float:
         """Experts with tokens, on average over the layers."""
         counts = [len(set(routes.ids.flatten().tolist())) for routes in self.routes]
@@ -167,6 +168,26 @@ class MoeStep:
         parts = zip(self._layers, self.routes, strict=True)
         return [partial(few_down, self._inner, w.down, r, tile) for w, r in parts]
 
+    def library_gate_up(self) -> list[Call]:
+        """torch's grouped product alone: its input is sorted before, and no gate is applied."""
+        parts = zip(self._layers, self.routes, strict=True)
+        return [
+            self._library(w.gate_up, r, self._x.repeat_interleave(self.shape.num_active, dim=0))
+            for w, r in parts
+        ]
+
+    def library_down(self) -> list[Call]:
+        """The same for the second product, without the routes' weights."""
+        parts = zip(self._layers, self.routes, strict=True)
+        return [self._library(w.down, r, self._inner) for w, r in parts]
+
+    def _library(self, weight: Tensor, routes: Routes, rows: Tensor) -> Call:
+        """rows: one a route."""
+        ids = routes.ids.flatten().long()
+        ends = ids.bincount(minlength=self.shape.num_experts).cumsum(0).int()
+        rows = rows[ids.argsort(stable=True)].contiguous()
+        return lambda: torch._grouped_mm(rows, weight.transpose(1, 2), offs=ends)
+
     def whole(self, plan: TilePlan) -> list[Call]:
         """Router to sum, with the drawn routes in place of the router's."""
         return [partial(self._whole, index, plan) for index in range(len(self._layers))]
@@ -197,6 +218,7 @@ class MoeStep:
             "down": (distinct * inner * hidden + routes * (inner + hidden), routes * inner),
             "sum": ((routes + tokens) * hidden, 0),
         }
+        kernel = kernel.removeprefix(LIBRARY)
         if kernel == "whole":
             return sum(self.floor_us(name, machine) for name in ("router", "gate_up", "down"))
         elements, products = rows[kernel]

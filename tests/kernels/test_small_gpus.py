@@ -178,7 +178,7 @@ def test_kernels_of_a_mixture_compile_for_every_gpu(name: str) -> None:
         routes = router.route(x[:1], weight_of(128, 2048), 8, normalises=True)
         inner = few.few_gate_up(x[:1], gate_up, routes, plan.few_gate_up)
         few.few_down(inner, down, routes, plan.few_down)
-    assert {"_grouped_kernel", "_align_kernel", "_few_down_kernel"} < set(found)
+    assert {"_moe_grouped_kernel", "_moe_align_kernel", "_moe_few_down_kernel"} < set(found)
     assert max(found.values()) <= device.shared_memory_per_block_bytes, found
 
 

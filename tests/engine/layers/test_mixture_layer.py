@@ -14,7 +14,7 @@ from engine.models.mixture_spec import QWEN_NAMES, MixtureSpec
 from engine.models.weights import LayerWeights
 from kernels.moe.tiles import ExpertShape, build_plan
 from kernels.reference import TorchOps
-from tests.harness.gpus import GPUS, gpu
+from tests.harness.gpus import gpu
 from tests.kernels.interpreter import run_interpreted
 
 SPEC = MixtureSpec(
@@ -100,7 +100,7 @@ def _choices(num_tokens: int, shape: ExpertShape, plan_device: str) -> tuple[obj
     )
 
 
-@pytest.mark.parametrize("name", sorted(GPUS))
+@pytest.mark.parametrize("name", ["H200", "L4", "B200"])
 def test_the_sizes_run_before_ready_choose_every_kernel(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -98,12 +98,13 @@ def _check_ties(device: str) -> None:
     assert every == [[3, 7, 0, 1, 2, 4, 6, 8, 5]] * 5
     weight[5] = 0.0
     x[2, 3], x[4, 0] = torch.nan, torch.inf
-    broken = route(x, weight, 4, normalises=True)
-    assert broken.ids[:2].tolist() == [[3, 7, 0, 1]] * 2
-    assert broken.weights[[0, 1, 3]].isfinite().all()
-    assert broken.weights[[2, 4]].isnan().all()
-    assert int(broken.ids.min()) >= 0
-    assert int(broken.ids.max()) < 9
+    for normalises in (True, False):
+        broken = route(x, weight, 4, normalises=normalises)
+        assert broken.ids[:2].tolist() == [[3, 7, 0, 1]] * 2
+        assert broken.weights[[0, 1, 3]].isfinite().all()
+        assert broken.weights[[2, 4]].isnan().all()
+        assert int(broken.ids.min()) >= 0
+        assert int(broken.ids.max()) < 9
 
 
 def check_router() -> None:
@@ -212,7 +213,7 @@ def _check_combine(num_tokens: int, device: str) -> None:
     """Every tile of the sum, with outputs of which nobody wrote those without expert."""
     outputs = random_tensor(num_tokens, 3, 40, dtype=torch.float32, device=device)
     routes = random_routes(num_tokens, 9, 3, device)
-    outputs[2] = torch.nan
+    outputs[2:3] = torch.nan
     exact = outputs.double().nan_to_num().sum(dim=1)
     assert_near(combine(outputs, routes), exact, torch.float32)
     twin = reference.combine(outputs.nan_to_num())

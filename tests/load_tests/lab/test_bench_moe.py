@@ -8,7 +8,7 @@ import torch
 
 from kernels.moe import tiles
 from kernels.moe.tiles import ALWAYS, ExpertShape, FewTile, Pair, Tile, TilePlan
-from load_tests.lab.bench_moe import Timing, measure, render
+from load_tests.lab.bench_moe import Timing, measure, render, run
 from load_tests.lab.floors import Machine
 from load_tests.lab.moe_step import Call, MoeStep, random_layers
 from load_tests.lab.moe_tuning import FEW_TILES, TILES, TUNED_TOKENS, Tuning, heights, render_plan
@@ -48,7 +48,9 @@ def test_a_case_that_fails_is_a_line() -> None:
     def fails(calls: Sequence[Call]) -> float:
         raise MemoryError(f"{len(calls)} calls")
 
-    found = list(measure(MoeStep(SMALL, random_layers(SMALL, CPU, 2), 9), PLAN, fails))
+    found = run(SMALL, random_layers(SMALL, CPU, 2), PLAN, (9, 300), fails)
+    assert [timing.kernel for timing in found[-2:]] == ["torch gate_up", "torch down"]
+    assert len(found) == 14
     assert all(timing.us is None for timing in found)
     assert "MemoryError: 2 calls" in render(found)
 
