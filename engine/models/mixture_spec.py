@@ -5,9 +5,10 @@ Qwen2-MoE, Qwen3-MoE  some layers may be dense (`mlp_only_layers`, `decoder_spar
                     experts of `moe_intermediate_size`; Qwen2-MoE adds a shared expert
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.models.config_file import ConfigFile
+from engine.ranks.rank import Rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +36,15 @@ class MixtureSpec:
     normalises: bool  # the weights of a token's experts are divided by their sum
     layers: tuple[int, ...]  # those that are mixtures; the others are dense
     names: ExpertNames
+
+    def of_rank(self, rank: Rank) -> "MixtureSpec":
+        """With a rank's units of every expert. Raises ConfigError if equal parts are impossible."""
+        inner = rank.share(self.expert_size, "intermediate units of an expert")
+        shared_size = self.shared_size
+        if shared_size is not None:
+            shared = rank.share(shared_size, "intermediate units of the shared expert")
+            shared_size = shared.stop - shared.start
+        return replace(self, expert_size=inner.stop - inner.start, shared_size=shared_size)
 
 
 def read_mixtral(config: ConfigFile, num_layers: int) -> MixtureSpec:

@@ -8,7 +8,7 @@ would add seconds to start-up. Knows no tensors and no weights.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
@@ -28,6 +28,7 @@ from engine.models.mixture_spec import (
     read_qwen3_moe,
 )
 from engine.models.pooling import Pooling, read_pooling
+from engine.ranks.rank import Rank
 
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 DEFAULT_THETA = 10000.0
@@ -150,6 +151,28 @@ class ModelSpec:
         """The experts of `layer`; None = it is dense."""
         mixture = self.mixture
         return mixture if mixture is not None and layer in mixture.layers else None
+
+    def of_rank(self, rank: Rank) -> "ModelSpec":
+        """The model as one rank computes it: with its heads and its intermediate units.
+
+        Of every expert a rank has a part of the units, too. Vocabulary and hidden size stay whole.
+        Of fewer KV heads than ranks, several ranks hold the same one. Raises ConfigError if the
+        ranks cannot share the model equally.
+        """
+        heads = f"{self.num_heads} attention heads and {self.num_kv_heads} KV heads"
+        query = rank.share(self.num_heads, f"query heads ({heads})")
+        kv = rank.share(self.num_kv_heads, f"KV heads ({heads})", unit=1)
+        mixture, inner_size = self.mixture, self.intermediate_size
+        if mixture is None or len(mixture.layers) < self.num_layers:  # else it means nothing
+            inner = rank.share(inner_size, "intermediate units")
+            inner_size = inner.stop - inner.start
+        return replace(
+            self,
+            num_heads=query.stop - query.start,
+            num_kv_heads=kv.stop - kv.start,
+            intermediate_size=inner_size,
+            mixture=None if mixture is None else mixture.of_rank(rank),
+        )
 
     def kv_layout(self, *, block_size: int, dtype: KvDtype) -> KvLayout:
         """Layout of this model's KV blocks of `block_size` tokens."""

@@ -1,0 +1,185 @@
+"""Two and four ranks compute, to the bit, what one computes: every layer type, real step plans."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from engine.errors import ConfigError
+from engine.layers.context import SINGLE_RANK
+from engine.plan import StepResult
+from engine.ranks.rank import Rank
+from tests.engine.models.closeness import assert_same_logits
+from tests.engine.ranks.exact_models import (
+    FAULTS,
+    build_exact,
+    save_whole_numbers,
+)
+from tests.engine.ranks.rank_stories import embed, finite_rows, logits_of, tell
+from tests.harness.rank_processes import RankProcesses
+from tests.harness.tiny_models import reference_logits, save_embedding_model, save_model
+
+
+@dataclass(frozen=True)
+class Case:
+    num_ranks: int
+    architecture: str = "LlamaForCausalLM"
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+CASES = {
+    "grouped queries": Case(2),
+    "fewer KV heads than ranks, QK-norm, tied": Case(
+        2, "Qwen3ForCausalLM", {"num_key_value_heads": 1, "tie_word_embeddings": True}
+    ),
+    "biases everywhere": Case(2, settings={"attention_bias": True, "mlp_bias": True}),
+    "biases of q, k, v and windows of some layers": Case(
+        2,
+        "Qwen2ForCausalLM",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "max_window_layers": 1,
+            "layer_types": ["full_attention", "sliding_attention"],
+        },
+    ),
+    "windows of all layers": Case(2, "MistralForCausalLM", {"sliding_window": 6}),
+    "experts": Case(2, "MixtralForCausalLM"),
+    "experts and a shared one, a dense layer": Case(
+        2, "Qwen2MoeForCausalLM", {"mlp_only_layers": [0]}
+    ),
+    "experts, and a size of no dense layer": Case(
+        2, "Qwen3MoeForCausalLM", {"intermediate_size": 87, "num_key_value_heads": 1}
+    ),
+    "four ranks, two KV heads": Case(
+        4,
+        "Qwen3ForCausalLM",
+        {"num_attention_heads": 8, "num_key_value_heads": 2, "attention_bias": True},
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankProcesses]:
+    with RankProcesses(2, tmp_path_factory.mktemp("two")) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankProcesses]:
+    with RankProcesses(4, tmp_path_factory.mktemp("four")) as ranks:
+        yield ranks
+
+
+def _save(case: Case, folder: Path) -> Path:
+    save_model(folder, case.architecture, **case.settings)
+    save_whole_numbers(folder, seed=3)
+    return folder
+
+
+def _are_equal(ours: list[Tensor | StepResult], theirs: list[Tensor | StepResult]) -> bool:
+    return len(ours) == len(theirs) and all(
+        torch.equal(one, other)
+        if isinstance(one, Tensor) and isinstance(other, Tensor)
+        else one == other
+        for one, other in zip(ours, theirs, strict=True)
+    )
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_compute_the_bits_of_one_rank(
+    name: str, two: RankProcesses, four: RankProcesses, tmp_path: Path
+) -> None:
+    case = CASES[name]
+    folder = _save(case, tmp_path)
+    alone = tell(SINGLE_RANK, folder)
+    tokens = [result.tokens for result in alone if isinstance(result, StepResult)]
+    assert len({str(sampled) for sampled in tokens}) > 3, "a model that says one thing shows little"
+    for found in (two if case.num_ranks == 2 else four).run(tell, folder):
+        assert _are_equal(found, alone)
+
+
+def test_captured_steps_of_ranks_have_the_bits_of_one_rank(
+    two: RankProcesses, tmp_path: Path
+) -> None:
+    folder = _save(CASES["fewer KV heads than ranks, QK-norm, tied"], tmp_path)
+    alone = tell(SINGLE_RANK, folder)
+    for found in two.run(tell, folder, None, True):
+        assert _are_equal(found, alone)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_wrong_shard_shows(fault: str, four: RankProcesses, tmp_path: Path) -> None:
+    folder = _save(CASES["four ranks, two KV heads"], tmp_path)
+    alone = tell(SINGLE_RANK, folder)
+    for found in four.run(tell, folder, fault):
+        assert not _are_equal(found, alone)
+
+
+def test_embeddings_are_those_of_one_rank(two: RankProcesses, tmp_path: Path) -> None:
+    save_embedding_model(tmp_path)
+    save_whole_numbers(tmp_path, seed=4)
+    alone = embed(SINGLE_RANK, tmp_path)
+    assert alone[0] != alone[1]
+    assert two.run(embed, tmp_path) == [alone] * 2
+
+
+@pytest.mark.parametrize(
+    "architecture", ["Qwen3ForCausalLM", "LlamaForCausalLM", "Qwen2MoeForCausalLM"]
+)
+def test_logits_are_those_of_transformers(
+    architecture: str, two: RankProcesses, tmp_path: Path
+) -> None:
+    settings = {} if "Moe" in architecture else {"attention_bias": True}
+    save_model(tmp_path, architecture, seed=5, num_key_value_heads=1, **settings)
+    token_ids = torch.randint(131, (23,)).tolist()
+    theirs = reference_logits(tmp_path, token_ids)
+    ours, *others = two.run(logits_of, tmp_path, token_ids)
+    assert_same_logits(ours, theirs)
+    for again in others + two.run(logits_of, tmp_path, token_ids):
+        assert torch.equal(ours, again)
+
+
+def test_a_break_in_one_ranks_head_is_known_to_all(two: RankProcesses, tmp_path: Path) -> None:
+    """In a chunk without logits; only the second rank's keys are broken."""
+    save_model(tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.layers.1.self_attn.k_proj.weight"][-1] = torch.inf
+    save_file(tensors, path, metadata={"format": "pt"})
+    assert two.run(finite_rows, tmp_path) == [[False, False]] * 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        (
+            {"hidden_size": 96, "num_attention_heads": 6},
+            "4 ranks cannot share 6 .*query heads .6 attention heads",
+        ),
+        (
+            {"hidden_size": 96, "num_attention_heads": 12, "num_key_value_heads": 3},
+            "4 ranks cannot share 3 .*KV heads .12 attention heads and 3 KV heads",
+        ),
+        ({"intermediate_size": 90}, "4 ranks cannot share 90 intermediate units"),
+        (
+            {"architecture": "Qwen3MoeForCausalLM", "moe_intermediate_size": 30},
+            "4 ranks cannot share 30 intermediate units of an expert",
+        ),
+        (
+            {"architecture": "Qwen2MoeForCausalLM", "shared_expert_intermediate_size": 42},
+            "4 ranks cannot share 42 intermediate units of the shared expert",
+        ),
+    ],
+)
+def test_a_model_that_ranks_cannot_share_is_refused(
+    settings: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    save_model(tmp_path, **settings)
+    with pytest.raises(ConfigError, match=rf"workers\.tensor_parallel_size: {named}"):
+        build_exact(tmp_path, Rank(1, 4))

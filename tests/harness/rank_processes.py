@@ -1,0 +1,157 @@
+"""The ranks of one model: the first is this process, the others are processes beside it.
+
+They are forked from a server that has imported torch once, so that more ranks cost little.
+"""
+
+import multiprocessing
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from engine.layers.context import Comm
+from engine.ranks.comm import connect_ranks
+from engine.ranks.rank import Rank
+
+T = TypeVar("T")
+
+STAGED = "staged"
+TIMEOUT_S = 30.0  # of an operation between ranks, on a busy machine
+_ANSWER_S = 120.0  # what a function may take on the other ranks, at most
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload([__name__, "engine.build"])
+
+
+class RankProcesses:
+    """`size` ranks that run functions together, for as long as the context is open."""
+
+    def __init__(self, size: int, folder: Path, device: str = "cpu") -> None:
+        """folder: an empty one, where the ranks find each other.
+
+        device: cpu; cuda = a GPU for each; STAGED = the first GPU for all, sums in host memory.
+        """
+        self.comm: Comm
+        self._size = size
+        self._given = str(folder / "store"), device
+        self._connections: list[Connection] = []
+        self._processes: list[Any] = []
+
+    def __enter__(self) -> Self:
+        for index in range(1, self._size):
+            ours, theirs = _context.Pipe()
+            process = _context.Process(
+                target=_serve, args=(theirs, Rank(index, self._size), *self._given), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._connections.append(ours)
+            self._processes.append(process)
+        self.comm = _connect(Rank(0, self._size), *self._given)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.comm.close()
+        for connection, process in zip(self._connections, self._processes, strict=True):
+            if process.is_alive():
+                connection.send(None)
+            connection.close()
+            process.join(_ANSWER_S)
+
+    def start(self, fn: Callable[..., Any], *args: object) -> None:
+        """Run `fn(comm, *args)` on every other rank; `answers` waits for it."""
+        for connection in self._connections:
+            connection.send((fn, args))
+
+    def answers(self) -> list[Any]:
+        """What the other ranks' functions returned. Raises AssertionError where one failed."""
+        found = [
+            connection.poll(_ANSWER_S) and connection.recv() for connection in self._connections
+        ]
+        for index, answer in enumerate(found, start=1):
+            assert answer, f"rank {index} did not answer"
+            assert answer[0], f"rank {index}: {answer[1]}"
+        return [answer[1] for answer in found]
+
+    def say(self, message: object) -> None:
+        """To functions that run on the other ranks, which take it by `hear`."""
+        for connection in self._connections:
+            connection.send(message)
+
+    def run(self, fn: Callable[..., T], *args: object) -> list[T]:
+        """`fn(comm, *args)` of every rank, this process's first; all at the same time."""
+        self.start(fn, *args)
+        try:
+            own = fn(self.comm, *args)
+        except Exception as error:
+            self.answers()  # the other ranks' error may be the cause
+            raise error
+        return [own, *self.answers()]
+
+    def kill(self, index: int) -> None:
+        """As the kernel ends a process that takes too much memory."""
+        process = self._processes[index - 1]
+        process.kill()
+        process.join(_ANSWER_S)
+
+
+_parent: list[Connection] = []  # of a process that is another rank than the first
+
+
+def hear() -> Any:
+    """On another rank than the first: the next message of `RankProcesses.say`."""
+    return _parent[0].recv()
+
+
+class StagedRanks:
+    """Ranks on one GPU, which NCCL refuses: exchanges go through host memory, never in graphs."""
+
+    def __init__(self, host: Comm) -> None:
+        self.rank = host.rank
+        self._host = host
+        self.gather_bytes = host.gather_bytes
+        self.close = host.close
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return self._host.all_reduce(x.cpu()).to(x.device)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return self._host.all_gather(x.cpu()).to(x.device)
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        return self._host.reduce_scatter(x.cpu()).to(x.device)
+
+    def all_to_all(self, x: Tensor) -> Tensor:
+        return self._host.all_to_all(x.cpu()).to(x.device)
+
+
+def _connect(rank: Rank, path: str, kind: str) -> Comm:
+    device = torch.device("cuda", rank.index) if kind == "cuda" else torch.device("cpu")
+    if kind == "cuda":
+        torch.cuda.set_device(device)
+    comm = connect_ranks(rank, dist.FileStore(path, rank.size), device, TIMEOUT_S)
+    return StagedRanks(comm) if kind == STAGED else comm
+
+
+def _serve(connection: Connection, rank: Rank, path: str, device: str) -> None:
+    torch.set_num_threads(1)
+    _parent.append(connection)
+    comm = _connect(rank, path, device)
+    while (call := connection.recv()) is not None:
+        fn, args = call
+        try:
+            answer = True, fn(comm, *args)
+        except Exception:  # noqa: BLE001 - the test's process shows it
+            answer = False, traceback.format_exc()
+        connection.send(answer)
+    comm.close()
