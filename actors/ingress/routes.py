@@ -23,6 +23,7 @@ from actors.anthropic.objects import TokenCount
 from actors.anthropic.reading import parse_count_tokens, parse_messages
 from actors.ingress.answering import JSON_TYPE, Answering
 from actors.ingress.auth import READING, KeyGate
+from actors.ingress.closed_replica import close_call_port
 from actors.ingress.composition import Edge, build_edge
 from actors.ingress.docs_page import docs_page
 from actors.ingress.openapi import build_openapi
@@ -73,6 +74,7 @@ class Ingress:
     async def __init__(self, spec: DeploymentSpec) -> None:  # type: ignore[misc] # Serve awaits it
         """Returns when the system can serve. Raises ConfigError when it never will."""
         set_up_logging()
+        close_call_port()
         self._edge = await build_edge(spec.in_application(serve.get_replica_context().app_name))
 
     async def check_health(self) -> None:

@@ -1,12 +1,17 @@
 """A running application with keys: what answers without one, and which ports its processes open."""
 
 import os
+import pickle
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 
+import grpc
 import httpx
 import psutil
 import pytest
+from ray.serve.generated.serve_pb2 import ASGIRequest
+from ray.serve.generated.serve_pb2_grpc import ASGIServiceStub
 
 from load_tests.testbed.deployed import PATIENCE_S, Application, Cluster
 
@@ -65,9 +70,8 @@ def test_what_serve_answers_before_our_code_names_applications_and_nothing_else(
         assert httpx.get(f"{root}{path}", timeout=PATIENCE_S).status_code == 404, path
 
 
-def test_actors_listen_where_they_are_called_and_serve_on_its_port_alone(
-    cluster: Cluster, over_object_store: Application
-) -> None:
+def listening_ports() -> dict[str, list[tuple[str, int]]]:
+    """Title and pid of each process of Ray's actors here -> what it listens on."""
     listening: defaultdict[str, list[tuple[str, int]]] = defaultdict(list)
     for process in psutil.Process(os.getpid()).children(recursive=True):
         try:
@@ -81,6 +85,39 @@ def test_actors_listen_where_they_are_called_and_serve_on_its_port_alone(
             continue
         if title.startswith("ray::") and not title.startswith(DAEMONS):
             listening[f"{title} ({process.pid})"] += found
+    return listening
+
+
+class Bait:
+    """Makes a file where it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> tuple[Callable[[Path], None], tuple[Path]]:
+        return Path.touch, (self._path,)
+
+
+def test_a_replica_reads_nothing_that_comes_without_a_token(
+    over_object_store: Application, tmp_path: Path
+) -> None:
+    request = ASGIRequest(pickled_request_metadata=pickle.dumps(Bait(tmp_path / "taken")))
+    codes = []
+    for title, ports in listening_ports().items():
+        for _, port in ports if "ServeReplica" in title else ():
+            with grpc.insecure_channel(f"{LOCALHOST}:{port}") as channel:
+                try:
+                    ASGIServiceStub(channel).HandleRequest(request, timeout=PATIENCE_S)
+                except grpc.RpcError as error:
+                    codes.append(error.code())
+    assert grpc.StatusCode.UNIMPLEMENTED in codes, "no replica has the port of Serve's calls"
+    assert not (tmp_path / "taken").exists()
+
+
+def test_actors_listen_where_they_are_called_and_serve_on_its_port_alone(
+    cluster: Cluster, over_object_store: Application
+) -> None:
+    listening = listening_ports()
     assert len(listening) >= len(ACTORS), f"not all actors were found: {list(listening)}"
     for title, ports in listening.items():
         limit = next((limit for part, limit in ACTORS.items() if part in title), 1)
