@@ -10,6 +10,7 @@ brought beforehand. Exits with 1 if a token was wrong or something is held at re
 """
 
 import argparse
+import random
 import signal
 import sys
 import threading
@@ -37,6 +38,7 @@ READY_S = 180.0
 REST_S = 180.0
 LOOK_S = 0.1
 DRAIN_S = 30
+DEED_EVERY_S = 30.0
 NUM_WARM = 12  # answers, after which everybody has met everybody
 CONFIG: dict[str, object] = {
     "workers": {"unified": 0, "prefill": 1, "decode": 1, "num_cpus": 1},
@@ -157,6 +159,43 @@ def drain(title: str) -> Callable[[Stage], None]:
     return deed
 
 
+def replace_head(stage: Stage) -> None:
+    """Pulls the plug of the head, and starts and deploys everything anew when workers have left.
+
+    Ray's control store is on the head and keeps nothing: what the cluster was goes with it.
+    """
+    began_s = time.monotonic()
+    stage.head.kill()
+    workers = [stage.network.machines[name] for name in WORKERS]
+    are_gone = lambda: not any(stage.runs(m, "raylet/raylet") for m in workers)  # noqa: E731
+    wait_until(are_gone, "the workers' machines notice", READY_S)
+    print(f"Ray has left the other machines after {time.monotonic() - began_s:.0f} s", flush=True)
+    stage.cluster.head = None
+    stage.head = stage.cluster.start("head", num_cpus=0)
+    stage.restore()
+    stage.cluster.deploy(CONFIG, MODEL)
+    stage.wait_ready()
+
+
+def random_deeds(minutes: float, rng: random.Random) -> Callable[[Stage], None]:
+    """One short deed after the other, each when the one before is mended, at least 30 s apart."""
+    deeds = [d for title in (PREFILL, DECODE) for d in (kill(title), cut(title, 5), mute(title, 5))]
+
+    def deed(stage: Stage) -> None:
+        until_s = time.monotonic() + 60 * minutes
+        num_deeds = 0
+        while time.monotonic() < until_s:
+            next_s = time.monotonic() + DEED_EVERY_S
+            rng.choice(deeds)(stage)
+            stage.restore()
+            stage.wait_ready()
+            num_deeds += 1
+            time.sleep(max(0.0, next_s - time.monotonic()))
+        print(f"{num_deeds} deeds in {minutes:g} minutes", flush=True)
+
+    return deed
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """One failure."""
@@ -175,6 +214,8 @@ ROWS = (
     Row("decode machine not heard for 30 s", mute(DECODE, 30)),
     Row("decode machine drained, then ended", drain(DECODE)),
     Row("decode machine cut off for 300 s", cut(DECODE, 300)),
+    Row("head turned off, all deployed anew", replace_head),
+    Row("random deeds for 10 minutes", random_deeds(10, random.Random(7))),
 )
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import yaml
 
+from load_tests.testbed.certificates import Authority
 from load_tests.testbed.machines import Machine, Network
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,6 +23,12 @@ SERVE_FILE = ROOT / "configs" / "cluster" / "serve.yaml"
 HOME = "/tmp/home"
 MAX_CONNECTIONS = 1000
 START_S = 120.0
+TLS = {
+    "RAY_USE_TLS": "1",
+    "RAY_TLS_SERVER_CERT": f"{HOME}/tls/certificate",
+    "RAY_TLS_SERVER_KEY": f"{HOME}/tls/key",
+    "RAY_TLS_CA_CERT": f"{HOME}/tls/authority",
+}
 
 
 @dataclass
@@ -31,6 +38,7 @@ class RayMachines:
     network: Network
     environment: Mapping[str, str] = field(default_factory=dict)  # of every node, besides
     token: str = field(default_factory=lambda: secrets.token_hex(16))
+    authority: Authority | None = None  # of everybody's certificates; None = nothing is encrypted
     head: Machine | None = None
 
     def start(self, name: str, *, num_cpus: int) -> Machine:
@@ -65,6 +73,7 @@ class RayMachines:
             "RAY_USAGE_STATS_ENABLED": "0",
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": str(ROOT),
+            **(TLS if self.authority is not None else {}),
             **self.environment,
         }
         return machine.run(["sh", "-c", f"cd {ROOT} && {command}"], variables, timeout_s)
@@ -92,6 +101,8 @@ class RayMachines:
         token = home / ".ray" / "auth_token"
         token.write_text(self.token)
         token.chmod(0o600)
+        if self.authority is not None:
+            self.authority.issue(home / "tls", machine.address)
         (home / "laps-venv").symlink_to(Path(sys.prefix))
 
 

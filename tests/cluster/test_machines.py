@@ -1,7 +1,8 @@
 """Several machines, as namespaces of this one: what crosses a network that fails."""
 
+import contextlib
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,16 +11,31 @@ import httpx
 import pytest
 
 from actors.ingress.closed_haproxy import BUNDLED, SILENT_S, closed_arguments
-from load_tests.testbed.deployed import free_port, wait_until
+from engine.text.tokenizing import load_tokenizer
+from load_tests.testbed.certificates import Authority
+from load_tests.testbed.deployed import MODEL, free_port, wait_until
+from load_tests.testbed.listeners import listeners, unexpected
 from load_tests.testbed.machines import Machine, Network, network, why_not
+from load_tests.testbed.ray_machines import RayMachines
+from tests.harness.in_process import GREEDY, answer, start_engine
 
 pytestmark = [
     pytest.mark.nightly,
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(400),
     pytest.mark.skipif(why_not() is not None, reason=f"no machines here: {why_not()}"),
 ]
 
 PORT = 9000
+HTTP_PORT = 8000
+PROMPTS = (
+    "def add(a, b):\n    return ",
+    "class Foo(object):\n    def __init__(self, ",
+    "import os\nimport " * 40,
+)
+APPLICATION: dict[str, object] = {
+    "workers": {"unified": 0, "prefill": 1, "decode": 1, "num_cpus": 1},
+    "cache": {"num_blocks": 1024},
+}
 # Takes requests, notes that it has one, and never answers.
 MUTE_SERVER = f"""
 import pathlib, socket
@@ -30,7 +46,7 @@ while True:
     if taken[-1].recv(1):
         pathlib.Path("/tmp/asked").touch()
 """
-CONFIG = """global
+PROXY = """global
     stats socket {folder}/admin.sock mode 666 level admin expose-fd listeners
 defaults
     mode http
@@ -55,7 +71,7 @@ def haproxy_before(machine: Machine, folder: Path) -> Iterator[str]:
     front = free_port()
     source = folder / "haproxy.cfg"
     source.write_text(
-        CONFIG.format(
+        PROXY.format(
             folder=folder,
             front=front,
             metrics=free_port(),
@@ -88,14 +104,75 @@ def test_a_request_to_a_machine_that_vanishes_ends_with_an_error(
     asked = machine.disk / "tmp" / "asked"
     try:
         with haproxy_before(machine, tmp_path) as url, ThreadPoolExecutor(1) as client:
-            answer: Future[httpx.Response]
-            while True:
-                answer = client.submit(httpx.get, url, timeout=6 * SILENT_S)
-                wait_until(lambda a=answer: asked.exists() or a.done(), "it is asked", 30)
-                if not answer.done():
+            waiting: Future[httpx.Response]
+            while True:  # at first HAProxy knows of no replica that is up, and answers at once
+                waiting = client.submit(httpx.get, url, timeout=6 * SILENT_S)
+                wait_until(lambda w=waiting: asked.exists() or w.done(), "it is asked", 30)
+                if not waiting.done():
                     break
             machines.cut(machine)
-            assert answer.result().status_code in (502, 503, 504)
+            assert waiting.result().status_code in (502, 503, 504)
     finally:
         machine.kill()
         server.wait()
+
+
+# ---- a cluster of Ray ----------------------------------------------------------------------------
+
+
+class MachinesWithApplication:
+    """A head, and two machines with room for one worker each; prefill and decode are apart."""
+
+    def __init__(self, machines: Network, *, is_encrypted: bool) -> None:
+        """Starts everything by the files of configs/cluster; returns when it can serve."""
+        self.cluster = RayMachines(machines, authority=Authority() if is_encrypted else None)
+        self.head = self.cluster.start("head", num_cpus=0)
+        for name in ("alpha", "beta"):
+            self.cluster.start(name, num_cpus=1)
+        self.machines = list(machines.machines.values())
+        self.cluster.deploy(APPLICATION, MODEL)
+        wait_until(lambda: self.is_ready(self.head), "the application can serve", 180)
+
+    def url(self, machine: Machine) -> str:
+        return f"http://{machine.address}:{HTTP_PORT}"
+
+    def is_ready(self, machine: Machine) -> bool:
+        with contextlib.suppress(httpx.HTTPError):
+            return httpx.get(f"{self.url(machine)}/ready", timeout=5).status_code == 200
+        return False
+
+    def doors(self) -> list[str]:
+        """The URLs of all HAProxies: the head's, and that of each machine with a replica."""
+        return [self.url(machine) for machine in self.machines if self.is_ready(machine)]
+
+
+def assert_answers_are_right(urls: Sequence[str]) -> None:
+    """Each door gives the tokens of an engine in this process."""
+    prompts = load_tokenizer(MODEL).encode_batch(PROMPTS, add_special_tokens=True)
+    expected = [one.tokens for one in answer(start_engine(), [(ids, GREEDY) for ids in prompts])]
+    body = {"model": MODEL.name, "prompt": prompts, "max_tokens": GREEDY.max_tokens}
+    body |= {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    for url in urls:
+        found = httpx.post(f"{url}/v1/completions", json=body, timeout=120).raise_for_status()
+        assert [choice["token_ids"] for choice in found.json()["choices"]] == expected, url
+
+
+def assert_nobody_comes_in_without_the_token(system: MachinesWithApplication) -> None:
+    for machine in system.machines:
+        answer = httpx.get(f"http://{machine.address}:52365/api/version", timeout=30)
+        assert answer.status_code == 401, machine.name
+    words = f"RAY_AUTH_MODE=disabled ray status --address {system.head.address}:6379"
+    with pytest.raises(RuntimeError, match=r"(?i)authenticat|token"):
+        system.cluster.run(system.head, f"PATH=$HOME/laps-venv/bin:$PATH {words}")
+
+
+@pytest.mark.parametrize("is_encrypted", [False, True], ids=["token", "token and TLS"])
+def test_an_application_over_three_machines(machines: Network, is_encrypted: bool) -> None:
+    system = MachinesWithApplication(machines, is_encrypted=is_encrypted)
+    doors = system.doors()
+    assert len(doors) == 2, "the head and the machine with the replica of the ingress"
+    assert_answers_are_right(doors)
+    strangers = {m.name: unexpected(listeners(m)) for m in system.machines}
+    assert not any(strangers.values()), strangers
+    if not is_encrypted:  # else there is no HTTP without a certificate
+        assert_nobody_comes_in_without_the_token(system)
