@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -36,16 +37,18 @@ def build_model(
     has_random_weights: bool = False,
     is_deterministic: bool = False,
     rank: Rank = WHOLE_MODEL,
+    quantization: Literal["auto", "fp8"] = "auto",
 ) -> CausalLM:
     """Load one rank's part of a Hugging Face folder; `.spec` of the result describes the part.
 
     `max_model_len` (tokens) may shorten the model's context, never lengthen it. `ops` None: the
     Triton kernels on a GPU, torch elsewhere. With random weights only config.json is read.
     `is_deterministic`: on a GPU, a token's numbers do not depend on the batch it is in.
+    `quantization`: as in `load_spec`.
     Raises ConfigError for anything in the folder that is missing, unsupported or inconsistent, and
     for a model that the ranks cannot share.
     """
-    spec = load_spec(folder)
+    spec = load_spec(folder, quantization=quantization)
     spec.of_rank(rank)  # before the weights, so that the error comes early
     allowed = spec.max_model_len
     if max_model_len is not None and max_model_len > allowed:

@@ -194,6 +194,7 @@ class Replica:
             has_random_weights=model.weights == "random",
             is_deterministic=model.deterministic,
             rank=self._comm.rank,
+            quantization=model.quantization,
         )
 
     def _build_attention(self) -> PhasedAttention:
