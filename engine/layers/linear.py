@@ -128,6 +128,10 @@ def build_linear(weight: LinearWeight, *, is_deterministic: bool = False) -> Lin
             return _build_dense(weight.data, weight.bias, is_deterministic)
         case WeightFormat.FP8 | WeightFormat.INT4:
             assert weight.scales is not None, f"{weight.format} without scales"
+            if weight.data.device.type == "cuda":
+                from engine.layers.quantized_cuda import QuantizedLinear
+
+                return QuantizedLinear(weight, is_deterministic=is_deterministic)
             # A CPU has no products of such numbers: they are made a matrix once.
             dense = dequantize(weight.data, weight.scales)
             return _build_dense(dense, weight.bias, is_deterministic)
@@ -149,6 +153,10 @@ def build_gated(weight: LinearWeight, ops: Ops, *, is_deterministic: bool = Fals
     Otherwise as `build_linear`.
     """
     is_dense = weight.format is WeightFormat.DENSE
+    if not is_dense and weight.data.device.type == "cuda":
+        from engine.layers.quantized_cuda import QuantizedLinear
+
+        return QuantizedLinear(weight, ops, is_deterministic=is_deterministic)
     if is_dense and weight.data.device.type == "cuda" and not is_deterministic:
         from engine.layers.linear_cuda import FastestGated
         from kernels.linear.small import supports_small

@@ -67,16 +67,10 @@ def _spread(values: Tensor, scales: Scales, num_rows: int, num_columns: int) -> 
 
 
 def compacted(scales: Scales) -> Scales:
-    """The same numbers in fewer bytes: what is redundant is dropped, no value changes."""
-    values, zeros, order = scales.values, scales.zeros, scales.order
-    # For 4-bit numbers scales of 32 bits are a sixteenth of what is read, or more.
-    for dtype in (torch.bfloat16, torch.float16) if scales.half else ():
-        narrow = values.to(dtype)
-        if torch.equal(narrow.float(), values):
-            values = narrow
-            break
+    """The same without zero points of 8 and an order that changes nothing."""
+    zeros, order = scales.zeros, scales.order
     if zeros is not None and bool((zeros == MIDDLE).all()):
         zeros = None
     if order is not None and torch.equal(order, torch.arange(len(order), device=order.device)):
         order = None
-    return replace(scales, values=values, zeros=zeros, order=order)
+    return replace(scales, zeros=zeros, order=order)
