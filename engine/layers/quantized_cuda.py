@@ -69,15 +69,15 @@ class Fp8Matrix:
     many_from = MATRIX_FROM
 
     def __init__(self, weight: Fp8Operand) -> None:
-        self._weight = weight
+        self.weight = weight
 
     def few(
         self, x: Tensor, counters: Tensor, config: QuantConfig | None, *, gated: bool
     ) -> Tensor:
-        return fp8_linear(x, self._weight, counters, config, gated=gated)
+        return fp8_linear(x, self.weight, counters, config, gated=gated)
 
     def many(self, x: Tensor) -> Tensor:
-        return F.linear(x, fp8_matrix(self._weight, x.dtype), self._weight.bias)
+        return F.linear(x, fp8_matrix(self.weight, x.dtype), self.weight.bias)
 
 
 class Fp8Blocks(Fp8Matrix):
@@ -86,7 +86,7 @@ class Fp8Blocks(Fp8Matrix):
     many_from = ROUNDED_FROM
 
     def many(self, x: Tensor) -> Tensor:
-        return fp8_blocks(*quantize_tokens(x, TILE_COLUMNS), self._weight, x.dtype)
+        return fp8_blocks(*quantize_tokens(x, TILE_COLUMNS), self.weight, x.dtype)
 
 
 class Fp8Rows(Fp8Matrix):
@@ -103,13 +103,13 @@ class Fp8Rows(Fp8Matrix):
         # Without fast accumulation: the matrix units' own sums have too few bits.
         y = torch._scaled_mm(
             codes,
-            self._weight.codes.t(),
+            self.weight.codes.t(),
             scale_a=scales.view(-1, 1),
             scale_b=self._row_scales,
             out_dtype=x.dtype,
             use_fast_accum=False,
         )
-        return y if self._weight.bias is None else y.add_(self._weight.bias)
+        return y if self.weight.bias is None else y.add_(self.weight.bias)
 
 
 class Int4Matrix:
@@ -118,15 +118,15 @@ class Int4Matrix:
     many_from = MATRIX_FROM
 
     def __init__(self, weight: Int4Operand) -> None:
-        self._weight = weight
+        self.weight = weight
 
     def few(
         self, x: Tensor, counters: Tensor, config: QuantConfig | None, *, gated: bool
     ) -> Tensor:
-        return int4_linear(x, self._weight, counters, config, gated=gated)
+        return int4_linear(x, self.weight, counters, config, gated=gated)
 
     def many(self, x: Tensor) -> Tensor:
-        return F.linear(x, int4_matrix(self._weight, x.dtype), self._weight.bias)
+        return F.linear(x, int4_matrix(self.weight, x.dtype), self.weight.bias)
 
 
 class QuantizedLinear:
