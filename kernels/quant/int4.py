@@ -16,7 +16,7 @@ MIN_HALF = 16  # a product of a GPU's matrix units has at least so many columns
 def choose_half(num_columns: int, group: int) -> int:
     """The largest power of two, at most `MAX_HALF`, for runs that fill columns and groups."""
     half = MAX_HALF
-    while num_columns % (2 * half) or group % half:
+    while num_columns % (2 * half) or (group != half and group % (2 * half)):
         half //= 2
     return half
 
