@@ -1,6 +1,7 @@
 """From published tensors of a quantised linear map to its numbers, scales and zero points.
 
-Every function takes suffix -> tensor, as `quantized_tensors` lists them, and returns `Numbers`.
+Every function takes suffix -> tensor, as `quantized_tensors` lists them, and returns `Numbers`. The
+numbers of FP8 weights are copied to their place as they are, and are not seen here.
 The layouts are those that the formats' own writers produce:
 
 - compressed-tensors: 4-bit numbers and zero points q - 8 in [-8, 7], stored as q; eight in a word,
@@ -28,7 +29,7 @@ _MAX_FP8 = 448.0  # of e4m3
 class Numbers:
     """A published linear map, or a share of it, outputs by rows and inputs in their order."""
 
-    numbers: Tensor  # [out, in] e4m3, or uint8 of 0 to 15
+    numbers: Tensor | None  # [out, in] e4m3, or uint8 of 0 to 15; None = placed already
     scales: Tensor  # [out tiles, in tiles] fp32
     zeros: Tensor | None = None  # as `scales`, uint8
     groups: Tensor | None = None  # [in]: the group of each input; None = in order
@@ -39,9 +40,8 @@ def read_numbers(quantization: Quantization, tensors: Tensors) -> Numbers:
     match quantization.packing:
         case Packing.FP8:
             scales = tensors[quantization.scale_name].float()
-            numbers = tensors["weight"]
             num_tiles = 1 if quantization.tile_rows is None else scales.shape[0]
-            return Numbers(numbers=numbers, scales=scales.reshape(num_tiles, -1))
+            return Numbers(numbers=None, scales=scales.reshape(num_tiles, -1))
         case Packing.ONLINE_FP8:
             return quantize_rows(tensors["weight"])
         case Packing.COMPRESSED_INT4:

@@ -28,6 +28,12 @@ _SUFFIX = ".weight"
 _FP8 = (Packing.FP8, Packing.ONLINE_FP8)
 
 
+class TensorCopier(Protocol):
+    """See `engine.models.weights`."""
+
+    def copy(self, source: Tensor, destination: Tensor) -> None: ...
+
+
 class TensorReader(Protocol):
     """Reads a tensor of an open file, or slices of it."""
 
@@ -103,6 +109,12 @@ class QuantizedStack:
                 found[name] = PublishedPart(collected, suffix, tuple(share))
         return found
 
+    def rows_as_published(self, part: _Placed, suffix: str) -> Tensor | None:
+        """Where a tensor is copied to as it is; None = it has to be converted first."""
+        if self.quantization.packing is Packing.FP8 and suffix == "weight":
+            return self.data[part.rows]
+        return None
+
     def fill_randomly(self, largest: float, generator: torch.Generator) -> None:
         """All weights, between -largest and largest and of all sizes that the format has."""
         self.is_filled = True
@@ -122,11 +134,10 @@ class QuantizedStack:
     def place(self, part: _Placed, found: Numbers) -> None:
         """Write a part's numbers, scales and zero points to its rows."""
         numbers, scales, zeros = found.numbers, found.scales, found.zeros
-        if not self._is_fp8:
+        if numbers is not None:
             if found.groups is not None:
                 numbers = numbers[:, self._take_order(part, found.groups)]
-            numbers = pack_int4(numbers, self._half)
-        self.data[part.rows].copy_(numbers)
+            self.data[part.rows].copy_(numbers if self._is_fp8 else pack_int4(numbers, self._half))
         num_rows = part.rows.stop - part.rows.start
         tile_rows = self.quantization.tile_rows or num_rows
         repeated = scales.repeat_interleave(tile_rows, dim=0)[: num_rows : self._tile_rows]
@@ -201,9 +212,13 @@ class _Collected:
         self._awaited.discard(suffix)
         self._place_if_complete()
 
-    def add(self, suffix: str, tensor: Tensor) -> None:
-        # The file is closed before the other tensors may have come.
-        self._tensors[suffix] = tensor.to(self._stack.data.device, copy=True)
+    def add(self, suffix: str, tensor: Tensor, copier: TensorCopier) -> None:
+        rows = self._stack.rows_as_published(self._part, suffix)
+        if rows is not None:
+            copier.copy(tensor, rows)
+        else:
+            # The file is closed before the other tensors may have come.
+            self._tensors[suffix] = tensor.to(self._stack.data.device, copy=True)
         self._awaited.discard(suffix)
         self._place_if_complete()
 
@@ -226,8 +241,8 @@ class PublishedPart:
     _suffix: str
     share: tuple[slice, ...]
 
-    def take(self, read: TensorReader) -> None:
-        self._collected.add(self._suffix, read(self.share or None))
+    def take(self, read: TensorReader, copier: TensorCopier) -> None:
+        self._collected.add(self._suffix, read(self.share or None), copier)
 
     def leave_out(self) -> None:
         self._collected.leave_out(self._suffix)

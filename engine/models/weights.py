@@ -221,7 +221,7 @@ def _copy_file(
                     continue  # another rank's
                 read = partial(_read, file, source.name)
                 if isinstance(part, PublishedPart):
-                    part.take(read)
+                    part.take(read, copier)
                 elif part.share is None and source.expert is None:
                     copier.copy(read(None), part.tensor)
                 else:

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -398,3 +398,12 @@ def test_the_bytes_of_the_weights_are_known_before_they_are_read(form: str, tmp_
     dense = weight_bytes(spec, element_bytes=2, keeps_quantised=False)
     save_bytes = sum(t.numel() for t in load_file(tmp_path / "dense/model.safetensors").values())
     assert dense == 2 * save_bytes
+
+
+@pytest.mark.parametrize("asked", ["auto", "fp8"])
+def test_mixtures_are_not_quantised(asked: Literal["auto", "fp8"], tmp_path: Path) -> None:
+    save_model(tmp_path, "Qwen3MoeForCausalLM")
+    if asked == "auto":
+        edit_config(tmp_path, quantization_config=FORMS["fp8-block"].config)
+    with pytest.raises(ConfigError, match="not supported for mixtures"):
+        load_spec(tmp_path, quantization=asked)
