@@ -19,7 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from kernels.device import device_properties
 from kernels.linear.large import num_multiprocessors
 from kernels.pdl import pdl_supported
-from kernels.quant.fp8_linear import Fp8Operand
+from kernels.quant.fp8_linear import FEW_TILES, Fp8Operand
 
 TILE_COLUMNS = 128
 _SIZE_MULTIPLE = 16
@@ -36,6 +36,16 @@ class BlocksConfig:
     num_stages: int = 4
     group_m: int = 16  # token tiles that share weight tiles in the L2 cache
     programs_per_sm: int = 1
+
+
+_NARROW = BlocksConfig(block_n=64, num_warps=4, programs_per_sm=2)
+
+
+def choose_config(num_tokens: int, num_rows: int, tile_rows: int) -> BlocksConfig:
+    """The tiling; not measured yet, but chosen so that few tiles occupy more multiprocessors."""
+    wide = BlocksConfig(block_n=min(tile_rows, TILE_COLUMNS))
+    num_tiles = triton.cdiv(num_tokens, wide.block_m) * triton.cdiv(num_rows, wide.block_n)
+    return _NARROW if num_tiles < FEW_TILES else wide
 
 
 def supports_blocks(weight: Fp8Operand) -> bool:
@@ -136,7 +146,7 @@ def fp8_blocks(
     y = torch.empty((num_tokens, num_rows), dtype=dtype, device=x_codes.device)
     if y.numel() == 0:
         return y
-    cut = config or BlocksConfig(block_n=min(weight.tile_rows, TILE_COLUMNS))
+    cut = config or choose_config(num_tokens, num_rows, weight.tile_rows)
     assert weight.tile_rows % cut.block_n == 0, f"{weight.tile_rows} rows, {cut.block_n} a tile"
     num_tiles = triton.cdiv(num_tokens, cut.block_m) * triton.cdiv(num_rows, cut.block_n)
     num_programs = cut.programs_per_sm * num_multiprocessors(x_codes.device)

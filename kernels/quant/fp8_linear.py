@@ -49,6 +49,8 @@ class QuantConfig:
 
 INVARIANT = QuantConfig(block_m=64, num_stages=5)
 _MANY_TOKENS = QuantConfig(block_m=128, block_n=128, block_k=64, num_warps=8, num_stages=4)
+_NARROW = QuantConfig(block_m=128, block_n=64, block_k=128, num_stages=4)
+FEW_TILES = 256  # fewer tiles of 128 by 128 leave multiprocessors idle: then tiles are halved
 # Chosen by what the compiler reports (registers, shared memory), not by measurements: a program
 # waits for its numbers to be decoded, so three of them a multiprocessor overlap.
 _PROGRAMS = 384
@@ -59,7 +61,8 @@ _MAX_PARTS = {16: 8, 32: 4, 64: 4}  # by block_m: parts are written and read aga
 def choose_config(num_tokens: int, num_rows: int, num_columns: int) -> QuantConfig:
     """The tiling for `num_tokens` tokens and a weight [num_rows, num_columns]."""
     if num_tokens > MAX_ONE_TILE:
-        return _MANY_TOKENS
+        num_tiles = triton.cdiv(num_tokens, 128) * triton.cdiv(num_rows, 128)
+        return _NARROW if num_tiles < FEW_TILES else _MANY_TOKENS
     config = QuantConfig(block_m=max(16, int(triton.next_power_of_2(num_tokens))))
     most = min(_MAX_PARTS[config.block_m], num_columns // _LEAST_PART)
     split_k = 1

@@ -239,6 +239,7 @@ BLOCK_TILINGS = [
     BlocksConfig(block_m=m, block_n=n, num_warps=w, num_stages=s, programs_per_sm=p)
     for m, n, w, s, p in (
         (128, 128, 8, 3, 1),
+        (128, 128, 8, 4, 1),
         (128, 128, 8, 5, 1),
         (128, 128, 4, 4, 1),
         (64, 128, 4, 4, 1),
