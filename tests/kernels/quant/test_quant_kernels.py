@@ -152,6 +152,31 @@ def check_matrix_interpreted() -> None:
         assert torch.equal(ours, dequantize(weight.data, weight.scales))
 
 
+def check_layers_interpreted() -> None:
+    """Which product is taken by the number of tokens, and the order of inputs."""
+    from engine.layers.quantized_cuda import Fp8Blocks, Fp8Rows, QuantizedLinear, _fp8_operand
+
+    for num_tokens in (5, 515):
+        for case in (
+            fp8_case((num_tokens, 96, 64), (32, 32), torch.float16, CPU, with_bias=True),
+            int4_case((num_tokens, 96, 64), 32, torch.float16, CPU, has_order=True),
+        ):
+            for ops in (None, OPS):
+                linear = QuantizedLinear(case.weight, ops)
+                _check(linear(case.x), case, gated=ops is not None)
+    case = int4_case((70, 64, 128), 64, torch.float16, CPU, has_order=True)
+    linear = QuantizedLinear(case.weight, is_deterministic=True)
+    whole = linear(case.x)
+    _check(whole, case)
+    for start, end in ((0, 1), (3, 20), (60, 70)):
+        assert torch.equal(linear(case.x[start:end]), whole[start:end])
+    for kind, tile in ((Fp8Blocks, (64, 128)), (Fp8Rows, (1, 256))):
+        case = fp8_case((70, 96, 256), tile, torch.float32, CPU, with_bias=True)
+        assert case.weight.scales is not None
+        product = kind(_fp8_operand(case.weight, case.weight.scales))
+        _near_rounded(product.many(case.x), case)
+
+
 def _near_rounded(ours: Tensor, case: Case) -> None:
     """Three bits of inputs: 1.8 % of a normal number's size on average, 2.5 % of a sum of many."""
     exact = exact_product(case.x, case.exact, case.weight.bias)
@@ -160,7 +185,7 @@ def _near_rounded(ours: Tensor, case: Case) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["fp8", "int4", "rounding", "blocks", "matrix"])
+@pytest.mark.parametrize("name", ["fp8", "int4", "rounding", "blocks", "matrix", "layers"])
 def test_interpreted_kernels_are_their_formula(name: str) -> None:
     run_interpreted(f"{MODULE}:check_{name}_interpreted")
 
