@@ -27,7 +27,7 @@ from torch import Tensor
 from kernels.device import device_properties, stages_that_fit
 from kernels.linear.small import add_parts, load_tokens, store_rows, weight_rows
 from kernels.pdl import pdl_supported
-from kernels.quant.decode import decode_e4m3, knows_e4m3
+from kernels.quant.decode import decode_e4m3, knows_e4m3, uses_ptx
 
 MAX_ONE_TILE = 64  # tokens; more are cut into tiles, and weights are read once for each
 _SIZE_MULTIPLE = 16  # rows and columns
@@ -136,6 +136,7 @@ def _fp8_linear_kernel(
     NUM_STAGES: tl.constexpr,
     PREFETCH: tl.constexpr,
     KNOWS_E4M3: tl.constexpr,
+    USES_PTX: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
     MASK_K: tl.constexpr = PART_K * SPLIT_K != K
@@ -165,7 +166,7 @@ def _fp8_linear_kernel(
             codes = tl.load(codes_pointers + k, mask=k_offsets[None, :] < num_left, other=0)
         else:
             codes = tl.load(codes_pointers + k)
-        w = decode_e4m3(codes, dtype, KNOWS_E4M3)
+        w = decode_e4m3(codes, dtype, KNOWS_E4M3, USES_PTX)
         if NUM_TILES == 1:
             acc = tl.dot(w, tl.trans(x), acc, input_precision="ieee")
         else:
@@ -256,6 +257,7 @@ def fp8_linear(
         NUM_STAGES=cut.num_stages,
         PREFETCH=cut.prefetch_bytes,
         KNOWS_E4M3=knows_e4m3(x.device),
+        USES_PTX=uses_ptx(x.device),
         USE_PDL=use_pdl,
         num_warps=cut.num_warps,
         launch_pdl=use_pdl,

@@ -23,7 +23,7 @@ from torch import Tensor
 from kernels.device import device_properties, stages_that_fit
 from kernels.linear.small import add_parts, load_tokens, store_rows, weight_rows
 from kernels.pdl import pdl_supported
-from kernels.quant.decode import decode_int4
+from kernels.quant.decode import subtract_zeros, take_apart, uses_ptx
 from kernels.quant.fp8_linear import QuantConfig, check_inputs, choose_config, prefetch_bytes
 from kernels.quant.int4 import MIN_HALF
 
@@ -96,6 +96,7 @@ def _int4_linear_kernel(
     PART_K: tl.constexpr,  # columns of a part, a multiple of 2 * HALF
     NUM_STAGES: tl.constexpr,
     PREFETCH: tl.constexpr,
+    USES_PTX: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
     MASK_K: tl.constexpr = PART_K * SPLIT_K != K
@@ -128,20 +129,21 @@ def _int4_linear_kernel(
             packed = tl.load(packed_pointers + k // 2)
         word = tl.load(word_pointers + _group_of(k_start + k, GROUP, NUM_GROUPS))
         scale, zero = _scale_and_zero(word, HAS_ZEROS)
-        low = decode_int4(packed & 15, zero[:, None], dtype)
+        low, high = take_apart(packed, dtype, USES_PTX)
+        low = subtract_zeros(low, zero[:, None])
         if GROUP == HALF:
             total = tl.dot(low, tl.trans(low_x), input_precision="ieee") * scale[:, None]
             word = tl.load(word_pointers + _group_of(k_start + k + HALF, GROUP, NUM_GROUPS))
             scale, zero = _scale_and_zero(word, HAS_ZEROS)
-            high = decode_int4(packed >> 4, zero[:, None], dtype)
+            high = subtract_zeros(high, zero[:, None])
             total += tl.dot(high, tl.trans(high_x), input_precision="ieee") * scale[:, None]
             acc += total
         elif NUM_GROUPS == 1:
-            high = decode_int4(packed >> 4, zero[:, None], dtype)
+            high = subtract_zeros(high, zero[:, None])
             acc = tl.dot(low, tl.trans(low_x), acc, input_precision="ieee")
             acc = tl.dot(high, tl.trans(high_x), acc, input_precision="ieee")
         else:
-            high = decode_int4(packed >> 4, zero[:, None], dtype)
+            high = subtract_zeros(high, zero[:, None])
             total = tl.dot(low, tl.trans(low_x), input_precision="ieee")
             total = tl.dot(high, tl.trans(high_x), total, input_precision="ieee")
             acc += total * scale[:, None]
@@ -239,6 +241,7 @@ def int4_linear(
         PART_K=triton.cdiv(num_columns, run * cut.split_k) * run,
         NUM_STAGES=cut.num_stages,
         PREFETCH=cut.prefetch_bytes,
+        USES_PTX=uses_ptx(x.device),
         USE_PDL=use_pdl,
         num_warps=cut.num_warps,
         launch_pdl=use_pdl,

@@ -40,7 +40,7 @@ def _fp8_matrix_kernel(
     codes = tl.load(codes_ptr + row * K + columns, mask=mask, other=0)
     scale_row = scales_ptr + row // TILE_ROWS * NUM_TILES
     scales = tl.load(scale_row + tl.minimum(columns // TILE_COLUMNS, NUM_TILES - 1))
-    w = decode_e4m3(codes, tl.float32, KNOWS_E4M3) * scales
+    w = decode_e4m3(codes, tl.float32, KNOWS_E4M3, False) * scales
     tl.store(matrix_ptr + row * K + columns, w.to(matrix_ptr.dtype.element_ty), mask=mask)
 
 

@@ -52,7 +52,7 @@ TOKENS = (1, 16, 64, 128, 256, 1024, 8192)
 FORMATS = ("bf16", "fp8-block", "fp8-row", "int4", "int4-zeros")
 MIN_WEIGHT_BYTES = 200 * 2**20  # four times an H200's L2 cache
 MAX_ERROR = 1e-2  # norm of the difference from float64 over the norm, inputs as they are
-MAX_ROUNDED_ERROR = 4e-2  # inputs rounded to e4m3
+MAX_ROUNDED_ERROR = 6e-2  # inputs rounded to e4m3: 2.5 %, more where two such are multiplied
 CHECKED_TOKENS = 256  # float64 takes too long for more
 NUM_ROUNDS = 20
 
@@ -296,7 +296,7 @@ def _timed(
         if compiles_only:
             return timing
         error = None
-        if exact is not None and y.shape == exact.shape:
+        if exact is not None and y.shape == exact.shape and y.dtype == x.dtype:
             error = float((y.double() - exact).norm() / exact.norm())
             if not error <= (MAX_ROUNDED_ERROR if way.is_rounded else MAX_ERROR):  # nor NaN
                 return replace(timing, error=error, problem=f"off by {error:.1e}")

@@ -19,7 +19,7 @@ from kernels.device import DeviceProperties
 
 WARP_THREADS = 32
 # Functions of a device that kernels ask, and the capability from which they answer yes.
-_FROM_CAPABILITY = {"pdl_supported": (9, 0), "knows_e4m3": (8, 9)}
+_FROM_CAPABILITY = {"pdl_supported": (9, 0), "knows_e4m3": (8, 9), "uses_ptx": (8, 0)}
 
 
 class _Driver:
