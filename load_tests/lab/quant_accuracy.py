@@ -28,7 +28,7 @@ from torch import Tensor
 
 from configs.load import PROJECT_ROOT
 from engine.models.llama import CausalLM
-from engine.models.registry import build_model
+from engine.models.registry import WeightSource, build_model
 from engine.plan import RowAdmission, StepPlan
 from engine.request import SamplingParams
 from engine.runner.executor import Executor
@@ -171,7 +171,9 @@ def measure(
     )
     for name in names:
         if name == ONLINE:
-            model = build_model(MODEL, dtype=dtype, device=device, quantization="fp8")
+            model = build_model(
+                MODEL, dtype=dtype, device=device, source=WeightSource(quantization="fp8")
+            )
         else:
             folder = write_quantised(MODEL, name, scratch / name)
             model = build_model(folder, dtype=dtype, device=device)

@@ -2,11 +2,12 @@
 
 import random
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
 
-from engine.models.registry import build_model
+from engine.models.registry import WeightSource, build_model
 from load_tests.testbed.quantised_folders import write_quantised
 from tests.engine.runner.step_driver import StepDriver
 from tests.harness.in_process import GREEDY, answer, start_engine
@@ -98,9 +99,11 @@ def test_graphs_change_no_token_of_a_quantised_model(
 def test_a_model_is_quantised_while_it_is_read(dense: Path) -> None:
     torch.cuda.synchronize()
     held = []
-    for quantization in ("auto", "fp8"):
+    asked: list[Literal["auto", "fp8"]] = ["auto", "fp8"]
+    for quantization in asked:
         before = torch.cuda.memory_allocated()
-        model = build_model(dense, dtype=torch.bfloat16, device=GPU, quantization=quantization)
+        source = WeightSource(quantization=quantization)
+        model = build_model(dense, dtype=torch.bfloat16, device=GPU, source=source)
         held.append(torch.cuda.memory_allocated() - before)
         del model
     assert held[1] < 0.62 * held[0]
