@@ -21,6 +21,7 @@ from engine.file_checks import check_file
 from engine.models.config_file import ConfigFile
 from engine.models.fused_experts import Source, find_fused
 from engine.models.llama_weights import BODY, HEAD
+from engine.models.quantization import Packing
 from engine.models.quantized_tensors import NeededTensor, is_unused, needed_tensors
 from engine.models.spec import ModelSpec
 
@@ -158,7 +159,7 @@ def check_weights(folder: Path, spec: ModelSpec) -> dict[Path, dict[str, Source]
                 found[path] |= sources
             elif any(sources.keys() & names.keys() for names in found.values()):
                 raise ConfigError(f"{path}: tensor {name!r} stands in another file as well")
-            elif not _is_harmless(name, spec):
+            elif not _is_harmless(name, spec) and not _is_zero_bias(path, name, tensor, spec):
                 raise ConfigError(
                     f"{path}: unexpected tensor {name!r} for {spec.architecture}; {_MISMATCH}"
                 )
@@ -205,6 +206,18 @@ def _is_harmless(name: str, spec: ModelSpec) -> bool:
     is_unused_head = name == HEAD and (spec.has_tied_embeddings or spec.pooling is not None)
     is_leftover = _HARMLESS.search(name) is not None or is_unused(name, spec)
     return is_unused_head or is_leftover
+
+
+def _is_zero_bias(path: Path, name: str, tensor: StoredTensor, spec: ModelSpec) -> bool:
+    """Whether this is a bias of zeros: early writers of GPTQ add one to every linear map."""
+    is_gptq = spec.quantization is not None and spec.quantization.packing is Packing.GPTQ
+    if not is_gptq or not name.endswith(".bias"):
+        return False
+    begin, end = tensor.data_offsets
+    with path.open("rb") as file:
+        (header_length,) = _LENGTH.unpack(file.read(_LENGTH.size))
+        file.seek(_LENGTH.size + header_length + begin)
+        return not any(file.read(end - begin))
 
 
 def _weight_files(folder: Path) -> Iterator[tuple[Path, frozenset[str] | None]]:

@@ -138,6 +138,16 @@ def test_an_order_of_inputs_that_is_none_may_be_left_out(tmp_path: Path) -> None
     assert small.zeros is None, "so are zero points of 8"
 
 
+def test_biases_of_zeros_that_gptq_writers_add_are_left_out(tmp_path: Path) -> None:
+    folder, _ = _folders(tmp_path, "gptq")
+    name = "model.layers.1.mlp.up_proj.bias"
+    _change(folder, lambda t: t.update({name: torch.zeros(256, dtype=torch.half)}))
+    assert _load(folder).layers[1].gate_up.bias is None
+    _change(folder, lambda t: t[name].__setitem__(255, 1e-6))
+    with pytest.raises(ConfigError, match=rf"unexpected tensor '{name}'"):
+        _load(folder)
+
+
 # ---- ranks ---------------------------------------------------------------------------------------
 
 
