@@ -54,6 +54,7 @@ FEW_TILES = 256  # fewer tiles of 128 by 128 leave multiprocessors idle: then ti
 # Chosen by what the compiler reports (registers, shared memory), not by measurements: a program
 # waits for its numbers to be decoded, so three of them a multiprocessor overlap.
 _PROGRAMS = 384
+_STAGES = {16: 6, 32: 4, 64: 3}  # by block_m: so that 227 KiB hold three programs
 _LEAST_PART = 512  # columns
 _MAX_PARTS = {16: 8, 32: 4, 64: 4}  # by block_m: parts are written and read again
 
@@ -63,7 +64,8 @@ def choose_config(num_tokens: int, num_rows: int, num_columns: int) -> QuantConf
     if num_tokens > MAX_ONE_TILE:
         num_tiles = triton.cdiv(num_tokens, 128) * triton.cdiv(num_rows, 128)
         return _NARROW if num_tiles < FEW_TILES else _MANY_TOKENS
-    config = QuantConfig(block_m=max(16, int(triton.next_power_of_2(num_tokens))))
+    block_m = max(16, int(triton.next_power_of_2(num_tokens)))
+    config = QuantConfig(block_m=block_m, num_stages=_STAGES[block_m])
     most = min(_MAX_PARTS[config.block_m], num_columns // _LEAST_PART)
     split_k = 1
     while 2 * split_k <= most and split_k * triton.cdiv(num_rows, config.block_n) < _PROGRAMS:

@@ -231,7 +231,7 @@ def tilings(num_tokens: int) -> list[QuantConfig]:
         )
         for n, warps in ((64, 4), (128, 4), (128, 8))
         for split in (1, 2, 4, 8)
-        for stages, prefetch in ((4, 512), (6, 0), (8, 512))
+        for stages, prefetch in ((3, 512), (6, 0), (8, 512))
     ]  # fmt: skip
 
 
