@@ -47,6 +47,9 @@ class ModelConfig(_Section, frozen=True):
     device: Literal["cpu", "cuda"] = "cpu"  # where the model computes
     max_model_len: Positive | None = None  # tokens; None = what config.json allows
     weights: Literal["safetensors", "random"] = "safetensors"  # random = for benchmarks
+    # auto = as config.json says; fp8 = quantise the layers' linear maps of an unquantised folder
+    # while it is read, to FP8 with a scale for each output.
+    quantization: Literal["auto", "fp8"] = "auto"
     attention: AttentionConfig = AttentionConfig()
     # The same request gives bit-identical logits alone, in any batch and chunked anyhow; slower.
     deterministic: bool = False

@@ -21,13 +21,13 @@ from engine.core import EngineCore
 from engine.errors import ConfigError, RequestError
 from engine.kv.cache import BlockCache
 from engine.kv.hashes import RequestHasher
-from engine.kv.layout import KvDtype, KvLayout
+from engine.kv.layout import DTYPE_BYTES, KvDtype, KvLayout
 from engine.kv.store import KvStore
 from engine.kv.transfer import OutgoingEvent, OutgoingHandoffs
 from engine.layers.context import SINGLE_RANK, Comm
 from engine.messages import LoadReport
 from engine.models.llama import CausalLM
-from engine.models.llama_weights import num_parameters
+from engine.models.quantized_tensors import weight_bytes
 from engine.models.spec import ModelSpec, load_spec
 from engine.ranks.agreement import hanging_up_on_error, value_of_first
 from engine.ranks.rank import SIZE_KEY, Rank
@@ -135,7 +135,7 @@ def build_engine(
     """
     _check_size(config, comm)
     torch.set_num_threads(config.workers.torch_threads)
-    spec = load_spec(Path(config.model.path))
+    spec = load_spec(Path(config.model.path), quantization=config.model.quantization)
     layout = _rank_layout(config, spec, comm.rank)
     compilations = CompilationCounter()
     compilations.install()
@@ -206,7 +206,13 @@ def _build_measured(
 ) -> _Measured:
     """Build for the sizes chosen for the device; measure steps if the configuration needs them."""
     device, part = device_properties(torch.device(config.model.device)), spec.of_rank(comm.rank)
-    footprint = Footprint.of(part, layout, num_parameters(spec, comm.rank))
+    held_bytes = weight_bytes(
+        spec,
+        element_bytes=DTYPE_BYTES[layout.dtype],
+        keeps_quantised=device.is_gpu,
+        rank=comm.rank,
+    )
+    footprint = Footprint.of(part, layout, held_bytes)
     sizes = value_of_first(comm, choose_sizes(config, device, footprint))
     replica = Replica(
         config, part, layout, sizes, model, grammars, sends_blocks=sends_blocks, comm=comm

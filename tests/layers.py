@@ -200,6 +200,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
         "engine.sampling",
         "load_tests.lab",
         "load_tests.testbed.channel_ends",
+        "load_tests.testbed.quantised_folders",
     ),
     "transformers": (
         "demo_model",
@@ -209,7 +210,11 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     ),
     "tokenizers": ("demo_model", "engine.text.tokenizing"),
     "llguidance": ("engine.constraints",),
-    "safetensors": ("engine.models", "load_tests.lab"),
+    "safetensors": (
+        "engine.models",
+        "load_tests.lab",
+        "load_tests.testbed.quantised_folders",
+    ),
     "yaml": ("configs.load", "configs.reference", "load_tests"),
     "locust": ("load_tests.locustfile",),
     "gevent": ("load_tests.locustfile", "load_tests.http_load.open_loop"),

@@ -23,7 +23,7 @@ def check_startable(config: AppConfig) -> None:
     folder = Path(config.model.path)
     if config.model.weights == "safetensors":
         check_format(str(folder), (path.name for path in folder.glob("*")))
-    spec = load_spec(folder)
+    spec = load_spec(folder, quantization=config.model.quantization)
     asked = config.model.max_model_len
     if asked is not None and asked > spec.max_model_len:
         raise ConfigError(

@@ -12,6 +12,7 @@ import torch.nn.functional as F  # noqa: N812  (the field's own spelling)
 from torch import Tensor
 
 from engine.errors import ConfigError
+from engine.layers.quantized_weight import Scales, dequantize
 from kernels.linear.packed import can_pack, pack_weight, packed_linear
 from kernels.ops import Ops
 
@@ -29,21 +30,24 @@ class WeightFormat(Enum):
     """How the numbers of a linear map are stored; `build_linear` has a map for each format."""
 
     DENSE = "a matrix in the dtype of the model"
+    FP8 = "e4m3, with scales of tiles"
+    INT4 = "two numbers a byte, with scales and zero points of groups of inputs"
 
 
 @dataclass(frozen=True, slots=True)
 class LinearWeight:
     """The data of a linear map; `format` says how to read `data`."""
 
-    data: Tensor  # DENSE: [out, in]
+    data: Tensor  # DENSE, FP8: [out, in]; INT4: [out, in / 2]
     bias: Tensor | None = None  # [out]
     format: WeightFormat = WeightFormat.DENSE
+    scales: Scales | None = None  # None where DENSE
 
     def rows(self, start: int) -> "LinearWeight":
         """The outputs from `start` on, as views of the same memory."""
-        assert self.format is WeightFormat.DENSE, f"{self.format} is not cut by rows"
         bias = None if self.bias is None else self.bias[start:]
-        return LinearWeight(self.data[start:], bias)
+        scales = None if self.scales is None else self.scales.from_row(start)
+        return LinearWeight(self.data[start:], bias, self.format, scales)
 
 
 class Linear(Protocol):
@@ -122,6 +126,15 @@ def build_linear(weight: LinearWeight, *, is_deterministic: bool = False) -> Lin
     match weight.format:
         case WeightFormat.DENSE:
             return _build_dense(weight.data, weight.bias, is_deterministic)
+        case WeightFormat.FP8 | WeightFormat.INT4:
+            assert weight.scales is not None, f"{weight.format} without scales"
+            if weight.data.device.type == "cuda":
+                from engine.layers.quantized_cuda import QuantizedLinear
+
+                return QuantizedLinear(weight, is_deterministic=is_deterministic)
+            # A CPU has no products of such numbers: they are made a matrix once.
+            dense = dequantize(weight.data, weight.scales)
+            return _build_dense(dense, weight.bias, is_deterministic)
 
 
 def _build_dense(weight: Tensor, bias: Tensor | None, is_deterministic: bool) -> Linear:
@@ -140,6 +153,10 @@ def build_gated(weight: LinearWeight, ops: Ops, *, is_deterministic: bool = Fals
     Otherwise as `build_linear`.
     """
     is_dense = weight.format is WeightFormat.DENSE
+    if not is_dense and weight.data.device.type == "cuda":
+        from engine.layers.quantized_cuda import QuantizedLinear
+
+        return QuantizedLinear(weight, ops, is_deterministic=is_deterministic)
     if is_dense and weight.data.device.type == "cuda" and not is_deterministic:
         from engine.layers.linear_cuda import FastestGated
         from kernels.linear.small import supports_small

@@ -1,8 +1,10 @@
 """Maps an architecture's name to its builder; the only entry point to a loaded model."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -26,6 +28,17 @@ BUILDERS: dict[str, Callable[..., CausalLM]] = {
 }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightSource:
+    """Where weights come from, and what becomes of them while they are read."""
+
+    is_random: bool = False  # for benchmarks: only config.json is read
+    quantization: Literal["auto", "fp8"] = "auto"  # as in `load_spec`
+
+
+AS_PUBLISHED = WeightSource()
+
+
 def build_model(
     folder: Path,
     *,
@@ -33,19 +46,19 @@ def build_model(
     device: torch.device,
     max_model_len: int | None = None,
     ops: Ops | None = None,
-    has_random_weights: bool = False,
+    source: WeightSource = AS_PUBLISHED,
     is_deterministic: bool = False,
     rank: Rank = WHOLE_MODEL,
 ) -> CausalLM:
     """Load one rank's part of a Hugging Face folder; `.spec` of the result describes the part.
 
     `max_model_len` (tokens) may shorten the model's context, never lengthen it. `ops` None: the
-    Triton kernels on a GPU, torch elsewhere. With random weights only config.json is read.
+    Triton kernels on a GPU, torch elsewhere.
     `is_deterministic`: on a GPU, a token's numbers do not depend on the batch it is in.
     Raises ConfigError for anything in the folder that is missing, unsupported or inconsistent, and
     for a model that the ranks cannot share.
     """
-    spec = load_spec(folder)
+    spec = load_spec(folder, quantization=source.quantization)
     spec.of_rank(rank)  # before the weights, so that the error comes early
     allowed = spec.max_model_len
     if max_model_len is not None and max_model_len > allowed:
@@ -53,7 +66,7 @@ def build_model(
             f"{folder / 'config.json'}: the model allows {allowed} tokens, max_model_len is"
             f" {max_model_len}"
         )
-    load = random_weights if has_random_weights else partial(load_weights, folder)
+    load = random_weights if source.is_random else partial(load_weights, folder)
     weights = load(spec, dtype=dtype, device=device, rank=rank)
     return BUILDERS[spec.architecture](
         spec,

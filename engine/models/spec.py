@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
+from typing import Literal, cast
 
 from engine.kv.layout import DTYPE_BYTES, KvDtype, KvLayout
 from engine.layers.rope_spec import (
@@ -28,6 +28,7 @@ from engine.models.mixture_spec import (
     read_qwen3_moe,
 )
 from engine.models.pooling import Pooling, read_pooling
+from engine.models.quantization import ONLINE_FP8, Quantization, read_quantization
 from engine.ranks.rank import Rank
 
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -146,6 +147,7 @@ class ModelSpec:
     dtype: KvDtype  # of the weights as published
     pooling: Pooling | None = None  # None = it generates; else it has no head and makes embeddings
     mixture: MixtureSpec | None = None  # None = every layer is dense
+    quantization: Quantization | None = None  # of the layers' linear maps; None = not quantised
 
     def mixture_at(self, layer: int) -> MixtureSpec | None:
         """The experts of `layer`; None = it is dense."""
@@ -327,9 +329,10 @@ _FAMILIES: dict[str, Callable[[ConfigFile, int], _Family]] = {
 SUPPORTED_ARCHITECTURES = tuple(_FAMILIES)
 
 
-def load_spec(folder: Path) -> ModelSpec:
+def load_spec(folder: Path, *, quantization: Literal["auto", "fp8"] = "auto") -> ModelSpec:
     """Read `config.json` and, where present, `generation_config.json`.
 
+    quantization: auto = as config.json says; fp8 = quantise an unquantised folder.
     Raises ConfigError, naming the file, the key and what is supported.
     """
     config = ConfigFile.read(folder / "config.json")
@@ -350,6 +353,8 @@ def load_spec(folder: Path) -> ModelSpec:
         raise config.error("head_dim", f"{head_dim} is odd; rotary embedding needs pairs")
     rope = parse_rope(config, family.default_theta)
     vocab_size = config.integer("vocab_size")
+    has_tied_embeddings = config.flag("tie_word_embeddings", False)
+    has_head = pooling is None and not has_tied_embeddings
     return ModelSpec(
         architecture=architecture,
         vocab_size=vocab_size,
@@ -360,7 +365,7 @@ def load_spec(folder: Path) -> ModelSpec:
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         rms_norm_eps=config.number("rms_norm_eps", family.default_rms_norm_eps),
-        has_tied_embeddings=config.flag("tie_word_embeddings", False),
+        has_tied_embeddings=has_tied_embeddings,
         has_qkv_bias=family.has_qkv_bias,
         has_output_bias=family.has_output_bias,
         has_mlp_bias=family.has_mlp_bias,
@@ -372,7 +377,30 @@ def load_spec(folder: Path) -> ModelSpec:
         dtype=_dtype(config),
         pooling=pooling,
         mixture=family.mixture,
+        quantization=_quantization(
+            config, quantization, has_head=has_head, is_mixture=family.mixture is not None
+        ),
     )
+
+
+def _quantization(
+    config: ConfigFile, asked: str, *, has_head: bool, is_mixture: bool
+) -> Quantization | None:
+    published = read_quantization(config, has_head=has_head)
+    if is_mixture and (published is not None or asked != "auto"):
+        raise config.error(
+            "quantization_config",
+            "and model.quantization are not supported for mixtures of"
+            " experts; use unquantized weights",
+        )
+    if asked == "auto":
+        return published
+    if published is not None:
+        raise config.error(
+            "quantization_config",
+            "says that these weights are quantised already; leave model.quantization at auto",
+        )
+    return ONLINE_FP8
 
 
 def _architecture(config: ConfigFile, *, has_head: bool) -> str:
@@ -389,8 +417,6 @@ def _architecture(config: ConfigFile, *, has_head: bool) -> str:
 
 
 def _refuse_unsupported(config: ConfigFile) -> None:
-    if config.section("quantization_config") is not None:
-        raise config.error("quantization_config", "is not supported; use unquantized weights")
     if not config.flag("is_causal", True):
         raise config.error("is_causal", "false is not supported: tokens see those before them only")
     activation = config.text("hidden_act", "silu")

@@ -20,12 +20,14 @@ from engine.errors import ConfigError
 from engine.file_checks import check_file
 from engine.models.config_file import ConfigFile
 from engine.models.fused_experts import Source, find_fused
-from engine.models.llama_weights import BODY, HEAD, published_shapes
+from engine.models.llama_weights import BODY, HEAD
+from engine.models.quantization import Packing
+from engine.models.quantized_tensors import NeededTensor, is_unused, needed_tensors
 from engine.models.spec import ModelSpec
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _LENGTH = struct.Struct("<Q")
-DTYPE_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}  # those that can be loaded
+DTYPE_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1}
 _METADATA = "__metadata__"
 
 
@@ -130,11 +132,11 @@ def check_format(where: str, names: Iterable[str]) -> None:
 def check_weights(folder: Path, spec: ModelSpec) -> dict[Path, dict[str, Source]]:
     """Each weights file with those of the model's tensors that it holds, in order of their data.
 
-    Of each file: a tensor's name in `published_shapes` -> where the file has it. Raises ConfigError
+    Of each file: a tensor's name in `needed_tensors` -> where the file has it. Raises ConfigError
     naming file, tensor, expected and found shape. An unknown tensor is refused unless it is known
     to carry no information: a bias or a layer, for example, would change the output.
     """
-    missing = published_shapes(spec)
+    missing = needed_tensors(spec)
     found: dict[Path, dict[str, Source]] = {}
     for path, indexed in _weight_files(folder):
         header = read_header(path)
@@ -149,27 +151,30 @@ def check_weights(folder: Path, spec: ModelSpec) -> dict[Path, dict[str, Source]
         for name, tensor in header.items():
             sources = _sources(name, spec)
             if sources.keys() <= missing.keys():
-                shapes = [missing.pop(whole_name) for whole_name in sources]
+                needed = [missing.pop(whole_name) for whole_name in sources]
                 fused = find_fused(_whole_name(name, spec), spec)
-                _check_tensor(path, name, tensor, fused.shape if fused else shapes[0])
+                _check_tensor(
+                    path, name, tensor, NeededTensor(shape=fused.shape) if fused else needed[0]
+                )
                 found[path] |= sources
             elif any(sources.keys() & names.keys() for names in found.values()):
                 raise ConfigError(f"{path}: tensor {name!r} stands in another file as well")
-            elif not _is_harmless(name, spec):
+            elif not _is_harmless(name, spec) and not _is_zero_bias(path, name, tensor, spec):
                 raise ConfigError(
                     f"{path}: unexpected tensor {name!r} for {spec.architecture}; {_MISMATCH}"
                 )
-    if missing:
-        name, shape = next(iter(missing.items()))
+    lost = [(name, tensor) for name, tensor in missing.items() if not tensor.is_optional]
+    if lost:
+        name, first = lost[0]
         raise ConfigError(
-            f"{folder}: {len(missing)} tensors are missing, the first is {name!r} with shape"
-            f" {list(shape)}; a download is not complete, or {_MISMATCH}"
+            f"{folder}: {len(lost)} tensors are missing, the first is {name!r} with shape"
+            f" {list(first.shape)}; a download is not complete, or {_MISMATCH}"
         )
     return found
 
 
 def _sources(name: str, spec: ModelSpec) -> dict[str, Source]:
-    """The tensors in `published_shapes` whose numbers a tensor of this name in a file holds."""
+    """The tensors in `needed_tensors` whose numbers a tensor of this name in a file holds."""
     whole_name = _whole_name(name, spec)
     fused = find_fused(whole_name, spec)
     if fused is None:
@@ -177,16 +182,16 @@ def _sources(name: str, spec: ModelSpec) -> dict[str, Source]:
     return {part: replace(source, name=name) for part, source in fused.parts.items()}
 
 
-def _check_tensor(path: Path, name: str, tensor: StoredTensor, shape: tuple[int, ...]) -> None:
-    if tensor.shape != shape:
+def _check_tensor(path: Path, name: str, tensor: StoredTensor, needed: NeededTensor) -> None:
+    if tensor.dtype not in needed.dtypes:
+        raise ConfigError(
+            f"{path}: tensor {name!r} has dtype {tensor.dtype}; expected:"
+            f" {', '.join(needed.dtypes)}; use weights that are quantised as config.json says"
+        )
+    if not needed.fits(tensor.shape):
         raise ConfigError(
             f"{path}: tensor {name!r} has shape {list(tensor.shape)}, config.json means"
-            f" {list(shape)}; {_MISMATCH}"
-        )
-    if tensor.dtype not in DTYPE_BYTES:
-        raise ConfigError(
-            f"{path}: tensor {name!r} has dtype {tensor.dtype}; supported:"
-            f" {', '.join(DTYPE_BYTES)}; use unquantized weights"
+            f" {list(needed.shape)}; {_MISMATCH}"
         )
 
 
@@ -199,7 +204,20 @@ def _whole_name(name: str, spec: ModelSpec) -> str:
 
 def _is_harmless(name: str, spec: ModelSpec) -> bool:
     is_unused_head = name == HEAD and (spec.has_tied_embeddings or spec.pooling is not None)
-    return is_unused_head or _HARMLESS.search(name) is not None
+    is_leftover = _HARMLESS.search(name) is not None or is_unused(name, spec)
+    return is_unused_head or is_leftover
+
+
+def _is_zero_bias(path: Path, name: str, tensor: StoredTensor, spec: ModelSpec) -> bool:
+    """Whether this is a bias of zeros: early writers of GPTQ add one to every linear map."""
+    is_gptq = spec.quantization is not None and spec.quantization.packing is Packing.GPTQ
+    if not is_gptq or not name.endswith(".bias"):
+        return False
+    begin, end = tensor.data_offsets
+    with path.open("rb") as file:
+        (header_length,) = _LENGTH.unpack(file.read(_LENGTH.size))
+        file.seek(_LENGTH.size + header_length + begin)
+        return not any(file.read(end - begin))
 
 
 def _weight_files(folder: Path) -> Iterator[tuple[Path, frozenset[str] | None]]:

@@ -14,9 +14,10 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -31,9 +32,10 @@ from engine.models.llama_weights import (
     StackedTensor,
     layer_tensors,
     outer_tensors,
-    published_shapes,
 )
 from engine.models.mixture_spec import MixtureSpec
+from engine.models.quantized_loading import PublishedPart, QuantizedStack
+from engine.models.quantized_tensors import needed_tensors, quantization_of
 from engine.models.spec import ModelSpec
 from engine.models.weight_files import check_weights
 
@@ -197,13 +199,17 @@ def load_weights(
     with copier_for(device) as copier:
         for path, sources in files.items():
             _copy_file(path, sources, destinations, copier)
+    found = {name for sources in files.values() for name in sources}
+    for name, part in destinations.items():
+        if isinstance(part, PublishedPart) and name not in found:
+            part.leave_out()
     return weights
 
 
 def _copy_file(
     path: Path,
     sources: Mapping[str, Source],
-    destinations: Mapping[str, "Part"],
+    destinations: "Mapping[str, Part | PublishedPart]",
     copier: TensorCopier,
 ) -> None:
     """sources, destinations: by published name."""
@@ -213,14 +219,21 @@ def _copy_file(
                 part = destinations.get(name)
                 if part is None:
                     continue  # another rank's
-                if part.share is None and source.expert is None:
-                    copier.copy(file.get_tensor(source.name), part.tensor)
+                read = partial(_read, file, source.name)
+                if isinstance(part, PublishedPart):
+                    part.take(read, copier)
+                elif part.share is None and source.expert is None:
+                    copier.copy(read(None), part.tensor)
                 else:
-                    place = _place(source, part)
-                    copier.copy(file.get_slice(source.name)[place].contiguous(), part.tensor)
+                    copier.copy(read(_place(source, part)), part.tensor)
             copier.wait_copied()  # must complete while the file is still mapped
     except (SafetensorError, OSError) as error:
         raise ConfigError(f"{path}: not a readable safetensors file: {error}") from error
+
+
+def _read(file: Any, name: str, share: tuple[int | slice, ...] | None) -> Tensor:  # noqa: ANN401
+    tensor: Tensor = file.get_tensor(name) if share is None else file.get_slice(name)[share]
+    return tensor.contiguous()
 
 
 def _place(source: Source, part: "Part") -> tuple[int | slice, ...]:
@@ -246,15 +259,15 @@ class Part:
 
 def allocate_weights(
     spec: ModelSpec, *, dtype: torch.dtype, device: torch.device, rank: Rank = WHOLE_MODEL
-) -> tuple[ModelWeights, dict[str, Part]]:
+) -> tuple[ModelWeights, dict[str, Part | PublishedPart]]:
     """The uninitialised tensors of one rank, and published name -> the part of them it fills.
 
     The parts cover every tensor but for padding, which is zero; they do not overlap and are
     contiguous. A tensor that another rank holds has no part.
     """
-    destinations: dict[str, Part] = {}
+    destinations: dict[str, Part | PublishedPart] = {}
 
-    def allocate(tensors: Mapping[str, StackedTensor]) -> dict[str, Tensor]:
+    def dense(tensors: Mapping[str, StackedTensor]) -> dict[str, Tensor]:
         allocated = {}
         for field, stacked in tensors.items():
             if not stacked.is_on(rank):
@@ -270,22 +283,39 @@ def allocate_weights(
             allocated[field] = tensor
         return allocated
 
-    outer = allocate(outer_tensors(spec))
-    layers = [
-        _layer(allocate(layer_tensors(spec, i)), spec.mixture_at(i)) for i in range(spec.num_layers)
-    ]
+    def layer(index: int) -> LayerWeights:
+        tensors = layer_tensors(spec, index)
+        found = {field: quantization_of(spec, tensor) for field, tensor in tensors.items()}
+        stacks = {
+            field: QuantizedStack(tensors[field], how, dtype=dtype, device=device, rank=rank)
+            for field, how in found.items()
+            if how is not None
+        }
+        for stack in stacks.values():
+            destinations.update(stack.destinations())
+        plain = dense({field: t for field, t in tensors.items() if field not in stacks})
+        return _layer(plain, stacks, spec.mixture_at(index))
+
+    outer = dense(outer_tensors(spec))
     weights = ModelWeights(
         embedding=outer["embedding"],
-        layers=layers,
+        layers=[layer(index) for index in range(spec.num_layers)],
         final_norm=outer["final_norm"],
         head=outer.get("head", outer["embedding"]),
     )
     return weights, destinations
 
 
-def _layer(tensors: Mapping[str, Tensor], mixture: MixtureSpec | None) -> LayerWeights:
+def _layer(
+    tensors: Mapping[str, Tensor],
+    stacks: Mapping[str, QuantizedStack],
+    mixture: MixtureSpec | None,
+) -> LayerWeights:
     def linear(field: str) -> LinearWeight:
-        return LinearWeight(tensors[field], tensors.get(f"{field}_bias"))
+        bias = tensors.get(f"{field}_bias")
+        if field in stacks:
+            return stacks[field].weight(bias)
+        return LinearWeight(tensors[field], bias)
 
     def optional(field: str) -> LinearWeight | None:
         return linear(field) if field in tensors else None
@@ -333,15 +363,19 @@ def random_weights(
     """
     weights, parts = allocate_weights(spec, dtype=dtype, device=device, rank=rank)
     generator = torch.Generator(device).manual_seed(seed)
-    for name, shape in published_shapes(spec).items():
+    # Each rank draws numbers of its own for quantised tensors: they are shares of no one model.
+    quantised = torch.Generator(device).manual_seed(seed + 1 + rank.index)
+    for name, needed in needed_tensors(spec).items():
         part = parts.get(name)
-        if name.endswith("norm.weight"):
+        if isinstance(part, PublishedPart):
+            part.fill_randomly(_LARGEST, quantised)
+        elif name.endswith("norm.weight"):
             assert part is not None, f"every rank holds {name}"
             part.tensor.fill_(1.0)
         elif part is not None and part.share is None:
             part.tensor.uniform_(-_LARGEST, _LARGEST, generator=generator)
         else:
-            whole = torch.empty(shape, dtype=dtype, device=device)
+            whole = torch.empty(needed.shape, dtype=dtype, device=device)
             whole.uniform_(-_LARGEST, _LARGEST, generator=generator)
             if part is not None and part.share is not None:
                 part.tensor.copy_(whole[part.share])

@@ -105,13 +105,13 @@ class Footprint:
     max_model_len: int  # tokens
 
     @classmethod
-    def of(cls, spec: ModelSpec, layout: KvLayout, num_parameters: int) -> "Footprint":
+    def of(cls, spec: ModelSpec, layout: KvLayout, weights_bytes: int) -> "Footprint":
         element_bytes = DTYPE_BYTES[layout.dtype]
         qkv = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
         # Alive at a time: the stream and its norm, q, k and v or gate and up, and their product.
         elements = 4 * spec.hidden_size + qkv + _feed_forward_elements(spec)
         return cls(
-            weights_bytes=num_parameters * element_bytes,
+            weights_bytes=weights_bytes,
             kv_token_bytes=layout.block_bytes // layout.block_size,
             step_token_bytes=elements * element_bytes,
             logits_bytes=spec.vocab_size * element_bytes,

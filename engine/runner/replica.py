@@ -18,7 +18,7 @@ from engine.errors import ConfigError
 from engine.kv.layout import KvDtype, KvLayout
 from engine.layers.context import SINGLE_RANK, Comm
 from engine.models.llama import CausalLM
-from engine.models.registry import build_model
+from engine.models.registry import WeightSource, build_model
 from engine.models.spec import ModelSpec
 from engine.ranks.agreement import least, meet
 from engine.runner.auto import CPU_BLOCKS, StepSizes
@@ -191,7 +191,9 @@ class Replica:
             dtype=DTYPES[self._layout.dtype],
             device=self._device,
             max_model_len=self._max_model_len,
-            has_random_weights=model.weights == "random",
+            source=WeightSource(
+                is_random=model.weights == "random", quantization=model.quantization
+            ),
             is_deterministic=model.deterministic,
             rank=self._comm.rank,
         )

@@ -198,7 +198,7 @@ def _multiply_add(x, w, acc, IS_SWAPPED: tl.constexpr):
 
 
 @triton.jit
-def _load_tokens(pointers, is_token, k_offsets, num_columns, MASK_K: tl.constexpr):
+def load_tokens(pointers, is_token, k_offsets, num_columns, MASK_K: tl.constexpr) -> tl.tensor:
     """Tile of x; rows past the step's tokens are zeros and cost no traffic."""
     mask = is_token[:, None]
     if MASK_K:
@@ -218,10 +218,10 @@ def _load_weight(pointers, k_offsets, num_columns, MASK_K: tl.constexpr):
 
 
 @triton.jit
-def _add_parts(
+def add_parts(
     acc, partials_ptr, counters_ptr, tile, part, num_tokens, offsets, mask, N: tl.constexpr,
     SPLIT_K: tl.constexpr,
-):  # fmt: skip
+) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
     """Publish this part; returns (whether it was the tile's last, sum of all parts in order)."""
     part_stride = num_tokens.to(tl.int64) * N
     tl.store(partials_ptr + part * part_stride + offsets, acc, mask=mask)
@@ -240,7 +240,7 @@ def _add_parts(
 
 
 @triton.jit
-def _weight_rows(columns, N: tl.constexpr, IS_GATED: tl.constexpr):
+def weight_rows(columns, N: tl.constexpr, IS_GATED: tl.constexpr) -> tl.tensor:
     """Weight rows of a program's columns; gate and up alternate, so a tile holds both of a pair."""
     # Columns past the end repeat the last and are not stored: cheaper than masking every load.
     inside = tl.minimum(columns, N - 1).to(tl.int64)
@@ -250,10 +250,10 @@ def _weight_rows(columns, N: tl.constexpr, IS_GATED: tl.constexpr):
 
 
 @triton.jit
-def _store_rows(
+def store_rows(
     acc, bias_ptr, y_ptr, w_rows, first_column, tokens, num_tokens, N: tl.constexpr,
     HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, IS_GATED: tl.constexpr,
-):  # fmt: skip
+) -> None:  # fmt: skip
     """Apply bias and gate in fp32, round once, store only valid tokens and columns."""
     if HAS_BIAS:
         acc += tl.load(bias_ptr + w_rows).to(tl.float32)[None, :]
@@ -300,7 +300,7 @@ def _small_linear_kernel(
     part = tl.program_id(1)
     k_start = part * PART_K
     columns = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    w_rows = _weight_rows(columns, N, IS_GATED)
+    w_rows = weight_rows(columns, N, IS_GATED)
     if USE_PDL:
         if STARTS_NEXT_EARLY:
             tl.extra.cuda.gdc_launch_dependents()
@@ -318,7 +318,7 @@ def _small_linear_kernel(
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for k in range(0, PART_K, BLOCK_K):
         num_left = K - k_start - k
-        x = _load_tokens(x_pointers + k, is_token, k_offsets, num_left, MASK_K)
+        x = load_tokens(x_pointers + k, is_token, k_offsets, num_left, MASK_K)
         w = _load_weight(w_pointers + k, k_offsets, num_left, MASK_K)
         acc = _multiply_add(x, w, acc, IS_SWAPPED)
     if USE_PDL and not STARTS_NEXT_EARLY:
@@ -329,11 +329,11 @@ def _small_linear_kernel(
     if SPLIT_K > 1:
         offsets = tokens[:, None].to(tl.int64) * N + columns[None, :]
         mask = is_token[:, None] & (columns < N)[None, :]
-        is_last, acc = _add_parts(
+        is_last, acc = add_parts(
             acc, partials_ptr, counters_ptr, tile, part, num_tokens, offsets, mask, N, SPLIT_K
         )
     if is_last:
-        _store_rows(
+        store_rows(
             acc, bias_ptr, y_ptr, w_rows, tile * BLOCK_N, tokens, num_tokens, N, HAS_BIAS,
             BLOCK_M, BLOCK_N, IS_GATED,
         )  # fmt: skip

@@ -40,7 +40,7 @@ from load_tests.lab.kernel_profile import (
     render_profile,
 )
 from load_tests.lab.pinned_routing import build_pinned, count_distinct
-from load_tests.lab.shapes import SHAPES, write_shapes
+from load_tests.lab.shapes import SHAPES, WEIGHT_FORMATS, write_shapes
 from load_tests.lab.works import DECODE_STEPS, DECODES, WORKS, Kind, Work
 from load_tests.prompts import RandomPrompts
 from load_tests.tables import Figure, describe_machine, render
@@ -202,6 +202,7 @@ def build_parser() -> argparse.ArgumentParser:
     model.add_argument("--shapes", choices=sorted(SHAPES), default="qwen3-8b")
     model.add_argument("--model", type=Path, help="a folder with config.json instead of --shapes")
     parser.add_argument("--weights", choices=("random", "safetensors"), default="random")
+    parser.add_argument("--weight-format", choices=sorted(WEIGHT_FORMATS), default="dense")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--max-model-len", type=int, default=16384)
     parser.add_argument("--max-num-batched-tokens", type=int, default=16384)
@@ -232,7 +233,14 @@ def build_parser() -> argparse.ArgumentParser:
 def describe(bench: Bench, args: argparse.Namespace) -> dict[str, object]:
     """What a reader must know to judge the figures."""
     on_gpu = args.device == "cuda"
-    switches = ("deterministic", "eager", "no_overlap", "attention_prefill", "attention_decode")
+    switches = (
+        "weight_format",
+        "deterministic",
+        "eager",
+        "no_overlap",
+        "attention_prefill",
+        "attention_decode",
+    )
     model = bench.ours.engine.executor.model
     sizes = sorted({work.num_rows for work in DECODES})
     return describe_machine() | {
@@ -252,7 +260,7 @@ def run(args: argparse.Namespace, scratch: Path) -> str:
     peer = read_peer(args.peer) if args.peer else {}
     chain = read_chain(args.chain) if args.chain else {}
     works = [work for work in WORKS if any(part in work.key for part in args.works)]
-    folder = args.model or write_shapes(args.shapes, scratch)
+    folder = args.model or write_shapes(args.shapes, scratch, args.weight_format)
     config, model = engine_config(folder, args), None
     if args.pin_routing is not None:
         max_tokens = max(args.max_num_batched_tokens, args.max_rows)

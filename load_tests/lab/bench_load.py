@@ -20,7 +20,7 @@ from torch import Tensor
 
 from engine.models.registry import build_model
 from engine.models.spec import load_spec
-from engine.models.weights import allocate_weights
+from engine.models.weights import Part, allocate_weights
 from load_tests.lab.shapes import SHAPES, write_shapes
 from load_tests.tables import Figure, describe_machine, median_figure, render
 
@@ -35,7 +35,7 @@ def write_model(name: str, folder: Path, device: torch.device) -> Path:
     spec = load_spec(model)
     _, parts = allocate_weights(spec, dtype=torch.bfloat16, device=device)
     files: dict[str, str] = {}
-    tensors = {name: part.tensor for name, part in parts.items()}
+    tensors = {name: part.tensor for name, part in parts.items() if isinstance(part, Part)}
     for i, part in enumerate(_cut(tensors, FILE_BYTES)):
         for tensor in part.values():
             tensor.uniform_(-1e-3, 1e-3)

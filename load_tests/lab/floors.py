@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from engine.kv.layout import DTYPE_BYTES, KvDtype
 from engine.models.mixture_spec import MixtureSpec
+from engine.models.quantization import Packing
 from engine.models.spec import ModelSpec
 from load_tests.lab.works import DECODE_STEPS, Kind, Work
 
@@ -44,9 +45,8 @@ def decode_floor_s(
 ) -> float:
     """One step of `num_rows` rows that attend to `num_keys` keys each, their own included."""
     keys = _attended_keys(num_keys, spec)
-    num_bytes = DTYPE_BYTES[dtype] * (
-        read_parameters(spec, num_rows)
-        + head_parameters(spec)
+    num_bytes = linear_bytes(spec, dtype, num_rows) + DTYPE_BYTES[dtype] * (
+        head_parameters(spec)
         + num_rows * spec.hidden_size  # of the embedding
         + num_rows * (keys + spec.num_layers) * 2 * spec.num_kv_heads * spec.head_dim
     )
@@ -90,6 +90,14 @@ def _parameters(spec: ModelSpec, num_experts: float) -> float:
     return spec.num_layers * dense + len(mixture.layers) * of_mixture
 
 
+def linear_bytes(spec: ModelSpec, dtype: KvDtype, num_tokens: int) -> float:
+    """Bytes of those weights, without scales where they are quantised."""
+    each: float = DTYPE_BYTES[dtype]
+    if spec.quantization is not None:
+        each = 1 if spec.quantization.packing in (Packing.FP8, Packing.ONLINE_FP8) else 0.5
+    return each * read_parameters(spec, num_tokens)
+
+
 def head_parameters(spec: ModelSpec) -> int:
     """Elements of the weight that makes logits."""
     return spec.hidden_size * spec.vocab_size
@@ -99,8 +107,8 @@ def _prefill_floor_s(work: Work, spec: ModelSpec, dtype: KvDtype, machine: Machi
     linear = work.num_rows * (work.num_tokens * active_parameters(spec) + head_parameters(spec))
     pairs = sum(_causal_pairs(work.num_tokens, window) for window in spec.layer_windows)
     attention = 2 * work.num_rows * pairs * spec.num_heads * spec.head_dim
-    parameters = read_parameters(spec, work.num_rows * work.num_tokens)
-    num_bytes = DTYPE_BYTES[dtype] * (parameters + head_parameters(spec))
+    read_bytes = linear_bytes(spec, dtype, work.num_rows * work.num_tokens)
+    num_bytes = read_bytes + DTYPE_BYTES[dtype] * head_parameters(spec)
     return machine.seconds(num_bytes, 2 * (linear + attention))
 
 

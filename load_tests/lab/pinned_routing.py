@@ -18,7 +18,7 @@ from configs.schema import AppConfig
 from engine.build import kv_dtype
 from engine.layers.moe import Mixture, Router
 from engine.models.llama import CausalLM
-from engine.models.registry import build_model
+from engine.models.registry import WeightSource, build_model
 from engine.models.spec import load_spec
 from engine.runner.replica import DTYPES
 from kernels.moe.routes import Routes
@@ -96,7 +96,7 @@ def build_pinned(config: AppConfig, max_tokens: int, seed: int) -> CausalLM:
         dtype=DTYPES[kv_dtype(model, spec)],
         device=torch.device(model.device),
         max_model_len=model.max_model_len or spec.max_model_len,
-        has_random_weights=model.weights == "random",
+        source=WeightSource(is_random=model.weights == "random"),
         is_deterministic=model.deterministic,
     )
     pin_routing(built, max_tokens, seed)

@@ -66,9 +66,38 @@ SHAPES = {
 }
 
 
-def write_shapes(name: str, folder: Path) -> Path:
-    """Write the config.json of `name`, one of SHAPES, to a new folder below `folder`."""
+def _compressed(layout: str, weights: dict[str, object], inputs: object) -> dict[str, object]:
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": layout,
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }
+
+
+_FP8 = {"num_bits": 8, "type": "float"}
+_INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}
+# What `quantization_config` says for weights of a format; dense: there is none.
+WEIGHT_FORMATS: dict[str, dict[str, object]] = {
+    "dense": {},
+    "fp8-block": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    "fp8-row": _compressed(
+        "float-quantized", _FP8 | {"strategy": "channel"}, _FP8 | {"strategy": "token"}
+    ),
+    "int4": _compressed("pack-quantized", _INT4, None),
+    "int4-zeros": {"quant_method": "awq", "bits": 4, "group_size": 128},
+}
+
+
+def write_shapes(name: str, folder: Path, weight_format: str = "dense") -> Path:
+    """Write the config.json of `name`, one of SHAPES, to a new folder below `folder`.
+
+    weight_format: one of WEIGHT_FORMATS.
+    """
     model = folder / name
     model.mkdir(parents=True)
-    (model / "config.json").write_text(json.dumps(SHAPES[name], indent=2))
+    quantization = WEIGHT_FORMATS[weight_format]
+    config = SHAPES[name] | ({"quantization_config": quantization} if quantization else {})
+    (model / "config.json").write_text(json.dumps(config, indent=2))
     return model

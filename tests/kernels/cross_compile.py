@@ -18,6 +18,8 @@ from triton.runtime.jit import JITFunction
 from kernels.device import DeviceProperties
 
 WARP_THREADS = 32
+# Functions of a device that kernels ask, and the capability from which they answer yes.
+_FROM_CAPABILITY = {"pdl_supported": (9, 0), "knows_e4m3": (8, 9), "uses_ptx": (8, 0)}
 
 
 class _Driver:
@@ -60,8 +62,9 @@ def compiled_for(device: DeviceProperties, *modules: ModuleType) -> Iterator[dic
                     value.device_caches.clear()
                 if name == "device_properties":
                     patch.setattr(module, name, lambda _: device)
-                if name == "pdl_supported":
-                    patch.setattr(module, name, lambda _: capability >= (9, 0))
+                if name in _FROM_CAPABILITY:
+                    answer = capability >= _FROM_CAPABILITY[name]
+                    patch.setattr(module, name, lambda _, answer=answer: answer)
         patch.setattr(driver, "_active", _Driver(capability))
         yield found
         for module in modules:

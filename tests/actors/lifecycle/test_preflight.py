@@ -18,6 +18,7 @@ from configs.load import load_config
 from engine.errors import ConfigError
 from engine.text.tokenizing import load_tokenizer
 from load_tests.testbed.padded_tokenizer import padded_tokenizer
+from load_tests.testbed.quantised_folders import write_quantised
 from tests.harness.tiny_models import edit_config
 
 MODEL = Path(__file__).resolve().parents[3] / "demo_model" / "laps-demo"
@@ -56,8 +57,12 @@ def check(folder: Path, **overrides: object) -> None:
 
 
 def refusal(folder: Path) -> str:
+    return _refusal_with(folder)
+
+
+def _refusal_with(folder: Path, **overrides: object) -> str:
     with pytest.raises(ConfigError) as refused:
-        check(folder)
+        check(folder, **overrides)
     assert "\n" not in refused.value.message
     return refused.value.message
 
@@ -243,6 +248,15 @@ def test_random_weights_need_no_weights(sharded: Path) -> None:
     for name in (*SHARDS, INDEX):
         (sharded / name).unlink()
     check(sharded, model__weights="random")
+
+
+def test_quantised_folders_are_checked_by_their_format(tmp_path: Path) -> None:
+    folder = write_quantised(MODEL, "gptq", tmp_path / "model")
+    check(folder)
+    assert "model.quantization" in _refusal_with(folder, model__quantization="fp8")
+    _rewrite(folder / SINGLE, lambda t: t.pop("model.layers.3.mlp.down_proj.qzeros"))
+    assert "model.layers.3.mlp.down_proj.qzeros" in refusal(folder)
+    check(MODEL, model__quantization="fp8")
 
 
 def test_many_shards_of_any_size_are_checked_within_a_second(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from engine.errors import ConfigError
 from engine.layers.moe import Mixture
 from engine.models.llama import CausalLM
 from engine.models.llama_weights import Rank, num_parameters, published_shapes
+from engine.models.quantized_tensors import weight_bytes
 from engine.models.registry import build_model
 from engine.models.spec import load_spec
 from engine.models.weights import load_weights, random_weights
@@ -259,7 +260,8 @@ def test_parameters_are_counted_as_transformers_counts_them(variant: str, tmp_pa
         assert layer.router.data.std() > 1e-4
         assert layer.gate_up.data.ndim == layer.down.data.ndim == 3
     layout = spec.kv_layout(block_size=16, dtype="float32")
-    footprint = Footprint.of(spec, layout, num_parameters(spec))
+    held_bytes = weight_bytes(spec, element_bytes=4, keeps_quantised=True)
+    footprint = Footprint.of(spec, layout, held_bytes)
     assert footprint.weights_bytes == 4 * model.num_parameters()
 
 

@@ -14,6 +14,7 @@ from engine.errors import ConfigError
 from engine.layers.context import SINGLE_RANK
 from engine.plan import StepResult
 from engine.ranks.rank import Rank
+from load_tests.testbed.quantised_folders import write_quantised
 from tests.engine.models.closeness import assert_same_logits
 from tests.engine.ranks.exact_models import (
     FAULTS,
@@ -143,6 +144,20 @@ def test_logits_are_those_of_transformers(
     assert_same_logits(ours, theirs)
     for again in others + two.run(logits_of, tmp_path, token_ids):
         assert torch.equal(ours, again)
+
+
+@pytest.mark.parametrize("form", ["fp8-block", "ct-fp8-channel", "ct-fp8-tensor", "ct-int4-32"])
+def test_logits_of_quantised_shares_are_those_of_transformers(
+    form: str, two: RankProcesses, tmp_path: Path
+) -> None:
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 64, "num_key_value_heads": 4}
+    save_model(tmp_path / "dense", "Qwen3ForCausalLM", seed=6, **sizes)
+    stands_for = tmp_path / "stands_for"
+    write_quantised(tmp_path / "dense", form, tmp_path / "quantised", stands_for=stands_for)
+    token_ids = torch.randint(131, (23,)).tolist()
+    theirs = reference_logits(stands_for, token_ids)
+    for ours in two.run(logits_of, tmp_path / "quantised", token_ids):
+        assert_same_logits(ours, theirs)
 
 
 def test_a_break_in_one_ranks_head_is_known_to_all(two: RankProcesses, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from configs.schema import AppConfig
 from engine.cost_model import StepWork
 from engine.errors import ConfigError
 from engine.models.llama_weights import num_parameters
+from engine.models.quantized_tensors import weight_bytes
 from engine.models.spec import load_spec
 from engine.runner.auto import (
     Calibration,
@@ -81,7 +82,8 @@ def test_the_footprint_is_that_of_the_published_model(tmp_path: Path) -> None:
         spec = load_spec(tmp_path)
         assert num_parameters(spec) == model.num_parameters()
         layout = spec.kv_layout(block_size=16, dtype="bfloat16")
-        footprint = Footprint.of(spec, layout, num_parameters(spec))
+        held_bytes = weight_bytes(spec, element_bytes=2, keeps_quantised=True)
+        footprint = Footprint.of(spec, layout, held_bytes)
         assert footprint.weights_bytes == 2 * model.num_parameters()
         assert footprint.kv_token_bytes == 3 * 2 * 2 * 16 * 2
         assert footprint.logits_bytes == 131 * 2

@@ -18,7 +18,7 @@ from load_tests.lab.floors import (
     layer_parameters,
     read_parameters,
 )
-from load_tests.lab.shapes import write_shapes
+from load_tests.lab.shapes import WEIGHT_FORMATS, write_shapes
 from load_tests.lab.works import DECODES, LONG_PREFILLS, Kind, Work
 
 ONLY_BYTES = Machine(bytes_per_s=1.0, flops_per_s=float("inf"))
@@ -41,6 +41,17 @@ def test_the_shapes_are_those_of_qwen3_8b(spec: ModelSpec) -> None:
 def test_a_step_of_one_row_takes_as_long_as_reading_the_weights(spec: ModelSpec) -> None:
     least_s = floor_s(DECODES[0], spec, "bfloat16", H200)
     assert least_s == pytest.approx(15.16e9 / 4.29e12, rel=0.005)
+
+
+def test_quantised_weights_are_fewer_bytes_to_read(spec: ModelSpec, tmp_path: Path) -> None:
+    linear = spec.num_layers * layer_parameters(spec)
+    dense = decode_floor_s(1, 100, spec, "bfloat16", ONLY_BYTES)
+    for name, each in (("fp8-block", 1), ("fp8-row", 1), ("int4", 0.5), ("int4-zeros", 0.5)):
+        assert name in WEIGHT_FORMATS
+        quantised = load_spec(write_shapes("qwen3-8b", tmp_path / name, name))
+        assert quantised.quantization is not None
+        saved = dense - decode_floor_s(1, 100, quantised, "bfloat16", ONLY_BYTES)
+        assert saved == (2 - each) * linear
 
 
 def test_a_row_reads_its_keys_and_values_and_writes_one_of_each(spec: ModelSpec) -> None:

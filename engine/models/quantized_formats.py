@@ -1,0 +1,105 @@
+"""From published tensors of a quantised linear map to its numbers, scales and zero points.
+
+Every function takes suffix -> tensor, as `quantized_tensors` lists them, and returns `Numbers`. The
+numbers of FP8 weights are copied to their place as they are, and are not seen here.
+The layouts are those that the formats' own writers produce:
+
+- compressed-tensors: 4-bit numbers and zero points q - 8 in [-8, 7], stored as q; eight in a word,
+  the first in the lowest bits; numbers along the inputs, zero points along the outputs.
+- AWQ (gemm): words along the outputs; bits 4 i hold output [0, 2, 4, 6, 1, 3, 5, 7][i] of eight.
+- GPTQ: numbers in words along the inputs, zero points along the outputs; the first format stores
+  zero points less 1, modulo 16.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.models.quantization import Packing, Quantization
+
+Tensors = Mapping[str, Tensor]
+_PER_WORD = 8
+_AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # output -> its place in the word
+_MAX_FP8 = 448.0  # of e4m3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Numbers:
+    """A published linear map, or a share of it, outputs by rows and inputs in their order."""
+
+    numbers: Tensor | None  # [out, in] e4m3, or uint8 of 0 to 15; None = placed already
+    scales: Tensor  # [out tiles, in tiles] fp32
+    zeros: Tensor | None = None  # as `scales`, uint8
+    groups: Tensor | None = None  # [in]: the group of each input; None = in order
+
+
+def read_numbers(quantization: Quantization, tensors: Tensors) -> Numbers:
+    """The numbers of one published map; all tensors on one device."""
+    match quantization.packing:
+        case Packing.FP8:
+            scales = tensors[quantization.scale_name].float()
+            num_tiles = 1 if quantization.tile_rows is None else scales.shape[0]
+            return Numbers(numbers=None, scales=scales.reshape(num_tiles, -1))
+        case Packing.ONLINE_FP8:
+            return quantize_rows(tensors["weight"])
+        case Packing.COMPRESSED_INT4:
+            return _compressed(tensors)
+        case Packing.AWQ:
+            return _awq(tensors)
+        case Packing.GPTQ:
+            return _gptq(tensors, quantization.zero_offset)
+
+
+def quantize_rows(weight: Tensor) -> Numbers:
+    """weight: [out, in]; the largest number of a row becomes e4m3's largest, 448."""
+    largest = weight.float().abs().amax(dim=1, keepdim=True)
+    scales = torch.where(largest > 0, largest / _MAX_FP8, torch.ones_like(largest))
+    numbers = (weight.float() / scales).clamp(-_MAX_FP8, _MAX_FP8).to(torch.float8_e4m3fn)
+    return Numbers(numbers=numbers, scales=scales)
+
+
+def _unpacked(words: Tensor, dim: int) -> Tensor:
+    """Eight numbers of each word, the lowest bits first, along `dim`; uint8."""
+    shifts = torch.arange(0, 4 * _PER_WORD, 4, dtype=torch.int32, device=words.device)
+    numbers = (words.unsqueeze(-1) >> shifts) & 15
+    if dim == 0:
+        numbers = numbers.movedim(-1, 1)
+    return numbers.to(torch.uint8).flatten(dim, dim + 1)
+
+
+def _compressed(tensors: Tensors) -> Numbers:
+    scales = tensors["weight_scale"].float()
+    zeros = tensors.get("weight_zero_point")
+    return Numbers(
+        numbers=_unpacked(tensors["weight_packed"], dim=1),
+        scales=scales.reshape(scales.shape[0], -1),
+        zeros=None if zeros is None else _unpacked(zeros.reshape(zeros.shape[0], -1), dim=0),
+        groups=tensors.get("weight_g_idx"),
+    )
+
+
+def _awq(tensors: Tensors) -> Numbers:
+    return Numbers(
+        numbers=_deinterleaved(_unpacked(tensors["qweight"], dim=1)),
+        scales=tensors["scales"].float().T.contiguous(),
+        zeros=_deinterleaved(_unpacked(tensors["qzeros"], dim=1)),
+    )
+
+
+def _deinterleaved(numbers: Tensor) -> Tensor:
+    """[x, out] in the places of words -> [out, x] in the order of outputs."""
+    places = torch.tensor(_AWQ_PLACES, device=numbers.device)
+    words = numbers.reshape(len(numbers), -1, _PER_WORD)
+    return torch.flatten(words[:, :, places], 1).T.contiguous()
+
+
+def _gptq(tensors: Tensors, zero_offset: int) -> Numbers:
+    zeros = _unpacked(tensors["qzeros"], dim=1)
+    return Numbers(
+        numbers=_unpacked(tensors["qweight"], dim=0).T.contiguous(),
+        scales=tensors["scales"].float().T.contiguous(),
+        zeros=((zeros + zero_offset) & 15).T.contiguous(),
+        groups=tensors.get("g_idx"),
+    )

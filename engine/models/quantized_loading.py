@@ -1,0 +1,252 @@
+"""Allocates quantised linear maps and fills them with what is read from the files.
+
+A stacked map (q, k and v, or gate and up) has one matrix of numbers, and its parts' scales under
+each other; nothing is quantised anew. Where parts have a scale for all of their rows, or tiles of
+more rows than a part fills, a scale stands for fewer rows in memory and is repeated.
+
+The tensors of one published map may stand in two files. They are kept until the last one is read.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from engine.errors import ConfigError
+from engine.layers.linear import LinearWeight, WeightFormat
+from engine.layers.quantized_weight import Scales
+from engine.models.llama_weights import Rank, StackedTensor
+from engine.models.quantization import Packing, Quantization
+from engine.models.quantized_formats import Numbers, read_numbers
+from engine.models.quantized_tensors import Axis, published_tensors
+from kernels.quant.int4 import choose_half, pack_int4
+
+_SUFFIX = ".weight"
+_FP8 = (Packing.FP8, Packing.ONLINE_FP8)
+
+
+class TensorCopier(Protocol):
+    """See `engine.models.weights`."""
+
+    def copy(self, source: Tensor, destination: Tensor) -> None: ...
+
+
+class TensorReader(Protocol):
+    """Reads a tensor of an open file, or slices of it."""
+
+    def __call__(self, share: tuple[slice, ...] | None) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    """A part's rows of the stacked tensors."""
+
+    module: str
+    rows: slice
+    scale_rows: slice
+    # What this rank has of the published map.
+    shares: Mapping[Axis, slice]
+    sizes: Mapping[Axis, int]
+
+
+class QuantizedStack:
+    """The tensors of a stacked quantised map; `destinations` fill them."""
+
+    def __init__(
+        self,
+        stacked: StackedTensor,
+        quantization: Quantization,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        rank: Rank,
+    ) -> None:
+        mine = stacked.of_rank(rank)
+        assert mine.num_columns is not None
+        self.quantization = quantization
+        self._num_columns = mine.num_columns
+        self._tile_rows = _common_rows(quantization, tuple(mine.num_rows.values()))
+        self._parts = _place(stacked, mine, self._tile_rows, rank)
+        self._order_of: str | None = None  # the module that `order` is of
+        self.is_filled = False  # with random numbers
+        num_rows = sum(mine.num_rows.values())
+        columns = min(quantization.tile_columns or mine.num_columns, mine.num_columns)
+        num_scales = (-(-num_rows // self._tile_rows), -(-mine.num_columns // columns))
+        self._is_fp8 = quantization.packing in _FP8
+        self._half = 0 if self._is_fp8 else choose_half(mine.num_columns, columns)
+        width = mine.num_columns if self._is_fp8 else mine.num_columns // 2
+        data_dtype = torch.float8_e4m3fn if self._is_fp8 else torch.uint8
+        self.data = torch.empty((num_rows, width), dtype=data_dtype, device=device)
+        has_zeros = quantization.has_zero_points
+        has_order = "g_idx" in "".join(published_tensors(quantization))
+        self.scales = Scales(
+            values=torch.empty(num_scales, dtype=torch.float32, device=device),
+            rows=self._tile_rows,
+            columns=columns,
+            dtype=dtype,
+            quantizes_inputs=quantization.quantizes_activations,
+            zeros=torch.empty(num_scales, dtype=torch.uint8, device=device) if has_zeros else None,
+            half=self._half,
+            order=torch.arange(mine.num_columns, device=device) if has_order else None,
+        )
+
+    def weight(self, bias: Tensor | None) -> LinearWeight:
+        format_ = WeightFormat.FP8 if self._is_fp8 else WeightFormat.INT4
+        return LinearWeight(self.data, bias, format_, self.scales)
+
+    def destinations(self) -> dict[str, "PublishedPart"]:
+        """Published name -> where what is read under that name goes."""
+        tensors = published_tensors(self.quantization)
+        found = {}
+        for part in self._parts:
+            collected = _Collected(self, part, frozenset(tensors))
+            for suffix, tensor in tensors.items():
+                name = f"{part.module}.{suffix}"
+                share = tensor.share(part.shares, part.sizes, name)
+                found[name] = PublishedPart(collected, suffix, tuple(share))
+        return found
+
+    def rows_as_published(self, part: _Placed, suffix: str) -> Tensor | None:
+        """Where a tensor is copied to as it is; None = it has to be converted first."""
+        if self.quantization.packing is Packing.FP8 and suffix == "weight":
+            return self.data[part.rows]
+        return None
+
+    def fill_randomly(self, largest: float, generator: torch.Generator) -> None:
+        """All weights, between -largest and largest and of all sizes that the format has."""
+        self.is_filled = True
+        shape, device = self.data.shape, self.data.device
+        if self._is_fp8:
+            for rows in torch.split(self.data, 1024):
+                numbers = torch.empty(rows.shape, device=device)
+                rows.copy_(numbers.uniform_(-448, 448, generator=generator))
+            self.scales.values.uniform_(0.5 * largest / 448, largest / 448, generator=generator)
+            return
+        self.data.copy_(torch.randint(256, shape, generator=generator, device=device))
+        self.scales.values.uniform_(0.06 * largest, 0.12 * largest, generator=generator)
+        self.scales.values.copy_(self.scales.values.to(torch.bfloat16))
+        if self.scales.zeros is not None:
+            self.scales.zeros.fill_(8)
+
+    def place(self, part: _Placed, found: Numbers) -> None:
+        """Write a part's numbers, scales and zero points to its rows."""
+        numbers, scales, zeros = found.numbers, found.scales, found.zeros
+        if numbers is not None:
+            if found.groups is not None:
+                numbers = numbers[:, self._take_order(part, found.groups)]
+            self.data[part.rows].copy_(numbers if self._is_fp8 else pack_int4(numbers, self._half))
+        num_rows = part.rows.stop - part.rows.start
+        tile_rows = self.quantization.tile_rows or num_rows
+        repeated = scales.repeat_interleave(tile_rows, dim=0)[: num_rows : self._tile_rows]
+        self.scales.values[part.scale_rows].copy_(repeated)
+        if self.scales.zeros is not None:
+            assert zeros is not None, f"{part.module} has no zero points"
+            self.scales.zeros[part.scale_rows].copy_(zeros)
+
+    def _take_order(self, part: _Placed, groups: Tensor) -> Tensor:
+        """The order of inputs in which groups are adjacent. Raises ConfigError if there is none."""
+        columns, num_columns = self.scales.columns, self._num_columns
+        groups = groups.to(torch.int64)
+        first = part.shares[Axis.IN].start // columns
+        order = torch.argsort(groups, stable=True)
+        expected = first + torch.arange(num_columns, device=groups.device) // columns
+        if not torch.equal(groups[order], expected):
+            raise ConfigError(
+                f"{part.module}: the groups of its inputs (g_idx) do not have {columns} each, or"
+                " are not those of this rank; use weights without activation order"
+            )
+        assert self.scales.order is not None
+        if self._order_of is None:
+            self._order_of = part.module
+            self.scales.order.copy_(order)
+        elif not torch.equal(self.scales.order, order):
+            raise ConfigError(
+                f"{self._order_of} and {part.module} order their inputs differently (g_idx), but"
+                " are computed together; use weights without activation order"
+            )
+        return order
+
+
+def _common_rows(quantization: Quantization, parts: tuple[int, ...]) -> int:
+    """The rows of a tile of scales that every part consists of."""
+    rows = 1 if quantization.tile_rows is None else quantization.tile_rows
+    return rows if len(parts) == 1 else math.gcd(rows, *parts)
+
+
+def _place(
+    stacked: StackedTensor, mine: StackedTensor, tile_rows: int, rank: Rank
+) -> list[_Placed]:
+    placed, start = [], 0
+    assert stacked.num_columns is not None
+    for name, num_rows in mine.num_rows.items():
+        end = start + num_rows
+        whole = (slice(0, stacked.num_rows[name]), slice(0, stacked.num_columns))
+        rows, columns = stacked.share_of(name, rank) or whole
+        placed.append(
+            _Placed(
+                module=name.removesuffix(_SUFFIX),
+                rows=slice(start, end),
+                scale_rows=slice(start // tile_rows, -(-end // tile_rows)),
+                shares={Axis.OUT: rows, Axis.IN: columns},
+                sizes={Axis.OUT: stacked.num_rows[name], Axis.IN: stacked.num_columns},
+            )
+        )
+        start = end
+    return placed
+
+
+class _Collected:
+    """The tensors of one published map that are read, until all are there."""
+
+    def __init__(self, stack: QuantizedStack, part: _Placed, suffixes: frozenset[str]) -> None:
+        self._stack = stack
+        self._part = part
+        self._awaited = set(suffixes)
+        self._tensors: dict[str, Tensor] = {}
+
+    def leave_out(self, suffix: str) -> None:
+        """No file has this tensor."""
+        self._awaited.discard(suffix)
+        self._place_if_complete()
+
+    def add(self, suffix: str, tensor: Tensor, copier: TensorCopier) -> None:
+        rows = self._stack.rows_as_published(self._part, suffix)
+        if rows is not None:
+            copier.copy(tensor, rows)
+        else:
+            # The file is closed before the other tensors may have come.
+            self._tensors[suffix] = tensor.to(self._stack.data.device, copy=True)
+        self._awaited.discard(suffix)
+        self._place_if_complete()
+
+    def fill_randomly(self, largest: float, generator: torch.Generator) -> None:
+        if not self._stack.is_filled:
+            self._stack.fill_randomly(largest, generator)
+
+    def _place_if_complete(self) -> None:
+        if self._awaited or not self._tensors:
+            return
+        tensors, self._tensors = self._tensors, {}
+        self._stack.place(self._part, read_numbers(self._stack.quantization, tensors))
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedPart:
+    """Takes one published tensor of a quantised map."""
+
+    _collected: _Collected
+    _suffix: str
+    share: tuple[slice, ...]
+
+    def take(self, read: TensorReader, copier: TensorCopier) -> None:
+        self._collected.add(self._suffix, read(self.share or None), copier)
+
+    def leave_out(self) -> None:
+        self._collected.leave_out(self._suffix)
+
+    def fill_randomly(self, largest: float, generator: torch.Generator) -> None:
+        """Fill the stacked map that this is a part of; once for all of its parts."""
+        self._collected.fill_randomly(largest, generator)

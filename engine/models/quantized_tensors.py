@@ -1,0 +1,251 @@
+"""Which tensors stand in the files of a model, quantised or not: names, shapes, dtypes, no torch.
+
+`llama_weights` defines a model by the tensors it computes with. Where a linear map is quantised,
+its published weight is several tensors, each of which covers outputs and inputs in its own units:
+
+    FP8              weight [out, in]             scale [out / rows, in / columns], [out, 1] or []
+    COMPRESSED_INT4  weight_packed [out, in / 8]  weight_scale [out, in / g]
+                     weight_zero_point [out / 8, in / g]            weight_g_idx [in]
+    AWQ              qweight [in, out / 8]        scales [in / g, out]   qzeros [in / g, out / 8]
+    GPTQ             qweight [in / 8, out]        scales [in / g, out]   qzeros [in / g, out / 8]
+                     g_idx [in]
+"""
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from engine.errors import ConfigError
+from engine.models.llama_weights import (
+    WHOLE_MODEL,
+    Rank,
+    StackedTensor,
+    layer_tensors,
+    outer_tensors,
+)
+from engine.models.quantization import Packing, Quantization
+from engine.models.spec import ModelSpec
+
+DENSE_DTYPES = ("F64", "F32", "BF16", "F16")
+_PER_WORD = 8  # 4-bit numbers in 32 bits
+_SUFFIX = ".weight"
+_SCALE_BYTES = 4
+# Tensors beside a quantised model's weights that are not used. Scales of activations: ours are
+# computed from the activations themselves. Scales of a quantised KV cache: K and V are not rounded.
+_UNUSED = re.compile(r"\.(input_scale|weight_shape|[qkv]_scale|output_scale)$")
+
+
+class Axis(Enum):
+    OUT = "outputs"
+    IN = "inputs"
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A dimension of a published tensor: one entry for each `per` outputs or inputs; None: all."""
+
+    axis: Axis
+    per: int | None = 1
+
+    def length(self, size: int) -> int:
+        return 1 if self.per is None else -(-size // self.per)
+
+    def share(self, part: slice, size: int, what: str) -> slice:
+        """The entries for `part` of `size`. Raises ConfigError where an entry would be cut."""
+        if self.per is None or (part.start, part.stop) == (0, size):
+            return slice(0, self.length(size))
+        if part.start % self.per or (part.stop % self.per and part.stop != size):
+            raise ConfigError(
+                f"{what}: {size} {self.axis.value} in blocks of {self.per} cannot be shared in"
+                f" parts of {part.stop - part.start}; use fewer ranks"
+            )
+        return slice(part.start // self.per, -(-part.stop // self.per))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishedTensor:
+    """One of the tensors of a quantised linear map."""
+
+    dtypes: tuple[str, ...]
+    cuts: tuple[Cut, ...]  # none: a single number
+    is_optional: bool = False
+
+    def shape(self, num_rows: int, num_columns: int) -> tuple[int, ...]:
+        sizes = {Axis.OUT: num_rows, Axis.IN: num_columns}
+        return tuple(cut.length(sizes[cut.axis]) for cut in self.cuts)
+
+    def share(
+        self, parts: Mapping[Axis, slice], sizes: Mapping[Axis, int], what: str
+    ) -> list[slice]:
+        """Slices of the outputs and inputs `parts`; none for a single number."""
+        return [cut.share(parts[cut.axis], sizes[cut.axis], what) for cut in self.cuts]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NeededTensor:
+    """What a file has to hold under a name."""
+
+    shape: tuple[int, ...]
+    dtypes: tuple[str, ...] = DENSE_DTYPES
+    is_optional: bool = False
+
+    def fits(self, shape: tuple[int, ...]) -> bool:
+        """Whether a tensor has this shape; dimensions of 1 at the end do not count."""
+        return _without_ones(shape) == _without_ones(self.shape)
+
+
+def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
+    length = len(shape)
+    while length and shape[length - 1] == 1:
+        length -= 1
+    return shape[:length]
+
+
+def published_tensors(quantization: Quantization) -> dict[str, PublishedTensor]:
+    """Suffix -> tensor, of every quantised linear map."""
+    group = Cut(Axis.IN, quantization.tile_columns)
+    one_out, one_in = Cut(Axis.OUT), Cut(Axis.IN)
+    packed_out, packed_in = Cut(Axis.OUT, _PER_WORD), Cut(Axis.IN, _PER_WORD)
+    order = PublishedTensor(
+        dtypes=("I32", "I64"), cuts=(one_in,), is_optional=not quantization.must_have_order
+    )
+    match quantization.packing:
+        case Packing.FP8:
+            tile: tuple[Cut, ...] = (Cut(Axis.OUT, quantization.tile_rows), group)
+            is_single = quantization.tile_rows is None
+            return {
+                "weight": PublishedTensor(dtypes=("F8_E4M3",), cuts=(one_out, one_in)),
+                quantization.scale_name: _floats(() if is_single else tile),
+            }
+        case Packing.ONLINE_FP8:
+            return {"weight": _floats((one_out, one_in))}
+        case Packing.COMPRESSED_INT4:
+            tensors = {
+                "weight_packed": _words((one_out, packed_in)),
+                "weight_scale": _floats((one_out, group)),
+            }
+            if quantization.has_zero_points:
+                tensors["weight_zero_point"] = _words((packed_out, group))
+            return tensors | {"weight_g_idx": order}
+        case Packing.AWQ:
+            return {
+                "qweight": _words((one_in, packed_out)),
+                "scales": _floats((group, one_out)),
+                "qzeros": _words((group, packed_out)),
+            }
+        case Packing.GPTQ:
+            return {
+                "qweight": _words((packed_in, one_out)),
+                "scales": _floats((group, one_out)),
+                "qzeros": _words((group, packed_out)),
+                "g_idx": order,
+            }
+
+
+def _floats(cuts: tuple[Cut, ...]) -> PublishedTensor:
+    return PublishedTensor(dtypes=DENSE_DTYPES, cuts=cuts)
+
+
+def _words(cuts: tuple[Cut, ...]) -> PublishedTensor:
+    return PublishedTensor(dtypes=("I32",), cuts=cuts)
+
+
+def quantization_of(spec: ModelSpec, tensor: StackedTensor) -> Quantization | None:
+    """How a tensor of a layer is quantised; None = not.
+
+    Raises ConfigError if its parts are of two kinds, or of sizes that do not fill their groups.
+    """
+    if spec.quantization is None or tensor.num_columns is None:
+        return None
+    modules = [name.removesuffix(_SUFFIX) for name in tensor.num_rows]
+    covered = [module for module in modules if spec.quantization.covers(module)]
+    if not covered:
+        return None
+    if len(covered) < len(modules):
+        dense = next(module for module in modules if module not in covered)
+        raise ConfigError(
+            f"quantization_config: {covered[0]} is quantised and {dense} is not, but they are"
+            " computed together; quantise both or neither"
+        )
+    _check_sizes(spec.quantization, tensor, modules)
+    return spec.quantization
+
+
+def _check_sizes(quantization: Quantization, tensor: StackedTensor, modules: list[str]) -> None:
+    """FP8 tiles may be cut short by the end; groups and words of 4-bit numbers may not."""
+    num_columns = tensor.num_columns
+    assert num_columns is not None
+    if quantization.packing in (Packing.FP8, Packing.ONLINE_FP8):
+        return
+    columns = math.lcm(quantization.tile_columns or 1, 2 * _PER_WORD)
+    for module, num_rows in zip(modules, tensor.num_rows.values(), strict=True):
+        if num_columns % columns or num_rows % _PER_WORD:
+            raise ConfigError(
+                f"quantization_config: {module} has {num_rows} outputs and {num_columns} inputs;"
+                f" 4-bit weights need multiples of {_PER_WORD} and of {columns}"
+            )
+
+
+def needed_tensors(spec: ModelSpec) -> dict[str, NeededTensor]:
+    """Published name -> what the files have to hold, of every tensor that the model needs."""
+    needed: dict[str, NeededTensor] = {}
+    for tensor in outer_tensors(spec).values():
+        needed |= {name: NeededTensor(shape=shape) for name, shape in tensor.part_shapes()}
+    for layer in range(spec.num_layers):
+        for tensor in layer_tensors(spec, layer).values():
+            quantization = quantization_of(spec, tensor)
+            for name, shape in tensor.part_shapes():
+                if quantization is None:
+                    needed[name] = NeededTensor(shape=shape)
+                else:
+                    needed |= dict(_needed_parts(quantization, name, shape))
+    return needed
+
+
+def _needed_parts(
+    quantization: Quantization, name: str, shape: tuple[int, ...]
+) -> Iterator[tuple[str, NeededTensor]]:
+    num_rows, num_columns = shape
+    for suffix, tensor in published_tensors(quantization).items():
+        yield (
+            f"{name.removesuffix(_SUFFIX)}.{suffix}",
+            NeededTensor(
+                shape=tensor.shape(num_rows, num_columns),
+                dtypes=tensor.dtypes,
+                is_optional=tensor.is_optional,
+            ),
+        )
+
+
+def is_unused(name: str, spec: ModelSpec) -> bool:
+    """Whether a tensor of a quantised model's files carries nothing that is computed with."""
+    return spec.quantization is not None and _UNUSED.search(name) is not None
+
+
+def weight_bytes(
+    spec: ModelSpec, *, element_bytes: int, keeps_quantised: bool, rank: Rank = WHOLE_MODEL
+) -> int:
+    """Bytes of a rank's weights in memory; a tied head counts once.
+
+    keeps_quantised: whether the device computes with quantised weights (a GPU), not with weights
+    that were dequantised once (a CPU).
+    """
+    outer = outer_tensors(spec).values()
+    total = sum(math.prod(tensor.of_rank(rank).shape) * element_bytes for tensor in outer)
+    for layer in range(spec.num_layers):
+        for tensor in layer_tensors(spec, layer).values():
+            if not tensor.is_on(rank):
+                continue
+            quantization = quantization_of(spec, tensor) if keeps_quantised else None
+            each = element_bytes if quantization is None else _bytes_each(quantization, tensor)
+            total += round(math.prod(tensor.of_rank(rank).shape) * each)
+    return total
+
+
+def _bytes_each(quantization: Quantization, tensor: StackedTensor) -> float:
+    """Bytes of a weight with its part of a scale."""
+    is_fp8 = quantization.packing in (Packing.FP8, Packing.ONLINE_FP8)
+    tile = (quantization.tile_rows or 1) * (quantization.tile_columns or tensor.num_columns or 1)
+    return (1 if is_fp8 else 0.5) + _SCALE_BYTES / tile

@@ -1,0 +1,122 @@
+"""Device functions that turn stored numbers into the dtype of a product, exactly.
+
+e4m3 has a sign, four bits of exponent (bias 7) and three of mantissa. Put into the upper bits of a
+float16 (bias 15) they stand for 2^-8 of the number, of a bfloat16 (bias 127) for 2^-120 of it, for
+subnormal numbers too. GPUs that know e4m3 (8.9 and later) convert to float16 by one instruction,
+but to bfloat16 by several slow ones.
+
+A number q of four bits in the lowest bits of the mantissa of 128 (bfloat16) or 1024 (float16),
+whose last place is one, is 128 + q or 1024 + q: subtracting 128 + z or 1024 + z leaves q - z
+without a conversion of an integer.
+"""
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+
+_E4M3_CAPABILITY = (8, 9)
+
+
+@cache
+def knows_e4m3(device: torch.device) -> bool:
+    """Whether the GPU converts e4m3 by itself; the interpreter does not."""
+    if device.type != "cuda" or triton.knobs.runtime.interpret:
+        return False
+    return torch.cuda.get_device_capability(device) >= _E4M3_CAPABILITY
+
+
+def uses_ptx(device: torch.device) -> bool:
+    """Whether kernels may hold instructions of the GPU; the interpreter has none."""
+    return device.type == "cuda" and not triton.knobs.runtime.interpret
+
+
+# Two bytes become a pair of bfloat16: sign and the other bits are put to their places, and a
+# product with 2^120 (0x7b80) corrects the exponent. Adding -0 keeps the sign of a zero.
+WIDEN_E4M3 = """
+{
+.reg .b32 codes, bits, factor, zero;
+mov.b32 factor, 0x7b807b80;
+mov.b32 zero, 0x80008000;
+cvt.u32.u16 codes, $1;
+prmt.b32 codes, codes, 0, 0x1404;
+shr.b32 bits, codes, 4;
+and.b32 bits, bits, 0x07f007f0;
+lop3.b32 bits, codes, 0x80008000, bits, 0xea;
+fma.rn.bf16x2 $0, bits, factor, zero;
+}
+"""
+_WIDEN_E4M3 = tl.constexpr(WIDEN_E4M3)
+
+
+@triton.jit
+def decode_e4m3(  # noqa: ANN201
+    codes, dtype: tl.constexpr, KNOWS_E4M3: tl.constexpr, USES_PTX: tl.constexpr
+):
+    """codes: uint8 tile; returns the numbers in `dtype`, which has at least e4m3's range."""
+    if dtype == tl.bfloat16 and USES_PTX:
+        numbers = tl.inline_asm_elementwise(
+            _WIDEN_E4M3, "=r,h", [codes], dtype=tl.bfloat16, is_pure=True, pack=2
+        )
+    elif KNOWS_E4M3:
+        numbers = codes.to(tl.float8e4nv, bitcast=True).to(dtype)
+    else:
+        wide = codes.to(tl.uint16)
+        half = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
+        numbers = (half.to(tl.float16, bitcast=True) * 256.0).to(dtype)
+    return numbers
+
+
+# Two bytes become two pairs of bfloat16: (a & b) | c of the low, then of the high bits of each.
+RAISE_INT4 = """
+{
+.reg .b32 pair;
+cvt.u32.u16 pair, $2;
+prmt.b32 pair, pair, 0, 0x4140;
+lop3.b32 $0, pair, 0x000f000f, 0x43004300, 0xea;
+shr.b32 pair, pair, 4;
+lop3.b32 $1, pair, 0x000f000f, 0x43004300, 0xea;
+}
+"""
+_RAISE_INT4 = tl.constexpr(RAISE_INT4)
+
+
+@triton.jit
+def take_apart(packed, dtype: tl.constexpr, USES_PTX: tl.constexpr):  # noqa: ANN201
+    """packed: uint8 tile; returns its low and its high numbers, raised as the docstring says.
+
+    In a dtype of 32 bits they are not raised.
+    """
+    if dtype == tl.bfloat16 and USES_PTX:
+        low, high = tl.inline_asm_elementwise(
+            _RAISE_INT4,
+            "=r,=r,h",
+            [packed],
+            dtype=(tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=2,
+        )
+    elif dtype == tl.bfloat16:
+        low = ((packed & 15).to(tl.uint16) | 0x4300).to(tl.bfloat16, bitcast=True)
+        high = ((packed >> 4).to(tl.uint16) | 0x4300).to(tl.bfloat16, bitcast=True)
+    elif dtype == tl.float16:
+        low = ((packed & 15).to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True)
+        high = ((packed >> 4).to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True)
+    else:
+        low = (packed & 15).to(dtype)
+        high = (packed >> 4).to(dtype)
+    return low, high
+
+
+@triton.jit
+def subtract_zeros(raised, zeros) -> tl.tensor:
+    """raised: from `take_apart`; zeros: int32, broadcast to it; returns the numbers less zeros."""
+    dtype: tl.constexpr = raised.dtype
+    if dtype == tl.bfloat16:
+        lowered = raised - (zeros + 128).to(dtype)
+    elif dtype == tl.float16:
+        lowered = raised - (zeros + 1024).to(dtype)
+    else:
+        lowered = raised - zeros.to(dtype)
+    return lowered

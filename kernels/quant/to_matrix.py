@@ -1,0 +1,119 @@
+"""Quantised weights made a matrix in the inputs' dtype, for products of many tokens.
+
+    w[n, k] = (q[n, k] - z[n, j]) * s[n / rows, j],  j = k / columns
+
+in fp32, rounded once. Torch twin, equal in every bit: `engine.layers.quantized_weight.dequantize`.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.pdl import pdl_supported
+from kernels.quant.decode import decode_e4m3, knows_e4m3
+from kernels.quant.fp8_linear import Fp8Operand
+from kernels.quant.int4_linear import Int4Operand
+
+_BLOCK = 2048  # numbers of a program
+
+
+@triton.jit
+def _fp8_matrix_kernel(
+    codes_ptr,  # [N, K] uint8
+    scales_ptr,  # [ceil(N / TILE_ROWS), NUM_TILES] fp32
+    matrix_ptr,  # [N, K]
+    K: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
+    NUM_TILES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    KNOWS_E4M3: tl.constexpr,
+    USE_PDL: tl.constexpr,
+):
+    if USE_PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < K
+    codes = tl.load(codes_ptr + row * K + columns, mask=mask, other=0)
+    scale_row = scales_ptr + row // TILE_ROWS * NUM_TILES
+    scales = tl.load(scale_row + tl.minimum(columns // TILE_COLUMNS, NUM_TILES - 1))
+    w = decode_e4m3(codes, tl.float32, KNOWS_E4M3, False) * scales
+    tl.store(matrix_ptr + row * K + columns, w.to(matrix_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _int4_matrix_kernel(
+    packed_ptr,  # [N, K / 2] uint8
+    words_ptr,  # [N, NUM_GROUPS] int32
+    matrix_ptr,  # [N, K]
+    K: tl.constexpr,
+    HALF: tl.constexpr,
+    GROUP: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    USE_PDL: tl.constexpr,
+):
+    if USE_PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    places = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = places < K // 2
+    packed = tl.load(packed_ptr + row * (K // 2) + places, mask=mask, other=0)
+    low_columns = places // HALF * (2 * HALF) + places % HALF
+    for i in tl.static_range(2):
+        columns = low_columns + i * HALF
+        group = tl.minimum(columns // GROUP, NUM_GROUPS - 1)
+        word = tl.load(words_ptr + row * NUM_GROUPS + group)
+        numbers = ((packed >> (4 * i)) & 15).to(tl.int32)
+        if HAS_ZEROS:
+            w = (numbers - (word & 15)).to(tl.float32) * (word & -16).to(tl.float32, bitcast=True)
+        else:
+            w = (numbers - 8).to(tl.float32) * word.to(tl.float32, bitcast=True)
+        tl.store(matrix_ptr + row * K + columns, w.to(matrix_ptr.dtype.element_ty), mask=mask)
+
+
+def fp8_matrix(weight: Fp8Operand, dtype: torch.dtype) -> Tensor:
+    """Returns the weight as [N, K] in `dtype`."""
+    num_rows, num_columns = weight.codes.shape
+    matrix = torch.empty((num_rows, num_columns), dtype=dtype, device=weight.codes.device)
+    use_pdl = pdl_supported(matrix.device)
+    _fp8_matrix_kernel[(num_rows, triton.cdiv(num_columns, _BLOCK))](
+        weight.codes.view(torch.uint8),
+        weight.scales,
+        matrix,
+        K=num_columns,
+        TILE_ROWS=weight.tile_rows,
+        TILE_COLUMNS=weight.tile_columns,
+        NUM_TILES=weight.scales.shape[1],
+        BLOCK=_BLOCK,
+        KNOWS_E4M3=knows_e4m3(matrix.device),
+        USE_PDL=use_pdl,
+        launch_pdl=use_pdl,
+    )
+    return matrix
+
+
+def int4_matrix(weight: Int4Operand, dtype: torch.dtype) -> Tensor:
+    """Returns the weight as [N, K] in `dtype`, columns in the order of its bytes."""
+    num_rows, num_columns = weight.packed.shape[0], 2 * weight.packed.shape[1]
+    matrix = torch.empty((num_rows, num_columns), dtype=dtype, device=weight.packed.device)
+    use_pdl = pdl_supported(matrix.device)
+    _int4_matrix_kernel[(num_rows, triton.cdiv(num_columns // 2, _BLOCK))](
+        weight.packed,
+        weight.words,
+        matrix,
+        K=num_columns,
+        HALF=weight.half,
+        GROUP=weight.group,
+        NUM_GROUPS=weight.words.shape[1],
+        HAS_ZEROS=weight.has_zeros,
+        BLOCK=_BLOCK,
+        USE_PDL=use_pdl,
+        launch_pdl=use_pdl,
+    )
+    return matrix

@@ -1,0 +1,213 @@
+"""What quantised weights change in what the shipped model predicts, format by format.
+
+    python -m load_tests.lab.quant_accuracy
+    python -m load_tests.lab.quant_accuracy --device cuda --windows 64    # with the GPU's products
+
+Writes the model in each format (rounded to the nearest, without calibration), loads it as the
+engine does, and compares its predictions of held-out text with those of the model as published: the
+files of the standard library that `demo_model/corpus.py` keeps out of training. On a GPU windows
+are prompts, so inputs are rounded where the engine rounds them.
+
+    KL          mean over tokens of sum p log(p / q), nats; p of the model as published
+    top 1       share of tokens whose most likely successor is the same
+    perplexity  exp of the mean loss
+"""
+
+import argparse
+import hashlib
+import math
+import sysconfig
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F  # noqa: N812  (the field's own spelling)
+from torch import Tensor
+
+from configs.load import PROJECT_ROOT
+from engine.models.llama import CausalLM
+from engine.models.registry import WeightSource, build_model
+from engine.plan import RowAdmission, StepPlan
+from engine.request import SamplingParams
+from engine.runner.executor import Executor
+from engine.runner.warm_up import release_step
+from engine.sampling.sampler import Sampler
+from engine.text.tokenizing import load_tokenizer
+from kernels.attention.protocol import AttentionShape
+from kernels.attention.select import AttentionNames, build_attention
+from load_tests.tables import render_rows
+from load_tests.testbed.quantised_folders import FORMS, write_quantised
+
+MODEL = PROJECT_ROOT / "demo_model" / "laps-demo"
+ONLINE = "model.quantization: fp8"
+WINDOW = 512  # tokens
+BLOCK_SIZE = 16
+_PARAMS = SamplingParams(max_tokens=1, temperature=0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accuracy:
+    """A format's predictions beside the published model's."""
+
+    name: str
+    kl: float
+    top_1: float
+    perplexity: float
+    num_tokens: int
+
+
+class Scorer:
+    """All logits of one prompt at a time."""
+
+    def __init__(self, model: CausalLM) -> None:
+        self._num_blocks = -(-WINDOW // BLOCK_SIZE)
+        spec, is_gpu = model.spec, model.device.type == "cuda"
+        shape = AttentionShape(
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            layer_windows=spec.layer_windows,
+        )
+        self._executor = Executor(
+            model,
+            layout=spec.kv_layout(block_size=BLOCK_SIZE, dtype="bfloat16" if is_gpu else "float32"),
+            num_blocks=self._num_blocks,
+            max_rows=1,
+            max_model_len=spec.max_model_len,
+            max_num_batched_tokens=WINDOW,
+            sampler=Sampler(spec.vocab_size, 1, spec.eos_token_ids, model.device),
+            attention=build_attention(
+                AttentionNames(prefill="auto", decode="auto"),
+                shape,
+                block_size=BLOCK_SIZE,
+                dtype=model.dtype,
+                device=model.device,
+                fixed_tile=False,
+            ),
+        )
+
+    def log_probabilities(self, token_ids: Sequence[int]) -> Tensor:
+        """[T, vocab] fp32, of what follows each token."""
+        admission = RowAdmission(
+            row=0,
+            token_ids=list(token_ids),
+            num_prompt_tokens=len(token_ids),
+            params=_PARAMS,
+            block_ids=list(range(self._num_blocks)),
+        )
+        plan = StepPlan(
+            step=0,
+            admissions=[admission],
+            rows=[0],
+            num_new_tokens=[len(token_ids)],
+            num_computed_tokens=[0],
+            num_logits=[len(token_ids)],
+            num_samples=[0],
+            new_block_ids=[[]],
+        )
+        logits = self._executor.forward_logits(plan)
+        self._executor.launch(release_step(1)).wait()
+        return F.log_softmax(logits.float(), dim=-1)
+
+
+def held_out_windows(number: int) -> list[list[int]]:
+    """The first tokens of held-out files, WINDOW each."""
+    tokenizer = load_tokenizer(MODEL)
+    texts = list(_held_out_texts(Path(sysconfig.get_paths()["stdlib"])))
+    windows: list[list[int]] = []
+    for ids in tokenizer.encode_batch(texts, add_special_tokens=True):
+        assert isinstance(ids, list)
+        windows += [ids[i : i + WINDOW] for i in range(0, len(ids) - WINDOW + 1, WINDOW)]
+    return windows[:: max(1, len(windows) // number)][:number]
+
+
+def _held_out_texts(stdlib: Path) -> Iterator[str]:
+    for file in sorted(stdlib.rglob("*.py")):
+        path = file.relative_to(stdlib).as_posix()
+        skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test", "pydoc_data"}
+        is_held_out = hashlib.sha256(path.encode()).digest()[0] % 20 == 0
+        if is_held_out and not skipped & set(path.split("/")):
+            yield file.read_text(encoding="utf-8", errors="replace")
+
+
+def compare(
+    name: str, model: CausalLM, windows: Sequence[list[int]], published: Sequence[Tensor]
+) -> Accuracy:
+    """published: the published model's log-probabilities of each window."""
+    scorer = Scorer(model)
+    kl, same, loss, num_tokens = 0.0, 0, 0.0, 0
+    for window, theirs in zip(windows, published, strict=True):
+        ours = scorer.log_probabilities(window).cpu()
+        kl += float((theirs.exp() * (theirs - ours)).sum())
+        same += int((ours.argmax(-1) == theirs.argmax(-1)).sum())
+        targets = torch.tensor(window[1:])
+        loss += float(F.nll_loss(ours[:-1], targets, reduction="sum"))
+        num_tokens += len(window)
+    return Accuracy(
+        name=name,
+        kl=kl / num_tokens,
+        top_1=same / num_tokens,
+        perplexity=math.exp(loss / (num_tokens - len(windows))),
+        num_tokens=num_tokens,
+    )
+
+
+def measure(
+    names: Sequence[str], windows: Sequence[list[int]], device: torch.device, scratch: Path
+) -> Iterator[Accuracy]:
+    """The published model in the device's dtype, then each format."""
+    cpu = torch.device("cpu")
+    exact = Scorer(build_model(MODEL, dtype=torch.float32, device=cpu))
+    published = [exact.log_probabilities(window) for window in windows]
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    label = str(dtype).removeprefix("torch.")
+    yield compare(
+        f"as published, {label}",
+        build_model(MODEL, dtype=dtype, device=device),
+        windows,
+        published,
+    )
+    for name in names:
+        if name == ONLINE:
+            model = build_model(
+                MODEL, dtype=dtype, device=device, source=WeightSource(quantization="fp8")
+            )
+        else:
+            folder = write_quantised(MODEL, name, scratch / name)
+            model = build_model(folder, dtype=dtype, device=device)
+        yield compare(name, model, windows, published)
+
+
+def render(found: Sequence[Accuracy]) -> str:
+    header = ("weights", "KL, nats", "top 1 the same", "perplexity", "more")
+    first = found[0].perplexity
+    rows = [
+        (
+            accuracy.name,
+            f"{accuracy.kl:.5f}",
+            f"{accuracy.top_1:.2%}",
+            f"{accuracy.perplexity:.3f}",
+            f"{accuracy.perplexity / first - 1:+.2%}",
+        )
+        for accuracy in found
+    ]
+    return render_rows([header, *rows])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--windows", type=int, default=32, help=f"of {WINDOW} tokens each")
+    parser.add_argument("--forms", nargs="+", choices=[*FORMS, ONLINE], default=[*FORMS, ONLINE])
+    args = parser.parse_args()
+    windows = held_out_windows(args.windows)
+    with tempfile.TemporaryDirectory() as scratch:
+        found = list(measure(args.forms, windows, torch.device(args.device), Path(scratch)))
+    print(f"{found[0].num_tokens} tokens of held-out text, {args.device}\n")
+    print(render(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,401 @@
+"""Kernels of quantised weights, against float64 of the same quantised numbers."""
+
+from collections.abc import Callable
+from typing import cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.errors import ConfigError
+from engine.layers.linear import LinearWeight, WeightFormat, build_gated, build_linear
+from engine.layers.quantized_weight import Scales, dequantize
+from kernels.ops import Ops
+from kernels.quant.int4 import choose_half, pack_int4, unpack_int4
+from kernels.reference import TorchOps
+from tests.harness.gpus import gpu
+from tests.kernels.interpreter import run_interpreted
+from tests.kernels.linear.linear_cases import (
+    CPU,
+    GPU,
+    assert_near,
+    exact_gated,
+    exact_product,
+    poison,
+)
+from tests.kernels.quant.quant_cases import Case, fp8_case, int4_case
+
+MODULE = "tests.kernels.quant.test_quant_kernels"
+
+
+def test_packed_numbers_are_taken_apart_again() -> None:
+    for num_columns, group, half in (
+        (256, 128, 64),
+        (192, 64, 32),
+        (96, 96, 16),
+        (64, 32, 32),
+        (192, 96, 16),
+        (256, 64, 64),
+    ):
+        assert choose_half(num_columns, group) == half
+        numbers = torch.randint(16, (7, num_columns), dtype=torch.uint8)
+        assert torch.equal(unpack_int4(pack_int4(numbers, half), half), numbers)
+
+
+def test_a_weight_is_dequantised_by_its_formula() -> None:
+    for case in (
+        fp8_case((1, 80, 96), (32, 64), torch.float32, CPU),
+        fp8_case((1, 33, 50), (1, 50), torch.float32, CPU),
+        int4_case((1, 48, 192), 64, torch.float32, CPU, has_order=True),
+        int4_case((1, 48, 64), 32, torch.float32, CPU, has_zeros=False),
+    ):
+        assert case.weight.scales is not None
+        assert torch.equal(dequantize(case.weight.data, case.weight.scales), case.exact.float())
+
+
+# ---- on a CPU ------------------------------------------------------------------------------------
+
+
+def _check(ours: Tensor, case: Case, *, gated: bool = False) -> None:
+    bias = case.weight.bias
+    exact = exact_gated if gated else exact_product
+    assert_near(ours, exact(case.x, case.exact, bias), case.x.dtype)
+
+
+def check_fp8_interpreted() -> None:
+    from engine.layers.quantized_cuda import _fp8_operand
+    from kernels.linear.small import tile_counters
+    from kernels.quant.fp8_linear import QuantConfig, fp8_linear
+
+    counters = tile_counters(CPU)
+    plain, parts = QuantConfig(block_m=16), QuantConfig(block_m=16, block_k=32, split_k=3)
+    tiles = QuantConfig(block_m=16, block_n=64, block_k=64)
+    for shape, tile, dtype, cut in (
+        ((1, 80, 256), (128, 128), torch.float32, plain),  # one tile of rows, cut short
+        ((5, 96, 160), (1, 160), torch.float32, parts),  # a scale a row
+        ((19, 80, 112), (32, 32), torch.float16, tiles),  # two tiles of tokens, columns cut short
+        ((3, 64, 208), (64, 128), torch.float32, None),
+    ):
+        for gated in (False, True):
+            case = fp8_case(shape, tile, dtype, CPU, with_bias=gated)
+            assert case.weight.scales is not None
+            operand = _fp8_operand(case.weight, case.weight.scales)
+            _check(fp8_linear(case.x, operand, counters, cut, gated=gated), case, gated=gated)
+            assert not counters.any(), "a call left its counts behind"
+
+
+def check_int4_interpreted() -> None:
+    from engine.layers.quantized_cuda import _int4_operand
+    from kernels.linear.small import tile_counters
+    from kernels.quant.fp8_linear import QuantConfig
+    from kernels.quant.int4_linear import int4_linear
+
+    counters = tile_counters(CPU)
+    plain, parts = QuantConfig(block_m=16), QuantConfig(block_m=16, split_k=2)
+    for shape, group, has_zeros, dtype, cut in (
+        ((1, 80, 256), 128, True, torch.float32, plain),
+        ((5, 96, 192), 64, True, torch.float16, parts),  # three runs in two parts
+        ((19, 80, 128), 32, False, torch.float32, plain),  # two tiles of tokens
+        ((3, 64, 96), 96, True, torch.float32, None),  # one group
+        ((2, 64, 192), 96, True, torch.float32, None),  # groups of no power of two
+    ):
+        for gated in (False, True):
+            case = int4_case(shape, group, dtype, CPU, has_zeros=has_zeros, with_bias=gated)
+            assert case.weight.scales is not None
+            operand = _int4_operand(case.weight, case.weight.scales)
+            _check(int4_linear(case.x, operand, counters, cut, gated=gated), case, gated=gated)
+            assert not counters.any(), "a call left its counts behind"
+
+
+def check_rounding_interpreted() -> None:
+    from kernels.quant.token_groups import quantize_tokens, reference
+
+    for num_tokens, num_columns, group in ((3, 384, 128), (5, 200, 200), (1, 64, 64)):
+        x = torch.randn(num_tokens, num_columns + 24)[:, 8:-16]
+        x = x * torch.exp2(torch.randn(num_tokens, 1) * 5)
+        x[-1, :128] = 0
+        x[0, 5:60] *= 1e-4  # subnormal numbers
+        ours, theirs = quantize_tokens(x, group), reference(x, group)
+        assert torch.equal(ours[0].float(), theirs[0].float())
+        assert torch.equal(ours[1], theirs[1])
+
+
+def check_blocks_interpreted() -> None:
+    from engine.layers.quantized_cuda import _fp8_operand
+    from kernels.quant.fp8_blocks import BlocksConfig, fp8_blocks, reference
+    from kernels.quant.token_groups import quantize_tokens
+
+    cut = BlocksConfig(block_m=16, block_n=32, group_m=2)
+    for shape in ((37, 80, 256), (16, 128, 208)):
+        case = fp8_case(shape, (64, 128), torch.float32, CPU, with_bias=True)
+        assert case.weight.scales is not None
+        operand = _fp8_operand(case.weight, case.weight.scales)
+        codes, scales = quantize_tokens(case.x, 128)
+        ours = fp8_blocks(codes, scales, operand, torch.float32, cut)
+        assert_near(ours, reference(codes, scales, operand), torch.float32)
+        _near_rounded(ours, case)
+
+
+def check_matrix_interpreted() -> None:
+    from engine.layers.quantized_cuda import _fp8_operand, _int4_operand
+    from kernels.quant.to_matrix import fp8_matrix, int4_matrix
+
+    for tile in ((32, 64), (1, 144)):
+        weight = fp8_case((1, 80, 144), tile, torch.float16, CPU).weight
+        assert weight.scales is not None
+        ours = fp8_matrix(_fp8_operand(weight, weight.scales), torch.float16)
+        assert torch.equal(ours, dequantize(weight.data, weight.scales))
+    for group, has_zeros in ((64, True), (192, False)):
+        weight = int4_case((1, 80, 192), group, torch.float16, CPU, has_zeros=has_zeros).weight
+        assert weight.scales is not None
+        ours = int4_matrix(_int4_operand(weight, weight.scales), torch.float16)
+        assert torch.equal(ours, dequantize(weight.data, weight.scales))
+
+
+def check_layers_interpreted() -> None:
+    """Which product is taken by the number of tokens, and the order of inputs."""
+    from engine.layers.quantized_cuda import Fp8Blocks, Fp8Rows, QuantizedLinear, _fp8_operand
+
+    for num_tokens in (5, 515):
+        for case in (
+            fp8_case((num_tokens, 96, 64), (32, 32), torch.float16, CPU, with_bias=True),
+            int4_case((num_tokens, 96, 64), 32, torch.float16, CPU, has_order=True),
+        ):
+            for ops in (None, OPS):
+                linear = QuantizedLinear(case.weight, ops)
+                _check(linear(case.x), case, gated=ops is not None)
+    case = int4_case((70, 64, 128), 64, torch.float16, CPU, has_order=True)
+    linear = QuantizedLinear(case.weight, is_deterministic=True)
+    whole = linear(case.x)
+    _check(whole, case)
+    for start, end in ((0, 1), (3, 20), (60, 70)):
+        assert torch.equal(linear(case.x[start:end]), whole[start:end])
+    for kind, tile in ((Fp8Blocks, (64, 128)), (Fp8Rows, (1, 256))):
+        case = fp8_case((70, 96, 256), tile, torch.float32, CPU, with_bias=True)
+        assert case.weight.scales is not None
+        product = kind(_fp8_operand(case.weight, case.weight.scales))
+        _near_rounded(product.many(case.x), case)
+
+
+def _near_rounded(ours: Tensor, case: Case) -> None:
+    """Three bits of inputs: 1.8 % of a normal number's size on average, 2.5 % of a sum of many."""
+    exact = exact_product(case.x, case.exact, case.weight.bias)
+    error = float((ours.double() - exact).norm() / exact.norm())
+    assert 1e-4 < error < 0.035, f"off by {error}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["fp8", "int4", "rounding", "blocks", "matrix", "layers"])
+def test_interpreted_kernels_are_their_formula(name: str) -> None:
+    run_interpreted(f"{MODULE}:check_{name}_interpreted")
+
+
+# ---- on a GPU ------------------------------------------------------------------------------------
+
+# Odd token counts in every bucket and in several tiles; rows that are and are not whole tiles.
+SHAPES = [(1, 4096, 4096), (3, 6144, 4096), (16, 4096, 12288), (17, 1040, 4096), (33, 272, 768)]
+SHAPES += [(64, 24576, 4096), (65, 1024, 512), (200, 4096, 4096), (777, 2064, 1024)]
+OPS = cast("Ops", TorchOps())
+
+
+def _built(case: Case, *, gated: bool, is_deterministic: bool = False) -> Callable[..., Tensor]:
+    if gated:
+        return build_gated(case.weight, OPS, is_deterministic=is_deterministic)
+    return build_linear(case.weight, is_deterministic=is_deterministic)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("tile", [(128, 128), (1, None), (64, 32)])
+def test_fp8_weights_are_multiplied_as_in_float64(
+    tile: tuple[int, int | None], gated: bool, dtype: torch.dtype
+) -> None:
+    for index, shape in enumerate(SHAPES):
+        case = fp8_case(shape, (tile[0], tile[1] or shape[2]), dtype, GPU, with_bias=index % 2 == 0)
+        for is_deterministic in (False, True):
+            product = _built(case, gated=gated, is_deterministic=is_deterministic)
+            poison(2 * shape[0] * shape[1])
+            _check(product(case.x), case, gated=gated)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(
+    ("group", "has_zeros"), [(128, True), (64, False), (32, True), (None, True)]
+)
+def test_int4_weights_are_multiplied_as_in_float64(
+    group: int | None, has_zeros: bool, gated: bool, dtype: torch.dtype
+) -> None:
+    for index, shape in enumerate(SHAPES):
+        case = int4_case(
+            shape, group or shape[2], dtype, GPU, has_zeros=has_zeros, with_bias=index % 2 == 0,
+            has_order=index % 3 == 0,
+        )  # fmt: skip
+        for is_deterministic in (False, True):
+            product = _built(case, gated=gated, is_deterministic=is_deterministic)
+            poison(2 * shape[0] * shape[1])
+            _check(product(case.x), case, gated=gated)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tile", [(128, 128), (1, None)])
+def test_inputs_of_many_tokens_are_rounded_with_fp8_weights(tile: tuple[int, int | None]) -> None:
+    for num_tokens in (65, 128, 333, 1024):
+        for num_rows, num_columns in ((4096, 4096), (6144, 4096), (4096, 12288), (1024, 512)):
+            shape = (num_tokens, num_rows, num_columns)
+            case = fp8_case(
+                shape, (tile[0], tile[1] or num_columns), torch.bfloat16, GPU, with_bias=True,
+                quantizes_inputs=True,
+            )  # fmt: skip
+            poison(2 * num_tokens * num_rows)
+            _near_rounded(build_linear(case.weight)(case.x), case)
+
+
+@pytest.mark.gpu
+def test_blocks_of_fp8_are_summed_in_fp32() -> None:
+    from engine.layers.quantized_cuda import _fp8_operand
+    from kernels.quant.fp8_blocks import fp8_blocks, reference
+    from kernels.quant.token_groups import quantize_tokens
+
+    for shape in ((65, 4096, 4096), (300, 1040, 12288), (128, 24576, 4096)):
+        case = fp8_case(shape, (128, 128), torch.bfloat16, GPU, with_bias=True)
+        assert case.weight.scales is not None
+        operand = _fp8_operand(case.weight, case.weight.scales)
+        codes, scales = quantize_tokens(case.x, 128)
+        ours = fp8_blocks(codes, scales, operand, torch.bfloat16)
+        assert_near(ours, reference(codes, scales, operand), torch.bfloat16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_inputs_are_rounded_as_torch_rounds_them(dtype: torch.dtype) -> None:
+    from kernels.quant.token_groups import quantize_tokens, reference
+
+    for num_tokens, num_columns, group in ((1, 4096, 128), (77, 12288, 128), (9, 12288, 12288)):
+        x = torch.randn(num_tokens, num_columns + 24, device=GPU)[:, 8:-16]
+        x = (x * torch.exp2(torch.randn(num_tokens, 1, device=GPU) * 2)).to(dtype)
+        codes, scales = quantize_tokens(x, group)
+        theirs, their_scales = reference(x, group)
+        torch.testing.assert_close(scales, their_scales, rtol=5e-7, atol=0)
+        # A division that is rounded otherwise may end on the other side of a tie.
+        differ = (codes.float() != theirs.float()).float().mean()
+        assert differ < 1e-4, f"{differ:.2%} of the numbers differ"
+
+
+@pytest.mark.gpu
+def test_a_decoded_matrix_is_equal_in_every_bit() -> None:
+    from engine.layers.quantized_cuda import _fp8_operand, _int4_operand
+    from kernels.quant.to_matrix import fp8_matrix, int4_matrix
+
+    for dtype in (torch.bfloat16, torch.float16):
+        for tile in ((128, 128), (1, 4112)):
+            weight = fp8_case((1, 1040, 4112), tile, dtype, GPU).weight
+            assert weight.scales is not None
+            ours = fp8_matrix(_fp8_operand(weight, weight.scales), dtype)
+            assert torch.equal(ours, dequantize(weight.data, weight.scales))
+        for group in (32, 128, 4096):
+            weight = int4_case((1, 1040, 4096), group, dtype, GPU).weight
+            assert weight.scales is not None
+            ours = int4_matrix(_int4_operand(weight, weight.scales), dtype)
+            assert torch.equal(ours, dequantize(weight.data, weight.scales))
+
+
+def _cases(num_tokens: int) -> list[Case]:
+    shape = (num_tokens, 6144, 4096)
+    return [
+        fp8_case(shape, (128, 128), torch.bfloat16, GPU, quantizes_inputs=True),
+        fp8_case(shape, (1, 4096), torch.bfloat16, GPU, quantizes_inputs=True),
+        int4_case(shape, 128, torch.bfloat16, GPU),
+    ]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gated", [False, True])
+def test_in_deterministic_mode_a_token_has_the_same_bits_in_any_batch(gated: bool) -> None:
+    for case in _cases(1500):
+        product = _built(case, gated=gated, is_deterministic=True)
+        whole = product(case.x)
+        for start, end in ((0, 1), (5, 22), (100, 163), (77, 334), (700, 1500)):
+            assert torch.equal(product(case.x[start:end]), whole[start:end])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_tokens", [1, 16, 64, 128, 600])
+def test_quantised_products_in_a_graph_wait_for_each_other(num_tokens: int) -> None:
+    """Each product starts before its input is there; a missing wait would read old values."""
+    for case, back in zip(_cases(num_tokens), _back(num_tokens), strict=True):
+        gated, down = _built(case, gated=True), _built(back, gated=False)
+        x = case.x.contiguous()
+
+        def chain(gated=gated, down=down, x=x) -> Tensor:  # type: ignore[no-untyped-def]  # noqa: ANN001
+            y = x
+            for _ in range(3):
+                y = down(gated(y)) * 8
+            return y
+
+        chain()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = chain()
+        for _ in range(5):
+            x.normal_()
+            captured.fill_(torch.nan)
+            graph.replay()
+            assert torch.equal(captured, chain())
+
+
+def _back(num_tokens: int) -> list[Case]:
+    """Weights from the outputs of gated ones of 6144 rows to their inputs."""
+    shape = (num_tokens, 4096, 3072)
+    return [
+        fp8_case(shape, (128, 128), torch.bfloat16, GPU, quantizes_inputs=True),
+        fp8_case(shape, (1, 3072), torch.bfloat16, GPU, quantizes_inputs=True),
+        int4_case(shape, 128, torch.bfloat16, GPU),
+    ]
+
+
+@pytest.mark.gpu
+def test_what_no_kernel_reads_is_refused_by_its_sizes() -> None:
+    with pytest.raises(ConfigError, match="40 outputs and 64 inputs"):
+        build_linear(fp8_case((1, 40, 64), (1, 64), torch.bfloat16, GPU).weight)
+    with pytest.raises(ConfigError, match="float32"):
+        build_linear(fp8_case((1, 48, 64), (1, 64), torch.float32, GPU).weight)
+    scales = Scales(
+        values=torch.rand(48, 2, device=GPU), rows=1, columns=64, dtype=torch.bfloat16, half=64,
+        quantizes_inputs=False, zeros=torch.full((48, 2), 3, dtype=torch.uint8, device=GPU),
+    )  # fmt: skip
+    data = torch.zeros(48, 64, dtype=torch.uint8, device=GPU)
+    with pytest.raises(ConfigError, match="scales in float32"):
+        build_linear(LinearWeight(data, None, WeightFormat.INT4, scales))
+
+
+# ---- compiled for GPUs that are not here ---------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["A100 40GB", "L4", "H200"])
+def test_kernels_compile_within_the_shared_memory(name: str) -> None:
+    from kernels.linear.small import tile_counters
+    from kernels.quant import fp8_linear, int4_linear
+    from tests.kernels.cross_compile import compiled_for
+
+    device = gpu(name)
+    counters = tile_counters(CPU)
+    codes = torch.empty(6144, 4096, dtype=torch.float8_e4m3fn)
+    fp8 = fp8_linear.Fp8Operand(
+        codes=codes, scales=torch.empty(48, 32), tile_rows=128, tile_columns=128
+    )
+    int4 = int4_linear.Int4Operand(
+        packed=torch.empty(6144, 2048, dtype=torch.uint8),
+        words=torch.empty(6144, 32, dtype=torch.int32),
+        half=64, group=128, has_zeros=True,
+    )  # fmt: skip
+    with compiled_for(device, fp8_linear, int4_linear) as found:
+        for num_tokens in (1, 64, 200):
+            x = torch.empty(num_tokens, 4096, dtype=torch.bfloat16)
+            fp8_linear.fp8_linear(x, fp8, counters)
+            int4_linear.int4_linear(x, int4, counters)
+    assert set(found) == {"_fp8_linear_kernel", "_int4_linear_kernel"}
+    assert max(found.values()) <= device.shared_memory_per_block_bytes
