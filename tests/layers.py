@@ -51,6 +51,14 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "engine.scheduling": (*_WORDS, "configs.schema", "configs.resolved", "engine.kv.cache"),
     "engine.routing": (*_WORDS, "configs.schema", "configs.resolved"),
     "engine.core": (*_WORDS, "engine.scheduling"),
+    # -- engine: the ring between the ranks of one worker
+    "engine.ranks.plan_ring": ("engine.errors",),
+    "engine.ranks.leading": (
+        "engine.errors",
+        "engine.plan",
+        "engine.core",
+        "engine.ranks.plan_ring",
+    ),
     # -- engine: outputs that are held to a language
     "engine.constraints": (
         "kernels.sampling.mask_words",
