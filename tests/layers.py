@@ -68,13 +68,21 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "engine.models.spec",
     ),
     # -- engine: tensors
-    "engine.layers": ("kernels", "engine.errors"),
+    "engine.ranks.rank": ("engine.errors",),
+    "engine.layers": ("kernels", "engine.errors", "engine.ranks.rank"),
+    "engine.ranks": (
+        "engine.errors",
+        "engine.layers.context",
+        "engine.plan",
+        "engine.ranks.rank",
+    ),
     "engine.models": (
         "kernels",
         "engine.errors",
         "engine.file_checks",
         "engine.kv.layout",
         "engine.layers",
+        "engine.ranks.rank",
     ),
     "engine.sampling": ("kernels", "engine.errors", "engine.plan", "engine.request"),
     "engine.runner": (
@@ -88,6 +96,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "engine.layers",
         "engine.models",
         "engine.plan",
+        "engine.ranks",
         "engine.request",
         "engine.sampling",
     ),
@@ -194,6 +203,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
         "engine.kv.store",
         "engine.layers",
         "engine.models",
+        "engine.ranks",
         "engine.runner",
         "engine.sampling",
         "load_tests.lab",

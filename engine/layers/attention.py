@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.layers.context import ForwardContext
+from engine.layers.context import Comm, ForwardContext
 from engine.layers.linear import Linear
 from kernels.ops import HeadNorms, Ops
 
@@ -27,13 +27,16 @@ class StoredTokens:
     # [T, hidden]
     residual: Tensor
 
-    def is_finite(self) -> Tensor:
-        """[T] bool: whether a token's stream, K and V are finite; False if their sum overflows."""
+    def is_finite(self, comm: Comm) -> Tensor:
+        """[T] bool: whether a token's stream, K and V are finite; False if their sum overflows.
+
+        Each rank has other heads; their sums are added, so that all ranks know.
+        """
         sums = [
             part.sum(dim=tuple(range(1, part.ndim)), dtype=torch.float32)
             for part in (self.residual, self.k, self.v)
         ]
-        return torch.stack(sums).sum(dim=0).isfinite()
+        return comm.all_reduce(torch.stack(sums).sum(dim=0)).isfinite()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

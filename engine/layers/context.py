@@ -8,17 +8,22 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from engine.ranks.rank import WHOLE_MODEL, Rank
 from kernels.attention.protocol import AttentionBackend
 
 
 class Comm(Protocol):
     """Communication between the ranks of one model, at the ends of a layer's parts.
 
-    T tokens, n ranks; every rank takes part in every call, in the same order.
+    T tokens, n ranks; every rank takes part in every call, in the same order. Raises WorkerError
+    where a rank died or did not take part in time.
     """
 
+    @property
+    def rank(self) -> Rank: ...
+
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Sum of `x` over the ranks, on each of them."""
+        """Sum of `x` over the ranks, with the same bits on each of them; may overwrite `x`."""
         ...
 
     def all_gather(self, x: Tensor) -> Tensor:
@@ -33,9 +38,19 @@ class Comm(Protocol):
         """x: [n T, ...], T lines for each rank; returns [n T, ...], T lines from each rank."""
         ...
 
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        """The ranks' data in rank order, for what they agree on; goes through host memory."""
+        ...
+
+    def close(self) -> None:
+        """Hang up; nothing may be called afterwards. The other ranks' operations fail."""
+        ...
+
 
 class SingleRank:
     """One rank holds the whole model: nothing to exchange."""
+
+    rank = WHOLE_MODEL
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return x
@@ -48,6 +63,15 @@ class SingleRank:
 
     def all_to_all(self, x: Tensor) -> Tensor:
         return x
+
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        return [data]
+
+    def close(self) -> None:
+        """There is nobody else."""
+
+
+SINGLE_RANK = SingleRank()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,17 +12,18 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812  (the field's own spelling)
 from torch import Tensor
 
 from engine.layers.attention import Attention, ProjectedTokens, StoredTokens
-from engine.layers.context import ForwardContext, LastTokens
+from engine.layers.context import SINGLE_RANK, Comm, ForwardContext, LastTokens
 from engine.layers.linear import Identity, Linear, LinearWeight, build_gated, build_linear
 from engine.layers.mlp import GatedMlp
 from engine.layers.norm import RmsNorm
 from engine.layers.rotary import RotaryTable
+from engine.layers.vocabulary import Embedding, Head, WholeHead, build_embedding, build_head
 from engine.models.spec import ModelSpec
 from engine.models.weights import LayerWeights, ModelWeights
+from engine.ranks.rank import WHOLE_MODEL, Rank
 from kernels.ops import HeadNorms, Ops
 
 
@@ -43,13 +44,13 @@ class CausalLM:
         self,
         *,
         spec: ModelSpec,
-        embedding: Tensor,
+        embedding: Embedding,
         layers: list["DecoderLayer"],
         final_norm: RmsNorm,
-        head: Linear,
+        head: Head,
         rotary: RotaryTable,
     ) -> None:
-        """embedding: [vocab, hidden]."""
+        """spec: of the part that this rank computes."""
         self.spec = spec
         self.layers = layers
         self.rotary = rotary
@@ -59,11 +60,11 @@ class CausalLM:
 
     @property
     def dtype(self) -> torch.dtype:
-        return self._embedding.dtype
+        return self._embedding.weight.dtype
 
     @property
     def device(self) -> torch.device:
-        return self._embedding.device
+        return self._embedding.weight.device
 
     @property
     def can_skip_queries(self) -> bool:
@@ -91,33 +92,34 @@ class CausalLM:
         earlier error, and that layer's K and V. A later error is stored nowhere and shows in the
         hidden states.
         """
-        x, residual = F.embedding(input_ids, self._embedding), None
+        x, residual = self._embedding(input_ids, ctx.comm), None
         *earlier_layers, last_layer = self.layers
         for layer in earlier_layers:
             x, residual = layer.attention_part(x, residual, ctx)
             x, residual = layer.mlp_part(x, residual, ctx)
         if ctx.last is None:
             tokens = last_layer.project(x, residual, ctx)
-            is_finite = tokens.is_finite() if checks_finite else None
+            is_finite = tokens.is_finite(ctx.comm) if checks_finite else None
             if logit_indices is not None and len(logit_indices) == 0:
                 return ForwardResult(hidden=tokens.residual[:0], is_finite=is_finite)
             x, residual = last_layer.attend(tokens, ctx, chosen=logit_indices)
         else:
             assert logit_indices is None, "the context has chosen already"
             stored = last_layer.store(x, residual, ctx)
-            is_finite = stored.is_finite() if checks_finite else None
+            is_finite = stored.is_finite(ctx.comm) if checks_finite else None
             tokens = last_layer.project_last(stored, ctx.last)
             x, residual = last_layer.attend(tokens, ctx.last.ctx)
         x, residual = last_layer.mlp_part(x, residual, ctx)
         hidden, _ = self._final_norm.add(x, residual)
         return ForwardResult(hidden=hidden, is_finite=is_finite)
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, comm: Comm = SINGLE_RANK) -> Tensor:
         """hidden: [S, hidden], rows of `ForwardResult.hidden`; returns [S, vocab] in its dtype.
 
-        A model that makes embeddings has no head: it returns `hidden`.
+        comm: as in the context of `forward`. A model that makes embeddings has no head: it returns
+        `hidden`.
         """
-        return self._head(hidden)
+        return self._head(hidden, comm)
 
 
 class DecoderLayer:
@@ -194,22 +196,26 @@ def build_decoder(
     max_model_len: int,
     ops: Ops,
     is_deterministic: bool = False,
+    rank: Rank = WHOLE_MODEL,
 ) -> CausalLM:
     """Build the model; positions below `max_model_len` get rotary angles.
+
+    spec: of the whole model; weights: of `rank`.
 
     Empties `weights.layers` while building: a reordered copy of a weight replaces the published
     one layer by layer, so peak memory does not double.
     """
+    part = spec.of_rank(rank)
     layers: list[DecoderLayer] = []
     while weights.layers:
         layer_weights = weights.layers.pop(0)
-        layers.append(_build_layer(spec, len(layers), layer_weights, ops, is_deterministic))
+        layers.append(_build_layer(part, len(layers), layer_weights, ops, is_deterministic))
     return CausalLM(
-        spec=spec,
-        embedding=weights.embedding,
+        spec=part,
+        embedding=build_embedding(weights.embedding, spec.vocab_size, rank),
         layers=layers,
         final_norm=RmsNorm(weights.final_norm, spec.rms_norm_eps, ops),
-        head=_build_head(spec, weights, is_deterministic),
+        head=_build_head(spec, weights, is_deterministic, rank),
         rotary=RotaryTable(
             spec.rope,
             head_dim=spec.head_dim,
@@ -220,10 +226,11 @@ def build_decoder(
     )
 
 
-def _build_head(spec: ModelSpec, weights: ModelWeights, is_deterministic: bool) -> Linear:
+def _build_head(spec: ModelSpec, weights: ModelWeights, is_deterministic: bool, rank: Rank) -> Head:
     if spec.pooling is not None:
-        return Identity()
-    return build_linear(LinearWeight(weights.head), is_deterministic=is_deterministic)
+        return WholeHead(Identity())
+    linear = build_linear(LinearWeight(weights.head), is_deterministic=is_deterministic)
+    return build_head(linear, spec.vocab_size, rank)
 
 
 def _build_layer(

@@ -8,30 +8,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from engine.errors import ConfigError
 from engine.models.spec import ModelSpec
+from engine.ranks.rank import WHOLE_MODEL as WHOLE_MODEL
+from engine.ranks.rank import Rank as Rank
 
 BODY = "model."  # begins the names of all tensors but the head
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
-
-
-@dataclass(frozen=True, slots=True)
-class Rank:
-    """One of the `size` ranks that share a model."""
-
-    index: int
-    size: int
-
-    def share(self, length: int, what: str) -> slice:
-        """This rank's part of [0, length). Raises ConfigError if equal parts are impossible."""
-        if length % self.size:
-            raise ConfigError(f"{what}: {length} cannot be shared by {self.size} ranks equally")
-        per_rank = length // self.size
-        return slice(self.index * per_rank, (self.index + 1) * per_rank)
-
-
-WHOLE_MODEL = Rank(0, 1)
 
 
 class Split(Enum):
@@ -40,6 +23,8 @@ class Split(Enum):
     NONE = "all of it"
     ROWS = "its share of the rows of each part: outputs, by heads or by intermediate units"
     COLUMNS = "its share of the columns: inputs; the ranks' products are to be added"
+    FIRST = "all of it on the first rank, nothing elsewhere: a bias of products that are added"
+    VOCABULARY = "its share of the rows: token ids; the last ranks' are padded to an equal number"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,31 +34,45 @@ class StackedTensor:
     num_rows: Mapping[str, int]  # rows of each part by its published name, in this order
     num_columns: int | None = None  # None = vectors, concatenated
     split: Split = Split.NONE
+    unit: int | None = None  # ROWS: rows of a head, which no rank holds in part
 
     def of_rank(self, rank: Rank) -> "StackedTensor":
         """The part of the tensor that one rank holds."""
         if rank.size == 1:
             return self
-        shares = {name: self.share_of(name, rank) for name in self.num_rows}
-        lengths = {
-            name: num_rows if share is None else share[0].stop - share[0].start
-            for (name, num_rows), share in zip(self.num_rows.items(), shares.values(), strict=True)
-        }
         columns = self.num_columns
         if self.split is Split.COLUMNS and columns is not None:
             columns //= rank.size
-        return StackedTensor(num_rows=lengths, num_columns=columns, split=self.split)
+        num_rows = {name: self._num_held_rows(name, rank) for name in self.num_rows}
+        return StackedTensor(
+            num_rows=num_rows, num_columns=columns, split=self.split, unit=self.unit
+        )
+
+    def is_on(self, rank: Rank) -> bool:
+        """Whether the rank holds any of it."""
+        return self.split is not Split.FIRST or rank.index == 0
+
+    def _num_held_rows(self, name: str, rank: Rank) -> int:
+        if self.split is Split.VOCABULARY:
+            return rank.padded_length(self.num_rows[name])
+        share = self.share_of(name, rank)
+        return self.num_rows[name] if share is None else share[0].stop - share[0].start
 
     def share_of(self, name: str, rank: Rank) -> tuple[slice, ...] | None:
         """Slices of rows, and columns if any, of a published tensor; None = all of it."""
-        if rank.size == 1 or self.split is Split.NONE:
+        if rank.size == 1 or self.split in (Split.NONE, Split.FIRST):
             return None
-        whole = slice(0, self.num_rows[name])
-        if self.split is Split.ROWS:
-            rows = rank.share(self.num_rows[name], name)
-            return (rows,) if self.num_columns is None else (rows, slice(0, self.num_columns))
-        assert self.num_columns is not None, f"{name} is a vector"
-        return whole, rank.share(self.num_columns, name)
+        num_rows = self.num_rows[name]
+        if self.split is Split.COLUMNS:
+            assert self.num_columns is not None, f"{name} is a vector"
+            return slice(0, num_rows), rank.share(self.num_columns, name)
+        is_vocabulary = self.split is Split.VOCABULARY
+        rows = (
+            rank.padded_share(num_rows)
+            if is_vocabulary
+            else rank.share(num_rows, name, unit=self.unit)
+        )
+        return (rows,) if self.num_columns is None else (rows, slice(0, self.num_columns))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -89,12 +88,18 @@ class StackedTensor:
 def outer_tensors(spec: ModelSpec) -> dict[str, StackedTensor]:
     """Field of `ModelWeights` -> tensor; no `head` if it is tied to the embedding or not used."""
     hidden = spec.hidden_size
+
+    def by_token(name: str) -> StackedTensor:
+        return StackedTensor(
+            num_rows={name: spec.vocab_size}, num_columns=hidden, split=Split.VOCABULARY
+        )
+
     tensors = {
-        "embedding": StackedTensor(num_rows={EMBEDDING: spec.vocab_size}, num_columns=hidden),
+        "embedding": by_token(EMBEDDING),
         "final_norm": StackedTensor(num_rows={"model.norm.weight": hidden}),
     }
     if not spec.has_tied_embeddings and spec.pooling is None:
-        tensors["head"] = StackedTensor(num_rows={HEAD: spec.vocab_size}, num_columns=hidden)
+        tensors["head"] = by_token(HEAD)
     return tensors
 
 
@@ -104,13 +109,16 @@ def layer_tensors(spec: ModelSpec, layer: int) -> dict[str, StackedTensor]:
     tensors: dict[str, StackedTensor] = {}
     for field, names, sizes, num_columns, has_bias in _linears(spec):
         split = Split.COLUMNS if field in ("output", "down") else Split.ROWS
+        unit = spec.head_dim if field == "qkv" else None
         weights = {f"{prefix}{n}.weight": size for n, size in zip(names, sizes, strict=True)}
-        tensors[field] = StackedTensor(num_rows=weights, num_columns=num_columns, split=split)
+        tensors[field] = StackedTensor(
+            num_rows=weights, num_columns=num_columns, split=split, unit=unit
+        )
         if has_bias:
             biases = {f"{prefix}{n}.bias": size for n, size in zip(names, sizes, strict=True)}
-            # Where products are summed over the ranks, every rank holds the bias and one adds it.
-            bias_split = Split.NONE if split is Split.COLUMNS else Split.ROWS
-            tensors[f"{field}_bias"] = StackedTensor(num_rows=biases, split=bias_split)
+            # Where products are summed over the ranks, one rank adds the bias.
+            bias_split = Split.FIRST if split is Split.COLUMNS else Split.ROWS
+            tensors[f"{field}_bias"] = StackedTensor(num_rows=biases, split=bias_split, unit=unit)
     norms = [("input_norm", "input_layernorm", hidden)]
     norms += [("post_norm", "post_attention_layernorm", hidden)]
     if spec.has_qk_norm:
@@ -145,6 +153,12 @@ def published_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     }
 
 
-def num_parameters(spec: ModelSpec) -> int:
-    """Numbers in the model's tensors; a tied head counts once."""
-    return sum(math.prod(shape) for shape in published_shapes(spec).values())
+def num_parameters(spec: ModelSpec, rank: Rank = WHOLE_MODEL) -> int:
+    """Numbers in one rank's tensors; a tied head counts once."""
+    groups = [outer_tensors(spec), *(layer_tensors(spec, i) for i in range(spec.num_layers))]
+    return sum(
+        math.prod(tensor.of_rank(rank).shape)
+        for group in groups
+        for tensor in group.values()
+        if tensor.is_on(rank)
+    )

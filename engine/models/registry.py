@@ -10,6 +10,7 @@ from engine.errors import ConfigError
 from engine.models.llama import CausalLM, build_decoder
 from engine.models.spec import load_spec
 from engine.models.weights import load_weights, random_weights
+from engine.ranks.rank import WHOLE_MODEL, Rank
 from kernels.ops import Ops
 from kernels.reference import TorchOps
 
@@ -31,15 +32,18 @@ def build_model(
     ops: Ops | None = None,
     has_random_weights: bool = False,
     is_deterministic: bool = False,
+    rank: Rank = WHOLE_MODEL,
 ) -> CausalLM:
-    """Load a Hugging Face folder; `.spec` of the result describes the model.
+    """Load one rank's part of a Hugging Face folder; `.spec` of the result describes the part.
 
     `max_model_len` (tokens) may shorten the model's context, never lengthen it. `ops` None: the
     Triton kernels on a GPU, torch elsewhere. With random weights only config.json is read.
     `is_deterministic`: on a GPU, a token's numbers do not depend on the batch it is in.
-    Raises ConfigError for anything in the folder that is missing, unsupported or inconsistent.
+    Raises ConfigError for anything in the folder that is missing, unsupported or inconsistent, and
+    for a model that the ranks cannot share.
     """
     spec = load_spec(folder)
+    spec.of_rank(rank)  # before the weights, so that the error comes early
     allowed = spec.max_model_len
     if max_model_len is not None and max_model_len > allowed:
         raise ConfigError(
@@ -47,13 +51,14 @@ def build_model(
             f" {max_model_len}"
         )
     load = random_weights if has_random_weights else partial(load_weights, folder)
-    weights = load(spec, dtype=dtype, device=device)
+    weights = load(spec, dtype=dtype, device=device, rank=rank)
     return BUILDERS[spec.architecture](
         spec,
         weights,
         max_model_len=max_model_len or allowed,
         ops=ops or build_ops(device),
         is_deterministic=is_deterministic,
+        rank=rank,
     )
 
 

@@ -8,7 +8,7 @@ would add seconds to start-up. Knows no tensors and no weights.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
@@ -22,6 +22,7 @@ from engine.layers.rope_spec import (
 )
 from engine.models.config_file import ConfigFile
 from engine.models.pooling import Pooling, read_pooling
+from engine.ranks.rank import Rank
 
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 DEFAULT_THETA = 10000.0
@@ -138,6 +139,23 @@ class ModelSpec:
     eos_token_ids: tuple[int, ...]  # config.json's, then generation_config.json's others
     dtype: KvDtype  # of the weights as published
     pooling: Pooling | None = None  # None = it generates; else it has no head and makes embeddings
+
+    def of_rank(self, rank: Rank) -> "ModelSpec":
+        """The model as one rank computes it: with its heads and its intermediate units.
+
+        Vocabulary and hidden size stay whole. Of fewer KV heads than ranks, several ranks hold the
+        same one. Raises ConfigError if the ranks cannot share the model equally.
+        """
+        heads = f"{self.num_heads} attention heads and {self.num_kv_heads} KV heads"
+        query = rank.share(self.num_heads, f"a model's query heads ({heads})")
+        kv = rank.share(self.num_kv_heads, f"a model's KV heads ({heads})", unit=1)
+        inner = rank.share(self.intermediate_size, "a model's intermediate units")
+        return replace(
+            self,
+            num_heads=query.stop - query.start,
+            num_kv_heads=kv.stop - kv.start,
+            intermediate_size=inner.stop - inner.start,
+        )
 
     def kv_layout(self, *, block_size: int, dtype: KvDtype) -> KvLayout:
         """Layout of this model's KV blocks of `block_size` tokens."""

@@ -30,6 +30,7 @@ from engine.models.llama_weights import (
     StackedTensor,
     layer_tensors,
     outer_tensors,
+    published_shapes,
 )
 from engine.models.spec import ModelSpec
 from engine.models.weight_files import check_weights
@@ -195,7 +196,9 @@ def _copy_file(
     try:
         with safe_open(str(path), framework="pt", device="cpu") as file:
             for name, whole_name in names.items():
-                part = destinations[whole_name]
+                part = destinations.get(whole_name)
+                if part is None:
+                    continue  # another rank's
                 if part.share is None:
                     copier.copy(file.get_tensor(name), part.tensor)
                 else:
@@ -221,18 +224,24 @@ def allocate_weights(
 ) -> tuple[ModelWeights, dict[str, Part]]:
     """The uninitialised tensors of one rank, and published name -> the part of them it fills.
 
-    The parts cover every tensor, do not overlap and are contiguous.
+    The parts cover every tensor but for padding, which is zero; they do not overlap and are
+    contiguous. A tensor that another rank holds has no part.
     """
     destinations: dict[str, Part] = {}
 
     def allocate(tensors: Mapping[str, StackedTensor]) -> dict[str, Tensor]:
         allocated = {}
         for field, stacked in tensors.items():
+            if not stacked.is_on(rank):
+                continue
             mine = stacked.of_rank(rank)
             tensor = torch.empty(mine.shape, dtype=dtype, device=device)
             parts = torch.split(tensor, list(mine.num_rows.values()))
             for name, part in zip(mine.num_rows, parts, strict=True):
-                destinations[name] = Part(part, stacked.share_of(name, rank))
+                share = stacked.share_of(name, rank)
+                num_filled = len(part) if share is None else share[0].stop - share[0].start
+                part[num_filled:].zero_()
+                destinations[name] = Part(part[:num_filled], share)
             allocated[field] = tensor
         return allocated
 
@@ -269,18 +278,31 @@ _LARGEST = 1e-3
 
 
 def random_weights(
-    spec: ModelSpec, *, dtype: torch.dtype, device: torch.device, seed: int = 0
+    spec: ModelSpec,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    rank: Rank = WHOLE_MODEL,
+    seed: int = 0,
 ) -> ModelWeights:
     """Every linear, bias and embedding uniform in [-1e-3, 1e-3]; norm weights are 1.
 
     Norm weights as small as the others would shrink each layer's input until every activation is
-    nearly zero, and the speed of a matrix multiplication depends on its data.
+    nearly zero, and the speed of a matrix multiplication depends on its data. Every rank draws
+    every tensor whole and keeps its share, so that ranks share the model that one rank would have.
     """
-    weights, parts = allocate_weights(spec, dtype=dtype, device=device)
+    weights, parts = allocate_weights(spec, dtype=dtype, device=device, rank=rank)
     generator = torch.Generator(device).manual_seed(seed)
-    for name, part in parts.items():
+    for name, shape in published_shapes(spec).items():
+        part = parts.get(name)
         if name.endswith("norm.weight"):
+            assert part is not None, f"every rank holds {name}"
             part.tensor.fill_(1.0)
-        else:
+        elif part is not None and part.share is None:
             part.tensor.uniform_(-_LARGEST, _LARGEST, generator=generator)
+        else:
+            whole = torch.empty(shape, dtype=dtype, device=device)
+            whole.uniform_(-_LARGEST, _LARGEST, generator=generator)
+            if part is not None and part.share is not None:
+                part.tensor.copy_(whole[part.share])
     return weights

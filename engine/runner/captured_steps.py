@@ -77,14 +77,15 @@ class CapturedSteps:
 
     def _decode(self, buffers: StepBuffers, size: GraphSize, ctx: ForwardContext) -> GraphOutput:
         """One token for each of the first rows of `buffers`."""
-        logits = self._model.logits(self._model.forward(self._ids(buffers, size), ctx).hidden)
+        hidden = self._model.forward(self._ids(buffers, size), ctx).hidden
+        logits = self._model.logits(hidden, ctx.comm)
         return self._output(buffers, size, logits, None)
 
     def _prompt(self, buffers: StepBuffers, size: GraphSize, ctx: ForwardContext) -> GraphOutput:
         """Any number of tokens for each of the first rows of `buffers`; one line of logits each."""
         indices = buffers.on_device("logit_indices", size.num_rows)
         result = self._model.forward(self._ids(buffers, size), ctx, indices, checks_finite=True)
-        logits = self._model.logits(result.hidden)
+        logits = self._model.logits(result.hidden, ctx.comm)
         is_finite = result.is_finite
         if size.span_tokens is not None and is_finite is not None:
             # The padding before each row has no slot; its values do not matter.

@@ -17,7 +17,7 @@ from torch import Tensor
 from engine.kv.layout import KvLayout
 from engine.kv.store import KvStore
 from engine.kv.tables import BlockTables, concat_ranges
-from engine.layers.context import ForwardContext, LastTokens, SingleRank
+from engine.layers.context import SINGLE_RANK, Comm, ForwardContext, LastTokens
 from engine.models.llama import CausalLM, ForwardResult
 from engine.plan import StepPlan
 from engine.runner.captured_steps import CapturedSteps
@@ -73,13 +73,18 @@ class Executor:
         sampler: RowSampler,
         attention: PhasedAttention,
         sends_blocks: bool = False,
+        comm: Comm = SINGLE_RANK,
     ) -> None:
-        """`sends_blocks`: record `kv_store.digests` of all blocks that steps write."""
+        """`sends_blocks`: record `kv_store.digests` of all blocks that steps write.
+
+        comm: to the other ranks of `model`; each has an executor and launches the same plans.
+        """
         assert max_model_len <= model.rotary.max_tokens, (
             f"{max_model_len} tokens for a model built for {model.rotary.max_tokens}"
         )
         self.model = model
         self.layout = layout
+        self._comm = comm
         self.kv_store = KvStore(layout, num_blocks=num_blocks, device=model.device)
         self._attention = attention
         self._sends_blocks = sends_blocks
@@ -91,7 +96,7 @@ class Executor:
             tokens=tokens,
             blocks=BlockTables(max_rows=max_rows, max_blocks_per_row=self._max_blocks_per_row),
             sampler=sampler,
-            prompt_logprobs=PromptLogprobRows(tokens, model.logits, model.device),
+            prompt_logprobs=PromptLogprobRows(tokens, self._logits, model.device),
             num_blocks=num_blocks,
         )
         self._buffers = self._step_buffers(max_num_batched_tokens)
@@ -103,7 +108,6 @@ class Executor:
         self._decode_run: DecodeRun | None = None
         self._prompt_graphs: StepGraphs | None = None
         self._prompt_steps: PromptStepCounter | None = None
-        self._comm = SingleRank()
 
     def capture_graphs(
         self,
@@ -178,7 +182,7 @@ class Executor:
             ends[batch.plan_rows] = batch.first_tokens + batch.attention.num_new_tokens
             num_logits = np.array(plan.num_logits, dtype=np.int64)
             lines = torch.from_numpy(concat_ranges(ends - num_logits, num_logits))
-            return self.model.logits(hidden.index_select(0, lines.to(hidden.device))).float()
+            return self._logits(hidden.index_select(0, lines.to(hidden.device))).float()
 
     def _apply_rows(self, plan: StepPlan) -> None:
         """Apply the changes that precede the step: zero blocks, then release and admit rows."""
@@ -219,7 +223,7 @@ class Executor:
             hidden = result.hidden
         return ComputedStep(
             batch=batch,
-            logits=self.model.logits(hidden) if samples else None,
+            logits=self._logits(hidden) if samples else None,
             replayed=None,
             is_finite_token=result.is_finite,
         )
@@ -234,7 +238,7 @@ class Executor:
         hidden = result.hidden if lines is None else result.hidden.index_select(0, lines)
         return ComputedStep(
             batch=batch,
-            logits=self.model.logits(hidden) if len(batch.sampling) > 0 else None,
+            logits=self._logits(hidden) if len(batch.sampling) > 0 else None,
             replayed=None,
             is_finite_token=result.is_finite,
             prompt=self._rows.prompt_logprobs.read(chunks, batch, result.hidden),
@@ -298,6 +302,9 @@ class Executor:
         )
         ids = resolve_input_ids(batch.input_ids, self._last_tokens)
         return self.model.forward(ids, ctx, checks_finite=True)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        return self.model.logits(hidden, self._comm)
 
     # ---- parts ----------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.layers.context import ForwardContext
+from engine.layers.context import SINGLE_RANK, Comm, ForwardContext
 from engine.models.llama import CausalLM, ForwardResult
 from engine.models.registry import build_model
 from kernels.attention.phased import PhasedAttention, PhasedMetadata
@@ -100,8 +100,8 @@ class TokenByToken(CausalLM):
             is_finite=torch.cat(flags) if flags else None,
         )
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        return torch.cat([self._inner.logits(line) for line in hidden.split(1)])
+    def logits(self, hidden: Tensor, comm: Comm = SINGLE_RANK) -> Tensor:
+        return torch.cat([self._inner.logits(line, comm) for line in hidden.split(1)])
 
 
 def build_token_by_token(folder: Path, block_size: int) -> tuple[CausalLM, PhasedAttention]:

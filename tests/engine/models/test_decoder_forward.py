@@ -127,7 +127,7 @@ def test_a_broken_embedding_shows_in_its_token_and_in_no_other_row(
     ctx = _context(model)
     with torch.inference_mode():
         sound = model.forward(TOKENS, ctx, chosen, checks_finite=True)
-        model._embedding[SECOND[-1]] = broken
+        model._embedding.weight[SECOND[-1]] = broken
         seen = model.forward(TOKENS, ctx, chosen, checks_finite=True)
     assert sound.is_finite is not None
     assert seen.is_finite is not None

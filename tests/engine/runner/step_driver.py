@@ -6,6 +6,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from engine.kv.layout import KvDtype
+from engine.layers.context import SINGLE_RANK, Comm
 from engine.models.llama import CausalLM
 from engine.plan import RowAdmission, StepPlan, StepResult
 from engine.request import SamplingParams
@@ -16,6 +18,11 @@ from kernels.attention.protocol import AttentionShape
 from kernels.attention.select import AttentionNames, build_attention
 
 AUTO = AttentionNames(prefill="auto", decode="auto")
+_DTYPES: dict[torch.dtype, KvDtype] = {
+    torch.float32: "float32",
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+}
 GREEDY = SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True)
 
 
@@ -35,13 +42,13 @@ class StepDriver:
         fixed_tile: bool = False,
         phased: PhasedAttention | None = None,
         sends_blocks: bool = False,
+        comm: Comm = SINGLE_RANK,
     ) -> None:
-        """`phased`: computes attention instead of what `attention` names."""
-        dtype = {
-            torch.float32: "float32",
-            torch.bfloat16: "bfloat16",
-            torch.float16: "float16",
-        }[model.dtype]
+        """`phased`: computes attention instead of what `attention` names.
+
+        comm: to the other ranks of `model`; each has a driver that does the same.
+        """
+        dtype = _DTYPES[model.dtype]
         layout = model.spec.kv_layout(block_size=block_size, dtype=dtype)
         self.executor = Executor(
             model,
@@ -67,6 +74,7 @@ class StepDriver:
                 fixed_tile=fixed_tile,
             ),
             sends_blocks=sends_blocks,
+            comm=comm,
         )
         self.block_size = block_size
         self.random = random.Random(seed)

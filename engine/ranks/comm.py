@@ -1,0 +1,223 @@
+"""Communication between the ranks of one model on one host: gloo on a CPU, NCCL between GPUs.
+
+The groups are objects of their own: there is no default process group and nothing global. Gloo
+listens on the loopback interface only.
+
+A sum has the same bits on every rank. On a CPU every rank gets all parts and adds them in rank
+order, 16-bit floats in fp32. NCCL's algorithms (ring, tree, in the switch) compute each element
+once and hand it to all ranks.
+
+On a CPU an operation has ended when its method returns, or WorkerError is raised after `timeout_s`.
+On a GPU it is queued in the current stream, and can be captured in a CUDA graph. One that a peer
+never joins ends this process after `timeout_s`, by NCCL's watchdog, which logs it. The watchdog
+does not see replays of a graph, so whoever waits for a step needs a deadline of its own.
+"""
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from engine.errors import WorkerError
+from engine.layers.context import Comm
+from engine.ranks.rank import Rank
+
+_LOOPBACK = "127.0.0.1"
+_CONNECT_PATIENCE = 5  # gloo waits for a peer's connection this many times its timeout
+_POLL_S = 1e-3
+_SUMMED_IN_FP32 = (torch.bfloat16, torch.float16)
+
+
+def connect_ranks(rank: Rank, store: dist.Store, device: torch.device, timeout_s: float) -> Comm:
+    """Meet the other ranks at `store`; returns when all have come and a first sum is right.
+
+    Every rank calls it once with the same size, an equal store and its own device. `timeout_s`
+    limits this, and later every operation. Raises WorkerError.
+    """
+    store.set_timeout(timedelta(seconds=timeout_s))
+    host = GlooRanks(rank, dist.PrefixStore("host", store), timeout_s)
+    if device.type == "cpu":
+        _check_sum(host, device)
+        return host
+    comm = NcclRanks(rank, dist.PrefixStore("device", store), host, device, timeout_s)
+    _check_sum(comm, device)
+    return comm
+
+
+def _check_sum(comm: Comm, device: torch.device) -> None:
+    """NCCL connects with the first operation; then, too, everybody is known to be here."""
+    size = comm.rank.size
+    total = comm.all_reduce(torch.full((1,), comm.rank.index + 1, dtype=torch.int32, device=device))
+    if isinstance(comm, NcclRanks):
+        comm.wait_queued("its first sum")
+    if int(total) != size * (size + 1) // 2:
+        raise WorkerError(f"{_name(comm.rank)}: the first sum over the ranks is {int(total)}")
+
+
+def _name(rank: Rank) -> str:
+    return f"rank {rank.index} of {rank.size}"
+
+
+class GlooRanks:
+    """`Comm` for tensors in host memory. Not thread-safe: one thread calls it."""
+
+    def __init__(self, rank: Rank, store: dist.Store, timeout_s: float) -> None:
+        """Connect to the other ranks. Raises WorkerError."""
+        self.rank = rank
+        self._timeout = timedelta(seconds=timeout_s)
+        self._store = store  # the group calls it as long as it lives
+        self._group: Any = None  # ProcessGroupGloo; None = not connected, or closed
+        gloo: Any = dist.ProcessGroupGloo  # its stubs lack half of it
+        options = gloo._Options()
+        options._timeout = self._timeout / _CONNECT_PATIENCE
+        options._threads = 1
+        options._devices = [gloo.create_device(hostname=_LOOPBACK)]
+        try:
+            self._group = gloo(store, rank.index, rank.size, options)
+            self._group._set_default_timeout(self._timeout)
+        except RuntimeError as error:
+            raise WorkerError(
+                f"{_name(rank)}: not all ranks came within {timeout_s:g} s: {error}"
+            ) from error
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return self._sum(self.all_gather(x), like=x)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        gathered = x.new_empty((self.rank.size * x.shape[0], *x.shape[1:]))
+        if x.numel() > 0:
+            parts, sent = list(gathered.chunk(self.rank.size)), x.contiguous()
+            self._run("all_gather", lambda group: group.allgather([parts], [sent]))
+        return gathered
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        own = x[: x.shape[0] // self.rank.size]
+        return self._sum(self.all_to_all(x), like=own)
+
+    def all_to_all(self, x: Tensor) -> Tensor:
+        assert x.shape[0] % self.rank.size == 0, f"{list(x.shape)} for {self.rank.size} ranks"
+        sent = x.contiguous()
+        received = torch.empty_like(sent)
+        if x.numel() > 0:
+            self._run("all_to_all", lambda group: group.alltoall_base(received, sent, [], []))
+        return received
+
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        lengths: list[int] = self.all_gather(torch.tensor([len(data)])).tolist()
+        padded = torch.zeros(max(lengths), dtype=torch.uint8)
+        if data:
+            padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        lines = self.all_gather(padded.unsqueeze(0)).numpy()
+        return [line[:length].tobytes() for line, length in zip(lines, lengths, strict=True)]
+
+    def close(self) -> None:
+        self._group = None  # hangs up
+
+    def _sum(self, parts: Tensor, like: Tensor) -> Tensor:
+        """parts: [n T, ...], one after the other; returns their sum [T, ...], in rank order."""
+        first, *others = parts.view(self.rank.size, *like.shape).unbind()
+        total: Tensor = first.float() if like.dtype in _SUMMED_IN_FP32 else first.clone()
+        for part in others:
+            total += part
+        return total.to(like.dtype, copy=False)
+
+    def _run(self, verb: str, post: Callable[[Any], Any]) -> None:
+        """Post an operation and wait for its end. Raises WorkerError."""
+        if self._group is None:
+            raise WorkerError(f"{_name(self.rank)}: {verb} after the ranks were disconnected")
+        limit = self._timeout
+        try:
+            is_done = post(self._group).wait(limit)
+        except RuntimeError as error:  # what torch raises: a closed connection, a deadline
+            raise WorkerError(
+                f"{_name(self.rank)}: {verb} failed; another rank died, or did not take part within"
+                f" {limit.total_seconds():g} s: {error}"
+            ) from error
+        if not is_done:
+            raise WorkerError(
+                f"{_name(self.rank)}: {verb}: another rank did not take part within"
+                f" {limit.total_seconds():g} s"
+            )
+
+
+class NcclRanks:
+    """`Comm` for tensors on GPUs, one GPU a rank; bytes go through host memory.
+
+    Not thread-safe. Operations run in the stream that is current when they are called.
+    """
+
+    def __init__(
+        self,
+        rank: Rank,
+        store: dist.Store,
+        host: GlooRanks,
+        device: torch.device,
+        timeout_s: float,
+    ) -> None:
+        """NCCL itself connects with the first operation."""
+        self.rank = rank
+        self._host = host
+        self._store = store
+        self._device = device
+        self._timeout_s = timeout_s
+        nccl: Any = dist.ProcessGroupNCCL  # not in every build of torch, and its stubs lack half
+        options = nccl.Options(is_high_priority_stream=False)
+        options._timeout = timedelta(seconds=timeout_s)
+        self._group: Any = nccl(store, rank.index, rank.size, options)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        summed = x.contiguous()
+        if x.numel() > 0:
+            self._group.allreduce([summed], _queued(dist.AllreduceOptions())).wait()
+        return summed
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        gathered = x.new_empty((self.rank.size * x.shape[0], *x.shape[1:]))
+        if x.numel() > 0:
+            options = _queued(dist.distributed_c10d.AllgatherOptions())
+            self._group._allgather_base(gathered, x.contiguous(), options).wait()
+        return gathered
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        scattered = x.new_empty((x.shape[0] // self.rank.size, *x.shape[1:]))
+        if x.numel() > 0:
+            options = _queued(dist.distributed_c10d.ReduceScatterOptions())
+            self._group._reduce_scatter_base(scattered, x.contiguous(), options).wait()
+        return scattered
+
+    def all_to_all(self, x: Tensor) -> Tensor:
+        sent = x.contiguous()
+        received = torch.empty_like(sent)
+        if x.numel() > 0:
+            options = _queued(dist.distributed_c10d.AllToAllOptions())
+            self._group.alltoall_base(received, sent, [], [], options).wait()
+        return received
+
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        return self._host.gather_bytes(data)
+
+    def wait_queued(self, what: str) -> None:
+        """Block until the current stream has ended. Raises WorkerError after the timeout."""
+        event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        end_s = time.monotonic() + self._timeout_s
+        while not event.query():
+            if time.monotonic() > end_s:
+                raise WorkerError(f"{_name(self.rank)}: {what}: not done in {self._timeout_s:g} s")
+            time.sleep(_POLL_S)
+
+    def close(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            group.abort()
+        self._host.close()
+
+
+def _queued(options: Any) -> Any:  # noqa: ANN401 - torch types it loosely
+    """Options of an operation in the current stream, instead of one of the group's own."""
+    options.asyncOp = False
+    return options

@@ -1,0 +1,142 @@
+"""Models whose sums are exact in any order, so that ranks must give one rank's very bits.
+
+Weights are small whole numbers, and what is not linear ends on a grid of 1/8: norms, activations
+and attention. Products of such numbers are added without rounding, however they are split.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from engine.layers.context import Comm
+from engine.layers.vocabulary import SharedEmbedding, SharedHead
+from engine.models.llama import CausalLM
+from engine.models.llama_weights import Split, StackedTensor
+from engine.models.registry import build_model
+from engine.ranks.comm import GlooRanks
+from engine.ranks.rank import Rank
+from kernels.attention.phased import PhasedAttention
+from kernels.attention.protocol import AttentionShape
+from kernels.attention.reference import ReferenceAttention
+from kernels.reference import TorchOps
+
+CPU = torch.device("cpu")
+_GRID = 8
+
+
+def _snap(x: Tensor) -> Tensor:
+    return torch.round(x * _GRID) / _GRID
+
+
+class SnappingOps(TorchOps):
+    """Ends on the grid wherever ranks would add what is not whole."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return _snap(super().rms_norm(x, weight, eps))
+
+    def rms_norm_add(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        normed, stream = super().rms_norm_add(x, residual, weight, eps)
+        return _snap(normed), stream
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        return _snap(super().silu_mul(gate_up))
+
+
+class SnappingAttention(ReferenceAttention):
+    """Each head's result ends on the grid."""
+
+    def run(self, *args: Any, **named: Any) -> Tensor:
+        return _snap(super().run(*args, **named))
+
+
+def save_whole_numbers(folder: Path, seed: int) -> None:
+    """Replace all weights but the norms by whole numbers from -2 to 2."""
+    path = folder / "model.safetensors"
+    generator = torch.Generator().manual_seed(seed)
+    tensors = load_file(path)
+    for name, tensor in tensors.items():
+        if "norm" not in name:
+            drawn = torch.randint(-2, 3, tensor.shape, generator=generator)
+            tensors[name] = drawn.to(tensor.dtype)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def build_exact(folder: Path, rank: Rank) -> tuple[CausalLM, PhasedAttention]:
+    """The rank's model, and the attention that goes with it."""
+    model = build_model(folder, dtype=torch.float32, device=CPU, ops=SnappingOps(), rank=rank)
+    shape = AttentionShape(
+        num_heads=model.spec.num_heads,
+        num_kv_heads=model.spec.num_kv_heads,
+        head_dim=model.spec.head_dim,
+        layer_windows=model.spec.layer_windows,
+    )
+    attention = SnappingAttention(shape, block_size=4, dtype=torch.float32, device=CPU)
+    return model, PhasedAttention(prefill=attention, decode=attention, graph=None)
+
+
+# ---- wrong shards --------------------------------------------------------------------------------
+
+
+def _other_kv_head(self: Rank, length: int, what: str, unit: int | None = None) -> slice:
+    num_units = length // (unit or 1)
+    if num_units % self.size == 0:
+        return slice(self.index * length // self.size, (self.index + 1) * length // self.size)
+    assert unit is not None
+    first = self.index % num_units
+    return slice(first * unit, (first + 1) * unit)
+
+
+def _swapped_columns(share_of: Any) -> Any:
+    def share(self: StackedTensor, name: str, rank: Rank) -> tuple[slice, ...] | None:
+        if self.split is Split.COLUMNS:
+            rank = Rank(rank.size - 1 - rank.index, rank.size)
+        found: tuple[slice, ...] | None = share_of(self, name, rank)
+        return found
+
+    return share
+
+
+def _wrong_first_id(init: Any) -> Any:
+    def begin(self: SharedEmbedding, weight: Tensor, first: int) -> None:
+        init(self, weight, max(first - 1, 0))
+
+    return begin
+
+
+def _other_order(self: SharedHead, hidden: Tensor, comm: Comm) -> Tensor:
+    own = self._linear(hidden)
+    by_rank = comm.all_gather(own).view(-1, *own.shape)
+    return torch.cat(list(by_rank.flip(0)), dim=1)[:, : sum(self._num_ids)]
+
+
+_FAULTS: dict[str, Any] = {
+    "another rank's KV head": lambda: patch.object(Rank, "share", _other_kv_head),
+    "a bias on every rank": lambda: patch.object(StackedTensor, "is_on", lambda self, rank: True),
+    "another rank's columns": lambda: patch.object(
+        StackedTensor, "share_of", _swapped_columns(StackedTensor.share_of)
+    ),
+    "ids one too low": lambda: patch.object(
+        SharedEmbedding, "__init__", _wrong_first_id(SharedEmbedding.__init__)
+    ),
+    "logits in another order": lambda: patch.object(SharedHead, "__call__", _other_order),
+    "sums of one rank": lambda: patch.object(GlooRanks, "all_reduce", lambda self, x: x),
+}
+FAULTS = tuple(_FAULTS)
+
+
+@contextmanager
+def planted(fault: str | None) -> Iterator[None]:
+    """Build and run with a mistake in how ranks share a model; None = with none."""
+    if fault is None:
+        yield
+        return
+    with _FAULTS[fault]():
+        yield

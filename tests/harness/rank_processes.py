@@ -1,0 +1,113 @@
+"""The ranks of one model: the first is this process, the others are processes beside it.
+
+They are forked from a server that has imported torch once, so that more ranks cost little.
+"""
+
+import multiprocessing
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from engine.layers.context import Comm
+from engine.ranks.comm import connect_ranks
+from engine.ranks.rank import Rank
+
+T = TypeVar("T")
+
+TIMEOUT_S = 30.0  # of an operation between ranks, on a busy machine
+_ANSWER_S = 120.0  # what a function may take on the other ranks, at most
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload([__name__, "engine.build"])
+
+
+class RankProcesses:
+    """`size` ranks that run functions together, for as long as the context is open."""
+
+    def __init__(self, size: int, folder: Path) -> None:
+        """folder: an empty one, where the ranks find each other."""
+        self.comm: Comm
+        self._size = size
+        self._path = str(folder / "store")
+        self._connections: list[Connection] = []
+        self._processes: list[Any] = []
+
+    def __enter__(self) -> Self:
+        for index in range(1, self._size):
+            ours, theirs = _context.Pipe()
+            process = _context.Process(
+                target=_serve, args=(theirs, Rank(index, self._size), self._path), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._connections.append(ours)
+            self._processes.append(process)
+        self.comm = _connect(Rank(0, self._size), self._path)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.comm.close()
+        for connection, process in zip(self._connections, self._processes, strict=True):
+            if process.is_alive():
+                connection.send(None)
+            connection.close()
+            process.join(_ANSWER_S)
+
+    def start(self, fn: Callable[..., Any], *args: object) -> None:
+        """Run `fn(comm, *args)` on every other rank; `answers` waits for it."""
+        for connection in self._connections:
+            connection.send((fn, args))
+
+    def answers(self) -> list[Any]:
+        """What the other ranks' functions returned. Raises AssertionError where one failed."""
+        found = [
+            connection.poll(_ANSWER_S) and connection.recv() for connection in self._connections
+        ]
+        for index, answer in enumerate(found, start=1):
+            assert answer, f"rank {index} did not answer"
+            assert answer[0], f"rank {index}: {answer[1]}"
+        return [answer[1] for answer in found]
+
+    def run(self, fn: Callable[..., T], *args: object) -> list[T]:
+        """`fn(comm, *args)` of every rank, this process's first; all at the same time."""
+        self.start(fn, *args)
+        try:
+            own = fn(self.comm, *args)
+        except Exception as error:
+            self.answers()  # the other ranks' error may be the cause
+            raise error
+        return [own, *self.answers()]
+
+    def kill(self, index: int) -> None:
+        """As the kernel ends a process that takes too much memory."""
+        process = self._processes[index - 1]
+        process.kill()
+        process.join(_ANSWER_S)
+
+
+def _connect(rank: Rank, path: str) -> Comm:
+    store = dist.FileStore(path, rank.size)
+    return connect_ranks(rank, store, torch.device("cpu"), TIMEOUT_S)
+
+
+def _serve(connection: Connection, rank: Rank, path: str) -> None:
+    torch.set_num_threads(1)
+    comm = _connect(rank, path)
+    while (call := connection.recv()) is not None:
+        fn, args = call
+        try:
+            answer = True, fn(comm, *args)
+        except Exception:  # noqa: BLE001 - the test's process shows it
+            answer = False, traceback.format_exc()
+        connection.send(answer)
+    comm.close()
