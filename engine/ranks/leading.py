@@ -73,8 +73,9 @@ class RankEnd:
     """A rank has ended, or is about to; the ranks cannot go on without it."""
 
     rank: int  # from 1
-    reason: str
+    reason: str = "its process is dead"
     is_config: bool = False
+    is_dead: bool = False  # and said nothing
 
     def error(self) -> WorkerError | ConfigError:
         kind = ConfigError if self.is_config else WorkerError
@@ -108,6 +109,12 @@ class RankReports:
             heard = sorted(self._digests.get(step, {}))
             raise WorkerError(f"step {step}: only ranks {heard} followed within {timeout_s:.0f} s")
 
+    def wait_end(self, timeout_s: float) -> RankEnd | None:
+        """The first end of a follower; None = none has ended within `timeout_s`."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._end, timeout_s)
+            return self._end
+
     def _is_complete(self, step: int) -> bool:
         return len(self._digests.get(step, {})) == self._num_followers
 
@@ -127,7 +134,7 @@ class RankReports:
                 case RankFailure() if self._end is None:
                     self._end = RankEnd(rank=rank, reason=said.reason, is_config=said.is_config)
                 case None if self._end is None:
-                    self._end = RankEnd(rank=rank, reason="its process is dead")
+                    self._end = RankEnd(rank=rank, is_dead=True)
             self._changed.notify_all()
 
 

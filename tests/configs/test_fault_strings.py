@@ -28,6 +28,7 @@ def test_a_fault_may_be_meant_for_one_worker_alone() -> None:
     [one] = parse_faults(f"decode-{number}:step=9:hang")
     [every] = parse_faults("decode:step=9:hang")
     assert one.befalls("decode", f"decode-{number}.0a1b2c")
+    assert not one.befalls("decode", f"decode-{number}.0a1b2c", 1)
     assert not one.befalls("decode", f"decode-{number + 1}.0a1b2c")
     assert not one.befalls("decode", f"decode-{number}0.0a1b2c")
     assert every.befalls("decode", f"decode-{number}.0a1b2c")

@@ -39,6 +39,10 @@ class Ranks:
         self.leading: LeadingExecutor
         self._compare_every = compare_every
 
+    def rank_of(self, pid: int) -> int:
+        [rank] = [reader + 1 for reader in range(NUM_RANKS - 1) if self.ring.pid(reader) == pid]
+        return rank
+
     def begin(self) -> None:
         self.reports.start()
         self.replica.core.wrap_executor(self._lead)
@@ -162,6 +166,6 @@ def test_a_rank_that_is_killed_is_told_of_at_once(rng: random.Random, victim: in
         ranks.work(rng, 3)
         os.kill(followers[victim].pid, signal.SIGKILL)
         assert ranks.has_ended.wait(PATIENCE_S)
-        assert ranks.ends[0].reason == "its process is dead"
+        assert ranks.ends == [RankEnd(rank=ranks.rank_of(followers[victim].pid), is_dead=True)]
         with pytest.raises(WorkerError, match="dead"):
             ranks.work(rng, 30)
