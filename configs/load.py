@@ -360,6 +360,22 @@ def _worker_contradiction(config: AppConfig) -> str | None:
         )
     if config.model.device == "cpu" and workers.num_gpus > 0:
         return f"workers.num_gpus: {workers.num_gpus} with model.device cpu; set one of the two"
+    return _rank_contradiction(config)
+
+
+def _rank_contradiction(config: AppConfig) -> str | None:
+    workers, size = config.workers, config.workers.tensor_parallel_size
+    if size > 1 and workers.prefill > 0:
+        return (
+            f"workers.tensor_parallel_size: {size} with prefill and decode workers is not supported"
+            " yet, because KV does not move from rank to rank; use unified workers, or set it to 1"
+        )
+    if size > 2 and config.model.deterministic:
+        return (
+            f"workers.tensor_parallel_size: {size} with model.deterministic: a sum over more than"
+            " two ranks depends on how many tokens a step has; set it to 2 or 1, or deterministic"
+            " to false"
+        )
     return None
 
 

@@ -195,6 +195,9 @@ class WorkersConfig(_Section, frozen=True):
     unified: Annotated[int, Meta(ge=0)] = 1  # workers that do both; without the other two kinds
     num_cpus: Annotated[float, Meta(ge=0)] = 0.0  # per worker; 0 = a small machine must not wait
     num_gpus: Annotated[float, Meta(ge=0)] = 0.0  # per worker
+    # Ranks that share the model of one worker, each a process with its own device: they split
+    # heads, intermediate units and vocabulary, and each holds its heads' KV.
+    tensor_parallel_size: Literal[1, 2, 4, 8] = 1
     torch_threads: Positive = 1  # per worker, for operations on a CPU
     # A worker whose engine has work and makes no progress for so long exits, and is restarted.
     stall_s: Seconds = 60.0

@@ -1,4 +1,9 @@
-"""Builds one worker's engine from a config and a model folder: a core ready to step."""
+"""Builds one worker's engine from a config and a model folder: a core ready to step.
+
+Several ranks may share the model. Each builds an engine by the same configuration, in the same
+order, and where one measures something all go by the same result. Then rank 0 steps its core; the
+others launch rank 0's plans, in its order, on their executors and use nothing else.
+"""
 
 import logging
 import secrets
@@ -19,10 +24,13 @@ from engine.kv.hashes import RequestHasher
 from engine.kv.layout import KvDtype, KvLayout
 from engine.kv.store import KvStore
 from engine.kv.transfer import OutgoingEvent, OutgoingHandoffs
+from engine.layers.context import SINGLE_RANK, Comm
 from engine.messages import LoadReport
 from engine.models.llama import CausalLM
 from engine.models.llama_weights import num_parameters
 from engine.models.spec import ModelSpec, load_spec
+from engine.ranks.agreement import value_of_first
+from engine.ranks.rank import SIZE_KEY, Rank
 from engine.request import SamplingParams, find_id_beyond
 from engine.runner.auto import (
     Calibration,
@@ -48,8 +56,8 @@ BLOCK_KEY_BYTES = 32
 class Engine:
     """One replica. The thread that steps `core` owns all fields but `kv_store` and `grammars`."""
 
-    spec: ModelSpec
-    layout: KvLayout
+    spec: ModelSpec  # of the whole model
+    layout: KvLayout  # of this rank's blocks: they hold its KV heads
     max_model_len: int
     limits: Limits  # by which the scheduler was built, and what was chosen for `auto`
     cache: BlockCache
@@ -114,30 +122,31 @@ def build_engine(
     model: CausalLM | None = None,
     *,
     sends_blocks: bool = False,
+    comm: Comm = SINGLE_RANK,
 ) -> Engine:
-    """Load the model and build the engine.
+    """Load this rank's part of the model and build the engine.
 
     `notify` is called on the engine thread with events about prompts whose KV is to move.
     `block_key`: key of the block hashes; None = drawn here. `model`: the model of an engine that is
     gone and had an equal model section; None = load it. `sends_blocks`: keep `KvStore.digests` for
-    sending KV on. Raises ConfigError when the model folder and config cannot be served.
+    sending KV on. `comm`: to the other ranks, as many as workers.tensor_parallel_size, which build
+    at the same time. Raises ConfigError when the model folder and config cannot be served.
     """
+    _check_size(config, comm)
     torch.set_num_threads(config.workers.torch_threads)
     spec = load_spec(Path(config.model.path))
-    layout = spec.kv_layout(block_size=config.cache.block_size, dtype=kv_dtype(config.model, spec))
+    layout = _rank_layout(config, spec, comm.rank)
     compilations = CompilationCounter()
     compilations.install()
     grammars = _build_grammars(config, spec)
-    measured = _build_measured(
-        config, spec, layout, clock, model=model, grammars=grammars, sends_blocks=sends_blocks
-    )
+    given = config, spec, layout, clock, comm
+    measured = _build_measured(*given, model=model, grammars=grammars, sends_blocks=sends_blocks)
     executor, limits = measured.executor, measured.limits
     compilations.reset()
-    num_blocks = executor.kv_store.num_blocks
-    cache = _build_cache(config, num_blocks)
+    cache = _build_cache(config, executor.kv_store.num_blocks)
     hasher = _build_hasher(block_key, model_fingerprint, layout)
     outgoing = OutgoingHandoffs(cache, notify)
-    max_model_len = context_length(config, spec, num_blocks)
+    max_model_len = context_length(config, spec, cache.num_blocks)
     scheduler = Scheduler(
         limits.scheduler,
         cache=cache,
@@ -166,6 +175,20 @@ def build_engine(
     )
 
 
+def _check_size(config: AppConfig, comm: Comm) -> None:
+    asked, found = config.workers.tensor_parallel_size, comm.rank.size
+    if asked != found:
+        raise ConfigError(
+            f"{SIZE_KEY}: {asked}, but {found} process{'es' * (found > 1)} would share the model;"
+            f" set it to {found}"
+        )
+
+
+def _rank_layout(config: AppConfig, spec: ModelSpec, rank: Rank) -> KvLayout:
+    dtype = kv_dtype(config.model, spec)
+    return spec.of_rank(rank).kv_layout(block_size=config.cache.block_size, dtype=dtype)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Measured:
     """An executor, and what is known of it before its first request."""
@@ -181,15 +204,19 @@ def _build_measured(
     spec: ModelSpec,
     layout: KvLayout,
     clock: Clock,
+    comm: Comm,
     *,
     model: CausalLM | None,
     grammars: Grammars,
     sends_blocks: bool,
 ) -> _Measured:
     """Build for the sizes chosen for the device; measure steps if the configuration needs them."""
-    device = device_properties(torch.device(config.model.device))
-    sizes = choose_sizes(config, device, Footprint.of(spec, layout, num_parameters(spec)))
-    replica = Replica(config, spec, layout, sizes, model, grammars, sends_blocks=sends_blocks)
+    device, part = device_properties(torch.device(config.model.device)), spec.of_rank(comm.rank)
+    footprint = Footprint.of(part, layout, num_parameters(spec, comm.rank))
+    sizes = value_of_first(comm, choose_sizes(config, device, footprint))
+    replica = Replica(
+        config, part, layout, sizes, model, grammars, sends_blocks=sends_blocks, comm=comm
+    )
     executor = replica.build_executor()
     calibration = None
     if needs_calibration(config):
@@ -199,6 +226,7 @@ def _build_measured(
             num_blocks=executor.kv_store.num_blocks,
             max_row_tokens=replica.max_row_tokens,
             clock=clock,
+            comm=comm,
         )
     limits = choose_limits(config, sizes, calibration)
     if limits.choices:

@@ -38,8 +38,11 @@ class Comm(Protocol):
         """x: [n T, ...], T lines for each rank; returns [n T, ...], T lines from each rank."""
         ...
 
-    def gather_bytes(self, data: bytes) -> list[bytes]:
-        """The ranks' data in rank order, for what they agree on; goes through host memory."""
+    def gather_bytes(self, data: bytes, timeout_s: float | None = None) -> list[bytes]:
+        """The ranks' data in rank order, for what they agree on; goes through host memory.
+
+        timeout_s: instead of the one that every operation has.
+        """
         ...
 
     def close(self) -> None:
@@ -64,7 +67,7 @@ class SingleRank:
     def all_to_all(self, x: Tensor) -> Tensor:
         return x
 
-    def gather_bytes(self, data: bytes) -> list[bytes]:
+    def gather_bytes(self, data: bytes, timeout_s: float | None = None) -> list[bytes]:
         return [data]
 
     def close(self) -> None:

@@ -78,7 +78,6 @@ class GlooRanks:
         options._devices = [gloo.create_device(hostname=_LOOPBACK)]
         try:
             self._group = gloo(store, rank.index, rank.size, options)
-            self._group._set_default_timeout(self._timeout)
         except RuntimeError as error:
             raise WorkerError(
                 f"{_name(rank)}: not all ranks came within {timeout_s:g} s: {error}"
@@ -88,11 +87,7 @@ class GlooRanks:
         return self._sum(self.all_gather(x), like=x)
 
     def all_gather(self, x: Tensor) -> Tensor:
-        gathered = x.new_empty((self.rank.size * x.shape[0], *x.shape[1:]))
-        if x.numel() > 0:
-            parts, sent = list(gathered.chunk(self.rank.size)), x.contiguous()
-            self._run("all_gather", lambda group: group.allgather([parts], [sent]))
-        return gathered
+        return self._all_gather(x, self._timeout)
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
         own = x[: x.shape[0] // self.rank.size]
@@ -103,19 +98,35 @@ class GlooRanks:
         sent = x.contiguous()
         received = torch.empty_like(sent)
         if x.numel() > 0:
-            self._run("all_to_all", lambda group: group.alltoall_base(received, sent, [], []))
+            options = _within(dist.distributed_c10d.AllToAllOptions(), self._timeout)
+            self._run(
+                "all_to_all",
+                lambda group: group.alltoall_base(received, sent, [], [], options),
+                self._timeout,
+            )
         return received
 
-    def gather_bytes(self, data: bytes) -> list[bytes]:
-        lengths: list[int] = self.all_gather(torch.tensor([len(data)])).tolist()
+    def gather_bytes(self, data: bytes, timeout_s: float | None = None) -> list[bytes]:
+        limit = self._timeout if timeout_s is None else timedelta(seconds=timeout_s)
+        lengths: list[int] = self._all_gather(torch.tensor([len(data)]), limit).tolist()
         padded = torch.zeros(max(lengths), dtype=torch.uint8)
         if data:
             padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        lines = self.all_gather(padded.unsqueeze(0)).numpy()
+        lines = self._all_gather(padded.unsqueeze(0), limit).numpy()
         return [line[:length].tobytes() for line, length in zip(lines, lengths, strict=True)]
 
     def close(self) -> None:
         self._group = None  # hangs up
+
+    def _all_gather(self, x: Tensor, limit: timedelta) -> Tensor:
+        gathered = x.new_empty((self.rank.size * x.shape[0], *x.shape[1:]))
+        if x.numel() > 0:
+            sent = x.contiguous()
+            options = _within(dist.distributed_c10d.AllgatherOptions(), limit)
+            self._run(
+                "all_gather", lambda group: group._allgather_base(gathered, sent, options), limit
+            )
+        return gathered
 
     def _sum(self, parts: Tensor, like: Tensor) -> Tensor:
         """parts: [n T, ...], one after the other; returns their sum [T, ...], in rank order."""
@@ -125,11 +136,10 @@ class GlooRanks:
             total += part
         return total.to(like.dtype, copy=False)
 
-    def _run(self, verb: str, post: Callable[[Any], Any]) -> None:
+    def _run(self, verb: str, post: Callable[[Any], Any], limit: timedelta) -> None:
         """Post an operation and wait for its end. Raises WorkerError."""
         if self._group is None:
             raise WorkerError(f"{_name(self.rank)}: {verb} after the ranks were disconnected")
-        limit = self._timeout
         try:
             is_done = post(self._group).wait(limit)
         except RuntimeError as error:  # what torch raises: a closed connection, a deadline
@@ -197,8 +207,8 @@ class NcclRanks:
             self._group.alltoall_base(received, sent, [], [], options).wait()
         return received
 
-    def gather_bytes(self, data: bytes) -> list[bytes]:
-        return self._host.gather_bytes(data)
+    def gather_bytes(self, data: bytes, timeout_s: float | None = None) -> list[bytes]:
+        return self._host.gather_bytes(data, timeout_s)
 
     def wait_queued(self, what: str) -> None:
         """Block until the current stream has ended. Raises WorkerError after the timeout."""
@@ -215,6 +225,12 @@ class NcclRanks:
         if group is not None:
             group.abort()
         self._host.close()
+
+
+def _within(options: Any, limit: timedelta) -> Any:  # noqa: ANN401 - torch types it loosely
+    """Options of an operation that fails after `limit`."""
+    options.timeout = limit
+    return options
 
 
 def _queued(options: Any) -> Any:  # noqa: ANN401 - torch types it loosely

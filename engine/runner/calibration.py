@@ -2,7 +2,8 @@
 
 The steps are those that requests will cause, CUDA graphs included, and go the same way through the
 executor: each is launched while the one before it computes, so that no launch is counted. As in the
-warm-up they write to blocks that nothing holds yet. Chooses nothing.
+warm-up they write to blocks that nothing holds yet. Of several ranks all go by the times of the
+first. Chooses nothing.
 """
 
 import statistics
@@ -13,7 +14,9 @@ import msgspec
 
 from engine.clock import Clock
 from engine.cost_model import StepWork
+from engine.layers.context import SINGLE_RANK, Comm
 from engine.plan import StepPlan
+from engine.ranks.agreement import value_of_first
 from engine.runner.auto import Calibration, StepSizes
 from engine.runner.executor import Executor
 from engine.runner.results import EmptyStep, PendingStep
@@ -37,20 +40,21 @@ def calibrate(
     max_row_tokens: int,
     clock: Clock,
     budget_s: float = BUDGET_S,
+    comm: Comm = SINGLE_RANK,
 ) -> Calibration:
     """Run steps of up to `sizes` on an executor that is warm and idle.
 
     num_blocks: of its cache. max_row_tokens: of a row, at most. Lengths grow until the blocks or
     the time are used up.
     """
-    steps = _Steps(executor)
+    steps = _Steps(executor, comm)
     started_s = clock.now_s()
     room = _Room(sizes, executor.layout.block_size, num_blocks, max_row_tokens)
     decode_s = _measure_decodes(steps, room, budget_s)
     chunks: list[tuple[int, float]] = []
     for num_tokens in room.chunk_lengths():
         expected_s = 2.0 * chunks[-1][1] if chunks else decode_s
-        left_s = budget_s - (clock.now_s() - started_s)
+        left_s = budget_s - value_of_first(comm, clock.now_s() - started_s)
         rows = room.prompts(num_tokens)
         if rows is None or (len(chunks) >= 2 and expected_s > left_s):
             break
@@ -58,12 +62,13 @@ def calibrate(
         plan = dummy_step(rows, room.block_size)
         chunks.append((num_tokens, steps.median_s([plan] * num_runs, work_of(rows))))
     assert chunks, f"{num_blocks} blocks hold no prompt of {max_row_tokens} tokens"
-    return Calibration(
+    found = Calibration(
         decode_s=decode_s,
         chunks=tuple(chunks),
         samples=tuple(steps.samples),
         took_s=clock.now_s() - started_s,
     )
+    return value_of_first(comm, found)
 
 
 def chunk_lengths(max_tokens: int, max_row_tokens: int) -> list[int]:
@@ -164,9 +169,10 @@ class _Room:
 class _Steps:
     """Runs steps of one executor and keeps a sample of each that counts."""
 
-    def __init__(self, executor: Executor) -> None:
+    def __init__(self, executor: Executor, comm: Comm) -> None:
         self.samples: list[tuple[StepWork, float]] = []
         self._executor = executor
+        self._comm = comm
 
     def median_s(self, plans: Iterable[StepPlan], work: StepWork) -> float:
         """Median duration of steps of the same rows, without the first, which waits for the host.
@@ -176,7 +182,7 @@ class _Steps:
         durations_s = self._run(plans)
         counted_s = durations_s[1:] or durations_s
         self.samples += [(work, seconds) for seconds in counted_s]
-        return statistics.median(counted_s)
+        return value_of_first(self._comm, statistics.median(counted_s))
 
     def _run(self, plans: Iterable[StepPlan]) -> list[float]:
         """Launches each step while the one before it computes, as the step loop does."""

@@ -133,7 +133,10 @@ class Recorder(Protocol):
 class CudaRecorder:
     """Records CUDA graphs that share one memory pool."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_watchdog: bool = False) -> None:
+        """has_watchdog: another thread looks after queued operations meanwhile, as NCCL's does."""
+        # What another thread does to the device then does not spoil a capture.
+        self._errors = "thread_local" if has_watchdog else "global"
         self._pool = torch.cuda.graph_pool_handle()
 
     def record(self, run: Callable[[], GraphOutput]) -> Callable[[], GraphOutput]:
@@ -144,7 +147,7 @@ class CudaRecorder:
                 run()
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode=self._errors):
             output = run()
 
         def replay() -> GraphOutput:

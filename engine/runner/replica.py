@@ -16,9 +16,11 @@ import torch
 from configs.schema import AppConfig, LapsConfig
 from engine.errors import ConfigError
 from engine.kv.layout import KvDtype, KvLayout
+from engine.layers.context import SINGLE_RANK, Comm
 from engine.models.llama import CausalLM
 from engine.models.registry import build_model
 from engine.models.spec import ModelSpec
+from engine.ranks.agreement import least, meet
 from engine.runner.auto import CPU_BLOCKS, StepSizes
 from engine.runner.executor import Executor
 from engine.runner.graph_sizes import PromptSizes, ragged_sizes
@@ -35,9 +37,14 @@ from kernels.attention.select import AttentionNames, BackendUnavailable, build_a
 
 
 def num_blocks_that_fit(
-    run_trial: Callable[[], None], *, trial_blocks: int, block_bytes: int, share: float
+    run_trial: Callable[[], None],
+    *,
+    trial_blocks: int,
+    block_bytes: int,
+    share: float,
+    comm: Comm = SINGLE_RANK,
 ) -> int:
-    """The number of KV blocks that fit in `share` of the GPU's memory.
+    """The number of KV blocks that fit in `share` of the memory of each rank's GPU.
 
     `run_trial` builds, warms up and drops an executor of `trial_blocks` blocks.
     Raises ConfigError when less than the trial's own blocks fit.
@@ -46,7 +53,7 @@ def num_blocks_that_fit(
     torch.cuda.synchronize()
     free_bytes, total_bytes = torch.cuda.mem_get_info()
     taken_bytes = total_bytes - free_bytes - trial_blocks * block_bytes
-    num_blocks = int(share * total_bytes - taken_bytes) // block_bytes
+    num_blocks = least(comm, int(share * total_bytes - taken_bytes) // block_bytes)
     if num_blocks < trial_blocks:
         raise ConfigError(
             f"cache.gpu_memory_utilization: {share:.0%} of {total_bytes / 2**30:.1f} GiB leaves"
@@ -81,8 +88,9 @@ class Replica:
         matchers: Matchers | None = None,
         *,
         sends_blocks: bool = False,
+        comm: Comm = SINGLE_RANK,
     ) -> None:
-        """`sizes`: of the largest steps.
+        """`spec`, `layout`: of the part of this rank. `sizes`: of the largest steps, on all ranks.
 
         `model`: built before from an equal model section; None = load its weights here.
         `matchers`: for rows with a constraint; None = no row may have one. `sends_blocks`: as in
@@ -94,6 +102,7 @@ class Replica:
         self._sizes = sizes
         self._matchers = matchers
         self._sends_blocks = sends_blocks
+        self._comm = comm
         self._device = torch.device(config.model.device)
         asked = config.model.max_model_len
         self._max_model_len = spec.max_model_len if asked is None else asked
@@ -106,6 +115,7 @@ class Replica:
 
     def build_executor(self) -> Executor:
         """A warmed-up, captured executor with the configured number of blocks, or all that fit."""
+        meet(self._comm)  # not all load their weights in the same time
         num_blocks = self._config.cache.num_blocks
         if num_blocks is None:
             num_blocks = self._num_blocks_that_fit() if self._is_gpu else CPU_BLOCKS
@@ -138,6 +148,7 @@ class Replica:
             trial_blocks=trial_blocks,
             block_bytes=layout.block_bytes,
             share=self._config.cache.gpu_memory_utilization,
+            comm=self._comm,
         )
 
     def _build(self, num_blocks: int) -> Executor:
@@ -153,6 +164,7 @@ class Replica:
             sampler=self._build_sampler(sizes.max_rows),
             attention=self._build_attention(),
             sends_blocks=self._sends_blocks,
+            comm=self._comm,
         )
         warm_up(
             executor,
@@ -162,7 +174,8 @@ class Replica:
             max_row_tokens=self.max_row_tokens,
         )
         if self._uses_graphs:
-            executor.capture_graphs(CudaRecorder(), logger.info, prompts=self._prompt_sizes)
+            recorder = CudaRecorder(has_watchdog=self._comm.rank.size > 1)
+            executor.capture_graphs(recorder, logger.info, prompts=self._prompt_sizes)
         return executor
 
     def _build_sampler(self, max_rows: int) -> RowSampler:
@@ -180,6 +193,7 @@ class Replica:
             max_model_len=self._max_model_len,
             has_random_weights=model.weights == "random",
             is_deterministic=model.deterministic,
+            rank=self._comm.rank,
         )
 
     def _build_attention(self) -> PhasedAttention:

@@ -105,6 +105,15 @@ def test_the_defaults_of_laps_are_the_published_ones() -> None:
         ("workers: {unified: 0}", ["workers", "nothing can serve"]),
         ("workers: {prefill: 1, decode: 1}", ["unified 1", "not supported yet", "to 0"]),
         ("workers: {num_gpus: 1}", ["num_gpus", "device cpu"]),
+        ("workers: {tensor_parallel_size: 3}", ["workers.tensor_parallel_size", "1, 2, 4, 8"]),
+        (
+            "workers: {tensor_parallel_size: 2, prefill: 1, decode: 1, unified: 0}",
+            ["workers.tensor_parallel_size", "not supported yet", "unified"],
+        ),
+        (
+            "workers: {tensor_parallel_size: 4}\nmodel: {device: cuda, deterministic: true}",
+            ["workers.tensor_parallel_size", "model.deterministic", "to 2 or 1"],
+        ),
         ("laps: {laps_length_threshold: 0}", ["laps.laps_length_threshold", ">= 1"]),
         ("laps: {laps_alloc_threshold: -5}", ["laps.laps_alloc_threshold", ">= 1"]),
         ("laps: {laps_rebalance_ratio: 1.0}", ["laps.laps_rebalance_ratio", "> 1"]),

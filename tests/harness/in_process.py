@@ -8,6 +8,7 @@ from configs.load import load_config
 from engine.build import Engine, build_engine
 from engine.clock import MonotonicClock
 from engine.kv.transfer import OutgoingEvent
+from engine.layers.context import SINGLE_RANK, Comm
 from engine.messages import TokenRecord
 from engine.request import Request, RequestKey, RequestSpec, SamplingParams
 
@@ -21,10 +22,15 @@ class Answer:
     finish: str | None = None
 
 
-def start_engine(**overrides: object) -> Engine:
-    """An engine of the shipped model, or of `model__path`; `a__b=1` sets the config key a.b."""
+def start_engine(comm: Comm = SINGLE_RANK, **overrides: object) -> Engine:
+    """An engine of the shipped model, or of `model__path`; `a__b=1` sets the config key a.b.
+
+    comm: to other ranks, which start an engine at the same time.
+    """
     dotted = {key.replace("__", "."): value for key, value in overrides.items()}
-    return build_engine(load_config(None, dotted), "test", MonotonicClock(), _no_handoff)
+    dotted["workers.tensor_parallel_size"] = comm.rank.size
+    config = load_config(None, dotted)
+    return build_engine(config, "test", MonotonicClock(), _no_handoff, comm=comm)
 
 
 def answer(

@@ -29,11 +29,11 @@ _context.set_forkserver_preload([__name__, "engine.build"])
 class RankProcesses:
     """`size` ranks that run functions together, for as long as the context is open."""
 
-    def __init__(self, size: int, folder: Path) -> None:
-        """folder: an empty one, where the ranks find each other."""
+    def __init__(self, size: int, folder: Path, device: str = "cpu") -> None:
+        """folder: an empty one, where the ranks find each other. device: cuda = a GPU for each."""
         self.comm: Comm
         self._size = size
-        self._path = str(folder / "store")
+        self._given = str(folder / "store"), device
         self._connections: list[Connection] = []
         self._processes: list[Any] = []
 
@@ -41,13 +41,13 @@ class RankProcesses:
         for index in range(1, self._size):
             ours, theirs = _context.Pipe()
             process = _context.Process(
-                target=_serve, args=(theirs, Rank(index, self._size), self._path), daemon=True
+                target=_serve, args=(theirs, Rank(index, self._size), *self._given), daemon=True
             )
             process.start()
             theirs.close()
             self._connections.append(ours)
             self._processes.append(process)
-        self.comm = _connect(Rank(0, self._size), self._path)
+        self.comm = _connect(Rank(0, self._size), *self._given)
         return self
 
     def __exit__(
@@ -78,6 +78,11 @@ class RankProcesses:
             assert answer[0], f"rank {index}: {answer[1]}"
         return [answer[1] for answer in found]
 
+    def say(self, message: object) -> None:
+        """To functions that run on the other ranks, which take it by `hear`."""
+        for connection in self._connections:
+            connection.send(message)
+
     def run(self, fn: Callable[..., T], *args: object) -> list[T]:
         """`fn(comm, *args)` of every rank, this process's first; all at the same time."""
         self.start(fn, *args)
@@ -95,14 +100,26 @@ class RankProcesses:
         process.join(_ANSWER_S)
 
 
-def _connect(rank: Rank, path: str) -> Comm:
-    store = dist.FileStore(path, rank.size)
-    return connect_ranks(rank, store, torch.device("cpu"), TIMEOUT_S)
+_parent: list[Connection] = []  # of a process that is another rank than the first
 
 
-def _serve(connection: Connection, rank: Rank, path: str) -> None:
+def hear() -> Any:
+    """On another rank than the first: the next message of `RankProcesses.say`."""
+    return _parent[0].recv()
+
+
+def _connect(rank: Rank, path: str, kind: str) -> Comm:
+    device = torch.device(kind)
+    if kind == "cuda":
+        device = torch.device(kind, rank.index)
+        torch.cuda.set_device(device)
+    return connect_ranks(rank, dist.FileStore(path, rank.size), device, TIMEOUT_S)
+
+
+def _serve(connection: Connection, rank: Rank, path: str, device: str) -> None:
     torch.set_num_threads(1)
-    comm = _connect(rank, path)
+    _parent.append(connection)
+    comm = _connect(rank, path, device)
     while (call := connection.recv()) is not None:
         fn, args = call
         try:

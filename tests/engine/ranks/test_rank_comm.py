@@ -123,13 +123,13 @@ def _absent(comm: Comm, path: str, timeout_s: float) -> None:
 def test_an_operation_that_others_do_not_join_ends_in_time(
     ranks: RankProcesses, tmp_path: Path, call: Callable[[Comm], object]
 ) -> None:
-    given = str(tmp_path / "store"), 1.0
+    given = str(tmp_path / "store"), 0.5
     ranks.start(_absent, *given)
     comm = _connect_again(ranks.comm, *given)
     start_s = time.monotonic()
-    with pytest.raises(WorkerError, match=r"rank 0 of 3: .* did not take part within 1 s"):
+    with pytest.raises(WorkerError, match=r"rank 0 of 3: .* did not take part within 0\.5 s"):
         call(comm)
-    assert 0.9 < time.monotonic() - start_s < 10.0
+    assert 0.4 < time.monotonic() - start_s < 10.0
     comm.close()
     ranks.comm.gather_bytes(b"")
     ranks.answers()

@@ -1,0 +1,142 @@
+"""Two ranks on two GPUs: NCCL's sums in and out of graphs, and a whole engine over both."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.layers.context import Comm
+from engine.text.tokenizing import load_tokenizer
+from tests.engine.test_gpu_engine import DECISIVE, mixed_work
+from tests.harness.in_process import GREEDY, Answer, answer, start_engine
+from tests.harness.rank_processes import RankProcesses
+from tests.harness.shared_engine import SharedEngine
+from tests.harness.tiny_models import save_model
+
+pytestmark = [
+    pytest.mark.multi_gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+
+MODEL = Path(__file__).parents[3] / "demo_model" / "laps-demo"
+SIZE = 2
+SETTINGS = {
+    "model__device": "cuda",
+    "cache__num_blocks": 600,
+    "scheduler__max_num_seqs": 24,
+    "scheduler__max_num_batched_tokens": 96,
+}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankProcesses]:
+    with RankProcesses(SIZE, tmp_path_factory.mktemp("ranks"), "cuda") as started:
+        yield started
+
+
+def _verbs(comm: Comm, shape: tuple[int, ...]) -> list[list[int]]:
+    x = torch.arange(torch.Size(shape).numel(), device="cuda").view(shape) * (comm.rank.index + 1)
+    found = [verb(x.clone()) for verb in (comm.all_gather, comm.reduce_scatter, comm.all_to_all)]
+    found.append(comm.all_reduce(x))
+    return [tensor.flatten().tolist() for tensor in found]
+
+
+@pytest.mark.parametrize("shape", [(2,), (6, 5), (2 * 1031, 7)])
+def test_every_verb_moves_what_it_says(ranks: RankProcesses, shape: tuple[int, ...]) -> None:
+    whole = torch.arange(torch.Size(shape).numel()).view(shape)
+    inputs = [whole * (index + 1) for index in range(SIZE)]
+    for index, found in enumerate(ranks.run(_verbs, shape)):
+        expected: list[Tensor] = [
+            torch.cat(inputs),
+            sum(inputs).chunk(SIZE)[index],
+            torch.cat([x.chunk(SIZE)[index] for x in inputs]),
+            sum(inputs),
+        ]
+        assert found == [tensor.flatten().tolist() for tensor in expected]
+
+
+def _replayed_sums(comm: Comm, num_replays: int) -> tuple[bool, list[float]]:
+    """Whether every replay was right, and the last sum of numbers that round."""
+    whole = torch.zeros(129, 64, device="cuda")
+    drawn = torch.randn(129, 64, device="cuda", dtype=torch.bfloat16)
+
+    def run() -> tuple[Tensor, Tensor]:
+        return comm.all_reduce(whole + comm.rank.index), comm.all_reduce(drawn.clone())
+
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        total, rounded = run()
+    is_right = torch.ones((), dtype=torch.bool, device="cuda")
+    for number in range(num_replays):
+        whole.fill_(number)
+        graph.replay()
+        is_right &= (total == 2 * number + 1).all()
+    comm.all_reduce(torch.zeros(1, device="cuda"))
+    return bool(is_right), rounded.flatten().tolist()
+
+
+def test_thousands_of_replays_are_right_and_have_the_same_bits(ranks: RankProcesses) -> None:
+    (first_right, first), (other_right, other) = ranks.run(_replayed_sums, 5000)
+    assert first_right
+    assert other_right
+    assert first == other
+
+
+def _tokens(answers: list[Answer]) -> list[list[int]]:
+    return [one.tokens for one in answers]
+
+
+def test_the_shipped_model_says_what_it_is_sure_of(ranks: RankProcesses) -> None:
+    tokenizing = load_tokenizer(MODEL)
+    shared = SharedEngine(ranks, SETTINGS)
+    statistics = shared.engine.executor.statistics()
+    assert statistics.decode_graphs is not None
+    prompts = tokenizing.encode_batch(list(DECISIVE), add_special_tokens=True)
+    found = answer(shared.engine, [(list(prompt), GREEDY) for prompt in prompts])
+    for answered, expected in zip(found, DECISIVE.values(), strict=True):
+        assert tokenizing.decode(answered.tokens).startswith(expected)
+    shared.end()
+
+
+@pytest.mark.parametrize("num_kv_heads", [2, 1])
+def test_ranks_go_the_same_way_with_and_without_graphs(
+    ranks: RankProcesses, num_kv_heads: int, tmp_path: Path
+) -> None:
+    """More requests than rows, every kind of sampling; steps in flight behind each other."""
+    save_model(
+        tmp_path,
+        "Qwen3ForCausalLM",
+        seed=5,
+        hidden_size=256,
+        intermediate_size=208,
+        num_hidden_layers=3,
+        num_attention_heads=8,
+        num_key_value_heads=num_kv_heads,
+        head_dim=64,
+        max_position_embeddings=1024,
+        dtype=torch.bfloat16,
+    )
+    work = mixed_work(seed=7, count=60)
+    for has_graphs in (False, True):
+        settings = SETTINGS | {
+            "model__path": str(tmp_path),
+            "execution__cuda_graphs": has_graphs,
+        }
+        shared = SharedEngine(ranks, settings)
+        found = answer(shared.engine, work)
+        assert all(one.finish for one in found)
+        assert len(shared.digests) > 100
+        shared.end()
+
+
+def test_all_ranks_have_as_many_blocks(ranks: RankProcesses) -> None:
+    settings = SETTINGS | {"cache__num_blocks": None, "cache__gpu_memory_utilization": 0.3}
+    shared = SharedEngine(ranks, settings)
+    num_blocks = shared.engine.cache.num_blocks
+    shared.end()
+    alone = start_engine(**settings).cache.num_blocks
+    assert num_blocks > 1.5 * alone  # a block of a rank has half the heads

@@ -1,0 +1,206 @@
+"""A whole engine over two processes: the first schedules, the second launches what it launches."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from configs.load import load_config
+from engine.build import Engine, build_engine
+from engine.clock import MonotonicClock
+from engine.errors import ConfigError
+from engine.layers.context import Comm
+from engine.request import Constraint, ConstraintKind, SamplingParams
+from engine.runner.auto import Calibration, Limits
+from engine.runner.calibration import calibrate
+from engine.runner.replica import num_blocks_that_fit
+from engine.text.tokenizing import load_tokenizer
+from tests.harness.in_process import Answer, answer, start_engine
+from tests.harness.rank_processes import RankProcesses
+from tests.harness.shared_engine import SharedEngine
+
+MODEL = Path(__file__).parents[3] / "demo_model" / "laps-demo"
+SETTINGS = {
+    "scheduler__max_num_batched_tokens": 48,  # so that prompts are computed in chunks
+    "scheduler__max_num_seqs": 8,
+    "scheduler__overlap": True,
+    "cache__num_blocks": 256,
+    "cache__block_size": 8,
+}
+TEXTS = (
+    "def settings():\n    return ",
+    "class Worker:\n    def __init__(self, name, address, port):\n        self.",
+    "import os\nimport sys\n\n\ndef main():\n    path = os.path.join(",
+    "for i in range(10):\n    print(i",
+    "    if not isinstance(value, str):\n        raise TypeError(",
+)
+LARGEST_LOGPROB_ERROR = 1e-4
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankProcesses]:
+    with RankProcesses(2, tmp_path_factory.mktemp("ranks")) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def alone() -> Engine:
+    return start_engine(**SETTINGS)
+
+
+@pytest.fixture
+def shared(ranks: RankProcesses) -> Iterator[SharedEngine]:
+    started = SharedEngine(ranks, SETTINGS)
+    yield started
+    started.end()
+
+
+def _prompts(texts: Sequence[str]) -> list[list[int]]:
+    found = load_tokenizer(MODEL).encode_batch(list(texts), add_special_tokens=True)
+    return [list(ids) for ids in found]
+
+
+def _assert_same(ours: Sequence[Answer], theirs: Sequence[Answer]) -> None:
+    """The same tokens and ends; log-probabilities as close as sums in another order are."""
+    for our, their in zip(ours, theirs, strict=True):
+        assert our.tokens == their.tokens
+        assert our.finish == their.finish
+        assert _numbers(our) == pytest.approx(_numbers(their), abs=LARGEST_LOGPROB_ERROR)
+
+
+def _numbers(found: Answer) -> list[float]:
+    """All log-probabilities of an answer, and the ids that they are of."""
+    numbers: list[float] = []
+    for record in found.records:
+        if record.logprobs is not None:
+            numbers += [*record.logprobs.top_ids, *record.logprobs.top_logprobs]
+            numbers.append(record.logprobs.chosen)
+        if record.prompt is not None:
+            numbers += record.prompt.labels
+            for piece in record.prompt.pieces:
+                numbers += piece.chosen
+    return numbers
+
+
+def test_answers_are_those_of_one_rank_however_they_are_sampled(
+    shared: SharedEngine, alone: Engine
+) -> None:
+    """Over more than a hundred steps of chunks and single tokens, more requests than rows."""
+    kinds = [
+        SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True),
+        SamplingParams(max_tokens=33, temperature=0.9, top_p=0.9, seed=4, ignore_eos=True),
+        SamplingParams(max_tokens=25, temperature=0.0, logprobs=3, frequency_penalty=0.4),
+        SamplingParams(max_tokens=30, temperature=1.1, top_k=20, seed=-9, logprobs=0),
+        SamplingParams(max_tokens=21, temperature=0.6, min_p=0.02, seed=11, repetition_penalty=1.2),
+        SamplingParams(max_tokens=3, temperature=0.0, prompt_logprobs=2),
+        SamplingParams(max_tokens=0, temperature=0.0, label_token_ids=(5, 6)),
+    ]
+    prompts = _prompts(TEXTS)
+    prompts.append([token for prompt in prompts for token in prompt] * 2)
+    requests = [(prompts[i % len(prompts)], kinds[i % len(kinds)]) for i in range(24)]
+    found = answer(shared.engine, requests)
+    _assert_same(found, answer(alone, requests))
+    _assert_same(answer(shared.engine, requests), found)  # and now from cached prefixes
+    assert len(shared.digests) > 130
+
+
+def test_structured_output_is_that_of_one_rank(shared: SharedEngine, alone: Engine) -> None:
+    schema = '{"type":"object","properties":{"a":{"type":"integer"},"b":{"enum":["x","yz"]}},'
+    schema += '"required":["a","b"],"additionalProperties":false}'
+    constraints = [
+        Constraint(ConstraintKind.JSON_SCHEMA, schema),
+        Constraint(ConstraintKind.REGEX, "[0-9]{3}-(ab|c){1,4}"),
+    ]
+    requests = [
+        (prompt, SamplingParams(max_tokens=40, temperature=0.8, seed=i, constraint=constraint))
+        for i, prompt in enumerate(_prompts(TEXTS[:2]))
+        for constraint in constraints
+    ]
+    plain = (_prompts(TEXTS[2:3])[0], SamplingParams(max_tokens=20, temperature=0.0))
+    found = answer(shared.engine, [*requests, plain])
+    _assert_same(found, answer(alone, [*requests, plain]))
+    assert {one.finish for one in found[:-1]} == {"stop"}
+
+
+def test_a_cached_prefix_is_used_and_changes_nothing(shared: SharedEngine, alone: Engine) -> None:
+    long = _prompts([TEXTS[1] * 4])[0]
+    asks = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+    first = answer(shared.engine, [(long, asks)])
+    second = answer(shared.engine, [(long, asks)])
+    _assert_same(first + second, answer(alone, [(long, asks)]) * 2)
+    assert first[0].records[0].num_cached_tokens == 0
+    assert second[0].records[0].num_cached_tokens >= len(long) - 9
+
+
+def test_a_rank_keeps_its_heads_and_knows_the_whole_model(
+    shared: SharedEngine, alone: Engine
+) -> None:
+    engine = shared.engine
+    assert engine.layout.block_shape[3] * 2 == alone.layout.block_shape[3] == 2
+    assert engine.layout.block_bytes * 2 == alone.layout.block_bytes
+    assert engine.spec == alone.spec
+    salted = [1] * 32, "salt"
+    assert len(engine.hasher.chain(*salted)) == 4
+
+
+# ---- what ranks agree on -------------------------------------------------------------------------
+
+
+def _choices(comm: Comm) -> tuple[Limits, Calibration | None]:
+    def quickly(*args: Any, **named: Any) -> Calibration:
+        return calibrate(*args, **named, budget_s=0.1)
+
+    with patch("engine.build.calibrate", quickly):
+        engine = start_engine(
+            comm,
+            scheduler__max_num_seqs="auto",
+            scheduler__max_num_batched_tokens="auto",
+            laps__queue="laps",
+            laps__max_step_ms="auto",
+            laps__max_busy_step_ms="auto",
+            edge__max_queued_tokens="auto",
+            cache__num_blocks=64,
+        )
+    return engine.limits, engine.calibration
+
+
+def test_all_ranks_go_by_the_first_ranks_measurements(ranks: RankProcesses) -> None:
+    first, other = ranks.run(_choices)
+    assert first == other
+    assert first[1] is not None
+
+
+def _fitting_blocks(comm: Comm, free_bytes: Sequence[int]) -> int:
+    free = free_bytes[comm.rank.index], 1000
+    with (
+        patch.object(torch.cuda, "synchronize"),
+        patch.object(torch.cuda, "empty_cache"),
+        patch.object(torch.cuda, "mem_get_info", lambda: free),
+    ):
+        return num_blocks_that_fit(
+            lambda: None, trial_blocks=3, block_bytes=10, share=0.9, comm=comm
+        )
+
+
+def test_all_ranks_have_as_many_blocks_as_the_one_with_the_least_room(
+    ranks: RankProcesses,
+) -> None:
+    assert ranks.run(_fitting_blocks, [600, 500]) == [43, 43]
+
+
+def _is_refused(comm: Comm) -> bool:
+    with pytest.raises(ConfigError, match=r"cache\.gpu_memory_utilization"):
+        _fitting_blocks(comm, [600, 90])
+    return True
+
+
+def test_too_little_room_on_one_rank_is_refused_by_all(ranks: RankProcesses) -> None:
+    assert ranks.run(_is_refused) == [True, True]
+
+
+def test_another_number_of_processes_than_configured_is_refused(ranks: RankProcesses) -> None:
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size: 1, but 2 processes would share"):
+        build_engine(load_config(None, {}), "test", MonotonicClock(), print, comm=ranks.comm)

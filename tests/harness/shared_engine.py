@@ -1,0 +1,74 @@
+"""A whole engine that several processes share: the first schedules, the others launch its plans."""
+
+from collections.abc import Mapping
+from hashlib import blake2b
+
+import msgspec
+
+from engine.core import Executor, PendingStep
+from engine.layers.context import Comm
+from engine.plan import StepPlan, StepResult
+from tests.harness.in_process import start_engine
+from tests.harness.rank_processes import RankProcesses, hear
+
+Digests = list[bytes]
+
+
+def _digest(plan: StepPlan, result: StepResult) -> bytes:
+    said = plan, result.tokens, result.is_finite
+    return blake2b(msgspec.msgpack.encode(said), digest_size=8).digest()
+
+
+class _LeadingSteps:
+    """The executor of the first rank: the others get each plan before it is launched here."""
+
+    def __init__(self, executor: Executor, ranks: RankProcesses, digests: Digests) -> None:
+        self._executor = executor
+        self._ranks = ranks
+        self._digests = digests
+
+    def launch(self, plan: StepPlan) -> PendingStep:
+        self._ranks.say(msgspec.msgpack.encode(plan))
+        return _DigestedStep(plan, self._executor.launch(plan), self._digests)
+
+
+class _DigestedStep:
+    def __init__(self, plan: StepPlan, step: PendingStep, digests: Digests) -> None:
+        self._plan, self._step, self._digests = plan, step, digests
+
+    @property
+    def is_done(self) -> bool:
+        return self._step.is_done
+
+    def wait(self) -> StepResult:
+        result = self._step.wait()
+        self._digests.append(_digest(self._plan, result))
+        return result
+
+
+def _follow(comm: Comm, settings: Mapping[str, object]) -> Digests:
+    """All that another rank does: build, and launch what the first launches."""
+    executor = start_engine(comm, **settings).executor
+    digests: Digests = []
+    while (message := hear()) is not None:
+        plan = msgspec.msgpack.decode(message, type=StepPlan)
+        digests.append(_digest(plan, executor.launch(plan).wait()))
+    return digests
+
+
+class SharedEngine:
+    """The first rank's engine, and what all its steps came to."""
+
+    def __init__(self, ranks: RankProcesses, settings: Mapping[str, object]) -> None:
+        self._ranks = ranks
+        self.digests: Digests = []
+        ranks.start(_follow, settings)
+        self.engine = start_engine(ranks.comm, **settings)
+        self.engine.core.wrap_executor(
+            lambda executor: _LeadingSteps(executor, ranks, self.digests)
+        )
+
+    def end(self) -> None:
+        """The others stop; every rank had the same plans and the same tokens."""
+        self._ranks.say(None)
+        assert self._ranks.answers() == [self.digests]
