@@ -9,10 +9,14 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import ray
+from ray import serve
 
 from actors.lifecycle.placement_groups import worker_groups
+from engine.messages import WorkerStatus, decode
 from engine.request import SamplingParams
 from load_tests.testbed.deployed import (
     MODEL,
@@ -175,10 +179,19 @@ def test_a_rank_that_fails_by_itself_ends_the_gang(cluster: Cluster, fault: str)
 
 @pytest.mark.nightly
 def test_a_gang_that_cannot_start_says_why(cluster: Cluster) -> None:
-    """Ranks share heads, and the shipped model does not have as many as that."""
-    application = cluster.run(f"{NAME}-8", OVERRIDES | {"workers.tensor_parallel_size": 8})
-    wait_until(lambda: "tensor_parallel_size" in application.get("/ready")[1], "it says why")
-    application.stop()
+    """Ranks share heads, and the shipped model does not have as many as that.
+
+    `serve run` would have noticed before anything starts (test_preflight.py).
+    """
+    name, overrides = f"{NAME}-8", OVERRIDES | {"workers.tensor_parallel_size": 8}
+    with pytest.raises(RuntimeError, match=f"Deploying application {name} failed"):
+        cluster.run(name, overrides)
+    [worker] = [actor for actor in named_actors(name) if actor.startswith("unified")]
+    actor: Any = ray.get_actor(worker, name)
+    status = decode(ray.get(actor.heartbeat.remote(), timeout=10.0), WorkerStatus)
+    assert status.state == "failed"
+    assert "workers.tensor_parallel_size: 8 ranks cannot share" in status.detail
+    serve.delete(name)
 
 
 @pytest.mark.nightly
