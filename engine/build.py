@@ -29,7 +29,7 @@ from engine.messages import LoadReport
 from engine.models.llama import CausalLM
 from engine.models.llama_weights import num_parameters
 from engine.models.spec import ModelSpec, load_spec
-from engine.ranks.agreement import value_of_first
+from engine.ranks.agreement import hanging_up_on_error, value_of_first
 from engine.ranks.rank import SIZE_KEY, Rank
 from engine.request import SamplingParams, find_id_beyond
 from engine.runner.auto import (
@@ -130,7 +130,8 @@ def build_engine(
     `block_key`: key of the block hashes; None = drawn here. `model`: the model of an engine that is
     gone and had an equal model section; None = load it. `sends_blocks`: keep `KvStore.digests` for
     sending KV on. `comm`: to the other ranks, as many as workers.tensor_parallel_size, which build
-    at the same time. Raises ConfigError when the model folder and config cannot be served.
+    at the same time; hung up if this raises. Raises ConfigError when the model folder and config
+    cannot be served, and WorkerError when another rank could not build.
     """
     _check_size(config, comm)
     torch.set_num_threads(config.workers.torch_threads)
@@ -139,30 +140,23 @@ def build_engine(
     compilations = CompilationCounter()
     compilations.install()
     grammars = _build_grammars(config, spec)
-    given = config, spec, layout, clock, comm
-    measured = _build_measured(*given, model=model, grammars=grammars, sends_blocks=sends_blocks)
-    executor, limits = measured.executor, measured.limits
+    with hanging_up_on_error(comm):
+        given = config, spec, layout, clock, comm
+        measured = _build_measured(
+            *given, model=model, grammars=grammars, sends_blocks=sends_blocks
+        )
+    executor = measured.executor
     compilations.reset()
     cache = _build_cache(config, executor.kv_store.num_blocks)
     hasher = _build_hasher(block_key, model_fingerprint, layout)
     outgoing = OutgoingHandoffs(cache, notify)
     max_model_len = context_length(config, spec, cache.num_blocks)
-    scheduler = Scheduler(
-        limits.scheduler,
-        cache=cache,
-        hasher=hasher,
-        handoff_queue=outgoing,
-        block_size=layout.block_size,
-        max_model_len=max_model_len,
-        eos_token_ids=spec.eos_token_ids,
-        laps=limits.laps,
-        graph_token_sizes=measured.graph_token_sizes,
-    )
+    scheduler = _build_scheduler(spec, measured, cache, hasher, outgoing, max_model_len)
     return Engine(
         spec=spec,
         layout=layout,
         max_model_len=max_model_len,
-        limits=limits,
+        limits=measured.limits,
         cache=cache,
         hasher=hasher,
         executor=executor,
@@ -257,6 +251,27 @@ def _build_grammars(config: AppConfig, spec: ModelSpec) -> Grammars:
         lambda: load_vocabulary(
             Path(config.model.path), vocab_size=spec.vocab_size, eos_token_ids=spec.eos_token_ids
         )
+    )
+
+
+def _build_scheduler(
+    spec: ModelSpec,
+    measured: _Measured,
+    cache: BlockCache,
+    hasher: RequestHasher,
+    outgoing: OutgoingHandoffs,
+    max_model_len: int,
+) -> Scheduler:
+    return Scheduler(
+        measured.limits.scheduler,
+        cache=cache,
+        hasher=hasher,
+        handoff_queue=outgoing,
+        block_size=measured.executor.layout.block_size,
+        max_model_len=max_model_len,
+        eos_token_ids=spec.eos_token_ids,
+        laps=measured.limits.laps,
+        graph_token_sizes=measured.graph_token_sizes,
     )
 
 

@@ -4,6 +4,8 @@ Every rank calls the same functions in the same order. Building takes one rank l
 (files, compilers), so these waits are long; a rank that dies is noticed at once all the same.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 import msgspec
@@ -13,6 +15,16 @@ from engine.layers.context import Comm
 T = TypeVar("T")
 
 BUILD_PATIENCE_S = 1800.0
+
+
+@contextmanager
+def hanging_up_on_error(comm: Comm) -> Iterator[None]:
+    """Hang up if the body fails: the other ranks, which wait for this one, then fail at once."""
+    try:
+        yield
+    except BaseException:
+        comm.close()
+        raise
 
 
 def meet(comm: Comm) -> None:

@@ -182,7 +182,9 @@ class NcclRanks:
     def all_reduce(self, x: Tensor) -> Tensor:
         summed = x.contiguous()
         if x.numel() > 0:
-            self._group.allreduce([summed], _queued(dist.AllreduceOptions())).wait()
+            self._group.allreduce(
+                [summed], _queued(dist.distributed_c10d.AllreduceOptions())
+            ).wait()
         return summed
 
     def all_gather(self, x: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from typing import Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from engine.layers.context import Comm
 from engine.ranks.comm import connect_ranks
@@ -20,6 +21,7 @@ from engine.ranks.rank import Rank
 
 T = TypeVar("T")
 
+STAGED = "staged"
 TIMEOUT_S = 30.0  # of an operation between ranks, on a busy machine
 _ANSWER_S = 120.0  # what a function may take on the other ranks, at most
 _context = multiprocessing.get_context("forkserver")
@@ -30,7 +32,10 @@ class RankProcesses:
     """`size` ranks that run functions together, for as long as the context is open."""
 
     def __init__(self, size: int, folder: Path, device: str = "cpu") -> None:
-        """folder: an empty one, where the ranks find each other. device: cuda = a GPU for each."""
+        """folder: an empty one, where the ranks find each other.
+
+        device: cpu; cuda = a GPU for each; STAGED = the first GPU for all, sums in host memory.
+        """
         self.comm: Comm
         self._size = size
         self._given = str(folder / "store"), device
@@ -108,12 +113,34 @@ def hear() -> Any:
     return _parent[0].recv()
 
 
+class StagedRanks:
+    """Ranks on one GPU, which NCCL refuses: exchanges go through host memory, never in graphs."""
+
+    def __init__(self, host: Comm) -> None:
+        self.rank = host.rank
+        self._host = host
+        self.gather_bytes = host.gather_bytes
+        self.close = host.close
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return self._host.all_reduce(x.cpu()).to(x.device)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return self._host.all_gather(x.cpu()).to(x.device)
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        return self._host.reduce_scatter(x.cpu()).to(x.device)
+
+    def all_to_all(self, x: Tensor) -> Tensor:
+        return self._host.all_to_all(x.cpu()).to(x.device)
+
+
 def _connect(rank: Rank, path: str, kind: str) -> Comm:
-    device = torch.device(kind)
+    device = torch.device("cuda", rank.index) if kind == "cuda" else torch.device("cpu")
     if kind == "cuda":
-        device = torch.device(kind, rank.index)
         torch.cuda.set_device(device)
-    return connect_ranks(rank, dist.FileStore(path, rank.size), device, TIMEOUT_S)
+    comm = connect_ranks(rank, dist.FileStore(path, rank.size), device, TIMEOUT_S)
+    return StagedRanks(comm) if kind == STAGED else comm
 
 
 def _serve(connection: Connection, rank: Rank, path: str, device: str) -> None:

@@ -8,6 +8,7 @@ import msgspec
 from engine.core import Executor, PendingStep
 from engine.layers.context import Comm
 from engine.plan import StepPlan, StepResult
+from tests.engine.ranks.exact_models import planted
 from tests.harness.in_process import start_engine
 from tests.harness.rank_processes import RankProcesses, hear
 
@@ -46,23 +47,27 @@ class _DigestedStep:
         return result
 
 
-def _follow(comm: Comm, settings: Mapping[str, object]) -> Digests:
+def _follow(comm: Comm, settings: Mapping[str, object], fault: str | None) -> Digests:
     """All that another rank does: build, and launch what the first launches."""
     executor = start_engine(comm, **settings).executor
     digests: Digests = []
-    while (message := hear()) is not None:
-        plan = msgspec.msgpack.decode(message, type=StepPlan)
-        digests.append(_digest(plan, executor.launch(plan).wait()))
+    with planted(fault):
+        while (message := hear()) is not None:
+            plan = msgspec.msgpack.decode(message, type=StepPlan)
+            digests.append(_digest(plan, executor.launch(plan).wait()))
     return digests
 
 
 class SharedEngine:
     """The first rank's engine, and what all its steps came to."""
 
-    def __init__(self, ranks: RankProcesses, settings: Mapping[str, object]) -> None:
+    def __init__(
+        self, ranks: RankProcesses, settings: Mapping[str, object], fault: str | None = None
+    ) -> None:
+        """fault: a mistake of the other ranks, see `planted`."""
         self._ranks = ranks
         self.digests: Digests = []
-        ranks.start(_follow, settings)
+        ranks.start(_follow, settings, fault)
         self.engine = start_engine(ranks.comm, **settings)
         self.engine.core.wrap_executor(
             lambda executor: _LeadingSteps(executor, ranks, self.digests)

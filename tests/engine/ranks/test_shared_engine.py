@@ -1,5 +1,6 @@
 """A whole engine over two processes: the first schedules, the second launches what it launches."""
 
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,15 +12,16 @@ import torch
 from configs.load import load_config
 from engine.build import Engine, build_engine
 from engine.clock import MonotonicClock
-from engine.errors import ConfigError
+from engine.errors import ConfigError, EngineError
 from engine.layers.context import Comm
+from engine.models.weights import load_weights
 from engine.request import Constraint, ConstraintKind, SamplingParams
 from engine.runner.auto import Calibration, Limits
 from engine.runner.calibration import calibrate
 from engine.runner.replica import num_blocks_that_fit
 from engine.text.tokenizing import load_tokenizer
 from tests.harness.in_process import Answer, answer, start_engine
-from tests.harness.rank_processes import RankProcesses
+from tests.harness.rank_processes import TIMEOUT_S, RankProcesses
 from tests.harness.shared_engine import SharedEngine
 
 MODEL = Path(__file__).parents[3] / "demo_model" / "laps-demo"
@@ -146,6 +148,14 @@ def test_a_rank_keeps_its_heads_and_knows_the_whole_model(
     assert len(engine.hasher.chain(*salted)) == 4
 
 
+def test_a_rank_that_goes_its_own_way_shows_in_the_digests(ranks: RankProcesses) -> None:
+    drifting = SharedEngine(ranks, SETTINGS, fault="logits in another order")
+    asks = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+    answer(drifting.engine, [(_prompts(TEXTS[:1])[0], asks)])
+    with pytest.raises(AssertionError):
+        drifting.end()
+
+
 # ---- what ranks agree on -------------------------------------------------------------------------
 
 
@@ -204,3 +214,26 @@ def test_too_little_room_on_one_rank_is_refused_by_all(ranks: RankProcesses) -> 
 def test_another_number_of_processes_than_configured_is_refused(ranks: RankProcesses) -> None:
     with pytest.raises(ConfigError, match=r"tensor_parallel_size: 1, but 2 processes would share"):
         build_engine(load_config(None, {}), "test", MonotonicClock(), print, comm=ranks.comm)
+
+
+def _fails_to_load(comm: Comm) -> str:
+    """What a rank says when the second one cannot load its weights."""
+    with patch("engine.models.registry.load_weights", _broken if comm.rank.index else load_weights):
+        try:
+            start_engine(comm, **SETTINGS)
+        except EngineError as error:
+            return f"{type(error).__name__}: {error}"
+    return "built"
+
+
+def _broken(*args: object, **named: object) -> None:
+    raise ConfigError("no such file")
+
+
+def test_a_rank_that_cannot_build_keeps_no_other_waiting(tmp_path: Path) -> None:
+    with RankProcesses(2, tmp_path) as pair:
+        start_s = time.monotonic()
+        first, second = pair.run(_fails_to_load)
+    assert first.startswith("WorkerError: rank 0 of 2: all_gather failed; another rank died")
+    assert second == "ConfigError: no such file"
+    assert time.monotonic() - start_s < TIMEOUT_S

@@ -1,0 +1,105 @@
+"""Two ranks share a model on one GPU, by the kernels that run there; sums go through host memory.
+
+No graphs: what is tested is that each kernel computes a rank's share (fewer heads, a part of the
+vocabulary, narrower products), and that both ranks sample the same.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.layers.context import SINGLE_RANK, Comm
+from engine.models.registry import build_model
+from engine.text.tokenizing import load_tokenizer
+from kernels.attention.select import AttentionName, AttentionNames
+from tests.engine.runner.step_driver import StepDriver
+from tests.engine.test_gpu_engine import DECISIVE, mixed_work
+from tests.harness.in_process import GREEDY, answer
+from tests.harness.rank_processes import STAGED, RankProcesses
+from tests.harness.shared_engine import SharedEngine
+from tests.harness.tiny_models import save_model
+
+pytestmark = pytest.mark.gpu
+
+MODEL = Path(__file__).parents[3] / "demo_model" / "laps-demo"
+MAX_ERROR = 2e-2  # norm of the difference by norm, bf16 and sums in another order
+SETTINGS = {
+    "model__device": "cuda",
+    "execution__cuda_graphs": False,
+    "cache__num_blocks": 600,
+    "scheduler__max_num_seqs": 24,
+    "scheduler__max_num_batched_tokens": 96,
+}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankProcesses]:
+    with RankProcesses(2, tmp_path_factory.mktemp("ranks"), STAGED) as started:
+        yield started
+
+
+def _save(folder: Path, num_kv_heads: int) -> None:
+    save_model(
+        folder,
+        "Qwen3ForCausalLM",
+        seed=5,
+        hidden_size=256,
+        intermediate_size=416,
+        num_hidden_layers=3,
+        num_attention_heads=8,
+        num_key_value_heads=num_kv_heads,
+        head_dim=64,
+        max_position_embeddings=1024,
+        dtype=torch.bfloat16,
+    )
+
+
+def _logits(comm: Comm, folder: Path, prefill: AttentionName) -> Tensor:
+    """Of a prompt in chunks, and of single tokens after it; fp32 on the host."""
+    model = build_model(folder, dtype=torch.bfloat16, device=torch.device("cuda"), rank=comm.rank)
+    attention = AttentionNames(prefill=prefill, decode="triton")
+    driver = StepDriver(model, seed=3, block_size=16, comm=comm, attention=attention)
+    driver.admit(0, [(7 * i) % 131 for i in range(300)])
+    driver.admit(1, [(5 * i) % 131 for i in range(40)])
+    found = [driver.logits({0: 150, 1: 31})]
+    found += [driver.logits({0: 1, 1: 1}) for _ in range(5)]
+    found.append(driver.logits({0: 145, 1: 1}))
+    return torch.cat([lines for step in found for lines in step.values()]).cpu()
+
+
+@pytest.mark.parametrize("num_kv_heads", [4, 1])
+@pytest.mark.parametrize("prefill", ["flash_attn", "triton"])
+def test_logits_are_close_to_those_of_one_rank(
+    ranks: RankProcesses, prefill: AttentionName, num_kv_heads: int, tmp_path: Path
+) -> None:
+    _save(tmp_path, num_kv_heads)
+    alone = _logits(SINGLE_RANK, tmp_path, prefill)
+    first, other = ranks.run(_logits, tmp_path, prefill)
+    assert torch.equal(first, other)
+    assert (first - alone).norm() < MAX_ERROR * alone.norm()
+
+
+def test_the_shipped_model_says_what_it_is_sure_of(ranks: RankProcesses) -> None:
+    tokenizing = load_tokenizer(MODEL)
+    shared = SharedEngine(ranks, SETTINGS)
+    prompts = tokenizing.encode_batch(list(DECISIVE), add_special_tokens=True)
+    found = answer(shared.engine, [(list(prompt), GREEDY) for prompt in prompts])
+    for answered, expected in zip(found, DECISIVE.values(), strict=True):
+        assert tokenizing.decode(answered.tokens).startswith(expected)
+    shared.end()
+
+
+@pytest.mark.parametrize("num_kv_heads", [4, 1])
+def test_both_ranks_sample_the_same_over_mixed_steps(
+    ranks: RankProcesses, num_kv_heads: int, tmp_path: Path
+) -> None:
+    """More requests than rows, every kind of sampling; steps in flight behind each other."""
+    _save(tmp_path, num_kv_heads)
+    shared = SharedEngine(ranks, SETTINGS | {"model__path": str(tmp_path)})
+    found = answer(shared.engine, mixed_work(seed=7, count=60))
+    assert all(one.finish for one in found)
+    assert len(shared.digests) > 60
+    shared.end()
