@@ -245,11 +245,11 @@ class EngineHost:
 
     def _build(self) -> "Engine":
         """Builds the engine on the loader's thread. Raises ConfigError."""
-        from engine.build import build_engine  # imports torch, which takes seconds
-
-        given = self.config, self.model, self.clock, self._on_outgoing, self._block_key
         try:
-            comm = self._ranks.join()
+            comm = self._ranks.join()  # first: the other ranks' processes start beside what follows
+            from engine.build import build_engine  # imports torch, which takes seconds
+
+            given = self.config, self.model, self.clock, self._on_outgoing, self._block_key
             return build_engine(*given, sends_blocks=self.role == "prefill", comm=comm)
         except WorkerError as error:
             raise self._ranks.cause_of(error) from error

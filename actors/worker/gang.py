@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+LOOPBACK = "127.0.0.1"  # the ranks of a worker share a machine
 NAME_IS_FREE_S = 30.0  # Ray ends the ranks of a dead rank 0 in much less
 LOOK_EVERY_S = 0.05
 LAST_WORDS_S = 2.0  # until the reason is here, after an operation between ranks has failed
@@ -101,15 +102,17 @@ class Gang:
         self._reports: RankReports | None = None
 
     def join(self) -> "Comm":
-        import torch  # which takes seconds
-
-        from engine.ranks.meeting import join_ranks, listen
-
         stall_s = self._spec.config.workers.stall_s
         self._ring = ring = PlanRing(self._incarnation, self._size - 1, stall_s)
         self._reports = RankReports(ring, self._size, self._on_end)
-        listener = listen()
-        self._start_ranks(ring, listener)
+        listener = socket.create_server((LOOPBACK, 0))
+        port = listener.getsockname()[1]
+        self._actors = [self._create(rank, port) for rank in range(1, self._size)]
+        import torch  # it takes seconds, in which the others' processes start
+
+        from engine.ranks.meeting import join_ranks
+
+        self._wait_connected(ring)
         self._reports.start()
         device = torch.device(self._spec.config.model.device)
         return join_ranks(
@@ -121,10 +124,8 @@ class Gang:
             timeout_s=stall_s,
         )
 
-    def _start_ranks(self, ring: PlanRing, listener: socket.socket) -> None:
-        """Returns when every rank's process is connected to the ring."""
-        port = listener.getsockname()[1]
-        self._actors = [self._create(rank, port) for rank in range(1, self._size)]
+    def _wait_connected(self, ring: PlanRing) -> None:
+        """Until every rank's process is connected to the ring. Raises RingError."""
         for _ in self._actors:
             reader = ring.accept(START_S)
             self._processes.append(os.pidfd_open(ring.pid(reader)))

@@ -19,11 +19,6 @@ LOOPBACK = "127.0.0.1"
 _HERE = "here"
 
 
-def listen() -> socket.socket:
-    """A socket for the store, on a port that is free."""
-    return socket.create_server((LOOPBACK, 0))
-
-
 def join_ranks(
     rank: Rank,
     at: socket.socket | int,
