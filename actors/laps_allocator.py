@@ -107,5 +107,5 @@ class LapsAllocator:
         self._router.forget(worker)
 
 
-def _ignore_message(_: StepMessage) -> None:
+async def _ignore_message(_: StepMessage) -> None:
     """Ignores tokens: only load reports matter here, and the link keeps them."""

@@ -76,6 +76,7 @@ class EventStream(StreamingResponse):
         try:
             # Errors of the deltas become events, so this is a client that left during a send.
             with suppress(OSError, ClientDisconnect):
+                await self._send_opening(send)
                 await super().__call__(scope, receive, send)
         finally:
             try:
@@ -85,6 +86,23 @@ class EventStream(StreamingResponse):
                     await self._deltas.aclose()  # events that never began did not close them
                 finally:
                     self._on_close(ClientDisconnect())
+
+    async def _send_opening(self, send: Send) -> None:
+        """Sends the status and the first event at once.
+
+        Starlette sends from a task of its own, whose turn comes after all that the process has to
+        do for its other streams.
+        """
+        headers = self.raw_headers
+        await send({"type": "http.response.start", "status": self.status_code, "headers": headers})
+        opening = await anext(self._events)
+        await send({"type": "http.response.body", "body": opening, "more_body": True})
+
+    async def stream_response(self, send: Send) -> None:
+        """Sends the events after the first."""
+        async for event in self._events:
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def listen_for_disconnect(self, receive: Receive) -> None:
         with suppress(TaskCancelledError):

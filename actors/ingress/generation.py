@@ -14,7 +14,7 @@ import asyncio
 import contextvars
 import logging
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -464,19 +464,31 @@ class Generations:
 
     # ---- messages and cancellation --------------------------------------------------------------
 
-    def _dispatch(self, message: StepMessage) -> None:
+    async def _dispatch(self, message: StepMessage) -> None:
+        """Hands a step's records to their requests, first tokens before all others.
+
+        The others' turn is the next one of the event loop: what a turn writes leaves at its end,
+        and a first token should not wait for the answers of every other stream.
+        """
         for key in message.joined:
             mailbox = self._mailboxes.get(key)
             if mailbox is not None:
                 mailbox.joined()
-        for record in message.tokens:
-            mailbox = self._mailboxes.get(record.key)
-            if mailbox is not None:
-                mailbox.put(message.worker, record)
+        first = [record for record in message.tokens if record.index == 0]
+        self._put(message.worker, first)
+        if first and len(first) < len(message.tokens):
+            await asyncio.sleep(0)
+        self._put(message.worker, (r for r in message.tokens if r.index != 0))
         for failure in message.failures:
             mailbox = self._mailboxes.get(failure.key)
             if mailbox is not None:
                 mailbox.fail(failure)
+
+    def _put(self, worker: str, records: Iterable[TokenRecord]) -> None:
+        for record in records:
+            mailbox = self._mailboxes.get(record.key)
+            if mailbox is not None:
+                mailbox.put(worker, record)
 
     def _lose_worker(self, worker: str) -> None:
         for mailbox in list(self._mailboxes.values()):

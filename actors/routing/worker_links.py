@@ -52,7 +52,7 @@ class WorkerLinks:
         acknowledge_every_s: float,
         silence_s: float,
         clock: Clock,
-        on_message: Callable[[StepMessage], None],
+        on_message: Callable[[StepMessage], Awaitable[None]],
         on_lost: Callable[[str], None],
     ) -> None:
         """`on_lost(worker)` is called when messages of that worker may be missing.
@@ -139,7 +139,7 @@ class WorkerLinks:
                     link.next_seq += 1
                     link.load, link.load_at_s = message.load, self._clock.now_s()
                     link.handoffs = message.handoffs or link.handoffs
-                    self._on_message(message)
+                    await self._on_message(message)
         finally:
             if acknowledger is not None:
                 acknowledger.cancel()

@@ -2,11 +2,12 @@
 
 It is created by rank 0, for one incarnation of it, and ends with it: Ray ends what a dead actor
 owns, and the ring says within a moment that rank 0 is dead, whatever this process is doing. It ends
-at its first error, and rank 0 with it; nobody repairs a rank.
+at its first error, and rank 0 with it, which is killed if it stands still; nobody repairs a rank.
 """
 
 import logging
 import os
+import signal
 import threading
 from typing import TYPE_CHECKING, NoReturn
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 START_S = 120.0  # until every rank's process runs and has imported what it needs
+LEADER_ENDS_S = 1.0  # rank 0, once it was told that a rank ends
 
 
 class RankPlace(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,14 +112,22 @@ class RankWorker:
         try:
             Follower(executor, self._ring).run()
         except Exception as error:  # noqa: BLE001 - rank 0 ends all ranks
-            self._fail(error)
+            self._tell(error)
+            if not self._ring.wait_end(LEADER_ENDS_S):
+                logger.critical("%s: rank 0 does not end, and is killed", self._name)
+                os.kill(self._ring.writer_pid, signal.SIGKILL)
+            _exit(EXIT_FAILED)
         _exit(0)
 
     def _fail(self, error: Exception) -> None:
+        """The model could not be loaded: rank 0 lives on, to say so."""
+        self._tell(error)
+        _exit(EXIT_FAILED)
+
+    def _tell(self, error: Exception) -> None:
         if not isinstance(error, RingError):
             logger.critical("%s failed, exiting", self._name, exc_info=error)
             report_failure(self._ring, error)
-        _exit(EXIT_FAILED)
 
     def _end_with_leader(self) -> None:
         """A thread of its own: the other may hang in a collective whose peer is dead."""

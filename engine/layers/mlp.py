@@ -1,8 +1,24 @@
-"""The feed-forward part of a layer."""
+"""The feed-forward part of a layer; a mixture of experts (moe.py) may stand in its place."""
+
+from typing import Protocol
 
 from torch import Tensor
 
 from engine.layers.linear import Linear
+
+
+class FeedForward(Protocol):
+    @property
+    def token_sizes(self) -> tuple[int, ...]:
+        """Numbers of tokens that between them run every kernel which is chosen by that number."""
+        ...
+
+    def __call__(self, x: Tensor, lane: int = 0, slots: Tensor | None = None) -> Tensor:
+        """x: [T, hidden]; returns [T, hidden].
+
+        slots: int32 [T], -1 for padding, whose output does not matter; None = there is none.
+        """
+        ...
 
 
 class GatedMlp:
@@ -10,11 +26,13 @@ class GatedMlp:
 
     __slots__ = ("_down", "_gated")
 
+    token_sizes: tuple[int, ...] = ()  # of linear maps, steps of every kind run all
+
     def __init__(self, *, gated: Linear, down: Linear) -> None:
         """gated: [T, hidden] -> silu(gate) * up, [T, intermediate]."""
         self._gated = gated
         self._down = down
 
-    def __call__(self, x: Tensor, lane: int = 0) -> Tensor:
-        """x: [T, hidden]; returns [T, hidden]."""
+    def __call__(self, x: Tensor, lane: int = 0, slots: Tensor | None = None) -> Tensor:
+        """x: [T, hidden]; returns [T, hidden]; padding is computed as all else."""
         return self._down(self._gated(x, lane), lane)

@@ -119,14 +119,16 @@ class ConfigFile:
             raise self.error(key, f"must be a list of strings, found {_kind(value)}")
         return tuple(value)
 
-    def integers(self, key: str) -> tuple[int, ...]:
-        """A list of positive integers; empty when absent."""
+    def integers(self, key: str, *, minimum: int = 1) -> tuple[int, ...]:
+        """A list of integers of at least `minimum`, 0 or 1; empty when absent."""
         value = self._values.get(key)
         if value is None:
             return ()
-        is_list = isinstance(value, list) and all(type(item) is int and item > 0 for item in value)
-        if not is_list or not isinstance(value, list):
-            raise self.error(key, f"must be a list of positive integers, found {_kind(value)}")
+        if not isinstance(value, list) or not all(
+            type(item) is int and item >= minimum for item in value
+        ):
+            kind = "positive integers" if minimum else "integers from 0 on"
+            raise self.error(key, f"must be a list of {kind}, found {_kind(value)}")
         return tuple(value)
 
     def ids(self, key: str) -> tuple[int, ...]:

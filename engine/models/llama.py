@@ -2,6 +2,8 @@
 
     ids -> embedding -> [norm -> attention -> norm -> MLP] x layers -> norm -> head -> logits
 
+An MLP may be a mixture of experts (mixture.py: Mixtral, Qwen2-MoE, Qwen3-MoE).
+
 Differences between families (biases, QK-norm, tied embeddings, windows) are resolved to an object
 or None by the builder, so the forward pass does not test for them. Knows no requests and keeps no
 state of a step: the KV store and everything else of a step are in `ForwardContext`.
@@ -17,10 +19,11 @@ from torch import Tensor
 from engine.layers.attention import Attention, ProjectedTokens, StoredTokens
 from engine.layers.context import SINGLE_RANK, Comm, ForwardContext, LastTokens
 from engine.layers.linear import Identity, Linear, LinearWeight, build_gated, build_linear
-from engine.layers.mlp import GatedMlp
+from engine.layers.mlp import FeedForward, GatedMlp
 from engine.layers.norm import RmsNorm
 from engine.layers.rotary import RotaryTable
 from engine.layers.vocabulary import Embedding, Head, WholeHead, build_embedding, build_head
+from engine.models.mixture import build_mixture
 from engine.models.spec import ModelSpec
 from engine.models.weights import LayerWeights, ModelWeights
 from engine.ranks.rank import WHOLE_MODEL, Rank
@@ -71,6 +74,11 @@ class CausalLM:
         """Whether `forward` accepts a context with `last`."""
         return self.layers[-1].can_store_alone
 
+    @property
+    def token_sizes(self) -> tuple[int, ...]:
+        """Numbers of tokens to compute before ready, so that every kernel is compiled."""
+        return tuple(sorted({size for layer in self.layers for size in layer.mlp.token_sizes}))
+
     def rotary_at(self, positions: Tensor) -> Any:  # noqa: ANN401
         """positions: [T] int32; returns the `rotary` of a step's `ForwardContext`."""
         return self.rotary.angles(positions)
@@ -96,20 +104,22 @@ class CausalLM:
         *earlier_layers, last_layer = self.layers
         for layer in earlier_layers:
             x, residual = layer.attention_part(x, residual, ctx)
-            x, residual = layer.mlp_part(x, residual, ctx)
+            x, residual = layer.mlp_part(x, residual, ctx, ctx.slots)
         if ctx.last is None:
             tokens = last_layer.project(x, residual, ctx)
             is_finite = tokens.is_finite(ctx.comm) if checks_finite else None
             if logit_indices is not None and len(logit_indices) == 0:
                 return ForwardResult(hidden=tokens.residual[:0], is_finite=is_finite)
             x, residual = last_layer.attend(tokens, ctx, chosen=logit_indices)
+            slots = ctx.slots if logit_indices is None else None  # the chosen are no padding
         else:
             assert logit_indices is None, "the context has chosen already"
             stored = last_layer.store(x, residual, ctx)
             is_finite = stored.is_finite(ctx.comm) if checks_finite else None
             tokens = last_layer.project_last(stored, ctx.last)
             x, residual = last_layer.attend(tokens, ctx.last.ctx)
-        x, residual = last_layer.mlp_part(x, residual, ctx)
+            slots = None
+        x, residual = last_layer.mlp_part(x, residual, ctx, slots)
         hidden, _ = self._final_norm.add(x, residual)
         return ForwardResult(hidden=hidden, is_finite=is_finite)
 
@@ -134,7 +144,7 @@ class DecoderLayer:
     __slots__ = ("_attention", "_attention_norm", "_mlp", "_mlp_norm")
 
     def __init__(
-        self, *, attention_norm: RmsNorm, attention: Attention, mlp_norm: RmsNorm, mlp: GatedMlp
+        self, *, attention_norm: RmsNorm, attention: Attention, mlp_norm: RmsNorm, mlp: FeedForward
     ) -> None:
         self._attention_norm = attention_norm
         self._attention = attention
@@ -183,10 +193,16 @@ class DecoderLayer:
             attended, residual = (t.index_select(0, chosen) for t in (attended, residual))
         return ctx.comm.all_reduce(self._attention.output(attended, ctx)), residual
 
-    def mlp_part(self, x: Tensor, residual: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor]:
-        """x, residual: [T, hidden], may be overwritten."""
+    def mlp_part(
+        self, x: Tensor, residual: Tensor, ctx: ForwardContext, slots: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """x, residual: [T, hidden], may be overwritten; slots: as of `FeedForward`."""
         x, residual = self._mlp_norm.add(x, residual)
-        return ctx.comm.all_reduce(self._mlp(x, ctx.lane)), residual
+        return ctx.comm.all_reduce(self._mlp(x, ctx.lane, slots)), residual
+
+    @property
+    def mlp(self) -> FeedForward:
+        return self._mlp
 
 
 def build_decoder(
@@ -251,10 +267,19 @@ def _build_layer(
             ops=ops,
         ),
         mlp_norm=RmsNorm(weights.post_norm, spec.rms_norm_eps, ops),
-        mlp=GatedMlp(
-            gated=build_gated(weights.gate_up, ops, is_deterministic=is_deterministic),
-            down=linear(weights.down),
-        ),
+        mlp=_feed_forward(spec, layer, weights, ops, is_deterministic),
+    )
+
+
+def _feed_forward(
+    spec: ModelSpec, layer: int, weights: LayerWeights, ops: Ops, is_deterministic: bool
+) -> FeedForward:
+    mixture = spec.mixture_at(layer)
+    if mixture is not None:
+        return build_mixture(mixture, weights, ops, is_deterministic=is_deterministic)
+    return GatedMlp(
+        gated=build_gated(weights.gate_up, ops, is_deterministic=is_deterministic),
+        down=build_linear(weights.down, is_deterministic=is_deterministic),
     )
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from engine.models.mixture_spec import MixtureSpec
 from engine.models.spec import ModelSpec
 from engine.ranks.rank import WHOLE_MODEL as WHOLE_MODEL
 from engine.ranks.rank import Rank as Rank
@@ -107,8 +108,10 @@ def layer_tensors(spec: ModelSpec, layer: int) -> dict[str, StackedTensor]:
     """Field of `LayerWeights` -> tensor; fields that the model lacks are left out."""
     prefix, hidden = f"model.layers.{layer}.", spec.hidden_size
     tensors: dict[str, StackedTensor] = {}
-    for field, names, sizes, num_columns, has_bias in _linears(spec):
-        split = Split.COLUMNS if field in ("output", "down") else Split.ROWS
+    mixture = spec.mixture_at(layer)
+    feed_forward = _mlp(spec) if mixture is None else _experts(spec, mixture)
+    for field, names, sizes, num_columns, has_bias in (*_attention(spec), *feed_forward):
+        split = _SPLITS.get(field, Split.ROWS)
         unit = spec.head_dim if field == "qkv" else None
         weights = {f"{prefix}{n}.weight": size for n, size in zip(names, sizes, strict=True)}
         tensors[field] = StackedTensor(
@@ -128,18 +131,49 @@ def layer_tensors(spec: ModelSpec, layer: int) -> dict[str, StackedTensor]:
     return tensors
 
 
-def _linears(
-    spec: ModelSpec,
-) -> Iterator[tuple[str, Sequence[str], Sequence[int], int, bool]]:
-    """Field, published names, outputs of each, inputs, and whether there is a bias."""
-    hidden, inner = spec.hidden_size, spec.intermediate_size
+# Field, published names, outputs of each, inputs, and whether there is a bias.
+_Linear = tuple[str, Sequence[str], Sequence[int], int, bool]
+# Those that are not split by rows.
+_SPLITS = {
+    "output": Split.COLUMNS,
+    "down": Split.COLUMNS,
+    "shared_down": Split.COLUMNS,
+    # Every rank routes all tokens: of each expert it has a part.
+    "router": Split.NONE,
+    "shared_gate": Split.NONE,
+}
+
+
+def _attention(spec: ModelSpec) -> Iterator[_Linear]:
+    hidden = spec.hidden_size
     q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     qkv = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     yield "qkv", qkv, (q_size, kv_size, kv_size), hidden, spec.has_qkv_bias
+    yield "output", ("self_attn.o_proj",), (hidden,), q_size, spec.has_output_bias
+
+
+def _mlp(spec: ModelSpec) -> Iterator[_Linear]:
+    hidden, inner = spec.hidden_size, spec.intermediate_size
     gate_up = ("mlp.gate_proj", "mlp.up_proj")
     yield "gate_up", gate_up, (inner, inner), hidden, spec.has_mlp_bias
-    yield "output", ("self_attn.o_proj",), (hidden,), q_size, spec.has_output_bias
     yield "down", ("mlp.down_proj",), (hidden,), inner, spec.has_mlp_bias
+
+
+def _experts(spec: ModelSpec, mixture: MixtureSpec) -> Iterator[_Linear]:
+    """The experts' gate and up alternate by expert, so that one expert's rows are adjacent."""
+    hidden, inner, names = spec.hidden_size, mixture.expert_size, mixture.names
+    block, experts = names.block, range(mixture.num_experts)
+    yield "router", (f"{block}.gate",), (mixture.num_experts,), hidden, False
+    gate_up = [f"{block}.experts.{i}.{name}" for i in experts for name in (names.gate, names.up)]
+    yield "gate_up", gate_up, (inner,) * len(gate_up), hidden, False
+    down = [f"{block}.experts.{i}.{names.down}" for i in experts]
+    yield "down", down, (hidden,) * len(down), inner, False
+    if mixture.shared_size is not None:
+        shared, size = f"{block}.shared_expert", mixture.shared_size
+        both = (f"{shared}.{names.gate}", f"{shared}.{names.up}")
+        yield "shared_gate_up", both, (size, size), hidden, False
+        yield "shared_down", (f"{shared}.{names.down}",), (hidden,), size, False
+        yield "shared_gate", (f"{block}.shared_expert_gate",), (1,), hidden, False
 
 
 def published_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:

@@ -14,12 +14,15 @@ from engine.ranks.rank import WHOLE_MODEL, Rank
 from kernels.ops import Ops
 from kernels.reference import TorchOps
 
-# All four use one builder; the spec holds their differences.
+# All use one builder; the spec holds their differences.
 BUILDERS: dict[str, Callable[..., CausalLM]] = {
     "LlamaForCausalLM": build_decoder,
     "MistralForCausalLM": build_decoder,
     "Qwen2ForCausalLM": build_decoder,
     "Qwen3ForCausalLM": build_decoder,
+    "MixtralForCausalLM": build_decoder,
+    "Qwen2MoeForCausalLM": build_decoder,
+    "Qwen3MoeForCausalLM": build_decoder,
 }
 
 

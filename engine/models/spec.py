@@ -21,6 +21,12 @@ from engine.layers.rope_spec import (
     YarnScaling,
 )
 from engine.models.config_file import ConfigFile
+from engine.models.mixture_spec import (
+    MixtureSpec,
+    read_mixtral,
+    read_qwen2_moe,
+    read_qwen3_moe,
+)
 from engine.models.pooling import Pooling, read_pooling
 from engine.ranks.rank import Rank
 
@@ -28,11 +34,11 @@ SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 DEFAULT_THETA = 10000.0
 
 
-def parse_rope(config: ConfigFile) -> RopeSpec:
+def parse_rope(config: ConfigFile, default_theta: float = DEFAULT_THETA) -> RopeSpec:
     """Parse the rotary settings; ConfigError for an unsupported type or partial rotation."""
     if config.number("partial_rotary_factor", 1.0) != 1.0:
         raise config.error("partial_rotary_factor", "other than 1.0 is not supported")
-    top_theta = config.number("rope_theta", DEFAULT_THETA)
+    top_theta = config.number("rope_theta", default_theta)
     section = config.section("rope_scaling") or config.section("rope_parameters")
     if section is None:
         return RopeSpec(theta=top_theta)
@@ -116,12 +122,12 @@ def max_tokens_of(rope: RopeSpec, max_position_embeddings: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """A dense decoder with grouped-query attention and a gated SiLU feed-forward part."""
+    """A decoder with grouped-query attention and gated SiLU feed-forward parts."""
 
     architecture: str
     vocab_size: int
     hidden_size: int
-    intermediate_size: int
+    intermediate_size: int  # of dense layers
     num_layers: int
     num_heads: int
     num_kv_heads: int
@@ -139,22 +145,33 @@ class ModelSpec:
     eos_token_ids: tuple[int, ...]  # config.json's, then generation_config.json's others
     dtype: KvDtype  # of the weights as published
     pooling: Pooling | None = None  # None = it generates; else it has no head and makes embeddings
+    mixture: MixtureSpec | None = None  # None = every layer is dense
+
+    def mixture_at(self, layer: int) -> MixtureSpec | None:
+        """The experts of `layer`; None = it is dense."""
+        mixture = self.mixture
+        return mixture if mixture is not None and layer in mixture.layers else None
 
     def of_rank(self, rank: Rank) -> "ModelSpec":
         """The model as one rank computes it: with its heads and its intermediate units.
 
-        Vocabulary and hidden size stay whole. Of fewer KV heads than ranks, several ranks hold the
-        same one. Raises ConfigError if the ranks cannot share the model equally.
+        Of every expert a rank has a part of the units, too. Vocabulary and hidden size stay whole.
+        Of fewer KV heads than ranks, several ranks hold the same one. Raises ConfigError if the
+        ranks cannot share the model equally.
         """
         heads = f"{self.num_heads} attention heads and {self.num_kv_heads} KV heads"
-        query = rank.share(self.num_heads, f"a model's query heads ({heads})")
-        kv = rank.share(self.num_kv_heads, f"a model's KV heads ({heads})", unit=1)
-        inner = rank.share(self.intermediate_size, "a model's intermediate units")
+        query = rank.share(self.num_heads, f"query heads ({heads})")
+        kv = rank.share(self.num_kv_heads, f"KV heads ({heads})", unit=1)
+        mixture, inner_size = self.mixture, self.intermediate_size
+        if mixture is None or len(mixture.layers) < self.num_layers:  # else it means nothing
+            inner = rank.share(inner_size, "intermediate units")
+            inner_size = inner.stop - inner.start
         return replace(
             self,
             num_heads=query.stop - query.start,
             num_kv_heads=kv.stop - kv.start,
-            intermediate_size=inner.stop - inner.start,
+            intermediate_size=inner_size,
+            mixture=None if mixture is None else mixture.of_rank(rank),
         )
 
     def kv_layout(self, *, block_size: int, dtype: KvDtype) -> KvLayout:
@@ -178,7 +195,10 @@ class _Family:
     has_qk_norm: bool = False
     default_num_kv_heads: int | None = None  # None = as many as query heads
     default_head_dim: int | None = None  # None = hidden_size / heads
+    default_rms_norm_eps: float = 1e-6
+    default_theta: float = DEFAULT_THETA
     layer_windows: tuple[int | None, ...]
+    mixture: MixtureSpec | None = None
 
 
 def _llama(config: ConfigFile, num_layers: int) -> _Family:
@@ -221,13 +241,61 @@ def _qwen3(config: ConfigFile, num_layers: int) -> _Family:
     )
 
 
-def _qwen_windows(config: ConfigFile, num_layers: int) -> tuple[int | None, ...]:
-    """From `layer_types` if present; else layers from `max_window_layers` on have the window."""
+def _mixtral(config: ConfigFile, num_layers: int) -> _Family:
+    window = config.optional_integer("sliding_window")  # absent and null are the same here
+    return _Family(
+        default_num_kv_heads=8,
+        default_rms_norm_eps=1e-5,
+        default_theta=1e6,
+        layer_windows=(window,) * num_layers,
+        mixture=read_mixtral(config, num_layers),
+    )
+
+
+def _qwen2_moe(config: ConfigFile, num_layers: int) -> _Family:
+    return _Family(
+        has_qkv_bias=config.flag("qkv_bias", True),
+        default_num_kv_heads=16,
+        layer_windows=_qwen2_moe_windows(config, num_layers),
+        mixture=read_qwen2_moe(config, num_layers),
+    )
+
+
+def _qwen3_moe(config: ConfigFile, num_layers: int) -> _Family:
+    has_attention_bias = config.flag("attention_bias", False)
+    window = _qwen_window(config)  # of every layer
+    return _Family(
+        has_qkv_bias=has_attention_bias,
+        has_output_bias=has_attention_bias,
+        has_qk_norm=True,
+        default_num_kv_heads=4,
+        layer_windows=(window,) * num_layers,
+        mixture=read_qwen3_moe(config, num_layers),
+    )
+
+
+def _qwen2_moe_windows(config: ConfigFile, num_layers: int) -> tuple[int | None, ...]:
+    """As in Qwen2 where `layer_types` says it; else every other of the first layers has one."""
+    if config.texts("layer_types") is not None:
+        return _qwen_windows(config, num_layers)
+    window = _qwen_window(config)
+    end = config.integer("max_window_layers", 28, minimum=0)
+    return tuple(window if i % 2 == 0 and i < end else None for i in range(num_layers))
+
+
+def _qwen_window(config: ConfigFile) -> int | None:
+    """The window of those layers that have one; None = no layer has."""
+    if not config.flag("use_sliding_window", False):
+        return None  # files of such models may say a length of 0
     window = config.optional_integer("sliding_window")
     if window is None and not config.has_key("sliding_window"):
         window = 4096
-    if not config.flag("use_sliding_window", False):
-        window = None
+    return window
+
+
+def _qwen_windows(config: ConfigFile, num_layers: int) -> tuple[int | None, ...]:
+    """From `layer_types` if present; else layers from `max_window_layers` on have the window."""
+    window = _qwen_window(config)
     layer_types = config.texts("layer_types")
     if layer_types is None:
         first = config.integer("max_window_layers", 28, minimum=0)
@@ -252,6 +320,9 @@ _FAMILIES: dict[str, Callable[[ConfigFile, int], _Family]] = {
     "MistralForCausalLM": _mistral,
     "Qwen2ForCausalLM": _qwen2,
     "Qwen3ForCausalLM": _qwen3,
+    "MixtralForCausalLM": _mixtral,
+    "Qwen2MoeForCausalLM": _qwen2_moe,
+    "Qwen3MoeForCausalLM": _qwen3_moe,
 }
 SUPPORTED_ARCHITECTURES = tuple(_FAMILIES)
 
@@ -277,7 +348,7 @@ def load_spec(folder: Path) -> ModelSpec:
     head_dim = config.integer("head_dim", family.default_head_dim or hidden_size // num_heads)
     if head_dim % 2:
         raise config.error("head_dim", f"{head_dim} is odd; rotary embedding needs pairs")
-    rope = parse_rope(config)
+    rope = parse_rope(config, family.default_theta)
     vocab_size = config.integer("vocab_size")
     return ModelSpec(
         architecture=architecture,
@@ -288,7 +359,7 @@ def load_spec(folder: Path) -> ModelSpec:
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        rms_norm_eps=config.number("rms_norm_eps", 1e-6),
+        rms_norm_eps=config.number("rms_norm_eps", family.default_rms_norm_eps),
         has_tied_embeddings=config.flag("tie_word_embeddings", False),
         has_qkv_bias=family.has_qkv_bias,
         has_output_bias=family.has_output_bias,
@@ -300,6 +371,7 @@ def load_spec(folder: Path) -> ModelSpec:
         eos_token_ids=_eos_token_ids(config, folder, vocab_size),
         dtype=_dtype(config),
         pooling=pooling,
+        mixture=family.mixture,
     )
 
 

@@ -11,6 +11,7 @@ import math
 import re
 import struct
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -18,6 +19,7 @@ import msgspec
 from engine.errors import ConfigError
 from engine.file_checks import check_file
 from engine.models.config_file import ConfigFile
+from engine.models.fused_experts import Source, find_fused
 from engine.models.llama_weights import BODY, HEAD, published_shapes
 from engine.models.spec import ModelSpec
 
@@ -125,31 +127,33 @@ def check_format(where: str, names: Iterable[str]) -> None:
         )
 
 
-def check_weights(folder: Path, spec: ModelSpec) -> dict[Path, dict[str, str]]:
+def check_weights(folder: Path, spec: ModelSpec) -> dict[Path, dict[str, Source]]:
     """Each weights file with those of the model's tensors that it holds, in order of their data.
 
-    Of each file: a tensor's name there -> its name in `published_shapes`. Raises ConfigError naming
-    file, tensor, expected and found shape. An unknown tensor is refused unless it is known to carry
-    no information: a bias or a layer, for example, would change the output.
+    Of each file: a tensor's name in `published_shapes` -> where the file has it. Raises ConfigError
+    naming file, tensor, expected and found shape. An unknown tensor is refused unless it is known
+    to carry no information: a bias or a layer, for example, would change the output.
     """
     missing = published_shapes(spec)
-    found: dict[Path, dict[str, str]] = {}
+    found: dict[Path, dict[str, Source]] = {}
     for path, indexed in _weight_files(folder):
         header = read_header(path)
         absent = sorted(
             name
             for name in (indexed or frozenset()) - header.keys()
-            if _whole_name(name, spec) in missing
+            if _sources(name, spec).keys() & missing.keys()
         )
         if absent:
             raise ConfigError(f"{path}: tensor {absent[0]!r} is in {INDEX_FILE} but not here")
         found[path] = {}
         for name, tensor in header.items():
-            whole_name = _whole_name(name, spec)
-            if whole_name in missing:
-                _check_tensor(path, name, tensor, missing.pop(whole_name))
-                found[path][name] = whole_name
-            elif any(whole_name in names.values() for names in found.values()):
+            sources = _sources(name, spec)
+            if sources.keys() <= missing.keys():
+                shapes = [missing.pop(whole_name) for whole_name in sources]
+                fused = find_fused(_whole_name(name, spec), spec)
+                _check_tensor(path, name, tensor, fused.shape if fused else shapes[0])
+                found[path] |= sources
+            elif any(sources.keys() & names.keys() for names in found.values()):
                 raise ConfigError(f"{path}: tensor {name!r} stands in another file as well")
             elif not _is_harmless(name, spec):
                 raise ConfigError(
@@ -162,6 +166,15 @@ def check_weights(folder: Path, spec: ModelSpec) -> dict[Path, dict[str, str]]:
             f" {list(shape)}; a download is not complete, or {_MISMATCH}"
         )
     return found
+
+
+def _sources(name: str, spec: ModelSpec) -> dict[str, Source]:
+    """The tensors in `published_shapes` whose numbers a tensor of this name in a file holds."""
+    whole_name = _whole_name(name, spec)
+    fused = find_fused(whole_name, spec)
+    if fused is None:
+        return {whole_name: Source(name)}
+    return {part: replace(source, name=name) for part, source in fused.parts.items()}
 
 
 def _check_tensor(path: Path, name: str, tensor: StoredTensor, shape: tuple[int, ...]) -> None:

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from engine.errors import ConfigError
 from engine.layers.linear import LinearWeight
+from engine.models.fused_experts import Source
 from engine.models.llama_weights import (
     WHOLE_MODEL,
     Rank,
@@ -32,6 +33,7 @@ from engine.models.llama_weights import (
     outer_tensors,
     published_shapes,
 )
+from engine.models.mixture_spec import MixtureSpec
 from engine.models.spec import ModelSpec
 from engine.models.weight_files import check_weights
 
@@ -137,7 +139,10 @@ def chunk_pairs(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWeights:
-    """Tensors of one decoder layer; H heads, K KV heads, D head_dim, I intermediate size."""
+    """Tensors of one decoder layer; H heads, K KV heads, D head_dim, I intermediate size.
+
+    In a mixture, I is of each of the E experts, and S of the expert that all tokens pass.
+    """
 
     # [hidden]
     input_norm: Tensor
@@ -147,13 +152,19 @@ class LayerWeights:
     qkv: LinearWeight
     # [hidden, H D]
     output: LinearWeight
-    # [2 I, hidden]
+    # [2 I, hidden]; in a mixture [E, 2 I, hidden]
     gate_up: LinearWeight
-    # [hidden, I]
+    # [hidden, I]; in a mixture [E, hidden, I]
     down: LinearWeight
     # [D]
     q_norm: Tensor | None
     k_norm: Tensor | None
+    # [E, hidden]; None = the layer is dense
+    router: LinearWeight | None = None
+    # [2 S, hidden], [hidden, S], [1, hidden]; None = no expert is shared
+    shared_gate_up: LinearWeight | None = None
+    shared_down: LinearWeight | None = None
+    shared_gate: LinearWeight | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,28 +195,42 @@ def load_weights(
     files = check_weights(folder, spec)
     weights, destinations = allocate_weights(spec, dtype=dtype, device=device, rank=rank)
     with copier_for(device) as copier:
-        for path, names in files.items():
-            _copy_file(path, names, destinations, copier)
+        for path, sources in files.items():
+            _copy_file(path, sources, destinations, copier)
     return weights
 
 
 def _copy_file(
-    path: Path, names: Mapping[str, str], destinations: Mapping[str, "Part"], copier: TensorCopier
+    path: Path,
+    sources: Mapping[str, Source],
+    destinations: Mapping[str, "Part"],
+    copier: TensorCopier,
 ) -> None:
-    """names: in the file -> in `destinations`."""
+    """sources, destinations: by published name."""
     try:
         with safe_open(str(path), framework="pt", device="cpu") as file:
-            for name, whole_name in names.items():
-                part = destinations.get(whole_name)
+            for name, source in sources.items():
+                part = destinations.get(name)
                 if part is None:
                     continue  # another rank's
-                if part.share is None:
-                    copier.copy(file.get_tensor(name), part.tensor)
+                if part.share is None and source.expert is None:
+                    copier.copy(file.get_tensor(source.name), part.tensor)
                 else:
-                    copier.copy(file.get_slice(name)[part.share].contiguous(), part.tensor)
+                    place = _place(source, part)
+                    copier.copy(file.get_slice(source.name)[place].contiguous(), part.tensor)
             copier.wait_copied()  # must complete while the file is still mapped
     except (SafetensorError, OSError) as error:
         raise ConfigError(f"{path}: not a readable safetensors file: {error}") from error
+
+
+def _place(source: Source, part: "Part") -> tuple[int | slice, ...]:
+    """The index of a part in the tensor that a file has."""
+    if source.expert is None:
+        assert part.share is not None, "all of a tensor needs no index"
+        return part.share
+    rows, *columns = part.share or (slice(0, len(part.tensor)),)
+    first = source.first_row
+    return source.expert, slice(first + rows.start, first + rows.stop), *columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +271,9 @@ def allocate_weights(
         return allocated
 
     outer = allocate(outer_tensors(spec))
-    layers = [_layer(allocate(layer_tensors(spec, i))) for i in range(spec.num_layers)]
+    layers = [
+        _layer(allocate(layer_tensors(spec, i)), spec.mixture_at(i)) for i in range(spec.num_layers)
+    ]
     weights = ModelWeights(
         embedding=outer["embedding"],
         layers=layers,
@@ -256,19 +283,32 @@ def allocate_weights(
     return weights, destinations
 
 
-def _layer(tensors: Mapping[str, Tensor]) -> LayerWeights:
+def _layer(tensors: Mapping[str, Tensor], mixture: MixtureSpec | None) -> LayerWeights:
     def linear(field: str) -> LinearWeight:
         return LinearWeight(tensors[field], tensors.get(f"{field}_bias"))
+
+    def optional(field: str) -> LinearWeight | None:
+        return linear(field) if field in tensors else None
+
+    def experts(field: str) -> LinearWeight:
+        if mixture is None:
+            return linear(field)
+        stacked = tensors[field]
+        return LinearWeight(stacked.view(mixture.num_experts, -1, stacked.shape[1]))
 
     return LayerWeights(
         input_norm=tensors["input_norm"],
         post_norm=tensors["post_norm"],
         qkv=linear("qkv"),
         output=linear("output"),
-        gate_up=linear("gate_up"),
-        down=linear("down"),
+        gate_up=experts("gate_up"),
+        down=experts("down"),
         q_norm=tensors.get("q_norm"),
         k_norm=tensors.get("k_norm"),
+        router=optional("router"),
+        shared_gate_up=optional("shared_gate_up"),
+        shared_down=optional("shared_down"),
+        shared_gate=optional("shared_gate"),
     )
 
 

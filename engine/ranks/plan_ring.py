@@ -306,6 +306,11 @@ class PlanRingReader:
         assert len(data) <= MAX_REPORT_BYTES, f"a report of {len(data)} bytes"
         _send(self._sock, data)
 
+    @property
+    def writer_pid(self) -> int:
+        """The process of the writer, as the kernel tells it."""
+        return _peer(self._sock)[0]
+
     def wait_end(self, timeout_s: float | None = None) -> bool:
         """Waits until the writer is dead or has closed the ring; False after `timeout_s`.
 

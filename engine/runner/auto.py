@@ -109,7 +109,7 @@ class Footprint:
         element_bytes = DTYPE_BYTES[layout.dtype]
         qkv = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
         # Alive at a time: the stream and its norm, q, k and v or gate and up, and their product.
-        elements = 4 * spec.hidden_size + qkv + 3 * spec.intermediate_size
+        elements = 4 * spec.hidden_size + qkv + _feed_forward_elements(spec)
         return cls(
             weights_bytes=num_parameters * element_bytes,
             kv_token_bytes=layout.block_bytes // layout.block_size,
@@ -117,6 +117,15 @@ class Footprint:
             logits_bytes=spec.vocab_size * element_bytes,
             max_model_len=spec.max_model_len,
         )
+
+
+def _feed_forward_elements(spec: ModelSpec) -> int:
+    """Elements a token: gate, up and their product; in a mixture also each expert's output."""
+    mixture = spec.mixture
+    if mixture is None:
+        return 3 * spec.intermediate_size
+    routed = mixture.num_active * (3 * mixture.expert_size + spec.hidden_size)
+    return max(3 * spec.intermediate_size, routed + 3 * (mixture.shared_size or 0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

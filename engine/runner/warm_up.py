@@ -6,6 +6,7 @@ compile later. The dummy rows write to blocks that nothing holds yet.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from engine.plan import RowAdmission, StepPlan
 from engine.request import SamplingParams
@@ -54,7 +55,12 @@ def warm_up(
     """Run each kind of step once, within the given rows, blocks, and tokens per step and row."""
     block_size = executor.layout.block_size
     is_gpu = executor.model.device.type == "cuda"
-    for rows in _gpu_steps(num_rows, max_tokens, max_row_tokens) if is_gpu else _cpu_steps():
+    steps = _cpu_steps()
+    if is_gpu:
+        sizes = [size for size in executor.model.token_sizes if size < max_tokens]
+        chosen = (_prompts(size, max_row_tokens) for size in sizes)
+        steps = chain(chosen, _gpu_steps(num_rows, max_tokens, max_row_tokens))
+    for rows in steps:
         needed_blocks = sum(-(-row.num_tokens // block_size) for row in rows)
         if (
             len(rows) <= num_rows
@@ -77,10 +83,7 @@ def _gpu_steps(num_rows: int, max_tokens: int, max_row_tokens: int) -> Iterator[
     """Step sizes in factors of two, every kind of batch, and every kind of sampling."""
     size = max_tokens
     while size > 1:
-        yield [
-            DummyRow(num_computed_tokens=0, num_new_tokens=min(max_row_tokens, size - start))
-            for start in range(0, size, max_row_tokens)
-        ]
+        yield _prompts(size, max_row_tokens)
         num_new_tokens = min(size // 2 + 1, max_row_tokens - 16)
         if num_new_tokens > 0:
             yield [DummyRow(num_computed_tokens=16, num_new_tokens=num_new_tokens)]
@@ -99,6 +102,14 @@ def _gpu_steps(num_rows: int, max_tokens: int, max_row_tokens: int) -> Iterator[
         yield [row, row, chunk]
     asked = min(ASKED_PROMPT_TOKENS, max_row_tokens)
     yield [DummyRow(num_computed_tokens=0, num_new_tokens=asked, params=ASKS_PROMPT)]
+
+
+def _prompts(num_tokens: int, max_row_tokens: int) -> list[DummyRow]:
+    """Rows of new prompts with `num_tokens` tokens together."""
+    return [
+        DummyRow(num_computed_tokens=0, num_new_tokens=min(max_row_tokens, num_tokens - start))
+        for start in range(0, num_tokens, max_row_tokens)
+    ]
 
 
 def dummy_step(rows: Sequence[DummyRow], block_size: int) -> StepPlan:

@@ -2,6 +2,7 @@
 
     python -m load_tests.lab.bench_engine --shapes qwen3-8b --peer peer.txt --chain chain.txt
     python -m load_tests.lab.bench_engine --works decode_bs256 --no-host --eager
+    python -m load_tests.lab.bench_engine --shapes qwen3-30b-a3b --pin-routing 0 --no-host
     python -m load_tests.lab.bench_engine --profile --works prefill_16x4096 decode_bs64 --traces DIR
 
 In this process, random weights, greedy, no end of sequence, prefix cache off, and timed as the
@@ -38,6 +39,7 @@ from load_tests.lab.kernel_profile import (
     render_kernels,
     render_profile,
 )
+from load_tests.lab.pinned_routing import build_pinned, count_distinct
 from load_tests.lab.shapes import SHAPES, write_shapes
 from load_tests.lab.works import DECODE_STEPS, DECODES, WORKS, Kind, Work
 from load_tests.prompts import RandomPrompts
@@ -210,6 +212,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--attention-prefill", default="auto", metavar="NAME")
     parser.add_argument("--attention-decode", default="auto", metavar="NAME")
     parser.add_argument("--deterministic", action="store_true")
+    parser.add_argument(
+        "--pin-routing", type=int, metavar="SEED", help="experts drawn uniformly (a mixture)"
+    )
     parser.add_argument("--works", nargs="*", default=[""], help="parts of names; default: all")
     parser.add_argument("--no-host", action="store_true", help="leave out the host's work")
     parser.add_argument("--seed", type=int, default=0)
@@ -228,7 +233,11 @@ def describe(bench: Bench, args: argparse.Namespace) -> dict[str, object]:
     """What a reader must know to judge the figures."""
     on_gpu = args.device == "cuda"
     switches = ("deterministic", "eager", "no_overlap", "attention_prefill", "attention_decode")
+    model = bench.ours.engine.executor.model
+    sizes = sorted({work.num_rows for work in DECODES})
     return describe_machine() | {
+        "pin_routing": args.pin_routing,
+        "distinct_experts_a_layer": [one.describe() for one in count_distinct(model, sizes)],
         "device": torch.cuda.get_device_name() if on_gpu else "cpu",
         "torch": torch.__version__,
         "engine": bench.ours.engine.describe(),
@@ -244,7 +253,12 @@ def run(args: argparse.Namespace, scratch: Path) -> str:
     chain = read_chain(args.chain) if args.chain else {}
     works = [work for work in WORKS if any(part in work.key for part in args.works)]
     folder = args.model or write_shapes(args.shapes, scratch)
-    bench = Bench(EngineInProcess(engine_config(folder, args)), seed=args.seed)
+    config, model = engine_config(folder, args), None
+    if args.pin_routing is not None:
+        max_tokens = max(args.max_num_batched_tokens, args.max_rows)
+        model = build_pinned(config, max_tokens, args.pin_routing)
+    bench = Bench(EngineInProcess(config, model), seed=args.seed)
+    del model  # the engine's alone: what is dropped with it is free
     bench.warm_up()
     if args.profile:
         return profile_works(bench, works, args.traces or scratch, args.png)

@@ -3,12 +3,14 @@
     decode step   max(bytes / bandwidth, flops / peak), bytes = weights + K and V read and written
     prefill       max(flops / peak, weight bytes / bandwidth), flops = linear + causal attention
 
-Activations, norms, rotation and sampling are left out, so no engine reaches a floor.
+Activations, norms, rotation and sampling are left out, so no engine reaches a floor. A mixture
+reads the experts that so many tokens choose, if each chooses uniformly.
 """
 
 from dataclasses import dataclass
 
 from engine.kv.layout import DTYPE_BYTES, KvDtype
+from engine.models.mixture_spec import MixtureSpec
 from engine.models.spec import ModelSpec
 from load_tests.lab.works import DECODE_STEPS, Kind, Work
 
@@ -43,20 +45,49 @@ def decode_floor_s(
     """One step of `num_rows` rows that attend to `num_keys` keys each, their own included."""
     keys = _attended_keys(num_keys, spec)
     num_bytes = DTYPE_BYTES[dtype] * (
-        layer_parameters(spec) * spec.num_layers
+        read_parameters(spec, num_rows)
         + head_parameters(spec)
         + num_rows * spec.hidden_size  # of the embedding
         + num_rows * (keys + spec.num_layers) * 2 * spec.num_kv_heads * spec.head_dim
     )
-    linear = layer_parameters(spec) * spec.num_layers + head_parameters(spec)
+    linear = active_parameters(spec) + head_parameters(spec)
     attention = 2 * keys * spec.num_heads * spec.head_dim
     return machine.seconds(num_bytes, 2 * num_rows * (linear + attention))
 
 
 def layer_parameters(spec: ModelSpec) -> int:
-    """Elements of one layer's linear weights."""
+    """Elements of one dense layer's linear weights."""
     heads = 2 * spec.num_heads + 2 * spec.num_kv_heads  # q, k, v and the output projection
     return spec.hidden_size * (heads * spec.head_dim + 3 * spec.intermediate_size)
+
+
+def read_parameters(spec: ModelSpec, num_tokens: int) -> float:
+    """Elements of all layers' linear weights that a step of `num_tokens` tokens reads."""
+    mixture = spec.mixture
+    num_experts = 0.0 if mixture is None else distinct_experts(mixture, num_tokens)
+    return _parameters(spec, num_experts)
+
+
+def active_parameters(spec: ModelSpec) -> float:
+    """Elements of all layers' linear weights that one token is multiplied by."""
+    return _parameters(spec, 0 if spec.mixture is None else spec.mixture.num_active)
+
+
+def distinct_experts(mixture: MixtureSpec, num_tokens: int) -> float:
+    """The experts of one layer that `num_tokens` tokens choose, expected if all are as likely."""
+    num_experts = mixture.num_experts
+    return num_experts * (1 - (1 - mixture.num_active / num_experts) ** num_tokens)
+
+
+def _parameters(spec: ModelSpec, num_experts: float) -> float:
+    """Elements of all layers' linear weights with `num_experts` experts a mixture."""
+    mixture = spec.mixture
+    if mixture is None:
+        return spec.num_layers * layer_parameters(spec)
+    dense = layer_parameters(spec)
+    sizes = num_experts * mixture.expert_size + (mixture.shared_size or 0)
+    of_mixture = spec.hidden_size * (3 * (sizes - spec.intermediate_size) + mixture.num_experts)
+    return spec.num_layers * dense + len(mixture.layers) * of_mixture
 
 
 def head_parameters(spec: ModelSpec) -> int:
@@ -65,10 +96,10 @@ def head_parameters(spec: ModelSpec) -> int:
 
 
 def _prefill_floor_s(work: Work, spec: ModelSpec, dtype: KvDtype, machine: Machine) -> float:
-    parameters = layer_parameters(spec) * spec.num_layers
-    linear = work.num_rows * (work.num_tokens * parameters + head_parameters(spec))
+    linear = work.num_rows * (work.num_tokens * active_parameters(spec) + head_parameters(spec))
     pairs = sum(_causal_pairs(work.num_tokens, window) for window in spec.layer_windows)
     attention = 2 * work.num_rows * pairs * spec.num_heads * spec.head_dim
+    parameters = read_parameters(spec, work.num_rows * work.num_tokens)
     num_bytes = DTYPE_BYTES[dtype] * (parameters + head_parameters(spec))
     return machine.seconds(num_bytes, 2 * (linear + attention))
 

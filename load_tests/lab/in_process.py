@@ -18,9 +18,9 @@ from engine.scheduling.contracts import StepOutput
 class EngineInProcess:
     """Steps on the calling thread; nothing is left of a request when its last token is out."""
 
-    def __init__(self, config: AppConfig) -> None:
-        """Loads the model and warms up. Raises ConfigError when that cannot be done."""
-        self.engine: Engine = _build(config)
+    def __init__(self, config: AppConfig, model: CausalLM | None = None) -> None:
+        """Loads the model, if none is given, and warms up. Raises ConfigError if it cannot."""
+        self.engine: Engine = _build(config, model)
         self._model_config = config.model
         self._num_requests = 0
 

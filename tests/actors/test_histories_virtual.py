@@ -115,7 +115,7 @@ def _keeps_the_blocks(self: Scheduler, key: RequestKey) -> bool:
     return bool(requests) and _ABORT(self, key)
 
 
-def _changes_tokens(self: Generations, message: StepMessage) -> None:
+async def _changes_tokens(self: Generations, message: StepMessage) -> None:
     for record in message.tokens:
         self._mailboxes[record.key].put(message.worker, msgspec.structs.replace(record, token_id=9))
 

@@ -123,7 +123,7 @@ def test_a_folder_may_keep_head_and_prefix(folder: Path, tmp_path: Path) -> None
     save_model(tmp_path, "Qwen3ForCausalLM", seed=4)  # the same body; its head is not tied
     (names,) = check_weights(tmp_path, load_spec(tmp_path)).values()
     assert "lm_head.weight" not in names
-    assert all(name == whole for name, whole in names.items())
+    assert all(source.name == name for name, source in names.items())
     (prompt,) = prompts_of(9)
     (record,) = embed(engine_of(tmp_path), [prompt])
     check(tmp_path, prompt, record, is_normalised=True)

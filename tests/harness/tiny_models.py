@@ -8,14 +8,36 @@ import torch
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.llama import LlamaConfig
 from transformers.models.mistral import MistralConfig
+from transformers.models.mixtral import MixtralConfig
 from transformers.models.qwen2 import Qwen2Config
+from transformers.models.qwen2_moe import Qwen2MoeConfig
 from transformers.models.qwen3 import Qwen3Config
+from transformers.models.qwen3_moe import Qwen3MoeConfig
 
 CONFIG_CLASSES = {
     "LlamaForCausalLM": LlamaConfig,
     "MistralForCausalLM": MistralConfig,
     "Qwen2ForCausalLM": Qwen2Config,
     "Qwen3ForCausalLM": Qwen3Config,
+    "MixtralForCausalLM": MixtralConfig,
+    "Qwen2MoeForCausalLM": Qwen2MoeConfig,
+    "Qwen3MoeForCausalLM": Qwen3MoeConfig,
+}
+# Sizes of small mixtures; odd, as all of these.
+MIXTURES: dict[str, dict[str, object]] = {
+    "MixtralForCausalLM": {"num_local_experts": 5, "num_experts_per_tok": 2},
+    "Qwen2MoeForCausalLM": {
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40,
+    },
+    "Qwen3MoeForCausalLM": {
+        "num_experts": 7,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 40,
+        "norm_topk_prob": True,
+    },
 }
 VOCAB_SIZE = 131  # odd, so that nothing is a multiple of anything by accident
 
@@ -46,6 +68,7 @@ def save_model(
         "bos_token_id": 1,
         "pad_token_id": None,
         "tie_word_embeddings": False,
+        **MIXTURES.get(architecture, {}),
         **settings,
     }
     if architecture == "MistralForCausalLM":

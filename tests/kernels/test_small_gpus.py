@@ -10,6 +10,8 @@ from kernels.attention.protocol import AttentionShape, build_step
 from kernels.device import DeviceProperties, stages_that_fit, why_unsupported
 from kernels.kv import rotate_and_store
 from kernels.linear import invariant, small
+from kernels.moe import align, combine, few, grouped, router
+from kernels.moe.tiles import ExpertShape, build_plan
 from kernels.ops import HeadNorms
 from kernels.sampling import rows_triton
 from tests.harness.gpus import GPUS, gpu
@@ -150,6 +152,33 @@ def test_kernels_without_tiles_compile_for_every_gpu(name: str) -> None:
             places,
         )
     assert len(found) >= 4
+    assert max(found.values()) <= device.shared_memory_per_block_bytes, found
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", sorted(ONE_EACH.values()))
+def test_kernels_of_a_mixture_compile_for_every_gpu(name: str) -> None:
+    device = gpu(name)
+    shape = ExpertShape(num_experts=128, num_active=8, hidden=2048, inner=768)
+    modules = (router, align, grouped, few, combine)
+    gate_up, down = (weight_of(n, k).unsqueeze(0) for n, k in ((1536, 2048), (2048, 768)))
+    with compiled_for(device, *modules) as found:
+        for is_deterministic in (True, False):
+            plan = build_plan(shape, device, is_deterministic=is_deterministic)
+            for num_tokens in (1, *(end for end in plan.ends if end < 2048), 2048):
+                x = weight_of(num_tokens, 2048)
+                routes = router.route(
+                    x, weight_of(128, 2048), 8, normalises=True, is_deterministic=is_deterministic
+                )
+                pair = plan.pair(num_tokens)
+                blocks = align.align(routes.ids, 128, pair.gate_up.block_m)
+                inner = grouped.grouped_gate_up(x, gate_up, routes, blocks, pair.gate_up)
+                outputs = grouped.grouped_down(inner, down, routes, blocks, pair.down)
+                combine.combine(outputs, routes, x, x[:, :1])
+        routes = router.route(x[:1], weight_of(128, 2048), 8, normalises=True)
+        inner = few.few_gate_up(x[:1], gate_up, routes, plan.few_gate_up)
+        few.few_down(inner, down, routes, plan.few_down)
+    assert {"_moe_grouped_kernel", "_moe_align_kernel", "_moe_few_down_kernel"} < set(found)
     assert max(found.values()) <= device.shared_memory_per_block_bytes, found
 
 

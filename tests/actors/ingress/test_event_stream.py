@@ -31,9 +31,9 @@ class Stream:
 
     async def run(self, send: Any, spec_version: str = "2.3") -> None:
         scope = {"type": "http", "asgi": {"spec_version": spec_version}}
-        await asyncio.wait_for(self.response(scope, self._receive, send), timeout=30)
+        await asyncio.wait_for(self.response(scope, self.receive, send), timeout=30)
 
-    async def _receive(self) -> Message:
+    async def receive(self) -> Message:
         await self.has_left.wait()
         return {"type": "http.disconnect"}
 
@@ -68,6 +68,24 @@ def test_a_send_that_fails_ends_the_stream_quietly(spec_version: str) -> None:
         assert stream.closed == ["events", "deltas", "accounts"]
 
     asyncio.run(leave())
+
+
+def test_the_first_event_leaves_before_any_other_task_has_a_turn() -> None:
+    async def send_all() -> None:
+        stream = Stream()
+        sent_at_first_turn: list[int] = []
+        asyncio.get_running_loop().call_soon(lambda: sent_at_first_turn.append(len(stream.sent)))
+
+        async def send(message: Message) -> None:
+            stream.sent.append(message)
+
+        scope = {"type": "http", "asgi": {"spec_version": "2.3"}}
+        await stream.response(scope, stream.receive, send)  # no task of its own: no turn of others
+        assert sent_at_first_turn == [2]  # the status and the first event
+        bodies = [m["body"] for m in stream.sent if m["type"] == "http.response.body"]
+        assert bodies == [b"x"] * WHOLE_NUM_EVENTS + [b""]
+
+    asyncio.run(send_all())
 
 
 def test_a_client_that_leaves_in_mid_send_ends_it_too() -> None:

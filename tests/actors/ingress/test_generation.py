@@ -108,6 +108,11 @@ class FakeAllocator:
         return Assign(prefill_worker=self._workers[-1], decode_worker=None, num_new_tokens=1)
 
 
+async def _let_others_run() -> None:
+    for _ in range(TURNS):
+        await asyncio.sleep(0)
+
+
 async def _connected(generations: Generations) -> None:
     for _ in range(TURNS):
         if all(link.is_up for link in generations.links.links()):
@@ -208,6 +213,41 @@ def test_a_request_that_ends_two_workers_is_not_tried_again(num_tokens: int) -> 
         assert sum(len(worker.submits) for worker in workers) == 2
 
     play(*[dies_after(num_tokens)] * 4, scenario=scenario)
+
+
+def test_a_first_token_is_read_before_the_tokens_of_others() -> None:
+    read: list[tuple[str, int]] = []
+
+    async def follow(generations: Generations, job: GenerationJob) -> None:
+        async with aclosing(generations.run(job, lambda _: None)) as batches:
+            async for records in batches:
+                read.extend((job.request_id, record.index) for record in records)
+
+    async def scenario(generations: Generations, workers: list[FakeWorker]) -> None:
+        old, new = build_choice(), build_choice()
+        tasks = [asyncio.create_task(follow(generations, job)) for job in (old, new)]
+        await _let_others_run()
+        assert len(workers[0].submits) == len(tasks)
+
+        def record(job: GenerationJob, index: int) -> TokenRecord:
+            key = RequestKey(job.request_id)
+            return TokenRecord(key=key, index=index, token_id=token_at(index))
+
+        workers[0].say([record(old, 0)], [])
+        workers[0].say([record(old, 1), record(new, 0)], [])
+        workers[0].say([record(old, 2), record(new, 1)], [])
+        await _let_others_run()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        names = {old.request_id: "old", new.request_id: "new"}
+        assert [(names[job], index) for job, index in read[:3]] == [
+            ("old", 0),
+            ("new", 0),
+            ("old", 1),
+        ]
+
+    play(lambda worker, submit: None, scenario=scenario)
 
 
 def test_a_neighbour_of_such_a_request_gets_every_token_once() -> None:

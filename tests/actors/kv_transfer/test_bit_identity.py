@@ -39,18 +39,23 @@ def rng() -> random.Random:
     return random.Random(seed)
 
 
-def save_random_model(folder: Path, device: str, rng: random.Random) -> Path:
+def save_random_model(
+    folder: Path, device: str, rng: random.Random, architecture: str = "Qwen3ForCausalLM"
+) -> Path:
     settings = ON_GPU if device == "cuda" else {}
-    save_model(folder, "Qwen3ForCausalLM", seed=rng.randrange(2**31), **settings)
+    if device == "cuda" and architecture == "Qwen3MoeForCausalLM":
+        settings = {**ON_GPU, "num_experts": 16, "moe_intermediate_size": 192}
+    save_model(folder, architecture, seed=rng.randrange(2**31), **settings)
     return folder
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Qwen3MoeForCausalLM"])
 def test_a_request_has_one_hash_however_two_workers_share_it(
-    device: str, tmp_path: Path, rng: random.Random
+    device: str, architecture: str, tmp_path: Path, rng: random.Random
 ) -> None:
-    folder = save_random_model(tmp_path, device, rng)
+    folder = save_random_model(tmp_path, device, rng, architecture)
     p = HashedWorker(folder, device)
     d = HashedWorker(folder, device, captures=device == "cuda")
     p.get_ready()

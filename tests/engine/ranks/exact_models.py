@@ -6,6 +6,7 @@ and attention. Products of such numbers are added without rounding, however they
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -24,7 +25,10 @@ from engine.ranks.rank import Rank
 from kernels.attention.phased import PhasedAttention
 from kernels.attention.protocol import AttentionShape
 from kernels.attention.reference import ReferenceAttention
-from kernels.reference import TorchOps
+from kernels.moe import reference
+from kernels.moe.routes import Routes
+from kernels.reference import TorchOps, silu_mul
+from tests.engine.runner.graph_story import RowTensorAttention
 
 CPU = torch.device("cpu")
 _GRID = 8
@@ -57,6 +61,13 @@ class SnappingAttention(ReferenceAttention):
         return _snap(super().run(*args, **named))
 
 
+class SnappingGraphAttention(RowTensorAttention):
+    """Each head's result ends on the grid."""
+
+    def run(self, *args: Any, **named: Any) -> Tensor:
+        return _snap(super().run(*args, **named))
+
+
 def save_whole_numbers(folder: Path, seed: int) -> None:
     """Replace all weights but the norms by whole numbers from -2 to 2."""
     path = folder / "model.safetensors"
@@ -69,8 +80,13 @@ def save_whole_numbers(folder: Path, seed: int) -> None:
     save_file(tensors, path, metadata={"format": "pt"})
 
 
-def build_exact(folder: Path, rank: Rank) -> tuple[CausalLM, PhasedAttention]:
-    """The rank's model, and the attention that goes with it."""
+def build_exact(
+    folder: Path, rank: Rank, *, captures: bool = False
+) -> tuple[CausalLM, PhasedAttention]:
+    """The rank's model, and the attention that goes with it.
+
+    captures: the attention can be in graphs, as `RerunRecorder` makes them; it knows no windows.
+    """
     model = build_model(folder, dtype=torch.float32, device=CPU, ops=SnappingOps(), rank=rank)
     shape = AttentionShape(
         num_heads=model.spec.num_heads,
@@ -78,8 +94,39 @@ def build_exact(folder: Path, rank: Rank) -> tuple[CausalLM, PhasedAttention]:
         head_dim=model.spec.head_dim,
         layer_windows=model.spec.layer_windows,
     )
+    if captures:
+        both = SnappingGraphAttention(shape)
+        return model, PhasedAttention(prefill=both, decode=both, graph=both, prompt_graph=both)
     attention = SnappingAttention(shape, block_size=4, dtype=torch.float32, device=CPU)
     return model, PhasedAttention(prefill=attention, decode=attention, graph=None)
+
+
+def _snapped_route(*args: Any, **named: Any) -> Routes:
+    routes = _route(*args, **named)
+    return replace(routes, weights=_snap(routes.weights))
+
+
+def _snapped_combine(
+    outputs: Tensor, shared: Tensor | None = None, gate: Tensor | None = None
+) -> Tensor:
+    total = outputs.sum(dim=1)
+    if shared is not None and gate is not None:
+        total += _snap(torch.sigmoid(gate)) * shared
+    return total
+
+
+_route = reference.route
+
+
+@contextmanager
+def snapped_mixtures() -> Iterator[None]:
+    """Weights of routes, activations and gates of experts end on the grid."""
+    with (
+        patch.object(reference, "route", _snapped_route),
+        patch.object(reference, "silu_mul", lambda x: _snap(silu_mul(x))),
+        patch.object(reference, "combine", _snapped_combine),
+    ):
+        yield
 
 
 # ---- wrong shards --------------------------------------------------------------------------------

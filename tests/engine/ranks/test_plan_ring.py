@@ -171,6 +171,7 @@ def test_a_writer_that_is_killed_ends_a_reader_asleep_and_leaves_nothing(name: s
     with processes(("writer", name, 5)) as [writer]:
         assert writer.line() == "ready"
         reader = PlanRingReader(name, 0, PATIENCE_S, STUCK_S)
+        assert reader.writer_pid == writer.pid
         assert reader.read(PATIENCE_S) == bytes(5)
         assert not reader.wait_end(0.05)
         threading.Timer(0.1, os.kill, (writer.pid, signal.SIGKILL)).start()

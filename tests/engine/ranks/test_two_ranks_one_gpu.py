@@ -41,11 +41,13 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankProcesses]:
         yield started
 
 
-def _save(folder: Path, num_kv_heads: int) -> None:
+def _save(folder: Path, num_kv_heads: int, architecture: str = "Qwen3ForCausalLM") -> None:
+    is_mixture = architecture == "Qwen3MoeForCausalLM"
     save_model(
         folder,
-        "Qwen3ForCausalLM",
+        architecture,
         seed=5,
+        **({"moe_intermediate_size": 128} if is_mixture else {}),
         hidden_size=256,
         intermediate_size=416,
         num_hidden_layers=3,
@@ -70,12 +72,19 @@ def _logits(comm: Comm, folder: Path, prefill: AttentionName) -> Tensor:
     return torch.cat([lines for step in found for lines in step.values()]).cpu()
 
 
-@pytest.mark.parametrize("num_kv_heads", [4, 1])
+@pytest.mark.parametrize(
+    ("architecture", "num_kv_heads"),
+    [("Qwen3ForCausalLM", 4), ("Qwen3ForCausalLM", 1), ("Qwen3MoeForCausalLM", 2)],
+)
 @pytest.mark.parametrize("prefill", ["flash_attn", "triton"])
 def test_logits_are_close_to_those_of_one_rank(
-    ranks: RankProcesses, prefill: AttentionName, num_kv_heads: int, tmp_path: Path
+    ranks: RankProcesses,
+    prefill: AttentionName,
+    architecture: str,
+    num_kv_heads: int,
+    tmp_path: Path,
 ) -> None:
-    _save(tmp_path, num_kv_heads)
+    _save(tmp_path, num_kv_heads, architecture)
     alone = _logits(SINGLE_RANK, tmp_path, prefill)
     first, other = ranks.run(_logits, tmp_path, prefill)
     assert torch.equal(first, other)

@@ -17,10 +17,12 @@ NUM_TRIALS = 50
 LENGTH = 150
 
 
-@pytest.fixture(scope="module", params=["Qwen3ForCausalLM", "LlamaForCausalLM"])
+@pytest.fixture(
+    scope="module", params=["Qwen3ForCausalLM", "LlamaForCausalLM", "Qwen3MoeForCausalLM"]
+)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> CausalLM:
     folder = tmp_path_factory.mktemp("model")
-    head_dim = 128 if request.param == "Qwen3ForCausalLM" else 64
+    head_dim = 64 if request.param == "LlamaForCausalLM" else 128
     save_model(
         folder,
         request.param,

@@ -7,12 +7,15 @@ attention that reads nothing else and answers NaN where there is nothing to see.
 import gc
 import random
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.layers.moe import Mixture
 from engine.models.llama import CausalLM
 from engine.models.registry import build_model
 from engine.plan import StepResult
@@ -39,8 +42,11 @@ FORMS = {
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> CausalLM:
-    folder = tmp_path_factory.mktemp("model")
-    hf_model = save_model(folder, "Qwen3ForCausalLM", seed=21)
+    return _model(tmp_path_factory.mktemp("model"), "Qwen3ForCausalLM")
+
+
+def _model(folder: Path, architecture: str) -> CausalLM:
+    hf_model = save_model(folder, architecture, seed=21)
     with torch.no_grad():
         hf_model.get_parameter("model.embed_tokens.weight")[[0, BROKEN_TOKEN]] = torch.nan
         hf_model.get_parameter("lm_head.weight")[[0, BROKEN_TOKEN]] = 0.0  # never the best
@@ -100,6 +106,34 @@ def test_a_padded_step_gives_what_the_ordinary_path_gives(
         check=check,
     )
     assert not torch.equal(plain.executor.kv_store.tensor, blank)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_padding_of_a_mixture_has_no_expert_and_changes_no_token(form: str, tmp_path: Path) -> None:
+    model = _model(tmp_path, "Qwen2MoeForCausalLM")
+    num_padding = 0
+    for layer in model.layers:
+        assert isinstance(layer.mlp, Mixture)
+
+        def route(x: Any, slots: Any, router: Any = layer.mlp.router) -> Any:
+            nonlocal num_padding
+            routes = router(x, slots)
+            if slots is not None:
+                num_padding += int((slots < 0).sum())
+                assert torch.equal(routes.ids[:, 0] < 0, slots < 0)
+            return routes
+
+        layer.mlp.router = route
+    plain, padded = _driver(model, None), _driver(model, FORMS[form])
+
+    def check(num_new: dict[int, int], results: list[StepResult]) -> None:
+        assert results[0].tokens == results[1].tokens
+        assert results[0].is_finite == results[1].is_finite == [True] * len(num_new)
+
+    num_padding = 0
+    tell([plain, padded], random.Random(3), num_steps=6, lengths=(1, 2, 5, 13), decodes=True,
+         check=check)  # fmt: skip
+    assert num_padding > 0
 
 
 def test_in_the_grid_each_row_lies_at_the_end_of_its_span(model: CausalLM) -> None:

@@ -5,14 +5,18 @@ from pathlib import Path
 
 import pytest
 
+from engine.models.llama_weights import num_parameters
 from engine.models.spec import ModelSpec, load_spec
 from load_tests.lab.floors import (
     H200,
     Machine,
+    active_parameters,
     decode_floor_s,
+    distinct_experts,
     floor_s,
     head_parameters,
     layer_parameters,
+    read_parameters,
 )
 from load_tests.lab.shapes import write_shapes
 from load_tests.lab.works import DECODES, LONG_PREFILLS, Kind, Work
@@ -81,3 +85,18 @@ def test_the_peak_bounds_long_prefills_and_the_weights_bound_short_ones(spec: Mo
     assert 50_000 < rate < 60_000
     short_s = floor_s(Work(Kind.SHORT_PREFILL, 1, 64), spec, "bfloat16", H200)
     assert short_s == pytest.approx(15.14e9 / 4.29e12, rel=0.005)
+
+
+def test_a_mixture_reads_the_experts_that_its_tokens_choose(tmp_path: Path) -> None:
+    spec = load_spec(write_shapes("qwen3-30b-a3b", tmp_path))
+    assert spec.mixture is not None
+    assert distinct_experts(spec.mixture, 1) == pytest.approx(8)
+    assert [round(distinct_experts(spec.mixture, n)) for n in (8, 16, 32, 64)] == [52, 82, 112, 126]
+    whole = active_parameters(spec) + 2 * head_parameters(spec)
+    assert whole == pytest.approx(3.3e9, rel=0.02)  # its name: A3B
+    every = read_parameters(spec, 10**6) + 2 * head_parameters(spec)
+    assert every == pytest.approx(num_parameters(spec), rel=1e-3)  # but for norms
+    one = decode_floor_s(1, 1, spec, "bfloat16", ONLY_BYTES)
+    assert one == pytest.approx(2 * (whole - head_parameters(spec)), rel=1e-3)
+    mixtral = load_spec(write_shapes("mixtral-8x7b", tmp_path))
+    assert num_parameters(mixtral) == pytest.approx(46.7e9, rel=1e-3)

@@ -1,0 +1,116 @@
+"""The feed-forward part of a layer as a mixture of experts.
+
+    router -> experts of each token -> weighted sum (+ the expert that all tokens share)
+
+Nothing is exchanged between ranks here: with a part of every expert on each rank, the outputs of
+the ranks are to be added, as those of any feed-forward part.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from engine.layers.linear import Linear
+from engine.layers.mlp import GatedMlp
+from kernels.moe import reference
+from kernels.moe.routes import Routes
+
+
+class Router(Protocol):
+    def __call__(self, x: Tensor, slots: Tensor | None) -> Routes:
+        """x: [T, hidden]. slots: int32 [T], -1 for padding, which gets no expert; None = none."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SharedOutput:
+    """The output of the expert that all tokens pass; sigmoid(gate) * output is added."""
+
+    # [T, hidden]
+    output: Tensor
+    # [T, 1]
+    gate: Tensor
+
+
+class SharedExpert:
+    """An expert that all tokens pass, with a gate of its own."""
+
+    __slots__ = ("_gate", "_mlp")
+
+    def __init__(self, *, mlp: GatedMlp, gate: Linear) -> None:
+        """gate: hidden -> 1."""
+        self._mlp = mlp
+        self._gate = gate
+
+    def __call__(self, x: Tensor, lane: int) -> SharedOutput:
+        return SharedOutput(output=self._mlp(x, lane), gate=self._gate(x, lane))
+
+
+class Experts(Protocol):
+    @property
+    def token_sizes(self) -> tuple[int, ...]:
+        """See `FeedForward.token_sizes`."""
+        ...
+
+    def __call__(self, x: Tensor, routes: Routes, shared: SharedOutput | None) -> Tensor:
+        """x: [T, hidden]; returns [T, hidden], zeros for a token without expert."""
+        ...
+
+
+class Mixture:
+    """y = sum of the weighted outputs of a token's experts."""
+
+    __slots__ = ("_experts", "_shared", "router")
+
+    def __init__(self, *, router: Router, experts: Experts, shared: SharedExpert | None) -> None:
+        """`router` may be replaced later: benchmarks choose their own routes."""
+        self.router = router
+        self._experts = experts
+        self._shared = shared
+
+    @property
+    def token_sizes(self) -> tuple[int, ...]:
+        return self._experts.token_sizes
+
+    def __call__(self, x: Tensor, lane: int = 0, slots: Tensor | None = None) -> Tensor:
+        """x: [T, hidden]; slots: as of the router; returns [T, hidden]."""
+        routes = self.router(x, slots)
+        shared = None if self._shared is None else self._shared(x, lane)
+        return self._experts(x, routes, shared)
+
+
+class TorchRouter:
+    """See `kernels.moe.reference.route`."""
+
+    __slots__ = ("_normalises", "_num_active", "_weight")
+
+    def __init__(self, weight: Tensor, *, num_active: int, normalises: bool) -> None:
+        """weight: [experts, hidden]."""
+        self._weight = weight
+        self._num_active = num_active
+        self._normalises = normalises
+
+    def __call__(self, x: Tensor, slots: Tensor | None) -> Routes:
+        return reference.route(
+            x, self._weight, self._num_active, normalises=self._normalises, slots=slots
+        )
+
+
+class TorchExperts:
+    """One expert after the other, only those that have tokens; waits for the routes on the host."""
+
+    __slots__ = ("_down", "_gate_up")
+
+    token_sizes: tuple[int, ...] = ()
+
+    def __init__(self, gate_up: Tensor, down: Tensor) -> None:
+        """gate_up: [experts, 2 I, hidden], rows of gate first; down: [experts, hidden, I]."""
+        self._gate_up = gate_up
+        self._down = down
+
+    def __call__(self, x: Tensor, routes: Routes, shared: SharedOutput | None) -> Tensor:
+        outputs = reference.experts(x, routes, self._gate_up, self._down)
+        if shared is None:
+            return reference.combine(outputs)
+        return reference.combine(outputs, shared.output, shared.gate)

@@ -1,0 +1,87 @@
+"""Mixtures of experts (Mixtral, Qwen2-MoE, Qwen3-MoE): what stands in place of a layer's MLP.
+
+    norm -> router -> experts -> weighted sum -> all-reduce
+         `-> shared expert, with its gate ---'
+
+Norm, all-reduce and everything before them are those of `DecoderLayer` (llama.py), whose layers may
+be mixtures or dense ones in any order.
+"""
+
+from functools import partial
+
+from torch import Tensor
+
+from engine.errors import ConfigError
+from engine.layers.linear import WeightFormat, build_gated, build_linear
+from engine.layers.mlp import GatedMlp
+from engine.layers.moe import (
+    Experts,
+    Mixture,
+    Router,
+    SharedExpert,
+    TorchExperts,
+    TorchRouter,
+)
+from engine.models.mixture_spec import MixtureSpec
+from engine.models.weights import LayerWeights
+from kernels.ops import Ops
+
+
+def build_mixture(
+    spec: MixtureSpec, weights: LayerWeights, ops: Ops, *, is_deterministic: bool
+) -> Mixture:
+    """The mixture of one layer. Raises ConfigError if its weights are of an unsupported kind."""
+    assert weights.router is not None, "a mixture has a router"
+    for weight in (weights.router, weights.gate_up, weights.down):
+        if weight.format is not WeightFormat.DENSE:
+            raise ConfigError(f"experts are supported as {WeightFormat.DENSE.value} only")
+    build = _build_cuda if weights.router.data.device.type == "cuda" else _build_torch
+    router, experts = build(spec, weights, weights.router.data, is_deterministic)
+    return Mixture(
+        router=router,
+        experts=experts,
+        shared=_build_shared(weights, ops, is_deterministic=is_deterministic),
+    )
+
+
+def _build_torch(
+    spec: MixtureSpec, weights: LayerWeights, router: Tensor, is_deterministic: bool
+) -> tuple[Router, Experts]:
+    del is_deterministic  # a CPU makes no such promise
+    return (
+        TorchRouter(router, num_active=spec.num_active, normalises=spec.normalises),
+        TorchExperts(weights.gate_up.data, weights.down.data),
+    )
+
+
+def _build_cuda(
+    spec: MixtureSpec, weights: LayerWeights, router: Tensor, is_deterministic: bool
+) -> tuple[Router, Experts]:
+    # A host without a GPU need not have Triton.
+    from engine.layers.moe_cuda import TritonExperts, TritonRouter
+
+    return (
+        TritonRouter(
+            router,
+            num_active=spec.num_active,
+            normalises=spec.normalises,
+            is_deterministic=is_deterministic,
+        ),
+        TritonExperts(
+            weights.gate_up.data,
+            weights.down.data,
+            num_active=spec.num_active,
+            is_deterministic=is_deterministic,
+        ),
+    )
+
+
+def _build_shared(
+    weights: LayerWeights, ops: Ops, *, is_deterministic: bool
+) -> SharedExpert | None:
+    gate_up, down, gate = weights.shared_gate_up, weights.shared_down, weights.shared_gate
+    if gate_up is None or down is None or gate is None:
+        return None
+    linear = partial(build_linear, is_deterministic=is_deterministic)
+    gated = build_gated(gate_up, ops, is_deterministic=is_deterministic)
+    return SharedExpert(mlp=GatedMlp(gated=gated, down=linear(down)), gate=linear(gate))

@@ -1,0 +1,210 @@
+"""Sorts routes by expert into blocks of equal size, so that a tile of a product has one expert.
+
+    routes    [blocks, block_m]  for each expert the indices of its routes, ascending, then -1 up
+                                 to a whole number of blocks
+    experts   [blocks]           the block's expert; -1 = the block is not used
+
+Routes without expert (-1) are in no block. The order is that of a stable counting sort, found
+without atomics on places: the program of an expert counts the routes of the experts before it, and
+then writes its own one after the other. With many routes, their chunks are counted first, by a
+kernel of its own, and a program writes one expert's routes of one chunk. The number of blocks is
+the most that so many routes can fill, so that nothing has to be read on the host. Torch twin:
+`align_reference`.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.moe.reference import routes_by_expert
+from kernels.pdl import pdl_supported
+
+_CHUNK = 2048
+_SMALL_CHUNK = 512
+# Up to so many routes the second kernel costs more than it saves.
+_MAX_UNCOUNTED = 2 * _CHUNK
+# Numbers of routes up to which one kernel, or one way of calling it, is used.
+ROUTE_SIZES = (_SMALL_CHUNK, _MAX_UNCOUNTED)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Blocks:
+    """Routes by expert."""
+
+    # int32 [blocks, block_m]
+    routes: Tensor
+    # int32 [blocks]
+    experts: Tensor
+
+
+def max_blocks(num_routes: int, num_experts: int, block_m: int) -> int:
+    """The most blocks that `num_routes` routes can fill: every expert has one that is not full."""
+    most_used = min(num_experts, num_routes)
+    return (num_routes + most_used * (block_m - 1)) // block_m
+
+
+@triton.jit
+def _count_chunk(ids_ptr, start, num_routes, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr):
+    """Routes of each expert in one chunk, int32 [BLOCK_E]."""
+    places = start + tl.arange(0, CHUNK)
+    ids = tl.load(ids_ptr + places, mask=places < num_routes, other=-1)
+    return tl.histogram(tl.maximum(ids, 0), BLOCK_E, mask=ids >= 0)
+
+
+@triton.jit(do_not_specialize=["num_routes"])
+def _moe_count_kernel(
+    ids_ptr,  # int32 [num_routes]
+    counts_ptr,  # int32 [chunks, BLOCK_E]
+    num_routes,
+    BLOCK_E: tl.constexpr,
+    CHUNK: tl.constexpr,
+    USE_PDL: tl.constexpr,
+):
+    if USE_PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    chunk = tl.program_id(0)
+    counts = _count_chunk(ids_ptr, chunk * CHUNK, num_routes, BLOCK_E, CHUNK)
+    tl.store(counts_ptr + chunk * BLOCK_E + tl.arange(0, BLOCK_E), counts)
+
+
+@triton.jit
+def _write_routes(ids_ptr, routes_ptr, start, place, expert, num_routes, CHUNK: tl.constexpr):
+    """Write the expert's routes of one chunk from `place` on; returns the place after them."""
+    routes = start + tl.arange(0, CHUNK)
+    ids = tl.load(ids_ptr + routes, mask=routes < num_routes, other=-1)
+    is_mine = (ids == expert).to(tl.int32)
+    places = place + tl.cumsum(is_mine, axis=0) - 1
+    tl.store(routes_ptr + places, routes, mask=is_mine == 1)
+    return place + tl.sum(is_mine, axis=0)
+
+
+@triton.jit
+def _write_expert(experts_ptr, expert, num_blocks):
+    """Write the expert of its `num_blocks` blocks."""
+    for start in range(0, num_blocks, 128):
+        blocks = start + tl.arange(0, 128)
+        value = tl.zeros((128,), dtype=tl.int32) + expert
+        tl.store(experts_ptr + blocks, value, mask=blocks < num_blocks)
+
+
+@triton.jit(do_not_specialize=["num_routes", "num_blocks", "num_chunks"])
+def _moe_align_kernel(
+    ids_ptr,  # int32 [num_routes]
+    counts_ptr,  # int32 [num_chunks, BLOCK_E] if HAS_COUNTS
+    # outputs
+    routes_ptr,  # int32 [num_blocks, BLOCK_M]
+    experts_ptr,  # int32 [num_blocks]
+    # constants
+    num_routes,
+    num_blocks,
+    num_chunks,
+    E: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    CHUNK: tl.constexpr,
+    HAS_COUNTS: tl.constexpr,
+    USE_PDL: tl.constexpr,
+):
+    """One program an expert, and one for the blocks that are not used; each for every chunk."""
+    if USE_PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    expert = tl.program_id(0)
+    chunk = tl.program_id(1)
+    experts = tl.arange(0, BLOCK_E)
+    counts = tl.zeros((BLOCK_E,), dtype=tl.int32)
+    earlier = tl.zeros((BLOCK_E,), dtype=tl.int32)  # in the chunks before this program's
+    if HAS_COUNTS:
+        for i in range(0, num_chunks, 8):
+            chunks = (i + tl.arange(0, 8))[:, None]
+            places = counts_ptr + chunks * BLOCK_E + experts[None, :]
+            of_chunks = tl.load(places, mask=chunks < num_chunks, other=0)
+            counts += tl.sum(of_chunks, axis=0)
+            earlier += tl.sum(tl.where(chunks < chunk, of_chunks, 0), axis=0)
+    else:
+        for start in range(0, num_routes, CHUNK):
+            counts += _count_chunk(ids_ptr, start, num_routes, BLOCK_E, CHUNK)
+    blocks = (counts + BLOCK_M - 1) // BLOCK_M
+    first = tl.sum(tl.where(experts < expert, blocks, 0), axis=0)
+    is_expert = expert < E
+    mine = tl.sum(tl.where(experts == expert, blocks, 0), axis=0)
+    mine = tl.where(is_expert, mine, num_blocks - first)
+    if chunk == 0:
+        _write_expert(experts_ptr + first, tl.where(is_expert, expert, -1), mine)
+    if is_expert:
+        place = first * BLOCK_M
+        if HAS_COUNTS:
+            place += tl.sum(tl.where(experts == expert, earlier, 0), axis=0)
+            place = _write_routes(
+                ids_ptr, routes_ptr, chunk * CHUNK, place, expert, num_routes, CHUNK
+            )
+        else:
+            for start in range(0, num_routes, CHUNK):
+                place = _write_routes(ids_ptr, routes_ptr, start, place, expert, num_routes, CHUNK)
+        if chunk == num_chunks - 1:
+            rest = place + tl.arange(0, BLOCK_M)
+            tl.store(routes_ptr + rest, -1, mask=rest < (first + mine) * BLOCK_M)
+
+
+def align(ids: Tensor, num_experts: int, block_m: int) -> Blocks:
+    """ids: int32 [T, k], contiguous, -1 = no expert; T k >= 1."""
+    num_routes = ids.numel()
+    assert ids.is_contiguous(), f"ids have strides {ids.stride()}"
+    assert num_routes > 0, "no routes"
+    num_blocks = max_blocks(num_routes, num_experts, block_m)
+    routes = torch.empty((num_blocks, block_m), dtype=torch.int32, device=ids.device)
+    experts = torch.empty(num_blocks, dtype=torch.int32, device=ids.device)
+    use_pdl = pdl_supported(ids.device)
+    block_e = max(32, triton.next_power_of_2(num_experts))  # a bin a thread of a warp, at least
+    has_counts = num_routes > _MAX_UNCOUNTED
+    num_chunks = triton.cdiv(num_routes, _CHUNK) if has_counts else 1
+    counts = ids
+    if has_counts:
+        counts = torch.empty((num_chunks, block_e), dtype=torch.int32, device=ids.device)
+        _moe_count_kernel[(num_chunks,)](
+            ids,
+            counts,
+            num_routes,
+            BLOCK_E=block_e,
+            CHUNK=_CHUNK,
+            USE_PDL=use_pdl,
+            num_warps=8,
+            launch_pdl=use_pdl,
+        )
+    _moe_align_kernel[(num_experts + 1, num_chunks)](
+        ids,
+        counts,
+        routes,
+        experts,
+        num_routes,
+        num_blocks,
+        num_chunks,
+        E=num_experts,
+        BLOCK_E=block_e,
+        BLOCK_M=block_m,
+        # Few routes would pay for a whole chunk.
+        CHUNK=_CHUNK if num_routes > _SMALL_CHUNK else _SMALL_CHUNK,
+        HAS_COUNTS=has_counts,
+        USE_PDL=use_pdl,
+        num_warps=8 if num_routes > _SMALL_CHUNK else 4,
+        launch_pdl=use_pdl,
+    )
+    return Blocks(routes=routes, experts=experts)
+
+
+def align_reference(ids: Tensor, num_experts: int, block_m: int) -> Blocks:
+    """The same on any device; places of blocks that are not used hold -1."""
+    num_blocks = max_blocks(ids.numel(), num_experts, block_m)
+    routes = torch.full((num_blocks, block_m), -1, dtype=torch.int32)
+    experts = torch.full((num_blocks,), -1, dtype=torch.int32)
+    first = 0
+    for expert, indices in routes_by_expert(ids.cpu()):
+        end = first + -(-len(indices) // block_m)
+        experts[first:end] = expert
+        routes[first:end].view(-1)[: len(indices)] = indices.int()
+        first = end
+    return Blocks(routes=routes.to(ids.device), experts=experts.to(ids.device))

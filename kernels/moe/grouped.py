@@ -1,0 +1,183 @@
+"""Products of many tokens with their experts on a GPU, one expert a tile.
+
+    inner[r] = silu(x[t] Wg_e^T) * (x[t] Wu_e^T)        t = r // k, the token of route r
+    out[r]   = weight_r  inner[r] Wd_e^T                e = the expert of route r
+
+Routes come sorted by expert in blocks (align.py); a program computes one block with BLOCK_N rows of
+the expert's weight, from all columns. So a route's sums have one order for one tiling, whatever
+else is in its block. Gate and up of an output alternate among the rows of a tile, so that the gate
+is applied before anything is written. Rows of routes without expert are not written. A grid holds
+as many blocks as there can be; programs of unused ones end at once. Torch twins:
+`gate_up_reference` and `down_reference`.
+"""
+
+import torch.nn.functional as F  # noqa: N812  (the field's own spelling)
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.moe.align import Blocks
+from kernels.moe.reference import routes_by_expert
+from kernels.moe.routes import Routes
+from kernels.moe.tiles import Tile
+from kernels.pdl import pdl_supported
+from kernels.reference import silu_mul
+
+
+@triton.jit
+def _tile_of(program, num_blocks, NUM_TILES_N: tl.constexpr, GROUP_M: tl.constexpr):
+    """Block and tile of weight rows; programs that run together form a square, for the L2 cache."""
+    group_size = GROUP_M * NUM_TILES_N
+    first = program // group_size * GROUP_M
+    height = tl.minimum(num_blocks - first, GROUP_M)
+    inside = program % group_size
+    return first + inside % height, inside // height
+
+
+@triton.jit(do_not_specialize=["num_blocks"])
+def _moe_grouped_kernel(
+    x_ptr,  # [tokens or routes, K]
+    weight_ptr,  # [experts, N, K]
+    routes_ptr,  # int32 [num_blocks, BLOCK_M]
+    experts_ptr,  # int32 [num_blocks]
+    scales_ptr,  # fp32 [routes] unless IS_GATED
+    # outputs
+    y_ptr,  # [routes, N, or N // 2 if IS_GATED]
+    # constants
+    num_blocks,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    ROUTES_PER_ROW: tl.constexpr,  # of x
+    IS_GATED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    USE_PDL: tl.constexpr,
+):
+    if USE_PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    NUM_TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    block, tile_n = _tile_of(tl.program_id(0), num_blocks, NUM_TILES_N, GROUP_M)
+    expert = tl.load(experts_ptr + block)
+    if expert < 0:
+        return
+    routes = tl.load(routes_ptr + block * BLOCK_M + tl.arange(0, BLOCK_M))
+    is_route = (routes >= 0)[:, None]
+    rows = tl.maximum(routes, 0) // ROUTES_PER_ROW
+    columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    # Rows past the end repeat the last and are not stored: cheaper than masking every load.
+    w_rows = tl.minimum(columns, N - 1)
+    if IS_GATED:
+        w_rows = (w_rows % 2) * (N // 2) + w_rows // 2
+    k_offsets = tl.arange(0, BLOCK_K)
+    x_pointers = x_ptr + rows[:, None].to(tl.int64) * K + k_offsets[None, :]
+    first_row = expert.to(tl.int64) * N
+    w_pointers = weight_ptr + (first_row + w_rows[:, None]) * K + k_offsets[None, :]
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for k in range(0, K, BLOCK_K):
+        if K % BLOCK_K == 0:
+            x = tl.load(x_pointers + k, mask=is_route, other=0.0)
+            w = tl.load(w_pointers + k)
+        else:
+            is_column = (k_offsets < K - k)[None, :]
+            x = tl.load(x_pointers + k, mask=is_route & is_column, other=0.0)
+            w = tl.load(w_pointers + k, mask=is_column, other=0.0)
+        acc = tl.dot(x, tl.trans(w), acc, input_precision="ieee")
+    NUM_OUTPUTS: tl.constexpr = N // 2 if IS_GATED else N
+    WIDTH: tl.constexpr = BLOCK_N // 2 if IS_GATED else BLOCK_N
+    if IS_GATED:
+        gate, up = tl.split(tl.reshape(acc, (BLOCK_M, WIDTH, 2)))
+        y = gate * tl.sigmoid(gate) * up
+    else:
+        scales = tl.load(scales_ptr + tl.maximum(routes, 0))
+        y = acc * scales[:, None]
+    outputs = tile_n * WIDTH + tl.arange(0, WIDTH)
+    offsets = routes[:, None].to(tl.int64) * NUM_OUTPUTS + outputs[None, :]
+    mask = is_route & (outputs < NUM_OUTPUTS)[None, :]
+    tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+def grouped_gate_up(
+    x: Tensor, weight: Tensor, routes: Routes, blocks: Blocks, tile: Tile
+) -> Tensor:
+    """x: [T, hidden], weight: [experts, 2 n, hidden], gate's rows first; returns [T k, n].
+
+    blocks: the routes in blocks of `tile.block_m`.
+    """
+    num_active = routes.ids.shape[1]
+    y = x.new_empty((x.shape[0] * num_active, weight.shape[1] // 2))
+    _launch(x, weight, None, blocks, y, tile, routes_per_row=num_active)
+    return y
+
+
+def grouped_down(
+    inner: Tensor, weight: Tensor, routes: Routes, blocks: Blocks, tile: Tile
+) -> Tensor:
+    """inner: [T k, n], weight: [experts, hidden, n]; returns [T, k, hidden], weighted."""
+    num_tokens, num_active = routes.ids.shape
+    y = inner.new_empty((num_tokens, num_active, weight.shape[1]))
+    _launch(inner, weight, routes.weights, blocks, y, tile, routes_per_row=1)
+    return y
+
+
+def _launch(
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor | None,
+    blocks: Blocks,
+    y: Tensor,
+    tile: Tile,
+    *,
+    routes_per_row: int,
+) -> None:
+    """scales: None = gated."""
+    num_blocks, block_m = blocks.routes.shape
+    _, num_rows, num_columns = weight.shape
+    assert block_m == tile.block_m, f"blocks of {block_m} for tiles of {tile.block_m}"
+    assert x.shape[1] == num_columns, f"{x.shape} against {weight.shape}"
+    assert x.dtype == weight.dtype, f"{x.dtype} against {weight.dtype}"
+    assert x.is_contiguous(), f"x has strides {x.stride()}"
+    assert weight.is_contiguous(), f"the weight has strides {weight.stride()}"
+    use_pdl = pdl_supported(x.device)
+    _moe_grouped_kernel[(num_blocks * triton.cdiv(num_rows, tile.block_n),)](
+        x,
+        weight,
+        blocks.routes,
+        blocks.experts,
+        y if scales is None else scales,
+        y,
+        num_blocks,
+        N=num_rows,
+        K=num_columns,
+        ROUTES_PER_ROW=routes_per_row,
+        IS_GATED=scales is None,
+        BLOCK_M=block_m,
+        BLOCK_N=tile.block_n,
+        BLOCK_K=tile.block_k,
+        GROUP_M=tile.group_m,
+        USE_PDL=use_pdl,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        launch_pdl=use_pdl,
+    )
+
+
+def gate_up_reference(x: Tensor, weight: Tensor, routes: Routes) -> Tensor:
+    """See `grouped_gate_up`; zeros where a route has no expert."""
+    num_active = routes.ids.shape[1]
+    y = x.new_zeros((routes.ids.numel(), weight.shape[1] // 2))
+    for expert, indices in routes_by_expert(routes.ids):
+        y[indices] = silu_mul(F.linear(x[indices // num_active], weight[expert]))
+    return y
+
+
+def down_reference(inner: Tensor, weight: Tensor, routes: Routes) -> Tensor:
+    """See `grouped_down`; zeros where a route has no expert."""
+    y = inner.new_zeros((routes.ids.numel(), weight.shape[1]))
+    scales = routes.weights.flatten()
+    for expert, indices in routes_by_expert(routes.ids):
+        out = F.linear(inner[indices], weight[expert]) * scales[indices, None]
+        y[indices] = out.to(y.dtype)
+    return y.view(*routes.ids.shape, -1)

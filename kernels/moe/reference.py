@@ -1,0 +1,78 @@
+"""A mixture of experts in torch: the oracle on a GPU, the implementation on a CPU.
+
+    p = softmax(x Wr^T);  the k largest p are the token's experts and their weights
+    y = sum over its experts e of  weight_e  down_e(silu(gate_e(x)) * up_e(x))
+
+The sums of a token run over its experts in the order of their weights. arXiv:2401.04088, with the
+routing of transformers. Knows shapes, and nothing of models, requests or devices.
+"""
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F  # noqa: N812  (the field's own spelling)
+from torch import Tensor
+
+from kernels.moe.routes import Routes
+from kernels.reference import silu_mul
+
+
+def route(
+    x: Tensor, weight: Tensor, num_active: int, *, normalises: bool, slots: Tensor | None = None
+) -> Routes:
+    """The `num_active` best experts of each token; of equal ones those with the lower index.
+
+    x: [T, hidden], weight: [experts, hidden]; logits are products in fp32. normalises: divide a
+    token's weights by their sum. slots: int [T], -1 for tokens that get no expert; None = none.
+    """
+    shares = F.linear(x.float(), weight.float()).softmax(dim=-1)
+    ordered, experts = shares.sort(dim=-1, descending=True, stable=True)
+    weights, ids = ordered[:, :num_active], experts[:, :num_active].int()
+    if normalises:
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+    if slots is not None:
+        ids = ids.masked_fill((slots < 0)[:, None], -1)
+    return Routes(ids=ids, weights=weights)
+
+
+def routes_by_expert(ids: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Every expert that has routes, ascending, with the indices of its routes, ascending.
+
+    ids: int [T, k]; a route's index is t k + j. Reads `ids` on the host.
+    """
+    flat = ids.flatten()
+    order = flat.argsort(stable=True)
+    found, counts = flat.unique(return_counts=True)  # ascending
+    for expert, routes in zip(found.tolist(), order.split(counts.tolist()), strict=True):
+        if expert >= 0:
+            yield expert, routes
+
+
+def experts(x: Tensor, routes: Routes, gate_up: Tensor, down: Tensor) -> Tensor:
+    """The weighted output of every route, [T, k, hidden]; zeros where a route has no expert.
+
+    x: [T, hidden], gate_up: [experts, 2 I, hidden], gate's rows first, down: [experts, hidden, I].
+    """
+    num_tokens, num_active = routes.ids.shape
+    weights = routes.weights.flatten()
+    outputs = x.new_zeros((num_tokens * num_active, down.shape[1]))
+    for expert, indices in routes_by_expert(routes.ids):
+        tokens = x.index_select(0, indices // num_active)
+        inner = silu_mul(F.linear(tokens, gate_up[expert]))
+        y = F.linear(inner, down[expert]) * weights[indices, None]
+        outputs.index_copy_(0, indices, y.to(x.dtype))
+    return outputs.view(num_tokens, num_active, down.shape[1])
+
+
+def combine(outputs: Tensor, shared: Tensor | None = None, gate: Tensor | None = None) -> Tensor:
+    """Sum over a token's experts, plus sigmoid(gate) * shared where there is a shared expert.
+
+    outputs: [T, k, hidden], shared: [T, hidden], gate: [T, 1]; returns [T, hidden]. Added one
+    after the other in fp32, rounded once.
+    """
+    total = outputs[:, 0].float()
+    for expert in range(1, outputs.shape[1]):
+        total = total + outputs[:, expert].float()
+    if shared is not None and gate is not None:
+        total = total + torch.sigmoid(gate.float()) * shared.float()
+    return total.to(outputs.dtype)

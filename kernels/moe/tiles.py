@@ -1,0 +1,171 @@
+"""How the experts' products are cut into tiles, by shape, number of tokens and GPU.
+
+    up to `few_up_to` tokens   kernels.moe.few: a program reads rows of one expert for one token
+    more                       kernels.moe.grouped: routes sorted by expert, `block_m` to a tile
+
+A GPU's table is what `python -m load_tests.lab.bench_moe --tune` printed on it. Other GPUs and
+shapes get tiles by the average number of routes an expert, made to fit the shared memory.
+"""
+
+from dataclasses import dataclass, replace
+
+from kernels.device import DeviceProperties, stages_that_fit
+
+ALWAYS = 2**30  # more tokens than any step has
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertShape:
+    """The sizes of a mixture's weights."""
+
+    num_experts: int
+    num_active: int
+    hidden: int
+    inner: int  # intermediate size of an expert
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """The tiling of one grouped product; sizes in elements."""
+
+    block_m: int  # routes of one expert
+    block_n: int  # weight rows, of gate and up together
+    block_k: int
+    group_m: int  # route tiles that share weight tiles in the L2 cache
+    num_warps: int
+    num_stages: int
+
+    def stage_bytes(self, element_bytes: int) -> int:
+        """Shared memory of one stage."""
+        return element_bytes * self.block_k * (self.block_m + self.block_n)
+
+
+@dataclass(frozen=True, slots=True)
+class FewTile:
+    """The tiling of a product without sorted routes; sizes in elements."""
+
+    block_n: int  # outputs
+    block_k: int
+    num_warps: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """The tiles of both products of a step of up to `max_tokens` tokens; equal in `block_m`."""
+
+    max_tokens: int
+    gate_up: Tile
+    down: Tile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TilePlan:
+    """The tilings of one mixture on one GPU."""
+
+    few_up_to: int  # tokens; 0 = the kernels of few tokens are not used
+    few_gate_up: FewTile
+    few_down: FewTile
+    pairs: tuple[Pair, ...]  # ascending; the last is for any number of tokens
+
+    def pair(self, num_tokens: int) -> Pair:
+        return next(pair for pair in self.pairs if num_tokens <= pair.max_tokens)
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """Numbers of tokens up to which one of the tilings is used, but for the last."""
+        ends = (self.few_up_to, *(pair.max_tokens for pair in self.pairs[:-1]))
+        return tuple(end for end in ends if end > 0)
+
+
+_FEW = {"few_gate_up": FewTile(16, 256, 4), "few_down": FewTile(8, 256, 4)}
+_FEW_TOKENS = 4
+
+
+def _same(max_tokens: int, *sizes: int) -> Pair:
+    tile = Tile(*sizes)
+    return Pair(max_tokens=max_tokens, gate_up=tile, down=tile)
+
+
+# By the name that CUDA gives a GPU.
+TUNED: dict[str, dict[ExpertShape, TilePlan]] = {
+    "NVIDIA H200": {
+        # Qwen3-30B-A3B. Where to begin, from vLLM's table of the same shape.
+        ExpertShape(num_experts=128, num_active=8, hidden=2048, inner=768): TilePlan(
+            few_up_to=_FEW_TOKENS,
+            **_FEW,
+            pairs=(
+                _same(8, 16, 64, 64, 1, 4, 5),
+                _same(32, 16, 64, 256, 1, 4, 2),
+                _same(64, 16, 256, 128, 1, 8, 2),
+                _same(128, 16, 128, 128, 1, 4, 2),
+                _same(256, 32, 256, 128, 16, 4, 2),
+                _same(512, 64, 128, 64, 1, 4, 3),
+                _same(ALWAYS, 128, 256, 64, 16, 8, 4),
+            ),
+        ),
+    },
+}
+# One tiling for any number of tokens, so that a token's sums have one order.
+_INVARIANT = Tile(64, 128, 64, 8, 4, 4)
+# Routes an expert, at most -> tile.
+_BY_ROUTES = (
+    (16, Tile(16, 128, 128, 1, 4, 3)),
+    (32, Tile(32, 128, 64, 4, 4, 4)),
+    (64, Tile(64, 128, 64, 8, 4, 3)),
+    (ALWAYS, Tile(128, 128, 64, 16, 8, 4)),
+)
+_LADDER = tuple(2**i for i in range(3, 15))
+
+
+def is_tuned(shape: ExpertShape, device: DeviceProperties) -> bool:
+    """Whether the tables have this shape on this GPU."""
+    return shape in TUNED.get(device.name, {})
+
+
+def build_plan(
+    shape: ExpertShape,
+    device: DeviceProperties,
+    *,
+    element_bytes: int = 2,
+    is_deterministic: bool = False,
+) -> TilePlan:
+    """The tilings of a mixture.
+
+    `is_deterministic`: one tiling for all numbers of tokens, so that a token's result does not
+    depend on the tokens beside it.
+    """
+    if is_deterministic:
+        tile = fitted(_INVARIANT, device, element_bytes)
+        pairs: tuple[Pair, ...] = (Pair(max_tokens=ALWAYS, gate_up=tile, down=tile),)
+        return TilePlan(few_up_to=0, **_FEW, pairs=pairs)
+    if is_tuned(shape, device) and element_bytes == 2:
+        return TUNED[device.name][shape]
+    pairs = _pairs_by_routes(shape, device, element_bytes)
+    return TilePlan(few_up_to=_FEW_TOKENS, **_FEW, pairs=pairs)
+
+
+def _pairs_by_routes(
+    shape: ExpertShape, device: DeviceProperties, element_bytes: int
+) -> tuple[Pair, ...]:
+    pairs: list[Pair] = []
+    for max_tokens in (*_LADDER, ALWAYS):
+        per_expert = max_tokens * shape.num_active / shape.num_experts
+        wanted = next(tile for most, tile in _BY_ROUTES if per_expert <= most)
+        tile = fitted(wanted, device, element_bytes)
+        if pairs and pairs[-1].gate_up == tile:
+            pairs.pop()
+        pairs.append(Pair(max_tokens=max_tokens, gate_up=tile, down=tile))
+    return tuple(pairs)
+
+
+def fitted(tile: Tile, device: DeviceProperties, element_bytes: int = 2) -> Tile:
+    """The tile with as many stages, at least two, as the GPU's shared memory has room for."""
+    while True:
+        num_stages = stages_that_fit(
+            tile.num_stages,
+            stage_bytes=tile.stage_bytes(element_bytes),
+            shared_memory_bytes=device.shared_memory_per_block_bytes,
+        )
+        if num_stages >= 2:
+            return replace(tile, num_stages=num_stages)
+        tile = replace(tile, block_k=tile.block_k // 2)

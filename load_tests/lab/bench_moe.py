@@ -1,0 +1,194 @@
+"""How long each kernel of a mixture of experts takes on a GPU, and which tiles are best for it.
+
+    python -m load_tests.lab.bench_moe
+    python -m load_tests.lab.bench_moe --shape mixtral-8x7b --tokens 1 64 1024
+    python -m load_tests.lab.bench_moe --tune
+
+Routes are uniform, weights are not in the cache (moe_step.py). A floor is the time to read the
+weights of the experts that have tokens, or to multiply by them, whichever is longer. `--tune` tries
+tiles at every number of tokens and prints the best as an entry of kernels/moe/tiles.py; then it
+times them. A case that fails is a line of the table.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from kernels.device import device_properties
+from kernels.moe.tiles import ExpertShape, TilePlan, build_plan, is_tuned
+from load_tests.lab.floors import Machine
+from load_tests.lab.moe_step import (
+    H200_MEASURED,
+    LIBRARY,
+    MAX_ERROR,
+    Call,
+    Layer,
+    MoeStep,
+    Timer,
+    graph_us,
+    random_layers,
+)
+from load_tests.lab.moe_tuning import Tuning, compile_all, render_plan
+from load_tests.tables import render_rows
+
+SHAPES = {
+    "qwen3-30b-a3b": ExpertShape(num_experts=128, num_active=8, hidden=2048, inner=768),
+    "mixtral-8x7b": ExpertShape(num_experts=8, num_active=2, hidden=4096, inner=14336),
+}
+TOKENS = (1, 16, 64, 256, 1024, 8192)
+LIBRARY_TOKENS = 256  # from here on torch's grouped products, without gate and gather, too
+TUNING_S = 150.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """One kernel at one number of tokens."""
+
+    num_tokens: int
+    distinct_experts: float
+    kernel: str
+    us: float | None  # None = it failed
+    floor_us: float
+    note: str = ""
+
+
+def measure(
+    step: MoeStep, plan: TilePlan, timer: Timer, machine: Machine = H200_MEASURED
+) -> Iterator[Timing]:
+    """Every kernel that the plan uses for the step, then all of them in their order."""
+    kernels: dict[str, Callable[[], list[Call]]]
+    if step.num_tokens <= plan.few_up_to:
+        kernels = {
+            "router": step.router,
+            "gate_up": partial(step.few_gate_up, plan.few_gate_up),
+            "down": partial(step.few_down, plan.few_down),
+        }
+    else:
+        pair = plan.pair(step.num_tokens)
+        kernels = {
+            "router": step.router,
+            "align": partial(step.align, pair.gate_up.block_m),
+            "gate_up": partial(step.gate_up, pair.gate_up),
+            "down": partial(step.down, pair.down),
+            "sum": step.total,
+        }
+    kernels["whole"] = partial(step.whole, plan)
+    yield from _timed(step, kernels, plan, timer, machine)
+
+
+def measure_library(
+    step: MoeStep, plan: TilePlan, timer: Timer, machine: Machine = H200_MEASURED
+) -> Iterator[Timing]:
+    """torch's grouped products, without gate and gather, for steps of many tokens."""
+    if step.num_tokens >= LIBRARY_TOKENS:
+        kernels = {
+            f"{LIBRARY}gate_up": step.library_gate_up,
+            f"{LIBRARY}down": step.library_down,
+        }
+        yield from _timed(step, kernels, plan, timer, machine)
+
+
+def _timed(
+    step: MoeStep,
+    kernels: Mapping[str, Callable[[], list[Call]]],
+    plan: TilePlan,
+    timer: Timer,
+    machine: Machine,
+) -> Iterator[Timing]:
+    for name, calls in kernels.items():
+        took_us, note = None, ""
+        try:
+            took_us = timer(calls())
+            if name == "whole":
+                error = step.worst_error(plan)
+                note = f"off by {error:.1e}" + (" WRONG" if not error <= MAX_ERROR else "")
+        except Exception as error:  # noqa: BLE001 - one case must not end the others
+            note = f"{type(error).__name__}: {str(error)[:80]}"
+        yield Timing(
+            num_tokens=step.num_tokens,
+            distinct_experts=step.num_distinct,
+            kernel=name,
+            us=took_us,
+            floor_us=step.floor_us(name, machine),
+            note=note,
+        )
+
+
+def run(
+    shape: ExpertShape, layers: Sequence[Layer], plan: TilePlan, tokens: Sequence[int], timer: Timer
+) -> list[Timing]:
+    """All timings, ours before the library's; says how long each step's took."""
+    timings: list[Timing] = []
+    for timed in (measure, measure_library):
+        for num_tokens in tokens:
+            started_s = time.monotonic()
+            try:
+                timings += timed(MoeStep(shape, layers, num_tokens), plan, timer)
+            except Exception as error:  # noqa: BLE001 - what was timed before is printed
+                _say(f"{num_tokens} tokens: {type(error).__name__} {error}")
+            _say(f"{num_tokens} tokens: {time.monotonic() - started_s:.1f} s")
+    return timings
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def render(timings: Sequence[Timing]) -> str:
+    header = ("tokens", "experts", "kernel", "us", "floor", "share", "")
+    rows = [
+        (
+            str(timing.num_tokens),
+            f"{timing.distinct_experts:.1f}",
+            timing.kernel,
+            "failed" if timing.us is None else f"{timing.us:.1f}",
+            f"{timing.floor_us:.1f}",
+            "" if timing.us is None else f"{timing.floor_us / timing.us:.0%}",
+            timing.note,
+        )
+        for timing in timings
+    ]
+    return render_rows([header, *rows])
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-30b-a3b")
+    parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))
+    parser.add_argument("--tune", action="store_true", help="find the best tiles first")
+    parser.add_argument("--tune-seconds", type=float, default=TUNING_S, metavar="S")
+    parser.add_argument("--json", type=Path, help="write all timings to this file")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse()
+    shape, device = SHAPES[args.shape], torch.device("cuda")
+    gpu = device_properties(device)
+    torch.manual_seed(0)
+    if args.tune:
+        compile_all(shape)  # before this process takes the GPU's memory
+    layers = random_layers(shape, device)
+    plan = build_plan(shape, gpu)
+    print(
+        f"{args.shape} on {gpu.describe()}, {'tuned' if is_tuned(shape, gpu) else 'general'} tiles"
+    )
+    if args.tune:
+        tuning = Tuning(shape, layers, graph_us, seconds=args.tune_seconds)
+        plan = tuning.plan()
+        print(render_plan(gpu.name, shape, plan), flush=True)
+    timings = run(shape, layers, plan, args.tokens, graph_us)
+    print(render(timings))
+    if args.json:
+        args.json.write_text(json.dumps([asdict(timing) for timing in timings]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,244 @@
+"""One step of a mixture of experts on a GPU, kernel by kernel: inputs, timings, floors, checks.
+
+Routes are uniform. Several layers with weights and routes of their own take turns, so that no
+weights are in the L2 cache when they are read. A time is that of one call in a CUDA graph of many.
+"""
+
+import itertools
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+
+import torch
+from torch import Tensor
+
+from kernels.moe.align import Blocks, align
+from kernels.moe.combine import combine
+from kernels.moe.few import few_down, few_gate_up
+from kernels.moe.grouped import (
+    down_reference,
+    gate_up_reference,
+    grouped_down,
+    grouped_gate_up,
+)
+from kernels.moe.router import route
+from kernels.moe.routes import Routes
+from kernels.moe.tiles import ExpertShape, FewTile, Tile, TilePlan
+from load_tests.lab.floors import Machine
+from load_tests.lab.pinned_routing import uniform_experts
+
+# What device copies and dense products reached on an H200.
+H200_MEASURED = Machine(bytes_per_s=3.94e12, flops_per_s=790e12)
+NUM_LAYERS = 4
+MIN_CALLS = 32  # in a graph: launching it must not count
+NUM_ROUNDS = 8
+LIBRARY = "torch "  # begins the names of the library's kernels
+MAX_ERROR = 2e-2  # norm of the difference over the norm, bf16 against torch's bf16
+
+Call = Callable[[], object]
+Timer = Callable[[Sequence[Call]], float]  # of one call on average, microseconds
+
+
+def graph_us(calls: Sequence[Call]) -> float:
+    """Microseconds a call, the median of replays of a graph of all of them."""
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    num_repeats = -(-MIN_CALLS // len(calls))
+    with torch.cuda.graph(graph):
+        for _ in range(num_repeats):
+            for call in calls:
+                call()
+    events = [_new_event() for _ in range(NUM_ROUNDS + 1)]
+    graph.replay()
+    events[0].record()
+    for event in events[1:]:
+        graph.replay()
+        event.record()
+    torch.cuda.synchronize()
+    rounds_ms = [float(a.elapsed_time(b)) for a, b in itertools.pairwise(events)]
+    return 1e3 * statistics.median(rounds_ms) / (num_repeats * len(calls))
+
+
+def _new_event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Layer:
+    """A layer's weights."""
+
+    # [experts, hidden]
+    router: Tensor
+    # [experts, 2 inner, hidden]
+    gate_up: Tensor
+    # [experts, hidden, inner]
+    down: Tensor
+
+
+def random_layers(
+    shape: ExpertShape,
+    device: torch.device,
+    num_layers: int = NUM_LAYERS,
+    dtype: torch.dtype = torch.bfloat16,
+) -> list[Layer]:
+    """Weights whose products are about as large as their inputs."""
+
+    def draw(*sizes: int) -> Tensor:
+        # Expert by expert: the fp32 numbers of all would take more than twice the memory.
+        weight = torch.empty(sizes, dtype=dtype, device=device)
+        for part in weight:
+            part.normal_(std=sizes[-1] ** -0.5)
+        return weight
+
+    experts, hidden, inner = shape.num_experts, shape.hidden, shape.inner
+    return [
+        Layer(draw(experts, hidden), draw(experts, 2 * inner, hidden), draw(experts, hidden, inner))
+        for _ in range(num_layers)
+    ]
+
+
+class MoeStep:
+    """A step of `num_tokens` tokens; each method makes one call a layer of one kernel."""
+
+    def __init__(self, shape: ExpertShape, layers: Sequence[Layer], num_tokens: int) -> None:
+        device = layers[0].down.device
+        self.shape = shape
+        self.num_tokens = num_tokens
+        self._layers = layers
+        self._x = torch.randn(num_tokens, shape.hidden, device=device).to(layers[0].down.dtype)
+        self.routes = [self._draw_routes(7919 * num_tokens + i, device) for i in range(len(layers))]
+
+    def _draw_routes(self, seed: int, device: torch.device) -> Routes:
+        shape = self.shape
+        ids = uniform_experts(
+            self.num_tokens, shape.num_experts, shape.num_active, seed=seed, device=device
+        )
+        weights = torch.full(ids.shape, 1.0 / shape.num_active, device=device)
+        return Routes(ids=ids, weights=weights)
+
+    @cached_property
+    def _inner(self) -> Tensor:
+        num_routes = self.num_tokens * self.shape.num_active
+        rows = torch.randn(num_routes, self.shape.inner, device=self._x.device)
+        return rows.to(self._x.dtype)
+
+    @cached_property
+    def _outputs(self) -> Tensor:
+        sizes = (self.num_tokens, self.shape.num_active, self.shape.hidden)
+        return torch.randn(sizes, device=self._x.device).to(self._x.dtype)
+
+    @cached_property
+    def num_distinct(self) -> float:
+        """Experts with tokens, on average over the layers."""
+        counts = [len(set(routes.ids.flatten().tolist())) for routes in self.routes]
+        return sum(counts) / len(counts)
+
+    def blocks(self, block_m: int) -> list[Blocks]:
+        return [align(routes.ids, self.shape.num_experts, block_m) for routes in self.routes]
+
+    # ---- calls, one a layer ----
+
+    def router(self) -> list[Call]:
+        k = self.shape.num_active
+        return [partial(route, self._x, one.router, k, normalises=True) for one in self._layers]
+
+    def align(self, block_m: int) -> list[Call]:
+        experts = self.shape.num_experts
+        return [partial(align, routes.ids, experts, block_m) for routes in self.routes]
+
+    def gate_up(self, tile: Tile) -> list[Call]:
+        parts = zip(self._layers, self.routes, self.blocks(tile.block_m), strict=True)
+        return [partial(grouped_gate_up, self._x, w.gate_up, r, b, tile) for w, r, b in parts]
+
+    def down(self, tile: Tile) -> list[Call]:
+        parts = zip(self._layers, self.routes, self.blocks(tile.block_m), strict=True)
+        return [partial(grouped_down, self._inner, w.down, r, b, tile) for w, r, b in parts]
+
+    def total(self) -> list[Call]:
+        return [partial(combine, self._outputs, routes) for routes in self.routes]
+
+    def few_gate_up(self, tile: FewTile) -> list[Call]:
+        parts = zip(self._layers, self.routes, strict=True)
+        return [partial(few_gate_up, self._x, w.gate_up, r, tile) for w, r in parts]
+
+    def few_down(self, tile: FewTile) -> list[Call]:
+        parts = zip(self._layers, self.routes, strict=True)
+        return [partial(few_down, self._inner, w.down, r, tile) for w, r in parts]
+
+    def library_gate_up(self) -> list[Call]:
+        """torch's grouped product alone: its input is sorted before, and no gate is applied."""
+        parts = zip(self._layers, self.routes, strict=True)
+        return [
+            self._library(w.gate_up, r, self._x.repeat_interleave(self.shape.num_active, dim=0))
+            for w, r in parts
+        ]
+
+    def library_down(self) -> list[Call]:
+        """The same for the second product, without the routes' weights."""
+        parts = zip(self._layers, self.routes, strict=True)
+        return [self._library(w.down, r, self._inner) for w, r in parts]
+
+    def _library(self, weight: Tensor, routes: Routes, rows: Tensor) -> Call:
+        """rows: one a route."""
+        ids = routes.ids.flatten().long()
+        ends = ids.bincount(minlength=self.shape.num_experts).cumsum(0).int()
+        rows = rows[ids.argsort(stable=True)].contiguous()
+        return lambda: torch._grouped_mm(rows, weight.transpose(1, 2), offs=ends)
+
+    def whole(self, plan: TilePlan) -> list[Call]:
+        """Router to sum, with the drawn routes in place of the router's."""
+        return [partial(self._whole, index, plan) for index in range(len(self._layers))]
+
+    def _whole(self, index: int, plan: TilePlan) -> Tensor:
+        layer, routes = self._layers[index], self.routes[index]
+        route(self._x, layer.router, self.shape.num_active, normalises=True)
+        if self.num_tokens <= plan.few_up_to:
+            inner = few_gate_up(self._x, layer.gate_up, routes, plan.few_gate_up)
+            return few_down(inner, layer.down, routes, plan.few_down)
+        pair = plan.pair(self.num_tokens)
+        blocks = align(routes.ids, self.shape.num_experts, pair.gate_up.block_m)
+        inner = grouped_gate_up(self._x, layer.gate_up, routes, blocks, pair.gate_up)
+        outputs = grouped_down(inner, layer.down, routes, blocks, pair.down)
+        return combine(outputs, routes)
+
+    # ---- what is known of them ----
+
+    def floor_us(self, kernel: str, machine: Machine) -> float:
+        """The least time of a call of `router`, `align`, `gate_up`, `down`, `sum` or `whole`."""
+        shape, tokens = self.shape, self.num_tokens
+        routes, hidden, inner = tokens * shape.num_active, shape.hidden, shape.inner
+        distinct = self.num_distinct
+        rows = {  # elements of two bytes, then multiplications
+            "router": (shape.num_experts * hidden + tokens * hidden, tokens * shape.num_experts),
+            "align": (4 * routes, 0),
+            "gate_up": (distinct * 2 * inner * hidden + tokens * hidden, 2 * routes * inner),
+            "down": (distinct * inner * hidden + routes * (inner + hidden), routes * inner),
+            "sum": ((routes + tokens) * hidden, 0),
+        }
+        kernel = kernel.removeprefix(LIBRARY)
+        if kernel == "whole":
+            return sum(self.floor_us(name, machine) for name in ("router", "gate_up", "down"))
+        elements, products = rows[kernel]
+        return 1e6 * machine.seconds(2 * elements, 2 * products * hidden)
+
+    def worst_error(self, plan: TilePlan) -> float:
+        """Of the products of the first layer, against torch's: relative, the larger one."""
+        layer, routes = self._layers[0], self.routes[0]
+        inner = gate_up_reference(self._x, layer.gate_up, routes)
+        outputs = down_reference(self._inner, layer.down, routes)
+        if self.num_tokens <= plan.few_up_to:
+            ours = self.few_gate_up(plan.few_gate_up)[0](), self.few_down(plan.few_down)[0]()
+            twins = inner, outputs.float().sum(dim=1)
+        else:
+            pair = plan.pair(self.num_tokens)
+            ours = self.gate_up(pair.gate_up)[0](), self.down(pair.down)[0]()
+            twins = inner, outputs
+        return max(_error(a, b) for a, b in zip(ours, twins, strict=True))
+
+
+def _error(ours: object, twin: Tensor) -> float:
+    assert isinstance(ours, Tensor), "a kernel returns a tensor"
+    return float((ours.float() - twin.float()).norm() / twin.float().norm())

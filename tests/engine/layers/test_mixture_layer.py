@@ -1,0 +1,159 @@
+"""A mixture as a layer: kernels (interpreted) and torch agree, and which sizes run every kernel."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.errors import ConfigError
+from engine.layers.linear import LinearWeight
+from engine.models.mixture import build_mixture
+from engine.models.mixture_spec import QWEN_NAMES, MixtureSpec
+from engine.models.weights import LayerWeights
+from kernels.moe.tiles import ExpertShape, build_plan
+from kernels.reference import TorchOps
+from tests.harness.gpus import gpu
+from tests.kernels.interpreter import run_interpreted
+
+SPEC = MixtureSpec(
+    num_experts=6, num_active=3, expert_size=24, shared_size=40, normalises=True,
+    layers=(0,), names=QWEN_NAMES,
+)  # fmt: skip
+HIDDEN = 48
+
+
+def _weight(*shape: int) -> LinearWeight:
+    return LinearWeight(torch.randn(shape) * shape[-1] ** -0.5)
+
+
+def _layer_weights(spec: MixtureSpec) -> LayerWeights:
+    size, shared = spec.expert_size, spec.shared_size or 0
+    return LayerWeights(
+        input_norm=torch.ones(HIDDEN),
+        post_norm=torch.ones(HIDDEN),
+        qkv=_weight(1, HIDDEN),
+        output=_weight(HIDDEN, 1),
+        gate_up=_weight(spec.num_experts, 2 * size, HIDDEN),
+        down=_weight(spec.num_experts, HIDDEN, size),
+        q_norm=None,
+        k_norm=None,
+        router=_weight(spec.num_experts, HIDDEN),
+        shared_gate_up=_weight(2 * shared, HIDDEN) if shared else None,
+        shared_down=_weight(HIDDEN, shared) if shared else None,
+        shared_gate=_weight(1, HIDDEN) if shared else None,
+    )
+
+
+def check_interpreted() -> None:
+    from engine.layers.moe_cuda import TritonExperts, TritonRouter
+
+    for spec in (SPEC, replace(SPEC, shared_size=None, normalises=False)):
+        weights = _layer_weights(spec)
+        layer = build_mixture(spec, weights, TorchOps(), is_deterministic=False)
+        assert weights.router is not None
+        for is_deterministic in (False, True):
+            by_kernels = build_mixture(spec, weights, TorchOps(), is_deterministic=False)
+            by_kernels.router = TritonRouter(
+                weights.router.data,
+                num_active=spec.num_active,
+                normalises=spec.normalises,
+                is_deterministic=is_deterministic,
+            )
+            by_kernels._experts = TritonExperts(
+                weights.gate_up.data,
+                weights.down.data,
+                num_active=spec.num_active,
+                is_deterministic=is_deterministic,
+            )
+            for num_tokens in (0, 2, 4, 5, 19):
+                x = torch.randn(num_tokens, HIDDEN)
+                slots = torch.arange(num_tokens, dtype=torch.int32) - int(num_tokens > 3)
+                ours, twins = by_kernels(x, 0, slots), layer(x, 0, slots)
+                torch.testing.assert_close(ours, twins, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_kernels_and_torch_compute_the_same_layer() -> None:
+    run_interpreted("tests.engine.layers.test_mixture_layer:check_interpreted")
+
+
+# ---- what is compiled before a worker is ready ---------------------------------------------------
+
+
+def _choices(num_tokens: int, shape: ExpertShape, plan_device: str) -> tuple[object, ...]:
+    """What a step's number of tokens decides, each kernel asked for itself."""
+    from kernels.moe import align, combine
+    from kernels.moe.router import FEW_TOKENS, router_tile
+
+    plan = build_plan(shape, gpu(plan_device))
+    num_routes = num_tokens * shape.num_active
+    return (
+        router_tile(num_tokens, is_deterministic=False),
+        num_tokens <= FEW_TOKENS,
+        num_tokens <= plan.few_up_to,
+        plan.pair(num_tokens),
+        num_routes > align._MAX_UNCOUNTED,
+        num_routes > align._SMALL_CHUNK,
+        next(tile for most, tile in combine._TILES if num_tokens <= most),
+    )
+
+
+@pytest.mark.parametrize("name", ["H200", "L4", "B200"])
+def test_the_sizes_run_before_ready_choose_every_kernel(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from engine.layers import moe_cuda
+
+    monkeypatch.setattr(moe_cuda, "device_properties", lambda _: gpu(name))
+    for num_experts, num_active, hidden, inner in ((128, 8, 2048, 768), (8, 2, 4096, 14336)):
+        moe_cuda._plan.cache_clear()
+        shape = ExpertShape(
+            num_experts=num_experts, num_active=num_active, hidden=hidden, inner=inner
+        )
+        experts = moe_cuda.TritonExperts(
+            _meta(num_experts, 2 * inner, hidden),
+            _meta(num_experts, hidden, inner),
+            num_active=num_active,
+            is_deterministic=False,
+        )
+        covered = {_choices(size, shape, name) for size in experts.token_sizes}
+        for num_tokens in (*range(1, 2100), *random.sample(range(2100, 40000), 50)):
+            assert _choices(num_tokens, shape, name) in covered, num_tokens
+    moe_cuda._plan.cache_clear()
+
+
+def _meta(*shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.bfloat16, device="meta")
+
+
+def test_a_gpu_without_a_table_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from engine.layers import moe_cuda
+
+    monkeypatch.setattr(moe_cuda, "device_properties", lambda _: gpu("L4"))
+    moe_cuda._plan.cache_clear()
+    with caplog.at_level("INFO", logger=moe_cuda.__name__):
+        for _ in range(3):
+            moe_cuda.TritonExperts(
+                _meta(8, 64, 32), _meta(8, 32, 32), num_active=2, is_deterministic=False
+            )
+    assert len(caplog.messages) == 1
+    assert "NVIDIA L4" in caplog.messages[0]
+    moe_cuda._plan.cache_clear()
+
+
+def test_more_experts_than_a_gpu_routes_are_refused() -> None:
+    from engine.layers.moe_cuda import TritonRouter
+
+    with pytest.raises(ConfigError, match="1025 experts"):
+        TritonRouter(_meta(1025, 8), num_active=2, normalises=True, is_deterministic=False)
+
+
+def test_experts_in_an_unknown_format_are_refused() -> None:
+    weights = _layer_weights(SPEC)
+    other = replace(weights.down, format="fp8")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="matrix in the dtype of the model"):
+        build_mixture(SPEC, replace(weights, down=other), TorchOps(), is_deterministic=False)

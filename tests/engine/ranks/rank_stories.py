@@ -1,0 +1,139 @@
+"""What every rank does in the tests of a shared model and a shared engine.
+
+Other processes import this file, which is why it leaves out what takes seconds: transformers.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import msgspec
+import torch
+from torch import Tensor
+
+from engine.errors import ConfigError, EngineError
+from engine.layers.context import Comm
+from engine.models.registry import build_model
+from engine.models.weights import load_weights
+from engine.plan import StepResult
+from engine.request import SamplingParams
+from engine.runner.auto import Calibration, Limits
+from engine.runner.calibration import calibrate
+from engine.runner.graph_sizes import ragged_sizes
+from engine.runner.replica import num_blocks_that_fit
+from engine.sampling.embeddings import Embeddings
+from tests.engine.ranks.exact_models import build_exact, planted, snapped_mixtures
+from tests.engine.runner.graph_story import RerunRecorder
+from tests.engine.runner.step_driver import GREEDY, StepDriver
+from tests.harness.in_process import start_engine
+
+DRAWN = SamplingParams(max_tokens=64, temperature=1.2, top_p=0.9, seed=5, ignore_eos=True)
+SCORED = msgspec.structs.replace(GREEDY, prompt_logprobs=3, logprobs=2)
+
+
+def tell(
+    comm: Comm, folder: Path, fault: str | None = None, captures: bool = False
+) -> list[Tensor | StepResult]:
+    """Chunks, decode steps and both ways through the last layer; the same steps on every rank."""
+    skips = patch("engine.runner.executor._MIN_TOKENS_TO_SKIP_QUERIES", 9)
+    with planted(fault), snapped_mixtures(), skips:
+        model, attention = build_exact(folder, comm.rank, captures=captures)
+        driver = StepDriver(model, seed=1, phased=attention, comm=comm)
+        if captures:
+            sizes = ragged_sizes(8, 32)
+            driver.executor.capture_graphs(RerunRecorder(), lambda _: None, prompts=sizes)
+        found: list[Tensor | StepResult] = []
+        driver.admit(0, [5, 130, 7, 66, 9, 65, 0, 33, 98], params=GREEDY)
+        driver.admit(1, list(range(20, 60)), params=DRAWN)
+        driver.admit(2, list(range(100, 113)), params=SCORED)
+        found += driver.logits({0: 4, 1: 6}).values()
+        steps = [{0: 5, 2: 8, 1: 20}, {1: 1, 0: 1, 2: 5}, {0: 1, 1: 13, 2: 1}]
+        steps += [{2: 1, 1: 1, 0: 1}] * 4
+        for num_new in steps:  # the first is long enough for the last layer without its queries
+            found.append(_untimed(driver.sample(num_new)))
+        replayed = driver.executor.statistics().prompt_steps
+        assert (replayed is not None and replayed.num_replayed > 0) == captures
+        driver.release(0)
+        driver.admit(0, [4, 3, 2])
+        found += driver.logits({0: 3}).values()
+        return found
+
+
+def _untimed(result: StepResult) -> StepResult:
+    return msgspec.structs.replace(result, duration_s=None)
+
+
+def embed(comm: Comm, folder: Path) -> list[bytes]:
+    model, attention = build_exact(folder, comm.rank)
+    sampler = Embeddings(is_normalised=False)
+    driver = StepDriver(model, seed=1, phased=attention, comm=comm, sampler=sampler)
+    asks = SamplingParams(max_tokens=0, wants_embedding=True)
+    for row, length in enumerate((3, 11)):
+        driver.admit(row, range(20 * row, 20 * row + length), params=asks)
+    driver.sample({1: 4})
+    result = driver.sample({0: 3, 1: 7})
+    return [result.embeddings[0], result.embeddings[1]]
+
+
+def logits_of(comm: Comm, folder: Path, token_ids: list[int]) -> Tensor:
+    device = torch.device("cpu")
+    model = build_model(folder, dtype=torch.float32, device=device, rank=comm.rank)
+    driver = StepDriver(model, seed=2, comm=comm)
+    driver.admit(0, token_ids)
+    return driver.logits_in_chunks(0, 7)
+
+
+def finite_rows(comm: Comm, folder: Path) -> list[bool]:
+    model, attention = build_exact(folder, comm.rank)
+    driver = StepDriver(model, seed=6, phased=attention, comm=comm)
+    driver.admit(0, list(range(12)))
+    driver.admit(1, [3, 4])
+    return driver.sample({0: 5, 1: 2}).is_finite
+
+
+def choices_of(comm: Comm) -> tuple[Limits, Calibration | None]:
+    def quickly(*args: Any, **named: Any) -> Calibration:
+        return calibrate(*args, **named, budget_s=0.1)
+
+    with patch("engine.build.calibrate", quickly):
+        engine = start_engine(
+            comm,
+            scheduler__max_num_seqs="auto",
+            scheduler__max_num_batched_tokens="auto",
+            laps__queue="laps",
+            laps__max_step_ms="auto",
+            laps__max_busy_step_ms="auto",
+            edge__max_queued_tokens="auto",
+            cache__num_blocks=64,
+        )
+    return engine.limits, engine.calibration
+
+
+def fitting_blocks(comm: Comm, free_bytes: Sequence[int]) -> int | str:
+    """With so much left of every rank's 1,000 bytes; the error where blocks do not fit."""
+    free = free_bytes[comm.rank.index], 1000
+    sizes = {"trial_blocks": 3, "block_bytes": 10, "share": 0.9}
+    with (
+        patch.object(torch.cuda, "synchronize"),
+        patch.object(torch.cuda, "empty_cache"),
+        patch.object(torch.cuda, "mem_get_info", lambda: free),
+    ):
+        try:
+            return num_blocks_that_fit(lambda: None, **sizes, comm=comm)
+        except ConfigError as error:
+            return error.message
+
+
+def fail_to_load(comm: Comm) -> str:
+    """What a rank says when the second one cannot load its weights."""
+    with patch("engine.models.registry.load_weights", _broken if comm.rank.index else load_weights):
+        try:
+            start_engine(comm, cache__num_blocks=64)
+        except EngineError as error:
+            return f"{type(error).__name__}: {error}"
+    return "built"
+
+
+def _broken(*args: object, **named: object) -> None:
+    raise ConfigError("no such file")

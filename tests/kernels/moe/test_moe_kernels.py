@@ -1,0 +1,375 @@
+"""The kernels of mixtures against float64 and their twins, interpreted here, compiled on a GPU."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.moe import reference
+from kernels.moe.align import align, align_reference, max_blocks
+from kernels.moe.combine import combine
+from kernels.moe.few import few_down, few_gate_up
+from kernels.moe.grouped import (
+    down_reference,
+    gate_up_reference,
+    grouped_down,
+    grouped_gate_up,
+)
+from kernels.moe.router import route
+from kernels.moe.routes import Routes
+from kernels.moe.tiles import FewTile, Tile
+from tests.kernels.interpreter import run_interpreted
+from tests.kernels.moe.moe_cases import (
+    assert_near,
+    exact_inner,
+    exact_outputs,
+    has_expert,
+    random_routes,
+    random_tensor,
+)
+
+MODULE = "tests.kernels.moe.test_moe_kernels"
+GPU_DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+
+
+@contextmanager
+def _poisoned() -> Iterator[None]:
+    """`torch.empty` is full of NaN, or of the largest integers."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.empty(3).isnan().all()
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+# ---- router --------------------------------------------------------------------------------------
+
+
+def _check_router(
+    num_tokens: int, sizes: tuple[int, int, int], dtype: torch.dtype, device: str
+) -> None:
+    """sizes: experts, active ones, hidden."""
+    num_experts, num_active, hidden = sizes
+    x = random_tensor(num_tokens, hidden, dtype=dtype, device=device)
+    weight = random_tensor(num_experts, hidden, dtype=dtype, device=device, scale=hidden**-0.5)
+    slots = torch.arange(num_tokens, dtype=torch.int32, device=device)
+    slots[1::4] = -1
+    exact = (x.double() @ weight.double().T).softmax(dim=1)
+    for normalises in (True, False):
+        for is_deterministic in (True, False):
+            with _poisoned():
+                ours = route(
+                    x, weight, num_active, normalises=normalises, slots=slots,
+                    is_deterministic=is_deterministic,
+                )  # fmt: skip
+            _check_routes(ours, exact, slots, normalises=normalises)
+    every = route(x, weight, num_active, normalises=True)
+    assert int(every.ids.min()) >= 0
+
+
+def _check_routes(ours: Routes, exact: Tensor, slots: Tensor, *, normalises: bool) -> None:
+    """exact: float64 [T, experts], the shares."""
+    num_active = ours.ids.shape[1]
+    is_token = slots >= 0
+    assert torch.equal(ours.ids[~is_token], torch.full_like(ours.ids[~is_token], -1))
+    ids, exact = ours.ids[is_token].long(), exact[is_token]
+    best = exact.topk(num_active, dim=1).values
+    chosen = exact.gather(1, ids)
+    # Another expert is right only if it is as good, up to rounding.
+    torch.testing.assert_close(chosen, best, rtol=1e-4, atol=1e-7)
+    assert all(len(set(row)) == num_active for row in ids.tolist())
+    if normalises:
+        chosen = chosen / chosen.sum(dim=1, keepdim=True)
+    torch.testing.assert_close(ours.weights[is_token].double(), chosen, rtol=1e-4, atol=1e-7)
+
+
+def _check_ties(device: str) -> None:
+    """Equal experts are taken by their index, as by a stable sort; a broken token stays alone."""
+    x = torch.ones(5, 16, device=device)
+    weight = torch.zeros(9, 16, device=device)
+    weight[3] = weight[7] = 0.5
+    weight[5] = -torch.inf  # a share of 0
+    assert route(x, weight, 4, normalises=False).ids.tolist() == [[3, 7, 0, 1]] * 5
+    every = route(x, weight, 9, normalises=True).ids.tolist()
+    assert every == [[3, 7, 0, 1, 2, 4, 6, 8, 5]] * 5
+    weight[5] = 0.0
+    x[2, 3], x[4, 0] = torch.nan, torch.inf
+    for normalises in (True, False):
+        broken = route(x, weight, 4, normalises=normalises)
+        assert broken.ids[:2].tolist() == [[3, 7, 0, 1]] * 2
+        assert broken.weights[[0, 1, 3]].isfinite().all()
+        assert broken.weights[[2, 4]].isnan().all()
+        assert int(broken.ids.min()) >= 0
+        assert int(broken.ids.max()) < 9
+
+
+def check_router() -> None:
+    _check_router(7, (8, 2, 96), torch.float32, "cpu")
+    _check_router(66, (60, 4, 40), torch.float32, "cpu")
+    _check_router(5, (37, 8, 200), torch.float16, "cpu")
+    _check_ties("cpu")
+    assert route(torch.empty(0, 8), torch.empty(4, 8), 2, normalises=True).ids.shape == (0, 2)
+
+
+# ---- align ---------------------------------------------------------------------------------------
+
+
+def _check_align(ids: Tensor, num_experts: int, block_m: int) -> None:
+    expected = align_reference(ids, num_experts, block_m)
+    with _poisoned():
+        ours = align(ids, num_experts, block_m)
+    assert torch.equal(ours.experts, expected.experts)
+    is_used = expected.experts >= 0  # the others are not read
+    assert torch.equal(ours.routes[is_used], expected.routes[is_used])
+    listed = ours.routes[is_used]
+    listed = listed[listed >= 0].tolist()
+    assert sorted(listed) == (ids.flatten() >= 0).nonzero().flatten().tolist()
+
+
+def _check_aligned_cases(device: str, sizes: list[tuple[int, int, int]]) -> None:
+    """sizes: tokens, experts, active ones."""
+    for num_tokens, num_experts, num_active in sizes:
+        for block_m in (16, 64):
+            ids = random_routes(num_tokens, num_experts, num_active, device).ids
+            _check_align(ids, num_experts, block_m)
+            _check_align(torch.full_like(ids, num_experts - 1), num_experts, block_m)
+            _check_align(torch.full_like(ids, -1), num_experts, block_m)
+
+
+def check_align() -> None:
+    _check_aligned_cases("cpu", [(1, 8, 2), (5, 30, 8), (131, 5, 1)])
+    _check_align(random_routes(700, 13, 7, "cpu").ids, 13, 16)
+
+
+def test_blocks_are_as_many_as_routes_can_fill() -> None:
+    for num_experts, block_m in [(4, 16), (128, 16), (8, 64)]:
+        for num_routes in (1, 7, 64, 1000):
+            # The worst: one route more than whole blocks, for as many experts as possible.
+            used = min(num_experts, num_routes)
+            counts = [1] * (used - 1)
+            counts.append(num_routes - sum(counts))
+            spare, counts = counts[-1] - 1, [*counts[:-1], 1]
+            counts[0] += spare // block_m * block_m
+            blocks = sum(-(-count // block_m) for count in counts)
+            assert blocks <= max_blocks(num_routes, num_experts, block_m) <= num_routes
+
+
+# ---- products ------------------------------------------------------------------------------------
+
+TILE = Tile(16, 32, 32, 2, 4, 2)
+FEW = FewTile(16, 32, 4)
+
+
+def _check_products(
+    num_tokens: int, sizes: tuple[int, int, int, int], dtype: torch.dtype, device: str,
+    tile: Tile = TILE, few: FewTile = FEW,
+) -> None:  # fmt: skip
+    """sizes: experts, active ones, hidden, inner."""
+    num_experts, num_active, hidden, inner = sizes
+    make = {"dtype": dtype, "device": device}
+    x = random_tensor(num_tokens, hidden, **make)
+    gate_up = random_tensor(num_experts, 2 * inner, hidden, scale=hidden**-0.5, **make)
+    down = random_tensor(num_experts, hidden, inner, scale=inner**-0.5, **make)
+    routes = random_routes(num_tokens, num_experts, num_active, device)
+    blocks = align(routes.ids, num_experts, tile.block_m)
+    exact, used = exact_inner(x, gate_up, routes), has_expert(routes)
+    assert_near(gate_up_reference(x, gate_up, routes), exact, dtype)
+    for ours in (
+        grouped_gate_up(x, gate_up, routes, blocks, tile),
+        few_gate_up(x, gate_up, routes, few),
+    ):
+        assert_near(ours[used], exact[used], dtype)
+    rounded = gate_up_reference(x, gate_up, routes)
+    exact_out = exact_outputs(rounded, down, routes)
+    with _poisoned():
+        outputs = grouped_down(rounded, down, routes, blocks, tile)
+    assert_near(outputs.flatten(0, 1)[used], exact_out.flatten(0, 1)[used], dtype)
+    assert_near(down_reference(rounded, down, routes), exact_out, dtype)
+    shared = random_tensor(num_tokens, hidden, **make)
+    gate = random_tensor(num_tokens, 1, **make)
+    total = exact_out.sum(dim=1)
+    with_shared = total + shared.double() / (1 + (-gate.double()).exp())
+    assert_near(combine(outputs, routes), total, dtype)
+    assert_near(combine(outputs, routes, shared, gate), with_shared, dtype)
+    assert_near(few_down(rounded, down, routes, few), total, dtype)
+    assert_near(few_down(rounded, down, routes, few, shared, gate), with_shared, dtype)
+    assert not combine(outputs, routes)[2:3].any()  # padding
+    assert not few_down(rounded, down, routes, few)[2:3].any()
+
+
+def check_products() -> None:
+    _check_products(5, (6, 3, 48, 40), torch.float32, "cpu")
+    _check_products(33, (4, 2, 80, 24), torch.float32, "cpu", replace(TILE, group_m=1))
+    _check_products(9, (3, 3, 64, 32), torch.float16, "cpu", replace(TILE, block_n=64))
+    _check_combine(131, "cpu")
+    _check_integers("cpu")
+
+
+def _check_combine(num_tokens: int, device: str) -> None:
+    """Every tile of the sum, with outputs of which nobody wrote those without expert."""
+    outputs = random_tensor(num_tokens, 3, 40, dtype=torch.float32, device=device)
+    routes = random_routes(num_tokens, 9, 3, device)
+    outputs[2:3] = torch.nan
+    exact = outputs.double().nan_to_num().sum(dim=1)
+    assert_near(combine(outputs, routes), exact, torch.float32)
+    twin = reference.combine(outputs.nan_to_num())
+    assert torch.equal(combine(outputs, routes), twin)
+
+
+def _check_integers(device: str) -> None:
+    """Small integers: no rounding anywhere, so that kernels and twins agree bitwise."""
+    x = torch.randint(-2, 3, (21, 32), device=device).float()
+    down = torch.randint(-2, 3, (5, 24, 32), device=device).float()
+    routes = random_routes(21, 5, 2, device)
+    routes = Routes(ids=routes.ids, weights=torch.randint(1, 5, (21, 2), device=device).float())
+    inner = x.repeat_interleave(2, dim=0)
+    expected = reference.combine(down_reference(inner, down, routes))
+    blocks = align(routes.ids, 5, TILE.block_m)
+    outputs = grouped_down(inner, down, routes, blocks, TILE)
+    assert torch.equal(combine(outputs, routes), expected)
+    assert torch.equal(few_down(inner, down, routes, FEW), expected)
+
+
+# ---- invariance ----------------------------------------------------------------------------------
+
+
+def _mixture(x: Tensor, weights: list[Tensor], tile: Tile) -> Tensor:
+    """Router to sum, deterministic; weights: router, gate_up, down."""
+    routes = route(x, weights[0], 3, normalises=True, is_deterministic=True)
+    blocks = align(routes.ids, weights[0].shape[0], tile.block_m)
+    inner = grouped_gate_up(x, weights[1], routes, blocks, tile)
+    return combine(grouped_down(inner, weights[2], routes, blocks, tile), routes)
+
+
+def _check_permutation(num_tokens: int, dtype: torch.dtype, device: str, tile: Tile) -> None:
+    """Permuted tokens permute outputs bitwise; a token alone has the same bits too."""
+    make = {"dtype": dtype, "device": device}
+    x = random_tensor(num_tokens, 64, **make)
+    weights = [
+        random_tensor(7, 64, **make),
+        random_tensor(7, 96, 64, scale=0.1, **make),
+        random_tensor(7, 64, 48, scale=0.1, **make),
+    ]
+    whole = _mixture(x, weights, tile)
+    assert whole.isfinite().all()
+    order = torch.randperm(num_tokens, device=device)
+    assert torch.equal(_mixture(x[order].contiguous(), weights, tile), whole[order])
+    for token in (0, num_tokens // 2, num_tokens - 1):
+        assert torch.equal(_mixture(x[token : token + 1], weights, tile)[0], whole[token])
+    assert torch.equal(_mixture(x[: num_tokens // 3], weights, tile), whole[: num_tokens // 3])
+
+
+def check_permutation() -> None:
+    _check_permutation(50, torch.float32, "cpu", TILE)
+
+
+# ---- interpreted ---------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "check", ["check_router", "check_align", "check_products", "check_permutation"]
+)
+def test_interpreted_kernels_of_a_mixture_are_their_formulas(check: str) -> None:
+    run_interpreted(f"{MODULE}:{check}")
+
+
+def test_twins_are_the_formulas() -> None:
+    x = random_tensor(9, 24, dtype=torch.float32, device="cpu")
+    gate_up = random_tensor(5, 32, 24, dtype=torch.float32, device="cpu")
+    down = random_tensor(5, 24, 16, dtype=torch.float32, device="cpu")
+    routes = random_routes(9, 5, 2, "cpu")
+    exact = exact_outputs(exact_inner(x, gate_up, routes), down, routes)
+    outputs = reference.experts(x, routes, gate_up, down)
+    assert_near(outputs, exact, torch.float32)
+    assert_near(reference.combine(outputs), exact.sum(dim=1), torch.float32)
+
+
+# ---- on a GPU ------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@GPU_DTYPES
+@pytest.mark.parametrize("sizes", [(128, 8, 2048), (8, 2, 4096), (60, 4, 2048), (5, 5, 72)])
+@pytest.mark.parametrize("num_tokens", [1, 7, 256, 257, 1000])
+def test_the_router_on_a_gpu(
+    num_tokens: int, sizes: tuple[int, int, int], dtype: torch.dtype
+) -> None:
+    _check_router(num_tokens, sizes, dtype, "cuda")
+
+
+@pytest.mark.gpu
+def test_equal_and_broken_experts_on_a_gpu() -> None:
+    _check_ties("cuda")
+
+
+@pytest.mark.gpu
+def test_routes_are_sorted_on_a_gpu() -> None:
+    sizes = [(1, 8, 2), (1, 128, 8), (64, 128, 8), (131, 60, 4), (512, 128, 8), (513, 128, 8)]
+    _check_aligned_cases("cuda", [*sizes, (5000, 8, 2), (8191, 128, 8)])
+
+
+@pytest.mark.gpu
+@GPU_DTYPES
+@pytest.mark.parametrize(
+    ("num_tokens", "sizes"),
+    [
+        (1, (128, 8, 2048, 768)),
+        (4, (8, 2, 1024, 1792)),
+        (37, (60, 4, 512, 176)),
+        (130, (16, 8, 272, 208)),
+        (1100, (4, 1, 64, 48)),
+    ],
+)
+@pytest.mark.parametrize(
+    "tile",
+    [
+        Tile(16, 64, 64, 1, 4, 3),
+        Tile(32, 128, 64, 4, 4, 3),
+        Tile(64, 128, 32, 8, 4, 3),
+        Tile(128, 128, 32, 8, 8, 3),
+    ],
+)
+def test_products_of_experts_on_a_gpu(
+    num_tokens: int, sizes: tuple[int, int, int, int], tile: Tile, dtype: torch.dtype
+) -> None:
+    _check_products(num_tokens, sizes, dtype, "cuda", tile, FewTile(16, 256, 4))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_tokens", [1, 128, 129, 1025])
+def test_the_sum_on_a_gpu(num_tokens: int) -> None:
+    _check_combine(num_tokens, "cuda")
+
+
+@pytest.mark.gpu
+def test_integers_are_exact_on_a_gpu() -> None:
+    _check_integers("cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("tile", [Tile(16, 64, 64, 1, 4, 3), Tile(64, 128, 64, 8, 4, 3)])
+def test_permuted_tokens_permute_outputs_bitwise_on_a_gpu(dtype: torch.dtype, tile: Tile) -> None:
+    for num_tokens in (3, 300, 2000):
+        _check_permutation(num_tokens, dtype, "cuda", tile)
+
+
+@pytest.mark.gpu
+def test_weights_past_two_billion_elements_are_reached() -> None:
+    num_experts, inner, hidden = 130, 4100, 2048
+    gate_up = torch.zeros(num_experts, 2 * inner, hidden, dtype=torch.bfloat16, device="cuda")
+    assert gate_up.numel() > 2**31
+    gate_up[-1] = random_tensor(2 * inner, hidden, dtype=torch.bfloat16, device="cuda", scale=0.02)
+    x = random_tensor(3, hidden, dtype=torch.bfloat16, device="cuda")
+    ids = torch.tensor([[129, 0], [5, 129], [129, 1]], dtype=torch.int32, device="cuda")
+    routes = Routes(ids=ids, weights=torch.ones(3, 2, device="cuda"))
+    exact = exact_inner(x, gate_up, routes)
+    tile = Tile(16, 64, 64, 1, 4, 3)
+    blocks = align(ids, num_experts, 16)
+    assert_near(grouped_gate_up(x, gate_up, routes, blocks, tile), exact, torch.bfloat16)
+    assert_near(few_gate_up(x, gate_up, routes, FewTile(16, 256, 4)), exact, torch.bfloat16)

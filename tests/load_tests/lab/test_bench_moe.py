@@ -1,0 +1,115 @@
+"""The bench of a mixture's kernels: what it times, its floors, and which tiles it takes."""
+
+import ast
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from kernels.moe import tiles
+from kernels.moe.tiles import ALWAYS, ExpertShape, FewTile, Pair, Tile, TilePlan
+from load_tests.lab.bench_moe import Timing, measure, render, run
+from load_tests.lab.floors import Machine
+from load_tests.lab.moe_step import Call, MoeStep, random_layers
+from load_tests.lab.moe_tuning import FEW_TILES, TILES, TUNED_TOKENS, Tuning, heights, render_plan
+from tests.kernels.interpreter import run_interpreted
+
+pytestmark = pytest.mark.lab
+
+SMALL = ExpertShape(num_experts=6, num_active=2, hidden=32, inner=16)
+TILE = Tile(16, 32, 32, 1, 4, 2)
+PLAN = TilePlan(
+    few_up_to=2, few_gate_up=FewTile(8, 32, 4), few_down=FewTile(8, 16, 4),
+    pairs=(Pair(max_tokens=ALWAYS, gate_up=TILE, down=TILE),),
+)  # fmt: skip
+CPU = torch.device("cpu")
+
+
+def _runs_each(calls: Sequence[Call]) -> float:
+    for call in calls:
+        call()
+    return 10.0
+
+
+def check_measures() -> None:
+    layers = random_layers(SMALL, CPU, 2, torch.float32)
+    for num_tokens, names in ((2, "router gate_up down"), (9, "router align gate_up down sum")):
+        found = list(measure(MoeStep(SMALL, layers, num_tokens), PLAN, _runs_each))
+        assert [timing.kernel for timing in found] == [*names.split(), "whole"]
+        assert all(timing.us == 10.0 for timing in found), found
+        assert "WRONG" not in found[-1].note
+
+
+def test_every_kernel_of_a_step_is_timed_and_checked() -> None:
+    run_interpreted("tests.load_tests.lab.test_bench_moe:check_measures")
+
+
+def test_a_case_that_fails_is_a_line() -> None:
+    def fails(calls: Sequence[Call]) -> float:
+        raise MemoryError(f"{len(calls)} calls")
+
+    found = run(SMALL, random_layers(SMALL, CPU, 2), PLAN, (9, 300), fails)
+    assert [timing.kernel for timing in found[-2:]] == ["torch gate_up", "torch down"]
+    assert len(found) == 14
+    assert all(timing.us is None for timing in found)
+    assert "MemoryError: 2 calls" in render(found)
+
+
+def test_a_floor_is_what_must_be_read_or_multiplied() -> None:
+    step = MoeStep(SMALL, random_layers(SMALL, CPU, 2), 64)
+    assert step.num_distinct == 6
+    bytes_only = Machine(bytes_per_s=1e6, flops_per_s=float("inf"))
+    flops_only = Machine(bytes_per_s=float("inf"), flops_per_s=1e6)
+    assert step.floor_us("gate_up", bytes_only) == 2 * (6 * 32 * 32 + 64 * 32)
+    assert step.floor_us("gate_up", flops_only) == 2 * 128 * 32 * 32
+    assert step.floor_us("down", flops_only) == 2 * 128 * 32 * 16
+    assert step.floor_us("sum", bytes_only) == 2 * (128 + 64) * 32
+    one = Timing(num_tokens=64, distinct_experts=6, kernel="sum", us=20.0, floor_us=5.0)
+    assert "25%" in render([one])
+
+
+def test_the_fastest_tiles_of_one_height_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A timer that likes wide tiles, and few tokens' kernels for up to 4 tokens."""
+    chosen: list[object] = []
+
+    def timer(calls: Sequence[Call]) -> float:
+        arguments = [*getattr(calls[0], "args", ()), None]
+        tile = arguments[-2]
+        chosen.append(tile)
+        if isinstance(tile, TilePlan):  # the whole step of a plan
+            num_tokens = len(calls)  # as the step below says
+            return 1.0 if 0 < tile.few_up_to <= 4 else 2.0 + num_tokens
+        if isinstance(tile, Tile):
+            if tile.num_stages == 5:
+                raise RuntimeError("out of resource")
+            return 1000.0 / tile.block_n + tile.block_k / 1e3
+        return float(tile.block_n) if isinstance(tile, FewTile) else 0.5
+
+    monkeypatch.setattr(MoeStep, "blocks", lambda self, block_m: [None] * len(self.routes))
+    shape = ExpertShape(num_experts=16, num_active=2, hidden=32, inner=16)
+    tuning = Tuning(shape, random_layers(shape, CPU, 1), timer, seconds=60)
+    plan = tuning.plan((4, 8, 512))  # the first two are merged
+    assert [pair.max_tokens for pair in plan.pairs] == [8, ALWAYS]
+    assert plan.pairs[0].gate_up.block_m == 16
+    assert plan.pairs[0].gate_up.block_n == 256
+    assert plan.few_gate_up.block_n == 4
+    assert plan.few_up_to == 4
+    assert {tile for tile in TILES if tile.block_m == 16} <= set(chosen)
+
+
+def test_an_entry_of_the_table_is_python() -> None:
+    pair = Pair(max_tokens=64, gate_up=TILES[0], down=TILES[1])
+    last = Pair(max_tokens=ALWAYS, gate_up=TILES[2], down=TILES[2])
+    plan = TilePlan(few_up_to=4, few_gate_up=FEW_TILES[0], few_down=FEW_TILES[1],
+                    pairs=(pair, last))  # fmt: skip
+    entry = "{" + render_plan("NVIDIA H200", SMALL, plan) + "}"
+    ast.parse(entry)
+    assert eval(entry, vars(tiles)) == {"NVIDIA H200": {SMALL: plan}}
+
+
+def test_every_number_of_tokens_has_tiles_to_try() -> None:
+    for num_experts, num_active in ((128, 8), (8, 2), (60, 4)):
+        shape = ExpertShape(num_experts=num_experts, num_active=num_active, hidden=64, inner=64)
+        for num_tokens in TUNED_TOKENS:
+            for height in heights(shape, num_tokens):
+                assert any(tile.block_m == height for tile in TILES)
