@@ -58,6 +58,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "engine.plan",
         "engine.core",
         "engine.ranks.plan_ring",
+        "engine.request",
     ),
     # -- engine: outputs that are held to a language
     "engine.constraints": (

@@ -272,7 +272,7 @@ class EngineHost:
         )
         self._thread.start()
         self._requests = WorkerRequests(
-            engine, self._thread, self.connector, self.draining, self.clock
+            engine, self._thread, self.connector, self.draining, self.clock, self._ranks
         )
         thread, stall_s = self._thread, self.config.workers.stall_s
         StallWatch(stall_s, lambda: thread.turn, self._on_stall).start()

@@ -28,6 +28,7 @@ from engine.messages import Role, encode
 from engine.ranks.leading import COMPARE_EVERY, LeadingExecutor, RankEnd, RankReports
 from engine.ranks.plan_ring import PlanRing
 from engine.ranks.rank import Rank
+from engine.request import Constraint
 
 if TYPE_CHECKING:
     from engine.layers.context import Comm
@@ -51,6 +52,15 @@ class OtherRanks(Protocol):
         """An executor whose plans the others launch, too."""
         ...
 
+    @property
+    def compiles(self) -> bool:
+        """Whether `compile` has to be called for a constraint before a request brings it."""
+        ...
+
+    def compile(self, constraint: Constraint) -> None:
+        """Tells the others to compile it; on the engine thread, once it is led."""
+        ...
+
     def cause_of(self, error: Exception) -> Exception:
         """The error of another rank that is behind an error of this one, or the error itself."""
         ...
@@ -63,6 +73,8 @@ class OtherRanks(Protocol):
 class NoOtherRanks:
     """Of a worker that holds the whole model."""
 
+    compiles = False
+
     def join(self) -> "Comm":
         from engine.layers.context import SINGLE_RANK  # imports torch, which takes seconds
 
@@ -70,6 +82,9 @@ class NoOtherRanks:
 
     def lead(self, executor: Executor) -> Executor:
         return executor
+
+    def compile(self, constraint: Constraint) -> None:
+        """There is nobody."""
 
     def cause_of(self, error: Exception) -> Exception:
         return error
@@ -80,6 +95,8 @@ class NoOtherRanks:
 
 class Gang:
     """Ranks 1 and up of a worker."""
+
+    compiles = True
 
     def __init__(
         self,
@@ -100,6 +117,7 @@ class Gang:
         self._processes: list[int] = []  # pidfds: a number may be another process's by now
         self._ring: PlanRing | None = None
         self._reports: RankReports | None = None
+        self._leading: LeadingExecutor | None = None
 
     def join(self) -> "Comm":
         stall_s = self._spec.config.workers.stall_s
@@ -160,13 +178,18 @@ class Gang:
     def lead(self, executor: Executor) -> Executor:
         assert self._ring is not None, "ranks join before they are led"
         assert self._reports is not None, "ranks join before they are led"
-        return LeadingExecutor(
+        self._leading = LeadingExecutor(
             executor,
             self._ring,
             self._reports,
             compare_every=1 if self._spec.config.debug else COMPARE_EVERY,
             patience_s=self._spec.config.workers.stall_s,
         )
+        return self._leading
+
+    def compile(self, constraint: Constraint) -> None:
+        assert self._leading is not None, "the others are led first"
+        self._leading.compile(constraint)
 
     def cause_of(self, error: Exception) -> Exception:
         if self._reports is None or not isinstance(error, WorkerError):

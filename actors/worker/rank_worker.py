@@ -110,7 +110,7 @@ class RankWorker:
         if ours:
             executor = FaultySteps(executor, ours)
         try:
-            Follower(executor, self._ring).run()
+            Follower(executor, self._ring, engine.grammars.prepare).run()
         except Exception as error:  # noqa: BLE001 - rank 0 ends all ranks
             self._tell(error)
             if not self._ring.wait_end(LEADER_ENDS_S):

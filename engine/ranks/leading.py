@@ -23,6 +23,7 @@ from engine.core import Executor, PendingStep
 from engine.errors import ConfigError, WorkerError
 from engine.plan import StepPlan, StepResult
 from engine.ranks.plan_ring import PlanRing, PlanRingReader, RingError
+from engine.request import Constraint
 
 COMPARE_EVERY = 64  # steps
 MAX_IN_FLIGHT = 2  # steps of a follower; more than the leader never has
@@ -34,6 +35,12 @@ class Launch(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
     plan: StepPlan
     is_compared: bool
+
+
+class Compile(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Leader -> followers: a constraint that a plan will bring, to be compiled until then."""
+
+    constraint: Constraint
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -55,7 +62,7 @@ class RankFailure(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 _encoder = msgspec.msgpack.Encoder()
-_orders = msgspec.msgpack.Decoder(Launch | Stop)
+_orders = msgspec.msgpack.Decoder(Launch | Compile | Stop)
 _reports = msgspec.msgpack.Decoder(StepDigest | RankFailure)
 
 
@@ -169,6 +176,10 @@ class LeadingExecutor:
             return pending
         return _ComparedStep(pending, message, self._reports, self._patience_s)
 
+    def compile(self, constraint: Constraint) -> None:
+        """Tell the followers to compile a constraint in the background; on the launching thread."""
+        self._ring.write(_encoder.encode(Compile(constraint)))
+
     def stop(self) -> None:
         """Tell the followers that nothing comes any more."""
         self._ring.write(_encoder.encode(Stop()))
@@ -214,9 +225,16 @@ class _Followed:
 class Follower:
     """The loop of every rank but the first."""
 
-    def __init__(self, executor: Executor, ring: PlanRingReader) -> None:
+    def __init__(
+        self,
+        executor: Executor,
+        ring: PlanRingReader,
+        compile_ahead: Callable[[Constraint], object],
+    ) -> None:
+        """compile_ahead: begins to compile a constraint, and does not wait."""
         self._executor = executor
         self._ring = ring
+        self._compile_ahead = compile_ahead
         self._in_flight: deque[_Followed] = deque()
 
     def run(self) -> None:
@@ -231,6 +249,8 @@ class Follower:
                     while self._in_flight:
                         self._finish_oldest()
                     return
+                case Compile(constraint):
+                    self._compile_ahead(constraint)
                 case Launch(plan, is_compared):
                     while len(self._in_flight) >= MAX_IN_FLIGHT:
                         self._finish_oldest()

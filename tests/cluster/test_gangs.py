@@ -17,7 +17,7 @@ from ray import serve
 
 from actors.lifecycle.placement_groups import worker_groups
 from engine.messages import WorkerStatus, decode
-from engine.request import SamplingParams
+from engine.request import Constraint, ConstraintKind, SamplingParams
 from load_tests.testbed.deployed import (
     MODEL,
     Application,
@@ -35,6 +35,7 @@ NAME = "gang"
 STALL_S = 4.0
 SILENCE_S = 8.0
 TOKENS = 120
+REGEX = "(import [a-z]{3,9}\\n){9}"
 OVERRIDES: dict[str, object] = {
     "workers.unified": 1,
     "workers.tensor_parallel_size": 2,
@@ -96,8 +97,12 @@ def test_a_gang_answers_as_an_engine_of_one_rank_does(gang: Application) -> None
     expected = [one.tokens for one in answer(engine, [(prompt, params) for prompt in ids])]
     found = [gang.complete(p, max_tokens=40, extra_body={"ignore_eos": True}) for p in ids]
     assert found == expected
-    [seen] = gang.statistics().values()
-    assert seen["scheduler"]["num_output_tokens"] == 3 * 40
+    sampled = {"temperature": 1.0, "seed": 5, "top_p": 0.9, "frequency_penalty": 0.5}
+    held = Constraint(ConstraintKind.REGEX, REGEX)
+    asked = SamplingParams(max_tokens=40, constraint=held, **sampled)
+    [one] = answer(engine, [(ids[1], asked)])
+    extra = {"structured_outputs": {"regex": REGEX}}
+    assert gang.complete(ids[1], max_tokens=40, extra_body=extra, **sampled) == one.tokens
     assert len(set(pids(gang))) == 2
 
 

@@ -1,12 +1,14 @@
 """A follower over a device of integers: `python -m tests.engine.ranks.following_process ...`
 
 Arguments: NAME of the ring, NUMBER of the reader, FAULT, STEP. The fault comes with launch STEP:
-`drift` (other tokens), `raise`, `hang`, `none`. Prints a digest of all plans when it is stopped.
+`drift` (other tokens), `raise`, `hang`, `none`. Prints a digest of all plans and of
+all constraints to compile when it is stopped.
 """
 
 import hashlib
 import sys
 import threading
+from collections.abc import Sequence
 
 import msgspec
 
@@ -14,13 +16,14 @@ from engine.core import PendingStep
 from engine.plan import StepPlan, StepResult
 from engine.ranks.leading import Follower, report_failure
 from engine.ranks.plan_ring import PlanRingReader
+from engine.request import Constraint
 from tests.engine.ranks.ring_ends import PATIENCE_S
 from tests.engine.scheduling.replica import Replica
 from tests.harness.fakes import FakeExecutor
 
 
-def digest_of(plans: list[StepPlan]) -> str:
-    return hashlib.blake2b(msgspec.msgpack.encode(plans), digest_size=8).hexdigest()
+def digest_of(records: Sequence[msgspec.Struct]) -> str:
+    return hashlib.blake2b(msgspec.msgpack.encode(records), digest_size=8).hexdigest()
 
 
 def make_replica() -> Replica:
@@ -65,15 +68,15 @@ class FaultyExecutor:
 
 
 def main(name: str, number: str, fault: str, at_launch: str) -> None:
-    device = make_replica().executor
+    device, constraints = make_replica().executor, list[Constraint]()
     device.is_idle = True
     ring = PlanRingReader(name, int(number), PATIENCE_S, PATIENCE_S)
     try:
-        Follower(FaultyExecutor(device, fault, int(at_launch)), ring).run()
+        Follower(FaultyExecutor(device, fault, int(at_launch)), ring, constraints.append).run()
     except RuntimeError as error:
         report_failure(ring, error)
         sys.exit(1)
-    print(digest_of(device.plans))
+    print(digest_of(device.plans), digest_of(constraints))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from engine.core import Executor
 from engine.errors import WorkerError
 from engine.ranks.leading import LeadingExecutor, RankEnd, RankReports
 from engine.ranks.plan_ring import PlanRing
-from engine.request import SamplingParams
+from engine.request import Constraint, ConstraintKind, SamplingParams
 from tests.engine.ranks.following_process import digest_of, make_replica
 from tests.engine.ranks.ring_ends import PATIENCE_S, ROOT
 from tests.engine.scheduling.replica import Replica, prompt_of
@@ -127,11 +127,13 @@ def rng() -> random.Random:
 def test_followers_launch_what_the_leader_launches(rng: random.Random, compare_every: int) -> None:
     with gang(compare_every=compare_every) as (ranks, followers):
         ranks.work(rng, 30)
+        constraint = Constraint(ConstraintKind.JSON_SCHEMA, '{"type": "integer"}')
+        ranks.leading.compile(constraint)
         ranks.leading.stop()
         told = [follower.communicate(timeout=PATIENCE_S)[0].strip() for follower in followers]
         plans = ranks.replica.executor.plans
     assert len(plans) > 20
-    assert told == [digest_of(plans)] * len(followers)
+    assert told == [f"{digest_of(plans)} {digest_of([constraint])}"] * len(followers)
 
 
 def test_a_rank_with_other_tokens_ends_the_step_in_which_it_drifted(rng: random.Random) -> None:
