@@ -75,6 +75,22 @@ def create_actor(cls: ActorClass[Any], options: dict[str, Any], *args: object) -
     return cast("ActorHandle[Any]", cls.options(**options).remote(*args))
 
 
+class ActorStart:
+    """Watches over an actor until its constructor has run."""
+
+    def __init__(self, actor: ActorHandle[Any]) -> None:
+        self._ready = cast("Any", actor).__ray_ready__.remote()
+
+    def failure(self) -> str | None:
+        """Why the actor will never be there; None = it may. Does not wait."""
+        done, _ = ray.wait([self._ready], timeout=0)
+        try:
+            ray.get(done)
+        except RayError as error:
+            return str(error)
+        return None
+
+
 async def ping(name: str, actor: ActorHandle[Any]) -> None:
     """Sends a heartbeat to an actor that is not a worker."""
     await _answer(actor.ping.remote(), name)

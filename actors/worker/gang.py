@@ -20,13 +20,13 @@ import ray
 
 from actors.lifecycle.deployment import DeploymentSpec, rank_name, rank_options
 from actors.lifecycle.placement_groups import beside
-from actors.rpc.handles import create_actor
+from actors.rpc.handles import ActorStart, create_actor
 from actors.worker.rank_worker import START_S, RankPlace, RankWorker
 from engine.core import Executor
 from engine.errors import WorkerError
 from engine.messages import Role, encode
 from engine.ranks.leading import COMPARE_EVERY, LeadingExecutor, RankEnd, RankReports
-from engine.ranks.plan_ring import PlanRing
+from engine.ranks.plan_ring import PlanRing, RingError
 from engine.ranks.rank import Rank
 from engine.request import Constraint
 
@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"  # the ranks of a worker share a machine
 NAME_IS_FREE_S = 30.0  # Ray ends the ranks of a dead rank 0 in much less
 LOOK_EVERY_S = 0.05
+LOOK_AT_STARTS_S = 1.0
 LAST_WORDS_S = 2.0  # until the reason is here, after an operation between ranks has failed
 
 
@@ -143,10 +144,25 @@ class Gang:
         )
 
     def _wait_connected(self, ring: PlanRing) -> None:
-        """Until every rank's process is connected to the ring. Raises RingError."""
-        for _ in self._actors:
-            reader = ring.accept(START_S)
-            self._processes.append(os.pidfd_open(ring.pid(reader)))
+        """Until every rank's process is connected to the ring.
+
+        Raises RingError after START_S. One that is dead before that ends the gang.
+        """
+        starts = {rank: ActorStart(actor) for rank, actor in enumerate(self._actors, start=1)}
+        until_s = time.monotonic() + START_S
+        while starts:
+            try:
+                reader = ring.accept(LOOK_AT_STARTS_S)
+            except RingError:
+                if time.monotonic() > until_s:
+                    raise
+                for rank, start in starts.items():
+                    if failure := start.failure():
+                        self._on_end(RankEnd(rank=rank, reason=failure, is_dead=True))
+                continue
+            del starts[reader + 1]
+            with suppress(ProcessLookupError):  # its end is noticed by the ring
+                self._processes.append(os.pidfd_open(ring.pid(reader)))
             logger.info("%s: rank %d runs (pid %d)", self._name, reader + 1, ring.pid(reader))
 
     def _create(self, rank: int, port: int) -> Any:  # noqa: ANN401 - a handle of Ray's

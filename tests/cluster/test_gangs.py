@@ -41,6 +41,7 @@ OVERRIDES: dict[str, object] = {
     "workers.tensor_parallel_size": 2,
     "workers.num_cpus": 0.1,  # so that it has a placement group
     "workers.stall_s": STALL_S,
+    "scheduler.overlap": True,  # plan n + 1 is sent while step n computes
     "lifetimes.supervisor_silence_s": SILENCE_S,
     "debug": True,
 }
@@ -150,6 +151,22 @@ def test_a_stopped_rank_goes_with_a_killed_one(gang: Application, victim: int) -
     wait_replaced(worker, NAME, before[0])
     gang.wait_ready()
     check_replaced(gang, before)
+
+
+@pytest.mark.nightly
+def test_a_rank_that_dies_before_its_model_is_loaded_is_replaced_too(gang: Application) -> None:
+    gang.wait_ready()
+    expected = gang.complete(PROMPTS[0])
+    (worker, rank), before = ranks(gang), pids(gang)
+    os.kill(before[0], signal.SIGKILL)
+    wait_replaced(rank, NAME, before[1])  # it answers as soon as it is connected
+    loading = gang.pid(rank)
+    os.kill(loading, signal.SIGKILL)
+    wait_replaced(rank, NAME, loading)
+    wait_replaced(worker, NAME, before[0])
+    gang.wait_ready()
+    assert gang.complete(PROMPTS[0]) == expected
+    check_replaced(gang, [*before, loading])
 
 
 @pytest.mark.nightly
