@@ -1,11 +1,12 @@
 """Faults on demand: what goes wrong, where and when, read from one string.
 
     decode:step=10:die; prefill:piece=3:corrupt; prefill-0:piece=5:delay=0.5
+    unified-0.rank-1:step=7:raise
 
 Steps and pieces count from 1 in every worker of that role, or in the one of that number alone,
-anew with every process. A step may `die` (the process is killed), `raise`, `hang` or turn to
-`nan`; a piece of KV may be dropped (`drop`), arrive as other bytes (`corrupt`) or late
-(`delay=SECONDS`).
+anew with every process. A rank is one of a worker's further ranks; without it, rank 0. A step may
+`die` (the process is killed), `raise`, `hang` or turn to `nan`; a piece of KV may be dropped
+(`drop`), arrive as other bytes (`corrupt`) or late (`delay=SECONDS`).
 """
 
 import re
@@ -32,16 +33,17 @@ class Fault:
     number: int  # from 1
     kind: FaultKind
     worker: int | None = None  # which of that role, from 0; None = every one
+    rank: int = 0  # of that worker
     delay_s: float = 0.0
 
-    def befalls(self, role: str, name: str) -> bool:
-        """Whether a worker is meant; `name` is its actor's, `ROLE-NUMBER.HASH`."""
+    def befalls(self, role: str, name: str, rank: int = 0) -> bool:
+        """Whether a rank of a worker is meant; `name` is the worker's, `ROLE-NUMBER.HASH`."""
         is_meant = self.worker is None or name.partition(".")[0] == f"{role}-{self.worker}"
-        return self.role == role and is_meant
+        return self.role == role and is_meant and self.rank == rank
 
 
 _FAULT = re.compile(
-    r"(?P<role>prefill|decode|unified)(-(?P<worker>\d+))?:"
+    r"(?P<role>prefill|decode|unified)(-(?P<worker>\d+)(\.rank-(?P<rank>\d+))?)?:"
     r"(step=(?P<step>[1-9]\d*):(?P<of_step>die|raise|hang|nan)"
     r"|piece=(?P<piece>[1-9]\d*):(?P<of_piece>drop|corrupt|delay=(?P<delay_s>\d+(\.\d+)?)))"
 )
@@ -59,7 +61,7 @@ def _parse(part: str) -> Fault:
         raise ConfigFileError(
             f"{part!r} is no fault; write ROLE:step=N:die, raise, hang or nan, or"
             " prefill:piece=N:drop, corrupt or delay=SECONDS, separated by semicolons;"
-            " ROLE-NUMBER means one worker of that role"
+            " ROLE-NUMBER means one worker of that role, ROLE-NUMBER.rank-R one rank of it"
         )
     kind = match["of_step"] or match["of_piece"].partition("=")[0]
     return Fault(
@@ -68,5 +70,6 @@ def _parse(part: str) -> Fault:
         number=int(match["step"] or match["piece"]),
         kind=FaultKind(kind),
         worker=None if match["worker"] is None else int(match["worker"]),
+        rank=int(match["rank"] or 0),
         delay_s=float(match["delay_s"] or 0.0),
     )

@@ -376,6 +376,11 @@ def _rank_contradiction(config: AppConfig) -> str | None:
             " two ranks depends on how many tokens a step has; set it to 2 or 1, or deterministic"
             " to false"
         )
+    if size > 1 and config.model.device == "cuda" and workers.num_gpus != 1:
+        return (
+            f"workers.num_gpus: {workers.num_gpus:g} with workers.tensor_parallel_size {size}:"
+            " every rank needs a GPU of its own; set it to 1, which is per rank"
+        )
     return None
 
 

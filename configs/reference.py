@@ -190,7 +190,9 @@ def _files() -> str:
             for role in ("prefill", "decode", "unified")
             if workers.get(role)
         )
-        rows.append(f"| `configs/{path.name}` | {roles or '1 unified'} | {_cell(about)} |")
+        num_ranks = workers.get("tensor_parallel_size", 1)
+        roles = (roles or "1 unified") + (f" of {num_ranks} ranks" if num_ranks > 1 else "")
+        rows.append(f"| `configs/{path.name}` | {roles} | {_cell(about)} |")
     return "\n".join(["| file | workers | for |", "|---|---|---|", *rows, ""])
 
 

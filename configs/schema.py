@@ -196,13 +196,14 @@ class WorkersConfig(_Section, frozen=True):
     prefill: Annotated[int, Meta(ge=0)] = 0  # workers that compute prompts; with some that decode
     decode: Annotated[int, Meta(ge=0)] = 0  # workers that decode; with some that prefill
     unified: Annotated[int, Meta(ge=0)] = 1  # workers that do both; without the other two kinds
-    num_cpus: Annotated[float, Meta(ge=0)] = 0.0  # per worker; 0 = a small machine must not wait
-    num_gpus: Annotated[float, Meta(ge=0)] = 0.0  # per worker
-    # Ranks that share the model of one worker, each a process with its own device: they split
-    # heads, intermediate units and vocabulary, and each holds its heads' KV.
+    num_cpus: Annotated[float, Meta(ge=0)] = 0.0  # per rank; 0 = a small machine must not wait
+    num_gpus: Annotated[float, Meta(ge=0)] = 0.0  # per rank
+    # Ranks that share the model of one worker, each a process with its own device, all on one node:
+    # they split heads, intermediate units and vocabulary, and each holds its heads' KV.
     tensor_parallel_size: Literal[1, 2, 4, 8] = 1
-    torch_threads: Positive = 1  # per worker, for operations on a CPU
-    # A worker whose engine has work and makes no progress for so long exits, and is restarted.
+    torch_threads: Positive = 1  # per rank, for operations on a CPU
+    # A worker whose engine has work and makes no progress for so long exits, and is restarted. So
+    # does one of several ranks if one of them does not take part in a step for so long.
     stall_s: Seconds = 60.0
 
 

@@ -51,6 +51,15 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "engine.scheduling": (*_WORDS, "configs.schema", "configs.resolved", "engine.kv.cache"),
     "engine.routing": (*_WORDS, "configs.schema", "configs.resolved"),
     "engine.core": (*_WORDS, "engine.scheduling"),
+    # -- engine: the ring between the ranks of one worker
+    "engine.ranks.plan_ring": ("engine.errors",),
+    "engine.ranks.leading": (
+        "engine.errors",
+        "engine.plan",
+        "engine.core",
+        "engine.ranks.plan_ring",
+        "engine.request",
+    ),
     # -- engine: outputs that are held to a language
     "engine.constraints": (
         "kernels.sampling.mask_words",
@@ -100,6 +109,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "engine.messages",
         "engine.models.spec",
         "engine.models.weight_files",
+        "engine.ranks.rank",
         "engine.text",
     ),
     "actors.rpc": ("configs", *_WORDS),
@@ -129,6 +139,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "engine.build",
         "engine.core",
         "engine.kv",
+        "engine.layers.context",
+        "engine.ranks",
         "engine.scheduling",
         "actors.lifecycle",
         "actors.observability.logs",
@@ -188,6 +200,8 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
         "actors.kv_transfer.channels",
         "actors.kv_transfer.device_copies",
         "actors.kv_transfer.kv_pieces",
+        "actors.worker.gang",
+        "actors.worker.rank_worker",
         "demo_model",
         "kernels",
         "engine.build",

@@ -41,8 +41,9 @@ ACTOR_CLASSES = {
     "UnifiedWorker",
     "Rendezvous",
     "Ingress",
+    "RankWorker",
 }
-ACTOR_CLASSES_IN = ("actors.remote_classes", "serve_app")
+ACTOR_CLASSES_IN = ("actors.remote_classes", "actors.worker.gang", "serve_app")
 FORBIDDEN_CLASS = re.compile(r"Manager|Helper|Util|Mixin|^_?Base|Base$")
 FORBIDDEN_MODULE = re.compile(r"(^|_)(utils?|helpers?|common|misc)$")
 

@@ -79,6 +79,14 @@ def worker_names(config: AppConfig, deployment_hash: str) -> dict[str, Role]:
     return {f"{role}-{i}.{deployment_hash}": role for role, count in counts for i in range(count)}
 
 
+def rank_name(worker: str, rank: int) -> str:
+    """Of the actor of a worker's further rank: `rank-1.decode-0.3fa9c1d2`.
+
+    It does not begin like a worker's, because nobody but rank 0 may talk to it.
+    """
+    return f"rank-{rank}.{worker}"
+
+
 def batcher_names(config: AppConfig, deployment_hash: str) -> list[str]:
     return [f"tokenizer-{i}.{deployment_hash}" for i in range(config.workers.tokenizer_batchers)]
 
@@ -110,9 +118,20 @@ def service_options(spec: DeploymentSpec, name: str) -> dict[str, object]:
 
 
 def worker_bundle(config: AppConfig) -> dict[str, float]:
-    """Returns one worker's resources under Ray's names; empty if it asks for none."""
+    """Returns the resources of one rank of a worker, under Ray's names; empty if it asks for none.
+
+    A worker takes as many such bundles as it has ranks, all on one node.
+    """
     asked = {"CPU": config.workers.num_cpus, "GPU": config.workers.num_gpus}
     return {resource: amount for resource, amount in asked.items() if amount}
+
+
+def rank_options(spec: DeploymentSpec, name: str) -> dict[str, object]:
+    """A further rank of a worker: owned by rank 0, which never restarts it."""
+    options = worker_options(spec, name) | {"max_restarts": 0}
+    for key in ("lifetime", "get_if_exists"):
+        del options[key]
+    return options
 
 
 def worker_options(spec: DeploymentSpec, name: str) -> dict[str, object]:

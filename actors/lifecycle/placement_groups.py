@@ -4,6 +4,9 @@ A group is detached like its worker and found again by name, so a restarted work
 finds the devices still held. Ray ends a worker for good if its group is removed; but it does not
 remove the group of a worker that ended, so every path that ends a worker comes through here.
 Workers that ask for no resources have no group, because Ray has no empty ones.
+
+The group of a worker of several ranks has a bundle for each, all on one node; rank 0 is in the
+first. It is held, found and given back like any other: removing it ends all ranks.
 """
 
 import logging
@@ -24,7 +27,10 @@ from ray.util.placement_group import (
     placement_group_table,
     remove_placement_group,
 )
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import (
+    NodeAffinitySchedulingStrategy,
+    PlacementGroupSchedulingStrategy,
+)
 
 from engine.messages import Role
 
@@ -143,13 +149,17 @@ def worker_groups(namespace: str) -> dict[str, WorkerGroup]:
 
 
 def hold_places(
-    roles: Mapping[str, Role], missing: Iterable[str], namespace: str, bundle: Resources
+    roles: Mapping[str, Role],
+    missing: Iterable[str],
+    namespace: str,
+    bundle: Resources,
+    num_ranks: int = 1,
 ) -> dict[str, dict[str, object]]:
     """Returns actor options that put each `missing` worker into its group, found or created.
 
-    roles: all workers of the deployment. bundle: what one worker takes; without resources there
-    are no groups and no options. Does not wait: a group that does not fit waits on Ray, and its
-    worker with it.
+    roles: all workers of the deployment. bundle: what one rank of a worker takes; without resources
+    there are no groups and no options. Does not wait: a group that does not fit waits on Ray, and
+    its worker with it.
     """
     names = frozenset(missing)
     if not bundle or not names:
@@ -159,14 +169,29 @@ def hold_places(
     handles = {name: groups[name].handle for name in names if name in groups}
     # Ray serves groups in the order of creation: in pairs, so that too few devices still make a
     # pair.
-    for name, node_id in choose_nodes(roles, placed, _look_at_nodes(), bundle).items():
+    whole = {resource: num_ranks * amount for resource, amount in bundle.items()}
+    for name, node_id in choose_nodes(roles, placed, _look_at_nodes(), whole).items():
         if name in names and name not in handles:
-            handles[name] = _create(name, namespace, bundle, node_id)
-    return {name: {"scheduling_strategy": _inside(handle)} for name, handle in handles.items()}
+            handles[name] = _create(name, namespace, [bundle] * num_ranks, node_id)
+    return {name: {"scheduling_strategy": _inside(handle, 0)} for name, handle in handles.items()}
 
 
-def _inside(group: PlacementGroup) -> PlacementGroupSchedulingStrategy:
-    return PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=0)
+def _inside(group: PlacementGroup, rank: int) -> PlacementGroupSchedulingStrategy:
+    return PlacementGroupSchedulingStrategy(
+        placement_group=group, placement_group_bundle_index=rank
+    )
+
+
+def beside(rank: int) -> dict[str, object]:
+    """Actor options that put a further rank of the worker that asks beside it.
+
+    Into that rank's bundle of the worker's group; without one, onto the same node.
+    """
+    group = get_current_placement_group()
+    if group is not None:
+        return {"scheduling_strategy": _inside(group, rank)}
+    node_id = ray.get_runtime_context().get_node_id()
+    return {"scheduling_strategy": NodeAffinitySchedulingStrategy(node_id=node_id, soft=False)}
 
 
 def _look_at_nodes() -> list[NodeRoom]:
@@ -175,16 +200,19 @@ def _look_at_nodes() -> list[NodeRoom]:
     return [NodeRoom(node_id=node_id, free=free) for node_id, free in nodes.items()]
 
 
-def _create(worker: str, namespace: str, bundle: Resources, node_id: str | None) -> PlacementGroup:
+def _create(
+    worker: str, namespace: str, bundles: Sequence[Resources], node_id: str | None
+) -> PlacementGroup:
     """Creates a group that prefers a node, but takes another if that one is full or gone.
 
     Raises RaySystemError when Ray refuses it.
     """
     if node_id is None:
-        logger.warning("%s waits: no node has %s free", worker, dict(bundle))
+        wanted = f"{len(bundles)} x " if len(bundles) > 1 else ""
+        logger.warning("%s waits: no node has %s%s free", worker, wanted, dict(bundles[0]))
     try:
         group: PlacementGroup = placement_group(
-            [dict(bundle)],
+            [dict(bundle) for bundle in bundles],
             strategy="STRICT_PACK",
             name=f"{namespace}/{worker}",
             lifetime="detached",

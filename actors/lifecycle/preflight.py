@@ -12,6 +12,7 @@ from configs.schema import AppConfig
 from engine.errors import ConfigError, RequestError
 from engine.models.spec import load_spec
 from engine.models.weight_files import check_format, check_weights
+from engine.ranks.rank import Rank
 from engine.text.chat_template import check_templates, read_template_text
 from engine.text.tokenizing import TOKENIZER_FILE, Tokenizing, load_tokenizer
 
@@ -24,6 +25,7 @@ def check_startable(config: AppConfig) -> None:
     if config.model.weights == "safetensors":
         check_format(str(folder), (path.name for path in folder.glob("*")))
     spec = load_spec(folder, quantization=config.model.quantization)
+    spec.of_rank(Rank(0, config.workers.tensor_parallel_size))
     asked = config.model.max_model_len
     if asked is not None and asked > spec.max_model_len:
         raise ConfigError(

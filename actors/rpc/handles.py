@@ -11,7 +11,7 @@ import logging
 import weakref
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing, suppress
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import msgspec
 import ray
@@ -67,9 +67,28 @@ async def find_actor(name: str, namespace: str) -> ActorHandle[Any]:
         raise WorkerError(f"actor {name} cannot be looked up: {type(error).__name__}") from error
 
 
-def create_actor(cls: ActorClass[Any], options: dict[str, Any], *args: object) -> None:
-    """Create a named, detached actor; returns before its constructor has run."""
-    cls.options(**options).remote(*args)
+def create_actor(cls: ActorClass[Any], options: dict[str, Any], *args: object) -> ActorHandle[Any]:
+    """Create a named actor; returns before its constructor has run.
+
+    Raises ValueError if the name is taken, unless `options` say get_if_exists.
+    """
+    return cast("ActorHandle[Any]", cls.options(**options).remote(*args))
+
+
+class ActorStart:
+    """Watches over an actor until its constructor has run."""
+
+    def __init__(self, actor: ActorHandle[Any]) -> None:
+        self._ready = cast("Any", actor).__ray_ready__.remote()
+
+    def failure(self) -> str | None:
+        """Why the actor will never be there; None = it may. Does not wait."""
+        done, _ = ray.wait([self._ready], timeout=0)
+        try:
+            ray.get(done)
+        except RayError as error:
+            return str(error)
+        return None
 
 
 async def ping(name: str, actor: ActorHandle[Any]) -> None:

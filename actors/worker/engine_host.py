@@ -22,6 +22,7 @@ from actors.worker.cache_reports import CacheReports
 from actors.worker.draining import Draining
 from actors.worker.engine_thread import EngineThread
 from actors.worker.faulty_steps import FaultySteps
+from actors.worker.gang import other_ranks
 from actors.worker.kv_connector import KvConnector
 from actors.worker.loading import EngineLoader, why_not_started
 from actors.worker.requests import WorkerRequests
@@ -41,6 +42,7 @@ from engine.messages import (
     WorkerLimits,
     WorkerStatus,
 )
+from engine.ranks.leading import RankEnd
 from engine.request import RequestKey
 from engine.scheduling.contracts import StepOutput
 
@@ -79,12 +81,15 @@ class EngineHost:
         self.clock = MonotonicClock()
         self.incarnation = uuid.uuid4().hex
         self._cache_reports = CacheReports(self.incarnation)
+        self._ranks = other_ranks(spec, name, role, self.incarnation, self._on_rank_end)
         self.connector = KvConnector()
         self._make_connector = make_connector
         self._loop = asyncio.get_running_loop()
         # First groups that wait for a device, or they would take the one that is given back here.
-        clear = partial(remove_unused, spec.namespace, spec.hash)
-        self._lifeline = Lifeline(spec.config.lifetimes.supervisor_silence_s, clear).start()
+        self._clear = partial(remove_unused, spec.namespace, spec.hash)
+        self._is_leaving = False  # for good, and other ranks with it
+        silence_s = spec.config.lifetimes.supervisor_silence_s
+        self._lifeline = Lifeline(silence_s, self._leave_alone).start()
         self._engine: Engine | None = None
         self._thread: EngineThread | None = None
         self._failure: str | None = None
@@ -240,10 +245,14 @@ class EngineHost:
 
     def _build(self) -> "Engine":
         """Builds the engine on the loader's thread. Raises ConfigError."""
-        from engine.build import build_engine  # imports torch, which takes seconds
+        try:
+            comm = self._ranks.join()  # first: the other ranks' processes start beside what follows
+            from engine.build import build_engine  # imports torch, which takes seconds
 
-        given = self.config, self.model, self.clock, self._on_outgoing, self._block_key
-        return build_engine(*given, sends_blocks=self.role == "prefill")
+            given = self.config, self.model, self.clock, self._on_outgoing, self._block_key
+            return build_engine(*given, sends_blocks=self.role == "prefill", comm=comm)
+        except WorkerError as error:
+            raise self._ranks.cause_of(error) from error
 
     def _begin(self, engine: "Engine") -> None:
         self._engine = engine
@@ -253,6 +262,7 @@ class EngineHost:
             self._engine = None
             self._cannot_start(error)
             return
+        engine.core.wrap_executor(self._ranks.lead)
         if self.faults:
             engine.core.wrap_executor(lambda executor: FaultySteps(executor, self.faults))
         self._report = engine.load()  # from now on requests may be routed here
@@ -262,14 +272,17 @@ class EngineHost:
         )
         self._thread.start()
         self._requests = WorkerRequests(
-            engine, self._thread, self.connector, self.draining, self.clock
+            engine, self._thread, self.connector, self.draining, self.clock, self._ranks
         )
         thread, stall_s = self._thread, self.config.workers.stall_s
-        StallWatch(stall_s, lambda: thread.turn, lambda: exit_stalled(self.name, stall_s)).start()
+        StallWatch(stall_s, lambda: thread.turn, self._on_stall).start()
 
     def _cannot_start(self, error: Exception) -> None:
         """Keeps the reason for the supervisor; a worker that ran before is restarted instead."""
+        if self._failure is not None:
+            return  # another rank's, which was first
         self._failure = why_not_started(self.name, error, may_restart=not self.draining.is_begun)
+        self._ranks.kill()
 
     def _on_step(self, output: StepOutput) -> None:
         """Takes a step's output on the engine thread, after every turn of its loop."""
@@ -286,7 +299,24 @@ class EngineHost:
         self._loop.call_soon_threadsafe(self.connector.on_outgoing, event)
 
     def _on_engine_failure(self, error: BaseException) -> None:
+        self._ranks.kill()
         exit_failed(self.name, error)
+
+    def _on_stall(self) -> None:
+        self._ranks.kill()
+        exit_stalled(self.name, self.config.workers.stall_s)
+
+    def _on_rank_end(self, end: RankEnd) -> None:
+        """Another rank is dead, or said why it ends: this worker ends, and is started anew whole.
+
+        What a rank says while the model loads is kept for the supervisor, like this rank's failure.
+        """
+        if self._failure is not None or self._is_leaving:
+            return  # it is the end of all of them
+        if self._engine is None and not end.is_dead:
+            self._cannot_start(end.error())
+        else:
+            self._on_engine_failure(end.error())
 
     # ---- giving up on others --------------------------------------------------------------------
 
@@ -309,7 +339,13 @@ class EngineHost:
             self.streams.expire_silent()
             if await self._may_leave():
                 logger.info("%s has drained and exits", self.name)
+                self._is_leaving = True
                 exit_for_good()
+
+    def _leave_alone(self) -> None:
+        """Nobody was heard: the end of this worker, on the lifeline's thread."""
+        self._is_leaving = True
+        self._clear()
 
     async def _may_leave(self) -> bool:
         is_wanted = self.streams.is_awaited or self.streams.has_reader(INGRESS_PREFIX)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from actors.worker.draining import Draining
 from actors.worker.engine_thread import EngineThread
+from actors.worker.gang import OtherRanks
 from actors.worker.kv_connector import KvConnector
 from engine.clock import Clock
 from engine.errors import RequestError
@@ -31,12 +32,14 @@ class WorkerRequests:
         connector: KvConnector,
         draining: Draining,
         clock: Clock,
+        ranks: OtherRanks,
     ) -> None:
         self._engine = engine
         self._thread = thread
         self._connector = connector
         self._draining = draining
         self._clock = clock
+        self._ranks = ranks
         self._aborted: dict[
             RequestKey, None
         ] = {}  # aborted before they were submitted; oldest first
@@ -54,6 +57,9 @@ class WorkerRequests:
         engine.check_ids(submit.token_ids, params)
         if params.constraint is not None:  # compiled here, because the sampler must not wait for it
             compiled = engine.grammars.prepare(params.constraint)
+            if self._ranks.compiles:  # beside this rank: they, too, are not to wait for it later
+                constraint = params.constraint
+                await self._thread.call(lambda: self._ranks.compile(constraint))
             # Shielded: other requests may share the compilation.
             await asyncio.shield(asyncio.wrap_future(compiled))
         request = Request(

@@ -28,6 +28,7 @@ def test_a_fault_may_be_meant_for_one_worker_alone() -> None:
     [one] = parse_faults(f"decode-{number}:step=9:hang")
     [every] = parse_faults("decode:step=9:hang")
     assert one.befalls("decode", f"decode-{number}.0a1b2c")
+    assert not one.befalls("decode", f"decode-{number}.0a1b2c", 1)
     assert not one.befalls("decode", f"decode-{number + 1}.0a1b2c")
     assert not one.befalls("decode", f"decode-{number}0.0a1b2c")
     assert every.befalls("decode", f"decode-{number}.0a1b2c")
@@ -59,3 +60,14 @@ def test_faults_are_refused_unless_they_are_for_debugging() -> None:
     with pytest.raises(ConfigFileError, match="needs debug true"):
         load_config(None, {"faults": "decode:step=9:die"})
     assert load_config(None, {"faults": "decode:step=9:die", "debug": True}).debug
+
+
+def test_a_fault_may_be_meant_for_one_rank_of_a_worker() -> None:
+    number, rank = random.randrange(12), random.randrange(1, 8)
+    [fault] = parse_faults(f"unified-{number}.rank-{rank}:step=9:raise")
+    name = f"unified-{number}.0a1b2c"
+    assert [fault.befalls("unified", name, other) for other in (0, rank, rank + 1)] == [
+        False,
+        True,
+        False,
+    ]

@@ -114,6 +114,10 @@ def test_the_defaults_of_laps_are_the_published_ones() -> None:
             "workers: {tensor_parallel_size: 4}\nmodel: {device: cuda, deterministic: true}",
             ["workers.tensor_parallel_size", "model.deterministic", "to 2 or 1"],
         ),
+        (
+            "workers: {tensor_parallel_size: 2, num_gpus: 2}\nmodel: {device: cuda}",
+            ["workers.num_gpus: 2", "tensor_parallel_size 2", "set it to 1"],
+        ),
         ("laps: {laps_length_threshold: 0}", ["laps.laps_length_threshold", ">= 1"]),
         ("laps: {laps_alloc_threshold: -5}", ["laps.laps_alloc_threshold", ">= 1"]),
         ("laps: {laps_rebalance_ratio: 1.0}", ["laps.laps_rebalance_ratio", "> 1"]),

@@ -1,10 +1,12 @@
 """A worker that only holds the devices Ray counts for it, for tests of its place on Ray."""
 
 import os
+from typing import Any
 
 import ray
 
 from actors.lifecycle.liveness import Lifeline
+from actors.lifecycle.placement_groups import beside
 
 
 class Worker:
@@ -15,6 +17,11 @@ class Worker:
 
     def pid(self) -> int:
         return os.getpid()
+
+    def start_rank(self, rank: int, options: dict[str, Any]) -> Any:
+        """A further rank of this worker, which it owns."""
+        self._rank = ray.remote(Worker).options(**options, **beside(rank)).remote()
+        return self._rank
 
     def crash(self) -> None:
         os._exit(3)

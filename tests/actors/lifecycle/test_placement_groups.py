@@ -91,8 +91,8 @@ def start(roles: Mapping[str, Role], namespace: str) -> dict[str, Any]:
     return {n: cls.options(name=n, **options, **places[n]).remote() for n in missing}
 
 
-def ask(actor: Any, method: str) -> Any:
-    return ray.get(getattr(actor, method).remote(), timeout=PATIENCE_S)
+def ask(actor: Any, method: str, *args: object) -> Any:
+    return ray.get(getattr(actor, method).remote(*args), timeout=PATIENCE_S)
 
 
 def test_every_worker_gets_its_own_group_and_device(namespace: str) -> None:
@@ -103,6 +103,30 @@ def test_every_worker_gets_its_own_group_and_device(namespace: str) -> None:
     assert set(groups) == set(PAIR)
     assert len({group.id for group in groups.values()}) == len(PAIR)
     assert {g.node_id for g in groups.values()} == {ray.get_runtime_context().get_node_id()}
+
+
+def test_every_rank_of_a_worker_gets_a_device_of_its_own_in_one_group(namespace: str) -> None:
+    name = f"unified-0.{HASH}"
+    places = hold_places({name: "unified"}, [name], namespace, BUNDLE, num_ranks=NUM_GPUS)
+    options: dict[str, Any] = {"num_cpus": BUNDLE["CPU"], "num_gpus": BUNDLE["GPU"]}
+    cls = ray.remote(Worker)
+    detached = {"name": name, "namespace": namespace, "lifetime": "detached"}
+    first = cls.options(**detached, **options, **places[name]).remote()
+    second = ask(first, "start_rank", 1, options)
+    assert sorted([*ask(first, "devices"), *ask(second, "devices")]) == list(range(NUM_GPUS))
+    assert set(worker_groups(namespace)) == {name}
+    [group] = unused_groups(worker_groups(namespace), [])
+    remove_groups([group], namespace)
+    for actor in (first, second):
+        wait_until(lambda actor=actor: is_dead(actor), "the group ends all of its ranks")
+
+
+def is_dead(actor: Any) -> bool:
+    try:
+        ask(actor, "pid")
+    except ray.exceptions.RayActorError:
+        return True
+    return False
 
 
 def test_a_crashed_worker_restarts_in_its_group(namespace: str) -> None:

@@ -244,6 +244,12 @@ def test_known_leftovers_are_tolerated(sharded: Path) -> None:
     check(sharded)
 
 
+def test_ranks_that_cannot_share_the_model_are_refused() -> None:
+    check(MODEL, workers__tensor_parallel_size=4)
+    with pytest.raises(ConfigError, match=r"workers\.tensor_parallel_size: 8 ranks cannot share"):
+        check(MODEL, workers__tensor_parallel_size=8)
+
+
 def test_random_weights_need_no_weights(sharded: Path) -> None:
     for name in (*SHARDS, INDEX):
         (sharded / name).unlink()

@@ -1,0 +1,232 @@
+"""The other ranks of a worker with several, seen from the worker, which is rank 0.
+
+A gang starts whole and ends whole. Rank 0 creates an actor for every other rank, each in its own
+bundle of the worker's placement group. The death of one, its last words, or a step that one does
+not finish end all: rank 0 kills the others and exits, Ray starts it anew, and it creates new ones.
+An incarnation of rank 0 has its own name for the ring and the keys of the store, so that ranks of
+two never meet.
+"""
+
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Protocol
+
+import ray
+
+from actors.lifecycle.deployment import DeploymentSpec, rank_name, rank_options
+from actors.lifecycle.placement_groups import beside
+from actors.rpc.handles import ActorStart, create_actor
+from actors.worker.rank_worker import START_S, RankPlace, RankWorker
+from engine.core import Executor
+from engine.errors import WorkerError
+from engine.messages import Role, encode
+from engine.ranks.leading import COMPARE_EVERY, LeadingExecutor, RankEnd, RankReports
+from engine.ranks.plan_ring import PlanRing, RingError
+from engine.ranks.rank import Rank
+from engine.request import Constraint
+
+if TYPE_CHECKING:
+    from engine.layers.context import Comm
+
+logger = logging.getLogger(__name__)
+
+LOOPBACK = "127.0.0.1"  # the ranks of a worker share a machine
+NAME_IS_FREE_S = 30.0  # Ray ends the ranks of a dead rank 0 in much less
+LOOK_EVERY_S = 0.05
+LOOK_AT_STARTS_S = 1.0
+LAST_WORDS_S = 2.0  # until the reason is here, after an operation between ranks has failed
+
+
+class OtherRanks(Protocol):
+    """What an engine host needs of the ranks beside its own."""
+
+    def join(self) -> "Comm":
+        """Starts the others and connects to them; blocks. Raises WorkerError, ConfigError."""
+        ...
+
+    def lead(self, executor: Executor) -> Executor:
+        """An executor whose plans the others launch, too."""
+        ...
+
+    @property
+    def compiles(self) -> bool:
+        """Whether `compile` has to be called for a constraint before a request brings it."""
+        ...
+
+    def compile(self, constraint: Constraint) -> None:
+        """Tells the others to compile it; on the engine thread, once it is led."""
+        ...
+
+    def cause_of(self, error: Exception) -> Exception:
+        """The error of another rank that is behind an error of this one, or the error itself."""
+        ...
+
+    def kill(self) -> None:
+        """Ends the others at once, whatever they do; from any thread, any number of times."""
+        ...
+
+
+class NoOtherRanks:
+    """Of a worker that holds the whole model."""
+
+    compiles = False
+
+    def join(self) -> "Comm":
+        from engine.layers.context import SINGLE_RANK  # imports torch, which takes seconds
+
+        return SINGLE_RANK
+
+    def lead(self, executor: Executor) -> Executor:
+        return executor
+
+    def compile(self, constraint: Constraint) -> None:
+        """There is nobody."""
+
+    def cause_of(self, error: Exception) -> Exception:
+        return error
+
+    def kill(self) -> None:
+        """There is nobody."""
+
+
+class Gang:
+    """Ranks 1 and up of a worker."""
+
+    compiles = True
+
+    def __init__(
+        self,
+        spec: DeploymentSpec,
+        name: str,
+        role: Role,
+        incarnation: str,
+        on_end: Callable[[RankEnd], object],
+    ) -> None:
+        """on_end: called with the first end of a rank, on a thread of the gang's."""
+        self._spec = spec
+        self._name = name
+        self._role = role
+        self._incarnation = incarnation
+        self._on_end = on_end
+        self._size = spec.config.workers.tensor_parallel_size
+        self._actors: list[Any] = []  # a rank lives as long as rank 0 has its handle
+        self._processes: list[int] = []  # pidfds: a number may be another process's by now
+        self._ring: PlanRing | None = None
+        self._reports: RankReports | None = None
+        self._leading: LeadingExecutor | None = None
+
+    def join(self) -> "Comm":
+        stall_s = self._spec.config.workers.stall_s
+        self._ring = ring = PlanRing(self._incarnation, self._size - 1, stall_s)
+        self._reports = RankReports(ring, self._size, self._on_end)
+        listener = socket.create_server((LOOPBACK, 0))
+        port = listener.getsockname()[1]
+        self._actors = [self._create(rank, port) for rank in range(1, self._size)]
+        import torch  # it takes seconds, in which the others' processes start
+
+        from engine.ranks.meeting import join_ranks
+
+        self._wait_connected(ring)
+        self._reports.start()
+        device = torch.device(self._spec.config.model.device)
+        return join_ranks(
+            Rank(0, self._size),
+            listener,
+            self._incarnation,
+            device,
+            start_s=START_S,
+            timeout_s=stall_s,
+        )
+
+    def _wait_connected(self, ring: PlanRing) -> None:
+        """Until every rank's process is connected to the ring.
+
+        Raises RingError after START_S. One that is dead before that ends the gang.
+        """
+        starts = {rank: ActorStart(actor) for rank, actor in enumerate(self._actors, start=1)}
+        until_s = time.monotonic() + START_S
+        while starts:
+            try:
+                reader = ring.accept(LOOK_AT_STARTS_S)
+            except RingError:
+                if time.monotonic() > until_s:
+                    raise
+                for rank, start in starts.items():
+                    if failure := start.failure():
+                        self._on_end(RankEnd(rank=rank, reason=failure, is_dead=True))
+                continue
+            del starts[reader + 1]
+            with suppress(ProcessLookupError):  # its end is noticed by the ring
+                self._processes.append(os.pidfd_open(ring.pid(reader)))
+            logger.info("%s: rank %d runs (pid %d)", self._name, reader + 1, ring.pid(reader))
+
+    def _create(self, rank: int, port: int) -> Any:  # noqa: ANN401 - a handle of Ray's
+        """An actor for a rank; that of another incarnation, which has its name, is ended.
+
+        Raises WorkerError if the name does not become free.
+        """
+        spec, name = self._spec, rank_name(self._name, rank)
+        place = RankPlace(
+            worker=self._name,
+            role=self._role,
+            rank=rank,
+            size=self._size,
+            incarnation=self._incarnation,
+            port=port,
+        )
+        options = rank_options(spec, name) | beside(rank)
+        until_s = time.monotonic() + NAME_IS_FREE_S
+        while True:
+            try:
+                return create_actor(ray.remote(RankWorker), options, spec, name, encode(place))
+            except ValueError as error:
+                if time.monotonic() > until_s:
+                    raise WorkerError(f"{name} of another incarnation does not end") from error
+            with suppress(ValueError):
+                ray.kill(ray.get_actor(name, spec.namespace), no_restart=True)
+            time.sleep(LOOK_EVERY_S)
+
+    def lead(self, executor: Executor) -> Executor:
+        assert self._ring is not None, "ranks join before they are led"
+        assert self._reports is not None, "ranks join before they are led"
+        self._leading = LeadingExecutor(
+            executor,
+            self._ring,
+            self._reports,
+            compare_every=1 if self._spec.config.debug else COMPARE_EVERY,
+            patience_s=self._spec.config.workers.stall_s,
+        )
+        return self._leading
+
+    def compile(self, constraint: Constraint) -> None:
+        assert self._leading is not None, "the others are led first"
+        self._leading.compile(constraint)
+
+    def cause_of(self, error: Exception) -> Exception:
+        if self._reports is None or not isinstance(error, WorkerError):
+            return error
+        end = self._reports.wait_end(LAST_WORDS_S)
+        return error if end is None else end.error()
+
+    def kill(self) -> None:
+        for process in self._processes:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(process, signal.SIGKILL)
+
+
+def other_ranks(
+    spec: DeploymentSpec,
+    name: str,
+    role: Role,
+    incarnation: str,
+    on_end: Callable[[RankEnd], object],
+) -> OtherRanks:
+    """Those that the configuration asks for."""
+    if spec.config.workers.tensor_parallel_size == 1:
+        return NoOtherRanks()
+    return Gang(spec, name, role, incarnation, on_end)

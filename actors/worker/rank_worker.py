@@ -1,0 +1,145 @@
+"""One of the further ranks of a worker: an actor that launches what rank 0 launches.
+
+It is created by rank 0, for one incarnation of it, and ends with it: Ray ends what a dead actor
+owns, and the ring says within a moment that rank 0 is dead, whatever this process is doing. It ends
+at its first error, and rank 0 with it, which is killed if it stands still; nobody repairs a rank.
+"""
+
+import logging
+import os
+import signal
+import threading
+from typing import TYPE_CHECKING, NoReturn
+
+import msgspec
+
+from actors.lifecycle.deployment import DeploymentSpec
+from actors.observability.logs import set_up_logging
+from actors.worker.faulty_steps import FaultySteps
+from actors.worker.loading import EngineLoader
+from actors.worker.stall_watch import EXIT_FAILED
+from configs.faults import parse_faults
+from engine.clock import MonotonicClock
+from engine.core import Executor
+from engine.messages import Role, decode
+from engine.ranks.leading import Follower, report_failure
+from engine.ranks.plan_ring import PlanRingReader, RingError
+
+if TYPE_CHECKING:
+    from engine.build import Engine
+
+logger = logging.getLogger(__name__)
+
+START_S = 120.0  # until every rank's process runs and has imported what it needs
+LEADER_ENDS_S = 1.0  # rank 0, once it was told that a rank ends
+
+
+class RankPlace(msgspec.Struct, frozen=True, kw_only=True):
+    """Which rank of which incarnation of a worker an actor is, and where it meets the others."""
+
+    worker: str
+    role: Role
+    rank: int  # from 1
+    size: int
+    incarnation: str  # of rank 0
+    port: int  # of rank 0's store
+
+
+class RankWorker:
+    """Answers nobody but rank 0, by the ring."""
+
+    def __init__(self, spec: DeploymentSpec, name: str, place: bytes) -> None:
+        """place: a RankPlace, encoded. Raises RingError when rank 0 is dead already."""
+        set_up_logging()
+        self._spec = spec
+        self._name = name
+        self._place = decode(place, RankPlace)
+        stall_s = spec.config.workers.stall_s
+        # Before torch is imported: from now on rank 0 knows when this process dies, and vice versa.
+        incarnation, reader = self._place.incarnation, self._place.rank - 1
+        self._ring = PlanRingReader(incarnation, reader, START_S, stall_s)
+        threading.Thread(target=self._end_with_leader, name="leader's end", daemon=True).start()
+        EngineLoader(
+            name,
+            build=self._build,
+            clock=MonotonicClock(),
+            on_loaded=self._follow,
+            on_failed=self._fail,
+        ).start()
+
+    def __repr__(self) -> str:
+        """What Ray prints before this actor's log lines."""
+        return self._name
+
+    async def ping(self) -> None:
+        """A supervisor of another deployment asks every actor that it finds."""
+
+    def _build(self) -> "Engine":
+        """Builds this rank's part of the model, on the loader's thread."""
+        import torch  # which takes seconds
+
+        from engine.build import build_engine
+        from engine.ranks.meeting import join_ranks
+        from engine.ranks.rank import Rank
+
+        spec, place = self._spec, self._place
+        comm = join_ranks(
+            Rank(place.rank, place.size),
+            place.port,
+            place.incarnation,
+            torch.device(spec.config.model.device),
+            start_s=START_S,
+            timeout_s=spec.config.workers.stall_s,
+        )
+        return build_engine(
+            spec.config,
+            spec.model,
+            MonotonicClock(),
+            _ignore,
+            spec.block_key,
+            sends_blocks=place.role == "prefill",
+            comm=comm,
+        )
+
+    def _follow(self, engine: "Engine") -> None:
+        """Launches what rank 0 launches, for as long as it lives; on the loader's thread."""
+        executor: Executor = engine.executor
+        config, place = self._spec.config, self._place
+        faults = parse_faults(config.faults) if config.debug else ()
+        ours = [fault for fault in faults if fault.befalls(place.role, place.worker, place.rank)]
+        if ours:
+            executor = FaultySteps(executor, ours)
+        try:
+            Follower(executor, self._ring, engine.grammars.prepare).run()
+        except Exception as error:  # noqa: BLE001 - rank 0 ends all ranks
+            self._tell(error)
+            if not self._ring.wait_end(LEADER_ENDS_S):
+                logger.critical("%s: rank 0 does not end, and is killed", self._name)
+                os.kill(self._ring.writer_pid, signal.SIGKILL)
+            _exit(EXIT_FAILED)
+        _exit(0)
+
+    def _fail(self, error: Exception) -> None:
+        """The model could not be loaded: rank 0 lives on, to say so."""
+        self._tell(error)
+        _exit(EXIT_FAILED)
+
+    def _tell(self, error: Exception) -> None:
+        if not isinstance(error, RingError):
+            logger.critical("%s failed, exiting", self._name, exc_info=error)
+            report_failure(self._ring, error)
+
+    def _end_with_leader(self) -> None:
+        """A thread of its own: the other may hang in a collective whose peer is dead."""
+        self._ring.wait_end()
+        _exit(EXIT_FAILED)
+
+
+def _ignore(_: object) -> None:
+    """Only rank 0 sends KV on."""
+
+
+def _exit(code: int) -> NoReturn:
+    """Without cleanup, which may wait for ranks that are dead."""
+    logging.shutdown()
+    os._exit(code)

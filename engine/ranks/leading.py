@@ -1,0 +1,289 @@
+"""One rank leads and the others follow: each launches the same plans in the same order.
+
+    leader     plan n+1: into the ring, then launched     wait n     commit n
+    follower   plan n+1: from the ring, then launched
+
+The leader has the only scheduler. A follower decides nothing: what it computes, samples and keeps
+follows from the plans alone, so its tokens are the leader's. That is checked: every so many steps
+the followers report a digest of the plan and its tokens, and the leader gives the step's result out
+only when all agree. Results of other steps a follower throws away.
+
+What a rank says last, and its death, come to `RankReports.on_end`. Knows no torch and no Ray.
+"""
+
+import hashlib
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from engine.core import Executor, PendingStep
+from engine.errors import ConfigError, WorkerError
+from engine.plan import StepPlan, StepResult
+from engine.ranks.plan_ring import PlanRing, PlanRingReader, RingError
+from engine.request import Constraint
+
+COMPARE_EVERY = 64  # steps
+MAX_IN_FLIGHT = 2  # steps of a follower; more than the leader never has
+MAX_REASON_CHARS = 4000
+
+
+class Launch(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Leader -> followers: launch this plan next."""
+
+    plan: StepPlan
+    is_compared: bool
+
+
+class Compile(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Leader -> followers: a constraint that a plan will bring, to be compiled until then."""
+
+    constraint: Constraint
+
+
+class Stop(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Leader -> followers: nothing comes any more."""
+
+
+class StepDigest(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Follower -> leader: what a plan and its tokens come to."""
+
+    step: int
+    digest: bytes
+
+
+class RankFailure(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Follower -> leader: why this rank ends."""
+
+    reason: str
+    is_config: bool  # a configuration that cannot be used: another try would end alike
+
+
+_encoder = msgspec.msgpack.Encoder()
+_orders = msgspec.msgpack.Decoder(Launch | Compile | Stop)
+_reports = msgspec.msgpack.Decoder(StepDigest | RankFailure)
+
+
+def _digest(message: bytes, result: StepResult) -> bytes:
+    """Of a Launch as it was sent, and of the tokens that came of it."""
+    drawn = _encoder.encode((result.tokens, result.is_finite))
+    return hashlib.blake2b(drawn, key=hashlib.blake2b(message).digest(), digest_size=16).digest()
+
+
+# ---- the leader ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankEnd:
+    """A rank has ended, or is about to; the ranks cannot go on without it."""
+
+    rank: int  # from 1
+    reason: str = "its process is dead"
+    is_config: bool = False
+    is_dead: bool = False  # and said nothing
+
+    def error(self) -> WorkerError | ConfigError:
+        kind = ConfigError if self.is_config else WorkerError
+        return kind(f"rank {self.rank}: {self.reason}")
+
+
+class RankReports:
+    """Takes what the followers say, on a thread of its own."""
+
+    def __init__(self, ring: PlanRing, num_ranks: int, on_end: Callable[[RankEnd], object]) -> None:
+        """`on_end` is called on the thread, once, with the first end of any follower."""
+        self._ring = ring
+        self._num_followers = num_ranks - 1
+        self._on_end = on_end
+        self._changed = threading.Condition()
+        self._digests: dict[int, dict[int, bytes]] = {}  # step -> rank -> digest
+        self._end: RankEnd | None = None
+
+    def start(self) -> None:
+        """Call it once every follower is connected."""
+        threading.Thread(target=self._take, name="rank reports", daemon=True).start()
+
+    def wait_digests(self, step: int, timeout_s: float) -> dict[int, bytes]:
+        """Rank -> its digest of a step. Raises WorkerError if one says nothing in time, or ends."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_complete(step) or self._end, timeout_s)
+            if self._is_complete(step):
+                return self._digests.pop(step)
+            if self._end is not None:
+                raise self._end.error()
+            heard = sorted(self._digests.get(step, {}))
+            raise WorkerError(f"step {step}: only ranks {heard} followed within {timeout_s:.0f} s")
+
+    def wait_end(self, timeout_s: float) -> RankEnd | None:
+        """The first end of a follower; None = none has ended within `timeout_s`."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._end, timeout_s)
+            return self._end
+
+    def _is_complete(self, step: int) -> bool:
+        return len(self._digests.get(step, {})) == self._num_followers
+
+    def _take(self) -> None:
+        while self._end is None:
+            for reader, report in self._ring.wait_reports():
+                if report != b"":
+                    self._note(reader + 1, report)
+        self._on_end(self._end)
+
+    def _note(self, rank: int, report: bytes | None) -> None:
+        said = None if report is None else _reports.decode(report)
+        with self._changed:
+            match said:
+                case StepDigest():
+                    self._digests.setdefault(said.step, {})[rank] = said.digest
+                case RankFailure() if self._end is None:
+                    self._end = RankEnd(rank=rank, reason=said.reason, is_config=said.is_config)
+                case None if self._end is None:
+                    self._end = RankEnd(rank=rank, is_dead=True)
+            self._changed.notify_all()
+
+
+class LeadingExecutor:
+    """The `Executor` of rank 0: every plan goes to the followers, then to its own executor."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        ring: PlanRing,
+        reports: RankReports,
+        *,
+        compare_every: int,
+        patience_s: float,
+    ) -> None:
+        """compare_every: steps. patience_s: so long followers may take to report a step."""
+        self._executor = executor
+        self._ring = ring
+        self._reports = reports
+        self._compare_every = compare_every
+        self._patience_s = patience_s
+        self._num_launches = 0
+
+    def launch(self, plan: StepPlan) -> PendingStep:
+        """Raises WorkerError when a follower is dead or has been stuck for too long."""
+        self._num_launches += 1
+        is_compared = self._num_launches % self._compare_every == 0
+        message = _encoder.encode(Launch(plan, is_compared))
+        self._ring.write(message)
+        pending = self._executor.launch(plan)
+        if not is_compared:
+            return pending
+        return _ComparedStep(pending, message, self._reports, self._patience_s)
+
+    def compile(self, constraint: Constraint) -> None:
+        """Tell the followers to compile a constraint in the background; on the launching thread."""
+        self._ring.write(_encoder.encode(Compile(constraint)))
+
+    def stop(self) -> None:
+        """Tell the followers that nothing comes any more."""
+        self._ring.write(_encoder.encode(Stop()))
+
+
+class _ComparedStep:
+    """A step whose result counts only if every rank has the same."""
+
+    def __init__(
+        self, pending: PendingStep, message: bytes, reports: RankReports, patience_s: float
+    ) -> None:
+        self._pending = pending
+        self._message = message
+        self._reports = reports
+        self._patience_s = patience_s
+
+    @property
+    def is_done(self) -> bool:
+        return self._pending.is_done
+
+    def wait(self) -> StepResult:
+        """Raises WorkerError if a rank has other tokens, or says nothing in time."""
+        result = self._pending.wait()
+        own = _digest(self._message, result)
+        found = self._reports.wait_digests(result.step, self._patience_s)
+        others = sorted(rank for rank, digest in found.items() if digest != own)
+        if others:
+            raise WorkerError(f"step {result.step}: ranks {others} have other tokens than rank 0")
+        return result
+
+
+# ---- a follower ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Followed:
+    """A step in flight; `message` = it is compared."""
+
+    step: PendingStep
+    message: bytes | None
+
+
+class Follower:
+    """The loop of every rank but the first."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        ring: PlanRingReader,
+        compile_ahead: Callable[[Constraint], object],
+    ) -> None:
+        """compile_ahead: begins to compile a constraint, and does not wait."""
+        self._executor = executor
+        self._ring = ring
+        self._compile_ahead = compile_ahead
+        self._in_flight: deque[_Followed] = deque()
+
+    def run(self) -> None:
+        """Launches what the leader launches, until it says stop.
+
+        Raises RingError when the leader is dead, and what the executor raises.
+        """
+        while True:
+            message = self._next()
+            match _orders.decode(message):
+                case Stop():
+                    while self._in_flight:
+                        self._finish_oldest()
+                    return
+                case Compile(constraint):
+                    self._compile_ahead(constraint)
+                case Launch(plan, is_compared):
+                    while len(self._in_flight) >= MAX_IN_FLIGHT:
+                        self._finish_oldest()
+                    step = self._executor.launch(plan)
+                    self._in_flight.append(_Followed(step, message if is_compared else None))
+
+    def _next(self) -> bytes:
+        """Waits for a message, and reports steps that are compared as soon as they are done.
+
+        The leader may wait for the report before it sends anything else.
+        """
+        while any(followed.message for followed in self._in_flight):
+            if self._in_flight[0].step.is_done:
+                self._finish_oldest()
+            elif (message := self._ring.read(timeout_s=0.0)) is not None:
+                return message
+        message = self._ring.read()
+        assert message is not None, "a read without a time limit"
+        return message
+
+    def _finish_oldest(self) -> None:
+        """Waits for the step launched first: its buffers are free again, its errors are raised."""
+        followed = self._in_flight.popleft()
+        result = followed.step.wait()
+        if followed.message is not None:
+            digest = StepDigest(result.step, _digest(followed.message, result))
+            self._ring.report(_encoder.encode(digest))
+
+
+def report_failure(ring: PlanRingReader, error: BaseException) -> None:
+    """Tells the leader why this rank ends."""
+    if isinstance(error, RingError):
+        return  # there is nobody to tell
+    reason = error.message if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
+    failure = RankFailure(reason[:MAX_REASON_CHARS], isinstance(error, ConfigError))
+    ring.report(_encoder.encode(failure))

@@ -1,0 +1,265 @@
+"""What the death of a rank costs: a worker of two ranks under load, each killed and each stopped
+
+    RAY_AUTH_MODE=disabled OMP_NUM_THREADS=1 \\
+        python -m load_tests.lab.gang_deaths --out gang_deaths.md
+
+Each cell is a handful of streamed requests to the real application, one signal to one rank, and a
+look at what came of it: answers that were whole, wrong or lost; seconds until the gang was whole
+again; what was left of the old one. Answers are compared token for token with those of an engine
+of one rank in this process. Exits with 1 if one was wrong or lost, or anything was left.
+"""
+
+import argparse
+import itertools
+import random
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from actors.lifecycle.deployment import rank_name
+from actors.lifecycle.placement_groups import worker_groups
+from load_tests.lab.failure_stage import Ask
+from load_tests.lab.soak_cases import Case, answer_cases
+from load_tests.tables import describe_machine, render_rows
+from load_tests.testbed.deployed import MODEL, Cluster, wait_until
+from load_tests.testbed.system import System, signal_process
+
+NUM_RANKS = 2
+NUM_STREAMS = 4
+STREAM_TOKENS = 300
+PROMPT_TOKENS, PROMPT_NEW = 1900, 20
+VOCABULARY = (10, 3000)  # ids of prompts
+PATIENCE_S = 120.0
+LOOK_EVERY_S = 0.02
+STALL_S = 5.0
+DEPLOYMENT: dict[str, object] = {
+    "workers.unified": 1,
+    "workers.tensor_parallel_size": NUM_RANKS,
+    "workers.num_cpus": 0.1,  # so that it has a placement group
+    "workers.stall_s": STALL_S,
+    "scheduler.max_num_seqs": 16,
+    "scheduler.max_num_batched_tokens": 32,  # a prompt takes many steps
+    "lifetimes.supervisor_silence_s": 8.0,
+    "lifetimes.supervisor_heartbeat_s": 0.5,
+    "lifetimes.ingress_silence_s": 5.0,
+}
+PHASES = ("before a prompt", "mid prompt", "mid stream")
+SIGNALS = {"SIGKILL": signal.SIGKILL, "SIGSTOP": signal.SIGSTOP}
+HEADER = ("rank", "signal", "phase", "whole", "wrong", "lost", "whole again, s", "left over")
+COMMAND = "RAY_AUTH_MODE=disabled OMP_NUM_THREADS=1 python -m load_tests.lab.gang_deaths"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """One signal to one rank."""
+
+    rank: int
+    signal: str
+    phase: str
+    num_asks: int
+    num_wrong: int
+    num_lost: int
+    restored_s: float
+    left: str  # in words; "" = nothing
+
+    @property
+    def is_violation(self) -> bool:
+        return bool(self.num_wrong or self.num_lost or self.left)
+
+    def cells(self) -> tuple[str, ...]:
+        num_whole = self.num_asks - self.num_wrong - self.num_lost
+        return (
+            str(self.rank),
+            self.signal,
+            self.phase,
+            f"{num_whole} of {self.num_asks}",
+            str(self.num_wrong),
+            str(self.num_lost),
+            f"{self.restored_s:.1f}",
+            self.left or "nothing",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GangCases:
+    """What is asked."""
+
+    streams: list[Case]
+    prompt: Case
+
+
+def draw_cases(rng: random.Random) -> GangCases:
+    """With their right answers; seeded samples, so that a shifted draw would be seen."""
+
+    def case(num_prompt_tokens: int, num_tokens: int) -> Case:
+        ids = [rng.randrange(*VOCABULARY) for _ in range(num_prompt_tokens)]
+        sampling = {"temperature": 1.0, "seed": rng.randrange(2**31)}
+        return Case(prompt_ids=ids, text=None, sampling=sampling, num_tokens=num_tokens)
+
+    asked = [case(9, STREAM_TOKENS) for _ in range(NUM_STREAMS)]
+    asked.append(case(PROMPT_TOKENS, PROMPT_NEW))
+    answered = answer_cases(MODEL, asked)
+    if len(answered) != len(asked):
+        return draw_cases(rng)  # one hangs on how a sum was rounded
+    *streams, prompt = answered
+    return GangCases(streams=streams, prompt=prompt)
+
+
+class GangStage:
+    """A worker of several ranks, and who is who in it now."""
+
+    def __init__(self, system: System, cases: GangCases) -> None:
+        self.system = system
+        self._cases = cases
+        self._salts = (f"salt {number}" for number in itertools.count())
+        self._worker = f"unified-0.{system.application.hash}"
+
+    def names(self) -> list[str]:
+        """Of the ranks' actors, in their order."""
+        return [self._worker, *(rank_name(self._worker, rank) for rank in range(1, NUM_RANKS))]
+
+    def pids(self) -> list[int]:
+        """Raises AssertionError while a rank does not answer."""
+        pids = [self.system.pid(name) for name in self.names()]
+        assert None not in pids, f"{self.names()}: {pids}"
+        return [pid for pid in pids if pid is not None]
+
+    def ask(self, case: Case) -> Ask:
+        return Ask(self.system, case, next(self._salts))
+
+    def run(self, rank: int, name: str, phase: str) -> Outcome:
+        """One cell. Raises AssertionError if the gang does not become whole again."""
+        before = self.pids()
+        asks = self._bring_to(phase)
+        began_s = time.monotonic()
+        signal_process(before[rank], SIGNALS[name])
+        if phase == "before a prompt":
+            asks += [self.ask(case) for case in (*self._cases.streams, self._cases.prompt)]
+            # An idle rank that stands still is noticed by the first step that it does not take.
+        wait_until(lambda: self._is_whole_again(before), "the gang is whole again", PATIENCE_S)
+        restored_s = time.monotonic() - began_s
+        for ask in asks:
+            ask.wait()
+        return Outcome(
+            rank=rank,
+            signal=name,
+            phase=phase,
+            num_asks=len(asks),
+            num_wrong=sum(not ask.is_right for ask in asks),
+            num_lost=sum(ask.is_right and not ask.is_whole for ask in asks),
+            restored_s=restored_s,
+            left=self._left(before),
+        )
+
+    def _bring_to(self, phase: str) -> list[Ask]:
+        """Requests in that phase: all of them stream, and one has a part of its prompt computed."""
+        if phase == "before a prompt":
+            return []
+        asks = [self.ask(case) for case in self._cases.streams]
+        wait_until(lambda: all(len(ask.tokens) > 5 for ask in asks), "all stream", PATIENCE_S)
+        if phase == "mid prompt":
+            before = self._num_prompt_tokens()
+            asks.append(self.ask(self._cases.prompt))
+            wait_until(
+                lambda: self._num_prompt_tokens() > before + PROMPT_TOKENS // 8,
+                "a part of the prompt is computed",
+                PATIENCE_S,
+            )
+        return asks
+
+    def _num_prompt_tokens(self) -> int:
+        [seen] = self.system.statistics().values()
+        return int(seen["scheduler"]["num_prompt_tokens_computed"])
+
+    def _is_whole_again(self, before: Sequence[int]) -> bool:
+        now = [self.system.pid(name) for name in self.names()]
+        return None not in now and set(now).isdisjoint(before) and self.system.is_ready()
+
+    def _left(self, before: Sequence[int]) -> str:
+        """What is left of the old gang, or held for requests, when all should be quiet."""
+        until_s = time.monotonic() + PATIENCE_S / 4
+        while (left := self._look(before)) and time.monotonic() < until_s:
+            time.sleep(LOOK_EVERY_S)
+        return "; ".join(left)
+
+    def _look(self, before: Sequence[int]) -> list[str]:
+        left = [f"process {pid}" for pid in before if not is_gone(pid)]
+        left += [f"{what}: {num}" for what, num in self.system.held().items()]
+        groups = sorted(worker_groups(self.system.name))
+        left += [f"groups of {groups}"] if groups != [self._worker] else []
+        rings = num_rings()
+        left += [f"{rings} rings"] if rings != 1 else []
+        return left
+
+
+def is_gone(pid: int) -> bool:
+    """The process has ended; its parent may not have asked for its end yet."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return True
+    return state == "Z"
+
+
+def num_rings() -> int:
+    """Rings on this machine, by the sockets that they listen on."""
+    words = Path("/proc/net/unix").read_text().split()
+    return len({word for word in words if word.startswith("@laps-ring-")})
+
+
+def render(outcomes: Sequence[Outcome], seed: int) -> str:
+    """The record, in markdown."""
+    machine = ", ".join(f"{what}: {value}" for what, value in describe_machine().items())
+    return "\n".join(
+        [
+            "# What the death of a rank costs",
+            "",
+            f"    {COMMAND} --seed {seed}",
+            "",
+            f"One worker of {NUM_RANKS} ranks on a CPU (gloo), the shipped model, workers.stall_s",
+            f"{STALL_S:g}, supervisor_silence_s 8; {machine}. {NUM_STREAMS} streams of",
+            f"{STREAM_TOKENS} tokens, and a prompt of {PROMPT_TOKENS} tokens but for `mid stream`.",
+            "Every answer is compared token for token with an engine of one rank. Whole again:",
+            "from the signal until every rank is another process and `/ready` says so. Left over:",
+            "old processes, blocks, rows, leases, rings, placement groups. A stopped rank 1 is",
+            "noticed by a step that does not end (workers.stall_s), a stopped rank 0 so, too, if",
+            "rank 1 waits for it in a sum; else by the supervisor, after supervisor_silence_s,",
+            "and Ray takes some seconds more to end a process that is stopped.",
+            "",
+            render_rows([HEADER, *(outcome.cells() for outcome in outcomes)]),
+            "",
+        ]
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--out", type=Path, help="write the record there, in markdown")
+    parser.add_argument("--only", default="", help="cells whose rank, signal and phase hold this")
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**32))
+    args = parser.parse_args()
+    cases = draw_cases(random.Random(args.seed))
+    cluster = Cluster.start()
+    outcomes = []
+    try:
+        system = System(cluster, "gang-deaths", DEPLOYMENT)
+        stage = GangStage(system, cases)
+        for rank, name, phase in itertools.product(range(NUM_RANKS), SIGNALS, PHASES):
+            if args.only in f"{rank} {name} {phase}":
+                outcomes.append(stage.run(rank, name, phase))
+                print(*outcomes[-1].cells(), sep=" | ", flush=True)
+        system.stop()
+    finally:
+        cluster.stop()
+    text = render(outcomes, args.seed)
+    if args.out:
+        args.out.write_text(text)
+    print(text)
+    sys.exit(any(outcome.is_violation for outcome in outcomes))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,227 @@
+"""A worker of two ranks: it answers as one process does, and any rank's end is the end of both.
+
+Every step is compared between the ranks (`debug`). What is expected of the shipped model comes from
+an engine of one rank in this process, or from the same application undisturbed.
+"""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from ray import serve
+
+from actors.lifecycle.placement_groups import worker_groups
+from engine.messages import WorkerStatus, decode
+from engine.request import Constraint, ConstraintKind, SamplingParams
+from load_tests.testbed.deployed import (
+    MODEL,
+    Application,
+    Cluster,
+    named_actors,
+    wait_replaced,
+    wait_until,
+)
+from tests.cluster.streams import PROMPTS, Load
+from tests.harness.in_process import answer, start_engine
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+NAME = "gang"
+STALL_S = 4.0
+SILENCE_S = 8.0
+TOKENS = 120
+REGEX = "(import [a-z]{3,9}\\n){9}"
+OVERRIDES: dict[str, object] = {
+    "workers.unified": 1,
+    "workers.tensor_parallel_size": 2,
+    "workers.num_cpus": 0.1,  # so that it has a placement group
+    "workers.stall_s": STALL_S,
+    "scheduler.overlap": True,  # plan n + 1 is sent while step n computes
+    "lifetimes.supervisor_silence_s": SILENCE_S,
+    "debug": True,
+}
+
+
+@pytest.fixture(scope="module")
+def gang(cluster: Cluster) -> Iterator[Application]:
+    application = cluster.run(NAME, OVERRIDES)
+    yield application
+    application.stop()
+
+
+def ranks(application: Application) -> list[str]:
+    """Names of the worker's actors, rank 0 first."""
+    [worker] = application.workers("unified")
+    further = [name for name in application.actors() if name.startswith("rank-")]
+    assert further == [f"rank-1.{worker}"]
+    return [worker, *further]
+
+
+def pids(application: Application) -> list[int]:
+    return [application.pid(name) for name in ranks(application)]
+
+
+def is_gone(pid: int) -> bool:
+    """A process that has ended and is waited for, or only the latter is due."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def ring_traces() -> set[str]:
+    """Names of all rings on this machine."""
+    words = Path("/proc/net/unix").read_text().split()
+    return {word for word in words if word.startswith("@laps-ring-")}
+
+
+def check_replaced(application: Application, before: list[int]) -> None:
+    """The gang is whole again, in its old place, and of the old one nothing is left."""
+    worker, _ = ranks(application)
+    assert set(pids(application)).isdisjoint(before)
+    wait_until(lambda: all(map(is_gone, before)), f"processes {before} are gone")
+    groups = worker_groups(NAME)
+    assert set(groups) == {worker}
+    assert len(ring_traces()) == 1
+    application.wait_quiet()
+
+
+def test_a_gang_answers_as_an_engine_of_one_rank_does(gang: Application) -> None:
+    params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+    engine = start_engine(model__path=str(MODEL))
+    ids = [list(range(11, 11 + 7 * number)) for number in (1, 5, 40)]
+    expected = [one.tokens for one in answer(engine, [(prompt, params) for prompt in ids])]
+    found = [gang.complete(p, max_tokens=40, extra_body={"ignore_eos": True}) for p in ids]
+    assert found == expected
+    sampled = {"temperature": 1.0, "seed": 5, "top_p": 0.9, "frequency_penalty": 0.5}
+    held = Constraint(ConstraintKind.REGEX, REGEX)
+    asked = SamplingParams(max_tokens=40, constraint=held, **sampled)
+    [one] = answer(engine, [(ids[1], asked)])
+    extra = {"structured_outputs": {"regex": REGEX}}
+    assert gang.complete(ids[1], max_tokens=40, extra_body=extra, **sampled) == one.tokens
+    assert len(set(pids(gang))) == 2
+
+
+@pytest.mark.parametrize(
+    ("victim", "number"),
+    [
+        (1, signal.SIGKILL),
+        (0, signal.SIGKILL),
+        (1, signal.SIGSTOP),
+        pytest.param(0, signal.SIGSTOP, marks=pytest.mark.nightly),
+    ],
+)
+def test_a_rank_that_ends_ends_the_gang_and_costs_no_stream_a_token(
+    gang: Application, victim: int, number: signal.Signals
+) -> None:
+    gang.wait_ready()
+    prompt = PROMPTS[victim]
+    undisturbed = gang.complete(prompt, max_tokens=TOKENS, extra_body={"ignore_eos": True})
+    before, worker = pids(gang), ranks(gang)[0]
+    num_retries = gang.metric("laps_request_retries")
+    with gang.stream(prompt, max_tokens=TOKENS, temperature=0.0) as tokens:
+        seen = [next(tokens) for _ in range(3)]
+        began_s = time.monotonic()
+        os.kill(before[victim], number)
+        wait_until(lambda: is_gone(before[1 - victim]), "the other rank has ended")
+        took_s = time.monotonic() - began_s
+        seen += tokens
+    assert seen == undisturbed
+    assert gang.metric("laps_request_retries") == num_retries + 1
+    if number == signal.SIGKILL:
+        assert took_s < STALL_S, "a death is noticed at once"
+    wait_replaced(worker, NAME, before[0])
+    gang.wait_ready()
+    check_replaced(gang, before)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_stopped_rank_goes_with_a_killed_one(gang: Application, victim: int) -> None:
+    """The one that is stopped can do nothing about the other's death."""
+    gang.wait_ready()
+    before, worker = pids(gang), ranks(gang)[0]
+    os.kill(before[1 - victim], signal.SIGSTOP)
+    os.kill(before[victim], signal.SIGKILL)
+    wait_replaced(worker, NAME, before[0])
+    gang.wait_ready()
+    check_replaced(gang, before)
+
+
+@pytest.mark.nightly
+def test_a_rank_that_dies_before_its_model_is_loaded_is_replaced_too(gang: Application) -> None:
+    gang.wait_ready()
+    expected = gang.complete(PROMPTS[0])
+    (worker, rank), before = ranks(gang), pids(gang)
+    os.kill(before[0], signal.SIGKILL)
+    wait_replaced(rank, NAME, before[1])  # it answers as soon as it is connected
+    loading = gang.pid(rank)
+    os.kill(loading, signal.SIGKILL)
+    wait_replaced(rank, NAME, loading)
+    wait_replaced(worker, NAME, before[0])
+    gang.wait_ready()
+    assert gang.complete(PROMPTS[0]) == expected
+    check_replaced(gang, [*before, loading])
+
+
+@pytest.mark.nightly
+def test_ranks_that_die_again_and_again_cost_streams_nothing(gang: Application) -> None:
+    gang.wait_ready()
+    with Load(gang, max_tokens=TOKENS) as load:
+        for victim in (1, 0, 1):
+            before, worker = pids(gang), ranks(gang)[0]
+            os.kill(before[victim], signal.SIGKILL)
+            wait_replaced(worker, NAME, before[0])
+            load.wait_more(4)
+    assert not load.problems
+    check_replaced(gang, before)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("fault", ["raise", "hang", "nan", "die"])
+def test_a_rank_that_fails_by_itself_ends_the_gang(cluster: Cluster, fault: str) -> None:
+    """`nan` is a rank whose tokens are not the others': it drifts."""
+    faults = {"faults": f"unified-0.rank-1:step=60:{fault}"}
+    application = cluster.run(f"{NAME}-{fault}", OVERRIDES | faults)
+    expected = application.complete(PROMPTS[0], max_tokens=30, extra_body={"ignore_eos": True})
+    [worker] = application.workers("unified")
+    worker_pid = application.pid(worker)
+    # Some 30 steps more: the fault comes in the middle, and not again in the new processes.
+    found = application.complete(PROMPTS[0], max_tokens=45, extra_body={"ignore_eos": True})
+    assert found[:30] == expected
+    wait_replaced(worker, application.name, worker_pid)
+    application.wait_quiet()
+    application.stop()
+
+
+@pytest.mark.nightly
+def test_a_gang_that_cannot_start_says_why(cluster: Cluster) -> None:
+    """Ranks share heads, and the shipped model does not have as many as that.
+
+    `serve run` would have noticed before anything starts (test_preflight.py).
+    """
+    name, overrides = f"{NAME}-8", OVERRIDES | {"workers.tensor_parallel_size": 8}
+    with pytest.raises(RuntimeError, match=f"Deploying application {name} failed"):
+        cluster.run(name, overrides)
+    [worker] = [actor for actor in named_actors(name) if actor.startswith("unified")]
+    actor: Any = ray.get_actor(worker, name)
+    status = decode(ray.get(actor.heartbeat.remote(), timeout=10.0), WorkerStatus)
+    assert status.state == "failed"
+    assert "workers.tensor_parallel_size: 8 ranks cannot share" in status.detail
+    serve.delete(name)
+
+
+@pytest.mark.nightly
+def test_nothing_outlives_a_gang_whose_application_is_deleted(gang: Application) -> None:
+    gang.wait_ready()
+    before = pids(gang)
+    gang.stop()
+    wait_until(lambda: not named_actors(NAME), "no actor is left", 60.0 + SILENCE_S)
+    wait_until(lambda: not worker_groups(NAME), "no place is left")
+    wait_until(lambda: all(map(is_gone, before)), "no process is left")
+    assert ring_traces() == set()

@@ -1,0 +1,173 @@
+"""A leader with its scheduler, and followers in processes of their own, on devices of integers."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from engine.core import Executor
+from engine.errors import WorkerError
+from engine.ranks.leading import LeadingExecutor, RankEnd, RankReports
+from engine.ranks.plan_ring import PlanRing
+from engine.request import Constraint, ConstraintKind, SamplingParams
+from tests.engine.ranks.following_process import digest_of, make_replica
+from tests.engine.ranks.ring_ends import PATIENCE_S, ROOT
+from tests.engine.scheduling.replica import Replica, prompt_of
+
+STUCK_S = 1.0
+NUM_RANKS = 3
+
+
+class Ranks:
+    """A replica that leads followers."""
+
+    def __init__(self, ring: PlanRing, *, compare_every: int) -> None:
+        self.replica: Replica = make_replica()
+        self.replica.executor.is_idle = True
+        self.ends: list[RankEnd] = []
+        self.has_ended = threading.Event()
+        self.ring = ring
+        self.reports = RankReports(ring, NUM_RANKS, self._note)
+        self.leading: LeadingExecutor
+        self._compare_every = compare_every
+
+    def rank_of(self, pid: int) -> int:
+        [rank] = [reader + 1 for reader in range(NUM_RANKS - 1) if self.ring.pid(reader) == pid]
+        return rank
+
+    def begin(self) -> None:
+        self.reports.start()
+        self.replica.core.wrap_executor(self._lead)
+
+    def _lead(self, executor: Executor) -> LeadingExecutor:
+        self.leading = LeadingExecutor(
+            executor,
+            self.ring,
+            self.reports,
+            compare_every=self._compare_every,
+            patience_s=STUCK_S,
+        )
+        return self.leading
+
+    def _note(self, end: RankEnd) -> None:
+        self.ends.append(end)
+        self.has_ended.set()
+
+    def work(self, rng: random.Random, num_requests: int) -> None:
+        """Requests of any kind, until all have ended."""
+        for number in range(num_requests):
+            self.replica.add(
+                str(number), prompt_of(rng.randrange(1, 40), number), params=drawn(rng)
+            )
+        while self.replica.core.has_work:
+            self.replica.step()
+
+
+def drawn(rng: random.Random) -> SamplingParams:
+    """Values of all types that the parameters have; the device of integers takes no notice."""
+    return SamplingParams(
+        max_tokens=rng.randrange(1, 9),
+        ignore_eos=True,
+        temperature=rng.random(),
+        seed=rng.randrange(2**63),
+        logit_bias={rng.randrange(99): rng.uniform(-9, 9) for _ in range(rng.randrange(4))},
+        stop_token_ids=tuple(rng.randrange(99) for _ in range(rng.randrange(3))),
+        label_token_ids=(),
+    )
+
+
+@contextmanager
+def gang(
+    fault: str = "none", at_launch: int = 0, *, compare_every: int = 1
+) -> Iterator[tuple[Ranks, list[subprocess.Popen[str]]]]:
+    """The leader, and its followers; the last of them has the fault."""
+    name = f"test-{uuid.uuid4().hex}"
+    followers = []
+    with PlanRing(name, NUM_RANKS - 1, STUCK_S) as ring:
+        for number in range(NUM_RANKS - 1):
+            faulty = fault if number == NUM_RANKS - 2 else "none"
+            command = ["tests.engine.ranks.following_process", name, number, faulty, at_launch]
+            followers.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", *map(str, command)],
+                    cwd=ROOT,
+                    stdout=subprocess.PIPE,
+                    text=True,
+                )
+            )
+        ranks = Ranks(ring, compare_every=compare_every)
+        try:
+            for _ in followers:
+                ring.accept(PATIENCE_S)
+            ranks.begin()
+            yield ranks, followers
+        finally:
+            for follower in followers:
+                follower.kill()
+                follower.communicate(timeout=PATIENCE_S)
+            assert ranks.has_ended.wait(PATIENCE_S), "the reports' thread ends with its followers"
+
+
+@pytest.fixture
+def rng() -> random.Random:
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    return random.Random(seed)
+
+
+@pytest.mark.parametrize("compare_every", [1, 3])
+def test_followers_launch_what_the_leader_launches(rng: random.Random, compare_every: int) -> None:
+    with gang(compare_every=compare_every) as (ranks, followers):
+        ranks.work(rng, 30)
+        constraint = Constraint(ConstraintKind.JSON_SCHEMA, '{"type": "integer"}')
+        ranks.leading.compile(constraint)
+        ranks.leading.stop()
+        told = [follower.communicate(timeout=PATIENCE_S)[0].strip() for follower in followers]
+        plans = ranks.replica.executor.plans
+    assert len(plans) > 20
+    assert told == [f"{digest_of(plans)} {digest_of([constraint])}"] * len(followers)
+
+
+def test_a_rank_with_other_tokens_ends_the_step_in_which_it_drifted(rng: random.Random) -> None:
+    """Before anybody gets a token of it."""
+    with gang("drift", 5) as (ranks, _):
+        with pytest.raises(WorkerError, match=r"step \d+: ranks \[2\] have other tokens"):
+            ranks.work(rng, 30)
+        assert ranks.replica.executor.num_waited == 5
+
+
+def test_a_rank_that_raises_says_why(rng: random.Random) -> None:
+    with gang("raise", 5) as (ranks, _):
+        with pytest.raises(WorkerError, match="rank 2: RuntimeError: told to"):
+            ranks.work(rng, 30)
+        assert ranks.has_ended.wait(PATIENCE_S)
+        assert ranks.ends == [RankEnd(rank=2, reason="RuntimeError: told to")]
+
+
+@pytest.mark.parametrize("compare_every", [1, 10**6])
+def test_a_rank_that_hangs_is_noticed_in_time(rng: random.Random, compare_every: int) -> None:
+    """By the step that is compared, or by the ring that it leaves full."""
+    with gang("hang", 5, compare_every=compare_every) as (ranks, _):
+        began_s = time.monotonic()
+        with pytest.raises(WorkerError, match=r"followed within 1 s|took nothing for 1 s"):
+            ranks.work(rng, 60)
+        assert time.monotonic() - began_s < 10 * STUCK_S
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_is_killed_is_told_of_at_once(rng: random.Random, victim: int) -> None:
+    with gang() as (ranks, followers):
+        ranks.work(rng, 3)
+        os.kill(followers[victim].pid, signal.SIGKILL)
+        assert ranks.has_ended.wait(PATIENCE_S)
+        assert ranks.ends == [RankEnd(rank=ranks.rank_of(followers[victim].pid), is_dead=True)]
+        with pytest.raises(WorkerError, match="dead"):
+            ranks.work(rng, 30)

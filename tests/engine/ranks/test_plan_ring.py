@@ -1,0 +1,234 @@
+"""The ring between real processes: whole, in order, awake in time, and nothing left of the dead."""
+
+import hashlib
+import itertools
+import os
+import random
+import signal
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from engine.errors import ConfigError
+from engine.ranks import plan_ring
+from engine.ranks.plan_ring import NUM_SLOTS, SLOT_BYTES, PlanRing, PlanRingReader, RingError
+from tests.engine.ranks.ring_ends import PATIENCE_S, STUCK_S, RingProcess
+
+RING_BYTES = NUM_SLOTS * SLOT_BYTES
+EDGES = (0, 1, SLOT_BYTES - 1, SLOT_BYTES, SLOT_BYTES + 1, 2 * SLOT_BYTES, RING_BYTES + 1)
+
+
+@pytest.fixture
+def name() -> str:
+    return f"test-{uuid.uuid4().hex}"
+
+
+@pytest.fixture
+def rng() -> random.Random:
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    return random.Random(seed)
+
+
+@contextmanager
+def processes(*commands: tuple[object, ...]) -> Iterator[list[RingProcess]]:
+    started = [RingProcess(*command) for command in commands]
+    try:
+        yield started
+    finally:
+        for process in started:
+            process.kill()
+
+
+@contextmanager
+def in_process(name: str, num_readers: int = 1) -> Iterator[tuple[PlanRing, list[PlanRingReader]]]:
+    """A ring whose readers are in this process."""
+    with PlanRing(name, num_readers, STUCK_S) as ring, ExitStack() as stack:
+        readers = []
+        for number in range(num_readers):
+            accepting = threading.Thread(target=ring.accept, args=(PATIENCE_S,))
+            accepting.start()
+            readers.append(PlanRingReader(name, number, PATIENCE_S, STUCK_S))
+            stack.callback(readers[-1].close)
+            accepting.join()
+        yield ring, readers
+
+
+def traces(name: str) -> list[str]:
+    """Where anything of a ring, or of its memory, can still be seen on this machine."""
+    found = [line for line in Path("/proc/net/unix").read_text().splitlines() if name in line]
+    return found + [entry for entry in os.listdir("/dev/shm") if name in entry or "plans" in entry]
+
+
+def test_every_reader_gets_every_message_whole_and_in_order(name: str, rng: random.Random) -> None:
+    sizes = [*EDGES[1:], *(rng.randrange(1, 3 * SLOT_BYTES) for _ in range(40))]
+    sizes += [rng.randrange(1, 200) for _ in range(400)]  # the ring goes round many times
+    rng.shuffle(sizes)
+    messages = [rng.randbytes(size) for size in sizes]
+    digest, expected = hashlib.blake2b(digest_size=8), []
+    for message in messages:
+        digest.update(message)
+        expected.append(digest.hexdigest())
+    pauses = (0.0, 0.0, 0.005)
+    commands = [("reader", name, number, pause) for number, pause in enumerate(pauses)]
+    with PlanRing(name, len(pauses), PATIENCE_S) as ring, processes(*commands) as readers:
+        assert {ring.accept(PATIENCE_S) for _ in pauses} == set(range(len(pauses)))
+        assert {ring.pid(number) for number in range(3)} == {reader.pid for reader in readers}
+        for message in messages:
+            ring.write(message)
+            if rng.random() < 0.05:
+                time.sleep(0.003)  # readers fall asleep
+        ring.write(b"")
+        for reader in readers:
+            assert reader.rest() == ["ready", *expected]
+    assert traces(name) == []
+
+
+def test_a_reader_at_the_writer_s_heels_is_woken_and_sees_no_half_of_a_message(
+    name: str, rng: random.Random
+) -> None:
+    """Each message comes while its reader looks for it, or just when it stops looking."""
+    num_messages, digest, expected = 2000, hashlib.blake2b(digest_size=8), []
+    with PlanRing(name, 1, PATIENCE_S) as ring, processes(("reader", name, 0, 0.0)) as [reader]:
+        ring.accept(PATIENCE_S)
+        for number in range(1, num_messages + 1):
+            message = rng.randbytes(rng.choice((1, SLOT_BYTES)))
+            digest.update(message)
+            expected.append(digest.hexdigest())
+            until_s = time.perf_counter() + rng.uniform(0.0, 1.5) * plan_ring.SPIN_S
+            while time.perf_counter() < until_s:
+                pass
+            ring.write(message)
+            began_s = time.perf_counter()
+            while not ring._all_took(number):
+                assert time.perf_counter() < began_s + PATIENCE_S / 4, f"asleep: message {number}"
+        ring.write(b"")
+        assert reader.rest() == ["ready", *expected]
+
+
+@pytest.mark.parametrize("after_look", [1, 2])
+def test_a_message_that_comes_between_a_look_and_sleep_wakes_its_reader(
+    name: str, after_look: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan_ring, "SPIN_S", 0.0)
+    with in_process(name) as (ring, [reader]):
+        look, num_looks = reader._has_piece, itertools.count(1)
+
+        def look_and_be_late() -> bool:
+            seen = look()
+            if next(num_looks) == after_look:
+                ring.write(b"x")
+            return seen
+
+        monkeypatch.setattr(reader, "_has_piece", look_and_be_late)
+        began_s = time.monotonic()
+        assert reader.read(timeout_s=PATIENCE_S) == b"x"
+        assert time.monotonic() - began_s < PATIENCE_S / 2, "it slept and was not woken"
+
+
+def test_a_reader_that_waits_takes_no_processor_time(name: str) -> None:
+    with in_process(name) as (ring, [reader]):
+        began_s = time.thread_time()
+        assert reader.read(timeout_s=0.5) is None
+        assert time.thread_time() - began_s < 0.05
+        ring.write(b"later")
+        assert reader.read(timeout_s=PATIENCE_S) == b"later"
+
+
+def test_a_reader_that_is_killed_is_reported_and_stops_the_writer(name: str) -> None:
+    with (
+        PlanRing(name, 2, PATIENCE_S) as ring,
+        processes(("reader", name, 0, 0.0), ("reader", name, 1, 0.0)) as readers,
+    ):
+        numbers = {ring.pid(number): number for number in (ring.accept(PATIENCE_S), ring.accept(5))}
+        os.kill(readers[1].pid, signal.SIGKILL)
+        assert ring.wait_reports(PATIENCE_S) == [(numbers[readers[1].pid], None)]
+        assert ring.wait_reports(0.05) == []  # once
+        with pytest.raises(RingError, match="dead"):
+            ring.write(bytes(RING_BYTES + 1))
+    assert traces(name) == []
+
+
+def test_a_reader_that_is_stopped_holds_the_writer_no_longer_than_its_patience(name: str) -> None:
+    with PlanRing(name, 1, STUCK_S) as ring, processes(("reader", name, 0, 0.0)) as [reader]:
+        ring.accept(PATIENCE_S)
+        os.kill(reader.pid, signal.SIGSTOP)
+        for _ in range(NUM_SLOTS):
+            ring.write(b"x")
+        began_s = time.monotonic()
+        with pytest.raises(RingError, match=r"reader \[0\] took nothing"):
+            ring.write(b"x")
+        assert STUCK_S <= time.monotonic() - began_s < 10 * STUCK_S
+    assert traces(name) == []
+
+
+def test_a_writer_that_is_killed_ends_a_reader_asleep_and_leaves_nothing(name: str) -> None:
+    with processes(("writer", name, 5)) as [writer]:
+        assert writer.line() == "ready"
+        reader = PlanRingReader(name, 0, PATIENCE_S, STUCK_S)
+        assert reader.writer_pid == writer.pid
+        assert reader.read(PATIENCE_S) == bytes(5)
+        assert not reader.wait_end(0.05)
+        threading.Timer(0.1, os.kill, (writer.pid, signal.SIGKILL)).start()
+        with pytest.raises(RingError, match="dead"):
+            reader.read()
+        assert reader.wait_end(0.0)
+        reader.close()
+    assert traces(name) == []
+
+
+@pytest.mark.parametrize(("end", "why"), [(signal.SIGKILL, "dead"), (signal.SIGSTOP, "unfinished")])
+def test_a_message_that_its_writer_does_not_finish_is_an_error(
+    name: str, end: signal.Signals, why: str
+) -> None:
+    with processes(("writer", name, RING_BYTES + 1)) as [writer]:
+        assert writer.line() == "ready"
+        reader = PlanRingReader(name, 0, PATIENCE_S, STUCK_S)
+        while not reader._memory.words[reader._memory.slot_line(NUM_SLOTS)]:
+            time.sleep(0.01)  # until the ring is full
+        os.kill(writer.pid, end)
+        with pytest.raises(RingError, match=why):
+            reader.read()
+        reader.close()
+
+
+def test_a_reader_s_last_words_come_before_its_death(name: str) -> None:
+    with in_process(name) as (ring, [reader]):
+        ring.write(b"unread wakes and messages")
+        reader.report(b"one")
+        reader.report(b"two")
+        reader._sock.close()
+        told = [report for _ in range(3) for report in ring.wait_reports(PATIENCE_S)]
+        assert told == [(0, b"one"), (0, b"two"), (0, None)]
+
+
+def test_a_number_is_given_once_and_strangers_find_no_ring(name: str) -> None:
+    with in_process(name) as (ring, _):
+        refused = []
+
+        def join() -> None:
+            with pytest.raises(RingError, match=r"does not take|cannot be reached"):
+                PlanRingReader(name, 0, PATIENCE_S, STUCK_S)
+            refused.append(True)
+
+        thread = threading.Thread(target=join)
+        thread.start()
+        with pytest.raises(RingError, match="no further rank"):
+            ring.accept(0.5)
+        thread.join(PATIENCE_S)
+        assert refused
+    with pytest.raises(RingError, match="cannot be reached"):
+        PlanRingReader(name, 0, PATIENCE_S, STUCK_S)
+
+
+def test_another_kind_of_processor_is_refused_in_words(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan_ring.platform, "machine", lambda: "aarch64")
+    with pytest.raises(ConfigError, match=r"workers\.tensor_parallel_size.*x86-64.*aarch64"):
+        PlanRing(name, 1, STUCK_S)

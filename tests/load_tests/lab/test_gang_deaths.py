@@ -1,0 +1,51 @@
+"""What counts against a gang, and that its record says so; the real thing takes minutes."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from load_tests.lab.gang_deaths import Outcome, is_gone, render
+
+pytestmark = pytest.mark.lab
+
+
+def outcome(**changes: object) -> Outcome:
+    fields: dict[str, object] = {
+        "rank": 1,
+        "signal": "SIGSTOP",
+        "phase": "mid stream",
+        "num_asks": 5,
+        "num_wrong": 0,
+        "num_lost": 0,
+        "restored_s": 8.25,
+        "left": "",
+    }
+    return Outcome(**(fields | changes))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("changes", "row"),
+    [
+        ({}, "| 1 | SIGSTOP | mid stream | 5 of 5 | 0 | 0 | 8.2 | nothing |"),
+        ({"num_wrong": 1}, "| 1 | SIGSTOP | mid stream | 4 of 5 | 1 | 0 | 8.2 | nothing |"),
+        ({"num_lost": 2}, "| 1 | SIGSTOP | mid stream | 3 of 5 | 0 | 2 | 8.2 | nothing |"),
+        ({"left": "2 rings"}, "| 1 | SIGSTOP | mid stream | 5 of 5 | 0 | 0 | 8.2 | 2 rings |"),
+    ],
+)
+def test_whatever_is_wrong_lost_or_left_is_in_the_row_and_a_violation(
+    changes: dict[str, object], row: str
+) -> None:
+    found = outcome(**changes)
+    lines = [" ".join(line.split()) for line in render([found], 7).splitlines()]
+    assert row in lines
+    assert found.is_violation == bool(changes)
+
+
+def test_a_process_is_gone_once_it_has_ended() -> None:
+    assert not is_gone(os.getpid())
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    assert not is_gone(child.pid)
+    child.communicate(b"\n")
+    assert is_gone(child.pid)
