@@ -5,16 +5,17 @@
 
 Routes come sorted by expert in blocks (align.py); a program computes one block with BLOCK_N rows of
 the expert's weight, from all columns. So a route's sums have one order for one tiling, whatever
-else is in its block. Gate and up of an output alternate among the rows of a tile, so that the gate
-is applied before anything is written. Rows of routes without expert are not written. A grid holds
-as many blocks as there can be; programs of unused ones end at once. Torch twins:
-`gate_up_reference` and `down_reference`.
+else is in its block. A tile has the same rows of gate and up, so that the gate is applied before
+anything is written: they alternate, or, where the copy engine (TMA) loads them, gate's come first.
+Rows of routes without expert are not written. A grid holds as many blocks as there can be; programs
+of unused ones end at once. Torch twins: `gate_up_reference` and `down_reference`.
 """
 
 import torch.nn.functional as F  # noqa: N812  (the field's own spelling)
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.moe.align import Blocks
 from kernels.moe.reference import routes_by_expert
@@ -34,10 +35,73 @@ def _tile_of(program, num_blocks, NUM_TILES_N: tl.constexpr, GROUP_M: tl.constex
     return first + inside % height, inside // height
 
 
+@triton.jit
+def _load_rows(pointers, is_row, k_offsets, k, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Columns [k, k + BLOCK_K) of gathered rows; zeros for those that are not there."""
+    if K % BLOCK_K == 0:
+        rows = tl.load(pointers + k, mask=is_row, other=0.0)
+    else:
+        rows = tl.load(pointers + k, mask=is_row & (k_offsets < K - k)[None, :], other=0.0)
+    return rows
+
+
+@triton.jit
+def _product(
+    x_pointers, is_row, weight_ptr, expert, tile_n, N: tl.constexpr, K: tl.constexpr,
+    IS_GATED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """[BLOCK_M, BLOCK_N]; if gated, columns of gate and up alternate."""
+    k_offsets = tl.arange(0, BLOCK_K)
+    # Rows past the end repeat the last and are not stored: cheaper than masking every load.
+    w_rows = tl.minimum(tile_n * BLOCK_N + tl.arange(0, BLOCK_N), N - 1)
+    if IS_GATED:
+        w_rows = (w_rows % 2) * (N // 2) + w_rows // 2
+    first_row = expert.to(tl.int64) * N
+    w_pointers = weight_ptr + (first_row + w_rows[:, None]) * K + k_offsets[None, :]
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for k in range(0, K, BLOCK_K):
+        x = _load_rows(x_pointers, is_row, k_offsets, k, K, BLOCK_K)
+        if K % BLOCK_K == 0:
+            w = tl.load(w_pointers + k)
+        else:
+            w = tl.load(w_pointers + k, mask=(k_offsets < K - k)[None, :], other=0.0)
+        acc = tl.dot(x, tl.trans(w), acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def _product_by_tma(
+    x_pointers, is_row, weight_desc, expert, tile_n, K: tl.constexpr, IS_GATED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """[BLOCK_M, BLOCK_N]; if gated, columns of gate before those of up."""
+    k_offsets = tl.arange(0, BLOCK_K)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for k in range(0, K, BLOCK_K):
+        x = _load_rows(x_pointers, is_row, k_offsets, k, K, BLOCK_K)
+        if IS_GATED:
+            piece = weight_desc.load([expert, 0, tile_n * (BLOCK_N // 2), k])
+        else:
+            piece = weight_desc.load([expert, tile_n * BLOCK_N, k])
+        w = tl.reshape(piece, (BLOCK_N, BLOCK_K))
+        acc = tl.dot(x, tl.trans(w), acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def _gated(acc, BY_TMA: tl.constexpr, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr):
+    """silu(gate) * up; acc: [BLOCK_M, 2 WIDTH]."""
+    if BY_TMA:
+        gate, up = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, WIDTH)), (0, 2, 1)))
+    else:
+        gate, up = tl.split(tl.reshape(acc, (BLOCK_M, WIDTH, 2)))
+    return gate * tl.sigmoid(gate) * up
+
+
 @triton.jit(do_not_specialize=["num_blocks"])
 def _moe_grouped_kernel(
     x_ptr,  # [tokens or routes, K]
-    weight_ptr,  # [experts, N, K]
+    weight,  # [experts, N, K]; if BY_TMA, a descriptor of pieces as `_pieces` cuts them
     routes_ptr,  # int32 [num_blocks, BLOCK_M]
     experts_ptr,  # int32 [num_blocks]
     scales_ptr,  # fp32 [routes] unless IS_GATED
@@ -49,6 +113,7 @@ def _moe_grouped_kernel(
     K: tl.constexpr,
     ROUTES_PER_ROW: tl.constexpr,  # of x
     IS_GATED: tl.constexpr,
+    BY_TMA: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -59,6 +124,8 @@ def _moe_grouped_kernel(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     NUM_TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    NUM_OUTPUTS: tl.constexpr = N // 2 if IS_GATED else N
+    WIDTH: tl.constexpr = BLOCK_N // 2 if IS_GATED else BLOCK_N
     block, tile_n = _tile_of(tl.program_id(0), num_blocks, NUM_TILES_N, GROUP_M)
     expert = tl.load(experts_ptr + block)
     if expert < 0:
@@ -66,33 +133,19 @@ def _moe_grouped_kernel(
     routes = tl.load(routes_ptr + block * BLOCK_M + tl.arange(0, BLOCK_M))
     is_route = (routes >= 0)[:, None]
     rows = tl.maximum(routes, 0) // ROUTES_PER_ROW
-    columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    # Rows past the end repeat the last and are not stored: cheaper than masking every load.
-    w_rows = tl.minimum(columns, N - 1)
-    if IS_GATED:
-        w_rows = (w_rows % 2) * (N // 2) + w_rows // 2
-    k_offsets = tl.arange(0, BLOCK_K)
-    x_pointers = x_ptr + rows[:, None].to(tl.int64) * K + k_offsets[None, :]
-    first_row = expert.to(tl.int64) * N
-    w_pointers = weight_ptr + (first_row + w_rows[:, None]) * K + k_offsets[None, :]
-    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    for k in range(0, K, BLOCK_K):
-        if K % BLOCK_K == 0:
-            x = tl.load(x_pointers + k, mask=is_route, other=0.0)
-            w = tl.load(w_pointers + k)
-        else:
-            is_column = (k_offsets < K - k)[None, :]
-            x = tl.load(x_pointers + k, mask=is_route & is_column, other=0.0)
-            w = tl.load(w_pointers + k, mask=is_column, other=0.0)
-        acc = tl.dot(x, tl.trans(w), acc, input_precision="ieee")
-    NUM_OUTPUTS: tl.constexpr = N // 2 if IS_GATED else N
-    WIDTH: tl.constexpr = BLOCK_N // 2 if IS_GATED else BLOCK_N
-    if IS_GATED:
-        gate, up = tl.split(tl.reshape(acc, (BLOCK_M, WIDTH, 2)))
-        y = gate * tl.sigmoid(gate) * up
+    x_pointers = x_ptr + rows[:, None].to(tl.int64) * K + tl.arange(0, BLOCK_K)[None, :]
+    if BY_TMA:
+        acc = _product_by_tma(
+            x_pointers, is_route, weight, expert, tile_n, K, IS_GATED, BLOCK_M, BLOCK_N, BLOCK_K
+        )
     else:
-        scales = tl.load(scales_ptr + tl.maximum(routes, 0))
-        y = acc * scales[:, None]
+        acc = _product(
+            x_pointers, is_route, weight, expert, tile_n, N, K, IS_GATED, BLOCK_M, BLOCK_N, BLOCK_K
+        )
+    if IS_GATED:
+        y = _gated(acc, BY_TMA, BLOCK_M, WIDTH)
+    else:
+        y = acc * tl.load(scales_ptr + tl.maximum(routes, 0))[:, None]
     outputs = tile_n * WIDTH + tl.arange(0, WIDTH)
     offsets = routes[:, None].to(tl.int64) * NUM_OUTPUTS + outputs[None, :]
     mask = is_route & (outputs < NUM_OUTPUTS)[None, :]
@@ -143,7 +196,7 @@ def _launch(
     use_pdl = pdl_supported(x.device)
     _moe_grouped_kernel[(num_blocks * triton.cdiv(num_rows, tile.block_n),)](
         x,
-        weight,
+        _pieces(weight, tile, is_gated=scales is None) if tile.by_tma else weight,
         blocks.routes,
         blocks.experts,
         y if scales is None else scales,
@@ -153,6 +206,7 @@ def _launch(
         K=num_columns,
         ROUTES_PER_ROW=routes_per_row,
         IS_GATED=scales is None,
+        BY_TMA=tile.by_tma,
         BLOCK_M=block_m,
         BLOCK_N=tile.block_n,
         BLOCK_K=tile.block_k,
@@ -162,6 +216,15 @@ def _launch(
         num_stages=tile.num_stages,
         launch_pdl=use_pdl,
     )
+
+
+def _pieces(weight: Tensor, tile: Tile, *, is_gated: bool) -> TensorDescriptor:
+    """The weight by pieces of one expert; if gated, of the same rows of gate and up."""
+    if not is_gated:
+        return TensorDescriptor.from_tensor(weight, [1, tile.block_n, tile.block_k])
+    num_experts, num_rows, num_columns = weight.shape
+    halves = weight.view(num_experts, 2, num_rows // 2, num_columns)
+    return TensorDescriptor.from_tensor(halves, [1, 2, tile.block_n // 2, tile.block_k])
 
 
 def gate_up_reference(x: Tensor, weight: Tensor, routes: Routes) -> Tensor:

@@ -7,7 +7,7 @@ A GPU's table is what `python -m load_tests.lab.bench_moe --tune` printed on it.
 shapes get tiles by the average number of routes an expert, made to fit the shared memory.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from kernels.device import DeviceProperties, stages_that_fit
 
@@ -34,6 +34,8 @@ class Tile:
     group_m: int  # route tiles that share weight tiles in the L2 cache
     num_warps: int
     num_stages: int
+    # The copy engine loads the weight: compute capability 9.0 and later.
+    by_tma: bool = field(default=False, kw_only=True)
 
     def stage_bytes(self, element_bytes: int) -> int:
         """Shared memory of one stage."""

@@ -30,7 +30,8 @@ FEW_TOKENS = (1, 2, 4, 8, 16)
 
 # block_m, block_n, block_k, group_m, warps, stages
 TILES = tuple(
-    Tile(*sizes)
+    Tile(*sizes, by_tma=by_tma)
+    for by_tma in (False, True)
     for sizes in (
         (16, 32, 128, 1, 4, 4), (16, 32, 256, 1, 4, 3), (16, 64, 64, 1, 4, 5),
         (16, 64, 128, 1, 4, 3), (16, 64, 128, 1, 4, 4), (16, 64, 256, 1, 4, 2),
@@ -160,7 +161,7 @@ def render_plan(gpu_name: str, shape: ExpertShape, plan: TilePlan) -> str:
     }
     pairs = "\n".join(
         f"            Pair(max_tokens={'ALWAYS' if pair.max_tokens == ALWAYS else pair.max_tokens},"
-        f" gate_up=Tile{_sizes(pair.gate_up)}, down=Tile{_sizes(pair.down)}),"
+        f" gate_up={_code(pair.gate_up)}, down={_code(pair.down)}),"
         for pair in plan.pairs
     )
     few_lines = "".join(f"            {name}={tile},\n" for name, tile in few.items())
@@ -171,10 +172,11 @@ def render_plan(gpu_name: str, shape: ExpertShape, plan: TilePlan) -> str:
     )
 
 
-def _sizes(tile: Tile) -> tuple[int, ...]:
-    return (
+def _code(tile: Tile) -> str:
+    sizes = (
         tile.block_m, tile.block_n, tile.block_k, tile.group_m, tile.num_warps, tile.num_stages,
     )  # fmt: skip
+    return f"Tile({', '.join(map(str, sizes))}{', by_tma=True' if tile.by_tma else ''})"
 
 
 # ---- compiling in several processes --------------------------------------------------------------

@@ -160,6 +160,14 @@ def test_blocks_are_as_many_as_routes_can_fill() -> None:
 
 # ---- products ------------------------------------------------------------------------------------
 
+
+def _by_tma(device: str, *sizes: int) -> bool:
+    """Whether the copy engine can load weights of these sizes; the interpreter takes any."""
+    if any(size % 8 for size in sizes):
+        return False
+    return device == "cpu" or (min(sizes) >= 128 and torch.cuda.get_device_capability() >= (9, 0))
+
+
 TILE = Tile(16, 32, 32, 2, 4, 2)
 FEW = FewTile(16, 32, 4)
 
@@ -183,11 +191,19 @@ def _check_products(
         few_gate_up(x, gate_up, routes, few),
     ):
         assert_near(ours[used], exact[used], dtype)
+    by_tma = replace(tile, by_tma=True)
+    if _by_tma(device, hidden, inner):
+        ours = grouped_gate_up(x, gate_up, routes, blocks, tile)
+        others = grouped_gate_up(x, gate_up, routes, blocks, by_tma)
+        assert torch.equal(others[used], ours[used])
     rounded = gate_up_reference(x, gate_up, routes)
     exact_out = exact_outputs(rounded, down, routes)
     with _poisoned():
         outputs = grouped_down(rounded, down, routes, blocks, tile)
     assert_near(outputs.flatten(0, 1)[used], exact_out.flatten(0, 1)[used], dtype)
+    if _by_tma(device, hidden, inner):
+        others = grouped_down(rounded, down, routes, blocks, by_tma)
+        assert torch.equal(others.flatten(0, 1)[used], outputs.flatten(0, 1)[used])
     assert_near(down_reference(rounded, down, routes), exact_out, dtype)
     shared = random_tensor(num_tokens, hidden, **make)
     gate = random_tensor(num_tokens, 1, **make)
