@@ -8,7 +8,8 @@ the expert's weight, from all columns. So a route's sums have one order for one 
 else is in its block. A tile has the same rows of gate and up, so that the gate is applied before
 anything is written: they alternate, or, where the copy engine (TMA) loads them, gate's come first.
 Rows of routes without expert are not written. A grid holds as many blocks as there can be; programs
-of unused ones end at once. Torch twins: `gate_up_reference` and `down_reference`.
+of unused ones end at once. What may be prefetched before the product before is complete is as in
+`kernels.moe.few`. Torch twins: `gate_up_reference` and `down_reference`.
 """
 
 import torch.nn.functional as F  # noqa: N812  (the field's own spelling)
@@ -17,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from kernels.linear.small import prefetch_rows
 from kernels.moe.align import Blocks
 from kernels.moe.reference import routes_by_expert
 from kernels.moe.routes import Routes
@@ -105,6 +107,7 @@ def _moe_grouped_kernel(
     routes_ptr,  # int32 [num_blocks, BLOCK_M]
     experts_ptr,  # int32 [num_blocks]
     scales_ptr,  # fp32 [routes] unless IS_GATED
+    prefetched_ptr,  # the weight if PREFETCH_K
     # outputs
     y_ptr,  # [routes, N, or N // 2 if IS_GATED]
     # constants
@@ -118,15 +121,20 @@ def _moe_grouped_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
+    PREFETCH_K: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
-    if USE_PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     NUM_TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     NUM_OUTPUTS: tl.constexpr = N // 2 if IS_GATED else N
     WIDTH: tl.constexpr = BLOCK_N // 2 if IS_GATED else BLOCK_N
     block, tile_n = _tile_of(tl.program_id(0), num_blocks, NUM_TILES_N, GROUP_M)
+    if USE_PDL:
+        if PREFETCH_K > 0:
+            early = tl.maximum(tl.load(experts_ptr + block), 0).to(tl.int64)
+            w_rows = tl.minimum(tile_n * BLOCK_N + tl.arange(0, BLOCK_N), N - 1)
+            prefetch_rows(prefetched_ptr, early * N + w_rows, 0, K, PREFETCH_K)
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     expert = tl.load(experts_ptr + block)
     if expert < 0:
         return
@@ -200,6 +208,7 @@ def _launch(
         blocks.routes,
         blocks.experts,
         y if scales is None else scales,
+        weight,
         y,
         num_blocks,
         N=num_rows,
@@ -211,6 +220,7 @@ def _launch(
         BLOCK_N=tile.block_n,
         BLOCK_K=tile.block_k,
         GROUP_M=tile.group_m,
+        PREFETCH_K=tile.prefetch_k if scales is not None else 0,
         USE_PDL=use_pdl,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,

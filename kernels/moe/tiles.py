@@ -36,6 +36,9 @@ class Tile:
     num_stages: int
     # The copy engine loads the weight: compute capability 9.0 and later.
     by_tma: bool = field(default=False, kw_only=True)
+    # Columns of the second weight prefetched to the L2 cache while the first product still runs: 0
+    # or a power of two >= 64.
+    prefetch_k: int = field(default=0, kw_only=True)
 
     def stage_bytes(self, element_bytes: int) -> int:
         """Shared memory of one stage."""
@@ -49,6 +52,7 @@ class FewTile:
     block_n: int  # outputs
     block_k: int
     num_warps: int
+    prefetch_k: int = field(default=0, kw_only=True)  # as in `Tile`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

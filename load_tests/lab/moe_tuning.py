@@ -27,6 +27,8 @@ from load_tests.lab.moe_step import Call, Layer, MoeStep, Timer
 NUM_PROCESSES = 12
 TUNED_TOKENS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192)
 FEW_TOKENS = (1, 2, 4, 8, 16)
+PREFETCHES = (0, 128, 256, 512)  # columns of the second weight
+MAX_PREFETCHING_TOKENS = 512
 
 # block_m, block_n, block_k, group_m, warps, stages
 TILES = tuple(
@@ -80,7 +82,8 @@ class Tuning:
         plan = TilePlan(
             few_up_to=0, few_gate_up=few_up, few_down=few_down, pairs=tuple(_merged(pairs))
         )
-        return replace(plan, few_up_to=self._few_up_to(plan))
+        plan = replace(plan, few_up_to=self._few_up_to(plan))
+        return self._with_prefetches(plan)
 
     def _best_pair(self, num_tokens: int) -> tuple[Pair, float]:
         """Tiles of both products with one height, and what they and the alignment take."""
@@ -112,6 +115,22 @@ class Tuning:
                 break
             few_up_to = num_tokens
         return few_up_to
+
+    def _with_prefetches(self, plan: TilePlan) -> TilePlan:
+        """The second product with as many columns prefetched as make the whole step fastest."""
+        if plan.few_up_to > 0:
+            few_plans = [
+                replace(plan, few_down=replace(plan.few_down, prefetch_k=k)) for k in PREFETCHES
+            ]
+            plan, _ = self._best(few_plans, self._step(1).whole)
+        for index, pair in enumerate(plan.pairs):
+            if plan.few_up_to < pair.max_tokens <= MAX_PREFETCHING_TOKENS:
+                downs = [replace(pair.down, prefetch_k=k) for k in PREFETCHES]
+                plans = [_with_down(plan, index, down) for down in downs]
+                plan, took_us = self._best(plans, self._step(pair.max_tokens).whole)
+                prefetch_k = plan.pairs[index].down.prefetch_k
+                _say(f"{pair.max_tokens} tokens: {prefetch_k} columns prefetched, {took_us:.1f} us")
+        return plan
 
     def _best(self, tiles: Sequence[T], calls: Callable[[T], list[Call]]) -> tuple[T, float]:
         """The fastest tile that runs; of those tried before time was over."""
@@ -146,6 +165,12 @@ def heights(shape: ExpertShape, num_tokens: int) -> list[int]:
     return [64, 128] if average > 96 else [32, 64, 128]
 
 
+def _with_down(plan: TilePlan, index: int, down: Tile) -> TilePlan:
+    pairs = list(plan.pairs)
+    pairs[index] = replace(pairs[index], down=down)
+    return replace(plan, pairs=tuple(pairs))
+
+
 def _merged(pairs: Sequence[Pair]) -> Iterator[Pair]:
     """Without pairs whose tiles are those of the next."""
     for pair, after in zip(pairs, [*pairs[1:], None], strict=True):
@@ -156,7 +181,7 @@ def _merged(pairs: Sequence[Pair]) -> Iterator[Pair]:
 def render_plan(gpu_name: str, shape: ExpertShape, plan: TilePlan) -> str:
     """The entry of `kernels.moe.tiles.TUNED`."""
     few = {
-        name: f"FewTile({tile.block_n}, {tile.block_k}, {tile.num_warps})"
+        name: f"FewTile({tile.block_n}, {tile.block_k}, {tile.num_warps}{_prefetch(tile)})"
         for name, tile in (("few_gate_up", plan.few_gate_up), ("few_down", plan.few_down))
     }
     pairs = "\n".join(
@@ -176,7 +201,12 @@ def _code(tile: Tile) -> str:
     sizes = (
         tile.block_m, tile.block_n, tile.block_k, tile.group_m, tile.num_warps, tile.num_stages,
     )  # fmt: skip
-    return f"Tile({', '.join(map(str, sizes))}{', by_tma=True' if tile.by_tma else ''})"
+    by_tma = ", by_tma=True" if tile.by_tma else ""
+    return f"Tile({', '.join(map(str, sizes))}{by_tma}{_prefetch(tile)})"
+
+
+def _prefetch(tile: Tile | FewTile) -> str:
+    return f", prefetch_k={tile.prefetch_k}" if tile.prefetch_k else ""
 
 
 # ---- compiling in several processes --------------------------------------------------------------

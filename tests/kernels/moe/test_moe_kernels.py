@@ -376,6 +376,41 @@ def test_permuted_tokens_permute_outputs_bitwise_on_a_gpu(dtype: torch.dtype, ti
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("num_tokens", [2, 40])
+@pytest.mark.parametrize("prefetch_k", [0, 256])
+def test_layers_in_a_graph_wait_for_each_other(num_tokens: int, prefetch_k: int) -> None:
+    """Each kernel starts before its input is there; a missing wait would read old values."""
+    make = {"dtype": torch.bfloat16, "device": "cuda"}
+    x, router = random_tensor(num_tokens, 512, **make), random_tensor(16, 512, **make)
+    gate_up = random_tensor(16, 768, 512, scale=0.1, **make)
+    down = random_tensor(16, 512, 384, scale=0.1, **make)
+    tile, few = Tile(16, 64, 64, 1, 4, 3), FewTile(16, 256, 4)
+    tiles = replace(tile, prefetch_k=prefetch_k), replace(few, prefetch_k=prefetch_k)
+
+    def chain() -> Tensor:
+        y = x
+        for _ in range(4):
+            routes = route(y, router, 4, normalises=True)
+            if num_tokens <= 4:
+                y = few_down(few_gate_up(y, gate_up, routes, few), down, routes, tiles[1])
+            else:
+                blocks = align(routes.ids, 16, 16)
+                inner = grouped_gate_up(y, gate_up, routes, blocks, tile)
+                y = combine(grouped_down(inner, down, routes, blocks, tiles[0]), routes)
+        return y
+
+    expected = chain()
+    assert expected.isfinite().all()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = chain()
+    for _ in range(20):
+        y.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(y, expected)
+
+
+@pytest.mark.gpu
 def test_weights_past_two_billion_elements_are_reached() -> None:
     num_experts, inner, hidden = 130, 4100, 2048
     gate_up = torch.zeros(num_experts, 2 * inner, hidden, dtype=torch.bfloat16, device="cuda")

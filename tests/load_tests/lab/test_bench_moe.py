@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -77,8 +78,8 @@ def test_the_fastest_tiles_of_one_height_are_taken(monkeypatch: pytest.MonkeyPat
         tile = arguments[-2]
         chosen.append(tile)
         if isinstance(tile, TilePlan):  # the whole step of a plan
-            num_tokens = len(calls)  # as the step below says
-            return 1.0 if 0 < tile.few_up_to <= 4 else 2.0 + num_tokens
+            prefetched = tile.few_down.prefetch_k + tile.pairs[0].down.prefetch_k
+            return (10.0 if 0 < tile.few_up_to <= 4 else 20.0) - prefetched / 1e3
         if isinstance(tile, Tile):
             if tile.num_stages == 5:
                 raise RuntimeError("out of resource")
@@ -94,11 +95,14 @@ def test_the_fastest_tiles_of_one_height_are_taken(monkeypatch: pytest.MonkeyPat
     assert plan.pairs[0].gate_up.block_n == 256
     assert plan.few_gate_up.block_n == 4
     assert plan.few_up_to == 4
+    assert plan.few_down.prefetch_k == plan.pairs[0].down.prefetch_k == 512
+    assert plan.pairs[0].gate_up.prefetch_k == plan.pairs[1].down.prefetch_k == 0
     assert {tile for tile in TILES if tile.block_m == 16} <= set(chosen)
 
 
 def test_an_entry_of_the_table_is_python() -> None:
-    pair = Pair(max_tokens=64, gate_up=TILES[0], down=TILES[1])
+    down = replace(TILES[1], by_tma=True, prefetch_k=256)
+    pair = Pair(max_tokens=64, gate_up=TILES[0], down=down)
     last = Pair(max_tokens=ALWAYS, gate_up=TILES[2], down=TILES[2])
     plan = TilePlan(few_up_to=4, few_gate_up=FEW_TILES[0], few_down=FEW_TILES[1],
                     pairs=(pair, last))  # fmt: skip
