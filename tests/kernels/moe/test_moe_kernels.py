@@ -326,7 +326,7 @@ def test_equal_and_broken_experts_on_a_gpu() -> None:
 @pytest.mark.gpu
 def test_routes_are_sorted_on_a_gpu() -> None:
     sizes = [(1, 8, 2), (1, 128, 8), (64, 128, 8), (131, 60, 4), (512, 128, 8), (513, 128, 8)]
-    _check_aligned_cases("cuda", [*sizes, (5000, 8, 2), (8191, 128, 8)])
+    _check_aligned_cases("cuda", [*sizes, (5000, 8, 2), (8191, 128, 8), (16999, 128, 8)])
 
 
 @pytest.mark.gpu
