@@ -47,6 +47,7 @@ TILES = tuple(
         (64, 128, 128, 8, 4, 2), (64, 256, 64, 8, 4, 3), (64, 256, 64, 8, 8, 3),
         (128, 128, 64, 8, 4, 3), (128, 128, 64, 16, 8, 3), (128, 128, 64, 16, 8, 4),
         (128, 128, 128, 8, 8, 2), (128, 256, 64, 16, 8, 3), (128, 256, 64, 16, 8, 4),
+        (128, 128, 64, 8, 4, 4), (128, 256, 64, 8, 8, 3), (256, 128, 64, 8, 8, 3),
     )
 )  # fmt: skip
 FEW_TILES = tuple(
@@ -162,7 +163,9 @@ def heights(shape: ExpertShape, num_tokens: int) -> list[int]:
         return [16, 32]
     if average <= 48:
         return [16, 32, 64]
-    return [64, 128] if average > 96 else [32, 64, 128]
+    if average <= 96:
+        return [32, 64, 128]
+    return [64, 128] if average <= 256 else [128, 256]
 
 
 def _with_down(plan: TilePlan, index: int, down: Tile) -> TilePlan:
@@ -248,7 +251,7 @@ def compile_tiles(shape: ExpertShape, tiles: Sequence[Tile | FewTile], device: s
                 none = torch.full((1, tile.block_m), -1, dtype=torch.int32, device=device)
                 blocks = Blocks(routes=none, experts=none[0, :1])
                 grouped_gate_up(x, gate_up, routes, blocks, tile)
-                grouped_down(rows, down, routes, blocks, tile)
+                grouped_down(zeros(tile.block_m, inner), down, routes, blocks, tile)
         except Exception as error:  # noqa: BLE001 - the tuning leaves it out too
             failed.append(f"{tile}: {type(error).__name__}")
     return "; ".join(failed)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kernels.moe import tiles
+from kernels.moe.align import Blocks, align_reference
 from kernels.moe.tiles import ALWAYS, ExpertShape, FewTile, Pair, Tile, TilePlan
 from load_tests.lab.bench_moe import Timing, measure, render, run
 from load_tests.lab.floors import Machine
@@ -86,7 +87,10 @@ def test_the_fastest_tiles_of_one_height_are_taken(monkeypatch: pytest.MonkeyPat
             return 1000.0 / tile.block_n + tile.block_k / 1e3
         return float(tile.block_n) if isinstance(tile, FewTile) else 0.5
 
-    monkeypatch.setattr(MoeStep, "blocks", lambda self, block_m: [None] * len(self.routes))
+    def blocks(step: MoeStep, block_m: int) -> list[Blocks]:
+        return [align_reference(routes.ids, 16, block_m) for routes in step.routes]
+
+    monkeypatch.setattr(MoeStep, "blocks", blocks)
     shape = ExpertShape(num_experts=16, num_active=2, hidden=32, inner=16)
     tuning = Tuning(shape, random_layers(shape, CPU, 1), timer, seconds=60)
     plan = tuning.plan((4, 8, 512))  # the first two are merged
