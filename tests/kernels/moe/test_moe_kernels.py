@@ -385,6 +385,8 @@ def test_layers_in_a_graph_wait_for_each_other(num_tokens: int, prefetch_k: int)
     gate_up = random_tensor(16, 768, 512, scale=0.1, **make)
     down = random_tensor(16, 512, 384, scale=0.1, **make)
     tile, few = Tile(16, 64, 64, 1, 4, 3), FewTile(16, 256, 4)
+    by_tma = prefetch_k > 0 and _by_tma("cuda", 512, 384)
+    tile = replace(tile, by_tma=by_tma)
     tiles = replace(tile, prefetch_k=prefetch_k), replace(few, prefetch_k=prefetch_k)
 
     def chain() -> Tensor:
