@@ -97,7 +97,7 @@ def test_the_fastest_tiles_of_one_height_are_taken(monkeypatch: pytest.MonkeyPat
     assert [pair.max_tokens for pair in plan.pairs] == [8, ALWAYS]
     assert plan.pairs[0].gate_up.block_m == 16
     assert plan.pairs[0].gate_up.block_n == 256
-    assert plan.few_gate_up.block_n == 4
+    assert plan.few_gate_up.block_n == min(tile.block_n for tile in FEW_TILES)
     assert plan.few_up_to == 4
     assert plan.few_down.prefetch_k == plan.pairs[0].down.prefetch_k == 512
     assert plan.pairs[0].gate_up.prefetch_k == plan.pairs[1].down.prefetch_k == 0
