@@ -318,7 +318,7 @@ def _layer(
         return LinearWeight(tensors[field], bias)
 
     def optional(field: str) -> LinearWeight | None:
-        return linear(field) if field in tensors else None
+        return linear(field) if field in tensors or field in stacks else None
 
     def experts(field: str) -> LinearWeight:
         if mixture is None:

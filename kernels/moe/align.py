@@ -5,9 +5,10 @@
     experts   [blocks]           the block's expert; -1 = the block is not used
 
 Routes without expert (-1) are in no block. The order is that of a stable counting sort, found
-without atomics on places: the program of an expert counts the routes of the experts before it, and
-then writes its own one after the other. With many routes, their chunks are counted first, by a
-kernel of its own, and a program writes one expert's routes of one chunk. The number of blocks is
+without atomics on places. Few routes take one kernel: the program of an expert counts the routes of
+the experts before it, and then writes its own one after the other. Many take three: the routes of
+each chunk are counted; the program of an expert finds where its routes of each chunk begin; and the
+program of a chunk compares all its routes with each other and writes them. The number of blocks is
 the most that so many routes can fill, so that nothing has to be read on the host. Torch twin:
 `align_reference`.
 """
@@ -24,7 +25,8 @@ from kernels.pdl import pdl_supported
 
 _CHUNK = 2048
 _SMALL_CHUNK = 512
-# Up to so many routes the second kernel costs more than it saves.
+_COUNTED_CHUNK = 256
+# Up to so many routes one kernel is faster than three.
 _MAX_UNCOUNTED = 2 * _CHUNK
 # Numbers of routes up to which one kernel, or one way of calling it, is used.
 ROUTE_SIZES = (_SMALL_CHUNK, _MAX_UNCOUNTED)
@@ -91,63 +93,124 @@ def _write_expert(experts_ptr, expert, num_blocks):
         tl.store(experts_ptr + blocks, value, mask=blocks < num_blocks)
 
 
-@triton.jit(do_not_specialize=["num_routes", "num_blocks", "num_chunks"])
+@triton.jit
+def _blocks_of(
+    counts, expert, experts_ptr, num_blocks, E: tl.constexpr, BLOCK_E: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """First block and number of blocks of an expert, of which it writes the expert.
+
+    counts: int32 [BLOCK_E], routes of each. Expert E stands for the blocks that are not used.
+    """
+    experts = tl.arange(0, BLOCK_E)
+    blocks = (counts + BLOCK_M - 1) // BLOCK_M
+    first = tl.sum(tl.where(experts < expert, blocks, 0), axis=0)
+    mine = tl.sum(tl.where(experts == expert, blocks, 0), axis=0)
+    mine = tl.where(expert < E, mine, num_blocks - first)
+    _write_expert(experts_ptr + first, tl.where(expert < E, expert, -1), mine)
+    return first, mine
+
+
+@triton.jit
+def _fill_last_block(routes_ptr, place, end, BLOCK_M: tl.constexpr):
+    rest = place + tl.arange(0, BLOCK_M)
+    tl.store(routes_ptr + rest, -1, mask=rest < end)
+
+
+@triton.jit(do_not_specialize=["num_routes", "num_blocks"])
 def _moe_align_kernel(
     ids_ptr,  # int32 [num_routes]
-    counts_ptr,  # int32 [num_chunks, BLOCK_E] if HAS_COUNTS
     # outputs
     routes_ptr,  # int32 [num_blocks, BLOCK_M]
     experts_ptr,  # int32 [num_blocks]
     # constants
     num_routes,
     num_blocks,
-    num_chunks,
     E: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_M: tl.constexpr,
     CHUNK: tl.constexpr,
-    HAS_COUNTS: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
-    """One program an expert, and one for the blocks that are not used; each for every chunk."""
+    """One program an expert, and one for the blocks that are not used."""
     if USE_PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     expert = tl.program_id(0)
-    chunk = tl.program_id(1)
-    experts = tl.arange(0, BLOCK_E)
     counts = tl.zeros((BLOCK_E,), dtype=tl.int32)
-    earlier = tl.zeros((BLOCK_E,), dtype=tl.int32)  # in the chunks before this program's
-    if HAS_COUNTS:
-        for i in range(0, num_chunks, 8):
-            chunks = (i + tl.arange(0, 8))[:, None]
-            places = counts_ptr + chunks * BLOCK_E + experts[None, :]
-            of_chunks = tl.load(places, mask=chunks < num_chunks, other=0)
-            counts += tl.sum(of_chunks, axis=0)
-            earlier += tl.sum(tl.where(chunks < chunk, of_chunks, 0), axis=0)
-    else:
-        for start in range(0, num_routes, CHUNK):
-            counts += _count_chunk(ids_ptr, start, num_routes, BLOCK_E, CHUNK)
-    blocks = (counts + BLOCK_M - 1) // BLOCK_M
-    first = tl.sum(tl.where(experts < expert, blocks, 0), axis=0)
-    is_expert = expert < E
-    mine = tl.sum(tl.where(experts == expert, blocks, 0), axis=0)
-    mine = tl.where(is_expert, mine, num_blocks - first)
-    if chunk == 0:
-        _write_expert(experts_ptr + first, tl.where(is_expert, expert, -1), mine)
-    if is_expert:
+    for start in range(0, num_routes, CHUNK):
+        counts += _count_chunk(ids_ptr, start, num_routes, BLOCK_E, CHUNK)
+    first, mine = _blocks_of(counts, expert, experts_ptr, num_blocks, E, BLOCK_E, BLOCK_M)
+    if expert < E:
         place = first * BLOCK_M
-        if HAS_COUNTS:
-            place += tl.sum(tl.where(experts == expert, earlier, 0), axis=0)
-            place = _write_routes(
-                ids_ptr, routes_ptr, chunk * CHUNK, place, expert, num_routes, CHUNK
-            )
-        else:
-            for start in range(0, num_routes, CHUNK):
-                place = _write_routes(ids_ptr, routes_ptr, start, place, expert, num_routes, CHUNK)
-        if chunk == num_chunks - 1:
-            rest = place + tl.arange(0, BLOCK_M)
-            tl.store(routes_ptr + rest, -1, mask=rest < (first + mine) * BLOCK_M)
+        for start in range(0, num_routes, CHUNK):
+            place = _write_routes(ids_ptr, routes_ptr, start, place, expert, num_routes, CHUNK)
+        _fill_last_block(routes_ptr, place, (first + mine) * BLOCK_M, BLOCK_M)
+
+
+@triton.jit(do_not_specialize=["num_chunks", "num_blocks"])
+def _moe_offsets_kernel(
+    counts_ptr,  # int32 [num_chunks, BLOCK_E]
+    # outputs
+    offsets_ptr,  # int32 [num_chunks, BLOCK_E]  place of an expert's first route of each chunk
+    routes_ptr,  # int32 [num_blocks, BLOCK_M]  only what no route takes
+    experts_ptr,  # int32 [num_blocks]
+    # constants
+    num_chunks,
+    num_blocks,
+    E: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    CHUNKS: tl.constexpr,  # read together
+    USE_PDL: tl.constexpr,
+):
+    """One program an expert, and one for the blocks that are not used."""
+    if USE_PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    expert = tl.program_id(0)
+    counts = tl.zeros((BLOCK_E,), dtype=tl.int32)
+    for start in range(0, num_chunks, CHUNKS):
+        chunks = (start + tl.arange(0, CHUNKS))[:, None]
+        places = counts_ptr + chunks * BLOCK_E + tl.arange(0, BLOCK_E)[None, :]
+        counts += tl.sum(tl.load(places, mask=chunks < num_chunks, other=0), axis=0)
+    first, mine = _blocks_of(counts, expert, experts_ptr, num_blocks, E, BLOCK_E, BLOCK_M)
+    if expert < E:
+        place = first * BLOCK_M
+        for start in range(0, num_chunks, 256):
+            chunks = start + tl.arange(0, 256)
+            lines = chunks * BLOCK_E + expert
+            of_chunks = tl.load(counts_ptr + lines, mask=chunks < num_chunks, other=0)
+            before = place + tl.cumsum(of_chunks, axis=0) - of_chunks
+            tl.store(offsets_ptr + lines, before, mask=chunks < num_chunks)
+            place += tl.sum(of_chunks, axis=0)
+        _fill_last_block(routes_ptr, place, (first + mine) * BLOCK_M, BLOCK_M)
+
+
+@triton.jit(do_not_specialize=["num_routes"])
+def _moe_place_kernel(
+    ids_ptr,  # int32 [num_routes]
+    offsets_ptr,  # int32 [chunks, BLOCK_E]
+    # outputs
+    routes_ptr,  # int32 [blocks, BLOCK_M]
+    # constants
+    num_routes,
+    BLOCK_E: tl.constexpr,
+    CHUNK: tl.constexpr,
+    USE_PDL: tl.constexpr,
+):
+    """One program a chunk."""
+    if USE_PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    chunk = tl.program_id(0)
+    inside = tl.arange(0, CHUNK)
+    routes = chunk * CHUNK + inside
+    ids = tl.load(ids_ptr + routes, mask=routes < num_routes, other=-1)
+    is_before = (inside[None, :] < inside[:, None]) & (ids[None, :] == ids[:, None])
+    rank = tl.sum(is_before.to(tl.int32), axis=1)
+    offsets = tl.load(offsets_ptr + chunk * BLOCK_E + tl.maximum(ids, 0))
+    tl.store(routes_ptr + offsets + rank, routes, mask=ids >= 0)
 
 
 def align(ids: Tensor, num_experts: int, block_m: int) -> Blocks:
@@ -158,42 +221,78 @@ def align(ids: Tensor, num_experts: int, block_m: int) -> Blocks:
     num_blocks = max_blocks(num_routes, num_experts, block_m)
     routes = torch.empty((num_blocks, block_m), dtype=torch.int32, device=ids.device)
     experts = torch.empty(num_blocks, dtype=torch.int32, device=ids.device)
+    blocks = Blocks(routes=routes, experts=experts)
+    if num_routes > _MAX_UNCOUNTED:
+        _align_many(ids, blocks, num_experts)
+        return blocks
+    is_small = num_routes <= _SMALL_CHUNK
     use_pdl = pdl_supported(ids.device)
-    block_e = max(32, triton.next_power_of_2(num_experts))  # a bin a thread of a warp, at least
-    has_counts = num_routes > _MAX_UNCOUNTED
-    num_chunks = triton.cdiv(num_routes, _CHUNK) if has_counts else 1
-    counts = ids
-    if has_counts:
-        counts = torch.empty((num_chunks, block_e), dtype=torch.int32, device=ids.device)
-        _moe_count_kernel[(num_chunks,)](
-            ids,
-            counts,
-            num_routes,
-            BLOCK_E=block_e,
-            CHUNK=_CHUNK,
-            USE_PDL=use_pdl,
-            num_warps=8,
-            launch_pdl=use_pdl,
-        )
-    _moe_align_kernel[(num_experts + 1, num_chunks)](
+    _moe_align_kernel[(num_experts + 1,)](
         ids,
-        counts,
         routes,
         experts,
         num_routes,
         num_blocks,
+        E=num_experts,
+        BLOCK_E=_num_bins(num_experts),
+        BLOCK_M=block_m,
+        # Few routes would pay for a whole chunk.
+        CHUNK=_SMALL_CHUNK if is_small else _CHUNK,
+        USE_PDL=use_pdl,
+        num_warps=4 if is_small else 8,
+        launch_pdl=use_pdl,
+    )
+    return blocks
+
+
+def _align_many(ids: Tensor, blocks: Blocks, num_experts: int) -> None:
+    num_routes, block_e = ids.numel(), _num_bins(num_experts)
+    num_blocks, block_m = blocks.routes.shape
+    num_chunks = triton.cdiv(num_routes, _COUNTED_CHUNK)
+    counts = torch.empty((num_chunks, block_e), dtype=torch.int32, device=ids.device)
+    offsets = torch.empty_like(counts)
+    use_pdl = pdl_supported(ids.device)
+    _moe_count_kernel[(num_chunks,)](
+        ids,
+        counts,
+        num_routes,
+        BLOCK_E=block_e,
+        CHUNK=_COUNTED_CHUNK,
+        USE_PDL=use_pdl,
+        num_warps=4,
+        launch_pdl=use_pdl,
+    )
+    _moe_offsets_kernel[(num_experts + 1,)](
+        counts,
+        offsets,
+        blocks.routes,
+        blocks.experts,
         num_chunks,
+        num_blocks,
         E=num_experts,
         BLOCK_E=block_e,
         BLOCK_M=block_m,
-        # Few routes would pay for a whole chunk.
-        CHUNK=_CHUNK if num_routes > _SMALL_CHUNK else _SMALL_CHUNK,
-        HAS_COUNTS=has_counts,
+        CHUNKS=max(1, 4096 // block_e),
         USE_PDL=use_pdl,
-        num_warps=8 if num_routes > _SMALL_CHUNK else 4,
+        num_warps=8,
         launch_pdl=use_pdl,
     )
-    return Blocks(routes=routes, experts=experts)
+    _moe_place_kernel[(num_chunks,)](
+        ids,
+        offsets,
+        blocks.routes,
+        num_routes,
+        BLOCK_E=block_e,
+        CHUNK=_COUNTED_CHUNK,
+        USE_PDL=use_pdl,
+        num_warps=8,
+        launch_pdl=use_pdl,
+    )
+
+
+def _num_bins(num_experts: int) -> int:
+    """Sizes of a histogram: a power of two, at least a bin a thread of a warp."""
+    return max(32, int(triton.next_power_of_2(num_experts)))
 
 
 def align_reference(ids: Tensor, num_experts: int, block_m: int) -> Blocks:

@@ -5,7 +5,10 @@
 
 With so few tokens hardly two share an expert, so routes are not sorted: a program reads BLOCK_N
 rows of one expert for one route, and in the second product those of all experts of a token, one
-after the other, which saves the sum's kernel. Sums in fp32, in one order, rounded once. Torch
+after the other, which saves the sum's kernel. Sums in fp32, in one order, rounded once.
+
+The second kernel may start while the first still runs (kernels/pdl.py). The first lets it start
+only when the router's results are there, so it can prefetch weights of the right experts. Torch
 twins: `kernels.moe.grouped.gate_up_reference`, and `down_reference` with `reference.combine`.
 """
 
@@ -13,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.linear.small import prefetch_rows
 from kernels.moe.routes import Routes
 from kernels.moe.tiles import FewTile
 from kernels.pdl import pdl_supported
@@ -37,8 +41,8 @@ def _moe_few_gate_up_kernel(
     USE_PDL: tl.constexpr,
 ):
     if USE_PDL:
-        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     route = tl.program_id(1)
     expert = tl.load(ids_ptr + route)
     if expert < 0:
@@ -78,15 +82,20 @@ def _moe_few_down_kernel(
     HAS_SHARED: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    PREFETCH_K: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
-    if USE_PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     token = tl.program_id(1)
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_output = columns < N
     rows = tl.minimum(columns, N - 1)
+    if USE_PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        if PREFETCH_K > 0:
+            for i in tl.static_range(TOP_K):
+                early = tl.maximum(tl.load(ids_ptr + token * TOP_K + i), 0).to(tl.int64)
+                prefetch_rows(weight_ptr, early * N + rows, 0, K, PREFETCH_K)
+        tl.extra.cuda.gdc_wait()
     k_offsets = tl.arange(0, BLOCK_K)
     # Neither a branch nor a sum over threads between one expert's loads and the next one's: so many
     # loads are under way at a time.
@@ -166,6 +175,7 @@ def few_down(
         HAS_SHARED=shared is not None,
         BLOCK_N=tile.block_n,
         BLOCK_K=tile.block_k,
+        PREFETCH_K=tile.prefetch_k,
         USE_PDL=use_pdl,
         num_warps=tile.num_warps,
         launch_pdl=use_pdl,

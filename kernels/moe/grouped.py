@@ -5,17 +5,24 @@
 
 Routes come sorted by expert in blocks (align.py); a program computes one block with BLOCK_N rows of
 the expert's weight, from all columns. So a route's sums have one order for one tiling, whatever
-else is in its block. Gate and up of an output alternate among the rows of a tile, so that the gate
-is applied before anything is written. Rows of routes without expert are not written. A grid holds
-as many blocks as there can be; programs of unused ones end at once. Torch twins:
-`gate_up_reference` and `down_reference`.
+else is in its block. The first product gathers tokens and leaves its results in the order of the
+blocks, where the second reads them one after the other and puts its own in the order of routes.
+
+A tile has the same rows of gate and up, so that the gate is applied before anything is written:
+they alternate, or, where the copy engine (TMA) loads them, gate's come first. Lines and rows of
+routes without expert are not written. A grid holds as many blocks as there can be; programs of
+unused ones end at once. What may be prefetched before the product before is complete is as in
+`kernels.moe.few`. Torch twins: `gate_up_reference` and `down_reference`, both by route.
 """
 
+import torch
 import torch.nn.functional as F  # noqa: N812  (the field's own spelling)
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
+from kernels.linear.small import prefetch_rows
 from kernels.moe.align import Blocks
 from kernels.moe.reference import routes_by_expert
 from kernels.moe.routes import Routes
@@ -34,67 +41,136 @@ def _tile_of(program, num_blocks, NUM_TILES_N: tl.constexpr, GROUP_M: tl.constex
     return first + inside % height, inside // height
 
 
-@triton.jit(do_not_specialize=["num_blocks"])
-def _moe_grouped_kernel(
-    x_ptr,  # [tokens or routes, K]
-    weight_ptr,  # [experts, N, K]
-    routes_ptr,  # int32 [num_blocks, BLOCK_M]
-    experts_ptr,  # int32 [num_blocks]
-    scales_ptr,  # fp32 [routes] unless IS_GATED
-    # outputs
-    y_ptr,  # [routes, N, or N // 2 if IS_GATED]
-    # constants
-    num_blocks,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    ROUTES_PER_ROW: tl.constexpr,  # of x
-    IS_GATED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
-    USE_PDL: tl.constexpr,
-):
-    if USE_PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    NUM_TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    block, tile_n = _tile_of(tl.program_id(0), num_blocks, NUM_TILES_N, GROUP_M)
-    expert = tl.load(experts_ptr + block)
-    if expert < 0:
-        return
-    routes = tl.load(routes_ptr + block * BLOCK_M + tl.arange(0, BLOCK_M))
-    is_route = (routes >= 0)[:, None]
-    rows = tl.maximum(routes, 0) // ROUTES_PER_ROW
-    columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+@triton.jit
+def _load_rows(pointers, is_row, k_offsets, k, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Columns [k, k + BLOCK_K) of gathered rows; zeros for those that are not there."""
+    if K % BLOCK_K == 0:
+        rows = tl.load(pointers + k, mask=is_row, other=0.0)
+    else:
+        rows = tl.load(pointers + k, mask=is_row & (k_offsets < K - k)[None, :], other=0.0)
+    return rows
+
+
+@triton.jit
+def _product(
+    x_pointers, is_row, weight_ptr, expert, tile_n, N: tl.constexpr, K: tl.constexpr,
+    IS_GATED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """[BLOCK_M, BLOCK_N]; if gated, columns of gate and up alternate."""
+    k_offsets = tl.arange(0, BLOCK_K)
     # Rows past the end repeat the last and are not stored: cheaper than masking every load.
-    w_rows = tl.minimum(columns, N - 1)
+    w_rows = tl.minimum(tile_n * BLOCK_N + tl.arange(0, BLOCK_N), N - 1)
     if IS_GATED:
         w_rows = (w_rows % 2) * (N // 2) + w_rows // 2
-    k_offsets = tl.arange(0, BLOCK_K)
-    x_pointers = x_ptr + rows[:, None].to(tl.int64) * K + k_offsets[None, :]
     first_row = expert.to(tl.int64) * N
     w_pointers = weight_ptr + (first_row + w_rows[:, None]) * K + k_offsets[None, :]
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for k in range(0, K, BLOCK_K):
+        x = _load_rows(x_pointers, is_row, k_offsets, k, K, BLOCK_K)
         if K % BLOCK_K == 0:
-            x = tl.load(x_pointers + k, mask=is_route, other=0.0)
             w = tl.load(w_pointers + k)
         else:
-            is_column = (k_offsets < K - k)[None, :]
-            x = tl.load(x_pointers + k, mask=is_route & is_column, other=0.0)
-            w = tl.load(w_pointers + k, mask=is_column, other=0.0)
+            w = tl.load(w_pointers + k, mask=(k_offsets < K - k)[None, :], other=0.0)
         acc = tl.dot(x, tl.trans(w), acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def _product_by_tma(
+    x, x_pointers, is_row, first_line, weight_desc, expert, tile_n, K: tl.constexpr,
+    IS_GATED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """[BLOCK_M, BLOCK_N]; if gated, columns of gate before those of up.
+
+    If gated, rows are gathered by `x_pointers`; else `x` is a descriptor of [BLOCK_M, BLOCK_K].
+    """
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for k in range(0, K, BLOCK_K):
+        if IS_GATED:
+            rows = _load_rows(x_pointers, is_row, tl.arange(0, BLOCK_K), k, K, BLOCK_K)
+            piece = weight_desc.load([expert, 0, tile_n * (BLOCK_N // 2), k])
+        else:
+            rows = x.load([first_line, k])
+            piece = weight_desc.load([expert, tile_n * BLOCK_N, k])
+        w = tl.reshape(piece, (BLOCK_N, BLOCK_K))
+        acc = tl.dot(rows, tl.trans(w), acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def _gated(acc, BY_TMA: tl.constexpr, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr):
+    """silu(gate) * up; acc: [BLOCK_M, 2 WIDTH]."""
+    if BY_TMA:
+        gate, up = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, WIDTH)), (0, 2, 1)))
+    else:
+        gate, up = tl.split(tl.reshape(acc, (BLOCK_M, WIDTH, 2)))
+    return gate * tl.sigmoid(gate) * up
+
+
+@triton.jit(do_not_specialize=["num_blocks"])
+def _moe_grouped_kernel(
+    x,  # [tokens, K] if IS_GATED, else [num_blocks BLOCK_M, K], or a descriptor of it if BY_TMA
+    weight,  # [experts, N, K]; if BY_TMA, a descriptor of pieces as `_pieces` cuts them
+    routes_ptr,  # int32 [num_blocks, BLOCK_M]
+    experts_ptr,  # int32 [num_blocks]
+    scales_ptr,  # fp32 [routes] unless IS_GATED
+    prefetched_ptr,  # the weight if PREFETCH_K
+    # outputs
+    y_ptr,  # [num_blocks BLOCK_M, N // 2] if IS_GATED, else [routes, N]
+    # constants
+    num_blocks,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    TOP_K: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    BY_TMA: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    PREFETCH_K: tl.constexpr,
+    USE_PDL: tl.constexpr,
+):
+    NUM_TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     NUM_OUTPUTS: tl.constexpr = N // 2 if IS_GATED else N
     WIDTH: tl.constexpr = BLOCK_N // 2 if IS_GATED else BLOCK_N
+    block, tile_n = _tile_of(tl.program_id(0), num_blocks, NUM_TILES_N, GROUP_M)
+    if USE_PDL:
+        if PREFETCH_K > 0:
+            early = tl.maximum(tl.load(experts_ptr + block), 0).to(tl.int64)
+            w_rows = tl.minimum(tile_n * BLOCK_N + tl.arange(0, BLOCK_N), N - 1)
+            prefetch_rows(prefetched_ptr, early * N + w_rows, 0, K, PREFETCH_K)
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    expert = tl.load(experts_ptr + block)
+    if expert < 0:
+        return
+    lines = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    routes = tl.load(routes_ptr + lines)
+    is_route = (routes >= 0)[:, None]
+    x_pointers = x
     if IS_GATED:
-        gate, up = tl.split(tl.reshape(acc, (BLOCK_M, WIDTH, 2)))
-        y = gate * tl.sigmoid(gate) * up
+        tokens = (tl.maximum(routes, 0) // TOP_K)[:, None].to(tl.int64)
+        x_pointers = x + tokens * K + tl.arange(0, BLOCK_K)[None, :]
+    elif not BY_TMA:
+        x_pointers = x + lines[:, None].to(tl.int64) * K + tl.arange(0, BLOCK_K)[None, :]
+    if BY_TMA:
+        acc = _product_by_tma(
+            x, x_pointers, is_route, block * BLOCK_M, weight, expert, tile_n, K, IS_GATED, BLOCK_M,
+            BLOCK_N, BLOCK_K,
+        )  # fmt: skip
     else:
-        scales = tl.load(scales_ptr + tl.maximum(routes, 0))
-        y = acc * scales[:, None]
+        acc = _product(
+            x_pointers, is_route, weight, expert, tile_n, N, K, IS_GATED, BLOCK_M, BLOCK_N, BLOCK_K
+        )
+    if IS_GATED:
+        y = _gated(acc, BY_TMA, BLOCK_M, WIDTH)
+        y_lines = lines
+    else:
+        y = acc * tl.load(scales_ptr + tl.maximum(routes, 0))[:, None]
+        y_lines = routes
     outputs = tile_n * WIDTH + tl.arange(0, WIDTH)
-    offsets = routes[:, None].to(tl.int64) * NUM_OUTPUTS + outputs[None, :]
+    offsets = y_lines[:, None].to(tl.int64) * NUM_OUTPUTS + outputs[None, :]
     mask = is_route & (outputs < NUM_OUTPUTS)[None, :]
     tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask=mask)
 
@@ -102,37 +178,40 @@ def _moe_grouped_kernel(
 def grouped_gate_up(
     x: Tensor, weight: Tensor, routes: Routes, blocks: Blocks, tile: Tile
 ) -> Tensor:
-    """x: [T, hidden], weight: [experts, 2 n, hidden], gate's rows first; returns [T k, n].
+    """x: [T, hidden], weight: [experts, 2 n, hidden], gate's rows first.
 
-    blocks: the routes in blocks of `tile.block_m`.
+    blocks: the routes in blocks of `tile.block_m`. Returns [blocks block_m, n], a line for each
+    place of a block; those without a route are not written.
     """
-    num_active = routes.ids.shape[1]
-    y = x.new_empty((x.shape[0] * num_active, weight.shape[1] // 2))
-    _launch(x, weight, None, blocks, y, tile, routes_per_row=num_active)
+    y = x.new_empty((blocks.routes.numel(), weight.shape[1] // 2))
+    _launch(x, weight, routes, blocks, y, tile, is_gated=True)
     return y
 
 
 def grouped_down(
     inner: Tensor, weight: Tensor, routes: Routes, blocks: Blocks, tile: Tile
 ) -> Tensor:
-    """inner: [T k, n], weight: [experts, hidden, n]; returns [T, k, hidden], weighted."""
+    """inner: as `grouped_gate_up` returns it, weight: [experts, hidden, n].
+
+    Returns [T, k, hidden], weighted; rows of routes without expert are not written.
+    """
     num_tokens, num_active = routes.ids.shape
+    assert inner.shape[0] == blocks.routes.numel(), f"{inner.shape} for {blocks.routes.shape}"
     y = inner.new_empty((num_tokens, num_active, weight.shape[1]))
-    _launch(inner, weight, routes.weights, blocks, y, tile, routes_per_row=1)
+    _launch(inner, weight, routes, blocks, y, tile, is_gated=False)
     return y
 
 
 def _launch(
     x: Tensor,
     weight: Tensor,
-    scales: Tensor | None,
+    routes: Routes,
     blocks: Blocks,
     y: Tensor,
     tile: Tile,
     *,
-    routes_per_row: int,
+    is_gated: bool,
 ) -> None:
-    """scales: None = gated."""
     num_blocks, block_m = blocks.routes.shape
     _, num_rows, num_columns = weight.shape
     assert block_m == tile.block_m, f"blocks of {block_m} for tiles of {tile.block_m}"
@@ -141,22 +220,28 @@ def _launch(
     assert x.is_contiguous(), f"x has strides {x.stride()}"
     assert weight.is_contiguous(), f"the weight has strides {weight.stride()}"
     use_pdl = pdl_supported(x.device)
+    rows: Tensor | TensorDescriptor = x
+    if tile.by_tma and not is_gated:
+        rows = TensorDescriptor.from_tensor(x, [block_m, tile.block_k])
     _moe_grouped_kernel[(num_blocks * triton.cdiv(num_rows, tile.block_n),)](
-        x,
-        weight,
+        rows,
+        _pieces(weight, tile, is_gated=is_gated) if tile.by_tma else weight,
         blocks.routes,
         blocks.experts,
-        y if scales is None else scales,
+        routes.weights,
+        weight,
         y,
         num_blocks,
         N=num_rows,
         K=num_columns,
-        ROUTES_PER_ROW=routes_per_row,
-        IS_GATED=scales is None,
+        TOP_K=routes.ids.shape[1],
+        IS_GATED=is_gated,
+        BY_TMA=tile.by_tma,
         BLOCK_M=block_m,
         BLOCK_N=tile.block_n,
         BLOCK_K=tile.block_k,
         GROUP_M=tile.group_m,
+        PREFETCH_K=0 if is_gated else tile.prefetch_k,
         USE_PDL=use_pdl,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
@@ -164,8 +249,26 @@ def _launch(
     )
 
 
+def _pieces(weight: Tensor, tile: Tile, *, is_gated: bool) -> TensorDescriptor:
+    """The weight by pieces of one expert; if gated, of the same rows of gate and up."""
+    if not is_gated:
+        return TensorDescriptor.from_tensor(weight, [1, tile.block_n, tile.block_k])
+    num_experts, num_rows, num_columns = weight.shape
+    halves = weight.view(num_experts, 2, num_rows // 2, num_columns)
+    return TensorDescriptor.from_tensor(halves, [1, 2, tile.block_n // 2, tile.block_k])
+
+
+def by_block(of_routes: Tensor, blocks: Blocks) -> Tensor:
+    """Rows of routes, [T k, n], in the order of the blocks; those without a route are NaN."""
+    routes = blocks.routes.flatten()
+    is_used = (blocks.experts >= 0).repeat_interleave(blocks.routes.shape[1]) & (routes >= 0)
+    lines = torch.full_like(of_routes[:1].expand(len(routes), -1), torch.nan)
+    lines[is_used] = of_routes[routes[is_used].long()]
+    return lines
+
+
 def gate_up_reference(x: Tensor, weight: Tensor, routes: Routes) -> Tensor:
-    """See `grouped_gate_up`; zeros where a route has no expert."""
+    """silu(gate) * up of each route, [T k, n]; zeros where a route has no expert."""
     num_active = routes.ids.shape[1]
     y = x.new_zeros((routes.ids.numel(), weight.shape[1] // 2))
     for expert, indices in routes_by_expert(routes.ids):
@@ -174,7 +277,7 @@ def gate_up_reference(x: Tensor, weight: Tensor, routes: Routes) -> Tensor:
 
 
 def down_reference(inner: Tensor, weight: Tensor, routes: Routes) -> Tensor:
-    """See `grouped_down`; zeros where a route has no expert."""
+    """inner: [T k, n]; returns [T, k, hidden], weighted; zeros where a route has no expert."""
     y = inner.new_zeros((routes.ids.numel(), weight.shape[1]))
     scales = routes.weights.flatten()
     for expert, indices in routes_by_expert(routes.ids):

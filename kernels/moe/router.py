@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.linear.small import prefetch_rows
 from kernels.moe.routes import Routes
 from kernels.pdl import pdl_supported
 
@@ -38,6 +39,7 @@ _MANY = RouterTile(block_m=64, block_n=64, block_k=64, split_k=1, num_warps=4, n
 # One tiling for any number of tokens, so that a token's sums have one order.
 _INVARIANT = RouterTile(block_m=64, block_n=32, block_k=64, split_k=4, num_warps=4, num_stages=3)
 FEW_TOKENS = 256
+_PREFETCH_K = tl.constexpr(256)  # columns prefetched while the norm before still runs
 
 
 def router_tile(num_tokens: int, *, is_deterministic: bool) -> RouterTile:
@@ -62,13 +64,15 @@ def _moe_router_kernel(
     SPLIT_K: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
-    if USE_PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     PART: tl.constexpr = (K + SPLIT_K * BLOCK_K - 1) // (SPLIT_K * BLOCK_K) * BLOCK_K
     tokens = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     experts = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     part = tl.program_id(2)
+    if USE_PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        first_rows = tl.minimum(experts, E - 1).to(tl.int64)
+        prefetch_rows(weight_ptr, first_rows, part * PART, K, _PREFETCH_K)
+        tl.extra.cuda.gdc_wait()
     is_token = (tokens < num_tokens)[:, None]
     k_offsets = part * PART + tl.arange(0, BLOCK_K)
     # Experts past the end repeat the last and are not stored.

@@ -7,7 +7,7 @@ A GPU's table is what `python -m load_tests.lab.bench_moe --tune` printed on it.
 shapes get tiles by the average number of routes an expert, made to fit the shared memory.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from kernels.device import DeviceProperties, stages_that_fit
 
@@ -34,6 +34,11 @@ class Tile:
     group_m: int  # route tiles that share weight tiles in the L2 cache
     num_warps: int
     num_stages: int
+    # The copy engine loads the weight: compute capability 9.0 and later.
+    by_tma: bool = field(default=False, kw_only=True)
+    # Columns of the second weight prefetched to the L2 cache while the first product still runs: 0
+    # or a power of two >= 64.
+    prefetch_k: int = field(default=0, kw_only=True)
 
     def stage_bytes(self, element_bytes: int) -> int:
         """Shared memory of one stage."""
@@ -47,6 +52,7 @@ class FewTile:
     block_n: int  # outputs
     block_k: int
     num_warps: int
+    prefetch_k: int = field(default=0, kw_only=True)  # as in `Tile`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,6 +17,7 @@ from kernels.moe.align import Blocks, align
 from kernels.moe.combine import combine
 from kernels.moe.few import few_down, few_gate_up
 from kernels.moe.grouped import (
+    by_block,
     down_reference,
     gate_up_reference,
     grouped_down,
@@ -155,7 +156,9 @@ class MoeStep:
 
     def down(self, tile: Tile) -> list[Call]:
         parts = zip(self._layers, self.routes, self.blocks(tile.block_m), strict=True)
-        return [partial(grouped_down, self._inner, w.down, r, b, tile) for w, r, b in parts]
+        return [
+            partial(grouped_down, by_block(self._inner, b), w.down, r, b, tile) for w, r, b in parts
+        ]
 
     def total(self) -> list[Call]:
         return [partial(combine, self._outputs, routes) for routes in self.routes]
@@ -230,12 +233,17 @@ class MoeStep:
         inner = gate_up_reference(self._x, layer.gate_up, routes)
         outputs = down_reference(self._inner, layer.down, routes)
         if self.num_tokens <= plan.few_up_to:
-            ours = self.few_gate_up(plan.few_gate_up)[0](), self.few_down(plan.few_down)[0]()
+            product = few_gate_up(self._x, layer.gate_up, routes, plan.few_gate_up)
+            ours = product, self.few_down(plan.few_down)[0]()
             twins = inner, outputs.float().sum(dim=1)
         else:
             pair = plan.pair(self.num_tokens)
-            ours = self.gate_up(pair.gate_up)[0](), self.down(pair.down)[0]()
-            twins = inner, outputs
+            blocks = self.blocks(pair.gate_up.block_m)[0]
+            lines = by_block(inner, blocks)
+            is_line = ~lines[:, 0].isnan()
+            product = grouped_gate_up(self._x, layer.gate_up, routes, blocks, pair.gate_up)
+            ours = product[is_line], self.down(pair.down)[0]()
+            twins = lines[is_line], outputs
         return max(_error(a, b) for a, b in zip(ours, twins, strict=True))
 
 

@@ -27,10 +27,13 @@ from load_tests.lab.moe_step import Call, Layer, MoeStep, Timer
 NUM_PROCESSES = 12
 TUNED_TOKENS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192)
 FEW_TOKENS = (1, 2, 4, 8, 16)
+PREFETCHES = (0, 128, 256, 512)  # columns of the second weight
+MAX_PREFETCHING_TOKENS = 512
 
 # block_m, block_n, block_k, group_m, warps, stages
 TILES = tuple(
-    Tile(*sizes)
+    Tile(*sizes, by_tma=by_tma)
+    for by_tma in (False, True)
     for sizes in (
         (16, 32, 128, 1, 4, 4), (16, 32, 256, 1, 4, 3), (16, 64, 64, 1, 4, 5),
         (16, 64, 128, 1, 4, 3), (16, 64, 128, 1, 4, 4), (16, 64, 256, 1, 4, 2),
@@ -44,6 +47,7 @@ TILES = tuple(
         (64, 128, 128, 8, 4, 2), (64, 256, 64, 8, 4, 3), (64, 256, 64, 8, 8, 3),
         (128, 128, 64, 8, 4, 3), (128, 128, 64, 16, 8, 3), (128, 128, 64, 16, 8, 4),
         (128, 128, 128, 8, 8, 2), (128, 256, 64, 16, 8, 3), (128, 256, 64, 16, 8, 4),
+        (128, 128, 64, 8, 4, 4), (128, 256, 64, 8, 8, 3), (256, 128, 64, 8, 8, 3),
     )
 )  # fmt: skip
 FEW_TILES = tuple(
@@ -51,6 +55,7 @@ FEW_TILES = tuple(
     for sizes in (
         (4, 256, 4), (4, 512, 4), (8, 256, 4), (8, 512, 4), (8, 1024, 4), (8, 1024, 8),
         (16, 128, 4), (16, 256, 4), (16, 256, 8), (16, 512, 4), (16, 512, 8), (32, 256, 8),
+        (4, 256, 2), (4, 512, 2), (8, 256, 2), (8, 512, 2), (4, 1024, 4), (2, 1024, 2),
     )
 )  # fmt: skip
 
@@ -79,7 +84,8 @@ class Tuning:
         plan = TilePlan(
             few_up_to=0, few_gate_up=few_up, few_down=few_down, pairs=tuple(_merged(pairs))
         )
-        return replace(plan, few_up_to=self._few_up_to(plan))
+        plan = replace(plan, few_up_to=self._few_up_to(plan))
+        return self._with_prefetches(plan)
 
     def _best_pair(self, num_tokens: int) -> tuple[Pair, float]:
         """Tiles of both products with one height, and what they and the alignment take."""
@@ -112,6 +118,22 @@ class Tuning:
             few_up_to = num_tokens
         return few_up_to
 
+    def _with_prefetches(self, plan: TilePlan) -> TilePlan:
+        """The second product with as many columns prefetched as make the whole step fastest."""
+        if plan.few_up_to > 0:
+            few_plans = [
+                replace(plan, few_down=replace(plan.few_down, prefetch_k=k)) for k in PREFETCHES
+            ]
+            plan, _ = self._best(few_plans, self._step(1).whole)
+        for index, pair in enumerate(plan.pairs):
+            if plan.few_up_to < pair.max_tokens <= MAX_PREFETCHING_TOKENS:
+                downs = [replace(pair.down, prefetch_k=k) for k in PREFETCHES]
+                plans = [_with_down(plan, index, down) for down in downs]
+                plan, took_us = self._best(plans, self._step(pair.max_tokens).whole)
+                prefetch_k = plan.pairs[index].down.prefetch_k
+                _say(f"{pair.max_tokens} tokens: {prefetch_k} columns prefetched, {took_us:.1f} us")
+        return plan
+
     def _best(self, tiles: Sequence[T], calls: Callable[[T], list[Call]]) -> tuple[T, float]:
         """The fastest tile that runs; of those tried before time was over."""
         best: tuple[T, float] | None = None
@@ -142,7 +164,15 @@ def heights(shape: ExpertShape, num_tokens: int) -> list[int]:
         return [16, 32]
     if average <= 48:
         return [16, 32, 64]
-    return [64, 128] if average > 96 else [32, 64, 128]
+    if average <= 96:
+        return [32, 64, 128]
+    return [64, 128] if average <= 256 else [128, 256]
+
+
+def _with_down(plan: TilePlan, index: int, down: Tile) -> TilePlan:
+    pairs = list(plan.pairs)
+    pairs[index] = replace(pairs[index], down=down)
+    return replace(plan, pairs=tuple(pairs))
 
 
 def _merged(pairs: Sequence[Pair]) -> Iterator[Pair]:
@@ -155,12 +185,12 @@ def _merged(pairs: Sequence[Pair]) -> Iterator[Pair]:
 def render_plan(gpu_name: str, shape: ExpertShape, plan: TilePlan) -> str:
     """The entry of `kernels.moe.tiles.TUNED`."""
     few = {
-        name: f"FewTile({tile.block_n}, {tile.block_k}, {tile.num_warps})"
+        name: f"FewTile({tile.block_n}, {tile.block_k}, {tile.num_warps}{_prefetch(tile)})"
         for name, tile in (("few_gate_up", plan.few_gate_up), ("few_down", plan.few_down))
     }
     pairs = "\n".join(
         f"            Pair(max_tokens={'ALWAYS' if pair.max_tokens == ALWAYS else pair.max_tokens},"
-        f" gate_up=Tile{_sizes(pair.gate_up)}, down=Tile{_sizes(pair.down)}),"
+        f" gate_up={_code(pair.gate_up)}, down={_code(pair.down)}),"
         for pair in plan.pairs
     )
     few_lines = "".join(f"            {name}={tile},\n" for name, tile in few.items())
@@ -171,10 +201,16 @@ def render_plan(gpu_name: str, shape: ExpertShape, plan: TilePlan) -> str:
     )
 
 
-def _sizes(tile: Tile) -> tuple[int, ...]:
-    return (
+def _code(tile: Tile) -> str:
+    sizes = (
         tile.block_m, tile.block_n, tile.block_k, tile.group_m, tile.num_warps, tile.num_stages,
     )  # fmt: skip
+    by_tma = ", by_tma=True" if tile.by_tma else ""
+    return f"Tile({', '.join(map(str, sizes))}{by_tma}{_prefetch(tile)})"
+
+
+def _prefetch(tile: Tile | FewTile) -> str:
+    return f", prefetch_k={tile.prefetch_k}" if tile.prefetch_k else ""
 
 
 # ---- compiling in several processes --------------------------------------------------------------
@@ -216,7 +252,7 @@ def compile_tiles(shape: ExpertShape, tiles: Sequence[Tile | FewTile], device: s
                 none = torch.full((1, tile.block_m), -1, dtype=torch.int32, device=device)
                 blocks = Blocks(routes=none, experts=none[0, :1])
                 grouped_gate_up(x, gate_up, routes, blocks, tile)
-                grouped_down(rows, down, routes, blocks, tile)
+                grouped_down(zeros(tile.block_m, inner), down, routes, blocks, tile)
         except Exception as error:  # noqa: BLE001 - the tuning leaves it out too
             failed.append(f"{tile}: {type(error).__name__}")
     return "; ".join(failed)

@@ -1,5 +1,7 @@
 """Kernels on GPUs with less shared memory than an H200: tiles that fit, and the same on an H200."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -174,10 +176,12 @@ def test_kernels_of_a_mixture_compile_for_every_gpu(name: str) -> None:
                 blocks = align.align(routes.ids, 128, pair.gate_up.block_m)
                 inner = grouped.grouped_gate_up(x, gate_up, routes, blocks, pair.gate_up)
                 outputs = grouped.grouped_down(inner, down, routes, blocks, pair.down)
+                prefetching = replace(pair.down, prefetch_k=256)
+                grouped.grouped_down(inner, down, routes, blocks, prefetching)
                 combine.combine(outputs, routes, x, x[:, :1])
         routes = router.route(x[:1], weight_of(128, 2048), 8, normalises=True)
         inner = few.few_gate_up(x[:1], gate_up, routes, plan.few_gate_up)
-        few.few_down(inner, down, routes, plan.few_down)
+        few.few_down(inner, down, routes, replace(plan.few_down, prefetch_k=256))
     assert {"_moe_grouped_kernel", "_moe_align_kernel", "_moe_few_down_kernel"} < set(found)
     assert max(found.values()) <= device.shared_memory_per_block_bytes, found
 

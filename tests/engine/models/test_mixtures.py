@@ -13,12 +13,14 @@ from engine.errors import ConfigError
 from engine.layers.moe import Mixture
 from engine.models.llama import CausalLM
 from engine.models.llama_weights import Rank, num_parameters, published_shapes
+from engine.models.mixture import build_mixture
 from engine.models.quantized_tensors import weight_bytes
 from engine.models.registry import build_model
 from engine.models.spec import load_spec
 from engine.models.weights import load_weights, random_weights
 from engine.request import SamplingParams
 from engine.runner.auto import Footprint
+from kernels.reference import TorchOps
 from tests.engine.models.closeness import assert_same_logits
 from tests.engine.runner.step_driver import StepDriver
 from tests.harness.in_process import answer, start_engine
@@ -244,6 +246,22 @@ def test_ranks_hold_their_part_of_every_expert(
             assert part.shared_gate is not None
             shared = whole.shared_down.data.chunk(2, dim=1)[index]
             assert torch.equal(part.shared_down.data, shared)
+
+
+@pytest.mark.parametrize("architecture", sorted(MIXTURES))
+def test_the_outputs_of_ranks_add_up_to_that_of_one(
+    architecture: str, tmp_path: Path, seed: int
+) -> None:
+    save_model(tmp_path, architecture, seed=seed)
+    spec = load_spec(tmp_path)
+    assert spec.mixture is not None
+    x = torch.randn(11, 64)
+    outputs = []
+    for rank in (Rank(0, 1), Rank(0, 2), Rank(1, 2)):
+        loaded = load_weights(tmp_path, spec, dtype=torch.float32, device=CPU, rank=rank)
+        layer = build_mixture(spec.mixture, loaded.layers[0], TorchOps(), is_deterministic=False)
+        outputs.append(layer(x))
+    torch.testing.assert_close(outputs[1] + outputs[2], outputs[0], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -2,11 +2,13 @@
 
 import ast
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
 
 from kernels.moe import tiles
+from kernels.moe.align import Blocks, align_reference
 from kernels.moe.tiles import ALWAYS, ExpertShape, FewTile, Pair, Tile, TilePlan
 from load_tests.lab.bench_moe import Timing, measure, render, run
 from load_tests.lab.floors import Machine
@@ -77,28 +79,34 @@ def test_the_fastest_tiles_of_one_height_are_taken(monkeypatch: pytest.MonkeyPat
         tile = arguments[-2]
         chosen.append(tile)
         if isinstance(tile, TilePlan):  # the whole step of a plan
-            num_tokens = len(calls)  # as the step below says
-            return 1.0 if 0 < tile.few_up_to <= 4 else 2.0 + num_tokens
+            prefetched = tile.few_down.prefetch_k + tile.pairs[0].down.prefetch_k
+            return (10.0 if 0 < tile.few_up_to <= 4 else 20.0) - prefetched / 1e3
         if isinstance(tile, Tile):
             if tile.num_stages == 5:
                 raise RuntimeError("out of resource")
             return 1000.0 / tile.block_n + tile.block_k / 1e3
         return float(tile.block_n) if isinstance(tile, FewTile) else 0.5
 
-    monkeypatch.setattr(MoeStep, "blocks", lambda self, block_m: [None] * len(self.routes))
+    def blocks(step: MoeStep, block_m: int) -> list[Blocks]:
+        return [align_reference(routes.ids, 16, block_m) for routes in step.routes]
+
+    monkeypatch.setattr(MoeStep, "blocks", blocks)
     shape = ExpertShape(num_experts=16, num_active=2, hidden=32, inner=16)
     tuning = Tuning(shape, random_layers(shape, CPU, 1), timer, seconds=60)
     plan = tuning.plan((4, 8, 512))  # the first two are merged
     assert [pair.max_tokens for pair in plan.pairs] == [8, ALWAYS]
     assert plan.pairs[0].gate_up.block_m == 16
     assert plan.pairs[0].gate_up.block_n == 256
-    assert plan.few_gate_up.block_n == 4
+    assert plan.few_gate_up.block_n == min(tile.block_n for tile in FEW_TILES)
     assert plan.few_up_to == 4
+    assert plan.few_down.prefetch_k == plan.pairs[0].down.prefetch_k == 512
+    assert plan.pairs[0].gate_up.prefetch_k == plan.pairs[1].down.prefetch_k == 0
     assert {tile for tile in TILES if tile.block_m == 16} <= set(chosen)
 
 
 def test_an_entry_of_the_table_is_python() -> None:
-    pair = Pair(max_tokens=64, gate_up=TILES[0], down=TILES[1])
+    down = replace(TILES[1], by_tma=True, prefetch_k=256)
+    pair = Pair(max_tokens=64, gate_up=TILES[0], down=down)
     last = Pair(max_tokens=ALWAYS, gate_up=TILES[2], down=TILES[2])
     plan = TilePlan(few_up_to=4, few_gate_up=FEW_TILES[0], few_down=FEW_TILES[1],
                     pairs=(pair, last))  # fmt: skip
