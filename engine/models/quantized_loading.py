@@ -8,7 +8,6 @@ The tensors of one published map may stand in two files. They are kept until the
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -21,7 +20,7 @@ from engine.layers.quantized_weight import Scales
 from engine.models.llama_weights import Rank, StackedTensor
 from engine.models.quantization import Packing, Quantization
 from engine.models.quantized_formats import Numbers, read_numbers
-from engine.models.quantized_tensors import Axis, published_tensors
+from engine.models.quantized_tensors import Axis, Portion, published_tensors
 from kernels.quant.int4 import choose_half, pack_int4
 
 _SUFFIX = ".weight"
@@ -47,9 +46,7 @@ class _Placed:
     module: str
     rows: slice
     scale_rows: slice
-    # What this rank has of the published map.
-    shares: Mapping[Axis, slice]
-    sizes: Mapping[Axis, int]
+    portion: Portion
 
 
 class QuantizedStack:
@@ -99,14 +96,12 @@ class QuantizedStack:
 
     def destinations(self) -> dict[str, "PublishedPart"]:
         """Published name -> where what is read under that name goes."""
-        tensors = published_tensors(self.quantization)
         found = {}
         for part in self._parts:
-            collected = _Collected(self, part, frozenset(tensors))
-            for suffix, tensor in tensors.items():
-                name = f"{part.module}.{suffix}"
-                share = tensor.share(part.shares, part.sizes, name)
-                found[name] = PublishedPart(collected, suffix, tuple(share))
+            slices = part.portion.slices(self.quantization, part.module)
+            collected = _Collected(self, part, frozenset(slices))
+            for suffix, share in slices.items():
+                found[f"{part.module}.{suffix}"] = PublishedPart(collected, suffix, share)
         return found
 
     def rows_as_published(self, part: _Placed, suffix: str) -> Tensor | None:
@@ -150,7 +145,7 @@ class QuantizedStack:
         """The order of inputs in which groups are adjacent. Raises ConfigError if there is none."""
         columns, num_columns = self.scales.columns, self._num_columns
         groups = groups.to(torch.int64)
-        first = part.shares[Axis.IN].start // columns
+        first = part.portion.parts[Axis.IN].start // columns
         order = torch.argsort(groups, stable=True)
         expected = first + torch.arange(num_columns, device=groups.device) // columns
         if not torch.equal(groups[order], expected):
@@ -180,18 +175,14 @@ def _place(
     stacked: StackedTensor, mine: StackedTensor, tile_rows: int, rank: Rank
 ) -> list[_Placed]:
     placed, start = [], 0
-    assert stacked.num_columns is not None
     for name, num_rows in mine.num_rows.items():
         end = start + num_rows
-        whole = (slice(0, stacked.num_rows[name]), slice(0, stacked.num_columns))
-        rows, columns = stacked.share_of(name, rank) or whole
         placed.append(
             _Placed(
                 module=name.removesuffix(_SUFFIX),
                 rows=slice(start, end),
                 scale_rows=slice(start // tile_rows, -(-end // tile_rows)),
-                shares={Axis.OUT: rows, Axis.IN: columns},
-                sizes={Axis.OUT: stacked.num_rows[name], Axis.IN: stacked.num_columns},
+                portion=Portion.of(stacked, name, rank),
             )
         )
         start = end

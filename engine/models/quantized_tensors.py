@@ -21,6 +21,7 @@ from engine.errors import ConfigError
 from engine.models.llama_weights import (
     WHOLE_MODEL,
     Rank,
+    Split,
     StackedTensor,
     layer_tensors,
     outer_tensors,
@@ -150,6 +151,48 @@ def _floats(cuts: tuple[Cut, ...]) -> PublishedTensor:
 
 def _words(cuts: tuple[Cut, ...]) -> PublishedTensor:
     return PublishedTensor(dtypes=("I32",), cuts=cuts)
+
+
+@dataclass(frozen=True, slots=True)
+class Portion:
+    """What a rank has of one published linear map."""
+
+    parts: Mapping[Axis, slice]
+    sizes: Mapping[Axis, int]  # of the whole map
+
+    @classmethod
+    def of(cls, stacked: StackedTensor, name: str, rank: Rank) -> "Portion":
+        num_rows, num_columns = stacked.num_rows[name], stacked.num_columns
+        assert num_columns is not None, f"{name} is a vector"
+        whole = (slice(0, num_rows), slice(0, num_columns))
+        rows, columns = stacked.share_of(name, rank) or whole
+        return cls({Axis.OUT: rows, Axis.IN: columns}, {Axis.OUT: num_rows, Axis.IN: num_columns})
+
+    def slices(self, quantization: Quantization, module: str) -> dict[str, tuple[slice, ...]]:
+        """Suffix -> slices of the published tensor. Raises ConfigError for a block in part."""
+        return {
+            suffix: tuple(tensor.share(self.parts, self.sizes, f"{module}.{suffix}"))
+            for suffix, tensor in published_tensors(quantization).items()
+        }
+
+
+def check_shares(spec: ModelSpec, rank: Rank) -> None:
+    """Raises ConfigError if a rank would get part of a tile, of a group or of a word."""
+    if spec.quantization is None or rank.size == 1:
+        return
+    for layer in range(spec.num_layers):
+        for tensor in layer_tensors(spec, layer).values():
+            quantization = quantization_of(spec, tensor)
+            if quantization is None:
+                continue
+            for name in tensor.num_rows:
+                module = name.removesuffix(_SUFFIX)
+                Portion.of(tensor, name, rank).slices(quantization, module)
+                if quantization.must_have_order and tensor.split is Split.COLUMNS:
+                    raise ConfigError(
+                        f"{module}: {rank.size} ranks cannot share inputs in an order of their own"
+                        " (g_idx); use one rank, or weights without activation order"
+                    )
 
 
 def quantization_of(spec: ModelSpec, tensor: StackedTensor) -> Quantization | None:

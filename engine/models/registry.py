@@ -10,6 +10,7 @@ import torch
 
 from engine.errors import ConfigError
 from engine.models.llama import CausalLM, build_decoder
+from engine.models.quantized_tensors import check_shares
 from engine.models.spec import load_spec
 from engine.models.weights import load_weights, random_weights
 from engine.ranks.rank import WHOLE_MODEL, Rank
@@ -60,6 +61,7 @@ def build_model(
     """
     spec = load_spec(folder, quantization=source.quantization)
     spec.of_rank(rank)  # before the weights, so that the error comes early
+    check_shares(spec, rank)
     allowed = spec.max_model_len
     if max_model_len is not None and max_model_len > allowed:
         raise ConfigError(

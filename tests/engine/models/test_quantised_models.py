@@ -170,7 +170,7 @@ def test_ranks_hold_their_shares_with_the_scales(form: str, num_ranks: int, tmp_
     [
         ("fp8-block", ["q_proj.weight_scale_inv", "256 outputs", "128", "parts of 64"]),
         ("ct-int4-128-asymmetric", ["o_proj.weight_scale", "256 inputs", "128", "parts of 64"]),
-        ("gptq-v2-order", ["_proj", "not those of this rank", "activation order"]),
+        ("gptq-v2-order", ["o_proj", "4 ranks", "activation order"]),
     ],
 )
 def test_what_ranks_would_cut_is_refused(form: str, named: list[str], tmp_path: Path) -> None:
@@ -178,9 +178,17 @@ def test_what_ranks_would_cut_is_refused(form: str, named: list[str], tmp_path: 
     save_model(tmp_path / "dense", **sizes)
     write_quantised(tmp_path / "dense", form, tmp_path / "q")
     with pytest.raises(ConfigError) as refused:
-        _load(tmp_path / "q", rank=Rank(1, 4))
+        build_model(tmp_path / "q", dtype=torch.float32, device=CPU, rank=Rank(1, 4))
     for part in named:
         assert part in refused.value.message
+
+
+def test_inputs_that_a_rank_has_of_other_groups_are_refused(tmp_path: Path) -> None:
+    """Where config.json says of no order, only the files show that there is one."""
+    folder, _ = _folders(tmp_path, "gptq-v2-order")
+    _reconfigure(folder, desc_act=False, group_size=64)
+    with pytest.raises(ConfigError, match="not those of this rank"):
+        _load(folder, rank=Rank(1, 2))
 
 
 # ---- what stops the start ------------------------------------------------------------------------
