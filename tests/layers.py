@@ -107,6 +107,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "configs",
         "engine.errors",
         "engine.messages",
+        "engine.models.quantized_tensors",
         "engine.models.spec",
         "engine.models.weight_files",
         "engine.ranks.rank",

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from configs.schema import AppConfig
 from engine.errors import ConfigError, RequestError
+from engine.models.quantized_tensors import check_shares
 from engine.models.spec import load_spec
 from engine.models.weight_files import check_format, check_weights
 from engine.ranks.rank import Rank
@@ -25,7 +26,10 @@ def check_startable(config: AppConfig) -> None:
     if config.model.weights == "safetensors":
         check_format(str(folder), (path.name for path in folder.glob("*")))
     spec = load_spec(folder, quantization=config.model.quantization)
-    spec.of_rank(Rank(0, config.workers.tensor_parallel_size))
+    for index in range(config.workers.tensor_parallel_size):
+        rank = Rank(index, config.workers.tensor_parallel_size)
+        spec.of_rank(rank)
+        check_shares(spec, rank)
     asked = config.model.max_model_len
     if asked is not None and asked > spec.max_model_len:
         raise ConfigError(

@@ -265,6 +265,15 @@ def test_quantised_folders_are_checked_by_their_format(tmp_path: Path) -> None:
     check(MODEL, model__quantization="fp8")
 
 
+def test_shares_of_quantised_weights_are_checked_before_the_start(tmp_path: Path) -> None:
+    """Attention's output projection has 256 inputs in groups of 128: two ranks may share them."""
+    folder = write_quantised(MODEL, "ct-int4-128-asymmetric", tmp_path / "model")
+    edit_config(folder, num_attention_heads=8, num_key_value_heads=8, head_dim=32)
+    refused = _refusal_with(folder, workers__tensor_parallel_size=4)
+    assert "blocks of 128" in refused
+    assert "parts of 64" in refused
+
+
 def test_many_shards_of_any_size_are_checked_within_a_second(tmp_path: Path) -> None:
     """As large as a model of 70 billion parameters; the data is a hole that takes no space."""
     layers, hidden, inner = 80, 8192, 28672
