@@ -167,7 +167,10 @@ def replace_head(stage: Stage) -> None:
     began_s = time.monotonic()
     stage.head.kill()
     workers = [stage.network.machines[name] for name in WORKERS]
-    are_gone = lambda: not any(stage.runs(m, "raylet/raylet") for m in workers)  # noqa: E731
+
+    def are_gone() -> bool:
+        return not any(stage.runs(machine, "raylet/raylet") for machine in workers)
+
     wait_until(are_gone, "the workers' machines notice", READY_S)
     print(f"Ray has left the other machines after {time.monotonic() - began_s:.0f} s", flush=True)
     stage.cluster.head = None
