@@ -14,7 +14,7 @@ from actors.ingress.closed_haproxy import BUNDLED, SILENT_S, closed_arguments
 from engine.text.tokenizing import load_tokenizer
 from load_tests.testbed.certificates import Authority
 from load_tests.testbed.deployed import MODEL, free_port, wait_until
-from load_tests.testbed.listeners import listeners, unexpected
+from load_tests.testbed.listeners import Listener, listeners, unexpected
 from load_tests.testbed.machines import Machine, Network, network, why_not
 from load_tests.testbed.ray_machines import RayMachines
 from tests.harness.in_process import GREEDY, answer, start_engine
@@ -146,6 +146,16 @@ class MachinesWithApplication:
         return [self.url(machine) for machine in self.machines if self.is_ready(machine)]
 
 
+def test_a_port_too_many_is_a_stranger() -> None:
+    known = [Listener("raylet", 7, "*", 8076), Listener("raylet", 7, "*", 40001)]
+    local = Listener("sshd", 9, "127.0.0.1", 22)
+    assert unexpected([*known, local]) == []
+    assert len(unexpected([*known, Listener("raylet", 7, "10.0.0.1", 40002)])) == 2
+    assert unexpected([*known, Listener("sshd", 9, "0.0.0.0", 22)]) == [
+        Listener("sshd", 9, "0.0.0.0", 22)
+    ]
+
+
 def assert_answers_are_right(urls: Sequence[str]) -> None:
     """Each door gives the tokens of an engine in this process."""
     prompts = load_tokenizer(MODEL).encode_batch(PROMPTS, add_special_tokens=True)
@@ -161,17 +171,25 @@ def assert_nobody_comes_in_without_the_token(system: MachinesWithApplication) ->
     for machine in system.machines:
         answer = httpx.get(f"http://{machine.address}:52365/api/version", timeout=30)
         assert answer.status_code == 401, machine.name
-    words = f"RAY_AUTH_MODE=disabled ray status --address {system.head.address}:6379"
-    with pytest.raises(RuntimeError, match=r"(?i)authenticat|token"):
-        system.cluster.run(system.head, f"PATH=$HOME/laps-venv/bin:$PATH {words}")
+    head = system.head.address
+    client = f"python -c 'import ray; ray.init(\"ray://{head}:10001\"); print(ray.nodes())'"
+    refusals = {
+        f"ray status --address {head}:6379": r"(?i)authenticat|token",
+        client: "ray client connection timeout",  # it is told no reason
+    }
+    for words, refusal in refusals.items():
+        command = f"PATH=$HOME/laps-venv/bin:$PATH RAY_AUTH_MODE=%s {words}"
+        with pytest.raises(RuntimeError, match=refusal):
+            system.cluster.run(system.head, command % "disabled")
+        system.cluster.run(system.head, command % "token")  # else the refusal would say nothing
 
 
 @pytest.mark.parametrize("is_encrypted", [False, True], ids=["token", "token and TLS"])
 def test_an_application_over_three_machines(machines: Network, is_encrypted: bool) -> None:
     system = MachinesWithApplication(machines, is_encrypted=is_encrypted)
-    doors = system.doors()
-    assert len(doors) == 2, "the head and the machine with the replica of the ingress"
-    assert_answers_are_right(doors)
+    what = "there are two doors: the head, and the machine with the replica of the ingress"
+    wait_until(lambda: len(system.doors()) == 2, what, 60)
+    assert_answers_are_right(system.doors())
     strangers = {m.name: unexpected(listeners(m)) for m in system.machines}
     assert not any(strangers.values()), strangers
     if not is_encrypted:  # else there is no HTTP without a certificate
