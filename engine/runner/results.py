@@ -201,14 +201,6 @@ class PendingStep:
         """Whether `wait` would return at once."""
         return self._slot.timer.is_done
 
-    def drop(self) -> None:
-        """Give the results up without waiting, in place of `wait`: the next step may be launched.
-
-        Its slot is free at once, because the stream gets to the next step's copies later. The
-        caller must not be more than two steps ahead of the device.
-        """
-        self._slots.give_back(self._slot)
-
     def wait(self) -> StepResult:
         """Block until the step's tokens are on the host. Called once."""
         duration_s = self._slot.timer.wait()
@@ -291,9 +283,6 @@ class EmptyStep:
     @property
     def is_done(self) -> bool:
         return True
-
-    def drop(self) -> None:
-        """There are no results."""
 
     def wait(self) -> StepResult:
         return StepResult(step=self._step, tokens=[], logprobs=[], is_finite=[])

@@ -29,7 +29,7 @@ MAX_SMALL_TOKENS = 64
 _MAX_TILES = 2048
 # Columns and rows must be multiples of 32 bytes, which keeps every load 16-byte aligned.
 _SIZE_MULTIPLE = 16
-_CACHE_LINE_ELEMENTS = tl.constexpr(64)
+_CACHE_LINE_ELEMENTS = tl.constexpr(64)  # of 16 bits
 _MIN_STAGES = 2
 
 
@@ -172,9 +172,15 @@ def token_bucket(num_tokens: int) -> int:
 
 
 @triton.jit
-def prefetch_rows(weight_ptr, rows, k_start, K: tl.constexpr, PREFETCH_K: tl.constexpr) -> None:
-    """Prefetch columns [k_start, k_start + PREFETCH_K) of `rows` to the L2 cache."""
-    lines = k_start + tl.arange(0, PREFETCH_K // _CACHE_LINE_ELEMENTS) * _CACHE_LINE_ELEMENTS
+def prefetch_rows(
+    weight_ptr, rows, k_start, K: tl.constexpr, PREFETCH_K: tl.constexpr,
+    LINE: tl.constexpr = _CACHE_LINE_ELEMENTS,
+) -> None:  # fmt: skip
+    """Prefetch columns [k_start, k_start + PREFETCH_K) of `rows` to the L2 cache.
+
+    LINE: elements of a cache line.
+    """
+    lines = k_start + tl.arange(0, PREFETCH_K // LINE) * LINE
     columns = tl.minimum(lines, K - 1)
     addresses = (weight_ptr + rows[:, None] * K + columns[None, :]).to(tl.int64)
     tl.inline_asm_elementwise(

@@ -25,13 +25,19 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.device import device_properties, stages_that_fit
-from kernels.linear.small import add_parts, load_tokens, store_rows, weight_rows
+from kernels.linear.small import (
+    add_parts,
+    load_tokens,
+    prefetch_rows,
+    store_rows,
+    weight_rows,
+)
 from kernels.pdl import pdl_supported
 from kernels.quant.decode import decode_e4m3, knows_e4m3, uses_ptx
 
 MAX_ONE_TILE = 64  # tokens; more are cut into tiles, and weights are read once for each
 _SIZE_MULTIPLE = 16  # rows and columns
-_LINE_BYTES = tl.constexpr(128)
+LINE_BYTES = tl.constexpr(128)  # of a cache line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,22 +102,6 @@ def supports_fp8(weight: Tensor, tile_columns: int) -> bool:
     )
 
 
-@triton.jit
-def prefetch_bytes(data_ptr, rows, start, row_bytes: tl.constexpr, PREFETCH: tl.constexpr) -> None:
-    """Prefetch bytes [start, start + PREFETCH) of `rows` to the L2 cache."""
-    lines = start + tl.arange(0, PREFETCH // _LINE_BYTES) * _LINE_BYTES
-    columns = tl.minimum(lines, row_bytes - 1)
-    addresses = (data_ptr + rows[:, None] * row_bytes + columns[None, :]).to(tl.int64)
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-        "=r,l",
-        [addresses],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
 @triton.jit(do_not_specialize=["num_tokens"])
 def _fp8_linear_kernel(
     x_ptr,  # [num_tokens, K], row stride STRIDE_X
@@ -150,7 +140,7 @@ def _fp8_linear_kernel(
     if USE_PDL:
         tl.extra.cuda.gdc_launch_dependents()
         if PREFETCH > 0:
-            prefetch_bytes(codes_ptr, w_rows, k_start, K, PREFETCH)
+            prefetch_rows(codes_ptr, w_rows, k_start, K, PREFETCH, LINE_BYTES)
         tl.extra.cuda.gdc_wait()
     tokens = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
     is_token = tokens < num_tokens

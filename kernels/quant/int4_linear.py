@@ -21,10 +21,16 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.device import device_properties, stages_that_fit
-from kernels.linear.small import add_parts, load_tokens, store_rows, weight_rows
+from kernels.linear.small import (
+    add_parts,
+    load_tokens,
+    prefetch_rows,
+    store_rows,
+    weight_rows,
+)
 from kernels.pdl import pdl_supported
 from kernels.quant.decode import subtract_zeros, take_apart, uses_ptx
-from kernels.quant.fp8_linear import QuantConfig, check_inputs, choose_config, prefetch_bytes
+from kernels.quant.fp8_linear import LINE_BYTES, QuantConfig, check_inputs, choose_config
 from kernels.quant.int4 import MIN_HALF
 
 _SIZE_MULTIPLE = 16
@@ -108,7 +114,7 @@ def _int4_linear_kernel(
     if USE_PDL:
         tl.extra.cuda.gdc_launch_dependents()
         if PREFETCH > 0:
-            prefetch_bytes(packed_ptr, w_rows, k_start // 2, K // 2, PREFETCH)
+            prefetch_rows(packed_ptr, w_rows, k_start // 2, K // 2, PREFETCH, LINE_BYTES)
         tl.extra.cuda.gdc_wait()
     tokens = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
     is_token = tokens < num_tokens

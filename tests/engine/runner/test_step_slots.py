@@ -1,15 +1,11 @@
 """Memory for results and timers are used in turn, by one step at a time."""
 
 import random
-from pathlib import Path
 
 import pytest
 import torch
 
-from engine.models.registry import build_model
-from engine.runner.results import PendingStep, StepSlot, StepSlots
-from tests.engine.runner.step_driver import StepDriver
-from tests.harness.tiny_models import save_model
+from engine.runner.results import StepSlot, StepSlots
 
 
 def test_a_slot_belongs_to_one_step_until_it_is_given_back() -> None:
@@ -39,21 +35,3 @@ def test_a_step_cannot_be_waited_for_twice() -> None:
     slots.give_back(slot)
     with pytest.raises(AssertionError, match="waited for twice"):
         slots.give_back(slot)
-
-
-def test_steps_whose_results_nobody_wants_take_no_further_slots(tmp_path: Path) -> None:
-    save_model(tmp_path)
-    model = build_model(tmp_path, dtype=torch.float32, device=torch.device("cpu"))
-    driver = StepDriver(model, seed=1)
-    driver.admit(0, [5, 6, 7])
-    taken: set[int] = set()
-    slots = driver.executor._slots
-    for _ in range(20):
-        step = driver.executor.launch(driver.plan({0: 3}, samples=True))
-        assert isinstance(step, PendingStep)
-        taken.add(id(step._slot))
-        step.drop()
-        driver.release(0)
-        driver.admit(0, [5, 6, 7])
-        driver.executor.launch(driver.plan({})).drop()
-    assert len(taken) == len(slots._free) == 1
