@@ -5,6 +5,7 @@ from typing import Protocol
 from torch import Tensor
 
 from engine.layers.linear import Linear
+from engine.layers.operations import Flow, Op
 
 
 class FeedForward(Protocol):
@@ -18,6 +19,10 @@ class FeedForward(Protocol):
 
         slots: int32 [T], -1 for padding, whose output does not matter; None = there is none.
         """
+        ...
+
+    def operations(self) -> tuple[Op, ...]:
+        """The same as operations on `Flow.x`, normalised; the last one leaves the output there."""
         ...
 
 
@@ -36,3 +41,9 @@ class GatedMlp:
     def __call__(self, x: Tensor, lane: int = 0, slots: Tensor | None = None) -> Tensor:
         """x: [T, hidden]; returns [T, hidden]; padding is computed as all else."""
         return self._down(self._gated(x, lane), lane)
+
+    def operations(self) -> tuple[Op, ...]:
+        return (Op("mlp", self._compute, needs=("comm_prepare_mlp_b",)),)
+
+    def _compute(self, flow: Flow) -> None:
+        flow.x = self(flow.x, flow.ctx.lane)
