@@ -36,6 +36,7 @@ from engine.runner.inputs import (
     write_input_batch,
 )
 from engine.runner.last_tokens import LastTokenSteps
+from engine.runner.overlap_rule import OverlapRule
 from engine.runner.prompt_logprobs import PromptChunk, PromptLogprobRows
 from engine.runner.results import (
     ComputedStep,
@@ -46,8 +47,10 @@ from engine.runner.results import (
     digest_written,
 )
 from engine.runner.rows import Rows
+from engine.runner.two_batches import BatchPart, TwoBatches
 from engine.sampling.sampled import RowSampler as RowSampler
 from kernels.attention.phased import PhasedAttention
+from kernels.attention.protocol import AttentionStep
 from kernels.input_ids import keep_last_tokens, resolve_input_ids
 
 # For smaller steps, the extra attention plan costs more than the skipped last-layer queries.
@@ -108,6 +111,15 @@ class Executor:
         self._decode_run: DecodeRun | None = None
         self._prompt_graphs: StepGraphs | None = None
         self._prompt_steps: PromptStepCounter | None = None
+        self._two_batches: TwoBatches | None = None
+
+    def overlap_two_batches(self, rule: OverlapRule, *, threshold: float) -> None:
+        """From now on, steps that replay no graph are computed as two batches where `rule` says so.
+
+        threshold: see `engine.runner.batch_splits`. All ranks of a model get the same.
+        """
+        block_size = self.layout.block_size
+        self._two_batches = TwoBatches(self.model, rule, threshold=threshold, block_size=block_size)
 
     def capture_graphs(
         self,
@@ -149,6 +161,7 @@ class Executor:
             decode_graphs=decode.statistics() if decode else None,
             prompt_graphs=prompt.statistics() if prompt else None,
             prompt_steps=steps.statistics() if steps else None,
+            two_batches=self._two_batches.statistics() if self._two_batches else None,
         )
 
     def launch(self, plan: StepPlan) -> PendingStep | EmptyStep:
@@ -288,20 +301,44 @@ class Executor:
         checks_finite: bool = False,
     ) -> ForwardResult:
         """The residual stream after the final norm, at `logit_indices` (None: at every token)."""
-        ctx = self._context(batch.positions, batch.slots, self._attention.plan(batch.attention))
         ids = resolve_input_ids(batch.input_ids, self._last_tokens)
-        return self.model.forward(ids, ctx, logit_indices, checks_finite=checks_finite)
+        split = self._two_batches.split(batch) if self._two_batches else None
+        if self._two_batches is None or split is None:
+            ctx = self._context(batch.positions, batch.slots, self._attention.plan(batch.attention))
+            return self.model.forward(ids, ctx, logit_indices, checks_finite=checks_finite)
+        parts = self._two_batches.parts(batch, split)
+        contexts = [self._part_context(part, lane) for lane, part in enumerate(parts)]
+        takes_chosen = logit_indices is not None
+        return self._two_batches.forward(
+            ids, parts, contexts, takes_chosen=takes_chosen, checks_finite=checks_finite
+        )
 
     def _forward_to_last(self, batch: InputBatch) -> ForwardResult:
         """The residual stream after the final norm at every row's last token, in batch order."""
-        step = self._last_token_steps.of(batch.attention)
-        last_ctx = self._context(step.positions, step.slots, self._attention.plan(step.attention))
-        ctx = replace(
-            self._context(batch.positions, batch.slots, self._attention.plan(batch.attention)),
-            last=LastTokens(indices=step.indices, ctx=last_ctx),
-        )
         ids = resolve_input_ids(batch.input_ids, self._last_tokens)
-        return self.model.forward(ids, ctx, checks_finite=True)
+        split = self._two_batches.split(batch) if self._two_batches else None
+        if self._two_batches is None or split is None:
+            ctx = self._context(batch.positions, batch.slots, self._attention.plan(batch.attention))
+            return self.model.forward(ids, self._to_last(ctx, batch.attention), checks_finite=True)
+        parts = self._two_batches.parts(batch, split)
+        contexts = [
+            self._to_last(self._part_context(part, lane), part.attention)
+            for lane, part in enumerate(parts)
+        ]
+        return self._two_batches.forward(
+            ids, parts, contexts, takes_chosen=False, checks_finite=True
+        )
+
+    def _to_last(self, ctx: ForwardContext, attention: AttentionStep) -> ForwardContext:
+        """`ctx` for every row's last token alone after the last layer's K and V."""
+        step = self._last_token_steps.of(attention)
+        last = self._context(step.positions, step.slots, self._attention.plan(step.attention))
+        last = replace(last, lane=ctx.lane)
+        return replace(ctx, last=LastTokens(indices=step.indices, ctx=last))
+
+    def _part_context(self, part: BatchPart, lane: int) -> ForwardContext:
+        ctx = self._context(part.positions, part.slots, self._attention.plan(part.attention))
+        return replace(ctx, lane=lane)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         return self.model.logits(hidden, self._comm)

@@ -26,6 +26,7 @@ from engine.runner.executor import Executor
 from engine.runner.graph_sizes import PromptSizes, ragged_sizes
 from engine.runner.graphs import CudaRecorder
 from engine.runner.grid_sizes import grid_sizes
+from engine.runner.overlap_rule import build_rule, layer_costs
 from engine.runner.warm_up import warm_up
 from engine.sampling.constraint import Matchers
 from engine.sampling.embeddings import Embeddings
@@ -34,6 +35,7 @@ from engine.sampling.sampler import Sampler
 from kernels.attention.phased import PhasedAttention
 from kernels.attention.protocol import AttentionShape
 from kernels.attention.select import AttentionNames, BackendUnavailable, build_attention
+from kernels.device import device_properties
 
 
 def num_blocks_that_fit(
@@ -166,6 +168,8 @@ class Replica:
             sends_blocks=self._sends_blocks,
             comm=self._comm,
         )
+        if self._config.execution.enable_two_batch_overlap:
+            self._overlap_two_batches(executor)
         warm_up(
             executor,
             num_rows=sizes.max_rows,
@@ -177,6 +181,12 @@ class Replica:
             recorder = CudaRecorder(has_watchdog=self._comm.rank.size > 1)
             executor.capture_graphs(recorder, logger.info, prompts=self._prompt_sizes)
         return executor
+
+    def _overlap_two_batches(self, executor: Executor) -> None:
+        execution, num_ranks = self._config.execution, self._comm.rank.size
+        layer = layer_costs(self._spec, num_ranks, DTYPES[self._layout.dtype].itemsize)
+        rule = build_rule(execution, layer, device_properties(self._device))
+        executor.overlap_two_batches(rule, threshold=execution.tbo_token_distribution_threshold)
 
     def _build_sampler(self, max_rows: int) -> RowSampler:
         spec = self._spec
