@@ -25,7 +25,7 @@ from actors.worker.rank_worker import START_S, RankPlace, RankWorker
 from engine.core import Executor
 from engine.errors import WorkerError
 from engine.messages import Role, encode
-from engine.ranks.leading import COMPARE_EVERY, LeadingExecutor, RankEnd, RankReports
+from engine.ranks.leading import COMPARE_EVERY, LeadingExecutor, RankEnd, RankReports, StepCounts
 from engine.ranks.plan_ring import PlanRing, RingError
 from engine.ranks.rank import Rank
 from engine.request import Constraint
@@ -54,6 +54,11 @@ class OtherRanks(Protocol):
         ...
 
     @property
+    def steps(self) -> StepCounts:
+        """How far rank 0 is; counts nothing while it is the only rank."""
+        ...
+
+    @property
     def compiles(self) -> bool:
         """Whether `compile` has to be called for a constraint before a request brings it."""
         ...
@@ -75,6 +80,9 @@ class NoOtherRanks:
     """Of a worker that holds the whole model."""
 
     compiles = False
+
+    def __init__(self) -> None:
+        self.steps = StepCounts()
 
     def join(self) -> "Comm":
         from engine.layers.context import SINGLE_RANK  # imports torch, which takes seconds
@@ -113,7 +121,8 @@ class Gang:
         self._role = role
         self._incarnation = incarnation
         self._on_end = on_end
-        self._size = spec.config.workers.tensor_parallel_size
+        self._size = spec.config.workers.num_ranks[role]
+        self.steps = StepCounts()
         self._actors: list[Any] = []  # a rank lives as long as rank 0 has its handle
         self._processes: list[int] = []  # pidfds: a number may be another process's by now
         self._ring: PlanRing | None = None
@@ -200,6 +209,7 @@ class Gang:
             self._reports,
             compare_every=1 if self._spec.config.debug else COMPARE_EVERY,
             patience_s=self._spec.config.workers.stall_s,
+            steps=self.steps,
         )
         return self._leading
 
@@ -227,6 +237,6 @@ def other_ranks(
     on_end: Callable[[RankEnd], object],
 ) -> OtherRanks:
     """Those that the configuration asks for."""
-    if spec.config.workers.tensor_parallel_size == 1:
+    if spec.config.workers.num_ranks[role] == 1:
         return NoOtherRanks()
     return Gang(spec, name, role, incarnation, on_end)

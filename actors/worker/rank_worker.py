@@ -98,6 +98,7 @@ class RankWorker:
             _ignore,
             spec.block_key,
             sends_blocks=place.role == "prefill",
+            takes_blocks=place.role == "decode",
             comm=comm,
         )
 
@@ -110,7 +111,9 @@ class RankWorker:
         if ours:
             executor = FaultySteps(executor, ours)
         try:
-            Follower(executor, self._ring, engine.grammars.prepare).run()
+            shared = engine.kv_store.shared
+            on_step_end = None if shared is None else shared.count_step
+            Follower(executor, self._ring, engine.grammars.prepare, on_step_end).run()
         except Exception as error:  # noqa: BLE001 - rank 0 ends all ranks
             self._tell(error)
             if not self._ring.wait_end(LEADER_ENDS_S):
