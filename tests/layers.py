@@ -53,6 +53,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "engine.core": (*_WORDS, "engine.scheduling"),
     # -- engine: the ring between the ranks of one worker
     "engine.ranks.plan_ring": ("engine.errors",),
+    "engine.ranks.heartbeat": (),
     "engine.ranks.leading": (
         "engine.errors",
         "engine.plan",

@@ -255,10 +255,7 @@ class EngineHost:
             from engine.build import build_engine  # imports torch, which takes seconds
 
             given = self.config, self.model, self.clock, self._on_outgoing, self._block_key
-            role = self.role
-            return build_engine(
-                *given, sends_blocks=role == "prefill", takes_blocks=role == "decode", comm=comm
-            )
+            return build_engine(*given, role=self.role, comm=comm)
         except WorkerError as error:
             raise self._ranks.cause_of(error) from error
 

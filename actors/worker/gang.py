@@ -14,6 +14,7 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import ray
@@ -25,6 +26,7 @@ from actors.worker.rank_worker import START_S, RankPlace, RankWorker
 from engine.core import Executor
 from engine.errors import WorkerError
 from engine.messages import Role, encode
+from engine.ranks.heartbeat import Heartbeat
 from engine.ranks.leading import COMPARE_EVERY, LeadingExecutor, RankEnd, RankReports, StepCounts
 from engine.ranks.plan_ring import PlanRing, RingError
 from engine.ranks.rank import Rank
@@ -128,6 +130,7 @@ class Gang:
         self._ring: PlanRing | None = None
         self._reports: RankReports | None = None
         self._leading: LeadingExecutor | None = None
+        self._heartbeat: Heartbeat | None = None
 
     def join(self) -> "Comm":
         stall_s = self._spec.config.workers.stall_s
@@ -142,6 +145,9 @@ class Gang:
 
         self._wait_connected(ring)
         self._reports.start()
+        others = {reader + 1: partial(ring.beats, reader) for reader in range(self._size - 1)}
+        self._heartbeat = Heartbeat(ring.beat, others, stall_s, self._on_silence)
+        self._heartbeat.start()
         device = torch.device(self._spec.config.model.device)
         return join_ranks(
             Rank(0, self._size),
@@ -203,6 +209,8 @@ class Gang:
     def lead(self, executor: Executor) -> Executor:
         assert self._ring is not None, "ranks join before they are led"
         assert self._reports is not None, "ranks join before they are led"
+        assert self._heartbeat is not None, "ranks join before they are led"
+        self._heartbeat.watch()
         self._leading = LeadingExecutor(
             executor,
             self._ring,
@@ -216,6 +224,10 @@ class Gang:
     def compile(self, constraint: Constraint) -> None:
         assert self._leading is not None, "the others are led first"
         self._leading.compile(constraint)
+
+    def _on_silence(self, rank: int) -> None:
+        stall_s = self._spec.config.workers.stall_s
+        self._on_end(RankEnd(rank=rank, reason=f"it stands still, for {stall_s:g} s", is_dead=True))
 
     def cause_of(self, error: Exception) -> Exception:
         if self._reports is None or not isinstance(error, WorkerError):
