@@ -62,7 +62,10 @@ class TritonRouter:
         is_deterministic: bool,
         bias: Tensor | None = None,
     ) -> None:
-        """weight: [experts, hidden]; bias: [experts]. Raises ConfigError for more experts than can be routed."""
+        """weight: [experts, hidden]; bias: [experts].
+
+        Raises ConfigError for more experts than can be routed.
+        """
         if weight.shape[0] > MAX_EXPERTS:
             raise ConfigError(
                 f"model.path: {weight.shape[0]} experts a layer; at most {MAX_EXPERTS} are"
@@ -122,13 +125,13 @@ class TritonExperts:
         num_tokens = x.shape[0]
         if num_tokens == 0:
             return x
-        added = (None, None) if shared is None else (shared.output, shared.gate)
+        output, gate = (None, None) if shared is None else (shared.output, shared.gate)
         plan = self._plan
         if num_tokens <= plan.few_up_to:
             inner = few_gate_up(x, self._gate_up, routes, plan.few_gate_up, self._form)
-            return few_down(inner, self._down, routes, plan.few_down, *added, self._form)
+            return few_down(inner, self._down, routes, plan.few_down, output, gate, self._form)
         pair = plan.pair(num_tokens)
         blocks = align(routes.ids, self._down.shape[0], pair.gate_up.block_m)
         inner = grouped_gate_up(x, self._gate_up, routes, blocks, pair.gate_up, self._form)
         outputs = grouped_down(inner, self._down, routes, blocks, pair.down, self._form)
-        return combine.combine(outputs, routes, *added)
+        return combine.combine(outputs, routes, output, gate)

@@ -1,10 +1,10 @@
 """What experts compute besides two products: the gate between them, and biases.
 
-    silu      inner = silu(g) * u                                       g = x Wg^T (+ bg), u likewise
-    clamped   inner = (u' + 1) * g' * sigmoid(alpha g')                 gpt-oss
-              g' = min(g, limit), u' = max(min(u, limit), -limit)
+silu      inner = silu(g) * u                                       g = x Wg^T (+ bg), u likewise
+clamped   inner = (u' + 1) * g' * sigmoid(alpha g')                 gpt-oss
+          g' = min(g, limit), u' = max(min(u, limit), -limit)
 
-    y = weight * (inner Wd^T (+ bd))
+y = weight * (inner Wd^T (+ bd))
 """
 
 from dataclasses import dataclass
@@ -12,15 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kernels.moe.clamped_gate import ClampedGate
 from kernels.reference import silu_mul
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClampedGate:
-    """The numbers of the clamped gate."""
-
-    alpha: float
-    limit: float  # above 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -1,7 +1,7 @@
 """A mixture of experts in torch: the oracle on a GPU, the implementation on a CPU.
 
     p = softmax(x Wr^T (+ br));  the k largest p are the token's experts and their weights
-    y = sum over its experts e of  weight_e  down_e(silu(gate_e(x)) * up_e(x))     other forms: form.py
+    y = sum over its experts e of  weight_e  down_e(silu(gate_e(x)) * up_e(x))   (or form.py)
 
 The sums of a token run over its experts in the order of their weights. arXiv:2401.04088, with the
 routing of transformers. Knows shapes, and nothing of models, requests or devices.
@@ -29,8 +29,8 @@ def route(
     """The `num_active` best experts of each token; of equal ones those with the lower index.
 
     x: [T, hidden], weight: [experts, hidden]; logits are products in fp32. normalises: divide a
-    token's weights by their sum. slots: int [T], -1 for tokens that get no expert; None = none. bias:
-    [experts], of the logits.
+    token's weights by their sum. slots: int [T], -1 for tokens that get no expert; None = none.
+    bias: [experts], of the logits.
     """
     offset = None if bias is None else bias.float()
     shares = F.linear(x.float(), weight.float(), offset).softmax(dim=-1)

@@ -1,7 +1,7 @@
 """The router of a mixture of experts on a GPU: logits, softmax, the best experts, their weights.
 
-    p = softmax(x Wr^T (+ br));  ids = the k largest p, of equal ones the lower index first;  weights = p,
-    divided by their sum if `normalises`
+    p = softmax(x Wr^T (+ br));  ids = the k largest p, of equal ones the lower index first
+    weights = p, divided by their sum if `normalises`
 
 Two kernels. The first computes logits in fp32, the columns of the weight in `split_k` parts, so
 that few tokens too occupy many multiprocessors. The second adds the parts in their order and
