@@ -51,6 +51,9 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "engine.scheduling": (*_WORDS, "configs.schema", "configs.resolved", "engine.kv.cache"),
     "engine.routing": (*_WORDS, "configs.schema", "configs.resolved"),
     "engine.core": (*_WORDS, "engine.scheduling"),
+    # -- engine: drafts, the parts without tensors
+    "engine.speculation.ngram": (),
+    "engine.speculation.controller": ("engine.cost_model",),
     # -- engine: the ring between the ranks of one worker
     "engine.ranks.plan_ring": ("engine.errors",),
     "engine.ranks.leading": (
