@@ -74,12 +74,10 @@ class Executor:
         attention: PhasedAttention,
         sends_blocks: bool = False,
         comm: Comm = SINGLE_RANK,
-        max_drafts: int = 0,
     ) -> None:
         """`sends_blocks`: record `kv_store.digests` of all blocks that steps write.
 
         comm: to the other ranks of `model`; each has an executor and launches the same plans.
-        max_drafts: of one row in one step.
         """
         assert max_model_len <= model.rotary.max_tokens, (
             f"{max_model_len} tokens for a model built for {model.rotary.max_tokens}"
@@ -91,8 +89,8 @@ class Executor:
         self._attention = attention
         self._sends_blocks = sends_blocks
         self._max_rows = max_rows
-        most = min(max_rows * (1 + max_drafts), max_num_batched_tokens)
-        self._max_samples = max(max_rows, most)
+        self._max_tokens = max_num_batched_tokens
+        self._max_samples = max_rows
         self._max_model_len = max_model_len
         self._max_blocks_per_row = layout.num_blocks_for(max_model_len)
         tokens = RequestRows(max_rows=max_rows, max_model_len=max_model_len)
@@ -112,6 +110,13 @@ class Executor:
         self._decode_run: DecodeRun | None = None
         self._prompt_graphs: StepGraphs | None = None
         self._prompt_steps: PromptStepCounter | None = None
+
+    def allow_drafts(self, max_drafts: int) -> None:
+        """Make room for so many drafts a row; call it before graphs are captured and steps run."""
+        most = min(self._max_rows * (1 + max_drafts), self._max_tokens)
+        self._max_samples = max(self._max_rows, most)
+        self._buffers = self._step_buffers(self._max_tokens)
+        self._slots = StepSlots(self._max_samples, self.model.device)
 
     def capture_graphs(
         self,
