@@ -259,6 +259,7 @@ class NgramDrafter:
             "num_answers": len(self._answers),
             "num_corpus_tokens": self._corpus.end - self._corpus.first,
             "num_grams": self._corpus.num_grams + sum(text.num_grams for text in texts),
+            "num_operations": self._corpus.num_operations + sum(t.num_operations for t in texts),
         }
 
     def check(self) -> None:
