@@ -317,6 +317,7 @@ def build_policy(asked: SpeculationConfig) -> DraftPolicy:
         max_temperature=asked.max_temperature,
         max_drafts=most,
         first_drafts=min(DEFAULT_RULES.first_drafts, most),
+        retry_drafts=min(DEFAULT_RULES.retry_drafts, most),
     )
     return SpeculationController(rules)
 

@@ -77,9 +77,9 @@ class FixedDrafts:
         return StepDrafts(
             num_drafts=counts,
             expected_tokens=float(len(counts)),
+            rows_s=plain_s,
             plain_s=plain_s,
             step_s=plain_s,
-            reason="a fixed number",
         )
 
     def observe(self, key: Hashable, num_drafts: int, num_accepted: int) -> None:
