@@ -290,6 +290,7 @@ def _contradiction(config: AppConfig) -> str | None:
         or _worker_contradiction(config)
         or _model_contradiction(config)
         or _cache_contradiction(config)
+        or _speculation_contradiction(config)
         or _laps_queue_contradiction(config.laps)
         or _laps_graph_contradiction(config)
         or _laps_pool_contradiction(config)
@@ -330,6 +331,23 @@ def _cache_contradiction(config: AppConfig) -> str | None:
         return (
             f"model.max_model_len: {asked} tokens, but cache.num_blocks x cache.block_size holds"
             f" {capacity}; lower the first or raise cache.num_blocks"
+        )
+    return None
+
+
+def _speculation_contradiction(config: AppConfig) -> str | None:
+    asked = config.speculation
+    uses_model = asked.drafter == "draft_model"
+    if uses_model != (asked.model_path is not None):
+        return (
+            f"speculation.drafter: {asked.drafter} with speculation.model_path {asked.model_path};"
+            " draft_model needs the folder of the smaller model, and nothing else reads it"
+        )
+    if uses_model and config.workers.tensor_parallel_size > 1:
+        return (
+            "speculation.drafter: draft_model with workers.tensor_parallel_size"
+            f" {config.workers.tensor_parallel_size} is not supported, because the smaller model"
+            " is not split over ranks; set ngram, or tensor_parallel_size to 1"
         )
     return None
 

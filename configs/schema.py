@@ -158,6 +158,25 @@ class ExecutionConfig(_Section, frozen=True):
     cuda_graphs: bool | None = None
 
 
+class SpeculationConfig(_Section, frozen=True):
+    """Guessing tokens ahead: a step verifies several of a request; its answer stays the same."""
+
+    # ngram = what followed the same words before, in the request or in finished answers;
+    # draft_model = what a smaller model of the same vocabulary says.
+    drafter: Literal["none", "ngram", "draft_model"] = "none"
+    max_drafts: Annotated[int, Meta(ge=1, le=16)] = 8  # guessed tokens of a request in a step
+    # Above this temperature a request gets no guesses: too few would be right. A request that asks
+    # for guesses by itself (`speculation` in its body) gets them at any.
+    max_temperature: Annotated[float, Meta(ge=0)] = 0.7
+    # As many guesses as are predicted to pay, by what was accepted and what steps cost; false =
+    # always max_drafts, for measurements.
+    adaptive: bool = True
+    # ngram: tokens of finished answers that are kept, about 100 bytes each; 0 = a request's own.
+    max_corpus_tokens: Annotated[int, Meta(ge=0)] = 262_144
+    # draft_model: Hugging Face folder of the smaller model, as model.path.
+    model_path: str | None = None
+
+
 class FloorsConfig(_Section, frozen=True):
     """The rate in GB/s that a new channel must show before KV goes over it; 0 = no proof."""
 
@@ -351,6 +370,7 @@ class AppConfig(_Section, frozen=True):
     scheduler: SchedulerConfig = SchedulerConfig()
     laps: LapsConfig = LapsConfig()
     execution: ExecutionConfig = ExecutionConfig()
+    speculation: SpeculationConfig = SpeculationConfig()
     handoff: HandoffConfig = HandoffConfig()
     workers: WorkersConfig = WorkersConfig()
     tokenizer: TokenizerConfig = TokenizerConfig()

@@ -8,12 +8,12 @@ others launch rank 0's plans, in its order, on their executors and use nothing e
 import logging
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from configs.schema import AppConfig, ModelConfig
+from configs.schema import AppConfig, ModelConfig, SpeculationConfig
 from engine.clock import Clock
 from engine.constraints.grammars import Grammars
 from engine.constraints.vocabulary import load_vocabulary
@@ -45,7 +45,11 @@ from engine.runner.auto import (
 from engine.runner.calibration import calibrate
 from engine.runner.executor import Executor
 from engine.runner.replica import Replica
+from engine.scheduling.drafting import Drafting
 from engine.scheduling.scheduler import Scheduler
+from engine.speculation.controller import DEFAULT_RULES, SpeculationController
+from engine.speculation.drafter import DraftPolicy, FixedDrafts, RequestNgrams
+from engine.speculation.ngram import NgramRules
 from kernels.compilation import CompilationCounter
 from kernels.device import device_properties
 
@@ -159,7 +163,8 @@ def build_engine(
     hasher = _build_hasher(block_key, model_fingerprint, layout)
     outgoing = OutgoingHandoffs(cache, notify)
     max_model_len = context_length(config, spec, cache.num_blocks)
-    scheduler = _build_scheduler(spec, measured, cache, hasher, outgoing, max_model_len)
+    drafting = _build_drafting(config)
+    scheduler = _build_scheduler(spec, measured, cache, hasher, outgoing, max_model_len, drafting)
     return Engine(
         spec=spec,
         layout=layout,
@@ -277,6 +282,7 @@ def _build_scheduler(
     hasher: RequestHasher,
     outgoing: OutgoingHandoffs,
     max_model_len: int,
+    drafting: Drafting,
 ) -> Scheduler:
     return Scheduler(
         measured.limits.scheduler,
@@ -288,7 +294,32 @@ def _build_scheduler(
         eos_token_ids=spec.eos_token_ids,
         laps=measured.limits.laps,
         graph_token_sizes=measured.graph_token_sizes,
+        drafting=drafting,
     )
+
+
+def _build_drafting(config: AppConfig) -> Drafting:
+    """The drafts of one worker's requests; none unless the configuration names a drafter."""
+    asked = config.speculation
+    holds = _overlaps(config)
+    if asked.drafter == "none":
+        return Drafting(None, None, holds=holds)
+    drafter = RequestNgrams(NgramRules(max_corpus_tokens=asked.max_corpus_tokens))
+    return Drafting(drafter, build_policy(asked), holds=holds)
+
+
+def build_policy(asked: SpeculationConfig) -> DraftPolicy:
+    if not asked.adaptive:
+        return FixedDrafts(asked.max_drafts, max_temperature=asked.max_temperature)
+    most = asked.max_drafts
+    rules = replace(
+        DEFAULT_RULES,
+        max_temperature=asked.max_temperature,
+        max_drafts=most,
+        first_drafts=min(DEFAULT_RULES.first_drafts, most),
+        retry_drafts=min(DEFAULT_RULES.retry_drafts, most),
+    )
+    return SpeculationController(rules)
 
 
 def _build_core(
@@ -296,14 +327,18 @@ def _build_core(
 ) -> EngineCore:
     if measured.calibration is not None:
         scheduler.learn(measured.calibration.samples)
-    overlap = config.scheduler.overlap
     return EngineCore(
         scheduler,
         measured.executor,
         clock,
-        overlap=config.model.device == "cuda" if overlap is None else overlap,
+        overlap=_overlaps(config),
         defers_planning=config.laps.queue == "laps",
     )
+
+
+def _overlaps(config: AppConfig) -> bool:
+    asked = config.scheduler.overlap
+    return config.model.device == "cuda" if asked is None else asked
 
 
 def kv_dtype(model: ModelConfig, spec: ModelSpec) -> KvDtype:

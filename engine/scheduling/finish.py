@@ -98,7 +98,10 @@ class SampledTokens:
         for request, token_ids, logprobs in islice(rows, step.num_decodes):
             if request.row is None or not token_ids:
                 continue
-            (token_id,) = token_ids  # a decode samples one token; none if its logits are not finite
+            if len(token_ids) > 1:  # it had drafts
+                endings += self._append_each(request, token_ids, logprobs, output)
+                continue
+            (token_id,) = token_ids  # a decode samples a token; none if its logits are not finite
             its_logprobs = None if logprobs is None else logprobs[0]
             tokens = request.tokens
             num_known = len(tokens)

@@ -16,7 +16,7 @@ that the step completed to the prefix index and appends what it sampled. One ear
 flight: the token that a row samples there is the one it computes next. If that token will be its
 last by length, the row pauses. If the token turns out to be its last (eos), the result of the row's
 next step is dropped. A row with a constraint waits for its token instead, and no other row waits
-with it. Knows no tensors, no Ray and no text.
+with it; so does a row with drafts (`drafting`). Knows no tensors, no Ray and no text.
 """
 
 from bisect import bisect_left
@@ -32,6 +32,7 @@ from engine.plan import StepPlan, StepResult
 from engine.request import Request, RequestKey
 from engine.scheduling.budget import StepBudget
 from engine.scheduling.contracts import BlockHasher, HandoffQueue, SchedulerStatistics, StepOutput
+from engine.scheduling.drafting import DraftCounts, Drafting, PlannedDrafts, StepRoom
 from engine.scheduling.finish import FinishRules, SampledTokens
 from engine.scheduling.in_flight import StepInFlight, StepsInFlight
 from engine.scheduling.prompt_scheduling import PromptScheduling, QueuedWork
@@ -65,8 +66,12 @@ class Scheduler:
         eos_token_ids: tuple[int, ...],
         laps: ResolvedLaps = DEFAULT_LAPS,
         graph_token_sizes: Sequence[int] = (),
+        drafting: Drafting | None = None,
     ) -> None:
-        """graph_token_sizes: sizes of prompt steps in tokens, ascending, that need no padding."""
+        """graph_token_sizes: sizes of prompt steps in tokens, ascending, that need no padding.
+
+        drafting: None = no request gets drafts.
+        """
         assert config.max_num_seqs <= config.max_num_batched_tokens, (
             f"{config.max_num_seqs} rows cannot each decode in"
             f" {config.max_num_batched_tokens} tokens"
@@ -87,6 +92,7 @@ class Scheduler:
             laps, count_uncached=self._blocks.num_uncached, graph_token_sizes=graph_token_sizes
         )
         self._waiting = self._prompts.queue
+        self._drafting = Drafting(None, None) if drafting is None else drafting
         self._reserve = ShortReserve(
             config.short_share,
             threshold=laps.laps_length_threshold,
@@ -179,7 +185,8 @@ class Scheduler:
         zero_block_ids = self._blocks.take_nonfinite()
         if len(decodes) == 0 and not chunks and not zero_block_ids:
             return None
-        return self._start_step(decodes, chunks, grown, zero_block_ids, budget.work)
+        drafts = self._plan_drafts(decodes, budget, grown)
+        return self._start_step(decodes, chunks, grown, zero_block_ids, budget.work, drafts)
 
     def index_joined(self) -> None:
         """Add the blocks of joined requests to the prefix index; call it while a step computes."""
@@ -207,9 +214,12 @@ class Scheduler:
                 self._blocks.index_full(request, num_computed_tokens)
                 self._handoff_queue.advance(request)
         endings = self._sampled.append_all(step, result, output)
+        for request in self._drafting.commit(step.requests, step.planned_drafts, result):
+            self._blocks.index_full(request, request.num_computed_tokens)
         for request, finish in endings:
             self._unseat(request)
             if finish is not None:
+                self._drafting.finish(request)
                 self._leave(request)
             else:
                 self._handoff_queue.add(request)
@@ -234,6 +244,11 @@ class Scheduler:
         """Whether requests are here, a step is in flight or blocks must be zeroed."""
         is_idle = len(self._running) == len(self._waiting) == len(self._in_flight) == 0
         return not is_idle or bool(self._blocks.nonfinite_block_ids)
+
+    @property
+    def draft_counts(self) -> DraftCounts:
+        """What became of drafts since the start."""
+        return self._drafting.counts
 
     @property
     def num_free_rows(self) -> int:
@@ -372,6 +387,24 @@ class Scheduler:
             self._num_cached_tokens += request.num_cached_tokens
         return True
 
+    def _plan_drafts(
+        self, decodes: DecodeColumns, budget: StepBudget, grown: dict[int, list[int]]
+    ) -> PlannedDrafts:
+        """Drafts for the decodes, from what prompts left of the step; adds blocks to `grown`."""
+        room = StepRoom(
+            work=budget.work,
+            costs=self.costs,
+            max_tokens=budget.num_tokens_left,
+            is_short_waiting=self._reserve.first_short is not None,
+            blocks=self._blocks,
+            num_spare_blocks=self._reserve.num_blocks + len(self._running),
+        )
+        drafts = self._drafting.plan(decodes.requests, room)
+        for request, block_ids in drafts.new_blocks:
+            if not self._rows.is_entering(request):
+                grown[row_of(request)] = grown.get(row_of(request), []) + block_ids
+        return drafts
+
     def _start_step(
         self,
         decodes: DecodeColumns,
@@ -379,11 +412,15 @@ class Scheduler:
         grown: dict[int, list[int]],
         zero_block_ids: list[int],
         work: StepWork,
+        drafts: PlannedDrafts,
     ) -> StepPlan:
         """Build the plan, count its step as in flight, and advance the progress of its requests."""
-        plan = build_plan(self._num_steps, decodes, chunks, grown, zero_block_ids, self._rows)
+        verified = self._drafting.take_verified(decodes.requests)
+        columns = decodes, chunks, grown, zero_block_ids, self._rows
+        plan = build_plan(self._num_steps, *columns, drafts.drafts, verified)
         decodes.advance()
         filled = [(r, r.num_computed_tokens) for r in decodes.at_block_boundary(self._block_size)]
+        begun: list[Request] = []
         for request, num_tokens in chunks:
             num_prompt_left = max(0, request.num_prompt_tokens - request.num_computed_tokens)
             self._num_prompt_tokens_computed += min(num_tokens, num_prompt_left)
@@ -392,14 +429,16 @@ class Scheduler:
                 filled.append((request, request.num_computed_tokens))
             if request.num_computed_tokens == request.num_known_tokens:
                 self._running.begin_decode(request)
+                begun.append(request)
         self._running.pause(self._running.decode_columns.at_last_token(self._finish_rules))
         step = StepInFlight(
             requests=decodes.requests + [request for request, _ in chunks],
             num_decodes=len(decodes),
             zero_block_ids=zero_block_ids,
             filled=filled,
-            work=work,
-            held=self._running.hold_constrained(),
+            work=drafts.work(work),
+            held=self._running.hold(self._drafting.to_hold(decodes.requests, begun, drafts)),
+            planned_drafts=drafts,
         )
         self._in_flight.add(step)
         self._num_steps += 1
@@ -421,9 +460,11 @@ class Scheduler:
         """Remove a running request and free its row."""
         self._running.remove(request)
         self._rows.take_back(request)
+        self._drafting.unseat(request)
 
     def _leave(self, request: Request) -> None:
         """Free all that a request holds when it ends in this worker without moving on."""
+        self._drafting.forget(request)
         if request.decode_worker is not None:
             self._handoff_queue.drop(request.key)
         block_ids = self._blocks.take(request)
