@@ -323,6 +323,11 @@ def _model_contradiction(config: AppConfig) -> str | None:
 
 def _cache_contradiction(config: AppConfig) -> str | None:
     asked, cache = config.model.max_model_len, config.cache
+    if cache.host_gib > 0 and not cache.enable_prefix_caching:
+        return (
+            f"cache.host_gib: {cache.host_gib:g} with enable_prefix_caching false would never be"
+            " used; set it to 0, or the latter to true"
+        )
     if cache.num_blocks is None:
         return None
     capacity = cache.num_blocks * cache.block_size
@@ -369,6 +374,12 @@ def _rank_contradiction(config: AppConfig) -> str | None:
         return (
             f"workers.tensor_parallel_size: {size} with prefill and decode workers is not supported"
             " yet, because KV does not move from rank to rank; use unified workers, or set it to 1"
+        )
+    if size > 1 and config.cache.host_gib > 0:
+        return (
+            f"cache.host_gib: {config.cache.host_gib:g} with workers.tensor_parallel_size {size} is"
+            " not supported yet, because each rank holds other heads of a block; set one of the two"
+            " to its default"
         )
     if size > 2 and config.model.deterministic:
         return (

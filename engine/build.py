@@ -5,6 +5,7 @@ order, and where one measures something all go by the same result. Then rank 0 s
 others launch rank 0's plans, in its order, on their executors and use nothing else.
 """
 
+import hashlib
 import logging
 import secrets
 from collections.abc import Callable, Sequence
@@ -21,11 +22,15 @@ from engine.core import EngineCore
 from engine.errors import ConfigError, RequestError
 from engine.kv.cache import BlockCache
 from engine.kv.hashes import RequestHasher
+from engine.kv.host.arena import HostArena
+from engine.kv.host.movers import build_mover
+from engine.kv.host.shared_file import remove_unused
+from engine.kv.host.tier import HostTier
 from engine.kv.layout import DTYPE_BYTES, KvDtype, KvLayout
 from engine.kv.store import KvStore
 from engine.kv.transfer import OutgoingEvent, OutgoingHandoffs
 from engine.layers.context import SINGLE_RANK, Comm
-from engine.messages import LoadReport
+from engine.messages import HostTierLoad, LoadReport
 from engine.models.llama import CausalLM
 from engine.models.quantized_tensors import weight_bytes
 from engine.models.spec import ModelSpec, load_spec
@@ -66,6 +71,7 @@ class Engine:
     kv_store: KvStore
     grammars: Grammars  # compiled constraints; safe to call from any thread
     outgoing: OutgoingHandoffs
+    host_tier: HostTier | None  # None = what the cache evicts is lost
     core: EngineCore
     compilations: CompilationCounter  # kernels compiled since the engine was ready
     calibration: Calibration | None = None  # None = the configuration says all in numbers
@@ -87,7 +93,36 @@ class Engine:
             num_step_tokens=counts.num_step_tokens,
             num_preemptions=counts.num_preemptions,
             num_preemptions_for_others=counts.num_preemptions_for_others,
+            host_tier=self._host_tier_load(),
         )
+
+    def _host_tier_load(self) -> HostTierLoad | None:
+        loads = self.core.scheduler.host_statistics()
+        if self.host_tier is None or loads is None:
+            return None
+        blocks = self.host_tier.statistics()
+        return HostTierLoad(
+            block_bytes=blocks.block_bytes,
+            num_asked=loads.num_asked_blocks,
+            num_hit=loads.num_hit_blocks,
+            num_loaded=blocks.num_loaded,
+            num_wasted=loads.num_wasted_blocks,
+            num_corrupt=blocks.num_corrupt,
+            num_gone=blocks.num_gone,
+            num_stored=blocks.num_stored,
+            num_known=blocks.num_known,
+            num_dropped=blocks.num_dropped,
+            num_waits=loads.num_waits,
+            num_given_up=loads.num_given_up,
+            wait_s=loads.wait_s,
+            num_blocks=blocks.num_blocks,
+            num_ready=blocks.num_ready,
+        )
+
+    def close(self) -> None:
+        """Give back what outlives the process; nothing may be called afterwards. Idempotent."""
+        if self.host_tier is not None:
+            self.host_tier.close()
 
     def check_ids(self, token_ids: Sequence[int], params: SamplingParams) -> None:
         """Raises RequestError for an id outside the vocabulary, which would fail the whole step."""
@@ -122,6 +157,7 @@ def build_engine(
     model: CausalLM | None = None,
     *,
     sends_blocks: bool = False,
+    host_tier_name: str | None = None,
     comm: Comm = SINGLE_RANK,
 ) -> Engine:
     """Load this rank's part of the model and build the engine.
@@ -129,9 +165,11 @@ def build_engine(
     `notify` is called on the engine thread with events about prompts whose KV is to move.
     `block_key`: key of the block hashes; None = drawn here. `model`: the model of an engine that is
     gone and had an equal model section; None = load it. `sends_blocks`: keep `KvStore.digests` for
-    sending KV on. `comm`: to the other ranks, as many as workers.tensor_parallel_size, which build
-    at the same time; hung up if this raises. Raises ConfigError when the model folder and config
-    cannot be served, and WorkerError when another rank could not build.
+    sending KV on. `host_tier_name`: of the arena that the deployment's workers on a machine share,
+    with `cache.host_gib`; None = without one. `comm`: to the other ranks, as many as
+    workers.tensor_parallel_size, which build at the same time; hung up if this raises. Raises
+    ConfigError when the model folder and config cannot be served, and WorkerError when another rank
+    could not build.
     """
     _check_size(config, comm)
     torch.set_num_threads(config.workers.torch_threads)
@@ -147,11 +185,13 @@ def build_engine(
         )
     executor = measured.executor
     compilations.reset()
-    cache = _build_cache(config, executor.kv_store.num_blocks)
+    host_tier = _build_host_tier(config, host_tier_name, executor.kv_store)
+    cache = _build_cache(config, executor.kv_store.num_blocks, host_tier)
     hasher = _build_hasher(block_key, model_fingerprint, layout)
     outgoing = OutgoingHandoffs(cache, notify)
     max_model_len = context_length(config, spec, cache.num_blocks)
-    scheduler = _build_scheduler(spec, measured, cache, hasher, outgoing, max_model_len)
+    parts = cache, hasher, outgoing, host_tier
+    scheduler = _build_scheduler(spec, measured, max_model_len, *parts)
     return Engine(
         spec=spec,
         layout=layout,
@@ -163,6 +203,7 @@ def build_engine(
         kv_store=executor.kv_store,
         grammars=grammars,
         outgoing=outgoing,
+        host_tier=host_tier,
         core=_build_core(config, scheduler, measured, clock),
         compilations=compilations,
         calibration=measured.calibration,
@@ -239,11 +280,30 @@ def _build_measured(
     )
 
 
-def _build_cache(config: AppConfig, num_blocks: int) -> BlockCache:
+def _build_host_tier(config: AppConfig, name: str | None, store: KvStore) -> HostTier | None:
+    """Raises ConfigError if there is no room for it, or it is another model's."""
+    if name is None or config.cache.host_gib == 0:
+        return None
+    for removed in remove_unused(keep=name):
+        logger.info("removed %s, which no process used", removed)
+    layout = store.layout
+    fingerprint = hashlib.blake2b(repr(layout).encode(), digest_size=16).digest()
+    arena = HostArena(
+        name,
+        num_bytes=int(config.cache.host_gib * 2**30),
+        block_bytes=layout.block_bytes,
+        fingerprint=fingerprint,
+    )
+    logger.info("%s holds %d KV blocks for all workers here", arena.name, arena.num_blocks)
+    return HostTier(arena, build_mover(store, arena.blocks), store.digests)
+
+
+def _build_cache(config: AppConfig, num_blocks: int, host_tier: HostTier | None) -> BlockCache:
     return BlockCache(
         num_blocks,
         enable_prefix_caching=config.cache.enable_prefix_caching,
         protected_share=config.cache.protected_share,
+        on_evict=None if host_tier is None else host_tier.save,
     )
 
 
@@ -263,10 +323,11 @@ def _build_grammars(config: AppConfig, spec: ModelSpec) -> Grammars:
 def _build_scheduler(
     spec: ModelSpec,
     measured: _Measured,
+    max_model_len: int,
     cache: BlockCache,
     hasher: RequestHasher,
     outgoing: OutgoingHandoffs,
-    max_model_len: int,
+    host_tier: HostTier | None,
 ) -> Scheduler:
     return Scheduler(
         measured.limits.scheduler,
@@ -278,6 +339,7 @@ def _build_scheduler(
         eos_token_ids=spec.eos_token_ids,
         laps=measured.limits.laps,
         graph_token_sizes=measured.graph_token_sizes,
+        host_tier=host_tier,
     )
 
 

@@ -99,6 +99,16 @@ def rendezvous_name(deployment_hash: str) -> str:
     return f"rendezvous.{deployment_hash}"
 
 
+def host_tier_name(spec: DeploymentSpec, role: Role) -> str | None:
+    """Of the arena that the workers on a machine share; None for a role that has none.
+
+    Workers with another key compute other hashes, and would find nothing in it.
+    """
+    if role == "decode":
+        return None  # what it holds came with a handoff, and reservations look only on the device
+    return f"{spec.hash}-{hashlib.blake2b(spec.block_key, digest_size=4).hexdigest()}"
+
+
 def supervisor_options() -> dict[str, object]:
     """The Supervisor is a Serve deployment actor: Serve names, restarts and removes it."""
     return {"num_cpus": 0, "max_concurrency": MAX_CONCURRENCY}

@@ -12,6 +12,7 @@ from engine.layers.context import SINGLE_RANK, Comm
 from engine.messages import TokenRecord
 from engine.request import Request, RequestKey, RequestSpec, SamplingParams
 
+BLOCK_KEY = bytes(range(32))  # so that engines find each other's blocks
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
 
 
@@ -22,15 +23,26 @@ class Answer:
     finish: str | None = None
 
 
-def start_engine(comm: Comm = SINGLE_RANK, **overrides: object) -> Engine:
+def start_engine(
+    comm: Comm = SINGLE_RANK, host_tier_name: str | None = None, **overrides: object
+) -> Engine:
     """An engine of the shipped model, or of `model__path`; `a__b=1` sets the config key a.b.
 
-    comm: to other ranks, which start an engine at the same time.
+    comm: to other ranks, which start an engine at the same time. host_tier_name: of the arena with
+    `cache__host_gib`; whoever names one closes the engine.
     """
     dotted = {key.replace("__", "."): value for key, value in overrides.items()}
     dotted["workers.tensor_parallel_size"] = comm.rank.size
     config = load_config(None, dotted)
-    return build_engine(config, "test", MonotonicClock(), _no_handoff, comm=comm)
+    return build_engine(
+        config,
+        "test",
+        MonotonicClock(),
+        _no_handoff,
+        BLOCK_KEY,
+        host_tier_name=host_tier_name,
+        comm=comm,
+    )
 
 
 def answer(
