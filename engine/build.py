@@ -24,7 +24,7 @@ from engine.kv.cache import BlockCache
 from engine.kv.hashes import RequestHasher
 from engine.kv.host.arena import HostArena
 from engine.kv.host.movers import build_mover
-from engine.kv.host.shared_file import remove_unused
+from engine.kv.host.shared_file import name_for, remove_unused
 from engine.kv.host.tier import HostTier
 from engine.kv.layout import DTYPE_BYTES, KvDtype, KvLayout
 from engine.kv.store import KvStore
@@ -157,16 +157,15 @@ def build_engine(
     model: CausalLM | None = None,
     *,
     sends_blocks: bool = False,
-    host_tier_name: str | None = None,
     comm: Comm = SINGLE_RANK,
 ) -> Engine:
     """Load this rank's part of the model and build the engine.
 
     `notify` is called on the engine thread with events about prompts whose KV is to move.
-    `block_key`: key of the block hashes; None = drawn here. `model`: the model of an engine that is
+    `block_key`: key of the block hashes; None = drawn here. With `cache.host_gib`, engines with
+    the same key share an arena on each machine, and whoever builds one closes it. `model`: the model of an engine that is
     gone and had an equal model section; None = load it. `sends_blocks`: keep `KvStore.digests` for
-    sending KV on. `host_tier_name`: of the arena that the deployment's workers on a machine share,
-    with `cache.host_gib`; None = without one. `comm`: to the other ranks, as many as
+    sending KV on. `comm`: to the other ranks, as many as
     workers.tensor_parallel_size, which build at the same time; hung up if this raises. Raises
     ConfigError when the model folder and config cannot be served, and WorkerError when another rank
     could not build.
@@ -185,9 +184,12 @@ def build_engine(
         )
     executor = measured.executor
     compilations.reset()
-    host_tier = _build_host_tier(config, host_tier_name, executor.kv_store)
+    key = secrets.token_bytes(BLOCK_KEY_BYTES) if block_key is None else block_key
+    host_tier = _build_host_tier(config, key, executor.kv_store)
     cache = _build_cache(config, executor.kv_store.num_blocks, host_tier)
-    hasher = _build_hasher(block_key, model_fingerprint, layout)
+    hasher = RequestHasher(
+        key, model=model_fingerprint, dtype=layout.dtype, block_size=layout.block_size
+    )
     outgoing = OutgoingHandoffs(cache, notify)
     max_model_len = context_length(config, spec, cache.num_blocks)
     parts = cache, hasher, outgoing, host_tier
@@ -280,10 +282,11 @@ def _build_measured(
     )
 
 
-def _build_host_tier(config: AppConfig, name: str | None, store: KvStore) -> HostTier | None:
+def _build_host_tier(config: AppConfig, block_key: bytes, store: KvStore) -> HostTier | None:
     """Raises ConfigError if there is no room for it, or it is another model's."""
-    if name is None or config.cache.host_gib == 0:
+    if config.cache.host_gib == 0:
         return None
+    name = name_for(block_key)
     for removed in remove_unused(keep=name):
         logger.info("removed %s, which no process used", removed)
     layout = store.layout
@@ -305,11 +308,6 @@ def _build_cache(config: AppConfig, num_blocks: int, host_tier: HostTier | None)
         protected_share=config.cache.protected_share,
         on_evict=None if host_tier is None else host_tier.save,
     )
-
-
-def _build_hasher(block_key: bytes | None, model: str, layout: KvLayout) -> RequestHasher:
-    key = secrets.token_bytes(BLOCK_KEY_BYTES) if block_key is None else block_key
-    return RequestHasher(key, model=model, dtype=layout.dtype, block_size=layout.block_size)
 
 
 def _build_grammars(config: AppConfig, spec: ModelSpec) -> Grammars:

@@ -207,6 +207,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
         "kernels",
         "engine.build",
         "engine.constraints.compiling",
+        "engine.kv.host.movers",
         "engine.kv.store",
         "engine.layers",
         "engine.models",

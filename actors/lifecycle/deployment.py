@@ -99,14 +99,15 @@ def rendezvous_name(deployment_hash: str) -> str:
     return f"rendezvous.{deployment_hash}"
 
 
-def host_tier_name(spec: DeploymentSpec, role: Role) -> str | None:
-    """Of the arena that the workers on a machine share; None for a role that has none.
+def engine_config(config: AppConfig, role: Role) -> AppConfig:
+    """The configuration of an engine of this role.
 
-    Workers with another key compute other hashes, and would find nothing in it.
+    A decode worker has no host tier: its reservations look for blocks on the device only.
     """
-    if role == "decode":
-        return None  # what it holds came with a handoff, and reservations look only on the device
-    return f"{spec.hash}-{hashlib.blake2b(spec.block_key, digest_size=4).hexdigest()}"
+    if role != "decode":
+        return config
+    cache = msgspec.structs.replace(config.cache, host_gib=0.0)
+    return msgspec.structs.replace(config, cache=cache)
 
 
 def supervisor_options() -> dict[str, object]:

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Literal, TypeVar
 
-from actors.lifecycle.deployment import DeploymentSpec, host_tier_name
+from actors.lifecycle.deployment import DeploymentSpec, engine_config
 from actors.lifecycle.liveness import Lifeline, exit_for_good
 from actors.lifecycle.placement_groups import remove_unused
 from actors.observability.logs import set_up_logging
@@ -78,7 +78,6 @@ class EngineHost:
         self.faults = [fault for fault in faults if fault.befalls(role, name)]
         self.model = spec.model
         self._block_key = spec.block_key
-        self._host_tier_name = host_tier_name(spec, role)
         self.clock = MonotonicClock()
         self.incarnation = uuid.uuid4().hex
         self._cache_reports = CacheReports(self.incarnation)
@@ -250,13 +249,9 @@ class EngineHost:
             comm = self._ranks.join()  # first: the other ranks' processes start beside what follows
             from engine.build import build_engine  # imports torch, which takes seconds
 
-            given = self.config, self.model, self.clock, self._on_outgoing, self._block_key
-            return build_engine(
-                *given,
-                sends_blocks=self.role == "prefill",
-                host_tier_name=self._host_tier_name,
-                comm=comm,
-            )
+            config = engine_config(self.config, self.role)
+            given = config, self.model, self.clock, self._on_outgoing, self._block_key
+            return build_engine(*given, sends_blocks=self.role == "prefill", comm=comm)
         except WorkerError as error:
             raise self._ranks.cause_of(error) from error
 

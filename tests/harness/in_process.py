@@ -12,7 +12,6 @@ from engine.layers.context import SINGLE_RANK, Comm
 from engine.messages import TokenRecord
 from engine.request import Request, RequestKey, RequestSpec, SamplingParams
 
-BLOCK_KEY = bytes(range(32))  # so that engines find each other's blocks
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
 
 
@@ -24,12 +23,12 @@ class Answer:
 
 
 def start_engine(
-    comm: Comm = SINGLE_RANK, host_tier_name: str | None = None, **overrides: object
+    comm: Comm = SINGLE_RANK, block_key: bytes | None = None, **overrides: object
 ) -> Engine:
     """An engine of the shipped model, or of `model__path`; `a__b=1` sets the config key a.b.
 
-    comm: to other ranks, which start an engine at the same time. host_tier_name: of the arena with
-    `cache__host_gib`; whoever names one closes the engine.
+    comm: to other ranks, which start an engine at the same time. block_key: of those that
+    share the arena of `cache__host_gib`; an engine that has one is closed.
     """
     dotted = {key.replace("__", "."): value for key, value in overrides.items()}
     dotted["workers.tensor_parallel_size"] = comm.rank.size
@@ -39,8 +38,7 @@ def start_engine(
         "test",
         MonotonicClock(),
         _no_handoff,
-        BLOCK_KEY,
-        host_tier_name=host_tier_name,
+        block_key,
         comm=comm,
     )
 

@@ -14,6 +14,7 @@ If every process was killed, the file stays, and the next start on this machine 
 """
 
 import fcntl
+import hashlib
 import mmap
 import os
 import struct
@@ -138,14 +139,18 @@ class SharedFile:
             os.close(self.fd)
 
 
+def name_for(block_key: bytes) -> str:
+    """Of the arena of all workers that hash with this key; others would find nothing in it."""
+    return hashlib.blake2b(block_key, digest_size=8, person=b"host arena").hexdigest()
+
+
 def remove_unused(keep: str) -> list[str]:
     """Removes files of this user whose processes are all gone, and returns their names.
 
-    Those whose name begins with `keep` may be joined again by processes that restart.
+    keep: the name of one that may be joined again, by processes that restart.
     """
     removed = []
-    kept = set(FOLDER.glob(f"{PREFIX}{keep}*"))
-    for path in sorted(set(FOLDER.glob(f"{PREFIX}*")) - kept):
+    for path in sorted(set(FOLDER.glob(f"{PREFIX}*")) - {FOLDER / f"{PREFIX}{keep}"}):
         try:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError:
