@@ -163,9 +163,9 @@ def build_engine(
 
     `notify` is called on the engine thread with events about prompts whose KV is to move.
     `block_key`: key of the block hashes; None = drawn here. With `cache.host_gib`, engines with
-    the same key share an arena on each machine, and whoever builds one closes it. `model`: the model of an engine that is
-    gone and had an equal model section; None = load it. `sends_blocks`: keep `KvStore.digests` for
-    sending KV on. `comm`: to the other ranks, as many as
+    the same key share an arena on each machine, and whoever builds one closes it. `model`: the
+    model of an engine that is gone and had an equal model section; None = load it. `sends_blocks`:
+    keep `KvStore.digests` for sending KV on. `comm`: to the other ranks, as many as
     workers.tensor_parallel_size, which build at the same time; hung up if this raises. Raises
     ConfigError when the model folder and config cannot be served, and WorkerError when another rank
     could not build.

@@ -110,6 +110,16 @@ def test_the_defaults_of_laps_are_the_published_ones() -> None:
             "workers: {tensor_parallel_size: 2, prefill: 1, decode: 1, unified: 0}",
             ["workers.tensor_parallel_size", "not supported yet", "unified"],
         ),
+        ("cache: {host_gib: -1}", ["cache.host_gib", ">= 0"]),
+        ("cache: {disk_path: /x}", ["cache.disk_path", "unknown key"]),
+        (
+            "cache: {host_gib: 1, enable_prefix_caching: false}",
+            ["cache.host_gib: 1", "enable_prefix_caching false", "set it to 0"],
+        ),
+        (
+            "cache: {host_gib: 1}\nworkers: {tensor_parallel_size: 2}",
+            ["cache.host_gib: 1", "not supported yet", "tensor_parallel_size 2"],
+        ),
         (
             "workers: {tensor_parallel_size: 4}\nmodel: {device: cuda, deterministic: true}",
             ["workers.tensor_parallel_size", "model.deterministic", "to 2 or 1"],

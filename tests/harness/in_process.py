@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from configs.load import load_config
 from engine.build import Engine, build_engine
-from engine.clock import MonotonicClock
+from engine.clock import Clock, MonotonicClock
 from engine.kv.transfer import OutgoingEvent
 from engine.layers.context import SINGLE_RANK, Comm
 from engine.messages import TokenRecord
@@ -23,7 +23,10 @@ class Answer:
 
 
 def start_engine(
-    comm: Comm = SINGLE_RANK, block_key: bytes | None = None, **overrides: object
+    comm: Comm = SINGLE_RANK,
+    block_key: bytes | None = None,
+    clock: Clock | None = None,
+    **overrides: object,
 ) -> Engine:
     """An engine of the shipped model, or of `model__path`; `a__b=1` sets the config key a.b.
 
@@ -36,7 +39,7 @@ def start_engine(
     return build_engine(
         config,
         "test",
-        MonotonicClock(),
+        clock or MonotonicClock(),
         _no_handoff,
         block_key,
         comm=comm,
