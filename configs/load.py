@@ -324,6 +324,11 @@ def _model_contradiction(config: AppConfig) -> str | None:
 
 def _cache_contradiction(config: AppConfig) -> str | None:
     asked, cache = config.model.max_model_len, config.cache
+    if cache.host_gib > 0 and not cache.enable_prefix_caching:
+        return (
+            f"cache.host_gib: {cache.host_gib:g} with enable_prefix_caching false would never be"
+            " used; set it to 0, or the latter to true"
+        )
     if cache.num_blocks is None:
         return None
     capacity = cache.num_blocks * cache.block_size
@@ -387,6 +392,12 @@ def _rank_contradiction(config: AppConfig) -> str | None:
         for key in ("prefill_tensor_parallel_size", "decode_tensor_parallel_size"):
             if getattr(workers, key) is not None:
                 return f"workers.{key}: there are no such workers; set tensor_parallel_size"
+    if size > 1 and config.cache.host_gib > 0:
+        return (
+            f"cache.host_gib: {config.cache.host_gib:g} with workers of {size} ranks is not"
+            " supported yet, because each rank holds other heads of a block; set cache.host_gib to"
+            " 0, or every workers.*tensor_parallel_size to 1"
+        )
     if size > 2 and config.model.deterministic:
         return (
             f"workers.tensor_parallel_size: {size} with model.deterministic: a sum over more than"
