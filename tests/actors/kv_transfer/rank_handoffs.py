@@ -14,7 +14,7 @@ from torch import Tensor
 
 from actors.kv_transfer.contracts import StagedPiece
 from actors.kv_transfer.kv_pieces import KvPieces
-from actors.kv_transfer.rank_pieces import RankPieces
+from actors.kv_transfer.rank_pieces import RankPieces, RankSources
 from engine.kv.layout import KvLayout
 from engine.kv.store import KvStore
 from engine.layers.context import SINGLE_RANK, Comm
@@ -51,10 +51,10 @@ class Side:
         return result
 
 
-def move_once(comm: Comm, device: str) -> Tensor:
+def move_once(comm: Comm, device: str, *, pulls: bool) -> Tensor:
     """This rank's store, on the CPU, after blocks of all ranks moved to others of all ranks.
 
-    They arrive in reverse order.
+    They arrive in reverse order. pulls: straight from store to store, not through host memory.
     """
     whole = KvLayout.with_heads(
         num_layers=3, block_size=16, num_kv_heads=4, head_dim=64, dtype="bfloat16"
@@ -75,9 +75,12 @@ def move_once(comm: Comm, device: str) -> Tensor:
 
         async def move() -> bool:
             piece = await source.read(ids)
+            target.fence()
+            if pulls:
+                stores = RankSources([(one.part, one.store.tensor) for one in source.stores])
+                return await target.pull(stores, ids, ids[::-1], piece.digests)
             assert isinstance(piece.data, np.ndarray)
             moved: StagedPiece[np.ndarray] = StagedPiece(data=piece.data, digests=piece.digests)
-            target.fence()
             return await target.write(ids[::-1], moved)
 
         assert asyncio.run(move()), "digests differ"

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -61,6 +62,7 @@ MULTI = (
 )
 
 
+@pytest.mark.parametrize("pulls", [False, True], ids=["host", "pulled"])
 @pytest.mark.parametrize(
     ("ranks_on", "device"),
     [
@@ -71,11 +73,11 @@ MULTI = (
     ids=["cpu", "one GPU", "two GPUs"],
 )
 def test_blocks_of_all_ranks_move_through_rank_0(
-    ranks_on: str, device: str, tmp_path: Path
+    ranks_on: str, device: str, pulls: bool, tmp_path: Path
 ) -> None:
     """On GPUs rank 0 maps the other's store by CUDA IPC."""
     with RankProcesses(2, tmp_path, ranks_on) as ranks:
-        found = ranks.run(move_once, device)
+        found = ranks.run(partial(move_once, pulls=pulls), device)
     whole = KvLayout.with_heads(
         num_layers=3, block_size=16, num_kv_heads=4, head_dim=64, dtype="bfloat16"
     )
