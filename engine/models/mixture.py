@@ -24,6 +24,7 @@ from engine.layers.moe import (
 )
 from engine.models.mixture_spec import MixtureSpec
 from engine.models.weights import LayerWeights
+from kernels.moe.form import ExpertForm
 from kernels.ops import Ops
 
 
@@ -49,8 +50,13 @@ def _build_torch(
 ) -> tuple[Router, Experts]:
     del is_deterministic  # a CPU makes no such promise
     return (
-        TorchRouter(router, num_active=spec.num_active, normalises=spec.normalises),
-        TorchExperts(weights.gate_up.data, weights.down.data),
+        TorchRouter(
+            router,
+            num_active=spec.num_active,
+            normalises=spec.normalises,
+            bias=_router_bias(weights),
+        ),
+        TorchExperts(weights.gate_up.data, weights.down.data, _form(spec, weights)),
     )
 
 
@@ -66,13 +72,25 @@ def _build_cuda(
             num_active=spec.num_active,
             normalises=spec.normalises,
             is_deterministic=is_deterministic,
+            bias=_router_bias(weights),
         ),
         TritonExperts(
             weights.gate_up.data,
             weights.down.data,
             num_active=spec.num_active,
             is_deterministic=is_deterministic,
+            form=_form(spec, weights),
         ),
+    )
+
+
+def _router_bias(weights: LayerWeights) -> Tensor | None:
+    return None if weights.router is None else weights.router.bias
+
+
+def _form(spec: MixtureSpec, weights: LayerWeights) -> ExpertForm:
+    return ExpertForm(
+        gate=spec.gate, gate_up_bias=weights.gate_up.bias, down_bias=weights.down.bias
     )
 
 
