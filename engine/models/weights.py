@@ -160,7 +160,7 @@ class LayerWeights:
 
     # [hidden]
     input_norm: Tensor
-    # [hidden]
+    # [hidden]  before the MLP
     post_norm: Tensor
     # [(H + 2 K) D, hidden]
     qkv: LinearWeight
@@ -173,6 +173,9 @@ class LayerWeights:
     # [D]
     q_norm: Tensor | None
     k_norm: Tensor | None
+    # [hidden]  of the outputs of attention and MLP; None = they are added as they are
+    attention_output_norm: Tensor | None = None
+    mlp_output_norm: Tensor | None = None
     # [H]; None = the softmax of a head has no sink
     sinks: Tensor | None = None
     # [E, hidden]; None = the layer is dense
@@ -350,6 +353,8 @@ def _layer(
         down=experts("down"),
         q_norm=tensors.get("q_norm"),
         k_norm=tensors.get("k_norm"),
+        attention_output_norm=tensors.get("attention_output_norm"),
+        mlp_output_norm=tensors.get("mlp_output_norm"),
         sinks=tensors.get("sinks"),
         router=optional("router"),
         shared_gate_up=optional("shared_gate_up"),
@@ -387,7 +392,7 @@ def random_weights(
             part.fill_randomly(_LARGEST, quantised)
         elif name.endswith("norm.weight"):
             assert part is not None, f"every rank holds {name}"
-            part.tensor.fill_(1.0)
+            part.tensor.fill_(1.0 - spec.norm_offset)
         elif part is not None and part.share is None:
             part.tensor.uniform_(-_LARGEST, _LARGEST, generator=generator)
         else:
