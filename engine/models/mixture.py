@@ -11,7 +11,6 @@ from functools import partial
 
 from torch import Tensor
 
-from engine.errors import ConfigError
 from engine.layers.linear import WeightFormat, build_gated, build_linear
 from engine.layers.mlp import GatedMlp
 from engine.layers.moe import (
@@ -21,6 +20,7 @@ from engine.layers.moe import (
     SharedExpert,
     TorchExperts,
     TorchRouter,
+    expert_matrices,
 )
 from engine.models.mixture_spec import MixtureSpec
 from engine.models.weights import LayerWeights
@@ -32,9 +32,7 @@ def build_mixture(
 ) -> Mixture:
     """The mixture of one layer. Raises ConfigError if its weights are of an unsupported kind."""
     assert weights.router is not None, "a mixture has a router"
-    for weight in (weights.router, weights.gate_up, weights.down):
-        if weight.format is not WeightFormat.DENSE:
-            raise ConfigError(f"experts are supported as {WeightFormat.DENSE.value} only")
+    assert weights.router.format is WeightFormat.DENSE, "a router is never quantised"
     build = _build_cuda if weights.router.data.device.type == "cuda" else _build_torch
     router, experts = build(spec, weights, weights.router.data, is_deterministic)
     return Mixture(
@@ -50,7 +48,7 @@ def _build_torch(
     del is_deterministic  # a CPU makes no such promise
     return (
         TorchRouter(router, num_active=spec.num_active, normalises=spec.normalises),
-        TorchExperts(weights.gate_up.data, weights.down.data),
+        TorchExperts(expert_matrices(weights.gate_up), expert_matrices(weights.down)),
     )
 
 
@@ -68,8 +66,8 @@ def _build_cuda(
             is_deterministic=is_deterministic,
         ),
         TritonExperts(
-            weights.gate_up.data,
-            weights.down.data,
+            weights.gate_up,
+            weights.down,
             num_active=spec.num_active,
             is_deterministic=is_deterministic,
         ),

@@ -377,22 +377,12 @@ def load_spec(folder: Path, *, quantization: Literal["auto", "fp8"] = "auto") ->
         dtype=_dtype(config),
         pooling=pooling,
         mixture=family.mixture,
-        quantization=_quantization(
-            config, quantization, has_head=has_head, is_mixture=family.mixture is not None
-        ),
+        quantization=_quantization(config, quantization, has_head=has_head),
     )
 
 
-def _quantization(
-    config: ConfigFile, asked: str, *, has_head: bool, is_mixture: bool
-) -> Quantization | None:
+def _quantization(config: ConfigFile, asked: str, *, has_head: bool) -> Quantization | None:
     published = read_quantization(config, has_head=has_head)
-    if is_mixture and (published is not None or asked != "auto"):
-        raise config.error(
-            "quantization_config",
-            "and model.quantization are not supported for mixtures of"
-            " experts; use unquantized weights",
-        )
     if asked == "auto":
         return published
     if published is not None:

@@ -10,7 +10,7 @@ in and copies them to the driver's own buffer. Copying to pinned buffers on seve
 that with the transfers. The buffers are the only memory that this takes on the host.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -221,11 +221,11 @@ def _copy_file(
                     continue  # another rank's
                 read = partial(_read, file, source.name)
                 if isinstance(part, PublishedPart):
-                    part.take(read, copier)
+                    part.take(partial(_read_share, read, source), copier)
                 elif part.share is None and source.expert is None:
                     copier.copy(read(None), part.tensor)
                 else:
-                    copier.copy(read(_place(source, part)), part.tensor)
+                    copier.copy(read(_place(source, part.share, len(part.tensor))), part.tensor)
             copier.wait_copied()  # must complete while the file is still mapped
     except (SafetensorError, OSError) as error:
         raise ConfigError(f"{path}: not a readable safetensors file: {error}") from error
@@ -236,12 +236,23 @@ def _read(file: Any, name: str, share: tuple[int | slice, ...] | None) -> Tensor
     return tensor.contiguous()
 
 
-def _place(source: Source, part: "Part") -> tuple[int | slice, ...]:
-    """The index of a part in the tensor that a file has."""
+def _read_share(
+    read: Callable[..., Tensor], source: Source, share: tuple[slice, ...] | None
+) -> Tensor:
+    """A share of a published tensor, also where a file has it in one with others."""
+    if share is None or source.expert is None:
+        return read(share)
+    return read(_place(source, share, share[0].stop))
+
+
+def _place(
+    source: Source, share: tuple[slice, ...] | None, num_rows: int
+) -> tuple[int | slice, ...]:
+    """The index of a part of `num_rows` rows in the tensor that a file has."""
     if source.expert is None:
-        assert part.share is not None, "all of a tensor needs no index"
-        return part.share
-    rows, *columns = part.share or (slice(0, len(part.tensor)),)
+        assert share is not None, "all of a tensor needs no index"
+        return share
+    rows, *columns = share or (slice(0, num_rows),)
     first = source.first_row
     return source.expert, slice(first + rows.start, first + rows.stop), *columns
 
@@ -321,10 +332,8 @@ def _layer(
         return linear(field) if field in tensors or field in stacks else None
 
     def experts(field: str) -> LinearWeight:
-        if mixture is None:
-            return linear(field)
-        stacked = tensors[field]
-        return LinearWeight(stacked.view(mixture.num_experts, -1, stacked.shape[1]))
+        weight = linear(field)
+        return weight if mixture is None else weight.by_expert(mixture.num_experts)
 
     return LayerWeights(
         input_norm=tensors["input_norm"],
