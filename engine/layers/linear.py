@@ -52,10 +52,10 @@ class LinearWeight:
 
     def by_expert(self, num_experts: int) -> "LinearWeight":
         """Outputs of experts that follow one another, by expert: views of the same memory."""
-        assert self.bias is None, "experts have no bias"
+        bias = None if self.bias is None else self.bias.view(num_experts, -1)
         scales = None if self.scales is None else self.scales.by_expert(num_experts)
         data = self.data.view(num_experts, -1, self.data.shape[1])
-        return LinearWeight(data, None, self.format, scales)
+        return LinearWeight(data, bias, self.format, scales)
 
 
 class Linear(Protocol):

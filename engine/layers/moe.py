@@ -16,6 +16,7 @@ from engine.layers.linear import Linear, LinearWeight
 from engine.layers.mlp import GatedMlp
 from engine.layers.quantized_weight import dequantize
 from kernels.moe import reference
+from kernels.moe.form import PLAIN, ExpertForm
 from kernels.moe.routes import Routes
 
 
@@ -85,17 +86,25 @@ class Mixture:
 class TorchRouter:
     """See `kernels.moe.reference.route`."""
 
-    __slots__ = ("_normalises", "_num_active", "_weight")
+    __slots__ = ("_bias", "_normalises", "_num_active", "_weight")
 
-    def __init__(self, weight: Tensor, *, num_active: int, normalises: bool) -> None:
-        """weight: [experts, hidden]."""
+    def __init__(
+        self, weight: Tensor, *, num_active: int, normalises: bool, bias: Tensor | None = None
+    ) -> None:
+        """weight: [experts, hidden]; bias: [experts]."""
         self._weight = weight
+        self._bias = bias
         self._num_active = num_active
         self._normalises = normalises
 
     def __call__(self, x: Tensor, slots: Tensor | None) -> Routes:
         return reference.route(
-            x, self._weight, self._num_active, normalises=self._normalises, slots=slots
+            x,
+            self._weight,
+            self._num_active,
+            normalises=self._normalises,
+            slots=slots,
+            bias=self._bias,
         )
 
 
@@ -124,17 +133,23 @@ def expert_matrices(weight: LinearWeight) -> reference.ExpertMatrices:
 class TorchExperts:
     """One expert after the other, only those that have tokens; waits for the routes on the host."""
 
-    __slots__ = ("_down", "_gate_up")
+    __slots__ = ("_down", "_form", "_gate_up")
 
     token_sizes: tuple[int, ...] = ()
 
-    def __init__(self, gate_up: reference.ExpertMatrices, down: reference.ExpertMatrices) -> None:
+    def __init__(
+        self,
+        gate_up: reference.ExpertMatrices,
+        down: reference.ExpertMatrices,
+        form: ExpertForm = PLAIN,
+    ) -> None:
         """gate_up: [experts, 2 I, hidden], rows of gate first; down: [experts, hidden, I]."""
+        self._form = form
         self._gate_up = gate_up
         self._down = down
 
     def __call__(self, x: Tensor, routes: Routes, shared: SharedOutput | None) -> Tensor:
-        outputs = reference.experts(x, routes, self._gate_up, self._down)
+        outputs = reference.experts(x, routes, self._gate_up, self._down, self._form)
         if shared is None:
             return reference.combine(outputs)
         return reference.combine(outputs, shared.output, shared.gate)

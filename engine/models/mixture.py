@@ -24,6 +24,7 @@ from engine.layers.moe import (
 )
 from engine.models.mixture_spec import MixtureSpec
 from engine.models.weights import LayerWeights
+from kernels.moe.form import ExpertForm
 from kernels.ops import Ops
 
 
@@ -47,8 +48,15 @@ def _build_torch(
 ) -> tuple[Router, Experts]:
     del is_deterministic  # a CPU makes no such promise
     return (
-        TorchRouter(router, num_active=spec.num_active, normalises=spec.normalises),
-        TorchExperts(expert_matrices(weights.gate_up), expert_matrices(weights.down)),
+        TorchRouter(
+            router,
+            num_active=spec.num_active,
+            normalises=spec.normalises,
+            bias=_router_bias(weights),
+        ),
+        TorchExperts(
+            expert_matrices(weights.gate_up), expert_matrices(weights.down), _form(spec, weights)
+        ),
     )
 
 
@@ -64,13 +72,25 @@ def _build_cuda(
             num_active=spec.num_active,
             normalises=spec.normalises,
             is_deterministic=is_deterministic,
+            bias=_router_bias(weights),
         ),
         TritonExperts(
             weights.gate_up,
             weights.down,
             num_active=spec.num_active,
             is_deterministic=is_deterministic,
+            form=_form(spec, weights),
         ),
+    )
+
+
+def _router_bias(weights: LayerWeights) -> Tensor | None:
+    return None if weights.router is None else weights.router.bias
+
+
+def _form(spec: MixtureSpec, weights: LayerWeights) -> ExpertForm:
+    return ExpertForm(
+        gate=spec.gate, gate_up_bias=weights.gate_up.bias, down_bias=weights.down.bias
     )
 
 

@@ -10,9 +10,9 @@ in and copies them to the driver's own buffer. Copying to pinned buffers on seve
 that with the transfers. The buffers are the only memory that this takes on the host.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,6 @@ from torch import Tensor
 
 from engine.errors import ConfigError
 from engine.layers.linear import LinearWeight
-from engine.models.fused_experts import Source
 from engine.models.llama_weights import (
     WHOLE_MODEL,
     Rank,
@@ -36,6 +35,8 @@ from engine.models.llama_weights import (
 from engine.models.mixture_spec import MixtureSpec
 from engine.models.quantized_loading import PublishedPart, QuantizedStack
 from engine.models.quantized_tensors import needed_tensors, quantization_of
+from engine.models.source_reading import read_source
+from engine.models.sources import Source
 from engine.models.spec import ModelSpec
 from engine.models.weight_files import check_weights
 
@@ -161,6 +162,8 @@ class LayerWeights:
     # [D]
     q_norm: Tensor | None
     k_norm: Tensor | None
+    # [H]; None = the softmax of a head has no sink
+    sinks: Tensor | None = None
     # [E, hidden]; None = the layer is dense
     router: LinearWeight | None = None
     # [2 S, hidden], [hidden, S], [1, hidden]; None = no expert is shared
@@ -196,9 +199,10 @@ def load_weights(
     """
     files = check_weights(folder, spec)
     weights, destinations = allocate_weights(spec, dtype=dtype, device=device, rank=rank)
+    homes = {name: path for path, sources in files.items() for name in sources}
     with copier_for(device) as copier:
         for path, sources in files.items():
-            _copy_file(path, sources, destinations, copier)
+            _copy_file(path, sources, destinations, copier, homes)
     found = {name for sources in files.values() for name in sources}
     for name, part in destinations.items():
         if isinstance(part, PublishedPart) and name not in found:
@@ -211,50 +215,38 @@ def _copy_file(
     sources: Mapping[str, Source],
     destinations: "Mapping[str, Part | PublishedPart]",
     copier: TensorCopier,
+    homes: Mapping[str, Path],
 ) -> None:
-    """sources, destinations: by published name."""
+    """sources, destinations, homes (the files): by published name."""
+    opened: dict[Path, Any] = {}
     try:
-        with safe_open(str(path), framework="pt", device="cpu") as file:
+        with ExitStack() as files:
+
+            def opened_file(path: Path) -> Any:  # noqa: ANN401
+                if path not in opened:
+                    entered = files.enter_context(safe_open(path, framework="pt", device="cpu"))
+                    opened[path] = entered
+                return opened[path]
+
+            file = opened_file(path)
             for name, source in sources.items():
                 part = destinations.get(name)
                 if part is None:
-                    continue  # another rank's
-                read = partial(_read, file, source.name)
+                    continue  # another rank's, or scales that are read with their blocks
                 if isinstance(part, PublishedPart):
-                    part.take(partial(_read_share, read, source), copier)
-                elif part.share is None and source.expert is None:
-                    copier.copy(read(None), part.tensor)
-                else:
-                    copier.copy(read(_place(source, part.share, len(part.tensor))), part.tensor)
+                    part.take(partial(_read_share, file, source), copier)
+                    continue
+                scales = None if source.scales is None else opened_file(homes[source.scales])
+                num_rows = len(part.tensor)
+                copier.copy(read_source(file, source, part.share, num_rows, scales), part.tensor)
             copier.wait_copied()  # must complete while the file is still mapped
     except (SafetensorError, OSError) as error:
         raise ConfigError(f"{path}: not a readable safetensors file: {error}") from error
 
 
-def _read(file: Any, name: str, share: tuple[int | slice, ...] | None) -> Tensor:  # noqa: ANN401
-    tensor: Tensor = file.get_tensor(name) if share is None else file.get_slice(name)[share]
-    return tensor.contiguous()
-
-
-def _read_share(
-    read: Callable[..., Tensor], source: Source, share: tuple[slice, ...] | None
-) -> Tensor:
+def _read_share(file: Any, source: Source, share: tuple[slice, ...] | None) -> Tensor:  # noqa: ANN401
     """A share of a published tensor, also where a file has it in one with others."""
-    if share is None or source.expert is None:
-        return read(share)
-    return read(_place(source, share, share[0].stop))
-
-
-def _place(
-    source: Source, share: tuple[slice, ...] | None, num_rows: int
-) -> tuple[int | slice, ...]:
-    """The index of a part of `num_rows` rows in the tensor that a file has."""
-    if source.expert is None:
-        assert share is not None, "all of a tensor needs no index"
-        return share
-    rows, *columns = share or (slice(0, num_rows),)
-    first = source.first_row
-    return source.expert, slice(first + rows.start, first + rows.stop), *columns
+    return read_source(file, source, share, 0 if share is None else share[0].stop)
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,6 +336,7 @@ def _layer(
         down=experts("down"),
         q_norm=tensors.get("q_norm"),
         k_norm=tensors.get("k_norm"),
+        sinks=tensors.get("sinks"),
         router=optional("router"),
         shared_gate_up=optional("shared_gate_up"),
         shared_down=optional("shared_down"),
