@@ -8,6 +8,7 @@ Formats, by `quant_method` (sources: the configurations that the named packages 
     awq                 AutoAWQ, version gemm
     gptq                AutoGPTQ and GPTQModel: checkpoint formats gptq and gptq_v2
     modelopt            NVIDIA's ModelOpt: quant_algo FP8 (a scale a tensor) and NVFP4
+    mxfp4               gpt-oss's experts, in files of their own layout (`gpt_oss_files`)
 
 Weights of 4 bits of float are published for activations of 4 bits too on GPUs that multiply them;
 here activations are as they are, which is more accurate.
@@ -84,6 +85,11 @@ ONLINE_FP8 = Quantization(
     tile_columns=None,
     quantizes_activations=True,
     ignored=(_HEAD,),
+)
+
+# Of its experts only; config.json names what is left out, this says what is meant.
+GPT_OSS_MXFP4 = Quantization(
+    packing=Packing.MXFP4, tile_rows=1, tile_columns=_MXFP4_GROUP, targets=("mlp.experts",)
 )
 
 

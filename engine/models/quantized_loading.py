@@ -71,7 +71,7 @@ class QuantizedStack:
         self._order_of: dict[int, str] = {}  # expert -> the module that its `order` is of
         self.is_filled = False  # with random numbers
         num_rows = sum(mine.num_rows.values())
-        columns = min(quantization.tile_columns or mine.num_columns, mine.num_columns)
+        columns = self._common_columns()
         num_scales = (-(-num_rows // self._tile_rows), -(-mine.num_columns // columns))
         self._format = _format_of(quantization)
         self._is_fp8 = self._format is WeightFormat.FP8
@@ -97,6 +97,14 @@ class QuantizedStack:
             factors=torch.empty(num_rows, device=device) if _has_factors(quantization) else None,
             order=orders if has_order else None,
         )
+
+    def _common_columns(self) -> int:
+        """The inputs that share a scale here: fewer than published where ranks cut a block."""
+        columns = min(self.quantization.tile_columns or self._num_columns, self._num_columns)
+        if self.quantization.packing not in FP4_PACKINGS:
+            return columns
+        part = self._parts[0].portion.parts[Axis.IN]
+        return math.gcd(self.quantization.tile_columns or 1, part.start, part.stop)
 
     def weight(self, bias: Tensor | None) -> LinearWeight:
         return LinearWeight(self.data, bias, self._format, self.scales)
@@ -158,6 +166,8 @@ class QuantizedStack:
         tile_rows = self.quantization.tile_rows or num_rows
         if tile_rows != self._tile_rows:
             scales = scales.repeat_interleave(tile_rows, dim=0)[: num_rows : self._tile_rows]
+        if self.scales.is_e2m1:
+            scales = self._of_columns(part, scales)
         self.scales.values[part.scale_rows].copy_(scales)
         if self.scales.factors is not None:
             assert found.factor is not None, f"{part.module} has no scale of all of it"
@@ -165,6 +175,15 @@ class QuantizedStack:
         if self.scales.zeros is not None:
             assert zeros is not None, f"{part.module} has no zero points"
             self.scales.zeros[part.scale_rows].copy_(zeros)
+
+    def _of_columns(self, part: _Placed, scales: Tensor) -> Tensor:
+        """Scales of blocks as those of `_common_columns`, of the rank's inputs."""
+        per, columns = self.quantization.tile_columns, self.scales.columns
+        assert per is not None, "4 bits of float have groups"
+        repeated = scales.view(torch.uint8).repeat_interleave(per // columns, dim=1)
+        first = part.portion.parts[Axis.IN].start % per // columns
+        mine = repeated[:, first : first + self.scales.values.shape[1]]
+        return mine.contiguous().view(scales.dtype)
 
     def _take_order(self, part: _Placed, groups: Tensor) -> Tensor:
         """The order of inputs in which groups are adjacent. Raises ConfigError if there is none."""

@@ -55,6 +55,8 @@ class Cut:
 
     axis: Axis
     per: int | None = 1
+    # Two ranks may hold the entry of a block that is cut, each for its part of it.
+    may_be_cut: bool = False
 
     def length(self, size: int) -> int:
         return 1 if self.per is None else -(-size // self.per)
@@ -63,6 +65,8 @@ class Cut:
         """The entries for `part` of `size`. Raises ConfigError where an entry would be cut."""
         if self.per is None or (part.start, part.stop) == (0, size):
             return slice(0, self.length(size))
+        if self.may_be_cut:
+            return slice(part.start // self.per, -(-part.stop // self.per))
         if part.start % self.per or (part.stop % self.per and part.stop != size):
             raise ConfigError(
                 f"{what}: {size} {self.axis.value} in blocks of {self.per} cannot be shared in"
@@ -112,7 +116,8 @@ def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def published_tensors(quantization: Quantization) -> dict[str, PublishedTensor]:
     """Suffix -> tensor, of every quantised linear map."""
-    group = Cut(Axis.IN, quantization.tile_columns)
+    are_floats = quantization.packing in FP4_PACKINGS
+    group = Cut(Axis.IN, quantization.tile_columns, may_be_cut=are_floats)
     one_out, one_in = Cut(Axis.OUT), Cut(Axis.IN)
     packed_out, packed_in = Cut(Axis.OUT, _PER_WORD), Cut(Axis.IN, _PER_WORD)
     order = PublishedTensor(

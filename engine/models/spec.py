@@ -31,7 +31,12 @@ from engine.models.mixture_spec import (
     read_qwen3_moe,
 )
 from engine.models.pooling import Pooling, read_pooling
-from engine.models.quantization import ONLINE_FP8, Quantization, read_quantization
+from engine.models.quantization import (
+    GPT_OSS_MXFP4,
+    ONLINE_FP8,
+    Quantization,
+    read_quantization,
+)
 from engine.ranks.rank import Rank
 
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -442,7 +447,7 @@ def _quantization(
     if mixture is not None and mixture.layout is not ExpertLayout.BY_EXPERT:
         if asked != "auto":
             raise config.error("architectures", f"has no model.quantization: {asked}; leave it out")
-        return None  # experts in MXFP4 become numbers of the model's dtype while they are read
+        return GPT_OSS_MXFP4 if mixture.layout is ExpertLayout.GPT_OSS_MXFP4 else None
     published = read_quantization(config, has_head=has_head)
     if asked == "auto":
         return published

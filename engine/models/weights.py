@@ -12,7 +12,7 @@ that with the transfers. The buffers are the only memory that this takes on the 
 
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -199,10 +199,9 @@ def load_weights(
     """
     files = check_weights(folder, spec)
     weights, destinations = allocate_weights(spec, dtype=dtype, device=device, rank=rank)
-    homes = {name: path for path, sources in files.items() for name in sources}
     with copier_for(device) as copier:
         for path, sources in files.items():
-            _copy_file(path, sources, destinations, copier, homes)
+            _copy_file(path, sources, destinations, copier)
     found = {name for sources in files.values() for name in sources}
     for name, part in destinations.items():
         if isinstance(part, PublishedPart) and name not in found:
@@ -215,30 +214,19 @@ def _copy_file(
     sources: Mapping[str, Source],
     destinations: "Mapping[str, Part | PublishedPart]",
     copier: TensorCopier,
-    homes: Mapping[str, Path],
 ) -> None:
-    """sources, destinations, homes (the files): by published name."""
-    opened: dict[Path, Any] = {}
+    """sources, destinations: by published name."""
     try:
-        with ExitStack() as files:
-
-            def opened_file(path: Path) -> Any:  # noqa: ANN401
-                if path not in opened:
-                    entered = files.enter_context(safe_open(path, framework="pt", device="cpu"))
-                    opened[path] = entered
-                return opened[path]
-
-            file = opened_file(path)
+        with safe_open(str(path), framework="pt", device="cpu") as file:
             for name, source in sources.items():
                 part = destinations.get(name)
                 if part is None:
-                    continue  # another rank's, or scales that are read with their blocks
+                    continue  # another rank's
                 if isinstance(part, PublishedPart):
                     part.take(partial(_read_share, file, source), copier)
-                    continue
-                scales = None if source.scales is None else opened_file(homes[source.scales])
-                num_rows = len(part.tensor)
-                copier.copy(read_source(file, source, part.share, num_rows, scales), part.tensor)
+                else:
+                    read = read_source(file, source, part.share, len(part.tensor))
+                    copier.copy(read, part.tensor)
             copier.wait_copied()  # must complete while the file is still mapped
     except (SafetensorError, OSError) as error:
         raise ConfigError(f"{path}: not a readable safetensors file: {error}") from error

@@ -12,10 +12,13 @@ from transformers import AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from engine.errors import ConfigError
+from engine.layers.moe import expert_matrices
+from engine.layers.quantized_weight import e2m1_values
 from engine.models.llama import CausalLM
 from engine.models.llama_weights import Rank, num_parameters
 from engine.models.mixture import build_mixture
-from engine.models.mxfp4 import dequantize_mxfp4
+from engine.models.quantization import GPT_OSS_MXFP4
+from engine.models.quantized_formats import read_numbers
 from engine.models.registry import build_model
 from engine.models.spec import load_spec
 from engine.models.weights import load_weights, random_weights
@@ -213,8 +216,10 @@ def test_experts_in_mxfp4_are_what_transformers_makes_of_them(tmp_path: Path, se
             units = slice(rank.index * 96 // rank.size, (rank.index + 1) * 96 // rank.size)
             gate_up, down = (_dequantised(stored, index, which) for which in ("gate_up", "down"))
             own = torch.cat((gate_up[:, ::2][:, units], gate_up[:, 1::2][:, units]), dim=1)
-            assert torch.equal(layer.gate_up.data, own)
-            assert torch.equal(layer.down.data, down[:, :, units])
+            assert layer.gate_up.data.dtype is torch.uint8, "experts stay as they are published"
+            for weight, expected in ((layer.gate_up, own), (layer.down, down[:, :, units])):
+                ours = expert_matrices(weight)
+                assert torch.equal(torch.stack([ours[i] for i in range(5)]), expected)
 
 
 def _dequantised(tensors: dict[str, Tensor], layer: int, which: str) -> Tensor:
@@ -228,7 +233,11 @@ def test_every_byte_and_scale_of_mxfp4_is_that_of_transformers() -> None:
     blocks = torch.arange(256, dtype=torch.uint8).view(1, 16, 16).expand(254, -1, -1)
     scales = torch.arange(1, 255, dtype=torch.uint8)[:, None].expand(-1, 16)
     theirs = convert_moe_packed_tensors(blocks[None], scales[None])[0].T
-    assert torch.equal(dequantize_mxfp4(blocks, scales), theirs)
+    tensors = {"weight_packed": blocks.flatten(1), "weight_scale": scales}
+    found = read_numbers(GPT_OSS_MXFP4, tensors)
+    assert found.numbers is not None
+    ours = e2m1_values(found.numbers) * found.scales.float().repeat_interleave(32, dim=1)
+    assert torch.equal(ours.bfloat16(), theirs)
 
 
 # ---- what is refused -----------------------------------------------------------------------------
@@ -264,10 +273,11 @@ def test_folders_of_the_other_kind_and_missing_scales_stop_the_start(tmp_path: P
     path = tmp_path / "b.safetensors"
     tensors = load_file(path)
     lost = "model.layers.1.mlp.experts.down_proj_scales"
+    first = "model.layers.1.mlp.experts.0.down_proj.weight_scale"
     save_file({name: t for name, t in tensors.items() if name != lost}, path)
     index_path = tmp_path / "model.safetensors.index.json"
     index = json.loads(index_path.read_text())
     del index["weight_map"][lost]
     index_path.write_text(json.dumps(index))
-    with pytest.raises(ConfigError, match=rf"1 tensors are missing.*'{lost}'.*\[5, 64, 3\]"):
+    with pytest.raises(ConfigError, match=rf"5 tensors are missing.*'{first}'.*\[64, 3\]"):
         _build(tmp_path)
