@@ -132,12 +132,9 @@ class TritonExperts:
         shape = ExpertShape(
             num_experts=num_experts, num_active=num_active, hidden=hidden, inner=inner
         )
-        device = down.data.device
-        if isinstance(self._gate_up, Tensor) and isinstance(self._down, Tensor):
-            self._plan = _plan(shape, device, down.data.element_size(), is_deterministic)
-        else:
-            fits = [_fit(weight, device) for weight in (self._gate_up, self._down)]
-            self._plan = build_coded_plan(shape, *fits, is_deterministic=is_deterministic)
+        self._plan = expert_plan(
+            shape, self._gate_up, self._down, is_deterministic=is_deterministic
+        )
 
     @property
     def token_sizes(self) -> tuple[int, ...]:
@@ -164,18 +161,34 @@ class TritonExperts:
         return combine.combine(outputs, routes, output, gate)
 
 
-def _fit(weight: Tensor | CodedExperts, device: torch.device) -> Callable[[Tile], Tile]:
+def expert_plan(
+    shape: ExpertShape,
+    gate_up: Tensor | CodedExperts,
+    down: Tensor | CodedExperts,
+    *,
+    is_deterministic: bool = False,
+) -> TilePlan:
+    """The tilings of a mixture on the GPU that its weights are on."""
+    if isinstance(gate_up, Tensor) and isinstance(down, Tensor):
+        return _plan(shape, down.device, down.element_size(), is_deterministic)
+    fits = [_fit(weight) for weight in (gate_up, down)]
+    return build_coded_plan(shape, *fits, is_deterministic=is_deterministic)
+
+
+def _fit(weight: Tensor | CodedExperts) -> Callable[[Tile], Tile]:
     """What makes a tile one for this weight: one of two may be left unquantised."""
-    properties = device_properties(device)
     if isinstance(weight, CodedExperts):
-        return partial(weight.fit, device=properties)
-    return partial(fitted, device=properties)
+        return partial(weight.fit, device=device_properties(weight.data.device))
+    return partial(fitted, device=device_properties(weight.device))
 
 
 def _operand(weight: LinearWeight) -> Tensor | CodedExperts:
-    """The weight as the kernels take it. Raises ConfigError if none reads it."""
-    if weight.scales is None:
-        return weight.data
+    return weight.data if weight.scales is None else coded_operand(weight)
+
+
+def coded_operand(weight: LinearWeight) -> CodedExperts:
+    """A quantised weight as the kernels take it. Raises ConfigError if none reads it."""
+    assert weight.scales is not None, f"{weight.format} without scales"
     scales = compacted(weight.scales)
     check_dtype(scales)
     if scales.order is not None:

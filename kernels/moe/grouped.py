@@ -30,7 +30,7 @@ from kernels.moe.align import Blocks
 from kernels.moe.coded import CodedExperts, coded_product
 from kernels.moe.form import PLAIN, ExpertForm, bias_of
 from kernels.moe.gate import gated
-from kernels.moe.reference import routes_by_expert
+from kernels.moe.reference import ExpertMatrices, routes_by_expert
 from kernels.moe.routes import Routes
 from kernels.moe.tiles import Tile
 from kernels.pdl import pdl_supported
@@ -364,7 +364,7 @@ def by_block(of_routes: Tensor, blocks: Blocks) -> Tensor:
 
 
 def gate_up_reference(
-    x: Tensor, weight: Tensor, routes: Routes, form: ExpertForm = PLAIN
+    x: Tensor, weight: ExpertMatrices, routes: Routes, form: ExpertForm = PLAIN
 ) -> Tensor:
     """Gate and up of each route, gated, [T k, n]; zeros where a route has no expert."""
     num_active = routes.ids.shape[1]
@@ -376,7 +376,7 @@ def gate_up_reference(
 
 
 def down_reference(
-    inner: Tensor, weight: Tensor, routes: Routes, form: ExpertForm = PLAIN
+    inner: Tensor, weight: ExpertMatrices, routes: Routes, form: ExpertForm = PLAIN
 ) -> Tensor:
     """inner: [T k, n]; returns [T, k, hidden], weighted; zeros where a route has no expert."""
     y = inner.new_zeros((routes.ids.numel(), weight.shape[1]))

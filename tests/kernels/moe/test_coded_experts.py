@@ -54,10 +54,9 @@ def _experts(
 
 
 def _operand(weight: LinearWeight, tile: Tile) -> tuple[CodedExperts, Tile]:
-    from engine.layers.moe_cuda import _operand
+    from engine.layers.moe_cuda import coded_operand
 
-    operand = _operand(weight)
-    assert isinstance(operand, CodedExperts)
+    operand = coded_operand(weight)
     return operand, operand.fit(tile, gpu("H200"))
 
 
@@ -139,7 +138,7 @@ def check_layer() -> None:
 
 def check_refused() -> None:
     from engine.errors import ConfigError
-    from engine.layers.moe_cuda import _operand
+    from engine.layers.moe_cuda import coded_operand
 
     case = int4_case((1, 4 * 32, 64), 32, torch.float16, CPU)
     assert case.weight.scales is not None
@@ -153,7 +152,7 @@ def check_refused() -> None:
         (fp8_case((1, 4 * 32, 64), (1, 64), torch.float32, CPU).weight.by_expert(4), "float32"),
     ):
         with pytest.raises(ConfigError, match=named):
-            _operand(weight)
+            coded_operand(weight)
 
 
 NIGHTLY = pytest.mark.nightly
