@@ -26,6 +26,7 @@ from engine.request import SamplingParams
 from kernels.reference import TorchOps
 from tests.engine.models.closeness import assert_same_logits
 from tests.engine.runner.step_driver import StepDriver
+from tests.harness.gpt_oss_folders import save_gpt_oss_mxfp4
 from tests.harness.in_process import answer, start_engine
 from tests.harness.tiny_models import VOCAB_SIZE, edit_config, reference_logits, save_model
 
@@ -169,40 +170,9 @@ def test_parameters_of_gpt_oss_are_those_of_transformers(tmp_path: Path) -> None
     assert made.gate_up.bias.shape == (5, 192)
 
 
-def _save_mxfp4(folder: Path, seed: int) -> None:
-    """A folder as gpt-oss is published: experts in blocks and scales, all else in bf16."""
-    save_model(folder, NAME, seed=seed, dtype=torch.bfloat16)
-    generator = torch.Generator().manual_seed(seed)
-    path = folder / "model.safetensors"
-    tensors = load_file(path)
-    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
-        num_experts, num_columns, num_rows = tensors.pop(name).shape
-        shape = (num_experts, num_rows, num_columns // 32)
-        drawn = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8, generator=generator)
-        tensors[f"{name}_blocks"] = drawn
-        drawn = torch.randint(120, 126, shape, dtype=torch.uint8, generator=generator)
-        tensors[f"{name}_scales"] = drawn
-    # Blocks and their scales stand in two files.
-    names = {name: "b" if name.endswith("_scales") else "a" for name in tensors}
-    path.unlink()
-    for file in "ab":
-        part = {name: tensor for name, tensor in tensors.items() if names[name] == file}
-        save_file(part, folder / f"{file}.safetensors", metadata={"format": "pt"})
-    index = {"metadata": {}, "weight_map": {n: f"{f}.safetensors" for n, f in names.items()}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    edit_config(
-        folder,
-        quantization_config={
-            "quant_method": "mxfp4",
-            "dequantize": True,  # else transformers wants packages for a GPU
-            "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router"],
-        },
-    )
-
-
 @pytest.mark.filterwarnings("default")
 def test_experts_in_mxfp4_are_what_transformers_makes_of_them(tmp_path: Path, seed: int) -> None:
-    _save_mxfp4(tmp_path, seed)
+    save_gpt_oss_mxfp4(tmp_path, seed)
     token_ids = _tokens(13, seed)
     theirs = reference_logits(tmp_path, token_ids)
     driver = StepDriver(_build(tmp_path), seed=seed)
@@ -262,7 +232,7 @@ def test_settings_of_gpt_oss_that_nobody_checked_are_refused(
 
 
 def test_folders_of_the_other_kind_and_missing_scales_stop_the_start(tmp_path: Path) -> None:
-    _save_mxfp4(tmp_path, 1)
+    save_gpt_oss_mxfp4(tmp_path, 1)
     config = json.loads((tmp_path / "config.json").read_text())
     edit_config(tmp_path, remove=("quantization_config",))
     with pytest.raises(ConfigError, match=r"unexpected tensor .*_blocks"):
