@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.layers.linear import Linear, LinearWeight
-from engine.layers.mlp import GatedMlp
+from engine.layers.mlp import FeedForward
 from engine.layers.quantized_weight import dequantize
 from kernels.moe import reference
 from kernels.moe.form import PLAIN, ExpertForm
@@ -41,7 +41,7 @@ class SharedExpert:
 
     __slots__ = ("_gate", "_mlp")
 
-    def __init__(self, *, mlp: GatedMlp, gate: Linear) -> None:
+    def __init__(self, *, mlp: FeedForward, gate: Linear) -> None:
         """gate: hidden -> 1."""
         self._mlp = mlp
         self._gate = gate

@@ -64,6 +64,16 @@ class Product(Protocol):
     def many(self, x: Tensor) -> Tensor: ...
 
 
+class RoundedProduct(Product, Protocol):
+    """A product whose inputs are rounded where there are many tokens."""
+
+    group: int  # columns of an input that share a scale
+
+    def of_rounded(self, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+        """codes, scales: from `quantize_tokens` by `group`; returns [T, out] in `dtype`."""
+        ...
+
+
 class Fp8Matrix:
     """FP8 weights, inputs as they are."""
 
@@ -85,9 +95,13 @@ class Fp8Blocks(Fp8Matrix):
     """FP8 weights in tiles of 128 columns; the inputs of many tokens are rounded likewise."""
 
     many_from = ROUNDED_FROM
+    group = TILE_COLUMNS
 
     def many(self, x: Tensor) -> Tensor:
-        return fp8_blocks(*quantize_tokens(x, TILE_COLUMNS), self.weight, x.dtype)
+        return self.of_rounded(*quantize_tokens(x, self.group), x.dtype)
+
+    def of_rounded(self, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+        return fp8_blocks(codes, scales, self.weight, dtype)
 
 
 class Fp8Rows(Fp8Matrix):
@@ -98,16 +112,19 @@ class Fp8Rows(Fp8Matrix):
     def __init__(self, weight: Fp8Operand) -> None:
         super().__init__(weight)
         self._row_scales = weight.scales.view(1, -1)
+        self.group = weight.codes.shape[1]
 
     def many(self, x: Tensor) -> Tensor:
-        codes, scales = quantize_tokens(x, x.shape[1])
+        return self.of_rounded(*quantize_tokens(x, self.group), x.dtype)
+
+    def of_rounded(self, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
         # Without fast accumulation: the matrix units' own sums have too few bits.
         y = torch._scaled_mm(
             codes,
             self.weight.codes.t(),
             scale_a=scales.view(-1, 1),
             scale_b=self._row_scales,
-            out_dtype=x.dtype,
+            out_dtype=dtype,
             use_fast_accum=False,
         )
         return y if self.weight.bias is None else y.add_(self.weight.bias)
@@ -148,6 +165,12 @@ class QuantizedLinear:
         self._ops = ops
         self._counters = [tile_counters(weight.data.device) for _ in range(NUM_LANES)]
 
+    @property
+    def rounded(self) -> RoundedProduct | None:
+        """The product of inputs that are rounded before; None = this map rounds none."""
+        is_rounding = isinstance(self.product, Fp8Blocks | Fp8Rows) and self._many_from is not None
+        return self.product if is_rounding else None  # type: ignore[return-value]
+
     def __call__(self, x: Tensor, lane: int = 0) -> Tensor:
         """x: [T, in]; returns [T, out], or [T, out / 2] if gated."""
         if self._order is not None:
@@ -157,6 +180,34 @@ class QuantizedLinear:
             return self.product.few(x, self._counters[lane], self._config, gated=is_gated)
         y = self.product.many(x)
         return y if self._ops is None else self._ops.silu_mul(y)
+
+
+class RoundedMlp:
+    """`GatedMlp` that rounds down's inputs in the kernel of the gate where there are many tokens.
+
+    The numbers are those of `GatedMlp`; a launch and a tensor less.
+    """
+
+    __slots__ = ("_down", "_gated", "_rounded")
+
+    token_sizes: tuple[int, ...] = ()  # as of `GatedMlp`
+
+    def __init__(
+        self, gated: QuantizedLinear, down: QuantizedLinear, rounded: RoundedProduct
+    ) -> None:
+        """rounded: of `down`."""
+        self._gated = gated
+        self._down = down
+        self._rounded = rounded
+
+    def __call__(self, x: Tensor, lane: int = 0, slots: Tensor | None = None) -> Tensor:
+        """x: [T, hidden]; returns [T, hidden]; padding is computed as all else."""
+        many_from = max(self._gated.product.many_from, self._rounded.many_from)
+        if x.shape[0] < many_from:
+            return self._down(self._gated(x, lane), lane)
+        gate_up = self._gated.product.many(x)
+        codes, scales = quantize_tokens(gate_up, self._rounded.group, gated=True)
+        return self._rounded.of_rounded(codes, scales, x.dtype)
 
 
 def check_dtype(scales: Scales) -> None:

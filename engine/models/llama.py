@@ -18,8 +18,8 @@ from torch import Tensor
 
 from engine.layers.attention import Attention, ProjectedTokens, StoredTokens
 from engine.layers.context import SINGLE_RANK, Comm, ForwardContext, LastTokens
-from engine.layers.linear import Identity, Linear, LinearWeight, build_gated, build_linear
-from engine.layers.mlp import FeedForward, GatedMlp
+from engine.layers.linear import Identity, Linear, LinearWeight, build_linear
+from engine.layers.mlp import FeedForward, build_mlp
 from engine.layers.norm import RmsNorm
 from engine.layers.rope_spec import RopeSpec
 from engine.layers.rotary import RotaryTable, RotaryTables
@@ -297,10 +297,7 @@ def _feed_forward(
     mixture = spec.mixture_at(layer)
     if mixture is not None:
         return build_mixture(mixture, weights, ops, is_deterministic=is_deterministic)
-    return GatedMlp(
-        gated=build_gated(weights.gate_up, ops, is_deterministic=is_deterministic),
-        down=build_linear(weights.down, is_deterministic=is_deterministic),
-    )
+    return build_mlp(weights.gate_up, weights.down, ops, is_deterministic=is_deterministic)
 
 
 def _kv_linear(spec: ModelSpec, weights: LayerWeights) -> Linear:

@@ -7,12 +7,10 @@ Norm, all-reduce and everything before them are those of `DecoderLayer` (llama.p
 be mixtures or dense ones in any order.
 """
 
-from functools import partial
-
 from torch import Tensor
 
-from engine.layers.linear import WeightFormat, build_gated, build_linear
-from engine.layers.mlp import GatedMlp
+from engine.layers.linear import WeightFormat, build_linear
+from engine.layers.mlp import build_mlp
 from engine.layers.moe import (
     Experts,
     Mixture,
@@ -100,6 +98,7 @@ def _build_shared(
     gate_up, down, gate = weights.shared_gate_up, weights.shared_down, weights.shared_gate
     if gate_up is None or down is None or gate is None:
         return None
-    linear = partial(build_linear, is_deterministic=is_deterministic)
-    gated = build_gated(gate_up, ops, is_deterministic=is_deterministic)
-    return SharedExpert(mlp=GatedMlp(gated=gated, down=linear(down)), gate=linear(gate))
+    return SharedExpert(
+        mlp=build_mlp(gate_up, down, ops, is_deterministic=is_deterministic),
+        gate=build_linear(gate, is_deterministic=is_deterministic),
+    )

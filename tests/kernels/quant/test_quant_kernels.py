@@ -148,6 +148,30 @@ def check_rounding_interpreted() -> None:
         assert torch.equal(ours[1], theirs[1])
 
 
+def check_rounding_gated_interpreted() -> None:
+    """Rounding on the way, and products of it, are those of the gate's own result."""
+    from engine.layers.quantized_cuda import Fp8Blocks, Fp8Rows, _fp8_operand
+    from kernels.quant.token_groups import quantize_tokens
+    from kernels.silu_mul import silu_mul
+
+    for dtype in (torch.float32, torch.float16):
+        for num_tokens, num_columns, group in ((3, 384, 128), (5, 200, 200)):
+            gate_up = torch.randn(num_tokens, 2 * num_columns + 24)[:, 8:-16].to(dtype) * 3
+            gate_up[-1, :64] = 0
+            fused = quantize_tokens(gate_up, group, gated=True)
+            apart = quantize_tokens(silu_mul(gate_up), group)
+            assert torch.equal(fused[0].float(), apart[0].float())
+            assert torch.equal(fused[1], apart[1])
+    for kind, tile in ((Fp8Blocks, (64, 128)), (Fp8Rows, (1, 256))):
+        weight = fp8_case((1, 96, 256), tile, torch.float32, CPU, with_bias=True).weight
+        assert weight.scales is not None
+        product = kind(_fp8_operand(weight, weight.scales))
+        gate_up = torch.randn(70, 512)
+        rounded = quantize_tokens(gate_up, product.group, gated=True)
+        ours = product.of_rounded(*rounded, torch.float32)
+        assert torch.equal(ours, product.many(silu_mul(gate_up)))
+
+
 def check_blocks_interpreted() -> None:
     from engine.layers.quantized_cuda import _fp8_operand
     from kernels.quant.fp8_blocks import BlocksConfig, fp8_blocks, reference
@@ -213,7 +237,9 @@ def _near_rounded(ours: Tensor, case: Case) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["fp8", "int4", "fp4", "rounding", "blocks", "matrix", "layers"])
+@pytest.mark.parametrize(
+    "name", ["fp8", "int4", "fp4", "rounding", "rounding_gated", "blocks", "matrix", "layers"]
+)
 def test_interpreted_kernels_are_their_formula(name: str) -> None:
     run_interpreted(f"{MODULE}:check_{name}_interpreted")
 
@@ -294,6 +320,30 @@ def test_inputs_of_many_tokens_are_rounded_with_fp8_weights(tile: tuple[int, int
             )  # fmt: skip
             poison(2 * num_tokens * num_rows)
             _near_rounded(build_linear(case.weight)(case.x), case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tile", [(128, 128), (1, None)])
+def test_rounding_in_the_gate_changes_no_bit(tile: tuple[int, int | None]) -> None:
+    from engine.layers.mlp import GatedMlp, build_mlp
+    from engine.layers.quantized_cuda import RoundedMlp
+    from kernels.fused import TritonOps
+
+    def made(num_rows: int, num_columns: int) -> LinearWeight:
+        return fp8_case(
+            (1, num_rows, num_columns), (tile[0], tile[1] or num_columns), torch.bfloat16, GPU,
+            quantizes_inputs=True,
+        ).weight  # fmt: skip
+
+    up, down, ops = made(2 * 1536, 1024), made(1024, 1536), TritonOps()
+    fused = build_mlp(up, down, ops)
+    assert isinstance(fused, RoundedMlp)
+    apart = GatedMlp(gated=build_gated(up, ops), down=build_linear(down))
+    for num_tokens in (1, 64, 65, 333, 1024):
+        x = torch.randn(num_tokens, 1024, device=GPU, dtype=torch.bfloat16)
+        assert torch.equal(fused(x), apart(x))
+    fixed = build_mlp(up, down, ops, is_deterministic=True)
+    assert isinstance(fixed, GatedMlp), "nothing is rounded in deterministic mode"
 
 
 @pytest.mark.gpu
