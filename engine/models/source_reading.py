@@ -15,23 +15,23 @@ def read_source(
     share: tuple[slice, ...] | None,
     num_rows: int,
 ) -> Tensor:
-    """The part of a published tensor that `share` cuts (None: all), contiguous, on the host.
+    """The part of a published tensor that `share` cuts (None: all), on the host.
+
+    Contiguous, or columns of a matrix where they lie in the file: they are read when copied.
 
     num_rows: of the part. The blocks of a row, if a file has such, are read as one row of bytes.
     """
     if source.expert is None:
-        tensor: Tensor = (
-            file.get_tensor(source.name) if share is None else _cut(file, source, share)
-        )
-        return tensor.contiguous()
+        whole: Tensor = file.get_tensor(source.name) if share is None else _cut(file, source, share)
+        return whole
     rows, *columns = share or (slice(0, num_rows),)
     stored = file.get_slice(source.name)
     are_blocks = len(stored.get_shape()) == _BLOCK_DIMENSIONS
     if source.row_step == 1 and not source.is_transposed and not are_blocks:
         first = source.first_row
         index = (source.expert, slice(first + rows.start, first + rows.stop), *columns)
-        tensor = stored[index]
-        return tensor.contiguous()
+        tensor: Tensor = stored[index]
+        return tensor
     matrix = stored[source.expert]
     if source.is_transposed:
         matrix = matrix.T
