@@ -175,10 +175,9 @@ def build_engine(
     `block_key`: key of the block hashes; None = drawn here. With `cache.host_gib`, engines with
     the same key share an arena on each machine, and whoever builds one closes it. `model`: the
     model of an engine that is gone and had an equal model section; None = load it. `role`: whether
-    KV moves, and whether this worker keeps `KvStore.digests` to send it. `comm`: to the other
-    ranks, as many as workers.tensor_parallel_size, which build at the same time; hung up if this
-    raises. Raises ConfigError when the model folder and config cannot be served, and WorkerError
-    when another rank could not build.
+    and where to KV moves. `comm`: to the other ranks, as many as workers.tensor_parallel_size,
+    which build at the same time; hung up if this raises. Raises ConfigError when the model folder
+    and config cannot be served, and WorkerError when another rank could not build.
     """
     _check_size(config, comm)
     torch.set_num_threads(config.workers.torch_threads)
@@ -200,8 +199,7 @@ def build_engine(
     hasher = _build_hasher(key, model_fingerprint, layout)
     outgoing = OutgoingHandoffs(cache, notify)
     max_model_len = context_length(config, spec, cache.num_blocks)
-    parts = cache, hasher, outgoing, host_tier, _build_drafting(config)
-    scheduler = _build_scheduler(spec, measured, max_model_len, *parts)
+    parts = max_model_len, cache, hasher, outgoing, host_tier, _build_drafting(config)
     return Engine(
         spec=spec,
         layout=layout,
@@ -216,7 +214,7 @@ def build_engine(
         grammars=grammars,
         outgoing=outgoing,
         host_tier=host_tier,
-        core=_build_core(config, scheduler, measured, clock),
+        core=_build_core(config, _build_scheduler(spec, measured, *parts), measured, clock),
         compilations=compilations,
         calibration=measured.calibration,
     )
