@@ -119,20 +119,19 @@ def check_fp4_interpreted() -> None:
 
     counters = tile_counters(CPU)
     plain, parts = QuantConfig(block_m=16), QuantConfig(block_m=16, split_k=2)
-    for shape, group, dtype, cut in (
-        ((1, 80, 128), 32, torch.float32, plain),
-        ((5, 64, 96), 16, torch.float16, parts),  # three runs in two parts
-        ((3, 64, 96), 32, torch.float32, None),  # runs of two halves of a group
-        ((3, 64, 32), 32, torch.float32, None),  # one group
+    for shape, group, dtype, cut, gated in (
+        ((1, 80, 128), 32, torch.float32, plain, True),
+        ((5, 64, 96), 16, torch.float16, parts, False),  # three runs in two parts
+        ((3, 64, 96), 32, torch.float32, None, False),  # runs of two halves of a group
+        ((3, 64, 32), 32, torch.float32, None, True),  # one group
     ):
-        for gated in (False, True):
-            case = fp4_case(shape, group, dtype, CPU, with_bias=gated)
-            assert case.weight.scales is not None
-            operand = _four_bit_operand(case.weight, case.weight.scales)
-            _check(int4_linear(case.x, operand, counters, cut, gated=gated), case, gated=gated)
-            matrix = dequantize(case.weight.data, case.weight.scales)
-            assert torch.equal(int4_matrix(operand, dtype), matrix)
-            assert not counters.any(), "a call left its counts behind"
+        case = fp4_case(shape, group, dtype, CPU, with_bias=gated)
+        assert case.weight.scales is not None
+        operand = _four_bit_operand(case.weight, case.weight.scales)
+        _check(int4_linear(case.x, operand, counters, cut, gated=gated), case, gated=gated)
+        matrix = dequantize(case.weight.data, case.weight.scales)
+        assert torch.equal(int4_matrix(operand, dtype), matrix)
+        assert not counters.any(), "a call left its counts behind"
 
 
 def check_rounding_interpreted() -> None:
