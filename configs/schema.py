@@ -65,6 +65,9 @@ class CacheConfig(_Section, frozen=True):
     gpu_memory_utilization: Share = 0.9
     enable_prefix_caching: bool = True  # found blocks of earlier prompts are not computed again
     protected_share: Share = 0.8  # of the blocks, at most, shielded after a second use (SLRU)
+    # Shared memory of each machine, taken at the start, for blocks that its workers evict; found
+    # there, they are loaded where that is sooner than computing. 0 = none; see docs/operations.md.
+    host_gib: Annotated[float, Meta(ge=0)] = 0.0
 
 
 class SchedulerConfig(_Section, frozen=True):
@@ -170,6 +173,25 @@ class ExecutionConfig(_Section, frozen=True):
     tbo_min_decode_rows: Annotated[int, Meta(ge=2)] | None = None
 
 
+class SpeculationConfig(_Section, frozen=True):
+    """Guessing tokens ahead: a step verifies several of a request; its answer stays the same."""
+
+    # ngram = what followed the same words before, in the request or in finished answers;
+    # draft_model = what a smaller model of the same vocabulary says.
+    drafter: Literal["none", "ngram", "draft_model"] = "none"
+    max_drafts: Annotated[int, Meta(ge=1, le=16)] = 8  # guessed tokens of a request in a step
+    # Above this temperature a request gets no guesses: too few would be right. A request that asks
+    # for guesses by itself (`speculation` in its body) gets them at any.
+    max_temperature: Annotated[float, Meta(ge=0)] = 0.7
+    # As many guesses as are predicted to pay, by what was accepted and what steps cost; false =
+    # always max_drafts, for measurements.
+    adaptive: bool = True
+    # ngram: tokens of finished answers that are kept, about 100 bytes each; 0 = a request's own.
+    max_corpus_tokens: Annotated[int, Meta(ge=0)] = 262_144
+    # draft_model: Hugging Face folder of the smaller model, as model.path.
+    model_path: str | None = None
+
+
 class FloorsConfig(_Section, frozen=True):
     """The rate in GB/s that a new channel must show before KV goes over it; 0 = no proof."""
 
@@ -213,10 +235,23 @@ class WorkersConfig(_Section, frozen=True):
     # Ranks that share the model of one worker, each a process with its own device, all on one node:
     # they split heads, intermediate units and vocabulary, and each holds its heads' KV.
     tensor_parallel_size: Literal[1, 2, 4, 8] = 1
+    prefill_tensor_parallel_size: Literal[1, 2, 4, 8] | None = None  # None = tensor_parallel_size
+    decode_tensor_parallel_size: Literal[1, 2, 4, 8] | None = None  # None = tensor_parallel_size
     torch_threads: Positive = 1  # per rank, for operations on a CPU
     # A worker whose engine has work and makes no progress for so long exits, and is restarted. So
-    # does one of several ranks if one of them does not take part in a step for so long.
+    # does one of several ranks if one of them does not take part in a step for so long, or stands
+    # still for so long.
     stall_s: Seconds = 60.0
+
+    @property
+    def num_ranks(self) -> dict[str, int]:
+        """Ranks of one worker, of each role that has workers."""
+        sizes: list[tuple[str, int, int | None]] = [
+            ("unified", self.unified, None),
+            ("prefill", self.prefill, self.prefill_tensor_parallel_size),
+            ("decode", self.decode, self.decode_tensor_parallel_size),
+        ]
+        return {role: size or self.tensor_parallel_size for role, count, size in sizes if count}
 
 
 class TokenizerConfig(_Section, frozen=True):
@@ -350,6 +385,7 @@ class AppConfig(_Section, frozen=True):
     scheduler: SchedulerConfig = SchedulerConfig()
     laps: LapsConfig = LapsConfig()
     execution: ExecutionConfig = ExecutionConfig()
+    speculation: SpeculationConfig = SpeculationConfig()
     handoff: HandoffConfig = HandoffConfig()
     workers: WorkersConfig = WorkersConfig()
     tokenizer: TokenizerConfig = TokenizerConfig()

@@ -4,8 +4,9 @@ from typing import Protocol
 
 from torch import Tensor
 
-from engine.layers.linear import Linear
-from engine.layers.operations import Flow, Op
+from engine.layers.linear import Linear, LinearWeight, build_gated, build_linear
+from engine.layers.operations import Op, plain_mlp
+from kernels.ops import Ops
 
 
 class FeedForward(Protocol):
@@ -26,6 +27,22 @@ class FeedForward(Protocol):
         ...
 
 
+def build_mlp(
+    gate_up: LinearWeight, down: LinearWeight, ops: Ops, *, is_deterministic: bool = False
+) -> FeedForward:
+    """down(silu(gate(x)) * up(x)) by the weights' formats; see `build_gated`, `build_linear`."""
+    gated = build_gated(gate_up, ops, is_deterministic=is_deterministic)
+    back = build_linear(down, is_deterministic=is_deterministic)
+    if gate_up.scales is not None and down.scales is not None and down.data.device.type == "cuda":
+        from engine.layers.quantized_cuda import QuantizedLinear, RoundedMlp
+
+        assert isinstance(gated, QuantizedLinear)
+        assert isinstance(back, QuantizedLinear)
+        if gated.rounded is not None and back.rounded is not None:
+            return RoundedMlp(gated, back, back.rounded)
+    return GatedMlp(gated=gated, down=back)
+
+
 class GatedMlp:
     """down(silu(gate(x)) * up(x))."""
 
@@ -43,7 +60,4 @@ class GatedMlp:
         return self._down(self._gated(x, lane), lane)
 
     def operations(self) -> tuple[Op, ...]:
-        return (Op("mlp", self._compute, needs=("comm_prepare_mlp_b",)),)
-
-    def _compute(self, flow: Flow) -> None:
-        flow.x = self(flow.x, flow.ctx.lane)
+        return plain_mlp(self)

@@ -10,12 +10,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
-from engine.layers.linear import Linear
-from engine.layers.mlp import GatedMlp
+from engine.layers.linear import Linear, LinearWeight
+from engine.layers.mlp import FeedForward
 from engine.layers.operations import Flow, Lane, Op
+from engine.layers.quantized_weight import dequantize
 from kernels.moe import reference
+from kernels.moe.form import PLAIN, ExpertForm
 from kernels.moe.routes import Routes
 
 
@@ -40,7 +43,7 @@ class SharedExpert:
 
     __slots__ = ("_gate", "_mlp")
 
-    def __init__(self, *, mlp: GatedMlp, gate: Linear) -> None:
+    def __init__(self, *, mlp: FeedForward, gate: Linear) -> None:
         """gate: hidden -> 1."""
         self._mlp = mlp
         self._gate = gate
@@ -111,34 +114,70 @@ def _share(expert: SharedExpert, flow: Flow) -> None:
 class TorchRouter:
     """See `kernels.moe.reference.route`."""
 
-    __slots__ = ("_normalises", "_num_active", "_weight")
+    __slots__ = ("_bias", "_normalises", "_num_active", "_weight")
 
-    def __init__(self, weight: Tensor, *, num_active: int, normalises: bool) -> None:
-        """weight: [experts, hidden]."""
+    def __init__(
+        self, weight: Tensor, *, num_active: int, normalises: bool, bias: Tensor | None = None
+    ) -> None:
+        """weight: [experts, hidden]; bias: [experts]."""
         self._weight = weight
+        self._bias = bias
         self._num_active = num_active
         self._normalises = normalises
 
     def __call__(self, x: Tensor, slots: Tensor | None) -> Routes:
         return reference.route(
-            x, self._weight, self._num_active, normalises=self._normalises, slots=slots
+            x,
+            self._weight,
+            self._num_active,
+            normalises=self._normalises,
+            slots=slots,
+            bias=self._bias,
         )
+
+
+class QuantizedMatrices:
+    """Experts that are quantised in memory; a matrix is made of one whenever it is asked for."""
+
+    __slots__ = ("_weight", "shape")
+
+    def __init__(self, weight: LinearWeight) -> None:
+        """weight: quantised, by expert."""
+        assert weight.scales is not None, f"{weight.format} without scales"
+        self._weight = weight
+        num_columns = weight.data.shape[2] * (2 if weight.scales.half else 1)
+        self.shape = torch.Size((*weight.data.shape[:2], num_columns))
+
+    def __getitem__(self, expert: int) -> Tensor:
+        assert self._weight.scales is not None
+        return dequantize(self._weight.data[expert], self._weight.scales.of_expert(expert))
+
+
+def expert_matrices(weight: LinearWeight) -> reference.ExpertMatrices:
+    """weight: by expert, in any format."""
+    return weight.data if weight.scales is None else QuantizedMatrices(weight)
 
 
 class TorchExperts:
     """One expert after the other, only those that have tokens; waits for the routes on the host."""
 
-    __slots__ = ("_down", "_gate_up")
+    __slots__ = ("_down", "_form", "_gate_up")
 
     token_sizes: tuple[int, ...] = ()
 
-    def __init__(self, gate_up: Tensor, down: Tensor) -> None:
+    def __init__(
+        self,
+        gate_up: reference.ExpertMatrices,
+        down: reference.ExpertMatrices,
+        form: ExpertForm = PLAIN,
+    ) -> None:
         """gate_up: [experts, 2 I, hidden], rows of gate first; down: [experts, hidden, I]."""
+        self._form = form
         self._gate_up = gate_up
         self._down = down
 
     def __call__(self, x: Tensor, routes: Routes, shared: SharedOutput | None) -> Tensor:
-        outputs = reference.experts(x, routes, self._gate_up, self._down)
+        outputs = reference.experts(x, routes, self._gate_up, self._down, self._form)
         if shared is None:
             return reference.combine(outputs)
         return reference.combine(outputs, shared.output, shared.gate)

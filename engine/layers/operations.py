@@ -66,6 +66,15 @@ class Op:
     needs: tuple[str, ...] = ()
 
 
+def plain_mlp(compute: Callable[[Tensor, int], Tensor]) -> tuple[Op, ...]:
+    """The operations of a feed-forward part that is one call: of x [T, hidden] and its lane."""
+
+    def run(flow: Flow) -> None:
+        flow.x = compute(flow.x, flow.ctx.lane)
+
+    return (Op("mlp", run, needs=("comm_prepare_mlp_b",)),)
+
+
 def run_in_order(ops: Iterable[Op], flow: Flow) -> None:
     """The ordinary forward pass: one flow, one operation after the other."""
     for op in ops:

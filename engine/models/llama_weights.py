@@ -5,7 +5,7 @@ The loader allocates by this definition, and a folder is checked against it.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from engine.models.mixture_spec import MixtureSpec
@@ -36,6 +36,8 @@ class StackedTensor:
     num_columns: int | None = None  # None = vectors, concatenated
     split: Split = Split.NONE
     unit: int | None = None  # ROWS: rows of a head, which no rank holds in part
+    num_experts: int | None = None  # whose matrices it consists of, one after the other
+    may_be_quantised: bool = True
 
     def of_rank(self, rank: Rank) -> "StackedTensor":
         """The part of the tensor that one rank holds."""
@@ -45,9 +47,7 @@ class StackedTensor:
         if self.split is Split.COLUMNS and columns is not None:
             columns //= rank.size
         num_rows = {name: self._num_held_rows(name, rank) for name in self.num_rows}
-        return StackedTensor(
-            num_rows=num_rows, num_columns=columns, split=self.split, unit=self.unit
-        )
+        return replace(self, num_rows=num_rows, num_columns=columns)
 
     def is_on(self, rank: Rank) -> bool:
         """Whether the rank holds any of it."""
@@ -115,15 +115,28 @@ def layer_tensors(spec: ModelSpec, layer: int) -> dict[str, StackedTensor]:
         unit = spec.head_dim if field == "qkv" else None
         weights = {f"{prefix}{n}.weight": size for n, size in zip(names, sizes, strict=True)}
         tensors[field] = StackedTensor(
-            num_rows=weights, num_columns=num_columns, split=split, unit=unit
+            num_rows=weights,
+            num_columns=num_columns,
+            split=split,
+            unit=unit,
+            num_experts=mixture.num_experts if mixture is not None and field in _EXPERTS else None,
+            may_be_quantised=field not in _NEVER_QUANTISED,
         )
         if has_bias:
             biases = {f"{prefix}{n}.bias": size for n, size in zip(names, sizes, strict=True)}
             # Where products are summed over the ranks, one rank adds the bias.
-            bias_split = Split.FIRST if split is Split.COLUMNS else Split.ROWS
+            bias_split = Split.FIRST if split is Split.COLUMNS else split
             tensors[f"{field}_bias"] = StackedTensor(num_rows=biases, split=bias_split, unit=unit)
+    if spec.has_sinks:
+        sinks = {f"{prefix}self_attn.sinks": spec.num_heads}
+        tensors["sinks"] = StackedTensor(num_rows=sinks, split=Split.ROWS)
     norms = [("input_norm", "input_layernorm", hidden)]
-    norms += [("post_norm", "post_attention_layernorm", hidden)]
+    if spec.has_output_norms:
+        norms += [("attention_output_norm", "post_attention_layernorm", hidden)]
+        norms += [("post_norm", "pre_feedforward_layernorm", hidden)]
+        norms += [("mlp_output_norm", "post_feedforward_layernorm", hidden)]
+    else:
+        norms += [("post_norm", "post_attention_layernorm", hidden)]
     if spec.has_qk_norm:
         norms += [(f"{x}_norm", f"self_attn.{x}_norm", spec.head_dim) for x in ("q", "k")]
     for field, name, size in norms:
@@ -142,6 +155,9 @@ _SPLITS = {
     "router": Split.NONE,
     "shared_gate": Split.NONE,
 }
+_EXPERTS = ("gate_up", "down")
+# Small maps whose rounding would change which experts compute: no format is published with them.
+_NEVER_QUANTISED = ("router", "shared_gate")
 
 
 def _attention(spec: ModelSpec) -> Iterator[_Linear]:
@@ -163,11 +179,12 @@ def _experts(spec: ModelSpec, mixture: MixtureSpec) -> Iterator[_Linear]:
     """The experts' gate and up alternate by expert, so that one expert's rows are adjacent."""
     hidden, inner, names = spec.hidden_size, mixture.expert_size, mixture.names
     block, experts = names.block, range(mixture.num_experts)
-    yield "router", (f"{block}.gate",), (mixture.num_experts,), hidden, False
+    has_bias = mixture.has_bias
+    yield "router", (f"{block}.{names.router}",), (mixture.num_experts,), hidden, has_bias
     gate_up = [f"{block}.experts.{i}.{name}" for i in experts for name in (names.gate, names.up)]
-    yield "gate_up", gate_up, (inner,) * len(gate_up), hidden, False
+    yield "gate_up", gate_up, (inner,) * len(gate_up), hidden, has_bias
     down = [f"{block}.experts.{i}.{names.down}" for i in experts]
-    yield "down", down, (hidden,) * len(down), inner, False
+    yield "down", down, (hidden,) * len(down), inner, has_bias
     if mixture.shared_size is not None:
         shared, size = f"{block}.shared_expert", mixture.shared_size
         both = (f"{shared}.{names.gate}", f"{shared}.{names.up}")

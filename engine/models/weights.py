@@ -25,7 +25,6 @@ from torch import Tensor
 
 from engine.errors import ConfigError
 from engine.layers.linear import LinearWeight
-from engine.models.fused_experts import Source
 from engine.models.llama_weights import (
     WHOLE_MODEL,
     Rank,
@@ -36,6 +35,8 @@ from engine.models.llama_weights import (
 from engine.models.mixture_spec import MixtureSpec
 from engine.models.quantized_loading import PublishedPart, QuantizedStack
 from engine.models.quantized_tensors import needed_tensors, quantization_of
+from engine.models.source_reading import read_source
+from engine.models.sources import Source
 from engine.models.spec import ModelSpec
 from engine.models.weight_files import check_weights
 
@@ -48,7 +49,10 @@ class TensorCopier(Protocol):
     """Copies tensors, converting their dtype; sources must stay valid until `wait_copied`."""
 
     def copy(self, source: Tensor, destination: Tensor) -> None:
-        """Copy `source`, on the host, to `destination`; same shape, both contiguous."""
+        """Copy `source`, on the host, to `destination` of the same shape, which is contiguous.
+
+        source: contiguous, or columns of a matrix.
+        """
         ...
 
     def wait_copied(self) -> None:
@@ -117,7 +121,7 @@ class _Lane:
         buffer, is_sent = self._buffers[self._turn], self._is_sent[self._turn]
         self._turn = 1 - self._turn
         is_sent.synchronize()  # the previous transfer from this buffer is complete
-        staged = buffer[: source.nbytes].view(source.dtype)
+        staged = buffer[: source.nbytes].view(source.dtype).view(source.shape)
         staged.copy_(source)
         with torch.cuda.stream(self.stream):
             # Two copies, so that the device converts the dtype, not this thread.
@@ -133,8 +137,16 @@ def copier_for(device: torch.device) -> AbstractContextManager[TensorCopier]:
 def chunk_pairs(
     source: Tensor, destination: Tensor, chunk_bytes: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Both tensors as pairs of flat pieces, of at most `chunk_bytes` of the source each."""
+    """Both tensors as pairs of pieces, of at most `chunk_bytes` of the source each.
+
+    They are flat, but of columns of a matrix: those are pieces of whole rows.
+    """
     num_elements = chunk_bytes // source.element_size()
+    is_of_rows = not source.is_contiguous() and source.dim() == 2
+    if is_of_rows and source.shape[1] <= num_elements:
+        num_rows = num_elements // source.shape[1]
+        return zip(torch.split(source, num_rows), torch.split(destination, num_rows), strict=True)
+    source = source.contiguous()
     sources = torch.split(source.view(-1), num_elements)
     return zip(sources, torch.split(destination.view(-1), num_elements), strict=True)
 
@@ -148,7 +160,7 @@ class LayerWeights:
 
     # [hidden]
     input_norm: Tensor
-    # [hidden]
+    # [hidden]  before the MLP
     post_norm: Tensor
     # [(H + 2 K) D, hidden]
     qkv: LinearWeight
@@ -161,6 +173,11 @@ class LayerWeights:
     # [D]
     q_norm: Tensor | None
     k_norm: Tensor | None
+    # [hidden]  of the outputs of attention and MLP; None = they are added as they are
+    attention_output_norm: Tensor | None = None
+    mlp_output_norm: Tensor | None = None
+    # [H]; None = the softmax of a head has no sink
+    sinks: Tensor | None = None
     # [E, hidden]; None = the layer is dense
     router: LinearWeight | None = None
     # [2 S, hidden], [hidden, S], [1, hidden]; None = no expert is shared
@@ -219,31 +236,19 @@ def _copy_file(
                 part = destinations.get(name)
                 if part is None:
                     continue  # another rank's
-                read = partial(_read, file, source.name)
                 if isinstance(part, PublishedPart):
-                    part.take(read, copier)
-                elif part.share is None and source.expert is None:
-                    copier.copy(read(None), part.tensor)
+                    part.take(partial(_read_share, file, source), copier)
                 else:
-                    copier.copy(read(_place(source, part)), part.tensor)
+                    read = read_source(file, source, part.share, len(part.tensor))
+                    copier.copy(read, part.tensor)
             copier.wait_copied()  # must complete while the file is still mapped
     except (SafetensorError, OSError) as error:
         raise ConfigError(f"{path}: not a readable safetensors file: {error}") from error
 
 
-def _read(file: Any, name: str, share: tuple[int | slice, ...] | None) -> Tensor:  # noqa: ANN401
-    tensor: Tensor = file.get_tensor(name) if share is None else file.get_slice(name)[share]
-    return tensor.contiguous()
-
-
-def _place(source: Source, part: "Part") -> tuple[int | slice, ...]:
-    """The index of a part in the tensor that a file has."""
-    if source.expert is None:
-        assert part.share is not None, "all of a tensor needs no index"
-        return part.share
-    rows, *columns = part.share or (slice(0, len(part.tensor)),)
-    first = source.first_row
-    return source.expert, slice(first + rows.start, first + rows.stop), *columns
+def _read_share(file: Any, source: Source, share: tuple[slice, ...] | None) -> Tensor:  # noqa: ANN401
+    """A share of a published tensor, also where a file has it in one with others."""
+    return read_source(file, source, share, 0 if share is None else share[0].stop).contiguous()
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,10 +326,8 @@ def _layer(
         return linear(field) if field in tensors or field in stacks else None
 
     def experts(field: str) -> LinearWeight:
-        if mixture is None:
-            return linear(field)
-        stacked = tensors[field]
-        return LinearWeight(stacked.view(mixture.num_experts, -1, stacked.shape[1]))
+        weight = linear(field)
+        return weight if mixture is None else weight.by_expert(mixture.num_experts)
 
     return LayerWeights(
         input_norm=tensors["input_norm"],
@@ -335,6 +338,9 @@ def _layer(
         down=experts("down"),
         q_norm=tensors.get("q_norm"),
         k_norm=tensors.get("k_norm"),
+        attention_output_norm=tensors.get("attention_output_norm"),
+        mlp_output_norm=tensors.get("mlp_output_norm"),
+        sinks=tensors.get("sinks"),
         router=optional("router"),
         shared_gate_up=optional("shared_gate_up"),
         shared_down=optional("shared_down"),
@@ -371,7 +377,7 @@ def random_weights(
             part.fill_randomly(_LARGEST, quantised)
         elif name.endswith("norm.weight"):
             assert part is not None, f"every rank holds {name}"
-            part.tensor.fill_(1.0)
+            part.tensor.fill_(1.0 - spec.norm_offset)
         elif part is not None and part.share is None:
             part.tensor.uniform_(-_LARGEST, _LARGEST, generator=generator)
         else:

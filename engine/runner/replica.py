@@ -17,7 +17,7 @@ from configs.schema import AppConfig, LapsConfig
 from engine.errors import ConfigError
 from engine.kv.layout import KvDtype, KvLayout
 from engine.layers.context import SINGLE_RANK, Comm
-from engine.models.llama import CausalLM
+from engine.models.llama import CausalLM, attention_shape
 from engine.models.registry import WeightSource, build_model
 from engine.models.spec import ModelSpec
 from engine.ranks.agreement import least, meet
@@ -33,7 +33,6 @@ from engine.sampling.embeddings import Embeddings
 from engine.sampling.sampled import RowSampler
 from engine.sampling.sampler import Sampler
 from kernels.attention.phased import PhasedAttention
-from kernels.attention.protocol import AttentionShape
 from kernels.attention.select import AttentionNames, BackendUnavailable, build_attention
 from kernels.device import device_properties
 
@@ -168,6 +167,8 @@ class Replica:
             sends_blocks=self._sends_blocks,
             comm=self._comm,
         )
+        if self._config.speculation.drafter != "none":
+            executor.allow_drafts(self._config.speculation.max_drafts)
         if self._config.execution.enable_two_batch_overlap:
             self._overlap_two_batches(executor)
         warm_up(
@@ -214,12 +215,7 @@ class Replica:
         try:
             return build_attention(
                 AttentionNames(prefill=names.prefill, decode=names.decode),
-                AttentionShape(
-                    num_heads=spec.num_heads,
-                    num_kv_heads=spec.num_kv_heads,
-                    head_dim=spec.head_dim,
-                    layer_windows=spec.layer_windows,
-                ),
+                attention_shape(spec),
                 block_size=self._layout.block_size,
                 dtype=DTYPES[self._layout.dtype],
                 device=self._device,

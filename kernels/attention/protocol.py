@@ -23,6 +23,10 @@ class AttentionShape:
     head_dim: int
     # One per layer: a query sees itself and the window - 1 keys before it; None = all before it.
     layer_windows: tuple[int | None, ...]
+    # Factor on the scores; None = 1 / sqrt(head_dim).
+    query_scale: float | None = None
+    # Whether `run` is given the logit of a sink for every query head.
+    has_sinks: bool = False
 
     def __post_init__(self) -> None:
         assert self.num_heads % self.num_kv_heads == 0, (
@@ -37,7 +41,7 @@ class AttentionShape:
     @property
     def scale(self) -> float:
         """Factor on the scores."""
-        return float(self.head_dim**-0.5)
+        return float(self.head_dim**-0.5) if self.query_scale is None else self.query_scale
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,6 +165,7 @@ class AttentionBackend(Protocol):
         store: Tensor,
         metadata: Any,  # noqa: ANN401
         out: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """softmax(q k^T * scale + mask) v for every token of the step.
 
@@ -168,6 +173,8 @@ class AttentionBackend(Protocol):
         All three may be views with a larger token stride (one buffer holds q, k and v).
         Returns [T, heads * head_dim], written to `out` if given, which must be contiguous.
         Query head h reads KV head h // (heads / kv_heads).
+        sinks: fp32 [heads], given if and only if the shape has sinks: one more logit in the softmax
+        of a head, without a value and without `scale` (arXiv:2309.17453, learnt as in gpt-oss).
         """
         ...
 

@@ -12,8 +12,11 @@ A tile has the same rows of gate and up, so that the gate is applied before anyt
 they alternate, or, where the copy engine (TMA) loads them, gate's come first. Lines and rows of
 routes without expert are not written. A grid holds as many blocks as there can be; programs of
 unused ones end at once. What may be prefetched before the product before is complete is as in
-`kernels.moe.few`. Torch twins: `gate_up_reference` and `down_reference`, both by route.
+`kernels.moe.few`. Quantised experts are decoded on their way (coded.py). Torch twins:
+`gate_up_reference` and `down_reference`, both by route.
 """
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812  (the field's own spelling)
@@ -24,11 +27,14 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.linear.small import prefetch_rows
 from kernels.moe.align import Blocks
-from kernels.moe.reference import routes_by_expert
+from kernels.moe.coded import CodedExperts, coded_product
+from kernels.moe.form import PLAIN, ExpertForm, bias_of
+from kernels.moe.gate import gated
+from kernels.moe.reference import ExpertMatrices, routes_by_expert
 from kernels.moe.routes import Routes
 from kernels.moe.tiles import Tile
 from kernels.pdl import pdl_supported
-from kernels.reference import silu_mul
+from kernels.quant.decode import knows_e4m3, uses_ptx
 
 
 @triton.jit
@@ -52,16 +58,23 @@ def _load_rows(pointers, is_row, k_offsets, k, K: tl.constexpr, BLOCK_K: tl.cons
 
 
 @triton.jit
+def _weight_rows(tile_n, N: tl.constexpr, IS_GATED: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Rows of a tile; if gated, gate's and up's alternate."""
+    # Rows past the end repeat the last and are not stored: cheaper than masking every load.
+    w_rows = tl.minimum(tile_n * BLOCK_N + tl.arange(0, BLOCK_N), N - 1)
+    if IS_GATED:
+        w_rows = (w_rows % 2) * (N // 2) + w_rows // 2
+    return w_rows
+
+
+@triton.jit
 def _product(
     x_pointers, is_row, weight_ptr, expert, tile_n, N: tl.constexpr, K: tl.constexpr,
     IS_GATED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """[BLOCK_M, BLOCK_N]; if gated, columns of gate and up alternate."""
     k_offsets = tl.arange(0, BLOCK_K)
-    # Rows past the end repeat the last and are not stored: cheaper than masking every load.
-    w_rows = tl.minimum(tile_n * BLOCK_N + tl.arange(0, BLOCK_N), N - 1)
-    if IS_GATED:
-        w_rows = (w_rows % 2) * (N // 2) + w_rows // 2
+    w_rows = _weight_rows(tile_n, N, IS_GATED, BLOCK_N)
     first_row = expert.to(tl.int64) * N
     w_pointers = weight_ptr + (first_row + w_rows[:, None]) * K + k_offsets[None, :]
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
@@ -98,23 +111,48 @@ def _product_by_tma(
 
 
 @triton.jit
-def _gated(acc, BY_TMA: tl.constexpr, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr):
-    """silu(gate) * up; acc: [BLOCK_M, 2 WIDTH]."""
+def _gated(
+    acc, ALPHA: tl.constexpr, LIMIT: tl.constexpr, BY_TMA: tl.constexpr, BLOCK_M: tl.constexpr,
+    WIDTH: tl.constexpr,
+):  # fmt: skip
+    """acc: [BLOCK_M, 2 WIDTH], gate and up."""
     if BY_TMA:
         gate, up = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, WIDTH)), (0, 2, 1)))
     else:
         gate, up = tl.split(tl.reshape(acc, (BLOCK_M, WIDTH, 2)))
-    return gate * tl.sigmoid(gate) * up
+    return gated(gate, up, ALPHA, LIMIT)
+
+
+@triton.jit
+def _bias_of(
+    bias_ptr, expert, tile_n, N: tl.constexpr, IS_GATED: tl.constexpr, BY_TMA: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """[BLOCK_N] in fp32, of the columns as `_product` and `_product_by_tma` have them."""
+    lane = tl.arange(0, BLOCK_N)
+    rows = tile_n * BLOCK_N + lane
+    mask = rows < N
+    if IS_GATED:
+        if BY_TMA:
+            half = tile_n * (BLOCK_N // 2) + lane % (BLOCK_N // 2)
+            rows = lane // (BLOCK_N // 2) * (N // 2) + half
+            mask = half < N // 2
+        else:
+            rows = (rows % 2) * (N // 2) + rows // 2
+    return tl.load(bias_ptr + expert.to(tl.int64) * N + rows, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["num_blocks"])
 def _moe_grouped_kernel(
     x,  # [tokens, K] if IS_GATED, else [num_blocks BLOCK_M, K], or a descriptor of it if BY_TMA
-    weight,  # [experts, N, K]; if BY_TMA, a descriptor of pieces as `_pieces` cuts them
+    weight,  # [experts, N, K]; if BY_TMA, a descriptor of pieces as `_pieces` cuts them; or coded
+    code_scales_ptr,  # those of `CodedExperts` if CODES is not None
+    factors_ptr,  # those of `CodedExperts` if HAS_FACTORS
     routes_ptr,  # int32 [num_blocks, BLOCK_M]
     experts_ptr,  # int32 [num_blocks]
     scales_ptr,  # fp32 [routes] unless IS_GATED
     prefetched_ptr,  # the weight if PREFETCH_K
+    bias_ptr,  # [experts, N] or None
     # outputs
     y_ptr,  # [num_blocks BLOCK_M, N // 2] if IS_GATED, else [routes, N]
     # constants
@@ -123,6 +161,8 @@ def _moe_grouped_kernel(
     K: tl.constexpr,
     TOP_K: tl.constexpr,
     IS_GATED: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
     BY_TMA: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -130,6 +170,15 @@ def _moe_grouped_kernel(
     GROUP_M: tl.constexpr,
     PREFETCH_K: tl.constexpr,
     USE_PDL: tl.constexpr,
+    # quantised experts
+    CODES: tl.constexpr = None,
+    TILE_ROWS: tl.constexpr = 1,
+    TILE_COLUMNS: tl.constexpr = 1,
+    NUM_TILES: tl.constexpr = 1,
+    NUM_STAGES: tl.constexpr = 1,
+    HAS_FACTORS: tl.constexpr = False,
+    KNOWS_E4M3: tl.constexpr = False,
+    USES_PTX: tl.constexpr = False,
 ):
     NUM_TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     NUM_OUTPUTS: tl.constexpr = N // 2 if IS_GATED else N
@@ -159,12 +208,21 @@ def _moe_grouped_kernel(
             x, x_pointers, is_route, block * BLOCK_M, weight, expert, tile_n, K, IS_GATED, BLOCK_M,
             BLOCK_N, BLOCK_K,
         )  # fmt: skip
+    elif CODES is not None:
+        w_rows = _weight_rows(tile_n, N, IS_GATED, BLOCK_N)
+        acc = coded_product(
+            x_pointers, is_route, weight, code_scales_ptr, factors_ptr, expert, w_rows, N, K, CODES,
+            TILE_ROWS, TILE_COLUMNS, NUM_TILES, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES, HAS_FACTORS,
+            KNOWS_E4M3, USES_PTX,
+        )  # fmt: skip
     else:
         acc = _product(
             x_pointers, is_route, weight, expert, tile_n, N, K, IS_GATED, BLOCK_M, BLOCK_N, BLOCK_K
         )
+    if bias_ptr is not None:
+        acc += _bias_of(bias_ptr, expert, tile_n, N, IS_GATED, BY_TMA, BLOCK_N)[None, :]
     if IS_GATED:
-        y = _gated(acc, BY_TMA, BLOCK_M, WIDTH)
+        y = _gated(acc, ALPHA, LIMIT, BY_TMA, BLOCK_M, WIDTH)
         y_lines = lines
     else:
         y = acc * tl.load(scales_ptr + tl.maximum(routes, 0))[:, None]
@@ -176,7 +234,12 @@ def _moe_grouped_kernel(
 
 
 def grouped_gate_up(
-    x: Tensor, weight: Tensor, routes: Routes, blocks: Blocks, tile: Tile
+    x: Tensor,
+    weight: Tensor | CodedExperts,
+    routes: Routes,
+    blocks: Blocks,
+    tile: Tile,
+    form: ExpertForm = PLAIN,
 ) -> Tensor:
     """x: [T, hidden], weight: [experts, 2 n, hidden], gate's rows first.
 
@@ -184,12 +247,17 @@ def grouped_gate_up(
     place of a block; those without a route are not written.
     """
     y = x.new_empty((blocks.routes.numel(), weight.shape[1] // 2))
-    _launch(x, weight, routes, blocks, y, tile, is_gated=True)
+    _launch(x, weight, routes, blocks, y, tile, form, is_gated=True)
     return y
 
 
 def grouped_down(
-    inner: Tensor, weight: Tensor, routes: Routes, blocks: Blocks, tile: Tile
+    inner: Tensor,
+    weight: Tensor | CodedExperts,
+    routes: Routes,
+    blocks: Blocks,
+    tile: Tile,
+    form: ExpertForm = PLAIN,
 ) -> Tensor:
     """inner: as `grouped_gate_up` returns it, weight: [experts, hidden, n].
 
@@ -198,17 +266,18 @@ def grouped_down(
     num_tokens, num_active = routes.ids.shape
     assert inner.shape[0] == blocks.routes.numel(), f"{inner.shape} for {blocks.routes.shape}"
     y = inner.new_empty((num_tokens, num_active, weight.shape[1]))
-    _launch(inner, weight, routes, blocks, y, tile, is_gated=False)
+    _launch(inner, weight, routes, blocks, y, tile, form, is_gated=False)
     return y
 
 
 def _launch(
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | CodedExperts,
     routes: Routes,
     blocks: Blocks,
     y: Tensor,
     tile: Tile,
+    form: ExpertForm,
     *,
     is_gated: bool,
 ) -> None:
@@ -216,26 +285,27 @@ def _launch(
     _, num_rows, num_columns = weight.shape
     assert block_m == tile.block_m, f"blocks of {block_m} for tiles of {tile.block_m}"
     assert x.shape[1] == num_columns, f"{x.shape} against {weight.shape}"
-    assert x.dtype == weight.dtype, f"{x.dtype} against {weight.dtype}"
     assert x.is_contiguous(), f"x has strides {x.stride()}"
-    assert weight.is_contiguous(), f"the weight has strides {weight.stride()}"
     use_pdl = pdl_supported(x.device)
     rows: Tensor | TensorDescriptor = x
     if tile.by_tma and not is_gated:
         rows = TensorDescriptor.from_tensor(x, [block_m, tile.block_k])
+    operand, coding = _operand(x, weight, tile, is_gated=is_gated)
     _moe_grouped_kernel[(num_blocks * triton.cdiv(num_rows, tile.block_n),)](
         rows,
-        _pieces(weight, tile, is_gated=is_gated) if tile.by_tma else weight,
+        *operand,
         blocks.routes,
         blocks.experts,
         routes.weights,
-        weight,
+        weight.data if isinstance(weight, CodedExperts) else weight,
+        form.gate_up_bias if is_gated else form.down_bias,
         y,
         num_blocks,
         N=num_rows,
         K=num_columns,
         TOP_K=routes.ids.shape[1],
         IS_GATED=is_gated,
+        **form.gate_constants,
         BY_TMA=tile.by_tma,
         BLOCK_M=block_m,
         BLOCK_N=tile.block_n,
@@ -246,7 +316,33 @@ def _launch(
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         launch_pdl=use_pdl,
+        **coding,
     )
+
+
+def _operand(
+    x: Tensor, weight: Tensor | CodedExperts, tile: Tile, *, is_gated: bool
+) -> tuple[tuple[Any, Tensor | None, Tensor | None], dict[str, Any]]:
+    """The kernel's arguments for the weight, its scales and factors; and constants."""
+    if isinstance(weight, CodedExperts):
+        assert not tile.by_tma, "the copy engine does not load quantised experts"
+        assert tile.prefetch_k == 0, "quantised experts are not prefetched"
+        assert weight.half in (0, tile.block_k), f"runs of {weight.half}, {tile.block_k} a tile"
+        coding = {
+            "CODES": weight.codes,
+            "TILE_ROWS": weight.tile_rows,
+            "TILE_COLUMNS": weight.tile_columns,
+            "NUM_TILES": weight.scales.shape[2],
+            "NUM_STAGES": tile.num_stages,
+            "HAS_FACTORS": weight.factors is not None,
+            "KNOWS_E4M3": knows_e4m3(x.device),
+            "USES_PTX": uses_ptx(x.device),
+        }
+        return (weight.data, weight.scales, weight.factors), coding
+    assert x.dtype == weight.dtype, f"{x.dtype} against {weight.dtype}"
+    assert weight.is_contiguous(), f"the weight has strides {weight.stride()}"
+    pieces = _pieces(weight, tile, is_gated=is_gated) if tile.by_tma else weight
+    return (pieces, None, None), {}
 
 
 def _pieces(weight: Tensor, tile: Tile, *, is_gated: bool) -> TensorDescriptor:
@@ -267,20 +363,26 @@ def by_block(of_routes: Tensor, blocks: Blocks) -> Tensor:
     return lines
 
 
-def gate_up_reference(x: Tensor, weight: Tensor, routes: Routes) -> Tensor:
-    """silu(gate) * up of each route, [T k, n]; zeros where a route has no expert."""
+def gate_up_reference(
+    x: Tensor, weight: ExpertMatrices, routes: Routes, form: ExpertForm = PLAIN
+) -> Tensor:
+    """Gate and up of each route, gated, [T k, n]; zeros where a route has no expert."""
     num_active = routes.ids.shape[1]
     y = x.new_zeros((routes.ids.numel(), weight.shape[1] // 2))
     for expert, indices in routes_by_expert(routes.ids):
-        y[indices] = silu_mul(F.linear(x[indices // num_active], weight[expert]))
+        bias = bias_of(form.gate_up_bias, expert)
+        y[indices] = form.gated(F.linear(x[indices // num_active], weight[expert], bias))
     return y
 
 
-def down_reference(inner: Tensor, weight: Tensor, routes: Routes) -> Tensor:
+def down_reference(
+    inner: Tensor, weight: ExpertMatrices, routes: Routes, form: ExpertForm = PLAIN
+) -> Tensor:
     """inner: [T k, n]; returns [T, k, hidden], weighted; zeros where a route has no expert."""
     y = inner.new_zeros((routes.ids.numel(), weight.shape[1]))
     scales = routes.weights.flatten()
     for expert, indices in routes_by_expert(routes.ids):
-        out = F.linear(inner[indices], weight[expert]) * scales[indices, None]
+        out = F.linear(inner[indices], weight[expert], bias_of(form.down_bias, expert))
+        out = out * scales[indices, None]
         y[indices] = out.to(y.dtype)
     return y.view(*routes.ids.shape, -1)

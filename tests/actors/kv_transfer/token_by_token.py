@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from engine.layers.context import SINGLE_RANK, Comm, ForwardContext
-from engine.models.llama import CausalLM, ForwardResult
+from engine.models.llama import CausalLM, ForwardResult, attention_shape
 from engine.models.registry import build_model
 from kernels.attention.phased import PhasedAttention, PhasedMetadata
-from kernels.attention.protocol import AttentionShape, AttentionStep, build_step
+from kernels.attention.protocol import AttentionStep, build_step
 from kernels.attention.reference import ReferenceAttention, ReferenceMetadata
 
 
@@ -25,12 +25,7 @@ class TokenAttention:
 
     def __init__(self, model: CausalLM, block_size: int) -> None:
         spec = model.spec
-        shape = AttentionShape(
-            num_heads=spec.num_heads,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            layer_windows=spec.layer_windows,
-        )
+        shape = attention_shape(spec)
         self.of_one = ReferenceAttention(
             shape, block_size=block_size, dtype=model.dtype, device=model.device
         )
@@ -80,8 +75,9 @@ class TokenByToken(CausalLM):
         results = []
         for i, metadata in enumerate(part.metadata):
             one = slice(i, i + 1)
-            angles = replace(
-                ctx.rotary, cos=ctx.rotary.cos[one], sin=ctx.rotary.sin[one], _kv_targets=None
+            angles = tuple(
+                replace(each, cos=each.cos[one], sin=each.sin[one], _kv_targets=None)
+                for each in ctx.rotary
             )
             ctx_of_one = replace(
                 ctx,
