@@ -25,7 +25,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from kernels.linear.small import prefetch_rows
 from kernels.moe.align import Blocks
 from kernels.moe.form import PLAIN, ExpertForm, bias_of
-from kernels.moe.gate import gated
+from kernels.moe.gate import gate_factor, up_factor
 from kernels.moe.reference import routes_by_expert
 from kernels.moe.routes import Routes
 from kernels.moe.tiles import Tile
@@ -108,7 +108,7 @@ def _gated(
         gate, up = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, WIDTH)), (0, 2, 1)))
     else:
         gate, up = tl.split(tl.reshape(acc, (BLOCK_M, WIDTH, 2)))
-    return gated(gate, up, ALPHA, LIMIT)
+    return gate_factor(gate, ALPHA, LIMIT) * up_factor(up, LIMIT)
 
 
 @triton.jit
