@@ -351,11 +351,7 @@ def load_spec(folder: Path, *, quantization: Literal["auto", "fp8"] = "auto") ->
     hidden_size = config.integer("hidden_size")
     num_heads = config.integer("num_attention_heads")
     family = _FAMILIES[architecture](config, num_layers)
-    num_kv_heads = config.integer("num_key_value_heads", family.default_num_kv_heads or num_heads)
-    if num_heads % num_kv_heads:
-        raise config.error(
-            "num_key_value_heads", f"{num_kv_heads} does not divide {num_heads} query heads"
-        )
+    num_kv_heads = _num_kv_heads(config, family, num_heads)
     head_dim = config.integer("head_dim", family.default_head_dim or hidden_size // num_heads)
     if head_dim % 2:
         raise config.error("head_dim", f"{head_dim} is odd; rotary embedding needs pairs")
@@ -395,6 +391,15 @@ def load_spec(folder: Path, *, quantization: Literal["auto", "fp8"] = "auto") ->
         mixture=family.mixture,
         quantization=_quantization(config, quantization, family.mixture, has_head=has_head),
     )
+
+
+def _num_kv_heads(config: ConfigFile, family: _Family, num_heads: int) -> int:
+    num_kv_heads = config.integer("num_key_value_heads", family.default_num_kv_heads or num_heads)
+    if num_heads % num_kv_heads:
+        raise config.error(
+            "num_key_value_heads", f"{num_kv_heads} does not divide {num_heads} query heads"
+        )
+    return num_kv_heads
 
 
 def _context(config: ConfigFile, family: _Family) -> tuple[RopeSpec, int]:
