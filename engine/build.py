@@ -175,10 +175,9 @@ def build_engine(
     `block_key`: key of the block hashes; None = drawn here. With `cache.host_gib`, engines with
     the same key share an arena on each machine, and whoever builds one closes it. `model`: the
     model of an engine that is gone and had an equal model section; None = load it. `role`: whether
-    KV moves, and whether this worker keeps `KvStore.digests` to send it. `comm`: to the other
-    ranks, as many as workers.tensor_parallel_size, which build at the same time; hung up if this
-    raises. Raises ConfigError when the model folder and config cannot be served, and WorkerError
-    when another rank could not build.
+    and where to KV moves. `comm`: to the other ranks, as many as workers.tensor_parallel_size,
+    which build at the same time; hung up if this raises. Raises ConfigError when the model folder
+    and config cannot be served, and WorkerError when another rank could not build.
     """
     _check_size(config, comm)
     torch.set_num_threads(config.workers.torch_threads)
@@ -188,10 +187,8 @@ def build_engine(
     compilations.install()
     grammars = _build_grammars(config, spec)
     with hanging_up_on_error(comm):
-        given = config, spec, layout, clock, comm
-        measured = _build_measured(
-            *given, model=model, grammars=grammars, sends_blocks=role == "prefill"
-        )
+        given = config, spec, layout, clock, comm, model, grammars
+        measured = _build_measured(*given, sends_blocks=role == "prefill")
         moves = comm.rank.size > 1 and role != "unified"
         stores = share_stores(comm, measured.executor.kv_store, whole) if moves else ()
     executor = measured.executor
@@ -199,14 +196,10 @@ def build_engine(
     key = secrets.token_bytes(BLOCK_KEY_BYTES) if block_key is None else block_key
     host_tier = _build_host_tier(config, key, executor.kv_store)
     cache = _build_cache(config, executor.kv_store.num_blocks, host_tier)
-    hasher = RequestHasher(
-        key, model=model_fingerprint, dtype=layout.dtype, block_size=layout.block_size
-    )
+    hasher = _build_hasher(key, model_fingerprint, layout)
     outgoing = OutgoingHandoffs(cache, notify)
     max_model_len = context_length(config, spec, cache.num_blocks)
-    drafting = _build_drafting(config)
-    parts = cache, hasher, outgoing, host_tier
-    scheduler = _build_scheduler(spec, measured, max_model_len, drafting, *parts)
+    parts = max_model_len, cache, hasher, outgoing, host_tier, _build_drafting(config)
     return Engine(
         spec=spec,
         layout=layout,
@@ -221,7 +214,7 @@ def build_engine(
         grammars=grammars,
         outgoing=outgoing,
         host_tier=host_tier,
-        core=_build_core(config, scheduler, measured, clock),
+        core=_build_core(config, _build_scheduler(spec, measured, *parts), measured, clock),
         compilations=compilations,
         calibration=measured.calibration,
     )
@@ -257,9 +250,9 @@ def _build_measured(
     layout: KvLayout,
     clock: Clock,
     comm: Comm,
-    *,
     model: CausalLM | None,
     grammars: Grammars,
+    *,
     sends_blocks: bool,
 ) -> _Measured:
     """Build for the sizes chosen for the device; measure steps if the configuration needs them."""
@@ -325,6 +318,12 @@ def _build_cache(config: AppConfig, num_blocks: int, host_tier: HostTier | None)
     )
 
 
+def _build_hasher(key: bytes, model_fingerprint: str, layout: KvLayout) -> RequestHasher:
+    return RequestHasher(
+        key, model=model_fingerprint, dtype=layout.dtype, block_size=layout.block_size
+    )
+
+
 def _build_grammars(config: AppConfig, spec: ModelSpec) -> Grammars:
     return Grammars(
         lambda: load_vocabulary(
@@ -337,11 +336,11 @@ def _build_scheduler(
     spec: ModelSpec,
     measured: _Measured,
     max_model_len: int,
-    drafting: Drafting,
     cache: BlockCache,
     hasher: RequestHasher,
     outgoing: OutgoingHandoffs,
     host_tier: HostTier | None,
+    drafting: Drafting,
 ) -> Scheduler:
     return Scheduler(
         measured.limits.scheduler,

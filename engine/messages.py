@@ -130,6 +130,7 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
     queued_tokens: int
     queued_s: float  # predicted seconds for these tokens
     num_cached_blocks: int  # known to placement
+    host_tier: "HostTierLoad | None" = None  # as of its last report; None = it has none
 
 
 class PoolMove(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,7 +12,7 @@ that with the transfers. The buffers are the only memory that this takes on the 
 
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -49,7 +49,10 @@ class TensorCopier(Protocol):
     """Copies tensors, converting their dtype; sources must stay valid until `wait_copied`."""
 
     def copy(self, source: Tensor, destination: Tensor) -> None:
-        """Copy `source`, on the host, to `destination`; same shape, both contiguous."""
+        """Copy `source`, on the host, to `destination` of the same shape, which is contiguous.
+
+        source: contiguous, or columns of a matrix.
+        """
         ...
 
     def wait_copied(self) -> None:
@@ -118,7 +121,7 @@ class _Lane:
         buffer, is_sent = self._buffers[self._turn], self._is_sent[self._turn]
         self._turn = 1 - self._turn
         is_sent.synchronize()  # the previous transfer from this buffer is complete
-        staged = buffer[: source.nbytes].view(source.dtype)
+        staged = buffer[: source.nbytes].view(source.dtype).view(source.shape)
         staged.copy_(source)
         with torch.cuda.stream(self.stream):
             # Two copies, so that the device converts the dtype, not this thread.
@@ -134,8 +137,16 @@ def copier_for(device: torch.device) -> AbstractContextManager[TensorCopier]:
 def chunk_pairs(
     source: Tensor, destination: Tensor, chunk_bytes: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Both tensors as pairs of flat pieces, of at most `chunk_bytes` of the source each."""
+    """Both tensors as pairs of pieces, of at most `chunk_bytes` of the source each.
+
+    They are flat, but of columns of a matrix: those are pieces of whole rows.
+    """
     num_elements = chunk_bytes // source.element_size()
+    is_of_rows = not source.is_contiguous() and source.dim() == 2
+    if is_of_rows and source.shape[1] <= num_elements:
+        num_rows = num_elements // source.shape[1]
+        return zip(torch.split(source, num_rows), torch.split(destination, num_rows), strict=True)
+    source = source.contiguous()
     sources = torch.split(source.view(-1), num_elements)
     return zip(sources, torch.split(destination.view(-1), num_elements), strict=True)
 
@@ -149,7 +160,7 @@ class LayerWeights:
 
     # [hidden]
     input_norm: Tensor
-    # [hidden]
+    # [hidden]  before the MLP
     post_norm: Tensor
     # [(H + 2 K) D, hidden]
     qkv: LinearWeight
@@ -162,6 +173,9 @@ class LayerWeights:
     # [D]
     q_norm: Tensor | None
     k_norm: Tensor | None
+    # [hidden]  of the outputs of attention and MLP; None = they are added as they are
+    attention_output_norm: Tensor | None = None
+    mlp_output_norm: Tensor | None = None
     # [H]; None = the softmax of a head has no sink
     sinks: Tensor | None = None
     # [E, hidden]; None = the layer is dense
@@ -199,10 +213,9 @@ def load_weights(
     """
     files = check_weights(folder, spec)
     weights, destinations = allocate_weights(spec, dtype=dtype, device=device, rank=rank)
-    homes = {name: path for path, sources in files.items() for name in sources}
     with copier_for(device) as copier:
         for path, sources in files.items():
-            _copy_file(path, sources, destinations, copier, homes)
+            _copy_file(path, sources, destinations, copier)
     found = {name for sources in files.values() for name in sources}
     for name, part in destinations.items():
         if isinstance(part, PublishedPart) and name not in found:
@@ -215,38 +228,27 @@ def _copy_file(
     sources: Mapping[str, Source],
     destinations: "Mapping[str, Part | PublishedPart]",
     copier: TensorCopier,
-    homes: Mapping[str, Path],
 ) -> None:
-    """sources, destinations, homes (the files): by published name."""
-    opened: dict[Path, Any] = {}
+    """sources, destinations: by published name."""
     try:
-        with ExitStack() as files:
-
-            def opened_file(path: Path) -> Any:  # noqa: ANN401
-                if path not in opened:
-                    entered = files.enter_context(safe_open(path, framework="pt", device="cpu"))
-                    opened[path] = entered
-                return opened[path]
-
-            file = opened_file(path)
+        with safe_open(str(path), framework="pt", device="cpu") as file:
             for name, source in sources.items():
                 part = destinations.get(name)
                 if part is None:
-                    continue  # another rank's, or scales that are read with their blocks
+                    continue  # another rank's
                 if isinstance(part, PublishedPart):
-                    part.take(partial(_read, file, source.name), copier)
-                    continue
-                scales = None if source.scales is None else opened_file(homes[source.scales])
-                num_rows = len(part.tensor)
-                copier.copy(read_source(file, source, part.share, num_rows, scales), part.tensor)
+                    part.take(partial(_read_share, file, source), copier)
+                else:
+                    read = read_source(file, source, part.share, len(part.tensor))
+                    copier.copy(read, part.tensor)
             copier.wait_copied()  # must complete while the file is still mapped
     except (SafetensorError, OSError) as error:
         raise ConfigError(f"{path}: not a readable safetensors file: {error}") from error
 
 
-def _read(file: Any, name: str, share: tuple[int | slice, ...] | None) -> Tensor:  # noqa: ANN401
-    tensor: Tensor = file.get_tensor(name) if share is None else file.get_slice(name)[share]
-    return tensor.contiguous()
+def _read_share(file: Any, source: Source, share: tuple[slice, ...] | None) -> Tensor:  # noqa: ANN401
+    """A share of a published tensor, also where a file has it in one with others."""
+    return read_source(file, source, share, 0 if share is None else share[0].stop).contiguous()
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,11 +326,8 @@ def _layer(
         return linear(field) if field in tensors or field in stacks else None
 
     def experts(field: str) -> LinearWeight:
-        if mixture is None:
-            return linear(field)
-        stacked, bias = tensors[field], tensors.get(f"{field}_bias")
-        by_expert = stacked.view(mixture.num_experts, -1, stacked.shape[1])
-        return LinearWeight(by_expert, None if bias is None else bias.view(len(by_expert), -1))
+        weight = linear(field)
+        return weight if mixture is None else weight.by_expert(mixture.num_experts)
 
     return LayerWeights(
         input_norm=tensors["input_norm"],
@@ -339,6 +338,8 @@ def _layer(
         down=experts("down"),
         q_norm=tensors.get("q_norm"),
         k_norm=tensors.get("k_norm"),
+        attention_output_norm=tensors.get("attention_output_norm"),
+        mlp_output_norm=tensors.get("mlp_output_norm"),
         sinks=tensors.get("sinks"),
         router=optional("router"),
         shared_gate_up=optional("shared_gate_up"),
@@ -376,7 +377,7 @@ def random_weights(
             part.fill_randomly(_LARGEST, quantised)
         elif name.endswith("norm.weight"):
             assert part is not None, f"every rank holds {name}"
-            part.tensor.fill_(1.0)
+            part.tensor.fill_(1.0 - spec.norm_offset)
         elif part is not None and part.share is None:
             part.tensor.uniform_(-_LARGEST, _LARGEST, generator=generator)
         else:
