@@ -122,7 +122,8 @@ class Chooser:
 def load(folder: Path) -> Any:  # noqa: ANN401  (transformers has no types)
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    loader: Any = AutoModelForCausalLM
+    return loader.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 def answer(target: Any, prompts: Tensor, num_tokens: int, chooser: Chooser) -> Tensor:  # noqa: ANN401
@@ -184,11 +185,16 @@ def walk_ngrams(answers: Answers, rules: NgramRules, num_drafts: int) -> Accepta
     return walk(answers.tokens, propose, num_drafts, finish)
 
 
+def along(choices: Sequence[Sequence[int]]) -> Propose:
+    """Proposes what was chosen at each place of the answers."""
+    return lambda request, at: choices[request][at:]
+
+
 def rows(answers: Answers, t: float, num_drafts: int) -> list[list[str]]:
     """The lines of one temperature."""
     found = []
     for name, choices in (("argmax", answers.argmax), ("coupled", answers.coupled)):
-        walked = walk(answers.tokens, lambda r, at, choices=choices: choices[r][at:], num_drafts)
+        walked = walk(answers.tokens, along(choices), num_drafts)
         found.append([f"{t:g}", *walked.row(f"draft model, {name}")])
     if answers.overlap is None:
         found.pop()  # greedy: both choices are the same
@@ -205,8 +211,9 @@ def print_speed(num_tokens: int = 100_000, num_drafts: int = 4) -> None:
     tokenizer = load_tokenizer(MODELS / "laps-demo")
     rng = random.Random(0)
     source = SourceText().slice(CHARS_PER_TOKEN * num_tokens, rng)
-    text = list(tokenizer.encode_batch([source], add_special_tokens=False)[0])
-    text = text[: num_tokens + 2000]
+    (ids,) = tokenizer.encode_batch([source], add_special_tokens=False)
+    assert isinstance(ids, list), ids
+    text = ids[: num_tokens + 2000]
     drafter = NgramDrafter()
     num_answers = 400
     for i in range(num_answers):
