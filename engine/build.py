@@ -24,7 +24,7 @@ from engine.kv.cache import BlockCache
 from engine.kv.hashes import RequestHasher
 from engine.kv.host.arena import HostArena
 from engine.kv.host.movers import build_mover
-from engine.kv.host.shared_file import name_for, remove_unused
+from engine.kv.host.shared_file import name_for
 from engine.kv.host.tier import HostTier
 from engine.kv.layout import DTYPE_BYTES, KvDtype, KvLayout
 from engine.kv.store import KvStore
@@ -172,13 +172,11 @@ def build_engine(
     """Load this rank's part of the model and build the engine.
 
     `notify` is called on the engine thread with events about prompts whose KV is to move.
-    `block_key`: key of the block hashes; None = drawn here. With `cache.host_gib`, engines with
-    the same key share an arena on each machine, and whoever builds one closes it. `model`: the
-    model of an engine that is gone and had an equal model section; None = load it. `role`: whether
-    KV moves, and whether this worker keeps `KvStore.digests` to send it. `comm`: to the other
-    ranks, as many as workers.tensor_parallel_size, which build at the same time; hung up if this
-    raises. Raises ConfigError when the model folder and config cannot be served, and WorkerError
-    when another rank could not build.
+    `block_key`: of the block hashes, and with `cache.host_gib` of the arena; None = drawn here.
+    `model`: the model of an engine that is gone and had an equal model section; None = load it.
+    `role`: whether KV moves, and this worker keeps `KvStore.digests` to send it. `comm`: to the
+    other ranks, which build at the same time; hung up if this raises. Raises ConfigError when the
+    model folder and config cannot be served, and WorkerError when another rank could not build.
     """
     _check_size(config, comm)
     torch.set_num_threads(config.workers.torch_threads)
@@ -189,24 +187,20 @@ def build_engine(
     grammars = _build_grammars(config, spec)
     with hanging_up_on_error(comm):
         given = config, spec, layout, clock, comm
-        measured = _build_measured(
-            *given, model=model, grammars=grammars, sends_blocks=role == "prefill"
-        )
+        sends = role == "prefill"
+        measured = _build_measured(*given, model=model, grammars=grammars, sends_blocks=sends)
         moves = comm.rank.size > 1 and role != "unified"
         stores = share_stores(comm, measured.executor.kv_store, whole) if moves else ()
     executor = measured.executor
     compilations.reset()
     key = secrets.token_bytes(BLOCK_KEY_BYTES) if block_key is None else block_key
-    host_tier = _build_host_tier(config, key, executor.kv_store)
+    host_tier = _build_host_tier(config, role, key, executor.kv_store)
     cache = _build_cache(config, executor.kv_store.num_blocks, host_tier)
-    hasher = RequestHasher(
-        key, model=model_fingerprint, dtype=layout.dtype, block_size=layout.block_size
-    )
+    hasher = _build_hasher(key, model_fingerprint, layout)
     outgoing = OutgoingHandoffs(cache, notify)
     max_model_len = context_length(config, spec, cache.num_blocks)
-    drafting = _build_drafting(config)
-    parts = cache, hasher, outgoing, host_tier
-    scheduler = _build_scheduler(spec, measured, max_model_len, drafting, *parts)
+    parts = _build_drafting(config), cache, hasher, outgoing, host_tier
+    scheduler = _build_scheduler(spec, measured, max_model_len, *parts)
     return Engine(
         spec=spec,
         layout=layout,
@@ -297,17 +291,23 @@ def _build_measured(
     )
 
 
-def _build_host_tier(config: AppConfig, block_key: bytes, store: KvStore) -> HostTier | None:
-    """Raises ConfigError if there is no room for it, or it is another model's."""
-    if config.cache.host_gib == 0:
+def _build_hasher(key: bytes, model: str, layout: KvLayout) -> RequestHasher:
+    return RequestHasher(key, model=model, dtype=layout.dtype, block_size=layout.block_size)
+
+
+def _build_host_tier(
+    config: AppConfig, role: Role, block_key: bytes, store: KvStore
+) -> HostTier | None:
+    """Raises ConfigError if there is no room for it, or it is another model's.
+
+    A decode worker has none: its reservations look for blocks on the device only.
+    """
+    if config.cache.host_gib == 0 or role == "decode":
         return None
-    name = name_for(block_key)
-    for removed in remove_unused(keep=name):
-        logger.info("removed %s, which no process used", removed)
     layout = store.layout
     fingerprint = hashlib.blake2b(repr(layout).encode(), digest_size=16).digest()
     arena = HostArena(
-        name,
+        name_for(block_key),
         num_bytes=int(config.cache.host_gib * 2**30),
         block_bytes=layout.block_bytes,
         fingerprint=fingerprint,
