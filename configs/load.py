@@ -348,11 +348,12 @@ def _speculation_contradiction(config: AppConfig) -> str | None:
             f"speculation.drafter: {asked.drafter} with speculation.model_path {asked.model_path};"
             " draft_model needs the folder of the smaller model, and nothing else reads it"
         )
-    if uses_model and config.workers.tensor_parallel_size > 1:
+    size = max(config.workers.num_ranks.values(), default=1)
+    if uses_model and size > 1:
         return (
-            "speculation.drafter: draft_model with workers.tensor_parallel_size"
-            f" {config.workers.tensor_parallel_size} is not supported, because the smaller model"
-            " is not split over ranks; set ngram, or tensor_parallel_size to 1"
+            f"speculation.drafter: draft_model with workers.tensor_parallel_size {size} is not"
+            " supported, because the smaller model is not split over ranks; set ngram, or"
+            " tensor_parallel_size to 1"
         )
     return None
 
@@ -409,11 +410,10 @@ def _rank_contradiction(config: AppConfig) -> str | None:
             f"workers.num_gpus: {workers.num_gpus:g} with workers.tensor_parallel_size {size}:"
             " every rank needs a GPU of its own; set it to 1, which is per rank"
         )
-    if size > 1 and workers.prefill > 0 and config.handoff.channel in ("cuda_ipc", "nccl_pair"):
+    if size > 1 and workers.prefill > 0 and config.handoff.channel == "nccl_pair":
         return (
-            f"handoff.channel: {config.handoff.channel} with workers.tensor_parallel_size {size}:"
-            " KV of several ranks moves through host memory; set it to auto, gloo_pair or"
-            " object_store"
+            f"handoff.channel: nccl_pair with workers.tensor_parallel_size {size} is not supported:"
+            " it connects stores of one rank; set it to auto, cuda_ipc, gloo_pair or object_store"
         )
     return None
 

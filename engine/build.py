@@ -172,11 +172,12 @@ def build_engine(
     """Load this rank's part of the model and build the engine.
 
     `notify` is called on the engine thread with events about prompts whose KV is to move.
-    `block_key`: of the block hashes, and with `cache.host_gib` of the arena; None = drawn here.
-    `model`: the model of an engine that is gone and had an equal model section; None = load it.
-    `role`: whether KV moves, and this worker keeps `KvStore.digests` to send it. `comm`: to the
-    other ranks, which build at the same time; hung up if this raises. Raises ConfigError when the
-    model folder and config cannot be served, and WorkerError when another rank could not build.
+    `block_key`: key of the block hashes; None = drawn here. With `cache.host_gib`, engines with
+    the same key share an arena on each machine, and whoever builds one closes it. `model`: the
+    model of an engine that is gone and had an equal model section; None = load it. `role`: whether
+    and where to KV moves. `comm`: to the other ranks, as many as workers.tensor_parallel_size,
+    which build at the same time; hung up if this raises. Raises ConfigError when the model folder
+    and config cannot be served, and WorkerError when another rank could not build.
     """
     _check_size(config, comm)
     torch.set_num_threads(config.workers.torch_threads)
@@ -186,9 +187,8 @@ def build_engine(
     compilations.install()
     grammars = _build_grammars(config, spec)
     with hanging_up_on_error(comm):
-        given = config, spec, layout, clock, comm
-        sends = role == "prefill"
-        measured = _build_measured(*given, model=model, grammars=grammars, sends_blocks=sends)
+        given = config, spec, layout, clock, comm, model, grammars
+        measured = _build_measured(*given, sends_blocks=role == "prefill")
         moves = comm.rank.size > 1 and role != "unified"
         stores = share_stores(comm, measured.executor.kv_store, whole) if moves else ()
     executor = measured.executor
@@ -199,8 +199,7 @@ def build_engine(
     hasher = _build_hasher(key, model_fingerprint, layout)
     outgoing = OutgoingHandoffs(cache, notify)
     max_model_len = context_length(config, spec, cache.num_blocks)
-    parts = _build_drafting(config), cache, hasher, outgoing, host_tier
-    scheduler = _build_scheduler(spec, measured, max_model_len, *parts)
+    parts = max_model_len, cache, hasher, outgoing, host_tier, _build_drafting(config)
     return Engine(
         spec=spec,
         layout=layout,
@@ -215,7 +214,7 @@ def build_engine(
         grammars=grammars,
         outgoing=outgoing,
         host_tier=host_tier,
-        core=_build_core(config, scheduler, measured, clock),
+        core=_build_core(config, _build_scheduler(spec, measured, *parts), measured, clock),
         compilations=compilations,
         calibration=measured.calibration,
     )
@@ -251,9 +250,9 @@ def _build_measured(
     layout: KvLayout,
     clock: Clock,
     comm: Comm,
-    *,
     model: CausalLM | None,
     grammars: Grammars,
+    *,
     sends_blocks: bool,
 ) -> _Measured:
     """Build for the sizes chosen for the device; measure steps if the configuration needs them."""
@@ -291,10 +290,6 @@ def _build_measured(
     )
 
 
-def _build_hasher(key: bytes, model: str, layout: KvLayout) -> RequestHasher:
-    return RequestHasher(key, model=model, dtype=layout.dtype, block_size=layout.block_size)
-
-
 def _build_host_tier(
     config: AppConfig, role: Role, block_key: bytes, store: KvStore
 ) -> HostTier | None:
@@ -325,6 +320,12 @@ def _build_cache(config: AppConfig, num_blocks: int, host_tier: HostTier | None)
     )
 
 
+def _build_hasher(key: bytes, model_fingerprint: str, layout: KvLayout) -> RequestHasher:
+    return RequestHasher(
+        key, model=model_fingerprint, dtype=layout.dtype, block_size=layout.block_size
+    )
+
+
 def _build_grammars(config: AppConfig, spec: ModelSpec) -> Grammars:
     return Grammars(
         lambda: load_vocabulary(
@@ -337,11 +338,11 @@ def _build_scheduler(
     spec: ModelSpec,
     measured: _Measured,
     max_model_len: int,
-    drafting: Drafting,
     cache: BlockCache,
     hasher: RequestHasher,
     outgoing: OutgoingHandoffs,
     host_tier: HostTier | None,
+    drafting: Drafting,
 ) -> Scheduler:
     return Scheduler(
         measured.limits.scheduler,

@@ -18,6 +18,7 @@ from engine.kv.transfer import HandoffReady, OutgoingEvent, OutgoingHandoffs
 from engine.messages import FailureRecord, TokenRecord
 from engine.request import Request, RequestKey, RequestSpec, SamplingParams
 from engine.scheduling.contracts import StepOutput
+from engine.scheduling.finish import FinishRules
 from engine.scheduling.scheduler import DEFAULT_LAPS, Scheduler
 from tests.engine.scheduling.fake_host_tier import FakeHostTier
 from tests.engine.scheduling.in_flight import check_blocks_in_flight
@@ -91,8 +92,7 @@ class World:
             ),
             handoff_queue=self.outgoing,
             block_size=BLOCK_SIZE,
-            max_model_len=MAX_MODEL_LEN,
-            eos_token_ids=(EOS_TOKEN_ID,),
+            finish_rules=FinishRules((EOS_TOKEN_ID,), MAX_MODEL_LEN),
             laps=laps,
             host_tier=host_tier,
         )
