@@ -4,12 +4,11 @@ import os
 import random
 import signal
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
 from engine.kv.host.shared_file import FOLDER
-from load_tests.testbed.deployed import Application, Cluster, wait_replaced, wait_until
+from load_tests.testbed.deployed import Application, Cluster, arena_name, wait_replaced, wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.nightly]
 
@@ -25,15 +24,9 @@ TIGHT: dict[str, object] = {
 }
 
 
-def _arena_in(actor: Any) -> str | None:
-    """Runs in the process of a worker."""
-    tier = actor._host.engine.host_tier
-    return None if tier is None else str(tier._arena.name)
-
-
 def _arena_of(application: Application, role: str) -> str | None:
     (worker,) = application.workers(role)
-    return application.call_in_workers(_arena_in)[worker]
+    return application.call_in_workers(arena_name)[worker]
 
 
 @pytest.fixture(scope="module")
