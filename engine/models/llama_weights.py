@@ -5,7 +5,7 @@ The loader allocates by this definition, and a folder is checked against it.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from engine.models.mixture_spec import MixtureSpec
@@ -36,6 +36,8 @@ class StackedTensor:
     num_columns: int | None = None  # None = vectors, concatenated
     split: Split = Split.NONE
     unit: int | None = None  # ROWS: rows of a head, which no rank holds in part
+    num_experts: int | None = None  # whose matrices it consists of, one after the other
+    may_be_quantised: bool = True
 
     def of_rank(self, rank: Rank) -> "StackedTensor":
         """The part of the tensor that one rank holds."""
@@ -45,9 +47,7 @@ class StackedTensor:
         if self.split is Split.COLUMNS and columns is not None:
             columns //= rank.size
         num_rows = {name: self._num_held_rows(name, rank) for name in self.num_rows}
-        return StackedTensor(
-            num_rows=num_rows, num_columns=columns, split=self.split, unit=self.unit
-        )
+        return replace(self, num_rows=num_rows, num_columns=columns)
 
     def is_on(self, rank: Rank) -> bool:
         """Whether the rank holds any of it."""
@@ -115,7 +115,12 @@ def layer_tensors(spec: ModelSpec, layer: int) -> dict[str, StackedTensor]:
         unit = spec.head_dim if field == "qkv" else None
         weights = {f"{prefix}{n}.weight": size for n, size in zip(names, sizes, strict=True)}
         tensors[field] = StackedTensor(
-            num_rows=weights, num_columns=num_columns, split=split, unit=unit
+            num_rows=weights,
+            num_columns=num_columns,
+            split=split,
+            unit=unit,
+            num_experts=mixture.num_experts if mixture is not None and field in _EXPERTS else None,
+            may_be_quantised=field not in _NEVER_QUANTISED,
         )
         if has_bias:
             biases = {f"{prefix}{n}.bias": size for n, size in zip(names, sizes, strict=True)}
@@ -150,6 +155,9 @@ _SPLITS = {
     "router": Split.NONE,
     "shared_gate": Split.NONE,
 }
+_EXPERTS = ("gate_up", "down")
+# Small maps whose rounding would change which experts compute: no format is published with them.
+_NEVER_QUANTISED = ("router", "shared_gate")
 
 
 def _attention(spec: ModelSpec) -> Iterator[_Linear]:
