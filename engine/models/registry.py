@@ -28,6 +28,7 @@ BUILDERS: dict[str, Callable[..., CausalLM]] = {
     "Qwen3MoeForCausalLM": build_decoder,
     "GptOssForCausalLM": build_decoder,
     "Gemma3ForCausalLM": build_decoder,
+    "Gemma3ForConditionalGeneration": build_decoder,
 }
 
 
