@@ -396,7 +396,7 @@ def _overlap_contradiction(config: AppConfig) -> str | None:
             if key.startswith("tbo_") and values[key] != defaults[key]:
                 return f"execution.{key}: needs enable_two_batch_overlap; set that, or leave it out"
         return None
-    if config.workers.tensor_parallel_size == 1:
+    if max(config.workers.num_ranks.values(), default=1) == 1:
         return (
             "execution.enable_two_batch_overlap: a worker of one rank adds nothing over ranks, so"
             " nothing can be hidden; set workers.tensor_parallel_size above 1, or this to false"

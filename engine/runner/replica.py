@@ -169,7 +169,7 @@ class Replica:
         )
         if self._config.speculation.drafter != "none":
             executor.allow_drafts(self._config.speculation.max_drafts)
-        if self._config.execution.enable_two_batch_overlap:
+        if self._config.execution.enable_two_batch_overlap and self._comm.rank.size > 1:
             self._overlap_two_batches(executor)
         warm_up(
             executor,
