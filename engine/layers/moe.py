@@ -14,7 +14,7 @@ from torch import Tensor
 from engine.layers.linear import Linear
 from engine.layers.mlp import GatedMlp
 from kernels.moe import reference
-from kernels.moe.routes import Routes
+from kernels.moe.routes import Routes, Selection
 
 
 class Router(Protocol):
@@ -29,22 +29,23 @@ class SharedOutput:
 
     # [T, hidden]
     output: Tensor
-    # [T, 1]
-    gate: Tensor
+    # [T, 1]; None = all of the output is added
+    gate: Tensor | None
 
 
 class SharedExpert:
-    """An expert that all tokens pass, with a gate of its own."""
+    """An expert that all tokens pass, with a gate of its own or without."""
 
     __slots__ = ("_gate", "_mlp")
 
-    def __init__(self, *, mlp: GatedMlp, gate: Linear) -> None:
+    def __init__(self, *, mlp: GatedMlp, gate: Linear | None) -> None:
         """gate: hidden -> 1."""
         self._mlp = mlp
         self._gate = gate
 
     def __call__(self, x: Tensor, lane: int) -> SharedOutput:
-        return SharedOutput(output=self._mlp(x, lane), gate=self._gate(x, lane))
+        gate = None if self._gate is None else self._gate(x, lane)
+        return SharedOutput(output=self._mlp(x, lane), gate=gate)
 
 
 class Experts(Protocol):
@@ -83,17 +84,30 @@ class Mixture:
 class TorchRouter:
     """See `kernels.moe.reference.route`."""
 
-    __slots__ = ("_normalises", "_num_active", "_weight")
+    __slots__ = ("_normalises", "_num_active", "_selection", "_weight")
 
-    def __init__(self, weight: Tensor, *, num_active: int, normalises: bool) -> None:
+    def __init__(
+        self,
+        weight: Tensor,
+        *,
+        num_active: int,
+        normalises: bool,
+        selection: Selection | None = None,
+    ) -> None:
         """weight: [experts, hidden]."""
         self._weight = weight
         self._num_active = num_active
         self._normalises = normalises
+        self._selection = selection
 
     def __call__(self, x: Tensor, slots: Tensor | None) -> Routes:
         return reference.route(
-            x, self._weight, self._num_active, normalises=self._normalises, slots=slots
+            x,
+            self._weight,
+            self._num_active,
+            normalises=self._normalises,
+            slots=slots,
+            selection=self._selection,
         )
 
 

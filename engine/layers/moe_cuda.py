@@ -20,7 +20,7 @@ from kernels.moe.align import ROUTE_SIZES, align
 from kernels.moe.few import few_down, few_gate_up
 from kernels.moe.grouped import grouped_down, grouped_gate_up
 from kernels.moe.router import FEW_TOKENS, route
-from kernels.moe.routes import Routes
+from kernels.moe.routes import Routes, Selection
 from kernels.moe.tiles import ExpertShape, TilePlan, build_plan, is_tuned
 
 # The router chooses among all experts at once, in registers.
@@ -50,10 +50,16 @@ def _plan(
 class TritonRouter:
     """See `kernels.moe.router`."""
 
-    __slots__ = ("_is_deterministic", "_normalises", "_num_active", "_weight")
+    __slots__ = ("_is_deterministic", "_normalises", "_num_active", "_selection", "_weight")
 
     def __init__(
-        self, weight: Tensor, *, num_active: int, normalises: bool, is_deterministic: bool
+        self,
+        weight: Tensor,
+        *,
+        num_active: int,
+        normalises: bool,
+        is_deterministic: bool,
+        selection: Selection | None = None,
     ) -> None:
         """weight: [experts, hidden]. Raises ConfigError for more experts than can be routed."""
         if weight.shape[0] > MAX_EXPERTS:
@@ -65,6 +71,7 @@ class TritonRouter:
         self._num_active = num_active
         self._normalises = normalises
         self._is_deterministic = is_deterministic
+        self._selection = selection
 
     def __call__(self, x: Tensor, slots: Tensor | None) -> Routes:
         return route(
@@ -74,6 +81,7 @@ class TritonRouter:
             normalises=self._normalises,
             slots=slots,
             is_deterministic=self._is_deterministic,
+            selection=self._selection,
         )
 
 

@@ -2,7 +2,8 @@
 
     ids -> embedding -> [norm -> attention -> norm -> MLP] x layers -> norm -> head -> logits
 
-An MLP may be a mixture of experts (mixture.py: Mixtral, Qwen2-MoE, Qwen3-MoE).
+An MLP may be a mixture of experts (mixture.py: Mixtral, Qwen2-MoE, Qwen3-MoE, DeepSeek's), and
+attention may be over latents (deepseek.py).
 
 Differences between families (biases, QK-norm, tied embeddings, windows) are resolved to an object
 or None by the builder, so the forward pass does not test for them. Knows no requests and keeps no
@@ -16,17 +17,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.layers.attention import Attention, ProjectedTokens, StoredTokens
+from engine.layers.attention import (
+    Attention,
+    ProjectedTokens,
+    SelfAttention,
+    StoredTokens,
+)
 from engine.layers.context import SINGLE_RANK, Comm, ForwardContext, LastTokens
 from engine.layers.linear import Identity, Linear, LinearWeight, build_gated, build_linear
 from engine.layers.mlp import FeedForward, GatedMlp
 from engine.layers.norm import RmsNorm
 from engine.layers.rotary import RotaryTable
 from engine.layers.vocabulary import Embedding, Head, WholeHead, build_embedding, build_head
+from engine.models.deepseek import build_latent_attention, latent_shape
 from engine.models.mixture import build_mixture
 from engine.models.spec import ModelSpec
 from engine.models.weights import LayerWeights, ModelWeights
 from engine.ranks.rank import WHOLE_MODEL, Rank
+from kernels.attention.latent import LatentShape
+from kernels.attention.protocol import AttentionShape
 from kernels.ops import HeadNorms, Ops
 
 
@@ -144,7 +153,12 @@ class DecoderLayer:
     __slots__ = ("_attention", "_attention_norm", "_mlp", "_mlp_norm")
 
     def __init__(
-        self, *, attention_norm: RmsNorm, attention: Attention, mlp_norm: RmsNorm, mlp: FeedForward
+        self,
+        *,
+        attention_norm: RmsNorm,
+        attention: SelfAttention,
+        mlp_norm: RmsNorm,
+        mlp: FeedForward,
     ) -> None:
         self._attention_norm = attention_norm
         self._attention = attention
@@ -234,7 +248,7 @@ def build_decoder(
         head=_build_head(spec, weights, is_deterministic, rank),
         rotary=RotaryTable(
             spec.rope,
-            head_dim=spec.head_dim,
+            head_dim=spec.rotary_dim,
             max_tokens=max_model_len,
             device=weights.embedding.device,
             ops=ops,
@@ -252,22 +266,44 @@ def _build_head(spec: ModelSpec, weights: ModelWeights, is_deterministic: bool, 
 def _build_layer(
     spec: ModelSpec, layer: int, weights: LayerWeights, ops: Ops, is_deterministic: bool
 ) -> DecoderLayer:
-    linear = partial(build_linear, is_deterministic=is_deterministic)
-    is_last = layer == spec.num_layers - 1
     return DecoderLayer(
         attention_norm=RmsNorm(weights.input_norm, spec.rms_norm_eps, ops),
-        attention=Attention(
-            layer=layer,
-            head_dim=spec.head_dim,
-            qkv=linear(weights.qkv),
-            # In deterministic mode K and V always come from the same product as the queries.
-            kv=_kv_linear(spec, weights) if is_last and not is_deterministic else None,
-            out=linear(weights.output),
-            head_norms=_head_norms(spec, weights),
-            ops=ops,
-        ),
+        attention=_build_attention(spec, layer, weights, ops, is_deterministic),
         mlp_norm=RmsNorm(weights.post_norm, spec.rms_norm_eps, ops),
         mlp=_feed_forward(spec, layer, weights, ops, is_deterministic),
+    )
+
+
+def _build_attention(
+    spec: ModelSpec, layer: int, weights: LayerWeights, ops: Ops, is_deterministic: bool
+) -> SelfAttention:
+    if spec.latent is not None:
+        return build_latent_attention(
+            spec, spec.latent, layer, weights, ops, is_deterministic=is_deterministic
+        )
+    linear = partial(build_linear, is_deterministic=is_deterministic)
+    is_last = layer == spec.num_layers - 1
+    return Attention(
+        layer=layer,
+        head_dim=spec.head_dim,
+        qkv=linear(weights.qkv),
+        # In deterministic mode K and V always come from the same product as the queries.
+        kv=_kv_linear(spec, weights) if is_last and not is_deterministic else None,
+        out=linear(weights.output),
+        head_norms=_head_norms(spec, weights),
+        ops=ops,
+    )
+
+
+def attention_shape(spec: ModelSpec) -> AttentionShape | LatentShape:
+    """What an attention backend has to know of a model."""
+    if spec.latent is not None:
+        return latent_shape(spec, spec.latent)
+    return AttentionShape(
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        layer_windows=spec.layer_windows,
     )
 
 

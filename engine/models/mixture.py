@@ -1,4 +1,4 @@
-"""Mixtures of experts (Mixtral, Qwen2-MoE, Qwen3-MoE): what stands in place of a layer's MLP.
+"""Mixtures of experts (Mixtral, Qwen's, DeepSeek's): what stands in place of a layer's MLP.
 
     norm -> router -> experts -> weighted sum -> all-reduce
          `-> shared expert, with its gate ---'
@@ -24,6 +24,7 @@ from engine.layers.moe import (
 )
 from engine.models.mixture_spec import MixtureSpec
 from engine.models.weights import LayerWeights
+from kernels.moe.routes import Selection
 from kernels.ops import Ops
 
 
@@ -49,7 +50,12 @@ def _build_torch(
 ) -> tuple[Router, Experts]:
     del is_deterministic  # a CPU makes no such promise
     return (
-        TorchRouter(router, num_active=spec.num_active, normalises=spec.normalises),
+        TorchRouter(
+            router,
+            num_active=spec.num_active,
+            normalises=spec.normalises,
+            selection=_selection(spec, weights),
+        ),
         TorchExperts(weights.gate_up.data, weights.down.data),
     )
 
@@ -66,6 +72,7 @@ def _build_cuda(
             num_active=spec.num_active,
             normalises=spec.normalises,
             is_deterministic=is_deterministic,
+            selection=_selection(spec, weights),
         ),
         TritonExperts(
             weights.gate_up.data,
@@ -76,12 +83,26 @@ def _build_cuda(
     )
 
 
+def _selection(spec: MixtureSpec, weights: LayerWeights) -> Selection | None:
+    if spec.is_plain:
+        return None
+    return Selection(
+        scores=spec.scores,
+        bias=weights.route_bias,
+        num_groups=spec.num_groups,
+        num_chosen_groups=spec.num_chosen_groups,
+        scale=spec.route_scale,
+    )
+
+
 def _build_shared(
     weights: LayerWeights, ops: Ops, *, is_deterministic: bool
 ) -> SharedExpert | None:
     gate_up, down, gate = weights.shared_gate_up, weights.shared_down, weights.shared_gate
-    if gate_up is None or down is None or gate is None:
+    if gate_up is None or down is None:
         return None
     linear = partial(build_linear, is_deterministic=is_deterministic)
     gated = build_gated(gate_up, ops, is_deterministic=is_deterministic)
-    return SharedExpert(mlp=GatedMlp(gated=gated, down=linear(down)), gate=linear(gate))
+    return SharedExpert(
+        mlp=GatedMlp(gated=gated, down=linear(down)), gate=None if gate is None else linear(gate)
+    )

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, cast
 
+from engine.errors import ConfigError
 from engine.kv.layout import DTYPE_BYTES, KvDtype, KvLayout
 from engine.layers.rope_spec import (
     LinearScaling,
@@ -21,15 +22,18 @@ from engine.layers.rope_spec import (
     YarnScaling,
 )
 from engine.models.config_file import ConfigFile
+from engine.models.latent_spec import LatentSpec, read_latent
 from engine.models.mixture_spec import (
     MixtureSpec,
+    read_deepseek_v2,
+    read_deepseek_v3,
     read_mixtral,
     read_qwen2_moe,
     read_qwen3_moe,
 )
 from engine.models.pooling import Pooling, read_pooling
 from engine.models.quantization import ONLINE_FP8, Quantization, read_quantization
-from engine.ranks.rank import Rank
+from engine.ranks.rank import SIZE_KEY, Rank
 
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 DEFAULT_THETA = 10000.0
@@ -123,7 +127,7 @@ def max_tokens_of(rope: RopeSpec, max_position_embeddings: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """A decoder with grouped-query attention and gated SiLU feed-forward parts."""
+    """A decoder with grouped-query or latent attention and gated SiLU feed-forward parts."""
 
     architecture: str
     vocab_size: int
@@ -132,7 +136,7 @@ class ModelSpec:
     num_layers: int
     num_heads: int
     num_kv_heads: int
-    head_dim: int
+    head_dim: int  # with latent attention, of a query
     rms_norm_eps: float
     has_tied_embeddings: bool
     has_qkv_bias: bool
@@ -148,6 +152,14 @@ class ModelSpec:
     pooling: Pooling | None = None  # None = it generates; else it has no head and makes embeddings
     mixture: MixtureSpec | None = None  # None = every layer is dense
     quantization: Quantization | None = None  # of the layers' linear maps; None = not quantised
+    latent: LatentSpec | None = None  # None = K and V of every KV head are kept
+    # Layers after the last that guess further tokens; they are in the files and not loaded.
+    num_guessing_layers: int = 0
+
+    @property
+    def rotary_dim(self) -> int:
+        """Numbers of a head that are rotated."""
+        return self.head_dim if self.latent is None else self.latent.rope_dim
 
     def mixture_at(self, layer: int) -> MixtureSpec | None:
         """The experts of `layer`; None = it is dense."""
@@ -161,6 +173,11 @@ class ModelSpec:
         Of fewer KV heads than ranks, several ranks hold the same one. Raises ConfigError if the
         ranks cannot share the model equally.
         """
+        if self.latent is not None and rank.size > 1:
+            raise ConfigError(
+                f"{SIZE_KEY}: {rank.size} ranks cannot share a model with latent attention yet;"
+                " set it to 1 and use replicas"
+            )
         heads = f"{self.num_heads} attention heads and {self.num_kv_heads} KV heads"
         query = rank.share(self.num_heads, f"query heads ({heads})")
         kv = rank.share(self.num_kv_heads, f"KV heads ({heads})", unit=1)
@@ -178,6 +195,13 @@ class ModelSpec:
 
     def kv_layout(self, *, block_size: int, dtype: KvDtype) -> KvLayout:
         """Layout of this model's KV blocks of `block_size` tokens."""
+        if self.latent is not None:
+            return KvLayout.latent(
+                num_layers=self.num_layers,
+                block_size=block_size,
+                width=self.latent.width,
+                dtype=dtype,
+            )
         return KvLayout.with_heads(
             num_layers=self.num_layers,
             block_size=block_size,
@@ -201,6 +225,8 @@ class _Family:
     default_theta: float = DEFAULT_THETA
     layer_windows: tuple[int | None, ...]
     mixture: MixtureSpec | None = None
+    latent: LatentSpec | None = None
+    num_guessing_layers: int = 0
 
 
 def _llama(config: ConfigFile, num_layers: int) -> _Family:
@@ -276,6 +302,34 @@ def _qwen3_moe(config: ConfigFile, num_layers: int) -> _Family:
     )
 
 
+def _deepseek_v2(config: ConfigFile, num_layers: int) -> _Family:
+    return _deepseek(config, num_layers, read_deepseek_v2(config, num_layers), is_interleaved=True)
+
+
+def _deepseek_v3(config: ConfigFile, num_layers: int) -> _Family:
+    is_interleaved = config.flag("rope_interleave", True)
+    mixture = read_deepseek_v3(config, num_layers)
+    family = _deepseek(config, num_layers, mixture, is_interleaved=is_interleaved)
+    num_guessing = config.integer("num_nextn_predict_layers", 1, minimum=0)
+    return replace(family, num_guessing_layers=num_guessing)
+
+
+def _deepseek(
+    config: ConfigFile, num_layers: int, mixture: MixtureSpec | None, *, is_interleaved: bool
+) -> _Family:
+    has_attention_bias = config.flag("attention_bias", False)
+    latent = read_latent(
+        config, config.integer("num_attention_heads"), is_interleaved=is_interleaved
+    )
+    return _Family(
+        has_qkv_bias=has_attention_bias,
+        has_output_bias=has_attention_bias,
+        layer_windows=(None,) * num_layers,
+        mixture=mixture,
+        latent=latent,
+    )
+
+
 def _qwen2_moe_windows(config: ConfigFile, num_layers: int) -> tuple[int | None, ...]:
     """As in Qwen2 where `layer_types` says it; else every other of the first layers has one."""
     if config.texts("layer_types") is not None:
@@ -325,6 +379,8 @@ _FAMILIES: dict[str, Callable[[ConfigFile, int], _Family]] = {
     "MixtralForCausalLM": _mixtral,
     "Qwen2MoeForCausalLM": _qwen2_moe,
     "Qwen3MoeForCausalLM": _qwen3_moe,
+    "DeepseekV2ForCausalLM": _deepseek_v2,
+    "DeepseekV3ForCausalLM": _deepseek_v3,
 }
 SUPPORTED_ARCHITECTURES = tuple(_FAMILIES)
 
@@ -349,6 +405,8 @@ def load_spec(folder: Path, *, quantization: Literal["auto", "fp8"] = "auto") ->
             "num_key_value_heads", f"{num_kv_heads} does not divide {num_heads} query heads"
         )
     head_dim = config.integer("head_dim", family.default_head_dim or hidden_size // num_heads)
+    if family.latent is not None:
+        head_dim = family.latent.query_dim  # the files' head_dim is of the rotated part
     if head_dim % 2:
         raise config.error("head_dim", f"{head_dim} is odd; rotary embedding needs pairs")
     rope = parse_rope(config, family.default_theta)
@@ -377,6 +435,8 @@ def load_spec(folder: Path, *, quantization: Literal["auto", "fp8"] = "auto") ->
         dtype=_dtype(config),
         pooling=pooling,
         mixture=family.mixture,
+        latent=family.latent,
+        num_guessing_layers=family.num_guessing_layers,
         quantization=_quantization(
             config, quantization, has_head=has_head, is_mixture=family.mixture is not None
         ),

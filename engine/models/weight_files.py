@@ -108,6 +108,7 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 # Tensors that some exporters leave in the files and that carry no information.
 _HARMLESS = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
+_LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 _MISMATCH = "the weights and config.json describe different models"
 
 
@@ -205,7 +206,14 @@ def _whole_name(name: str, spec: ModelSpec) -> str:
 def _is_harmless(name: str, spec: ModelSpec) -> bool:
     is_unused_head = name == HEAD and (spec.has_tied_embeddings or spec.pooling is not None)
     is_leftover = _HARMLESS.search(name) is not None or is_unused(name, spec)
-    return is_unused_head or is_leftover
+    return is_unused_head or is_leftover or _guesses(name, spec)
+
+
+def _guesses(name: str, spec: ModelSpec) -> bool:
+    """Whether a tensor is of the layers that guess further tokens (MTP), which are not loaded."""
+    found = _LAYER.match(name)
+    index = -1 if found is None else int(found[1]) - spec.num_layers
+    return 0 <= index < spec.num_guessing_layers
 
 
 def _is_zero_bias(path: Path, name: str, tensor: StoredTensor, spec: ModelSpec) -> bool:

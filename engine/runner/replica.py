@@ -17,7 +17,7 @@ from configs.schema import AppConfig, LapsConfig
 from engine.errors import ConfigError
 from engine.kv.layout import KvDtype, KvLayout
 from engine.layers.context import SINGLE_RANK, Comm
-from engine.models.llama import CausalLM
+from engine.models.llama import CausalLM, attention_shape
 from engine.models.registry import WeightSource, build_model
 from engine.models.spec import ModelSpec
 from engine.ranks.agreement import least, meet
@@ -31,8 +31,7 @@ from engine.sampling.constraint import Matchers
 from engine.sampling.embeddings import Embeddings
 from engine.sampling.sampled import RowSampler
 from engine.sampling.sampler import Sampler
-from kernels.attention.phased import PhasedAttention
-from kernels.attention.protocol import AttentionShape
+from kernels.attention.phased import Phases
 from kernels.attention.select import AttentionNames, BackendUnavailable, build_attention
 
 
@@ -198,18 +197,13 @@ class Replica:
             rank=self._comm.rank,
         )
 
-    def _build_attention(self) -> PhasedAttention:
+    def _build_attention(self) -> Phases:
         """Raises ConfigError if a backend is missing or does not support this model."""
         names, spec = self._config.model.attention, self._spec
         try:
             return build_attention(
                 AttentionNames(prefill=names.prefill, decode=names.decode),
-                AttentionShape(
-                    num_heads=spec.num_heads,
-                    num_kv_heads=spec.num_kv_heads,
-                    head_dim=spec.head_dim,
-                    layer_windows=spec.layer_windows,
-                ),
+                attention_shape(spec),
                 block_size=self._layout.block_size,
                 dtype=DTYPES[self._layout.dtype],
                 device=self._device,
@@ -219,7 +213,7 @@ class Replica:
             raise ConfigError(f"model.attention: {error}") from error
 
 
-def _uses_graphs(config: AppConfig, attention: PhasedAttention) -> bool:
+def _uses_graphs(config: AppConfig, attention: Phases) -> bool:
     """Whether decode steps replay CUDA graphs. ConfigError if requested but impossible."""
     asked = config.execution.cuda_graphs
     if asked and not attention.can_capture:
@@ -233,7 +227,7 @@ def _uses_graphs(config: AppConfig, attention: PhasedAttention) -> bool:
 
 
 def build_prompt_sizes(
-    laps: LapsConfig, sizes: StepSizes, attention: PhasedAttention, *, uses_graphs: bool
+    laps: LapsConfig, sizes: StepSizes, attention: Phases, *, uses_graphs: bool
 ) -> PromptSizes | None:
     """The prompt steps to capture; None = none. ConfigError if requested but impossible."""
     asked, is_grid = laps.enable_batch_prefill_cuda_graph, laps.batch_prefill_form == "grid"

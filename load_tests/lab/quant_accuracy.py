@@ -27,7 +27,7 @@ import torch.nn.functional as F  # noqa: N812  (the field's own spelling)
 from torch import Tensor
 
 from configs.load import PROJECT_ROOT
-from engine.models.llama import CausalLM
+from engine.models.llama import CausalLM, attention_shape
 from engine.models.registry import WeightSource, build_model
 from engine.plan import RowAdmission, StepPlan
 from engine.request import SamplingParams
@@ -35,7 +35,6 @@ from engine.runner.executor import Executor
 from engine.runner.warm_up import release_step
 from engine.sampling.sampler import Sampler
 from engine.text.tokenizing import load_tokenizer
-from kernels.attention.protocol import AttentionShape
 from kernels.attention.select import AttentionNames, build_attention
 from load_tests.tables import render_rows
 from load_tests.testbed.quantised_folders import FORMS, write_quantised
@@ -64,12 +63,7 @@ class Scorer:
     def __init__(self, model: CausalLM) -> None:
         self._num_blocks = -(-WINDOW // BLOCK_SIZE)
         spec, is_gpu = model.spec, model.device.type == "cuda"
-        shape = AttentionShape(
-            num_heads=spec.num_heads,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            layer_windows=spec.layer_windows,
-        )
+        shape = attention_shape(spec)
         self._executor = Executor(
             model,
             layout=spec.kv_layout(block_size=BLOCK_SIZE, dtype="bfloat16" if is_gpu else "float32"),

@@ -27,7 +27,7 @@ from engine.kv.transfer import (
     OutgoingHandoffs,
 )
 from engine.messages import WorkerIdentity
-from engine.models.llama import CausalLM
+from engine.models.llama import CausalLM, attention_shape
 from engine.models.registry import build_model
 from engine.models.spec import load_spec
 from engine.request import Request, RequestKey, RequestSpec, SamplingParams
@@ -37,8 +37,7 @@ from engine.runner.warm_up import warm_up
 from engine.sampling.sampler import Sampler
 from engine.scheduling.contracts import StepOutput
 from engine.scheduling.scheduler import Scheduler
-from kernels.attention.phased import PhasedAttention
-from kernels.attention.protocol import AttentionShape
+from kernels.attention.phased import Phases
 from kernels.attention.select import AttentionNames, build_attention
 from tests.actors.kv_transfer.line_sampler import LineSampler
 from tests.actors.kv_transfer.token_by_token import build_token_by_token
@@ -363,19 +362,13 @@ def layout_of(folder: Path, device: str) -> KvLayout:
     return load_spec(folder).kv_layout(block_size=BLOCK_SIZE, dtype=dtype)
 
 
-def _build_model(folder: Path, device: torch.device) -> tuple[CausalLM, PhasedAttention]:
+def _build_model(folder: Path, device: torch.device) -> tuple[CausalLM, Phases]:
     if device.type == "cpu":
         return build_token_by_token(folder, BLOCK_SIZE)
     model = build_model(folder, dtype=torch.bfloat16, device=device, is_deterministic=True)
-    shape = AttentionShape(
-        num_heads=model.spec.num_heads,
-        num_kv_heads=model.spec.num_kv_heads,
-        head_dim=model.spec.head_dim,
-        layer_windows=model.spec.layer_windows,
-    )
     attention = build_attention(
         AttentionNames(prefill="auto", decode="auto"),
-        shape,
+        attention_shape(model.spec),
         block_size=BLOCK_SIZE,
         dtype=model.dtype,
         device=device,

@@ -8,13 +8,12 @@ from torch import Tensor
 
 from engine.kv.layout import KvDtype
 from engine.layers.context import SINGLE_RANK, Comm
-from engine.models.llama import CausalLM
+from engine.models.llama import CausalLM, attention_shape
 from engine.plan import RowAdmission, StepPlan, StepResult
 from engine.request import SamplingParams
 from engine.runner.executor import Executor, RowSampler
 from engine.sampling.sampler import Sampler
-from kernels.attention.phased import PhasedAttention
-from kernels.attention.protocol import AttentionShape
+from kernels.attention.phased import Phases
 from kernels.attention.select import AttentionNames, build_attention
 
 AUTO = AttentionNames(prefill="auto", decode="auto")
@@ -40,7 +39,7 @@ class StepDriver:
         sampler: RowSampler | None = None,
         attention: AttentionNames = AUTO,
         fixed_tile: bool = False,
-        phased: PhasedAttention | None = None,
+        phased: Phases | None = None,
         sends_blocks: bool = False,
         comm: Comm = SINGLE_RANK,
     ) -> None:
@@ -62,12 +61,7 @@ class StepDriver:
             attention=phased
             or build_attention(
                 attention,
-                AttentionShape(
-                    num_heads=model.spec.num_heads,
-                    num_kv_heads=model.spec.num_kv_heads,
-                    head_dim=model.spec.head_dim,
-                    layer_windows=model.spec.layer_windows,
-                ),
+                attention_shape(model.spec),
                 block_size=block_size,
                 dtype=model.dtype,
                 device=model.device,
