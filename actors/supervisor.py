@@ -142,7 +142,7 @@ class Supervisor:
 
         spec = self._spec
         missing = {name: role for name, role in self._roles.items() if name not in names}
-        bundle, num_ranks = worker_bundle(spec.config), spec.config.workers.tensor_parallel_size
+        bundle, num_ranks = worker_bundle(spec.config), spec.config.workers.num_ranks
         places = hold_places(self._roles, missing, spec.namespace, bundle, num_ranks)
         for name, role in missing.items():
             options = worker_options(spec, name) | places.get(name, {})

@@ -364,12 +364,11 @@ def _worker_contradiction(config: AppConfig) -> str | None:
 
 
 def _rank_contradiction(config: AppConfig) -> str | None:
-    workers, size = config.workers, config.workers.tensor_parallel_size
-    if size > 1 and workers.prefill > 0:
-        return (
-            f"workers.tensor_parallel_size: {size} with prefill and decode workers is not supported"
-            " yet, because KV does not move from rank to rank; use unified workers, or set it to 1"
-        )
+    workers, size = config.workers, max(config.workers.num_ranks.values())
+    if workers.prefill == 0:
+        for key in ("prefill_tensor_parallel_size", "decode_tensor_parallel_size"):
+            if getattr(workers, key) is not None:
+                return f"workers.{key}: there are no such workers; set tensor_parallel_size"
     if size > 2 and config.model.deterministic:
         return (
             f"workers.tensor_parallel_size: {size} with model.deterministic: a sum over more than"
@@ -380,6 +379,12 @@ def _rank_contradiction(config: AppConfig) -> str | None:
         return (
             f"workers.num_gpus: {workers.num_gpus:g} with workers.tensor_parallel_size {size}:"
             " every rank needs a GPU of its own; set it to 1, which is per rank"
+        )
+    if size > 1 and workers.prefill > 0 and config.handoff.channel in ("cuda_ipc", "nccl_pair"):
+        return (
+            f"handoff.channel: {config.handoff.channel} with workers.tensor_parallel_size {size}:"
+            " KV of several ranks moves through host memory; set it to auto, gloo_pair or"
+            " object_store"
         )
     return None
 

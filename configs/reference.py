@@ -15,9 +15,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import get_args
 
-import yaml
-
-from configs.load import RENAMED
+from configs.load import RENAMED, load_config
 from configs.schema import OpenPath
 
 PAGE_WIDTH = 120
@@ -184,14 +182,14 @@ def _files() -> str:
     for path in sorted(SCHEMA.parent.glob("*.yaml")):
         lines = takewhile(lambda line: line.startswith("#"), path.read_text().splitlines())
         about = " ".join(line.removeprefix("#").strip() for line in lines)
-        workers = yaml.safe_load(path.read_text()).get("workers", {})
+        workers = load_config(path, {}).workers
+        ranks = workers.num_ranks
         roles = ", ".join(
-            f"{workers[role]} {role}"
+            f"{getattr(workers, role)} {role}"
+            + (f" of {ranks[role]} ranks" if ranks[role] > 1 else "")
             for role in ("prefill", "decode", "unified")
-            if workers.get(role)
+            if role in ranks
         )
-        num_ranks = workers.get("tensor_parallel_size", 1)
-        roles = (roles or "1 unified") + (f" of {num_ranks} ranks" if num_ranks > 1 else "")
         rows.append(f"| `configs/{path.name}` | {roles} | {_cell(about)} |")
     return "\n".join(["| file | workers | for |", "|---|---|---|", *rows, ""])
 

@@ -201,10 +201,23 @@ class WorkersConfig(_Section, frozen=True):
     # Ranks that share the model of one worker, each a process with its own device, all on one node:
     # they split heads, intermediate units and vocabulary, and each holds its heads' KV.
     tensor_parallel_size: Literal[1, 2, 4, 8] = 1
+    prefill_tensor_parallel_size: Literal[1, 2, 4, 8] | None = None  # None = tensor_parallel_size
+    decode_tensor_parallel_size: Literal[1, 2, 4, 8] | None = None  # None = tensor_parallel_size
     torch_threads: Positive = 1  # per rank, for operations on a CPU
     # A worker whose engine has work and makes no progress for so long exits, and is restarted. So
-    # does one of several ranks if one of them does not take part in a step for so long.
+    # does one of several ranks if one of them does not take part in a step for so long, or stands
+    # still for so long.
     stall_s: Seconds = 60.0
+
+    @property
+    def num_ranks(self) -> dict[str, int]:
+        """Ranks of one worker, of each role that has workers."""
+        sizes: list[tuple[str, int, int | None]] = [
+            ("unified", self.unified, None),
+            ("prefill", self.prefill, self.prefill_tensor_parallel_size),
+            ("decode", self.decode, self.decode_tensor_parallel_size),
+        ]
+        return {role: size or self.tensor_parallel_size for role, count, size in sizes if count}
 
 
 class TokenizerConfig(_Section, frozen=True):

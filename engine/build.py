@@ -25,12 +25,13 @@ from engine.kv.layout import DTYPE_BYTES, KvDtype, KvLayout
 from engine.kv.store import KvStore
 from engine.kv.transfer import OutgoingEvent, OutgoingHandoffs
 from engine.layers.context import SINGLE_RANK, Comm
-from engine.messages import LoadReport
+from engine.messages import LoadReport, Role
 from engine.models.llama import CausalLM
 from engine.models.quantized_tensors import weight_bytes
 from engine.models.spec import ModelSpec, load_spec
 from engine.ranks.agreement import hanging_up_on_error, value_of_first
-from engine.ranks.rank import SIZE_KEY, Rank
+from engine.ranks.rank import SIZE_KEY, WHOLE_MODEL, Rank
+from engine.ranks.shared_stores import RankStore, share_stores
 from engine.request import SamplingParams, find_id_beyond
 from engine.runner.auto import (
     Calibration,
@@ -58,6 +59,10 @@ class Engine:
 
     spec: ModelSpec  # of the whole model
     layout: KvLayout  # of this rank's blocks: they hold its KV heads
+    whole_layout: (
+        KvLayout  # of blocks with the KV heads of all ranks: so they move to other workers
+    )
+    rank_stores: tuple[RankStore, ...]  # on rank 0 of several that move blocks; else ()
     max_model_len: int
     limits: Limits  # by which the scheduler was built, and what was chosen for `auto`
     cache: BlockCache
@@ -121,30 +126,33 @@ def build_engine(
     block_key: bytes | None = None,
     model: CausalLM | None = None,
     *,
-    sends_blocks: bool = False,
+    role: Role = "unified",
     comm: Comm = SINGLE_RANK,
 ) -> Engine:
     """Load this rank's part of the model and build the engine.
 
     `notify` is called on the engine thread with events about prompts whose KV is to move.
     `block_key`: key of the block hashes; None = drawn here. `model`: the model of an engine that is
-    gone and had an equal model section; None = load it. `sends_blocks`: keep `KvStore.digests` for
-    sending KV on. `comm`: to the other ranks, as many as workers.tensor_parallel_size, which build
-    at the same time; hung up if this raises. Raises ConfigError when the model folder and config
-    cannot be served, and WorkerError when another rank could not build.
+    gone and had an equal model section; None = load it. `role`: whether KV moves, and whether this
+    worker keeps `KvStore.digests` to send it. `comm`: to the other ranks, as many as
+    workers.tensor_parallel_size, which build at the same time; hung up if this raises. Raises
+    ConfigError when the model folder and config cannot be served, and WorkerError when another rank
+    could not build.
     """
     _check_size(config, comm)
     torch.set_num_threads(config.workers.torch_threads)
     spec = load_spec(Path(config.model.path), quantization=config.model.quantization)
-    layout = _rank_layout(config, spec, comm.rank)
+    layout, whole = (_rank_layout(config, spec, rank) for rank in (comm.rank, WHOLE_MODEL))
     compilations = CompilationCounter()
     compilations.install()
     grammars = _build_grammars(config, spec)
     with hanging_up_on_error(comm):
         given = config, spec, layout, clock, comm
         measured = _build_measured(
-            *given, model=model, grammars=grammars, sends_blocks=sends_blocks
+            *given, model=model, grammars=grammars, sends_blocks=role == "prefill"
         )
+        moves = comm.rank.size > 1 and role != "unified"
+        stores = share_stores(comm, measured.executor.kv_store, whole) if moves else ()
     executor = measured.executor
     compilations.reset()
     cache = _build_cache(config, executor.kv_store.num_blocks)
@@ -155,6 +163,8 @@ def build_engine(
     return Engine(
         spec=spec,
         layout=layout,
+        whole_layout=whole,
+        rank_stores=stores,
         max_model_len=max_model_len,
         limits=measured.limits,
         cache=cache,
@@ -170,11 +180,11 @@ def build_engine(
 
 
 def _check_size(config: AppConfig, comm: Comm) -> None:
-    asked, found = config.workers.tensor_parallel_size, comm.rank.size
-    if asked != found:
+    asked, found = sorted(set(config.workers.num_ranks.values())), comm.rank.size
+    if found not in asked:
         raise ConfigError(
-            f"{SIZE_KEY}: {asked}, but {found} process{'es' * (found > 1)} would share the model;"
-            f" set it to {found}"
+            f"{SIZE_KEY}: {' or '.join(map(str, asked))}, but {found}"
+            f" process{'es' * (found > 1)} would share the model; set it to {found}"
         )
 
 

@@ -31,6 +31,13 @@ REMOTE_CALLS_IN = (
     "load_tests.testbed.system",
 )
 ENVIRONMENT_IN = ("configs.load", "configs.process_environment")
+# The `created` of answers and models, and the times of traces: clocks of machines differ.
+TIME_OF_DAY_IN = (
+    "actors.ingress.answering",
+    "actors.ingress.composition",
+    "actors.observability.otlp_tracing",
+    "load_tests",  # when a run began
+)
 UNPICKLERS = {"pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 ACTOR_CLASSES = {
     "Supervisor",
@@ -174,6 +181,16 @@ def environment_reads(module: Module) -> list[str]:
     ]
 
 
+def reads_of_the_time_of_day(module: Module) -> list[str]:
+    """Durations and deadlines are of `engine.clock`, which does not know the time of day."""
+    if module.is_in(TIME_OF_DAY_IN):
+        return []
+    words = {"time.time", "time.time_ns", "datetime.now", "datetime.datetime.now"}
+    calls = [node for node in module.nodes if isinstance(node, ast.Call)]
+    named = [f"line {call.lineno}" for call in calls if ast.unparse(call.func) in words]
+    return named + [name for name in _imports(module) if name in words]
+
+
 def runs_what_it_reads(module: Module) -> list[str]:
     """Ways in which bytes that a client or a model folder controls could become code."""
     imported = {target.split(".")[0] for target in _imports(module)} & UNPICKLERS
@@ -240,6 +257,7 @@ CODE_RULES: tuple[Rule, ...] = (
     relative_imports,
     remote_calls,
     environment_reads,
+    reads_of_the_time_of_day,
     runs_what_it_reads,
     imported_actor_classes,
     forbidden_names,
@@ -293,6 +311,8 @@ def test_the_tests_keep_the_rule(rule: Rule) -> None:
         (remote_calls, "actors.ingress.routes", "worker.submit.options(x=1).remote(data)"),
         (environment_reads, "engine.build", "import os\nx = os.environ['A']"),
         (environment_reads, "engine.build", "from os import getenv"),
+        (reads_of_the_time_of_day, "engine.kv.lease", "import time\nx = time.time() + 30"),
+        (reads_of_the_time_of_day, "engine.kv.lease", "from time import time"),
         (runs_what_it_reads, "engine.models.weights", "import pickle"),
         (runs_what_it_reads, "engine.models.weights", "x = torch.load(path)"),
         (runs_what_it_reads, "engine.text.tokenizing", "load(path, trust_remote_code=True)"),

@@ -6,6 +6,7 @@ from dataclasses import asdict
 from actors.kv_transfer.channels.worker_channels import KvPieces, WorkerChannels, device_channels
 from actors.kv_transfer.faulty_pieces import FaultyPieces
 from actors.kv_transfer.peer_links import PeerLinks
+from actors.kv_transfer.rank_pieces import RankPieces
 from actors.kv_transfer.receiver import HandoffReceiver
 from actors.kv_transfer.rendezvous import RayRendezvousClient
 from actors.kv_transfer.sender import HandoffSender
@@ -33,7 +34,7 @@ class SendingConnector(KvConnector):
             return WorkerHandle(name, await find_actor(name, host.namespace))
 
         self._outgoing = engine.outgoing
-        pieces = KvPieces(engine.kv_store)
+        pieces = _pieces(host, engine)
         channels = _channels(host, pieces)
         self._sender = HandoffSender(
             host.identity,
@@ -136,7 +137,7 @@ class ReceivingConnector(KvConnector):
             lease_s=config.handoff.lease_s,
             max_rows=engine.limits.scheduler.max_num_seqs,
         )
-        pieces = KvPieces(engine.kv_store)
+        pieces = _pieces(host, engine)
         self.receiver = HandoffReceiver(
             host.identity,
             config.handoff,
@@ -171,7 +172,15 @@ class ReceivingConnector(KvConnector):
         }
 
 
-def _channels(host: EngineHost, pieces: KvPieces) -> WorkerChannels:
+def _pieces(host: EngineHost, engine: Engine) -> KvPieces | RankPieces:
+    """Of this worker's store, or of its ranks' stores."""
+    if not engine.rank_stores:
+        return KvPieces(engine.kv_store)
+    deadline_s = host.config.handoff.transfer_deadline_s
+    return RankPieces(engine.rank_stores, host.steps, deadline_s)
+
+
+def _channels(host: EngineHost, pieces: KvPieces | RankPieces) -> WorkerChannels:
     config, deployment_hash = host.config, host.name.rpartition(".")[2]
     return WorkerChannels(
         RayRendezvousClient(rendezvous_name(deployment_hash), host.namespace, RENDEZVOUS_RPC_S),
@@ -179,5 +188,5 @@ def _channels(host: EngineHost, pieces: KvPieces) -> WorkerChannels:
         deadline_s=config.handoff.transfer_deadline_s,
         max_in_flight_bytes=config.handoff.max_in_flight_bytes,
         floors_gb_s=config.handoff.floors_gb_s,
-        device=device_channels(pieces, config.handoff),
+        device=device_channels(pieces, config.handoff) if isinstance(pieces, KvPieces) else None,
     )

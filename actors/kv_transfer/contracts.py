@@ -154,7 +154,8 @@ class PieceStore(Protocol):
     async def write(self, block_ids: Sequence[int], piece: StagedPiece[IncomingData]) -> bool:
         """Overwrites the blocks; returns False if the digests differ.
 
-        Host memory is checked first and then not written; `ArrivedBlocks` are checked in place.
+        Their content is undefined then. Host memory is checked first and not written, but for
+        several ranks; `ArrivedBlocks` are checked in place.
         """
         ...
 

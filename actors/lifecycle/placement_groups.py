@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 Resources = Mapping[str, float]  # Ray's names -> amount: {"CPU": 2.0, "GPU": 1.0}
 
 PARTNERS: Mapping[Role, Role] = {"prefill": "decode", "decode": "prefill"}
+ONE_RANK: Mapping[str, int] = {"unified": 1, "prefill": 1, "decode": 1}
 PRECISION = 1e-4  # Ray counts resources in ten-thousandths
 
 
@@ -58,10 +59,12 @@ def choose_nodes(
     placed: Mapping[str, str],
     nodes: Sequence[NodeRoom],
     bundle: Resources,
+    num_ranks: Mapping[str, int] = ONE_RANK,
 ) -> dict[str, str | None]:
     """Chooses a node for every worker without one; None = no node has the resources.
 
-    roles: all workers of a deployment. placed: worker -> node id. bundle: what one worker takes.
+    roles: all workers of a deployment. placed: worker -> node id. bundle: what one rank takes.
+    num_ranks: role -> ranks of one such worker, all on one node.
     A prefill and a decode worker go to one node that has room for both, because KV moves from GPU
     to GPU there; else each goes where it has most partners. Among equal nodes the fullest is taken,
     which leaves room for whole pairs elsewhere.
@@ -69,14 +72,19 @@ def choose_nodes(
     at = dict(placed)
     room = {node.node_id: dict(node.free) for node in nodes}
     chosen: dict[str, str | None] = {}
+
+    def taken(*names: str) -> Resources:
+        size = sum(num_ranks[roles[name]] for name in names)
+        return {resource: size * amount for resource, amount in bundle.items()}
+
     for pair in _pairs(roles, placed):
-        shared = _best_node(pair, roles, at, room, bundle)
+        shared = _best_node(pair, roles, at, room, taken(*pair))
         for name in pair:
-            node_id = shared or _best_node((name,), roles, at, room, bundle)
+            node_id = shared or _best_node((name,), roles, at, room, taken(name))
             chosen[name] = node_id
             if node_id is not None:
                 at[name] = node_id
-                for resource, amount in bundle.items():
+                for resource, amount in taken(name).items():
                     room[node_id][resource] -= amount
     return chosen
 
@@ -96,19 +104,19 @@ def _best_node(
     roles: Mapping[str, Role],
     at: Mapping[str, str],
     room: Mapping[str, Resources],
-    bundle: Resources,
+    taken: Resources,
 ) -> str | None:
-    """The node with room for all of `names` together that `choose_nodes` would take, or None."""
+    """The node with room for what `names` take that `choose_nodes` would take, or None."""
     wanted = {PARTNERS.get(roles[name]) for name in names}
 
     def rank(node_id: str) -> tuple[int, float, str]:
         num_partners = sum(at[n] == node_id and roles.get(n) in wanted for n in at)
-        return -num_partners, sum(room[node_id].get(r, 0.0) for r in bundle), node_id
+        return -num_partners, sum(room[node_id].get(r, 0.0) for r in taken), node_id
 
     fitting = [
         node_id
         for node_id, free in room.items()
-        if all(free.get(r, 0.0) >= len(names) * n - PRECISION for r, n in bundle.items())
+        if all(free.get(r, 0.0) >= amount - PRECISION for r, amount in taken.items())
     ]
     return min(fitting, key=rank, default=None)
 
@@ -153,13 +161,13 @@ def hold_places(
     missing: Iterable[str],
     namespace: str,
     bundle: Resources,
-    num_ranks: int = 1,
+    num_ranks: Mapping[str, int] = ONE_RANK,
 ) -> dict[str, dict[str, object]]:
     """Returns actor options that put each `missing` worker into its group, found or created.
 
     roles: all workers of the deployment. bundle: what one rank of a worker takes; without resources
-    there are no groups and no options. Does not wait: a group that does not fit waits on Ray, and
-    its worker with it.
+    there are no groups and no options. num_ranks: as in `choose_nodes`. Does not wait: a
+    group that does not fit waits on Ray, and its worker with it.
     """
     names = frozenset(missing)
     if not bundle or not names:
@@ -169,10 +177,11 @@ def hold_places(
     handles = {name: groups[name].handle for name in names if name in groups}
     # Ray serves groups in the order of creation: in pairs, so that too few devices still make a
     # pair.
-    whole = {resource: num_ranks * amount for resource, amount in bundle.items()}
-    for name, node_id in choose_nodes(roles, placed, _look_at_nodes(), whole).items():
+    chosen = choose_nodes(roles, placed, _look_at_nodes(), bundle, num_ranks)
+    for name, node_id in chosen.items():
         if name in names and name not in handles:
-            handles[name] = _create(name, namespace, [bundle] * num_ranks, node_id)
+            bundles = [bundle] * num_ranks[roles[name]]
+            handles[name] = _create(name, namespace, bundles, node_id)
     return {name: {"scheduling_strategy": _inside(handle, 0)} for name, handle in handles.items()}
 
 

@@ -26,10 +26,10 @@ def check_startable(config: AppConfig) -> None:
     if config.model.weights == "safetensors":
         check_format(str(folder), (path.name for path in folder.glob("*")))
     spec = load_spec(folder, quantization=config.model.quantization)
-    for index in range(config.workers.tensor_parallel_size):
-        rank = Rank(index, config.workers.tensor_parallel_size)
-        spec.of_rank(rank)
-        check_shares(spec, rank)
+    for size in set(config.workers.num_ranks.values()):
+        for rank in (Rank(index, size) for index in range(size)):
+            spec.of_rank(rank)
+            check_shares(spec, rank)
     asked = config.model.max_model_len
     if asked is not None and asked > spec.max_model_len:
         raise ConfigError(

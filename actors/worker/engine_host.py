@@ -42,7 +42,7 @@ from engine.messages import (
     WorkerLimits,
     WorkerStatus,
 )
-from engine.ranks.leading import RankEnd
+from engine.ranks.leading import RankEnd, StepCounts
 from engine.request import RequestKey
 from engine.scheduling.contracts import StepOutput
 
@@ -137,7 +137,7 @@ class EngineHost:
             incarnation=self.incarnation,
             role=self.role,
             model=self.model,
-            layout=engine.layout,
+            layout=engine.whole_layout,
             max_model_len=engine.max_model_len,
             pid=os.getpid(),
             limits=WorkerLimits(
@@ -153,6 +153,11 @@ class EngineHost:
         if self._engine is None:
             raise WorkerError(f"{self.name} is still loading its model")
         return self._engine
+
+    @property
+    def steps(self) -> StepCounts:
+        """Of this worker's engine, if it has several ranks."""
+        return self._ranks.steps
 
     # ---- requests -------------------------------------------------------------------------------
 
@@ -250,7 +255,7 @@ class EngineHost:
             from engine.build import build_engine  # imports torch, which takes seconds
 
             given = self.config, self.model, self.clock, self._on_outgoing, self._block_key
-            return build_engine(*given, sends_blocks=self.role == "prefill", comm=comm)
+            return build_engine(*given, role=self.role, comm=comm)
         except WorkerError as error:
             raise self._ranks.cause_of(error) from error
 

@@ -14,6 +14,7 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import ray
@@ -25,7 +26,8 @@ from actors.worker.rank_worker import START_S, RankPlace, RankWorker
 from engine.core import Executor
 from engine.errors import WorkerError
 from engine.messages import Role, encode
-from engine.ranks.leading import COMPARE_EVERY, LeadingExecutor, RankEnd, RankReports
+from engine.ranks.heartbeat import Heartbeat
+from engine.ranks.leading import COMPARE_EVERY, LeadingExecutor, RankEnd, RankReports, StepCounts
 from engine.ranks.plan_ring import PlanRing, RingError
 from engine.ranks.rank import Rank
 from engine.request import Constraint
@@ -54,6 +56,11 @@ class OtherRanks(Protocol):
         ...
 
     @property
+    def steps(self) -> StepCounts:
+        """How far rank 0 is; counts nothing while it is the only rank."""
+        ...
+
+    @property
     def compiles(self) -> bool:
         """Whether `compile` has to be called for a constraint before a request brings it."""
         ...
@@ -75,6 +82,9 @@ class NoOtherRanks:
     """Of a worker that holds the whole model."""
 
     compiles = False
+
+    def __init__(self) -> None:
+        self.steps = StepCounts()
 
     def join(self) -> "Comm":
         from engine.layers.context import SINGLE_RANK  # imports torch, which takes seconds
@@ -113,12 +123,14 @@ class Gang:
         self._role = role
         self._incarnation = incarnation
         self._on_end = on_end
-        self._size = spec.config.workers.tensor_parallel_size
+        self._size = spec.config.workers.num_ranks[role]
+        self.steps = StepCounts()
         self._actors: list[Any] = []  # a rank lives as long as rank 0 has its handle
         self._processes: list[int] = []  # pidfds: a number may be another process's by now
         self._ring: PlanRing | None = None
         self._reports: RankReports | None = None
         self._leading: LeadingExecutor | None = None
+        self._heartbeat: Heartbeat | None = None
 
     def join(self) -> "Comm":
         stall_s = self._spec.config.workers.stall_s
@@ -133,6 +145,9 @@ class Gang:
 
         self._wait_connected(ring)
         self._reports.start()
+        others = {reader + 1: partial(ring.beats, reader) for reader in range(self._size - 1)}
+        self._heartbeat = Heartbeat(ring.beat, others, stall_s, self._on_silence)
+        self._heartbeat.start()
         device = torch.device(self._spec.config.model.device)
         return join_ranks(
             Rank(0, self._size),
@@ -194,18 +209,25 @@ class Gang:
     def lead(self, executor: Executor) -> Executor:
         assert self._ring is not None, "ranks join before they are led"
         assert self._reports is not None, "ranks join before they are led"
+        assert self._heartbeat is not None, "ranks join before they are led"
+        self._heartbeat.watch()
         self._leading = LeadingExecutor(
             executor,
             self._ring,
             self._reports,
             compare_every=1 if self._spec.config.debug else COMPARE_EVERY,
             patience_s=self._spec.config.workers.stall_s,
+            steps=self.steps,
         )
         return self._leading
 
     def compile(self, constraint: Constraint) -> None:
         assert self._leading is not None, "the others are led first"
         self._leading.compile(constraint)
+
+    def _on_silence(self, rank: int) -> None:
+        stall_s = self._spec.config.workers.stall_s
+        self._on_end(RankEnd(rank=rank, reason=f"it stands still, for {stall_s:g} s", is_dead=True))
 
     def cause_of(self, error: Exception) -> Exception:
         if self._reports is None or not isinstance(error, WorkerError):
@@ -227,6 +249,6 @@ def other_ranks(
     on_end: Callable[[RankEnd], object],
 ) -> OtherRanks:
     """Those that the configuration asks for."""
-    if spec.config.workers.tensor_parallel_size == 1:
+    if spec.config.workers.num_ranks[role] == 1:
         return NoOtherRanks()
     return Gang(spec, name, role, incarnation, on_end)

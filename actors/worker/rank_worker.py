@@ -22,6 +22,7 @@ from configs.faults import parse_faults
 from engine.clock import MonotonicClock
 from engine.core import Executor
 from engine.messages import Role, decode
+from engine.ranks.heartbeat import Heartbeat
 from engine.ranks.leading import Follower, report_failure
 from engine.ranks.plan_ring import PlanRingReader, RingError
 
@@ -59,6 +60,9 @@ class RankWorker:
         incarnation, reader = self._place.incarnation, self._place.rank - 1
         self._ring = PlanRingReader(incarnation, reader, START_S, stall_s)
         threading.Thread(target=self._end_with_leader, name="leader's end", daemon=True).start()
+        leader = {0: lambda: self._ring.writer_beats}
+        self._heartbeat = Heartbeat(self._ring.beat, leader, stall_s, self._on_silence)
+        self._heartbeat.start()
         EngineLoader(
             name,
             build=self._build,
@@ -97,12 +101,13 @@ class RankWorker:
             MonotonicClock(),
             _ignore,
             spec.block_key,
-            sends_blocks=place.role == "prefill",
+            role=place.role,
             comm=comm,
         )
 
     def _follow(self, engine: "Engine") -> None:
         """Launches what rank 0 launches, for as long as it lives; on the loader's thread."""
+        self._heartbeat.watch()
         executor: Executor = engine.executor
         config, place = self._spec.config, self._place
         faults = parse_faults(config.faults) if config.debug else ()
@@ -110,14 +115,23 @@ class RankWorker:
         if ours:
             executor = FaultySteps(executor, ours)
         try:
-            Follower(executor, self._ring, engine.grammars.prepare).run()
+            shared = engine.kv_store.shared
+            on_step_end = None if shared is None else shared.count_step
+            Follower(executor, self._ring, engine.grammars.prepare, on_step_end).run()
         except Exception as error:  # noqa: BLE001 - rank 0 ends all ranks
             self._tell(error)
-            if not self._ring.wait_end(LEADER_ENDS_S):
-                logger.critical("%s: rank 0 does not end, and is killed", self._name)
-                os.kill(self._ring.writer_pid, signal.SIGKILL)
-            _exit(EXIT_FAILED)
+            self._end_leader(LEADER_ENDS_S, "does not end")
         _exit(0)
+
+    def _on_silence(self, _: int) -> None:
+        self._end_leader(0.0, f"stands still, for {self._spec.config.workers.stall_s:g} s")
+
+    def _end_leader(self, patience_s: float, why: str) -> NoReturn:
+        """Ends with rank 0, which is killed if it has not ended within `patience_s`."""
+        if not self._ring.wait_end(patience_s):
+            logger.critical("%s: rank 0 %s, and is killed", self._name, why)
+            os.kill(self._ring.writer_pid, signal.SIGKILL)
+        _exit(EXIT_FAILED)
 
     def _fail(self, error: Exception) -> None:
         """The model could not be loaded: rank 0 lives on, to say so."""

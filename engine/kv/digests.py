@@ -7,21 +7,33 @@ read by others, for blocks that no step is writing. Knows no tensors and no owne
 
 from collections.abc import Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 
 class BlockDigests:
     """One digest per block: 64 bits, as computed by `KvStore.digest`."""
 
-    def __init__(self, num_blocks: int) -> None:
-        self._digests: list[int | None] = [None] * num_blocks
+    def __init__(
+        self,
+        num_blocks: int,
+        *,
+        values: NDArray[np.int64] | None = None,
+        is_known: NDArray[np.uint8] | None = None,
+    ) -> None:
+        """values, is_known: [num_blocks], memory to keep them in; None = memory of its own."""
+        self._values = np.zeros(num_blocks, np.int64) if values is None else values
+        self._is_known = np.zeros(num_blocks, np.uint8) if is_known is None else is_known
 
     def keep(self, block_ids: Sequence[int], digests: Sequence[int]) -> None:
         """Record the digests of written blocks; for a repeated block the last entry counts."""
         for block_id, digest in zip(block_ids, digests, strict=True):
-            self._digests[block_id] = digest
+            self._values[block_id] = digest
+            self._is_known[block_id] = 1
 
     def of(self, block_ids: Sequence[int]) -> list[int]:
         """Digests in the order given; a step that has been waited for must have written each."""
-        known = [self._digests[block_id] for block_id in block_ids]
-        digests = [digest for digest in known if digest is not None]
-        assert len(digests) == len(known), f"of blocks {list(block_ids)} nobody knows the digests"
+        ids = np.array(block_ids, dtype=np.int64)
+        assert self._is_known[ids].all(), f"of blocks {list(block_ids)} nobody knows the digests"
+        digests: list[int] = self._values[ids].tolist()
         return digests

@@ -85,3 +85,15 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
         shape = (first.num_heads, first.width, first.dtype)
         assert all((p.num_heads, p.width, p.dtype) == shape for p in others), f"unlike: {self}"
         return first
+
+
+class KvPart(msgspec.Struct, frozen=True, kw_only=True):
+    """Which heads of a block of the whole model one rank's store holds."""
+
+    whole: KvLayout
+    first_head: int
+    num_heads: int
+
+    @property
+    def heads(self) -> slice:
+        return slice(self.first_head, self.first_head + self.num_heads)

@@ -9,8 +9,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from engine.errors import ConfigError
 from engine.kv.digests import BlockDigests
-from engine.kv.layout import KvLayout
+from engine.kv.layout import KvLayout, KvPart
+from engine.kv.shared_memory import MemoryOffer, SharedMemory
 from kernels.kv.digest import block_digests, write_blocks
 
 # One size for all: torch caches page-locked memory by size, and allocating more takes milliseconds.
@@ -52,20 +54,67 @@ _DIGEST_SLAB_BYTES = 32 * 2**20  # bounds the digest's temporaries on a CPU
 class KvStore:
     """`num_blocks` blocks of one layout on one device, initialised to zero."""
 
-    def __init__(self, layout: KvLayout, *, num_blocks: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        layout: KvLayout,
+        *,
+        num_blocks: int,
+        device: torch.device,
+        tensor: Tensor | None = None,
+    ) -> None:
+        """tensor: [num_blocks, *block_shape], memory to use as it is; None = new memory, zero."""
         assert num_blocks > 0, f"{num_blocks} blocks"
         self.layout = layout
         self.num_blocks = num_blocks
         self.dtype = _TORCH_DTYPES[layout.dtype]
+        self.shared: SharedMemory | None = None
         # [num_blocks, layers, planes, block_size, kv_heads, head_dim]
-        self.tensor = torch.zeros(
-            (num_blocks, *layout.block_shape), dtype=self.dtype, device=device
+        self.tensor = (
+            torch.zeros((num_blocks, *layout.block_shape), dtype=self.dtype, device=device)
+            if tensor is None
+            else tensor
         )
         self.digests = BlockDigests(num_blocks)  # of blocks that are to be sent to another worker
         self._weights = _digest_weights(layout).to(device)
         self._words = self._words_of(self.tensor)  # kernels copy and digest wide words
         if device.type == "cuda":
             self._compile()
+
+    def share(self, part: KvPart) -> MemoryOffer:
+        """Keep digests, and on a CPU the blocks, in memory that rank 0 maps; before the first step.
+
+        On a CPU the blocks are zero again. Raises ConfigError as `hold_part` does.
+        """
+        kv_bytes = 0 if self.tensor.is_cuda else self.num_blocks * self.layout.block_bytes
+        self._use(SharedMemory.create(self.num_blocks, kv_bytes))
+        self.hold_part(part)
+        assert self.shared is not None, "it is used now"
+        return self.shared.offer
+
+    @classmethod
+    def attached(
+        cls, offer: MemoryOffer, part: KvPart, layout: KvLayout, tensor: Tensor | None = None
+    ) -> "KvStore":
+        """Another rank's store, mapped here; tensor: its blocks, if they are on a GPU."""
+        shared = SharedMemory.attach(offer)
+        blocks = _blocks_in(shared, layout) if tensor is None else tensor
+        store = cls(layout, num_blocks=offer.num_blocks, device=blocks.device, tensor=blocks)
+        store.shared, store.digests = shared, shared.digests
+        store.hold_part(part)
+        return store
+
+    def hold_part(self, part: KvPart) -> None:
+        """From now on a digest is this part's term of the whole block's: they add up to it.
+
+        Raises ConfigError if a head does not have a whole number of the digest's words.
+        """
+        self._weights = _digest_weights(self.layout, part).to(self.device)
+
+    def _use(self, shared: SharedMemory) -> None:
+        self.shared, self.digests = shared, shared.digests
+        if not self.tensor.is_cuda:
+            self.tensor = _blocks_in(shared, self.layout)
+            self._words = self._words_of(self.tensor)
 
     @property
     def device(self) -> torch.device:
@@ -158,14 +207,35 @@ def _word_bytes(layout: KvLayout) -> int:
     return next(size for size in _WORD_DTYPES if layout.block_bytes % size == 0)
 
 
-def _digest_weights(layout: KvLayout) -> Tensor:
-    """Odd int64 weights [words per block], equal on every worker: splitmix64 of the position."""
-    num_words = layout.block_bytes // _word_bytes(layout)
-    assert num_words > 0, f"empty block: {layout}"
+def _blocks_in(shared: SharedMemory, layout: KvLayout) -> Tensor:
+    """[num_blocks, *block_shape] of the shared memory."""
+    return shared.kv.view(_TORCH_DTYPES[layout.dtype]).view(-1, *layout.block_shape)
+
+
+def _digest_weights(layout: KvLayout, part: KvPart | None = None) -> Tensor:
+    """Odd int64 weights [words per block], equal on every worker: splitmix64 of the position.
+
+    part: the position is the one in a block of the whole model, so that ranks that hold each head
+    once have digests that add up to that block's. Raises ConfigError if words would hold two heads.
+    """
+    whole = layout if part is None else part.whole
+    word_bytes = _word_bytes(whole)
+    num_words = whole.block_bytes // word_bytes
+    assert num_words > 0, f"empty block: {whole}"
     x = torch.arange(1, num_words + 1, dtype=torch.int64) * _signed(0x9E3779B97F4A7C15)
     x = (x ^ _shift_right(x, 30)) * _signed(0xBF58476D1CE4E5B9)
     x = (x ^ _shift_right(x, 27)) * _signed(0x94D049BB133111EB)
-    return (x ^ _shift_right(x, 31)) | 1
+    weights = (x ^ _shift_right(x, 31)) | 1
+    if part is None:
+        return weights
+    *outer, num_heads, _ = whole.block_shape
+    if num_words % (num_words_outer := num_heads * torch.Size(outer).numel()):
+        raise ConfigError(
+            f"a KV head of {whole.block_bytes // num_words_outer} bytes a token does not divide"
+            f" into words of {word_bytes}; prefill and decode workers of one rank can move such KV:"
+            " set workers.tensor_parallel_size to 1"
+        )
+    return weights.view(*outer, num_heads, -1)[..., part.heads, :].reshape(-1)
 
 
 def _signed(value: int) -> int:

@@ -67,7 +67,17 @@ class SelfAttention(Protocol):
 class Attention:
     """Grouped-query attention of one layer over the paged store."""
 
-    __slots__ = ("_head_dim", "_head_norms", "_kv", "_layer", "_ops", "_out", "_qkv")
+    __slots__ = (
+        "_head_dim",
+        "_head_norms",
+        "_kv",
+        "_layer",
+        "_ops",
+        "_out",
+        "_qkv",
+        "_rope",
+        "_sinks",
+    )
 
     def __init__(
         self,
@@ -79,11 +89,16 @@ class Attention:
         out: Linear,
         head_norms: HeadNorms | None,
         ops: Ops,
+        rope: int = 0,
+        sinks: Tensor | None = None,
     ) -> None:
         """qkv: hidden -> [q | k | v] heads * head_dim. kv: its k | v part alone; None = not used.
 
-        out: heads * head_dim -> hidden.
+        out: heads * head_dim -> hidden. rope: which of the model's rotary tables is the layer's.
+        sinks: [heads], logits.
         """
+        self._rope = rope
+        self._sinks = None if sinks is None else sinks.float()
         self._layer = layer
         self._head_dim = head_dim
         self._qkv = qkv
@@ -112,7 +127,7 @@ class Attention:
         return self._ops.rotate_and_store(
             projected.view(projected.shape[0], -1, self._head_dim),
             self._head_norms,
-            ctx.rotary,
+            ctx.rotary[self._rope],
             ctx.kv_store,
             self._layer,
             ctx.slots,
@@ -122,7 +137,13 @@ class Attention:
         """Returns [T, heads * head_dim]."""
         attention: AttentionBackend = ctx.attention
         return attention.run(
-            tokens.q, tokens.k, tokens.v, self._layer, ctx.kv_store, ctx.attention_metadata
+            tokens.q,
+            tokens.k,
+            tokens.v,
+            self._layer,
+            ctx.kv_store,
+            ctx.attention_metadata,
+            sinks=self._sinks,
         )
 
     def output(self, attended: Tensor, ctx: ForwardContext) -> Tensor:

@@ -80,7 +80,7 @@ SINGLE_RANK = SingleRank()
 class ForwardContext:
     """One step's positions, KV store and attention metadata."""
 
-    rotary: Any  # the result of the model's `rotary.angles` for this step
+    rotary: tuple[Any, ...]  # the result of the model's `rotary_at` for this step
     # [T] int32  slot of each new token's K and V, block * block_size + offset; -1 = not stored
     slots: Tensor
     # [blocks, layers, planes, block_size, kv_heads, head_dim]

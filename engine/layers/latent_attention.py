@@ -94,7 +94,7 @@ class LatentAttention:
         self, q: Tensor, kv: Tensor, ctx: ForwardContext
     ) -> tuple[Tensor, Tensor, Tensor]:
         q, kept = self._ops.rotate_and_store_latent(
-            q, kv, self._kv_norm, ctx.rotary, ctx.kv_store, self._layer, ctx.slots
+            q, kv, self._kv_norm, ctx.rotary[0], ctx.kv_store, self._layer, ctx.slots
         )
         return q, kept, kept[..., :0]
 

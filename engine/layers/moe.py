@@ -14,6 +14,7 @@ from torch import Tensor
 from engine.layers.linear import Linear
 from engine.layers.mlp import GatedMlp
 from kernels.moe import reference
+from kernels.moe.form import PLAIN, ExpertForm
 from kernels.moe.routes import Routes, Selection
 
 
@@ -84,7 +85,7 @@ class Mixture:
 class TorchRouter:
     """See `kernels.moe.reference.route`."""
 
-    __slots__ = ("_normalises", "_num_active", "_selection", "_weight")
+    __slots__ = ("_bias", "_normalises", "_num_active", "_selection", "_weight")
 
     def __init__(
         self,
@@ -92,10 +93,12 @@ class TorchRouter:
         *,
         num_active: int,
         normalises: bool,
+        bias: Tensor | None = None,
         selection: Selection | None = None,
     ) -> None:
-        """weight: [experts, hidden]."""
+        """weight: [experts, hidden]; bias: [experts]."""
         self._weight = weight
+        self._bias = bias
         self._num_active = num_active
         self._normalises = normalises
         self._selection = selection
@@ -107,6 +110,7 @@ class TorchRouter:
             self._num_active,
             normalises=self._normalises,
             slots=slots,
+            bias=self._bias,
             selection=self._selection,
         )
 
@@ -114,17 +118,18 @@ class TorchRouter:
 class TorchExperts:
     """One expert after the other, only those that have tokens; waits for the routes on the host."""
 
-    __slots__ = ("_down", "_gate_up")
+    __slots__ = ("_down", "_form", "_gate_up")
 
     token_sizes: tuple[int, ...] = ()
 
-    def __init__(self, gate_up: Tensor, down: Tensor) -> None:
+    def __init__(self, gate_up: Tensor, down: Tensor, form: ExpertForm = PLAIN) -> None:
         """gate_up: [experts, 2 I, hidden], rows of gate first; down: [experts, hidden, I]."""
+        self._form = form
         self._gate_up = gate_up
         self._down = down
 
     def __call__(self, x: Tensor, routes: Routes, shared: SharedOutput | None) -> Tensor:
-        outputs = reference.experts(x, routes, self._gate_up, self._down)
+        outputs = reference.experts(x, routes, self._gate_up, self._down, self._form)
         if shared is None:
             return reference.combine(outputs)
         return reference.combine(outputs, shared.output, shared.gate)

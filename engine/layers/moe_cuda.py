@@ -18,6 +18,7 @@ from kernels.device import device_properties
 from kernels.moe import combine
 from kernels.moe.align import ROUTE_SIZES, align
 from kernels.moe.few import few_down, few_gate_up
+from kernels.moe.form import PLAIN, ExpertForm
 from kernels.moe.grouped import grouped_down, grouped_gate_up
 from kernels.moe.router import FEW_TOKENS, route
 from kernels.moe.routes import Routes, Selection
@@ -50,7 +51,14 @@ def _plan(
 class TritonRouter:
     """See `kernels.moe.router`."""
 
-    __slots__ = ("_is_deterministic", "_normalises", "_num_active", "_selection", "_weight")
+    __slots__ = (
+        "_bias",
+        "_is_deterministic",
+        "_normalises",
+        "_num_active",
+        "_selection",
+        "_weight",
+    )
 
     def __init__(
         self,
@@ -59,15 +67,20 @@ class TritonRouter:
         num_active: int,
         normalises: bool,
         is_deterministic: bool,
+        bias: Tensor | None = None,
         selection: Selection | None = None,
     ) -> None:
-        """weight: [experts, hidden]. Raises ConfigError for more experts than can be routed."""
+        """weight: [experts, hidden]; bias: [experts].
+
+        Raises ConfigError for more experts than can be routed.
+        """
         if weight.shape[0] > MAX_EXPERTS:
             raise ConfigError(
                 f"model.path: {weight.shape[0]} experts a layer; at most {MAX_EXPERTS} are"
                 " supported on a GPU"
             )
         self._weight = weight
+        self._bias = bias
         self._num_active = num_active
         self._normalises = normalises
         self._is_deterministic = is_deterministic
@@ -81,6 +94,7 @@ class TritonRouter:
             normalises=self._normalises,
             slots=slots,
             is_deterministic=self._is_deterministic,
+            bias=self._bias,
             selection=self._selection,
         )
 
@@ -88,14 +102,21 @@ class TritonRouter:
 class TritonExperts:
     """See `kernels.moe`; all launches are of sizes known on the host, so that they are captured."""
 
-    __slots__ = ("_down", "_gate_up", "_num_active", "_plan")
+    __slots__ = ("_down", "_form", "_gate_up", "_num_active", "_plan")
 
     def __init__(
-        self, gate_up: Tensor, down: Tensor, *, num_active: int, is_deterministic: bool
+        self,
+        gate_up: Tensor,
+        down: Tensor,
+        *,
+        num_active: int,
+        is_deterministic: bool,
+        form: ExpertForm = PLAIN,
     ) -> None:
         """gate_up: [experts, 2 I, hidden], rows of gate first; down: [experts, hidden, I]."""
         self._gate_up = gate_up
         self._down = down
+        self._form = form
         self._num_active = num_active
         num_experts, hidden, inner = down.shape
         shape = ExpertShape(
@@ -114,13 +135,13 @@ class TritonExperts:
         num_tokens = x.shape[0]
         if num_tokens == 0:
             return x
-        added = (None, None) if shared is None else (shared.output, shared.gate)
+        output, gate = (None, None) if shared is None else (shared.output, shared.gate)
         plan = self._plan
         if num_tokens <= plan.few_up_to:
-            inner = few_gate_up(x, self._gate_up, routes, plan.few_gate_up)
-            return few_down(inner, self._down, routes, plan.few_down, *added)
+            inner = few_gate_up(x, self._gate_up, routes, plan.few_gate_up, self._form)
+            return few_down(inner, self._down, routes, plan.few_down, output, gate, self._form)
         pair = plan.pair(num_tokens)
         blocks = align(routes.ids, self._down.shape[0], pair.gate_up.block_m)
-        inner = grouped_gate_up(x, self._gate_up, routes, blocks, pair.gate_up)
-        outputs = grouped_down(inner, self._down, routes, blocks, pair.down)
-        return combine.combine(outputs, routes, *added)
+        inner = grouped_gate_up(x, self._gate_up, routes, blocks, pair.gate_up, self._form)
+        outputs = grouped_down(inner, self._down, routes, blocks, pair.down, self._form)
+        return combine.combine(outputs, routes, output, gate)

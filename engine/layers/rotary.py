@@ -34,6 +34,18 @@ class RotaryTable:
         return self._ops.rotary(self._cos_sin, positions)
 
 
+class RotaryTables:
+    """The tables of a model whose layers may differ: the first, and that of the local layers."""
+
+    def __init__(self, *tables: RotaryTable) -> None:
+        self.max_tokens = tables[0].max_tokens
+        self._tables = tables
+
+    def angles(self, positions: Tensor) -> tuple[Any, ...]:
+        """positions: [T] int32; for each table, what `Ops.rotate_and_store` needs."""
+        return tuple(table.angles(positions) for table in self._tables)
+
+
 def inverse_frequencies(spec: RopeSpec, head_dim: int) -> Tensor:
     """Radians per token of each pair of dimensions, fp32 [head_dim / 2]."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim

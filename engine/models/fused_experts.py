@@ -6,37 +6,25 @@
                           mlp.gate.weight            [experts, hidden], Mixtral's too
 
 `save_pretrained(save_original_format=False)` writes the second. Both hold the same numbers, so that
-a fused tensor counts as its parts under their published names. Knows names and shapes, no tensors.
+a fused tensor counts as its parts under their published names. gpt-oss has a layout of its own
+(gpt_oss_files.py). Knows names and shapes, no tensors.
 """
 
 import re
-from dataclasses import dataclass
 
-from engine.models.mixture_spec import MixtureSpec
+from engine.models.gpt_oss_files import gpt_oss_tensor
+from engine.models.mixture_spec import ExpertLayout, MixtureSpec
+from engine.models.sources import FusedTensor, Source
 from engine.models.spec import ModelSpec
 
 _FUSED = re.compile(r"^(model\.layers\.(\d+)\.)mlp\.(experts\.(gate_up|down)_proj|gate\.weight)$")
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
-    """Where a file has the numbers of a published tensor."""
-
-    name: str  # in the file
-    expert: int | None = None  # index on the first axis; None = all of the tensor
-    first_row: int = 0  # of that expert's matrix
-
-
-@dataclass(frozen=True, slots=True)
-class FusedTensor:
-    """A tensor of the second layout, and what it consists of."""
-
-    shape: tuple[int, ...]
-    parts: dict[str, Source]  # by published name
-
-
 def find_fused(name: str, spec: ModelSpec) -> FusedTensor | None:
     """The tensor that `name` stands for in the second layout; None = it is not of that layout."""
+    mixture = spec.mixture
+    if mixture is not None and mixture.layout is not ExpertLayout.BY_EXPERT:
+        return gpt_oss_tensor(name, spec.hidden_size, mixture)
     found = _FUSED.match(name)
     mixture = None if found is None else spec.mixture_at(int(found[2]))
     if found is None or mixture is None:

@@ -27,7 +27,8 @@ from engine.layers.context import SINGLE_RANK, Comm, ForwardContext, LastTokens
 from engine.layers.linear import Identity, Linear, LinearWeight, build_gated, build_linear
 from engine.layers.mlp import FeedForward, GatedMlp
 from engine.layers.norm import RmsNorm
-from engine.layers.rotary import RotaryTable
+from engine.layers.rope_spec import RopeSpec
+from engine.layers.rotary import RotaryTable, RotaryTables
 from engine.layers.vocabulary import Embedding, Head, WholeHead, build_embedding, build_head
 from engine.models.deepseek import build_latent_attention, latent_shape
 from engine.models.mixture import build_mixture
@@ -60,7 +61,7 @@ class CausalLM:
         layers: list["DecoderLayer"],
         final_norm: RmsNorm,
         head: Head,
-        rotary: RotaryTable,
+        rotary: RotaryTables,
     ) -> None:
         """spec: of the part that this rank computes."""
         self.spec = spec
@@ -88,7 +89,7 @@ class CausalLM:
         """Numbers of tokens to compute before ready, so that every kernel is compiled."""
         return tuple(sorted({size for layer in self.layers for size in layer.mlp.token_sizes}))
 
-    def rotary_at(self, positions: Tensor) -> Any:  # noqa: ANN401
+    def rotary_at(self, positions: Tensor) -> tuple[Any, ...]:
         """positions: [T] int32; returns the `rotary` of a step's `ForwardContext`."""
         return self.rotary.angles(positions)
 
@@ -219,6 +220,20 @@ class DecoderLayer:
         return self._mlp
 
 
+def attention_shape(spec: ModelSpec) -> AttentionShape | LatentShape:
+    """What an attention backend has to compute; spec: of one rank."""
+    if spec.latent is not None:
+        return latent_shape(spec, spec.latent)
+    return AttentionShape(
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        layer_windows=spec.layer_windows,
+        query_scale=spec.query_scale,
+        has_sinks=spec.has_sinks,
+    )
+
+
 def build_decoder(
     spec: ModelSpec,
     weights: ModelWeights,
@@ -246,14 +261,18 @@ def build_decoder(
         layers=layers,
         final_norm=RmsNorm(weights.final_norm, spec.rms_norm_eps, ops),
         head=_build_head(spec, weights, is_deterministic, rank),
-        rotary=RotaryTable(
-            spec.rope,
-            head_dim=spec.rotary_dim,
-            max_tokens=max_model_len,
-            device=weights.embedding.device,
-            ops=ops,
-        ),
+        rotary=_rotary(spec, max_model_len, weights.embedding.device, ops),
     )
+
+
+def _rotary(spec: ModelSpec, max_tokens: int, device: torch.device, ops: Ops) -> RotaryTables:
+    def table(rope: RopeSpec) -> RotaryTable:
+        return RotaryTable(
+            rope, head_dim=spec.rotary_dim, max_tokens=max_tokens, device=device, ops=ops
+        )
+
+    ropes = (spec.rope,) if spec.local_rope is None else (spec.rope, spec.local_rope)
+    return RotaryTables(*map(table, ropes))
 
 
 def _build_head(spec: ModelSpec, weights: ModelWeights, is_deterministic: bool, rank: Rank) -> Head:
@@ -292,18 +311,8 @@ def _build_attention(
         out=linear(weights.output),
         head_norms=_head_norms(spec, weights),
         ops=ops,
-    )
-
-
-def attention_shape(spec: ModelSpec) -> AttentionShape | LatentShape:
-    """What an attention backend has to know of a model."""
-    if spec.latent is not None:
-        return latent_shape(spec, spec.latent)
-    return AttentionShape(
-        num_heads=spec.num_heads,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        layer_windows=spec.layer_windows,
+        rope=0 if spec.local_rope is None or spec.layer_windows[layer] is None else 1,
+        sinks=weights.sinks,
     )
 
 

@@ -121,8 +121,11 @@ def layer_tensors(spec: ModelSpec, layer: int) -> dict[str, StackedTensor]:
         if has_bias:
             biases = {f"{prefix}{n}.bias": size for n, size in zip(names, sizes, strict=True)}
             # Where products are summed over the ranks, one rank adds the bias.
-            bias_split = Split.FIRST if split is Split.COLUMNS else Split.ROWS
+            bias_split = Split.FIRST if split is Split.COLUMNS else split
             tensors[f"{field}_bias"] = StackedTensor(num_rows=biases, split=bias_split, unit=unit)
+    if spec.has_sinks:
+        sinks = {f"{prefix}self_attn.sinks": spec.num_heads}
+        tensors["sinks"] = StackedTensor(num_rows=sinks, split=Split.ROWS)
     norms = [("input_norm", "input_layernorm", hidden)]
     norms += [("post_norm", "post_attention_layernorm", hidden)]
     if spec.has_qk_norm:
@@ -187,11 +190,12 @@ def _experts(spec: ModelSpec, mixture: MixtureSpec) -> Iterator[_Linear]:
     """The experts' gate and up alternate by expert, so that one expert's rows are adjacent."""
     hidden, inner, names = spec.hidden_size, mixture.expert_size, mixture.names
     block, experts = names.block, range(mixture.num_experts)
-    yield "router", (f"{block}.gate",), (mixture.num_experts,), hidden, False
+    has_bias = mixture.has_bias
+    yield "router", (f"{block}.{names.router}",), (mixture.num_experts,), hidden, has_bias
     gate_up = [f"{block}.experts.{i}.{name}" for i in experts for name in (names.gate, names.up)]
-    yield "gate_up", gate_up, (inner,) * len(gate_up), hidden, False
+    yield "gate_up", gate_up, (inner,) * len(gate_up), hidden, has_bias
     down = [f"{block}.experts.{i}.{names.down}" for i in experts]
-    yield "down", down, (hidden,) * len(down), inner, False
+    yield "down", down, (hidden,) * len(down), inner, has_bias
     if mixture.shared_size is not None:
         shared, size = f"{block}.{names.shared}", mixture.shared_size
         both = (f"{shared}.{names.gate}", f"{shared}.{names.up}")

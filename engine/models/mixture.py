@@ -24,6 +24,7 @@ from engine.layers.moe import (
 )
 from engine.models.mixture_spec import MixtureSpec
 from engine.models.weights import LayerWeights
+from kernels.moe.form import ExpertForm
 from kernels.moe.routes import Selection
 from kernels.ops import Ops
 
@@ -54,9 +55,10 @@ def _build_torch(
             router,
             num_active=spec.num_active,
             normalises=spec.normalises,
+            bias=_router_bias(weights),
             selection=_selection(spec, weights),
         ),
-        TorchExperts(weights.gate_up.data, weights.down.data),
+        TorchExperts(weights.gate_up.data, weights.down.data, _form(spec, weights)),
     )
 
 
@@ -72,6 +74,7 @@ def _build_cuda(
             num_active=spec.num_active,
             normalises=spec.normalises,
             is_deterministic=is_deterministic,
+            bias=_router_bias(weights),
             selection=_selection(spec, weights),
         ),
         TritonExperts(
@@ -79,6 +82,7 @@ def _build_cuda(
             weights.down.data,
             num_active=spec.num_active,
             is_deterministic=is_deterministic,
+            form=_form(spec, weights),
         ),
     )
 
@@ -92,6 +96,16 @@ def _selection(spec: MixtureSpec, weights: LayerWeights) -> Selection | None:
         num_groups=spec.num_groups,
         num_chosen_groups=spec.num_chosen_groups,
         scale=spec.route_scale,
+    )
+
+
+def _router_bias(weights: LayerWeights) -> Tensor | None:
+    return None if weights.router is None else weights.router.bias
+
+
+def _form(spec: MixtureSpec, weights: LayerWeights) -> ExpertForm:
+    return ExpertForm(
+        gate=spec.gate, gate_up_bias=weights.gate_up.bias, down_bias=weights.down.bias
     )
 
 

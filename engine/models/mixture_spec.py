@@ -1,6 +1,7 @@
 """Reads what config.json says of a mixture of experts. Knows no tensors and no weights.
 
 Mixtral             every layer is a mixture; `num_local_experts` of `intermediate_size`
+gpt-oss             every layer is a mixture; biases, a clamped gate, files of their own layout
 Qwen2-MoE, Qwen3-MoE  some layers may be dense (`mlp_only_layers`, `decoder_sparse_step`);
                     experts of `moe_intermediate_size`; Qwen2-MoE adds a shared expert
 DeepSeek-V2, V3     the first layers are dense; shared experts without gate; a token's experts come
@@ -8,10 +9,12 @@ DeepSeek-V2, V3     the first layers are dense; shared experts without gate; a t
 """
 
 from dataclasses import dataclass, replace
+from enum import Enum
 from typing import Literal
 
 from engine.models.config_file import ConfigFile
 from engine.ranks.rank import Rank
+from kernels.moe.clamped_gate import ClampedGate
 
 Scores = Literal["softmax", "sigmoid"]
 
@@ -24,12 +27,23 @@ class ExpertNames:
     gate: str
     up: str
     down: str
+    router: str = "gate"
     shared: str = "shared_expert"
+
+
+class ExpertLayout(Enum):
+    """How a family's files have the numbers of its experts."""
+
+    BY_EXPERT = "a tensor for each matrix of each expert, or one for all in the same order"
+    GPT_OSS = "one tensor for all, inputs by rows, gate and up alternating"
+    GPT_OSS_MXFP4 = "blocks and scales for all, outputs by rows, gate and up alternating"
 
 
 QWEN_NAMES = ExpertNames(block="mlp", gate="gate_proj", up="up_proj", down="down_proj")
 DEEPSEEK_NAMES = replace(QWEN_NAMES, shared="shared_experts")
 MIXTRAL_NAMES = ExpertNames(block="block_sparse_moe", gate="w1", up="w3", down="w2")
+
+GPT_OSS_NAMES = replace(QWEN_NAMES, router="router")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +57,9 @@ class MixtureSpec:
     normalises: bool  # the weights of a token's experts are divided by their sum
     layers: tuple[int, ...]  # those that are mixtures; the others are dense
     names: ExpertNames
+    has_bias: bool = False  # of the router and of every expert's maps
+    gate: ClampedGate | None = None  # None = silu
+    layout: ExpertLayout = ExpertLayout.BY_EXPERT
     has_shared_gate: bool = True  # the shared expert's output is multiplied by sigmoid(gate)
     scores: Scores = "softmax"
     has_route_bias: bool = False  # added to a token's scores, but not to its weights
@@ -79,6 +96,37 @@ def read_mixtral(config: ConfigFile, num_layers: int) -> MixtureSpec:
         layers=tuple(range(num_layers)),
         names=MIXTRAL_NAMES,
     )
+
+
+def read_gpt_oss(config: ConfigFile, num_layers: int) -> MixtureSpec:
+    """gpt-oss's experts; a softmax over the chosen ones is one over all, divided by its sum."""
+    num_experts = config.integer("num_local_experts", 128)
+    return MixtureSpec(
+        num_experts=num_experts,
+        num_active=_num_active(config, num_experts, 4),
+        expert_size=config.integer("intermediate_size", 2880),
+        shared_size=None,
+        normalises=True,
+        layers=tuple(range(num_layers)),
+        names=GPT_OSS_NAMES,
+        has_bias=True,
+        gate=ClampedGate(
+            alpha=config.number("swiglu_alpha", 1.702), limit=config.number("swiglu_limit", 7.0)
+        ),
+        layout=_gpt_oss_layout(config),
+    )
+
+
+def _gpt_oss_layout(config: ConfigFile) -> ExpertLayout:
+    section = config.section("quantization_config")
+    if section is None:
+        return ExpertLayout.GPT_OSS
+    method = section.text("quant_method", "")
+    if method != "mxfp4":
+        raise section.error(
+            "quant_method", f"{method!r} is not supported for gpt-oss; supported: mxfp4, or none"
+        )
+    return ExpertLayout.GPT_OSS_MXFP4
 
 
 def read_qwen3_moe(config: ConfigFile, num_layers: int) -> MixtureSpec:

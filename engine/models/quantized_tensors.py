@@ -27,9 +27,9 @@ from engine.models.llama_weights import (
     outer_tensors,
 )
 from engine.models.quantization import Packing, Quantization
+from engine.models.sources import DENSE_DTYPES
 from engine.models.spec import ModelSpec
 
-DENSE_DTYPES = ("F64", "F32", "BF16", "F16")
 _PER_WORD = 8  # 4-bit numbers in 32 bits
 _SUFFIX = ".weight"
 _SCALE_BYTES = _FLOAT32_BYTES = 4

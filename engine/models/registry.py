@@ -28,6 +28,7 @@ BUILDERS: dict[str, Callable[..., CausalLM]] = {
     "Qwen3MoeForCausalLM": build_decoder,
     "DeepseekV2ForCausalLM": build_decoder,
     "DeepseekV3ForCausalLM": build_decoder,
+    "GptOssForCausalLM": build_decoder,
 }
 
 

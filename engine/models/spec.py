@@ -9,6 +9,7 @@ would add seconds to start-up. Knows no tensors and no weights.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from enum import Enum
 from pathlib import Path
 from typing import Literal, cast
 
@@ -24,9 +25,11 @@ from engine.layers.rope_spec import (
 from engine.models.config_file import ConfigFile
 from engine.models.latent_spec import LatentSpec, read_latent
 from engine.models.mixture_spec import (
+    ExpertLayout,
     MixtureSpec,
     read_deepseek_v2,
     read_deepseek_v3,
+    read_gpt_oss,
     read_mixtral,
     read_qwen2_moe,
     read_qwen3_moe,
@@ -60,7 +63,7 @@ def _parse_scaling(config: ConfigFile, section: ConfigFile) -> RopeScaling | Non
         case "default":
             for key in ("full_attention", "sliding_attention"):
                 if section.has_key(key):
-                    raise section.error(key, "is not supported: one rotary setting for all layers")
+                    raise section.error(key, "is not supported for this architecture")
             return None
         case "linear":
             return LinearScaling(factor=section.number("factor"))
@@ -125,9 +128,16 @@ def max_tokens_of(rope: RopeSpec, max_position_embeddings: int) -> int:
             return max_position_embeddings
 
 
+class Activation(Enum):
+    """Of the gate in a dense feed-forward part."""
+
+    SILU = "silu"
+    GELU_TANH = "gelu in its tanh form"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """A decoder with grouped-query or latent attention and gated SiLU feed-forward parts."""
+    """A decoder with grouped-query or latent attention and gated feed-forward parts."""
 
     architecture: str
     vocab_size: int
@@ -146,6 +156,13 @@ class ModelSpec:
     # One per layer: a query sees itself and the window - 1 keys before it; None = all before it.
     layer_windows: tuple[int | None, ...]
     rope: RopeSpec
+    local_rope: RopeSpec | None = None  # of layers with a window; None = `rope`
+    query_scale: float | None = None  # on the scores; None = 1 / sqrt(head_dim)
+    has_sinks: bool = False  # one more logit in every head's softmax, without a value
+    activation: Activation = Activation.SILU
+    norm_offset: float = 0.0  # added to the weights of all norms
+    has_output_norms: bool = False  # also after attention and MLP, before they are added
+    embedding_scale: float | None = None  # on the embedding's output; None = 1
     max_model_len: int  # tokens
     eos_token_ids: tuple[int, ...]  # config.json's, then generation_config.json's others
     dtype: KvDtype  # of the weights as published
@@ -225,6 +242,7 @@ class _Family:
     default_theta: float = DEFAULT_THETA
     layer_windows: tuple[int | None, ...]
     mixture: MixtureSpec | None = None
+    has_sinks: bool = False
     latent: LatentSpec | None = None
     num_guessing_layers: int = 0
 
@@ -302,6 +320,34 @@ def _qwen3_moe(config: ConfigFile, num_layers: int) -> _Family:
     )
 
 
+def _gpt_oss(config: ConfigFile, num_layers: int) -> _Family:
+    if config.section("rope_scaling") is None and config.section("rope_parameters") is None:
+        raise config.error("rope_scaling", "is missing; gpt-oss has YaRN")
+    has_attention_bias = config.flag("attention_bias", True)
+    return _Family(
+        has_qkv_bias=has_attention_bias,
+        has_output_bias=has_attention_bias,
+        default_num_kv_heads=8,
+        default_head_dim=64,
+        default_rms_norm_eps=1e-5,
+        default_theta=150000.0,
+        layer_windows=alternating_windows(config, num_layers, default=128, full_every=2),
+        mixture=read_gpt_oss(config, num_layers),
+        has_sinks=True,
+    )
+
+
+def alternating_windows(
+    config: ConfigFile, num_layers: int, *, default: int, full_every: int
+) -> tuple[int | None, ...]:
+    """From `layer_types` if present; else every `full_every`-th layer has no window."""
+    window = config.integer("sliding_window", default)
+    kinds = _layer_types(config, num_layers)
+    if kinds is None:
+        return tuple(None if (i + 1) % full_every == 0 else window for i in range(num_layers))
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
 def _deepseek_v2(config: ConfigFile, num_layers: int) -> _Family:
     return _deepseek(config, num_layers, read_deepseek_v2(config, num_layers), is_interleaved=True)
 
@@ -352,10 +398,21 @@ def _qwen_window(config: ConfigFile) -> int | None:
 def _qwen_windows(config: ConfigFile, num_layers: int) -> tuple[int | None, ...]:
     """From `layer_types` if present; else layers from `max_window_layers` on have the window."""
     window = _qwen_window(config)
-    layer_types = config.texts("layer_types")
+    layer_types = _layer_types(config, num_layers)
     if layer_types is None:
         first = config.integer("max_window_layers", 28, minimum=0)
         return tuple(window if layer >= first else None for layer in range(num_layers))
+    if window is None and "sliding_attention" in layer_types:
+        raise config.error(
+            "layer_types", "names sliding_attention, but use_sliding_window or its length is unset"
+        )
+    return tuple(window if kind == "sliding_attention" else None for kind in layer_types)
+
+
+def _layer_types(config: ConfigFile, num_layers: int) -> tuple[str, ...] | None:
+    layer_types = config.texts("layer_types")
+    if layer_types is None:
+        return None
     if len(layer_types) != num_layers:
         raise config.error("layer_types", f"has {len(layer_types)} entries for {num_layers} layers")
     unknown = set(layer_types) - {"full_attention", "sliding_attention"}
@@ -364,11 +421,7 @@ def _qwen_windows(config: ConfigFile, num_layers: int) -> tuple[int | None, ...]
             "layer_types",
             f"{sorted(unknown)} not supported; supported: full_attention, sliding_attention",
         )
-    if window is None and "sliding_attention" in layer_types:
-        raise config.error(
-            "layer_types", "names sliding_attention, but use_sliding_window or its length is unset"
-        )
-    return tuple(window if kind == "sliding_attention" else None for kind in layer_types)
+    return layer_types
 
 
 _FAMILIES: dict[str, Callable[[ConfigFile, int], _Family]] = {
@@ -379,6 +432,7 @@ _FAMILIES: dict[str, Callable[[ConfigFile, int], _Family]] = {
     "MixtralForCausalLM": _mixtral,
     "Qwen2MoeForCausalLM": _qwen2_moe,
     "Qwen3MoeForCausalLM": _qwen3_moe,
+    "GptOssForCausalLM": _gpt_oss,
     "DeepseekV2ForCausalLM": _deepseek_v2,
     "DeepseekV3ForCausalLM": _deepseek_v3,
 }
@@ -429,6 +483,7 @@ def load_spec(folder: Path, *, quantization: Literal["auto", "fp8"] = "auto") ->
         has_mlp_bias=family.has_mlp_bias,
         has_qk_norm=family.has_qk_norm,
         layer_windows=family.layer_windows,
+        has_sinks=family.has_sinks,
         rope=rope,
         max_model_len=max_tokens_of(rope, config.integer("max_position_embeddings")),
         eos_token_ids=_eos_token_ids(config, folder, vocab_size),
@@ -437,15 +492,18 @@ def load_spec(folder: Path, *, quantization: Literal["auto", "fp8"] = "auto") ->
         mixture=family.mixture,
         latent=family.latent,
         num_guessing_layers=family.num_guessing_layers,
-        quantization=_quantization(
-            config, quantization, has_head=has_head, is_mixture=family.mixture is not None
-        ),
+        quantization=_quantization(config, quantization, family.mixture, has_head=has_head),
     )
 
 
 def _quantization(
-    config: ConfigFile, asked: str, *, has_head: bool, is_mixture: bool
+    config: ConfigFile, asked: str, mixture: MixtureSpec | None, *, has_head: bool
 ) -> Quantization | None:
+    is_mixture = mixture is not None
+    if mixture is not None and mixture.layout is not ExpertLayout.BY_EXPERT:
+        if asked != "auto":
+            raise config.error("architectures", f"has no model.quantization: {asked}; leave it out")
+        return None  # experts in MXFP4 become numbers of the model's dtype while they are read
     published = read_quantization(config, has_head=has_head)
     if is_mixture and (published is not None or asked != "auto"):
         raise config.error(

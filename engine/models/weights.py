@@ -12,7 +12,7 @@ that with the transfers. The buffers are the only memory that this takes on the 
 
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,6 @@ from torch import Tensor
 
 from engine.errors import ConfigError
 from engine.layers.linear import LinearWeight
-from engine.models.fused_experts import Source
 from engine.models.llama_weights import (
     WHOLE_MODEL,
     Rank,
@@ -36,6 +35,8 @@ from engine.models.llama_weights import (
 from engine.models.mixture_spec import MixtureSpec
 from engine.models.quantized_loading import PublishedPart, QuantizedStack
 from engine.models.quantized_tensors import needed_tensors, quantization_of
+from engine.models.source_reading import read_source
+from engine.models.sources import Source
 from engine.models.spec import ModelSpec
 from engine.models.weight_files import check_weights
 
@@ -161,6 +162,8 @@ class LayerWeights:
     # [D]; with latent attention [rank of the queries], [rank of the latent]
     q_norm: Tensor | None
     k_norm: Tensor | None
+    # [H]; None = the softmax of a head has no sink
+    sinks: Tensor | None = None
     # [E, hidden]; None = the layer is dense
     router: LinearWeight | None = None
     # [2 S, hidden], [hidden, S], [1, hidden]; None = no expert is shared
@@ -202,9 +205,10 @@ def load_weights(
     """
     files = check_weights(folder, spec)
     weights, destinations = allocate_weights(spec, dtype=dtype, device=device, rank=rank)
+    homes = {name: path for path, sources in files.items() for name in sources}
     with copier_for(device) as copier:
         for path, sources in files.items():
-            _copy_file(path, sources, destinations, copier)
+            _copy_file(path, sources, destinations, copier, homes)
     found = {name for sources in files.values() for name in sources}
     for name, part in destinations.items():
         if isinstance(part, PublishedPart) and name not in found:
@@ -217,21 +221,30 @@ def _copy_file(
     sources: Mapping[str, Source],
     destinations: "Mapping[str, Part | PublishedPart]",
     copier: TensorCopier,
+    homes: Mapping[str, Path],
 ) -> None:
-    """sources, destinations: by published name."""
+    """sources, destinations, homes (the files): by published name."""
+    opened: dict[Path, Any] = {}
     try:
-        with safe_open(str(path), framework="pt", device="cpu") as file:
+        with ExitStack() as files:
+
+            def opened_file(path: Path) -> Any:  # noqa: ANN401
+                if path not in opened:
+                    entered = files.enter_context(safe_open(path, framework="pt", device="cpu"))
+                    opened[path] = entered
+                return opened[path]
+
+            file = opened_file(path)
             for name, source in sources.items():
                 part = destinations.get(name)
                 if part is None:
-                    continue  # another rank's
-                read = partial(_read, file, source.name)
+                    continue  # another rank's, or scales that are read with their blocks
                 if isinstance(part, PublishedPart):
-                    part.take(read, copier)
-                elif part.share is None and source.expert is None:
-                    copier.copy(read(None), part.tensor)
-                else:
-                    copier.copy(read(_place(source, part)), part.tensor)
+                    part.take(partial(_read, file, source.name), copier)
+                    continue
+                scales = None if source.scales is None else opened_file(homes[source.scales])
+                num_rows = len(part.tensor)
+                copier.copy(read_source(file, source, part.share, num_rows, scales), part.tensor)
             copier.wait_copied()  # must complete while the file is still mapped
     except (SafetensorError, OSError) as error:
         raise ConfigError(f"{path}: not a readable safetensors file: {error}") from error
@@ -240,16 +253,6 @@ def _copy_file(
 def _read(file: Any, name: str, share: tuple[int | slice, ...] | None) -> Tensor:  # noqa: ANN401
     tensor: Tensor = file.get_tensor(name) if share is None else file.get_slice(name)[share]
     return tensor.contiguous()
-
-
-def _place(source: Source, part: "Part") -> tuple[int | slice, ...]:
-    """The index of a part in the tensor that a file has."""
-    if source.expert is None:
-        assert part.share is not None, "all of a tensor needs no index"
-        return part.share
-    rows, *columns = part.share or (slice(0, len(part.tensor)),)
-    first = source.first_row
-    return source.expert, slice(first + rows.start, first + rows.stop), *columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,8 +333,9 @@ def _layer(
     def experts(field: str) -> LinearWeight:
         if mixture is None:
             return linear(field)
-        stacked = tensors[field]
-        return LinearWeight(stacked.view(mixture.num_experts, -1, stacked.shape[1]))
+        stacked, bias = tensors[field], tensors.get(f"{field}_bias")
+        by_expert = stacked.view(mixture.num_experts, -1, stacked.shape[1])
+        return LinearWeight(by_expert, None if bias is None else bias.view(len(by_expert), -1))
 
     return LayerWeights(
         input_norm=tensors["input_norm"],
@@ -342,6 +346,7 @@ def _layer(
         down=experts("down"),
         q_norm=tensors.get("q_norm"),
         k_norm=tensors.get("k_norm"),
+        sinks=tensors.get("sinks"),
         router=optional("router"),
         shared_gate_up=optional("shared_gate_up"),
         shared_down=optional("shared_down"),

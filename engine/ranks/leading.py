@@ -28,6 +28,7 @@ from engine.request import Constraint
 COMPARE_EVERY = 64  # steps
 MAX_IN_FLIGHT = 2  # steps of a follower; more than the leader never has
 MAX_REASON_CHARS = 4000
+LOOK_EVERY_S = 0.2e-3  # at a step whose end others wait for
 
 
 class Launch(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -145,6 +146,14 @@ class RankReports:
             self._changed.notify_all()
 
 
+class StepCounts:
+    """How many steps of rank 0 were launched and have ended; others read it from any thread."""
+
+    def __init__(self) -> None:
+        self.num_launched = 0
+        self.num_ended = 0
+
+
 class LeadingExecutor:
     """The `Executor` of rank 0: every plan goes to the followers, then to its own executor."""
 
@@ -156,22 +165,26 @@ class LeadingExecutor:
         *,
         compare_every: int,
         patience_s: float,
+        steps: StepCounts | None = None,
     ) -> None:
-        """compare_every: steps. patience_s: so long followers may take to report a step."""
+        """compare_every: steps. patience_s: so long followers may take to report a step.
+
+        steps: kept here; None = nobody asks.
+        """
         self._executor = executor
         self._ring = ring
         self._reports = reports
         self._compare_every = compare_every
         self._patience_s = patience_s
-        self._num_launches = 0
+        self._steps = steps or StepCounts()
 
     def launch(self, plan: StepPlan) -> PendingStep:
         """Raises WorkerError when a follower is dead or has been stuck for too long."""
-        self._num_launches += 1
-        is_compared = self._num_launches % self._compare_every == 0
+        self._steps.num_launched += 1
+        is_compared = self._steps.num_launched % self._compare_every == 0
         message = _encoder.encode(Launch(plan, is_compared))
         self._ring.write(message)
-        pending = self._executor.launch(plan)
+        pending: PendingStep = _CountedStep(self._executor.launch(plan), self._steps)
         if not is_compared:
             return pending
         return _ComparedStep(pending, message, self._reports, self._patience_s)
@@ -183,6 +196,23 @@ class LeadingExecutor:
     def stop(self) -> None:
         """Tell the followers that nothing comes any more."""
         self._ring.write(_encoder.encode(Stop()))
+
+
+class _CountedStep:
+    """A step that counts as ended once it was waited for."""
+
+    def __init__(self, pending: PendingStep, steps: StepCounts) -> None:
+        self._pending = pending
+        self._steps = steps
+
+    @property
+    def is_done(self) -> bool:
+        return self._pending.is_done
+
+    def wait(self) -> StepResult:
+        result = self._pending.wait()
+        self._steps.num_ended += 1
+        return result
 
 
 class _ComparedStep:
@@ -230,11 +260,16 @@ class Follower:
         executor: Executor,
         ring: PlanRingReader,
         compile_ahead: Callable[[Constraint], object],
+        on_step_end: Callable[[], object] | None = None,
     ) -> None:
-        """compile_ahead: begins to compile a constraint, and does not wait."""
+        """compile_ahead: begins to compile a constraint, and does not wait.
+
+        on_step_end: called after each step, soon; None = nobody waits for the end of a step.
+        """
         self._executor = executor
         self._ring = ring
         self._compile_ahead = compile_ahead
+        self._on_step_end = on_step_end
         self._in_flight: deque[_Followed] = deque()
 
     def run(self) -> None:
@@ -258,23 +293,31 @@ class Follower:
                     self._in_flight.append(_Followed(step, message if is_compared else None))
 
     def _next(self) -> bytes:
-        """Waits for a message, and reports steps that are compared as soon as they are done.
+        """Waits for a message, and ends steps that somebody waits for as soon as they are done.
 
-        The leader may wait for the report before it sends anything else.
+        The leader may wait for a report before it sends anything else.
         """
-        while any(followed.message for followed in self._in_flight):
+        while self._in_flight and (self._on_step_end or self._must_report):
             if self._in_flight[0].step.is_done:
                 self._finish_oldest()
-            elif (message := self._ring.read(timeout_s=0.0)) is not None:
+                continue
+            look_s = 0.0 if self._must_report else LOOK_EVERY_S
+            if (message := self._ring.read(timeout_s=look_s)) is not None:
                 return message
         message = self._ring.read()
         assert message is not None, "a read without a time limit"
         return message
 
+    @property
+    def _must_report(self) -> bool:
+        return any(followed.message for followed in self._in_flight)
+
     def _finish_oldest(self) -> None:
         """Waits for the step launched first: its buffers are free again, its errors are raised."""
         followed = self._in_flight.popleft()
         result = followed.step.wait()
+        if self._on_step_end is not None:
+            self._on_step_end()
         if followed.message is not None:
             digest = StepDigest(result.step, _digest(followed.message, result))
             self._ring.report(_encoder.encode(digest))

@@ -5,7 +5,8 @@ that is larger than a slot spans several, and one that is larger than the ring p
 pieces. A reader looks for the next piece for a short while and then sleeps on its socket until the
 writer wakes it, so that an idle ring takes no processor time.
 
-    reader    a cache line each: number of the last piece that it took, whether it sleeps
+    writer    a cache line: its beats
+    reader    a cache line each: number of the last piece that it took, whether it sleeps, its beats
     slot      number of the piece, its length in bytes, whether its message goes on; its bytes
 
 Piece k (counted from 1) is in slot (k - 1) % NUM_SLOTS. The writer overwrites a slot when every
@@ -14,7 +15,8 @@ reader has taken what was in it.
 **Life.** The memory has no name (memfd): the kernel frees it with the last process that maps it,
 however that ended. Readers get it over a Unix socket in the abstract namespace, which leaves no
 file either. The socket stays open: it carries wakes to a reader, short reports to the writer, and
-its end is the first sign that the process on the other side is dead, whatever it was doing.
+its end is the first sign that the process on the other side is dead, whatever it was doing. One
+that stands still is not dead: so each side counts beats, at which the other looks (heartbeat.py).
 
 **Memory order.** The writer stores bytes, then the piece's number; a reader that sees the number
 sees the bytes, because x86 lets other processors see stores in their order and loads happen in
@@ -50,7 +52,7 @@ MAX_REPORT_BYTES = 64 * 1024
 _WORD = 8
 _LINE = 64  # bytes of a cache line: what one process writes shares none with what another writes
 _LINE_WORDS = _LINE // _WORD
-_TAKEN, _SLEEPS = 0, 1  # words of a reader's line
+_TAKEN, _SLEEPS, _BEATS = 0, 1, 2  # words of a reader's line; the writer's has beats alone
 _NUMBER, _LENGTH, _GOES_ON = 0, 1, 2  # words of a slot's line
 _HELLO = struct.Struct("<Q")  # a reader's number
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
@@ -75,16 +77,16 @@ class _Memory:
 
     @staticmethod
     def size(num_readers: int) -> int:
-        return num_readers * _LINE + NUM_SLOTS * (_LINE + SLOT_BYTES)
+        return (1 + num_readers) * _LINE + NUM_SLOTS * (_LINE + SLOT_BYTES)
 
     def reader_line(self, reader: int) -> int:
         """Index of the first word of a reader."""
-        return reader * _LINE_WORDS
+        return (1 + reader) * _LINE_WORDS
 
     def slot_line(self, piece: int) -> int:
         """Index of the first word of a piece's slot; its bytes begin a line later."""
         slot_bytes = ((piece - 1) % NUM_SLOTS) * (_LINE + SLOT_BYTES)
-        return self._num_readers * _LINE_WORDS + slot_bytes // _WORD
+        return (1 + self._num_readers) * _LINE_WORDS + slot_bytes // _WORD
 
     def fence(self) -> None:
         """Every store before is seen by other processors before any load after it is done."""
@@ -168,6 +170,14 @@ class PlanRing:
     def pid(self, reader: int) -> int:
         """The process of a reader, as the kernel tells it."""
         return _peer(self._readers[reader])[0]
+
+    def beat(self) -> None:
+        """Show the readers that this process runs; one thread calls it."""
+        self._memory.words[_BEATS] += 1
+
+    def beats(self, reader: int) -> int:
+        """How often a reader has shown that it runs."""
+        return self._memory.words[self._memory.reader_line(reader) + _BEATS]
 
     def write(self, message: bytes) -> None:
         """Sends a message to every reader; returns when its last piece is in the ring.
@@ -305,6 +315,15 @@ class PlanRingReader:
         """Says something to the writer; lost if the writer reads no reports, or is dead."""
         assert len(data) <= MAX_REPORT_BYTES, f"a report of {len(data)} bytes"
         _send(self._sock, data)
+
+    def beat(self) -> None:
+        """Show the writer that this process runs; one thread calls it."""
+        self._memory.words[self._line + _BEATS] += 1
+
+    @property
+    def writer_beats(self) -> int:
+        """How often the writer has shown that it runs."""
+        return self._memory.words[_BEATS]
 
     @property
     def writer_pid(self) -> int:

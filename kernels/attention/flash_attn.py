@@ -36,6 +36,8 @@ def why_not(
         return f"FlashAttention-3 computes in bfloat16 and float16, not {dtype}"
     if shape.head_dim not in _HEAD_DIMS:
         return f"FlashAttention-3 has heads of 64, 128 and 256, not {shape.head_dim}"
+    if shape.has_sinks:
+        return "FlashAttention-3 is used without attention sinks"
     if block_size % _BLOCK_MULTIPLE:
         return f"block size {block_size} is not a multiple of {_BLOCK_MULTIPLE}"
     if _home() is None:
@@ -140,7 +142,9 @@ class FlashAttention:
         store: Tensor,
         metadata: FlashAttentionMetadata,
         out: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
+        assert sinks is None, "a shape with sinks was refused"
         window = self._shape.layer_windows[layer]
         attended = self._attend(
             q=q,

@@ -46,6 +46,8 @@ def why_not(
         return f"FlashInfer is used with heads of 64 and 128, not {shape.head_dim}"
     if any(window is not None for window in shape.layer_windows):
         return "FlashInfer is used without sliding windows: those kernels compile at run time"
+    if shape.has_sinks:
+        return "FlashInfer is used without attention sinks: those kernels compile at run time"
     block_stride = len(shape.layer_windows) * 2 * block_size * shape.num_kv_heads * shape.head_dim
     if block_stride > _INT32_MAX:
         return f"a block of {block_stride} elements is beyond FlashInfer's 32-bit strides"
@@ -131,7 +133,9 @@ class FlashInferAttention:
         store: Tensor,
         metadata: FlashInferMetadata,
         out: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
+        assert sinks is None, "a shape with sinks was refused"
         if out is None:
             out = torch.empty((len(q), q.shape[1] * q.shape[2]), dtype=q.dtype, device=q.device)
         keys_and_values = (store[:, layer, 0], store[:, layer, 1])

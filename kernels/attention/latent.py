@@ -53,7 +53,7 @@ class LatentShape:
             head_dim=self.width,
             layer_windows=(None,) * self.num_layers,
             shared_value_dim=self.rank,
-            score_scale=self.scale,
+            query_scale=self.scale,
         )
 
 

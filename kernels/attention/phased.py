@@ -128,10 +128,11 @@ class PhasedAttention(Phases):
         store: Tensor,
         metadata: PhasedMetadata,
         out: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         if len(metadata.parts) == 1:
             part = metadata.parts[0]
-            return part.run(q, k_new, v_new, layer, store, part.metadata, out)
+            return part.run(q, k_new, v_new, layer, store, part.metadata, out, sinks)
         if out is None:
             out = torch.empty((len(q), q.shape[1] * q.shape[2]), dtype=q.dtype, device=q.device)
         for part in metadata.parts:
@@ -144,6 +145,7 @@ class PhasedAttention(Phases):
                 store,
                 part.metadata,
                 out[tokens],
+                sinks,
             )
         return out
 

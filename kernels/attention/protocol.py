@@ -23,9 +23,12 @@ class AttentionShape:
     head_dim: int
     # One per layer: a query sees itself and the window - 1 keys before it; None = all before it.
     layer_windows: tuple[int | None, ...]
+    # Factor on the scores; None = 1 / sqrt(head_dim).
+    query_scale: float | None = None
+    # Whether `run` is given the logit of a sink for every query head.
+    has_sinks: bool = False
     # Values are the first so many numbers of a key; the store has one plane. None = V is a plane.
     shared_value_dim: int | None = None
-    score_scale: float | None = None  # None = head_dim^-0.5
 
     def __post_init__(self) -> None:
         assert self.num_heads % self.num_kv_heads == 0, (
@@ -40,7 +43,7 @@ class AttentionShape:
     @property
     def scale(self) -> float:
         """Factor on the scores."""
-        return float(self.head_dim**-0.5) if self.score_scale is None else self.score_scale
+        return float(self.head_dim**-0.5) if self.query_scale is None else self.query_scale
 
     @property
     def num_planes(self) -> int:
@@ -173,6 +176,7 @@ class AttentionBackend(StepPlanner, Protocol):
         store: Tensor,
         metadata: Any,  # noqa: ANN401
         out: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """softmax(q k^T * scale + mask) v for every token of the step.
 
@@ -180,6 +184,8 @@ class AttentionBackend(StepPlanner, Protocol):
         All three may be views with a larger token stride (one buffer holds q, k and v).
         Returns [T, heads * head_dim], written to `out` if given, which must be contiguous.
         Query head h reads KV head h // (heads / kv_heads).
+        sinks: fp32 [heads], given if and only if the shape has sinks: one more logit in the softmax
+        of a head, without a value and without `scale` (arXiv:2309.17453, learnt as in gpt-oss).
         """
         ...
 

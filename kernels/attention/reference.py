@@ -3,7 +3,8 @@
 Rows with one new token are gathered into one padded batch, or into several if lengths differ so
 much that padding would cost more than another call. Each row with more new tokens is its own
 `scaled_dot_product_attention`, over the fresh K and V when it has no history. Grouped queries are
-a view: of the query for single tokens, of an expanded key for chunks; no head is copied.
+a view: of the query for single tokens, of an expanded key for chunks; no head is copied. With
+attention sinks, which `scaled_dot_product_attention` does not know, both are written out.
 
 For each distinct window of the model, `plan` determines the keys that a row needs:
 
@@ -26,6 +27,8 @@ from kernels.kv.append import layer_half_blocks
 # Padding slots that a batch of single-token rows may have before it is split: gathering and scoring
 # this many costs about as much as one more call.
 _MAX_PADDED_SLOTS = 256
+# Scores that are written out at a time where that is necessary: 256 MiB.
+_MAX_SCORES = 2**26
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,11 +99,13 @@ class ReferenceAttention:
         store: Tensor,
         metadata: ReferenceMetadata,
         out: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         groups, chunks = metadata.by_window[self._shape.layer_windows[layer]]
         half_blocks = layer_half_blocks(store, layer)
-        outputs = [self._run_group(q, half_blocks, group) for group in groups]
-        outputs += [self._run_chunk(q, k_new, v_new, half_blocks, chunk) for chunk in chunks]
+        assert (sinks is not None) == self._shape.has_sinks, f"sinks {sinks} for {self._shape}"
+        outputs = [self._run_group(q, half_blocks, group, sinks) for group in groups]
+        outputs += [self._run_chunk(q, k_new, v_new, half_blocks, chunk, sinks) for chunk in chunks]
         if out is not None:
             return torch.cat(outputs, out=out)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
@@ -153,7 +158,9 @@ class ReferenceAttention:
             mask=mask,
         )
 
-    def _run_group(self, q: Tensor, half_blocks: Tensor, group: _SingleGroup) -> Tensor:
+    def _run_group(
+        self, q: Tensor, half_blocks: Tensor, group: _SingleGroup, sinks: Tensor | None
+    ) -> Tensor:
         shape = self._shape
         num_rows = group.end - group.start
         # The queries of one KV head are placed where SDPA expects query positions.
@@ -166,7 +173,13 @@ class ReferenceAttention:
             .narrow(2, 0, group.num_keys)
             .transpose(2, 3)
         )
-        out = F.scaled_dot_product_attention(q_rows, k, v, attn_mask=group.mask, scale=shape.scale)
+        if sinks is None:
+            out = F.scaled_dot_product_attention(
+                q_rows, k, v, attn_mask=group.mask, scale=shape.scale
+            )
+        else:
+            by_group = sinks.view(shape.num_kv_heads, shape.num_groups)
+            out = attend_with_sinks(q_rows, k, v, group.mask, shape.scale, by_group)
         return out.reshape(num_rows, -1)
 
     # ---- more than one new token ----------------------------------------------------------------
@@ -188,7 +201,8 @@ class ReferenceAttention:
         window: int | None,
     ) -> _Chunk:
         end = start + num_new
-        if num_computed == 0 and (window is None or num_new <= window):
+        is_plain = num_computed == 0 and (window is None or num_new <= window)
+        if is_plain and not self._shape.has_sinks:
             return _Chunk(start=start, end=end, num_keys=num_new, half_blocks=None, mask=None)
         first = max(0, num_computed - window + 1) if window is not None else 0
         start_block = first // self._block_size
@@ -211,7 +225,13 @@ class ReferenceAttention:
         )
 
     def _run_chunk(
-        self, q: Tensor, k_new: Tensor, v_new: Tensor, half_blocks: Tensor, chunk: _Chunk
+        self,
+        q: Tensor,
+        k_new: Tensor,
+        v_new: Tensor,
+        half_blocks: Tensor,
+        chunk: _Chunk,
+        sinks: Tensor | None,
     ) -> Tensor:
         shape = self._shape
         num_new = chunk.end - chunk.start
@@ -229,6 +249,11 @@ class ReferenceAttention:
             .view(num_new, shape.num_kv_heads, shape.num_groups, shape.head_dim)
             .permute(1, 2, 0, 3)
         )
+        if sinks is not None:
+            by_group = sinks.view(shape.num_kv_heads, shape.num_groups, 1)
+            k, v = (t.transpose(0, 1).unsqueeze(1) for t in (k, v))
+            out = attend_with_sinks(q_heads, k, v, chunk.mask, shape.scale, by_group)
+            return out.permute(2, 0, 1, 3).reshape(num_new, -1)
         expanded = (shape.num_kv_heads, shape.num_groups, chunk.num_keys, -1)
         out = F.scaled_dot_product_attention(
             q_heads,
@@ -267,6 +292,29 @@ class ReferenceAttention:
         if self._device.type == "cpu":
             return host
         return host.pin_memory().to(self._device, non_blocking=True)
+
+
+def attend_with_sinks(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, sinks: Tensor
+) -> Tensor:
+    """softmax([q k^T * scale + mask, sink]) v, where the sink's column has no value.
+
+    q: [..., queries, head_dim]; k, v: [..., keys, head_dim]; mask: [queries or 1, keys] or with
+    more dimensions; sinks: fp32, as q without its last dimension. All but the last two dimensions
+    are broadcast. Scores are fp32, of a bounded number of queries at a time.
+    """
+    scores_per_query = max(q[..., 0, 0].numel() * k.shape[-2], 1)
+    parts = []
+    for part in torch.arange(q.shape[-2]).split(max(_MAX_SCORES // scores_per_query, 1)):
+        rows = slice(int(part[0]), int(part[-1]) + 1)
+        scores = (q[..., rows, :].float() @ k.transpose(-1, -2).float()) * scale
+        if mask is not None:
+            scores = scores + (mask[..., rows, :] if mask.shape[-2] > 1 else mask)
+        sink = sinks[..., rows] if sinks.shape[-1] > 1 else sinks
+        column = sink.unsqueeze(-1).expand(*scores.shape[:-1], 1)
+        weights = torch.cat((scores, column), dim=-1).softmax(dim=-1)[..., :-1]
+        parts.append((weights @ v.float()).to(q.dtype))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-2)
 
 
 def _split_by_padding(num_keys: NDArray[np.int64]) -> Iterator[tuple[int, int]]:

@@ -22,7 +22,8 @@ from kernels.attention.select_latent import build_latent_attention
 from kernels.device import DeviceProperties, device_properties
 
 _Phase = Literal["prefill", "decode"]
-_TRITON_HEAD_DIMS = (64, 128)
+_TRITON_HEAD_DIMS = (64, 128, 256)
+_MEASURED_HEAD_DIM = 128  # the largest with which backends were compared
 _TRITON_DTYPES = (torch.bfloat16, torch.float16)
 _TRITON_BLOCK_MULTIPLE = 16
 _HOPPER = (9, 0)
@@ -93,12 +94,13 @@ def automatic_name(phase: _Phase, shape: AttentionShape, device: DevicePropertie
 
     On Hopper the fastest measured for the phase. On other GPUs, where FlashAttention-3 does not
     run, the Triton kernels: of the backends that are left they alone compute prompts in CUDA
-    graphs.
+    graphs. They alone have attention sinks.
     """
     if not device.is_gpu or shape.head_dim not in _TRITON_HEAD_DIMS:
         return "reference"
-    is_hopper = device.capability == _HOPPER
-    return "flash_attn" if phase == "prefill" and is_hopper else "triton"
+    is_measured = device.capability == _HOPPER and shape.head_dim <= _MEASURED_HEAD_DIM
+    can_flash = is_measured and not shape.has_sinks
+    return "flash_attn" if phase == "prefill" and can_flash else "triton"
 
 
 def why_not(
@@ -161,7 +163,7 @@ def _why_not_triton(target: _Target) -> str | None:
     if target.dtype not in _TRITON_DTYPES:
         return f"the Triton kernels compute in bfloat16 and float16, not {target.dtype}"
     if target.shape.head_dim not in _TRITON_HEAD_DIMS:
-        return f"the Triton kernels have heads of 64 and 128, not {target.shape.head_dim}"
+        return f"the Triton kernels have heads of 64, 128 and 256, not {target.shape.head_dim}"
     if target.block_size % _TRITON_BLOCK_MULTIPLE:
         return f"block size {target.block_size} is not a multiple of {_TRITON_BLOCK_MULTIPLE}"
     if importlib.util.find_spec("triton") is None:

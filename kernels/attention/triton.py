@@ -22,7 +22,7 @@ from kernels.attention.triton_decode import (
 from kernels.attention.triton_prefill import PrefillConfig, PrefillWork, prefill_attention
 from kernels.device import DeviceProperties, device_properties, stages_that_fit
 
-_HEAD_DIMS = (64, 128)
+_HEAD_DIMS = (64, 128, 256)
 # Fewer queries per tile: a single token fills four of its rows, the rest is wasted work.
 FIXED_TILE_CONFIG = PrefillConfig(tile_queries=64, tile_keys=64, num_warps=4, num_stages=3)
 
@@ -41,6 +41,7 @@ MANY_ROWS_CONFIG = DecodeConfig(tile_keys=32, num_warps=2, num_stages=3, min_par
 _SOME_ROWS, _MANY_ROWS = 16, 129
 _PROGRAMS_PER_SM = 4  # that share a step's keys, beyond one a row and KV head
 _MIN_TILE_KEYS = 16
+_MEASURED_HEAD_DIM = 128  # the largest that tiles were measured with
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +72,7 @@ class TritonAttention:
         self._is_fixed_tile = fixed_tile
         self._device = device_properties(device)
         self._decode_config = decode_config
-        default = FIXED_TILE_CONFIG if fixed_tile else PrefillConfig()
+        default = FIXED_TILE_CONFIG if fixed_tile else _prefill_config(shape)
         self._prefill_config = prefill_config or fitted_prefill(default, shape, self._device)
 
     def plan(self, step: AttentionStep) -> TritonMetadata:
@@ -94,14 +95,15 @@ class TritonAttention:
         store: Tensor,
         metadata: TritonMetadata,
         out: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Reads the fresh K and V from `store`, like all others."""
         if out is None:
             out = torch.empty((len(q), q.shape[1] * q.shape[2]), dtype=q.dtype, device=q.device)
         if metadata.decode is not None:
-            decode_attention(q, out, layer, store, metadata.decode)
+            decode_attention(q, out, layer, store, metadata.decode, sinks)
         if metadata.prefill is not None:
-            prefill_attention(q, out, layer, store, metadata.prefill)
+            prefill_attention(q, out, layer, store, metadata.prefill, sinks)
         return out
 
     @property
@@ -150,6 +152,13 @@ def _decode_config(num_rows: int) -> DecodeConfig:
     if num_rows < _SOME_ROWS:
         return FEW_ROWS_CONFIG
     return SOME_ROWS_CONFIG if num_rows < _MANY_ROWS else MANY_ROWS_CONFIG
+
+
+def _prefill_config(shape: AttentionShape) -> PrefillConfig:
+    # Sums of 128 queries with heads of 256 would take half of all registers.
+    return (
+        PrefillConfig(tile_queries=64) if shape.head_dim > _MEASURED_HEAD_DIM else PrefillConfig()
+    )
 
 
 def fitted_decode(

@@ -12,8 +12,9 @@ every replay of a captured graph is balanced anew:
     items      4    3   0    1    2       last row first: rows are sorted, long ones start early
 
 Parts of a row write (out, m + log2 l) to scratch memory. The last program to finish combines them
-in part order, so the result does not depend on which program that is. Knows no requests and no
-prefill.
+in part order, so the result does not depend on which program that is. With attention sinks the
+first part of a row begins with the sink's logit in m and 1 in l: it is in the sum once, without a
+value. Knows no requests and no prefill.
 """
 
 import math
@@ -33,6 +34,7 @@ MIN_DOT_ROWS = 16
 # the row's first block in block_ids, the first key that the query sees; one unused.
 _ITEM_FIELDS = tl.constexpr(8)
 _ROW_TILE = tl.constexpr(1024)
+_LOG2E = tl.constexpr(math.log2(math.e))
 # Elements of parts combined at once; more would need more registers than the main loop.
 _COMBINED_ELEMENTS = 2048
 
@@ -97,6 +99,12 @@ def key_offsets(  # noqa: ANN201
 ):
     """Offsets of keys in their half of the store, int64: it has more than 2^31 elements."""
     return blocks.to(tl.int64) * BLOCK_STRIDE + (keys % BLOCK_SIZE) * TOKEN_STRIDE
+
+
+@triton.jit
+def sink_scores(sinks_ptr, heads, is_head):  # noqa: ANN201
+    """The logits of the heads' sinks as powers of two."""
+    return tl.load(sinks_ptr + heads, mask=is_head, other=0.0) * _LOG2E
 
 
 @triton.jit
@@ -212,6 +220,7 @@ def _decode_kernel(
     log_sums_ptr,
     num_arrived_ptr,
     out_ptr,
+    sinks_ptr,  # fp32 [heads], or None
     layer,
     SCALE_LOG2E: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -268,6 +277,10 @@ def _decode_kernel(
     biggest = tl.full([QUERY_ROWS], float("-inf"), tl.float32)
     total = tl.zeros([QUERY_ROWS], tl.float32)
     acc = tl.zeros([QUERY_ROWS, HEAD_DIM], tl.float32)
+    if sinks_ptr is not None:  # noqa: SIM102 - the first is decided when it is compiled
+        if part == 0:
+            biggest = sink_scores(sinks_ptr, heads, group < NUM_GROUPS)
+            total = tl.full([QUERY_ROWS], 1.0, tl.float32)
     for start in tl.range(first_key, end_key, TILE_KEYS):
         keys = start + lane
         offsets = key_offsets(blocks, keys, BLOCK_SIZE, BLOCK_STRIDE, TOKEN_STRIDE)
@@ -365,13 +378,22 @@ def plan_decode(work: DecodeWork) -> None:
         )
 
 
-def decode_attention(q: Tensor, out: Tensor, layer: int, store: Tensor, work: DecodeWork) -> None:
+def decode_attention(
+    q: Tensor,
+    out: Tensor,
+    layer: int,
+    store: Tensor,
+    work: DecodeWork,
+    sinks: Tensor | None = None,
+) -> None:
     """Row r's query is token r of `q`; writes token r of `out`, nothing for a row without keys.
 
     q: [T, heads, head_dim], T >= R, its tokens and heads may be strided; out: [T, heads *
-    head_dim] contiguous. store: [blocks, layers, 2, block_size, kv_heads, head_dim].
+    head_dim] contiguous. store: [blocks, layers, 2, block_size, kv_heads, head_dim]. sinks: fp32
+    [heads]; None compiles to a kernel that does not know of them.
     """
     shape, config = work.shape, work.config
+    assert (sinks is not None) == shape.has_sinks, f"sinks {sinks}, has_sinks {shape.has_sinks}"
     use_pdl = pdl_supported(q.device)
     items = work.items[shape.layer_windows[layer]]
     num_columns = triton.next_power_of_2(shape.num_groups) * shape.head_dim
@@ -384,6 +406,7 @@ def decode_attention(q: Tensor, out: Tensor, layer: int, store: Tensor, work: De
         work.log_sums,
         work.num_arrived,
         out,
+        sinks,
         layer,
         **layer_constants(q, layer, store, shape),
         TILE_KEYS=config.tile_keys,

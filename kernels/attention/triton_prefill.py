@@ -5,7 +5,8 @@ the end of their row's keys:
 
     token i of a row sees keys j with  p - window < j <= p,   p = num_keys - num_new + i
 
-A token with p < 0, in a row with more new tokens than keys, sees none and gets zeros.
+A token with p < 0, in a row with more new tokens than keys, sees none and gets zeros. With
+attention sinks the sum of weights begins with that of the head's sink, which has no value.
 
 A program computes a tile of a row's tokens with all query heads of one KV head:
 
@@ -25,7 +26,12 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.attention.protocol import AttentionShape, RowTensors
-from kernels.attention.triton_decode import MIN_DOT_ROWS, key_offsets, layer_constants
+from kernels.attention.triton_decode import (
+    MIN_DOT_ROWS,
+    key_offsets,
+    layer_constants,
+    sink_scores,
+)
 from kernels.pdl import pdl_supported
 
 _ROW_TILE = 128
@@ -151,6 +157,7 @@ def _prefill_kernel(
     cu_blocks_ptr,
     block_ids_ptr,
     out_ptr,
+    sinks_ptr,  # fp32 [heads], or None
     layer,
     first_row,
     num_rows,
@@ -220,6 +227,9 @@ def _prefill_kernel(
     biggest = tl.full([TILE_QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([TILE_QUERIES], tl.float32)
     acc = tl.zeros([TILE_QUERIES, HEAD_DIM], tl.float32)
+    if sinks_ptr is not None:
+        biggest = sink_scores(sinks_ptr, heads, group < NUM_GROUPS)
+        total = tl.full([TILE_QUERIES], 1.0, tl.float32)
     # Masked and unmasked loops may round differently (multiply and subtract fuse if no mask is
     # between them). With fixed tiles a tile must always be in the same loop.
     if WINDOW == 0 and not IS_FIXED_TILE:
@@ -237,13 +247,22 @@ def _prefill_kernel(
     tl.store(out_at + dim[None, :], out.to(out_ptr.dtype.element_ty), mask=is_query)
 
 
-def prefill_attention(q: Tensor, out: Tensor, layer: int, store: Tensor, work: PrefillWork) -> None:
+def prefill_attention(
+    q: Tensor,
+    out: Tensor,
+    layer: int,
+    store: Tensor,
+    work: PrefillWork,
+    sinks: Tensor | None = None,
+) -> None:
     """Writes the tokens of the rows of `work` to `out`, nothing for a row without keys.
 
     q: [T, heads, head_dim], tokens as in `rows.cu_tokens`, tokens and heads may be strided; out:
     [T, heads * head_dim] contiguous. store: [blocks, layers, 2, block_size, kv_heads, head_dim].
+    sinks: fp32 [heads]; None compiles to a kernel that does not know of them.
     """
     shape, config = work.shape, work.config
+    assert (sinks is not None) == shape.has_sinks, f"sinks {sinks}, has_sinks {shape.has_sinks}"
     use_pdl = pdl_supported(q.device)
     padded_groups = triton.next_power_of_2(shape.num_groups)
     tile_queries = max(config.tile_queries, padded_groups, MIN_DOT_ROWS)
@@ -256,6 +275,7 @@ def prefill_attention(q: Tensor, out: Tensor, layer: int, store: Tensor, work: P
         work.rows.cu_blocks,
         work.rows.block_ids,
         out,
+        sinks,
         layer,
         work.first_row,
         work.num_rows,

@@ -17,6 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.linear.small import prefetch_rows
+from kernels.moe.form import PLAIN, ExpertForm
+from kernels.moe.gate import gated
 from kernels.moe.routes import Routes
 from kernels.moe.tiles import FewTile
 from kernels.pdl import pdl_supported
@@ -30,12 +32,15 @@ def _moe_few_gate_up_kernel(
     x_ptr,  # [tokens, K]
     weight_ptr,  # [experts, 2 N, K]
     ids_ptr,  # int32 [routes]
+    bias_ptr,  # [experts, 2 N] or None
     # outputs
     y_ptr,  # [routes, N]
     # constants
     N: tl.constexpr,
     K: tl.constexpr,
     TOP_K: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     USE_PDL: tl.constexpr,
@@ -61,7 +66,11 @@ def _moe_few_gate_up_kernel(
         gate += tl.load(gate_pointers + k, mask=mask, other=0.0).to(tl.float32) * x
         up += tl.load(gate_pointers + N * K + k, mask=mask, other=0.0).to(tl.float32) * x
     gate_sum = tl.sum(gate, axis=1)
-    y = gate_sum * tl.sigmoid(gate_sum) * tl.sum(up, axis=1)
+    up_sum = tl.sum(up, axis=1)
+    if bias_ptr is not None:
+        gate_sum += tl.load(bias_ptr + rows).to(tl.float32)
+        up_sum += tl.load(bias_ptr + rows + N).to(tl.float32)
+    y = gated(gate_sum, up_sum, ALPHA, LIMIT)
     tl.store(y_ptr + route * N + columns, y.to(y_ptr.dtype.element_ty), mask=columns < N)
 
 
@@ -73,6 +82,7 @@ def _moe_few_down_kernel(
     scales_ptr,  # fp32 [tokens, TOP_K]
     shared_ptr,  # [tokens, N] if HAS_SHARED
     gate_ptr,  # [tokens] if HAS_GATE
+    bias_ptr,  # [experts, N] or None
     # outputs
     y_ptr,  # [tokens, N]
     # constants
@@ -113,6 +123,12 @@ def _moe_few_down_kernel(
             w = tl.load(pointers + k, mask=mask[None, :], other=0.0)
             acc += w.to(tl.float32) * (scale * x.to(tl.float32))[None, :]
     total = tl.sum(acc, axis=1)
+    if bias_ptr is not None:
+        for i in tl.static_range(TOP_K):
+            biased = tl.load(ids_ptr + token * TOP_K + i)
+            weight = tl.where(biased >= 0, tl.load(scales_ptr + token * TOP_K + i), 0.0)
+            at = bias_ptr + tl.maximum(biased, 0).to(tl.int64) * N + rows
+            total += weight * tl.load(at).to(tl.float32)
     if HAS_SHARED:
         shared = tl.load(shared_ptr + token * N + columns, mask=is_output, other=0.0).to(tl.float32)
         if HAS_GATE:
@@ -121,7 +137,9 @@ def _moe_few_down_kernel(
     tl.store(y_ptr + token * N + columns, total.to(y_ptr.dtype.element_ty), mask=is_output)
 
 
-def few_gate_up(x: Tensor, weight: Tensor, routes: Routes, tile: FewTile) -> Tensor:
+def few_gate_up(
+    x: Tensor, weight: Tensor, routes: Routes, tile: FewTile, form: ExpertForm = PLAIN
+) -> Tensor:
     """x: [T, hidden], weight: [experts, 2 n, hidden], gate's rows first; returns [T k, n]."""
     num_tokens, num_active = routes.ids.shape
     _, num_rows, num_columns = weight.shape
@@ -133,10 +151,12 @@ def few_gate_up(x: Tensor, weight: Tensor, routes: Routes, tile: FewTile) -> Ten
         x,
         weight,
         routes.ids,
+        form.gate_up_bias,
         y,
         N=num_rows // 2,
         K=num_columns,
         TOP_K=num_active,
+        **form.gate_constants,
         BLOCK_N=tile.block_n,
         BLOCK_K=tile.block_k,
         USE_PDL=use_pdl,
@@ -153,6 +173,7 @@ def few_down(
     tile: FewTile,
     shared: Tensor | None = None,
     gate: Tensor | None = None,
+    form: ExpertForm = PLAIN,
 ) -> Tensor:
     """inner: [T k, n], weight: [experts, hidden, n]; returns [T, hidden], summed over experts.
 
@@ -171,6 +192,7 @@ def few_down(
         routes.weights,
         y if shared is None else shared,
         y if gate is None else gate,
+        form.down_bias,
         y,
         N=num_rows,
         K=num_columns,

@@ -24,11 +24,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.linear.small import prefetch_rows
 from kernels.moe.align import Blocks
+from kernels.moe.form import PLAIN, ExpertForm, bias_of
+from kernels.moe.gate import gated
 from kernels.moe.reference import routes_by_expert
 from kernels.moe.routes import Routes
 from kernels.moe.tiles import Tile
 from kernels.pdl import pdl_supported
-from kernels.reference import silu_mul
 
 
 @triton.jit
@@ -98,13 +99,35 @@ def _product_by_tma(
 
 
 @triton.jit
-def _gated(acc, BY_TMA: tl.constexpr, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr):
-    """silu(gate) * up; acc: [BLOCK_M, 2 WIDTH]."""
+def _gated(
+    acc, ALPHA: tl.constexpr, LIMIT: tl.constexpr, BY_TMA: tl.constexpr, BLOCK_M: tl.constexpr,
+    WIDTH: tl.constexpr,
+):  # fmt: skip
+    """acc: [BLOCK_M, 2 WIDTH], gate and up."""
     if BY_TMA:
         gate, up = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, WIDTH)), (0, 2, 1)))
     else:
         gate, up = tl.split(tl.reshape(acc, (BLOCK_M, WIDTH, 2)))
-    return gate * tl.sigmoid(gate) * up
+    return gated(gate, up, ALPHA, LIMIT)
+
+
+@triton.jit
+def _bias_of(
+    bias_ptr, expert, tile_n, N: tl.constexpr, IS_GATED: tl.constexpr, BY_TMA: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """[BLOCK_N] in fp32, of the columns as `_product` and `_product_by_tma` have them."""
+    lane = tl.arange(0, BLOCK_N)
+    rows = tile_n * BLOCK_N + lane
+    mask = rows < N
+    if IS_GATED:
+        if BY_TMA:
+            half = tile_n * (BLOCK_N // 2) + lane % (BLOCK_N // 2)
+            rows = lane // (BLOCK_N // 2) * (N // 2) + half
+            mask = half < N // 2
+        else:
+            rows = (rows % 2) * (N // 2) + rows // 2
+    return tl.load(bias_ptr + expert.to(tl.int64) * N + rows, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["num_blocks"])
@@ -115,6 +138,7 @@ def _moe_grouped_kernel(
     experts_ptr,  # int32 [num_blocks]
     scales_ptr,  # fp32 [routes] unless IS_GATED
     prefetched_ptr,  # the weight if PREFETCH_K
+    bias_ptr,  # [experts, N] or None
     # outputs
     y_ptr,  # [num_blocks BLOCK_M, N // 2] if IS_GATED, else [routes, N]
     # constants
@@ -123,6 +147,8 @@ def _moe_grouped_kernel(
     K: tl.constexpr,
     TOP_K: tl.constexpr,
     IS_GATED: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
     BY_TMA: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -163,8 +189,10 @@ def _moe_grouped_kernel(
         acc = _product(
             x_pointers, is_route, weight, expert, tile_n, N, K, IS_GATED, BLOCK_M, BLOCK_N, BLOCK_K
         )
+    if bias_ptr is not None:
+        acc += _bias_of(bias_ptr, expert, tile_n, N, IS_GATED, BY_TMA, BLOCK_N)[None, :]
     if IS_GATED:
-        y = _gated(acc, BY_TMA, BLOCK_M, WIDTH)
+        y = _gated(acc, ALPHA, LIMIT, BY_TMA, BLOCK_M, WIDTH)
         y_lines = lines
     else:
         y = acc * tl.load(scales_ptr + tl.maximum(routes, 0))[:, None]
@@ -176,7 +204,12 @@ def _moe_grouped_kernel(
 
 
 def grouped_gate_up(
-    x: Tensor, weight: Tensor, routes: Routes, blocks: Blocks, tile: Tile
+    x: Tensor,
+    weight: Tensor,
+    routes: Routes,
+    blocks: Blocks,
+    tile: Tile,
+    form: ExpertForm = PLAIN,
 ) -> Tensor:
     """x: [T, hidden], weight: [experts, 2 n, hidden], gate's rows first.
 
@@ -184,12 +217,17 @@ def grouped_gate_up(
     place of a block; those without a route are not written.
     """
     y = x.new_empty((blocks.routes.numel(), weight.shape[1] // 2))
-    _launch(x, weight, routes, blocks, y, tile, is_gated=True)
+    _launch(x, weight, routes, blocks, y, tile, form, is_gated=True)
     return y
 
 
 def grouped_down(
-    inner: Tensor, weight: Tensor, routes: Routes, blocks: Blocks, tile: Tile
+    inner: Tensor,
+    weight: Tensor,
+    routes: Routes,
+    blocks: Blocks,
+    tile: Tile,
+    form: ExpertForm = PLAIN,
 ) -> Tensor:
     """inner: as `grouped_gate_up` returns it, weight: [experts, hidden, n].
 
@@ -198,7 +236,7 @@ def grouped_down(
     num_tokens, num_active = routes.ids.shape
     assert inner.shape[0] == blocks.routes.numel(), f"{inner.shape} for {blocks.routes.shape}"
     y = inner.new_empty((num_tokens, num_active, weight.shape[1]))
-    _launch(inner, weight, routes, blocks, y, tile, is_gated=False)
+    _launch(inner, weight, routes, blocks, y, tile, form, is_gated=False)
     return y
 
 
@@ -209,6 +247,7 @@ def _launch(
     blocks: Blocks,
     y: Tensor,
     tile: Tile,
+    form: ExpertForm,
     *,
     is_gated: bool,
 ) -> None:
@@ -230,12 +269,14 @@ def _launch(
         blocks.experts,
         routes.weights,
         weight,
+        form.gate_up_bias if is_gated else form.down_bias,
         y,
         num_blocks,
         N=num_rows,
         K=num_columns,
         TOP_K=routes.ids.shape[1],
         IS_GATED=is_gated,
+        **form.gate_constants,
         BY_TMA=tile.by_tma,
         BLOCK_M=block_m,
         BLOCK_N=tile.block_n,
@@ -267,20 +308,26 @@ def by_block(of_routes: Tensor, blocks: Blocks) -> Tensor:
     return lines
 
 
-def gate_up_reference(x: Tensor, weight: Tensor, routes: Routes) -> Tensor:
-    """silu(gate) * up of each route, [T k, n]; zeros where a route has no expert."""
+def gate_up_reference(
+    x: Tensor, weight: Tensor, routes: Routes, form: ExpertForm = PLAIN
+) -> Tensor:
+    """Gate and up of each route, gated, [T k, n]; zeros where a route has no expert."""
     num_active = routes.ids.shape[1]
     y = x.new_zeros((routes.ids.numel(), weight.shape[1] // 2))
     for expert, indices in routes_by_expert(routes.ids):
-        y[indices] = silu_mul(F.linear(x[indices // num_active], weight[expert]))
+        bias = bias_of(form.gate_up_bias, expert)
+        y[indices] = form.gated(F.linear(x[indices // num_active], weight[expert], bias))
     return y
 
 
-def down_reference(inner: Tensor, weight: Tensor, routes: Routes) -> Tensor:
+def down_reference(
+    inner: Tensor, weight: Tensor, routes: Routes, form: ExpertForm = PLAIN
+) -> Tensor:
     """inner: [T k, n]; returns [T, k, hidden], weighted; zeros where a route has no expert."""
     y = inner.new_zeros((routes.ids.numel(), weight.shape[1]))
     scales = routes.weights.flatten()
     for expert, indices in routes_by_expert(routes.ids):
-        out = F.linear(inner[indices], weight[expert]) * scales[indices, None]
+        out = F.linear(inner[indices], weight[expert], bias_of(form.down_bias, expert))
+        out = out * scales[indices, None]
         y[indices] = out.to(y.dtype)
     return y.view(*routes.ids.shape, -1)

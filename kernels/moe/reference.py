@@ -1,7 +1,7 @@
 """A mixture of experts in torch: the oracle on a GPU, the implementation on a CPU.
 
-    p = softmax(x Wr^T);  the k largest p are the token's experts and their weights
-    y = sum over its experts e of  weight_e  down_e(silu(gate_e(x)) * up_e(x))
+    p = softmax(x Wr^T (+ br));  the k largest p are the token's experts and their weights
+    y = sum over its experts e of  weight_e  down_e(silu(gate_e(x)) * up_e(x))   (or form.py)
 
 The sums of a token run over its experts in the order of their weights. arXiv:2401.04088, with the
 routing of transformers. Knows shapes, and nothing of models, requests or devices.
@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812  (the field's own spelling)
 from torch import Tensor
 
+from kernels.moe.form import PLAIN, ExpertForm, bias_of
 from kernels.moe.routes import Routes, Selection
-from kernels.reference import silu_mul
 
 
 def route(
@@ -24,15 +24,16 @@ def route(
     *,
     normalises: bool,
     slots: Tensor | None = None,
+    bias: Tensor | None = None,
     selection: Selection | None = None,
 ) -> Routes:
     """The `num_active` best experts of each token; of equal ones those with the lower index.
 
     x: [T, hidden], weight: [experts, hidden]; logits are products in fp32. normalises: divide a
     token's weights by their sum. slots: int [T], -1 for tokens that get no expert; None = none.
-    selection: None = those of the largest softmax.
+    bias: [experts], of the logits. selection: None = those of the largest softmax.
     """
-    logits = F.linear(x.float(), weight.float())
+    logits = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
     if selection is None:
         ordered, experts = logits.softmax(dim=-1).sort(dim=-1, descending=True, stable=True)
         weights, ids = ordered[:, :num_active], experts[:, :num_active].int()
@@ -76,7 +77,9 @@ def routes_by_expert(ids: Tensor) -> Iterator[tuple[int, Tensor]]:
             yield expert, routes
 
 
-def experts(x: Tensor, routes: Routes, gate_up: Tensor, down: Tensor) -> Tensor:
+def experts(
+    x: Tensor, routes: Routes, gate_up: Tensor, down: Tensor, form: ExpertForm = PLAIN
+) -> Tensor:
     """The weighted output of every route, [T, k, hidden]; zeros where a route has no expert.
 
     x: [T, hidden], gate_up: [experts, 2 I, hidden], gate's rows first, down: [experts, hidden, I].
@@ -86,8 +89,9 @@ def experts(x: Tensor, routes: Routes, gate_up: Tensor, down: Tensor) -> Tensor:
     outputs = x.new_zeros((num_tokens * num_active, down.shape[1]))
     for expert, indices in routes_by_expert(routes.ids):
         tokens = x.index_select(0, indices // num_active)
-        inner = silu_mul(F.linear(tokens, gate_up[expert]))
-        y = F.linear(inner, down[expert]) * weights[indices, None]
+        inner = form.gated(F.linear(tokens, gate_up[expert], bias_of(form.gate_up_bias, expert)))
+        y = F.linear(inner, down[expert], bias_of(form.down_bias, expert))
+        y = y * weights[indices, None]
         outputs.index_copy_(0, indices, y.to(x.dtype))
     return outputs.view(num_tokens, num_active, down.shape[1])
 

@@ -1,7 +1,7 @@
 """The router of a mixture of experts on a GPU: logits, softmax, the best experts, their weights.
 
-    p = softmax(x Wr^T);  ids = the k largest p, of equal ones the lower index first;  weights = p,
-    divided by their sum if `normalises`
+    p = softmax(x Wr^T (+ br));  ids = the k largest p, of equal ones the lower index first
+    weights = p, divided by their sum if `normalises`
 
 Two kernels. The first computes logits in fp32, the columns of the weight in `split_k` parts, so
 that few tokens too occupy many multiprocessors. The second adds the parts in their order and
@@ -96,6 +96,7 @@ def _moe_router_kernel(
 def _moe_top_k_kernel(
     logits_ptr,  # fp32 [SPLIT_K, num_tokens, E]
     slots_ptr,  # int32 [num_tokens] if has_slots
+    bias_ptr,  # [E] or None
     # outputs
     ids_ptr,  # int32 [num_tokens, TOP_K]
     weights_ptr,  # fp32 [num_tokens, TOP_K]
@@ -123,6 +124,9 @@ def _moe_top_k_kernel(
     for part in tl.static_range(SPLIT_K):
         offsets = (part * num_tokens.to(tl.int64) + tokens[:, None]) * E + experts[None, :]
         logits += tl.load(logits_ptr + offsets, mask=mask, other=0.0)
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + experts, mask=experts < E, other=0.0)
+        logits += bias.to(tl.float32)[None, :]
     logits = tl.where((experts < E)[None, :], logits, float("-inf"))
     shares = tl.exp(logits - tl.max(logits, axis=1)[:, None])
     total = tl.sum(shares, axis=1)
@@ -193,6 +197,7 @@ def top_k(
     normalises: bool,
     slots: Tensor | None = None,
     is_deterministic: bool = False,
+    bias: Tensor | None = None,
 ) -> Routes:
     """logits: fp32 [parts, T, experts], to be added; slots: int32 [T] or None; see `route`."""
     split_k, num_tokens, num_experts = logits.shape
@@ -204,6 +209,7 @@ def top_k(
     _moe_top_k_kernel[(triton.cdiv(num_tokens, block_t),)](
         logits,
         ids if slots is None else slots,
+        bias,
         ids,
         weights,
         num_tokens,
@@ -230,13 +236,14 @@ def route(
     normalises: bool,
     slots: Tensor | None = None,
     is_deterministic: bool = False,
+    bias: Tensor | None = None,
     selection: Selection | None = None,
 ) -> Routes:
     """The `num_active` best experts of each token.
 
     x: [T, hidden], weight: [experts, hidden], slots: int32 [T], -1 = padding, or None = no padding.
-    `is_deterministic`: a token's routes do not depend on the tokens beside it. selection: None =
-    those of the largest softmax.
+    bias: [experts], of the logits; not with a selection. selection: None = those of the largest
+    softmax. `is_deterministic`: a token's routes do not depend on the tokens beside it.
     """
     num_tokens = x.shape[0]
     if num_tokens == 0:
@@ -259,4 +266,5 @@ def route(
         normalises=normalises,
         slots=slots,
         is_deterministic=is_deterministic,
+        bias=bias,
     )

@@ -1,11 +1,12 @@
-"""What the death of a rank costs: a worker of two ranks under load, each killed and each stopped
+"""What the death of a rank costs: workers of two ranks under load, each killed and each stopped
 
     RAY_AUTH_MODE=disabled OMP_NUM_THREADS=1 \\
         python -m load_tests.lab.gang_deaths --out gang_deaths.md
 
-Each cell is a handful of streamed requests to the real application, one signal to one rank, and a
-look at what came of it: answers that were whole, wrong or lost; seconds until the gang was whole
-again; what was left of the old one. Answers are compared token for token with those of an engine
+Once a unified worker, once a prefill and a decode worker. Each cell is a handful of streamed
+requests to the real application, one signal to one rank, and a look at what came of it: answers
+that were whole, wrong or lost; seconds until the gang was whole again; what was left of the old
+one. Answers are compared token for token with those of an engine
 of one rank in this process. Exits with 1 if one was wrong or lost, or anything was left.
 """
 
@@ -29,6 +30,7 @@ from load_tests.testbed.system import System, signal_process
 
 NUM_RANKS = 2
 NUM_STREAMS = 4
+BLOCK_SIZE = 16
 STREAM_TOKENS = 300
 PROMPT_TOKENS, PROMPT_NEW = 1900, 20
 VOCABULARY = (10, 3000)  # ids of prompts
@@ -36,19 +38,41 @@ PATIENCE_S = 120.0
 LOOK_EVERY_S = 0.02
 STALL_S = 5.0
 DEPLOYMENT: dict[str, object] = {
-    "workers.unified": 1,
     "workers.tensor_parallel_size": NUM_RANKS,
     "workers.num_cpus": 0.1,  # so that it has a placement group
     "workers.stall_s": STALL_S,
+    "cache.block_size": BLOCK_SIZE,
     "scheduler.max_num_seqs": 16,
     "scheduler.max_num_batched_tokens": 32,  # a prompt takes many steps
     "lifetimes.supervisor_silence_s": 8.0,
     "lifetimes.supervisor_heartbeat_s": 0.5,
     "lifetimes.ingress_silence_s": 5.0,
 }
-PHASES = ("before a prompt", "mid prompt", "mid stream")
+UNIFIED: dict[str, object] = {"workers.unified": 1}
+APART: dict[str, object] = {
+    "workers.unified": 0,
+    "workers.prefill": 1,
+    "workers.decode": 1,
+    "handoff.piece_bytes": 1,  # a block a piece: a transfer takes as long as its prompt
+}
+DEPLOYMENTS = ((UNIFIED, ("unified",)), (APART, ("prefill", "decode")))
+PHASES = (
+    "before a prompt",
+    "mid prompt",
+    "mid stream",
+)  # apart, a prompt's KV moves as it computes
 SIGNALS = {"SIGKILL": signal.SIGKILL, "SIGSTOP": signal.SIGSTOP}
-HEADER = ("rank", "signal", "phase", "whole", "wrong", "lost", "whole again, s", "left over")
+HEADER = (
+    "worker",
+    "rank",
+    "signal",
+    "phase",
+    "whole",
+    "wrong",
+    "lost",
+    "whole again, s",
+    "left over",
+)
 COMMAND = "RAY_AUTH_MODE=disabled OMP_NUM_THREADS=1 python -m load_tests.lab.gang_deaths"
 
 
@@ -56,6 +80,7 @@ COMMAND = "RAY_AUTH_MODE=disabled OMP_NUM_THREADS=1 python -m load_tests.lab.gan
 class Outcome:
     """One signal to one rank."""
 
+    role: str  # of its worker
     rank: int
     signal: str
     phase: str
@@ -72,6 +97,7 @@ class Outcome:
     def cells(self) -> tuple[str, ...]:
         num_whole = self.num_asks - self.num_wrong - self.num_lost
         return (
+            self.role,
             str(self.rank),
             self.signal,
             self.phase,
@@ -109,13 +135,15 @@ def draw_cases(rng: random.Random) -> GangCases:
 
 
 class GangStage:
-    """A worker of several ranks, and who is who in it now."""
+    """Workers of several ranks, and who is who in the one that is to fail."""
 
-    def __init__(self, system: System, cases: GangCases) -> None:
+    def __init__(self, system: System, cases: GangCases, role: str) -> None:
+        """role: of the worker that is to fail."""
         self.system = system
         self._cases = cases
-        self._salts = (f"salt {number}" for number in itertools.count())
-        self._worker = f"unified-0.{system.application.hash}"
+        self._salts = (f"{role} salt {number}" for number in itertools.count())
+        self._role = role
+        self._worker = f"{role}-0.{system.application.hash}"
 
     def names(self) -> list[str]:
         """Of the ranks' actors, in their order."""
@@ -138,12 +166,12 @@ class GangStage:
         signal_process(before[rank], SIGNALS[name])
         if phase == "before a prompt":
             asks += [self.ask(case) for case in (*self._cases.streams, self._cases.prompt)]
-            # An idle rank that stands still is noticed by the first step that it does not take.
         wait_until(lambda: self._is_whole_again(before), "the gang is whole again", PATIENCE_S)
         restored_s = time.monotonic() - began_s
         for ask in asks:
             ask.wait()
         return Outcome(
+            role=self._role,
             rank=rank,
             signal=name,
             phase=phase,
@@ -161,17 +189,20 @@ class GangStage:
         asks = [self.ask(case) for case in self._cases.streams]
         wait_until(lambda: all(len(ask.tokens) > 5 for ask in asks), "all stream", PATIENCE_S)
         if phase == "mid prompt":
-            before = self._num_prompt_tokens()
+            before = self._num_done()
             asks.append(self.ask(self._cases.prompt))
             wait_until(
-                lambda: self._num_prompt_tokens() > before + PROMPT_TOKENS // 8,
-                "a part of the prompt is computed",
+                lambda: self._num_done() > before + PROMPT_TOKENS // 8,
+                "a part of the prompt is computed, and has moved",
                 PATIENCE_S,
             )
         return asks
 
-    def _num_prompt_tokens(self) -> int:
-        [seen] = self.system.statistics().values()
+    def _num_done(self) -> int:
+        """Prompt tokens whose KV is where it will be decoded; no partial blocks."""
+        for seen in self.system.statistics().values():
+            if "receiver" in seen:
+                return BLOCK_SIZE * int(seen["receiver"]["num_pieces"])
         return int(seen["scheduler"]["num_prompt_tokens_computed"])
 
     def _is_whole_again(self, before: Sequence[int]) -> bool:
@@ -189,9 +220,10 @@ class GangStage:
         left = [f"process {pid}" for pid in before if not is_gone(pid)]
         left += [f"{what}: {num}" for what, num in self.system.held().items()]
         groups = sorted(worker_groups(self.system.name))
-        left += [f"groups of {groups}"] if groups != [self._worker] else []
+        workers = sorted(self.system.application.workers())
+        left += [f"groups of {groups}"] if groups != workers else []
         rings = num_rings()
-        left += [f"{rings} rings"] if rings != 1 else []
+        left += [f"{rings} rings"] if rings != len(workers) else []
         return left
 
 
@@ -219,15 +251,15 @@ def render(outcomes: Sequence[Outcome], seed: int) -> str:
             "",
             f"    {COMMAND} --seed {seed}",
             "",
-            f"One worker of {NUM_RANKS} ranks on a CPU (gloo), the shipped model, workers.stall_s",
+            f"Workers of {NUM_RANKS} ranks on a CPU (gloo), the shipped model, workers.stall_s",
             f"{STALL_S:g}, supervisor_silence_s 8; {machine}. {NUM_STREAMS} streams of",
             f"{STREAM_TOKENS} tokens, and a prompt of {PROMPT_TOKENS} tokens but for `mid stream`.",
+            "Once a unified worker, once a prefill and a decode worker, of which one is hit; there",
+            "`mid prompt` is mid transfer as well: a prompt's blocks move as it computes.",
             "Every answer is compared token for token with an engine of one rank. Whole again:",
             "from the signal until every rank is another process and `/ready` says so. Left over:",
-            "old processes, blocks, rows, leases, rings, placement groups. A stopped rank 1 is",
-            "noticed by a step that does not end (workers.stall_s), a stopped rank 0 so, too, if",
-            "rank 1 waits for it in a sum; else by the supervisor, after supervisor_silence_s,",
-            "and Ray takes some seconds more to end a process that is stopped.",
+            "old processes, blocks, rows, leases, rings, placement groups. A rank that is stopped",
+            "is noticed by the other one's heartbeat, within workers.stall_s.",
             "",
             render_rows([HEADER, *(outcome.cells() for outcome in outcomes)]),
             "",
@@ -238,20 +270,29 @@ def render(outcomes: Sequence[Outcome], seed: int) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--out", type=Path, help="write the record there, in markdown")
-    parser.add_argument("--only", default="", help="cells whose rank, signal and phase hold this")
+    parser.add_argument(
+        "--only", default="", help="cells whose role, rank, signal and phase hold this"
+    )
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**32))
     args = parser.parse_args()
     cases = draw_cases(random.Random(args.seed))
     cluster = Cluster.start()
     outcomes = []
     try:
-        system = System(cluster, "gang-deaths", DEPLOYMENT)
-        stage = GangStage(system, cases)
-        for rank, name, phase in itertools.product(range(NUM_RANKS), SIGNALS, PHASES):
-            if args.only in f"{rank} {name} {phase}":
-                outcomes.append(stage.run(rank, name, phase))
+        for number, (deployment, roles) in enumerate(DEPLOYMENTS):
+            cells = [
+                cell
+                for cell in itertools.product(roles, range(NUM_RANKS), SIGNALS, PHASES)
+                if args.only in " ".join(map(str, cell))
+            ]
+            if not cells:
+                continue
+            system = System(cluster, f"gang-deaths-{number}", DEPLOYMENT | deployment)
+            stages = {role: GangStage(system, cases, role) for role in roles}
+            for role, rank, name, phase in cells:
+                outcomes.append(stages[role].run(rank, name, phase))
                 print(*outcomes[-1].cells(), sep=" | ", flush=True)
-        system.stop()
+            system.stop()
     finally:
         cluster.stop()
     text = render(outcomes, args.seed)

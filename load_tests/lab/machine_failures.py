@@ -4,9 +4,11 @@
 
 Four machines in namespaces (load_tests/testbed/machines.py): a head without workers, and three with
 room for one worker each, of which one prefills, one decodes and one is spare. Started and deployed
-by the commands of configs/cluster. Clients ask HAProxy on the head without a pause while a row does
-its deed and mends it; every answer is compared token for token with what an engine in this process
-brought beforehand. Exits with 1 if a token was wrong or something is held at rest.
+by the commands of configs/cluster. Clients ask HAProxy without a pause, on the head unless the row
+is about it, while a row does its deed and mends it; every answer is compared token for token with
+what an engine in this process brought beforehand. Rows of another setting (weak cables, Ray's store
+in Redis, which needs redis-server) get a cluster of their own. Exits with 1 if a token was wrong or
+something is held at rest.
 """
 
 import argparse
@@ -16,7 +18,8 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -54,28 +57,56 @@ HELD = (
 )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What of the cluster is unusual."""
+
+    has_weak_cables: bool = False
+    has_store: bool = False  # Ray's control store keeps its state in Redis
+    num_ingresses: int = 1
+
+
+USUAL = Setting()
+WEAK = Setting(has_weak_cables=True)
+STORE = Setting(has_store=True, num_ingresses=3)  # of which one at least is not on the head
+
+
 class Stage:
     """A cluster with the application, and what is done to it."""
 
-    def __init__(self, cluster: RayMachines) -> None:
+    def __init__(self, cluster: RayMachines, setting: Setting) -> None:
         """Starts all machines and deploys; returns when the application can serve."""
         self.cluster = cluster
         self.network = cluster.network
-        self.head = cluster.start("head", num_cpus=0)
+        if setting.has_store:
+            cluster.start_store()
+        self.head = self.door = cluster.start("head", num_cpus=0)
         for name in WORKERS:
             cluster.start(name, num_cpus=1)
-        cluster.deploy(CONFIG, MODEL)
+        cluster.deploy(CONFIG | {"edge": {"num_replicas": setting.num_ingresses}}, MODEL)
         self.wait_ready()
 
     @property
     def url(self) -> str:
-        return f"http://{self.head.address}:{PORT}"
+        """Where clients ask."""
+        return f"http://{self.door.address}:{PORT}"
 
-    def is_ready(self) -> bool:
+    def is_ready(self, door: Machine | None = None) -> bool:
+        url = f"http://{(door or self.door).address}:{PORT}"
         try:
-            return httpx.get(f"{self.url}/ready", timeout=5).status_code == 200
+            return httpx.get(f"{url}/ready", timeout=5).status_code == 200
         except httpx.HTTPError:
             return False
+
+    def leave_head(self) -> None:
+        """Lets clients ask another machine, which has a replica of the ingress."""
+
+        def find() -> bool:
+            workers = (self.network.machines[name] for name in WORKERS)
+            self.door = next((one for one in workers if self.is_ready(one)), self.head)
+            return self.door is not self.head
+
+        wait_until(find, "a machine other than the head answers", READY_S)
 
     def wait_ready(self) -> None:
         wait_until(self.is_ready, "the application can serve", READY_S)
@@ -159,6 +190,32 @@ def drain(title: str) -> Callable[[Stage], None]:
     return deed
 
 
+def weaken(*, delay_ms: float, loss: float, seconds: float) -> Callable[[Stage], None]:
+    """Delays frames of all machines but the head, each way, and loses some, for so long."""
+
+    def deed(stage: Stage) -> None:
+        machines = [stage.network.machines[name] for name in WORKERS]
+        for machine in machines:
+            stage.network.weaken(machine, delay_ms=delay_ms, loss=loss)
+        time.sleep(seconds)
+        for machine in machines:
+            stage.network.weaken(machine, delay_ms=0, loss=0)
+
+    return deed
+
+
+def restart_head(seconds: float) -> Callable[[Stage], None]:
+    """Pulls the plug of the head for so long; Ray finds its state in Redis then."""
+
+    def deed(stage: Stage) -> None:
+        stage.head.kill()
+        time.sleep(seconds)
+        stage.cluster.head = None
+        stage.head = stage.cluster.start("head", num_cpus=0)
+
+    return deed
+
+
 def replace_head(stage: Stage) -> None:
     """Pulls the plug of the head, and starts and deploys everything anew when workers have left.
 
@@ -174,7 +231,7 @@ def replace_head(stage: Stage) -> None:
     wait_until(are_gone, "the workers' machines notice", READY_S)
     print(f"Ray has left the other machines after {time.monotonic() - began_s:.0f} s", flush=True)
     stage.cluster.head = None
-    stage.head = stage.cluster.start("head", num_cpus=0)
+    stage.head = stage.door = stage.cluster.start("head", num_cpus=0)
     stage.restore()
     stage.cluster.deploy(CONFIG, MODEL)
     stage.wait_ready()
@@ -199,12 +256,21 @@ def random_deeds(minutes: float, rng: random.Random) -> Callable[[Stage], None]:
     return deed
 
 
+@contextmanager
+def stage_of(setting: Setting) -> Iterator[Stage]:
+    """A cluster that serves; it is gone when the block is left."""
+    with network(has_weak_cables=setting.has_weak_cables) as machines:
+        yield Stage(RayMachines(machines), setting)
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """One failure."""
 
     name: str
     deed: Callable[[Stage], None]
+    setting: Setting = USUAL
+    is_door_on_head: bool = True
 
 
 ROWS = (
@@ -219,6 +285,10 @@ ROWS = (
     Row("decode machine cut off for 300 s", cut(DECODE, 300)),
     Row("head turned off, all deployed anew", replace_head),
     Row("random deeds for 10 minutes", random_deeds(10, random.Random(7))),
+    Row("delay of 50 ms each way for 60 s", weaken(delay_ms=50, loss=0, seconds=60), WEAK),
+    Row("1 % of frames lost for 60 s", weaken(delay_ms=0, loss=0.01, seconds=60), WEAK),
+    Row("both", weaken(delay_ms=50, loss=0.01, seconds=60), WEAK),
+    Row("head off for 30 s, store in Redis", restart_head(30), STORE, is_door_on_head=False),
 )
 
 
@@ -270,6 +340,8 @@ class Seen:
 
 def observe(stage: Stage, row: Row, cases: Sequence[Case], seed: int) -> Seen:
     """Does a row under load; returns when everything is at rest, or patience has ended."""
+    if not row.is_door_on_head:
+        stage.leave_head()
     clients = Clients(
         Server(url=stage.url),
         MODEL.name,
@@ -333,10 +405,12 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # and take all down
     cases = build_cases(MODEL, 30, seed=args.seed)
     found: dict[str, Seen] = {}
-    with network() as machines:
-        stage = Stage(RayMachines(machines))
-        for row in ROWS:
-            if args.only in row.name:
+    for setting in (USUAL, WEAK, STORE):
+        rows = [row for row in ROWS if row.setting is setting and args.only in row.name]
+        if not rows:
+            continue
+        with stage_of(setting) as stage:
+            for row in rows:
                 seen = found[row.name] = observe(stage, row, cases, args.seed)
                 print(f"{row.name}: {seen}", flush=True)
     print(render_rows(rows_of(found)))

@@ -4,7 +4,7 @@ Each has its network, processes, /tmp and /dev/shm, and an address of its own on
 this process has a foot too. A machine's first process ends with this process, and takes all others
 of the machine along, as pulling the plug would. What it shares with the real machine are the
 processors, the clock and the file system but /tmp and /dev/shm. Needs root, util-linux (`unshare`,
-`nsenter`, `setpriv`) and iproute2 (`ip`).
+`nsenter`, `setpriv`) and iproute2 (`ip`); cables that can be weak need /dev/net/tun too.
 """
 
 import os
@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -48,7 +48,7 @@ class Machine:
     disk: Path  # its /tmp and /dev/shm are folders of it
     link: str  # its network's end of its cable, on the bridge
     init: "subprocess.Popen[bytes]"
-    running: "list[subprocess.Popen[bytes]]" = field(default_factory=list)
+    cable: "subprocess.Popen[str] | None" = None  # passes its frames on, if its cable can be weak
 
     def command(self, words: Sequence[str], environment: Mapping[str, str]) -> list[str]:
         """Returns the command that runs another on this machine."""
@@ -90,15 +90,22 @@ class Machine:
         """Ends every process of the machine at once; idempotent."""
         self.init.send_signal(signal.SIGKILL)  # --kill-child: the first process of the machine, too
         self.init.wait(PATIENCE_S)
+        if self.cable is not None:
+            self.cable.kill()
+            self.cable.communicate()
 
 
 class Network:
     """A bridge, and the machines on it."""
 
-    def __init__(self, disk: Path, subnet: int) -> None:
-        """subnet: of 10.77, so that networks of several runs do not meet."""
+    def __init__(self, disk: Path, subnet: int, *, has_weak_cables: bool = False) -> None:
+        """subnet: of 10.77, so that networks of several runs do not meet.
+
+        has_weak_cables: frames pass through processes, so that `weaken` can delay and lose them.
+        """
         self._disk = disk
         self._subnet = subnet
+        self._has_weak_cables = has_weak_cables
         self._bridge = f"laps{subnet}"
         self._num_machines = 0
         self.machines: dict[str, Machine] = {}
@@ -134,6 +141,12 @@ class Network:
     def mend(self, machine: Machine) -> None:
         _ip("link", "set", machine.link, "master", self._bridge)
 
+    def weaken(self, machine: Machine, *, delay_ms: float, loss: float) -> None:
+        """Delays frames of the machine, each way, and loses a share of them. Both 0 = as before."""
+        assert machine.cable is not None, "this network's cables cannot be weak"
+        assert machine.cable.stdin is not None
+        print(delay_ms, loss, file=machine.cable.stdin, flush=True)
+
     def close(self) -> None:
         """Ends all machines, and takes cables and bridge away."""
         for machine in self.machines.values():
@@ -144,7 +157,10 @@ class Network:
     def _plug_in(self, machine: Machine) -> None:
         here, there = machine.link, f"{machine.link}p"
         _remove_link(here)  # of the one that was killed
-        _ip("link", "add", here, "type", "veth", "peer", "name", there)
+        if self._has_weak_cables:
+            machine.cable = _start_cable(here, there)
+        else:
+            _ip("link", "add", here, "type", "veth", "peer", "name", there)
         _ip("link", "set", there, "netns", str(machine.pid))
         _ip("link", "set", here, "master", self._bridge, "up")
         commands = [
@@ -158,12 +174,12 @@ class Network:
 
 
 @contextmanager
-def network() -> Iterator[Network]:
+def network(*, has_weak_cables: bool = False) -> Iterator[Network]:
     """A network without machines; they and it are gone when the block is left, however it is."""
     subnet = next(i for i in range(1, 250) if not Path(f"/sys/class/net/laps{i}").exists())
     with ExitStack() as stack:
         disk = Path(stack.enter_context(TemporaryDirectory(prefix="laps-machines-")))
-        found = Network(disk, subnet)
+        found = Network(disk, subnet, has_weak_cables=has_weak_cables)
         stack.callback(found.close)
         yield found
 
@@ -185,6 +201,19 @@ def _start_init(disk: Path, name: str) -> "subprocess.Popen[bytes]":
             raise RuntimeError(f"machine {name} did not start: {process.poll()}")
         time.sleep(0.01)
     return process
+
+
+def _start_cable(here: str, there: str) -> "subprocess.Popen[str]":
+    """Starts the process of a cable; returns when both its ends exist."""
+    program = [sys.executable, "-m", "load_tests.testbed.weak_cable", here, there]
+    command = ["setpriv", "--pdeathsig", "KILL", *program]
+    pipe = subprocess.PIPE
+    cable = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, start_new_session=True)
+    assert cable.stdout is not None
+    if cable.stdout.readline() != "ready\n":
+        cable.kill()
+        raise RuntimeError(f"the cable {here} was not made: {cable.wait(PATIENCE_S)}")
+    return cable
 
 
 def _remove_link(name: str) -> None:

@@ -23,6 +23,9 @@ SERVE_FILE = ROOT / "configs" / "cluster" / "serve.yaml"
 HOME = "/tmp/home"
 MAX_CONNECTIONS = 1000
 START_S = 120.0
+STORE_PORT = 6380
+# How long Ray's nodes wait for a head that comes back: its default is a minute.
+HEAD_AWAY_S = 600
 TLS = {
     "RAY_USE_TLS": "1",
     "RAY_TLS_SERVER_CERT": f"{HOME}/tls/certificate",
@@ -39,7 +42,15 @@ class RayMachines:
     environment: Mapping[str, str] = field(default_factory=dict)  # of every node, besides
     token: str = field(default_factory=lambda: secrets.token_hex(16))
     authority: Authority | None = None  # of everybody's certificates; None = nothing is encrypted
+    store: Machine | None = None  # has a Redis with what Ray's head must not forget; None = no such
     head: Machine | None = None
+
+    def start_store(self) -> None:
+        """Starts a machine with Redis; Ray's control store keeps its state there."""
+        self.store = self.network.add("store")
+        options = f"--bind {self.store.address} --port {STORE_PORT} --requirepass {self.token}"
+        words = f"redis-server {options} --daemonize yes --dir /tmp"
+        self.store.run(["sh", "-c", words], {})
 
     def start(self, name: str, *, num_cpus: int) -> Machine:
         """Starts a machine and Ray on it; the first is the head."""
@@ -58,7 +69,10 @@ class RayMachines:
         for command in commands[f"{role}_start_ray_commands"]:
             if command.endswith("ray stop"):
                 continue  # nothing of Ray runs there
-            self.run(machine, _adapted(command, machine, num_cpus), START_S)
+            adapted = _adapted(command, machine, num_cpus)
+            if is_head and self.store is not None:
+                adapted += f" --redis-password={self.token}"
+            self.run(machine, adapted, START_S)
 
     def ray(self, machine: Machine, words: str) -> str:
         """Runs a command of Ray's on a machine; returns what it printed."""
@@ -74,6 +88,7 @@ class RayMachines:
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": str(ROOT),
             **(TLS if self.authority is not None else {}),
+            **self._address_of_store(machine),
             **self.environment,
         }
         return machine.run(["sh", "-c", f"cd {ROOT} && {command}"], variables, timeout_s)
@@ -93,6 +108,14 @@ class RayMachines:
             self.head,
             f"RAY_AUTH_MODE=token {serve} deploy /tmp/serve.yaml -a http://127.0.0.1:8265",
         )
+
+    def _address_of_store(self, machine: Machine) -> dict[str, str]:
+        """What the head must know of Redis, and the others of its head's absence."""
+        if self.store is None:
+            return {}
+        if machine is not self.head:
+            return {"RAY_gcs_rpc_server_reconnect_timeout_s": str(HEAD_AWAY_S)}
+        return {"RAY_REDIS_ADDRESS": f"{self.store.address}:{STORE_PORT}"}
 
     def _furnish(self, machine: Machine) -> None:
         """Puts the token and the installed environment where the commands look for them."""

@@ -1,7 +1,9 @@
 """Several machines, as namespaces of this one: what crosses a network that fails."""
 
 import contextlib
+import socket
 import subprocess
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -154,6 +156,30 @@ def test_a_port_too_many_is_a_stranger() -> None:
     assert unexpected([*known, Listener("sshd", 9, "0.0.0.0", 22)]) == [
         Listener("sshd", 9, "0.0.0.0", 22)
     ]
+
+
+def test_a_weak_cable_delays_and_loses() -> None:
+    with network(has_weak_cables=True) as found:
+        machine = found.add("far")
+        assert knock(machine) is not None, "the cable is as good as any"
+        found.weaken(machine, delay_ms=100, loss=0)
+        wait_until(lambda: (knock(machine) or 0) > 0.2, "delayed both ways", 30)
+        found.weaken(machine, delay_ms=0, loss=1)
+        wait_until(lambda: knock(machine) is None, "everything is lost", 30)
+        found.weaken(machine, delay_ms=0, loss=0)
+        wait_until(lambda: knock(machine) is not None, "it is mended", 30)
+
+
+def knock(machine: Machine) -> float | None:
+    """Seconds until a port where nobody listens has said so; None = nothing came in two."""
+    began_s = time.monotonic()
+    try:
+        socket.create_connection((machine.address, PORT), timeout=2).close()
+    except ConnectionRefusedError:
+        return time.monotonic() - began_s
+    except OSError:
+        return None
+    raise AssertionError("somebody listens")
 
 
 def assert_answers_are_right(urls: Sequence[str]) -> None:

@@ -9,6 +9,8 @@ import torch
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.deepseek_v2 import DeepseekV2Config
 from transformers.models.deepseek_v3 import DeepseekV3Config
+from transformers.models.gemma3 import Gemma3TextConfig
+from transformers.models.gpt_oss import GptOssConfig
 from transformers.models.llama import LlamaConfig
 from transformers.models.mistral import MistralConfig
 from transformers.models.mixtral import MixtralConfig
@@ -27,6 +29,8 @@ CONFIG_CLASSES = {
     "Qwen3MoeForCausalLM": Qwen3MoeConfig,
     "DeepseekV2ForCausalLM": DeepseekV2Config,
     "DeepseekV3ForCausalLM": DeepseekV3Config,
+    "GptOssForCausalLM": GptOssConfig,
+    "Gemma3ForCausalLM": Gemma3TextConfig,
 }
 # Sizes of small mixtures; odd, as all of these.
 MIXTURES: dict[str, dict[str, object]] = {
@@ -94,6 +98,36 @@ LATENT_ON_GPU: dict[str, dict[str, Any]] = {
     "DeepseekV2ForCausalLM": {**_LATENT_SIZES, "n_routed_experts": 16},
     "DeepseekV3ForCausalLM": {**_LATENT_SIZES, "q_lora_rank": 192, "n_routed_experts": 16},
 }
+# What small models of families with keys of their own have besides.
+FAMILIES: dict[str, dict[str, object]] = {
+    "GptOssForCausalLM": {
+        "num_local_experts": 5,
+        "num_experts_per_tok": 3,
+        "intermediate_size": 96,
+        "sliding_window": 6,
+        "swiglu_limit": 0.9,  # so low that it is reached
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+            "beta_fast": 16.0,
+            "beta_slow": 2.0,
+            "truncate": False,
+        },
+    },
+    "Gemma3ForCausalLM": {
+        "num_hidden_layers": 3,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "sliding_window": 6,
+        "query_pre_attn_scalar": 24,
+        "tie_word_embeddings": True,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 3.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        },
+    },
+}
 VOCAB_SIZE = 131  # odd, so that nothing is a multiple of anything by accident
 
 
@@ -125,6 +159,7 @@ def save_model(
         "tie_word_embeddings": False,
         **MIXTURES.get(architecture, {}),
         **DEEPSEEKS.get(architecture, {}),
+        **FAMILIES.get(architecture, {}),
         **settings,
     }
     if architecture == "MistralForCausalLM":
@@ -136,8 +171,9 @@ def save_model(
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             if "norm" in name:
-                parameter.copy_(1 + 0.3 * noise)
-            elif name.endswith("bias"):
+                offset = 0 if architecture.startswith("Gemma") else 1
+                parameter.copy_(offset + 0.3 * noise)
+            elif name.endswith(("bias", "sinks")):
                 parameter.copy_(0.5 * noise)
             else:
                 parameter.copy_(noise * parameter.shape[-1] ** -0.5)

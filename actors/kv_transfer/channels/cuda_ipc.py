@@ -15,7 +15,6 @@ from typing import Any
 import msgspec
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from actors.kv_transfer.channels.handshake import PROBE_BYTES, PROBE_ROUNDS, probe_bandwidth
 from actors.kv_transfer.contracts import (
@@ -29,24 +28,16 @@ from actors.kv_transfer.contracts import (
 from actors.kv_transfer.kv_pieces import KvPieces, copy_blocks
 from actors.kv_transfer.waits import acknowledged
 from engine.errors import HandoffError
+from engine.kv.device_offer import DeviceOffer, map_tensor, offer_tensor
 from engine.messages import ChannelKind, PieceReply
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # the same for all processes of a host
 
 
-class StoreOffer(msgspec.Struct, frozen=True, kw_only=True):
-    """Tells another process of the same host how to map a KV store; a few hundred bytes."""
+class StoreOffer(DeviceOffer, frozen=True, kw_only=True):
+    """A KV store, and the host on which alone it can be mapped."""
 
     host: str
-    num_blocks: int
-    first_element: int  # of the store in its allocation
-    handle: bytes  # CUDA's, of the allocation
-    storage_bytes: int
-    storage_offset_bytes: int
-    counter_handle: bytes  # torch's count of importers, in shared memory
-    counter_offset: int
-    event_handle: bytes
-    is_event_due: bool  # wait for the event before the first read
 
 
 MapStore = Callable[[StoreOffer, Tensor], Tensor]
@@ -59,45 +50,10 @@ def host_id() -> str:
 def offer_store(store: Tensor) -> bytes:
     """Describe `store`, a whole KV store on a GPU. Raises UnfitError if it cannot be shared."""
     try:
-        _, fields = reduce_tensor(store)  # type: ignore[no-untyped-call]
+        offer = offer_tensor(store)
     except RuntimeError as error:
         raise UnfitError(f"the KV store cannot be shared between processes: {error}") from error
-    return msgspec.msgpack.encode(
-        StoreOffer(
-            host=host_id(),
-            num_blocks=store.shape[0],
-            first_element=fields[3],
-            handle=fields[7],
-            storage_bytes=fields[8],
-            storage_offset_bytes=fields[9],
-            counter_handle=fields[11],
-            counter_offset=fields[12],
-            event_handle=fields[13],
-            is_event_due=fields[14],
-        )
-    )
-
-
-def map_store(offer: StoreOffer, mine: Tensor) -> Tensor:
-    """The offered store, mapped on the GPU of `mine`, of whose block shape and dtype it is."""
-    mapped: Tensor = rebuild_cuda_tensor(  # type: ignore[no-untyped-call]
-        Tensor,
-        torch.Size((offer.num_blocks, *mine.shape[1:])),
-        mine.stride(),
-        offer.first_element,
-        torch.storage.TypedStorage,
-        mine.dtype,
-        mine.device.index,  # the exporter counts its GPUs otherwise
-        offer.handle,
-        offer.storage_bytes,
-        offer.storage_offset_bytes,
-        False,
-        offer.counter_handle,
-        offer.counter_offset,
-        offer.event_handle,
-        offer.is_event_due,
-    )
-    return mapped
+    return msgspec.msgpack.encode(StoreOffer(host=host_id(), **msgspec.structs.asdict(offer)))
 
 
 class CudaIpcSender:
@@ -202,7 +158,7 @@ async def open_receiver(
     pieces: KvPieces,
     *,
     floor_gb_s: float,
-    map_offer: MapStore = map_store,
+    map_offer: MapStore = map_tensor,
 ) -> CudaIpcReceiver:
     """Map the offered store and check that it can be read fast enough. Raises UnfitError."""
     try:

@@ -75,8 +75,9 @@ class TokenByToken(CausalLM):
         results = []
         for i, metadata in enumerate(part.metadata):
             one = slice(i, i + 1)
-            angles = replace(
-                ctx.rotary, cos=ctx.rotary.cos[one], sin=ctx.rotary.sin[one], _kv_targets=None
+            angles = tuple(
+                replace(each, cos=each.cos[one], sin=each.sin[one], _kv_targets=None)
+                for each in ctx.rotary
             )
             ctx_of_one = replace(
                 ctx,

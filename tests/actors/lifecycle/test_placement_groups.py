@@ -107,7 +107,9 @@ def test_every_worker_gets_its_own_group_and_device(namespace: str) -> None:
 
 def test_every_rank_of_a_worker_gets_a_device_of_its_own_in_one_group(namespace: str) -> None:
     name = f"unified-0.{HASH}"
-    places = hold_places({name: "unified"}, [name], namespace, BUNDLE, num_ranks=NUM_GPUS)
+    places = hold_places(
+        {name: "unified"}, [name], namespace, BUNDLE, num_ranks={"unified": NUM_GPUS}
+    )
     options: dict[str, Any] = {"num_cpus": BUNDLE["CPU"], "num_gpus": BUNDLE["GPU"]}
     cls = ray.remote(Worker)
     detached = {"name": name, "namespace": namespace, "lifetime": "detached"}

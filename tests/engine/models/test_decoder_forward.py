@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from engine.layers.context import ForwardContext, LastTokens, SingleRank
-from engine.models.llama import CausalLM
+from engine.models.llama import CausalLM, attention_shape
 from engine.models.registry import build_model, build_ops
-from kernels.attention.protocol import AttentionShape, build_step
+from kernels.attention.protocol import build_step
 from kernels.attention.reference import ReferenceAttention
 from kernels.reference import TorchOps
 from tests.engine.models.closeness import assert_same_logits
@@ -38,12 +38,7 @@ def model(folder: Path) -> CausalLM:
 def _context(model: CausalLM) -> ForwardContext:
     """A new store, full of NaN."""
     spec = model.spec
-    shape = AttentionShape(
-        num_heads=spec.num_heads,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        layer_windows=spec.layer_windows,
-    )
+    shape = attention_shape(spec)
     attention = ReferenceAttention(shape, block_size=BLOCK_SIZE, dtype=model.dtype, device=CPU)
     positions = torch.tensor([*range(len(FIRST)), *range(len(SECOND))], dtype=torch.int32)
     lengths = [len(FIRST), len(SECOND)]

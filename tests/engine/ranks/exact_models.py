@@ -17,15 +17,14 @@ from torch import Tensor
 
 from engine.layers.context import Comm
 from engine.layers.vocabulary import SharedEmbedding, SharedHead
-from engine.models.llama import CausalLM
+from engine.models.llama import CausalLM, attention_shape
 from engine.models.llama_weights import Split, StackedTensor
 from engine.models.registry import build_model
 from engine.ranks.comm import GlooRanks
 from engine.ranks.rank import Rank
 from kernels.attention.phased import PhasedAttention
-from kernels.attention.protocol import AttentionShape
 from kernels.attention.reference import ReferenceAttention
-from kernels.moe import reference
+from kernels.moe import form, reference
 from kernels.moe.routes import Routes
 from kernels.reference import TorchOps, silu_mul
 from tests.engine.runner.graph_story import RowTensorAttention
@@ -88,12 +87,7 @@ def build_exact(
     captures: the attention can be in graphs, as `RerunRecorder` makes them; it knows no windows.
     """
     model = build_model(folder, dtype=torch.float32, device=CPU, ops=SnappingOps(), rank=rank)
-    shape = AttentionShape(
-        num_heads=model.spec.num_heads,
-        num_kv_heads=model.spec.num_kv_heads,
-        head_dim=model.spec.head_dim,
-        layer_windows=model.spec.layer_windows,
-    )
+    shape = attention_shape(model.spec)
     if captures:
         both = SnappingGraphAttention(shape)
         return model, PhasedAttention(prefill=both, decode=both, graph=both, prompt_graph=both)
@@ -123,7 +117,7 @@ def snapped_mixtures() -> Iterator[None]:
     """Weights of routes, activations and gates of experts end on the grid."""
     with (
         patch.object(reference, "route", _snapped_route),
-        patch.object(reference, "silu_mul", lambda x: _snap(silu_mul(x))),
+        patch.object(form, "silu_mul", lambda x: _snap(silu_mul(x))),
         patch.object(reference, "combine", _snapped_combine),
     ):
         yield

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from engine.models.llama import CausalLM
+from engine.models.llama import CausalLM, attention_shape
 from engine.plan import StepResult
 from engine.request import SamplingParams
 from engine.runner.graphs import GraphOutput
@@ -75,7 +75,9 @@ class RowTensorAttention:
         store: Tensor,
         metadata: RowTensors,
         out: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
+        assert sinks is None, "knows none"
         attended = torch.full(q.shape, torch.nan, dtype=q.dtype)
         bounds = metadata.cu_tokens.tolist()
         for row, num_keys in enumerate(metadata.num_keys.tolist()):
@@ -103,14 +105,7 @@ class RowTensorAttention:
 def row_tensor_attention(model: CausalLM) -> PhasedAttention:
     """For models without windows."""
     spec = model.spec
-    both = RowTensorAttention(
-        AttentionShape(
-            num_heads=spec.num_heads,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            layer_windows=spec.layer_windows,
-        )
-    )
+    both = RowTensorAttention(attention_shape(spec))
     return PhasedAttention(prefill=both, decode=both, graph=both, prompt_graph=both)
 
 

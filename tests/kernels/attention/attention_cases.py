@@ -51,6 +51,8 @@ class Problem:
     values: list[Tensor]
     # per row: [new, heads, head_dim]
     queries: list[Tensor]
+    # fp32 [heads], of every layer; None = the shape has no sinks
+    sinks: Tensor | None
 
     def qkv(self, layer: int) -> Tensor:
         """[T, heads + 2 kv_heads, head_dim]: the step's tokens as a fused projection gives them."""
@@ -68,12 +70,16 @@ class Problem:
         num_groups = self.shape.num_groups
         keys = self.keys[row][layer].double().repeat_interleave(num_groups, 1)
         values = self.values[row][layer].double().repeat_interleave(num_groups, 1)
-        scores = torch.einsum("qhd,khd->hqk", queries, keys) * self.shape.head_dim**-0.5
+        scores = torch.einsum("qhd,khd->hqk", queries, keys) * self.shape.scale
         key_positions = torch.arange(len(keys), device=keys.device)
         distances = key_positions[len(keys) - len(queries) :, None] - key_positions
         window = self.shape.layer_windows[layer]
         is_seen = (distances >= 0) & (distances < (len(keys) if window is None else window))
-        weights = scores.masked_fill(~is_seen, -torch.inf).softmax(-1)
+        scores = scores.masked_fill(~is_seen, -torch.inf)
+        if self.sinks is not None:
+            column = self.sinks.double()[:, None, None].expand(-1, len(queries), 1)
+            scores = torch.cat((scores, column), -1)
+        weights = scores.softmax(-1)[..., : len(keys)]
         return torch.einsum("hqk,khd->qhd", weights, values).flatten(1)
 
 
@@ -122,6 +128,7 @@ def build_problem(
         keys=[],
         values=[],
         queries=[],
+        sinks=3 * draw(shape.num_heads) if shape.has_sinks else None,
     )
     for (computed, new), blocks in zip(rows, row_blocks, strict=True):
         kv_shape = (len(shape.layer_windows), computed + new, shape.num_kv_heads, shape.head_dim)
@@ -156,7 +163,7 @@ def run_layer(
     q, k, v = torch.split(problem.qkv(layer), [num_heads, num_kv_heads, num_kv_heads], 1)
     poison = torch.full(q.shape, torch.nan, dtype=q.dtype, device=q.device)
     del poison  # an allocator that caches hands this memory to the output
-    return backend.run(q, k, v, layer, problem.store, metadata, out)
+    return backend.run(q, k, v, layer, problem.store, metadata, out, problem.sinks)
 
 
 def assert_close(out: Tensor, exact: Tensor, tolerance: float) -> None:

@@ -52,6 +52,30 @@ def test_attention_equals_its_definition(
         assert_close(out, problem.exact(layer), TOLERANCES[torch.float32])
 
 
+@pytest.mark.parametrize("rows", ROW_SETS.values(), ids=ROW_SETS)
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(6, 2), (3, 3), (4, 1)])
+@pytest.mark.parametrize("max_scores", [1, 40, 2**26])
+def test_sinks_take_their_share_of_every_softmax(
+    rows: list[tuple[int, int]],
+    num_heads: int,
+    num_kv_heads: int,
+    max_scores: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kernels.attention.reference._MAX_SCORES", max_scores)
+    shape = AttentionShape(
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=12,
+        layer_windows=(None, 3, 8),
+        query_scale=0.4,
+        has_sinks=True,
+    )
+    problem = build_problem(rows, shape, block_size=4, dtype=torch.float32)
+    for layer in range(NUM_LAYERS):
+        check(_backend(problem), problem, layer)
+
+
 def test_the_oracle_is_one_softmax_per_query_and_head() -> None:
     shape = AttentionShape(num_heads=6, num_kv_heads=2, head_dim=5, layer_windows=(None, 3))
     problem = build_problem([(4, 1), (3, 6)], shape, block_size=2, dtype=torch.float32)

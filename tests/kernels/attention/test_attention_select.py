@@ -1,6 +1,7 @@
 """Choosing attention backends: what "auto" means, and errors that say what would work."""
 
 import importlib.util
+from dataclasses import replace
 from importlib.machinery import ModuleSpec
 
 import pytest
@@ -23,6 +24,8 @@ from tests.harness.gpus import GPUS, gpu
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 PLAIN = AttentionShape(num_heads=8, num_kv_heads=2, head_dim=128, layer_windows=(None, None))
 WINDOWED = AttentionShape(num_heads=8, num_kv_heads=2, head_dim=128, layer_windows=(None, 64))
+WITH_SINKS = replace(WINDOWED, has_sinks=True)
+WIDE_HEADS = replace(WINDOWED, head_dim=256)
 SMALL_HEADS = AttentionShape(num_heads=8, num_kv_heads=2, head_dim=80, layer_windows=(None,))
 
 
@@ -77,6 +80,10 @@ def test_auto_depends_on_device_and_shape_alone(monkeypatch: pytest.MonkeyPatch)
     assert automatic_name("decode", PLAIN, cpu) == "reference"
     assert automatic_name("prefill", PLAIN, hopper) == "flash_attn"
     assert automatic_name("decode", WINDOWED, hopper) == "triton"
+    for untried in (WITH_SINKS, WIDE_HEADS):
+        assert automatic_name("prefill", untried, hopper) == "triton"
+        assert automatic_name("decode", untried, hopper) == "triton"
+    assert automatic_name("prefill", WITH_SINKS, cpu) == "reference"
     assert automatic_name("prefill", SMALL_HEADS, hopper) == "reference"
     assert automatic_name("decode", SMALL_HEADS, hopper) == "reference"
 
@@ -138,11 +145,26 @@ def test_what_a_backend_cannot_do_is_said_before_it_is_built(
     assert "float32" in reason("flash_attn", PLAIN, full, 16)
     assert "80" in reason("flash_attn", SMALL_HEADS, brain, 16)
     assert "24" in reason("flash_attn", PLAIN, brain, 24)
+    assert "attention sinks" in reason("flashinfer", replace(PLAIN, has_sinks=True), brain, 16)
+    assert "attention sinks" in reason("flash_attn", WITH_SINKS, brain, 16)
+    assert reason("triton", WITH_SINKS, brain, 16) == "can"
+    assert reason("triton", WIDE_HEADS, brain, 16) == "can"
     assert reason("triton", WINDOWED, half, 48) == "can"
     assert "24" in reason("triton", PLAIN, brain, 24)
     assert "80" in reason("triton", SMALL_HEADS, brain, 16)
     assert "float32" in reason("triton", PLAIN, full, 16)
     assert reason("reference", SMALL_HEADS, full, 24) == "can"
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("name", ["flashinfer", "flash_attn"])
+def test_a_backend_without_sinks_names_those_that_have_them(
+    name: AttentionName, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _install(monkeypatch, "flashinfer", "vllm", "vllm_flash_attn")
+    with_sinks = replace(PLAIN, has_sinks=True)
+    with pytest.raises(BackendUnavailable, match=r"without attention sinks.*: triton, reference$"):
+        _build(name, "triton", with_sinks, device=GPU)
 
 
 def test_flash_attention_is_for_hopper(monkeypatch: pytest.MonkeyPatch) -> None:

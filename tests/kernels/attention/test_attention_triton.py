@@ -33,9 +33,13 @@ WINDOWS = (None, 3, 70)
 LONG_ROWS = [(63, 1), (64, 1), (127, 1), (1000, 1), (4159, 1), (0, 129), (700, 65), (127, 2)]
 
 
-def _shape(heads: tuple[int, int], head_dim: int) -> AttentionShape:
+def _shape(heads: tuple[int, int], head_dim: int, *, has_sinks: bool = False) -> AttentionShape:
     return AttentionShape(
-        num_heads=heads[0], num_kv_heads=heads[1], head_dim=head_dim, layer_windows=WINDOWS
+        num_heads=heads[0],
+        num_kv_heads=heads[1],
+        head_dim=head_dim,
+        layer_windows=WINDOWS,
+        has_sinks=has_sinks,
     )
 
 

@@ -13,6 +13,7 @@ pytestmark = pytest.mark.lab
 
 def outcome(**changes: object) -> Outcome:
     fields: dict[str, object] = {
+        "role": "decode",
         "rank": 1,
         "signal": "SIGSTOP",
         "phase": "mid stream",
@@ -28,10 +29,16 @@ def outcome(**changes: object) -> Outcome:
 @pytest.mark.parametrize(
     ("changes", "row"),
     [
-        ({}, "| 1 | SIGSTOP | mid stream | 5 of 5 | 0 | 0 | 8.2 | nothing |"),
-        ({"num_wrong": 1}, "| 1 | SIGSTOP | mid stream | 4 of 5 | 1 | 0 | 8.2 | nothing |"),
-        ({"num_lost": 2}, "| 1 | SIGSTOP | mid stream | 3 of 5 | 0 | 2 | 8.2 | nothing |"),
-        ({"left": "2 rings"}, "| 1 | SIGSTOP | mid stream | 5 of 5 | 0 | 0 | 8.2 | 2 rings |"),
+        ({}, "| decode | 1 | SIGSTOP | mid stream | 5 of 5 | 0 | 0 | 8.2 | nothing |"),
+        (
+            {"num_wrong": 1},
+            "| decode | 1 | SIGSTOP | mid stream | 4 of 5 | 1 | 0 | 8.2 | nothing |",
+        ),
+        ({"num_lost": 2}, "| decode | 1 | SIGSTOP | mid stream | 3 of 5 | 0 | 2 | 8.2 | nothing |"),
+        (
+            {"left": "2 rings"},
+            "| decode | 1 | SIGSTOP | mid stream | 5 of 5 | 0 | 0 | 8.2 | 2 rings |",
+        ),
     ],
 )
 def test_whatever_is_wrong_lost_or_left_is_in_the_row_and_a_violation(

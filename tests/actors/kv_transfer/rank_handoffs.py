@@ -1,0 +1,128 @@
+"""A prompt computed by some number of ranks and decoded by another; what every rank does for it.
+
+Other processes import this file.
+"""
+
+import asyncio
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from actors.kv_transfer.contracts import StagedPiece
+from actors.kv_transfer.kv_pieces import KvPieces
+from actors.kv_transfer.rank_pieces import RankPieces
+from engine.layers.context import SINGLE_RANK, Comm
+from engine.models.spec import load_spec
+from engine.plan import StepResult
+from engine.ranks.agreement import meet
+from engine.ranks.leading import StepCounts
+from engine.ranks.shared_stores import share_stores
+from engine.request import SamplingParams
+from tests.engine.ranks.exact_models import build_exact
+from tests.engine.runner.step_driver import StepDriver
+from tests.harness.rank_processes import TIMEOUT_S
+
+Told = tuple[list[list[int]], Tensor]  # tokens of each step, and logits after the last
+NUM_DECODED = 6
+
+
+@dataclass
+class Side:
+    """This rank's part of a worker, and the pieces of all of it where it is rank 0."""
+
+    driver: StepDriver
+    pieces: KvPieces | RankPieces | None
+    steps: StepCounts = field(default_factory=StepCounts)
+
+    def sample(self, num_new: dict[int, int]) -> StepResult:
+        self.steps.num_launched += 1
+        result = self.driver.sample(num_new)
+        self.steps.num_ended += 1
+        shared = self.driver.executor.kv_store.shared
+        if shared is not None:
+            shared.count_step()
+        return result
+
+
+def open_side(comm: Comm, folder: Path, size: int) -> Side | None:
+    """None where this rank is none of the worker's, which has one rank, or all of them."""
+    if size == 1 and comm.rank.index > 0:
+        return None
+    comm = SINGLE_RANK if size == 1 else comm
+    model, attention = build_exact(folder, comm.rank)
+    driver = StepDriver(model, seed=3, phased=attention, sends_blocks=True, comm=comm)
+    store = driver.executor.kv_store
+    if size == 1:
+        return Side(driver, KvPieces(store, num_threads=1))
+    whole = load_spec(folder).kv_layout(block_size=4, dtype="float32")
+    stores, side = share_stores(comm, store, whole), Side(driver, None)
+    if stores:
+        side.pieces = RankPieces(stores, side.steps, TIMEOUT_S, num_threads=1)
+    return side
+
+
+def hand_over(
+    comm: Comm,
+    folder: Path,
+    sizes: tuple[int, int] | None,
+    prompt: list[int],
+    params: SamplingParams,
+) -> Told | None:
+    """The answer to `prompt` where this rank decodes it.
+
+    sizes: ranks that compute the prompt, and ranks that decode; None = the first of the ranks does
+    both, and nothing moves.
+    """
+    sender = open_side(comm, folder, 1 if sizes is None else sizes[0])
+    receiver = sender if sizes is None else open_side(comm, folder, sizes[1])
+    tokens: list[int] = []
+    if sender is not None:
+        sender.driver.admit(1, [7] * 5)  # a neighbour, so that blocks are not the first ones
+        sender.driver.admit(0, prompt, params=params)
+        for chunk in ({1: 5, 0: 7}, {0: 9, 1: 1}, {1: 1, 0: len(prompt) - 16}):
+            tokens = list(sender.sample(chunk).tokens[list(chunk).index(0)])
+    if sizes is not None:
+        tokens = _from_first(comm, tokens)
+        if receiver is not None:
+            ids = [receiver.driver.free_blocks.pop() for _ in range(-(-len(prompt) // 4))]
+            if comm.rank.index == 0:
+                assert sender is not None
+                asyncio.run(_move(sender, receiver, ids))
+            receiver.driver.admit(
+                0,
+                [*prompt, *tokens],
+                params=params,
+                num_prompt_tokens=len(prompt),
+                shared_blocks=ids,
+                num_computed=len(prompt),
+            )
+        meet(comm)
+    return None if receiver is None else _decode(receiver, tokens)
+
+
+def _from_first(comm: Comm, tokens: list[int]) -> list[int]:
+    encoded = comm.gather_bytes(msgspec.msgpack.encode(tokens))
+    found: list[int] = msgspec.msgpack.decode(encoded[0])
+    return found
+
+
+async def _move(sender: Side, receiver: Side, ids: list[int]) -> None:
+    assert sender.pieces is not None
+    assert receiver.pieces is not None
+    receiver.steps.num_launched = receiver.steps.num_ended
+    receiver.pieces.fence()
+    piece = await sender.pieces.read(sender.driver.blocks[0])
+    assert isinstance(piece.data, np.ndarray)
+    moved: StagedPiece[np.ndarray] = StagedPiece(data=piece.data, digests=piece.digests)
+    assert await receiver.pieces.write(ids, moved), "digests differ"
+
+
+def _decode(side: Side, tokens: list[int]) -> Told:
+    steps = [tokens]
+    steps += [list(side.sample({0: 1}).tokens[0]) for _ in range(NUM_DECODED)]
+    with torch.inference_mode():
+        return steps, side.driver.logits({0: 1})[0].clone()

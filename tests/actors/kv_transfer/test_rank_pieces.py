@@ -1,0 +1,197 @@
+"""Blocks between workers of any numbers of ranks: every head gets to every rank that holds it.
+
+The oracle is indexing: what a worker of one rank has, sliced by heads. The ranks' stores are shared
+as processes share them, through a second mapping of the same memory.
+"""
+
+import asyncio
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+
+from actors.kv_transfer.contracts import IncomingData, OutgoingData, PieceStore, StagedPiece
+from actors.kv_transfer.kv_pieces import KvPieces
+from actors.kv_transfer.rank_pieces import RankPieces
+from engine.errors import ConfigError, HandoffError
+from engine.kv.layout import KvDtype, KvLayout
+from engine.kv.store import KvStore
+from engine.ranks.leading import StepCounts
+from engine.ranks.rank import Rank
+from engine.ranks.shared_stores import RankStore, part_of
+from tests.actors.kv_transfer.gpu_stand_in import random_blocks
+
+CPU = torch.device("cpu")
+NUM_BLOCKS = 13
+
+
+@pytest.fixture
+def rng() -> random.Random:
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    return random.Random(seed)
+
+
+def layout_of(num_heads: int, dtype: KvDtype = "float32", width: int = 4) -> KvLayout:
+    return KvLayout.with_heads(
+        num_layers=2, block_size=3, num_kv_heads=num_heads, head_dim=width, dtype=dtype
+    )
+
+
+@dataclass
+class Worker:
+    """One side: the ranks' own stores, and the pieces of their rank 0."""
+
+    stores: list[KvStore]  # as each rank has its own
+    whole: KvLayout
+    pieces: PieceStore
+    steps: StepCounts
+
+    def heads(self, rank: int) -> slice:
+        return part_of(Rank(rank, len(self.stores)), self.whole).heads
+
+    def compute(self, block_ids: Sequence[int], blocks: torch.Tensor) -> None:
+        """What steps do: every rank writes its heads, and keeps their digests."""
+        for rank, store in enumerate(self.stores):
+            store.scatter(block_ids, blocks[..., self.heads(rank), :])
+            store.digests.keep(block_ids, store.digest(block_ids))
+
+
+def new_worker(size: int, whole: KvLayout, deadline_s: float = 5.0) -> Worker:
+    steps = StepCounts()
+    if size == 1:
+        store = KvStore(whole, num_blocks=NUM_BLOCKS, device=CPU)
+        pieces = KvPieces(store, num_threads=1)
+        return Worker([store], whole, pieces, steps)
+    stores, mapped = [], []
+    for index in range(size):
+        part = part_of(Rank(index, size), whole)
+        *_, width = whole.block_shape
+        layout = KvLayout.with_heads(
+            num_layers=whole.block_shape[0],
+            block_size=whole.block_size,
+            num_kv_heads=part.num_heads,
+            head_dim=width,
+            dtype=whole.dtype,
+        )
+        own = KvStore(layout, num_blocks=NUM_BLOCKS, device=CPU)
+        offer = own.share(part)
+        theirs = KvStore.attached(offer, part, layout) if index else own
+        assert own.shared is not None
+        own.shared.close_file()
+        stores.append(own)
+        mapped.append(RankStore(part=part, store=theirs))
+    of_ranks = RankPieces(mapped, steps, deadline_s, num_threads=1)
+    return Worker(stores, whole, of_ranks, steps)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("num_heads", "from_size", "to_size"),
+    [(4, 1, 2), (4, 2, 1), (4, 2, 2), (4, 2, 4), (4, 4, 2), (2, 1, 4), (2, 4, 2), (1, 2, 4)],
+)
+def test_every_head_reaches_every_rank_that_holds_it(
+    num_heads: int, from_size: int, to_size: int, dtype: KvDtype, rng: random.Random
+) -> None:
+    """Of fewer heads than ranks, several ranks hold the same one."""
+    whole = layout_of(num_heads, dtype)
+    sender, receiver = new_worker(from_size, whole), new_worker(to_size, whole)
+    number = rng.randint(1, NUM_BLOCKS)
+    from_ids, to_ids = (rng.sample(range(NUM_BLOCKS), number) for _ in range(2))
+    generator = torch.Generator().manual_seed(rng.randrange(2**32))
+    blocks = torch.randn(number, *whole.block_shape, generator=generator).to(
+        receiver.stores[0].dtype
+    )
+    sender.compute(from_ids, blocks)
+    before = [store.tensor.clone() for store in receiver.stores]
+
+    async def move() -> bool:
+        piece = await sender.pieces.read(from_ids)
+        assert piece.digests == whole_digests(whole, blocks)
+        return await receiver.pieces.write(to_ids, arrived(piece))
+
+    assert asyncio.run(move())
+    others = [block for block in range(NUM_BLOCKS) if block not in to_ids]
+    for rank, store in enumerate(receiver.stores):
+        assert torch.equal(store.tensor[to_ids], blocks[..., receiver.heads(rank), :])
+        assert torch.equal(store.tensor[others], before[rank][others])
+
+
+def whole_digests(whole: KvLayout, blocks: torch.Tensor) -> list[int]:
+    """As a worker of one rank computes them."""
+    return KvStore(whole, num_blocks=1, device=CPU).digest_staged(blocks)
+
+
+def arrived(piece: StagedPiece[OutgoingData]) -> StagedPiece[IncomingData]:
+    assert isinstance(piece.data, np.ndarray)
+    return StagedPiece(data=piece.data, digests=piece.digests)
+
+
+@pytest.mark.parametrize("from_size", [1, 2])
+def test_a_rank_with_other_bytes_than_announced_is_noticed(
+    from_size: int, rng: random.Random
+) -> None:
+    """On either side, in one bit of one head; the sum of the digests tells."""
+    whole = layout_of(2)
+    for side in ("sender", "receiver"):
+        sender, receiver = new_worker(from_size, whole), new_worker(4, whole)
+        [block] = random_blocks(1, sender.stores[0], rng)
+        sender.compute([block], torch.randn(1, *whole.block_shape))
+        if side == "sender":  # after its step, before it is read
+            words = sender.stores[-1].tensor[block].view(torch.int32).view(-1)
+            words[rng.randrange(len(words))] ^= 1 << rng.randrange(31)
+
+        async def move(sender: Worker, receiver: Worker, block: int, side: str) -> bool:
+            piece = await sender.pieces.read([block])
+            if side == "receiver":  # one of the ranks that hold the same head
+                _forget_writes(receiver, rng.randrange(4))
+            return await receiver.pieces.write([3], arrived(piece))
+
+        assert not asyncio.run(move(sender, receiver, block, side))
+
+
+def _forget_writes(worker: Worker, rank: int) -> None:
+    pieces = worker.pieces
+    assert isinstance(pieces, RankPieces)
+    store = pieces._stores[rank].store
+    store.scatter = lambda block_ids, data: None  # type: ignore[method-assign]
+
+
+def test_a_read_waits_for_ranks_that_are_behind(rng: random.Random) -> None:
+    """Rank 0 has the result of a step that another rank has not ended."""
+    worker = new_worker(2, layout_of(2), deadline_s=0.05)
+    worker.compute([5], torch.randn(1, *worker.whole.block_shape))
+    worker.steps.num_launched = worker.steps.num_ended = 2
+    behind = worker.stores[1].shared
+    assert behind is not None
+    behind.count_step()
+    with pytest.raises(HandoffError, match="rank 1 has ended 1 steps, not 2"):
+        asyncio.run(worker.pieces.read([5]))
+    behind.count_step()
+    assert asyncio.run(worker.pieces.read([5])).digests
+
+
+def test_a_write_waits_for_steps_launched_before_its_blocks_were_granted() -> None:
+    """They may still write there. What was launched later does not."""
+    whole = layout_of(2)
+    sender, worker = new_worker(1, whole), new_worker(2, whole, deadline_s=0.05)
+    sender.compute([1], torch.randn(1, *whole.block_shape))
+    piece = asyncio.run(sender.pieces.read([1]))
+    worker.steps.num_launched = 1
+    worker.pieces.fence()  # type: ignore[attr-defined]
+    worker.steps.num_launched = 2
+    with pytest.raises(HandoffError, match="rank 1 has ended 0 steps, not 1"):
+        asyncio.run(worker.pieces.write([2], arrived(piece)))
+    ended = worker.stores[1].shared
+    assert ended is not None
+    ended.count_step()
+    assert asyncio.run(worker.pieces.write([2], arrived(piece)))
+
+
+def test_heads_that_share_a_word_of_the_digest_are_refused() -> None:
+    whole = layout_of(4, "bfloat16", width=1)
+    with pytest.raises(ConfigError, match=r"2 bytes .*words of 8.*tensor_parallel_size"):
+        new_worker(2, whole)

@@ -1,0 +1,273 @@
+"""gpt-oss: transformers' logits on the same folder, in bf16 and MXFP4, in every kind of step."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from engine.errors import ConfigError
+from engine.models.llama import CausalLM
+from engine.models.llama_weights import Rank, num_parameters
+from engine.models.mixture import build_mixture
+from engine.models.mxfp4 import dequantize_mxfp4
+from engine.models.registry import build_model
+from engine.models.spec import load_spec
+from engine.models.weights import load_weights, random_weights
+from engine.request import SamplingParams
+from kernels.reference import TorchOps
+from tests.engine.models.closeness import assert_same_logits
+from tests.engine.runner.step_driver import StepDriver
+from tests.harness.in_process import answer, start_engine
+from tests.harness.tiny_models import VOCAB_SIZE, edit_config, reference_logits, save_model
+
+CPU = torch.device("cpu")
+NAME = "GptOssForCausalLM"
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "full_first": {
+        "num_hidden_layers": 3,
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+    },
+    "without_attention_bias": {"attention_bias": False, "num_key_value_heads": 1},
+    "other_gate": {"swiglu_alpha": 0.7, "swiglu_limit": 7.0, "num_experts_per_tok": 5},
+}
+
+
+def _build(folder: Path) -> CausalLM:
+    return build_model(folder, dtype=torch.float32, device=CPU)
+
+
+def _tokens(num_tokens: int, seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    ids: list[int] = torch.randint(0, VOCAB_SIZE, (num_tokens,), generator=generator).tolist()
+    return ids
+
+
+@pytest.fixture
+def seed() -> int:
+    """Fresh inputs every run; pytest shows the value in the failing test's captured output."""
+    value = int(torch.seed() % 2**31)
+    print(f"seed {value}")
+    return value
+
+
+# ---- logits --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_chunk_size_gives_the_reference_logits_of_gpt_oss(
+    variant: str, tmp_path: Path, seed: int
+) -> None:
+    save_model(tmp_path, NAME, seed=seed, **VARIANTS[variant])
+    token_ids = _tokens(19, seed)
+    theirs = reference_logits(tmp_path, token_ids)
+    driver = StepDriver(_build(tmp_path), seed=seed)
+    for chunk in (1, 2, 5, 18, 19):
+        driver.admit(0, token_ids)
+        ours = driver.logits_in_chunks(0, chunk)
+        assert_same_logits(ours, theirs, label=f"chunks of {chunk}")
+        driver.release(0)
+
+
+def test_gpt_oss_after_a_prefix_hit_and_a_preemption_in_mixed_steps(
+    tmp_path: Path, seed: int
+) -> None:
+    save_model(tmp_path, NAME, seed=seed)
+    driver = StepDriver(_build(tmp_path), seed=seed)
+    shared = _tokens(12, seed)
+    driver.admit(0, shared + _tokens(4, seed + 1))
+    driver.logits({0: 16})
+    follower = shared + _tokens(9, seed + 2)
+    theirs = reference_logits(tmp_path, follower)
+    driver.admit(1, follower, shared_blocks=driver.blocks[0][:3], num_computed=12)
+    assert_same_logits(driver.logits({1: 5})[1], theirs[12:17])
+    driver.release(1)
+    other = _tokens(17, seed + 3)
+    driver.admit(2, other)
+    driver.admit(1, follower, num_prompt_tokens=15)
+    mixed = driver.logits({1: 20, 2: 17})
+    assert_same_logits(mixed[1], theirs[:20])
+    assert_same_logits(mixed[2], reference_logits(tmp_path, other))
+    assert_same_logits(driver.logits({1: 1})[1], theirs[20:])
+
+
+def test_gpt_oss_in_bfloat16_is_no_further_from_fp32_than_transformers(
+    tmp_path: Path, seed: int
+) -> None:
+    # All experts are active: a rounded router may choose other experts than fp32, and then no
+    # distance says anything.
+    hf_model = save_model(tmp_path, NAME, seed=seed, dtype=torch.bfloat16, num_experts_per_tok=5)
+    token_ids = _tokens(64, seed)
+    with torch.inference_mode():
+        truth = hf_model(torch.tensor([token_ids])).logits[0]
+        theirs = hf_model.bfloat16()(torch.tensor([token_ids])).logits[0].float()
+    driver = StepDriver(build_model(tmp_path, dtype=torch.bfloat16, device=CPU), seed=seed)
+    driver.admit(0, token_ids)
+    ours = driver.logits_in_chunks(0, 24)
+    our_error, their_error = ((e - truth).pow(2).mean().sqrt() for e in (ours, theirs))
+    assert our_error <= 1.1 * their_error, f"ours {our_error}, theirs {their_error}"
+
+
+def test_an_engine_answers_as_transformers_does_for_gpt_oss(tmp_path: Path, seed: int) -> None:
+    save_model(tmp_path, NAME, seed=seed)
+    model = AutoModelForCausalLM.from_pretrained(
+        tmp_path, attn_implementation="eager", dtype=torch.float32
+    )
+    engine = start_engine(
+        model__path=str(tmp_path), cache__num_blocks=40, cache__block_size=4,
+        scheduler__max_num_batched_tokens=8, scheduler__max_num_seqs=4,
+    )  # fmt: skip
+    params = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
+    prompts = [_tokens(21, seed), _tokens(30, seed + 2)]
+    prompts.append(prompts[0][:17] + _tokens(4, seed + 3))
+    expected = []
+    for prompt in prompts:
+        tokens = list(prompt)
+        with torch.inference_mode():
+            for _ in range(5):
+                tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+        expected.append(tokens[len(prompt) :])
+    for _ in range(2):  # the second time from the cache
+        found = answer(engine, [(prompt, params) for prompt in prompts])
+        assert [answered.tokens for answered in found] == expected
+
+
+# ---- files ---------------------------------------------------------------------------------------
+
+
+def test_the_ranks_of_gpt_oss_add_up_to_the_whole(tmp_path: Path, seed: int) -> None:
+    save_model(tmp_path, NAME, seed=seed)
+    spec = load_spec(tmp_path)
+    assert spec.mixture is not None
+    x, outputs, sinks = torch.randn(11, 64), [], []
+    for rank in (Rank(0, 1), Rank(0, 2), Rank(1, 2)):
+        (layer, *_) = load_weights(
+            tmp_path, spec, dtype=torch.float32, device=CPU, rank=rank
+        ).layers
+        assert layer.sinks is not None
+        sinks.append(layer.sinks)
+        outputs.append(build_mixture(spec.mixture, layer, TorchOps(), is_deterministic=False)(x))
+    torch.testing.assert_close(outputs[1] + outputs[2], outputs[0], rtol=1e-4, atol=1e-5)
+    assert torch.equal(torch.cat(sinks[1:]), sinks[0])
+
+
+def test_parameters_of_gpt_oss_are_those_of_transformers(tmp_path: Path) -> None:
+    model = save_model(tmp_path, NAME)
+    spec = load_spec(tmp_path)
+    assert num_parameters(spec) == model.num_parameters()
+    made = random_weights(spec, dtype=torch.float32, device=CPU).layers[1]
+    assert made.gate_up.bias is not None
+    assert made.gate_up.bias.shape == (5, 192)
+
+
+def _save_mxfp4(folder: Path, seed: int) -> None:
+    """A folder as gpt-oss is published: experts in blocks and scales, all else in bf16."""
+    save_model(folder, NAME, seed=seed, dtype=torch.bfloat16)
+    generator = torch.Generator().manual_seed(seed)
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        num_experts, num_columns, num_rows = tensors.pop(name).shape
+        shape = (num_experts, num_rows, num_columns // 32)
+        drawn = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8, generator=generator)
+        tensors[f"{name}_blocks"] = drawn
+        drawn = torch.randint(120, 126, shape, dtype=torch.uint8, generator=generator)
+        tensors[f"{name}_scales"] = drawn
+    # Blocks and their scales stand in two files.
+    names = {name: "b" if name.endswith("_scales") else "a" for name in tensors}
+    path.unlink()
+    for file in "ab":
+        part = {name: tensor for name, tensor in tensors.items() if names[name] == file}
+        save_file(part, folder / f"{file}.safetensors", metadata={"format": "pt"})
+    index = {"metadata": {}, "weight_map": {n: f"{f}.safetensors" for n, f in names.items()}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    edit_config(
+        folder,
+        quantization_config={
+            "quant_method": "mxfp4",
+            "dequantize": True,  # else transformers wants packages for a GPU
+            "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router"],
+        },
+    )
+
+
+@pytest.mark.filterwarnings("default")
+def test_experts_in_mxfp4_are_what_transformers_makes_of_them(tmp_path: Path, seed: int) -> None:
+    _save_mxfp4(tmp_path, seed)
+    token_ids = _tokens(13, seed)
+    theirs = reference_logits(tmp_path, token_ids)
+    driver = StepDriver(_build(tmp_path), seed=seed)
+    driver.admit(0, token_ids)
+    assert_same_logits(driver.logits({0: 13})[0], theirs)
+    spec = load_spec(tmp_path)
+    stored = load_file(tmp_path / "a.safetensors") | load_file(tmp_path / "b.safetensors")
+    for rank in (Rank(0, 1), Rank(1, 2)):  # 48 units, which are no whole blocks
+        loaded = load_weights(tmp_path, spec, dtype=torch.bfloat16, device=CPU, rank=rank)
+        for index, layer in enumerate(loaded.layers):
+            units = slice(rank.index * 96 // rank.size, (rank.index + 1) * 96 // rank.size)
+            gate_up, down = (_dequantised(stored, index, which) for which in ("gate_up", "down"))
+            own = torch.cat((gate_up[:, ::2][:, units], gate_up[:, 1::2][:, units]), dim=1)
+            assert torch.equal(layer.gate_up.data, own)
+            assert torch.equal(layer.down.data, down[:, :, units])
+
+
+def _dequantised(tensors: dict[str, Tensor], layer: int, which: str) -> Tensor:
+    """transformers' numbers, [experts, out, in] bf16."""
+    name = f"model.layers.{layer}.mlp.experts.{which}_proj"
+    blocks, scales = tensors[f"{name}_blocks"], tensors[f"{name}_scales"]
+    return convert_moe_packed_tensors(blocks, scales).transpose(1, 2)
+
+
+def test_every_byte_and_scale_of_mxfp4_is_that_of_transformers() -> None:
+    blocks = torch.arange(256, dtype=torch.uint8).view(1, 16, 16).expand(254, -1, -1)
+    scales = torch.arange(1, 255, dtype=torch.uint8)[:, None].expand(-1, 16)
+    theirs = convert_moe_packed_tensors(blocks[None], scales[None])[0].T
+    assert torch.equal(dequantize_mxfp4(blocks, scales), theirs)
+
+
+# ---- what is refused -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"quantization_config": {"quant_method": "awq"}}, "'awq' is not supported for gpt-oss"),
+        ({"rope_parameters": None}, "rope_scaling is missing; gpt-oss has YaRN"),
+        ({"num_experts_per_tok": 6}, "is 6 of 5 experts"),
+        ({"layer_types": ["chunked_attention", "full_attention"]}, "chunked_attention"),
+    ],
+)
+def test_settings_of_gpt_oss_that_nobody_checked_are_refused(
+    changes: dict[str, object], message: str, tmp_path: Path
+) -> None:
+    save_model(tmp_path, NAME)
+    edit_config(tmp_path, **changes)
+    with pytest.raises(ConfigError, match=message):
+        load_spec(tmp_path)
+
+
+def test_folders_of_the_other_kind_and_missing_scales_stop_the_start(tmp_path: Path) -> None:
+    _save_mxfp4(tmp_path, 1)
+    config = json.loads((tmp_path / "config.json").read_text())
+    edit_config(tmp_path, remove=("quantization_config",))
+    with pytest.raises(ConfigError, match=r"unexpected tensor .*_blocks"):
+        _build(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=r"quantization: fp8"):
+        load_spec(tmp_path, quantization="fp8")
+    path = tmp_path / "b.safetensors"
+    tensors = load_file(path)
+    lost = "model.layers.1.mlp.experts.down_proj_scales"
+    save_file({name: t for name, t in tensors.items() if name != lost}, path)
+    index_path = tmp_path / "model.safetensors.index.json"
+    index = json.loads(index_path.read_text())
+    del index["weight_map"][lost]
+    index_path.write_text(json.dumps(index))
+    with pytest.raises(ConfigError, match=rf"1 tensors are missing.*'{lost}'.*\[5, 64, 3\]"):
+        _build(tmp_path)
