@@ -100,12 +100,10 @@ def _latent_store_kernel(
     else:
         heads = (tl.program_id(1) - 1) * HEADS + tl.arange(0, HEADS)
         mask = (heads < NUM_HEADS)[:, None] & is_pair[None, :]
-        first = heads[:, None] * QUERY_DIM + (QUERY_DIM - ROPE_DIM) + step * pairs[None, :]
-        place = q_ptr + token * Q_TOKEN_STRIDE + first
-        _rotate(
-            place, mask, cos[None, :], sin[None, :], place, tl.full([1, 1], 0, tl.int1),
-            half_dim, IS_INTERLEAVED,
-        )  # fmt: skip
+        ends = heads[:, None] * QUERY_DIM + (QUERY_DIM - ROPE_DIM) + step * pairs[None, :]
+        queries = q_ptr + token * Q_TOKEN_STRIDE + ends
+        # Nothing is kept of queries.
+        _rotate(queries, mask, cos[None, :], sin[None, :], queries, False, half_dim, IS_INTERLEAVED)
 
 
 def rotate_and_store_latent(
