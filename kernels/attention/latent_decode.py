@@ -35,6 +35,7 @@ from kernels.pdl import pdl_supported
 _ITEM_FIELDS = tl.constexpr(8)  # of an item, see `triton_decode`
 _MAX_TILE_HEADS = 64
 _FEW_HEADS = 16
+_LARGE_SHARED_MEMORY = 160 * 1024  # bytes a block, from which on 64 heads' queries fit beside keys
 _PROGRAMS_PER_SM = 2  # a program's tiles take half of an SM's shared memory, or all
 _MIN_TILE_KEYS = 16
 _UNSPLIT = 1 << 20  # tiles, more than any row has
@@ -51,10 +52,12 @@ class LatentWork:
     row_parts: Tensor
 
 
-def num_head_tiles(num_heads: int) -> int:
-    """Equal tiles of at most 64 heads each."""
-    least = triton.cdiv(num_heads, _MAX_TILE_HEADS)
-    return next(n for n in range(least, num_heads + 1) if num_heads % n == 0)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentConfig:
+    """Tuning parameters: tiles of keys and the split, and equal tiles of the heads."""
+
+    decode: DecodeConfig
+    num_tiles: int
 
 
 @triton.jit(do_not_specialize=["layer"], do_not_specialize_on_alignment=["block_ids_ptr"])
@@ -197,13 +200,15 @@ def _latent_combine_kernel(
 
 def fitted_config(
     shape: LatentShape, device: DeviceProperties, *, whole_rows: bool
-) -> DecodeConfig:
-    """Tiles of keys that fit the device's shared memory beside the queries.
+) -> LatentConfig:
+    """Tiles of heads and keys that fit the device's shared memory.
 
-    Raises ValueError if none does.
+    Raises ValueError if none do.
     """
-    tile_heads = shape.num_heads // num_head_tiles(shape.num_heads)
-    query_rows = max(MIN_DOT_ROWS, triton.next_power_of_2(tile_heads))
+    memory_bytes = device.shared_memory_per_block_bytes
+    most_heads = _MAX_TILE_HEADS if memory_bytes >= _LARGE_SHARED_MEMORY else _FEW_HEADS
+    num_tiles = _num_tiles(shape.num_heads, most_heads)
+    query_rows = _query_rows(shape.num_heads // num_tiles)
     is_few = query_rows <= _FEW_HEADS
     tile_keys = 64 if is_few else 32
     while True:
@@ -211,34 +216,46 @@ def fitted_config(
             2,
             stage_bytes=2 * tile_keys * shape.width,  # two bytes an element
             other_bytes=2 * query_rows * shape.width,
-            shared_memory_bytes=device.shared_memory_per_block_bytes,
+            shared_memory_bytes=memory_bytes,
         )
         if stages >= 2 or (stages == 1 and tile_keys == _MIN_TILE_KEYS):
             break
         if tile_keys == _MIN_TILE_KEYS:
             raise ValueError(
-                f"{device.name} has {device.shared_memory_per_block_bytes} bytes of shared memory"
-                f" a block: too few for {query_rows} queries of {shape.width}"
+                f"{device.name} has {memory_bytes} bytes of shared memory a block: too few for"
+                f" {query_rows} queries of {shape.width}"
             )
         tile_keys //= 2
     config = DecodeConfig(tile_keys=tile_keys, num_warps=4 if is_few else 8, num_stages=stages)
     if device.is_gpu:
         config = replace(config, num_programs=_PROGRAMS_PER_SM * device.num_sms)
-    return replace(config, min_part_tiles=_UNSPLIT) if whole_rows else config
+    if whole_rows:
+        config = replace(config, min_part_tiles=_UNSPLIT)
+    return LatentConfig(decode=config, num_tiles=num_tiles)
+
+
+def _num_tiles(num_heads: int, most_heads: int) -> int:
+    """The fewest equal tiles of at most `most_heads` heads."""
+    least = triton.cdiv(num_heads, most_heads)
+    return next(n for n in range(least, num_heads + 1) if num_heads % n == 0)
+
+
+def _query_rows(tile_heads: int) -> int:
+    return max(MIN_DOT_ROWS, triton.next_power_of_2(tile_heads))
 
 
 def open_latent(
-    rows: RowTensors, max_keys: int, shape: LatentShape, config: DecodeConfig
+    rows: RowTensors, max_keys: int, shape: LatentShape, config: LatentConfig
 ) -> LatentWork:
     """Allocate memory for `rows`, each with at most `max_keys` keys; `plan_latent` must fill it."""
     scratch = AttentionShape(
         num_heads=shape.num_heads,
-        num_kv_heads=num_head_tiles(shape.num_heads),
+        num_kv_heads=config.num_tiles,
         head_dim=shape.rank,
         layer_windows=(None,),
     )
     row_parts = torch.zeros((len(rows.num_keys), 2), dtype=torch.int32, device=rows.num_keys.device)
-    split = open_decode(rows, max_keys, scratch, config)
+    split = open_decode(rows, max_keys, scratch, config.decode)
     return LatentWork(shape=shape, split=split, row_parts=row_parts)
 
 
@@ -286,7 +303,7 @@ def latent_decode(
         BLOCK_STRIDE=store.stride(0),
         LAYER_STRIDE=store.stride(1),
         TILE_KEYS=config.tile_keys,
-        QUERY_ROWS=max(MIN_DOT_ROWS, triton.next_power_of_2(tile_heads)),
+        QUERY_ROWS=_query_rows(tile_heads),
         USE_PDL=use_pdl,
         num_warps=config.num_warps,
         num_stages=config.num_stages,

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kernels.attention.latent import LatentShape
 from kernels.attention.latent_decode import (
+    LatentConfig,
     LatentWork,
     fitted_config,
     latent_decode,
@@ -28,7 +29,6 @@ from kernels.attention.latent_prefill import (
     plan_prefill,
 )
 from kernels.attention.protocol import AttentionStep, RowTensors
-from kernels.attention.triton_decode import DecodeConfig
 from kernels.device import device_properties
 from kernels.linear.by_head import product_by_head
 
@@ -54,7 +54,7 @@ class TritonLatent:
         dtype: torch.dtype,
         device: torch.device,
         fixed_tile: bool = False,
-        decode_config: DecodeConfig | None = None,
+        decode_config: LatentConfig | None = None,
         prefill_config: LatentPrefillConfig | None = None,
         piece_bytes: int = PIECE_BYTES,
     ) -> None:
