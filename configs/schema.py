@@ -65,6 +65,9 @@ class CacheConfig(_Section, frozen=True):
     gpu_memory_utilization: Share = 0.9
     enable_prefix_caching: bool = True  # found blocks of earlier prompts are not computed again
     protected_share: Share = 0.8  # of the blocks, at most, shielded after a second use (SLRU)
+    # Shared memory of each machine, taken at the start, for blocks that its workers evict; found
+    # there, they are loaded where that is sooner than computing. 0 = none; see docs/operations.md.
+    host_gib: Annotated[float, Meta(ge=0)] = 0.0
 
 
 class SchedulerConfig(_Section, frozen=True):
@@ -156,6 +159,25 @@ class ExecutionConfig(_Section, frozen=True):
 
     # Decode steps replay captured CUDA graphs; None = on a GPU with a backend that can.
     cuda_graphs: bool | None = None
+
+
+class SpeculationConfig(_Section, frozen=True):
+    """Guessing tokens ahead: a step verifies several of a request; its answer stays the same."""
+
+    # ngram = what followed the same words before, in the request or in finished answers;
+    # draft_model = what a smaller model of the same vocabulary says.
+    drafter: Literal["none", "ngram", "draft_model"] = "none"
+    max_drafts: Annotated[int, Meta(ge=1, le=16)] = 8  # guessed tokens of a request in a step
+    # Above this temperature a request gets no guesses: too few would be right. A request that asks
+    # for guesses by itself (`speculation` in its body) gets them at any.
+    max_temperature: Annotated[float, Meta(ge=0)] = 0.7
+    # As many guesses as are predicted to pay, by what was accepted and what steps cost; false =
+    # always max_drafts, for measurements.
+    adaptive: bool = True
+    # ngram: tokens of finished answers that are kept, about 100 bytes each; 0 = a request's own.
+    max_corpus_tokens: Annotated[int, Meta(ge=0)] = 262_144
+    # draft_model: Hugging Face folder of the smaller model, as model.path.
+    model_path: str | None = None
 
 
 class FloorsConfig(_Section, frozen=True):
@@ -351,6 +373,7 @@ class AppConfig(_Section, frozen=True):
     scheduler: SchedulerConfig = SchedulerConfig()
     laps: LapsConfig = LapsConfig()
     execution: ExecutionConfig = ExecutionConfig()
+    speculation: SpeculationConfig = SpeculationConfig()
     handoff: HandoffConfig = HandoffConfig()
     workers: WorkersConfig = WorkersConfig()
     tokenizer: TokenizerConfig = TokenizerConfig()

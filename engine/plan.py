@@ -28,6 +28,11 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     may be launched while the previous one computes. A row that samples in the previous plan then
     computes that token in this one, and only the device knows its id. A row with a constraint is
     never in both plans, because what it may sample depends on that id.
+
+    A row with drafts (`drafts`) knows `its tokens, then its drafts` for this step only. It samples
+    after each of its last num_samples[r] positions as if the drafts before were its tokens. Which
+    of these samples count is decided when they are known (engine/speculation/acceptance.py), so
+    such a row is never in two plans at once, and its next plan names the tokens that it got.
     """
 
     step: int
@@ -39,11 +44,15 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     num_computed_tokens: list[int]  # [R] history already in the KV store
     num_logits: list[int]  # [R] 0 = KV only, 1 = the last position
     # [R] the last positions, whose logits are used to draw a token each, or which say what a
-    # prompt-only request asks (max_tokens 0). Schedulers plan at most one.
+    # prompt-only request asks (max_tokens 0). More than one only for a row with drafts.
     num_samples: list[int]
     new_block_ids: list[list[int]]  # [R] blocks appended to the row's table before it runs
     # The newest token of each constrained row; its constraint accepts it before the row samples.
     accepted_tokens: list[tuple[int, int]] = []  # (row, token id)
+    # (index in the plan, drafts): what these rows sample does not become part of their history.
+    drafts: list[tuple[int, list[int]]] = []
+    # (row, token ids): tokens to append to the history of a row that was last in a plan's `drafts`.
+    verified_tokens: list[tuple[int, list[int]]] = []
 
     @property
     def num_tokens(self) -> int:

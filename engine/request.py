@@ -122,6 +122,7 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     salt: str = ""  # part of every block hash: equal prompts with unequal salts share nothing
     deadline_s: float | None = None  # after it the request ends with an error
     ttft_deadline_s: float | None = None  # target for the first token; None = its class default
+    max_drafts: int | None = None  # guessed tokens a step; 0 = none, None = as the worker decides
 
 
 def find_id_beyond(vocab_size: int, token_ids: Sequence[int], params: SamplingParams) -> int | None:

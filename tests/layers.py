@@ -48,9 +48,26 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     ),
     "engine.kv.transfer": (*_WORDS, "engine.kv.cache"),
     # -- engine: decisions
-    "engine.scheduling": (*_WORDS, "configs.schema", "configs.resolved", "engine.kv.cache"),
+    "engine.scheduling": (
+        *_WORDS,
+        "configs.schema",
+        "configs.resolved",
+        "engine.kv.cache",
+        "engine.speculation.controller",
+        "engine.speculation.drafter",
+    ),
     "engine.routing": (*_WORDS, "configs.schema", "configs.resolved"),
     "engine.core": (*_WORDS, "engine.scheduling"),
+    # -- engine: drafts, the parts without tensors
+    "engine.speculation.acceptance": (),
+    "engine.speculation.ngram": (),
+    "engine.speculation.controller": ("engine.cost_model",),
+    "engine.speculation.drafter": (
+        "engine.cost_model",
+        "engine.request",
+        "engine.speculation.controller",
+        "engine.speculation.ngram",
+    ),
     # -- engine: the ring between the ranks of one worker
     "engine.ranks.plan_ring": ("engine.errors",),
     "engine.ranks.heartbeat": (),
@@ -102,6 +119,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "engine.ranks",
         "engine.request",
         "engine.sampling",
+        "engine.speculation.acceptance",
     ),
     "engine.build": ("configs.schema", "kernels.compilation", "kernels.device", "engine"),
     # -- actors, from below
@@ -214,6 +232,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
         "engine.constraints.compiling",
         "engine.kv.device_offer",
         "engine.kv.shared_memory",
+        "engine.kv.host.movers",
         "engine.kv.store",
         "engine.layers",
         "engine.models",

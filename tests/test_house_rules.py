@@ -68,6 +68,8 @@ WITHOUT_TENSORS = (
     "engine.routing.placement",
     "engine.routing.pools",
     "engine.scheduling.scheduler",
+    "engine.speculation.controller",
+    "engine.speculation.ngram",
 )
 
 

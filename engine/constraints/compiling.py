@@ -35,6 +35,7 @@ class GrammarMatcher:
     def __init__(self, matcher: llguidance.LLMatcher, vocab_size: int) -> None:
         """matcher: not shared with other objects, before any token."""
         self._matcher = matcher
+        self._vocab_size = vocab_size
         self._num_words = num_mask_words(vocab_size)
 
     def accept_token(self, token_id: int) -> bool:
@@ -57,6 +58,10 @@ class GrammarMatcher:
         if self._matcher.is_error():
             logger.error("a constraint cannot be followed: %s", self.error)
             words.fill(0)
+
+    def fork(self) -> "GrammarMatcher":
+        """See `engine.sampling.constraint.Matcher`."""
+        return GrammarMatcher(self._matcher.deep_copy(), self._vocab_size)
 
     @property
     def is_complete(self) -> bool:

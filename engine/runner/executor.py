@@ -89,6 +89,8 @@ class Executor:
         self._attention = attention
         self._sends_blocks = sends_blocks
         self._max_rows = max_rows
+        self._max_tokens = max_num_batched_tokens
+        self._max_samples = max_rows
         self._max_model_len = max_model_len
         self._max_blocks_per_row = layout.num_blocks_for(max_model_len)
         tokens = RequestRows(max_rows=max_rows, max_model_len=max_model_len)
@@ -103,11 +105,18 @@ class Executor:
         self._last_token_steps = LastTokenSteps(max_rows, model.device)
         # [max_rows + 1]  each row's newest sampled token; the last entry is for padding rows
         self._last_tokens = torch.zeros(max_rows + 1, dtype=torch.int32, device=model.device)
-        self._slots = StepSlots(max_rows, model.device)
+        self._slots = StepSlots(self._max_samples, model.device)
         self._decode_graphs: StepGraphs | None = None
         self._decode_run: DecodeRun | None = None
         self._prompt_graphs: StepGraphs | None = None
         self._prompt_steps: PromptStepCounter | None = None
+
+    def allow_drafts(self, max_drafts: int) -> None:
+        """Make room for so many drafts a row; call it before graphs are captured and steps run."""
+        most = min(self._max_rows * (1 + max_drafts), self._max_tokens)
+        self._max_samples = max(self._max_rows, most)
+        self._buffers = self._step_buffers(self._max_tokens)
+        self._slots = StepSlots(self._max_samples, self.model.device)
 
     def capture_graphs(
         self,
@@ -166,7 +175,7 @@ class Executor:
             slot.timer.start()
             self._apply_rows(plan)
             computed = self._compute(plan)
-            left = self._sample(computed)
+            left = self._sample(computed, _drafts_by_row(plan))
             if self._sends_blocks:
                 written = digest_written(plan, self._rows.blocks, self.kv_store)
                 left = replace(left, written=written)
@@ -190,6 +199,8 @@ class Executor:
             self.kv_store.zero(plan.zero_block_ids)
         if self._decode_run is not None and (plan.released_rows or plan.admissions):
             self._decode_run.end()
+        if self._decode_run is not None and (plan.verified_tokens or plan.drafts):
+            self._decode_run.end()  # their ids are given, and not the newest ones on the device
         self._rows.apply(plan)
 
     # ---- one step -------------------------------------------------------------------------------
@@ -204,18 +215,20 @@ class Executor:
         num_tokens, longest_row = plan.num_tokens, max(plan.num_new_tokens)
         is_decode = plan.is_decode
         graphs = self._decode_graphs if is_decode else self._prompt_graphs
-        size = graphs.size_for(len(plan.rows), num_tokens, longest_row) if graphs else None
+        # A graph has a line of logits for each of its rows.
+        num_rows = max(len(plan.rows), sum(plan.num_samples)) if plan.drafts else len(plan.rows)
+        size = graphs.size_for(num_rows, num_tokens, longest_row) if graphs else None
         if self._prompt_steps is not None and not is_decode:
             self._prompt_steps.count(num_tokens, longest_row, size)
         if graphs is not None and size is not None:
             inputs = DecodeInputs(batch=self._write_batch(plan, graphs.buffers, size), size=size)
-            if is_decode and self._decode_run is not None:
+            if is_decode and self._decode_run is not None and not plan.drafts:
                 self._decode_run.begin(plan, inputs)
             return self._replay(graphs, inputs)
         batch = self._write_batch(plan, self._buffers)
         samples = len(batch.sampling) > 0
         skips = batch.num_tokens >= _MIN_TOKENS_TO_SKIP_QUERIES and self.model.can_skip_queries
-        if skips and samples:
+        if skips and samples and not plan.drafts:
             result = self._forward_to_last(batch)
             hidden = result.hidden.index_select(0, batch.sampled_lines)
         else:
@@ -256,15 +269,25 @@ class Executor:
             is_finite_token=output.is_finite_token,
         )
 
-    def _sample(self, computed: ComputedStep) -> StepTensors:
-        """Draw a token for each row that samples, and keep it on the device."""
+    def _sample(self, computed: ComputedStep, drafts: dict[int, list[int]] | None) -> StepTensors:
+        """Draw a token for each row that samples, and keep it on the device.
+
+        drafts: by row; what such a row draws is kept nowhere.
+        """
         batch, replayed, flags = computed.batch, computed.replayed, computed.is_finite_token
         prompt = computed.prompt
         if computed.logits is None:
             return StepTensors(drawn=None, is_finite_token=flags, prompt=prompt)
         choice = replayed.greedy if replayed else None
-        sampled = self._rows.sampler.sample(computed.logits, batch.sampled_row_list, choice)
-        self._rows.tokens.count_sampled(batch.rows[batch.sampling])
+        row_list = batch.sampled_row_list
+        if drafts is None:
+            sampled = self._rows.sampler.sample(computed.logits, row_list, choice)
+            self._rows.tokens.count_sampled(batch.rows[batch.sampling])
+        else:
+            sampled = self._rows.sampler.sample(computed.logits, row_list, choice, drafts)
+            advancing = [row for row in row_list if row not in drafts]
+            if advancing:
+                self._rows.tokens.count_sampled(np.array(advancing, dtype=np.int64))
         if replayed is not None and sampled.is_choice(replayed.greedy):
             drawn = replayed.drawn
         else:
@@ -330,4 +353,10 @@ class Executor:
             max_tokens=max_tokens,
             max_block_ids=self._max_rows * self._max_blocks_per_row,
             device=self.model.device,
+            max_samples=self._max_samples,
         )
+
+
+def _drafts_by_row(plan: StepPlan) -> dict[int, list[int]] | None:
+    """None = no row has drafts."""
+    return {plan.rows[index]: drafts for index, drafts in plan.drafts} if plan.drafts else None

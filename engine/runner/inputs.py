@@ -16,7 +16,7 @@ earlier one may still be queued in the stream.
 `RequestRows` holds the tokens with which a row was admitted and that are still to be computed. Of
 sampled tokens it holds only the number. Their ids may not have reached the host yet, so a step
 reads the newest from a table on the device. A token whose K and V are in the store is not needed
-again.
+again. Drafts are in the table behind the known tokens, for the steps whose plan names them.
 """
 
 from collections.abc import Sequence
@@ -45,17 +45,25 @@ class StepBuffers:
     """Buffers for steps of up to `max_rows` rows, `max_tokens` tokens, `max_block_ids` blocks."""
 
     def __init__(
-        self, *, max_rows: int, max_tokens: int, max_block_ids: int, device: torch.device
+        self,
+        *,
+        max_rows: int,
+        max_tokens: int,
+        max_block_ids: int,
+        device: torch.device,
+        max_samples: int | None = None,
     ) -> None:
+        """max_samples: of one step; None = one for each row."""
+        max_samples = max_rows if max_samples is None else max_samples
         self.max_rows = max_rows
         self.max_tokens = max_tokens
         sizes = {
             "cu_tokens": max_rows + 1,
             "num_keys": max_rows,
             "cu_blocks": max_rows + 1,
-            "sampled_rows": max_rows,
-            "sampled_lines": max_rows,
-            "logit_indices": max_rows,
+            "sampled_rows": max_samples,
+            "sampled_lines": max_samples,
+            "logit_indices": max_samples,
             "input_ids": max_tokens,
             "positions": max_tokens,
             "slots": max_tokens,
@@ -144,6 +152,26 @@ class RequestRows:
         self._first_given[row] = first
         self._num_known_tokens[row] = self._end_given[row] = end
 
+    def put_drafts(self, row: int, token_ids: Sequence[int]) -> None:
+        """Write tokens behind the known ones; the row does not know them."""
+        self._put(row, token_ids)
+
+    def append(self, row: int, token_ids: Sequence[int]) -> None:
+        """Append tokens to a row that got them in a step with drafts."""
+        self._put(row, token_ids)
+        self._num_known_tokens[row] = self._end_given[row]
+
+    def _put(self, row: int, token_ids: Sequence[int]) -> None:
+        start = int(self._num_known_tokens[row])
+        end = start + len(token_ids)
+        assert 0 < start <= end <= self._token_ids.shape[1], (
+            f"row {row}: {len(token_ids)} tokens after {start} of {self._token_ids.shape[1]}"
+        )
+        if self._end_given[row] < start:  # the row has sampled tokens that only the device has
+            self._first_given[row] = start
+        self._token_ids[row, start:end] = token_ids
+        self._end_given[row] = end
+
     def remove(self, row: int) -> None:
         assert self.is_occupied(row), f"row {row} is free already"
         self._num_known_tokens[row] = 0
@@ -163,6 +191,11 @@ class RequestRows:
     def num_known_tokens(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Number of known tokens of each row, [R]; 0 for a free one."""
         return self._num_known_tokens[rows]
+
+    def num_given_tokens(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Number of known tokens of each row and of its drafts, [R]."""
+        given: NDArray[np.int64] = np.maximum(self._num_known_tokens[rows], self._end_given[rows])
+        return given
 
     def input_ids(self, rows: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Token at each position of each row; both [T]. -1 - row: the row's newest sampled one."""
@@ -194,7 +227,7 @@ class InputBatch(msgspec.Struct, frozen=True, kw_only=True):
     positions: Tensor
     # [T] int32  block * block_size + offset
     slots: Tensor
-    # [S]  batch rows that sample
+    # [S]  batch rows that sample; one with drafts may be there several times, side by side
     sampling: NDArray[np.int64]
     # [S]  device rows of `sampling`
     sampled_row_list: list[int]
@@ -202,7 +235,7 @@ class InputBatch(msgspec.Struct, frozen=True, kw_only=True):
     sampled_rows: Tensor
     # [S] int32  `sampling` on the device
     sampled_lines: Tensor
-    # [S] int32  index of their last tokens, on the device; None = every token, in order
+    # [S] int32  index of the token after which each samples; None = every token, in order
     logit_indices: Tensor | None
 
     @property
@@ -295,8 +328,10 @@ class _Rows:
     # num_new + num_computed
     num_keys: NDArray[np.int64]
     num_samples: NDArray[np.int64]
-    # [S]  batch rows
+    # [S]  batch rows; each num_samples times
     sampling: NDArray[np.int64]
+    # [S]  tokens of its row after each sample's; None = none anywhere
+    num_after: NDArray[np.int64] | None
     # [R + 1]  row boundaries as attention sees them: in a span, including the padding before
     cu_tokens: NDArray[np.int64]
 
@@ -321,6 +356,10 @@ def _rows_of(plan: StepPlan, span_tokens: int | None) -> _Rows:
         num_new = num_new[plan_rows]
         num_samples = np.array(plan.num_samples, dtype=np.int64)[plan_rows]
     num_computed = num_computed[plan_rows]
+    sampling, num_after = np.flatnonzero(num_samples), None
+    if plan.drafts and num_samples.max() > 1:
+        sampling = np.repeat(np.arange(len(plan_rows)), num_samples)
+        num_after = -1 - concat_ranges(-num_samples, num_samples)
     return _Rows(
         plan_rows=plan_rows,
         rows=np.array(plan.rows, dtype=np.int64)[plan_rows],
@@ -328,7 +367,8 @@ def _rows_of(plan: StepPlan, span_tokens: int | None) -> _Rows:
         num_computed=num_computed,
         num_keys=num_computed + num_new,
         num_samples=num_samples,
-        sampling=np.flatnonzero(num_samples),
+        sampling=sampling,
+        num_after=num_after,
         cu_tokens=(
             np.concatenate(([0], np.cumsum(num_new)))
             if span_tokens is None
@@ -344,7 +384,10 @@ def _write_rows(fields: HostFields, rows: _Rows) -> None:
     fields["num_keys"][:num_rows] = rows.num_keys
     fields["sampled_rows"][:num_sampled] = rows.rows[rows.sampling]
     fields["sampled_lines"][:num_sampled] = rows.sampling
-    fields["logit_indices"][:num_sampled] = rows.cu_tokens[1:][rows.sampling] - 1
+    last_tokens = rows.cu_tokens[1:][rows.sampling] - 1
+    if rows.num_after is not None:
+        last_tokens -= rows.num_after
+    fields["logit_indices"][:num_sampled] = last_tokens
 
 
 def _write_tokens(
@@ -422,7 +465,8 @@ def _check(
     num_new, num_computed, num_keys = rows.num_new, rows.num_computed, rows.num_keys
     num_known = request_rows.num_known_tokens(rows.rows)
     num_slots = block_tables.num_blocks(rows.rows) * layout.block_size
-    is_wrong = (num_new < 1) | (num_computed < 0) | (num_keys > np.minimum(num_known, num_slots))
+    num_given = request_rows.num_given_tokens(rows.rows) if plan.drafts else num_known
+    is_wrong = (num_new < 1) | (num_computed < 0) | (num_keys > np.minimum(num_given, num_slots))
     assert not is_wrong.any(), (
         f"step {plan.step}: rows {rows.rows[is_wrong].tolist()} compute"
         f" {num_new[is_wrong].tolist()} tokens after {num_computed[is_wrong].tolist()}, know"

@@ -165,6 +165,8 @@ class Replica:
             sends_blocks=self._sends_blocks,
             comm=self._comm,
         )
+        if self._config.speculation.drafter != "none":
+            executor.allow_drafts(self._config.speculation.max_drafts)
         warm_up(
             executor,
             num_rows=sizes.max_rows,

@@ -30,6 +30,7 @@ from engine.runner.graphs import GraphOutput
 from engine.runner.inputs import InputBatch
 from engine.runner.prompt_logprobs import PromptTensors
 from engine.sampling.sampled import LabelTensors, LogprobTensors
+from engine.speculation.acceptance import accepted
 
 
 class ComputedStep(msgspec.Struct, frozen=True, kw_only=True):
@@ -115,9 +116,9 @@ def digest_written(plan: StepPlan, block_tables: BlockTables, store: KvStore) ->
 class StepSlot:
     """One step's timer, and the host memory for its tokens."""
 
-    def __init__(self, max_rows: int, device: torch.device) -> None:
+    def __init__(self, max_samples: int, device: torch.device) -> None:
         self.timer = StepTimer(device)
-        self._drawn = torch.zeros(max_rows, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._drawn = torch.zeros(max_samples, dtype=torch.int32, pin_memory=device.type == "cuda")
 
     def copy_drawn(self, drawn: Tensor) -> None:
         """Queue the copy of int32 [S] to the host; complete when the stream reaches it."""
@@ -132,14 +133,14 @@ class StepSlot:
 class StepSlots:
     """A pool of slots that grows to the largest number of steps in flight."""
 
-    def __init__(self, max_rows: int, device: torch.device) -> None:
-        self._max_rows = max_rows
+    def __init__(self, max_samples: int, device: torch.device) -> None:
+        self._max_samples = max_samples
         self._device = device
         self._free: list[StepSlot] = []
 
     def take(self) -> StepSlot:
         """A slot that no step uses."""
-        return self._free.pop() if self._free else StepSlot(self._max_rows, self._device)
+        return self._free.pop() if self._free else StepSlot(self._max_samples, self._device)
 
     def give_back(self, slot: StepSlot) -> None:
         """Return the slot of a step that was waited for and whose tokens were read."""
@@ -206,6 +207,8 @@ class PendingStep:
         duration_s = self._slot.timer.wait()
         if self._written is not None:
             self._written.keep()
+        if self._plan.drafts:
+            return self._with_drafts(duration_s)
         sampled_places = self._batch.plan_rows[self._batch.sampling]
         # [R]  by plan row
         drawn = np.full(self._batch.num_rows, _NOT_SAMPLED, dtype=np.int32)
@@ -231,6 +234,62 @@ class PendingStep:
             embeddings=embeddings,
             prompt_logprobs=self._prompt.records() if self._prompt else {},
         )
+
+    def _with_drafts(self, duration_s: float) -> StepResult:
+        """The result of a step in which some rows have drafts, and perhaps several samples."""
+        places: list[int] = self._batch.plan_rows[self._batch.sampling].tolist()
+        drawn: list[int] = self._slot.drawn(len(places)).tolist()
+        self._slots.give_back(self._slot)
+        # The first sample of a row with drafts counts in any case; the others' records are cut.
+        firsts: dict[int, int] = {}
+        samples: list[list[int]] = [[] for _ in range(self._batch.num_rows)]
+        for line, place in enumerate(places):
+            firsts.setdefault(place, line)
+            samples[place].append(drawn[line])
+        not_finite = {place for place, line in firsts.items() if drawn[line] == NOT_FINITE}
+        if self._is_finite_token is not None:
+            not_finite.update(np.flatnonzero(~self._finite_chunks(self._is_finite_token)).tolist())
+        if self._prompt is not None:
+            not_finite.update(np.flatnonzero(self._prompt.not_finite()).tolist())
+        drafts = dict(self._plan.drafts)
+        tokens = [
+            []
+            if place in not_finite or not its_samples
+            else accepted(its_samples, drafts.get(place, ()))
+            for place, its_samples in enumerate(samples)
+        ]
+        labels = {}
+        if self._labels is not None:
+            labels = {
+                places[line]: values
+                for line, values in self._labels.by_line().items()
+                if tokens[places[line]]
+            }
+        for place in labels:
+            tokens[place] = []
+        return StepResult(
+            step=self._plan.step,
+            tokens=tokens,
+            logprobs=self._logprobs_of(places, firsts, tokens),
+            is_finite=[place not in not_finite for place in range(self._batch.num_rows)],
+            duration_s=duration_s,
+            labels=labels,
+            prompt_logprobs=self._prompt.records() if self._prompt else {},
+        )
+
+    def _logprobs_of(
+        self, places: list[int], firsts: dict[int, int], tokens: list[list[int]]
+    ) -> list[list[TokenLogprobs] | None]:
+        """[R]  a record for each token, of rows that asked for them; None for the others."""
+        found: list[list[TokenLogprobs] | None] = [None] * len(tokens)
+        if self._logprobs is None:
+            return found
+        records = self._logprobs.records(len(places))
+        for place, line in firsts.items():
+            kept = [r for r in records[line : line + len(tokens[place])] if r is not None]
+            if kept:
+                found[place] = kept
+        return found
 
     def _finite_chunks(self, is_finite_token: Tensor) -> NDArray[np.bool_]:
         """[R] by plan row: whether every token of its chunk was computed from finite numbers."""

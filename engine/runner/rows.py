@@ -34,7 +34,7 @@ class Rows:
         self._num_blocks = num_blocks
 
     def apply(self, plan: StepPlan) -> None:
-        """Release rows, admit rows, append blocks, and pass accepted tokens to the constraints."""
+        """Release rows, admit rows, append blocks and tokens, and write drafts."""
         for row in plan.released_rows:
             self._release(row)
         for admission in plan.admissions:
@@ -45,6 +45,11 @@ class Rows:
             self._append_blocks(list(compress(plan.rows, plan.new_block_ids)), block_ids)
         for row, token_id in plan.accepted_tokens:
             self.sampler.accept_token(row, token_id)
+        for row, token_ids in plan.verified_tokens:
+            self.tokens.append(row, token_ids)
+            self.sampler.append(row, token_ids)
+        for index, token_ids in plan.drafts:
+            self.tokens.put_drafts(plan.rows[index], token_ids)
 
     def _admit(self, admission: RowAdmission) -> None:
         row, num_prompt = admission.row, admission.num_prompt_tokens

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.request import SamplingParams
-from engine.sampling.feature import positions_of
+from engine.sampling.feature import Ahead, positions_of
 from engine.sampling.staging import Staging
 
 
@@ -37,7 +37,7 @@ class LogitBias:
     def remove(self, row: int) -> None:
         self._biases.pop(row, None)
 
-    def apply(self, logits: Tensor, rows: list[int]) -> None:
+    def apply(self, logits: Tensor, rows: list[int], ahead: Ahead | None = None) -> None:
         for position in positions_of(rows, self._biases):
             ids, values = self._biases[rows[position]]
             logits[position].index_add_(0, ids, values)
@@ -74,8 +74,11 @@ class MinTokens:
         self._num_missing.pop(row, None)
         self._banned.pop(row, None)
 
-    def apply(self, logits: Tensor, rows: list[int]) -> None:
+    def apply(self, logits: Tensor, rows: list[int], ahead: Ahead | None = None) -> None:
         for position in positions_of(rows, self._banned):
+            num_ahead = 0 if ahead is None else len(ahead[position])
+            if num_ahead >= self._num_missing[rows[position]]:
+                continue
             logits[position].index_fill_(0, self._banned[rows[position]], -torch.inf)
 
     def observe(self, rows: list[int], token_ids: Tensor) -> None:

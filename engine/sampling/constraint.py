@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from engine.request import Constraint, SamplingParams, Thinking
-from engine.sampling.feature import positions_of
+from engine.sampling.feature import Ahead, positions_of
 from kernels.sampling.mask_words import TOKENS_PER_WORD, num_mask_words
 from kernels.sampling.token_mask import ban_tokens
 
@@ -36,6 +36,10 @@ class Matcher(Protocol):
         The lines hold ones, so a line that allows every token need not be written. A line without
         any bit means that the output cannot be followed any more: its request ends with an error.
         """
+        ...
+
+    def fork(self) -> "Matcher":
+        """A matcher of the same output so far, which goes its own way from here."""
         ...
 
 
@@ -98,6 +102,9 @@ class Constraints:
             parts.append(WithoutSequences(params.banned_sequences))
         return parts
 
+    def __contains__(self, row: object) -> bool:
+        return row in self._matchers
+
     def remove(self, row: int) -> None:
         self._matchers.pop(row, None)
 
@@ -111,14 +118,21 @@ class Constraints:
             logger.error("row %d: token %d cannot be followed", row, token_id)
             self._matchers[row] = NothingMayFollow()
 
-    def apply(self, logits: Tensor, rows: list[int]) -> None:
+    def apply(self, logits: Tensor, rows: list[int], ahead: Ahead | None = None) -> None:
         positions = positions_of(rows, self._matchers)
         if not positions:
             return
         packed = self._new_packed(len(positions))
         masks = self._masks(packed, len(positions))
+        guesses: dict[int, _Guess] = {}
         for line, position in enumerate(positions):
-            self._matchers[rows[position]].fill_next_token_bitmask(masks, line)
+            row = rows[position]
+            matcher: Matcher | None = self._matchers[row]
+            if ahead is not None and ahead[position]:
+                guess = guesses.setdefault(row, _Guess(self._matchers[row]))
+                matcher = guess.after(ahead[position])
+            if matcher is not None:
+                matcher.fill_next_token_bitmask(masks, line)
         self._ban(logits, positions, packed)
 
     def observe(self, rows: list[int], token_ids: Tensor) -> None:
@@ -142,6 +156,25 @@ class Constraints:
         ban_tokens(logits, sent[:num_lines], self._masks(sent, num_lines))
 
 
+class _Guess:
+    """Follows one row's drafts for one step and leaves the row's own matcher as it is."""
+
+    def __init__(self, matcher: Matcher) -> None:
+        self._matcher: Matcher | None = matcher.fork()  # None = a draft was not allowed
+        self._num_accepted = 0
+
+    def after(self, drafts: Sequence[int]) -> Matcher | None:
+        """The matcher after these drafts, which begin with those of the last call.
+
+        None if one of them is not allowed: it is not sampled, so the line after it does not count.
+        """
+        for token_id in drafts[self._num_accepted :]:
+            if self._matcher is not None and not self._matcher.accept_token(token_id):
+                self._matcher = None
+        self._num_accepted = len(drafts)
+        return self._matcher
+
+
 class AllOf:
     """Allows what each of several matchers allows. All but the first only clear bits of a line."""
 
@@ -159,6 +192,9 @@ class AllOf:
             part.fill_next_token_bitmask(bitmask, index)
         return True
 
+    def fork(self) -> "AllOf":
+        return AllOf([part.fork() for part in self._parts])
+
 
 class OnlyTokens:
     """The matcher of an output that consists of some tokens only."""
@@ -174,6 +210,9 @@ class OnlyTokens:
     def fill_next_token_bitmask(self, bitmask: Tensor, index: int = 0) -> bool:
         bitmask[index] &= self._line
         return True
+
+    def fork(self) -> "OnlyTokens":
+        return self  # it has no state
 
 
 class WithoutSequences:
@@ -197,6 +236,11 @@ class WithoutSequences:
                 _set_bit(line, end, may_come=False)
         return True
 
+    def fork(self) -> "WithoutSequences":
+        forked = WithoutSequences(self._sequences)
+        forked._last.extend(self._last)
+        return forked
+
 
 class NothingMayFollow:
     """The matcher of an output that cannot be followed any more; allows no token."""
@@ -207,6 +251,9 @@ class NothingMayFollow:
     def fill_next_token_bitmask(self, bitmask: Tensor, index: int = 0) -> bool:
         bitmask[index].zero_()
         return True
+
+    def fork(self) -> "NothingMayFollow":
+        return self  # it has no state
 
 
 class _Phase(Enum):
@@ -251,6 +298,11 @@ class AfterThinking:
         if self._phase is _Phase.START:
             _set_bit(line, self._thinking.open_id, may_come=True)
         return needs_mask
+
+    def fork(self) -> "AfterThinking":
+        forked = AfterThinking(self._answer.fork(), self._thinking, self._eos_token_ids)
+        forked._phase = self._phase
+        return forked
 
 
 def _set_bit(line: Tensor, token_id: int, *, may_come: bool) -> None:

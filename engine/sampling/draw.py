@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.request import SamplingParams
-from engine.sampling.feature import LogitFeature, positions_of, put, take
+from engine.sampling.feature import Ahead, LogitFeature, positions_of, put, take
 from engine.sampling.staging import Staging
 from engine.sampling.truncation import SMALLEST_TEMPERATURE, MinP, Temperature, TopK, TopP
 from kernels.sampling.noise import gumbel
@@ -46,13 +46,16 @@ class GumbelNoise:
         self._seeds.pop(row, None)
         self._indices.pop(row, None)
 
-    def apply(self, logits: Tensor, rows: list[int]) -> None:
+    def apply(self, logits: Tensor, rows: list[int], ahead: Ahead | None = None) -> None:
         positions = positions_of(rows, self._seeds)
         if not positions:
             return
         members = [rows[position] for position in positions]
         seeds = torch.tensor([self._seeds[row] for row in members], device=logits.device)
-        indices = torch.tensor([self._indices[row] for row in members], device=logits.device)
+        counts = [self._indices[row] for row in members]
+        if ahead is not None:
+            counts = [n + len(ahead[p]) for n, p in zip(counts, positions, strict=True)]
+        indices = torch.tensor(counts, device=logits.device)
         index = torch.tensor(positions, device=logits.device)
         part = take(logits, index)
         part += gumbel(seeds, indices, self._token_ids)
@@ -84,10 +87,17 @@ class Draw(Protocol):
         """Forget the row; does nothing if it is not tracked."""
         ...
 
-    def choose(self, logits: Tensor, positions: list[int], rows: list[int]) -> GreedyChoice:
+    def choose(
+        self,
+        logits: Tensor,
+        positions: list[int],
+        rows: list[int],
+        ahead: Ahead | None = None,
+    ) -> GreedyChoice:
         """Draw for line `positions[p]` of `logits` [S, vocab] as `rows[p]` asks; [P] results.
 
-        All `rows` must be tracked. Does not change `logits` and advances no row.
+        All `rows` must be tracked. Does not change `logits` and advances no row. `ahead`: [P],
+        as in `LogitFeature.apply`.
         """
         ...
 
@@ -124,11 +134,17 @@ class TorchDraw:
         for feature in self._features:
             feature.remove(row)
 
-    def choose(self, logits: Tensor, positions: list[int], rows: list[int]) -> GreedyChoice:
+    def choose(
+        self,
+        logits: Tensor,
+        positions: list[int],
+        rows: list[int],
+        ahead: Ahead | None = None,
+    ) -> GreedyChoice:
         index = torch.tensor(positions, device=logits.device)
         scores = logits.index_select(0, index).float()  # a copy
         for feature in self._features:
-            feature.apply(scores, rows)
+            feature.apply(scores, rows, ahead)
         return greedy(scores)
 
     def observe(self, rows: list[int]) -> None:
@@ -178,12 +194,21 @@ class FusedDraw:
     def remove(self, row: int) -> None:
         self._members.discard(row)
 
-    def choose(self, logits: Tensor, positions: list[int], rows: list[int]) -> GreedyChoice:
+    def choose(
+        self,
+        logits: Tensor,
+        positions: list[int],
+        rows: list[int],
+        ahead: Ahead | None = None,
+    ) -> GreedyChoice:
         members = np.array(rows, dtype=np.int64)
-        lines, seeds, indices, temperatures, top_ks, top_ps, max_depths = self._staging.send(
+        indices = self._indices[members]
+        if ahead is not None:
+            indices += [len(drafts) for drafts in ahead]
+        lines, seeds, sent_indices, temperatures, top_ks, top_ps, max_depths = self._staging.send(
             np.array(positions, dtype=np.int64),
             self._seeds[members],
-            self._indices[members],
+            indices,
             self._temperatures[members],
             self._top_ks[members],
             self._top_ps[members],
@@ -194,7 +219,7 @@ class FusedDraw:
             Draws(
                 lines=lines,
                 seeds=seeds,
-                indices=indices,
+                indices=sent_indices,
                 temperatures=temperatures,
                 top_ks=top_ks,
                 top_ps=top_ps,

@@ -4,6 +4,8 @@ The model's "logits" are then the hidden states of the rows' last tokens. Knows 
 row asked for does not matter.
 """
 
+from collections.abc import Mapping, Sequence
+
 import torch
 import torch.nn.functional as F  # noqa: N812  (the field's own spelling)
 from torch import Tensor
@@ -31,11 +33,19 @@ class Embeddings:
     def accept_token(self, row: int, token_id: int) -> None:
         raise AssertionError(f"row {row} has a constraint and a model that generates nothing")
 
+    def append(self, row: int, token_ids: list[int]) -> None:
+        raise AssertionError(f"row {row} had drafts and a model that generates nothing")
+
     @torch.inference_mode()
     def sample(
-        self, logits: Tensor, rows: list[int], greedy: GreedyChoice | None = None
+        self,
+        logits: Tensor,
+        rows: list[int],
+        greedy: GreedyChoice | None = None,
+        drafts: Mapping[int, Sequence[int]] | None = None,
     ) -> SampledTensors:
         """logits: hidden states [S, hidden], one line for each of `rows`; not changed."""
+        assert not drafts, "a model that generates nothing has no drafts"
         hidden = logits.float()
         vectors = F.normalize(hidden, dim=-1) if self._is_normalised else hidden
         is_finite = vectors.isfinite().all(dim=-1)

@@ -4,12 +4,15 @@ A feature owns the parameters and the history of the rows that use it, and nothi
 without such rows costs it at most one dictionary look-up per row. Knows no particular feature.
 """
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Protocol
 
 from torch import Tensor
 
 from engine.request import SamplingParams
+
+# [P]  For each line of logits: draft tokens that come after the row's history and before the line.
+Ahead = Sequence[Sequence[int]]
 
 
 class LogitFeature(Protocol):
@@ -29,8 +32,12 @@ class LogitFeature(Protocol):
         """Forget the row; does nothing if the feature does not track it."""
         ...
 
-    def apply(self, logits: Tensor, rows: list[int]) -> None:
-        """Change `logits` fp32 [P, vocab] in place; line p belongs to `rows[p]`."""
+    def apply(self, logits: Tensor, rows: list[int], ahead: Ahead | None = None) -> None:
+        """Change `logits` fp32 [P, vocab] in place; line p belongs to `rows[p]`.
+
+        `ahead`: a row may have several lines, each as if its history were longer by `ahead[p]`;
+        None = no line has any drafts before it.
+        """
         ...
 
     def observe(self, rows: list[int], token_ids: Tensor) -> None:
@@ -41,6 +48,23 @@ class LogitFeature(Protocol):
 def positions_of(rows: Sequence[int], members: Container[int]) -> list[int]:
     """Indices in `rows` of those that are members, ascending."""
     return [position for position, row in enumerate(rows) if row in members]
+
+
+def lines_ahead(rows: Sequence[int], drafts: Mapping[int, Sequence[int]]) -> Ahead:
+    """The drafts before each line, [S]: all of its row's before the last line of that row."""
+    num_after = 0
+    ahead: list[Sequence[int]] = []
+    for place in reversed(range(len(rows))):
+        is_last = place + 1 == len(rows) or rows[place + 1] != rows[place]
+        num_after = 0 if is_last else num_after + 1
+        its_drafts = drafts.get(rows[place], ())
+        ahead.append(its_drafts[: len(its_drafts) - num_after])
+    return ahead[::-1]
+
+
+def at(ahead: Ahead | None, positions: Sequence[int]) -> Ahead | None:
+    """`ahead` of the lines at `positions`."""
+    return None if ahead is None else [ahead[position] for position in positions]
 
 
 def take(logits: Tensor, index: Tensor) -> Tensor:

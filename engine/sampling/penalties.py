@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.request import SamplingParams
-from engine.sampling.feature import positions_of, put, take
+from engine.sampling.feature import Ahead, at, positions_of, put, take
 from engine.sampling.staging import Staging
 
 
@@ -56,9 +56,15 @@ class TokenCounts:
         """Slots of the rows, [len(rows)]."""
         return np.array([self._slots[row] for row in rows], dtype=np.int64)
 
-    def gather(self, slots: Tensor) -> Tensor:
-        """Counts at int64 [P] slots, as a copy, fp32 [P, vocab]."""
-        return self._counts.index_select(0, slots)
+    def gather(self, slots: Tensor, ahead: Ahead | None = None) -> Tensor:
+        """Counts at int64 [P] slots, with those of `ahead`, as a copy, fp32 [P, vocab]."""
+        counts = self._counts.index_select(0, slots)
+        if ahead is not None and any(ahead):
+            lines = np.repeat(np.arange(len(ahead)), [len(drafts) for drafts in ahead])
+            token_ids = np.array([i for drafts in ahead for i in drafts], dtype=np.int64)
+            index = self._staging.send(lines.astype(np.int64), token_ids)
+            counts.index_put_(index, counts.new_ones(len(lines)), accumulate=True)
+        return counts
 
     def observe(self, rows: list[int], token_ids: Tensor) -> None:
         positions = positions_of(rows, self._slots)
@@ -106,7 +112,7 @@ class RepetitionPenalty:
         self._penalties.pop(row, None)
         self._counts.remove(row)
 
-    def apply(self, logits: Tensor, rows: list[int]) -> None:
+    def apply(self, logits: Tensor, rows: list[int], ahead: Ahead | None = None) -> None:
         positions = positions_of(rows, self._penalties)
         if not positions:
             return
@@ -119,7 +125,8 @@ class RepetitionPenalty:
         part = take(logits, index)
         # Handling positive and negative parts apart is several times faster than a select.
         penalised = part.clamp(min=0).div_(penalty).add_(part.clamp(max=0).mul_(penalty))
-        put(logits, index, part.copy_(penalised.where(self._counts.gather(slots) > 0, part)))
+        is_present = self._counts.gather(slots, at(ahead, positions)) > 0
+        put(logits, index, part.copy_(penalised.where(is_present, part)))
 
     def observe(self, rows: list[int], token_ids: Tensor) -> None:
         self._counts.observe(rows, token_ids)
@@ -146,7 +153,7 @@ class OccurrencePenalty:
         self._penalties.pop(row, None)
         self._counts.remove(row)
 
-    def apply(self, logits: Tensor, rows: list[int]) -> None:
+    def apply(self, logits: Tensor, rows: list[int], ahead: Ahead | None = None) -> None:
         positions = positions_of(rows, self._penalties)
         if not positions:
             return
@@ -157,7 +164,7 @@ class OccurrencePenalty:
             np.array([self._penalties[row] for row in members], dtype=np.float32),  # [P, 2]
         )
         part = take(logits, index)
-        counts = self._counts.gather(slots)
+        counts = self._counts.gather(slots, at(ahead, positions))
         part -= penalties[:, :1] * counts
         part -= penalties[:, 1:] * counts.clamp_(max=1)
         put(logits, index, part)

@@ -5,7 +5,7 @@ chosen nor when it is read.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Protocol
@@ -109,8 +109,17 @@ class RowSampler(Protocol):
 
     def accept_token(self, row: int, token_id: int) -> None: ...
 
+    def append(self, row: int, token_ids: list[int]) -> None: ...
+
     def sample(
-        self, logits: Tensor, rows: list[int], greedy: GreedyChoice | None = None
+        self,
+        logits: Tensor,
+        rows: list[int],
+        greedy: GreedyChoice | None = None,
+        drafts: Mapping[int, Sequence[int]] | None = None,
     ) -> SampledTensors:
-        """logits: of the model, one line for each of `rows`; `greedy`: their argmax, if known."""
+        """logits: of the model, one line for each of `rows`; `greedy`: their argmax, if known.
+
+        drafts: by row; such a row may have several lines, and its state does not advance.
+        """
         ...

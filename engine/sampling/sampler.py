@@ -6,6 +6,8 @@ On a GPU it only launches and never waits for the device, so the next step can b
 this one's tokens are known to the host.
 """
 
+from collections.abc import Mapping, Sequence
+
 import torch
 from torch import Tensor
 
@@ -13,7 +15,7 @@ from engine.request import SamplingParams
 from engine.sampling.bias import LogitBias, MinTokens
 from engine.sampling.constraint import Constraints, Matchers, NoMatchers
 from engine.sampling.draw import build_draw
-from engine.sampling.feature import LogitFeature, positions_of
+from engine.sampling.feature import Ahead, LogitFeature, at, lines_ahead, positions_of
 from engine.sampling.logprobs import Labels, Logprobs
 from engine.sampling.penalties import OccurrencePenalty, RepetitionPenalty
 from engine.sampling.sampled import LogprobTensors, SampledTensors
@@ -148,12 +150,29 @@ class Sampler:
         """Pass a constrained row's newest token to its constraint, before the row samples again."""
         self._constraints.accept_token(row, token_id)
 
+    @torch.inference_mode()
+    def append(self, row: int, token_ids: list[int]) -> None:
+        """Append tokens to the history of a row whose last lines had drafts."""
+        if row in self._constraints:
+            for token_id in token_ids:
+                self._constraints.accept_token(row, token_id)
+        for token_id in token_ids:
+            if row in self._adjusted_rows:
+                drawn = self._staging.indices([token_id])
+                for feature in self._adjustments:
+                    feature.observe([row], drawn)
+            self._draw.observe([row])
+
     def is_plain(self, rows: list[int]) -> bool:
         """Whether none of `rows` needs anything but the argmax of its logits."""
         return not self._special_rows or self._special_rows.isdisjoint(rows)
 
     def sample(
-        self, logits: Tensor, rows: list[int], greedy: GreedyChoice | None = None
+        self,
+        logits: Tensor,
+        rows: list[int],
+        greedy: GreedyChoice | None = None,
+        drafts: Mapping[int, Sequence[int]] | None = None,
     ) -> SampledTensors:
         """Draw one token for each of `rows` that asks for one, and advance their history.
 
@@ -162,15 +181,25 @@ class Sampler:
         the result of `kernels.sampling.rows.greedy` for these logits, if already known; not
         changed. On a GPU the result's tensors are still being computed; they may be those of
         `greedy` itself.
+
+        drafts: by row. Such a row may have several lines, side by side. The last of them is drawn
+        as if all its drafts were part of its history, the one before as if all but the last were,
+        and so on. Its history does not advance; `append` does that once the tokens are known.
         """
-        self._check(logits, rows)
+        ahead = None if drafts is None else lines_ahead(rows, drafts)
+        self._check(logits, rows, drafts or {})
         if greedy is None or not self.is_plain(rows):
-            return self._sample(logits, rows, greedy)
+            return self._sample(logits, rows, greedy, ahead, drafts or {})
         return SampledTensors(token_ids=greedy.token_ids, is_finite=greedy.is_finite, logprobs=None)
 
     @torch.inference_mode()
     def _sample(
-        self, logits: Tensor, rows: list[int], greedy: GreedyChoice | None
+        self,
+        logits: Tensor,
+        rows: list[int],
+        greedy: GreedyChoice | None,
+        ahead: Ahead | None,
+        drafts: Mapping[int, Sequence[int]],
     ) -> SampledTensors:
         choice = greedy if greedy is not None else greedy_choice(logits)
         if self.is_plain(rows):
@@ -179,15 +208,14 @@ class Sampler:
             )
         adjusted = positions_of(rows, self._adjusted_rows)
         if adjusted:
-            choice = self._merge(choice, adjusted, self._choose_adjusted(logits, rows, adjusted))
+            part = self._choose_adjusted(logits, rows, adjusted, ahead)
+            choice = self._merge(choice, adjusted, part)
         drawn = [p for p in positions_of(rows, self._draw) if rows[p] not in self._adjusted_rows]
         if drawn:
-            part = self._draw.choose(logits, drawn, [rows[p] for p in drawn])
+            members = [rows[p] for p in drawn]
+            part = self._draw.choose(logits, drawn, members, at(ahead, drawn))
             choice = self._merge(choice, drawn, part)
-        if adjusted:
-            for feature in self._adjustments:
-                feature.observe(rows, choice.token_ids)
-        self._draw.observe(rows)
+        self._observe(rows, choice, drafts, is_adjusted=bool(adjusted))
         return SampledTensors(
             token_ids=choice.token_ids,
             is_finite=choice.is_finite,
@@ -195,30 +223,51 @@ class Sampler:
             labels=self._labels.read(logits, rows),
         )
 
-    def _check(self, logits: Tensor, rows: list[int]) -> None:
+    def _observe(
+        self,
+        rows: list[int],
+        choice: GreedyChoice,
+        drafts: Mapping[int, Sequence[int]],
+        *,
+        is_adjusted: bool,
+    ) -> None:
+        """Advance the history of all rows without drafts."""
+        token_ids = choice.token_ids
+        if drafts:
+            positions = [p for p, row in enumerate(rows) if row not in drafts]
+            rows = [rows[p] for p in positions]
+            token_ids = token_ids.index_select(0, self._staging.indices(positions))
+        if is_adjusted:
+            for feature in self._adjustments:
+                feature.observe(rows, token_ids)
+        self._draw.observe(rows)
+
+    def _check(self, logits: Tensor, rows: list[int], drafts: Mapping[int, Sequence[int]]) -> None:
         assert logits.shape == (len(rows), self._vocab_size), f"logits {tuple(logits.shape)}"
         assert logits.dtype in _LOGIT_DTYPES, f"logits are {logits.dtype}"
         if rows is self._known_rows:  # usually a step decodes the same rows as the last one
             return
         distinct = set(rows)
-        assert len(distinct) == len(rows), f"a row twice in {rows}"
+        once = [row for row in rows if row not in drafts]
+        assert len(set(once)) == len(once), f"a row without drafts twice in {rows}"
         assert distinct <= self._rows, f"a row never added in {rows}"
-        self._known_rows = rows
+        self._known_rows = None if drafts else rows
 
     def _choose_adjusted(
-        self, logits: Tensor, rows: list[int], positions: list[int]
+        self, logits: Tensor, rows: list[int], positions: list[int], ahead: Ahead | None
     ) -> GreedyChoice:
         """The tokens of the lines at `positions`, whose logits some feature changes; [P]."""
-        adjusted_rows = [rows[p] for p in positions]
+        adjusted_rows, ahead = [rows[p] for p in positions], at(ahead, positions)
         # [P, vocab], always a copy, because the caller's logits must not change.
         work = logits.index_select(0, self._staging.indices(positions)).float()
         for feature in self._adjustments:
-            feature.apply(work, adjusted_rows)
+            feature.apply(work, adjusted_rows, ahead)
         choice = greedy_choice(work)
         drawn = positions_of(adjusted_rows, self._draw)
         if not drawn:
             return choice
-        part = self._draw.choose(work, drawn, [adjusted_rows[p] for p in drawn])
+        members = [adjusted_rows[p] for p in drawn]
+        part = self._draw.choose(work, drawn, members, at(ahead, drawn))
         return self._merge(choice, drawn, part)
 
     def _merge(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.request import SamplingParams
-from engine.sampling.feature import positions_of, put, take
+from engine.sampling.feature import Ahead, positions_of, put, take
 
 # Below any meaningful temperature, and far above where fp32 division would give 0 / 0.
 SMALLEST_TEMPERATURE = 1e-30
@@ -42,7 +42,7 @@ class Temperature:
     def remove(self, row: int) -> None:
         self._temperatures.pop(row, None)
 
-    def apply(self, logits: Tensor, rows: list[int]) -> None:
+    def apply(self, logits: Tensor, rows: list[int], ahead: Ahead | None = None) -> None:
         positions = positions_of(rows, self._temperatures)
         if not positions:
             return
@@ -74,7 +74,7 @@ class TopK:
     def remove(self, row: int) -> None:
         self._limits.pop(row, None)
 
-    def apply(self, logits: Tensor, rows: list[int]) -> None:
+    def apply(self, logits: Tensor, rows: list[int], ahead: Ahead | None = None) -> None:
         positions = positions_of(rows, self._limits)
         if not positions:
             return
@@ -111,7 +111,7 @@ class TopP:
     def remove(self, row: int) -> None:
         self._masses.pop(row, None)
 
-    def apply(self, logits: Tensor, rows: list[int]) -> None:
+    def apply(self, logits: Tensor, rows: list[int], ahead: Ahead | None = None) -> None:
         positions = positions_of(rows, self._masses)
         if not positions:
             return
@@ -170,7 +170,7 @@ class MinP:
     def remove(self, row: int) -> None:
         self._log_shares.pop(row, None)
 
-    def apply(self, logits: Tensor, rows: list[int]) -> None:
+    def apply(self, logits: Tensor, rows: list[int], ahead: Ahead | None = None) -> None:
         positions = positions_of(rows, self._log_shares)
         if not positions:
             return

@@ -22,11 +22,11 @@ class FinishRules:
 
     def __init__(self, eos_token_ids: tuple[int, ...], max_model_len: int) -> None:
         self._eos_token_ids = frozenset(eos_token_ids)
-        self._max_model_len = max_model_len
+        self.max_model_len = max_model_len
 
     def apply(self, request: Request) -> None:
         """Write the length limit and the stop ids to the request, once, for use in every step."""
-        request.max_known_tokens = min(request.max_known_tokens, self._max_model_len)
+        request.max_known_tokens = min(request.max_known_tokens, self.max_model_len)
         if not request.params.ignore_eos:
             request.stop_ids |= self._eos_token_ids
 
@@ -98,7 +98,10 @@ class SampledTokens:
         for request, token_ids, logprobs in islice(rows, step.num_decodes):
             if request.row is None or not token_ids:
                 continue
-            (token_id,) = token_ids  # a decode samples one token; none if its logits are not finite
+            if len(token_ids) > 1:  # it had drafts
+                endings += self._append_each(request, token_ids, logprobs, output)
+                continue
+            (token_id,) = token_ids  # a decode samples a token; none if its logits are not finite
             its_logprobs = None if logprobs is None else logprobs[0]
             tokens = request.tokens
             num_known = len(tokens)

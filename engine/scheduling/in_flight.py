@@ -19,6 +19,7 @@ import msgspec
 from engine.cost_model import NO_WORK, StepWork
 from engine.plan import StepResult, TokenLogprobs
 from engine.request import Request
+from engine.scheduling.drafting import NO_DRAFTS, PlannedDrafts
 
 
 class StepInFlight(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,6 +33,7 @@ class StepInFlight(msgspec.Struct, frozen=True, kw_only=True):
     filled: list[tuple[Request, int]]
     work: StepWork = NO_WORK
     held: Sequence[Request] = ()  # not planned again until the token sampled here is known
+    planned_drafts: PlannedDrafts = NO_DRAFTS
     # index in `requests` -> block ids of a request that left after the launch
     left_block_ids: dict[int, list[int]] = {}
 

@@ -40,6 +40,23 @@ class RequestBlocks:
             request.block_ids += block_ids
         return grown
 
+    def extend(self, request: Request, num_tokens: int, *, num_spare_blocks: int) -> list[int]:
+        """Append blocks for `num_tokens` tokens, as far as so many others stay available.
+
+        Returns the new ids, perhaps none.
+        """
+        num_missing = -(-num_tokens // self._block_size) - len(request.block_ids)
+        num_new = min(num_missing, self._cache.num_available - num_spare_blocks)
+        if num_new <= 0:
+            return []
+        block_ids = self._allocate(num_new)
+        request.block_ids += block_ids
+        return block_ids
+
+    def num_slots(self, request: Request) -> int:
+        """Tokens that the request's blocks have room for."""
+        return len(request.block_ids) * self._block_size
+
     def num_uncached(self, request: Request) -> int:
         """Known tokens that the request would have to compute if admitted now; at least one."""
         hashes = request.block_hashes[: (request.num_known_tokens - 1) // self._block_size]

@@ -11,7 +11,7 @@ that is rebuilt when a request joins or leaves. Knows the size of a block and no
 blocks, and no tensors.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import repeat
 
 import numpy as np
@@ -196,10 +196,14 @@ class RunningRequests:
             del self.decodes[request.key]
             self._columns = None
 
-    def hold_constrained(self) -> list[Request]:
-        """Pause the decodes with a constraint, each with a token in flight, until `resume`."""
+    def hold(self, others: Iterable[Request]) -> list[Request]:
+        """Pause decodes with a constraint and `others`, with tokens in flight, until `resume`."""
         held = [r for r in self._constrained.values() if r.key in self.decodes]
         self.pause(held)
+        for request in others:
+            if request.key in self.decodes:
+                self.pause([request])
+                held.append(request)
         return held
 
     def resume(self, held: Iterable[Request]) -> None:
@@ -236,11 +240,14 @@ def build_plan(
     grown: dict[int, list[int]],
     zero_block_ids: list[int],
     row_slots: RowSlots,
+    drafts: Mapping[int, list[int]],
+    verified: Mapping[RequestKey, list[int]],
 ) -> StepPlan:
     """The plan of step number `step`; takes admissions and released rows from `row_slots`.
 
     `decodes`: each computes its newest token and samples the next. `chunks`: computed besides; each
-    samples if it reaches the end of the known tokens. `grown`: row -> new block ids.
+    samples if it reaches the end of the known tokens. `grown`: row -> new block ids. `drafts`: by
+    index in `decodes`. `verified`: of requests whose last step had drafts, the tokens it gave them.
     """
     num_decodes = len(decodes)
     requests = [request for request, _ in chunks]
@@ -252,17 +259,25 @@ def build_plan(
     accepted_tokens = [
         (row_of(request), request.tokens[-1])
         for request in decodes.constrained
-        if not row_slots.is_entering(request)
+        if not row_slots.is_entering(request) and request.key not in verified
+    ]
+    verified_tokens = [
+        (row_of(request), verified[request.key])
+        for request in (decodes.requests if verified else ())
+        if request.key in verified
     ]
     admissions, released_rows = row_slots.take_changes()
-    num_logits = [1] * num_decodes + list(map(int, reaches_end))
+    num_samples = [1] * num_decodes
+    for index, its_drafts in drafts.items():
+        num_samples[index] += len(its_drafts)
+    num_logits = num_samples + list(map(int, reaches_end))
     return StepPlan(
         step=step,
         zero_block_ids=zero_block_ids,
         admissions=admissions,
         released_rows=released_rows,
         rows=rows,
-        num_new_tokens=[1] * num_decodes + [num_new for _, num_new in chunks],
+        num_new_tokens=num_samples + [num_new for _, num_new in chunks],
         num_computed_tokens=(
             decodes.num_computed_tokens + [request.num_computed_tokens for request in requests]
         ),
@@ -272,4 +287,6 @@ def build_plan(
             list(map(grown.get, rows, repeat(no_blocks))) if grown else [no_blocks] * num_rows
         ),
         accepted_tokens=accepted_tokens,
+        drafts=list(drafts.items()),
+        verified_tokens=verified_tokens,
     )

@@ -236,12 +236,12 @@ def fitted_config(
 
 def _num_tiles(num_heads: int, most_heads: int) -> int:
     """The fewest equal tiles of at most `most_heads` heads."""
-    least = triton.cdiv(num_heads, most_heads)
+    least = -(-num_heads // most_heads)
     return next(n for n in range(least, num_heads + 1) if num_heads % n == 0)
 
 
 def _query_rows(tile_heads: int) -> int:
-    return max(MIN_DOT_ROWS, triton.next_power_of_2(tile_heads))
+    return max(MIN_DOT_ROWS, int(triton.next_power_of_2(tile_heads)))
 
 
 def open_latent(

@@ -12,6 +12,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,7 +58,8 @@ def measure(shape: LatentShape, num_rows: int, num_keys: int) -> tuple[list[str]
     up = torch.randn(made, dtype=dtype, device=device) * shape.rank**-0.5
     new = torch.zeros(num_rows, 1, shape.width, dtype=dtype, device=device)
     outs: list[Tensor] = []
-    for backend in (ReferenceLatent, TritonLatent):
+    backends: tuple[Any, ...] = (ReferenceLatent, TritonLatent)
+    for backend in backends:
         built = backend(shape, block_size=BLOCK_SIZE, dtype=dtype, device=device)
         metadata = built.plan(step)
         outs.append(built.run(q, new, up, 0, store, metadata).float())

@@ -78,6 +78,7 @@ class _Row:
     num_computed: int | None = None  # None before its first step
     is_finite: bool = True
     is_given_up: bool = False  # the host knows that it is not finite
+    unverified: list[int] = field(default_factory=list)  # got in a step with drafts
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -192,6 +193,11 @@ class FakeExecutor:
             self._admit(plan, admission)
         for row, block_ids in zip(plan.rows, plan.new_block_ids, strict=True):
             self._append_blocks(row, block_ids)
+        for row, token_ids in plan.verified_tokens:
+            self._verify(row, token_ids)
+        for index, drafts in plan.drafts:
+            self._guess(self._rows[plan.rows[index]], drafts)
+            assert plan.num_new_tokens[index] == plan.num_samples[index] == 1 + len(drafts)
         self._run(plan)
         result = self._sample(plan)
         rows = [self._rows[row] for row in plan.rows]
@@ -246,6 +252,18 @@ class FakeExecutor:
             assert NOT_FINITE not in self._store[block_id], f"block {block_id} holds NaN"
             known.append(block_id)
 
+    def _verify(self, row: int, token_ids: list[int]) -> None:
+        state = self._rows[row]
+        assert token_ids == state.unverified, f"row {row} got {state.unverified}, not {token_ids}"
+        state.unverified = []
+        self._guess(state, token_ids)
+        state.num_computed = len(state.tokens) - 1
+
+    def _guess(self, state: _Row, token_ids: Sequence[int]) -> None:
+        assert token_ids, "no token to add"
+        state.tokens += token_ids
+        extend_histories(state.histories, state.tokens)
+
     def _run(self, plan: StepPlan) -> None:
         writers: dict[tuple[int, int], int] = {}
         spans = list(
@@ -271,6 +289,7 @@ class FakeExecutor:
                 f"row {row} samples: {samples}, reaches its end: {is_end}"
             )
             assert plan.num_logits[i] == int(samples), f"row {row}: {plan.num_logits[i]} logits"
+            assert not state.unverified, f"row {row} got {state.unverified}, and nobody said so"
             self._check_present(row, num_computed)
         for row, num_computed, num_new, _ in spans:
             for position in range(num_computed, num_computed + num_new):
@@ -304,6 +323,7 @@ class FakeExecutor:
         tokens: list[list[int]] = []
         is_finite: list[bool] = []
         logprobs: list[list[TokenLogprobs] | None] = []
+        drafts = dict(plan.drafts)
         for i, row in enumerate(plan.rows):
             start = plan.num_computed_tokens[i]
             computed = range(start, start + plan.num_new_tokens[i])
@@ -314,7 +334,9 @@ class FakeExecutor:
             logprobs.append(None)
             if not is_finite[-1]:
                 self._spoil(row, computed)
-            if plan.num_samples[i]:
+            if i in drafts:
+                tokens[-1] += self._sample_drafted(state, drafts[i]) if is_finite[-1] else []
+            elif plan.num_samples[i]:
                 token_id = next_token(state.seed, state.histories[-1])
                 state.tokens.append(token_id)  # a device draws from NaN, too, and goes on with it
                 extend_histories(state.histories, state.tokens)
@@ -326,6 +348,16 @@ class FakeExecutor:
             logprobs=logprobs,
             is_finite=is_finite,
         )
+
+    def _sample_drafted(self, state: _Row, drafts: list[int]) -> list[int]:
+        """The row forgets its drafts; what it got, it is told with its next step."""
+        ends = range(len(state.tokens) - len(drafts), len(state.tokens) + 1)
+        samples = [next_token(state.seed, state.histories[end - 1]) for end in ends]
+        del state.tokens[ends[0] :], state.histories[ends[0] :]
+        while len(samples) > 1 and samples[: len(samples) - 1] != drafts[: len(samples) - 1]:
+            samples.pop()
+        state.unverified = list(samples)
+        return samples
 
     def _spoil(self, row: int, positions: range) -> None:
         for position in positions:

@@ -13,6 +13,8 @@ from engine.messages import FailureRecord, TokenRecord
 from engine.plan import StepPlan
 from engine.request import Request, RequestKey, RequestSpec, SamplingParams
 from engine.scheduling.contracts import StepOutput
+from engine.scheduling.drafting import Drafting
+from engine.scheduling.finish import FinishRules
 from engine.scheduling.scheduler import DEFAULT_LAPS, Scheduler
 from tests.engine.scheduling.in_flight import check_blocks_in_flight
 from tests.engine.scheduling.running_rows import check_running
@@ -56,6 +58,7 @@ class Replica:
         overlap: bool = False,
         defers_planning: bool = False,
         laps: LapsConfig = DEFAULT_LAPS,
+        drafting: Drafting | None = None,
     ) -> None:
         self.clock = ManualClock()
         self.cache = BlockCache(
@@ -83,9 +86,9 @@ class Replica:
             hasher=RequestHasher(HASH_KEY, model="m", dtype="float32", block_size=BLOCK_SIZE),
             handoff_queue=self.handoff_queue,
             block_size=BLOCK_SIZE,
-            max_model_len=max_model_len,
-            eos_token_ids=(EOS_TOKEN_ID,),
+            finish_rules=FinishRules((EOS_TOKEN_ID,), max_model_len),
             laps=laps,
+            drafting=drafting,
         )
         self.core = EngineCore(
             self.scheduler,
@@ -116,7 +119,9 @@ class Replica:
         fields: of the request or of its spec; `deadline_s` and `ttft_deadline_s` on the clock.
         """
         now_s = self.clock.now_s()
-        spec = {name: fields.pop(name) for name in ("priority", "salt") if name in fields}
+        spec = {
+            name: fields.pop(name) for name in ("priority", "salt", "max_drafts") if name in fields
+        }
         for name_of_time in ("deadline_s", "ttft_deadline_s"):
             at_s = fields.pop(name_of_time, None)
             spec[name_of_time] = None if at_s is None else at_s - now_s

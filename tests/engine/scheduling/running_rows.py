@@ -14,9 +14,12 @@ def check_running(scheduler: Scheduler) -> None:
     assert not both, f"{both} are prompts and decodes"
     in_order = [key for key in keys if key in running.prompts]
     assert list(running.prompts) == in_order, f"prompts out of order: {list(running.prompts)}"
+    held = {request.key for step in scheduler._in_flight._steps for request in step.held}
     for request in running:
         place = (request.key in running.prompts, request.key in running.decodes)
-        assert place in _places(request), f"{request.key} is in (prompts, decodes): {place}"
+        assert place in _places(request, is_held=request.key in held), (
+            f"{request.key} is in (prompts, decodes): {place}"
+        )
     decodes, columns = list(running.decodes.values()), running.decode_columns
     assert columns.requests == decodes, f"columns of {columns.requests}, decodes {decodes}"
     assert columns.rows == [request.row for request in decodes]
@@ -27,7 +30,7 @@ def check_running(scheduler: Scheduler) -> None:
     assert columns.at_last_token(rules) == rules.at_last_token(decodes)
 
 
-def _places(request: Request) -> list[tuple[bool, bool]]:
+def _places(request: Request, *, is_held: bool) -> list[tuple[bool, bool]]:
     """Whether it may be (in the prompts, in the decodes)."""
     num_without_kv = request.num_known_tokens - request.num_computed_tokens
     if num_without_kv > 1:
@@ -36,5 +39,5 @@ def _places(request: Request) -> list[tuple[bool, bool]]:
         return [(True, False), (False, True)]
     # Its newest token is in flight: is there another one to compute here?
     has_next = request.num_computed_tokens + 1 < request.max_known_tokens
-    waits_for_its_token = request.params.constraint is not None
+    waits_for_its_token = is_held or request.params.constraint is not None
     return [(False, has_next and request.decode_worker is None and not waits_for_its_token)]

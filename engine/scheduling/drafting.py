@@ -1,0 +1,253 @@
+"""Plans the drafts of a step, and keeps what a request with drafts needs until its next step.
+
+    ask     policy.max_drafts    requests whose newest token is known: how many drafts at most
+    propose drafter.propose      the drafts; after the decision if a pass of the drafter costs time
+    decide  policy.plan          how many of each are verified, by the tokens left in the step
+    room    RequestBlocks        blocks for them; drafts are optional and never preempt a request
+    commit  policy.observe       what the step made of them
+
+A request that may get drafts must have its newest token on the host, so it is held: not planned
+while a step that computes it is in flight. With overlapped steps it therefore takes part in every
+other one. A request without a guess rests from that for twice as many steps each time. A scheduler
+without a drafter does none of this.
+"""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+
+from engine.cost_model import StepCosts, StepWork
+from engine.plan import StepResult
+from engine.request import Request, RequestKey
+from engine.scheduling.request_blocks import RequestBlocks
+from engine.speculation.controller import StepDrafts, StepOffer
+from engine.speculation.drafter import Drafter, DraftPolicy
+
+_MAX_REST_STEPS = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRoom:
+    """What a step without drafts leaves for them."""
+
+    work: StepWork
+    costs: StepCosts
+    max_tokens: int
+    is_short_waiting: bool
+    blocks: RequestBlocks
+    num_spare_blocks: int  # that stay available
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedDrafts:
+    """The drafts of one step; indices are those of its decodes."""
+
+    drafts: dict[int, list[int]] = field(default_factory=dict)
+    decision: StepDrafts | None = None  # None = no drafter was asked
+    new_blocks: list[tuple[Request, list[int]]] = field(default_factory=list)  # appended for them
+
+    @property
+    def num_drafts(self) -> int:
+        return sum([len(drafts) for drafts in self.drafts.values()])
+
+    def work(self, plain: StepWork) -> StepWork:
+        """The work of a step that is `plain` without drafts."""
+        if not self.drafts:
+            return plain
+        return plain.with_work(StepWork(num_prompt_tokens=self.num_drafts))
+
+
+NO_DRAFTS = PlannedDrafts()
+
+
+@dataclass(slots=True, kw_only=True)
+class DraftCounts:
+    """Counters since start. Position 0 is a row's first draft."""
+
+    num_drafted: int = 0
+    num_accepted: int = 0
+    num_verified: int = 0  # rows times steps with drafts; each gave one token more than accepted
+    drafted_at: list[int] = field(default_factory=list)
+    accepted_at: list[int] = field(default_factory=list)
+
+    def add(self, num_drafts: int, num_accepted: int) -> None:
+        self.num_drafted += num_drafts
+        self.num_accepted += num_accepted
+        self.num_verified += 1
+        missing = num_drafts - len(self.drafted_at)
+        self.drafted_at += [0] * missing
+        self.accepted_at += [0] * missing
+        for position in range(num_drafts):
+            self.drafted_at[position] += 1
+            self.accepted_at[position] += position < num_accepted
+
+
+class Drafting:
+    """The drafts of one scheduler's requests; engine thread only."""
+
+    def __init__(
+        self, drafter: Drafter | None, policy: DraftPolicy | None, *, holds: bool = True
+    ) -> None:
+        """Both or none. `holds`: steps overlap, so requests that may get drafts must be held."""
+        assert (drafter is None) == (policy is None), "a drafter and a policy go together"
+        self._drafter = drafter
+        self._policy = policy
+        self._holds = holds
+        self._num_verified: dict[RequestKey, int] = {}  # newest tokens that no plan has named
+        self._num_misses: dict[RequestKey, int] = {}  # proposals without a draft, in a row
+        self._num_rest_steps: dict[RequestKey, int] = {}
+        self.counts = DraftCounts()
+
+    # ---- planning -------------------------------------------------------------------------------
+
+    def plan(self, requests: Sequence[Request], room: StepRoom) -> PlannedDrafts:
+        """The drafts for a step that decodes `requests`; gives them blocks."""
+        drafter, policy = self._drafter, self._policy
+        if drafter is None or policy is None or not requests:
+            return NO_DRAFTS
+        most = [self._max_drafts(policy, request) for request in requests]
+        found: dict[int, list[int]] = {}
+        if not drafter.pass_s:
+            found = self._propose(drafter, requests, most)
+            most = [len(found.get(i, ())) for i in range(len(requests))]
+        decision = policy.plan(_offer(requests, most, room, drafter.pass_s), room.costs)
+        new_blocks: list[tuple[Request, list[int]]] = []
+        counts: list[int] = []
+        for request, n in zip(requests, decision.num_drafts, strict=True):
+            num_tokens = request.num_known_tokens
+            spare = room.num_spare_blocks
+            ids = room.blocks.extend(request, num_tokens + n, num_spare_blocks=spare) if n else []
+            new_blocks += [(request, ids)] if ids else []
+            counts.append(min(n, room.blocks.num_slots(request) - num_tokens))
+        if drafter.pass_s:
+            found = self._propose(drafter, requests, counts)
+        drafts = {i: found[i][:n] for i, n in enumerate(counts) if n > 0 and i in found}
+        return PlannedDrafts(
+            drafts={i: its_drafts for i, its_drafts in drafts.items() if its_drafts},
+            decision=decision,
+            new_blocks=new_blocks,
+        )
+
+    def _max_drafts(self, policy: DraftPolicy, request: Request) -> int:
+        """Drafts to ask for; a row whose newest token is in flight, or due to end, gets none."""
+        num_left = request.max_known_tokens - request.num_known_tokens
+        is_newest_known = request.num_known_tokens - request.num_computed_tokens == 1
+        if num_left <= 1 or not is_newest_known:
+            return 0
+        limit, params = request.spec.max_drafts, request.params
+        return min(num_left - 1, policy.max_drafts(request.key, params.temperature, limit))
+
+    def _propose(
+        self, drafter: Drafter, requests: Sequence[Request], most: Sequence[int]
+    ) -> dict[int, list[int]]:
+        """Index -> drafts, up to the first that would end the request, of those that have any."""
+        asked = [(i, request) for i, request in enumerate(requests) if most[i] > 0]
+        proposed = drafter.propose([(request, most[i]) for i, request in asked])
+        found: dict[int, list[int]] = {}
+        for (i, request), drafts in zip(asked, proposed, strict=True):
+            ends = (at for at, token_id in enumerate(drafts) if token_id in request.stop_ids)
+            # After a token that ends the request nothing is sampled, so it need not be a draft.
+            kept = drafts[: next(ends, most[i])]
+            self._count_miss(request.key, has_drafts=bool(kept))
+            if kept:
+                found[i] = kept
+        return found
+
+    def _count_miss(self, key: RequestKey, *, has_drafts: bool) -> None:
+        if has_drafts:
+            self._num_misses.pop(key, None)
+        elif self._holds:
+            self._num_misses[key] = num_misses = self._num_misses.get(key, 0) + 1
+            self._num_rest_steps[key] = min(2**num_misses, _MAX_REST_STEPS)
+
+    def to_hold(
+        self, decodes: Sequence[Request], begun: Sequence[Request], planned: PlannedDrafts
+    ) -> list[Request]:
+        """Those that must not be planned before the result of the step just planned is known.
+
+        `begun`: requests whose prompt this step completes.
+        """
+        held = [decodes[index] for index in planned.drafts]
+        if not self._holds or self._policy is None:
+            return held
+        without = [r for i, r in enumerate(decodes) if i not in planned.drafts]
+        return held + [r for r in (*without, *begun) if self._waits(self._policy, r)]
+
+    def _waits(self, policy: DraftPolicy, request: Request) -> bool:
+        rest = self._num_rest_steps.pop(request.key, 0)
+        if rest > 1:
+            self._num_rest_steps[request.key] = rest - 1
+        if rest > 0 or request.decode_worker is not None:
+            return False
+        limit, params = request.spec.max_drafts, request.params
+        return policy.max_drafts(request.key, params.temperature, limit) > 0
+
+    def take_verified(self, requests: Sequence[Request]) -> dict[RequestKey, list[int]]:
+        """The tokens of a step with drafts, of each of `requests` whose last one had any.
+
+        For the next plan, which names them.
+        """
+        if not self._num_verified:
+            return {}
+        counts = [(r, self._num_verified.pop(r.key, 0)) for r in requests]
+        return {r.key: r.tokens[-num_verified:] for r, num_verified in counts if num_verified}
+
+    # ---- afterwards -----------------------------------------------------------------------------
+
+    def commit(
+        self, requests: Sequence[Request], planned: PlannedDrafts, result: StepResult
+    ) -> list[Request]:
+        """Count what a step accepted and advance its requests with drafts; returns these.
+
+        Their tokens were appended. The progress of a request then counts all but the newest.
+        """
+        advanced: list[Request] = []
+        for index, drafts in planned.drafts.items():
+            request = requests[index]
+            if request.row is None or not result.is_finite[index]:
+                continue
+            num_new = request.num_known_tokens - request.num_computed_tokens
+            request.num_computed_tokens = request.num_known_tokens - 1
+            self._num_verified[request.key] = num_new
+            self.counts.add(len(drafts), num_new - 1)
+            if self._policy is not None:
+                self._policy.observe(request.key, len(drafts), num_new - 1)
+            advanced.append(request)
+        if planned.decision is not None and self._policy is not None:
+            num_tokens = sum(map(len, result.tokens[: len(planned.decision.num_drafts)]))
+            self._policy.observe_step(planned.decision, num_tokens, result.duration_s)
+        return advanced
+
+    def unseat(self, request: Request) -> None:
+        """The request leaves its row: another admission names all its tokens."""
+        self._num_verified.pop(request.key, None)
+        if self._drafter is not None:
+            self._drafter.forget(request)
+
+    def finish(self, request: Request) -> None:
+        """The request has its complete answer; `forget` follows."""
+        if self._drafter is not None:
+            self._drafter.add_finished(request)
+
+    def forget(self, request: Request) -> None:
+        """The request leaves for good."""
+        if self._policy is not None:
+            self._policy.forget(request.key)
+        self._num_misses.pop(request.key, None)
+        self._num_rest_steps.pop(request.key, None)
+
+    def kept_keys(self) -> set[Hashable]:
+        """Requests of which anything is kept here, for the check that none is forgotten."""
+        return {*self._num_verified, *self._num_misses, *self._num_rest_steps}
+
+
+def _offer(
+    requests: Sequence[Request], most: list[int], room: StepRoom, pass_s: float
+) -> StepOffer:
+    return StepOffer(
+        keys=[request.key for request in requests],
+        max_drafts=most,
+        work=room.work,
+        draft_pass_s=pass_s,
+        max_draft_tokens=room.max_tokens,
+        is_short_waiting=room.is_short_waiting,
+    )

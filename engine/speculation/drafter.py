@@ -1,0 +1,118 @@
+"""Defines what the scheduler needs of a drafter and of a policy, and the n-gram drafter for it.
+
+A drafter guesses the next tokens of requests; a policy says how many guesses a step verifies. Both
+are asked by the engine thread while a step is planned, so what they take delays the step.
+"""
+
+import math
+from collections.abc import Hashable, Sequence
+from typing import Protocol
+
+from engine.cost_model import StepCosts
+from engine.request import Request
+from engine.speculation.controller import StepDrafts, StepOffer
+from engine.speculation.ngram import DEFAULT_RULES, NgramDrafter, NgramRules
+
+
+class Drafter(Protocol):
+    """Guesses tokens. A wrong guess costs time and never changes an answer."""
+
+    @property
+    def pass_s(self) -> float:
+        """Seconds that another draft takes for all requests together; 0 = too few to count."""
+        ...
+
+    def propose(self, asked: Sequence[tuple[Request, int]]) -> list[list[int]]:
+        """For each request at most so many tokens that may follow its known ones, perhaps none.
+
+        All its known tokens but the newest have KV, and its blocks have room for the drafts.
+        """
+        ...
+
+    def add_finished(self, request: Request) -> None:
+        """Learn from a complete answer."""
+        ...
+
+    def forget(self, request: Request) -> None:
+        """Drop what is kept for a request that left its row; it may come back."""
+        ...
+
+
+class DraftPolicy(Protocol):
+    """Says how many drafts pay; see `engine.speculation.controller.SpeculationController`."""
+
+    def max_drafts(self, key: Hashable, temperature: float, limit: int | None = None) -> int: ...
+
+    def plan(self, offer: StepOffer, costs: StepCosts) -> StepDrafts: ...
+
+    def observe(self, key: Hashable, num_drafts: int, num_accepted: int) -> None: ...
+
+    def observe_step(self, drafts: StepDrafts, num_tokens: int, seconds: float | None) -> None: ...
+
+    def forget(self, key: Hashable) -> None: ...
+
+
+class FixedDrafts:
+    """The policy that verifies all drafts, up to a number a row and to what the step has room for.
+
+    For measurements and tests: at a large batch it makes steps slower.
+    """
+
+    def __init__(self, num_drafts: int, *, max_temperature: float = math.inf) -> None:
+        self._num_drafts = num_drafts
+        self._max_temperature = max_temperature
+
+    def max_drafts(self, key: Hashable, temperature: float, limit: int | None = None) -> int:
+        if temperature > self._max_temperature:
+            return 0
+        return self._num_drafts if limit is None else min(self._num_drafts, limit)
+
+    def plan(self, offer: StepOffer, costs: StepCosts) -> StepDrafts:
+        num_left = offer.max_draft_tokens
+        counts: list[int] = []
+        for most in offer.max_drafts:
+            counts.append(most if num_left is None else min(most, num_left))
+            num_left = None if num_left is None else num_left - counts[-1]
+        plain_s = costs.step_seconds(offer.work)
+        return StepDrafts(
+            num_drafts=counts,
+            expected_tokens=float(len(counts)),
+            rows_s=plain_s,
+            plain_s=plain_s,
+            step_s=plain_s,
+        )
+
+    def observe(self, key: Hashable, num_drafts: int, num_accepted: int) -> None:
+        """Does nothing: the number is fixed."""
+
+    def observe_step(self, drafts: StepDrafts, num_tokens: int, seconds: float | None) -> None:
+        """Does nothing: the number is fixed."""
+
+    def forget(self, key: Hashable) -> None:
+        """Does nothing: nothing is kept."""
+
+
+class RequestNgrams:
+    """`NgramDrafter` for requests; those with a salt share no answers with others."""
+
+    def __init__(self, rules: NgramRules = DEFAULT_RULES) -> None:
+        self.ngrams = NgramDrafter(rules)
+
+    @property
+    def pass_s(self) -> float:
+        return 0.0
+
+    def propose(self, asked: Sequence[tuple[Request, int]]) -> list[list[int]]:
+        return [
+            self.ngrams.propose(
+                request.key, request.tokens, num_drafts, with_corpus=not request.spec.salt
+            )
+            for request, num_drafts in asked
+        ]
+
+    def add_finished(self, request: Request) -> None:
+        if not request.spec.salt:
+            self.ngrams.add_finished(request.tokens[request.num_prompt_tokens :])
+
+    def forget(self, request: Request) -> None:
+        self.ngrams.forget(request.key)

@@ -1,0 +1,217 @@
+"""Requests with drafts: the same answers in fewer steps, and no slot, block or row out of place."""
+
+import random
+from itertools import pairwise
+
+import pytest
+
+from engine.request import Request
+from engine.scheduling.drafting import Drafting
+from engine.speculation.drafter import FixedDrafts
+from tests.engine.scheduling.replica import BLOCK_SIZE, Replica, params_of, prompt_of
+from tests.harness.drafters import Guesser
+from tests.harness.fakes import VOCAB_SIZE, expected_output
+
+
+def _answer_of(request: Request) -> list[int]:
+    prompt = request.tokens[: request.num_prompt_tokens]
+    return expected_output(prompt, request.params, max_model_len=64)[0]
+
+
+def _guesser(**given: float) -> Guesser:
+    return Guesser(_answer_of, vocab_size=VOCAB_SIZE, **given)
+
+
+def _drafting(guesser: Guesser, num_drafts: int, *, holds: bool = False) -> Drafting:
+    return Drafting(guesser, FixedDrafts(num_drafts), holds=holds)
+
+
+def _num_tokens(replica: Replica) -> int:
+    return sum(plan.num_tokens for plan in replica.executor.plans)
+
+
+def _check_mix(mix: int, *, overlap: bool) -> Replica:
+    """Random requests, errors, memory and aborts; every answer is the oracle's."""
+    draw = random.Random(mix)
+    guesser = _guesser(
+        error_rate=draw.choice([0.0, 0.2, 0.5, 1.0]),
+        silence_rate=draw.choice([0.0, 0.4]),
+        pass_s=draw.choice([0.0, 1e-3]),
+        seed=mix,
+    )
+    replica = Replica(
+        num_blocks=draw.choice([16, 18, 24, 64]),
+        max_rows=3,
+        max_num_batched_tokens=draw.choice([5, 9, 16]),
+        enable_prefix_caching=draw.random() < 0.7,
+        overlap=overlap,
+        drafting=_drafting(guesser, draw.randint(1, 7), holds=overlap),
+    )
+    requests = []
+    for i in range(14):
+        params = params_of(draw.randint(1, 20), seed=mix * 100 + i, ignore_eos=draw.random() < 0.3)
+        prompt = prompt_of(draw.randint(1, 40), draw.randint(0, 2))
+        requests.append(replica.add(str(i), prompt, params=params))
+        for _ in range(draw.randint(0, 3)):
+            replica.step()
+    aborted = draw.sample(requests, 2)
+    for request in aborted:
+        replica.scheduler.abort(request.key)
+        replica.step()
+    replica.run(900)
+    replica.check_idle()
+    assert replica.scheduler._drafting.kept_keys() == set()
+    for request in requests:
+        expected = replica.expected(request)
+        found = replica.output(request)
+        assert found == (expected[: len(found)] if request in aborted else expected)
+    return replica
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlapped"])
+def test_no_draft_changes_an_answer(overlap: bool) -> None:
+    replicas = [_check_mix(mix, overlap=overlap) for mix in range(8)]
+    counts = [replica.scheduler.statistics() for replica in replicas]
+    drafts = [replica.scheduler.draft_counts for replica in replicas]
+    assert sum(count.num_preemptions for count in counts) > 5
+    assert sum(count.num_cached_tokens for count in counts) > 20
+    assert sum(count.num_drafted for count in drafts) > 250
+    assert sum(count.num_accepted for count in drafts) > 100
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlapped"])
+@pytest.mark.parametrize("block", range(2))
+def test_no_draft_changes_an_answer_in_many_mixes(block: int, overlap: bool) -> None:
+    for mix in range(1000 * (block + 1), 1000 * (block + 1) + 100):
+        _check_mix(mix, overlap=overlap)
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlapped"])
+@pytest.mark.parametrize("num_drafts", [1, 3, 7])
+def test_drafts_that_are_right_save_steps(num_drafts: int, overlap: bool) -> None:
+    drafting = _drafting(_guesser(), num_drafts, holds=overlap)
+    replica = Replica(overlap=overlap, drafting=drafting)
+    request = replica.add("a", prompt_of(5), params=params_of(25))
+    replica.run()
+    assert replica.output(request) == replica.expected(request)
+    assert len(replica.executor.plans) == 1 + -(-24 // (num_drafts + 1))
+    counts = replica.scheduler.draft_counts
+    assert counts.num_accepted == counts.num_drafted == sum(counts.accepted_at)
+    assert _num_tokens(replica) == 5 + 24  # every token once, the last one never
+    replica.check_idle()
+
+
+def test_drafts_that_are_wrong_cost_no_step() -> None:
+    replica = Replica(drafting=_drafting(_guesser(error_rate=1.0), 4))
+    request = replica.add("a", prompt_of(5), params=params_of(20))
+    num_steps = replica.run()
+    assert replica.output(request) == replica.expected(request)
+    assert num_steps <= 20
+    replica.check_idle()
+
+
+def test_a_block_is_found_again_only_with_the_tokens_that_were_kept() -> None:
+    """The prefix of an answer is a hit for a prompt that goes on from it, guesses are not."""
+    replica = Replica(drafting=_drafting(_guesser(error_rate=0.5, seed=3), 6))
+    first = replica.add("a", prompt_of(6), params=params_of(21))
+    replica.run()
+    prompt = first.tokens[:-1]
+    second = replica.add("b", prompt, params=params_of(4, seed=5))
+    replica.run()
+    assert second.num_cached_tokens == (len(prompt) - 1) // BLOCK_SIZE * BLOCK_SIZE
+    assert replica.output(second) == replica.expected(second)
+    assert replica.scheduler.draft_counts.num_accepted > 0
+    replica.check_idle()
+
+
+def test_drafts_take_no_block_that_a_row_may_need_and_preempt_nobody() -> None:
+    plain = Replica(num_blocks=16, max_rows=4, max_model_len=32)
+    drafted = Replica(
+        num_blocks=16, max_rows=4, max_model_len=32, drafting=_drafting(_guesser(error_rate=1.0), 7)
+    )
+    for replica in (plain, drafted):
+        for i in range(4):
+            replica.add(str(i), prompt_of(7, i), params=params_of(9, seed=i))
+        replica.run()
+        replica.check_idle()
+    assert drafted.scheduler.draft_counts.num_drafted > 0
+    count, expected = (r.scheduler.statistics().num_preemptions for r in (drafted, plain))
+    assert count <= expected
+
+
+def test_prompts_go_first_and_drafts_take_what_is_left_of_the_step() -> None:
+    replica = Replica(max_num_batched_tokens=8, drafting=_drafting(_guesser(), 7))
+    replica.add("a", prompt_of(3), params=params_of(30))
+    replica.step()
+    replica.add("b", prompt_of(13, 1), params=params_of(2))
+    replica.step()
+    assert replica.last_plan.num_new_tokens == [1, 7]
+    replica.step()
+    assert (replica.last_plan.num_new_tokens, replica.last_plan.drafts[0][0]) == ([2, 6], 0)
+    replica.step()
+    assert replica.last_plan.num_tokens <= 8
+    replica.run()
+    replica.check_idle()
+
+
+def test_a_request_may_ask_for_fewer_drafts_or_none() -> None:
+    replica = Replica(drafting=_drafting(_guesser(), 6))
+    few = replica.add("few", prompt_of(4), params=params_of(16), max_drafts=2)
+    none = replica.add("none", prompt_of(4, 1), params=params_of(16), max_drafts=0)
+    replica.run()
+    for request in (few, none):
+        assert replica.output(request) == replica.expected(request)
+    assert {len(d) for plan in replica.executor.plans for _, d in plan.drafts} == {2}
+
+
+def test_nothing_is_guessed_after_a_token_that_ends_the_request() -> None:
+    params = params_of(20, ignore_eos=False)
+    prompt = prompt_of(6)
+    params = params_of(
+        20, stop_token_ids=(expected_output(prompt, params, max_model_len=64)[0][4],)
+    )
+    replica = Replica(drafting=_drafting(_guesser(), 7))
+    request = replica.add("a", prompt, params=params)
+    replica.run()
+    assert replica.output(request) == replica.expected(request)
+    assert replica.records[request.key][-1].finish == "stop"
+    assert _num_tokens(replica) == 6 + len(replica.output(request)) - 1
+    replica.check_idle()
+
+
+def test_rows_without_drafts_overlap_beside_one_with_drafts() -> None:
+    replica = Replica(overlap=True, drafting=_drafting(_guesser(), 2, holds=True))
+    guessed = replica.add("a", prompt_of(4), params=params_of(24))
+    plain = replica.add("b", prompt_of(4, 1), params=params_of(12), max_drafts=0)
+    replica.run()
+    for request in (guessed, plain):
+        assert replica.output(request) == replica.expected(request)
+    plans = replica.executor.plans[1:]
+    steps_of_plain = [i for i, plan in enumerate(plans) if 1 in plan.rows]
+    assert steps_of_plain == list(range(11))  # in every step
+    steps_of_guessed = [i for i, plan in enumerate(plans) if 0 in plan.rows]
+    gaps = [b - a for a, b in pairwise(steps_of_guessed) if b < 11]
+    assert min(gaps) == 2  # in every other step while the other row keeps the device busy
+
+
+def test_a_request_that_is_never_guessed_rests_from_waiting() -> None:
+    """Overlapped steps: without drafts it soon takes part in nearly every step."""
+    drafting = _drafting(_guesser(silence_rate=1.0), 4, holds=True)
+    replica = Replica(overlap=True, drafting=drafting)
+    silent = replica.add("a", prompt_of(4), params=params_of(50))
+    replica.add("b", prompt_of(4, 1), params=params_of(50), max_drafts=0)
+    replica.run()
+    assert replica.output(silent) == replica.expected(silent)
+    assert len(replica.executor.plans) < 62
+
+
+def test_a_row_that_is_not_finite_ends_with_its_drafts() -> None:
+    replica = Replica(drafting=_drafting(_guesser(), 3))
+    bad = replica.add("bad", prompt_of(4), params=params_of(20, seed=7))
+    good = replica.add("good", prompt_of(4, 1), params=params_of(20, seed=8))
+    replica.executor.poison(7, 9)
+    replica.run()
+    assert replica.failures[bad.key].code == "non_finite_logits"
+    assert replica.output(good) == replica.expected(good)
+    replica.check_idle()

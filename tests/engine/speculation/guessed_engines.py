@@ -1,0 +1,110 @@
+"""Engines whose drafts come from a test: of an exact small model, or of the shipped one."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from configs.load import load_config
+from engine.build import Engine, build_engine
+from engine.clock import MonotonicClock
+from engine.kv.cache import check_blocks
+from engine.kv.transfer import OutgoingEvent
+from engine.models.registry import build_model
+from engine.request import Request, SamplingParams
+from engine.scheduling.drafting import Drafting
+from engine.speculation.drafter import FixedDrafts
+from kernels.attention.reference import ReferenceAttention
+from tests.engine.ranks.exact_models import CPU, SnappingOps, save_whole_numbers
+from tests.harness.drafters import Guesser
+from tests.harness.in_process import Answer, answer
+from tests.harness.tiny_models import save_model
+
+Asked = tuple[Sequence[int], SamplingParams]
+_run_attention = ReferenceAttention.run
+
+
+def _snapped(self: ReferenceAttention, *args: Any, **named: Any) -> torch.Tensor:
+    return torch.round(_run_attention(self, *args, **named) * 8) / 8
+
+
+@contextmanager
+def exact_arithmetic() -> Iterator[None]:
+    """Attention ends on a grid, so that all later sums are exact: any batch gives the same bits."""
+    with patch.object(ReferenceAttention, "run", _snapped):
+        yield
+
+
+def save_exact_model(folder: Path, *, seed: int, **settings: object) -> None:
+    save_model(folder, seed=seed, **settings)
+    save_whole_numbers(folder, seed)
+
+
+def start_exact(folder: Path, **overrides: object) -> Engine:
+    """An engine of a model of whole numbers; step it within `exact_arithmetic`."""
+    dotted: dict[str, object] = {
+        "model.path": str(folder),
+        "cache.num_blocks": 256,
+        "cache.block_size": 4,
+        "scheduler.max_num_seqs": 6,
+        "scheduler.max_num_batched_tokens": 32,
+        "speculation.drafter": "ngram",
+        "speculation.adaptive": False,
+        **{key.replace("__", "."): value for key, value in overrides.items()},
+    }
+    if dotted["speculation.drafter"] == "none":
+        del dotted["speculation.adaptive"]
+    model = build_model(folder, dtype=torch.float32, device=CPU, ops=SnappingOps())
+    config = load_config(None, dotted)
+    return build_engine(config, "test", MonotonicClock(), _no_handoff, model=model)
+
+
+def guess(
+    engine: Engine,
+    asked: Sequence[Asked],
+    answers: Sequence[Answer],
+    *,
+    num_drafts: int,
+    error_rate: float,
+    seed: int = 0,
+) -> None:
+    """From now on the engine's drafts are the tokens of `answers`, some of them wrong."""
+    known = [found.tokens for found in answers]
+
+    def answer_of(request: Request) -> Sequence[int]:
+        return known[int(request.key.request_id, 16)]
+
+    guesser = Guesser(
+        answer_of, vocab_size=engine.spec.vocab_size, error_rate=error_rate, seed=seed
+    )
+    scheduler = engine.core.scheduler
+    holds = scheduler._drafting._holds
+    scheduler._drafting = Drafting(guesser, FixedDrafts(num_drafts), holds=holds)
+
+
+def run(engine: Engine, asked: Sequence[Asked]) -> list[Answer]:
+    """The answers; afterwards nothing is held."""
+    found = answer(engine, asked)
+    scheduler = engine.core.scheduler
+    check_blocks(engine.cache, list(scheduler.owners()))
+    assert engine.cache.num_held == 0
+    assert scheduler.num_free_rows == scheduler._config.max_num_seqs
+    assert scheduler._drafting.kept_keys() == set()
+    return found
+
+
+def assert_same(ours: Sequence[Answer], theirs: Sequence[Answer]) -> None:
+    """Every record with every number; only what a prefix hit changes may differ."""
+    for our, their in zip(ours, theirs, strict=True):
+        assert our.tokens == their.tokens
+        assert our.finish == their.finish
+        for ours_, theirs_ in zip(our.records, their.records, strict=True):
+            assert (ours_.index, ours_.stop_token_id) == (theirs_.index, theirs_.stop_token_id)
+            assert ours_.logprobs == theirs_.logprobs
+
+
+def _no_handoff(event: OutgoingEvent) -> None:
+    raise AssertionError(f"a unified engine hands nothing over: {event}")

@@ -1,0 +1,364 @@
+"""The gates, the budget and the purse of speculation, without an engine."""
+
+import random
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+
+from engine.cost_model import PRIOR, StepCosts, StepWork
+from engine.speculation.controller import (
+    Purse,
+    SpeculationController,
+    SpeculationRules,
+    StepDrafts,
+    StepOffer,
+    choose_drafts,
+    verify_seconds,
+    verify_work,
+)
+
+RULES = SpeculationRules()
+FITTED = StepCosts(
+    floor_s=4e-3,
+    slopes_s=(5e-6, 8e-6, 15e-6, 20e-6, 21e-6, 22e-6, 22e-6, 22e-6),
+    attended_s=5e-10,
+    history_s=3e-8,
+    decode_row_s=8e-6,
+    decode_key_s=3e-8,
+    num_samples=100,
+)
+
+
+def decodes(num_rows: int, num_keys: int = 200) -> StepWork:
+    return StepWork(num_decode_rows=num_rows, num_decode_keys=num_rows * num_keys)
+
+
+def offer(max_drafts: list[int], **changes: object) -> StepOffer:
+    fields = {"keys": range(len(max_drafts)), "work": decodes(len(max_drafts)), **changes}
+    return StepOffer(max_drafts=max_drafts, **fields)  # type: ignore[arg-type]
+
+
+def attempts(
+    controller: SpeculationController, num: int, accepted: int, costs: StepCosts = PRIOR
+) -> None:
+    """So many steps in which "a" tries all its drafts and `accepted` of them are right."""
+    for _ in range(num):
+        most = controller.max_drafts("a", 0.0)
+        assert most > 0
+        controller.plan(offer([0], keys=["a"]), costs)
+        controller.observe("a", most, min(accepted, most))
+        idle_steps(controller, 1)
+
+
+def idle_steps(controller: SpeculationController, num: int) -> None:
+    nothing = StepDrafts(num_drafts=[], expected_tokens=0, plain_s=1e-3, step_s=1e-3)
+    for _ in range(num):
+        controller.observe_step(nothing, 0, None)
+
+
+# ---- gates ---------------------------------------------------------------------------------------
+
+
+def test_a_hot_request_never_speculates() -> None:
+    controller = SpeculationController()
+    assert controller.max_drafts("a", 0.71) == 0
+    assert controller.max_drafts("a", 0.7) == 4
+    warmer = SpeculationController(SpeculationRules(max_temperature=1.0))
+    assert warmer.max_drafts("a", 1.0) == 4
+
+
+def test_a_request_may_bound_its_own_drafts() -> None:
+    controller = SpeculationController()
+    assert controller.max_drafts("a", 0.0, limit=2) == 2
+    assert controller.max_drafts("b", 0.0, limit=0) == 0
+    assert controller.max_drafts("c", 0.0, limit=30) == 4
+
+
+def test_without_fitted_costs_ten_bad_attempts_stop_it_and_it_tries_again_twice_as_late() -> None:
+    controller = SpeculationController()
+    attempts(controller, 10, accepted=0)
+    assert controller.max_drafts("a", 0.0) == 0
+    idle_steps(controller, RULES.retry_steps - 1)
+    assert controller.max_drafts("a", 0.0) == 0
+    idle_steps(controller, 1)
+    assert controller.max_drafts("a", 0.0) == RULES.retry_drafts
+    attempts(controller, 10, accepted=0)
+    idle_steps(controller, 2 * RULES.retry_steps - 1)
+    assert controller.max_drafts("a", 0.0) == 0
+    idle_steps(controller, 1)
+    attempts(controller, 10, accepted=2)  # now it is good again
+    assert controller.max_drafts("a", 0.0) == RULES.first_drafts + 1
+
+
+def test_with_fitted_costs_the_budget_decides_unless_told_otherwise() -> None:
+    controller = SpeculationController()
+    attempts(controller, 12, accepted=0, costs=FITTED)
+    assert controller.max_drafts("a", 0.0) == 4
+    strict = SpeculationController(SpeculationRules(stops_always=True))
+    attempts(strict, 10, accepted=0, costs=FITTED)
+    assert strict.max_drafts("a", 0.0) == 0
+
+
+def test_half_of_the_judged_drafts_is_enough_to_stay() -> None:
+    controller = SpeculationController()
+    attempts(controller, 12, accepted=1)  # one accepted, the second rejected, two not judged
+    assert controller.max_drafts("a", 0.0) == 4
+
+
+def test_good_attempts_deepen_it_to_eight_and_worse_ones_bring_it_back_to_four() -> None:
+    controller = SpeculationController()
+    attempts(controller, 10, accepted=8)
+    assert controller.max_drafts("a", 0.0) == 5
+    attempts(controller, 10, accepted=8)
+    assert controller.max_drafts("a", 0.0) == 8
+    depths = []
+    for _ in range(60):
+        attempts(controller, 1, accepted=1, costs=FITTED)
+        depths.append(controller.max_drafts("a", 0.0))
+    assert sorted(set(depths), reverse=True) == [8, 7, 6, 5, 4]
+    assert depths == sorted(depths, reverse=True)
+
+
+def test_a_request_whose_drafts_do_not_pay_rests_and_is_tried_again() -> None:
+    controller = SpeculationController()
+
+    def planned(key: object) -> int:
+        step = offer([controller.max_drafts(key, 0.0)], keys=[key], draft_pass_s=1e-3)
+        return controller.plan(step, FITTED).num_drafts[0]
+
+    assert planned("a") > 0
+    for _ in range(10):
+        controller.observe("a", 4, 0)
+    for _ in range(4):
+        assert controller.max_drafts("a", 0.0) == 4
+        assert planned("a") == 0
+    assert controller.max_drafts("a", 0.0) == 0  # so that nobody waits for its newest token
+    idle_steps(controller, RULES.retry_steps + 1)
+    assert planned("a") > 0
+
+
+def test_rows_held_back_must_earn_what_they_miss() -> None:
+    survivals = [np.cumprod([0.5] * 4).tolist()] * 8
+    free = choose_drafts(survivals, offer([4] * 8), FITTED)
+    held = choose_drafts(survivals, offer([4] * 8, num_plain_rows=16), FITTED)
+    assert free.has_drafts
+    assert not held.has_drafts  # twice as many rows would sample in plain steps
+    assert held.predicted_gain < 0.6
+    purse = Purse(RULES)
+    while purse.is_on:  # and even without drafts, holding them back is a loss
+        purse.observe(held, 8, held.plain_s)
+    assert purse.num_stops == 1
+
+
+# ---- budget --------------------------------------------------------------------------------------
+
+
+def draw_survivals(rng: random.Random, num_rows: int, depth: int) -> list[list[float]]:
+    return [
+        np.cumprod([rng.random() for _ in range(rng.randrange(depth + 1))]).tolist()
+        for _ in range(num_rows)
+    ]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_no_other_prefixes_have_more_expected_tokens_per_second(seed: int) -> None:
+    rng = random.Random(seed)
+    num_rows = rng.randrange(1, 5)
+    survivals = draw_survivals(rng, num_rows, 3)
+    work = decodes(rng.choice([num_rows, 60, 250]))
+    step = offer(
+        [len(s) for s in survivals],
+        work=work,
+        draft_pass_s=rng.choice([0.0, 2e-4]),
+        max_draft_tokens=rng.choice([None, 2, 5]),
+        max_step_s=rng.choice([None, 1.01 * FITTED.step_seconds(work)]),
+        graph_tokens=rng.choice([(), (2, 4, 8, 16, 64, 256)]),
+    )
+    rules = SpeculationRules(min_gain=1.0)
+    chosen = choose_drafts(survivals, step, FITTED, rules)
+
+    def seconds(counts: tuple[int, ...]) -> float:
+        step_s = float(verify_seconds(FITTED, work, np.array([sum(counts)]), step.graph_tokens)[0])
+        return step_s + max(counts) * step.draft_pass_s
+
+    plain_s = seconds((0,) * num_rows)
+
+    def rate(counts: tuple[int, ...]) -> float:
+        tokens = num_rows + sum(sum(s[:n]) for s, n in zip(survivals, counts, strict=True))
+        return tokens / (FITTED.step_seconds(work) + seconds(counts) - plain_s)
+
+    def is_allowed(counts: tuple[int, ...]) -> bool:
+        is_in_time = step.max_step_s is None or seconds(counts) <= step.max_step_s
+        return is_in_time and sum(counts) <= (step.max_draft_tokens or 99)
+
+    every = [
+        c for c in product(*(range(len(s) + 1) for s in survivals)) if is_allowed(c) or not any(c)
+    ]
+    best = max(map(rate, every))
+    counts = tuple(chosen.num_drafts)
+    assert counts in every
+    assert rate(counts) == pytest.approx(best, rel=1e-12)
+    assert chosen.step_s == pytest.approx(seconds(counts))
+    assert chosen.predicted_gain == pytest.approx(best / chosen.plain_rate)
+
+
+def test_drafts_cost_what_the_cost_model_says_of_more_tokens() -> None:
+    work = decodes(60).with_prompt(700, 100)
+    nums = np.array([0, 1, 5, 70, 400, 5000])
+    found = verify_seconds(FITTED, work, nums)
+    assert found == pytest.approx([FITTED.step_seconds(verify_work(work, int(n))) for n in nums])
+
+
+def test_a_draft_that_does_not_pay_is_not_verified() -> None:
+    survivals = [[0.3]] * 256
+    drafts = choose_drafts(survivals, offer([1] * 256), FITTED)
+    assert not drafts.has_drafts
+    assert drafts.predicted_gain == 1.0
+    assert drafts.step_s == drafts.plain_s
+    assert choose_drafts([[0.3]], offer([1]), FITTED).num_drafts == [1]  # in one row it does
+
+
+def test_short_prompts_that_wait_shrink_the_drafts() -> None:
+    survivals = [np.cumprod([0.9] * 8).tolist()] * 64
+    free = choose_drafts(survivals, offer([8] * 64), FITTED)
+    waiting = choose_drafts(survivals, offer([8] * 64, is_short_waiting=True), FITTED)
+    assert 0 < sum(waiting.num_drafts) < sum(free.num_drafts)
+    assert waiting.step_s <= (1 + RULES.short_slack) * waiting.plain_s
+
+
+def test_prompts_of_the_same_step_do_not_make_drafts_look_cheap() -> None:
+    survivals = [[0.3]] * 256
+    beside = decodes(256).with_prompt(4000, 0)
+    assert not choose_drafts(survivals, offer([1] * 256, work=beside), FITTED).has_drafts
+
+
+def test_places_that_a_graph_pads_are_filled() -> None:
+    survivals = [[0.1, 0.001]] * 48
+    padded = choose_drafts(survivals, offer([2] * 48, graph_tokens=[64, 128]), FITTED)
+    assert sum(padded.num_drafts) == 16
+
+
+def test_a_step_without_rows_or_without_drafts_is_planned_too() -> None:
+    nobody = choose_drafts([], offer([], work=StepWork.of_prompts([(100, 0)])), FITTED)
+    assert nobody.num_drafts == []
+    assert nobody.predicted_gain == 1.0
+    assert choose_drafts([[], []], offer([0, 0]), FITTED).num_drafts == [0, 0]
+
+
+# ---- purse ---------------------------------------------------------------------------------------
+
+
+def speculating(num_rows: int = 4) -> StepDrafts:
+    return StepDrafts(
+        num_drafts=[1] * num_rows,
+        expected_tokens=6.0,
+        rows_s=5e-3,
+        plain_s=5e-3,
+        step_s=5.5e-3,
+        plain_rate=num_rows / 5e-3,
+    )
+
+
+PLAIN = replace(speculating(), num_drafts=[0] * 4, expected_tokens=4.0, step_s=5e-3)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_more_is_lost_than_the_purse_and_its_refill_whatever_happens(seed: int) -> None:
+    rng = random.Random(seed)
+    purse = Purse(RULES)
+    lost, worst_step, num_steps = 0.0, 0.0, 3000
+    for _ in range(num_steps):
+        if not purse.is_on:
+            purse.observe(PLAIN, 4, 5e-3)
+            continue
+        num_tokens, seconds = rng.randrange(4, 9), 5e-3 * rng.uniform(1, 4)
+        purse.observe(speculating(), num_tokens, seconds)
+        loss = seconds / 5e-3 - num_tokens / 4
+        lost, worst_step = lost + loss, max(worst_step, loss)
+    assert purse.num_stops > 0
+    assert lost <= RULES.refill * num_steps + RULES.purse_steps + worst_step
+
+
+def test_speculation_that_loses_stops_and_starts_again_when_the_purse_is_half_full() -> None:
+    controller = SpeculationController()
+    assert controller.max_drafts("a", 0.0) == 4
+    while controller.max_drafts("a", 0.0):
+        controller.observe_step(speculating(), 4, 10e-3)
+    num_off = 0
+    while not controller.max_drafts("a", 0.0):
+        controller.observe_step(PLAIN, 4, 5e-3)
+        num_off += 1
+    assert num_off >= RULES.purse_steps / 2 / RULES.refill
+
+
+def test_what_steps_with_drafts_take_beyond_their_prediction_is_learned_and_forgotten() -> None:
+    purse = Purse(RULES)
+    for _ in range(100):
+        seconds = 5.5e-3 + 2e-3
+        drafts = speculating()
+        predicted_s = drafts.step_s + purse.surcharge_s
+        purse.observe(replace(drafts, step_s=predicted_s), 8, seconds)
+    assert purse.surcharge_s == pytest.approx(2e-3, rel=1e-3)
+    dear = choose_drafts([[0.3]], offer([1]), FITTED, RULES, purse.surcharge_s)
+    assert not dear.has_drafts
+    for _ in range(2000):
+        purse.observe(PLAIN, 4, 5e-3)
+    assert purse.surcharge_s < 1e-4
+    assert choose_drafts([[0.3]], offer([1]), FITTED, RULES, purse.surcharge_s).has_drafts
+
+
+def test_gains_do_not_pay_for_unbounded_losses_later() -> None:
+    purse = Purse(RULES)
+    for _ in range(1000):
+        purse.observe(speculating(), 8, 5.5e-3)
+    assert purse.gain == pytest.approx(2 / 1.1)
+    assert purse.balance == RULES.purse_steps
+
+
+def test_a_cost_model_that_is_wrong_by_a_factor_does_not_look_like_a_loss() -> None:
+    purse = Purse(RULES)
+    for _ in range(200):
+        purse.observe(PLAIN, 4, 10e-3)  # every step takes twice the predicted time
+    for _ in range(200):
+        purse.observe(speculating(), 8, 11e-3)
+    assert purse.is_on
+    assert purse.gain == pytest.approx(2 / 1.1, rel=1e-3)
+
+
+# ---- together ------------------------------------------------------------------------------------
+
+
+def test_the_same_calls_give_the_same_decisions() -> None:
+    def replay() -> list[list[int]]:
+        rng = random.Random(3)
+        controller, planned = SpeculationController(), []
+        for step in range(300):
+            keys = list(range(step // 40, step // 40 + 8))
+            most = [controller.max_drafts(key, 0.1 * (key % 9)) for key in keys]
+            drafts = controller.plan(offer(most, keys=keys), FITTED)
+            planned.append(drafts.num_drafts)
+            for key, num in zip(keys, drafts.num_drafts, strict=True):
+                if num:
+                    controller.observe(key, num, rng.randrange(num + 1))
+            controller.observe_step(drafts, 9, 5e-3)
+            controller.forget(step // 40 - 1)
+        return planned
+
+    planned = replay()
+    assert planned == replay()
+    assert {len(p) for p in planned} == {8}
+    assert any(map(any, planned))
+
+
+def test_a_request_that_ended_meanwhile_still_counts_in_the_statistics() -> None:
+    controller = SpeculationController()
+    controller.max_drafts("a", 0.0)
+    controller.forget("a")
+    controller.observe("a", 4, 2)
+    found = controller.statistics()
+    assert found.num_drafts == 4
+    assert found.num_accepted == 2
+    assert found.acceptance_by_position[:4] == [1.0, 1.0, 0.0, None]
+    assert found.measured_gain is None
