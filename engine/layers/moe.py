@@ -9,10 +9,12 @@ the ranks are to be added, as those of any feed-forward part.
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
-from engine.layers.linear import Linear
-from engine.layers.mlp import GatedMlp
+from engine.layers.linear import Linear, LinearWeight
+from engine.layers.mlp import FeedForward
+from engine.layers.quantized_weight import dequantize
 from kernels.moe import reference
 from kernels.moe.form import PLAIN, ExpertForm
 from kernels.moe.routes import Routes, Selection
@@ -39,7 +41,7 @@ class SharedExpert:
 
     __slots__ = ("_gate", "_mlp")
 
-    def __init__(self, *, mlp: GatedMlp, gate: Linear | None) -> None:
+    def __init__(self, *, mlp: FeedForward, gate: Linear | None) -> None:
         """gate: hidden -> 1."""
         self._mlp = mlp
         self._gate = gate
@@ -115,6 +117,28 @@ class TorchRouter:
         )
 
 
+class QuantizedMatrices:
+    """Experts that are quantised in memory; a matrix is made of one whenever it is asked for."""
+
+    __slots__ = ("_weight", "shape")
+
+    def __init__(self, weight: LinearWeight) -> None:
+        """weight: quantised, by expert."""
+        assert weight.scales is not None, f"{weight.format} without scales"
+        self._weight = weight
+        num_columns = weight.data.shape[2] * (2 if weight.scales.half else 1)
+        self.shape = torch.Size((*weight.data.shape[:2], num_columns))
+
+    def __getitem__(self, expert: int) -> Tensor:
+        assert self._weight.scales is not None
+        return dequantize(self._weight.data[expert], self._weight.scales.of_expert(expert))
+
+
+def expert_matrices(weight: LinearWeight) -> reference.ExpertMatrices:
+    """weight: by expert, in any format."""
+    return weight.data if weight.scales is None else QuantizedMatrices(weight)
+
+
 class TorchExperts:
     """One expert after the other, only those that have tokens; waits for the routes on the host."""
 
@@ -122,7 +146,12 @@ class TorchExperts:
 
     token_sizes: tuple[int, ...] = ()
 
-    def __init__(self, gate_up: Tensor, down: Tensor, form: ExpertForm = PLAIN) -> None:
+    def __init__(
+        self,
+        gate_up: reference.ExpertMatrices,
+        down: reference.ExpertMatrices,
+        form: ExpertForm = PLAIN,
+    ) -> None:
         """gate_up: [experts, 2 I, hidden], rows of gate first; down: [experts, hidden, I]."""
         self._form = form
         self._gate_up = gate_up

@@ -24,15 +24,8 @@ from engine.layers.attention import (
     StoredTokens,
 )
 from engine.layers.context import SINGLE_RANK, Comm, ForwardContext, LastTokens
-from engine.layers.linear import (
-    Gated,
-    Identity,
-    Linear,
-    LinearWeight,
-    build_gated,
-    build_linear,
-)
-from engine.layers.mlp import FeedForward, GatedMlp
+from engine.layers.linear import Gated, Identity, Linear, LinearWeight, build_linear
+from engine.layers.mlp import FeedForward, GatedMlp, build_mlp
 from engine.layers.norm import RmsNorm
 from engine.layers.rope_spec import RopeSpec
 from engine.layers.rotary import RotaryTable, RotaryTables
@@ -394,12 +387,11 @@ def _feed_forward(
     mixture = spec.mixture_at(layer)
     if mixture is not None:
         return build_mixture(mixture, weights, ops, is_deterministic=is_deterministic)
-    if spec.activation is Activation.GELU_TANH:
-        gate_up = build_linear(weights.gate_up, is_deterministic=is_deterministic)
-        gated: Linear = Gated(gate_up, ops.gelu_mul)
-    else:
-        gated = build_gated(weights.gate_up, ops, is_deterministic=is_deterministic)
-    return GatedMlp(gated=gated, down=build_linear(weights.down, is_deterministic=is_deterministic))
+    if spec.activation is Activation.SILU:
+        return build_mlp(weights.gate_up, weights.down, ops, is_deterministic=is_deterministic)
+    gate_up = build_linear(weights.gate_up, is_deterministic=is_deterministic)
+    down = build_linear(weights.down, is_deterministic=is_deterministic)
+    return GatedMlp(gated=Gated(gate_up, ops.gelu_mul), down=down)
 
 
 def _kv_linear(spec: ModelSpec, weights: LayerWeights) -> Linear:

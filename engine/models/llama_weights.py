@@ -37,6 +37,8 @@ class StackedTensor:
     num_columns: int | None = None  # None = vectors, concatenated
     split: Split = Split.NONE
     unit: int | None = None  # ROWS: rows of a head, which no rank holds in part
+    num_experts: int | None = None  # whose matrices it consists of, one after the other
+    may_be_quantised: bool = True
     is_float32: bool = False  # held in fp32, whatever the model's dtype is
 
     def of_rank(self, rank: Rank) -> "StackedTensor":
@@ -116,7 +118,12 @@ def layer_tensors(spec: ModelSpec, layer: int) -> dict[str, StackedTensor]:
         unit = spec.head_dim if field == "qkv" else None
         weights = {f"{prefix}{n}.weight": size for n, size in zip(names, sizes, strict=True)}
         tensors[field] = StackedTensor(
-            num_rows=weights, num_columns=num_columns, split=split, unit=unit
+            num_rows=weights,
+            num_columns=num_columns,
+            split=split,
+            unit=unit,
+            num_experts=mixture.num_experts if mixture is not None and field in _EXPERTS else None,
+            may_be_quantised=field not in _NEVER_QUANTISED,
         )
         if has_bias:
             biases = {f"{prefix}{n}.bias": size for n, size in zip(names, sizes, strict=True)}
@@ -159,6 +166,9 @@ _SPLITS = {
     "router": Split.NONE,
     "shared_gate": Split.NONE,
 }
+_EXPERTS = ("gate_up", "down")
+# Small maps whose rounding would change which experts compute: no format is published with them.
+_NEVER_QUANTISED = ("router", "shared_gate")
 
 
 def _attention(spec: ModelSpec) -> Iterator[_Linear]:

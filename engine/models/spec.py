@@ -26,7 +26,12 @@ from engine.models.mixture_spec import (
     read_qwen3_moe,
 )
 from engine.models.pooling import Pooling, read_pooling
-from engine.models.quantization import ONLINE_FP8, Quantization, read_quantization
+from engine.models.quantization import (
+    GPT_OSS_MXFP4,
+    ONLINE_FP8,
+    Quantization,
+    read_quantization,
+)
 from engine.models.rope_config import DEFAULT_THETA, max_tokens_of, parse_layer_ropes, parse_rope
 from engine.ranks.rank import SIZE_KEY, Rank
 
@@ -429,7 +434,7 @@ def load_spec(folder: Path, *, quantization: Literal["auto", "fp8"] = "auto") ->
         mixture=family.mixture,
         latent=family.latent,
         num_guessing_layers=family.num_guessing_layers,
-        quantization=_quantization(config, quantization, family.mixture, has_head=has_head),
+        quantization=_quantization(config, quantization, family, has_head=has_head),
     )
 
 
@@ -443,19 +448,19 @@ def _context(config: ConfigFile, family: _Family) -> tuple[RopeSpec, int]:
 
 
 def _quantization(
-    config: ConfigFile, asked: str, mixture: MixtureSpec | None, *, has_head: bool
+    config: ConfigFile, asked: str, family: _Family, *, has_head: bool
 ) -> Quantization | None:
-    is_mixture = mixture is not None
+    mixture = family.mixture
     if mixture is not None and mixture.layout is not ExpertLayout.BY_EXPERT:
         if asked != "auto":
             raise config.error("architectures", f"has no model.quantization: {asked}; leave it out")
-        return None  # experts in MXFP4 become numbers of the model's dtype while they are read
+        return GPT_OSS_MXFP4 if mixture.layout is ExpertLayout.GPT_OSS_MXFP4 else None
     published = read_quantization(config, has_head=has_head)
-    if is_mixture and (published is not None or asked != "auto"):
+    if family.latent is not None and (published is not None or asked != "auto"):
         raise config.error(
             "quantization_config",
-            "and model.quantization are not supported for mixtures of"
-            " experts; use unquantized weights",
+            "and model.quantization are not supported with latent attention (MLA); use"
+            " unquantised weights",
         )
     if asked == "auto":
         return published

@@ -20,7 +20,6 @@ from engine.errors import ConfigError
 from engine.file_checks import check_file
 from engine.models.config_file import ConfigFile
 from engine.models.fused_experts import find_fused
-from engine.models.gpt_oss_files import scale_shapes
 from engine.models.llama_weights import BODY, HEAD
 from engine.models.quantization import Packing
 from engine.models.quantized_tensors import NeededTensor, is_unused, needed_tensors
@@ -30,7 +29,7 @@ from engine.models.spec import ModelSpec
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _LENGTH = struct.Struct("<Q")
 DTYPE_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1}
-DTYPE_BYTES |= {"U8": 1}
+DTYPE_BYTES |= {"F8_E8M0": 1, "U8": 1}
 _METADATA = "__metadata__"
 
 
@@ -140,7 +139,7 @@ def check_weights(folder: Path, spec: ModelSpec) -> dict[Path, dict[str, Source]
     naming file, tensor, expected and found shape. An unknown tensor is refused unless it is known
     to carry no information: a bias or a layer, for example, would change the output.
     """
-    missing = needed_tensors(spec) | _needed_scales(spec)
+    missing = needed_tensors(spec)
     found: dict[Path, dict[str, Source]] = {}
     for path, indexed in _weight_files(folder):
         header = read_header(path)
@@ -175,11 +174,6 @@ def check_weights(folder: Path, spec: ModelSpec) -> dict[Path, dict[str, Source]
             f" {list(first.shape)}; a download is not complete, or {_MISMATCH}"
         )
     return found
-
-
-def _needed_scales(spec: ModelSpec) -> dict[str, NeededTensor]:
-    shapes = scale_shapes(spec.hidden_size, spec.mixture, spec.num_layers)
-    return {name: NeededTensor(shape=shape, dtypes=("U8",)) for name, shape in shapes.items()}
 
 
 def _sources(name: str, spec: ModelSpec) -> dict[str, Source]:

@@ -8,6 +8,7 @@ routing of transformers. Knows shapes, and nothing of models, requests or device
 """
 
 from collections.abc import Iterator
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F  # noqa: N812  (the field's own spelling)
@@ -77,8 +78,23 @@ def routes_by_expert(ids: Tensor) -> Iterator[tuple[int, Tensor]]:
             yield expert, routes
 
 
+class ExpertMatrices(Protocol):
+    """One matrix an expert, [out, in]: a tensor, or what makes one when it is asked for."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """[experts, out, in]."""
+        ...
+
+    def __getitem__(self, expert: int, /) -> Tensor: ...
+
+
 def experts(
-    x: Tensor, routes: Routes, gate_up: Tensor, down: Tensor, form: ExpertForm = PLAIN
+    x: Tensor,
+    routes: Routes,
+    gate_up: ExpertMatrices,
+    down: ExpertMatrices,
+    form: ExpertForm = PLAIN,
 ) -> Tensor:
     """The weighted output of every route, [T, k, hidden]; zeros where a route has no expert.
 
