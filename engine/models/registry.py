@@ -30,6 +30,7 @@ BUILDERS: dict[str, Callable[..., CausalLM]] = {
     "DeepseekV3ForCausalLM": build_decoder,
     "GptOssForCausalLM": build_decoder,
     "Gemma3ForCausalLM": build_decoder,
+    "Gemma3ForConditionalGeneration": build_decoder,
 }
 
 

@@ -71,6 +71,7 @@ class ModelSpec:
     norm_offset: float = 0.0  # added to the weights of all norms
     has_output_norms: bool = False  # also after attention and MLP, before they are added
     embedding_scale: float | None = None  # on the embedding's output; None = 1
+    file_prefix: str = ""  # of all names in the files; without it: of parts that are not served
     max_model_len: int  # tokens
     eos_token_ids: tuple[int, ...]  # config.json's, then generation_config.json's others
     dtype: KvDtype  # of the weights as published
@@ -363,6 +364,20 @@ def _layer_types(config: ConfigFile, num_layers: int) -> tuple[str, ...] | None:
     return layer_types
 
 
+_WITH_VISION = "Gemma3ForConditionalGeneration"  # served as the text model that it contains
+# What published text_configs leave out where it is the family's default.
+_GEMMA3_DEFAULTS: dict[str, object] = {
+    "vocab_size": 262_208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 131_072,
+}
+
+
 _FAMILIES: dict[str, Callable[[ConfigFile, int], _Family]] = {
     "LlamaForCausalLM": _llama,
     "MistralForCausalLM": _mistral,
@@ -375,6 +390,7 @@ _FAMILIES: dict[str, Callable[[ConfigFile, int], _Family]] = {
     "DeepseekV2ForCausalLM": _deepseek_v2,
     "DeepseekV3ForCausalLM": _deepseek_v3,
     "Gemma3ForCausalLM": _gemma3,
+    _WITH_VISION: _gemma3,
 }
 SUPPORTED_ARCHITECTURES = tuple(_FAMILIES)
 
@@ -388,16 +404,15 @@ def load_spec(folder: Path, *, quantization: Literal["auto", "fp8"] = "auto") ->
     config = ConfigFile.read(folder / "config.json")
     pooling = read_pooling(folder, config)
     architecture = _architecture(config, has_head=pooling is None)
+    has_vision = architecture == _WITH_VISION
+    if has_vision:
+        config = config.around("text_config", _GEMMA3_DEFAULTS)
     _refuse_unsupported(config)
     num_layers = config.integer("num_hidden_layers")
     hidden_size = config.integer("hidden_size")
     num_heads = config.integer("num_attention_heads")
     family = _FAMILIES[architecture](config, num_layers)
-    num_kv_heads = config.integer("num_key_value_heads", family.default_num_kv_heads or num_heads)
-    if num_heads % num_kv_heads:
-        raise config.error(
-            "num_key_value_heads", f"{num_kv_heads} does not divide {num_heads} query heads"
-        )
+    num_kv_heads = _num_kv_heads(config, family, num_heads)
     head_dim = _head_dim(config, family, hidden_size // num_heads)
     rope, max_model_len = _context(config, family)
     vocab_size = config.integer("vocab_size")
@@ -427,6 +442,7 @@ def load_spec(folder: Path, *, quantization: Literal["auto", "fp8"] = "auto") ->
         norm_offset=1.0 if family.is_gemma else 0.0,
         has_output_norms=family.is_gemma,
         embedding_scale=hidden_size**0.5 if family.is_gemma else None,
+        file_prefix="language_model." if has_vision else "",
         max_model_len=max_model_len,
         eos_token_ids=_eos_token_ids(config, folder, vocab_size),
         dtype=_dtype(config),
@@ -436,6 +452,15 @@ def load_spec(folder: Path, *, quantization: Literal["auto", "fp8"] = "auto") ->
         num_guessing_layers=family.num_guessing_layers,
         quantization=_quantization(config, quantization, family, has_head=has_head),
     )
+
+
+def _num_kv_heads(config: ConfigFile, family: _Family, num_heads: int) -> int:
+    num_kv_heads = config.integer("num_key_value_heads", family.default_num_kv_heads or num_heads)
+    if num_heads % num_kv_heads:
+        raise config.error(
+            "num_key_value_heads", f"{num_kv_heads} does not divide {num_heads} query heads"
+        )
+    return num_kv_heads
 
 
 def _context(config: ConfigFile, family: _Family) -> tuple[RopeSpec, int]:

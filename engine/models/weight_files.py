@@ -111,6 +111,7 @@ INDEX_FILE = "model.safetensors.index.json"
 # Tensors that some exporters leave in the files and that carry no information.
 _HARMLESS = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
+_VISION = ("vision_tower.", "multi_modal_projector.")  # beside a text model with a prefix
 _MISMATCH = "the weights and config.json describe different models"
 
 
@@ -200,12 +201,15 @@ def _check_tensor(path: Path, name: str, tensor: StoredTensor, needed: NeededTen
 
 def _whole_name(name: str, spec: ModelSpec) -> str:
     """The tensor's name in a model with a head; without one, the prefix may be left out."""
+    name = name.removeprefix(spec.file_prefix)
     if spec.pooling is None or name == HEAD or name.startswith(BODY):
         return name
     return BODY + name
 
 
 def _is_harmless(name: str, spec: ModelSpec) -> bool:
+    if spec.file_prefix and name.startswith(_VISION):
+        return True
     is_unused_head = name == HEAD and (spec.has_tied_embeddings or spec.pooling is not None)
     is_leftover = _HARMLESS.search(name) is not None or is_unused(name, spec)
     return is_unused_head or is_leftover or _guesses(name, spec)

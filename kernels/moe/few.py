@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kernels.linear.small import prefetch_rows
 from kernels.moe.form import PLAIN, ExpertForm
-from kernels.moe.gate import gated
+from kernels.moe.gate import gate_factor, up_factor
 from kernels.moe.routes import Routes
 from kernels.moe.tiles import FewTile
 from kernels.pdl import pdl_supported
@@ -66,11 +66,13 @@ def _moe_few_gate_up_kernel(
         gate += tl.load(gate_pointers + k, mask=mask, other=0.0).to(tl.float32) * x
         up += tl.load(gate_pointers + N * K + k, mask=mask, other=0.0).to(tl.float32) * x
     gate_sum = tl.sum(gate, axis=1)
-    up_sum = tl.sum(up, axis=1)
     if bias_ptr is not None:
         gate_sum += tl.load(bias_ptr + rows).to(tl.float32)
+    y = gate_factor(gate_sum, ALPHA, LIMIT)
+    up_sum = tl.sum(up, axis=1)
+    if bias_ptr is not None:
         up_sum += tl.load(bias_ptr + rows + N).to(tl.float32)
-    y = gated(gate_sum, up_sum, ALPHA, LIMIT)
+    y = y * up_factor(up_sum, LIMIT)
     tl.store(y_ptr + route * N + columns, y.to(y_ptr.dtype.element_ty), mask=columns < N)
 
 

@@ -29,7 +29,7 @@ from kernels.linear.small import prefetch_rows
 from kernels.moe.align import Blocks
 from kernels.moe.coded import CodedExperts, coded_product
 from kernels.moe.form import PLAIN, ExpertForm, bias_of
-from kernels.moe.gate import gated
+from kernels.moe.gate import gate_factor, up_factor
 from kernels.moe.reference import ExpertMatrices, routes_by_expert
 from kernels.moe.routes import Routes
 from kernels.moe.tiles import Tile
@@ -120,7 +120,7 @@ def _gated(
         gate, up = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, WIDTH)), (0, 2, 1)))
     else:
         gate, up = tl.split(tl.reshape(acc, (BLOCK_M, WIDTH, 2)))
-    return gated(gate, up, ALPHA, LIMIT)
+    return gate_factor(gate, ALPHA, LIMIT) * up_factor(up, LIMIT)
 
 
 @triton.jit

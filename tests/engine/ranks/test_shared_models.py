@@ -131,7 +131,14 @@ def test_embeddings_are_those_of_one_rank(two: RankProcesses, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    "architecture", ["Qwen3ForCausalLM", "LlamaForCausalLM", "Qwen2MoeForCausalLM"]
+    "architecture",
+    [
+        "Qwen3ForCausalLM",
+        "LlamaForCausalLM",
+        "Qwen2MoeForCausalLM",
+        "GptOssForCausalLM",
+        "Gemma3ForCausalLM",
+    ],
 )
 def test_logits_are_those_of_transformers(
     architecture: str, two: RankProcesses, tmp_path: Path
