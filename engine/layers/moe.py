@@ -19,7 +19,7 @@ from engine.layers.operations import Flow, Lane, Op
 from engine.layers.quantized_weight import dequantize
 from kernels.moe import reference
 from kernels.moe.form import PLAIN, ExpertForm
-from kernels.moe.routes import Routes
+from kernels.moe.routes import Routes, Selection
 
 
 class Router(Protocol):
@@ -34,22 +34,23 @@ class SharedOutput:
 
     # [T, hidden]
     output: Tensor
-    # [T, 1]
-    gate: Tensor
+    # [T, 1]; None = all of the output is added
+    gate: Tensor | None
 
 
 class SharedExpert:
-    """An expert that all tokens pass, with a gate of its own."""
+    """An expert that all tokens pass, with a gate of its own or without."""
 
     __slots__ = ("_gate", "_mlp")
 
-    def __init__(self, *, mlp: FeedForward, gate: Linear) -> None:
+    def __init__(self, *, mlp: FeedForward, gate: Linear | None) -> None:
         """gate: hidden -> 1."""
         self._mlp = mlp
         self._gate = gate
 
     def __call__(self, x: Tensor, lane: int) -> SharedOutput:
-        return SharedOutput(output=self._mlp(x, lane), gate=self._gate(x, lane))
+        gate = None if self._gate is None else self._gate(x, lane)
+        return SharedOutput(output=self._mlp(x, lane), gate=gate)
 
 
 class Experts(Protocol):
@@ -114,16 +115,23 @@ def _share(expert: SharedExpert, flow: Flow) -> None:
 class TorchRouter:
     """See `kernels.moe.reference.route`."""
 
-    __slots__ = ("_bias", "_normalises", "_num_active", "_weight")
+    __slots__ = ("_bias", "_normalises", "_num_active", "_selection", "_weight")
 
     def __init__(
-        self, weight: Tensor, *, num_active: int, normalises: bool, bias: Tensor | None = None
+        self,
+        weight: Tensor,
+        *,
+        num_active: int,
+        normalises: bool,
+        bias: Tensor | None = None,
+        selection: Selection | None = None,
     ) -> None:
         """weight: [experts, hidden]; bias: [experts]."""
         self._weight = weight
         self._bias = bias
         self._num_active = num_active
         self._normalises = normalises
+        self._selection = selection
 
     def __call__(self, x: Tensor, slots: Tensor | None) -> Routes:
         return reference.route(
@@ -133,6 +141,7 @@ class TorchRouter:
             normalises=self._normalises,
             slots=slots,
             bias=self._bias,
+            selection=self._selection,
         )
 
 

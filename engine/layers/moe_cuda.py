@@ -29,7 +29,7 @@ from kernels.moe.few import few_down, few_gate_up
 from kernels.moe.form import PLAIN, ExpertForm
 from kernels.moe.grouped import grouped_down, grouped_gate_up
 from kernels.moe.router import FEW_TOKENS, route
-from kernels.moe.routes import Routes
+from kernels.moe.routes import Routes, Selection
 from kernels.moe.tiles import (
     ExpertShape,
     Tile,
@@ -68,7 +68,14 @@ def _plan(
 class TritonRouter:
     """See `kernels.moe.router`."""
 
-    __slots__ = ("_bias", "_is_deterministic", "_normalises", "_num_active", "_weight")
+    __slots__ = (
+        "_bias",
+        "_is_deterministic",
+        "_normalises",
+        "_num_active",
+        "_selection",
+        "_weight",
+    )
 
     def __init__(
         self,
@@ -78,6 +85,7 @@ class TritonRouter:
         normalises: bool,
         is_deterministic: bool,
         bias: Tensor | None = None,
+        selection: Selection | None = None,
     ) -> None:
         """weight: [experts, hidden]; bias: [experts].
 
@@ -93,6 +101,7 @@ class TritonRouter:
         self._num_active = num_active
         self._normalises = normalises
         self._is_deterministic = is_deterministic
+        self._selection = selection
 
     def __call__(self, x: Tensor, slots: Tensor | None) -> Routes:
         return route(
@@ -103,6 +112,7 @@ class TritonRouter:
             slots=slots,
             is_deterministic=self._is_deterministic,
             bias=self._bias,
+            selection=self._selection,
         )
 
 

@@ -1,4 +1,4 @@
-"""Mixtures of experts (Mixtral, Qwen2-MoE, Qwen3-MoE): what stands in place of a layer's MLP.
+"""Mixtures of experts (Mixtral, Qwen's, DeepSeek's): what stands in place of a layer's MLP.
 
     norm -> router -> experts -> weighted sum -> all-reduce
          `-> shared expert, with its gate ---'
@@ -23,6 +23,7 @@ from engine.layers.moe import (
 from engine.models.mixture_spec import MixtureSpec
 from engine.models.weights import LayerWeights
 from kernels.moe.form import ExpertForm
+from kernels.moe.routes import Selection
 from kernels.ops import Ops
 
 
@@ -51,6 +52,7 @@ def _build_torch(
             num_active=spec.num_active,
             normalises=spec.normalises,
             bias=_router_bias(weights),
+            selection=_selection(spec, weights),
         ),
         TorchExperts(
             expert_matrices(weights.gate_up), expert_matrices(weights.down), _form(spec, weights)
@@ -71,6 +73,7 @@ def _build_cuda(
             normalises=spec.normalises,
             is_deterministic=is_deterministic,
             bias=_router_bias(weights),
+            selection=_selection(spec, weights),
         ),
         TritonExperts(
             weights.gate_up,
@@ -79,6 +82,18 @@ def _build_cuda(
             is_deterministic=is_deterministic,
             form=_form(spec, weights),
         ),
+    )
+
+
+def _selection(spec: MixtureSpec, weights: LayerWeights) -> Selection | None:
+    if spec.is_plain:
+        return None
+    return Selection(
+        scores=spec.scores,
+        bias=weights.route_bias,
+        num_groups=spec.num_groups,
+        num_chosen_groups=spec.num_chosen_groups,
+        scale=spec.route_scale,
     )
 
 
@@ -96,9 +111,9 @@ def _build_shared(
     weights: LayerWeights, ops: Ops, *, is_deterministic: bool
 ) -> SharedExpert | None:
     gate_up, down, gate = weights.shared_gate_up, weights.shared_down, weights.shared_gate
-    if gate_up is None or down is None or gate is None:
+    if gate_up is None or down is None:
         return None
     return SharedExpert(
         mlp=build_mlp(gate_up, down, ops, is_deterministic=is_deterministic),
-        gate=build_linear(gate, is_deterministic=is_deterministic),
+        gate=None if gate is None else build_linear(gate, is_deterministic=is_deterministic),
     )

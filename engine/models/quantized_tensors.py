@@ -38,7 +38,7 @@ from engine.models.spec import ModelSpec
 _PER_WORD = 8  # 4-bit numbers in 32 bits
 _SUFFIX = ".weight"
 _PER_BYTE = 2
-_SCALE_BYTES = 4
+_SCALE_BYTES = _FLOAT32_BYTES = 4
 # Tensors beside a quantised model's weights that are not used. Scales of activations: ours are
 # computed from the activations themselves. Scales of a quantised KV cache: K and V are not rounded.
 _UNUSED = re.compile(r"\.(input_scale|input_global_scale|weight_shape|[qkv]_scale|output_scale)$")
@@ -306,7 +306,8 @@ def weight_bytes(
                 continue
             is_kept = keeps_quantised or tensor.num_experts is not None
             quantization = quantization_of(spec, tensor) if is_kept else None
-            each = element_bytes if quantization is None else _bytes_each(quantization, tensor)
+            plain = _FLOAT32_BYTES if tensor.is_float32 else element_bytes
+            each = plain if quantization is None else _bytes_each(quantization, tensor)
             total += round(math.prod(tensor.of_rank(rank).shape) * each)
     return total
 

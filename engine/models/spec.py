@@ -10,12 +10,16 @@ from enum import Enum
 from pathlib import Path
 from typing import Literal, cast
 
+from engine.errors import ConfigError
 from engine.kv.layout import DTYPE_BYTES, KvDtype, KvLayout
 from engine.layers.rope_spec import RopeSpec
 from engine.models.config_file import ConfigFile
+from engine.models.latent_spec import LatentSpec, read_latent
 from engine.models.mixture_spec import (
     ExpertLayout,
     MixtureSpec,
+    read_deepseek_v2,
+    read_deepseek_v3,
     read_gpt_oss,
     read_mixtral,
     read_qwen2_moe,
@@ -29,7 +33,7 @@ from engine.models.quantization import (
     read_quantization,
 )
 from engine.models.rope_config import DEFAULT_THETA, max_tokens_of, parse_layer_ropes, parse_rope
-from engine.ranks.rank import Rank
+from engine.ranks.rank import SIZE_KEY, Rank
 
 
 class Activation(Enum):
@@ -41,7 +45,7 @@ class Activation(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """A decoder with grouped-query attention and gated feed-forward parts."""
+    """A decoder with grouped-query or latent attention and gated feed-forward parts."""
 
     architecture: str
     vocab_size: int
@@ -50,7 +54,7 @@ class ModelSpec:
     num_layers: int
     num_heads: int
     num_kv_heads: int
-    head_dim: int
+    head_dim: int  # with latent attention, of a query
     rms_norm_eps: float
     has_tied_embeddings: bool
     has_qkv_bias: bool
@@ -74,6 +78,14 @@ class ModelSpec:
     pooling: Pooling | None = None  # None = it generates; else it has no head and makes embeddings
     mixture: MixtureSpec | None = None  # None = every layer is dense
     quantization: Quantization | None = None  # of the layers' linear maps; None = not quantised
+    latent: LatentSpec | None = None  # None = K and V of every KV head are kept
+    # Layers after the last that guess further tokens; they are in the files and not loaded.
+    num_guessing_layers: int = 0
+
+    @property
+    def rotary_dim(self) -> int:
+        """Numbers of a head that are rotated."""
+        return self.head_dim if self.latent is None else self.latent.rope_dim
 
     def mixture_at(self, layer: int) -> MixtureSpec | None:
         """The experts of `layer`; None = it is dense."""
@@ -87,6 +99,11 @@ class ModelSpec:
         Of fewer KV heads than ranks, several ranks hold the same one. Raises ConfigError if the
         ranks cannot share the model equally.
         """
+        if self.latent is not None and rank.size > 1:
+            raise ConfigError(
+                f"{SIZE_KEY}: {rank.size} ranks cannot share a model with latent attention yet;"
+                " set it to 1 and use replicas"
+            )
         heads = f"{self.num_heads} attention heads and {self.num_kv_heads} KV heads"
         query = rank.share(self.num_heads, f"query heads ({heads})")
         kv = rank.share(self.num_kv_heads, f"KV heads ({heads})", unit=1)
@@ -104,6 +121,13 @@ class ModelSpec:
 
     def kv_layout(self, *, block_size: int, dtype: KvDtype) -> KvLayout:
         """Layout of this model's KV blocks of `block_size` tokens."""
+        if self.latent is not None:
+            return KvLayout.latent(
+                num_layers=self.num_layers,
+                block_size=block_size,
+                width=self.latent.width,
+                dtype=dtype,
+            )
         return KvLayout.with_heads(
             num_layers=self.num_layers,
             block_size=block_size,
@@ -128,6 +152,8 @@ class _Family:
     layer_windows: tuple[int | None, ...]
     mixture: MixtureSpec | None = None
     has_sinks: bool = False
+    latent: LatentSpec | None = None
+    num_guessing_layers: int = 0
     # None = as config.json has for all layers
     rope: RopeSpec | None = None
     local_rope: RopeSpec | None = None
@@ -262,6 +288,34 @@ def alternating_windows(
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
+def _deepseek_v2(config: ConfigFile, num_layers: int) -> _Family:
+    return _deepseek(config, num_layers, read_deepseek_v2(config, num_layers), is_interleaved=True)
+
+
+def _deepseek_v3(config: ConfigFile, num_layers: int) -> _Family:
+    is_interleaved = config.flag("rope_interleave", True)
+    mixture = read_deepseek_v3(config, num_layers)
+    family = _deepseek(config, num_layers, mixture, is_interleaved=is_interleaved)
+    num_guessing = config.integer("num_nextn_predict_layers", 1, minimum=0)
+    return replace(family, num_guessing_layers=num_guessing)
+
+
+def _deepseek(
+    config: ConfigFile, num_layers: int, mixture: MixtureSpec | None, *, is_interleaved: bool
+) -> _Family:
+    has_attention_bias = config.flag("attention_bias", False)
+    latent = read_latent(
+        config, config.integer("num_attention_heads"), is_interleaved=is_interleaved
+    )
+    return _Family(
+        has_qkv_bias=has_attention_bias,
+        has_output_bias=has_attention_bias,
+        layer_windows=(None,) * num_layers,
+        mixture=mixture,
+        latent=latent,
+    )
+
+
 def _qwen2_moe_windows(config: ConfigFile, num_layers: int) -> tuple[int | None, ...]:
     """As in Qwen2 where `layer_types` says it; else every other of the first layers has one."""
     if config.texts("layer_types") is not None:
@@ -333,6 +387,8 @@ _FAMILIES: dict[str, Callable[[ConfigFile, int], _Family]] = {
     "Qwen2MoeForCausalLM": _qwen2_moe,
     "Qwen3MoeForCausalLM": _qwen3_moe,
     "GptOssForCausalLM": _gpt_oss,
+    "DeepseekV2ForCausalLM": _deepseek_v2,
+    "DeepseekV3ForCausalLM": _deepseek_v3,
     "Gemma3ForCausalLM": _gemma3,
     _WITH_VISION: _gemma3,
 }
@@ -357,9 +413,7 @@ def load_spec(folder: Path, *, quantization: Literal["auto", "fp8"] = "auto") ->
     num_heads = config.integer("num_attention_heads")
     family = _FAMILIES[architecture](config, num_layers)
     num_kv_heads = _num_kv_heads(config, family, num_heads)
-    head_dim = config.integer("head_dim", family.default_head_dim or hidden_size // num_heads)
-    if head_dim % 2:
-        raise config.error("head_dim", f"{head_dim} is odd; rotary embedding needs pairs")
+    head_dim = _head_dim(config, family, hidden_size // num_heads)
     rope, max_model_len = _context(config, family)
     vocab_size = config.integer("vocab_size")
     has_tied_embeddings = config.flag("tie_word_embeddings", family.is_gemma)
@@ -394,7 +448,9 @@ def load_spec(folder: Path, *, quantization: Literal["auto", "fp8"] = "auto") ->
         dtype=_dtype(config),
         pooling=pooling,
         mixture=family.mixture,
-        quantization=_quantization(config, quantization, family.mixture, has_head=has_head),
+        latent=family.latent,
+        num_guessing_layers=family.num_guessing_layers,
+        quantization=_quantization(config, quantization, family, has_head=has_head),
     )
 
 
@@ -417,13 +473,20 @@ def _context(config: ConfigFile, family: _Family) -> tuple[RopeSpec, int]:
 
 
 def _quantization(
-    config: ConfigFile, asked: str, mixture: MixtureSpec | None, *, has_head: bool
+    config: ConfigFile, asked: str, family: _Family, *, has_head: bool
 ) -> Quantization | None:
+    mixture = family.mixture
     if mixture is not None and mixture.layout is not ExpertLayout.BY_EXPERT:
         if asked != "auto":
             raise config.error("architectures", f"has no model.quantization: {asked}; leave it out")
         return GPT_OSS_MXFP4 if mixture.layout is ExpertLayout.GPT_OSS_MXFP4 else None
     published = read_quantization(config, has_head=has_head)
+    if family.latent is not None and (published is not None or asked != "auto"):
+        raise config.error(
+            "quantization_config",
+            "and model.quantization are not supported with latent attention (MLA); use"
+            " unquantised weights",
+        )
     if asked == "auto":
         return published
     if published is not None:
@@ -432,6 +495,15 @@ def _quantization(
             "says that these weights are quantised already; leave model.quantization at auto",
         )
     return ONLINE_FP8
+
+
+def _head_dim(config: ConfigFile, family: _Family, default: int) -> int:
+    if family.latent is not None:
+        return family.latent.query_dim  # the files' head_dim is of the rotated part
+    head_dim = config.integer("head_dim", family.default_head_dim or default)
+    if head_dim % 2:
+        raise config.error("head_dim", f"{head_dim} is odd; rotary embedding needs pairs")
+    return head_dim
 
 
 def _architecture(config: ConfigFile, *, has_head: bool) -> str:

@@ -110,6 +110,7 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 # Tensors that some exporters leave in the files and that carry no information.
 _HARMLESS = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
+_LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 _VISION = ("vision_tower.", "multi_modal_projector.")  # beside a text model with a prefix
 _MISMATCH = "the weights and config.json describe different models"
 
@@ -211,7 +212,14 @@ def _is_harmless(name: str, spec: ModelSpec) -> bool:
         return True
     is_unused_head = name == HEAD and (spec.has_tied_embeddings or spec.pooling is not None)
     is_leftover = _HARMLESS.search(name) is not None or is_unused(name, spec)
-    return is_unused_head or is_leftover
+    return is_unused_head or is_leftover or _guesses(name, spec)
+
+
+def _guesses(name: str, spec: ModelSpec) -> bool:
+    """Whether a tensor is of the layers that guess further tokens (MTP), which are not loaded."""
+    found = _LAYER.match(name)
+    index = -1 if found is None else int(found[1]) - spec.num_layers
+    return 0 <= index < spec.num_guessing_layers
 
 
 def _is_zero_bias(path: Path, name: str, tensor: StoredTensor, spec: ModelSpec) -> bool:

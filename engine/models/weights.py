@@ -162,15 +162,15 @@ class LayerWeights:
     input_norm: Tensor
     # [hidden]  before the MLP
     post_norm: Tensor
-    # [(H + 2 K) D, hidden]
+    # [(H + 2 K) D, hidden]; with latent attention [H D or its rank + width of the latent, hidden]
     qkv: LinearWeight
-    # [hidden, H D]
+    # [hidden, H D]; with latent attention D is of a value
     output: LinearWeight
     # [2 I, hidden]; in a mixture [E, 2 I, hidden]
     gate_up: LinearWeight
     # [hidden, I]; in a mixture [E, hidden, I]
     down: LinearWeight
-    # [D]
+    # [D]; with latent attention [rank of the queries], [rank of the latent]
     q_norm: Tensor | None
     k_norm: Tensor | None
     # [hidden]  of the outputs of attention and MLP; None = they are added as they are
@@ -184,6 +184,12 @@ class LayerWeights:
     shared_gate_up: LinearWeight | None = None
     shared_down: LinearWeight | None = None
     shared_gate: LinearWeight | None = None
+    # fp32 [E]; None = the experts of the best scores are chosen
+    route_bias: Tensor | None = None
+    # Of latent attention: [H D, rank of the queries], None = qkv makes them; [H (N + V), rank] with
+    # the rows of each head's key (not rotated, N) and value (V).
+    q_up: LinearWeight | None = None
+    kv_up: LinearWeight | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,7 +284,8 @@ def allocate_weights(
             if not stacked.is_on(rank):
                 continue
             mine = stacked.of_rank(rank)
-            tensor = torch.empty(mine.shape, dtype=dtype, device=device)
+            held = torch.float32 if stacked.is_float32 else dtype
+            tensor = torch.empty(mine.shape, dtype=held, device=device)
             parts = torch.split(tensor, list(mine.num_rows.values()))
             for name, part in zip(mine.num_rows, parts, strict=True):
                 share = stacked.share_of(name, rank)
@@ -345,6 +352,9 @@ def _layer(
         shared_gate_up=optional("shared_gate_up"),
         shared_down=optional("shared_down"),
         shared_gate=optional("shared_gate"),
+        route_bias=tensors.get("route_bias"),
+        q_up=optional("q_up"),
+        kv_up=optional("kv_up"),
     )
 
 

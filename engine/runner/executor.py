@@ -49,7 +49,7 @@ from engine.runner.results import (
 from engine.runner.rows import Rows
 from engine.runner.two_batches import BatchPart, TwoBatches
 from engine.sampling.sampled import RowSampler as RowSampler
-from kernels.attention.phased import PhasedAttention
+from kernels.attention.phased import Phases
 from kernels.attention.protocol import AttentionStep
 from kernels.input_ids import keep_last_tokens, resolve_input_ids
 
@@ -74,7 +74,7 @@ class Executor:
         max_model_len: int,
         max_num_batched_tokens: int,
         sampler: RowSampler,
-        attention: PhasedAttention,
+        attention: Phases,
         sends_blocks: bool = False,
         comm: Comm = SINGLE_RANK,
     ) -> None:

@@ -83,7 +83,7 @@ def _moe_few_down_kernel(
     ids_ptr,  # int32 [tokens, TOP_K]
     scales_ptr,  # fp32 [tokens, TOP_K]
     shared_ptr,  # [tokens, N] if HAS_SHARED
-    gate_ptr,  # [tokens] if HAS_SHARED
+    gate_ptr,  # [tokens] if HAS_GATE
     bias_ptr,  # [experts, N] or None
     # outputs
     y_ptr,  # [tokens, N]
@@ -92,6 +92,7 @@ def _moe_few_down_kernel(
     K: tl.constexpr,
     TOP_K: tl.constexpr,
     HAS_SHARED: tl.constexpr,
+    HAS_GATE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PREFETCH_K: tl.constexpr,
@@ -131,9 +132,10 @@ def _moe_few_down_kernel(
             at = bias_ptr + tl.maximum(biased, 0).to(tl.int64) * N + rows
             total += weight * tl.load(at).to(tl.float32)
     if HAS_SHARED:
-        gate = tl.sigmoid(tl.load(gate_ptr + token).to(tl.float32))
-        shared = tl.load(shared_ptr + token * N + columns, mask=is_output, other=0.0)
-        total += gate * shared.to(tl.float32)
+        shared = tl.load(shared_ptr + token * N + columns, mask=is_output, other=0.0).to(tl.float32)
+        if HAS_GATE:
+            shared = tl.sigmoid(tl.load(gate_ptr + token).to(tl.float32)) * shared
+        total += shared
     tl.store(y_ptr + token * N + columns, total.to(y_ptr.dtype.element_ty), mask=is_output)
 
 
@@ -177,7 +179,8 @@ def few_down(
 ) -> Tensor:
     """inner: [T k, n], weight: [experts, hidden, n]; returns [T, hidden], summed over experts.
 
-    shared: [T, hidden] and gate: [T, 1], of an expert that all tokens share, or neither.
+    shared: [T, hidden], of an expert that all tokens share, or None; gate: [T, 1], its factor
+    before the sigmoid, or None for a factor of 1.
     """
     num_tokens, num_active = routes.ids.shape
     _, num_rows, num_columns = weight.shape
@@ -197,6 +200,7 @@ def few_down(
         K=num_columns,
         TOP_K=num_active,
         HAS_SHARED=shared is not None,
+        HAS_GATE=gate is not None,
         BLOCK_N=tile.block_n,
         BLOCK_K=tile.block_k,
         PREFETCH_K=tile.prefetch_k,
