@@ -343,11 +343,16 @@ def _speculation_contradiction(config: AppConfig) -> str | None:
             f"speculation.drafter: {asked.drafter} with speculation.model_path {asked.model_path};"
             " draft_model needs the folder of the smaller model, and nothing else reads it"
         )
-    if uses_model and config.workers.tensor_parallel_size > 1:
+    if uses_model and max(config.workers.num_ranks.values()) > 1:
         return (
-            "speculation.drafter: draft_model with workers.tensor_parallel_size"
-            f" {config.workers.tensor_parallel_size} is not supported, because the smaller model"
-            " is not split over ranks; set ngram, or tensor_parallel_size to 1"
+            "speculation.drafter: draft_model with workers.tensor_parallel_size above 1 is not"
+            " supported, because the smaller model is not split over ranks; set ngram, or"
+            " tensor_parallel_size to 1"
+        )
+    if uses_model and config.model.device == "cuda" and config.cache.num_blocks is None:
+        return (
+            "speculation.drafter: draft_model on a GPU needs cache.num_blocks, because the memory"
+            " of the smaller model's KV is not measured; set it, or set ngram"
         )
     return None
 

@@ -43,6 +43,7 @@ class PlannedDrafts:
 
     drafts: dict[int, list[int]] = field(default_factory=dict)
     decision: StepDrafts | None = None  # None = no drafter was asked
+    spent_s: float = 0.0  # by the drafter
     new_blocks: list[tuple[Request, list[int]]] = field(default_factory=list)  # appended for them
 
     @property
@@ -125,6 +126,7 @@ class Drafting:
             drafts={i: its_drafts for i, its_drafts in drafts.items() if its_drafts},
             decision=decision,
             new_blocks=new_blocks,
+            spent_s=drafter.spent_s if any(counts) else 0.0,
         )
 
     def _max_drafts(self, policy: DraftPolicy, request: Request) -> int:
@@ -214,7 +216,9 @@ class Drafting:
             advanced.append(request)
         if planned.decision is not None and self._policy is not None:
             num_tokens = sum(map(len, result.tokens[: len(planned.decision.num_drafts)]))
-            self._policy.observe_step(planned.decision, num_tokens, result.duration_s)
+            duration_s = result.duration_s
+            seconds = None if duration_s is None else duration_s + planned.spent_s
+            self._policy.observe_step(planned.decision, num_tokens, seconds)
         return advanced
 
     def unseat(self, request: Request) -> None:
