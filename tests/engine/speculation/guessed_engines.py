@@ -81,8 +81,8 @@ def guess(
         answer_of, vocab_size=engine.spec.vocab_size, error_rate=error_rate, seed=seed
     )
     scheduler = engine.core.scheduler
-    holds = scheduler._drafting._holds
-    scheduler._drafting = Drafting(guesser, FixedDrafts(num_drafts), holds=holds)
+    holds = scheduler.drafting.holds
+    scheduler.drafting = Drafting(guesser, FixedDrafts(num_drafts), holds=holds)
 
 
 def run(engine: Engine, asked: Sequence[Asked]) -> list[Answer]:
@@ -92,7 +92,7 @@ def run(engine: Engine, asked: Sequence[Asked]) -> list[Answer]:
     check_blocks(engine.cache, list(scheduler.owners()))
     assert engine.cache.num_held == 0
     assert scheduler.num_free_rows == scheduler._config.max_num_seqs
-    assert scheduler._drafting.kept_keys() == set()
+    assert scheduler.drafting.kept_keys() == set()
     return found
 
 

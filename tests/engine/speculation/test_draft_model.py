@@ -63,7 +63,7 @@ def test_a_draft_model_equal_to_the_target_is_always_right(
         expected = run(start_exact(folder, speculation__drafter="none"), asked)
         drafts = DRAFTS | {"speculation__model_path": str(folder), "speculation__max_drafts": 3}
         engine = start_exact(folder, scheduler__overlap=overlap, **drafts)
-        drafter = engine.core.scheduler._drafting._drafter
+        drafter = engine.core.scheduler.drafting.drafter
         assert isinstance(drafter, DraftModel)
         # The same arithmetic, too: its own model rounds in places where the target's does not.
         drafter._executor.model = engine.executor.model
@@ -100,7 +100,7 @@ def test_kv_that_is_here_is_not_computed_again(folder: Path) -> None:
     drafts = DRAFTS | {"speculation__model_path": str(folder), "speculation__max_drafts": 2}
     with exact_arithmetic():
         engine = start_exact(folder, **drafts)
-        drafter = engine.core.scheduler._drafting._drafter
+        drafter = engine.core.scheduler.drafting.drafter
         assert isinstance(drafter, DraftModel)
         run(engine, [(prompt, params)])
         first = drafter.num_computed_tokens
