@@ -37,6 +37,7 @@ from actors.lifecycle.placement_groups import (
 from actors.observability.logs import set_up_logging
 from actors.rpc.handles import AllocatorHandle, WorkerHandle, create_actor, find_actor, ping
 from engine.errors import WorkerError
+from engine.kv.host.shared_file import name_for, remove_unused
 from engine.messages import Topology, WorkerStatus, encode
 
 logger = logging.getLogger(__name__)
@@ -122,6 +123,7 @@ class Supervisor:
             old_groups = {name: groups[name] for name in groups if name in self._earlier}
             unused = unused_groups(old_groups, names)
             await asyncio.to_thread(remove_groups, unused, self._spec.namespace)
+            await asyncio.to_thread(remove_unused, keep=name_for(self._spec.block_key))
             period_s = self._config.lifetimes.supervisor_heartbeat_s
             await asyncio.sleep(min(period_s, STARTING_PERIOD_S) if self._is_starting else period_s)
 

@@ -324,6 +324,11 @@ def _model_contradiction(config: AppConfig) -> str | None:
 
 def _cache_contradiction(config: AppConfig) -> str | None:
     asked, cache = config.model.max_model_len, config.cache
+    if cache.host_gib > 0 and not cache.enable_prefix_caching:
+        return (
+            f"cache.host_gib: {cache.host_gib:g} with enable_prefix_caching false would never be"
+            " used; set it to 0, or the latter to true"
+        )
     if cache.num_blocks is None:
         return None
     capacity = cache.num_blocks * cache.block_size
@@ -343,9 +348,10 @@ def _speculation_contradiction(config: AppConfig) -> str | None:
             f"speculation.drafter: {asked.drafter} with speculation.model_path {asked.model_path};"
             " draft_model needs the folder of the smaller model, and nothing else reads it"
         )
-    if uses_model and max(config.workers.num_ranks.values()) > 1:
+    size = max(config.workers.num_ranks.values(), default=1)
+    if uses_model and size > 1:
         return (
-            "speculation.drafter: draft_model with workers.tensor_parallel_size above 1 is not"
+            f"speculation.drafter: draft_model with workers.tensor_parallel_size {size} is not"
             " supported, because the smaller model is not split over ranks; set ngram, or"
             " tensor_parallel_size to 1"
         )
@@ -392,6 +398,12 @@ def _rank_contradiction(config: AppConfig) -> str | None:
         for key in ("prefill_tensor_parallel_size", "decode_tensor_parallel_size"):
             if getattr(workers, key) is not None:
                 return f"workers.{key}: there are no such workers; set tensor_parallel_size"
+    if size > 1 and config.cache.host_gib > 0:
+        return (
+            f"cache.host_gib: {config.cache.host_gib:g} with workers of {size} ranks is not"
+            " supported yet, because each rank holds other heads of a block; set cache.host_gib to"
+            " 0, or every workers.*tensor_parallel_size to 1"
+        )
     if size > 2 and config.model.deterministic:
         return (
             f"workers.tensor_parallel_size: {size} with model.deterministic: a sum over more than"
@@ -403,11 +415,10 @@ def _rank_contradiction(config: AppConfig) -> str | None:
             f"workers.num_gpus: {workers.num_gpus:g} with workers.tensor_parallel_size {size}:"
             " every rank needs a GPU of its own; set it to 1, which is per rank"
         )
-    if size > 1 and workers.prefill > 0 and config.handoff.channel in ("cuda_ipc", "nccl_pair"):
+    if size > 1 and workers.prefill > 0 and config.handoff.channel == "nccl_pair":
         return (
-            f"handoff.channel: {config.handoff.channel} with workers.tensor_parallel_size {size}:"
-            " KV of several ranks moves through host memory; set it to auto, gloo_pair or"
-            " object_store"
+            f"handoff.channel: nccl_pair with workers.tensor_parallel_size {size} is not supported:"
+            " it connects stores of one rank; set it to auto, cuda_ipc, gloo_pair or object_store"
         )
     return None
 

@@ -65,6 +65,9 @@ class CacheConfig(_Section, frozen=True):
     gpu_memory_utilization: Share = 0.9
     enable_prefix_caching: bool = True  # found blocks of earlier prompts are not computed again
     protected_share: Share = 0.8  # of the blocks, at most, shielded after a second use (SLRU)
+    # Shared memory of each machine, taken at the start, for blocks that its workers evict; found
+    # there, they are loaded where that is sooner than computing. 0 = none; see docs/operations.md.
+    host_gib: Annotated[float, Meta(ge=0)] = 0.0
 
 
 class SchedulerConfig(_Section, frozen=True):

@@ -5,6 +5,7 @@ order, and where one measures something all go by the same result. Then rank 0 s
 others launch rank 0's plans, in its order, on their executors and use nothing else.
 """
 
+import hashlib
 import logging
 import secrets
 from collections.abc import Callable, Sequence
@@ -22,11 +23,15 @@ from engine.core import EngineCore
 from engine.errors import ConfigError, RequestError
 from engine.kv.cache import BlockCache
 from engine.kv.hashes import RequestHasher
+from engine.kv.host.arena import HostArena
+from engine.kv.host.movers import build_mover
+from engine.kv.host.shared_file import name_for, remove_unused
+from engine.kv.host.tier import HostTier
 from engine.kv.layout import DTYPE_BYTES, KvDtype, KvLayout
 from engine.kv.store import KvStore
 from engine.kv.transfer import OutgoingEvent, OutgoingHandoffs
 from engine.layers.context import SINGLE_RANK, Comm
-from engine.messages import LoadReport, Role
+from engine.messages import HostTierLoad, LoadReport, Role
 from engine.models.llama import CausalLM
 from engine.models.quantized_tensors import weight_bytes
 from engine.models.spec import ModelSpec, load_spec
@@ -48,6 +53,7 @@ from engine.runner.calibration import calibrate
 from engine.runner.executor import Executor
 from engine.runner.replica import Replica
 from engine.scheduling.drafting import Drafting
+from engine.scheduling.finish import FinishRules
 from engine.scheduling.scheduler import Scheduler
 from engine.speculation.controller import DEFAULT_RULES, SpeculationController
 from engine.speculation.draft_model import DraftModel
@@ -78,6 +84,7 @@ class Engine:
     kv_store: KvStore
     grammars: Grammars  # compiled constraints; safe to call from any thread
     outgoing: OutgoingHandoffs
+    host_tier: HostTier | None  # None = what the cache evicts is lost
     core: EngineCore
     compilations: CompilationCounter  # kernels compiled since the engine was ready
     calibration: Calibration | None = None  # None = the configuration says all in numbers
@@ -103,7 +110,36 @@ class Engine:
             num_drafts=drafts.num_drafted,
             num_accepted_drafts=drafts.num_accepted,
             num_drafted_rows=drafts.num_verified,
+            host_tier=self._host_tier_load(),
         )
+
+    def _host_tier_load(self) -> HostTierLoad | None:
+        loads = self.core.scheduler.host_statistics()
+        if self.host_tier is None or loads is None:
+            return None
+        blocks = self.host_tier.statistics()
+        return HostTierLoad(
+            block_bytes=blocks.block_bytes,
+            num_asked=loads.num_asked_blocks,
+            num_hit=loads.num_hit_blocks,
+            num_loaded=blocks.num_loaded,
+            num_wasted=loads.num_wasted_blocks,
+            num_corrupt=blocks.num_corrupt,
+            num_gone=blocks.num_gone,
+            num_stored=blocks.num_stored,
+            num_known=blocks.num_known,
+            num_dropped=blocks.num_dropped,
+            num_waits=loads.num_waits,
+            num_given_up=loads.num_given_up,
+            wait_s=loads.wait_s,
+            num_blocks=blocks.num_blocks,
+            num_ready=blocks.num_ready,
+        )
+
+    def close(self) -> None:
+        """Give back what outlives the process; nothing may be called afterwards. Idempotent."""
+        if self.host_tier is not None:
+            self.host_tier.close()
 
     def check_ids(self, token_ids: Sequence[int], params: SamplingParams) -> None:
         """Raises RequestError for an id outside the vocabulary, which would fail the whole step."""
@@ -143,12 +179,12 @@ def build_engine(
     """Load this rank's part of the model and build the engine.
 
     `notify` is called on the engine thread with events about prompts whose KV is to move.
-    `block_key`: key of the block hashes; None = drawn here. `model`: the model of an engine that is
-    gone and had an equal model section; None = load it. `role`: whether KV moves, and whether this
-    worker keeps `KvStore.digests` to send it. `comm`: to the other ranks, as many as
-    workers.tensor_parallel_size, which build at the same time; hung up if this raises. Raises
-    ConfigError when the model folder and config cannot be served, and WorkerError when another rank
-    could not build.
+    `block_key`: key of the block hashes; None = drawn here. With `cache.host_gib`, engines with
+    the same key share an arena on each machine, and whoever builds one closes it. `model`: the
+    model of an engine that is gone and had an equal model section; None = load it. `role`: whether
+    and where to KV moves. `comm`: to the other ranks, as many as workers.tensor_parallel_size,
+    which build at the same time; hung up if this raises. Raises ConfigError when the model folder
+    and config cannot be served, and WorkerError when another rank could not build.
     """
     _check_size(config, comm)
     torch.set_num_threads(config.workers.torch_threads)
@@ -158,20 +194,20 @@ def build_engine(
     compilations.install()
     grammars = _build_grammars(config, spec)
     with hanging_up_on_error(comm):
-        given = config, spec, layout, clock, comm
-        measured = _build_measured(
-            *given, model=model, grammars=grammars, sends_blocks=role == "prefill"
-        )
+        given = config, spec, layout, clock, comm, model, grammars
+        measured = _build_measured(*given, sends_blocks=role == "prefill")
         drafting = _build_drafting(config, spec, measured, grammars, clock)
         moves = comm.rank.size > 1 and role != "unified"
         stores = share_stores(comm, measured.executor.kv_store, whole) if moves else ()
     executor = measured.executor
     compilations.reset()
-    cache = _build_cache(config, executor.kv_store.num_blocks)
-    hasher = _build_hasher(block_key, model_fingerprint, layout)
+    key = secrets.token_bytes(BLOCK_KEY_BYTES) if block_key is None else block_key
+    host_tier = _build_host_tier(config, key, executor.kv_store)
+    cache = _build_cache(config, executor.kv_store.num_blocks, host_tier)
+    hasher = _build_hasher(key, model_fingerprint, layout)
     outgoing = OutgoingHandoffs(cache, notify)
     max_model_len = context_length(config, spec, cache.num_blocks)
-    scheduler = _build_scheduler(spec, measured, cache, hasher, outgoing, max_model_len, drafting)
+    parts = max_model_len, cache, hasher, outgoing, host_tier, drafting
     return Engine(
         spec=spec,
         layout=layout,
@@ -185,7 +221,8 @@ def build_engine(
         kv_store=executor.kv_store,
         grammars=grammars,
         outgoing=outgoing,
-        core=_build_core(config, scheduler, measured, clock),
+        host_tier=host_tier,
+        core=_build_core(config, _build_scheduler(spec, measured, *parts), measured, clock),
         compilations=compilations,
         calibration=measured.calibration,
     )
@@ -222,9 +259,9 @@ def _build_measured(
     layout: KvLayout,
     clock: Clock,
     comm: Comm,
-    *,
     model: CausalLM | None,
     grammars: Grammars,
+    *,
     sends_blocks: bool,
 ) -> _Measured:
     """Build for the sizes chosen for the device; measure steps if the configuration needs them."""
@@ -263,17 +300,38 @@ def _build_measured(
     )
 
 
-def _build_cache(config: AppConfig, num_blocks: int) -> BlockCache:
+def _build_host_tier(config: AppConfig, block_key: bytes, store: KvStore) -> HostTier | None:
+    """Raises ConfigError if there is no room for it, or it is another model's."""
+    if config.cache.host_gib == 0:
+        return None
+    name = name_for(block_key)
+    for removed in remove_unused(keep=name):
+        logger.info("removed %s, which no process used", removed)
+    layout = store.layout
+    fingerprint = hashlib.blake2b(repr(layout).encode(), digest_size=16).digest()
+    arena = HostArena(
+        name,
+        num_bytes=int(config.cache.host_gib * 2**30),
+        block_bytes=layout.block_bytes,
+        fingerprint=fingerprint,
+    )
+    logger.info("%s holds %d KV blocks for all workers here", arena.name, arena.num_blocks)
+    return HostTier(arena, build_mover(store, arena.blocks), store.digests)
+
+
+def _build_cache(config: AppConfig, num_blocks: int, host_tier: HostTier | None) -> BlockCache:
     return BlockCache(
         num_blocks,
         enable_prefix_caching=config.cache.enable_prefix_caching,
         protected_share=config.cache.protected_share,
+        on_evict=None if host_tier is None else host_tier.save,
     )
 
 
-def _build_hasher(block_key: bytes | None, model: str, layout: KvLayout) -> RequestHasher:
-    key = secrets.token_bytes(BLOCK_KEY_BYTES) if block_key is None else block_key
-    return RequestHasher(key, model=model, dtype=layout.dtype, block_size=layout.block_size)
+def _build_hasher(key: bytes, model_fingerprint: str, layout: KvLayout) -> RequestHasher:
+    return RequestHasher(
+        key, model=model_fingerprint, dtype=layout.dtype, block_size=layout.block_size
+    )
 
 
 def _build_grammars(config: AppConfig, spec: ModelSpec) -> Grammars:
@@ -287,10 +345,11 @@ def _build_grammars(config: AppConfig, spec: ModelSpec) -> Grammars:
 def _build_scheduler(
     spec: ModelSpec,
     measured: _Measured,
+    max_model_len: int,
     cache: BlockCache,
     hasher: RequestHasher,
     outgoing: OutgoingHandoffs,
-    max_model_len: int,
+    host_tier: HostTier | None,
     drafting: Drafting,
 ) -> Scheduler:
     return Scheduler(
@@ -299,11 +358,11 @@ def _build_scheduler(
         hasher=hasher,
         handoff_queue=outgoing,
         block_size=measured.executor.layout.block_size,
-        max_model_len=max_model_len,
-        eos_token_ids=spec.eos_token_ids,
+        finish_rules=FinishRules(spec.eos_token_ids, max_model_len),
         laps=measured.limits.laps,
         graph_token_sizes=measured.graph_token_sizes,
         drafting=drafting,
+        host_tier=host_tier,
     )
 
 

@@ -176,6 +176,11 @@ class EngineCore:
         until_s = self.scheduler.deferred_until_s
         return 0.0 if until_s is None else max(0.0, until_s - now_s)
 
+    def idle_s(self, at_most_s: float) -> float:
+        """How long to wait for something to happen after a `step` in which nothing could run."""
+        due_s = self.scheduler.look_due_s
+        return at_most_s if due_s is None else min(at_most_s, max(0.0, due_s - self._clock.now_s()))
+
     @property
     def waits_for_others(self) -> bool:
         """Whether the last `step` launched nothing because the queue's window is open.

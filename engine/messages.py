@@ -130,6 +130,7 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
     queued_tokens: int
     queued_s: float  # predicted seconds for these tokens
     num_cached_blocks: int  # known to placement
+    host_tier: "HostTierLoad | None" = None  # as of its last report; None = it has none
 
 
 class PoolMove(msgspec.Struct, frozen=True, kw_only=True):
@@ -294,6 +295,26 @@ class ShortLoad(msgspec.Struct, frozen=True, kw_only=True):
 STEP_TOKEN_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
+class HostTierLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker's host tier has done since the worker started, in blocks, and its size."""
+
+    block_bytes: int
+    num_asked: int  # of prompts, not on the device
+    num_hit: int  # of these, found in the tier
+    num_loaded: int
+    num_wasted: int  # of these, after nobody waited for them any more
+    num_corrupt: int  # found not to be what was stored
+    num_gone: int  # evicted from the tier while they were loaded
+    num_stored: int
+    num_known: int  # evicted from the device, and in the tier already
+    num_dropped: int  # evicted from the device, and not stored for want of a free block
+    num_waits: int  # requests that waited for a load
+    num_given_up: int  # of these, those that computed the rest
+    wait_s: float  # of all of them together
+    num_blocks: int  # of the machine
+    num_ready: int  # of these, stored by any of its workers
+
+
 class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
     """How busy a worker is; sent with every step message and at least every 100 ms."""
 
@@ -314,6 +335,7 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
     num_drafts: int = 0  # guessed tokens that steps verified
     num_accepted_drafts: int = 0
     num_drafted_rows: int = 0  # rows with drafts, once for each step
+    host_tier: HostTierLoad | None = None  # None = it has none
 
 
 class HandoffTotals(msgspec.Struct, frozen=True, kw_only=True):

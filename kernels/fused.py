@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from kernels.gelu_mul import gelu_mul
 from kernels.kv.rotate_and_store import rotate_and_store
 from kernels.ops import HeadNorms
 from kernels.rms_norm import rms_norm, rms_norm_add
@@ -56,3 +57,7 @@ class TritonOps:
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """gate_up: [T, 2 n]; returns [T, n]."""
         return silu_mul(gate_up)
+
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        """gate_up: [T, 2 n]; returns [T, n]."""
+        return gelu_mul(gate_up)

@@ -25,7 +25,7 @@ class Ops(Protocol):
     """All formulas are stated in `kernels.reference`."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x: [T, n] (rows may be strided), weight: [n]; returns contiguous [T, n]."""
+        """x: [T, n] (rows may be strided), weight: [n], x's dtype or fp32; returns [T, n]."""
         ...
 
     def rms_norm_add(
@@ -61,4 +61,8 @@ class Ops(Protocol):
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """gate_up: [T, 2 n] = [gate | up]; returns silu(gate) * up, [T, n]."""
+        ...
+
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        """gate_up: [T, 2 n] = [gate | up]; returns gelu(gate) * up in its tanh form, [T, n]."""
         ...

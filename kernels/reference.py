@@ -16,8 +16,10 @@ from kernels.ops import HeadNorms
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """y = x / sqrt(mean(x^2) + eps) * weight over the last axis, mean taken in fp32.
 
-    x: [..., n], weight: [n]; returns x's shape and dtype. arXiv:1910.07467.
+    x: [..., n], weight: [n] in x's dtype or fp32; returns x's shape and dtype. arXiv:1910.07467.
     """
+    if weight.dtype != x.dtype:
+        return F.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
@@ -27,7 +29,7 @@ def rms_norm_add(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     x, residual: [T, n], weight: [n].
     """
     residual = torch.add(x, residual)
-    return F.rms_norm(residual, weight.shape, weight, eps), residual
+    return rms_norm(residual, weight, eps), residual
 
 
 def qk_norm(qk: Tensor, norms: HeadNorms, num_heads: int) -> Tensor:
@@ -36,10 +38,11 @@ def qk_norm(qk: Tensor, norms: HeadNorms, num_heads: int) -> Tensor:
     qk: [T, heads + kv_heads, head_dim], queries first; returns a new tensor of that shape. One
     pass for both. arXiv:2302.05442, as in Qwen3.
     """
-    normed = F.rms_norm(qk, (qk.shape[-1],), None, norms.eps)
+    dtype = norms.q_weight.dtype
+    normed = F.rms_norm(qk.to(dtype), (qk.shape[-1],), None, norms.eps)
     normed[:, :num_heads].mul_(norms.q_weight)
     normed[:, num_heads:].mul_(norms.k_weight)
-    return normed
+    return normed.to(qk.dtype)
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -51,6 +54,15 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """
     rotated = torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
     return rotated.to(x.dtype)
+
+
+def gelu_mul(gate_up: Tensor) -> Tensor:
+    """y = gelu(gate) * up in the tanh form of gelu, with gate_up = [gate | up].
+
+    gate_up: [T, 2 n]; returns [T, n]. arXiv:1606.08415.
+    """
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh").mul_(up)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
@@ -150,3 +162,7 @@ class TorchOps:
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """gate_up: [T, 2 n]; returns [T, n]."""
         return silu_mul(gate_up)
+
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        """gate_up: [T, 2 n]; returns [T, n]."""
+        return gelu_mul(gate_up)

@@ -55,7 +55,8 @@ def _rms_norm_kernel(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x: [T, n] in any float type, rows may be strided, n <= 16384; weight: [n].
+    """x: [T, n] in any float type, rows may be strided, n <= 16384; weight: [n] in x's
+    dtype or fp32.
 
     Returns a new contiguous [T, n] in x's dtype.
     """
@@ -80,7 +81,8 @@ def rms_norm_add(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 def _check(x: Tensor, weight: Tensor) -> None:
     assert x.ndim == 2, f"{list(x.shape)} are no rows"
     assert weight.shape == x.shape[1:], f"weight {list(weight.shape)} for rows of {x.shape[1]}"
-    assert x.dtype == weight.dtype, f"{x.dtype} with a weight in {weight.dtype}"
+    dtypes = (x.dtype, torch.float32)
+    assert weight.dtype in dtypes, f"{x.dtype} with a weight in {weight.dtype}"
     assert x.stride(1) == 1, f"strides {x.stride()}: elements of a row must be adjacent"
     assert weight.is_contiguous(), f"weight with stride {weight.stride()}"
     assert x.shape[1] <= _MAX_ROW, f"rows of {x.shape[1]}, at most {_MAX_ROW} fit a program"

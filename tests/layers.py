@@ -233,6 +233,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
         "engine.constraints.compiling",
         "engine.kv.device_offer",
         "engine.kv.shared_memory",
+        "engine.kv.host.movers",
         "engine.kv.store",
         "engine.layers",
         "engine.models",

@@ -176,8 +176,14 @@ def _pieces(host: EngineHost, engine: Engine) -> KvPieces | RankPieces:
     """Of this worker's store, or of its ranks' stores."""
     if not engine.rank_stores:
         return KvPieces(engine.kv_store)
-    deadline_s = host.config.handoff.transfer_deadline_s
-    return RankPieces(engine.rank_stores, host.steps, deadline_s)
+    handoff, is_on_gpu = host.config.handoff, engine.kv_store.device.type == "cuda"
+    return RankPieces(
+        engine.rank_stores,
+        host.steps,
+        handoff.transfer_deadline_s,
+        # `auto` does not take what has not run on GPUs.
+        is_on_gpu=is_on_gpu and handoff.channel == "cuda_ipc",
+    )
 
 
 def _channels(host: EngineHost, pieces: KvPieces | RankPieces) -> WorkerChannels:
@@ -188,5 +194,5 @@ def _channels(host: EngineHost, pieces: KvPieces | RankPieces) -> WorkerChannels
         deadline_s=config.handoff.transfer_deadline_s,
         max_in_flight_bytes=config.handoff.max_in_flight_bytes,
         floors_gb_s=config.handoff.floors_gb_s,
-        device=device_channels(pieces, config.handoff) if isinstance(pieces, KvPieces) else None,
+        device=device_channels(pieces, config.handoff),
     )

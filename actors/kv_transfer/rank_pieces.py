@@ -1,4 +1,4 @@
-"""Pieces in and out of the KV stores of all ranks of a worker, by rank 0, through host memory.
+"""Pieces in and out of the KV stores of all ranks of a worker, by rank 0.
 
 A piece has whole blocks: the KV heads of all ranks, as a worker of one rank has them. So each side
 may have any number of ranks, and channels, headers and books know nothing of them. Rank 0 maps the
@@ -12,7 +12,8 @@ stores of all ranks (engine/ranks/shared_stores.py) and copies heads by itself:
 A rank may be behind rank 0. A read waits until every rank has ended the steps whose results rank 0
 has; a write until each has ended all steps launched before the blocks were granted.
 
-The cost: all bytes pass through rank 0 and host memory, also between GPUs.
+The cost: all bytes pass through rank 0, and on GPUs through host memory, unless pieces are told to
+stay on the GPUs for a channel that pulls them (channels/rank_ipc.py).
 """
 
 import asyncio
@@ -25,6 +26,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from actors.kv_transfer.contracts import (
     ArrivedBlocks,
@@ -32,9 +34,12 @@ from actors.kv_transfer.contracts import (
     OutgoingData,
     PieceBytes,
     StagedPiece,
+    StoredBlocks,
 )
+from actors.kv_transfer.kv_pieces import GATHER_BYTES, copy_blocks
 from actors.kv_transfer.waits import to_the_end
 from engine.errors import HandoffError
+from engine.kv.layout import KvPart
 from engine.ranks.leading import StepCounts
 from engine.ranks.shared_stores import RankStore
 
@@ -43,10 +48,20 @@ T = TypeVar("T")
 LOOK_EVERY_S = 0.2e-3  # at the steps of other ranks, which end at nearly the same time
 
 
+class RankSources:
+    """The stores of all ranks of a sender, mapped here."""
+
+    def __init__(self, stores: Sequence[tuple[KvPart, Tensor]]) -> None:
+        """stores: each [any, *block_shape], with the part's heads."""
+        # One for each part of the heads: ranks that hold the same ones have the same blocks.
+        self.stores = list({part.first_head: (part, store) for part, store in stores}.values())
+
+    def __len__(self) -> int:
+        return min(len(store) for _, store in self.stores)
+
+
 class RankPieces:
     """The pieces of all ranks' stores, copied in threads of rank 0."""
-
-    is_on_gpu = False  # what moves is in host memory, wherever the stores are
 
     def __init__(
         self,
@@ -54,30 +69,40 @@ class RankPieces:
         steps: StepCounts,
         deadline_s: float,
         *,
+        is_on_gpu: bool = False,
         num_threads: int = 4,
     ) -> None:
         """stores: of all ranks, rank 0's first. steps: of rank 0.
 
-        deadline_s: so long another rank may take to end a step that rank 0 has ended.
+        deadline_s: so long another rank may take to end a step that rank 0 has ended. is_on_gpu:
+        pieces that are read stay on the GPUs until a channel is known.
         """
-        self._stores = stores
+        self.stores = stores
+        self.is_on_gpu = is_on_gpu
         self._steps = steps
         self._deadline_s = deadline_s
         self._num_steps_before_writes = 0
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="kv-copy")
-        self._whole = stores[0].part.whole
-        self._dtype, self._device = stores[0].store.dtype, stores[0].store.device
-        is_cuda = self._device.type == "cuda"
-        self._stream = torch.cuda.Stream(self._device) if is_cuda else None  # type: ignore[no-untyped-call]
+        self.whole = stores[0].part.whole
+        self.dtype, self.device = stores[0].store.dtype, stores[0].store.device
+        is_cuda = self.device.type == "cuda"
+        self._stream = torch.cuda.Stream(self.device) if is_cuda else None  # type: ignore[no-untyped-call]
+
+    @property
+    def block_bytes(self) -> int:
+        return self.whole.block_bytes
 
     def fence(self) -> None:
         """Makes later writes wait for all steps launched so far, on every rank."""
         self._num_steps_before_writes = self._steps.num_launched
         if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.default_stream(self._device))
+            self._stream.wait_stream(torch.cuda.default_stream(self.device))
 
     async def read(self, block_ids: Sequence[int]) -> StagedPiece[OutgoingData]:
-        """A copy. Raises HandoffError if a rank does not end its steps in time."""
+        """A copy, or the ids if pieces stay on the GPUs.
+
+        Raises HandoffError if a rank does not end its steps in time.
+        """
         num_steps = self._steps.num_ended
         return await self._run(lambda: self._read(block_ids, num_steps))
 
@@ -87,8 +112,20 @@ class RankPieces:
         Raises HandoffError if a rank does not end its steps in time.
         """
         data, num_steps = piece.data, self._num_steps_before_writes
-        assert not isinstance(data, ArrivedBlocks), "channels of a gang carry host memory"
+        if isinstance(data, ArrivedBlocks):
+            return await data.write(block_ids, piece.digests)
         return await self._run(lambda: self._write(block_ids, data, piece.digests, num_steps))
+
+    async def to_host(self, blocks: StoredBlocks) -> PieceBytes:
+        """A copy of blocks of these stores in host memory."""
+        return await self._run(lambda: self._gather(blocks.block_ids))
+
+    async def pull(
+        self, source: RankSources, source_ids: Sequence[int], ids: Sequence[int], digests: list[int]
+    ) -> bool:
+        """Copy blocks of another worker's ranks straight into `ids` of these, then check them."""
+        num_steps = self._num_steps_before_writes
+        return await self._run(lambda: self._pull(source, source_ids, ids, digests, num_steps))
 
     def close(self) -> None:
         """Wait for the copies under way; later ones fail."""
@@ -99,33 +136,60 @@ class RankPieces:
     def _read(self, block_ids: Sequence[int], num_steps: int) -> StagedPiece[OutgoingData]:
         self._wait_steps(num_steps)
         digests = self._sum([one.store.digests.of(block_ids) for one in self._holders()])
-        shape = len(block_ids), *self._whole.block_shape
+        data: OutgoingData
+        if self.is_on_gpu:
+            nbytes = len(block_ids) * self.block_bytes
+            data = StoredBlocks(block_ids=tuple(block_ids), nbytes=nbytes)
+        else:
+            data = self._gather(block_ids)
+        return StagedPiece(data=data, digests=digests)
+
+    def _gather(self, block_ids: Sequence[int]) -> PieceBytes:
+        shape = len(block_ids), *self.whole.block_shape
         with self._on_stream():
-            blocks = torch.empty(shape, dtype=self._dtype, device=self._device)
+            blocks = torch.empty(shape, dtype=self.dtype, device=self.device)
             for one in self._holders():
                 blocks[..., one.part.heads, :] = one.store.gather(block_ids)
             data: PieceBytes = blocks.cpu().view(-1).view(torch.uint8).numpy()
-        return StagedPiece(data=data, digests=digests)
+        return data
 
     def _write(
         self, block_ids: Sequence[int], data: PieceBytes, digests: list[int], num_steps: int
     ) -> bool:
         self._wait_steps(num_steps)
         with self._on_stream():
-            staged = torch.from_numpy(data).to(self._device).view(self._dtype)
-            blocks = staged.view(len(block_ids), *self._whole.block_shape)
-            for one in self._stores:
+            staged = torch.from_numpy(data).to(self.device).view(self.dtype)
+            blocks = staged.view(len(block_ids), *self.whole.block_shape)
+            for one in self.stores:
                 one.store.scatter(block_ids, blocks[..., one.part.heads, :])
-            found = {rank: one.store.digest(block_ids) for rank, one in enumerate(self._stores)}
-        by_heads = {one.part.first_head: found[rank] for rank, one in enumerate(self._stores)}
-        is_alike = all(
-            found[rank] == by_heads[one.part.first_head] for rank, one in enumerate(self._stores)
-        )
+            return self._have(block_ids, digests)
+
+    def _pull(
+        self,
+        source: RankSources,
+        source_ids: Sequence[int],
+        ids: Sequence[int],
+        digests: list[int],
+        num_steps: int,
+    ) -> bool:
+        self._wait_steps(num_steps)
+        with self._on_stream():
+            for one in self.stores:
+                for part, tensor in source.stores:
+                    copy_heads(one.store.tensor, one.part, ids, tensor, part, source_ids)
+            return self._have(ids, digests)
+
+    def _have(self, block_ids: Sequence[int], digests: list[int]) -> bool:
+        """Whether the blocks on all ranks digest to `digests`, of whole blocks."""
+        found = [one.store.digest(block_ids) for one in self.stores]
+        ranks = list(zip(self.stores, found, strict=True))
+        by_heads = {one.part.first_head: of_rank for one, of_rank in ranks}
+        is_alike = all(of_rank == by_heads[one.part.first_head] for one, of_rank in ranks)
         return is_alike and self._sum(list(by_heads.values())) == digests
 
     def _holders(self) -> list[RankStore]:
         """One store for each part of the heads."""
-        return list({one.part.first_head: one for one in reversed(self._stores)}.values())
+        return list({one.part.first_head: one for one in reversed(self.stores)}.values())
 
     def _sum(self, digests: list[list[int]]) -> list[int]:
         """Of all ranks, block by block, modulo 2^64."""
@@ -135,7 +199,7 @@ class RankPieces:
 
     def _wait_steps(self, num_steps: int) -> None:
         until_s = time.monotonic() + self._deadline_s
-        for rank, one in enumerate(self._stores[1:], start=1):
+        for rank, one in enumerate(self.stores[1:], start=1):
             while one.num_ended_steps < num_steps:
                 if time.monotonic() > until_s:
                     raise HandoffError(
@@ -159,3 +223,36 @@ class RankPieces:
     async def _run(self, copy: Callable[[], T]) -> T:
         # A copy that has begun cannot be stopped, so it must be waited for.
         return await to_the_end(asyncio.get_running_loop().run_in_executor(self._threads, copy))
+
+
+def copy_heads(
+    target: Tensor,
+    target_part: KvPart,
+    target_ids: Sequence[int],
+    source: Tensor,
+    source_part: KvPart,
+    source_ids: Sequence[int],
+) -> None:
+    """target[target_ids] = source[source_ids], of the heads that both have; distinct target ids.
+
+    target, source: [any, *block_shape] of the parts, on the same device or mapped there.
+    """
+    if target_part == source_part:
+        copy_blocks(target, target_ids, source, source_ids)
+        return
+    first = max(target_part.first_head, source_part.first_head)
+    end = min(target_part.heads.stop, source_part.heads.stop)
+    if first >= end:
+        return
+    # Checked here, because a GPU would copy to wrong places, or lose its whole context.
+    for ids, blocks in ((target_ids, target), (source_ids, source)):
+        assert 0 <= min(ids) <= max(ids) < len(blocks), f"blocks {list(ids)} of {len(blocks)}"
+    heads, from_heads = (
+        slice(first - part.first_head, end - part.first_head) for part in (target_part, source_part)
+    )
+    slab = max(1, GATHER_BYTES // (source[0].numel() * source.element_size()))
+    for start in range(0, len(target_ids), slab):
+        to_ids = torch.tensor(target_ids[start : start + slab], device=target.device)
+        from_ids = torch.tensor(source_ids[start : start + slab], device=source.device)
+        rows = source[..., from_heads, :].index_select(0, from_ids)
+        target[..., heads, :].index_copy_(0, to_ids, rows)

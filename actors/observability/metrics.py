@@ -31,6 +31,7 @@ from engine.messages import (
     STEP_TOKEN_BUCKETS,
     Assign,
     HandoffTotals,
+    HostTierLoad,
     LapsStatus,
     LoadReport,
     PoolMove,
@@ -47,6 +48,20 @@ TOTALS: Mapping[str, str] = {
     "laps_handoffs": "Prompts whose KV a decode worker has taken over.",
     "laps_handoff_bytes": "Bytes of KV sent to decode workers.",
     "laps_handoff_failures": "Handoffs that were tried again, over another channel or as a whole.",
+    "laps_host_tier_asked_blocks": "KV blocks of prompts that the device lacked.",
+    "laps_host_tier_hit_blocks": "Of these, found in the host tier.",
+    "laps_host_tier_loaded_blocks": "KV blocks loaded from the host tier.",
+    "laps_host_tier_loaded_bytes": "Their bytes.",
+    "laps_host_tier_wasted_blocks": "Of these, loaded when no request waited for them any more.",
+    "laps_host_tier_corrupt_blocks": "KV blocks that were not what was stored, and were dropped.",
+    "laps_host_tier_gone_blocks": "KV blocks that left the host tier while they were loaded.",
+    "laps_host_tier_stored_blocks": "KV blocks that the device evicted and the host tier took.",
+    "laps_host_tier_stored_bytes": "Their bytes.",
+    "laps_host_tier_known_blocks": "KV blocks that the device evicted and the host tier had.",
+    "laps_host_tier_dropped_blocks": "KV blocks that the device evicted and found no room.",
+    "laps_host_tier_waits": "Requests that waited for the host tier.",
+    "laps_host_tier_given_up": "Of these, those that computed what did not come in time.",
+    "laps_host_tier_wait_seconds": "Seconds that they waited.",
 }
 
 
@@ -141,11 +156,14 @@ class WorkerMetrics:
         )
         self._queued = gauge("laps_queued_tokens", "Tokens the worker has yet to compute.")
         self._kv_usage = gauge("vllm:kv_cache_usage_perc", "Share of KV blocks held, 0 to 1.")
+        self._host_usage = gauge(
+            "laps_host_tier_usage", "Share of the machine's host tier that holds blocks, 0 to 1."
+        )
 
     def show(self, links: Iterable[WorkerLink]) -> None:
         """Sets the gauges; drops those of workers that are away."""
         gauges = (self._up, self._running, self._waiting, self._queued, self._kv_usage)
-        for gauge in (*gauges, self._waiting_by_reason, self._cache):
+        for gauge in (*gauges, self._waiting_by_reason, self._cache, self._host_usage):
             gauge.clear()
         self.totals.clear()
         self._step_sizes.clear()
@@ -164,6 +182,8 @@ class WorkerMetrics:
                 held = load.num_blocks - load.num_free_blocks
                 self._kv_usage.labels(**labels).set(held / max(load.num_blocks, 1))
                 self.totals.show(link.name, link.role, _totals(load, link.handoffs))
+                if (tier := load.host_tier) is not None:
+                    self._host_usage.labels(**labels).set(tier.num_ready / tier.num_blocks)
 
 
 def _totals(load: LoadReport, handoffs: HandoffTotals | None) -> Mapping[str, float]:
@@ -174,11 +194,32 @@ def _totals(load: LoadReport, handoffs: HandoffTotals | None) -> Mapping[str, fl
         "vllm:spec_decode_num_draft_tokens": load.num_drafts,
         "vllm:spec_decode_num_accepted_tokens": load.num_accepted_drafts,
     }
+    if load.host_tier is not None:
+        totals |= _host_tier_totals(load.host_tier)
     if handoffs is not None:
         totals["laps_handoffs"] = handoffs.num_done
         totals["laps_handoff_bytes"] = handoffs.num_bytes
         totals["laps_handoff_failures"] = handoffs.num_failures
     return totals
+
+
+def _host_tier_totals(tier: HostTierLoad) -> Mapping[str, float]:
+    return {
+        "laps_host_tier_asked_blocks": tier.num_asked,
+        "laps_host_tier_hit_blocks": tier.num_hit,
+        "laps_host_tier_loaded_blocks": tier.num_loaded,
+        "laps_host_tier_loaded_bytes": tier.num_loaded * tier.block_bytes,
+        "laps_host_tier_wasted_blocks": tier.num_wasted,
+        "laps_host_tier_corrupt_blocks": tier.num_corrupt,
+        "laps_host_tier_gone_blocks": tier.num_gone,
+        "laps_host_tier_stored_blocks": tier.num_stored,
+        "laps_host_tier_stored_bytes": tier.num_stored * tier.block_bytes,
+        "laps_host_tier_known_blocks": tier.num_known,
+        "laps_host_tier_dropped_blocks": tier.num_dropped,
+        "laps_host_tier_waits": tier.num_waits,
+        "laps_host_tier_given_up": tier.num_given_up,
+        "laps_host_tier_wait_seconds": tier.wait_s,
+    }
 
 
 LATENCY_BUCKETS_S = (

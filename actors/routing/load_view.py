@@ -102,6 +102,7 @@ class PlacementView:
             short=self._short_queue(load, placed),
             label=label,
             hit_tokens=hit_tokens,
+            host_tier=load.host_tier,
         )
 
     def _not_reported(self, link: WorkerLink) -> list[_Placed]:

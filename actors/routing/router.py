@@ -122,6 +122,7 @@ class Router:
                     queued_tokens=s.queued_tokens,
                     queued_s=s.queued_s,
                     num_cached_blocks=num_blocks.get(s.name, 0),
+                    host_tier=s.host_tier,
                 )
                 for s in workers
             ],

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Literal, TypeVar
 
-from actors.lifecycle.deployment import DeploymentSpec
+from actors.lifecycle.deployment import DeploymentSpec, engine_config
 from actors.lifecycle.liveness import Lifeline, exit_for_good
 from actors.lifecycle.placement_groups import remove_unused
 from actors.observability.logs import set_up_logging
@@ -254,7 +254,8 @@ class EngineHost:
             comm = self._ranks.join()  # first: the other ranks' processes start beside what follows
             from engine.build import build_engine  # imports torch, which takes seconds
 
-            given = self.config, self.model, self.clock, self._on_outgoing, self._block_key
+            config = engine_config(self.config, self.role)
+            given = config, self.model, self.clock, self._on_outgoing, self._block_key
             return build_engine(*given, role=self.role, comm=comm)
         except WorkerError as error:
             raise self._ranks.cause_of(error) from error
@@ -275,6 +276,8 @@ class EngineHost:
         self._thread = EngineThread(
             engine.core, on_step=self._on_step, on_failure=self._on_engine_failure
         )
+        if engine.host_tier is not None:
+            engine.host_tier.on_progress(self._thread.wake)
         self._thread.start()
         self._requests = WorkerRequests(
             engine, self._thread, self.connector, self.draining, self.clock, self._ranks
@@ -345,12 +348,19 @@ class EngineHost:
             if await self._may_leave():
                 logger.info("%s has drained and exits", self.name)
                 self._is_leaving = True
+                self._leave_host_tier()
                 exit_for_good()
 
     def _leave_alone(self) -> None:
         """Nobody was heard: the end of this worker, on the lifeline's thread."""
         self._is_leaving = True
+        self._leave_host_tier()
         self._clear()
+
+    def _leave_host_tier(self) -> None:
+        """The last worker removes the arena; one that is killed leaves that to others."""
+        if self._engine is not None and self._engine.host_tier is not None:
+            self._engine.host_tier.leave()
 
     async def _may_leave(self) -> bool:
         is_wanted = self.streams.is_awaited or self.streams.has_reader(INGRESS_PREFIX)

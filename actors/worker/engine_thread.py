@@ -55,6 +55,7 @@ class EngineThread:
         self._is_closing = False
         self._num_turns = 0
         self._is_busy = False
+        self._has_news = False  # since the turn began
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -103,6 +104,12 @@ class EngineThread:
         self._post(_Call(run=run, drop=drop))
         return await future
 
+    def wake(self) -> None:
+        """Something that is no call has happened: an engine that waits looks again."""
+        with self._wake:
+            self._has_news = True
+            self._wake.notify()
+
     def _post(self, call: _Call) -> None:
         with self._wake:
             if self._is_closing:
@@ -138,6 +145,7 @@ class EngineThread:
                 self._wake.wait()
             self._num_turns += 1
             self._is_busy = True
+            self._has_news = False
             return not self._is_closing
 
     def _gather(self) -> None:
@@ -158,10 +166,10 @@ class EngineThread:
                 return
 
     def _idle(self) -> None:
-        """Waits for a call when no request can run: only calls free blocks or rows then."""
+        """Waits for a call or news when no request can run: nothing else frees blocks or rows."""
         with self._wake:
-            if not self._calls and not self._is_closing:
-                self._wake.wait(IDLE_WAIT_S)
+            if not (self._calls or self._is_closing or self._has_news):
+                self._wake.wait(self._core.idle_s(IDLE_WAIT_S))
 
     def _run_calls(self) -> None:
         while self._calls:

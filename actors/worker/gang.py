@@ -136,6 +136,9 @@ class Gang:
         stall_s = self._spec.config.workers.stall_s
         self._ring = ring = PlanRing(self._incarnation, self._size - 1, stall_s)
         self._reports = RankReports(ring, self._size, self._on_end)
+        others = {reader + 1: partial(ring.beats, reader) for reader in range(self._size - 1)}
+        self._heartbeat = Heartbeat(ring.beat, others, stall_s, self._on_silence)
+        self._heartbeat.start()
         listener = socket.create_server((LOOPBACK, 0))
         port = listener.getsockname()[1]
         self._actors = [self._create(rank, port) for rank in range(1, self._size)]
@@ -145,9 +148,6 @@ class Gang:
 
         self._wait_connected(ring)
         self._reports.start()
-        others = {reader + 1: partial(ring.beats, reader) for reader in range(self._size - 1)}
-        self._heartbeat = Heartbeat(ring.beat, others, stall_s, self._on_silence)
-        self._heartbeat.start()
         device = torch.device(self._spec.config.model.device)
         return join_ranks(
             Rank(0, self._size),
@@ -210,7 +210,7 @@ class Gang:
         assert self._ring is not None, "ranks join before they are led"
         assert self._reports is not None, "ranks join before they are led"
         assert self._heartbeat is not None, "ranks join before they are led"
-        self._heartbeat.watch()
+        self._heartbeat.loaded()
         self._leading = LeadingExecutor(
             executor,
             self._ring,
@@ -226,8 +226,7 @@ class Gang:
         self._leading.compile(constraint)
 
     def _on_silence(self, rank: int) -> None:
-        stall_s = self._spec.config.workers.stall_s
-        self._on_end(RankEnd(rank=rank, reason=f"it stands still, for {stall_s:g} s", is_dead=True))
+        self._on_end(RankEnd(rank=rank, reason="it stands still", is_dead=True))
 
     def cause_of(self, error: Exception) -> Exception:
         if self._reports is None or not isinstance(error, WorkerError):

@@ -107,7 +107,7 @@ class RankWorker:
 
     def _follow(self, engine: "Engine") -> None:
         """Launches what rank 0 launches, for as long as it lives; on the loader's thread."""
-        self._heartbeat.watch()
+        self._heartbeat.loaded()
         executor: Executor = engine.executor
         config, place = self._spec.config, self._place
         faults = parse_faults(config.faults) if config.debug else ()
@@ -124,7 +124,7 @@ class RankWorker:
         _exit(0)
 
     def _on_silence(self, _: int) -> None:
-        self._end_leader(0.0, f"stands still, for {self._spec.config.workers.stall_s:g} s")
+        self._end_leader(0.0, "stands still")
 
     def _end_leader(self, patience_s: float, why: str) -> NoReturn:
         """Ends with rank 0, which is killed if it has not ended within `patience_s`."""

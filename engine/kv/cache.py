@@ -12,7 +12,7 @@ block ids and block hashes. Every block is in exactly one of three states:
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from engine.kv.index import IndexChanges, PrefixIndex
@@ -50,12 +50,19 @@ class BlockCache:
     """
 
     def __init__(
-        self, num_blocks: int, *, enable_prefix_caching: bool, protected_share: float
+        self,
+        num_blocks: int,
+        *,
+        enable_prefix_caching: bool,
+        protected_share: float,
+        on_evict: Callable[[Sequence[tuple[int, bytes]]], None] | None = None,
     ) -> None:
+        """on_evict: takes blocks (id, hash) that are evicted, before they are handed out again."""
         assert 0.0 <= protected_share <= 1.0, f"protected_share is {protected_share}"
         self._pool = BlockPool(num_blocks)
         self._index = PrefixIndex(num_blocks, max_protected=int(protected_share * num_blocks))
         self._enable_prefix_caching = enable_prefix_caching
+        self._on_evict = on_evict
         self._num_lookups = 0
         self._num_lookup_blocks = 0
         self._num_hit_blocks = 0
@@ -108,12 +115,17 @@ class BlockCache:
 
     def acquire_prefix(self, hashes: Sequence[bytes]) -> list[int]:
         """`match`, plus one reference to each block found; counts as a use of them."""
-        block_ids = self._index.match(hashes)
-        self._index.use(block_ids)
-        self._pool.acquire(block_ids)
+        block_ids = self.hold_prefix(hashes)
         self._num_lookups += 1
         self._num_lookup_blocks += len(hashes)
         self._num_hit_blocks += len(block_ids)
+        return block_ids
+
+    def hold_prefix(self, hashes: Sequence[bytes]) -> list[int]:
+        """`acquire_prefix`, but for a request that will look its prefix up again."""
+        block_ids = self._index.match(hashes)
+        self._index.use(block_ids)
+        self._pool.acquire(block_ids)
         return block_ids
 
     def allocate(self, num_blocks: int) -> list[int] | None:
@@ -123,11 +135,19 @@ class BlockCache:
         """
         if num_blocks > self.num_available:
             return None
-        while self._pool.num_free < num_blocks:
-            evicted = self._index.evict()
-            self._pool.free(evicted)
-            self._num_evicted_blocks += len(evicted)
+        if self._pool.num_free < num_blocks:
+            self._evict(num_blocks)
         return self._pool.allocate(num_blocks)
+
+    def _evict(self, num_free: int) -> None:
+        """Evict until so many blocks are free."""
+        evicted: list[tuple[int, bytes]] = []
+        while self._pool.num_free + len(evicted) < num_free:
+            evicted += self._index.evict()
+        if self._on_evict is not None:
+            self._on_evict(evicted)
+        self._pool.free([block_id for block_id, _ in evicted])
+        self._num_evicted_blocks += len(evicted)
 
     def share(self, block_ids: Sequence[int]) -> None:
         """Add one reference to each of these blocks, which must be held."""

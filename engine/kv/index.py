@@ -193,14 +193,15 @@ class PrefixIndex:
             self._enqueue(parent)
             child, parent = parent, parent.parent
 
-    def evict(self) -> list[int]:
-        """Evict the first idle entry; returns the blocks that this frees, at least one.
+    def evict(self) -> list[tuple[int, bytes]]:
+        """Evict the first idle entry; returns the blocks that this frees, at least one, by hash.
 
         It frees more than one only if a held child of the entry has idle children itself.
         """
         queue = self._probationary or self._protected
         assert queue, "nothing is idle, so nothing can be evicted"
-        return self._remove_with_descendants(next(iter(queue.values())))
+        freed = self._remove_with_descendants(next(iter(queue.values())))
+        return [(entry.block_id, entry.block_hash) for entry in freed]
 
     def forget(self, block_ids: Iterable[int]) -> list[int]:
         """Drop blocks and all their descendants, whose hashes include them.
@@ -211,7 +212,7 @@ class PrefixIndex:
         for block_id in block_ids:
             entry = self._by_block.get(block_id)
             if entry is not None:
-                free += self._remove_with_descendants(entry)
+                free += [entry.block_id for entry in self._remove_with_descendants(entry)]
         return free
 
     def request_resync(self) -> None:
@@ -270,7 +271,8 @@ class PrefixIndex:
         del queue[entry.block_id]
         entry.is_idle = False
 
-    def _remove_with_descendants(self, root: _Entry) -> list[int]:
+    def _remove_with_descendants(self, root: _Entry) -> list[_Entry]:
+        """Returns those that were idle."""
         if root.parent is not None:
             del root.parent.children[root.block_id]
         free = []
@@ -280,7 +282,7 @@ class PrefixIndex:
             stack.extend(entry.children.values())
             if entry.is_idle:
                 self._dequeue(entry)
-                free.append(entry.block_id)
+                free.append(entry)
             entry.children = {}  # and no parent: leave no reference cycle
             entry.parent = None
             del self._by_hash[entry.block_hash]

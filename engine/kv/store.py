@@ -182,6 +182,16 @@ class KvStore:
         values: list[int] = digests.tolist()  # the one copy to the host
         return values
 
+    def digest_elsewhere(self, blocks: Tensor, indices: Sequence[int]) -> list[int]:
+        """Digest of some of the blocks in another memory of the store's device, where they lie.
+
+        blocks: contiguous uint8 [any, block_bytes].
+        """
+        words = self._words_of(blocks)
+        places = to_device(indices, self.device)
+        values: list[int] = block_digests(words, self._weights, places, _DIGEST_SLAB_BYTES).tolist()
+        return values
+
     def _compile(self) -> None:
         """Compile both kernels now, not during the first handoff; block 0 keeps its content."""
         first = self.index([0])

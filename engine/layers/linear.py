@@ -4,6 +4,7 @@ A call names the lane that it runs in. Calls of different lanes may overlap in t
 for two batches at once); calls of one lane run one after the other.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
@@ -96,16 +97,17 @@ class TwiceHeldLinear:
 
 
 class Gated:
-    """silu(gate) * up in two steps: one product for gate and up, then the activation."""
+    """activation(gate) * up in two steps: one product for gate and up, then the activation."""
 
-    __slots__ = ("_gate_up", "_ops")
+    __slots__ = ("_activation", "_gate_up")
 
-    def __init__(self, gate_up: Linear, ops: Ops) -> None:
+    def __init__(self, gate_up: Linear, activation: Callable[[Tensor], Tensor]) -> None:
+        """activation: [T, 2 n] = [gate | up] to [T, n]."""
         self._gate_up = gate_up
-        self._ops = ops
+        self._activation = activation
 
     def __call__(self, x: Tensor, lane: int = 0) -> Tensor:
-        return self._ops.silu_mul(self._gate_up(x, lane))
+        return self._activation(self._gate_up(x, lane))
 
 
 class Identity:
@@ -163,7 +165,7 @@ def build_gated(weight: LinearWeight, ops: Ops, *, is_deterministic: bool = Fals
 
         if supports_small(weight.data):
             return FastestGated(weight.data, weight.bias, ops)
-    return Gated(build_linear(weight, is_deterministic=is_deterministic), ops)
+    return Gated(build_linear(weight, is_deterministic=is_deterministic), ops.silu_mul)
 
 
 def _build_cuda(weight: Tensor, bias: Tensor | None, is_deterministic: bool) -> Linear:

@@ -49,6 +49,23 @@ class WholeEmbedding:
         return F.embedding(ids, self.weight)
 
 
+class ScaledEmbedding:
+    """An embedding whose vectors are multiplied by a number, rounded to their dtype."""
+
+    __slots__ = ("_embedding", "_scale")
+
+    def __init__(self, embedding: Embedding, scale: float) -> None:
+        self._embedding = embedding
+        self._scale = float(torch.tensor(scale, dtype=embedding.weight.dtype))
+
+    @property
+    def weight(self) -> Tensor:
+        return self._embedding.weight
+
+    def __call__(self, ids: Tensor, comm: Comm) -> Tensor:
+        return self._embedding(ids, comm).mul_(self._scale)
+
+
 class SharedEmbedding:
     __slots__ = ("_first", "weight")
 

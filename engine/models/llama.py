@@ -1,8 +1,8 @@
-"""The Llama architecture and its relatives (Mistral, Qwen2, Qwen3): model, layer and builder.
+"""The Llama architecture and its relatives (Mistral, Qwen, gpt-oss, Gemma 3): model and layers.
 
     ids -> embedding -> [norm -> attention -> norm -> MLP] x layers -> norm -> head -> logits
 
-An MLP may be a mixture of experts (mixture.py: Mixtral, Qwen2-MoE, Qwen3-MoE).
+An MLP may be a mixture of experts (mixture.py: Mixtral, Qwen2-MoE, Qwen3-MoE, gpt-oss).
 
 Differences between families (biases, QK-norm, tied embeddings, windows) are resolved to an object
 or None by the builder, so the forward pass does not test for them. Knows no requests and keeps no
@@ -18,14 +18,28 @@ from torch import Tensor
 
 from engine.layers.attention import Attention, ProjectedTokens, StoredTokens
 from engine.layers.context import SINGLE_RANK, Comm, ForwardContext, LastTokens
-from engine.layers.linear import Identity, Linear, LinearWeight, build_gated, build_linear
+from engine.layers.linear import (
+    Gated,
+    Identity,
+    Linear,
+    LinearWeight,
+    build_gated,
+    build_linear,
+)
 from engine.layers.mlp import FeedForward, GatedMlp
 from engine.layers.norm import RmsNorm
 from engine.layers.rope_spec import RopeSpec
 from engine.layers.rotary import RotaryTable, RotaryTables
-from engine.layers.vocabulary import Embedding, Head, WholeHead, build_embedding, build_head
+from engine.layers.vocabulary import (
+    Embedding,
+    Head,
+    ScaledEmbedding,
+    WholeHead,
+    build_embedding,
+    build_head,
+)
 from engine.models.mixture import build_mixture
-from engine.models.spec import ModelSpec
+from engine.models.spec import Activation, ModelSpec
 from engine.models.weights import LayerWeights, ModelWeights
 from engine.ranks.rank import WHOLE_MODEL, Rank
 from kernels.attention.protocol import AttentionShape
@@ -207,6 +221,40 @@ class DecoderLayer:
         return self._mlp
 
 
+class OutputNormLayer(DecoderLayer):
+    """A layer that also normalises what its two parts return (Gemma 3)."""
+
+    __slots__ = ("_attention_output_norm", "_mlp_output_norm")
+
+    def __init__(
+        self,
+        *,
+        attention_norm: RmsNorm,
+        attention: Attention,
+        attention_output_norm: RmsNorm,
+        mlp_norm: RmsNorm,
+        mlp: FeedForward,
+        mlp_output_norm: RmsNorm,
+    ) -> None:
+        super().__init__(
+            attention_norm=attention_norm, attention=attention, mlp_norm=mlp_norm, mlp=mlp
+        )
+        self._attention_output_norm = attention_output_norm
+        self._mlp_output_norm = mlp_output_norm
+
+    def attend(
+        self, tokens: ProjectedTokens, ctx: ForwardContext, chosen: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        x, residual = super().attend(tokens, ctx, chosen)
+        return self._attention_output_norm(x), residual
+
+    def mlp_part(
+        self, x: Tensor, residual: Tensor, ctx: ForwardContext, slots: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        x, residual = super().mlp_part(x, residual, ctx, slots)
+        return self._mlp_output_norm(x), residual
+
+
 def attention_shape(spec: ModelSpec) -> AttentionShape:
     """What an attention backend has to compute; spec: of one rank."""
     return AttentionShape(
@@ -242,9 +290,9 @@ def build_decoder(
         layers.append(_build_layer(part, len(layers), layer_weights, ops, is_deterministic))
     return CausalLM(
         spec=part,
-        embedding=build_embedding(weights.embedding, spec.vocab_size, rank),
+        embedding=_build_embedding(spec, weights, rank),
         layers=layers,
-        final_norm=RmsNorm(weights.final_norm, spec.rms_norm_eps, ops),
+        final_norm=_norm(spec, weights.final_norm, ops),
         head=_build_head(spec, weights, is_deterministic, rank),
         rotary=_rotary(spec, max_model_len, weights.embedding.device, ops),
     )
@@ -260,6 +308,22 @@ def _rotary(spec: ModelSpec, max_tokens: int, device: torch.device, ops: Ops) ->
     return RotaryTables(*map(table, ropes))
 
 
+def _build_embedding(spec: ModelSpec, weights: ModelWeights, rank: Rank) -> Embedding:
+    embedding = build_embedding(weights.embedding, spec.vocab_size, rank)
+    if spec.embedding_scale is None:
+        return embedding
+    return ScaledEmbedding(embedding, spec.embedding_scale)
+
+
+def _norm_weight(spec: ModelSpec, weight: Tensor) -> Tensor:
+    """In fp32 where something is added: in 16 bits 1 + w would lose most of w."""
+    return weight.float() + spec.norm_offset if spec.norm_offset else weight
+
+
+def _norm(spec: ModelSpec, weight: Tensor, ops: Ops) -> RmsNorm:
+    return RmsNorm(_norm_weight(spec, weight), spec.rms_norm_eps, ops)
+
+
 def _build_head(spec: ModelSpec, weights: ModelWeights, is_deterministic: bool, rank: Rank) -> Head:
     if spec.pooling is not None:
         return WholeHead(Identity())
@@ -272,22 +336,30 @@ def _build_layer(
 ) -> DecoderLayer:
     linear = partial(build_linear, is_deterministic=is_deterministic)
     is_last = layer == spec.num_layers - 1
-    return DecoderLayer(
-        attention_norm=RmsNorm(weights.input_norm, spec.rms_norm_eps, ops),
-        attention=Attention(
-            layer=layer,
-            head_dim=spec.head_dim,
-            qkv=linear(weights.qkv),
-            # In deterministic mode K and V always come from the same product as the queries.
-            kv=_kv_linear(spec, weights) if is_last and not is_deterministic else None,
-            out=linear(weights.output),
-            head_norms=_head_norms(spec, weights),
-            ops=ops,
-            rope=0 if spec.local_rope is None or spec.layer_windows[layer] is None else 1,
-            sinks=weights.sinks,
-        ),
-        mlp_norm=RmsNorm(weights.post_norm, spec.rms_norm_eps, ops),
-        mlp=_feed_forward(spec, layer, weights, ops, is_deterministic),
+    attention = Attention(
+        layer=layer,
+        head_dim=spec.head_dim,
+        qkv=linear(weights.qkv),
+        # In deterministic mode K and V always come from the same product as the queries.
+        kv=_kv_linear(spec, weights) if is_last and not is_deterministic else None,
+        out=linear(weights.output),
+        head_norms=_head_norms(spec, weights),
+        ops=ops,
+        rope=0 if spec.local_rope is None or spec.layer_windows[layer] is None else 1,
+        sinks=weights.sinks,
+    )
+    norm = partial(_norm, spec, ops=ops)
+    mlp = _feed_forward(spec, layer, weights, ops, is_deterministic)
+    before = {"attention_norm": norm(weights.input_norm), "mlp_norm": norm(weights.post_norm)}
+    after_attention, after_mlp = weights.attention_output_norm, weights.mlp_output_norm
+    if after_attention is None or after_mlp is None:
+        return DecoderLayer(attention=attention, mlp=mlp, **before)
+    return OutputNormLayer(
+        attention=attention,
+        mlp=mlp,
+        attention_output_norm=norm(after_attention),
+        mlp_output_norm=norm(after_mlp),
+        **before,
     )
 
 
@@ -297,10 +369,12 @@ def _feed_forward(
     mixture = spec.mixture_at(layer)
     if mixture is not None:
         return build_mixture(mixture, weights, ops, is_deterministic=is_deterministic)
-    return GatedMlp(
-        gated=build_gated(weights.gate_up, ops, is_deterministic=is_deterministic),
-        down=build_linear(weights.down, is_deterministic=is_deterministic),
-    )
+    if spec.activation is Activation.GELU_TANH:
+        gate_up = build_linear(weights.gate_up, is_deterministic=is_deterministic)
+        gated: Linear = Gated(gate_up, ops.gelu_mul)
+    else:
+        gated = build_gated(weights.gate_up, ops, is_deterministic=is_deterministic)
+    return GatedMlp(gated=gated, down=build_linear(weights.down, is_deterministic=is_deterministic))
 
 
 def _kv_linear(spec: ModelSpec, weights: LayerWeights) -> Linear:
@@ -311,4 +385,5 @@ def _kv_linear(spec: ModelSpec, weights: LayerWeights) -> Linear:
 def _head_norms(spec: ModelSpec, weights: LayerWeights) -> HeadNorms | None:
     if weights.q_norm is None or weights.k_norm is None:
         return None
-    return HeadNorms(q_weight=weights.q_norm, k_weight=weights.k_norm, eps=spec.rms_norm_eps)
+    q_weight, k_weight = _norm_weight(spec, weights.q_norm), _norm_weight(spec, weights.k_norm)
+    return HeadNorms(q_weight=q_weight, k_weight=k_weight, eps=spec.rms_norm_eps)

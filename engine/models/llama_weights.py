@@ -126,7 +126,12 @@ def layer_tensors(spec: ModelSpec, layer: int) -> dict[str, StackedTensor]:
         sinks = {f"{prefix}self_attn.sinks": spec.num_heads}
         tensors["sinks"] = StackedTensor(num_rows=sinks, split=Split.ROWS)
     norms = [("input_norm", "input_layernorm", hidden)]
-    norms += [("post_norm", "post_attention_layernorm", hidden)]
+    if spec.has_output_norms:
+        norms += [("attention_output_norm", "post_attention_layernorm", hidden)]
+        norms += [("post_norm", "pre_feedforward_layernorm", hidden)]
+        norms += [("mlp_output_norm", "post_feedforward_layernorm", hidden)]
+    else:
+        norms += [("post_norm", "post_attention_layernorm", hidden)]
     if spec.has_qk_norm:
         norms += [(f"{x}_norm", f"self_attn.{x}_norm", spec.head_dim) for x in ("q", "k")]
     for field, name, size in norms:

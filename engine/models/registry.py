@@ -27,6 +27,7 @@ BUILDERS: dict[str, Callable[..., CausalLM]] = {
     "Qwen2MoeForCausalLM": build_decoder,
     "Qwen3MoeForCausalLM": build_decoder,
     "GptOssForCausalLM": build_decoder,
+    "Gemma3ForCausalLM": build_decoder,
 }
 
 

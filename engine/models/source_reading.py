@@ -15,21 +15,21 @@ def read_source(
     num_rows: int,
     scales_file: Any = None,  # noqa: ANN401
 ) -> Tensor:
-    """The part of a published tensor that `share` cuts (None: all), contiguous, on the host.
+    """The part of a published tensor that `share` cuts (None: all), on the host.
+
+    Contiguous, or columns of a matrix where they lie in the file: they are read when copied.
 
     num_rows: of the part; scales_file: the open file that has `source.scales`, if any.
     """
     if source.expert is None:
-        tensor: Tensor = (
-            file.get_tensor(source.name) if share is None else _cut(file, source, share)
-        )
-        return tensor.contiguous()
+        whole: Tensor = file.get_tensor(source.name) if share is None else _cut(file, source, share)
+        return whole
     rows, *columns = share or (slice(0, num_rows),)
     if source.row_step == 1 and not source.is_transposed and source.scales is None:
         first = source.first_row
         index = (source.expert, slice(first + rows.start, first + rows.stop), *columns)
-        tensor = file.get_slice(source.name)[index]
-        return tensor.contiguous()
+        tensor: Tensor = file.get_slice(source.name)[index]
+        return tensor
     matrix = file.get_slice(source.name)[source.expert]
     if source.is_transposed:
         matrix = matrix.T

@@ -1,12 +1,9 @@
 """Reads a model's specification from the JSON files of a Hugging Face folder.
 
-Rotary settings come in two formats. Old: `rope_theta` beside `rope_scaling: {"type" |
-"rope_type": ..., ...}` (or null). New, since transformers 5: everything inside `rope_parameters`.
-If both occur, `rope_scaling` wins, as in transformers. transformers is not imported, because that
-would add seconds to start-up. Knows no tensors and no weights.
+transformers is not imported, because that would add seconds to start-up. Knows no tensors and no
+weights.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -14,13 +11,7 @@ from pathlib import Path
 from typing import Literal, cast
 
 from engine.kv.layout import DTYPE_BYTES, KvDtype, KvLayout
-from engine.layers.rope_spec import (
-    LinearScaling,
-    Llama3Scaling,
-    RopeScaling,
-    RopeSpec,
-    YarnScaling,
-)
+from engine.layers.rope_spec import RopeSpec
 from engine.models.config_file import ConfigFile
 from engine.models.mixture_spec import (
     ExpertLayout,
@@ -32,96 +23,8 @@ from engine.models.mixture_spec import (
 )
 from engine.models.pooling import Pooling, read_pooling
 from engine.models.quantization import ONLINE_FP8, Quantization, read_quantization
+from engine.models.rope_config import DEFAULT_THETA, max_tokens_of, parse_layer_ropes, parse_rope
 from engine.ranks.rank import Rank
-
-SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-DEFAULT_THETA = 10000.0
-
-
-def parse_rope(config: ConfigFile, default_theta: float = DEFAULT_THETA) -> RopeSpec:
-    """Parse the rotary settings; ConfigError for an unsupported type or partial rotation."""
-    if config.number("partial_rotary_factor", 1.0) != 1.0:
-        raise config.error("partial_rotary_factor", "other than 1.0 is not supported")
-    top_theta = config.number("rope_theta", default_theta)
-    section = config.section("rope_scaling") or config.section("rope_parameters")
-    if section is None:
-        return RopeSpec(theta=top_theta)
-    if section.number("partial_rotary_factor", 1.0) != 1.0:
-        raise section.error("partial_rotary_factor", "other than 1.0 is not supported")
-    return RopeSpec(
-        theta=section.number("rope_theta", top_theta), scaling=_parse_scaling(config, section)
-    )
-
-
-def _parse_scaling(config: ConfigFile, section: ConfigFile) -> RopeScaling | None:
-    rope_type = section.text("rope_type", section.text("type", "default"))
-    match rope_type:
-        case "default":
-            for key in ("full_attention", "sliding_attention"):
-                if section.has_key(key):
-                    raise section.error(key, "is not supported for this architecture")
-            return None
-        case "linear":
-            return LinearScaling(factor=section.number("factor"))
-        case "llama3":
-            return Llama3Scaling(
-                factor=section.number("factor"),
-                low_freq_factor=section.number("low_freq_factor"),
-                high_freq_factor=section.number("high_freq_factor"),
-                original_max_tokens=_original_max_tokens(config, section),
-            )
-        case "yarn":
-            return _parse_yarn(config, section)
-    raise section.error(
-        "rope_type", f"{rope_type!r} is not supported; supported: {', '.join(SUPPORTED_ROPE_TYPES)}"
-    )
-
-
-def _original_max_tokens(config: ConfigFile, section: ConfigFile) -> int:
-    key = "original_max_position_embeddings"
-    at_top = config.optional_integer(key)
-    return at_top or section.integer(key, config.integer("max_position_embeddings"))
-
-
-def _parse_yarn(config: ConfigFile, section: ConfigFile) -> YarnScaling:
-    original = _original_max_tokens(config, section)
-    factor = section.number("factor", config.integer("max_position_embeddings") / original)
-    attention_factor = section.optional_number("attention_factor")
-    if attention_factor is None:
-        mscale = section.optional_number("mscale")
-        mscale_all_dim = section.optional_number("mscale_all_dim")
-        if mscale is not None and mscale_all_dim is not None:
-            attention_factor = _mscale(factor, mscale) / _mscale(factor, mscale_all_dim)
-        else:
-            attention_factor = _mscale(factor, 1.0)
-    return YarnScaling(
-        factor=factor,
-        original_max_tokens=original,
-        attention_factor=attention_factor,
-        beta_fast=section.number("beta_fast", 32.0),
-        beta_slow=section.number("beta_slow", 1.0),
-        truncate=section.flag("truncate", True),
-    )
-
-
-def _mscale(factor: float, scale: float) -> float:
-    """The YaRN paper's temperature: 0.1 * scale * ln(factor) + 1."""
-    return 1.0 if factor <= 1.0 else 0.1 * scale * math.log(factor) + 1.0
-
-
-def max_tokens_of(rope: RopeSpec, max_position_embeddings: int) -> int:
-    """Longest context in tokens.
-
-    YaRN and linear scaling extend the length of training; llama3 configurations already state the
-    extended length. This is the rule of vLLM's `_get_and_verify_max_len`.
-    """
-    match rope.scaling:
-        case YarnScaling(factor=factor, original_max_tokens=original):
-            return int(original * factor)
-        case LinearScaling(factor=factor):
-            return int(max_position_embeddings * factor)
-        case _:
-            return max_position_embeddings
 
 
 class Activation(Enum):
@@ -219,6 +122,11 @@ class _Family:
     layer_windows: tuple[int | None, ...]
     mixture: MixtureSpec | None = None
     has_sinks: bool = False
+    # None = as config.json has for all layers
+    rope: RopeSpec | None = None
+    local_rope: RopeSpec | None = None
+    query_scale: float | None = None
+    is_gemma: bool = False
 
 
 def _llama(config: ConfigFile, num_layers: int) -> _Family:
@@ -311,6 +219,32 @@ def _gpt_oss(config: ConfigFile, num_layers: int) -> _Family:
     )
 
 
+def _gemma3(config: ConfigFile, num_layers: int) -> _Family:
+    activation = config.text("hidden_activation", "gelu_pytorch_tanh")
+    if activation != "gelu_pytorch_tanh":
+        raise config.error("hidden_activation", f"{activation!r} is not supported for Gemma 3")
+    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if config.optional_number(key) is not None:
+            raise config.error(key, "is not supported; supported: null")
+    if config.flag("use_bidirectional_attention", False):
+        raise config.error("use_bidirectional_attention", "true is not supported")
+    rope, local_rope = parse_layer_ropes(config, default_theta=1e6, default_local_theta=1e4)
+    has_attention_bias = config.flag("attention_bias", False)
+    every = config.integer("sliding_window_pattern", 6)
+    return _Family(
+        has_qkv_bias=has_attention_bias,
+        has_output_bias=has_attention_bias,
+        has_qk_norm=True,
+        default_num_kv_heads=4,
+        default_head_dim=256,
+        layer_windows=alternating_windows(config, num_layers, default=4096, full_every=every),
+        rope=rope,
+        local_rope=local_rope,
+        query_scale=config.number("query_pre_attn_scalar", 256.0) ** -0.5,
+        is_gemma=True,
+    )
+
+
 def alternating_windows(
     config: ConfigFile, num_layers: int, *, default: int, full_every: int
 ) -> tuple[int | None, ...]:
@@ -379,6 +313,7 @@ _FAMILIES: dict[str, Callable[[ConfigFile, int], _Family]] = {
     "Qwen2MoeForCausalLM": _qwen2_moe,
     "Qwen3MoeForCausalLM": _qwen3_moe,
     "GptOssForCausalLM": _gpt_oss,
+    "Gemma3ForCausalLM": _gemma3,
 }
 SUPPORTED_ARCHITECTURES = tuple(_FAMILIES)
 
@@ -405,9 +340,9 @@ def load_spec(folder: Path, *, quantization: Literal["auto", "fp8"] = "auto") ->
     head_dim = config.integer("head_dim", family.default_head_dim or hidden_size // num_heads)
     if head_dim % 2:
         raise config.error("head_dim", f"{head_dim} is odd; rotary embedding needs pairs")
-    rope = parse_rope(config, family.default_theta)
+    rope, max_model_len = _context(config, family)
     vocab_size = config.integer("vocab_size")
-    has_tied_embeddings = config.flag("tie_word_embeddings", False)
+    has_tied_embeddings = config.flag("tie_word_embeddings", family.is_gemma)
     has_head = pooling is None and not has_tied_embeddings
     return ModelSpec(
         architecture=architecture,
@@ -427,13 +362,28 @@ def load_spec(folder: Path, *, quantization: Literal["auto", "fp8"] = "auto") ->
         layer_windows=family.layer_windows,
         has_sinks=family.has_sinks,
         rope=rope,
-        max_model_len=max_tokens_of(rope, config.integer("max_position_embeddings")),
+        local_rope=family.local_rope,
+        query_scale=family.query_scale,
+        activation=Activation.GELU_TANH if family.is_gemma else Activation.SILU,
+        norm_offset=1.0 if family.is_gemma else 0.0,
+        has_output_norms=family.is_gemma,
+        embedding_scale=hidden_size**0.5 if family.is_gemma else None,
+        max_model_len=max_model_len,
         eos_token_ids=_eos_token_ids(config, folder, vocab_size),
         dtype=_dtype(config),
         pooling=pooling,
         mixture=family.mixture,
         quantization=_quantization(config, quantization, family.mixture, has_head=has_head),
     )
+
+
+def _context(config: ConfigFile, family: _Family) -> tuple[RopeSpec, int]:
+    """The rotary settings of all but local layers, and the longest context in tokens."""
+    max_positions = config.integer("max_position_embeddings")
+    if family.rope is not None:
+        return family.rope, max_positions  # which is the extended length
+    rope = parse_rope(config, family.default_theta)
+    return rope, max_tokens_of(rope, max_positions)
 
 
 def _quantization(

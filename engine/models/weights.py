@@ -49,7 +49,10 @@ class TensorCopier(Protocol):
     """Copies tensors, converting their dtype; sources must stay valid until `wait_copied`."""
 
     def copy(self, source: Tensor, destination: Tensor) -> None:
-        """Copy `source`, on the host, to `destination`; same shape, both contiguous."""
+        """Copy `source`, on the host, to `destination` of the same shape, which is contiguous.
+
+        source: contiguous, or columns of a matrix.
+        """
         ...
 
     def wait_copied(self) -> None:
@@ -118,7 +121,7 @@ class _Lane:
         buffer, is_sent = self._buffers[self._turn], self._is_sent[self._turn]
         self._turn = 1 - self._turn
         is_sent.synchronize()  # the previous transfer from this buffer is complete
-        staged = buffer[: source.nbytes].view(source.dtype)
+        staged = buffer[: source.nbytes].view(source.dtype).view(source.shape)
         staged.copy_(source)
         with torch.cuda.stream(self.stream):
             # Two copies, so that the device converts the dtype, not this thread.
@@ -134,8 +137,16 @@ def copier_for(device: torch.device) -> AbstractContextManager[TensorCopier]:
 def chunk_pairs(
     source: Tensor, destination: Tensor, chunk_bytes: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Both tensors as pairs of flat pieces, of at most `chunk_bytes` of the source each."""
+    """Both tensors as pairs of pieces, of at most `chunk_bytes` of the source each.
+
+    They are flat, but of columns of a matrix: those are pieces of whole rows.
+    """
     num_elements = chunk_bytes // source.element_size()
+    is_of_rows = not source.is_contiguous() and source.dim() == 2
+    if is_of_rows and source.shape[1] <= num_elements:
+        num_rows = num_elements // source.shape[1]
+        return zip(torch.split(source, num_rows), torch.split(destination, num_rows), strict=True)
+    source = source.contiguous()
     sources = torch.split(source.view(-1), num_elements)
     return zip(sources, torch.split(destination.view(-1), num_elements), strict=True)
 
@@ -149,7 +160,7 @@ class LayerWeights:
 
     # [hidden]
     input_norm: Tensor
-    # [hidden]
+    # [hidden]  before the MLP
     post_norm: Tensor
     # [(H + 2 K) D, hidden]
     qkv: LinearWeight
@@ -162,6 +173,9 @@ class LayerWeights:
     # [D]
     q_norm: Tensor | None
     k_norm: Tensor | None
+    # [hidden]  of the outputs of attention and MLP; None = they are added as they are
+    attention_output_norm: Tensor | None = None
+    mlp_output_norm: Tensor | None = None
     # [H]; None = the softmax of a head has no sink
     sinks: Tensor | None = None
     # [E, hidden]; None = the layer is dense
@@ -339,6 +353,8 @@ def _layer(
         down=experts("down"),
         q_norm=tensors.get("q_norm"),
         k_norm=tensors.get("k_norm"),
+        attention_output_norm=tensors.get("attention_output_norm"),
+        mlp_output_norm=tensors.get("mlp_output_norm"),
         sinks=tensors.get("sinks"),
         router=optional("router"),
         shared_gate_up=optional("shared_gate_up"),
@@ -376,7 +392,7 @@ def random_weights(
             part.fill_randomly(_LARGEST, quantised)
         elif name.endswith("norm.weight"):
             assert part is not None, f"every rank holds {name}"
-            part.tensor.fill_(1.0)
+            part.tensor.fill_(1.0 - spec.norm_offset)
         elif part is not None and part.share is None:
             part.tensor.uniform_(-_LARGEST, _LARGEST, generator=generator)
         else:

@@ -8,14 +8,16 @@ Time is counted in looks, not read from a clock: a process that itself stood sti
 blames nobody.
 """
 
+import math
 import threading
 from collections.abc import Callable, Mapping
 
 LOOKS = 20  # per `silence_s`: a silence is noticed at most a twentieth late
+LOADING_S = 300.0  # longer than a library holds the interpreter's lock while a model loads
 
 
 class Heartbeat:
-    """This rank's beats; and a look at others' once `watch` was called."""
+    """This rank's beats, and a look at the others'."""
 
     def __init__(
         self,
@@ -25,13 +27,13 @@ class Heartbeat:
         on_silence: Callable[[int], object],
     ) -> None:
         """others: rank -> reads its count. on_silence: called once, on the thread, with the first
-        rank whose count did not change for `silence_s`.
+        rank whose count did not change for `silence_s`, or LOADING_S before `loaded`.
         """
         self._beat = beat
         self._others = others
         self._period_s = silence_s / LOOKS
         self._on_silence = on_silence
-        self._is_watching = threading.Event()
+        self._num_looks = max(LOOKS, math.ceil(LOADING_S / self._period_s))
         self._is_over = threading.Event()
         self._seen: dict[int, int] = {}
         self._num_same = dict.fromkeys(others, 0)  # consecutive looks that found the same count
@@ -40,9 +42,9 @@ class Heartbeat:
     def start(self) -> None:
         self._thread.start()
 
-    def watch(self) -> None:
-        """The others are up from now on: before, they may load and import, and do nothing else."""
-        self._is_watching.set()
+    def loaded(self) -> None:
+        """From now on a rank is silent after `silence_s`: all of them have loaded the model."""
+        self._num_looks = LOOKS
 
     def stop(self) -> None:
         self._is_over.set()
@@ -54,14 +56,13 @@ class Heartbeat:
             count = read()
             self._num_same[rank] = self._num_same[rank] + 1 if self._seen.get(rank) == count else 0
             self._seen[rank] = count
-            if self._num_same[rank] >= LOOKS:
+            if self._num_same[rank] >= self._num_looks:
                 return rank
         return None
 
     def _run(self) -> None:
         while not self._is_over.wait(self._period_s):
             self._beat()
-            silent = self.look() if self._is_watching.is_set() else None
-            if silent is not None:
+            if (silent := self.look()) is not None:
                 self._on_silence(silent)
                 return

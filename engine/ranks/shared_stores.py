@@ -31,6 +31,7 @@ class RankStore:
 
     part: KvPart
     store: KvStore
+    device: DeviceOffer | None = None  # None = its blocks are in host memory
 
     @property
     def num_ended_steps(self) -> int:
@@ -71,11 +72,12 @@ def _attach(
 ) -> RankStore:
     part = part_of(Rank(index, comm.rank.size), whole)
     if index == comm.rank.index:
-        return RankStore(part=part, store=mine)
+        return RankStore(part=part, store=mine, device=offer.device)
     tensor: Tensor | None = None
     if offer.device is not None:
         try:
             tensor = map_tensor(offer.device, mine.tensor)
         except RuntimeError as error:
             raise WorkerError(f"the KV of rank {index} cannot be mapped: {error}") from error
-    return RankStore(part=part, store=KvStore.attached(offer.memory, part, mine.layout, tensor))
+    store = KvStore.attached(offer.memory, part, mine.layout, tensor)
+    return RankStore(part=part, store=store, device=offer.device)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from configs.resolved import ResolvedLaps
 from engine.length_class import LengthClass, LinearCost, PrefillCost, classify
-from engine.messages import Assign, Hold, Placement, Reject, Role, RouteRequest
+from engine.messages import Assign, Hold, HostTierLoad, Placement, Reject, Role, RouteRequest
 
 # A report this much younger than a placement includes it: submitting takes milliseconds.
 COUNTED_AFTER_S = 0.2
@@ -67,6 +67,7 @@ class WorkerSnapshot:
     short: ShortQueue | None = None  # None = one queue
     label: LengthClass | None = None  # its pool; None = home of both classes
     hit_tokens: int = 0  # tokens of the prompt to be placed that are in its prefix cache
+    host_tier: HostTierLoad | None = None  # for display; shared by the workers of a machine
 
     @property
     def can_prefill(self) -> bool:

@@ -22,11 +22,11 @@ class FinishRules:
 
     def __init__(self, eos_token_ids: tuple[int, ...], max_model_len: int) -> None:
         self._eos_token_ids = frozenset(eos_token_ids)
-        self._max_model_len = max_model_len
+        self.max_model_len = max_model_len
 
     def apply(self, request: Request) -> None:
         """Write the length limit and the stop ids to the request, once, for use in every step."""
-        request.max_known_tokens = min(request.max_known_tokens, self._max_model_len)
+        request.max_known_tokens = min(request.max_known_tokens, self.max_model_len)
         if not request.params.ignore_eos:
             request.stop_ids |= self._eos_token_ids
 

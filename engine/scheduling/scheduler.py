@@ -34,6 +34,7 @@ from engine.scheduling.budget import StepBudget
 from engine.scheduling.contracts import BlockHasher, HandoffQueue, SchedulerStatistics, StepOutput
 from engine.scheduling.drafting import DraftCounts, Drafting, PlannedDrafts, StepRoom
 from engine.scheduling.finish import FinishRules, SampledTokens
+from engine.scheduling.host_loads import HostLoads, HostLoadStatistics, HostTier
 from engine.scheduling.in_flight import StepInFlight, StepsInFlight
 from engine.scheduling.prompt_scheduling import PromptScheduling, QueuedWork
 from engine.scheduling.request_blocks import RequestBlocks
@@ -62,34 +63,38 @@ class Scheduler:
         hasher: BlockHasher,
         handoff_queue: HandoffQueue,
         block_size: int,
-        max_model_len: int,
-        eos_token_ids: tuple[int, ...],
+        finish_rules: FinishRules,
         laps: ResolvedLaps = DEFAULT_LAPS,
         graph_token_sizes: Sequence[int] = (),
         drafting: Drafting | None = None,
+        host_tier: HostTier | None = None,
     ) -> None:
         """graph_token_sizes: sizes of prompt steps in tokens, ascending, that need no padding.
 
-        drafting: None = no request gets drafts.
+        drafting: None = no request gets drafts. host_tier: what `cache` evicts goes there; None =
+        it is lost.
         """
         assert config.max_num_seqs <= config.max_num_batched_tokens, (
             f"{config.max_num_seqs} rows cannot each decode in"
             f" {config.max_num_batched_tokens} tokens"
         )
-        assert max_model_len <= cache.num_blocks * block_size, (
-            f"a context of {max_model_len} tokens cannot fit {cache.num_blocks} blocks"
+        assert finish_rules.max_model_len <= cache.num_blocks * block_size, (
+            f"a context of {finish_rules.max_model_len} tokens cannot fit {cache.num_blocks} blocks"
         )
         self._config = config
         self._cache = cache
         self._handoff_queue = handoff_queue
         self._block_size = block_size
-        self._finish_rules = FinishRules(eos_token_ids, max_model_len)
+        self._finish_rules = finish_rules
         self._sampled = SampledTokens(self._finish_rules)
         self._running = RunningRequests()
         self._rows = RowSlots(config.max_num_seqs)
         self._blocks = RequestBlocks(cache, hasher, block_size)
+        self._host_loads: HostLoads | None = None
+        if host_tier is not None and cache.keeps_prefixes:
+            self._host_loads = HostLoads(host_tier, cache, block_size)
         self._prompts = PromptScheduling(
-            laps, count_uncached=self._blocks.num_uncached, graph_token_sizes=graph_token_sizes
+            laps, count_uncached=self._num_uncached, graph_token_sizes=graph_token_sizes
         )
         self._waiting = self._prompts.queue
         self.drafting = Drafting(None, None) if drafting is None else drafting
@@ -125,6 +130,7 @@ class Scheduler:
             raise CapacityError(f"the worker's queue holds {len(self._waiting)} requests")
         if not request.needs_whole_prompt:  # else blocks are hashed when it has filled them
             self._blocks.hash_full(request)
+        self._look_up_on_host(request)
         self._prompts.arrived(request)
         self._reserve.add(request)
 
@@ -170,6 +176,8 @@ class Scheduler:
         At most one earlier plan may be uncommitted.
         """
         assert len(self._in_flight) <= 1, f"{len(self._in_flight)} steps are in flight"
+        if self._host_loads is not None:
+            self._blocks.nonfinite_block_ids += self._host_loads.settle()
         if (grown := self._grow_rows()) is None:
             return None
         decodes = self._running.decode_columns
@@ -243,7 +251,13 @@ class Scheduler:
     def has_work(self) -> bool:
         """Whether requests are here, a step is in flight or blocks must be zeroed."""
         is_idle = len(self._running) == len(self._waiting) == len(self._in_flight) == 0
-        return not is_idle or bool(self._blocks.nonfinite_block_ids)
+        is_loading = self._host_loads is not None and self._host_loads.is_active
+        return not is_idle or is_loading or bool(self._blocks.nonfinite_block_ids)
+
+    @property
+    def look_due_s(self) -> float | None:
+        """When `plan` must be called even if nothing happens until then; None = at no time."""
+        return None if self._host_loads is None else self._host_loads.due_s
 
     @property
     def draft_counts(self) -> DraftCounts:
@@ -266,6 +280,12 @@ class Scheduler:
         if self._blocks.nonfinite_block_ids:
             yield "nonfinite", self._blocks.nonfinite_block_ids
         yield from self._in_flight.owners()
+        if self._host_loads is not None:
+            yield from self._host_loads.owners()
+
+    def host_statistics(self) -> HostLoadStatistics | None:
+        """Of loads from the host tier; None = there is none."""
+        return None if self._host_loads is None else self._host_loads.statistics()
 
     @property
     def costs(self) -> StepCosts:
@@ -352,13 +372,15 @@ class Scheduler:
         if is_long and budget.has_refused_long:
             return False
         is_full = self._rows.num_free == 0 or self._is_outbox_full(for_short=not is_long)
+        if not is_full and self._is_loading(request, budget.now_s):
+            return False  # the next ones go first meanwhile
         if is_full or not self._acquire_blocks(request):
             if is_long and self._reserve.first_short is not None:
                 budget.refuse_long()  # short ones may still enter, within their reserve
             else:
                 budget.refuse(request)  # a younger, smaller request must not starve this one
             return False
-        self._stop_waiting(request.key)
+        self._stop_waiting(request.key, budget.now_s)
         self._running.add(request)
         self._rows.give(request)
         if request.started_s is None:
@@ -367,6 +389,27 @@ class Scheduler:
         if request.decode_worker is not None and num_left > 1:  # the first token stays here
             self._handoff_queue.start(request)
         return True
+
+    def _is_loading(self, request: Request, now_s: float) -> bool:
+        """Whether a request that could enter waits for the host tier; begins to load if it pays."""
+        if self._host_loads is None:
+            return False
+        self.index_joined()
+        self._host_loads.begin(
+            request, lambda: self._terms(request, self._rows.num_free), now_s, self.costs
+        )
+        return self._host_loads.is_awaited(request.key, now_s)
+
+    def _look_up_on_host(self, request: Request) -> None:
+        if self._host_loads is not None:
+            self._host_loads.arrived(request, self.costs)
+
+    def _num_uncached(self, request: Request) -> int:
+        """Tokens that a waiting request has to compute, as the queue counts them."""
+        num_uncached = self._blocks.num_uncached(request)
+        if self._host_loads is None:
+            return num_uncached
+        return self._host_loads.num_uncached(request, num_uncached)
 
     def _acquire_blocks(self, request: Request) -> bool:
         """Acquire blocks for a waiting request; False, without effect, if they do not suffice.
@@ -482,12 +525,15 @@ class Scheduler:
         self._cache.release(self._blocks.take(request))
         request.start_over()
         self._num_preemptions += 1
+        self._look_up_on_host(request)
         self._waiting.add(request)
         self._reserve.add(request)
 
-    def _stop_waiting(self, key: RequestKey) -> Request | None:
-        """Take a request out of the queue; None if it is not waiting."""
+    def _stop_waiting(self, key: RequestKey, now_s: float | None = None) -> Request | None:
+        """Take a request out of the queue; None if it is not waiting. now_s: it is admitted."""
         self._reserve.remove(key)
+        if self._host_loads is not None:
+            self._host_loads.forget(key, now_s)
         return self._waiting.remove(key)
 
     # ---- capacity and preemption ----------------------------------------------------------------

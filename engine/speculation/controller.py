@@ -24,8 +24,10 @@ prefix. Of all budgets the one with the most expected tokens per second wins:
 A step that verifies costs what the cost model predicts for the plain step with the drafts as more
 new tokens: products cost by the token, and a row's keys are read once for all its queries. So the
 model learns the price of drafts from plain steps of more rows. Prompts of the same step are paid
-in any case and are not counted. Drafts are optional and shrink first: to the tokens and seconds
-that the step has left, and while short prompts wait to `short_slack` of the plain step's time.
+in any case and are not counted. What steps with drafts take beyond the prediction, lately, is added
+to it (`surcharge_s`): other graphs, kernels that read keys more than once. Drafts are optional and
+shrink first: to the tokens and seconds that the step has left, and while short prompts wait to
+`short_slack` of the plain step's time.
 
 Purse. Steps with drafts pay into it what they gain over plain steps, or take out what they lose;
 each step adds `refill`. An empty purse stops speculation until it is half full, so the loss is at
@@ -83,6 +85,9 @@ class StepOffer:
     max_step_s: float | None = None  # of the step with drafts; None = no limit
     is_short_waiting: bool = False
     graph_tokens: Sequence[int] = ()  # ascending sizes that a step's tokens are padded to
+    # Rows that a step would sample if none speculated: more than R if some are held back because
+    # drafts need their newest token on the host. None = R.
+    num_plain_rows: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,9 +96,12 @@ class StepDrafts:
 
     num_drafts: list[int]  # [R]
     expected_tokens: float  # of these rows
-    rows_s: float  # predicted, of a plain step of these rows alone
     plain_s: float  # predicted, of the step without drafts
     step_s: float  # predicted, with drafts and the drafter's passes
+    rows_s: float = 0.0  # predicted, of a step of these rows alone, without prompts and drafts
+    plain_rate: float = 0.0  # predicted tokens per second of steps without speculation; 0 = unknown
+    is_holding: bool = False  # rows are held back, so that even without drafts it may lose
+    reason: str = ""
 
     @property
     def has_drafts(self) -> bool:
@@ -102,10 +110,9 @@ class StepDrafts:
     @property
     def predicted_gain(self) -> float:
         """Tokens per second over those of plain steps, prompts of the step not counted."""
-        if not self.num_drafts:
+        if not self.plain_rate:
             return 1.0
-        seconds = self.rows_s + self.step_s - self.plain_s
-        return self.expected_tokens / len(self.num_drafts) * self.rows_s / seconds
+        return self.expected_tokens / (self.rows_s + self.step_s - self.plain_s) / self.plain_rate
 
 
 def verify_seconds(
@@ -134,8 +141,12 @@ def choose_drafts(
     offer: StepOffer,
     costs: StepCosts,
     rules: SpeculationRules = DEFAULT_RULES,
+    surcharge_s: float = 0.0,
 ) -> StepDrafts:
-    """The drafts with the most expected tokens per second. `survivals` [R][max_drafts] descend."""
+    """The drafts with the most expected tokens per second.
+
+    `survivals` [R][max_drafts] descend. `surcharge_s` is added to a step with any draft.
+    """
     num_rows = len(survivals)
     depth = max((len(s) for s in survivals), default=0)
     # Position by position, so that of equal survivals the earlier position comes first.
@@ -144,7 +155,7 @@ def choose_drafts(
     order = order[: int((flat > 0.0).sum())]  # [drafts]: position * R + row
     step_s = verify_seconds(costs, offer.work, np.arange(len(order) + 1.0), offer.graph_tokens)
     plain_s = float(step_s[0])
-    added_s = step_s[1:] - plain_s  # [drafts]: of so many drafts and one
+    added_s = step_s[1:] - plain_s + surcharge_s  # [drafts]: of so many drafts and one
     rows_s = costs.step_seconds(_rows_alone(offer.work)) if num_rows else 0.0
     limit_s = _limit_s(offer, plain_s, rules) - plain_s
     best, best_rate, best_s = order[:0], 0.0, 0.0
@@ -158,20 +169,37 @@ def choose_drafts(
         num = int(rates.argmax()) + 1
         if rates[num - 1] > best_rate:
             best, best_rate, best_s = taken[:num], float(rates[num - 1]), float(seconds[num - 1])
-    if best_rate * rows_s < rules.min_gain * num_rows:
+    plain_rate = _plain_rate(offer, costs)
+    if best_rate < rules.min_gain * plain_rate:
         best, best_s = order[:0], 0.0
     counts = np.bincount(best % max(num_rows, 1), minlength=num_rows)
     return StepDrafts(
         num_drafts=counts.tolist(),
         expected_tokens=num_rows + float(flat[best].sum()),
-        rows_s=rows_s,
         plain_s=plain_s,
         step_s=plain_s + best_s,
+        rows_s=rows_s,
+        plain_rate=plain_rate,
+        is_holding=(offer.num_plain_rows or 0) > num_rows,
+        reason="most expected tokens per second" if len(best) else "no draft pays",
     )
 
 
 def _rows_alone(work: StepWork) -> StepWork:
     return StepWork(num_decode_rows=work.num_decode_rows, num_decode_keys=work.num_decode_keys)
+
+
+def _plain_rate(offer: StepOffer, costs: StepCosts) -> float:
+    """Predicted tokens per second of steps without speculation; 0 if there are no rows."""
+    num_rows = len(offer.keys)
+    if num_rows == 0:
+        return 0.0
+    num_plain = max(num_rows, offer.num_plain_rows or 0)
+    plain = StepWork(
+        num_decode_rows=offer.work.num_decode_rows * num_plain // num_rows,
+        num_decode_keys=offer.work.num_decode_keys * num_plain // num_rows,
+    )
+    return num_plain / costs.step_seconds(plain)
 
 
 def _limit_s(offer: StepOffer, plain_s: float, rules: SpeculationRules) -> float:
@@ -207,14 +235,15 @@ class RequestRecord:
     DECAY = 0.9  # of own counts, an attempt: they hold about a window
     WEIGHT = 3.0  # judged drafts that an estimate's start counts for
     NUM_TRIES = 2  # attempts that explore, before its own estimate counts
+    NUM_REFUSALS = 4  # steps in a row in which none of its drafts paid, before it rests
 
-    def __init__(self, rules: SpeculationRules, everyone: AcceptanceRate, step: int) -> None:
+    def __init__(self, rules: SpeculationRules, everyone: AcceptanceRate) -> None:
         self._rules = rules
         self._everyone = everyone
         self._depth = rules.first_drafts
         self._wait_steps = rules.retry_steps  # until the next retry
         self._retry_step = 0  # the step from which it may speculate
-        self._last_step = step  # of its last attempt, or of its start
+        self._num_refusals = 0  # since its last attempt
         self._is_retry = False
         self._clear()
 
@@ -227,14 +256,14 @@ class RequestRecord:
         self._estimate()
 
     def max_drafts(self, step: int) -> int:
-        """The gate: how many drafts at most in `step`. An old record is cleared by the way."""
-        if step < self._retry_step:
-            return 0
-        if step - self._last_step >= self._wait_steps:  # no draft of it paid for as long
-            self._last_step = step
-            self._wait_longer()
-            self._clear()
-        return self._depth
+        """The gate: how many drafts at most in `step`."""
+        return self._depth if step >= self._retry_step else 0
+
+    def refuse(self, step: int) -> None:
+        """None of its drafts paid in `step`. A request that rests is neither asked nor held."""
+        self._num_refusals += 1
+        if self._num_refusals >= self.NUM_REFUSALS:
+            self._rest(step)
 
     def observe(self, num_drafts: int, num_accepted: int, step: int, *, may_stop: bool) -> None:
         """Record an attempt and apply the gates; `may_stop` False leaves that to the budget."""
@@ -248,7 +277,7 @@ class RequestRecord:
         self._everyone.observe(num_judged, num_accepted)
         self._attempts.append((num_judged, num_accepted))
         self._num_attempts += 1
-        self._last_step = step
+        self._num_refusals = 0
         self._estimate()
         if len(self._attempts) == self._rules.window:
             self._apply_gates(step, may_stop)
@@ -270,13 +299,15 @@ class RequestRecord:
             self._attempts.clear()  # one step down for each full window
 
     def _stop(self, step: int) -> None:
-        self._retry_step = self._last_step = step + 1 + self._wait_steps
-        self._is_retry, self._depth = True, self._rules.retry_drafts
-        self._wait_longer()
-        self._clear()
+        self._is_retry, self._depth = True, min(self._rules.retry_drafts, self._depth)
+        self._rest(step)
 
-    def _wait_longer(self) -> None:
+    def _rest(self, step: int) -> None:
+        """Wait, and then start again as a request that nothing is known of."""
+        self._retry_step = step + 1 + self._wait_steps
         self._wait_steps = min(2 * self._wait_steps, self._rules.max_retry_steps)
+        self._num_refusals = 0
+        self._clear()
 
     def _estimate(self) -> None:
         """`survival`: the probability, by position, that a draft and all before it are accepted."""
@@ -297,6 +328,8 @@ class Purse:
 
     BIAS_DECAY = 0.95  # of the cost model's error on plain steps, a step
     GAIN_DECAY = 0.98  # of the measured gain, a step with drafts
+    SURCHARGE_SHARE = 0.2  # of a step's error that the surcharge takes over
+    SURCHARGE_DECAY = 0.998  # a plain step: what nothing has shown lately is tried again
 
     def __init__(self, rules: SpeculationRules) -> None:
         self._rules = rules
@@ -304,6 +337,7 @@ class Purse:
         self.is_on = True
         self.num_stops = 0
         self._bias = 1.0  # measured over predicted seconds of plain steps
+        self.surcharge_s = 0.0  # of steps with drafts, beyond their prediction
         self._gain = self._predicted = self._weight = 0.0  # decayed sums
 
     @property
@@ -323,14 +357,10 @@ class Purse:
     def observe(self, drafts: StepDrafts, num_tokens: int, seconds: float) -> None:
         """Add a step's gain or loss, and stop or start."""
         self.balance += self._rules.refill
-        if drafts.has_drafts:
-            added = (seconds / self._bias - drafts.plain_s) / drafts.rows_s  # plain steps
-            earned = num_tokens / len(drafts.num_drafts)
-            self.balance += earned - (1 + added)
-            self._gain = self._gain * self.GAIN_DECAY + earned / max(1 + added, 0.1)
-            self._predicted = self._predicted * self.GAIN_DECAY + drafts.predicted_gain
-            self._weight = self._weight * self.GAIN_DECAY + 1
+        if drafts.has_drafts or drafts.is_holding:
+            self._add_gain(drafts, num_tokens, seconds / self._bias)
         else:
+            self.surcharge_s *= self.SURCHARGE_DECAY
             self._bias += (1 - self.BIAS_DECAY) * (seconds / drafts.plain_s - self._bias)
         self.balance = min(self.balance, self._rules.purse_steps)
         if self.is_on and self.balance < 0:
@@ -338,6 +368,17 @@ class Purse:
             self.num_stops += 1
         elif self.is_half_full:
             self.is_on = True
+
+    def _add_gain(self, drafts: StepDrafts, num_tokens: int, seconds: float) -> None:
+        earned_s = num_tokens / drafts.plain_rate
+        spent_s = max(drafts.rows_s + seconds - drafts.plain_s, 0.1 * drafts.rows_s)
+        self.balance += (earned_s - spent_s) / drafts.rows_s
+        if drafts.has_drafts:
+            error_s = seconds - drafts.step_s
+            self.surcharge_s = max(0.0, self.surcharge_s + self.SURCHARGE_SHARE * error_s)
+            self._gain = self._gain * self.GAIN_DECAY + earned_s / spent_s
+            self._predicted = self._predicted * self.GAIN_DECAY + drafts.predicted_gain
+            self._weight = self._weight * self.GAIN_DECAY + 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -387,18 +428,23 @@ class SpeculationController:
             return 0
         record = self._records.get(key)
         if record is None:
-            record = self._records[key] = RequestRecord(self._rules, self._everyone, self._step)
+            record = self._records[key] = RequestRecord(self._rules, self._everyone)
         gate = record.max_drafts(self._step)
         return gate if limit is None else min(gate, limit)
 
     def plan(self, offer: StepOffer, costs: StepCosts) -> StepDrafts:
-        """How many drafts of each row the step verifies."""
+        """How many drafts of each row the step verifies; a request often refused rests a while."""
         self._are_costs_fitted = costs.is_fitted
         survivals = [
             self._records[key].survival[:most] if most else []
             for key, most in zip(offer.keys, offer.max_drafts, strict=True)
         ]
-        return choose_drafts(survivals, offer, costs, self._rules)
+        drafts = choose_drafts(survivals, offer, costs, self._rules, self._purse.surcharge_s)
+        if not offer.is_short_waiting:
+            for key, most, num in zip(offer.keys, offer.max_drafts, drafts.num_drafts, strict=True):
+                if most and not num:
+                    self._records[key].refuse(self._step)
+        return drafts
 
     def observe(self, key: Hashable, num_drafts: int, num_accepted: int) -> None:
         """Record a verified row: of its `num_drafts` >= 1, so many were accepted."""

@@ -21,6 +21,7 @@ from engine.messages import LoadReport, StepMessage, TokenRecord, encode
 from engine.plan import StepPlan, StepResult
 from engine.request import Request, RequestKey, RequestSpec, SamplingParams
 from engine.scheduling.contracts import SchedulerStatistics
+from engine.scheduling.finish import FinishRules
 from engine.scheduling.scheduler import Scheduler
 from load_tests.tables import Figure, describe_machine, median_figure, render
 
@@ -150,8 +151,7 @@ def _build_scheduler(batch: Batch) -> Scheduler:
         ),
         handoff_queue=_NoHandoffs(),
         block_size=batch.block_size,
-        max_model_len=batch.max_model_len,
-        eos_token_ids=(EOS_TOKEN_ID,),
+        finish_rules=FinishRules((EOS_TOKEN_ID,), batch.max_model_len),
     )
 
 

@@ -7,8 +7,8 @@ room for one worker each, of which one prefills, one decodes and one is spare. S
 by the commands of configs/cluster. Clients ask HAProxy without a pause, on the head unless the row
 is about it, while a row does its deed and mends it; every answer is compared token for token with
 what an engine in this process brought beforehand. Rows of another setting (weak cables, Ray's store
-in Redis, which needs redis-server) get a cluster of their own. Exits with 1 if a token was wrong or
-something is held at rest.
+in Redis, which needs redis-server, workers of two ranks) get a cluster of their own. Exits with 1
+if a token was wrong or something is held at rest.
 """
 
 import argparse
@@ -43,10 +43,6 @@ LOOK_S = 0.1
 DRAIN_S = 30
 DEED_EVERY_S = 30.0
 NUM_WARM = 12  # answers, after which everybody has met everybody
-CONFIG: dict[str, object] = {
-    "workers": {"unified": 0, "prefill": 1, "decode": 1, "num_cpus": 1},
-    "cache": {"num_blocks": 1024},
-}
 PREFILL, DECODE = "ray::PrefillWorker", "ray::DecodeWorker"
 HELD = (
     "laps_open_attempts",
@@ -64,11 +60,20 @@ class Setting:
     has_weak_cables: bool = False
     has_store: bool = False  # Ray's control store keeps its state in Redis
     num_ingresses: int = 1
+    num_ranks: int = 1  # of each worker
+
+    def config(self) -> dict[str, object]:
+        """A machine has room for one worker, whatever its ranks."""
+        size = {"tensor_parallel_size": self.num_ranks, "num_cpus": 1 / self.num_ranks}
+        workers = {"unified": 0, "prefill": 1, "decode": 1} | size
+        edge = {"num_replicas": self.num_ingresses}
+        return {"workers": workers, "cache": {"num_blocks": 1024}, "edge": edge}
 
 
 USUAL = Setting()
 WEAK = Setting(has_weak_cables=True)
 STORE = Setting(has_store=True, num_ingresses=3)  # of which one at least is not on the head
+GANGS = Setting(num_ranks=2)
 
 
 class Stage:
@@ -83,7 +88,7 @@ class Stage:
         self.head = self.door = cluster.start("head", num_cpus=0)
         for name in WORKERS:
             cluster.start(name, num_cpus=1)
-        cluster.deploy(CONFIG | {"edge": {"num_replicas": setting.num_ingresses}}, MODEL)
+        cluster.deploy(setting.config(), MODEL)
         self.wait_ready()
 
     @property
@@ -233,7 +238,7 @@ def replace_head(stage: Stage) -> None:
     stage.cluster.head = None
     stage.head = stage.door = stage.cluster.start("head", num_cpus=0)
     stage.restore()
-    stage.cluster.deploy(CONFIG, MODEL)
+    stage.cluster.deploy(USUAL.config(), MODEL)
     stage.wait_ready()
 
 
@@ -289,6 +294,9 @@ ROWS = (
     Row("1 % of frames lost for 60 s", weaken(delay_ms=0, loss=0.01, seconds=60), WEAK),
     Row("both", weaken(delay_ms=50, loss=0.01, seconds=60), WEAK),
     Row("head off for 30 s, store in Redis", restart_head(30), STORE, is_door_on_head=False),
+    Row("machine of a prefill gang turned off", kill(PREFILL), GANGS),
+    Row("machine of a decode gang turned off", kill(DECODE), GANGS),
+    Row("machine of a decode gang cut off for 30 s", cut(DECODE, 30), GANGS),
 )
 
 
@@ -405,7 +413,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # and take all down
     cases = build_cases(MODEL, 30, seed=args.seed)
     found: dict[str, Seen] = {}
-    for setting in (USUAL, WEAK, STORE):
+    for setting in (USUAL, WEAK, STORE, GANGS):
         rows = [row for row in ROWS if row.setting is setting and args.only in row.name]
         if not rows:
             continue

@@ -13,6 +13,7 @@ from engine.kv.cache import BlockCache
 from engine.plan import StepPlan, StepResult
 from engine.request import Request, RequestKey
 from engine.scheduling.contracts import StepOutput
+from engine.scheduling.finish import FinishRules
 from engine.scheduling.scheduler import Scheduler
 from load_tests.simulation.worker import Load, Outcome, WorkerSpec
 
@@ -69,8 +70,7 @@ class RealWorker:
             hasher=_NoHasher(),
             handoff_queue=_HandoffQueue(cache),
             block_size=BLOCK_SIZE,
-            max_model_len=num_blocks * BLOCK_SIZE,
-            eos_token_ids=(),
+            finish_rules=FinishRules((), num_blocks * BLOCK_SIZE),
             laps=spec.laps,
             graph_token_sizes=spec.graph_token_sizes,
         )

@@ -41,6 +41,7 @@ _ATTENTION_ROWS = (1, 16, 64, 256)
 _ATTENTION_S = (0.27e-3, 0.385e-3, 0.53e-3, 1.88e-3)
 _KEY_S = 3.4e-8  # each key beyond 128 of a row: 64 x 4,096 take 9.2 ms
 _ATTENTION_KEYS = 128
+_HOST_S = 0.5e-3  # between a result and the next step, if that has to wait for it
 _NOISE = 0.02  # standard deviation of a step's seconds
 
 
@@ -53,6 +54,9 @@ class Setting:
     num_keys: int = 128  # of each row
     pass_s: float = 0.0
     surcharge_s: float = 0.0  # of each step with drafts, which the costs know nothing of at first
+    # A row that may have drafts is held back for a step, since its newest token must be known; if
+    # none is left, the device waits for the host.
+    is_holding: bool = False
     request_tokens: int = 256
     num_steps: int = 2000
     seed: int = 0
@@ -83,6 +87,7 @@ def fixed_gain(setting: Setting, acceptance: float, num_drafts: int) -> float:
     rows, keys = setting.num_rows, setting.num_keys
     tokens = sum(acceptance**i for i in range(num_drafts + 1))
     seconds = step_s(rows, rows * (num_drafts + 1), keys) + num_drafts * setting.pass_s
+    seconds += setting.surcharge_s if num_drafts else 0.0
     return tokens * step_s(rows, rows, keys) / seconds
 
 
@@ -120,46 +125,60 @@ class Run:
             for i in range(setting.num_rows)
         ]
         self._num_requests = setting.num_rows
-        self.num_tokens = self.num_drafts = self.num_accepted = 0
+        self._held: list[int] = []  # rows that the next step leaves out
+        self.num_tokens = self.num_drafts = self.num_accepted = self.num_row_steps = 0
         self.seconds = 0.0
         self.error = 0.0
 
     def step(self) -> None:
         setting, controller = self._setting, self._controller
-        work = _decodes(setting.num_rows, setting.num_keys)
+        rows = [row for row in range(setting.num_rows) if row not in self._held]
+        has_waited = not rows
+        rows = rows or list(self._held)
+        keys = [self._keys[row] for row in rows]
+        work = _decodes(len(rows), setting.num_keys)
         offer = StepOffer(
-            keys=self._keys,
-            max_drafts=[controller.max_drafts(key, 0.0) for key in self._keys],
+            keys=keys,
+            max_drafts=[controller.max_drafts(key, 0.0) for key in keys],
             work=work,
             draft_pass_s=setting.pass_s,
+            num_plain_rows=setting.num_rows,
         )
         drafts = controller.plan(offer, self._costs.costs)
-        num_drafts = sum(drafts.num_drafts)
-        model_s = step_s(setting.num_rows, setting.num_rows + num_drafts, setting.num_keys)
-        model_s += setting.surcharge_s if num_drafts else 0.0
-        model_s *= float(self._rng.normal(1.0, _NOISE))
-        self._costs.observe(verify_work(work, num_drafts), model_s)
-        seconds = model_s + max(drafts.num_drafts) * setting.pass_s
-        num_tokens = self._accept(drafts)
+        seconds = self._seconds(work, drafts) + (_HOST_S if has_waited else 0.0)
+        num_tokens = self._accept(rows, drafts)
         controller.observe_step(drafts, num_tokens, seconds)
         self.seconds += seconds
         self.num_tokens += num_tokens
         self.error += abs(drafts.step_s - seconds) / seconds
+        if setting.is_holding:
+            self._held = [row for row in rows if controller.max_drafts(self._keys[row], 0.0)]
 
-    def _accept(self, drafts: StepDrafts) -> int:
+    def _seconds(self, work: StepWork, drafts: StepDrafts) -> float:
+        """Seconds of the step on the device; the cost model observes them without the drafter."""
+        setting, num_drafts = self._setting, sum(drafts.num_drafts)
+        num_tokens = work.num_decode_rows + num_drafts
+        model_s = step_s(work.num_decode_rows, num_tokens, setting.num_keys)
+        model_s += setting.surcharge_s if num_drafts else 0.0
+        model_s *= float(self._rng.normal(1.0, _NOISE))
+        self._costs.observe(verify_work(work, num_drafts), model_s)
+        return model_s + max(drafts.num_drafts) * setting.pass_s
+
+    def _accept(self, rows: Sequence[int], drafts: StepDrafts) -> int:
         """Accept what the requests accept; returns the tokens sampled."""
         setting, num_tokens = self._setting, 0
-        draws = self._rng.random(len(self._keys))
-        for row, num_drafts in enumerate(drafts.num_drafts):
+        draws = self._rng.random(len(rows))
+        for row, num_drafts, draw in zip(rows, drafts.num_drafts, draws, strict=True):
             key = self._keys[row]
             num_accepted = 0
             if num_drafts:
                 acceptance = setting.acceptances[key % len(setting.acceptances)]
-                num_accepted = _geometric(float(draws[row]), acceptance, num_drafts)
+                num_accepted = _geometric(float(draw), acceptance, num_drafts)
                 self._controller.observe(key, num_drafts, num_accepted)
             num_tokens += num_accepted + 1
             self.num_drafts += num_drafts
             self.num_accepted += num_accepted
+            self.num_row_steps += 1
             self._left[row] -= num_accepted + 1
             if self._left[row] <= 0:
                 self._controller.forget(key)
@@ -187,7 +206,7 @@ def simulate(setting: Setting) -> Outcome:
     plain_s = run.num_tokens / rows * step_s(rows, rows, setting.num_keys)
     return Outcome(
         gain=plain_s / run.seconds,
-        accepted_length=run.num_tokens / rows / setting.num_steps,
+        accepted_length=run.num_tokens / run.num_row_steps,
         wasted_share=1 - run.num_accepted / max(run.num_drafts, 1),
         predicted_error=run.error / setting.num_steps,
     )
@@ -268,6 +287,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--request-tokens", type=int, default=256)
     parser.add_argument("--stops-always", action="store_true", help="at acceptance below 0.5")
+    parser.add_argument("--holding", action="store_true", help="rows sit out every other step")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--png", type=Path)
     options = parser.parse_args()
@@ -280,6 +300,7 @@ def main() -> None:
         request_tokens=options.request_tokens,
         num_steps=options.steps,
         seed=options.seed,
+        is_holding=options.holding,
         rules=SpeculationRules(stops_always=options.stops_always),
     )
     cells = sweep(options.rows, ACCEPTANCES, base)

@@ -109,11 +109,21 @@ def test_the_defaults_of_laps_are_the_published_ones() -> None:
         (
             "workers: {decode_tensor_parallel_size: 2, prefill: 1, decode: 1, unified: 0}\n"
             "handoff: {channel: nccl_pair}",
-            ["handoff.channel: nccl_pair", "tensor_parallel_size 2", "gloo_pair"],
+            ["handoff.channel: nccl_pair", "tensor_parallel_size 2", "cuda_ipc"],
         ),
         (
             "workers: {decode_tensor_parallel_size: 2}",
             ["workers.decode_tensor_parallel_size", "no such workers", "set tensor_parallel_size"],
+        ),
+        ("cache: {host_gib: -1}", ["cache.host_gib", ">= 0"]),
+        ("cache: {disk_path: /x}", ["cache.disk_path", "unknown key"]),
+        (
+            "cache: {host_gib: 1, enable_prefix_caching: false}",
+            ["cache.host_gib: 1", "enable_prefix_caching false", "set it to 0"],
+        ),
+        (
+            "cache: {host_gib: 1}\nworkers: {tensor_parallel_size: 2}",
+            ["cache.host_gib: 1", "not supported yet", "tensor_parallel_size to 1"],
         ),
         (
             "workers: {tensor_parallel_size: 4}\nmodel: {device: cuda, deterministic: true}",

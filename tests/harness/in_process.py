@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from configs.load import load_config
 from engine.build import Engine, build_engine
-from engine.clock import MonotonicClock
+from engine.clock import Clock, MonotonicClock
 from engine.kv.transfer import OutgoingEvent
 from engine.layers.context import SINGLE_RANK, Comm
 from engine.messages import TokenRecord
@@ -22,15 +22,28 @@ class Answer:
     finish: str | None = None
 
 
-def start_engine(comm: Comm = SINGLE_RANK, **overrides: object) -> Engine:
+def start_engine(
+    comm: Comm = SINGLE_RANK,
+    block_key: bytes | None = None,
+    clock: Clock | None = None,
+    **overrides: object,
+) -> Engine:
     """An engine of the shipped model, or of `model__path`; `a__b=1` sets the config key a.b.
 
-    comm: to other ranks, which start an engine at the same time.
+    comm: to other ranks, which start an engine at the same time. block_key: of those that
+    share the arena of `cache__host_gib`; an engine that has one is closed.
     """
     dotted = {key.replace("__", "."): value for key, value in overrides.items()}
     dotted["workers.tensor_parallel_size"] = comm.rank.size
     config = load_config(None, dotted)
-    return build_engine(config, "test", MonotonicClock(), _no_handoff, comm=comm)
+    return build_engine(
+        config,
+        "test",
+        clock or MonotonicClock(),
+        _no_handoff,
+        block_key,
+        comm=comm,
+    )
 
 
 def answer(

@@ -36,6 +36,7 @@ from engine.messages import ChannelKind, PairRequest, Role
 from engine.models.spec import load_spec
 from engine.runner.auto import StepSizes, choose_limits
 from engine.scheduling.contracts import StepOutput
+from engine.scheduling.finish import FinishRules
 from engine.scheduling.scheduler import Scheduler
 from tests.harness.fakes import EOS_TOKEN_ID, FakeExecutor, Written
 from tests.harness.handoff_network import FakeChannel, FakeChannels, Faults
@@ -160,8 +161,7 @@ def build_integer_engine(
         hasher=hasher,
         handoff_queue=outgoing,
         block_size=block_size,
-        max_model_len=MAX_MODEL_LEN,
-        eos_token_ids=(EOS_TOKEN_ID,),
+        finish_rules=FinishRules((EOS_TOKEN_ID,), MAX_MODEL_LEN),
         laps=config.laps,
     )
     return Engine(

@@ -70,6 +70,23 @@ class OpsChecks:
                 ours = self.ops.silu_mul(gate_up)
             assert_near(ours, gate / (1 + (-gate).exp()) * up)
 
+    def gelu_mul(self, num_rows: int, n: int) -> None:
+        for gate_up in (2 * self.random(num_rows, 2 * n), 2 * self.strided(num_rows, 2 * n)):
+            gate, up = gate_up.double().chunk(2, -1)
+            with _poisoned_memory():
+                ours = self.ops.gelu_mul(gate_up)
+            bent = (2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3)
+            assert_near(ours, 0.5 * gate * (1 + bent.tanh()) * up)
+
+    def norms_with_fp32_weights(self, num_rows: int, n: int) -> None:
+        weight, eps = self.random(n).float(), 1e-5
+        x, residual = self.random(num_rows, n), self.random(num_rows, n)
+        added = x + residual
+        assert_near(self.ops.rms_norm(x, weight, eps), exact_norm(x, weight, eps))
+        normed, ours = self.ops.rms_norm_add(x, residual, weight, eps)
+        assert torch.equal(ours, added)
+        assert_near(normed, exact_norm(added, weight, eps))
+
     def rotate_and_store(self, heads: Heads, num_tokens: int) -> None:
         """Every layer of a store, each with other slots; the third token has none."""
         num_blocks, num_layers, max_positions = 7 + num_tokens, 3, 50

@@ -21,6 +21,7 @@ REAL_HEADS = [
     Heads(num_heads=32, num_kv_heads=8, head_dim=128, block_size=16, has_norms=True),
     Heads(num_heads=32, num_kv_heads=8, head_dim=128, block_size=16, has_norms=False),
     Heads(num_heads=14, num_kv_heads=2, head_dim=64, block_size=32, has_norms=False),
+    Heads(num_heads=8, num_kv_heads=4, head_dim=256, block_size=16, has_norms=True),
     Heads(num_heads=40, num_kv_heads=10, head_dim=80, block_size=16, has_norms=True),
 ]
 
@@ -36,6 +37,8 @@ def check_interpreted() -> None:
             checks.rms_norm_add(num_rows, n)
         for num_rows, n in [(1, 7), (3, 88), (2, 2051)]:
             checks.silu_mul(num_rows, n)
+            checks.gelu_mul(num_rows, n)
+        checks.norms_with_fp32_weights(3, 129)
         for heads in SMALL_HEADS:
             checks.rotate_and_store(heads, num_tokens=5)
         checks.rotate_and_store(REAL_HEADS[0], num_tokens=3)
@@ -71,6 +74,7 @@ def test_norms_on_a_gpu(dtype: torch.dtype, num_rows: int, n: int) -> None:
     checks = OpsChecks(TritonOps(), dtype, "cuda")
     checks.rms_norm(num_rows, n)
     checks.rms_norm_add(num_rows, n)
+    checks.norms_with_fp32_weights(num_rows, n)
 
 
 @pytest.mark.gpu
@@ -78,7 +82,9 @@ def test_norms_on_a_gpu(dtype: torch.dtype, num_rows: int, n: int) -> None:
 @pytest.mark.parametrize("num_rows", [1, 3, 257])
 @pytest.mark.parametrize("n", [7, 88, 2051, 12288])
 def test_the_gate_on_a_gpu(dtype: torch.dtype, num_rows: int, n: int) -> None:
-    OpsChecks(TritonOps(), dtype, "cuda").silu_mul(num_rows, n)
+    checks = OpsChecks(TritonOps(), dtype, "cuda")
+    checks.silu_mul(num_rows, n)
+    checks.gelu_mul(num_rows, n)
 
 
 @pytest.mark.gpu

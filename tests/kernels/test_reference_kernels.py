@@ -148,6 +148,8 @@ def test_the_operations_of_a_layer_are_their_formulas(dtype: torch.dtype) -> Non
     checks.rms_norm(3, 33)
     checks.rms_norm_add(3, 33)
     checks.silu_mul(3, 13)
+    checks.gelu_mul(3, 13)
+    checks.norms_with_fp32_weights(3, 33)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)

@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 import torch
@@ -45,6 +45,12 @@ MapStore = Callable[[StoreOffer, Tensor], Tensor]
 
 def host_id() -> str:
     return _BOOT_ID.read_text().strip()
+
+
+def check_host(host: str) -> None:
+    """Raises UnfitError if what is offered is on another host than this process."""
+    if host != host_id():
+        raise UnfitError("the sender is on another host")
 
 
 def offer_store(store: Tensor) -> bytes:
@@ -85,10 +91,36 @@ class CudaIpcSender:
         self._is_open = False
 
 
-class PulledBlocks(ArrivedBlocks):
+class Source(Protocol):
+    """A sender's store, mapped here; its length is its number of blocks."""
+
+    def __len__(self) -> int: ...
+
+
+S = TypeVar("S", bound=Source)
+S_contra = TypeVar("S_contra", bound=Source, contravariant=True)
+
+
+class Puller(Protocol[S_contra]):
+    """A store that takes blocks out of such a source."""
+
+    @property
+    def block_bytes(self) -> int: ...
+
+    async def pull(
+        self, source: S_contra, source_ids: Sequence[int], ids: Sequence[int], digests: list[int]
+    ) -> bool:
+        """Copies blocks of `source` into `ids`, then checks them; returns whether they are right.
+
+        On return, also by an exception, nothing can land there any more.
+        """
+        ...
+
+
+class PulledBlocks(ArrivedBlocks, Generic[S]):
     """A piece that lies in the sender's store until it is written, straight from there."""
 
-    def __init__(self, pieces: KvPieces, source: Tensor, source_ids: list[int]) -> None:
+    def __init__(self, pieces: Puller[S], source: S, source_ids: list[int]) -> None:
         self._pieces = pieces
         self._source = source
         self._source_ids = source_ids
@@ -104,11 +136,11 @@ class PulledBlocks(ArrivedBlocks):
         """Does nothing: no memory was copied."""
 
 
-class CudaIpcReceiver:
+class CudaIpcReceiver(Generic[S]):
     """The receiving end: pieces may come in any order."""
 
-    def __init__(self, epoch: int, pieces: KvPieces, source: Tensor) -> None:
-        """source: the sender's store, [any, *block_shape]."""
+    def __init__(self, epoch: int, pieces: Puller[S], source: S) -> None:
+        """source: the sender's store, or its ranks' stores."""
         self._epoch = epoch
         self._pieces = pieces
         self._source = source
@@ -128,7 +160,7 @@ class CudaIpcReceiver:
         num_bytes: int,
         payload: list[Any],
         into: Sequence[int] | None = None,
-    ) -> PulledBlocks:
+    ) -> PulledBlocks[S]:
         if not self._is_open:
             raise HandoffError(f"the channel of epoch {self._epoch} is closed")
         assert seq in self._numbers, f"piece {seq} of epoch {self._epoch} was not claimed"
@@ -146,7 +178,7 @@ class CudaIpcReceiver:
         source_ids = payloads[0] if len(payloads) == 1 else []
         if len(payloads) > 1 or len(source_ids) * self._pieces.block_bytes != num_bytes:
             raise HandoffError(f"{len(source_ids)} blocks were named for {num_bytes} bytes")
-        num_blocks = self._source.shape[0]
+        num_blocks = len(self._source)
         if not all(0 <= block_id < num_blocks for block_id in source_ids):
             raise HandoffError(f"blocks {source_ids} of a store that has {num_blocks}")
         return source_ids
@@ -159,14 +191,13 @@ async def open_receiver(
     *,
     floor_gb_s: float,
     map_offer: MapStore = map_tensor,
-) -> CudaIpcReceiver:
+) -> CudaIpcReceiver[Tensor]:
     """Map the offered store and check that it can be read fast enough. Raises UnfitError."""
     try:
         offer = msgspec.msgpack.decode(offered, type=StoreOffer)
     except msgspec.DecodeError as error:
         raise UnfitError(f"the sender offers no KV store: {error}") from error
-    if offer.host != host_id():
-        raise UnfitError("the sender is on another host")
+    check_host(offer.host)
     prepare = asyncio.to_thread(_map_and_prove, offer, pieces, floor_gb_s, map_offer)
     return CudaIpcReceiver(epoch, pieces, await prepare)
 
@@ -177,14 +208,17 @@ def _map_and_prove(
     try:
         source = map_offer(offer, pieces.tensor)
         if floor_gb_s > 0:
-            _probe(source, floor_gb_s)
+            probe_reading(source, floor_gb_s)
     except RuntimeError as error:  # CUDA refuses: no peer access, another namespace
         raise UnfitError(f"the sender's KV store cannot be read: {error}") from error
     return source
 
 
-def _probe(source: Tensor, floor_gb_s: float) -> None:
-    """Read blocks into a scratch, as many as make 1 and 64 MiB; the larger size is judged."""
+def probe_reading(source: Tensor, floor_gb_s: float) -> None:
+    """Read blocks into a scratch, as many as make 1 and 64 MiB; the larger size is judged.
+
+    Raises UnfitError below the floor, RuntimeError if the memory cannot be read.
+    """
     block_bytes = source[0].numel() * source.element_size()
     num_bytes, best_s = 0, 0.0
     for proof_bytes in PROBE_BYTES:

@@ -3,7 +3,8 @@
 A channel carries pieces (runs of blocks) from one sender to one receiver and counts them by
 sequence number. The piece's header goes by a call, the bytes beside it:
 
-    cuda_ipc      two GPUs of one host: the receiver reads the sender's store (cuda_ipc.py)
+    cuda_ipc      two GPUs of one host: the receiver reads the sender's store (cuda_ipc.py), or the
+                  stores of its ranks (rank_ipc.py)
     nccl_pair     two GPUs: a 2-rank NCCL group per (sender, receiver, epoch) (nccl_pair.py)
     gloo_pair     a 2-rank gloo group per (sender, receiver, epoch) over TCP (gloo_pair.py)
     object_store  bytes as an object in Ray's shared memory (object_store.py)
@@ -25,6 +26,7 @@ from actors.kv_transfer.channels.object_store import (
     ObjectStoreReceiver,
     ObjectStoreSender,
 )
+from actors.kv_transfer.channels.rank_ipc import offer_ranks, open_rank_receiver
 from actors.kv_transfer.contracts import (
     ReceiveChannel,
     RendezvousClient,
@@ -32,6 +34,7 @@ from actors.kv_transfer.contracts import (
     UnfitError,
 )
 from actors.kv_transfer.kv_pieces import BlockStore, KvPieces
+from actors.kv_transfer.rank_pieces import RankPieces
 from configs.schema import FloorsConfig, HandoffConfig
 from engine.messages import ChannelKind, PairRequest
 
@@ -50,14 +53,33 @@ __all__ = [
 class DeviceChannels:
     """What channels need on a worker whose KV store is on a GPU."""
 
-    pieces: KvPieces
-    nccl: NcclPairs
+    pieces: KvPieces | RankPieces
+    nccl: NcclPairs | None  # None = there is no such channel to several ranks
+
+    def offer(self) -> bytes:
+        """What a receiver maps for `cuda_ipc`. Raises UnfitError."""
+        if isinstance(self.pieces, RankPieces):
+            return offer_ranks(self.pieces.stores)
+        return offer_store(self.pieces.tensor)
+
+    async def open_ipc(self, request: PairRequest, floor_gb_s: float) -> ReceiveChannel:
+        given = request.epoch, request.offer
+        if isinstance(self.pieces, RankPieces):
+            return await open_rank_receiver(*given, self.pieces, floor_gb_s=floor_gb_s)
+        return await open_receiver(*given, self.pieces, floor_gb_s=floor_gb_s)
+
+    def require_nccl(self) -> NcclPairs:
+        if self.nccl is None:
+            raise UnfitError("a worker of several ranks has no nccl_pair")
+        return self.nccl
 
 
-def device_channels(pieces: KvPieces, config: HandoffConfig) -> DeviceChannels | None:
-    """Returns what channels of a GPU need; None when the store of `pieces` is not on a GPU."""
+def device_channels(pieces: KvPieces | RankPieces, config: HandoffConfig) -> DeviceChannels | None:
+    """Returns what channels of a GPU need; None when what `pieces` reads is in host memory."""
     if not pieces.is_on_gpu:
         return None
+    if isinstance(pieces, RankPieces):
+        return DeviceChannels(pieces=pieces, nccl=None)
     settings = NcclSettings(
         deadline_s=config.transfer_deadline_s,
         piece_bytes=config.device_piece_bytes,
@@ -90,12 +112,13 @@ class WorkerChannels:
         self._deadline_s = deadline_s
         self._floors_gb_s = floors_gb_s or FloorsConfig()
         self._device = device
-        self._empty = device.pieces.empty if device else pageable
+        on_gpu = device.pieces if device else None
+        self._empty = on_gpu.empty if isinstance(on_gpu, KvPieces) else pageable
         self._budget = ByteBudget(max_in_flight_bytes)
 
     def offer(self, kind: ChannelKind) -> bytes:
         """Returns what a request to open `kind` tells the receiver. Raises UnfitError."""
-        return offer_store(self._require_device().pieces.tensor) if kind == "cuda_ipc" else b""
+        return self._require_device().offer() if kind == "cuda_ipc" else b""
 
     async def open_send(self, request: PairRequest) -> SendChannel:
         match request.channel:
@@ -103,7 +126,9 @@ class WorkerChannels:
                 self._require_device()
                 return CudaIpcSender(request.epoch, self._deadline_s)
             case "nccl_pair":
-                return await self._require_device().nccl.open_send(request, self._rendezvous)
+                return (
+                    await self._require_device().require_nccl().open_send(request, self._rendezvous)
+                )
             case "gloo_pair":
                 return self._staged(GlooSender(await self._connect(request, SENDER_RANK)))
             case "object_store":
@@ -113,14 +138,13 @@ class WorkerChannels:
     async def open_receive(self, request: PairRequest) -> ReceiveChannel:
         match request.channel:
             case "cuda_ipc":
-                return await open_receiver(
-                    request.epoch,
-                    request.offer,
-                    self._require_device().pieces,
-                    floor_gb_s=self._floors_gb_s.cuda_ipc,
-                )
+                return await self._require_device().open_ipc(request, self._floors_gb_s.cuda_ipc)
             case "nccl_pair":
-                return await self._require_device().nccl.open_receive(request, self._rendezvous)
+                return (
+                    await self._require_device()
+                    .require_nccl()
+                    .open_receive(request, self._rendezvous)
+                )
             case "gloo_pair":
                 return GlooReceiver(await self._connect(request, RECEIVER_RANK))
             case "object_store":

@@ -36,6 +36,7 @@ from engine.runner.graphs import CudaRecorder
 from engine.runner.warm_up import warm_up
 from engine.sampling.sampler import Sampler
 from engine.scheduling.contracts import StepOutput
+from engine.scheduling.finish import FinishRules
 from engine.scheduling.scheduler import Scheduler
 from kernels.attention.phased import PhasedAttention
 from kernels.attention.select import AttentionNames, build_attention
@@ -164,8 +165,7 @@ class HashedWorker:
             hasher=hasher,
             handoff_queue=self.outgoing,
             block_size=BLOCK_SIZE,
-            max_model_len=MAX_MODEL_LEN,
-            eos_token_ids=self._spec.eos_token_ids,
+            finish_rules=FinishRules(self._spec.eos_token_ids, MAX_MODEL_LEN),
         )
         self.incoming = IncomingHandoffs(
             self.cache,

@@ -14,13 +14,15 @@ from torch import Tensor
 
 from actors.kv_transfer.contracts import StagedPiece
 from actors.kv_transfer.kv_pieces import KvPieces
-from actors.kv_transfer.rank_pieces import RankPieces
+from actors.kv_transfer.rank_pieces import RankPieces, RankSources
+from engine.kv.layout import KvLayout
+from engine.kv.store import KvStore
 from engine.layers.context import SINGLE_RANK, Comm
 from engine.models.spec import load_spec
 from engine.plan import StepResult
 from engine.ranks.agreement import meet
 from engine.ranks.leading import StepCounts
-from engine.ranks.shared_stores import share_stores
+from engine.ranks.shared_stores import part_of, share_stores
 from engine.request import SamplingParams
 from tests.engine.ranks.exact_models import build_exact
 from tests.engine.runner.step_driver import StepDriver
@@ -28,6 +30,7 @@ from tests.harness.rank_processes import TIMEOUT_S
 
 Told = tuple[list[list[int]], Tensor]  # tokens of each step, and logits after the last
 NUM_DECODED = 6
+NUM_MOVED = 9  # blocks
 
 
 @dataclass
@@ -46,6 +49,49 @@ class Side:
         if shared is not None:
             shared.count_step()
         return result
+
+
+def move_once(comm: Comm, device: str, *, pulls: bool) -> Tensor:
+    """This rank's store, on the CPU, after blocks of all ranks moved to others of all ranks.
+
+    They arrive in reverse order. pulls: straight from store to store, not through host memory.
+    """
+    whole = KvLayout.with_heads(
+        num_layers=3, block_size=16, num_kv_heads=4, head_dim=64, dtype="bfloat16"
+    )
+    part = part_of(comm.rank, whole)
+    layout = KvLayout.with_heads(
+        num_layers=3, block_size=16, num_kv_heads=part.num_heads, head_dim=64, dtype="bfloat16"
+    )
+    on = torch.device(device)
+    sender, receiver = (KvStore(layout, num_blocks=NUM_MOVED, device=on) for _ in range(2))
+    pieces = [share_stores(comm, store, whole) for store in (sender, receiver)]
+    ids = list(range(NUM_MOVED))
+    sender.scatter(ids, drawn_blocks(whole)[..., part.heads, :].contiguous())
+    sender.digests.keep(ids, sender.digest(ids))
+    meet(comm)
+    if comm.rank.index == 0:
+        source, target = (RankPieces(stores, StepCounts(), TIMEOUT_S) for stores in pieces)
+
+        async def move() -> bool:
+            piece = await source.read(ids)
+            target.fence()
+            if pulls:
+                stores = RankSources([(one.part, one.store.tensor) for one in source.stores])
+                return await target.pull(stores, ids, ids[::-1], piece.digests)
+            assert isinstance(piece.data, np.ndarray)
+            moved: StagedPiece[np.ndarray] = StagedPiece(data=piece.data, digests=piece.digests)
+            return await target.write(ids[::-1], moved)
+
+        assert asyncio.run(move()), "digests differ"
+    meet(comm)
+    return receiver.tensor.cpu()
+
+
+def drawn_blocks(whole: KvLayout) -> Tensor:
+    """[NUM_MOVED, *block_shape], the same in every process."""
+    generator = torch.Generator().manual_seed(7)
+    return torch.randn(NUM_MOVED, *whole.block_shape, generator=generator).bfloat16()
 
 
 def open_side(comm: Comm, folder: Path, size: int) -> Side | None:

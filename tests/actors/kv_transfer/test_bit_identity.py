@@ -39,6 +39,14 @@ def rng() -> random.Random:
     return random.Random(seed)
 
 
+ARCHITECTURES = [
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+    pytest.param("GptOssForCausalLM", marks=pytest.mark.nightly),
+    pytest.param("Gemma3ForCausalLM", marks=pytest.mark.nightly),
+]
+
+
 def save_random_model(
     folder: Path, device: str, rng: random.Random, architecture: str = "Qwen3ForCausalLM"
 ) -> Path:
@@ -51,7 +59,7 @@ def save_random_model(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Qwen3MoeForCausalLM"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_request_has_one_hash_however_two_workers_share_it(
     device: str, architecture: str, tmp_path: Path, rng: random.Random
 ) -> None:

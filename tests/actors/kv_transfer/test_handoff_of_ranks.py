@@ -2,16 +2,23 @@
 
 import random
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import msgspec
 import pytest
 import torch
 
+from engine.kv.layout import KvLayout
 from engine.request import SamplingParams
-from tests.actors.kv_transfer.rank_handoffs import NUM_DECODED, hand_over
+from tests.actors.kv_transfer.rank_handoffs import (
+    NUM_DECODED,
+    drawn_blocks,
+    hand_over,
+    move_once,
+)
 from tests.engine.ranks.exact_models import save_whole_numbers
-from tests.harness.rank_processes import RankProcesses
+from tests.harness.rank_processes import STAGED, RankProcesses
 from tests.harness.tiny_models import save_model
 
 PARAMS = SamplingParams(max_tokens=64, temperature=1.2, top_p=0.9, seed=5, ignore_eos=True)
@@ -47,3 +54,31 @@ def test_an_answer_is_one_process_s_however_many_ranks_its_two_workers_have(
             for tokens, logits in found:
                 assert tokens == expected[0], f"of {sizes}"
                 assert torch.equal(logits, expected[1]), f"of {sizes}"
+
+
+MULTI = (
+    pytest.mark.multi_gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+)
+
+
+@pytest.mark.parametrize("pulls", [False, True], ids=["host", "pulled"])
+@pytest.mark.parametrize(
+    ("ranks_on", "device"),
+    [
+        ("cpu", "cpu"),
+        pytest.param(STAGED, "cuda", marks=pytest.mark.gpu),
+        pytest.param("cuda", "cuda", marks=MULTI),
+    ],
+    ids=["cpu", "one GPU", "two GPUs"],
+)
+def test_blocks_of_all_ranks_move_through_rank_0(
+    ranks_on: str, device: str, pulls: bool, tmp_path: Path
+) -> None:
+    """On GPUs rank 0 maps the other's store by CUDA IPC."""
+    with RankProcesses(2, tmp_path, ranks_on) as ranks:
+        found = ranks.run(partial(move_once, pulls=pulls), device)
+    whole = KvLayout.with_heads(
+        num_layers=3, block_size=16, num_kv_heads=4, head_dim=64, dtype="bfloat16"
+    )
+    assert torch.equal(torch.cat(found, dim=4), drawn_blocks(whole).flip(0))

@@ -6,17 +6,28 @@ as processes share them, through a second mapping of the same memory.
 
 import asyncio
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 
-from actors.kv_transfer.contracts import IncomingData, OutgoingData, PieceStore, StagedPiece
+from actors.kv_transfer import rank_pieces
+from actors.kv_transfer.channels.cuda_ipc import StoreOffer, host_id
+from actors.kv_transfer.channels.rank_ipc import RanksOffer, offer_ranks, open_rank_receiver
+from actors.kv_transfer.contracts import (
+    IncomingData,
+    OutgoingData,
+    PieceStore,
+    StagedPiece,
+    UnfitError,
+)
 from actors.kv_transfer.kv_pieces import KvPieces
 from actors.kv_transfer.rank_pieces import RankPieces
 from engine.errors import ConfigError, HandoffError
+from engine.kv.device_offer import DeviceOffer
 from engine.kv.layout import KvDtype, KvLayout
 from engine.kv.store import KvStore
 from engine.ranks.leading import StepCounts
@@ -25,6 +36,17 @@ from engine.ranks.shared_stores import RankStore, part_of
 from tests.actors.kv_transfer.gpu_stand_in import random_blocks
 
 CPU = torch.device("cpu")
+OFFER = DeviceOffer(
+    num_blocks=1,
+    first_element=0,
+    handle=b"",
+    storage_bytes=0,
+    storage_offset_bytes=0,
+    counter_handle=b"",
+    counter_offset=0,
+    event_handle=b"",
+    is_event_due=False,
+)
 NUM_BLOCKS = 13
 
 
@@ -130,6 +152,84 @@ def arrived(piece: StagedPiece[OutgoingData]) -> StagedPiece[IncomingData]:
     return StagedPiece(data=piece.data, digests=piece.digests)
 
 
+@pytest.mark.parametrize(
+    ("num_heads", "from_size", "to_size"),
+    [(4, 1, 2), (4, 2, 2), (4, 2, 4), (4, 4, 2), (2, 4, 2), (2, 1, 4), (1, 4, 2)],
+)
+def test_heads_pulled_from_ranks_that_offer_their_stores_are_the_same(
+    num_heads: int,
+    from_size: int,
+    to_size: int,
+    rng: random.Random,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As between GPUs of one host; a map of the offers stands in for CUDA's."""
+    monkeypatch.setattr(rank_pieces, "GATHER_BYTES", rng.choice([1, 1000, 2**30]))
+    whole = layout_of(num_heads)
+    sender, receiver = new_worker(from_size, whole), new_worker(to_size, whole)
+    number = rng.randint(1, NUM_BLOCKS)
+    from_ids, to_ids = (rng.sample(range(NUM_BLOCKS), number) for _ in range(2))
+    blocks = torch.randn(number, *whole.block_shape)
+    sender.compute(from_ids, blocks)
+    digests = whole_digests(whole, blocks)
+    assert isinstance(receiver.pieces, RankPieces)
+
+    async def pull(digests: list[int]) -> bool:
+        offered, map_offer = offer_of(sender)
+        channel = await open_rank_receiver(
+            1, offered, receiver.pieces, floor_gb_s=1e-9, map_offer=map_offer
+        )
+        assert channel.claim(0)
+        data = await channel.receive(0, number * whole.block_bytes, [from_ids], to_ids)
+        return await receiver.pieces.write(to_ids, StagedPiece(data=data, digests=digests))
+
+    assert asyncio.run(pull(digests))
+    for rank, store in enumerate(receiver.stores):
+        assert torch.equal(store.tensor[to_ids], blocks[..., receiver.heads(rank), :])
+    assert not asyncio.run(pull([digests[0] ^ 2, *digests[1:]]))
+
+
+def offer_of(sender: Worker) -> tuple[bytes, Callable[[DeviceOffer, torch.Tensor], torch.Tensor]]:
+    """What the sender's rank 0 offers, and what maps it: a store's number is in its handle."""
+
+    def offer(rank: int) -> DeviceOffer:
+        return msgspec.structs.replace(OFFER, num_blocks=NUM_BLOCKS, handle=bytes([rank]))
+
+    def map_offer(offer: DeviceOffer, like: torch.Tensor) -> torch.Tensor:
+        tensor = sender.stores[offer.handle[0]].tensor
+        assert like.shape[1:] == tensor.shape[1:]
+        assert like.stride() == tensor.stride()
+        return tensor
+
+    if len(sender.stores) == 1:
+        one = StoreOffer(host=host_id(), **msgspec.structs.asdict(offer(0)))
+        return msgspec.msgpack.encode(one), map_offer
+    assert isinstance(sender.pieces, RankPieces)
+    stores = [replace(one, device=offer(rank)) for rank, one in enumerate(sender.pieces.stores)]
+    return offer_ranks(stores), map_offer
+
+
+def test_stores_in_host_memory_are_not_offered_to_other_gpus() -> None:
+    worker = new_worker(2, layout_of(2))
+    assert isinstance(worker.pieces, RankPieces)
+    with pytest.raises(UnfitError, match="host memory"):
+        offer_ranks(worker.pieces.stores)
+
+
+@pytest.mark.parametrize(
+    ("offered", "named"),
+    [
+        (b"no offer", "no KV store"),
+        (msgspec.msgpack.encode(RanksOffer(host="elsewhere", ranks=[])), "host"),
+    ],
+)
+def test_an_offer_that_cannot_be_mapped_is_unfit(offered: bytes, named: str) -> None:
+    pieces = new_worker(2, layout_of(2)).pieces
+    assert isinstance(pieces, RankPieces)
+    with pytest.raises(UnfitError, match=named):
+        asyncio.run(open_rank_receiver(1, offered, pieces, floor_gb_s=0.0))
+
+
 @pytest.mark.parametrize("from_size", [1, 2])
 def test_a_rank_with_other_bytes_than_announced_is_noticed(
     from_size: int, rng: random.Random
@@ -156,7 +256,7 @@ def test_a_rank_with_other_bytes_than_announced_is_noticed(
 def _forget_writes(worker: Worker, rank: int) -> None:
     pieces = worker.pieces
     assert isinstance(pieces, RankPieces)
-    store = pieces._stores[rank].store
+    store = pieces.stores[rank].store
     store.scatter = lambda block_ids, data: None  # type: ignore[method-assign]
 
 

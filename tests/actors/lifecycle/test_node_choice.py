@@ -67,6 +67,22 @@ def test_parts_of_a_device_add_up() -> None:
     assert set(chosen.values()) == {"a"}
 
 
+def test_gangs_of_a_pair_share_a_node_with_room_for_all_their_ranks() -> None:
+    """One bundle a rank, all of a worker's on one node; prefill and decode of unequal sizes."""
+    ranks = {"prefill": 2, "decode": 4}
+    nodes = [room("a", 4), room("b", 6), room("c", 8), room("d", 2)]
+    assert choose_nodes(workers(1, 1), {}, nodes, GPU, ranks) == {
+        "prefill-0": "b",
+        "decode-0": "b",
+    }
+    spread = choose_nodes(workers(1, 1), {}, [room("a", 5), room("b", 2)], GPU, ranks)
+    assert spread == {"prefill-0": "b", "decode-0": "a"}
+    assert choose_nodes(workers(1, 1), {}, [room("a", 3), room("b", 3)], GPU, ranks) == {
+        "prefill-0": "a",
+        "decode-0": None,
+    }
+
+
 free_gpus = st.lists(st.integers(0, 9), max_size=6)
 
 
@@ -83,6 +99,25 @@ def test_no_node_is_overfilled_and_nobody_waits_while_there_is_room(
     num_waiting = list(chosen.values()).count(None)
     assert num_waiting == max(0, len(roles) - sum(gpus))
     assert choose_nodes(roles, {}, nodes[::-1], GPU) == chosen
+
+
+sizes = st.sampled_from([1, 2, 4])
+
+
+@given(st.integers(1, 3), st.integers(1, 3), sizes, sizes, free_gpus)
+def test_no_node_is_overfilled_by_gangs(
+    num_prefill: int, num_decode: int, of_prefill: int, of_decode: int, gpus: list[int]
+) -> None:
+    roles, ranks = workers(num_prefill, num_decode), {"prefill": of_prefill, "decode": of_decode}
+    nodes = [room(f"n{i}", num) for i, num in enumerate(gpus)]
+    chosen = choose_nodes(roles, {}, nodes, GPU, ranks)
+    free = {f"n{i}": num for i, num in enumerate(gpus)}
+    for name, node_id in chosen.items():
+        if node_id is not None:
+            free[node_id] -= ranks[roles[name]]
+    assert min(free.values(), default=0) >= 0
+    for name, node_id in chosen.items():  # nobody waits who would fit into what is left
+        assert node_id is not None or ranks[roles[name]] > max(free.values(), default=0)
 
 
 @given(st.integers(1, 5), free_gpus)

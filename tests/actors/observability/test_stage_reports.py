@@ -15,7 +15,7 @@ from actors.routing.worker_links import WorkerLink
 from actors.worker.token_streams import TOTALS_EVERY_S, TokenStreams
 from configs.schema import LifetimesConfig
 from engine.clock import ManualClock
-from engine.messages import HandoffTotals, StepMessage, TokenRecord, decode
+from engine.messages import HandoffTotals, HostTierLoad, StepMessage, TokenRecord, decode
 from engine.request import RequestKey
 from tests.actors.ingress.edge_app import IDLE, edge_app
 from tests.engine.scheduling.replica import Replica, prompt_of
@@ -130,3 +130,26 @@ def test_totals_of_workers_are_exported_as_they_are() -> None:
     assert f"laps_handoff_bytes_total{{{labels}}} 4096.0" in lines
     assert f"laps_handoff_failures_total{{{labels}}} 2.0" in lines
     assert sum(line.startswith("laps_handoff_bytes_total") for line in lines) == 1
+
+
+def test_what_a_host_tier_did_is_exported_by_worker() -> None:
+    metrics = IngressMetrics("m", RecentTtft(ManualClock()))
+    counts = {name: i for i, name in enumerate(HostTierLoad.__struct_fields__, start=1)}
+    counts |= {"block_bytes": 1000, "num_blocks": 64, "num_ready": 16}
+    tier = msgspec.convert(counts, HostTierLoad)
+    load = msgspec.structs.replace(IDLE, host_tier=tier)
+    links = [
+        WorkerLink(name="u", role="unified", load=load),
+        WorkerLink(name="d", role="decode", load=IDLE),
+    ]
+    metrics.refresh(links, 0, 0, None)
+    lines = prometheus_text(metrics.families()).decode().splitlines()
+    labels = 'model_name="m",role="unified",worker="u"'
+    assert f"laps_host_tier_usage{{{labels}}} 0.25" in lines
+    assert f"laps_host_tier_loaded_bytes_total{{{labels}}} {1000.0 * tier.num_loaded}" in lines
+    events = ("asked", "hit", "loaded", "wasted", "corrupt", "gone", "stored", "known", "dropped")
+    for event in events:
+        value = getattr(tier, f"num_{event}")
+        assert f"laps_host_tier_{event}_blocks_total{{{labels}}} {value:.1f}" in lines
+    assert f"laps_host_tier_given_up_total{{{labels}}} {tier.num_given_up:.1f}" in lines
+    assert not any('worker="d"' in line for line in lines if "host_tier" in line)

@@ -21,6 +21,7 @@ from engine.messages import (
     BlockChanges,
     CacheReport,
     Hold,
+    HostTierLoad,
     LapsStatus,
     LoadReport,
     Role,
@@ -207,6 +208,17 @@ def test_a_class_without_live_workers_uses_the_other_pool() -> None:
     for name in world.pool("long"):
         world.links.lose(name)
     assert isinstance(world.router.route(RouteRequest(num_prompt_tokens=50)), Hold)
+
+
+def test_the_status_shows_what_a_worker_reports_of_its_host_tier() -> None:
+    world = _World()
+    first, second, *_ = world.roles
+    numbers = dict.fromkeys(HostTierLoad.__struct_fields__, 3)
+    tier = msgspec.convert(numbers, HostTierLoad)
+    world.links.report(first, host_tier=tier)
+    status = decode(encode(world.router.status()), LapsStatus)
+    shown = {load.worker: load.host_tier for load in status.workers}
+    assert (shown[first], shown[second]) == (tier, None)
 
 
 def test_a_lasting_imbalance_moves_a_worker_and_the_status_says_why() -> None:

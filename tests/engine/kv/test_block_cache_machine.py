@@ -276,7 +276,7 @@ class ReleaseForgetsOne(BlockCache):
 class EvictsBeforeItRefuses(BlockCache):
     def allocate(self, num_blocks: int) -> list[int] | None:
         while self.num_free < num_blocks and self.num_cached_idle:
-            self._pool.free(self._index.evict())
+            self._pool.free([block_id for block_id, _ in self._index.evict()])
         return self._pool.allocate(num_blocks)
 
 

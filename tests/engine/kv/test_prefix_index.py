@@ -22,7 +22,7 @@ def _let_go(index: PrefixIndex, block_ids: list[int]) -> None:
 def _evict_all(index: PrefixIndex) -> list[list[int]]:
     order = []
     while index.num_idle:
-        order.append(index.evict())
+        order.append([block_id for block_id, _ in index.evict()])
         assert index.find_problems() == []
     return order
 
@@ -137,7 +137,7 @@ def test_a_held_child_leaves_with_its_evicted_parent_and_its_idle_children_becom
     _insert_chain(index, a, [0, 1, 2, 3])
     _let_go(index, [0, 1])  # whoever holds 2 has its own copies of 0 and 1
     index.add_idle(3)
-    assert index.evict() == [1, 3]
+    assert index.evict() == [(1, a[1]), (3, a[3])]
     assert 2 not in index
     assert index.match(a) == [0]
     assert _evict_all(index) == [[0]]

@@ -175,6 +175,19 @@ def test_chunks_of_two_tensors_cover_both_side_by_side(dtype: torch.dtype) -> No
     assert torch.equal(destination, source.float())
 
 
+@pytest.mark.parametrize("chunk_bytes", [8, 28, 100, 10**4])
+def test_chunks_of_columns_are_read_where_they_lie(chunk_bytes: int) -> None:
+    """A rank's columns are copied by the lanes, like rows; but for rows longer than a chunk."""
+    whole = torch.randn(23, 20)
+    source, destination = whole[:, 5:12], torch.full((23, 7), torch.nan)
+    for chunk, target in chunk_pairs(source, destination, chunk_bytes):
+        assert chunk.nbytes <= chunk_bytes
+        is_in_place = chunk.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+        assert is_in_place == (chunk_bytes >= 7 * 4)
+        target.copy_(chunk)
+    assert torch.equal(destination, source)
+
+
 @pytest.mark.parametrize("is_tied", [True, False])
 def test_random_weights_need_only_config_json(is_tied: bool, folder: Path) -> None:
     (folder / "model.safetensors").unlink()
@@ -247,6 +260,23 @@ def test_loading_to_a_gpu_gives_the_same_weights_as_to_a_cpu(
     assert torch.equal(loaded.head.cpu(), expected.head)
     assert torch.equal(loaded.final_norm.cpu(), expected.final_norm)
     for ours, theirs in zip(loaded.layers, expected.layers, strict=True):
+        pairs = zip(_tensors(ours), _tensors(theirs), strict=True)
+        assert all(torch.equal(tensor.cpu(), right) for tensor, right in pairs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("chunk_bytes", [256, weights.CHUNK_BYTES])
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_ranks_weights_on_a_gpu_are_those_on_a_cpu(
+    index: int, chunk_bytes: int, sharded: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weights, "CHUNK_BYTES", chunk_bytes)
+    spec, rank = load_spec(sharded), Rank(index, 2)
+    on_cpu, on_gpu = (
+        load_weights(sharded, spec, dtype=torch.bfloat16, device=torch.device(kind), rank=rank)
+        for kind in ("cpu", "cuda")
+    )
+    for ours, theirs in zip(on_gpu.layers, on_cpu.layers, strict=True):
         pairs = zip(_tensors(ours), _tensors(theirs), strict=True)
         assert all(torch.equal(tensor.cpu(), right) for tensor, right in pairs)
 

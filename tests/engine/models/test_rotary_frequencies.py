@@ -12,7 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from engine.layers.rope_spec import RopeSpec
 from engine.layers.rotary import RotaryTable, inverse_frequencies
 from engine.models.config_file import ConfigFile
-from engine.models.spec import parse_rope
+from engine.models.rope_config import parse_rope
 from kernels.reference import TorchOps
 
 LENGTHS = {"original_max_position_embeddings": 8192}

@@ -24,7 +24,7 @@ from engine.ranks.comm import GlooRanks
 from engine.ranks.rank import Rank
 from kernels.attention.phased import PhasedAttention
 from kernels.attention.reference import ReferenceAttention
-from kernels.moe import reference
+from kernels.moe import form, reference
 from kernels.moe.routes import Routes
 from kernels.reference import TorchOps, silu_mul
 from tests.engine.runner.graph_story import RowTensorAttention
@@ -117,7 +117,7 @@ def snapped_mixtures() -> Iterator[None]:
     """Weights of routes, activations and gates of experts end on the grid."""
     with (
         patch.object(reference, "route", _snapped_route),
-        patch.object(reference, "silu_mul", lambda x: _snap(silu_mul(x))),
+        patch.object(form, "silu_mul", lambda x: _snap(silu_mul(x))),
         patch.object(reference, "combine", _snapped_combine),
     ):
         yield

@@ -5,14 +5,17 @@ import uuid
 
 import pytest
 
-from engine.ranks.heartbeat import LOOKS, Heartbeat
+from engine.ranks.heartbeat import LOADING_S, LOOKS, Heartbeat
 from engine.ranks.plan_ring import PlanRing, PlanRingReader
 from tests.engine.ranks.ring_ends import PATIENCE_S
 
 
-def watcher_of(counts: dict[int, int]) -> Heartbeat:
+def watcher_of(counts: dict[int, int], *, has_loaded: bool = True) -> Heartbeat:
     reads = {rank: lambda rank=rank: counts[rank] for rank in counts}  # type: ignore[misc]
-    return Heartbeat(lambda: None, reads, 1.0, lambda _: None)
+    watcher = Heartbeat(lambda: None, reads, 60.0, lambda _: None)
+    if has_loaded:
+        watcher.loaded()
+    return watcher
 
 
 def test_the_rank_whose_count_stays_is_named() -> None:
@@ -31,6 +34,12 @@ def test_a_rank_that_beats_now_and_then_is_not_blamed() -> None:
     for number in range(5 * LOOKS):
         counts[1] += number % (LOOKS - 1) == 0
         assert watcher.look() is None
+
+
+def test_a_rank_that_loads_may_be_silent_for_longer() -> None:
+    watcher = watcher_of({1: 0}, has_loaded=False)
+    found = [watcher.look() for _ in range(int(LOOKS * LOADING_S / 60.0) + 1)]
+    assert found == [None] * (len(found) - 1) + [1]
 
 
 @pytest.mark.parametrize("silent", ["writer", "reader"])
@@ -61,7 +70,7 @@ def test_each_side_of_the_ring_sees_whether_the_other_beats(silent: str) -> None
             theirs = {1: lambda: ring.beats(0), 2: lambda: ring.beats(1)}
             watching = Heartbeat(lambda: (ring.beat(), readers[0].beat()), theirs, 0.1, on_silence)
         watching.start()
-        watching.watch()
+        watching.loaded()
         assert ended.wait(PATIENCE_S)
         watching.stop()
         counts = readers[0].writer_beats, ring.beats(0), ring.beats(1)

@@ -14,6 +14,7 @@ from engine.plan import StepPlan
 from engine.request import Request, RequestKey, RequestSpec, SamplingParams
 from engine.scheduling.contracts import StepOutput
 from engine.scheduling.drafting import Drafting
+from engine.scheduling.finish import FinishRules
 from engine.scheduling.scheduler import DEFAULT_LAPS, Scheduler
 from tests.engine.scheduling.in_flight import check_blocks_in_flight
 from tests.engine.scheduling.running_rows import check_running
@@ -85,8 +86,7 @@ class Replica:
             hasher=RequestHasher(HASH_KEY, model="m", dtype="float32", block_size=BLOCK_SIZE),
             handoff_queue=self.handoff_queue,
             block_size=BLOCK_SIZE,
-            max_model_len=max_model_len,
-            eos_token_ids=(EOS_TOKEN_ID,),
+            finish_rules=FinishRules((EOS_TOKEN_ID,), max_model_len),
             laps=laps,
             drafting=drafting,
         )

@@ -18,7 +18,9 @@ from engine.kv.transfer import HandoffReady, OutgoingEvent, OutgoingHandoffs
 from engine.messages import FailureRecord, TokenRecord
 from engine.request import Request, RequestKey, RequestSpec, SamplingParams
 from engine.scheduling.contracts import StepOutput
+from engine.scheduling.finish import FinishRules
 from engine.scheduling.scheduler import DEFAULT_LAPS, Scheduler
+from tests.engine.scheduling.fake_host_tier import FakeHostTier
 from tests.engine.scheduling.in_flight import check_blocks_in_flight
 from tests.engine.scheduling.reading_sender import ReadingSender
 from tests.engine.scheduling.running_rows import check_running
@@ -58,10 +60,17 @@ class World:
         overlap: bool,
         laps: LapsConfig = DEFAULT_LAPS,
         config: SchedulerConfig = CONFIG,
+        host_tier: FakeHostTier | None = None,
     ) -> None:
         self.config = config
+        self.host_tier = host_tier
         self.clock = ManualClock()
-        self.cache = BlockCache(NUM_BLOCKS, enable_prefix_caching=True, protected_share=0.5)
+        self.cache = BlockCache(
+            NUM_BLOCKS,
+            enable_prefix_caching=True,
+            protected_share=0.5,
+            on_evict=None if host_tier is None else host_tier.save,
+        )
         self.executor = FakeExecutor(
             num_blocks=NUM_BLOCKS,
             block_size=BLOCK_SIZE,
@@ -70,6 +79,8 @@ class World:
             max_model_len=MAX_MODEL_LEN,
             max_in_flight=1 + int(overlap),
         )
+        if host_tier is not None:
+            host_tier.executor = self.executor
         self.ready: dict[RequestKey, HandoffReady] = {}
         self.sender = ReadingSender()
         self.outgoing = OutgoingHandoffs(self.cache, self._on_outgoing)
@@ -81,9 +92,9 @@ class World:
             ),
             handoff_queue=self.outgoing,
             block_size=BLOCK_SIZE,
-            max_model_len=MAX_MODEL_LEN,
-            eos_token_ids=(EOS_TOKEN_ID,),
+            finish_rules=FinishRules((EOS_TOKEN_ID,), MAX_MODEL_LEN),
             laps=laps,
+            host_tier=host_tier,
         )
         self.core = EngineCore(self.scheduler, self.executor, self.clock, overlap=overlap)
         self.stories: dict[RequestKey, Story] = {}
@@ -194,7 +205,7 @@ class World:
     def step(self) -> None:
         self.sender.answer(self.outgoing)
         num_plans, num_waited = len(self.executor.plans), self.executor.num_waited
-        held_elsewhere = self.ready or self.lent
+        held_elsewhere = self.ready or self.lent or self._is_loading
         must_move = self.core.has_work and not held_elsewhere
         output = self.core.step()
         self.outputs.append(output)
@@ -207,6 +218,7 @@ class World:
         has_moved = len(self.executor.plans) > num_plans or bool(waited)
         assert output.has_progressed == has_moved
         must_move = must_move and not output.failures and not self.sender.num_unanswered
+        must_move = must_move and not self._is_loading
         assert has_moved or not must_move, f"nothing moves: {self.scheduler.statistics()}"
         assert output.num_scheduled_tokens == sum(plan.num_tokens for plan in waited)
 
@@ -257,6 +269,10 @@ class World:
         return [key for key, story in self.stories.items() if story.phase == phase]
 
     # ---- parts ----------------------------------------------------------------------------------
+
+    @property
+    def _is_loading(self) -> bool:
+        return self.host_tier is not None and self.host_tier.is_active
 
     def _enter(self, key: RequestKey, story: Story, priority: int) -> None:
         emitted = story.expected[: story.num_migrated]

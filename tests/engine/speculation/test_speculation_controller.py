@@ -1,6 +1,7 @@
 """The gates, the budget and the purse of speculation, without an engine."""
 
 import random
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -52,7 +53,7 @@ def attempts(
 
 
 def idle_steps(controller: SpeculationController, num: int) -> None:
-    nothing = StepDrafts(num_drafts=[], expected_tokens=0, rows_s=0, plain_s=1e-3, step_s=1e-3)
+    nothing = StepDrafts(num_drafts=[], expected_tokens=0, plain_s=1e-3, step_s=1e-3)
     for _ in range(num):
         controller.observe_step(nothing, 0, None)
 
@@ -120,7 +121,7 @@ def test_good_attempts_deepen_it_to_eight_and_worse_ones_bring_it_back_to_four()
     assert depths == sorted(depths, reverse=True)
 
 
-def test_a_request_whose_drafts_do_not_pay_is_tried_again() -> None:
+def test_a_request_whose_drafts_do_not_pay_rests_and_is_tried_again() -> None:
     controller = SpeculationController()
 
     def planned(key: object) -> int:
@@ -130,9 +131,25 @@ def test_a_request_whose_drafts_do_not_pay_is_tried_again() -> None:
     assert planned("a") > 0
     for _ in range(10):
         controller.observe("a", 4, 0)
-    assert planned("a") == 0
-    idle_steps(controller, RULES.retry_steps)
+    for _ in range(4):
+        assert controller.max_drafts("a", 0.0) == 4
+        assert planned("a") == 0
+    assert controller.max_drafts("a", 0.0) == 0  # so that nobody waits for its newest token
+    idle_steps(controller, RULES.retry_steps + 1)
     assert planned("a") > 0
+
+
+def test_rows_held_back_must_earn_what_they_miss() -> None:
+    survivals = [np.cumprod([0.5] * 4).tolist()] * 8
+    free = choose_drafts(survivals, offer([4] * 8), FITTED)
+    held = choose_drafts(survivals, offer([4] * 8, num_plain_rows=16), FITTED)
+    assert free.has_drafts
+    assert not held.has_drafts  # twice as many rows would sample in plain steps
+    assert held.predicted_gain < 0.6
+    purse = Purse(RULES)
+    while purse.is_on:  # and even without drafts, holding them back is a loss
+        purse.observe(held, 8, held.plain_s)
+    assert purse.num_stops == 1
 
 
 # ---- budget --------------------------------------------------------------------------------------
@@ -184,7 +201,7 @@ def test_no_other_prefixes_have_more_expected_tokens_per_second(seed: int) -> No
     assert counts in every
     assert rate(counts) == pytest.approx(best, rel=1e-12)
     assert chosen.step_s == pytest.approx(seconds(counts))
-    assert chosen.predicted_gain == pytest.approx(best * chosen.rows_s / num_rows)
+    assert chosen.predicted_gain == pytest.approx(best / chosen.plain_rate)
 
 
 def test_drafts_cost_what_the_cost_model_says_of_more_tokens() -> None:
@@ -235,11 +252,16 @@ def test_a_step_without_rows_or_without_drafts_is_planned_too() -> None:
 
 def speculating(num_rows: int = 4) -> StepDrafts:
     return StepDrafts(
-        num_drafts=[1] * num_rows, expected_tokens=6.0, rows_s=5e-3, plain_s=5e-3, step_s=5.5e-3
+        num_drafts=[1] * num_rows,
+        expected_tokens=6.0,
+        rows_s=5e-3,
+        plain_s=5e-3,
+        step_s=5.5e-3,
+        plain_rate=num_rows / 5e-3,
     )
 
 
-PLAIN = StepDrafts(num_drafts=[0] * 4, expected_tokens=4.0, rows_s=5e-3, plain_s=5e-3, step_s=5e-3)
+PLAIN = replace(speculating(), num_drafts=[0] * 4, expected_tokens=4.0, step_s=5e-3)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -269,6 +291,22 @@ def test_speculation_that_loses_stops_and_starts_again_when_the_purse_is_half_fu
         controller.observe_step(PLAIN, 4, 5e-3)
         num_off += 1
     assert num_off >= RULES.purse_steps / 2 / RULES.refill
+
+
+def test_what_steps_with_drafts_take_beyond_their_prediction_is_learned_and_forgotten() -> None:
+    purse = Purse(RULES)
+    for _ in range(100):
+        seconds = 5.5e-3 + 2e-3
+        drafts = speculating()
+        predicted_s = drafts.step_s + purse.surcharge_s
+        purse.observe(replace(drafts, step_s=predicted_s), 8, seconds)
+    assert purse.surcharge_s == pytest.approx(2e-3, rel=1e-3)
+    dear = choose_drafts([[0.3]], offer([1]), FITTED, RULES, purse.surcharge_s)
+    assert not dear.has_drafts
+    for _ in range(2000):
+        purse.observe(PLAIN, 4, 5e-3)
+    assert purse.surcharge_s < 1e-4
+    assert choose_drafts([[0.3]], offer([1]), FITTED, RULES, purse.surcharge_s).has_drafts
 
 
 def test_gains_do_not_pay_for_unbounded_losses_later() -> None:

@@ -15,17 +15,15 @@ from load_tests.simulation.speculation import (
 FLOOR = 0.98
 
 
-@pytest.mark.parametrize("num_rows", [1, 16, 256])
-@pytest.mark.parametrize("pass_s", [0.0, 0.25e-3])
-@pytest.mark.parametrize("acceptance", [0.0, 0.3, 0.6, 1.0])
+@pytest.mark.parametrize(
+    ("num_rows", "num_steps", "pass_s"), [(1, 500, 0.0), (16, 400, 0.25e-3), (256, 250, 0.0)]
+)
+@pytest.mark.parametrize("acceptance", [0.0, 0.3, 0.6, 0.95])
 def test_speculation_never_falls_below_plain_steps(
-    num_rows: int, pass_s: float, acceptance: float
+    num_rows: int, num_steps: int, pass_s: float, acceptance: float
 ) -> None:
     setting = Setting(
-        num_rows=num_rows,
-        acceptances=[acceptance],
-        pass_s=pass_s,
-        num_steps=500 if num_rows < 256 else 300,
+        num_rows=num_rows, acceptances=[acceptance], pass_s=pass_s, num_steps=num_steps
     )
     outcome = simulate(setting)
     best, _ = best_fixed(setting, acceptance)
@@ -37,6 +35,14 @@ def test_speculation_never_falls_below_plain_steps(
 def test_nor_where_steps_with_drafts_cost_far_more_than_predicted(surcharge_s: float) -> None:
     setting = Setting(num_rows=4, acceptances=[0.3], surcharge_s=surcharge_s, num_steps=1000)
     assert simulate(setting).gain >= FLOOR
+
+
+@pytest.mark.parametrize("num_rows", [1, 16])
+def test_nor_where_rows_sit_out_every_other_step(num_rows: int) -> None:
+    hopeless = Setting(num_rows=num_rows, acceptances=[0.2], is_holding=True, num_steps=1500)
+    assert simulate(hopeless).gain >= FLOOR
+    good = Setting(num_rows=num_rows, acceptances=[0.9], is_holding=True, num_steps=500)
+    assert simulate(good).gain > 1.5
 
 
 def test_nor_where_good_and_hopeless_requests_share_the_steps() -> None:

@@ -1,0 +1,95 @@
+"""The `cuda_ipc` channel into a worker of several ranks, from one of any number of ranks.
+
+The sender offers the stores of all its ranks. The receiver's rank 0 maps them, as it has mapped its
+own ranks' stores, and copies each head from one to the other, all on one host. Has never run on
+GPUs: it is used only where `handoff.channel` asks for it.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+import msgspec
+import torch
+from torch import Tensor
+
+from actors.kv_transfer.channels.cuda_ipc import (
+    CudaIpcReceiver,
+    StoreOffer,
+    check_host,
+    host_id,
+    probe_reading,
+)
+from actors.kv_transfer.contracts import UnfitError
+from actors.kv_transfer.rank_pieces import RankPieces, RankSources
+from engine.kv.device_offer import DeviceOffer, map_tensor
+from engine.kv.layout import KvLayout, KvPart
+from engine.ranks.shared_stores import RankStore
+
+MapStore = Callable[[DeviceOffer, Tensor], Tensor]
+
+
+class RankOffer(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank's store."""
+
+    part: KvPart
+    store: DeviceOffer
+
+
+class RanksOffer(msgspec.Struct, frozen=True, kw_only=True):
+    """All stores of a sender, and the host on which alone they can be mapped."""
+
+    host: str
+    ranks: list[RankOffer]
+
+
+def offer_ranks(stores: Sequence[RankStore]) -> bytes:
+    """Describe the stores of all ranks. Raises UnfitError if they are not on GPUs."""
+    ranks = [RankOffer(part=one.part, store=one.device) for one in stores if one.device is not None]
+    if len(ranks) < len(stores):
+        raise UnfitError("KV stores in host memory have no channels between GPUs")
+    return msgspec.msgpack.encode(RanksOffer(host=host_id(), ranks=ranks))
+
+
+async def open_rank_receiver(
+    epoch: int,
+    offered: bytes,
+    pieces: RankPieces,
+    *,
+    floor_gb_s: float,
+    map_offer: MapStore = map_tensor,
+) -> CudaIpcReceiver[RankSources]:
+    """Map the offered stores; the first must be read fast enough. Raises UnfitError."""
+    offer = _read(offered, pieces.whole)
+    check_host(offer.host)
+
+    def prepare() -> RankSources:
+        try:
+            tensors = [_map(one, pieces, map_offer) for one in offer.ranks]
+            if floor_gb_s > 0:
+                probe_reading(tensors[0], floor_gb_s)
+        except RuntimeError as error:  # CUDA refuses: no peer access, another namespace
+            raise UnfitError(f"the sender's KV stores cannot be read: {error}") from error
+        return RankSources([(one.part, t) for one, t in zip(offer.ranks, tensors, strict=True)])
+
+    return CudaIpcReceiver(epoch, pieces, await asyncio.to_thread(prepare))
+
+
+def _read(offered: bytes, whole: KvLayout) -> RanksOffer:
+    """Of several ranks, or of a sender of one. Raises UnfitError."""
+    try:
+        return msgspec.msgpack.decode(offered, type=RanksOffer)
+    except msgspec.DecodeError:
+        pass
+    try:
+        one = msgspec.msgpack.decode(offered, type=StoreOffer)
+    except msgspec.DecodeError as error:
+        raise UnfitError(f"the sender offers no KV store: {error}") from error
+    part = KvPart(whole=whole, first_head=0, num_heads=whole.block_shape[3])
+    return RanksOffer(host=one.host, ranks=[RankOffer(part=part, store=one)])
+
+
+def _map(offer: RankOffer, pieces: RankPieces, map_offer: MapStore) -> Tensor:
+    *outer, _, width = pieces.whole.block_shape
+    shape = 1, *outer, offer.part.num_heads, width
+    like = torch.empty(shape, dtype=pieces.dtype, device=pieces.device)
+    return map_offer(offer.store, like)

@@ -1,0 +1,140 @@
+"""Copies whole blocks between a KV store and the host arena.
+
+On a CPU both are memory. A save is a copy on the thread that steps, because the blocks may be
+overwritten by the next step; the digests are made by whoever waits.
+
+On a GPU the arena is page-locked, and copies run on the copy engines, on two streams beside the
+steps'. Which waits for which:
+
+    saved blocks    are idle, so the steps that wrote them have been waited for: nothing to wait for
+    the next step   may overwrite them: the steps' stream waits for the save
+    loaded blocks   are used by no step in flight, but may just have been saved: loads wait for the
+                    saves before them
+    a step          reads loaded blocks after `load` has returned
+
+Knows no owners of blocks and no hashes.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.errors import ConfigError
+from engine.kv.host.shared_file import KEY
+from engine.kv.store import KvStore, to_host
+
+Copy = Callable[[Sequence[int], Sequence[int]], list[int]]
+
+
+class BlockMover(Protocol):
+    """Moves blocks; slots are blocks of the arena, block ids those of the device."""
+
+    def save(self, block_ids: Sequence[int], slots: Sequence[int]) -> Callable[[], list[int]]:
+        """Copy to the arena, on the thread that steps; later steps may overwrite the blocks.
+
+        The function returned waits for the copies and returns the digests; any thread.
+        """
+        ...
+
+    def begin_load(self) -> Copy:
+        """Called on the thread that steps, when the blocks to load to have been allocated.
+
+        The function returned copies (slots, block ids), waits, and returns the digests of what the
+        device's blocks hold then; any thread, one at a time.
+        """
+        ...
+
+
+def build_mover(store: KvStore, blocks: NDArray[np.uint8]) -> BlockMover:
+    """blocks: the arena's, uint8 [num_blocks, block_bytes]. Raises ConfigError on a GPU that cannot
+    lock them.
+    """
+    arena = torch.from_numpy(blocks)
+    return CudaMover(store, arena) if store.device.type == "cuda" else CpuMover(store, arena)
+
+
+class CpuMover:
+    """A `BlockMover` from memory to memory."""
+
+    def __init__(self, store: KvStore, arena: Tensor) -> None:
+        self._store = store
+        self._arena = arena
+        self._blocks = _bytes_of(store)
+
+    def save(self, block_ids: Sequence[int], slots: Sequence[int]) -> Callable[[], list[int]]:
+        for block_id, slot in zip(block_ids, slots, strict=True):
+            self._arena[slot].copy_(self._blocks[block_id])
+        return lambda: self._store.digest_elsewhere(self._arena, slots)
+
+    def begin_load(self) -> Copy:
+        return self._load
+
+    def _load(self, slots: Sequence[int], block_ids: Sequence[int]) -> list[int]:
+        for slot, block_id in zip(slots, block_ids, strict=True):
+            self._blocks[block_id].copy_(self._arena[slot])
+        return self._store.digest(block_ids)
+
+
+class CudaMover:
+    """A `BlockMover` over streams of its own."""
+
+    def __init__(self, store: KvStore, arena: Tensor) -> None:
+        self._store = store
+        self._arena = arena
+        self._blocks = _bytes_of(store)
+        with torch.cuda.device(store.device):
+            _lock_pages(arena)
+            self._saves = torch.cuda.Stream()
+            self._loads = torch.cuda.Stream()
+
+    def save(self, block_ids: Sequence[int], slots: Sequence[int]) -> Callable[[], list[int]]:
+        steps = torch.cuda.current_stream(self._store.device)
+        with torch.cuda.stream(self._saves):
+            # Of the device's blocks: a copy that goes wrong is noticed when it is loaded.
+            digests = to_host(self._store.queue_digests(self._store.index(block_ids)))
+            for block_id, slot in zip(block_ids, slots, strict=True):
+                self._arena[slot].copy_(self._blocks[block_id], non_blocking=True)
+            is_saved = self._saves.record_event()
+        steps.wait_event(is_saved)
+
+        def wait() -> list[int]:
+            is_saved.synchronize()
+            values: list[int] = digests.tolist()
+            return values
+
+        return wait
+
+    def begin_load(self) -> Copy:
+        is_saved = self._saves.record_event()
+
+        def load(slots: Sequence[int], block_ids: Sequence[int]) -> list[int]:
+            with torch.cuda.stream(self._loads), torch.inference_mode():
+                self._loads.wait_event(is_saved)
+                for slot, block_id in zip(slots, block_ids, strict=True):
+                    self._blocks[block_id].copy_(self._arena[slot], non_blocking=True)
+                digests = to_host(self._store.queue_digests(self._store.index(block_ids)))
+                self._loads.synchronize()
+            values: list[int] = digests.tolist()
+            return values
+
+        return load
+
+
+def _bytes_of(store: KvStore) -> Tensor:
+    """The store's memory as uint8 [num_blocks, block_bytes]."""
+    return store.tensor.view(-1).view(torch.uint8).view(store.num_blocks, -1)
+
+
+def _lock_pages(arena: Tensor) -> None:
+    """Lets the GPU copy from and to the arena by itself; until the process ends."""
+    num_bytes = arena.numel() * arena.element_size()
+    status = torch.cuda.cudart().cudaHostRegister(arena.data_ptr(), num_bytes, 0)
+    if int(status) != 0:
+        raise ConfigError(
+            f"{KEY}: CUDA cannot lock {num_bytes / 2**30:.1f} GiB of host memory ({status}); lower"
+            " it"
+        )

@@ -1,0 +1,313 @@
+"""One worker's host tier: what its device cache evicts goes to the arena, and comes back from it.
+
+    save     evicted blocks: copied at once, digested beside the steps, published by `settle`
+    load     found blocks: copied and checked beside the steps, piece by piece and in order
+
+Called on the thread that steps. Two threads beside it wait for copies and make digests, one for
+each direction, so that a load never waits for a save. The tier only ever loses blocks: if no block
+of the arena is to be had, or another process is in the way, an evicted block is dropped. Knows no
+requests, no device cache and no tensors.
+"""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from queue import SimpleQueue
+from threading import Thread
+from typing import Literal, Protocol
+
+from engine.kv.digests import BlockDigests
+from engine.kv.host.arena import HostArena, HostBlock
+
+logger = logging.getLogger(__name__)
+
+Problem = Literal["corrupt", "gone", "failed"]
+
+_NUM_PIECES = 16  # of a load: each shows that it gets on
+_PIECE_BYTES = 2**20  # at least, as far as there is so much
+_MAX_WRITING_SHARE = 4  # at most 1/4 of the arena is being written by one worker
+# Until a load was measured: slow enough for any memory.
+_PRIOR_BYTES_S = 2e9
+_LOAD_FLOOR_S = 0.5e-3  # handing a load over to its thread, and hearing of its end
+_LEARNING_RATE = 0.2
+_COUNT_EVERY_S = 0.1
+_CLOSE_S = 5.0
+
+
+class BlockMover(Protocol):
+    """See engine/kv/host/movers.py."""
+
+    def save(self, block_ids: Sequence[int], slots: Sequence[int]) -> Callable[[], list[int]]: ...
+
+    def begin_load(self) -> Callable[[Sequence[int], Sequence[int]], list[int]]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierStatistics:
+    """Counters of this worker since the start, in blocks; then the arena's present sizes."""
+
+    num_stored: int
+    num_known: int  # evicted from the device, and in the arena already
+    num_dropped: int  # evicted, and not stored: no block of the arena was to be had
+    num_loaded: int  # into blocks of the device, and checked
+    num_corrupt: int  # loaded, and not what was stored
+    num_gone: int  # evicted from the arena while they were loaded
+    block_bytes: int
+    num_blocks: int
+    num_ready: int
+
+
+class HostLoad:
+    """Blocks on their way into the device; the fields are written by the loading thread.
+
+    Whoever reads both reads `is_over` first.
+    """
+
+    def __init__(self, blocks: Sequence[HostBlock], block_ids: Sequence[int]) -> None:
+        assert len(blocks) == len(block_ids), f"{len(blocks)} blocks into {len(block_ids)}"
+        self.blocks = blocks
+        self.block_ids = block_ids
+        self.num_landed = 0  # from the first one on: there, and checked
+        self.is_over = False  # the device's blocks are not touched any more
+        self.problem: Problem | None = None  # of block `num_landed`, which ended it
+        self.is_cancelled = False
+
+    def cancel(self) -> None:
+        """What is not under way need not come."""
+        self.is_cancelled = True
+
+
+class _Save:
+    """Evicted blocks that are not published yet."""
+
+    def __init__(
+        self, slots: list[int], hashes: list[bytes], wait: Callable[[], list[int]]
+    ) -> None:
+        self.slots = slots
+        self.hashes = hashes
+        self.wait = wait
+        self.digests: list[int] | None = None  # None after its end: it failed
+        self.is_over = False
+
+
+class HostTier:
+    """Saves and loads of one worker."""
+
+    def __init__(self, arena: HostArena, mover: BlockMover, digests: BlockDigests) -> None:
+        """digests: of the device's blocks, where those of loaded ones are kept."""
+        self._arena = arena
+        self._mover = mover
+        self._digests = digests
+        self._saves: deque[_Save] = deque()
+        self._saving: set[bytes] = set()
+        self._loads: list[HostLoad] = []
+        self._num_loading = 0  # blocks, of `_loads`
+        self._block_s = arena.block_bytes / _PRIOR_BYTES_S
+        self._counts = dict.fromkeys(("stored", "known", "dropped", "loaded", "corrupt", "gone"), 0)
+        self._counted = -_COUNT_EVERY_S, 0  # when, and how many blocks were stored
+        self._is_off = False
+        self._wake: Callable[[], None] = _nothing
+        self._save_lane = _Lane("host saves")
+        self._load_lane = _Lane("host loads")
+
+    def on_progress(self, wake: Callable[[], None]) -> None:
+        """`wake` is called, on another thread, when `settle` or a load has something new."""
+        self._wake = wake
+
+    @property
+    def is_active(self) -> bool:
+        """Whether something is under way, for which `settle` must be called again."""
+        return bool(self._saves or self._loads)
+
+    # ---- out of the device ----------------------------------------------------------------------
+
+    def save(self, evicted: Sequence[tuple[int, bytes]]) -> None:
+        """Takes blocks (id, hash) that the device cache has evicted, in that order."""
+        if self._is_off:
+            return
+        hashes = [name for _, name in reversed(evicted)]  # a sequence's first go last
+        is_new = [name not in self._saving and not self._arena.num_found([name]) for name in hashes]
+        self._arena.touch([name for name, new in zip(hashes, is_new, strict=True) if not new])
+        new = [block for block, new in zip(reversed(evicted), is_new, strict=True) if new]
+        self._counts["known"] += len(evicted) - len(new)
+        num_writing = sum(len(save.slots) for save in self._saves)
+        room = max(1, self._arena.num_blocks // _MAX_WRITING_SHARE) - num_writing
+        slots = self._arena.take(max(0, min(len(new), room)))
+        self._counts["dropped"] += len(new) - len(slots)
+        new = new[: len(slots)]
+        if not new:
+            return
+        wait = self._mover.save([block_id for block_id, _ in new], slots)
+        save = _Save(slots, [name for _, name in new], wait)
+        self._saving.update(save.hashes)
+        self._saves.append(save)
+        self._save_lane.post(lambda: self._finish(save))
+
+    def _finish(self, save: _Save) -> None:
+        try:
+            save.digests = save.wait()
+        except Exception:
+            logger.exception("the host tier is switched off: a block could not be saved")
+            self._is_off = True
+        finally:
+            save.is_over = True
+            self._wake()
+
+    def settle(self) -> None:
+        """Publishes what has been saved, and removes what was found to be wrong."""
+        while self._saves and self._saves[0].is_over and self._publish(self._saves[0]):
+            self._saving.difference_update(self._saves.popleft().hashes)
+        if any(load.is_over for load in self._loads):
+            ended = [load for load in self._loads if load.is_over]
+            self._loads = [load for load in self._loads if load not in ended]
+            for load in ended:
+                self._end(load)
+
+    def _publish(self, save: _Save) -> bool:
+        if save.digests is None:
+            self._arena.give_back(save.slots)
+            return True
+        num_new = self._arena.publish(save.slots, save.hashes, save.digests)
+        self._counts["stored"] += num_new or 0
+        return num_new is not None
+
+    # ---- into the device ------------------------------------------------------------------------
+
+    def num_found(self, hashes: Sequence[bytes]) -> int:
+        """Length of the longest stored prefix of a chain of hashes."""
+        return 0 if self._is_off else self._arena.num_found(hashes)
+
+    def find(self, hashes: Sequence[bytes]) -> list[HostBlock]:
+        """The blocks of that prefix; counts as a use of them."""
+        if self._is_off:
+            return []
+        found = self._arena.find(hashes)
+        self._arena.touch([block.block_hash for block in found])
+        return found
+
+    def load_seconds(self, num_blocks: int) -> float:
+        """Predicted time until so many more blocks would be loaded, after those under way."""
+        return _LOAD_FLOOR_S + self._block_s * (self._num_loading + num_blocks)
+
+    def load(self, blocks: Sequence[HostBlock], block_ids: Sequence[int]) -> HostLoad:
+        """Begins to copy found blocks into blocks of the device that the caller holds."""
+        load = HostLoad(blocks, block_ids)
+        copy = self._mover.begin_load()
+        self._loads.append(load)
+        self._num_loading += len(blocks)
+        self._load_lane.post(lambda: self._run(load, copy))
+        return load
+
+    def _run(
+        self, load: HostLoad, copy: Callable[[Sequence[int], Sequence[int]], list[int]]
+    ) -> None:
+        """On the loading thread."""
+        num_blocks = len(load.blocks)
+        at_least = min(num_blocks, -(-_PIECE_BYTES // self._arena.block_bytes))
+        piece = max(-(-num_blocks // _NUM_PIECES), at_least)
+        try:
+            for first in range(0, num_blocks, piece):
+                if load.is_cancelled or load.problem is not None:
+                    break
+                self._run_piece(load, copy, first, min(first + piece, num_blocks))
+                self._wake()
+        except Exception:
+            logger.exception("the host tier is switched off: a block could not be loaded")
+            load.problem = "failed"
+            self._is_off = True
+        finally:
+            load.is_over = True
+            self._wake()
+
+    def _run_piece(
+        self,
+        load: HostLoad,
+        copy: Callable[[Sequence[int], Sequence[int]], list[int]],
+        first: int,
+        end: int,
+    ) -> None:
+        blocks, block_ids = load.blocks[first:end], load.block_ids[first:end]
+        began_s = time.perf_counter()
+        digests = copy([block.slot for block in blocks], block_ids)
+        block_s = (time.perf_counter() - began_s) / len(blocks)
+        self._block_s += _LEARNING_RATE * (block_s - self._block_s)
+        self._digests.keep(block_ids, digests)
+        for block, digest in zip(blocks, digests, strict=True):
+            if not self._arena.is_unchanged(block):
+                load.problem = "gone"
+                return
+            if digest != block.digest:
+                load.problem = "corrupt"
+                return
+            load.num_landed += 1
+
+    def _end(self, load: HostLoad) -> None:
+        self._num_loading -= len(load.blocks)
+        self._counts["loaded"] += load.num_landed
+        if load.problem == "gone":
+            self._counts["gone"] += 1
+        elif load.problem == "corrupt":
+            block = load.blocks[load.num_landed]
+            self._counts["corrupt"] += 1
+            self._arena.drop(block)
+            logger.error("%s: a block is not what was stored; it is dropped", self._arena.name)
+
+    # ---- observation and end --------------------------------------------------------------------
+
+    def statistics(self) -> TierStatistics:
+        counts = {f"num_{name}": number for name, number in self._counts.items()}
+        return TierStatistics(
+            **counts,
+            block_bytes=self._arena.block_bytes,
+            num_blocks=self._arena.num_blocks,
+            num_ready=self._num_ready(),
+        )
+
+    def _num_ready(self) -> int:
+        """Counted now and then: it takes time linear in the arena, and is asked at every step."""
+        now_s = time.monotonic()
+        if now_s - self._counted[0] >= _COUNT_EVERY_S:
+            self._counted = now_s, self._arena.num_ready
+        return self._counted[1]
+
+    def check_conservation(self) -> None:
+        """See `HostArena.check_conservation`; no other process may be changing the arena."""
+        self._arena.check_conservation([slot for save in self._saves for slot in save.slots])
+
+    def leave(self) -> None:
+        """Leaves the arena just before the process ends; any thread."""
+        self._arena.leave()
+
+    def close(self) -> None:
+        """Leaves the arena; nothing may be called afterwards. Idempotent."""
+        self._is_off = True
+        for lane in (self._save_lane, self._load_lane):
+            lane.close()
+        self._arena.close()
+
+
+class _Lane:
+    """A thread that runs jobs in order; it does not keep the process alive."""
+
+    def __init__(self, name: str) -> None:
+        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread = Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
+
+    def post(self, job: Callable[[], None]) -> None:
+        self._jobs.put(job)
+
+    def close(self) -> None:
+        """Ends the thread after the jobs posted so far; gives up on one that hangs."""
+        self._jobs.put(None)
+        self._thread.join(_CLOSE_S)
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
+
+
+def _nothing() -> None:
+    """Nobody waits for progress: the owner looks by itself."""

@@ -1,0 +1,133 @@
+"""Reads the rotary settings of a model's config.json. Knows no tensors.
+
+They come in two formats. Old: `rope_theta` beside `rope_scaling: {"type" | "rope_type": ..., ...}`
+(or null). New, since transformers 5: everything inside `rope_parameters`. If both occur,
+`rope_scaling` wins, as in transformers.
+"""
+
+import math
+
+from engine.layers.rope_spec import (
+    LinearScaling,
+    Llama3Scaling,
+    RopeScaling,
+    RopeSpec,
+    YarnScaling,
+)
+from engine.models.config_file import ConfigFile
+
+SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+DEFAULT_THETA = 10000.0
+
+
+def parse_rope(config: ConfigFile, default_theta: float = DEFAULT_THETA) -> RopeSpec:
+    """Parse the rotary settings; ConfigError for an unsupported type or partial rotation."""
+    if config.number("partial_rotary_factor", 1.0) != 1.0:
+        raise config.error("partial_rotary_factor", "other than 1.0 is not supported")
+    top_theta = config.number("rope_theta", default_theta)
+    section = config.section("rope_scaling") or config.section("rope_parameters")
+    if section is None:
+        return RopeSpec(theta=top_theta)
+    if section.number("partial_rotary_factor", 1.0) != 1.0:
+        raise section.error("partial_rotary_factor", "other than 1.0 is not supported")
+    return RopeSpec(
+        theta=section.number("rope_theta", top_theta), scaling=_parse_scaling(config, section)
+    )
+
+
+def parse_layer_ropes(
+    config: ConfigFile, *, default_theta: float, default_local_theta: float
+) -> tuple[RopeSpec, RopeSpec]:
+    """Parse the rotary settings of the global and of the local layers (Gemma 3).
+
+    Old: `rope_theta` and `rope_scaling` are the global layers', `rope_local_base_freq` the local
+    ones'. New: a section for each kind in `rope_parameters`.
+    """
+    sections = config.section("rope_parameters")
+    scaling = config.section("rope_scaling")
+    if sections is None or scaling is not None:
+        theta = config.number("rope_theta", default_theta)
+        local_theta = config.number("rope_local_base_freq", default_local_theta)
+        found = None if scaling is None else _parse_scaling(config, scaling)
+        return RopeSpec(theta=theta, scaling=found), RopeSpec(theta=local_theta)
+
+    def of(kind: str, theta: float) -> RopeSpec:
+        section = sections.section(kind)
+        if section is None:
+            raise sections.error(kind, "is missing")
+        return RopeSpec(
+            theta=section.number("rope_theta", theta), scaling=_parse_scaling(config, section)
+        )
+
+    return of("full_attention", default_theta), of("sliding_attention", default_local_theta)
+
+
+def _parse_scaling(config: ConfigFile, section: ConfigFile) -> RopeScaling | None:
+    rope_type = section.text("rope_type", section.text("type", "default"))
+    match rope_type:
+        case "default":
+            for key in ("full_attention", "sliding_attention"):
+                if section.has_key(key):
+                    raise section.error(key, "is not supported for this architecture")
+            return None
+        case "linear":
+            return LinearScaling(factor=section.number("factor"))
+        case "llama3":
+            return Llama3Scaling(
+                factor=section.number("factor"),
+                low_freq_factor=section.number("low_freq_factor"),
+                high_freq_factor=section.number("high_freq_factor"),
+                original_max_tokens=_original_max_tokens(config, section),
+            )
+        case "yarn":
+            return _parse_yarn(config, section)
+    raise section.error(
+        "rope_type", f"{rope_type!r} is not supported; supported: {', '.join(SUPPORTED_ROPE_TYPES)}"
+    )
+
+
+def _original_max_tokens(config: ConfigFile, section: ConfigFile) -> int:
+    key = "original_max_position_embeddings"
+    at_top = config.optional_integer(key)
+    return at_top or section.integer(key, config.integer("max_position_embeddings"))
+
+
+def _parse_yarn(config: ConfigFile, section: ConfigFile) -> YarnScaling:
+    original = _original_max_tokens(config, section)
+    factor = section.number("factor", config.integer("max_position_embeddings") / original)
+    attention_factor = section.optional_number("attention_factor")
+    if attention_factor is None:
+        mscale = section.optional_number("mscale")
+        mscale_all_dim = section.optional_number("mscale_all_dim")
+        if mscale is not None and mscale_all_dim is not None:
+            attention_factor = _mscale(factor, mscale) / _mscale(factor, mscale_all_dim)
+        else:
+            attention_factor = _mscale(factor, 1.0)
+    return YarnScaling(
+        factor=factor,
+        original_max_tokens=original,
+        attention_factor=attention_factor,
+        beta_fast=section.number("beta_fast", 32.0),
+        beta_slow=section.number("beta_slow", 1.0),
+        truncate=section.flag("truncate", True),
+    )
+
+
+def _mscale(factor: float, scale: float) -> float:
+    """The YaRN paper's temperature: 0.1 * scale * ln(factor) + 1."""
+    return 1.0 if factor <= 1.0 else 0.1 * scale * math.log(factor) + 1.0
+
+
+def max_tokens_of(rope: RopeSpec, max_position_embeddings: int) -> int:
+    """Longest context in tokens.
+
+    YaRN and linear scaling extend the length of training; llama3 configurations already state the
+    extended length. This is the rule of vLLM's `_get_and_verify_max_len`.
+    """
+    match rope.scaling:
+        case YarnScaling(factor=factor, original_max_tokens=original):
+            return int(original * factor)
+        case LinearScaling(factor=factor):
+            return int(max_position_embeddings * factor)
+        case _:
+            return max_position_embeddings

@@ -1,0 +1,80 @@
+"""The host tier of a deployment: what a prefill worker evicts, its successor finds and sends on."""
+
+import os
+import random
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from engine.kv.host.shared_file import FOLDER, PREFIX
+from load_tests.testbed.deployed import Application, Cluster, wait_replaced, wait_until
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.nightly]
+
+NUM_PROMPTS = 6
+PROMPT_TOKENS = 900
+TIGHT: dict[str, object] = {
+    "workers.prefill": 1,
+    "workers.decode": 1,
+    "cache.num_blocks": 128,
+    "cache.host_gib": 0.1,
+    "model.max_model_len": 1024,
+    "lifetimes.supervisor_silence_s": 6.0,
+}
+
+
+def _arenas() -> set[str]:
+    return {path.name for path in FOLDER.glob(f"{PREFIX}*")}
+
+
+@pytest.fixture(scope="module")
+def before() -> set[str]:
+    return _arenas()
+
+
+@pytest.fixture(scope="module")
+def application(cluster: Cluster, before: set[str]) -> Iterator[Application]:
+    application = cluster.run("host-tier", TIGHT)
+    application.wait_ready()
+    yield application
+    application.stop()
+    wait_until(lambda: _arenas() <= before, "the arena is gone with the last worker")
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    rng = random.Random()
+    return [[rng.randrange(3, 3000) for _ in range(PROMPT_TOKENS)] for _ in range(NUM_PROMPTS)]
+
+
+def _ask_until_loaded(
+    application: Application, prompts: list[list[int]], answers: list[list[int]]
+) -> None:
+    """Ask in turn, so that each prompt has been evicted when it is asked again."""
+
+    def ask_all() -> bool:
+        assert [application.complete(prompt, max_tokens=6) for prompt in prompts] == answers
+        return application.metric("laps_host_tier_loaded_blocks_total") > 0
+
+    wait_until(ask_all, "blocks are loaded")
+
+
+def test_evicted_blocks_come_back_are_sent_on_and_outlive_their_worker(
+    application: Application, before: set[str], prompts: list[list[int]]
+) -> None:
+    answers = [application.complete(prompt, max_tokens=6) for prompt in prompts]
+    (name,) = _arenas() - before
+    _ask_until_loaded(application, prompts, answers)
+    assert application.metric("laps_host_tier_corrupt_blocks_total") == 0
+    (worker,) = application.workers("prefill")
+    pid = application.pid(worker)
+    os.kill(pid, signal.SIGKILL)
+    wait_replaced(worker, application.name, pid)
+    application.wait_ready()
+    assert _arenas() - before == {name}
+    wait_until(
+        lambda: application.metric("laps_host_tier_usage") > 0, "what was stored is still there"
+    )
+    _ask_until_loaded(application, prompts, answers)
+    application.wait_quiet()

@@ -1,0 +1,268 @@
+"""Blocks in shared memory: who owns them, what is found, and what the death of a worker leaves."""
+
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from engine.errors import ConfigError
+from engine.kv.host import arena as arena_module
+from engine.kv.host.arena import MIN_POOL_BLOCKS, REFILL_BLOCKS, HostArena
+from engine.kv.host.shared_file import FOLDER, PREFIX, remove_unused
+from tests.engine.kv.arena_process import (
+    BLOCK_BYTES,
+    FINGERPRINT,
+    NUM_BYTES,
+    content_of,
+    digest_of,
+    name_of,
+    open_arena,
+    store,
+)
+
+
+@pytest.fixture
+def name() -> Iterator[str]:
+    name = f"test-{os.getpid()}-{random.randrange(2**32)}"
+    yield name
+    (FOLDER / f"{PREFIX}{name}").unlink(missing_ok=True)
+
+
+def _check_stored(arena: HostArena) -> int:
+    """Every block that can be found is what its name says; returns how many there are."""
+    names = arena.hashes()
+    for block in (block for name in names for block in arena.find([name])):
+        content = arena.blocks[block.slot].tobytes()
+        assert content == content_of(block.block_hash)
+        assert digest_of(content) == block.digest
+    return len(names)
+
+
+def test_all_workers_find_what_one_has_stored(name: str) -> None:
+    one, two = open_arena(name), open_arena(name)
+    names = store(one, range(5))
+    assert one.member != two.member
+    assert [block.block_hash for block in two.find([*names, name_of(9)])] == names
+    assert two.num_found(names) == 5
+    assert two.num_found([name_of(9), *names]) == 0
+    assert _check_stored(two) == 5
+    assert two.terms().total == two.num_blocks
+    one.close()
+    assert two.num_found(names) == 5
+    two.close()
+
+
+def test_the_last_to_leave_removes_the_file(name: str) -> None:
+    one, two = open_arena(name), open_arena(name)
+    path = FOLDER / f"{PREFIX}{name}"
+    two.leave()
+    two.close()
+    assert path.exists()
+    assert name not in str(remove_unused(keep="nothing"))
+    one.close()
+    one.close()
+    assert not path.exists()
+
+
+def test_a_pool_refills_from_the_reserve_then_steals_half_then_evicts(name: str) -> None:
+    one, two = open_arena(name), open_arena(name)
+    two.give_back(two.take(1))
+    assert two.terms().num_pool == {two.member: REFILL_BLOCKS}
+    taken = one.take(one.num_blocks - REFILL_BLOCKS)
+    assert one.terms().num_pool == {two.member: REFILL_BLOCKS}, "the reserve is not empty yet"
+    assert one.take(1)
+    assert one.terms().num_pool[two.member] == REFILL_BLOCKS // 2
+    while one.terms().num_pool[two.member] > MIN_POOL_BLOCKS:
+        assert one.take(1)
+    one.take(one.num_blocks)
+    assert one.take(1) == []
+    assert one.terms().num_pool[two.member] <= MIN_POOL_BLOCKS, "the last few are not stolen"
+    names = [name_of(number) for number in range(20)]
+    one.publish(taken[:20], names, range(20))
+    one.touch(names[:2])
+    assert one.take(1), "what is stored can be evicted"
+    assert one.num_found(names[:2]) == 2
+    assert one.terms().total == one.num_blocks
+    one.close()
+    two.close()
+
+
+def test_what_was_used_longest_ago_is_evicted_and_a_chain_from_its_end(name: str) -> None:
+    arena = open_arena(name)
+    chains = [range(100 * chain, 100 * chain + 20) for chain in range(3)]
+    names = [store(arena, chain) for chain in chains]
+    spare = arena.take(arena.num_blocks - 60)
+    assert len(spare) == arena.num_blocks - 60
+    arena.touch(names[0])
+    arena.take(30)
+    found = [arena.num_found(chain) for chain in names]
+    assert found[1] <= found[2] <= found[0] == 20
+    assert sum(found) < 60
+    left = [sum(bool(arena.find([name])) for name in chain) for chain in names]
+    assert left == found, "a block is left whose beginning is gone"
+    arena.close()
+
+
+def test_a_block_that_was_evicted_is_noticed_even_if_it_came_back(name: str) -> None:
+    arena = open_arena(name)
+    (found,) = arena.find(store(arena, range(1)))
+    assert arena.is_unchanged(found)
+    assert arena.drop(found)
+    assert not arena.drop(found)
+    assert not arena.find([name_of(0)])
+    store(arena, range(1))
+    (again,) = arena.find([name_of(0)])
+    assert not arena.is_unchanged(found)
+    assert arena.is_unchanged(again)
+    arena.close()
+
+
+def test_a_name_is_stored_once(name: str) -> None:
+    one, two = open_arena(name), open_arena(name)
+    store(one, range(3))
+    slots = two.take(2)
+    assert two.publish(slots, [name_of(2), name_of(3)], [0, 0]) == 1
+    assert two.terms().num_ready == 4
+    two.check_conservation([])
+    one.close()
+    two.close()
+
+
+def test_a_bucket_that_overflows_loses_what_was_used_longest_ago(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arena_module, "_PLACES_PER_BLOCK", 1)
+    monkeypatch.setattr(arena_module, "_WAYS", 1)
+    arena = open_arena(name)
+    for start in range(0, arena.num_blocks, 16):
+        names = store(arena, range(start, start + 16))
+        assert arena.find(names[-1:])
+    arena.check_conservation([])
+    assert arena.terms().num_ready == _check_stored(arena) < arena.num_blocks * 0.9
+    arena.close()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_history_of_several_workers_loses_or_doubles_a_block(name: str, seed: int) -> None:
+    rng = random.Random(seed)
+    workers = [open_arena(name) for _ in range(3)]
+    taken: list[list[int]] = [[], [], []]
+    for _ in range(150):
+        i = rng.randrange(3)
+        arena, mine = workers[i], taken[i]
+        match rng.randrange(6):
+            case 0:
+                mine += arena.take(rng.choice([1, 3, 40, 200]))
+            case 1 | 2:
+                part = [mine.pop() for _ in range(min(len(mine), rng.randrange(30)))]
+                names = [name_of(rng.randrange(400)) for _ in part]
+                for slot, block_name in zip(part, names, strict=True):
+                    arena.blocks[slot] = np.frombuffer(content_of(block_name), dtype=np.uint8)
+                arena.publish(part, names, [digest_of(content_of(n)) for n in names])
+            case 3:
+                arena.give_back([mine.pop() for _ in range(min(len(mine), rng.randrange(30)))])
+            case 4:
+                found = arena.find([name_of(rng.randrange(400))])
+                assert all(arena.drop(block) for block in found)
+            case 5 if rng.random() < 0.2:
+                arena.close()
+                workers[i], taken[i] = open_arena(name), []
+        for worker, own in zip(workers, taken, strict=True):
+            worker.check_conservation(own)
+    assert _check_stored(workers[0]) == workers[0].terms().num_ready
+    for worker in workers:
+        worker.close()
+
+
+# ---- other processes ----------------------------------------------------------------------------
+
+
+def _begin(name: str, task: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "tests.engine.kv.arena_process", name, task]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"ready\n"
+    return process
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.communicate()
+
+
+def test_what_a_killed_worker_was_writing_comes_back_and_is_never_found(name: str) -> None:
+    arena = open_arena(name)
+    arena.give_back(arena.take(3))
+    process = _begin(name, "stuck")
+    kept = store(arena, range(3))
+    assert kept, "blocks of its own pool need a lock that the other does not have"
+    assert sum(arena.terms().num_writing.values()) == 5 + 3, "SHARED is taken: nothing is published"
+    _kill(process)
+    taken = arena.take(arena.num_blocks)
+    assert len(taken) == arena.num_blocks - 3
+    assert arena.terms().num_reserve == 0
+    arena.close()
+
+
+def test_two_workers_share_an_arena_and_one_is_killed_while_it_stores(name: str) -> None:
+    arena = open_arena(name)
+    process = _begin(name, "busy")
+    for number in range(100):  # it stores, steals and evicts meanwhile
+        store(arena, range(10**6 + 8 * number, 10**6 + 8 * number + 8))
+        for block in arena.find(arena.hashes()[:4]):
+            content = arena.blocks[block.slot].tobytes()
+            is_right = digest_of(content) == block.digest and content == content_of(
+                block.block_hash
+            )
+            assert is_right or not arena.is_unchanged(block)
+    _kill(process)
+    assert _check_stored(arena) > 0
+    terms = arena.terms()
+    assert terms.total == arena.num_blocks
+    arena.take(arena.num_blocks)
+    assert set(arena.terms().num_writing) == {arena.member}
+    arena.close()
+
+
+def test_what_killed_processes_left_is_found_again_or_removed(name: str) -> None:
+    _kill(_begin(name, "busy"))
+    path = FOLDER / f"{PREFIX}{name}"
+    assert remove_unused(keep=name) == []
+    arena = open_arena(name)
+    assert _check_stored(arena) > 0
+    arena.close()
+    assert not path.exists()
+    _kill(_begin(name, "stuck"))
+    assert path.name in remove_unused(keep="another")
+    assert not path.exists()
+
+
+# ---- refusals -----------------------------------------------------------------------------------
+
+
+def test_an_arena_of_another_layout_is_refused_while_it_is_used(name: str) -> None:
+    arena = open_arena(name)
+    for other in ({"fingerprint": b"g" * 16}, {"block_bytes": 512}, {"num_bytes": 2 * NUM_BYTES}):
+        given = {"num_bytes": NUM_BYTES, "block_bytes": BLOCK_BYTES, "fingerprint": FINGERPRINT}
+        with pytest.raises(ConfigError, match=r"cache\.host_gib: .* another model, layout or size"):
+            HostArena(name, **(given | other))  # type: ignore[arg-type]
+    assert store(arena, range(2))
+    size = Path(FOLDER / f"{PREFIX}{name}").stat().st_size
+    arena._file.leave()
+    arena._file.path.write_bytes(b"x" * size)  # what nobody uses is made anew
+    again = open_arena(name)
+    assert again.terms().num_reserve == again.num_blocks
+    again.close()
+
+
+def test_too_little_room_is_refused_before_anything_is_written(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"no room for .* GiB .*--shm-size"):
+        open_arena(name, num_bytes=2**50)
+    assert not (FOLDER / f"{PREFIX}{name}").exists()
+    with pytest.raises(ConfigError, match="hold no block of 256"):
+        open_arena(name, num_bytes=2**20)

@@ -1,0 +1,203 @@
+"""Blocks from a device's store into the arena and back: what arrives, and what never does."""
+
+import os
+import random
+from collections.abc import Callable, Iterator, Sequence
+from threading import Event
+
+import pytest
+import torch
+
+from engine.kv.host.arena import HostArena
+from engine.kv.host.movers import BlockMover, build_mover
+from engine.kv.host.shared_file import FOLDER, PREFIX
+from engine.kv.host.tier import HostLoad, HostTier
+from engine.kv.layout import KvLayout
+from engine.kv.store import KvStore
+from tests.engine.kv.arena_process import name_of
+
+LAYOUT = KvLayout.with_heads(
+    num_layers=2, block_size=3, num_kv_heads=1, head_dim=5, dtype="float32"
+)
+NUM_BLOCKS = 40
+
+
+class World:
+    """One worker's store, arena and tier."""
+
+    def __init__(self, name: str, num_arena_blocks: int) -> None:
+        self.store = KvStore(LAYOUT, num_blocks=NUM_BLOCKS, device=torch.device("cpu"))
+        self.store.tensor.copy_(torch.randn(self.store.tensor.shape))
+        self.arena = HostArena(
+            name,
+            num_bytes=num_arena_blocks * (LAYOUT.block_bytes + 56) + 2**21 + 4128,
+            block_bytes=LAYOUT.block_bytes,
+            fingerprint=bytes(16),
+        )
+        assert self.arena.num_blocks == num_arena_blocks
+        self.mover = StoppedMover(build_mover(self.store, self.arena.blocks))
+        self.tier = HostTier(self.arena, self.mover, self.store.digests)
+
+    def save(self, block_ids: Sequence[int]) -> None:
+        self.tier.save([(block_id, name_of(block_id)) for block_id in block_ids])
+
+    def settle(self) -> None:
+        """Until nothing is under way."""
+        for lane in (self.tier._save_lane, self.tier._load_lane):
+            is_idle = Event()
+            lane.post(is_idle.set)
+            assert is_idle.wait(30)
+        self.tier.settle()
+        assert not self.tier.is_active
+        self.tier.check_conservation()
+
+    def load(self, numbers: Sequence[int], block_ids: Sequence[int]) -> HostLoad:
+        blocks = self.tier.find([name_of(number) for number in numbers])
+        assert len(blocks) == len(numbers)
+        return self.tier.load(blocks, block_ids)
+
+
+class StoppedMover:
+    """A mover that does something else before each piece that it loads."""
+
+    def __init__(self, mover: BlockMover) -> None:
+        self._mover = mover
+        self.before_piece: Callable[[], None] = lambda: None
+        self.save = mover.save
+
+    def begin_load(self) -> Callable[[Sequence[int], Sequence[int]], list[int]]:
+        copy = self._mover.begin_load()
+
+        def load(slots: Sequence[int], block_ids: Sequence[int]) -> list[int]:
+            self.before_piece()
+            return copy(slots, block_ids)
+
+        return load
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    name = f"test-tier-{os.getpid()}-{random.randrange(2**32)}"
+    world = World(name, 64)
+    yield world
+    world.tier.close()
+    assert not (FOLDER / f"{PREFIX}{name}").exists()
+
+
+def test_blocks_come_back_with_every_bit_and_their_digests(world: World) -> None:
+    world.store.tensor[3, 0, 0, 0, 0, 0] = float("nan")
+    before = world.store.tensor.clone()
+    world.save([5, 3, 9])
+    world.store.zero([5, 3, 9])  # as the next step may, at once
+    assert world.tier.num_found([name_of(3)]) == 0, "it is not published yet"
+    world.settle()
+    load = world.load([3, 5, 9], [20, 9, 0])
+    world.settle()
+    assert (load.num_landed, load.is_over, load.problem) == (3, True, None)
+    after = world.store.tensor[[20, 9, 0]].view(torch.uint8)
+    assert torch.equal(after, before[[3, 5, 9]].view(torch.uint8))
+    assert world.store.digests.of([20, 9, 0]) == world.store.digest([20, 9, 0])
+    statistics = world.tier.statistics()
+    assert (statistics.num_stored, statistics.num_loaded, statistics.num_dropped) == (3, 3, 0)
+
+
+def test_what_is_stored_already_is_not_copied_again(world: World) -> None:
+    world.save([1, 2])
+    world.save([2, 3])  # the first is still under way
+    world.settle()
+    world.save([3])
+    statistics = world.tier.statistics()
+    assert (statistics.num_stored, statistics.num_known) == (3, 2)
+
+
+@pytest.mark.parametrize("byte", [0, 1, LAYOUT.block_bytes // 2, LAYOUT.block_bytes - 1])
+def test_a_flipped_bit_is_found_and_the_block_never_again(world: World, byte: int) -> None:
+    world.save(range(10))
+    world.settle()
+    (found,) = world.arena.find([name_of(4)])
+    world.arena.blocks[found.slot, byte] ^= 1 << random.randrange(8)
+    load = world.load(range(10), range(20, 30))
+    world.settle()
+    assert (load.num_landed, load.problem) == (4, "corrupt")
+    assert torch.equal(world.store.tensor[20:24], world.store.tensor[0:4])
+    assert world.tier.num_found([name_of(4)]) == 0
+    assert world.tier.num_found([name_of(5)]) == 1
+    assert world.tier.statistics().num_corrupt == 1
+
+
+@pytest.mark.parametrize("field", ["_checks", "_hashes"])
+def test_a_flipped_bit_beside_the_bytes_is_found_too(world: World, field: str) -> None:
+    world.save([7])
+    world.settle()
+    (found,) = world.arena.find([name_of(7)])
+    if field == "_checks":
+        world.arena._checks[found.slot] ^= 1 << random.randrange(64)
+        load = world.load([7], [20])
+        world.settle()
+        assert (load.num_landed, load.problem) == (0, "corrupt")
+    else:
+        world.arena._hashes[found.slot * 16 + 3] ^= 1
+        assert world.tier.num_found([name_of(7)]) == 0
+
+
+def test_bytes_of_another_block_do_not_pass_for_this_one(world: World) -> None:
+    """All of it is whole, and under the wrong name."""
+    world.save([1, 2])
+    world.settle()
+    one, two = (world.arena.find([name_of(number)])[0].slot for number in (1, 2))
+    world.arena.blocks[one] = world.arena.blocks[two]
+    world.arena._checks[one] = world.arena._checks[two]
+    load = world.load([1], [20])
+    world.settle()
+    assert load.problem == "corrupt"
+
+
+def test_a_block_that_is_evicted_while_it_is_loaded_does_not_land(world: World) -> None:
+    world.save(range(8))
+    world.settle()
+    found = world.arena.find([name_of(5)])
+    world.mover.before_piece = lambda: world.arena.drop(found[0]) and None
+    load = world.load(range(8), range(20, 28))
+    world.settle()
+    assert (load.num_landed, load.problem) == (5, "gone")
+    assert world.tier.statistics().num_gone == 1
+
+
+def test_a_cancelled_load_ends_and_a_failed_one_switches_the_tier_off(world: World) -> None:
+    world.save(range(8))
+    world.settle()
+    load = world.load(range(8), range(20, 28))
+    load.cancel()
+    world.settle()
+    assert load.is_over
+
+    def fail() -> None:
+        raise RuntimeError("the device is away")
+
+    world.mover.before_piece = fail
+    load = world.load(range(8), range(20, 28))
+    world.settle()
+    assert (load.num_landed, load.is_over, load.problem) == (0, True, "failed")
+    assert world.tier.find([name_of(0)]) == []
+    world.save([30])
+    assert world.tier.statistics().num_stored == 8
+
+
+def test_what_finds_no_room_is_dropped_the_beginning_of_a_sequence_last(world: World) -> None:
+    taken = world.arena.take(60)
+    world.save([9, 8, 7, 6, 5, 4, 3, 2, 1, 0])  # a sequence, evicted from its end
+    world.arena.give_back(taken)
+    world.settle()
+    assert world.tier.num_found([name_of(number) for number in range(10)]) == 4
+    assert world.tier.statistics().num_dropped == 6
+
+
+def test_progress_is_told_from_other_threads(world: World) -> None:
+    told: list[None] = []
+    world.tier.on_progress(lambda: told.append(None))
+    world.save([1])
+    world.settle()
+    num_told = len(told)
+    world.load([1], [20])
+    world.settle()
+    assert 0 < num_told < len(told)

@@ -1,0 +1,180 @@
+"""Gemma 3's text model: transformers' logits on the same folder, in every kind of step; errors."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from engine.errors import ConfigError
+from engine.layers.rope_spec import LinearScaling, RopeSpec
+from engine.models.llama import CausalLM
+from engine.models.llama_weights import num_parameters
+from engine.models.registry import build_model
+from engine.models.spec import load_spec
+from engine.models.weights import random_weights
+from engine.request import SamplingParams
+from tests.engine.models.closeness import assert_same_logits
+from tests.engine.runner.step_driver import StepDriver
+from tests.harness.in_process import answer, start_engine
+from tests.harness.tiny_models import VOCAB_SIZE, edit_config, reference_logits, save_model
+
+CPU = torch.device("cpu")
+NAME = "Gemma3ForCausalLM"
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "untied": {"tie_word_embeddings": False, "attention_bias": True, "num_key_value_heads": 1},
+    "one_rope": {
+        "query_pre_attn_scalar": 16,
+        "layer_types": ["full_attention", "full_attention", "sliding_attention"],
+        "rope_parameters": None,
+    },
+}
+
+
+def _build(folder: Path, dtype: torch.dtype = torch.float32) -> CausalLM:
+    return build_model(folder, dtype=dtype, device=CPU)
+
+
+def _tokens(num_tokens: int, seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    ids: list[int] = torch.randint(0, VOCAB_SIZE, (num_tokens,), generator=generator).tolist()
+    return ids
+
+
+@pytest.fixture
+def seed() -> int:
+    """Fresh inputs every run; pytest shows the value in the failing test's captured output."""
+    value = int(torch.seed() % 2**31)
+    print(f"seed {value}")
+    return value
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_chunk_size_gives_the_reference_logits_of_gemma3(
+    variant: str, tmp_path: Path, seed: int
+) -> None:
+    save_model(tmp_path, NAME, seed=seed, **VARIANTS[variant])
+    token_ids = _tokens(19, seed)
+    theirs = reference_logits(tmp_path, token_ids)
+    driver = StepDriver(_build(tmp_path), seed=seed)
+    for chunk in (1, 2, 5, 18, 19):
+        driver.admit(0, token_ids)
+        ours = driver.logits_in_chunks(0, chunk)
+        assert_same_logits(ours, theirs, label=f"chunks of {chunk}")
+        driver.release(0)
+
+
+def test_gemma3_after_a_prefix_hit_and_a_preemption_in_mixed_steps(
+    tmp_path: Path, seed: int
+) -> None:
+    save_model(tmp_path, NAME, seed=seed)
+    driver = StepDriver(_build(tmp_path), seed=seed)
+    shared = _tokens(12, seed)
+    driver.admit(0, shared + _tokens(4, seed + 1))
+    driver.logits({0: 16})
+    follower = shared + _tokens(9, seed + 2)
+    theirs = reference_logits(tmp_path, follower)
+    driver.admit(1, follower, shared_blocks=driver.blocks[0][:3], num_computed=12)
+    assert_same_logits(driver.logits({1: 5})[1], theirs[12:17])
+    driver.release(1)
+    other = _tokens(17, seed + 3)
+    driver.admit(2, other)
+    driver.admit(1, follower, num_prompt_tokens=15)
+    mixed = driver.logits({1: 20, 2: 17})
+    assert_same_logits(mixed[1], theirs[:20])
+    assert_same_logits(mixed[2], reference_logits(tmp_path, other))
+    assert_same_logits(driver.logits({1: 1})[1], theirs[20:])
+
+
+def test_gemma3_in_bfloat16_is_no_further_from_fp32_than_transformers(
+    tmp_path: Path, seed: int
+) -> None:
+    hf_model = save_model(tmp_path, NAME, seed=seed, dtype=torch.bfloat16)
+    token_ids = _tokens(64, seed)
+    with torch.inference_mode():
+        truth = hf_model(torch.tensor([token_ids])).logits[0]
+        theirs = hf_model.bfloat16()(torch.tensor([token_ids])).logits[0].float()
+    driver = StepDriver(_build(tmp_path, torch.bfloat16), seed=seed)
+    driver.admit(0, token_ids)
+    ours = driver.logits_in_chunks(0, 24)
+    our_error, their_error = ((e - truth).pow(2).mean().sqrt() for e in (ours, theirs))
+    assert our_error <= 1.1 * their_error, f"ours {our_error}, theirs {their_error}"
+
+
+def test_an_engine_answers_as_transformers_does_for_gemma3(tmp_path: Path, seed: int) -> None:
+    save_model(tmp_path, NAME, seed=seed)
+    model = AutoModelForCausalLM.from_pretrained(
+        tmp_path, attn_implementation="eager", dtype=torch.float32
+    )
+    engine = start_engine(
+        model__path=str(tmp_path), cache__num_blocks=40, cache__block_size=4,
+        scheduler__max_num_batched_tokens=8, scheduler__max_num_seqs=4,
+    )  # fmt: skip
+    params = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
+    prompts = [_tokens(21, seed), _tokens(30, seed + 2)]
+    prompts.append(prompts[0][:17] + _tokens(4, seed + 3))
+    expected = []
+    for prompt in prompts:
+        tokens = list(prompt)
+        with torch.inference_mode():
+            for _ in range(5):
+                tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+        expected.append(tokens[len(prompt) :])
+    for _ in range(2):  # the second time from the cache
+        found = answer(engine, [(prompt, params) for prompt in prompts])
+        assert [answered.tokens for answered in found] == expected
+
+
+def test_parameters_of_gemma3_are_those_of_transformers(tmp_path: Path) -> None:
+    model = save_model(tmp_path, NAME)
+    spec = load_spec(tmp_path)
+    assert num_parameters(spec) == model.num_parameters()
+    made = random_weights(spec, dtype=torch.float32, device=CPU)
+    assert not made.layers[0].input_norm.any(), "norms multiply by 1"
+
+
+# ---- config.json ---------------------------------------------------------------------------------
+
+
+def test_the_published_keys_of_gemma3_are_read(tmp_path: Path) -> None:
+    """The spelling of the published 1B and 4B folders: a pattern, two bases, one scaling."""
+    save_model(tmp_path, NAME, num_hidden_layers=3)
+    edit_config(
+        tmp_path,
+        remove=("rope_parameters", "layer_types", "tie_word_embeddings"),
+        sliding_window_pattern=3,
+        rope_theta=700.0,
+        rope_local_base_freq=50.0,
+        rope_scaling={"rope_type": "linear", "factor": 8.0},
+    )
+    spec = load_spec(tmp_path)
+    assert spec.layer_windows == (6, 6, None)
+    assert spec.rope == RopeSpec(theta=700.0, scaling=LinearScaling(factor=8.0))
+    assert spec.local_rope == RopeSpec(theta=50.0)
+    assert spec.max_model_len == 256, "the published length is the extended one"
+    assert spec.has_tied_embeddings
+    token_ids = _tokens(25, 3)
+    driver = StepDriver(_build(tmp_path), seed=1)
+    driver.admit(0, token_ids)
+    assert_same_logits(driver.logits_in_chunks(0, 11), reference_logits(tmp_path, token_ids))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is not supported"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping is not supported"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention true"),
+        ({"hidden_activation": "relu"}, "'relu' is not supported for Gemma 3"),
+        ({"rope_parameters": {"full_attention": {}}}, "full_attention is missing"),
+    ],
+)
+def test_settings_of_gemma3_that_are_not_computed_are_refused(
+    changes: dict[str, object], message: str, tmp_path: Path
+) -> None:
+    save_model(tmp_path, NAME)
+    edit_config(tmp_path, **changes)
+    with pytest.raises(ConfigError, match=message):
+        load_spec(tmp_path)

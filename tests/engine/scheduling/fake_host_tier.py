@@ -1,0 +1,101 @@
+"""A host tier over a `FakeExecutor`: keeps what blocks hold, and gives it back as told."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from tests.harness.fakes import NOT_FINITE, FakeExecutor, Written
+
+Stored = tuple[bytes, list[Written]]
+
+
+@dataclass(slots=True, eq=False)
+class FakeLoad:
+    blocks: Sequence[Stored]
+    block_ids: Sequence[int]
+    num_landed: int = 0
+    is_over: bool = False
+    is_cancelled: bool = False
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+
+
+@dataclass(slots=True, eq=False)
+class FakeHostTier:
+    """`settle` lands as many blocks as it is told to; with `rng`, as many as it likes."""
+
+    block_s: float = 0.0  # predicted
+    num_to_land: int = 0  # at the next `settle`
+    rng: random.Random | None = None
+    max_blocks: int = 1000
+    executor: FakeExecutor | None = None
+    blocks: dict[bytes, list[Written]] = field(default_factory=dict)  # oldest first
+    loads: list[FakeLoad] = field(default_factory=list)
+    num_loaded: int = 0
+
+    def save(self, evicted: Sequence[tuple[int, bytes]]) -> None:
+        assert self.executor is not None
+        for block_id, block_hash in evicted:
+            content = [self.executor.content(block_id, slot) for slot in range(self._block_size)]
+            assert NOT_FINITE not in content
+            known = self.blocks.pop(block_hash, content)
+            assert known == content, "one hash names two contents"
+            self.blocks[block_hash] = content
+        while len(self.blocks) > self.max_blocks:
+            del self.blocks[next(iter(self.blocks))]
+
+    @property
+    def _block_size(self) -> int:
+        assert self.executor is not None
+        return self.executor._block_size
+
+    @property
+    def is_active(self) -> bool:
+        return bool(self.loads)
+
+    def num_found(self, hashes: Sequence[bytes]) -> int:
+        return len(self.find(hashes))
+
+    def find(self, hashes: Sequence[bytes]) -> list[Stored]:
+        found = []
+        for block_hash in hashes:
+            if block_hash not in self.blocks:
+                break
+            found.append((block_hash, self.blocks[block_hash]))
+        return found
+
+    def load_seconds(self, num_blocks: int) -> float:
+        return self.block_s * num_blocks
+
+    def load(self, blocks: Sequence[Stored], block_ids: Sequence[int]) -> FakeLoad:
+        load = FakeLoad(blocks, list(block_ids))
+        self.loads.append(load)
+        return load
+
+    def settle(self) -> None:
+        for load in self.loads:
+            self._go_on(load)
+        self.loads = [load for load in self.loads if not load.is_over]
+
+    def _go_on(self, load: FakeLoad) -> None:
+        num_left = len(load.blocks) - load.num_landed
+        num_to_land = min(self.num_to_land, num_left)
+        if self.rng is not None:
+            num_to_land = self.rng.randrange(num_left + 1)
+            if self.rng.random() < 0.1:  # what comes next is not what was stored
+                self._write(load, load.num_landed, NOT_FINITE)
+                self.blocks.pop(load.blocks[load.num_landed][0], None)
+                load.is_over = True
+                return
+        for index in range(load.num_landed, load.num_landed + num_to_land):
+            self._write(load, index)
+        load.num_landed += num_to_land
+        self.num_loaded += num_to_land
+        load.is_over = load.num_landed == len(load.blocks) or load.is_cancelled
+
+    def _write(self, load: FakeLoad, index: int, spoiled: Written | None = None) -> None:
+        assert self.executor is not None
+        block_id, content = load.block_ids[index], load.blocks[index][1]
+        assert block_id not in self.executor.blocks_in_flight
+        self.executor._store[block_id] = [spoiled or written for written in content]
