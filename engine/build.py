@@ -190,9 +190,8 @@ def build_engine(
     torch.set_num_threads(config.workers.torch_threads)
     spec = load_spec(Path(config.model.path), quantization=config.model.quantization)
     layout, whole = (_rank_layout(config, spec, rank) for rank in (comm.rank, WHOLE_MODEL))
-    compilations = CompilationCounter()
+    compilations, grammars = CompilationCounter(), _build_grammars(config, spec)
     compilations.install()
-    grammars = _build_grammars(config, spec)
     with hanging_up_on_error(comm):
         given = config, spec, layout, clock, comm, model, grammars
         measured = _build_measured(*given, sends_blocks=role == "prefill")
