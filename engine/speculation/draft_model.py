@@ -153,7 +153,8 @@ class DraftModel:
             first + num_new == asked[place][0].num_known_tokens for place, first, num_new in spans
         ]
         num_samples = [int(is_end) for is_end in ends]
-        tokens = self._run(
+        plan = StepPlan(
+            step=self._num_steps,
             rows=rows,
             num_new_tokens=[num_new for _, _, num_new in spans],
             num_computed_tokens=[first for _, first, _ in spans],
@@ -164,6 +165,7 @@ class DraftModel:
             verified_tokens=verified,
             drafts=[(i, []) for i in range(len(spans)) if ends[i]],
         )
+        tokens = self._run(plan)
         self._end_writing(asked, spans)
         return self._take(asked, found, [place for place, _, _ in spans], tokens)
 
@@ -173,7 +175,8 @@ class DraftModel:
         """Compute the newest draft of each of `places` and draw the next one."""
         requests = [asked[place][0] for place in places]
         counts = [1] * len(places)
-        tokens = self._run(
+        plan = StepPlan(
+            step=self._num_steps,
             rows=[self._seats[request.key].row for request in requests],
             num_new_tokens=counts,
             num_computed_tokens=[
@@ -185,7 +188,7 @@ class DraftModel:
             new_block_ids=[[] for _ in places],
             drafts=[(i, list(found[place])) for i, place in enumerate(places)],
         )
-        return self._take(asked, found, places, tokens)
+        return self._take(asked, found, places, self._run(plan))
 
     def _take(
         self,
@@ -207,37 +210,17 @@ class DraftModel:
                 left += [place] if drawn[0] not in request.stop_ids else []
         return left
 
-    def _run(
-        self,
-        *,
-        rows: list[int],
-        num_new_tokens: list[int],
-        num_computed_tokens: list[int],
-        num_logits: list[int],
-        num_samples: list[int],
-        new_block_ids: list[list[int]],
-        drafts: list[tuple[int, list[int]]],
-        admissions: Sequence[RowAdmission] = (),
-        verified_tokens: Sequence[tuple[int, list[int]]] = (),
-    ) -> list[list[int] | None]:
-        """[R]  what each row drew; None = its numbers are not finite."""
+    def _run(self, plan: StepPlan) -> list[list[int] | None]:
+        """[R]  what each row drew; None = its numbers are not finite.
+
+        Rows that were left and blocks to be zeroed since the last step are added to the plan.
+        """
         released, self._released_rows = self._released_rows, []
         zeroed, self._zero_block_ids = self._zero_block_ids, []
         for block_id in zeroed:
             self._contents[block_id] = b""
-        plan = StepPlan(
-            step=self._num_steps,
-            zero_block_ids=list(dict.fromkeys(zeroed)),
-            released_rows=released,
-            admissions=list(admissions),
-            rows=rows,
-            num_new_tokens=num_new_tokens,
-            num_computed_tokens=num_computed_tokens,
-            num_logits=num_logits,
-            num_samples=num_samples,
-            new_block_ids=new_block_ids,
-            drafts=drafts,
-            verified_tokens=list(verified_tokens),
+        plan = msgspec.structs.replace(
+            plan, zero_block_ids=list(dict.fromkeys(zeroed)), released_rows=released
         )
         self._num_steps += 1
         self.num_computed_tokens += plan.num_tokens
