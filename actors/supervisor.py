@@ -9,6 +9,7 @@ the new Supervisor drains the workers of the old one, which it knows by the hash
 import asyncio
 import logging
 import os
+import time
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, TypeVar
 
@@ -37,7 +38,7 @@ from actors.lifecycle.placement_groups import (
 from actors.observability.logs import set_up_logging
 from actors.rpc.handles import AllocatorHandle, WorkerHandle, create_actor, find_actor, ping
 from engine.errors import WorkerError
-from engine.kv.host.shared_file import name_for, remove_unused
+from engine.kv.host.shared_file import UnusedFiles, name_for
 from engine.messages import Topology, WorkerStatus, encode
 
 logger = logging.getLogger(__name__)
@@ -71,6 +72,7 @@ class Supervisor:
         # Actors of earlier deployments: they existed before this supervisor. It must not touch
         # those of later ones, because it lives on while the streams of its own ingresses end.
         self._earlier: frozenset[str] | None = None
+        self._unused_arenas = UnusedFiles(keep=name_for(spec.block_key))
         self._has_looked = False  # every actor was asked at least once
         # An actor that does not answer must not delay the others' heartbeats.
         self._patience_s = spec.config.lifetimes.supervisor_silence_s / MAX_UNANSWERED
@@ -123,7 +125,7 @@ class Supervisor:
             old_groups = {name: groups[name] for name in groups if name in self._earlier}
             unused = unused_groups(old_groups, names)
             await asyncio.to_thread(remove_groups, unused, self._spec.namespace)
-            await asyncio.to_thread(remove_unused, keep=name_for(self._spec.block_key))
+            await asyncio.to_thread(self._unused_arenas.remove, time.monotonic())
             period_s = self._config.lifetimes.supervisor_heartbeat_s
             await asyncio.sleep(min(period_s, STARTING_PERIOD_S) if self._is_starting else period_s)
 

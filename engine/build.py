@@ -25,7 +25,7 @@ from engine.kv.cache import BlockCache
 from engine.kv.hashes import RequestHasher
 from engine.kv.host.arena import HostArena
 from engine.kv.host.movers import build_mover
-from engine.kv.host.shared_file import name_for, remove_unused
+from engine.kv.host.shared_file import name_for
 from engine.kv.host.tier import HostTier
 from engine.kv.layout import DTYPE_BYTES, KvDtype, KvLayout
 from engine.kv.store import KvStore
@@ -201,7 +201,7 @@ def build_engine(
     executor = measured.executor
     compilations.reset()
     key = secrets.token_bytes(BLOCK_KEY_BYTES) if block_key is None else block_key
-    host_tier = _build_host_tier(config, key, executor.kv_store)
+    host_tier = _build_host_tier(config, role, key, executor.kv_store)
     cache = _build_cache(config, executor.kv_store.num_blocks, host_tier)
     hasher = _build_hasher(key, model_fingerprint, layout)
     outgoing = OutgoingHandoffs(cache, notify)
@@ -299,17 +299,19 @@ def _build_measured(
     )
 
 
-def _build_host_tier(config: AppConfig, block_key: bytes, store: KvStore) -> HostTier | None:
-    """Raises ConfigError if there is no room for it, or it is another model's."""
-    if config.cache.host_gib == 0:
+def _build_host_tier(
+    config: AppConfig, role: Role, block_key: bytes, store: KvStore
+) -> HostTier | None:
+    """Raises ConfigError if there is no room for it, or it is another model's.
+
+    A decode worker has none: its reservations look for blocks on the device only.
+    """
+    if config.cache.host_gib == 0 or role == "decode":
         return None
-    name = name_for(block_key)
-    for removed in remove_unused(keep=name):
-        logger.info("removed %s, which no process used", removed)
     layout = store.layout
     fingerprint = hashlib.blake2b(repr(layout).encode(), digest_size=16).digest()
     arena = HostArena(
-        name,
+        name_for(block_key),
         num_bytes=int(config.cache.host_gib * 2**30),
         block_bytes=layout.block_bytes,
         fingerprint=fingerprint,

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from kernels.gelu_mul import gelu_mul
+from kernels.kv.latent_store import rotate_and_store_latent
 from kernels.kv.rotate_and_store import rotate_and_store
-from kernels.ops import HeadNorms
+from kernels.ops import HeadNorms, LatentNorm
 from kernels.rms_norm import rms_norm, rms_norm_add
 from kernels.silu_mul import silu_mul
 
@@ -53,6 +54,21 @@ class TritonOps:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """qkv: [T, heads + 2 kv_heads, head_dim], overwritten; returns its views q, k, v."""
         return rotate_and_store(qkv, norms, rotary.cos_sin, rotary.positions, store, layer, slots)
+
+    def rotate_and_store_latent(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        norm: LatentNorm,
+        rotary: RotaryPositions,
+        store: Tensor,
+        layer: int,
+        slots: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """q: [T, heads, nope + rope], kv: [T, rank + rope]; both overwritten and returned."""
+        return rotate_and_store_latent(
+            q, kv, norm, rotary.cos_sin, rotary.positions, store, layer, slots
+        )
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """gate_up: [T, 2 n]; returns [T, n]."""

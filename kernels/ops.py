@@ -21,6 +21,16 @@ class HeadNorms:
     eps: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentNorm:
+    """Of latent attention: the norm of the latent, and how its rotated part is paired."""
+
+    # [rank]
+    weight: Tensor
+    eps: float
+    is_interleaved: bool  # neighbours are pairs; else halves
+
+
 class Ops(Protocol):
     """All formulas are stated in `kernels.reference`."""
 
@@ -56,6 +66,24 @@ class Ops(Protocol):
         ([T, heads or kv_heads, head_dim]) may be views of it. slots: int32 [T], the token's place
         in the store, block * block_size + offset; a token with slot -1 writes no K and V.
         store: [blocks, layers, 2, block_size, kv_heads, head_dim], in qkv's dtype.
+        """
+        ...
+
+    def rotate_and_store_latent(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        norm: LatentNorm,
+        rotary: Any,  # noqa: ANN401
+        store: Tensor,
+        layer: int,
+        slots: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Normalises the latent, rotates q and the key, writes both to the store; returns q, kv.
+
+        q: [T, heads, nope + rope], of which the end is rotated; kv: [T, rank + rope]. Both may have
+        a larger token stride and may be overwritten; pairs stay where they are. Returns q as given
+        and kv as [T, 1, rank + rope]. store: [blocks, layers, 1, block_size, 1, rank + rope].
         """
         ...
 

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812  (the field's own spelling)
 from torch import Tensor
 
-from kernels.kv.append import kv_append, slot_lines
-from kernels.ops import HeadNorms
+from kernels.kv.append import kv_append, latent_append, slot_lines
+from kernels.ops import HeadNorms, LatentNorm
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -56,6 +56,12 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return rotated.to(x.dtype)
 
 
+def rope_neighbours(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """`rope` with pairs of neighbours (x0, x1), (x2, x3), ..., as DeepSeek publishes them."""
+    halves = rope(torch.cat((x[..., 0::2], x[..., 1::2]), dim=-1), cos, sin)
+    return torch.stack(halves.chunk(2, dim=-1), dim=-1).flatten(-2)
+
+
 def gelu_mul(gate_up: Tensor) -> Tensor:
     """y = gelu(gate) * up in the tanh form of gelu, with gate_up = [gate | up].
 
@@ -82,8 +88,14 @@ class _KvTargets:
     store: Tensor
     # int64 [S]  the tokens that have a slot; None = all
     tokens: Tensor | None
-    # int64 [2, S]  see kernels/kv/append.py
+    # int64 [planes, S]  see kernels/kv/append.py
     lines: Tensor
+
+    def append_latent(self, latent: Tensor, layer: int) -> None:
+        """latent: [T, 1, width]; writes it to the store."""
+        if self.tokens is not None:
+            latent = latent.index_select(0, self.tokens)
+        latent_append(latent, self.store, layer, self.lines)
 
     def append(self, k: Tensor, v: Tensor, layer: int) -> None:
         """k, v: [T, kv_heads, head_dim]; writes them to the store."""
@@ -158,6 +170,26 @@ class TorchOps:
         q, k = qk[:, :num_heads], qk[:, num_heads:]
         rotary.kv_targets(slots, store).append(k, v, layer)
         return q, k, v
+
+    def rotate_and_store_latent(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        norm: LatentNorm,
+        rotary: StepAngles,
+        store: Tensor,
+        layer: int,
+        slots: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """q: [T, heads, nope + rope], kv: [T, rank + rope]; returns new ones."""
+        rope_dim, rank = rotary.cos.shape[-1], norm.weight.shape[0]
+        latent, key = kv[:, None, :rank], kv[:, None, rank:]
+        rotate = rope_neighbours if norm.is_interleaved else rope
+        q_end, key = (rotate(x, rotary.cos, rotary.sin) for x in (q[..., -rope_dim:], key))
+        q = torch.cat((q[..., :-rope_dim], q_end), dim=-1)
+        kept = torch.cat((rms_norm(latent, norm.weight, norm.eps), key), dim=-1)
+        rotary.kv_targets(slots, store).append_latent(kept, layer)
+        return q, kept
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """gate_up: [T, 2 n]; returns [T, n]."""

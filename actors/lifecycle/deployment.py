@@ -99,17 +99,6 @@ def rendezvous_name(deployment_hash: str) -> str:
     return f"rendezvous.{deployment_hash}"
 
 
-def engine_config(config: AppConfig, role: Role) -> AppConfig:
-    """The configuration of an engine of this role.
-
-    A decode worker has no host tier: its reservations look for blocks on the device only.
-    """
-    if role != "decode":
-        return config
-    cache = msgspec.structs.replace(config.cache, host_gib=0.0)
-    return msgspec.structs.replace(config, cache=cache)
-
-
 def supervisor_options() -> dict[str, object]:
     """The Supervisor is a Serve deployment actor: Serve names, restarts and removes it."""
     return {"num_cpus": 0, "max_concurrency": MAX_CONCURRENCY}

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Literal, TypeVar
 
-from actors.lifecycle.deployment import DeploymentSpec, engine_config
+from actors.lifecycle.deployment import DeploymentSpec
 from actors.lifecycle.liveness import Lifeline, exit_for_good
 from actors.lifecycle.placement_groups import remove_unused
 from actors.observability.logs import set_up_logging
@@ -254,8 +254,7 @@ class EngineHost:
             comm = self._ranks.join()  # first: the other ranks' processes start beside what follows
             from engine.build import build_engine  # imports torch, which takes seconds
 
-            config = engine_config(self.config, self.role)
-            given = config, self.model, self.clock, self._on_outgoing, self._block_key
+            given = self.config, self.model, self.clock, self._on_outgoing, self._block_key
             return build_engine(*given, role=self.role, comm=comm)
         except WorkerError as error:
             raise self._ranks.cause_of(error) from error

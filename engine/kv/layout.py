@@ -51,6 +51,12 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
         )
         return cls(block_size=block_size, kinds=(KvLayers(num_layers=num_layers, planes=planes),))
 
+    @classmethod
+    def latent(cls, *, num_layers: int, block_size: int, width: int, dtype: KvDtype) -> Self:
+        """Layout of a model whose layers all keep one vector of `width` a token for all heads."""
+        plane = KvPlane(name="latent", num_heads=1, width=width, dtype=dtype)
+        return cls(block_size=block_size, kinds=(KvLayers(num_layers=num_layers, planes=(plane,)),))
+
     @property
     def block_shape(self) -> tuple[int, int, int, int, int]:
         """[layers, planes, block_size, heads, width]; all planes must have one shape and dtype."""

@@ -45,7 +45,8 @@ _TORCH_DTYPES = {
     "float16": torch.float16,
 }
 # The widest integer that divides a block's bytes: fewer, wider words make the digest cheaper.
-# int32 always divides: a block has K and V, with elements of at least two bytes.
+# int32 always divides: a block has K and V, or a latent of even width, with elements of at least
+# two bytes.
 _WORD_DTYPES = {8: torch.int64, 4: torch.int32}
 _DIGEST_SLAB_BYTES = 32 * 2**20  # bounds the digest's temporaries on a CPU
 
@@ -67,7 +68,7 @@ class KvStore:
         self.num_blocks = num_blocks
         self.dtype = _TORCH_DTYPES[layout.dtype]
         self.shared: SharedMemory | None = None
-        # [num_blocks, layers, 2, block_size, kv_heads, head_dim]
+        # [num_blocks, layers, planes, block_size, kv_heads, head_dim]
         self.tensor = (
             torch.zeros((num_blocks, *layout.block_shape), dtype=self.dtype, device=device)
             if tensor is None

@@ -6,12 +6,14 @@ Knows no other layers, no communication and no requests.
 """
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from engine.layers.context import Comm, ForwardContext
 from engine.layers.linear import Linear
+from kernels.attention.protocol import AttentionBackend
 from kernels.ops import HeadNorms, Ops
 
 
@@ -45,6 +47,21 @@ class ProjectedTokens(StoredTokens):
 
     # [T, heads, head_dim]
     q: Tensor
+
+
+class SelfAttention(Protocol):
+    """Attention of one layer; `Attention` states what its methods do."""
+
+    @property
+    def can_store_alone(self) -> bool: ...
+
+    def project(self, x: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor, Tensor]: ...
+
+    def store(self, x: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor]: ...
+
+    def attend(self, tokens: ProjectedTokens, ctx: ForwardContext) -> Tensor: ...
+
+    def output(self, attended: Tensor, ctx: ForwardContext) -> Tensor: ...
 
 
 class Attention:
@@ -118,7 +135,8 @@ class Attention:
 
     def attend(self, tokens: ProjectedTokens, ctx: ForwardContext) -> Tensor:
         """Returns [T, heads * head_dim]."""
-        return ctx.attention.run(
+        attention: AttentionBackend = ctx.attention
+        return attention.run(
             tokens.q,
             tokens.k,
             tokens.v,

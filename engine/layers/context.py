@@ -9,7 +9,6 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from engine.ranks.rank import WHOLE_MODEL, Rank
-from kernels.attention.protocol import AttentionBackend
 
 
 class Comm(Protocol):
@@ -84,9 +83,9 @@ class ForwardContext:
     rotary: tuple[Any, ...]  # the result of the model's `rotary_at` for this step
     # [T] int32  slot of each new token's K and V, block * block_size + offset; -1 = not stored
     slots: Tensor
-    # [blocks, layers, 2, block_size, kv_heads, head_dim]
+    # [blocks, layers, planes, block_size, kv_heads, head_dim]
     kv_store: Tensor
-    attention: AttentionBackend
+    attention: Any  # AttentionBackend; of a model with latent attention a LatentBackend
     attention_metadata: Any  # the result of `attention.plan` for this step
     comm: Comm
     lane: int = 0  # index among the contexts that may compute at the same time

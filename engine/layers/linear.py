@@ -33,13 +33,14 @@ class WeightFormat(Enum):
     DENSE = "a matrix in the dtype of the model"
     FP8 = "e4m3, with scales of tiles"
     INT4 = "two numbers a byte, with scales and zero points of groups of inputs"
+    FP4 = "two numbers in e2m1 a byte, with scales of groups of inputs"
 
 
 @dataclass(frozen=True, slots=True)
 class LinearWeight:
     """The data of a linear map; `format` says how to read `data`."""
 
-    data: Tensor  # DENSE, FP8: [out, in]; INT4: [out, in / 2]
+    data: Tensor  # DENSE, FP8: [out, in]; INT4, FP4: [out, in / 2]; before that [experts]
     bias: Tensor | None = None  # [out]
     format: WeightFormat = WeightFormat.DENSE
     scales: Scales | None = None  # None where DENSE
@@ -49,6 +50,13 @@ class LinearWeight:
         bias = None if self.bias is None else self.bias[start:]
         scales = None if self.scales is None else self.scales.from_row(start)
         return LinearWeight(self.data[start:], bias, self.format, scales)
+
+    def by_expert(self, num_experts: int) -> "LinearWeight":
+        """Outputs of experts that follow one another, by expert: views of the same memory."""
+        bias = None if self.bias is None else self.bias.view(num_experts, -1)
+        scales = None if self.scales is None else self.scales.by_expert(num_experts)
+        data = self.data.view(num_experts, -1, self.data.shape[1])
+        return LinearWeight(data, bias, self.format, scales)
 
 
 class Linear(Protocol):
@@ -128,7 +136,7 @@ def build_linear(weight: LinearWeight, *, is_deterministic: bool = False) -> Lin
     match weight.format:
         case WeightFormat.DENSE:
             return _build_dense(weight.data, weight.bias, is_deterministic)
-        case WeightFormat.FP8 | WeightFormat.INT4:
+        case WeightFormat.FP8 | WeightFormat.INT4 | WeightFormat.FP4:
             assert weight.scales is not None, f"{weight.format} without scales"
             if weight.data.device.type == "cuda":
                 from engine.layers.quantized_cuda import QuantizedLinear

@@ -4,7 +4,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from engine.layers.linear import Linear
+from engine.layers.linear import Linear, LinearWeight, build_gated, build_linear
+from kernels.ops import Ops
 
 
 class FeedForward(Protocol):
@@ -19,6 +20,22 @@ class FeedForward(Protocol):
         slots: int32 [T], -1 for padding, whose output does not matter; None = there is none.
         """
         ...
+
+
+def build_mlp(
+    gate_up: LinearWeight, down: LinearWeight, ops: Ops, *, is_deterministic: bool = False
+) -> FeedForward:
+    """down(silu(gate(x)) * up(x)) by the weights' formats; see `build_gated`, `build_linear`."""
+    gated = build_gated(gate_up, ops, is_deterministic=is_deterministic)
+    back = build_linear(down, is_deterministic=is_deterministic)
+    if gate_up.scales is not None and down.scales is not None and down.data.device.type == "cuda":
+        from engine.layers.quantized_cuda import QuantizedLinear, RoundedMlp
+
+        assert isinstance(gated, QuantizedLinear)
+        assert isinstance(back, QuantizedLinear)
+        if gated.rounded is not None and back.rounded is not None:
+            return RoundedMlp(gated, back, back.rounded)
+    return GatedMlp(gated=gated, down=back)
 
 
 class GatedMlp:

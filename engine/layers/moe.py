@@ -9,13 +9,15 @@ the ranks are to be added, as those of any feed-forward part.
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
-from engine.layers.linear import Linear
-from engine.layers.mlp import GatedMlp
+from engine.layers.linear import Linear, LinearWeight
+from engine.layers.mlp import FeedForward
+from engine.layers.quantized_weight import dequantize
 from kernels.moe import reference
 from kernels.moe.form import PLAIN, ExpertForm
-from kernels.moe.routes import Routes
+from kernels.moe.routes import Routes, Selection
 
 
 class Router(Protocol):
@@ -30,22 +32,23 @@ class SharedOutput:
 
     # [T, hidden]
     output: Tensor
-    # [T, 1]
-    gate: Tensor
+    # [T, 1]; None = all of the output is added
+    gate: Tensor | None
 
 
 class SharedExpert:
-    """An expert that all tokens pass, with a gate of its own."""
+    """An expert that all tokens pass, with a gate of its own or without."""
 
     __slots__ = ("_gate", "_mlp")
 
-    def __init__(self, *, mlp: GatedMlp, gate: Linear) -> None:
+    def __init__(self, *, mlp: FeedForward, gate: Linear | None) -> None:
         """gate: hidden -> 1."""
         self._mlp = mlp
         self._gate = gate
 
     def __call__(self, x: Tensor, lane: int) -> SharedOutput:
-        return SharedOutput(output=self._mlp(x, lane), gate=self._gate(x, lane))
+        gate = None if self._gate is None else self._gate(x, lane)
+        return SharedOutput(output=self._mlp(x, lane), gate=gate)
 
 
 class Experts(Protocol):
@@ -84,16 +87,23 @@ class Mixture:
 class TorchRouter:
     """See `kernels.moe.reference.route`."""
 
-    __slots__ = ("_bias", "_normalises", "_num_active", "_weight")
+    __slots__ = ("_bias", "_normalises", "_num_active", "_selection", "_weight")
 
     def __init__(
-        self, weight: Tensor, *, num_active: int, normalises: bool, bias: Tensor | None = None
+        self,
+        weight: Tensor,
+        *,
+        num_active: int,
+        normalises: bool,
+        bias: Tensor | None = None,
+        selection: Selection | None = None,
     ) -> None:
         """weight: [experts, hidden]; bias: [experts]."""
         self._weight = weight
         self._bias = bias
         self._num_active = num_active
         self._normalises = normalises
+        self._selection = selection
 
     def __call__(self, x: Tensor, slots: Tensor | None) -> Routes:
         return reference.route(
@@ -103,7 +113,30 @@ class TorchRouter:
             normalises=self._normalises,
             slots=slots,
             bias=self._bias,
+            selection=self._selection,
         )
+
+
+class QuantizedMatrices:
+    """Experts that are quantised in memory; a matrix is made of one whenever it is asked for."""
+
+    __slots__ = ("_weight", "shape")
+
+    def __init__(self, weight: LinearWeight) -> None:
+        """weight: quantised, by expert."""
+        assert weight.scales is not None, f"{weight.format} without scales"
+        self._weight = weight
+        num_columns = weight.data.shape[2] * (2 if weight.scales.half else 1)
+        self.shape = torch.Size((*weight.data.shape[:2], num_columns))
+
+    def __getitem__(self, expert: int) -> Tensor:
+        assert self._weight.scales is not None
+        return dequantize(self._weight.data[expert], self._weight.scales.of_expert(expert))
+
+
+def expert_matrices(weight: LinearWeight) -> reference.ExpertMatrices:
+    """weight: by expert, in any format."""
+    return weight.data if weight.scales is None else QuantizedMatrices(weight)
 
 
 class TorchExperts:
@@ -113,7 +146,12 @@ class TorchExperts:
 
     token_sizes: tuple[int, ...] = ()
 
-    def __init__(self, gate_up: Tensor, down: Tensor, form: ExpertForm = PLAIN) -> None:
+    def __init__(
+        self,
+        gate_up: reference.ExpertMatrices,
+        down: reference.ExpertMatrices,
+        form: ExpertForm = PLAIN,
+    ) -> None:
         """gate_up: [experts, 2 I, hidden], rows of gate first; down: [experts, hidden, I]."""
         self._form = form
         self._gate_up = gate_up

@@ -1,28 +1,45 @@
 """A mixture of experts on a CUDA device: which kernels of `kernels.moe` compute a step.
 
     route -> align -> gate and up -> down -> sum        by sorted routes
-    route -> gate and up -> down and sum                up to a few tokens
+    route -> gate and up -> down and sum                up to a few tokens, unless quantised
+
+Quantised experts are decoded on their way to the matrix units, for any number of tokens: inputs are
+never rounded.
 
 Imported only for weights on a CUDA device, because the kernels need Triton.
 """
 
 import logging
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 
 import torch
 from torch import Tensor
 
 from engine.errors import ConfigError
+from engine.layers.linear import LinearWeight, WeightFormat
 from engine.layers.moe import SharedOutput
+from engine.layers.quantized_cuda import check_dtype, four_bit_codes, unreadable
+from engine.layers.quantized_weight import compacted
 from kernels.device import device_properties
 from kernels.moe import combine
 from kernels.moe.align import ROUTE_SIZES, align
+from kernels.moe.coded import CodedExperts, supports_coded
 from kernels.moe.few import few_down, few_gate_up
 from kernels.moe.form import PLAIN, ExpertForm
 from kernels.moe.grouped import grouped_down, grouped_gate_up
 from kernels.moe.router import FEW_TOKENS, route
-from kernels.moe.routes import Routes
-from kernels.moe.tiles import ExpertShape, TilePlan, build_plan, is_tuned
+from kernels.moe.routes import Routes, Selection
+from kernels.moe.tiles import (
+    ExpertShape,
+    Tile,
+    TilePlan,
+    build_coded_plan,
+    build_plan,
+    fitted,
+    is_tuned,
+)
+from kernels.quant.steps import Codes
 
 # The router chooses among all experts at once, in registers.
 MAX_EXPERTS = 1024
@@ -51,7 +68,14 @@ def _plan(
 class TritonRouter:
     """See `kernels.moe.router`."""
 
-    __slots__ = ("_bias", "_is_deterministic", "_normalises", "_num_active", "_weight")
+    __slots__ = (
+        "_bias",
+        "_is_deterministic",
+        "_normalises",
+        "_num_active",
+        "_selection",
+        "_weight",
+    )
 
     def __init__(
         self,
@@ -61,6 +85,7 @@ class TritonRouter:
         normalises: bool,
         is_deterministic: bool,
         bias: Tensor | None = None,
+        selection: Selection | None = None,
     ) -> None:
         """weight: [experts, hidden]; bias: [experts].
 
@@ -76,6 +101,7 @@ class TritonRouter:
         self._num_active = num_active
         self._normalises = normalises
         self._is_deterministic = is_deterministic
+        self._selection = selection
 
     def __call__(self, x: Tensor, slots: Tensor | None) -> Routes:
         return route(
@@ -86,6 +112,7 @@ class TritonRouter:
             slots=slots,
             is_deterministic=self._is_deterministic,
             bias=self._bias,
+            selection=self._selection,
         )
 
 
@@ -96,23 +123,28 @@ class TritonExperts:
 
     def __init__(
         self,
-        gate_up: Tensor,
-        down: Tensor,
+        gate_up: LinearWeight,
+        down: LinearWeight,
         *,
         num_active: int,
         is_deterministic: bool,
         form: ExpertForm = PLAIN,
     ) -> None:
-        """gate_up: [experts, 2 I, hidden], rows of gate first; down: [experts, hidden, I]."""
-        self._gate_up = gate_up
-        self._down = down
+        """gate_up: [experts, 2 I, hidden], rows of gate first; down: [experts, hidden, I].
+
+        Raises ConfigError for quantised weights that no kernel reads.
+        """
+        self._gate_up = _operand(gate_up)
+        self._down = _operand(down)
         self._form = form
         self._num_active = num_active
-        num_experts, hidden, inner = down.shape
+        num_experts, hidden, inner = self._down.shape
         shape = ExpertShape(
             num_experts=num_experts, num_active=num_active, hidden=hidden, inner=inner
         )
-        self._plan = _plan(shape, down.device, down.element_size(), is_deterministic)
+        self._plan = expert_plan(
+            shape, self._gate_up, self._down, is_deterministic=is_deterministic
+        )
 
     @property
     def token_sizes(self) -> tuple[int, ...]:
@@ -128,6 +160,8 @@ class TritonExperts:
         output, gate = (None, None) if shared is None else (shared.output, shared.gate)
         plan = self._plan
         if num_tokens <= plan.few_up_to:
+            assert isinstance(self._gate_up, Tensor), "a plan of quantised experts has no few"
+            assert isinstance(self._down, Tensor)
             inner = few_gate_up(x, self._gate_up, routes, plan.few_gate_up, self._form)
             return few_down(inner, self._down, routes, plan.few_down, output, gate, self._form)
         pair = plan.pair(num_tokens)
@@ -135,3 +169,55 @@ class TritonExperts:
         inner = grouped_gate_up(x, self._gate_up, routes, blocks, pair.gate_up, self._form)
         outputs = grouped_down(inner, self._down, routes, blocks, pair.down, self._form)
         return combine.combine(outputs, routes, output, gate)
+
+
+def expert_plan(
+    shape: ExpertShape,
+    gate_up: Tensor | CodedExperts,
+    down: Tensor | CodedExperts,
+    *,
+    is_deterministic: bool = False,
+) -> TilePlan:
+    """The tilings of a mixture on the GPU that its weights are on."""
+    if isinstance(gate_up, Tensor) and isinstance(down, Tensor):
+        return _plan(shape, down.device, down.element_size(), is_deterministic)
+    fits = [_fit(weight) for weight in (gate_up, down)]
+    return build_coded_plan(shape, *fits, is_deterministic=is_deterministic)
+
+
+def _fit(weight: Tensor | CodedExperts) -> Callable[[Tile], Tile]:
+    """What makes a tile one for this weight: one of two may be left unquantised."""
+    if isinstance(weight, CodedExperts):
+        return partial(weight.fit, device=device_properties(weight.data.device))
+    return partial(fitted, device=device_properties(weight.device))
+
+
+def _operand(weight: LinearWeight) -> Tensor | CodedExperts:
+    return weight.data if weight.scales is None else coded_operand(weight)
+
+
+def coded_operand(weight: LinearWeight) -> CodedExperts:
+    """A quantised weight as the kernels take it. Raises ConfigError if none reads it."""
+    assert weight.scales is not None, f"{weight.format} without scales"
+    scales = compacted(weight.scales)
+    check_dtype(scales)
+    if scales.order is not None:
+        raise ConfigError(
+            "4-bit weights of experts with an order of inputs of their own (desc_act, actorder) are"
+            " not computed on a GPU; use weights without activation order"
+        )
+    codes, values = Codes.FP8, scales.values
+    if weight.format is not WeightFormat.FP8:
+        codes, values = four_bit_codes(scales)
+    operand = CodedExperts(
+        codes=codes,
+        data=weight.data.view(torch.uint8),
+        scales=values,
+        tile_rows=scales.rows,
+        tile_columns=scales.columns,
+        half=scales.half,
+        factors=scales.factors,
+    )
+    if not supports_coded(operand):
+        raise unreadable(weight, f"groups of {scales.columns} inputs")
+    return operand

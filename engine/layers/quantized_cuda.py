@@ -6,7 +6,7 @@ What runs, by format, scales, number of tokens:
     FP8     yes, tiles of 128       weights  blocks              blocks              one tiling
     FP8     yes, a scale a row      weights  rows                rows                one tiling
     FP8     else                    weights  weights             matrix              one tiling
-    INT4    -                       weights  weights             matrix              one tiling
+    4 bits  -                       weights  weights             matrix              one tiling
 
     weights     inputs as they are, weights decoded in registers: `fp8_linear`, `int4_linear`
     one tiling  the same with one tiling for any number of tokens
@@ -39,7 +39,8 @@ from kernels.quant.fp8_linear import (
     fp8_linear,
     supports_fp8,
 )
-from kernels.quant.int4_linear import Int4Operand, int4_linear, join_zeros, supports_int4
+from kernels.quant.int4_linear import FourBitOperand, int4_linear, join_zeros, supports_int4
+from kernels.quant.steps import Codes
 from kernels.quant.to_matrix import fp8_matrix, int4_matrix
 from kernels.quant.token_groups import quantize_tokens
 
@@ -63,6 +64,16 @@ class Product(Protocol):
     def many(self, x: Tensor) -> Tensor: ...
 
 
+class RoundedProduct(Product, Protocol):
+    """A product whose inputs are rounded where there are many tokens."""
+
+    group: int  # columns of an input that share a scale
+
+    def of_rounded(self, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+        """codes, scales: from `quantize_tokens` by `group`; returns [T, out] in `dtype`."""
+        ...
+
+
 class Fp8Matrix:
     """FP8 weights, inputs as they are."""
 
@@ -84,9 +95,13 @@ class Fp8Blocks(Fp8Matrix):
     """FP8 weights in tiles of 128 columns; the inputs of many tokens are rounded likewise."""
 
     many_from = ROUNDED_FROM
+    group = TILE_COLUMNS
 
     def many(self, x: Tensor) -> Tensor:
-        return fp8_blocks(*quantize_tokens(x, TILE_COLUMNS), self.weight, x.dtype)
+        return self.of_rounded(*quantize_tokens(x, self.group), x.dtype)
+
+    def of_rounded(self, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+        return fp8_blocks(codes, scales, self.weight, dtype)
 
 
 class Fp8Rows(Fp8Matrix):
@@ -97,27 +112,30 @@ class Fp8Rows(Fp8Matrix):
     def __init__(self, weight: Fp8Operand) -> None:
         super().__init__(weight)
         self._row_scales = weight.scales.view(1, -1)
+        self.group = weight.codes.shape[1]
 
     def many(self, x: Tensor) -> Tensor:
-        codes, scales = quantize_tokens(x, x.shape[1])
+        return self.of_rounded(*quantize_tokens(x, self.group), x.dtype)
+
+    def of_rounded(self, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
         # Without fast accumulation: the matrix units' own sums have too few bits.
         y = torch._scaled_mm(
             codes,
             self.weight.codes.t(),
             scale_a=scales.view(-1, 1),
             scale_b=self._row_scales,
-            out_dtype=x.dtype,
+            out_dtype=dtype,
             use_fast_accum=False,
         )
         return y if self.weight.bias is None else y.add_(self.weight.bias)
 
 
-class Int4Matrix:
+class FourBitMatrix:
     """4-bit weights, inputs as they are."""
 
     many_from = MATRIX_FROM
 
-    def __init__(self, weight: Int4Operand) -> None:
+    def __init__(self, weight: FourBitOperand) -> None:
         self.weight = weight
 
     def few(
@@ -147,6 +165,12 @@ class QuantizedLinear:
         self._ops = ops
         self._counters = [tile_counters(weight.data.device) for _ in range(NUM_LANES)]
 
+    @property
+    def rounded(self) -> RoundedProduct | None:
+        """The product of inputs that are rounded before; None = this map rounds none."""
+        is_rounding = isinstance(self.product, Fp8Blocks | Fp8Rows) and self._many_from is not None
+        return self.product if is_rounding else None  # type: ignore[return-value]
+
     def __call__(self, x: Tensor, lane: int = 0) -> Tensor:
         """x: [T, in]; returns [T, out], or [T, out / 2] if gated."""
         if self._order is not None:
@@ -158,14 +182,47 @@ class QuantizedLinear:
         return y if self._ops is None else self._ops.silu_mul(y)
 
 
-def _product(weight: LinearWeight, scales: Scales) -> Product:
+class RoundedMlp:
+    """`GatedMlp` that rounds down's inputs in the kernel of the gate where there are many tokens.
+
+    The numbers are those of `GatedMlp`; a launch and a tensor less.
+    """
+
+    __slots__ = ("_down", "_gated", "_rounded")
+
+    token_sizes: tuple[int, ...] = ()  # as of `GatedMlp`
+
+    def __init__(
+        self, gated: QuantizedLinear, down: QuantizedLinear, rounded: RoundedProduct
+    ) -> None:
+        """rounded: of `down`."""
+        self._gated = gated
+        self._down = down
+        self._rounded = rounded
+
+    def __call__(self, x: Tensor, lane: int = 0, slots: Tensor | None = None) -> Tensor:
+        """x: [T, hidden]; returns [T, hidden]; padding is computed as all else."""
+        many_from = max(self._gated.product.many_from, self._rounded.many_from)
+        if x.shape[0] < many_from:
+            return self._down(self._gated(x, lane), lane)
+        gate_up = self._gated.product.many(x)
+        codes, scales = quantize_tokens(gate_up, self._rounded.group, gated=True)
+        return self._rounded.of_rounded(codes, scales, x.dtype)
+
+
+def check_dtype(scales: Scales) -> None:
+    """Raises ConfigError for inputs that quantised weights are not multiplied with."""
     if scales.dtype not in (torch.bfloat16, torch.float16):
         raise ConfigError(
             "model.dtype: on a GPU quantised weights are multiplied with bfloat16 or float16,"
             f" not with {scales.dtype}"
         )
-    if weight.format is WeightFormat.INT4:
-        return Int4Matrix(_int4_operand(weight, scales))
+
+
+def _product(weight: LinearWeight, scales: Scales) -> Product:
+    check_dtype(scales)
+    if weight.format in (WeightFormat.INT4, WeightFormat.FP4):
+        return FourBitMatrix(_four_bit_operand(weight, scales))
     operand = _fp8_operand(weight, scales)
     if not scales.quantizes_inputs:
         return Fp8Matrix(operand)
@@ -179,7 +236,7 @@ def _product(weight: LinearWeight, scales: Scales) -> Product:
 
 def _fp8_operand(weight: LinearWeight, scales: Scales) -> Fp8Operand:
     if not supports_fp8(weight.data, scales.columns):
-        raise _unreadable(weight, f"tiles of {scales.columns} inputs")
+        raise unreadable(weight, f"tiles of {scales.columns} inputs")
     return Fp8Operand(
         codes=weight.data,
         scales=scales.values,
@@ -189,28 +246,42 @@ def _fp8_operand(weight: LinearWeight, scales: Scales) -> Fp8Operand:
     )
 
 
-def _int4_operand(weight: LinearWeight, scales: Scales) -> Int4Operand:
+def _four_bit_operand(weight: LinearWeight, scales: Scales) -> FourBitOperand:
     if not supports_int4(weight.data, scales.half):
-        raise _unreadable(weight, f"groups of {scales.columns} inputs")
+        raise unreadable(weight, f"groups of {scales.columns} inputs")
+    codes, values = four_bit_codes(scales)
+    return FourBitOperand(
+        packed=weight.data,
+        scales=values,
+        codes=codes,
+        half=scales.half,
+        group=scales.columns,
+        factors=scales.factors,
+        bias=weight.bias,
+    )
+
+
+def four_bit_codes(scales: Scales) -> tuple[Codes, Tensor]:
+    """How 4-bit weights are coded, and their scales as kernels take them.
+
+    scales: `compacted`. Raises ConfigError for scales that leave no room for zero points.
+    """
+    if scales.is_e2m1:
+        is_nv = scales.factors is not None
+        return (Codes.NVFP4 if is_nv else Codes.MXFP4), scales.values.view(torch.uint8)
     words = join_zeros(scales.values, scales.zeros)
     if words is None:
         raise ConfigError(
             "4-bit weights with zero points have scales in float32; on a GPU they must be in"
             " bfloat16 or float16"
         )
-    return Int4Operand(
-        packed=weight.data,
-        words=words,
-        half=scales.half,
-        group=scales.columns,
-        has_zeros=scales.zeros is not None,
-        bias=weight.bias,
-    )
+    return (Codes.INT4 if scales.zeros is None else Codes.INT4_ZEROS), words
 
 
-def _unreadable(weight: LinearWeight, groups: str) -> ConfigError:
-    num_rows, width = weight.data.shape
-    columns = 2 * width if weight.format is WeightFormat.INT4 else width
+def unreadable(weight: LinearWeight, groups: str) -> ConfigError:
+    """The error for a weight that no kernel reads."""
+    num_rows, width = weight.data.shape[-2:]
+    columns = width if weight.format is WeightFormat.FP8 else 2 * width
     return ConfigError(
         f"a {weight.format.name} weight of {num_rows} outputs and {columns} inputs in {groups} is"
         " not computed on a GPU: sizes must be multiples of 16, groups of 16 (4 bits: of 32)"

@@ -52,6 +52,16 @@ class ConfigFile:
             raise self.error(key, f"must be an object, found {_kind(value)}")
         return ConfigFile(self.path, value, f"{self._section}{key}.")
 
+    def around(self, key: str, defaults: dict[str, object]) -> "ConfigFile":
+        """This object with the keys of the one under `key`, and `defaults` where neither has one.
+
+        Raises ConfigError if there is no object under `key`.
+        """
+        nested = self.section(key)
+        if nested is None:
+            raise self.error(key, "is missing")
+        return ConfigFile(self.path, {**defaults, **nested._values, **self._values}, self._section)
+
     def integer(self, key: str, default: int | None = None, *, minimum: int = 1) -> int:
         """An integer; required unless `default` is given."""
         found = self.optional_integer(key, minimum=minimum)

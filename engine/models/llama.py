@@ -2,7 +2,8 @@
 
     ids -> embedding -> [norm -> attention -> norm -> MLP] x layers -> norm -> head -> logits
 
-An MLP may be a mixture of experts (mixture.py: Mixtral, Qwen2-MoE, Qwen3-MoE, gpt-oss).
+An MLP may be a mixture of experts (mixture.py: Mixtral, Qwen2-MoE, Qwen3-MoE, gpt-oss, DeepSeek's),
+and attention may be over latents (deepseek.py).
 
 Differences between families (biases, QK-norm, tied embeddings, windows) are resolved to an object
 or None by the builder, so the forward pass does not test for them. Knows no requests and keeps no
@@ -16,17 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.layers.attention import Attention, ProjectedTokens, StoredTokens
-from engine.layers.context import SINGLE_RANK, Comm, ForwardContext, LastTokens
-from engine.layers.linear import (
-    Gated,
-    Identity,
-    Linear,
-    LinearWeight,
-    build_gated,
-    build_linear,
+from engine.layers.attention import (
+    Attention,
+    ProjectedTokens,
+    SelfAttention,
+    StoredTokens,
 )
-from engine.layers.mlp import FeedForward, GatedMlp
+from engine.layers.context import SINGLE_RANK, Comm, ForwardContext, LastTokens
+from engine.layers.linear import Gated, Identity, Linear, LinearWeight, build_linear
+from engine.layers.mlp import FeedForward, GatedMlp, build_mlp
 from engine.layers.norm import RmsNorm
 from engine.layers.rope_spec import RopeSpec
 from engine.layers.rotary import RotaryTable, RotaryTables
@@ -38,10 +37,12 @@ from engine.layers.vocabulary import (
     build_embedding,
     build_head,
 )
+from engine.models.deepseek import build_latent_attention, latent_shape
 from engine.models.mixture import build_mixture
 from engine.models.spec import Activation, ModelSpec
 from engine.models.weights import LayerWeights, ModelWeights
 from engine.ranks.rank import WHOLE_MODEL, Rank
+from kernels.attention.latent import LatentShape
 from kernels.attention.protocol import AttentionShape
 from kernels.ops import HeadNorms, Ops
 
@@ -160,7 +161,12 @@ class DecoderLayer:
     __slots__ = ("_attention", "_attention_norm", "_mlp", "_mlp_norm")
 
     def __init__(
-        self, *, attention_norm: RmsNorm, attention: Attention, mlp_norm: RmsNorm, mlp: FeedForward
+        self,
+        *,
+        attention_norm: RmsNorm,
+        attention: SelfAttention,
+        mlp_norm: RmsNorm,
+        mlp: FeedForward,
     ) -> None:
         self._attention_norm = attention_norm
         self._attention = attention
@@ -230,7 +236,7 @@ class OutputNormLayer(DecoderLayer):
         self,
         *,
         attention_norm: RmsNorm,
-        attention: Attention,
+        attention: SelfAttention,
         attention_output_norm: RmsNorm,
         mlp_norm: RmsNorm,
         mlp: FeedForward,
@@ -255,8 +261,10 @@ class OutputNormLayer(DecoderLayer):
         return self._mlp_output_norm(x), residual
 
 
-def attention_shape(spec: ModelSpec) -> AttentionShape:
+def attention_shape(spec: ModelSpec) -> AttentionShape | LatentShape:
     """What an attention backend has to compute; spec: of one rank."""
+    if spec.latent is not None:
+        return latent_shape(spec, spec.latent)
     return AttentionShape(
         num_heads=spec.num_heads,
         num_kv_heads=spec.num_kv_heads,
@@ -301,7 +309,7 @@ def build_decoder(
 def _rotary(spec: ModelSpec, max_tokens: int, device: torch.device, ops: Ops) -> RotaryTables:
     def table(rope: RopeSpec) -> RotaryTable:
         return RotaryTable(
-            rope, head_dim=spec.head_dim, max_tokens=max_tokens, device=device, ops=ops
+            rope, head_dim=spec.rotary_dim, max_tokens=max_tokens, device=device, ops=ops
         )
 
     ropes = (spec.rope,) if spec.local_rope is None else (spec.rope, spec.local_rope)
@@ -334,20 +342,7 @@ def _build_head(spec: ModelSpec, weights: ModelWeights, is_deterministic: bool, 
 def _build_layer(
     spec: ModelSpec, layer: int, weights: LayerWeights, ops: Ops, is_deterministic: bool
 ) -> DecoderLayer:
-    linear = partial(build_linear, is_deterministic=is_deterministic)
-    is_last = layer == spec.num_layers - 1
-    attention = Attention(
-        layer=layer,
-        head_dim=spec.head_dim,
-        qkv=linear(weights.qkv),
-        # In deterministic mode K and V always come from the same product as the queries.
-        kv=_kv_linear(spec, weights) if is_last and not is_deterministic else None,
-        out=linear(weights.output),
-        head_norms=_head_norms(spec, weights),
-        ops=ops,
-        rope=0 if spec.local_rope is None or spec.layer_windows[layer] is None else 1,
-        sinks=weights.sinks,
-    )
+    attention = _build_attention(spec, layer, weights, ops, is_deterministic)
     norm = partial(_norm, spec, ops=ops)
     mlp = _feed_forward(spec, layer, weights, ops, is_deterministic)
     before = {"attention_norm": norm(weights.input_norm), "mlp_norm": norm(weights.post_norm)}
@@ -363,18 +358,40 @@ def _build_layer(
     )
 
 
+def _build_attention(
+    spec: ModelSpec, layer: int, weights: LayerWeights, ops: Ops, is_deterministic: bool
+) -> SelfAttention:
+    if spec.latent is not None:
+        return build_latent_attention(
+            spec, spec.latent, layer, weights, ops, is_deterministic=is_deterministic
+        )
+    linear = partial(build_linear, is_deterministic=is_deterministic)
+    is_last = layer == spec.num_layers - 1
+    return Attention(
+        layer=layer,
+        head_dim=spec.head_dim,
+        qkv=linear(weights.qkv),
+        # In deterministic mode K and V always come from the same product as the queries.
+        kv=_kv_linear(spec, weights) if is_last and not is_deterministic else None,
+        out=linear(weights.output),
+        head_norms=_head_norms(spec, weights),
+        ops=ops,
+        rope=0 if spec.local_rope is None or spec.layer_windows[layer] is None else 1,
+        sinks=weights.sinks,
+    )
+
+
 def _feed_forward(
     spec: ModelSpec, layer: int, weights: LayerWeights, ops: Ops, is_deterministic: bool
 ) -> FeedForward:
     mixture = spec.mixture_at(layer)
     if mixture is not None:
         return build_mixture(mixture, weights, ops, is_deterministic=is_deterministic)
-    if spec.activation is Activation.GELU_TANH:
-        gate_up = build_linear(weights.gate_up, is_deterministic=is_deterministic)
-        gated: Linear = Gated(gate_up, ops.gelu_mul)
-    else:
-        gated = build_gated(weights.gate_up, ops, is_deterministic=is_deterministic)
-    return GatedMlp(gated=gated, down=build_linear(weights.down, is_deterministic=is_deterministic))
+    if spec.activation is Activation.SILU:
+        return build_mlp(weights.gate_up, weights.down, ops, is_deterministic=is_deterministic)
+    gate_up = build_linear(weights.gate_up, is_deterministic=is_deterministic)
+    down = build_linear(weights.down, is_deterministic=is_deterministic)
+    return GatedMlp(gated=Gated(gate_up, ops.gelu_mul), down=down)
 
 
 def _kv_linear(spec: ModelSpec, weights: LayerWeights) -> Linear:

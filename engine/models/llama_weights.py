@@ -5,9 +5,10 @@ The loader allocates by this definition, and a folder is checked against it.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
+from engine.models.latent_spec import LatentSpec
 from engine.models.mixture_spec import MixtureSpec
 from engine.models.spec import ModelSpec
 from engine.ranks.rank import WHOLE_MODEL as WHOLE_MODEL
@@ -36,6 +37,9 @@ class StackedTensor:
     num_columns: int | None = None  # None = vectors, concatenated
     split: Split = Split.NONE
     unit: int | None = None  # ROWS: rows of a head, which no rank holds in part
+    num_experts: int | None = None  # whose matrices it consists of, one after the other
+    may_be_quantised: bool = True
+    is_float32: bool = False  # held in fp32, whatever the model's dtype is
 
     def of_rank(self, rank: Rank) -> "StackedTensor":
         """The part of the tensor that one rank holds."""
@@ -45,9 +49,7 @@ class StackedTensor:
         if self.split is Split.COLUMNS and columns is not None:
             columns //= rank.size
         num_rows = {name: self._num_held_rows(name, rank) for name in self.num_rows}
-        return StackedTensor(
-            num_rows=num_rows, num_columns=columns, split=self.split, unit=self.unit
-        )
+        return replace(self, num_rows=num_rows, num_columns=columns)
 
     def is_on(self, rank: Rank) -> bool:
         """Whether the rank holds any of it."""
@@ -110,12 +112,18 @@ def layer_tensors(spec: ModelSpec, layer: int) -> dict[str, StackedTensor]:
     tensors: dict[str, StackedTensor] = {}
     mixture = spec.mixture_at(layer)
     feed_forward = _mlp(spec) if mixture is None else _experts(spec, mixture)
-    for field, names, sizes, num_columns, has_bias in (*_attention(spec), *feed_forward):
+    attention = _attention(spec) if spec.latent is None else _latent_attention(spec, spec.latent)
+    for field, names, sizes, num_columns, has_bias in (*attention, *feed_forward):
         split = _SPLITS.get(field, Split.ROWS)
         unit = spec.head_dim if field == "qkv" else None
         weights = {f"{prefix}{n}.weight": size for n, size in zip(names, sizes, strict=True)}
         tensors[field] = StackedTensor(
-            num_rows=weights, num_columns=num_columns, split=split, unit=unit
+            num_rows=weights,
+            num_columns=num_columns,
+            split=split,
+            unit=unit,
+            num_experts=mixture.num_experts if mixture is not None and field in _EXPERTS else None,
+            may_be_quantised=field not in _NEVER_QUANTISED,
         )
         if has_bias:
             biases = {f"{prefix}{n}.bias": size for n, size in zip(names, sizes, strict=True)}
@@ -134,8 +142,16 @@ def layer_tensors(spec: ModelSpec, layer: int) -> dict[str, StackedTensor]:
         norms += [("post_norm", "post_attention_layernorm", hidden)]
     if spec.has_qk_norm:
         norms += [(f"{x}_norm", f"self_attn.{x}_norm", spec.head_dim) for x in ("q", "k")]
+    if spec.latent is not None:
+        norms += [("k_norm", "self_attn.kv_a_layernorm", spec.latent.rank)]
+        if spec.latent.q_rank is not None:
+            norms += [("q_norm", "self_attn.q_a_layernorm", spec.latent.q_rank)]
     for field, name, size in norms:
         tensors[field] = StackedTensor(num_rows={f"{prefix}{name}.weight": size})
+    if mixture is not None and mixture.has_route_bias:
+        name = f"{prefix}{mixture.names.block}.gate.e_score_correction_bias"
+        # Rounded, it would choose other experts.
+        tensors["route_bias"] = StackedTensor(num_rows={name: mixture.num_experts}, is_float32=True)
     return tensors
 
 
@@ -150,6 +166,9 @@ _SPLITS = {
     "router": Split.NONE,
     "shared_gate": Split.NONE,
 }
+_EXPERTS = ("gate_up", "down")
+# Small maps whose rounding would change which experts compute: no format is published with them.
+_NEVER_QUANTISED = ("router", "shared_gate")
 
 
 def _attention(spec: ModelSpec) -> Iterator[_Linear]:
@@ -158,6 +177,21 @@ def _attention(spec: ModelSpec) -> Iterator[_Linear]:
     qkv = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     yield "qkv", qkv, (q_size, kv_size, kv_size), hidden, spec.has_qkv_bias
     yield "output", ("self_attn.o_proj",), (hidden,), q_size, spec.has_output_bias
+
+
+def _latent_attention(spec: ModelSpec, latent: LatentSpec) -> Iterator[_Linear]:
+    """Queries, or the vector that they are made from, share one product with the latent."""
+    hidden, has_bias = spec.hidden_size, spec.has_qkv_bias
+    q_size = spec.num_heads * latent.query_dim
+    q = ("q_proj", q_size) if latent.q_rank is None else ("q_a_proj", latent.q_rank)
+    names = (f"self_attn.{q[0]}", "self_attn.kv_a_proj_with_mqa")
+    yield "qkv", names, (q[1], latent.width), hidden, has_bias
+    if latent.q_rank is not None:
+        yield "q_up", ("self_attn.q_b_proj",), (q_size,), latent.q_rank, False
+    up_size = spec.num_heads * (latent.nope_dim + latent.value_dim)
+    yield "kv_up", ("self_attn.kv_b_proj",), (up_size,), latent.rank, False
+    inputs = spec.num_heads * latent.value_dim
+    yield "output", ("self_attn.o_proj",), (hidden,), inputs, spec.has_output_bias
 
 
 def _mlp(spec: ModelSpec) -> Iterator[_Linear]:
@@ -178,11 +212,12 @@ def _experts(spec: ModelSpec, mixture: MixtureSpec) -> Iterator[_Linear]:
     down = [f"{block}.experts.{i}.{names.down}" for i in experts]
     yield "down", down, (hidden,) * len(down), inner, has_bias
     if mixture.shared_size is not None:
-        shared, size = f"{block}.shared_expert", mixture.shared_size
+        shared, size = f"{block}.{names.shared}", mixture.shared_size
         both = (f"{shared}.{names.gate}", f"{shared}.{names.up}")
         yield "shared_gate_up", both, (size, size), hidden, False
         yield "shared_down", (f"{shared}.{names.down}",), (hidden,), size, False
-        yield "shared_gate", (f"{block}.shared_expert_gate",), (1,), hidden, False
+        if mixture.has_shared_gate:
+            yield "shared_gate", (f"{block}.{names.shared}_gate",), (1,), hidden, False
 
 
 def published_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:

@@ -1,4 +1,4 @@
-"""Mixtures of experts (Mixtral, Qwen2-MoE, Qwen3-MoE): what stands in place of a layer's MLP.
+"""Mixtures of experts (Mixtral, Qwen's, DeepSeek's): what stands in place of a layer's MLP.
 
     norm -> router -> experts -> weighted sum -> all-reduce
          `-> shared expert, with its gate ---'
@@ -7,13 +7,10 @@ Norm, all-reduce and everything before them are those of `DecoderLayer` (llama.p
 be mixtures or dense ones in any order.
 """
 
-from functools import partial
-
 from torch import Tensor
 
-from engine.errors import ConfigError
-from engine.layers.linear import WeightFormat, build_gated, build_linear
-from engine.layers.mlp import GatedMlp
+from engine.layers.linear import WeightFormat, build_linear
+from engine.layers.mlp import build_mlp
 from engine.layers.moe import (
     Experts,
     Mixture,
@@ -21,10 +18,12 @@ from engine.layers.moe import (
     SharedExpert,
     TorchExperts,
     TorchRouter,
+    expert_matrices,
 )
 from engine.models.mixture_spec import MixtureSpec
 from engine.models.weights import LayerWeights
 from kernels.moe.form import ExpertForm
+from kernels.moe.routes import Selection
 from kernels.ops import Ops
 
 
@@ -33,9 +32,7 @@ def build_mixture(
 ) -> Mixture:
     """The mixture of one layer. Raises ConfigError if its weights are of an unsupported kind."""
     assert weights.router is not None, "a mixture has a router"
-    for weight in (weights.router, weights.gate_up, weights.down):
-        if weight.format is not WeightFormat.DENSE:
-            raise ConfigError(f"experts are supported as {WeightFormat.DENSE.value} only")
+    assert weights.router.format is WeightFormat.DENSE, "a router is never quantised"
     build = _build_cuda if weights.router.data.device.type == "cuda" else _build_torch
     router, experts = build(spec, weights, weights.router.data, is_deterministic)
     return Mixture(
@@ -55,8 +52,11 @@ def _build_torch(
             num_active=spec.num_active,
             normalises=spec.normalises,
             bias=_router_bias(weights),
+            selection=_selection(spec, weights),
         ),
-        TorchExperts(weights.gate_up.data, weights.down.data, _form(spec, weights)),
+        TorchExperts(
+            expert_matrices(weights.gate_up), expert_matrices(weights.down), _form(spec, weights)
+        ),
     )
 
 
@@ -73,14 +73,27 @@ def _build_cuda(
             normalises=spec.normalises,
             is_deterministic=is_deterministic,
             bias=_router_bias(weights),
+            selection=_selection(spec, weights),
         ),
         TritonExperts(
-            weights.gate_up.data,
-            weights.down.data,
+            weights.gate_up,
+            weights.down,
             num_active=spec.num_active,
             is_deterministic=is_deterministic,
             form=_form(spec, weights),
         ),
+    )
+
+
+def _selection(spec: MixtureSpec, weights: LayerWeights) -> Selection | None:
+    if spec.is_plain:
+        return None
+    return Selection(
+        scores=spec.scores,
+        bias=weights.route_bias,
+        num_groups=spec.num_groups,
+        num_chosen_groups=spec.num_chosen_groups,
+        scale=spec.route_scale,
     )
 
 
@@ -98,8 +111,9 @@ def _build_shared(
     weights: LayerWeights, ops: Ops, *, is_deterministic: bool
 ) -> SharedExpert | None:
     gate_up, down, gate = weights.shared_gate_up, weights.shared_down, weights.shared_gate
-    if gate_up is None or down is None or gate is None:
+    if gate_up is None or down is None:
         return None
-    linear = partial(build_linear, is_deterministic=is_deterministic)
-    gated = build_gated(gate_up, ops, is_deterministic=is_deterministic)
-    return SharedExpert(mlp=GatedMlp(gated=gated, down=linear(down)), gate=linear(gate))
+    return SharedExpert(
+        mlp=build_mlp(gate_up, down, ops, is_deterministic=is_deterministic),
+        gate=None if gate is None else build_linear(gate, is_deterministic=is_deterministic),
+    )

@@ -4,14 +4,19 @@ Mixtral             every layer is a mixture; `num_local_experts` of `intermedia
 gpt-oss             every layer is a mixture; biases, a clamped gate, files of their own layout
 Qwen2-MoE, Qwen3-MoE  some layers may be dense (`mlp_only_layers`, `decoder_sparse_step`);
                     experts of `moe_intermediate_size`; Qwen2-MoE adds a shared expert
+DeepSeek-V2, V3     the first layers are dense; shared experts without gate; a token's experts come
+                    from a few of the groups
 """
 
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import Literal
 
 from engine.models.config_file import ConfigFile
 from engine.ranks.rank import Rank
 from kernels.moe.clamped_gate import ClampedGate
+
+Scores = Literal["softmax", "sigmoid"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +28,7 @@ class ExpertNames:
     up: str
     down: str
     router: str = "gate"
+    shared: str = "shared_expert"
 
 
 class ExpertLayout(Enum):
@@ -34,6 +40,7 @@ class ExpertLayout(Enum):
 
 
 QWEN_NAMES = ExpertNames(block="mlp", gate="gate_proj", up="up_proj", down="down_proj")
+DEEPSEEK_NAMES = replace(QWEN_NAMES, shared="shared_experts")
 MIXTRAL_NAMES = ExpertNames(block="block_sparse_moe", gate="w1", up="w3", down="w2")
 
 GPT_OSS_NAMES = replace(QWEN_NAMES, router="router")
@@ -53,6 +60,19 @@ class MixtureSpec:
     has_bias: bool = False  # of the router and of every expert's maps
     gate: ClampedGate | None = None  # None = silu
     layout: ExpertLayout = ExpertLayout.BY_EXPERT
+    has_shared_gate: bool = True  # the shared expert's output is multiplied by sigmoid(gate)
+    scores: Scores = "softmax"
+    has_route_bias: bool = False  # added to a token's scores, but not to its weights
+    # Experts in `num_groups` equal groups; a token's are in the best `num_chosen_groups` of them.
+    num_groups: int = 1
+    num_chosen_groups: int = 1
+    route_scale: float = 1.0  # of the weights, after they were divided by their sum
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the experts of the largest softmax are chosen, and nothing else counts."""
+        is_unscaled = self.route_scale == 1.0 and not self.has_route_bias
+        return self.scores == "softmax" and self.num_groups == 1 and is_unscaled
 
     def of_rank(self, rank: Rank) -> "MixtureSpec":
         """With a rank's units of every expert. Raises ConfigError if equal parts are impossible."""
@@ -141,6 +161,111 @@ def _read_qwen(
     )
 
 
+def read_deepseek_v2(config: ConfigFile, num_layers: int) -> MixtureSpec | None:
+    """DeepSeek-V2's experts: shares by softmax, a group is as good as its best expert."""
+    if config.flag("norm_topk_prob", False):
+        raise config.error(
+            "norm_topk_prob",
+            "true is not supported for DeepSeek-V2: transformers ignores it and its makers' code"
+            " does not",
+        )
+    method = config.text("topk_method", "greedy")
+    if method not in ("greedy", "group_limited_greedy"):
+        raise config.error(
+            "topk_method",
+            f"{method!r} is not supported; supported: greedy, group_limited_greedy",
+        )
+    groups = (1, 1) if method == "greedy" else _groups(config, None, None)
+    default = _DeepseekDefaults(
+        num_experts=64, num_active=None, expert_size=1407, num_shared=2, first=0, scale=1.0
+    )
+    return _read_deepseek(config, num_layers, default, "softmax", groups, normalises=False)
+
+
+def read_deepseek_v3(config: ConfigFile, num_layers: int) -> MixtureSpec | None:
+    """DeepSeek-V3's experts: sigmoid scores; a bias chooses, a group counts its best two."""
+    method = config.text("topk_method", "noaux_tc")
+    if method != "noaux_tc":
+        raise config.error("topk_method", f"{method!r} is not supported; supported: noaux_tc")
+    default = _DeepseekDefaults(
+        num_experts=256, num_active=8, expert_size=2048, num_shared=1, first=3, scale=2.5
+    )
+    normalises = config.flag("norm_topk_prob", True)
+    groups = _groups(config, 8, 4)
+    return _read_deepseek(config, num_layers, default, "sigmoid", groups, normalises=normalises)
+
+
+def _groups(config: ConfigFile, num_groups: int | None, num_chosen: int | None) -> tuple[int, int]:
+    """Groups of experts, and those that a token's experts may be in; from the defaults given."""
+    num_groups = config.integer("n_group", num_groups)
+    num_chosen = config.integer("topk_group", num_chosen)
+    if num_chosen > num_groups:
+        raise config.error("topk_group", f"is {num_chosen} of {num_groups} groups")
+    return num_groups, num_chosen
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _DeepseekDefaults:
+    """What a family's files may leave out."""
+
+    num_experts: int
+    num_active: int | None  # None = it must be there
+    expert_size: int
+    num_shared: int  # shared experts
+    first: int  # dense layers before the mixtures
+    scale: float
+
+
+def _read_deepseek(
+    config: ConfigFile,
+    num_layers: int,
+    default: _DeepseekDefaults,
+    scores: Scores,
+    groups: tuple[int, int],
+    *,
+    normalises: bool,
+) -> MixtureSpec | None:
+    """None if every layer is dense."""
+    expected = config.text("scoring_func", scores)
+    if expected != scores:
+        raise config.error("scoring_func", f"{expected!r} is not supported; supported: {scores}")
+    if config.integer("moe_layer_freq", 1) != 1:
+        raise config.error("moe_layer_freq", "other than 1 is not supported")
+    if config.flag("mlp_bias", False):
+        raise config.error("mlp_bias", "true is not supported for DeepSeek's models")
+    num_experts = config.integer("n_routed_experts", default.num_experts)
+    chosen = _num_active(config, num_experts, default.num_active)
+    num_groups, num_chosen = groups
+    group_size = num_experts // num_groups
+    least = 2 if scores == "sigmoid" else 1  # experts by which a group is judged
+    if num_experts % num_groups or group_size < least or chosen > num_chosen * group_size:
+        raise config.error(
+            "n_group",
+            f"is {num_groups}: {num_experts} experts in such groups, of which {num_chosen} are"
+            f" chosen, do not give {chosen} a token",
+        )
+    expert_size = config.integer("moe_intermediate_size", default.expert_size)
+    shared = config.integer("n_shared_experts", default.num_shared, minimum=0) * expert_size
+    layers = range(config.integer("first_k_dense_replace", default.first, minimum=0), num_layers)
+    if not layers:
+        return None
+    return MixtureSpec(
+        num_experts=num_experts,
+        num_active=chosen,
+        expert_size=expert_size,
+        shared_size=shared or None,
+        normalises=normalises,
+        layers=tuple(layers),
+        names=DEEPSEEK_NAMES,
+        has_shared_gate=False,
+        scores=scores,
+        has_route_bias=scores == "sigmoid",
+        num_groups=num_groups,
+        num_chosen_groups=num_chosen,
+        route_scale=config.number("routed_scaling_factor", default.scale),
+    )
+
+
 def _num_experts(config: ConfigFile, default: int) -> int:
     """transformers 5 writes `num_local_experts` where folders were published with the other."""
     published = config.optional_integer("num_experts")
@@ -150,7 +275,7 @@ def _num_experts(config: ConfigFile, default: int) -> int:
     return published or renamed or default
 
 
-def _num_active(config: ConfigFile, num_experts: int, default: int) -> int:
+def _num_active(config: ConfigFile, num_experts: int, default: int | None) -> int:
     num_active = config.integer("num_experts_per_tok", default)
     if num_active > num_experts:
         raise config.error("num_experts_per_tok", f"is {num_active} of {num_experts} experts")

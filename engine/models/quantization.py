@@ -3,26 +3,39 @@
 Formats, by `quant_method` (sources: the configurations that the named packages write):
 
     fp8                 transformers' fine-grained FP8 (`weight_block_size`), and one scale a tensor
-    compressed-tensors  `float-quantized` (FP8 a tensor, row or tile), `pack-quantized` (4 bits)
+    compressed-tensors  `float-quantized` (FP8 a tensor, row or tile), `pack-quantized` (4 bits),
+                        `mxfp4-pack-quantized` and `nvfp4-pack-quantized` (4 bits of float)
     awq                 AutoAWQ, version gemm
     gptq                AutoGPTQ and GPTQModel: checkpoint formats gptq and gptq_v2
+    modelopt            NVIDIA's ModelOpt: quant_algo FP8 (a scale a tensor) and NVFP4
+    mxfp4               gpt-oss's experts, in files of their own layout (`gpt_oss_files`)
+
+Weights of 4 bits of float are published for activations of 4 bits too on GPUs that multiply them;
+here activations are as they are, which is more accurate.
 
 Anything else raises ConfigError that names what was found: a format that is nearly right computes
 nearly right, which nobody notices.
 """
 
+import fnmatch
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from functools import cache
 
 from engine.models.config_file import ConfigFile
 
 SECTIONS = ("quantization_config", "compression_config")
-_KINDS = "fp8, compressed-tensors (float-quantized, pack-quantized), awq, gptq"
+_KINDS = (
+    "fp8, compressed-tensors (float-quantized, pack-quantized, mxfp4-pack-quantized,"
+    " nvfp4-pack-quantized), awq, gptq, modelopt (FP8, NVFP4)"
+)
 _DENSE = "use unquantized weights, or quantise them with model.quantization: fp8"
 _HEAD = "lm_head"
+_MODELOPT_FILE = "hf_quant_config.json"
 _PACKED_BITS = 4
+_MXFP4_GROUP, _NVFP4_GROUP = 32, 16  # inputs that share a scale
 
 
 class Packing(Enum):
@@ -33,6 +46,13 @@ class Packing(Enum):
     AWQ = "qweight, qzeros and scales, inputs by rows, outputs interleaved"
     GPTQ = "qweight, qzeros, scales and g_idx, inputs by rows"
     ONLINE_FP8 = "weight as without quantisation; quantised to e4m3 while it is read"
+    MXFP4 = "weight_packed in e2m1, weight_scale in e8m0"
+    NVFP4 = "weight_packed in e2m1, weight_scale in e4m3, and what it is to be divided by"
+    MODELOPT_NVFP4 = "weight in e2m1, weight_scale in e4m3, and what it is to be multiplied by"
+
+
+FP8_PACKINGS = (Packing.FP8, Packing.ONLINE_FP8)
+FP4_PACKINGS = (Packing.MXFP4, Packing.NVFP4, Packing.MODELOPT_NVFP4)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,8 +75,8 @@ class Quantization:
 
     def covers(self, module: str) -> bool:
         """Whether the linear map `module` (model.layers.0.mlp.down_proj) is quantised."""
-        is_target = not self.targets or any(_matches(target, module) for target in self.targets)
-        return is_target and not any(_matches(name, module) for name in self.ignored)
+        is_target = not self.targets or _names_module(self.targets, module)
+        return is_target and not _names_module(self.ignored, module)
 
 
 ONLINE_FP8 = Quantization(
@@ -67,24 +87,44 @@ ONLINE_FP8 = Quantization(
     ignored=(_HEAD,),
 )
 
+# Of its experts only; config.json names what is left out, this says what is meant.
+GPT_OSS_MXFP4 = Quantization(
+    packing=Packing.MXFP4, tile_rows=1, tile_columns=_MXFP4_GROUP, targets=("mlp.experts",)
+)
 
-def _matches(entry: str, module: str) -> bool:
-    """Whether `entry` names the module, modules around it, or its last components."""
-    if entry.startswith("re:"):
-        return re.match(entry.removeprefix("re:"), module) is not None
-    return entry == "Linear" or f".{entry}." in f".{module}."
+
+def _names_module(entries: tuple[str, ...], module: str) -> bool:
+    """Whether an entry names the module, modules around it, or its last components."""
+    names, expressions = _compiled(entries)
+    if "Linear" in entries or names.search(module) is not None:
+        return True
+    return any(expression.match(module) is not None for expression in expressions)
+
+
+@cache
+def _compiled(entries: tuple[str, ...]) -> tuple[re.Pattern[str], list[re.Pattern[str]]]:
+    """The names among the entries as one expression: a mixture has thousands of modules."""
+    names = [re.escape(entry) for entry in entries if not entry.startswith("re:")]
+    found = rf"(?:\A|\.)(?:{'|'.join(names)})(?:\.|\Z)" if names else r"(?!)"
+    expressions = [entry.removeprefix("re:") for entry in entries if entry.startswith("re:")]
+    return re.compile(found), [re.compile(expression) for expression in expressions]
 
 
 def read_quantization(config: ConfigFile, *, has_head: bool) -> Quantization | None:
-    """The quantisation that config.json describes; None = none.
+    """The quantisation that config.json describes, or ModelOpt's file beside it; None = none.
 
     has_head: whether the model has an lm_head of its own. Raises ConfigError for a format that is
     not supported.
     """
     section = config.section(SECTIONS[0]) or config.section(SECTIONS[1])
+    beside = config.path.parent / _MODELOPT_FILE
+    if section is not None:
+        method = section.text("quant_method", "")
+    elif beside.exists():
+        section = ConfigFile.read(beside).section("quantization")
+        method = "modelopt"
     if section is None:
         return None
-    method = section.text("quant_method", "")
     if method not in _METHODS:
         raise section.error(
             "quant_method", f"{method!r} is not supported; supported: {_KINDS}; {_DENSE}"
@@ -100,7 +140,7 @@ def read_quantization(config: ConfigFile, *, has_head: bool) -> Quantization | N
 
 def _fp8(section: ConfigFile) -> Quantization:
     fmt = section.text("fmt", "e4m3")
-    if fmt != "e4m3":
+    if fmt not in ("e4m3", "float8_e4m3fn"):
         raise section.error("fmt", f"{fmt!r} is not supported; supported: e4m3")
     scheme = section.text("activation_scheme", "dynamic")
     if scheme not in ("dynamic", "static"):
@@ -146,6 +186,17 @@ def _compressed(section: ConfigFile) -> Quantization:
         case "pack-quantized" if number == "int":
             _require(weights, "num_bits", _PACKED_BITS)
             return _compressed_int4(section, group, weights)
+        case "mxfp4-pack-quantized" | "nvfp4-pack-quantized" if number == "float":
+            _require(weights, "num_bits", _PACKED_BITS)
+            is_mx = found.startswith("mx")
+            _require(weights, "group_size", _MXFP4_GROUP if is_mx else _NVFP4_GROUP)
+            return Quantization(
+                packing=Packing.MXFP4 if is_mx else Packing.NVFP4,
+                tile_rows=1,
+                tile_columns=_MXFP4_GROUP if is_mx else _NVFP4_GROUP,
+                targets=_names(group, "targets"),
+                ignored=_names(section, "ignore"),
+            )
     raise section.error(
         "format",
         f"{found!r} with weights of type {number!r} is not supported;"
@@ -273,9 +324,42 @@ def _gptq(section: ConfigFile) -> Quantization:
     )
 
 
+# ---- modelopt ------------------------------------------------------------------------------------
+
+
+def _modelopt(section: ConfigFile) -> Quantization:
+    """Both of its forms: as in config.json, and as in hf_quant_config.json."""
+    algorithm = section.text("quant_algo", "")
+    ignored = tuple(
+        f"re:{fnmatch.translate(name)}" if "*" in name else name
+        for name in _names(section, "ignore", "exclude_modules")
+    )
+    match algorithm:
+        case "FP8":
+            return Quantization(
+                packing=Packing.FP8,
+                tile_rows=None,
+                tile_columns=None,
+                quantizes_activations=True,
+                ignored=ignored,
+            )
+        case "NVFP4" | "W4A16_NVFP4":
+            size = section.optional_integer("group_size")
+            if size not in (None, _NVFP4_GROUP):
+                raise section.error("group_size", f"{size} is not supported here; supported: 16")
+            return Quantization(
+                packing=Packing.MODELOPT_NVFP4,
+                tile_rows=1,
+                tile_columns=_NVFP4_GROUP,
+                ignored=ignored,
+            )
+    raise section.error("quant_algo", f"{algorithm!r} is not supported; supported: FP8, NVFP4")
+
+
 _METHODS: dict[str, Callable[[ConfigFile], Quantization]] = {
     "fp8": _fp8,
     "compressed-tensors": _compressed,
     "awq": _awq,
     "gptq": _gptq,
+    "modelopt": _modelopt,
 }

@@ -9,6 +9,9 @@ The layouts are those that the formats' own writers produce:
 - AWQ (gemm): words along the outputs; bits 4 i hold output [0, 2, 4, 6, 1, 3, 5, 7][i] of eight.
 - GPTQ: numbers in words along the inputs, zero points along the outputs; the first format stores
   zero points less 1, modulo 16.
+- MXFP4, NVFP4: numbers in e2m1 (a sign, two bits of exponent, one of mantissa), two in a byte along
+  the inputs, the first in the lower bits. NVFP4's scales are e4m3; one more number divides
+  (compressed-tensors) or multiplies (ModelOpt) all of a tensor's.
 """
 
 from collections.abc import Mapping
@@ -30,9 +33,10 @@ class Numbers:
     """A published linear map, or a share of it, outputs by rows and inputs in their order."""
 
     numbers: Tensor | None  # [out, in] e4m3, or uint8 of 0 to 15; None = placed already
-    scales: Tensor  # [out tiles, in tiles] fp32
+    scales: Tensor  # [out tiles, in tiles] fp32; with numbers of e2m1, e8m0 or e4m3
     zeros: Tensor | None = None  # as `scales`, uint8
     groups: Tensor | None = None  # [in]: the group of each input; None = in order
+    factor: Tensor | None = None  # fp32, one number: by which all scales are multiplied
 
 
 def read_numbers(quantization: Quantization, tensors: Tensors) -> Numbers:
@@ -50,6 +54,21 @@ def read_numbers(quantization: Quantization, tensors: Tensors) -> Numbers:
             return _awq(tensors)
         case Packing.GPTQ:
             return _gptq(tensors, quantization.zero_offset)
+        case Packing.MXFP4:
+            scales = tensors["weight_scale"].view(torch.float8_e8m0fnu)
+            return Numbers(numbers=_pairs(tensors["weight_packed"]), scales=scales)
+        case Packing.NVFP4:
+            return Numbers(
+                numbers=_pairs(tensors["weight_packed"]),
+                scales=tensors["weight_scale"],
+                factor=1 / tensors["weight_global_scale"].float(),
+            )
+        case Packing.MODELOPT_NVFP4:
+            return Numbers(
+                numbers=_pairs(tensors["weight"]),
+                scales=tensors["weight_scale"],
+                factor=tensors["weight_scale_2"].float(),
+            )
 
 
 def quantize_rows(weight: Tensor) -> Numbers:
@@ -67,6 +86,11 @@ def _unpacked(words: Tensor, dim: int) -> Tensor:
     if dim == 0:
         numbers = numbers.movedim(-1, 1)
     return numbers.to(torch.uint8).flatten(dim, dim + 1)
+
+
+def _pairs(packed: Tensor) -> Tensor:
+    """Two numbers of each byte, the lower bits first; [out, in] uint8."""
+    return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1)
 
 
 def _compressed(tensors: Tensors) -> Numbers:

@@ -18,13 +18,13 @@ from engine.errors import ConfigError
 from engine.layers.linear import LinearWeight, WeightFormat
 from engine.layers.quantized_weight import Scales
 from engine.models.llama_weights import Rank, StackedTensor
-from engine.models.quantization import Packing, Quantization
+from engine.models.quantization import FP4_PACKINGS, FP8_PACKINGS, Packing, Quantization
 from engine.models.quantized_formats import Numbers, read_numbers
 from engine.models.quantized_tensors import Axis, Portion, published_tensors
 from kernels.quant.int4 import choose_half, pack_int4
 
 _SUFFIX = ".weight"
-_FP8 = (Packing.FP8, Packing.ONLINE_FP8)
+_MAX_FP8 = 448.0
 
 
 class TensorCopier(Protocol):
@@ -47,6 +47,7 @@ class _Placed:
     rows: slice
     scale_rows: slice
     portion: Portion
+    expert: int  # 0 where there are none
 
 
 class QuantizedStack:
@@ -67,32 +68,46 @@ class QuantizedStack:
         self._num_columns = mine.num_columns
         self._tile_rows = _common_rows(quantization, tuple(mine.num_rows.values()))
         self._parts = _place(stacked, mine, self._tile_rows, rank)
-        self._order_of: str | None = None  # the module that `order` is of
+        self._order_of: dict[int, str] = {}  # expert -> the module that its `order` is of
         self.is_filled = False  # with random numbers
         num_rows = sum(mine.num_rows.values())
-        columns = min(quantization.tile_columns or mine.num_columns, mine.num_columns)
+        columns = self._common_columns()
         num_scales = (-(-num_rows // self._tile_rows), -(-mine.num_columns // columns))
-        self._is_fp8 = quantization.packing in _FP8
+        self._format = _format_of(quantization)
+        self._is_fp8 = self._format is WeightFormat.FP8
         self._half = 0 if self._is_fp8 else choose_half(mine.num_columns, columns)
         width = mine.num_columns if self._is_fp8 else mine.num_columns // 2
         data_dtype = torch.float8_e4m3fn if self._is_fp8 else torch.uint8
         self.data = torch.empty((num_rows, width), dtype=data_dtype, device=device)
         has_zeros = quantization.has_zero_points
         has_order = "g_idx" in "".join(published_tensors(quantization))
+        is_e2m1 = self._format is WeightFormat.FP4
+        orders = torch.arange(mine.num_columns, device=device)
+        if stacked.num_experts is not None:
+            orders = orders.repeat(stacked.num_experts, 1)
         self.scales = Scales(
-            values=torch.empty(num_scales, dtype=torch.float32, device=device),
+            values=torch.empty(num_scales, dtype=_scale_dtype(quantization), device=device),
             rows=self._tile_rows,
             columns=columns,
             dtype=dtype,
             quantizes_inputs=quantization.quantizes_activations,
             zeros=torch.empty(num_scales, dtype=torch.uint8, device=device) if has_zeros else None,
             half=self._half,
-            order=torch.arange(mine.num_columns, device=device) if has_order else None,
+            is_e2m1=is_e2m1,
+            factors=torch.empty(num_rows, device=device) if _has_factors(quantization) else None,
+            order=orders if has_order else None,
         )
 
+    def _common_columns(self) -> int:
+        """The inputs that share a scale here: fewer than published where ranks cut a block."""
+        columns = min(self.quantization.tile_columns or self._num_columns, self._num_columns)
+        if self.quantization.packing not in FP4_PACKINGS:
+            return columns
+        part = self._parts[0].portion.parts[Axis.IN]
+        return math.gcd(self.quantization.tile_columns or 1, part.start, part.stop)
+
     def weight(self, bias: Tensor | None) -> LinearWeight:
-        format_ = WeightFormat.FP8 if self._is_fp8 else WeightFormat.INT4
-        return LinearWeight(self.data, bias, format_, self.scales)
+        return LinearWeight(self.data, bias, self._format, self.scales)
 
     def destinations(self) -> dict[str, "PublishedPart"]:
         """Published name -> where what is read under that name goes."""
@@ -121,10 +136,24 @@ class QuantizedStack:
             self.scales.values.uniform_(0.5 * largest / 448, largest / 448, generator=generator)
             return
         self.data.copy_(torch.randint(256, shape, generator=generator, device=device))
+        if self.scales.is_e2m1:
+            self._fill_scales_of_e2m1(largest, generator)
+            return
         self.scales.values.uniform_(0.06 * largest, 0.12 * largest, generator=generator)
         self.scales.values.copy_(self.scales.values.to(torch.bfloat16))
         if self.scales.zeros is not None:
             self.scales.zeros.fill_(8)
+
+    def _fill_scales_of_e2m1(self, largest: float, generator: torch.Generator) -> None:
+        """Numbers are at most 6."""
+        values, factors = self.scales.values, self.scales.factors
+        drawn = torch.empty(values.shape, device=values.device)
+        if factors is None:  # the power of two below
+            drawn.fill_(2.0 ** math.floor(math.log2(largest / 6)))
+        else:
+            factors.fill_(largest / (6 * _MAX_FP8))
+            drawn.uniform_(0.5 * _MAX_FP8, _MAX_FP8, generator=generator)
+        values.copy_(drawn)
 
     def place(self, part: _Placed, found: Numbers) -> None:
         """Write a part's numbers, scales and zero points to its rows."""
@@ -135,11 +164,26 @@ class QuantizedStack:
             self.data[part.rows].copy_(numbers if self._is_fp8 else pack_int4(numbers, self._half))
         num_rows = part.rows.stop - part.rows.start
         tile_rows = self.quantization.tile_rows or num_rows
-        repeated = scales.repeat_interleave(tile_rows, dim=0)[: num_rows : self._tile_rows]
-        self.scales.values[part.scale_rows].copy_(repeated)
+        if tile_rows != self._tile_rows:
+            scales = scales.repeat_interleave(tile_rows, dim=0)[: num_rows : self._tile_rows]
+        if self.scales.is_e2m1:
+            scales = self._of_columns(part, scales)
+        self.scales.values[part.scale_rows].copy_(scales)
+        if self.scales.factors is not None:
+            assert found.factor is not None, f"{part.module} has no scale of all of it"
+            self.scales.factors[part.rows] = found.factor
         if self.scales.zeros is not None:
             assert zeros is not None, f"{part.module} has no zero points"
             self.scales.zeros[part.scale_rows].copy_(zeros)
+
+    def _of_columns(self, part: _Placed, scales: Tensor) -> Tensor:
+        """Scales of blocks as those of `_common_columns`, of the rank's inputs."""
+        per, columns = self.quantization.tile_columns, self.scales.columns
+        assert per is not None, "4 bits of float have groups"
+        repeated = scales.view(torch.uint8).repeat_interleave(per // columns, dim=1)
+        first = part.portion.parts[Axis.IN].start % per // columns
+        mine = repeated[:, first : first + self.scales.values.shape[1]]
+        return mine.contiguous().view(scales.dtype)
 
     def _take_order(self, part: _Placed, groups: Tensor) -> Tensor:
         """The order of inputs in which groups are adjacent. Raises ConfigError if there is none."""
@@ -154,15 +198,33 @@ class QuantizedStack:
                 " are not those of this rank; use weights without activation order"
             )
         assert self.scales.order is not None
-        if self._order_of is None:
-            self._order_of = part.module
-            self.scales.order.copy_(order)
-        elif not torch.equal(self.scales.order, order):
+        theirs = self.scales.order.view(-1, num_columns)[part.expert]
+        first_of = self._order_of.setdefault(part.expert, part.module)
+        if first_of == part.module:
+            theirs.copy_(order)
+        elif not torch.equal(theirs, order):
             raise ConfigError(
-                f"{self._order_of} and {part.module} order their inputs differently (g_idx), but"
+                f"{first_of} and {part.module} order their inputs differently (g_idx), but"
                 " are computed together; use weights without activation order"
             )
         return order
+
+
+def _format_of(quantization: Quantization) -> WeightFormat:
+    if quantization.packing in FP8_PACKINGS:
+        return WeightFormat.FP8
+    return WeightFormat.FP4 if quantization.packing in FP4_PACKINGS else WeightFormat.INT4
+
+
+def _scale_dtype(quantization: Quantization) -> torch.dtype:
+    """A scale of a few numbers is held as it is published: it is a byte of them."""
+    if quantization.packing is Packing.MXFP4:
+        return torch.float8_e8m0fnu
+    return torch.float8_e4m3fn if _has_factors(quantization) else torch.float32
+
+
+def _has_factors(quantization: Quantization) -> bool:
+    return quantization.packing in (Packing.NVFP4, Packing.MODELOPT_NVFP4)
 
 
 def _common_rows(quantization: Quantization, parts: tuple[int, ...]) -> int:
@@ -175,7 +237,8 @@ def _place(
     stacked: StackedTensor, mine: StackedTensor, tile_rows: int, rank: Rank
 ) -> list[_Placed]:
     placed, start = [], 0
-    for name, num_rows in mine.num_rows.items():
+    parts_of_one = len(mine.num_rows) // (stacked.num_experts or 1)
+    for index, (name, num_rows) in enumerate(mine.num_rows.items()):
         end = start + num_rows
         placed.append(
             _Placed(
@@ -183,6 +246,7 @@ def _place(
                 rows=slice(start, end),
                 scale_rows=slice(start // tile_rows, -(-end // tile_rows)),
                 portion=Portion.of(stacked, name, rank),
+                expert=index // parts_of_one,
             )
         )
         start = end

@@ -9,6 +9,11 @@ its published weight is several tensors, each of which covers outputs and inputs
     AWQ              qweight [in, out / 8]        scales [in / g, out]   qzeros [in / g, out / 8]
     GPTQ             qweight [in / 8, out]        scales [in / g, out]   qzeros [in / g, out / 8]
                      g_idx [in]
+    MXFP4            weight_packed [out, in / 2]  weight_scale [out, in / 32]
+    NVFP4            weight_packed [out, in / 2]  weight_scale [out, in / 16]
+                     weight_global_scale [1]
+    MODELOPT_NVFP4   weight [out, in / 2]         weight_scale [out, in / 16]
+                     weight_scale_2 []
 """
 
 import math
@@ -26,16 +31,17 @@ from engine.models.llama_weights import (
     layer_tensors,
     outer_tensors,
 )
-from engine.models.quantization import Packing, Quantization
+from engine.models.quantization import FP4_PACKINGS, FP8_PACKINGS, Packing, Quantization
 from engine.models.sources import DENSE_DTYPES
 from engine.models.spec import ModelSpec
 
 _PER_WORD = 8  # 4-bit numbers in 32 bits
 _SUFFIX = ".weight"
-_SCALE_BYTES = 4
+_PER_BYTE = 2
+_SCALE_BYTES = _FLOAT32_BYTES = 4
 # Tensors beside a quantised model's weights that are not used. Scales of activations: ours are
 # computed from the activations themselves. Scales of a quantised KV cache: K and V are not rounded.
-_UNUSED = re.compile(r"\.(input_scale|weight_shape|[qkv]_scale|output_scale)$")
+_UNUSED = re.compile(r"\.(input_scale|input_global_scale|weight_shape|[qkv]_scale|output_scale)$")
 
 
 class Axis(Enum):
@@ -49,6 +55,8 @@ class Cut:
 
     axis: Axis
     per: int | None = 1
+    # Two ranks may hold the entry of a block that is cut, each for its part of it.
+    may_be_cut: bool = False
 
     def length(self, size: int) -> int:
         return 1 if self.per is None else -(-size // self.per)
@@ -57,6 +65,8 @@ class Cut:
         """The entries for `part` of `size`. Raises ConfigError where an entry would be cut."""
         if self.per is None or (part.start, part.stop) == (0, size):
             return slice(0, self.length(size))
+        if self.may_be_cut:
+            return slice(part.start // self.per, -(-part.stop // self.per))
         if part.start % self.per or (part.stop % self.per and part.stop != size):
             raise ConfigError(
                 f"{what}: {size} {self.axis.value} in blocks of {self.per} cannot be shared in"
@@ -106,7 +116,8 @@ def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def published_tensors(quantization: Quantization) -> dict[str, PublishedTensor]:
     """Suffix -> tensor, of every quantised linear map."""
-    group = Cut(Axis.IN, quantization.tile_columns)
+    are_floats = quantization.packing in FP4_PACKINGS
+    group = Cut(Axis.IN, quantization.tile_columns, may_be_cut=are_floats)
     one_out, one_in = Cut(Axis.OUT), Cut(Axis.IN)
     packed_out, packed_in = Cut(Axis.OUT, _PER_WORD), Cut(Axis.IN, _PER_WORD)
     order = PublishedTensor(
@@ -143,6 +154,18 @@ def published_tensors(quantization: Quantization) -> dict[str, PublishedTensor]:
                 "qzeros": _words((group, packed_out)),
                 "g_idx": order,
             }
+        case Packing.MXFP4:
+            pairs = PublishedTensor(dtypes=("U8",), cuts=(one_out, Cut(Axis.IN, _PER_BYTE)))
+            scales = PublishedTensor(dtypes=("U8", "F8_E8M0"), cuts=(one_out, group))
+            return {"weight_packed": pairs, "weight_scale": scales}
+        case Packing.NVFP4 | Packing.MODELOPT_NVFP4:
+            pairs = PublishedTensor(dtypes=("U8",), cuts=(one_out, Cut(Axis.IN, _PER_BYTE)))
+            scales = PublishedTensor(dtypes=("F8_E4M3",), cuts=(one_out, group))
+            if quantization.packing is Packing.NVFP4:
+                names = ("weight_packed", "weight_scale", "weight_global_scale")
+            else:
+                names = ("weight", "weight_scale", "weight_scale_2")
+            return dict(zip(names, (pairs, scales, _floats(())), strict=True))
 
 
 def _floats(cuts: tuple[Cut, ...]) -> PublishedTensor:
@@ -200,7 +223,7 @@ def quantization_of(spec: ModelSpec, tensor: StackedTensor) -> Quantization | No
 
     Raises ConfigError if its parts are of two kinds, or of sizes that do not fill their groups.
     """
-    if spec.quantization is None or tensor.num_columns is None:
+    if spec.quantization is None or tensor.num_columns is None or not tensor.may_be_quantised:
         return None
     modules = [name.removesuffix(_SUFFIX) for name in tensor.num_rows]
     covered = [module for module in modules if spec.quantization.covers(module)]
@@ -220,7 +243,7 @@ def _check_sizes(quantization: Quantization, tensor: StackedTensor, modules: lis
     """FP8 tiles may be cut short by the end; groups and words of 4-bit numbers may not."""
     num_columns = tensor.num_columns
     assert num_columns is not None
-    if quantization.packing in (Packing.FP8, Packing.ONLINE_FP8):
+    if quantization.packing in FP8_PACKINGS:
         return
     columns = math.lcm(quantization.tile_columns or 1, 2 * _PER_WORD)
     for module, num_rows in zip(modules, tensor.num_rows.values(), strict=True):
@@ -273,7 +296,7 @@ def weight_bytes(
     """Bytes of a rank's weights in memory; a tied head counts once.
 
     keeps_quantised: whether the device computes with quantised weights (a GPU), not with weights
-    that were dequantised once (a CPU).
+    that were dequantised once (a CPU; experts stay quantised there too).
     """
     outer = outer_tensors(spec).values()
     total = sum(math.prod(tensor.of_rank(rank).shape) * element_bytes for tensor in outer)
@@ -281,14 +304,18 @@ def weight_bytes(
         for tensor in layer_tensors(spec, layer).values():
             if not tensor.is_on(rank):
                 continue
-            quantization = quantization_of(spec, tensor) if keeps_quantised else None
-            each = element_bytes if quantization is None else _bytes_each(quantization, tensor)
+            is_kept = keeps_quantised or tensor.num_experts is not None
+            quantization = quantization_of(spec, tensor) if is_kept else None
+            plain = _FLOAT32_BYTES if tensor.is_float32 else element_bytes
+            each = plain if quantization is None else _bytes_each(quantization, tensor)
             total += round(math.prod(tensor.of_rank(rank).shape) * each)
     return total
 
 
 def _bytes_each(quantization: Quantization, tensor: StackedTensor) -> float:
     """Bytes of a weight with its part of a scale."""
-    is_fp8 = quantization.packing in (Packing.FP8, Packing.ONLINE_FP8)
     tile = (quantization.tile_rows or 1) * (quantization.tile_columns or tensor.num_columns or 1)
-    return (1 if is_fp8 else 0.5) + _SCALE_BYTES / tile
+    if quantization.packing in FP4_PACKINGS:  # a scale is a byte
+        has_factors = quantization.packing is not Packing.MXFP4
+        return 0.5 + 1 / tile + has_factors * _SCALE_BYTES / (tensor.num_columns or 1)
+    return (1 if quantization.packing in FP8_PACKINGS else 0.5) + _SCALE_BYTES / tile

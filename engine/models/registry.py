@@ -26,8 +26,11 @@ BUILDERS: dict[str, Callable[..., CausalLM]] = {
     "MixtralForCausalLM": build_decoder,
     "Qwen2MoeForCausalLM": build_decoder,
     "Qwen3MoeForCausalLM": build_decoder,
+    "DeepseekV2ForCausalLM": build_decoder,
+    "DeepseekV3ForCausalLM": build_decoder,
     "GptOssForCausalLM": build_decoder,
     "Gemma3ForCausalLM": build_decoder,
+    "Gemma3ForConditionalGeneration": build_decoder,
 }
 
 

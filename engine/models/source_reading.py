@@ -4,8 +4,9 @@ from typing import Any
 
 from torch import Tensor
 
-from engine.models.mxfp4 import dequantize_mxfp4
 from engine.models.sources import Source
+
+_BLOCK_DIMENSIONS = 4  # [experts, rows, blocks, bytes]
 
 
 def read_source(
@@ -13,31 +14,30 @@ def read_source(
     source: Source,
     share: tuple[slice, ...] | None,
     num_rows: int,
-    scales_file: Any = None,  # noqa: ANN401
 ) -> Tensor:
     """The part of a published tensor that `share` cuts (None: all), on the host.
 
     Contiguous, or columns of a matrix where they lie in the file: they are read when copied.
 
-    num_rows: of the part; scales_file: the open file that has `source.scales`, if any.
+    num_rows: of the part. The blocks of a row, if a file has such, are read as one row of bytes.
     """
     if source.expert is None:
         whole: Tensor = file.get_tensor(source.name) if share is None else _cut(file, source, share)
         return whole
     rows, *columns = share or (slice(0, num_rows),)
-    if source.row_step == 1 and not source.is_transposed and source.scales is None:
+    stored = file.get_slice(source.name)
+    are_blocks = len(stored.get_shape()) == _BLOCK_DIMENSIONS
+    if source.row_step == 1 and not source.is_transposed and not are_blocks:
         first = source.first_row
         index = (source.expert, slice(first + rows.start, first + rows.stop), *columns)
-        tensor: Tensor = file.get_slice(source.name)[index]
+        tensor: Tensor = stored[index]
         return tensor
-    matrix = file.get_slice(source.name)[source.expert]
+    matrix = stored[source.expert]
     if source.is_transposed:
         matrix = matrix.T
     matrix = matrix[source.first_row :: source.row_step][rows]
-    if source.scales is not None:
-        scales = scales_file.get_slice(source.scales)[source.expert]
-        scales = scales[source.first_row :: source.row_step][rows]
-        matrix = dequantize_mxfp4(matrix, scales)
+    if are_blocks:
+        matrix = matrix.flatten(1)
     part: Tensor = matrix[:, columns[0]] if columns else matrix
     return part.contiguous()
 

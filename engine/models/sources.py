@@ -18,7 +18,6 @@ class Source:
     first_row: int = 0  # of that expert's matrix
     row_step: int = 1  # from one of the part's rows to the next
     is_transposed: bool = False  # the file has inputs by rows
-    scales: str | None = None  # the name of the scales; `name` has the blocks of MXFP4
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,21 +10,30 @@ from enum import Enum
 from pathlib import Path
 from typing import Literal, cast
 
+from engine.errors import ConfigError
 from engine.kv.layout import DTYPE_BYTES, KvDtype, KvLayout
 from engine.layers.rope_spec import RopeSpec
 from engine.models.config_file import ConfigFile
+from engine.models.latent_spec import LatentSpec, read_latent
 from engine.models.mixture_spec import (
     ExpertLayout,
     MixtureSpec,
+    read_deepseek_v2,
+    read_deepseek_v3,
     read_gpt_oss,
     read_mixtral,
     read_qwen2_moe,
     read_qwen3_moe,
 )
 from engine.models.pooling import Pooling, read_pooling
-from engine.models.quantization import ONLINE_FP8, Quantization, read_quantization
+from engine.models.quantization import (
+    GPT_OSS_MXFP4,
+    ONLINE_FP8,
+    Quantization,
+    read_quantization,
+)
 from engine.models.rope_config import DEFAULT_THETA, max_tokens_of, parse_layer_ropes, parse_rope
-from engine.ranks.rank import Rank
+from engine.ranks.rank import SIZE_KEY, Rank
 
 
 class Activation(Enum):
@@ -36,7 +45,7 @@ class Activation(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """A decoder with grouped-query attention and gated feed-forward parts."""
+    """A decoder with grouped-query or latent attention and gated feed-forward parts."""
 
     architecture: str
     vocab_size: int
@@ -45,7 +54,7 @@ class ModelSpec:
     num_layers: int
     num_heads: int
     num_kv_heads: int
-    head_dim: int
+    head_dim: int  # with latent attention, of a query
     rms_norm_eps: float
     has_tied_embeddings: bool
     has_qkv_bias: bool
@@ -62,12 +71,21 @@ class ModelSpec:
     norm_offset: float = 0.0  # added to the weights of all norms
     has_output_norms: bool = False  # also after attention and MLP, before they are added
     embedding_scale: float | None = None  # on the embedding's output; None = 1
+    file_prefix: str = ""  # of all names in the files; without it: of parts that are not served
     max_model_len: int  # tokens
     eos_token_ids: tuple[int, ...]  # config.json's, then generation_config.json's others
     dtype: KvDtype  # of the weights as published
     pooling: Pooling | None = None  # None = it generates; else it has no head and makes embeddings
     mixture: MixtureSpec | None = None  # None = every layer is dense
     quantization: Quantization | None = None  # of the layers' linear maps; None = not quantised
+    latent: LatentSpec | None = None  # None = K and V of every KV head are kept
+    # Layers after the last that guess further tokens; they are in the files and not loaded.
+    num_guessing_layers: int = 0
+
+    @property
+    def rotary_dim(self) -> int:
+        """Numbers of a head that are rotated."""
+        return self.head_dim if self.latent is None else self.latent.rope_dim
 
     def mixture_at(self, layer: int) -> MixtureSpec | None:
         """The experts of `layer`; None = it is dense."""
@@ -81,6 +99,11 @@ class ModelSpec:
         Of fewer KV heads than ranks, several ranks hold the same one. Raises ConfigError if the
         ranks cannot share the model equally.
         """
+        if self.latent is not None and rank.size > 1:
+            raise ConfigError(
+                f"{SIZE_KEY}: {rank.size} ranks cannot share a model with latent attention yet;"
+                " set it to 1 and use replicas"
+            )
         heads = f"{self.num_heads} attention heads and {self.num_kv_heads} KV heads"
         query = rank.share(self.num_heads, f"query heads ({heads})")
         kv = rank.share(self.num_kv_heads, f"KV heads ({heads})", unit=1)
@@ -98,6 +121,13 @@ class ModelSpec:
 
     def kv_layout(self, *, block_size: int, dtype: KvDtype) -> KvLayout:
         """Layout of this model's KV blocks of `block_size` tokens."""
+        if self.latent is not None:
+            return KvLayout.latent(
+                num_layers=self.num_layers,
+                block_size=block_size,
+                width=self.latent.width,
+                dtype=dtype,
+            )
         return KvLayout.with_heads(
             num_layers=self.num_layers,
             block_size=block_size,
@@ -122,6 +152,8 @@ class _Family:
     layer_windows: tuple[int | None, ...]
     mixture: MixtureSpec | None = None
     has_sinks: bool = False
+    latent: LatentSpec | None = None
+    num_guessing_layers: int = 0
     # None = as config.json has for all layers
     rope: RopeSpec | None = None
     local_rope: RopeSpec | None = None
@@ -256,6 +288,34 @@ def alternating_windows(
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
+def _deepseek_v2(config: ConfigFile, num_layers: int) -> _Family:
+    return _deepseek(config, num_layers, read_deepseek_v2(config, num_layers), is_interleaved=True)
+
+
+def _deepseek_v3(config: ConfigFile, num_layers: int) -> _Family:
+    is_interleaved = config.flag("rope_interleave", True)
+    mixture = read_deepseek_v3(config, num_layers)
+    family = _deepseek(config, num_layers, mixture, is_interleaved=is_interleaved)
+    num_guessing = config.integer("num_nextn_predict_layers", 1, minimum=0)
+    return replace(family, num_guessing_layers=num_guessing)
+
+
+def _deepseek(
+    config: ConfigFile, num_layers: int, mixture: MixtureSpec | None, *, is_interleaved: bool
+) -> _Family:
+    has_attention_bias = config.flag("attention_bias", False)
+    latent = read_latent(
+        config, config.integer("num_attention_heads"), is_interleaved=is_interleaved
+    )
+    return _Family(
+        has_qkv_bias=has_attention_bias,
+        has_output_bias=has_attention_bias,
+        layer_windows=(None,) * num_layers,
+        mixture=mixture,
+        latent=latent,
+    )
+
+
 def _qwen2_moe_windows(config: ConfigFile, num_layers: int) -> tuple[int | None, ...]:
     """As in Qwen2 where `layer_types` says it; else every other of the first layers has one."""
     if config.texts("layer_types") is not None:
@@ -304,6 +364,20 @@ def _layer_types(config: ConfigFile, num_layers: int) -> tuple[str, ...] | None:
     return layer_types
 
 
+_WITH_VISION = "Gemma3ForConditionalGeneration"  # served as the text model that it contains
+# What published text_configs leave out where it is the family's default.
+_GEMMA3_DEFAULTS: dict[str, object] = {
+    "vocab_size": 262_208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 131_072,
+}
+
+
 _FAMILIES: dict[str, Callable[[ConfigFile, int], _Family]] = {
     "LlamaForCausalLM": _llama,
     "MistralForCausalLM": _mistral,
@@ -313,7 +387,10 @@ _FAMILIES: dict[str, Callable[[ConfigFile, int], _Family]] = {
     "Qwen2MoeForCausalLM": _qwen2_moe,
     "Qwen3MoeForCausalLM": _qwen3_moe,
     "GptOssForCausalLM": _gpt_oss,
+    "DeepseekV2ForCausalLM": _deepseek_v2,
+    "DeepseekV3ForCausalLM": _deepseek_v3,
     "Gemma3ForCausalLM": _gemma3,
+    _WITH_VISION: _gemma3,
 }
 SUPPORTED_ARCHITECTURES = tuple(_FAMILIES)
 
@@ -327,19 +404,16 @@ def load_spec(folder: Path, *, quantization: Literal["auto", "fp8"] = "auto") ->
     config = ConfigFile.read(folder / "config.json")
     pooling = read_pooling(folder, config)
     architecture = _architecture(config, has_head=pooling is None)
+    has_vision = architecture == _WITH_VISION
+    if has_vision:
+        config = config.around("text_config", _GEMMA3_DEFAULTS)
     _refuse_unsupported(config)
     num_layers = config.integer("num_hidden_layers")
     hidden_size = config.integer("hidden_size")
     num_heads = config.integer("num_attention_heads")
     family = _FAMILIES[architecture](config, num_layers)
-    num_kv_heads = config.integer("num_key_value_heads", family.default_num_kv_heads or num_heads)
-    if num_heads % num_kv_heads:
-        raise config.error(
-            "num_key_value_heads", f"{num_kv_heads} does not divide {num_heads} query heads"
-        )
-    head_dim = config.integer("head_dim", family.default_head_dim or hidden_size // num_heads)
-    if head_dim % 2:
-        raise config.error("head_dim", f"{head_dim} is odd; rotary embedding needs pairs")
+    num_kv_heads = _num_kv_heads(config, family, num_heads)
+    head_dim = _head_dim(config, family, hidden_size // num_heads)
     rope, max_model_len = _context(config, family)
     vocab_size = config.integer("vocab_size")
     has_tied_embeddings = config.flag("tie_word_embeddings", family.is_gemma)
@@ -368,13 +442,25 @@ def load_spec(folder: Path, *, quantization: Literal["auto", "fp8"] = "auto") ->
         norm_offset=1.0 if family.is_gemma else 0.0,
         has_output_norms=family.is_gemma,
         embedding_scale=hidden_size**0.5 if family.is_gemma else None,
+        file_prefix="language_model." if has_vision else "",
         max_model_len=max_model_len,
         eos_token_ids=_eos_token_ids(config, folder, vocab_size),
         dtype=_dtype(config),
         pooling=pooling,
         mixture=family.mixture,
-        quantization=_quantization(config, quantization, family.mixture, has_head=has_head),
+        latent=family.latent,
+        num_guessing_layers=family.num_guessing_layers,
+        quantization=_quantization(config, quantization, family, has_head=has_head),
     )
+
+
+def _num_kv_heads(config: ConfigFile, family: _Family, num_heads: int) -> int:
+    num_kv_heads = config.integer("num_key_value_heads", family.default_num_kv_heads or num_heads)
+    if num_heads % num_kv_heads:
+        raise config.error(
+            "num_key_value_heads", f"{num_kv_heads} does not divide {num_heads} query heads"
+        )
+    return num_kv_heads
 
 
 def _context(config: ConfigFile, family: _Family) -> tuple[RopeSpec, int]:
@@ -387,19 +473,19 @@ def _context(config: ConfigFile, family: _Family) -> tuple[RopeSpec, int]:
 
 
 def _quantization(
-    config: ConfigFile, asked: str, mixture: MixtureSpec | None, *, has_head: bool
+    config: ConfigFile, asked: str, family: _Family, *, has_head: bool
 ) -> Quantization | None:
-    is_mixture = mixture is not None
+    mixture = family.mixture
     if mixture is not None and mixture.layout is not ExpertLayout.BY_EXPERT:
         if asked != "auto":
             raise config.error("architectures", f"has no model.quantization: {asked}; leave it out")
-        return None  # experts in MXFP4 become numbers of the model's dtype while they are read
+        return GPT_OSS_MXFP4 if mixture.layout is ExpertLayout.GPT_OSS_MXFP4 else None
     published = read_quantization(config, has_head=has_head)
-    if is_mixture and (published is not None or asked != "auto"):
+    if family.latent is not None and (published is not None or asked != "auto"):
         raise config.error(
             "quantization_config",
-            "and model.quantization are not supported for mixtures of"
-            " experts; use unquantized weights",
+            "and model.quantization are not supported with latent attention (MLA); use"
+            " unquantised weights",
         )
     if asked == "auto":
         return published
@@ -409,6 +495,15 @@ def _quantization(
             "says that these weights are quantised already; leave model.quantization at auto",
         )
     return ONLINE_FP8
+
+
+def _head_dim(config: ConfigFile, family: _Family, default: int) -> int:
+    if family.latent is not None:
+        return family.latent.query_dim  # the files' head_dim is of the rotated part
+    head_dim = config.integer("head_dim", family.default_head_dim or default)
+    if head_dim % 2:
+        raise config.error("head_dim", f"{head_dim} is odd; rotary embedding needs pairs")
+    return head_dim
 
 
 def _architecture(config: ConfigFile, *, has_head: bool) -> str:

@@ -20,7 +20,6 @@ from engine.errors import ConfigError
 from engine.file_checks import check_file
 from engine.models.config_file import ConfigFile
 from engine.models.fused_experts import find_fused
-from engine.models.gpt_oss_files import scale_shapes
 from engine.models.llama_weights import BODY, HEAD
 from engine.models.quantization import Packing
 from engine.models.quantized_tensors import NeededTensor, is_unused, needed_tensors
@@ -30,7 +29,7 @@ from engine.models.spec import ModelSpec
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _LENGTH = struct.Struct("<Q")
 DTYPE_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1}
-DTYPE_BYTES |= {"U8": 1}
+DTYPE_BYTES |= {"F8_E8M0": 1, "U8": 1}
 _METADATA = "__metadata__"
 
 
@@ -111,6 +110,8 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 # Tensors that some exporters leave in the files and that carry no information.
 _HARMLESS = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
+_LAYER = re.compile(r"^model\.layers\.(\d+)\.")
+_VISION = ("vision_tower.", "multi_modal_projector.")  # beside a text model with a prefix
 _MISMATCH = "the weights and config.json describe different models"
 
 
@@ -139,7 +140,7 @@ def check_weights(folder: Path, spec: ModelSpec) -> dict[Path, dict[str, Source]
     naming file, tensor, expected and found shape. An unknown tensor is refused unless it is known
     to carry no information: a bias or a layer, for example, would change the output.
     """
-    missing = needed_tensors(spec) | _needed_scales(spec)
+    missing = needed_tensors(spec)
     found: dict[Path, dict[str, Source]] = {}
     for path, indexed in _weight_files(folder):
         header = read_header(path)
@@ -176,11 +177,6 @@ def check_weights(folder: Path, spec: ModelSpec) -> dict[Path, dict[str, Source]
     return found
 
 
-def _needed_scales(spec: ModelSpec) -> dict[str, NeededTensor]:
-    shapes = scale_shapes(spec.hidden_size, spec.mixture, spec.num_layers)
-    return {name: NeededTensor(shape=shape, dtypes=("U8",)) for name, shape in shapes.items()}
-
-
 def _sources(name: str, spec: ModelSpec) -> dict[str, Source]:
     """The tensors in `needed_tensors` whose numbers a tensor of this name in a file holds."""
     whole_name = _whole_name(name, spec)
@@ -205,15 +201,25 @@ def _check_tensor(path: Path, name: str, tensor: StoredTensor, needed: NeededTen
 
 def _whole_name(name: str, spec: ModelSpec) -> str:
     """The tensor's name in a model with a head; without one, the prefix may be left out."""
+    name = name.removeprefix(spec.file_prefix)
     if spec.pooling is None or name == HEAD or name.startswith(BODY):
         return name
     return BODY + name
 
 
 def _is_harmless(name: str, spec: ModelSpec) -> bool:
+    if spec.file_prefix and name.startswith(_VISION):
+        return True
     is_unused_head = name == HEAD and (spec.has_tied_embeddings or spec.pooling is not None)
     is_leftover = _HARMLESS.search(name) is not None or is_unused(name, spec)
-    return is_unused_head or is_leftover
+    return is_unused_head or is_leftover or _guesses(name, spec)
+
+
+def _guesses(name: str, spec: ModelSpec) -> bool:
+    """Whether a tensor is of the layers that guess further tokens (MTP), which are not loaded."""
+    found = _LAYER.match(name)
+    index = -1 if found is None else int(found[1]) - spec.num_layers
+    return 0 <= index < spec.num_guessing_layers
 
 
 def _is_zero_bias(path: Path, name: str, tensor: StoredTensor, spec: ModelSpec) -> bool:

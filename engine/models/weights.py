@@ -12,7 +12,7 @@ that with the transfers. The buffers are the only memory that this takes on the 
 
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -162,15 +162,15 @@ class LayerWeights:
     input_norm: Tensor
     # [hidden]  before the MLP
     post_norm: Tensor
-    # [(H + 2 K) D, hidden]
+    # [(H + 2 K) D, hidden]; with latent attention [H D or its rank + width of the latent, hidden]
     qkv: LinearWeight
-    # [hidden, H D]
+    # [hidden, H D]; with latent attention D is of a value
     output: LinearWeight
     # [2 I, hidden]; in a mixture [E, 2 I, hidden]
     gate_up: LinearWeight
     # [hidden, I]; in a mixture [E, hidden, I]
     down: LinearWeight
-    # [D]
+    # [D]; with latent attention [rank of the queries], [rank of the latent]
     q_norm: Tensor | None
     k_norm: Tensor | None
     # [hidden]  of the outputs of attention and MLP; None = they are added as they are
@@ -184,6 +184,12 @@ class LayerWeights:
     shared_gate_up: LinearWeight | None = None
     shared_down: LinearWeight | None = None
     shared_gate: LinearWeight | None = None
+    # fp32 [E]; None = the experts of the best scores are chosen
+    route_bias: Tensor | None = None
+    # Of latent attention: [H D, rank of the queries], None = qkv makes them; [H (N + V), rank] with
+    # the rows of each head's key (not rotated, N) and value (V).
+    q_up: LinearWeight | None = None
+    kv_up: LinearWeight | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,10 +219,9 @@ def load_weights(
     """
     files = check_weights(folder, spec)
     weights, destinations = allocate_weights(spec, dtype=dtype, device=device, rank=rank)
-    homes = {name: path for path, sources in files.items() for name in sources}
     with copier_for(device) as copier:
         for path, sources in files.items():
-            _copy_file(path, sources, destinations, copier, homes)
+            _copy_file(path, sources, destinations, copier)
     found = {name for sources in files.values() for name in sources}
     for name, part in destinations.items():
         if isinstance(part, PublishedPart) and name not in found:
@@ -229,38 +234,27 @@ def _copy_file(
     sources: Mapping[str, Source],
     destinations: "Mapping[str, Part | PublishedPart]",
     copier: TensorCopier,
-    homes: Mapping[str, Path],
 ) -> None:
-    """sources, destinations, homes (the files): by published name."""
-    opened: dict[Path, Any] = {}
+    """sources, destinations: by published name."""
     try:
-        with ExitStack() as files:
-
-            def opened_file(path: Path) -> Any:  # noqa: ANN401
-                if path not in opened:
-                    entered = files.enter_context(safe_open(path, framework="pt", device="cpu"))
-                    opened[path] = entered
-                return opened[path]
-
-            file = opened_file(path)
+        with safe_open(str(path), framework="pt", device="cpu") as file:
             for name, source in sources.items():
                 part = destinations.get(name)
                 if part is None:
-                    continue  # another rank's, or scales that are read with their blocks
+                    continue  # another rank's
                 if isinstance(part, PublishedPart):
-                    part.take(partial(_read, file, source.name), copier)
-                    continue
-                scales = None if source.scales is None else opened_file(homes[source.scales])
-                num_rows = len(part.tensor)
-                copier.copy(read_source(file, source, part.share, num_rows, scales), part.tensor)
+                    part.take(partial(_read_share, file, source), copier)
+                else:
+                    read = read_source(file, source, part.share, len(part.tensor))
+                    copier.copy(read, part.tensor)
             copier.wait_copied()  # must complete while the file is still mapped
     except (SafetensorError, OSError) as error:
         raise ConfigError(f"{path}: not a readable safetensors file: {error}") from error
 
 
-def _read(file: Any, name: str, share: tuple[int | slice, ...] | None) -> Tensor:  # noqa: ANN401
-    tensor: Tensor = file.get_tensor(name) if share is None else file.get_slice(name)[share]
-    return tensor.contiguous()
+def _read_share(file: Any, source: Source, share: tuple[slice, ...] | None) -> Tensor:  # noqa: ANN401
+    """A share of a published tensor, also where a file has it in one with others."""
+    return read_source(file, source, share, 0 if share is None else share[0].stop).contiguous()
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,7 +284,8 @@ def allocate_weights(
             if not stacked.is_on(rank):
                 continue
             mine = stacked.of_rank(rank)
-            tensor = torch.empty(mine.shape, dtype=dtype, device=device)
+            held = torch.float32 if stacked.is_float32 else dtype
+            tensor = torch.empty(mine.shape, dtype=held, device=device)
             parts = torch.split(tensor, list(mine.num_rows.values()))
             for name, part in zip(mine.num_rows, parts, strict=True):
                 share = stacked.share_of(name, rank)
@@ -338,11 +333,8 @@ def _layer(
         return linear(field) if field in tensors or field in stacks else None
 
     def experts(field: str) -> LinearWeight:
-        if mixture is None:
-            return linear(field)
-        stacked, bias = tensors[field], tensors.get(f"{field}_bias")
-        by_expert = stacked.view(mixture.num_experts, -1, stacked.shape[1])
-        return LinearWeight(by_expert, None if bias is None else bias.view(len(by_expert), -1))
+        weight = linear(field)
+        return weight if mixture is None else weight.by_expert(mixture.num_experts)
 
     return LayerWeights(
         input_norm=tensors["input_norm"],
@@ -360,6 +352,9 @@ def _layer(
         shared_gate_up=optional("shared_gate_up"),
         shared_down=optional("shared_down"),
         shared_gate=optional("shared_gate"),
+        route_bias=tensors.get("route_bias"),
+        q_up=optional("q_up"),
+        kv_up=optional("kv_up"),
     )
 
 

@@ -107,9 +107,8 @@ class Footprint:
     @classmethod
     def of(cls, spec: ModelSpec, layout: KvLayout, weights_bytes: int) -> "Footprint":
         element_bytes = DTYPE_BYTES[layout.dtype]
-        qkv = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
         # Alive at a time: the stream and its norm, q, k and v or gate and up, and their product.
-        elements = 4 * spec.hidden_size + qkv + _feed_forward_elements(spec)
+        elements = 4 * spec.hidden_size + _attention_elements(spec) + _feed_forward_elements(spec)
         return cls(
             weights_bytes=weights_bytes,
             kv_token_bytes=layout.block_bytes // layout.block_size,
@@ -117,6 +116,15 @@ class Footprint:
             logits_bytes=spec.vocab_size * element_bytes,
             max_model_len=spec.max_model_len,
         )
+
+
+def _attention_elements(spec: ModelSpec) -> int:
+    """Elements a token: q, k and v; with latent attention also the keys and values made of it."""
+    latent = spec.latent
+    if latent is None:
+        return (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+    of_head = latent.query_dim + latent.nope_dim + 2 * latent.value_dim
+    return spec.num_heads * of_head + 2 * latent.width + (latent.q_rank or 0)
 
 
 def _feed_forward_elements(spec: ModelSpec) -> int:

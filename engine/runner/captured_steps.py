@@ -15,7 +15,7 @@ from engine.models.llama import CausalLM
 from engine.runner.graph_sizes import GraphSize
 from engine.runner.graphs import GraphOutput, StepGraphs
 from engine.runner.inputs import StepBuffers, row_tensors
-from kernels.attention.phased import PhasedAttention
+from kernels.attention.phased import Phases
 from kernels.input_ids import keep_last_tokens, resolve_input_ids
 from kernels.sampling.rows import greedy
 
@@ -29,7 +29,7 @@ class CapturedSteps:
     def __init__(
         self,
         model: CausalLM,
-        attention: PhasedAttention,
+        attention: Phases,
         *,
         last_tokens: Tensor,
         max_model_len: int,

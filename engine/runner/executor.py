@@ -47,7 +47,7 @@ from engine.runner.results import (
 )
 from engine.runner.rows import Rows
 from engine.sampling.sampled import RowSampler as RowSampler
-from kernels.attention.phased import PhasedAttention
+from kernels.attention.phased import Phases
 from kernels.input_ids import keep_last_tokens, resolve_input_ids
 
 # For smaller steps, the extra attention plan costs more than the skipped last-layer queries.
@@ -71,7 +71,7 @@ class Executor:
         max_model_len: int,
         max_num_batched_tokens: int,
         sampler: RowSampler,
-        attention: PhasedAttention,
+        attention: Phases,
         sends_blocks: bool = False,
         comm: Comm = SINGLE_RANK,
     ) -> None:

@@ -31,7 +31,7 @@ from engine.sampling.constraint import Matchers
 from engine.sampling.embeddings import Embeddings
 from engine.sampling.sampled import RowSampler
 from engine.sampling.sampler import Sampler
-from kernels.attention.phased import PhasedAttention
+from kernels.attention.phased import Phases
 from kernels.attention.select import AttentionNames, BackendUnavailable, build_attention
 
 
@@ -199,7 +199,7 @@ class Replica:
             rank=self._comm.rank,
         )
 
-    def _build_attention(self) -> PhasedAttention:
+    def _build_attention(self) -> Phases:
         """Raises ConfigError if a backend is missing or does not support this model."""
         names, spec = self._config.model.attention, self._spec
         try:
@@ -215,7 +215,7 @@ class Replica:
             raise ConfigError(f"model.attention: {error}") from error
 
 
-def _uses_graphs(config: AppConfig, attention: PhasedAttention) -> bool:
+def _uses_graphs(config: AppConfig, attention: Phases) -> bool:
     """Whether decode steps replay CUDA graphs. ConfigError if requested but impossible."""
     asked = config.execution.cuda_graphs
     if asked and not attention.can_capture:
@@ -229,7 +229,7 @@ def _uses_graphs(config: AppConfig, attention: PhasedAttention) -> bool:
 
 
 def build_prompt_sizes(
-    laps: LapsConfig, sizes: StepSizes, attention: PhasedAttention, *, uses_graphs: bool
+    laps: LapsConfig, sizes: StepSizes, attention: Phases, *, uses_graphs: bool
 ) -> PromptSizes | None:
     """The prompt steps to capture; None = none. ConfigError if requested but impossible."""
     asked, is_grid = laps.enable_batch_prefill_cuda_graph, laps.batch_prefill_form == "grid"

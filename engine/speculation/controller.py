@@ -39,6 +39,7 @@ Time is counted in steps. The same calls in the same order give the same decisio
 from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
@@ -278,13 +279,14 @@ class RequestRecord:
         self._attempts.append((num_judged, num_accepted))
         self._num_attempts += 1
         self._num_refusals = 0
-        self._estimate()
         if len(self._attempts) == self._rules.window:
             self._apply_gates(step, may_stop)
+        self._estimate()
 
     def _apply_gates(self, step: int, may_stop: bool) -> None:
         rules = self._rules
-        acceptance = sum(a for _, a in self._attempts) / sum(j for j, _ in self._attempts)
+        judged, accepted = map(sum, zip(*self._attempts, strict=True))
+        acceptance = accepted / judged
         if may_stop and acceptance < (rules.back_above if self._is_retry else rules.off_below):
             self._stop(step)
             return
@@ -316,8 +318,8 @@ class RequestRecord:
         if self._num_attempts < self.NUM_TRIES and self._everyone.may_explore:
             start = max(start, self._everyone.FIRST_RATE)
         own = (sum(self._accepted) + weight * start) / (sum(self._judged) + weight)
-        survival, product = [], 1.0
-        for accepted, judged in zip(self._accepted, self._judged, strict=True):
+        survival, product = [], 1.0  # up to the gate's bound
+        for accepted, judged in islice(zip(self._accepted, self._judged), self._depth):  # noqa: B905
             product *= (accepted + weight * own) / (judged + weight)
             survival.append(product)
         self.survival = survival

@@ -2,31 +2,34 @@
 
     tokens   [ single rows: decode ............ | rows with two or more: prefill ............ ]
 
-Knows neither backend: if both phases are the same object, it plans the step as a whole.
+Knows neither backend: if both phases are the same object, it plans the step as a whole. `Phases`
+plans and captures for attention of any kind; `PhasedAttention` runs that over K and V.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kernels.attention.protocol import (
-    AttentionBackend,
-    AttentionStep,
-    GraphAttention,
-    RowTensors,
-)
+from kernels.attention.protocol import AttentionStep, GraphPlanner, RowTensors, StepPlanner
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Part:
     """Tokens [start, end) of the step and the backend that computes their attention."""
 
-    backend: AttentionBackend
+    backend: StepPlanner
     start: int
     end: int
     metadata: Any
+
+    @property
+    def run(self) -> Callable[..., Tensor]:
+        """The backend's `run`, whose arguments depend on the kind of attention."""
+        run: Callable[..., Tensor] = self.backend.run  # type: ignore[attr-defined]
+        return run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,19 +37,19 @@ class PhasedMetadata:
     """One part for each phase of the step, in token order; in a graph one part for all."""
 
     parts: tuple[_Part, ...]
-    graph: GraphAttention | None = None  # the backend that prepares a replay
+    graph: GraphPlanner | None = None  # the backend that prepares a replay
 
 
-class PhasedAttention:
-    """A `GraphAttention` if its decode backend is one; `can_capture` tells."""
+class Phases:
+    """Plans a step by two backends, and what a CUDA graph needs; `can_capture` tells if it can."""
 
     def __init__(
         self,
         *,
-        prefill: AttentionBackend,
-        decode: AttentionBackend,
-        graph: GraphAttention | None,
-        prompt_graph: GraphAttention | None = None,
+        prefill: StepPlanner,
+        decode: StepPlanner,
+        graph: GraphPlanner | None,
+        prompt_graph: GraphPlanner | None = None,
     ) -> None:
         """graph: `decode` again if it can be captured in a CUDA graph, else None.
 
@@ -83,36 +86,6 @@ class PhasedAttention:
             )
         )
 
-    def run(
-        self,
-        q: Tensor,
-        k_new: Tensor,
-        v_new: Tensor,
-        layer: int,
-        store: Tensor,
-        metadata: PhasedMetadata,
-        out: Tensor | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        if len(metadata.parts) == 1:
-            part = metadata.parts[0]
-            return part.backend.run(q, k_new, v_new, layer, store, part.metadata, out, sinks)
-        if out is None:
-            out = torch.empty((len(q), q.shape[1] * q.shape[2]), dtype=q.dtype, device=q.device)
-        for part in metadata.parts:
-            tokens = slice(part.start, part.end)
-            part.backend.run(
-                q[tokens],
-                k_new[tokens],
-                v_new[tokens],
-                layer,
-                store,
-                part.metadata,
-                out[tokens],
-                sinks,
-            )
-        return out
-
     # ---- in a CUDA graph ------------------------------------------------------------------------
 
     def open_graph(
@@ -143,7 +116,41 @@ class PhasedAttention:
         metadata.graph.refresh(metadata.parts[0].metadata, step)
 
 
-def _plan_part(backend: AttentionBackend, step: AttentionStep, start: int) -> _Part:
+class PhasedAttention(Phases):
+    """A `GraphAttention` if its decode backend is one; `can_capture` tells."""
+
+    def run(
+        self,
+        q: Tensor,
+        k_new: Tensor,
+        v_new: Tensor,
+        layer: int,
+        store: Tensor,
+        metadata: PhasedMetadata,
+        out: Tensor | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        if len(metadata.parts) == 1:
+            part = metadata.parts[0]
+            return part.run(q, k_new, v_new, layer, store, part.metadata, out, sinks)
+        if out is None:
+            out = torch.empty((len(q), q.shape[1] * q.shape[2]), dtype=q.dtype, device=q.device)
+        for part in metadata.parts:
+            tokens = slice(part.start, part.end)
+            part.run(
+                q[tokens],
+                k_new[tokens],
+                v_new[tokens],
+                layer,
+                store,
+                part.metadata,
+                out[tokens],
+                sinks,
+            )
+        return out
+
+
+def _plan_part(backend: StepPlanner, step: AttentionStep, start: int) -> _Part:
     return _Part(
         backend=backend,
         start=start,

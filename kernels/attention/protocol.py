@@ -1,7 +1,7 @@
 """The interface of an attention backend: metadata once per step, then one call per layer.
 
 A backend reads the paged store, block-first `[blocks, layers, 2, block_size, kv_heads, head_dim]`.
-It knows neither requests nor models.
+It knows neither requests nor models. Latent attention has an interface of its own (latent.py).
 """
 
 from collections.abc import Sequence
@@ -27,6 +27,8 @@ class AttentionShape:
     query_scale: float | None = None
     # Whether `run` is given the logit of a sink for every query head.
     has_sinks: bool = False
+    # Values are the first so many numbers of a key; the store has one plane. None = V is a plane.
+    shared_value_dim: int | None = None
 
     def __post_init__(self) -> None:
         assert self.num_heads % self.num_kv_heads == 0, (
@@ -42,6 +44,11 @@ class AttentionShape:
     def scale(self) -> float:
         """Factor on the scores."""
         return float(self.head_dim**-0.5) if self.query_scale is None else self.query_scale
+
+    @property
+    def num_planes(self) -> int:
+        """Planes of the store: K and V, or one for both."""
+        return 2 if self.shared_value_dim is None else 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,8 +150,8 @@ def build_step(
     )
 
 
-class AttentionBackend(Protocol):
-    """An implementation of attention over the paged store.
+class StepPlanner(Protocol):
+    """Prepares a step for attention of any kind.
 
     `Metadata` differs by backend, hence `Any`: only the backend that made it reads it.
     """
@@ -155,6 +162,10 @@ class AttentionBackend(Protocol):
         Copies what it needs from `step`'s host arrays before it returns; never waits for the GPU.
         """
         ...
+
+
+class AttentionBackend(StepPlanner, Protocol):
+    """An implementation of attention over the paged store."""
 
     def run(
         self,
@@ -179,8 +190,8 @@ class AttentionBackend(Protocol):
         ...
 
 
-class GraphAttention(AttentionBackend, Protocol):
-    """A backend whose steps can be captured in a CUDA graph.
+class GraphPlanner(StepPlanner, Protocol):
+    """What a backend offers whose steps can be captured in a CUDA graph.
 
     Before capture:       metadata = open_graph(rows, max_keys)
     in the captured part: begin(metadata), then run(...) per layer
@@ -218,3 +229,7 @@ class GraphAttention(AttentionBackend, Protocol):
         `step`'s host arrays are not padded; its device rows are the graph's.
         """
         ...
+
+
+class GraphAttention(AttentionBackend, GraphPlanner, Protocol):
+    """A backend whose steps can be captured in a CUDA graph."""

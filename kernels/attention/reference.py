@@ -38,7 +38,7 @@ class _SingleGroup:
     start: int
     end: int
     num_keys: int
-    # [2 * rows * blocks] int64  layer-0 half-blocks: all K, then all V
+    # [planes * rows * blocks] int64  layer-0 half-blocks: all K, then all V
     half_blocks: Tensor
     # [rows, 1, 1, num_keys] 0 or -inf; None if every row sees all of its keys
     mask: Tensor | None
@@ -51,7 +51,7 @@ class _Chunk:
     start: int
     end: int
     num_keys: int
-    # [2 * blocks] int64; None = no history, so the fresh K and V are sufficient
+    # [planes * blocks] int64; None = no history, so the fresh K and V are sufficient
     half_blocks: Tensor | None
     # [end - start, num_keys] 0 or -inf; None = plain causal over the fresh keys
     mask: Tensor | None
@@ -79,7 +79,7 @@ class ReferenceAttention:
         self._block_size = block_size
         self._dtype = dtype
         self._device = device
-        self._half_blocks_per_block = 2 * len(shape.layer_windows)
+        self._half_blocks_per_block = shape.num_planes * len(shape.layer_windows)
         self._windows = tuple(dict.fromkeys(shape.layer_windows))
 
     def plan(self, step: AttentionStep) -> ReferenceMetadata:
@@ -167,11 +167,11 @@ class ReferenceAttention:
         q_rows = q[group.start : group.end].view(
             num_rows, shape.num_kv_heads, shape.num_groups, shape.head_dim
         )
-        k, v = (
+        k, v = self._keys_and_values(
             half_blocks.index_select(0, group.half_blocks)
-            .view(2, num_rows, -1, shape.num_kv_heads, shape.head_dim)[:, :, : group.num_keys]
+            .view(shape.num_planes, num_rows, -1, shape.num_kv_heads, shape.head_dim)
+            .narrow(2, 0, group.num_keys)
             .transpose(2, 3)
-            .unbind(0)
         )
         if sinks is None:
             out = F.scaled_dot_product_attention(
@@ -238,10 +238,10 @@ class ReferenceAttention:
         if chunk.half_blocks is None:
             k, v = k_new[chunk.start : chunk.end], v_new[chunk.start : chunk.end]
         else:
-            k, v = (
+            k, v = self._keys_and_values(
                 half_blocks.index_select(0, chunk.half_blocks)
-                .view(2, -1, shape.num_kv_heads, shape.head_dim)[:, : chunk.num_keys]
-                .unbind(0)
+                .view(shape.num_planes, -1, shape.num_kv_heads, shape.head_dim)
+                .narrow(1, 0, chunk.num_keys)
             )
         # [kv_heads, groups, tokens, head_dim]; stride 0 over groups for K and V
         q_heads = (
@@ -254,7 +254,7 @@ class ReferenceAttention:
             k, v = (t.transpose(0, 1).unsqueeze(1) for t in (k, v))
             out = attend_with_sinks(q_heads, k, v, chunk.mask, shape.scale, by_group)
             return out.permute(2, 0, 1, 3).reshape(num_new, -1)
-        expanded = (shape.num_kv_heads, shape.num_groups, chunk.num_keys, shape.head_dim)
+        expanded = (shape.num_kv_heads, shape.num_groups, chunk.num_keys, -1)
         out = F.scaled_dot_product_attention(
             q_heads,
             k.transpose(0, 1).unsqueeze(1).expand(expanded),
@@ -265,12 +265,23 @@ class ReferenceAttention:
         )
         return out.permute(2, 0, 1, 3).reshape(num_new, -1)
 
+    def _keys_and_values(self, planes: Tensor) -> tuple[Tensor, ...]:
+        """planes: [planes, ..., head_dim]; both without the first dimension."""
+        if self._shape.shared_value_dim is None:
+            return planes.unbind(0)
+        (k,) = planes.unbind(0)
+        return k, k[..., : self._shape.shared_value_dim]
+
     # ---- index tensors --------------------------------------------------------------------------
 
     def _half_blocks(self, blocks: NDArray[np.int32]) -> Tensor:
-        """[2 * blocks.size] int64: layer-0 half-blocks of the K, then of the V, of `blocks`."""
+        """[planes * blocks.size] int64: layer-0 half-blocks of the K, then of the V, of `blocks`.
+
+        With one plane those of the K alone.
+        """
         k = blocks.ravel().astype(np.int64) * self._half_blocks_per_block
-        return self._to_device(torch.from_numpy(np.concatenate((k, k + 1))))
+        planes = [k + plane for plane in range(self._shape.num_planes)]
+        return self._to_device(torch.from_numpy(np.concatenate(planes)))
 
     def _mask(self, is_seen: NDArray[np.bool_]) -> Tensor:
         mask = np.where(is_seen, np.float32(0), np.float32(-np.inf))

@@ -11,30 +11,22 @@ from typing import Literal, get_args
 
 import torch
 
-from kernels.attention.phased import PhasedAttention
+from kernels.attention.latent import LatentShape
+from kernels.attention.names import AttentionName as AttentionName
+from kernels.attention.names import AttentionNames as AttentionNames
+from kernels.attention.names import BackendUnavailable as BackendUnavailable
+from kernels.attention.phased import PhasedAttention, Phases
 from kernels.attention.protocol import AttentionBackend, AttentionShape, GraphAttention
 from kernels.attention.reference import ReferenceAttention
+from kernels.attention.select_latent import build_latent_attention
 from kernels.device import DeviceProperties, device_properties
 
-AttentionName = Literal["auto", "reference", "triton", "flashinfer", "flash_attn"]
 _Phase = Literal["prefill", "decode"]
 _TRITON_HEAD_DIMS = (64, 128, 256)
 _MEASURED_HEAD_DIM = 128  # the largest with which backends were compared
 _TRITON_DTYPES = (torch.bfloat16, torch.float16)
 _TRITON_BLOCK_MULTIPLE = 16
 _HOPPER = (9, 0)
-
-
-class BackendUnavailable(ValueError):  # noqa: N818  (a state of this machine, not a failure)
-    """A backend cannot serve this model here; says why, how to get it, and what would work."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionNames:
-    """The backend for rows with two or more new tokens, and the one for rows with one."""
-
-    prefill: AttentionName
-    decode: AttentionName
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +41,29 @@ class _Target:
 
 def build_attention(
     names: AttentionNames,
+    shape: AttentionShape | LatentShape,
+    *,
+    block_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    fixed_tile: bool,
+) -> Phases:
+    """The combined backends of both phases.
+
+    fixed_tile: a request's results are bitwise equal in any batch; only "triton" supports that.
+    Raises BackendUnavailable if a named (or automatic) backend cannot serve this model here.
+    """
+    if isinstance(shape, LatentShape):
+        return build_latent_attention(
+            names, shape, block_size=block_size, dtype=dtype, device=device, fixed_tile=fixed_tile
+        )
+    return _build_paged(
+        names, shape, block_size=block_size, dtype=dtype, device=device, fixed_tile=fixed_tile
+    )
+
+
+def _build_paged(
+    names: AttentionNames,
     shape: AttentionShape,
     *,
     block_size: int,
@@ -56,11 +71,7 @@ def build_attention(
     device: torch.device,
     fixed_tile: bool,
 ) -> PhasedAttention:
-    """The combined backends of both phases.
-
-    fixed_tile: a request's results are bitwise equal in any batch; only "triton" supports that.
-    Raises BackendUnavailable if a named (or automatic) backend cannot serve this model here.
-    """
+    """Of attention over K and V."""
     target = _Target(shape=shape, block_size=block_size, dtype=dtype, device=device)
     if fixed_tile:
         _check_fixed_tile(names, target)

@@ -1,6 +1,6 @@
 """The sum over a token's experts on a GPU, in fp32 and in the order of its routes.
 
-    y[t] = sum over i of  outputs[t, i]  (+ sigmoid(gate[t]) * shared[t])
+    y[t] = sum over i of  outputs[t, i]  (+ sigmoid(gate[t]) * shared[t], or + shared[t])
 
 Routes without expert are not read: nothing was written for them. A program sums a tile of tokens
 and columns: narrow ones of one token for few tokens, whole rows for more, several tokens for many.
@@ -24,7 +24,7 @@ def _moe_combine_kernel(
     outputs_ptr,  # [num_tokens, TOP_K, N]
     ids_ptr,  # int32 [num_tokens, TOP_K]
     shared_ptr,  # [num_tokens, N] if HAS_SHARED
-    gate_ptr,  # [num_tokens] if HAS_SHARED
+    gate_ptr,  # [num_tokens] if HAS_GATE
     # outputs
     y_ptr,  # [num_tokens, N]
     # constants
@@ -32,6 +32,7 @@ def _moe_combine_kernel(
     N: tl.constexpr,
     TOP_K: tl.constexpr,
     HAS_SHARED: tl.constexpr,
+    HAS_GATE: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
     USE_PDL: tl.constexpr,
@@ -52,21 +53,23 @@ def _moe_combine_kernel(
         total += part.to(tl.float32)
     offsets = tokens[:, None] * N + columns[None, :]
     if HAS_SHARED:
-        gate = tl.load(gate_ptr + tokens, mask=is_token, other=0.0).to(tl.float32)
         shared = tl.load(shared_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-        total += tl.sigmoid(gate)[:, None] * shared
+        if HAS_GATE:
+            gate = tl.load(gate_ptr + tokens, mask=is_token, other=0.0).to(tl.float32)
+            shared = tl.sigmoid(gate)[:, None] * shared
+        total += shared
     tl.store(y_ptr + offsets, total.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 def combine(
     outputs: Tensor, routes: Routes, shared: Tensor | None = None, gate: Tensor | None = None
 ) -> Tensor:
-    """outputs: [T, k, hidden]; shared: [T, hidden] and gate: [T, 1], or neither; [T, hidden]."""
+    """outputs: [T, k, hidden]; shared: [T, hidden] or None, gate: [T, 1] or None; [T, hidden]."""
     num_tokens, num_active, num_columns = outputs.shape
     assert outputs.is_contiguous(), f"outputs have strides {outputs.stride()}"
-    if shared is not None and gate is not None:
+    if shared is not None:
         assert shared.is_contiguous(), f"the shared output has strides {shared.stride()}"
-        assert gate.shape == (num_tokens, 1), f"gates {list(gate.shape)}"
+        assert gate is None or gate.shape == (num_tokens, 1), f"gates {gate}"
     y = outputs.new_empty((num_tokens, num_columns))
     if num_tokens == 0:
         return y
@@ -82,6 +85,7 @@ def combine(
         N=num_columns,
         TOP_K=num_active,
         HAS_SHARED=shared is not None,
+        HAS_GATE=gate is not None,
         BLOCK_T=block_t,
         BLOCK_N=block_n,
         USE_PDL=use_pdl,

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kernels.linear.small import prefetch_rows
 from kernels.moe.form import PLAIN, ExpertForm
-from kernels.moe.gate import gated
+from kernels.moe.gate import gate_factor, up_factor
 from kernels.moe.routes import Routes
 from kernels.moe.tiles import FewTile
 from kernels.pdl import pdl_supported
@@ -66,11 +66,13 @@ def _moe_few_gate_up_kernel(
         gate += tl.load(gate_pointers + k, mask=mask, other=0.0).to(tl.float32) * x
         up += tl.load(gate_pointers + N * K + k, mask=mask, other=0.0).to(tl.float32) * x
     gate_sum = tl.sum(gate, axis=1)
-    up_sum = tl.sum(up, axis=1)
     if bias_ptr is not None:
         gate_sum += tl.load(bias_ptr + rows).to(tl.float32)
+    y = gate_factor(gate_sum, ALPHA, LIMIT)
+    up_sum = tl.sum(up, axis=1)
+    if bias_ptr is not None:
         up_sum += tl.load(bias_ptr + rows + N).to(tl.float32)
-    y = gated(gate_sum, up_sum, ALPHA, LIMIT)
+    y = y * up_factor(up_sum, LIMIT)
     tl.store(y_ptr + route * N + columns, y.to(y_ptr.dtype.element_ty), mask=columns < N)
 
 
@@ -81,7 +83,7 @@ def _moe_few_down_kernel(
     ids_ptr,  # int32 [tokens, TOP_K]
     scales_ptr,  # fp32 [tokens, TOP_K]
     shared_ptr,  # [tokens, N] if HAS_SHARED
-    gate_ptr,  # [tokens] if HAS_SHARED
+    gate_ptr,  # [tokens] if HAS_GATE
     bias_ptr,  # [experts, N] or None
     # outputs
     y_ptr,  # [tokens, N]
@@ -90,6 +92,7 @@ def _moe_few_down_kernel(
     K: tl.constexpr,
     TOP_K: tl.constexpr,
     HAS_SHARED: tl.constexpr,
+    HAS_GATE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PREFETCH_K: tl.constexpr,
@@ -129,9 +132,10 @@ def _moe_few_down_kernel(
             at = bias_ptr + tl.maximum(biased, 0).to(tl.int64) * N + rows
             total += weight * tl.load(at).to(tl.float32)
     if HAS_SHARED:
-        gate = tl.sigmoid(tl.load(gate_ptr + token).to(tl.float32))
-        shared = tl.load(shared_ptr + token * N + columns, mask=is_output, other=0.0)
-        total += gate * shared.to(tl.float32)
+        shared = tl.load(shared_ptr + token * N + columns, mask=is_output, other=0.0).to(tl.float32)
+        if HAS_GATE:
+            shared = tl.sigmoid(tl.load(gate_ptr + token).to(tl.float32)) * shared
+        total += shared
     tl.store(y_ptr + token * N + columns, total.to(y_ptr.dtype.element_ty), mask=is_output)
 
 
@@ -175,7 +179,8 @@ def few_down(
 ) -> Tensor:
     """inner: [T k, n], weight: [experts, hidden, n]; returns [T, hidden], summed over experts.
 
-    shared: [T, hidden] and gate: [T, 1], of an expert that all tokens share, or neither.
+    shared: [T, hidden], of an expert that all tokens share, or None; gate: [T, 1], its factor
+    before the sigmoid, or None for a factor of 1.
     """
     num_tokens, num_active = routes.ids.shape
     _, num_rows, num_columns = weight.shape
@@ -195,6 +200,7 @@ def few_down(
         K=num_columns,
         TOP_K=num_active,
         HAS_SHARED=shared is not None,
+        HAS_GATE=gate is not None,
         BLOCK_N=tile.block_n,
         BLOCK_K=tile.block_k,
         PREFETCH_K=tile.prefetch_k,

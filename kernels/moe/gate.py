@@ -1,16 +1,26 @@
-"""The gate of experts inside kernels; formulas and torch twin: `kernels.moe.form`."""
+"""The gate of experts inside kernels, as two factors; formulas and torch twin: `kernels.moe.form`.
+
+inner = gate_factor(gate) * up_factor(up)
+"""
 
 import triton
 import triton.language as tl
 
 
 @triton.jit
-def gated(gate, up, ALPHA: tl.constexpr, LIMIT: tl.constexpr):  # noqa: ANN201
-    """gate, up: fp32 of one shape; LIMIT 0: silu."""
+def gate_factor(gate, ALPHA: tl.constexpr, LIMIT: tl.constexpr):  # noqa: ANN201
+    """gate: fp32; LIMIT 0: silu."""
     if LIMIT > 0:
         gate = tl.minimum(gate, LIMIT)
-        up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
-        inner = (up + 1.0) * gate * tl.sigmoid(ALPHA * gate)
+        factor = gate * tl.sigmoid(gate * ALPHA)
     else:
-        inner = gate * tl.sigmoid(gate) * up
-    return inner
+        factor = gate * tl.sigmoid(gate)
+    return factor
+
+
+@triton.jit
+def up_factor(up, LIMIT: tl.constexpr):  # noqa: ANN201
+    """up: fp32; LIMIT 0: as it is."""
+    if LIMIT > 0:
+        up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT) + 1.0
+    return up

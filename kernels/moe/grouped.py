@@ -12,8 +12,11 @@ A tile has the same rows of gate and up, so that the gate is applied before anyt
 they alternate, or, where the copy engine (TMA) loads them, gate's come first. Lines and rows of
 routes without expert are not written. A grid holds as many blocks as there can be; programs of
 unused ones end at once. What may be prefetched before the product before is complete is as in
-`kernels.moe.few`. Torch twins: `gate_up_reference` and `down_reference`, both by route.
+`kernels.moe.few`. Quantised experts are decoded on their way (coded.py). Torch twins:
+`gate_up_reference` and `down_reference`, both by route.
 """
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812  (the field's own spelling)
@@ -24,12 +27,14 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.linear.small import prefetch_rows
 from kernels.moe.align import Blocks
+from kernels.moe.coded import CodedExperts, coded_product
 from kernels.moe.form import PLAIN, ExpertForm, bias_of
-from kernels.moe.gate import gated
-from kernels.moe.reference import routes_by_expert
+from kernels.moe.gate import gate_factor, up_factor
+from kernels.moe.reference import ExpertMatrices, routes_by_expert
 from kernels.moe.routes import Routes
 from kernels.moe.tiles import Tile
 from kernels.pdl import pdl_supported
+from kernels.quant.decode import knows_e4m3, uses_ptx
 
 
 @triton.jit
@@ -53,16 +58,23 @@ def _load_rows(pointers, is_row, k_offsets, k, K: tl.constexpr, BLOCK_K: tl.cons
 
 
 @triton.jit
+def _weight_rows(tile_n, N: tl.constexpr, IS_GATED: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Rows of a tile; if gated, gate's and up's alternate."""
+    # Rows past the end repeat the last and are not stored: cheaper than masking every load.
+    w_rows = tl.minimum(tile_n * BLOCK_N + tl.arange(0, BLOCK_N), N - 1)
+    if IS_GATED:
+        w_rows = (w_rows % 2) * (N // 2) + w_rows // 2
+    return w_rows
+
+
+@triton.jit
 def _product(
     x_pointers, is_row, weight_ptr, expert, tile_n, N: tl.constexpr, K: tl.constexpr,
     IS_GATED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """[BLOCK_M, BLOCK_N]; if gated, columns of gate and up alternate."""
     k_offsets = tl.arange(0, BLOCK_K)
-    # Rows past the end repeat the last and are not stored: cheaper than masking every load.
-    w_rows = tl.minimum(tile_n * BLOCK_N + tl.arange(0, BLOCK_N), N - 1)
-    if IS_GATED:
-        w_rows = (w_rows % 2) * (N // 2) + w_rows // 2
+    w_rows = _weight_rows(tile_n, N, IS_GATED, BLOCK_N)
     first_row = expert.to(tl.int64) * N
     w_pointers = weight_ptr + (first_row + w_rows[:, None]) * K + k_offsets[None, :]
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
@@ -108,7 +120,7 @@ def _gated(
         gate, up = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, WIDTH)), (0, 2, 1)))
     else:
         gate, up = tl.split(tl.reshape(acc, (BLOCK_M, WIDTH, 2)))
-    return gated(gate, up, ALPHA, LIMIT)
+    return gate_factor(gate, ALPHA, LIMIT) * up_factor(up, LIMIT)
 
 
 @triton.jit
@@ -133,7 +145,9 @@ def _bias_of(
 @triton.jit(do_not_specialize=["num_blocks"])
 def _moe_grouped_kernel(
     x,  # [tokens, K] if IS_GATED, else [num_blocks BLOCK_M, K], or a descriptor of it if BY_TMA
-    weight,  # [experts, N, K]; if BY_TMA, a descriptor of pieces as `_pieces` cuts them
+    weight,  # [experts, N, K]; if BY_TMA, a descriptor of pieces as `_pieces` cuts them; or coded
+    code_scales_ptr,  # those of `CodedExperts` if CODES is not None
+    factors_ptr,  # those of `CodedExperts` if HAS_FACTORS
     routes_ptr,  # int32 [num_blocks, BLOCK_M]
     experts_ptr,  # int32 [num_blocks]
     scales_ptr,  # fp32 [routes] unless IS_GATED
@@ -156,6 +170,15 @@ def _moe_grouped_kernel(
     GROUP_M: tl.constexpr,
     PREFETCH_K: tl.constexpr,
     USE_PDL: tl.constexpr,
+    # quantised experts
+    CODES: tl.constexpr = None,
+    TILE_ROWS: tl.constexpr = 1,
+    TILE_COLUMNS: tl.constexpr = 1,
+    NUM_TILES: tl.constexpr = 1,
+    NUM_STAGES: tl.constexpr = 1,
+    HAS_FACTORS: tl.constexpr = False,
+    KNOWS_E4M3: tl.constexpr = False,
+    USES_PTX: tl.constexpr = False,
 ):
     NUM_TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     NUM_OUTPUTS: tl.constexpr = N // 2 if IS_GATED else N
@@ -185,6 +208,13 @@ def _moe_grouped_kernel(
             x, x_pointers, is_route, block * BLOCK_M, weight, expert, tile_n, K, IS_GATED, BLOCK_M,
             BLOCK_N, BLOCK_K,
         )  # fmt: skip
+    elif CODES is not None:
+        w_rows = _weight_rows(tile_n, N, IS_GATED, BLOCK_N)
+        acc = coded_product(
+            x_pointers, is_route, weight, code_scales_ptr, factors_ptr, expert, w_rows, N, K, CODES,
+            TILE_ROWS, TILE_COLUMNS, NUM_TILES, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES, HAS_FACTORS,
+            KNOWS_E4M3, USES_PTX,
+        )  # fmt: skip
     else:
         acc = _product(
             x_pointers, is_route, weight, expert, tile_n, N, K, IS_GATED, BLOCK_M, BLOCK_N, BLOCK_K
@@ -205,7 +235,7 @@ def _moe_grouped_kernel(
 
 def grouped_gate_up(
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | CodedExperts,
     routes: Routes,
     blocks: Blocks,
     tile: Tile,
@@ -223,7 +253,7 @@ def grouped_gate_up(
 
 def grouped_down(
     inner: Tensor,
-    weight: Tensor,
+    weight: Tensor | CodedExperts,
     routes: Routes,
     blocks: Blocks,
     tile: Tile,
@@ -242,7 +272,7 @@ def grouped_down(
 
 def _launch(
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | CodedExperts,
     routes: Routes,
     blocks: Blocks,
     y: Tensor,
@@ -255,20 +285,19 @@ def _launch(
     _, num_rows, num_columns = weight.shape
     assert block_m == tile.block_m, f"blocks of {block_m} for tiles of {tile.block_m}"
     assert x.shape[1] == num_columns, f"{x.shape} against {weight.shape}"
-    assert x.dtype == weight.dtype, f"{x.dtype} against {weight.dtype}"
     assert x.is_contiguous(), f"x has strides {x.stride()}"
-    assert weight.is_contiguous(), f"the weight has strides {weight.stride()}"
     use_pdl = pdl_supported(x.device)
     rows: Tensor | TensorDescriptor = x
     if tile.by_tma and not is_gated:
         rows = TensorDescriptor.from_tensor(x, [block_m, tile.block_k])
+    operand, coding = _operand(x, weight, tile, is_gated=is_gated)
     _moe_grouped_kernel[(num_blocks * triton.cdiv(num_rows, tile.block_n),)](
         rows,
-        _pieces(weight, tile, is_gated=is_gated) if tile.by_tma else weight,
+        *operand,
         blocks.routes,
         blocks.experts,
         routes.weights,
-        weight,
+        weight.data if isinstance(weight, CodedExperts) else weight,
         form.gate_up_bias if is_gated else form.down_bias,
         y,
         num_blocks,
@@ -287,7 +316,33 @@ def _launch(
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         launch_pdl=use_pdl,
+        **coding,
     )
+
+
+def _operand(
+    x: Tensor, weight: Tensor | CodedExperts, tile: Tile, *, is_gated: bool
+) -> tuple[tuple[Any, Tensor | None, Tensor | None], dict[str, Any]]:
+    """The kernel's arguments for the weight, its scales and factors; and constants."""
+    if isinstance(weight, CodedExperts):
+        assert not tile.by_tma, "the copy engine does not load quantised experts"
+        assert tile.prefetch_k == 0, "quantised experts are not prefetched"
+        assert weight.half in (0, tile.block_k), f"runs of {weight.half}, {tile.block_k} a tile"
+        coding = {
+            "CODES": weight.codes,
+            "TILE_ROWS": weight.tile_rows,
+            "TILE_COLUMNS": weight.tile_columns,
+            "NUM_TILES": weight.scales.shape[2],
+            "NUM_STAGES": tile.num_stages,
+            "HAS_FACTORS": weight.factors is not None,
+            "KNOWS_E4M3": knows_e4m3(x.device),
+            "USES_PTX": uses_ptx(x.device),
+        }
+        return (weight.data, weight.scales, weight.factors), coding
+    assert x.dtype == weight.dtype, f"{x.dtype} against {weight.dtype}"
+    assert weight.is_contiguous(), f"the weight has strides {weight.stride()}"
+    pieces = _pieces(weight, tile, is_gated=is_gated) if tile.by_tma else weight
+    return (pieces, None, None), {}
 
 
 def _pieces(weight: Tensor, tile: Tile, *, is_gated: bool) -> TensorDescriptor:
@@ -309,7 +364,7 @@ def by_block(of_routes: Tensor, blocks: Blocks) -> Tensor:
 
 
 def gate_up_reference(
-    x: Tensor, weight: Tensor, routes: Routes, form: ExpertForm = PLAIN
+    x: Tensor, weight: ExpertMatrices, routes: Routes, form: ExpertForm = PLAIN
 ) -> Tensor:
     """Gate and up of each route, gated, [T k, n]; zeros where a route has no expert."""
     num_active = routes.ids.shape[1]
@@ -321,7 +376,7 @@ def gate_up_reference(
 
 
 def down_reference(
-    inner: Tensor, weight: Tensor, routes: Routes, form: ExpertForm = PLAIN
+    inner: Tensor, weight: ExpertMatrices, routes: Routes, form: ExpertForm = PLAIN
 ) -> Tensor:
     """inner: [T k, n]; returns [T, k, hidden], weighted; zeros where a route has no expert."""
     y = inner.new_zeros((routes.ids.numel(), weight.shape[1]))

@@ -8,13 +8,14 @@ routing of transformers. Knows shapes, and nothing of models, requests or device
 """
 
 from collections.abc import Iterator
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F  # noqa: N812  (the field's own spelling)
 from torch import Tensor
 
 from kernels.moe.form import PLAIN, ExpertForm, bias_of
-from kernels.moe.routes import Routes
+from kernels.moe.routes import Routes, Selection
 
 
 def route(
@@ -25,22 +26,43 @@ def route(
     normalises: bool,
     slots: Tensor | None = None,
     bias: Tensor | None = None,
+    selection: Selection | None = None,
 ) -> Routes:
     """The `num_active` best experts of each token; of equal ones those with the lower index.
 
     x: [T, hidden], weight: [experts, hidden]; logits are products in fp32. normalises: divide a
     token's weights by their sum. slots: int [T], -1 for tokens that get no expert; None = none.
-    bias: [experts], of the logits.
+    bias: [experts], of the logits. selection: None = those of the largest softmax.
     """
-    offset = None if bias is None else bias.float()
-    shares = F.linear(x.float(), weight.float(), offset).softmax(dim=-1)
-    ordered, experts = shares.sort(dim=-1, descending=True, stable=True)
-    weights, ids = ordered[:, :num_active], experts[:, :num_active].int()
+    logits = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
+    if selection is None:
+        ordered, experts = logits.softmax(dim=-1).sort(dim=-1, descending=True, stable=True)
+        weights, ids = ordered[:, :num_active], experts[:, :num_active].int()
+    else:
+        weights, ids = _select(logits, num_active, selection)
     if normalises:
         weights = weights / weights.sum(dim=-1, keepdim=True)
+    if selection is not None:
+        weights = weights * selection.scale
     if slots is not None:
         ids = ids.masked_fill((slots < 0)[:, None], -1)
     return Routes(ids=ids, weights=weights)
+
+
+def _select(logits: Tensor, num_active: int, selection: Selection) -> tuple[Tensor, Tensor]:
+    """Scores and int32 indices of each token's experts, [T, k], best first."""
+    is_sigmoid = selection.scores == "sigmoid"
+    scores = logits.sigmoid() if is_sigmoid else logits.softmax(dim=-1)
+    scores = scores + (logits - logits)  # not finite where a logit is not
+    ranked = scores if selection.bias is None else scores + selection.bias
+    by_group = ranked.unflatten(1, (selection.num_groups, -1))
+    best = by_group.topk(2 if is_sigmoid else 1, dim=-1).values.sum(dim=-1)
+    groups = best.sort(dim=-1, descending=True, stable=True).indices
+    is_chosen = torch.zeros_like(best, dtype=torch.bool)
+    is_chosen.scatter_(1, groups[:, : selection.num_chosen_groups], True)
+    ranked = by_group.masked_fill(~is_chosen[..., None], -torch.inf).flatten(1)
+    experts = ranked.sort(dim=-1, descending=True, stable=True).indices[:, :num_active]
+    return scores.gather(1, experts), experts.int()
 
 
 def routes_by_expert(ids: Tensor) -> Iterator[tuple[int, Tensor]]:
@@ -56,8 +78,23 @@ def routes_by_expert(ids: Tensor) -> Iterator[tuple[int, Tensor]]:
             yield expert, routes
 
 
+class ExpertMatrices(Protocol):
+    """One matrix an expert, [out, in]: a tensor, or what makes one when it is asked for."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """[experts, out, in]."""
+        ...
+
+    def __getitem__(self, expert: int, /) -> Tensor: ...
+
+
 def experts(
-    x: Tensor, routes: Routes, gate_up: Tensor, down: Tensor, form: ExpertForm = PLAIN
+    x: Tensor,
+    routes: Routes,
+    gate_up: ExpertMatrices,
+    down: ExpertMatrices,
+    form: ExpertForm = PLAIN,
 ) -> Tensor:
     """The weighted output of every route, [T, k, hidden]; zeros where a route has no expert.
 
@@ -78,12 +115,13 @@ def experts(
 def combine(outputs: Tensor, shared: Tensor | None = None, gate: Tensor | None = None) -> Tensor:
     """Sum over a token's experts, plus sigmoid(gate) * shared where there is a shared expert.
 
-    outputs: [T, k, hidden], shared: [T, hidden], gate: [T, 1]; returns [T, hidden]. Added one
-    after the other in fp32, rounded once.
+    outputs: [T, k, hidden], shared: [T, hidden], gate: [T, 1], None = 1 instead of its sigmoid;
+    returns [T, hidden]. Added one after the other in fp32, rounded once.
     """
     total = outputs[:, 0].float()
     for expert in range(1, outputs.shape[1]):
         total = total + outputs[:, expert].float()
-    if shared is not None and gate is not None:
-        total = total + torch.sigmoid(gate.float()) * shared.float()
+    if shared is not None:
+        share = 1.0 if gate is None else torch.sigmoid(gate.float())
+        total = total + share * shared.float()
     return total.to(outputs.dtype)

@@ -18,7 +18,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.linear.small import prefetch_rows
-from kernels.moe.routes import Routes
+from kernels.moe.limited_choice import choose_limited
+from kernels.moe.routes import Routes, Selection
 from kernels.pdl import pdl_supported
 
 
@@ -236,20 +237,31 @@ def route(
     slots: Tensor | None = None,
     is_deterministic: bool = False,
     bias: Tensor | None = None,
+    selection: Selection | None = None,
 ) -> Routes:
     """The `num_active` best experts of each token.
 
     x: [T, hidden], weight: [experts, hidden], slots: int32 [T], -1 = padding, or None = no padding.
-    bias: [experts], of the logits.
-    `is_deterministic`: a token's routes do not depend on the tokens beside it.
+    bias: [experts], of the logits; not with a selection. selection: None = those of the largest
+    softmax. `is_deterministic`: a token's routes do not depend on the tokens beside it.
     """
     num_tokens = x.shape[0]
     if num_tokens == 0:
         ids = torch.empty((0, num_active), dtype=torch.int32, device=x.device)
         return Routes(ids=ids, weights=ids.float())
     tile = router_tile(num_tokens, is_deterministic=is_deterministic)
+    logits = router_logits(x, weight, tile)
+    if selection is not None:
+        return choose_limited(
+            logits,
+            num_active,
+            selection,
+            normalises=normalises,
+            slots=slots,
+            is_deterministic=is_deterministic,
+        )
     return top_k(
-        router_logits(x, weight, tile),
+        logits,
         num_active,
         normalises=normalises,
         slots=slots,

@@ -7,6 +7,7 @@ A GPU's table is what `python -m load_tests.lab.bench_moe --tune` printed on it.
 shapes get tiles by the average number of routes an expert, made to fit the shared memory.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from kernels.device import DeviceProperties, stages_that_fit
@@ -120,6 +121,14 @@ _BY_ROUTES = (
     (64, Tile(64, 128, 64, 8, 4, 3)),
     (ALWAYS, Tile(128, 128, 64, 16, 8, 4)),
 )
+# The same of quantised experts. Their rows are the left operand, of which a tile has 64 or more.
+_CODED_INVARIANT = Tile(64, 64, 128, 8, 4, 3)
+_CODED_BY_ROUTES = (
+    (16, Tile(16, 64, 128, 1, 4, 4)),
+    (32, Tile(32, 64, 128, 4, 4, 4)),
+    (64, Tile(64, 64, 128, 8, 4, 3)),
+    (ALWAYS, Tile(128, 128, 64, 16, 8, 4)),
+)
 _LADDER = tuple(2**i for i in range(3, 15))
 
 
@@ -150,18 +159,48 @@ def build_plan(
     return TilePlan(few_up_to=_FEW_TOKENS, **_FEW, pairs=pairs)
 
 
+def build_coded_plan(
+    shape: ExpertShape,
+    fit_gate_up: Callable[[Tile], Tile],
+    fit_down: Callable[[Tile], Tile],
+    *,
+    is_deterministic: bool = False,
+) -> TilePlan:
+    """The tilings of a mixture of quantised experts; not measured yet.
+
+    fit_gate_up, fit_down: what makes a tile one for the weight's scales and the GPU.
+    """
+    steps = (
+        [(ALWAYS, _CODED_INVARIANT)] if is_deterministic else _by_tokens(shape, _CODED_BY_ROUTES)
+    )
+    pairs = (
+        Pair(max_tokens=most, gate_up=fit_gate_up(tile), down=fit_down(tile))
+        for most, tile in steps
+    )
+    return TilePlan(few_up_to=0, **_FEW, pairs=tuple(pairs))
+
+
 def _pairs_by_routes(
     shape: ExpertShape, device: DeviceProperties, element_bytes: int
 ) -> tuple[Pair, ...]:
     pairs: list[Pair] = []
-    for max_tokens in (*_LADDER, ALWAYS):
-        per_expert = max_tokens * shape.num_active / shape.num_experts
-        wanted = next(tile for most, tile in _BY_ROUTES if per_expert <= most)
+    for max_tokens, wanted in _by_tokens(shape, _BY_ROUTES):
         tile = fitted(wanted, device, element_bytes)
         if pairs and pairs[-1].gate_up == tile:
             pairs.pop()
         pairs.append(Pair(max_tokens=max_tokens, gate_up=tile, down=tile))
     return tuple(pairs)
+
+
+def _by_tokens(
+    shape: ExpertShape, by_routes: tuple[tuple[int, Tile], ...]
+) -> list[tuple[int, Tile]]:
+    """Tokens, at most -> tile; by_routes: routes an expert, at most -> tile."""
+    found: dict[Tile, int] = {}
+    for max_tokens in (*_LADDER, ALWAYS):
+        per_expert = max_tokens * shape.num_active / shape.num_experts
+        found[next(tile for most, tile in by_routes if per_expert <= most)] = max_tokens
+    return [(max_tokens, tile) for tile, max_tokens in found.items()]
 
 
 def fitted(tile: Tile, device: DeviceProperties, element_bytes: int = 2) -> Tile:

@@ -5,6 +5,10 @@ float16 (bias 15) they stand for 2^-8 of the number, of a bfloat16 (bias 127) fo
 subnormal numbers too. GPUs that know e4m3 (8.9 and later) convert to float16 by one instruction,
 but to bfloat16 by several slow ones.
 
+e2m1 has a sign, two bits of exponent (bias 1) and one of mantissa: put into the upper bits of a
+float16 they stand for 2^-14 of the number, of a bfloat16 for 2^-126. e8m0 is the exponent of a
+float32.
+
 A number q of four bits in the lowest bits of the mantissa of 128 (bfloat16) or 1024 (float16),
 whose last place is one, is 128 + q or 1024 + q: subtracting 128 + z or 1024 + z leaves q - z
 without a conversion of an integer.
@@ -107,6 +111,62 @@ def take_apart(packed, dtype: tl.constexpr, USES_PTX: tl.constexpr):  # noqa: AN
         low = (packed & 15).to(dtype)
         high = (packed >> 4).to(dtype)
     return low, high
+
+
+# As above; bits and signs are put to their places, and 2^126 (0x7e80) corrects the exponent.
+WIDEN_E2M1 = """
+{
+.reg .b32 pair, bits, sign, factor, zero;
+mov.b32 factor, 0x7e807e80;
+mov.b32 zero, 0x80008000;
+cvt.u32.u16 pair, $2;
+prmt.b32 pair, pair, 0, 0x4140;
+shl.b32 bits, pair, 6;
+and.b32 bits, bits, 0x01c001c0;
+shl.b32 sign, pair, 12;
+lop3.b32 bits, sign, 0x80008000, bits, 0xea;
+fma.rn.bf16x2 $0, bits, factor, zero;
+shl.b32 bits, pair, 2;
+and.b32 bits, bits, 0x01c001c0;
+shl.b32 sign, pair, 8;
+lop3.b32 bits, sign, 0x80008000, bits, 0xea;
+fma.rn.bf16x2 $1, bits, factor, zero;
+}
+"""
+_WIDEN_E2M1 = tl.constexpr(WIDEN_E2M1)
+
+
+@triton.jit
+def widen_e2m1(numbers, dtype: tl.constexpr) -> tl.tensor:
+    """numbers: integers of 0 to 15; what they stand for, in `dtype`."""
+    wide = numbers.to(tl.uint16)
+    half = ((wide & 8) << 12) | ((wide & 7) << 9)
+    return (half.to(tl.float16, bitcast=True) * 16384.0).to(dtype)
+
+
+@triton.jit
+def decode_e2m1(packed, dtype: tl.constexpr, USES_PTX: tl.constexpr):  # noqa: ANN201
+    """packed: uint8 tile; returns its low and its high numbers in `dtype`."""
+    if dtype == tl.bfloat16 and USES_PTX:
+        low, high = tl.inline_asm_elementwise(
+            _WIDEN_E2M1,
+            "=r,=r,h",
+            [packed],
+            dtype=(tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        low = widen_e2m1(packed & 15, dtype)
+        high = widen_e2m1(packed >> 4, dtype)
+    return low, high
+
+
+@triton.jit
+def decode_e8m0(codes) -> tl.tensor:
+    """codes: uint8 tile; returns powers of two, fp32: 2^(code - 127)."""
+    bits = codes.to(tl.int32)
+    return tl.where(bits == 0, 1 << 22, bits << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit

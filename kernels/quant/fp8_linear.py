@@ -33,7 +33,8 @@ from kernels.linear.small import (
     weight_rows,
 )
 from kernels.pdl import pdl_supported
-from kernels.quant.decode import decode_e4m3, knows_e4m3, uses_ptx
+from kernels.quant.decode import knows_e4m3, uses_ptx
+from kernels.quant.steps import FP8, add_tile, finish
 
 MAX_ONE_TILE = 64  # tokens; more are cut into tiles, and weights are read once for each
 _SIZE_MULTIPLE = 16  # rows and columns
@@ -148,7 +149,6 @@ def _fp8_linear_kernel(
     x_pointers = x_ptr + tokens[:, None].to(tl.int64) * STRIDE_X + k_start + k_offsets[None, :]
     codes_pointers = codes_ptr + w_rows[:, None] * K + k_start + k_offsets[None, :]
     scale_pointers = scales_ptr + w_rows // TILE_ROWS * NUM_TILES
-    dtype: tl.constexpr = x_ptr.dtype.element_ty
     acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     # The number of stages is named, so that loads of scales are pipelined with the others.
     for k in tl.range(0, PART_K, BLOCK_K, num_stages=NUM_STAGES):
@@ -158,15 +158,11 @@ def _fp8_linear_kernel(
             codes = tl.load(codes_pointers + k, mask=k_offsets[None, :] < num_left, other=0)
         else:
             codes = tl.load(codes_pointers + k)
-        w = decode_e4m3(codes, dtype, KNOWS_E4M3, USES_PTX)
-        if NUM_TILES == 1:
-            acc = tl.dot(w, tl.trans(x), acc, input_precision="ieee")
-        else:
-            index = tl.minimum((k_start + k) // TILE_COLUMNS, NUM_TILES - 1)
-            scales = tl.load(scale_pointers + index)
-            acc += tl.dot(w, tl.trans(x), input_precision="ieee") * scales[:, None]
-    if NUM_TILES == 1:
-        acc *= tl.load(scale_pointers)[:, None]
+        acc = add_tile(
+            acc, x, codes, scale_pointers, k_start + k, TILE_COLUMNS, NUM_TILES, KNOWS_E4M3,
+            USES_PTX,
+        )  # fmt: skip
+    acc = finish(acc, scale_pointers, None, FP8, NUM_TILES, False)
     acc = tl.trans(acc)
     is_last = True
     if SPLIT_K > 1:

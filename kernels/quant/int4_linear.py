@@ -1,10 +1,11 @@
 """Linear maps with 4-bit weights and inputs in 16 bits, at the speed of reading the weights.
 
-    y[t, n] = sum over groups j of  s[n, j] * sum over k in group j of x[t, k] (q[n, k] - z[n, j])
-              + b[n]
+    y[t, n] = f[n] * sum over groups j of s[n, j] * d[t, n, j]  +  b[n]
+    d[t, n, j] = sum over k in group j of x[t, k] (q[n, k] - z[n, j])
 
-and silu(gate) * up of two such products. q - z is exact in the inputs' dtype, so nothing is rounded
-but the sums, which are fp32; a scale is applied once to the sum over its group. Torch twin:
+and silu(gate) * up of two such products. q are integers, or floats (e2m1) without zero points; only
+floats of NVFP4 have factors f. q - z is exact in the inputs' dtype, so nothing is rounded but the
+sums, which are fp32; a scale is applied once to the sum over its group. Torch twin:
 `engine.layers.quantized_weight.dequantize` and `torch.nn.functional.linear`.
 
 Bytes are in the order of `kernels.quant.int4`: a tile of them is two tiles of adjacent columns, for
@@ -29,9 +30,10 @@ from kernels.linear.small import (
     weight_rows,
 )
 from kernels.pdl import pdl_supported
-from kernels.quant.decode import subtract_zeros, take_apart, uses_ptx
+from kernels.quant.decode import uses_ptx
 from kernels.quant.fp8_linear import LINE_BYTES, QuantConfig, check_inputs, choose_config
 from kernels.quant.int4 import MIN_HALF
+from kernels.quant.steps import Codes, add_run, finish
 
 _SIZE_MULTIPLE = 16
 _ZERO_BITS = 15
@@ -61,27 +63,12 @@ def join_zeros(scales: Tensor, zeros: Tensor | None) -> Tensor | None:
     return words | zeros
 
 
-@triton.jit
-def _group_of(column, GROUP: tl.constexpr, NUM_GROUPS: tl.constexpr):
-    return tl.minimum(column // GROUP, NUM_GROUPS - 1)
-
-
-@triton.jit
-def _scale_and_zero(word, HAS_ZEROS: tl.constexpr):
-    if HAS_ZEROS:
-        zero = word & 15
-        scale = (word & -16).to(tl.float32, bitcast=True)
-    else:
-        zero = tl.full(word.shape, 8, tl.int32)
-        scale = word.to(tl.float32, bitcast=True)
-    return scale, zero
-
-
 @triton.jit(do_not_specialize=["num_tokens"])
 def _int4_linear_kernel(
     x_ptr,  # [num_tokens, K], row stride STRIDE_X
     packed_ptr,  # [N, K / 2] uint8
-    words_ptr,  # [N, NUM_GROUPS] int32
+    scales_ptr,  # [N, NUM_GROUPS] as CODES says
+    factors_ptr,  # [N] fp32 if HAS_FACTORS
     bias_ptr,  # [N] if HAS_BIAS
     y_ptr,  # [num_tokens, N], or N // 2 if IS_GATED
     partials_ptr,  # [SPLIT_K, num_tokens, N] fp32 if SPLIT_K > 1
@@ -93,7 +80,8 @@ def _int4_linear_kernel(
     HALF: tl.constexpr,
     GROUP: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
-    HAS_ZEROS: tl.constexpr,
+    CODES: tl.constexpr,
+    HAS_FACTORS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     IS_GATED: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -121,8 +109,7 @@ def _int4_linear_kernel(
     offsets_k = tl.arange(0, HALF)
     x_pointers = x_ptr + tokens[:, None].to(tl.int64) * STRIDE_X + k_start + offsets_k[None, :]
     packed_pointers = packed_ptr + w_rows[:, None] * (K // 2) + k_start // 2 + offsets_k[None, :]
-    word_pointers = words_ptr + w_rows * NUM_GROUPS
-    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    scale_pointers = scales_ptr + w_rows * NUM_GROUPS
     acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     # The number of stages is named, so that loads of scales are pipelined with the others.
     for k in tl.range(0, PART_K, 2 * HALF, num_stages=NUM_STAGES):
@@ -133,29 +120,12 @@ def _int4_linear_kernel(
             packed = tl.load(packed_pointers + k // 2, mask=offsets_k[None, :] < num_left, other=0)
         else:
             packed = tl.load(packed_pointers + k // 2)
-        word = tl.load(word_pointers + _group_of(k_start + k, GROUP, NUM_GROUPS))
-        scale, zero = _scale_and_zero(word, HAS_ZEROS)
-        low, high = take_apart(packed, dtype, USES_PTX)
-        low = subtract_zeros(low, zero[:, None])
-        if GROUP == HALF:
-            total = tl.dot(low, tl.trans(low_x), input_precision="ieee") * scale[:, None]
-            word = tl.load(word_pointers + _group_of(k_start + k + HALF, GROUP, NUM_GROUPS))
-            scale, zero = _scale_and_zero(word, HAS_ZEROS)
-            high = subtract_zeros(high, zero[:, None])
-            total += tl.dot(high, tl.trans(high_x), input_precision="ieee") * scale[:, None]
-            acc += total
-        elif NUM_GROUPS == 1:
-            high = subtract_zeros(high, zero[:, None])
-            acc = tl.dot(low, tl.trans(low_x), acc, input_precision="ieee")
-            acc = tl.dot(high, tl.trans(high_x), acc, input_precision="ieee")
-        else:
-            high = subtract_zeros(high, zero[:, None])
-            total = tl.dot(low, tl.trans(low_x), input_precision="ieee")
-            total = tl.dot(high, tl.trans(high_x), total, input_precision="ieee")
-            acc += total * scale[:, None]
-    if NUM_GROUPS == 1:
-        scale, zero = _scale_and_zero(tl.load(word_pointers), HAS_ZEROS)
-        acc *= scale[:, None]
+        acc = add_run(
+            acc, low_x, high_x, packed, scale_pointers, k_start + k, CODES, HALF, GROUP, NUM_GROUPS,
+            USES_PTX,
+        )  # fmt: skip
+    factor_pointers = factors_ptr + w_rows if HAS_FACTORS else None
+    acc = finish(acc, scale_pointers, factor_pointers, CODES, NUM_GROUPS, HAS_FACTORS)
     acc = tl.trans(acc)
     is_last = True
     if SPLIT_K > 1:
@@ -172,14 +142,15 @@ def _int4_linear_kernel(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Int4Operand:
+class FourBitOperand:
     """A weight as these kernels take it."""
 
     packed: Tensor  # [N, K / 2] uint8 in runs of 2 * half
-    words: Tensor  # [N, groups] int32: a scale and its zero point
+    scales: Tensor  # [N, groups]: int32 of a scale and its zero point, or uint8
+    codes: Codes
     half: int
     group: int  # inputs that share a scale
-    has_zeros: bool
+    factors: Tensor | None = None  # [N] fp32; NVFP4
     bias: Tensor | None = None  # [N]
 
 
@@ -195,7 +166,7 @@ def fitted_config(config: QuantConfig, half: int, memory_bytes: int) -> QuantCon
 
 def int4_linear(
     x: Tensor,
-    weight: Int4Operand,
+    weight: FourBitOperand,
     counters: Tensor,
     config: QuantConfig | None = None,
     *,
@@ -226,7 +197,8 @@ def int4_linear(
     _int4_linear_kernel[(num_tiles, cut.split_k, num_token_tiles)](
         x,
         weight.packed,
-        weight.words,
+        weight.scales,
+        weight.factors,
         y if weight.bias is None else weight.bias,
         y,
         partials,
@@ -237,8 +209,9 @@ def int4_linear(
         STRIDE_X=x.stride(0),
         HALF=weight.half,
         GROUP=weight.group,
-        NUM_GROUPS=weight.words.shape[1],
-        HAS_ZEROS=weight.has_zeros,
+        NUM_GROUPS=weight.scales.shape[1],
+        CODES=weight.codes,
+        HAS_FACTORS=weight.factors is not None,
         HAS_BIAS=weight.bias is not None,
         IS_GATED=gated,
         BLOCK_M=cut.block_m,

@@ -1,6 +1,6 @@
 """Quantised weights made a matrix in the inputs' dtype, for products of many tokens.
 
-    w[n, k] = (q[n, k] - z[n, j]) * s[n / rows, j],  j = k / columns
+    w[n, k] = (q[n, k] - z[n, j]) * s[n / rows, j] * f[n],  j = k / columns
 
 in fp32, rounded once. Torch twin, equal in every bit: `engine.layers.quantized_weight.dequantize`.
 """
@@ -11,9 +11,10 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.pdl import pdl_supported
-from kernels.quant.decode import decode_e4m3, knows_e4m3
+from kernels.quant.decode import decode_e4m3, knows_e4m3, widen_e2m1
 from kernels.quant.fp8_linear import Fp8Operand
-from kernels.quant.int4_linear import Int4Operand
+from kernels.quant.int4_linear import FourBitOperand
+from kernels.quant.steps import Codes, load_scale
 
 _BLOCK = 2048  # numbers of a program
 
@@ -47,13 +48,16 @@ def _fp8_matrix_kernel(
 @triton.jit
 def _int4_matrix_kernel(
     packed_ptr,  # [N, K / 2] uint8
-    words_ptr,  # [N, NUM_GROUPS] int32
+    scales_ptr,  # [N, NUM_GROUPS] as CODES says
+    factors_ptr,  # [N] fp32 if HAS_FACTORS
     matrix_ptr,  # [N, K]
     K: tl.constexpr,
     HALF: tl.constexpr,
     GROUP: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
-    HAS_ZEROS: tl.constexpr,
+    CODES: tl.constexpr,
+    IS_E2M1: tl.constexpr,
+    HAS_FACTORS: tl.constexpr,
     BLOCK: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
@@ -68,12 +72,14 @@ def _int4_matrix_kernel(
     for i in tl.static_range(2):
         columns = low_columns + i * HALF
         group = tl.minimum(columns // GROUP, NUM_GROUPS - 1)
-        word = tl.load(words_ptr + row * NUM_GROUPS + group)
+        scale, zero = load_scale(scales_ptr + row * NUM_GROUPS + group, CODES)
         numbers = ((packed >> (4 * i)) & 15).to(tl.int32)
-        if HAS_ZEROS:
-            w = (numbers - (word & 15)).to(tl.float32) * (word & -16).to(tl.float32, bitcast=True)
+        if IS_E2M1:
+            w = widen_e2m1(numbers, tl.float32) * scale
         else:
-            w = (numbers - 8).to(tl.float32) * word.to(tl.float32, bitcast=True)
+            w = (numbers - zero).to(tl.float32) * scale
+        if HAS_FACTORS:
+            w *= tl.load(factors_ptr + row)
         tl.store(matrix_ptr + row * K + columns, w.to(matrix_ptr.dtype.element_ty), mask=mask)
 
 
@@ -98,20 +104,23 @@ def fp8_matrix(weight: Fp8Operand, dtype: torch.dtype) -> Tensor:
     return matrix
 
 
-def int4_matrix(weight: Int4Operand, dtype: torch.dtype) -> Tensor:
+def int4_matrix(weight: FourBitOperand, dtype: torch.dtype) -> Tensor:
     """Returns the weight as [N, K] in `dtype`, columns in the order of its bytes."""
     num_rows, num_columns = weight.packed.shape[0], 2 * weight.packed.shape[1]
     matrix = torch.empty((num_rows, num_columns), dtype=dtype, device=weight.packed.device)
     use_pdl = pdl_supported(matrix.device)
     _int4_matrix_kernel[(num_rows, triton.cdiv(num_columns // 2, _BLOCK))](
         weight.packed,
-        weight.words,
+        weight.scales,
+        weight.factors,
         matrix,
         K=num_columns,
         HALF=weight.half,
         GROUP=weight.group,
-        NUM_GROUPS=weight.words.shape[1],
-        HAS_ZEROS=weight.has_zeros,
+        NUM_GROUPS=weight.scales.shape[1],
+        CODES=weight.codes,
+        IS_E2M1=weight.codes in (Codes.MXFP4, Codes.NVFP4),
+        HAS_FACTORS=weight.factors is not None,
         BLOCK=_BLOCK,
         USE_PDL=use_pdl,
         launch_pdl=use_pdl,

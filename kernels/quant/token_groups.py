@@ -3,8 +3,9 @@
     s[t, g] = max over the group of |x| / 448        q = round(x / s)        (1 where all are zero)
 
 448 is e4m3's largest number; rounding is to the nearest, ties to even. A group is `group` columns,
-or a whole row. Scales are written with the tokens of a group adjacent, as products read them. Torch
-twin: `reference`.
+or a whole row. Scales are written with the tokens of a group adjacent, as products read them. x may
+be silu(gate) * up, computed on the way: in fp32, rounded once to the inputs' dtype, so that codes
+are those of `kernels.silu_mul`'s result. Torch twin: `reference`.
 """
 
 import torch
@@ -35,7 +36,7 @@ def _round_e4m3(x):
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _token_groups_kernel(
-    x_ptr,  # [T, K], row stride `row_stride`
+    x_ptr,  # [T, K], row stride `row_stride`; if IS_GATED [T, 2 K], gate's columns first
     codes_ptr,  # [T, K] e4m3
     scales_ptr,  # [groups, num_tokens] fp32
     num_tokens,
@@ -44,6 +45,7 @@ def _token_groups_kernel(
     GROUP: tl.constexpr,
     BLOCK_GROUPS: tl.constexpr,
     BLOCK: tl.constexpr,  # columns of a group, a power of two
+    IS_GATED: tl.constexpr,
     IS_INTERPRETED: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
@@ -57,6 +59,10 @@ def _token_groups_kernel(
     columns = groups[:, None] * GROUP + inside[None, :]
     mask = (inside < GROUP)[None, :] & (columns < K)
     x = tl.load(x_ptr + token * row_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    if IS_GATED:
+        up = tl.load(x_ptr + token * row_stride + K + columns, mask=mask, other=0.0).to(tl.float32)
+        x = x / (1.0 + tl.exp(-x)) * up
+        x = x.to(x_ptr.dtype.element_ty).to(tl.float32)
     largest = tl.max(tl.abs(x), axis=1)
     scales = tl.where(largest > 0, largest / 448.0, 1.0)
     # At most 448 but for the rounding of the division.
@@ -67,12 +73,15 @@ def _token_groups_kernel(
     tl.store(scales_ptr + groups * num_tokens + token, scales, mask=groups < num_groups)
 
 
-def quantize_tokens(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
+def quantize_tokens(x: Tensor, group: int, *, gated: bool = False) -> tuple[Tensor, Tensor]:
     """x: [T, K], rows may be strided; group: columns, a power of two, or K for whole rows.
 
-    Returns [T, K] e4m3 and [ceil(K / group), T] fp32.
+    gated: x is [T, 2 K] = [gate | up]. Returns [T, K] e4m3 and [ceil(K / group), T] fp32.
     """
     num_tokens, num_columns = x.shape
+    if gated:
+        assert num_columns % 2 == 0, f"{num_columns} columns are no two halves"
+        num_columns //= 2
     assert x.stride(1) == 1, f"strides {x.stride()}: a row's elements must be adjacent"
     block = triton.next_power_of_2(group)
     assert group in (block, num_columns), f"groups of {group} in {num_columns} columns"
@@ -93,6 +102,7 @@ def quantize_tokens(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
         GROUP=group,
         BLOCK_GROUPS=block_groups,
         BLOCK=block,
+        IS_GATED=gated,
         IS_INTERPRETED=x.device.type != "cuda",
         USE_PDL=use_pdl,
         num_warps=max(_NUM_WARPS, min(16, block * block_groups // 512)),

@@ -191,7 +191,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--scenario", default="agents")
     parser.add_argument("--scale", type=float, default=0.25, help="of all lengths")
     parser.add_argument("--max-model-len", type=int, default=2048)
-    parser.add_argument("--duration-s", type=float, default=40.0, help="of the arrivals")
+    parser.add_argument("--duration-s", type=float, default=20.0, help="of the arrivals")
     parser.add_argument("--gap-s", type=float, default=5.0, help="between turns, beside thinking")
     parser.add_argument("--share", type=float, default=0.25, help="cache / working set")
     parser.add_argument("--host-gib", type=float, default=1.0)

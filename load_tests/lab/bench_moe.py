@@ -3,6 +3,7 @@
     python -m load_tests.lab.bench_moe
     python -m load_tests.lab.bench_moe --shape mixtral-8x7b --tokens 1 64 1024
     python -m load_tests.lab.bench_moe --tune
+    python -m load_tests.lab.bench_moe --format nvfp4    # quantised experts: bench_quant's formats
 
 Routes are uniform, weights are not in the cache (moe_step.py). A floor is the time to read the
 weights of the experts that have tokens, or to multiply by them, whichever is longer. `--tune` tries
@@ -21,8 +22,10 @@ from pathlib import Path
 
 import torch
 
+from engine.layers.moe_cuda import expert_plan
 from kernels.device import device_properties
-from kernels.moe.tiles import ExpertShape, TilePlan, build_plan, is_tuned
+from kernels.moe.tiles import ExpertShape, TilePlan, is_tuned
+from load_tests.lab.bench_quant import FORMATS
 from load_tests.lab.floors import Machine
 from load_tests.lab.moe_step import (
     H200_MEASURED,
@@ -33,6 +36,7 @@ from load_tests.lab.moe_step import (
     MoeStep,
     Timer,
     graph_us,
+    quantised_layers,
     random_layers,
 )
 from load_tests.lab.moe_tuning import Tuning, compile_all, render_plan
@@ -122,11 +126,17 @@ def _timed(
 
 
 def run(
-    shape: ExpertShape, layers: Sequence[Layer], plan: TilePlan, tokens: Sequence[int], timer: Timer
+    shape: ExpertShape,
+    layers: Sequence[Layer],
+    plan: TilePlan,
+    tokens: Sequence[int],
+    timer: Timer,
+    *,
+    with_library: bool = True,
 ) -> list[Timing]:
     """All timings, ours before the library's; says how long each step's took."""
     timings: list[Timing] = []
-    for timed in (measure, measure_library):
+    for timed in (measure, measure_library) if with_library else (measure,):
         for num_tokens in tokens:
             started_s = time.monotonic()
             try:
@@ -161,11 +171,15 @@ def render(timings: Sequence[Timing]) -> str:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-30b-a3b")
+    parser.add_argument("--format", choices=FORMATS, default="bf16", help="of the experts")
     parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))
     parser.add_argument("--tune", action="store_true", help="find the best tiles first")
     parser.add_argument("--tune-seconds", type=float, default=TUNING_S, metavar="S")
     parser.add_argument("--json", type=Path, help="write all timings to this file")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.tune and args.format != "bf16":
+        parser.error("--tune is for unquantised experts")
+    return args
 
 
 def main() -> None:
@@ -175,16 +189,18 @@ def main() -> None:
     torch.manual_seed(0)
     if args.tune:
         compile_all(shape)  # before this process takes the GPU's memory
-    layers = random_layers(shape, device)
-    plan = build_plan(shape, gpu)
-    print(
-        f"{args.shape} on {gpu.describe()}, {'tuned' if is_tuned(shape, gpu) else 'general'} tiles"
+    is_dense = args.format == "bf16"
+    layers = (
+        random_layers(shape, device) if is_dense else quantised_layers(shape, args.format, device)
     )
+    plan = expert_plan(shape, layers[0].gate_up, layers[0].down)
+    tiles = "tuned" if is_dense and is_tuned(shape, gpu) else "general"
+    print(f"{args.shape} in {args.format} on {gpu.describe()}, {tiles} tiles")
     if args.tune:
         tuning = Tuning(shape, layers, graph_us, seconds=args.tune_seconds)
         plan = tuning.plan()
         print(render_plan(gpu.name, shape, plan), flush=True)
-    timings = run(shape, layers, plan, args.tokens, graph_us)
+    timings = run(shape, layers, plan, args.tokens, graph_us, with_library=is_dense)
     print(render(timings))
     if args.json:
         args.json.write_text(json.dumps([asdict(timing) for timing in timings]))

@@ -36,6 +36,7 @@ from kernels.linear.small import tile_counters
 from kernels.quant import fp8_linear
 from kernels.quant.fp8_blocks import BlocksConfig, fp8_blocks
 from kernels.quant.fp8_linear import Fp8Operand, QuantConfig
+from kernels.quant.int4 import choose_half
 from kernels.quant.token_groups import quantize_tokens
 from kernels.silu_mul import silu_mul
 from load_tests.lab.floors import H200
@@ -49,7 +50,7 @@ KINDS = {
     "narrow": (6144, 4096),
 }
 TOKENS = (1, 16, 64, 128, 256, 1024, 8192)
-FORMATS = ("bf16", "fp8-block", "fp8-row", "int4", "int4-zeros")
+FORMATS = ("bf16", "fp8-block", "fp8-row", "int4", "int4-zeros", "mxfp4", "nvfp4")
 MIN_WEIGHT_BYTES = 200 * 2**20  # four times an H200's L2 cache
 MAX_ERROR = 1e-2  # norm of the difference from float64 over the norm, inputs as they are
 MAX_ROUNDED_ERROR = 6e-2  # inputs rounded to e4m3: 2.5 %, more where two such are multiplied
@@ -90,25 +91,44 @@ class Way:
 # ---- weights -------------------------------------------------------------------------------------
 
 
-def make_weight(weight_format: str, num_rows: int, num_columns: int) -> LinearWeight:
-    """A random weight on the GPU whose products have about the size of the inputs."""
+def make_weight(
+    weight_format: str, num_rows: int, num_columns: int, device: str = "cuda"
+) -> LinearWeight:
+    """A random weight whose products have about the size of the inputs."""
     size = num_columns**-0.5
     if weight_format == "bf16":
-        return LinearWeight(_random(num_rows, num_columns) * size)
+        return LinearWeight(_random(num_rows, num_columns, device) * size)
     if weight_format.startswith("fp8"):
         tile = (128, 128) if weight_format == "fp8-block" else (1, num_columns)
-        data = (_random(num_rows, num_columns) * 100).to(torch.float8_e4m3fn)
+        data = (_random(num_rows, num_columns, device) * 100).to(torch.float8_e4m3fn)
         shape = (num_rows // tile[0], num_columns // tile[1])
-        values = torch.rand(shape, device="cuda").add_(0.5).mul_(size / 100)
+        values = torch.rand(shape, device=device).add_(0.5).mul_(size / 100)
         return LinearWeight(data, None, WeightFormat.FP8, _scales(values, tile, rounds=True))
     shape = (num_rows, num_columns // 2)
-    data = torch.randint(256, shape, dtype=torch.uint8, device="cuda")
-    values = torch.rand((num_rows, num_columns // 128), device="cuda").add_(0.5).mul_(size / 5)
+    data = torch.randint(256, shape, dtype=torch.uint8, device=device)
+    if weight_format.endswith("fp4"):
+        scales = _scales_of_e2m1(weight_format, num_rows, num_columns, device)
+        return LinearWeight(data, None, WeightFormat.FP4, scales)
+    values = torch.rand((num_rows, num_columns // 128), device=device).add_(0.5).mul_(size / 5)
     scales = _scales(values.bfloat16().float(), (1, 128), rounds=False)
     if weight_format == "int4-zeros":
-        zeros = torch.randint(4, 12, values.shape, dtype=torch.uint8, device="cuda")
+        zeros = torch.randint(4, 12, values.shape, dtype=torch.uint8, device=device)
         scales = replace(scales, zeros=zeros)
     return LinearWeight(data, None, WeightFormat.INT4, replace(scales, half=64))
+
+
+def _scales_of_e2m1(weight_format: str, num_rows: int, num_columns: int, device: str) -> Scales:
+    group = 16 if weight_format == "nvfp4" else 32
+    values = torch.rand((num_rows, num_columns // group), device=device).add_(0.5)
+    factors = None
+    if weight_format == "nvfp4":
+        values = values.mul_(200).to(torch.float8_e4m3fn)
+        factors = torch.full((num_rows,), num_columns**-0.5 / 600, device=device)
+    else:
+        values = values.mul_(num_columns**-0.5 / 3).to(torch.float8_e8m0fnu)
+    scales = _scales(values, (1, group), rounds=False)
+    half = choose_half(num_columns, group)
+    return replace(scales, half=half, is_e2m1=True, factors=factors)
 
 
 def _scales(values: Tensor, tile: tuple[int, int], *, rounds: bool) -> Scales:
@@ -117,8 +137,8 @@ def _scales(values: Tensor, tile: tuple[int, int], *, rounds: bool) -> Scales:
     )
 
 
-def _random(num_rows: int, num_columns: int) -> Tensor:
-    return torch.randn(num_rows, num_columns, device="cuda", dtype=torch.bfloat16)
+def _random(num_rows: int, num_columns: int, device: str = "cuda") -> Tensor:
+    return torch.randn(num_rows, num_columns, device=device, dtype=torch.bfloat16)
 
 
 # ---- ways ----------------------------------------------------------------------------------------

@@ -48,17 +48,50 @@ def decode_floor_s(
     num_bytes = linear_bytes(spec, dtype, num_rows) + DTYPE_BYTES[dtype] * (
         head_parameters(spec)
         + num_rows * spec.hidden_size  # of the embedding
-        + num_rows * (keys + spec.num_layers) * 2 * spec.num_kv_heads * spec.head_dim
+        + num_rows * (keys + spec.num_layers) * _kept_numbers(spec)
     )
     linear = active_parameters(spec) + head_parameters(spec)
-    attention = 2 * keys * spec.num_heads * spec.head_dim
+    attention = keys * _absorbed_products(spec)
     return machine.seconds(num_bytes, 2 * num_rows * (linear + attention))
 
 
 def layer_parameters(spec: ModelSpec) -> int:
     """Elements of one dense layer's linear weights."""
-    heads = 2 * spec.num_heads + 2 * spec.num_kv_heads  # q, k, v and the output projection
-    return spec.hidden_size * (heads * spec.head_dim + 3 * spec.intermediate_size)
+    return _attention_parameters(spec) + 3 * spec.hidden_size * spec.intermediate_size
+
+
+def _attention_parameters(spec: ModelSpec) -> int:
+    latent = spec.latent
+    if latent is None:
+        heads = 2 * spec.num_heads + 2 * spec.num_kv_heads  # q, k, v and the output projection
+        return spec.hidden_size * heads * spec.head_dim
+    q_size = spec.num_heads * latent.query_dim
+    queries = (
+        spec.hidden_size * q_size
+        if latent.q_rank is None
+        else latent.q_rank * (spec.hidden_size + q_size)
+    )
+    made = spec.num_heads * (latent.nope_dim + latent.value_dim) * latent.rank
+    output = spec.hidden_size * spec.num_heads * latent.value_dim
+    return queries + spec.hidden_size * latent.width + made + output
+
+
+def _kept_numbers(spec: ModelSpec) -> int:
+    """Of a token in one layer."""
+    return 2 * spec.num_kv_heads * spec.head_dim if spec.latent is None else spec.latent.width
+
+
+def _absorbed_products(spec: ModelSpec) -> int:
+    """Of a decoding query and a key, over all heads; latents are keys and values as they are."""
+    if spec.latent is None:
+        return 2 * spec.num_heads * spec.head_dim
+    return spec.num_heads * (spec.latent.width + spec.latent.rank)
+
+
+def _products(spec: ModelSpec) -> int:
+    """Of a prompt's query and a key, over all heads."""
+    value_dim = spec.head_dim if spec.latent is None else spec.latent.value_dim
+    return spec.num_heads * (spec.head_dim + value_dim)
 
 
 def read_parameters(spec: ModelSpec, num_tokens: int) -> float:
@@ -106,7 +139,7 @@ def head_parameters(spec: ModelSpec) -> int:
 def _prefill_floor_s(work: Work, spec: ModelSpec, dtype: KvDtype, machine: Machine) -> float:
     linear = work.num_rows * (work.num_tokens * active_parameters(spec) + head_parameters(spec))
     pairs = sum(_causal_pairs(work.num_tokens, window) for window in spec.layer_windows)
-    attention = 2 * work.num_rows * pairs * spec.num_heads * spec.head_dim
+    attention = work.num_rows * pairs * _products(spec)
     read_bytes = linear_bytes(spec, dtype, work.num_rows * work.num_tokens)
     num_bytes = read_bytes + DTYPE_BYTES[dtype] * head_parameters(spec)
     return machine.seconds(num_bytes, 2 * (linear + attention))

@@ -5,6 +5,7 @@ weights are in the L2 cache when they are read. A time is that of one call in a 
 """
 
 import itertools
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,10 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
+from engine.layers.moe import expert_matrices
+from engine.layers.moe_cuda import coded_operand
 from kernels.moe.align import Blocks, align
+from kernels.moe.coded import CodedExperts
 from kernels.moe.combine import combine
 from kernels.moe.few import few_down, few_gate_up
 from kernels.moe.grouped import (
@@ -23,9 +27,11 @@ from kernels.moe.grouped import (
     grouped_down,
     grouped_gate_up,
 )
+from kernels.moe.reference import ExpertMatrices
 from kernels.moe.router import route
 from kernels.moe.routes import Routes
 from kernels.moe.tiles import ExpertShape, FewTile, Tile, TilePlan
+from load_tests.lab.bench_quant import make_weight
 from load_tests.lab.floors import Machine
 from load_tests.lab.pinned_routing import uniform_experts
 
@@ -74,9 +80,26 @@ class Layer:
     # [experts, hidden]
     router: Tensor
     # [experts, 2 inner, hidden]
-    gate_up: Tensor
+    gate_up: Tensor | CodedExperts
     # [experts, hidden, inner]
-    down: Tensor
+    down: Tensor | CodedExperts
+    # The same for torch, where they are quantised.
+    matrices: tuple[ExpertMatrices, ExpertMatrices] | None = None
+
+    @property
+    def bytes_a_number(self) -> float:
+        """Of the experts' weights, without scales."""
+        weight = self.down
+        return (weight.data if isinstance(weight, CodedExperts) else weight).nbytes / math.prod(
+            weight.shape
+        )
+
+    def for_torch(self) -> tuple[ExpertMatrices, ExpertMatrices]:
+        if self.matrices is not None:
+            return self.matrices
+        assert isinstance(self.gate_up, Tensor)
+        assert isinstance(self.down, Tensor)
+        return self.gate_up, self.down
 
 
 def random_layers(
@@ -101,15 +124,38 @@ def random_layers(
     ]
 
 
+def quantised_layers(
+    shape: ExpertShape,
+    weight_format: str,
+    device: torch.device,
+    num_layers: int = NUM_LAYERS,
+    dtype: torch.dtype = torch.bfloat16,
+) -> list[Layer]:
+    """weight_format: of `bench_quant.FORMATS`, but for bf16; dtype: of the inputs."""
+    experts, hidden, inner = shape.num_experts, shape.hidden, shape.inner
+
+    def layer() -> Layer:
+        router = torch.randn(experts, hidden, device=device).to(dtype)
+        maps = ((experts * 2 * inner, hidden), (experts * hidden, inner))
+        gate_up, down = (
+            make_weight(weight_format, *sizes, device.type).by_expert(experts) for sizes in maps
+        )
+        operands = (coded_operand(gate_up), coded_operand(down))
+        matrices = (expert_matrices(gate_up), expert_matrices(down))
+        return Layer(router * hidden**-0.5, *operands, matrices)
+
+    return [layer() for _ in range(num_layers)]
+
+
 class MoeStep:
     """A step of `num_tokens` tokens; each method makes one call a layer of one kernel."""
 
     def __init__(self, shape: ExpertShape, layers: Sequence[Layer], num_tokens: int) -> None:
-        device = layers[0].down.device
+        device = layers[0].router.device
         self.shape = shape
         self.num_tokens = num_tokens
         self._layers = layers
-        self._x = torch.randn(num_tokens, shape.hidden, device=device).to(layers[0].down.dtype)
+        self._x = torch.randn(num_tokens, shape.hidden, device=device).to(layers[0].router.dtype)
         self.routes = [self._draw_routes(7919 * num_tokens + i, device) for i in range(len(layers))]
 
     def _draw_routes(self, seed: int, device: torch.device) -> Routes:
@@ -165,24 +211,26 @@ class MoeStep:
 
     def few_gate_up(self, tile: FewTile) -> list[Call]:
         parts = zip(self._layers, self.routes, strict=True)
-        return [partial(few_gate_up, self._x, w.gate_up, r, tile) for w, r in parts]
+        return [partial(few_gate_up, self._x, _dense(w.gate_up), r, tile) for w, r in parts]
 
     def few_down(self, tile: FewTile) -> list[Call]:
         parts = zip(self._layers, self.routes, strict=True)
-        return [partial(few_down, self._inner, w.down, r, tile) for w, r in parts]
+        return [partial(few_down, self._inner, _dense(w.down), r, tile) for w, r in parts]
 
     def library_gate_up(self) -> list[Call]:
         """torch's grouped product alone: its input is sorted before, and no gate is applied."""
         parts = zip(self._layers, self.routes, strict=True)
         return [
-            self._library(w.gate_up, r, self._x.repeat_interleave(self.shape.num_active, dim=0))
+            self._library(
+                _dense(w.gate_up), r, self._x.repeat_interleave(self.shape.num_active, dim=0)
+            )
             for w, r in parts
         ]
 
     def library_down(self) -> list[Call]:
         """The same for the second product, without the routes' weights."""
         parts = zip(self._layers, self.routes, strict=True)
-        return [self._library(w.down, r, self._inner) for w, r in parts]
+        return [self._library(_dense(w.down), r, self._inner) for w, r in parts]
 
     def _library(self, weight: Tensor, routes: Routes, rows: Tensor) -> Call:
         """rows: one a route."""
@@ -199,8 +247,8 @@ class MoeStep:
         layer, routes = self._layers[index], self.routes[index]
         route(self._x, layer.router, self.shape.num_active, normalises=True)
         if self.num_tokens <= plan.few_up_to:
-            inner = few_gate_up(self._x, layer.gate_up, routes, plan.few_gate_up)
-            return few_down(inner, layer.down, routes, plan.few_down)
+            inner = few_gate_up(self._x, _dense(layer.gate_up), routes, plan.few_gate_up)
+            return few_down(inner, _dense(layer.down), routes, plan.few_down)
         pair = plan.pair(self.num_tokens)
         blocks = align(routes.ids, self.shape.num_experts, pair.gate_up.block_m)
         inner = grouped_gate_up(self._x, layer.gate_up, routes, blocks, pair.gate_up)
@@ -214,6 +262,7 @@ class MoeStep:
         shape, tokens = self.shape, self.num_tokens
         routes, hidden, inner = tokens * shape.num_active, shape.hidden, shape.inner
         distinct = self.num_distinct
+        distinct *= self._layers[0].bytes_a_number / 2
         rows = {  # elements of two bytes, then multiplications
             "router": (shape.num_experts * hidden + tokens * hidden, tokens * shape.num_experts),
             "align": (4 * routes, 0),
@@ -230,10 +279,11 @@ class MoeStep:
     def worst_error(self, plan: TilePlan) -> float:
         """Of the products of the first layer, against torch's: relative, the larger one."""
         layer, routes = self._layers[0], self.routes[0]
-        inner = gate_up_reference(self._x, layer.gate_up, routes)
-        outputs = down_reference(self._inner, layer.down, routes)
+        gate_up, down = layer.for_torch()
+        inner = gate_up_reference(self._x, gate_up, routes)
+        outputs = down_reference(self._inner, down, routes)
         if self.num_tokens <= plan.few_up_to:
-            product = few_gate_up(self._x, layer.gate_up, routes, plan.few_gate_up)
+            product = few_gate_up(self._x, _dense(layer.gate_up), routes, plan.few_gate_up)
             ours = product, self.few_down(plan.few_down)[0]()
             twins = inner, outputs.float().sum(dim=1)
         else:
@@ -245,6 +295,11 @@ class MoeStep:
             ours = product[is_line], self.down(pair.down)[0]()
             twins = lines[is_line], outputs
         return max(_error(a, b) for a, b in zip(ours, twins, strict=True))
+
+
+def _dense(weight: Tensor | CodedExperts) -> Tensor:
+    assert isinstance(weight, Tensor), "only unquantised experts are computed so"
+    return weight
 
 
 def _error(ours: object, twin: Tensor) -> float:

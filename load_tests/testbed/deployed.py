@@ -240,6 +240,12 @@ def metric_sum(text: str, name: str) -> float:
     return sum(s.value for family in families for s in family.samples if s.name == name)
 
 
+def arena_name(worker: Any) -> str | None:
+    """Of its host tier, for `call_in_workers`; None = it has none."""
+    tier = worker._host.engine.host_tier
+    return None if tier is None else str(tier._arena.name)
+
+
 def count_tasks(_: object) -> int:
     """Unfinished tasks on all event loops of the ingress, but for those of its links to workers.
 

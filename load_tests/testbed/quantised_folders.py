@@ -21,6 +21,7 @@ Array = NDArray[Any]
 _MAX_FP8 = 448.0
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # bits 4 i of a word hold this output of eight
 _LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+_MIXTRAL_LINEARS = ("w1", "w2", "w3")
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +211,64 @@ def _gptq(
     return publish
 
 
+# ---- 4 bits of float -----------------------------------------------------------------------------
+
+_E2M1 = np.array((0, 0.5, 1, 1.5, 2, 3, 4, 6))  # bits 0 to 7; bit 3 is the sign
+_MAX_E2M1 = 6.0
+
+
+def to_e2m1(numbers: Array) -> Array:
+    """The nearest e2m1 numbers, ties to even; uint8 of 0 to 15."""
+    size = np.minimum(np.abs(numbers), _MAX_E2M1)[..., None]
+    distance = np.abs(size - _E2M1)
+    is_nearest = distance == distance.min(axis=-1, keepdims=True)
+    odd = np.arange(8) % 2
+    nearest = np.where(is_nearest, odd, 2).argmin(axis=-1)
+    codes: Array = (nearest | np.where(numbers < 0, 8, 0)).astype(np.uint8)
+    return codes
+
+
+def _mxfp4(matrix: Array, _: np.random.Generator) -> Published:
+    """Scales by OCP's MX specification: the largest number's power of two becomes e2m1's, 4."""
+    groups = matrix.reshape(len(matrix), -1, 32)
+    largest = np.abs(groups).max(axis=2)
+    exponent = np.clip(np.floor(np.log2(np.maximum(largest, 2.0**-120))) - 2, -127, 127)
+    spread = (2.0**exponent)[:, :, None]
+    tensors, numbers = _pairs_of_e2m1(groups / spread)
+    tensors["weight_scale"] = torch.from_numpy((exponent + 127).astype(np.uint8))
+    return Published(tensors, (numbers * spread).reshape(matrix.shape))
+
+
+def _nvfp4(*, is_modelopt: bool) -> Callable[[Array, np.random.Generator], Published]:
+    def publish(matrix: Array, _: np.random.Generator) -> Published:
+        groups = matrix.reshape(len(matrix), -1, 16)
+        largest = np.abs(groups).max(axis=2)
+        divisor, divides = _stored(np.array([_MAX_FP8 * _MAX_E2M1 / largest.max()]), torch.float32)
+        factor, multiplies = _stored(1 / divides, torch.float32)
+        codes = to_e4m3(largest / _MAX_E2M1 * divides)
+        # What is read: a number that is rounded to fp32 once, whichever of the two is published.
+        spread = (e4m3_values()[codes] * multiplies)[:, :, None]
+        tensors, numbers = _pairs_of_e2m1(groups / np.where(spread > 0, spread, 1))
+        tensors["weight_scale"] = _fp8_tensor(codes)
+        if is_modelopt:
+            tensors["weight"] = tensors.pop("weight_packed")
+            tensors |= {"weight_scale_2": factor[0], "input_scale": torch.tensor(0.25)}
+        else:
+            tensors |= {"weight_global_scale": divisor, "input_global_scale": torch.ones(1)}
+        return Published(tensors, (numbers * spread).reshape(matrix.shape))
+
+    return publish
+
+
+def _pairs_of_e2m1(groups: Array) -> tuple[dict[str, torch.Tensor], Array]:
+    """What is published of the rounded numbers, and they: [out, groups, numbers]."""
+    codes = to_e2m1(groups)
+    flat = codes.reshape(len(codes), -1)
+    packed = torch.from_numpy(flat[:, ::2] | flat[:, 1::2] << np.uint8(4))
+    values = np.concatenate((_E2M1, -_E2M1))
+    return {"weight_packed": packed}, values[codes]
+
+
 # ---- the forms -----------------------------------------------------------------------------------
 
 _FP8_INPUTS = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
@@ -237,6 +296,10 @@ def _int4_weights(size: int | None, *, is_symmetric: bool, **more: object) -> di
     strategy = "channel" if size is None else "group"
     weights = {"num_bits": 4, "type": "int", "symmetric": is_symmetric, "strategy": strategy}
     return weights | {"group_size": size, **more}
+
+
+def _fp4_weights(size: int) -> dict[str, object]:
+    return {"num_bits": 4, "type": "float", "symmetric": True, "group_size": size}
 
 
 _AWQ_CONFIG = {"quant_method": "awq", "bits": 4, "zero_point": True, "version": "gemm"}
@@ -317,6 +380,29 @@ FORMS: dict[str, Form] = {
         publish=_gptq(None, is_symmetric=True, zero_offset=1),
         multiple=16,
     ),
+    "ct-mxfp4": Form(
+        config=_compressed_config("mxfp4-pack-quantized", _fp4_weights(32)),
+        publish=_mxfp4,
+        multiple=32,
+    ),
+    "ct-nvfp4": Form(
+        config=_compressed_config("nvfp4-pack-quantized", _fp4_weights(16), _fp4_weights(16)),
+        publish=_nvfp4(is_modelopt=False),
+        multiple=16,
+    ),
+    "modelopt-nvfp4": Form(
+        config={
+            "quant_method": "modelopt",
+            "quant_algo": "NVFP4",
+            "ignore": ["lm_head", "model.layers.*.input_layernorm*", "model.layers.*.mlp.gate"],
+        },
+        publish=_nvfp4(is_modelopt=True),
+        multiple=16,
+    ),
+    "modelopt-fp8": Form(
+        config={"quant_method": "modelopt", "quant_algo": "FP8", "exclude_modules": ["lm_head"]},
+        publish=_fp8((None, None), has_input_scale=True),
+    ),
 }
 
 
@@ -333,11 +419,13 @@ def write_quantised(
     for tensor_name, tensor in load_file(source / "model.safetensors").items():
         module, _, suffix = tensor_name.rpartition(".")
         dense[tensor_name] = tensor.float()
-        if suffix != "weight" or module.rpartition(".")[2] not in _LINEARS:
+        if suffix != "weight" or module.rpartition(".")[2] not in _LINEARS + _MIXTRAL_LINEARS:
             published[tensor_name] = tensor
             continue
-        # Parts that are computed together take their inputs in one order: one seed a layer.
-        random = np.random.default_rng([seed, int(module.split(".")[2]), tensor.shape[1]])
+        # Parts that are computed together take their inputs in one order: one seed a layer, and
+        # one an expert.
+        numbers = [int(part) for part in module.split(".") if part.isdigit()]
+        random = np.random.default_rng([seed, *numbers, tensor.shape[1]])
         made = form.publish(tensor.double().numpy(), random)
         published |= {f"{module}.{name}": t.contiguous() for name, t in made.tensors.items()}
         dense[tensor_name] = torch.from_numpy(made.matrix).float()

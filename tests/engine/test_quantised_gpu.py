@@ -17,7 +17,7 @@ pytestmark = pytest.mark.gpu
 
 GPU = torch.device("cuda")
 FORMS = ("fp8-block", "ct-fp8-channel", "ct-fp8-block", "ct-int4-128-asymmetric", "ct-int4-32")
-FORMS += ("awq", "gptq", "gptq-v2-order", "gptq-channel")
+FORMS += ("awq", "gptq", "gptq-v2-order", "gptq-channel", "ct-mxfp4", "ct-nvfp4")
 SIZES = {
     "hidden_size": 256,
     "intermediate_size": 512,

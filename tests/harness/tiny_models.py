@@ -3,9 +3,12 @@
 import json
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
+from transformers.models.deepseek_v2 import DeepseekV2Config
+from transformers.models.deepseek_v3 import DeepseekV3Config
 from transformers.models.gemma3 import Gemma3TextConfig
 from transformers.models.gpt_oss import GptOssConfig
 from transformers.models.llama import LlamaConfig
@@ -24,6 +27,8 @@ CONFIG_CLASSES = {
     "MixtralForCausalLM": MixtralConfig,
     "Qwen2MoeForCausalLM": Qwen2MoeConfig,
     "Qwen3MoeForCausalLM": Qwen3MoeConfig,
+    "DeepseekV2ForCausalLM": DeepseekV2Config,
+    "DeepseekV3ForCausalLM": DeepseekV3Config,
     "GptOssForCausalLM": GptOssConfig,
     "Gemma3ForCausalLM": Gemma3TextConfig,
 }
@@ -42,6 +47,56 @@ MIXTURES: dict[str, dict[str, object]] = {
         "moe_intermediate_size": 40,
         "norm_topk_prob": True,
     },
+}
+_LATENT: dict[str, object] = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 40,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 8,
+    "head_dim": 8,  # of the rotated part, as transformers writes it
+    "v_head_dim": 20,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 24,
+}
+# Sizes of small models with latent attention; mixtures after a dense layer.
+DEEPSEEKS: dict[str, dict[str, object]] = {
+    "DeepseekV2ForCausalLM": {
+        **_LATENT,
+        "q_lora_rank": None,
+        "n_routed_experts": 7,
+        "num_experts_per_tok": 3,
+        "n_shared_experts": 2,
+        "routed_scaling_factor": 1.5,
+    },
+    "DeepseekV3ForCausalLM": {
+        **_LATENT,
+        "q_lora_rank": 28,
+        "n_routed_experts": 12,
+        "n_group": 4,
+        "topk_group": 2,
+        "num_experts_per_tok": 3,
+        "n_shared_experts": 1,
+        "num_nextn_predict_layers": 0,
+    },
+}
+# Sizes that every kernel of latent attention covers, small enough for seconds.
+_LATENT_SIZES: dict[str, object] = {
+    "hidden_size": 512,
+    "intermediate_size": 720,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "kv_lora_rank": 128,
+    "qk_nope_head_dim": 48,
+    "qk_rope_head_dim": 32,
+    "head_dim": 32,
+    "v_head_dim": 64,
+    "moe_intermediate_size": 96,
+    "dtype": torch.bfloat16,
+}
+LATENT_ON_GPU: dict[str, dict[str, Any]] = {
+    "DeepseekV2ForCausalLM": {**_LATENT_SIZES, "n_routed_experts": 16},
+    "DeepseekV3ForCausalLM": {**_LATENT_SIZES, "q_lora_rank": 192, "n_routed_experts": 16},
 }
 # What small models of families with keys of their own have besides.
 FAMILIES: dict[str, dict[str, object]] = {
@@ -103,6 +158,7 @@ def save_model(
         "pad_token_id": None,
         "tie_word_embeddings": False,
         **MIXTURES.get(architecture, {}),
+        **DEEPSEEKS.get(architecture, {}),
         **FAMILIES.get(architecture, {}),
         **settings,
     }
@@ -121,6 +177,9 @@ def save_model(
                 parameter.copy_(0.5 * noise)
             else:
                 parameter.copy_(noise * parameter.shape[-1] ** -0.5)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
     model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
     finished: PreTrainedModel = model.float().eval()
     return finished

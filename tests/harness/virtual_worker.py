@@ -167,6 +167,9 @@ def build_integer_engine(
     return Engine(
         spec=load_spec(Path(config.model.path)),
         layout=layout,
+        whole_layout=layout,
+        rank_stores=(),
+        host_tier=None,
         max_model_len=MAX_MODEL_LEN,
         limits=choose_limits(config, sizes, None),
         cache=cache,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.ops import HeadNorms, Ops
+from kernels.ops import HeadNorms, LatentNorm, Ops
 
 # Of the whole result, relative: one rounding and a few more inside.
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -120,6 +120,63 @@ class OpsChecks:
                     before[block, layer, 0, place] = k[token]
                     before[block, layer, 1, place] = v[token]
             assert torch.equal(store, before)
+
+    def rotate_and_store_latent(
+        self, num_tokens: int, num_heads: int, rank: int, dims: tuple[int, int], *, of_pairs: bool
+    ) -> None:
+        """dims: nope and rope. With and without neighbours as pairs; the third token has no slot.
+
+        of_pairs: neighbours; else halves.
+        """
+        nope, rope_dim = dims
+        num_blocks, num_layers, max_positions, block_size = 5 + num_tokens, 2, 40, 3
+        norm = LatentNorm(weight=self.random(rank), eps=0.1, is_interleaved=of_pairs)
+        angles = torch.randn((max_positions, rope_dim // 2), generator=self.generator)
+        cos_sin = torch.cat((angles.cos(), angles.sin()), dim=1).to(self.device)
+        store = self.random(num_blocks, num_layers, 1, block_size, 1, rank + rope_dim)
+        for layer in range(num_layers):
+            # Both are views of one product, or of two.
+            wide = self.random(num_tokens, num_heads * (nope + rope_dim) + rank + rope_dim)
+            q, kv = wide.split([num_heads * (nope + rope_dim), rank + rope_dim], dim=1)
+            q = q.view(num_tokens, num_heads, nope + rope_dim)
+            positions = torch.randint(max_positions, (num_tokens,), generator=self.generator)
+            slots = torch.randperm(num_blocks * block_size, generator=self.generator)[:num_tokens]
+            slots[2:3] = -1
+            turned = cos_sin.double().cpu()[positions]
+            exact_q = exact_latent_rotation(q, turned, is_interleaved=of_pairs)
+            key = exact_latent_rotation(kv[:, None, rank:], turned, is_interleaved=of_pairs)
+            latent = exact_norm(kv[:, None, :rank], norm.weight, norm.eps)
+            before = store.clone()
+            rotary = self.ops.rotary(cos_sin, positions.int().to(self.device))
+            on_device = slots.int().to(self.device)
+            with _poisoned_memory():
+                q, kept = self.ops.rotate_and_store_latent(
+                    q, kv, norm, rotary, store, layer, on_device
+                )
+            assert_near(
+                torch.cat((kept[:, 0], q.flatten(1)), 1),
+                torch.cat((latent[:, 0], key[:, 0], exact_q.flatten(1)), 1),
+            )
+            for token, slot in enumerate(slots.tolist()):
+                if slot >= 0:
+                    block, place = divmod(slot, block_size)
+                    before[block, layer, 0, place] = kept[token]
+            assert torch.equal(store, before)
+
+
+def exact_latent_rotation(x: Tensor, cos_sin: Tensor, *, is_interleaved: bool) -> Tensor:
+    """The end of each head of x, turned as complex numbers, in float64; cos_sin: [T, rope]."""
+    cos, sin = cos_sin.to(x.device).chunk(2, dim=-1)
+    rope_dim = cos_sin.shape[1]
+    kept, end = x.double().split([x.shape[-1] - rope_dim, rope_dim], dim=-1)
+    if is_interleaved:
+        turned = torch.view_as_complex(end.unflatten(-1, (-1, 2)).contiguous())
+    else:
+        turned = torch.complex(*end.chunk(2, dim=-1))
+    turned = turned * torch.complex(cos, sin)[:, None]
+    parts = (turned.real, turned.imag)
+    end = torch.stack(parts, -1).flatten(-2) if is_interleaved else torch.cat(parts, -1)
+    return torch.cat((kept, end), dim=-1)
 
 
 def exact_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -42,6 +42,8 @@ def check_interpreted() -> None:
         for heads in SMALL_HEADS:
             checks.rotate_and_store(heads, num_tokens=5)
         checks.rotate_and_store(REAL_HEADS[0], num_tokens=3)
+        checks.rotate_and_store_latent(4, 3, 20, (6, 10), of_pairs=True)
+        checks.rotate_and_store_latent(3, 0, 16, (0, 8), of_pairs=False)
         _check_no_tokens(checks)
 
 
@@ -93,6 +95,16 @@ def test_the_gate_on_a_gpu(dtype: torch.dtype, num_rows: int, n: int) -> None:
 @pytest.mark.parametrize("heads", [*SMALL_HEADS, *REAL_HEADS])
 def test_rotation_on_a_gpu(dtype: torch.dtype, num_tokens: int, heads: Heads) -> None:
     OpsChecks(TritonOps(), dtype, "cuda").rotate_and_store(heads, num_tokens)
+
+
+@pytest.mark.gpu
+@GPU_DTYPES
+@pytest.mark.parametrize("of_pairs", [False, True])
+@pytest.mark.parametrize("num_tokens", [1, 5, 131])
+def test_latents_on_a_gpu(dtype: torch.dtype, num_tokens: int, of_pairs: bool) -> None:
+    checks = OpsChecks(TritonOps(), dtype, "cuda")
+    for num_heads in (0, 3, 16, 128):
+        checks.rotate_and_store_latent(num_tokens, num_heads, 512, (128, 64), of_pairs=of_pairs)
 
 
 @pytest.mark.gpu

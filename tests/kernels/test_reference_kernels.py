@@ -162,6 +162,13 @@ def test_keys_and_values_go_to_their_slots_once_rotated(
     OpsChecks(TorchOps(), dtype).rotate_and_store(heads, num_tokens)
 
 
+@pytest.mark.parametrize("of_pairs", [False, True])
+@pytest.mark.parametrize("num_heads", [0, 3])
+def test_latents_are_normalised_rotated_and_stored(num_heads: int, of_pairs: bool) -> None:
+    checks = OpsChecks(TorchOps(), torch.float32)
+    checks.rotate_and_store_latent(5, num_heads, 20, (6, 10), of_pairs=of_pairs)
+
+
 def test_a_slot_is_a_line_of_its_block() -> None:
     store = torch.empty((4, 3, 2, 5, 1, 2))
     slots = torch.tensor([0, 4, 5, 19], dtype=torch.int32)

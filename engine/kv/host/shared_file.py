@@ -9,8 +9,9 @@ lock, too; what it guards must make sense at any point.
     byte 1       SHARED    the reserve and the index (engine/kv/host/arena.py)
     bytes 2 ...  members: held for life        bytes 66 ...  their pools of free blocks
 
-If every process was killed, the file stays, and the next start on this machine removes it
-(`remove_unused`). Knows nothing of what the file holds.
+If every process was killed, the file stays: those that restart find what they had stored. When
+nobody has for a minute, a supervisor on this machine removes it (`UnusedFiles`), and so does who
+finds no room for another. Knows nothing of what the file holds.
 """
 
 import fcntl
@@ -37,6 +38,7 @@ _FLOCK = struct.Struct("hhqqi4x")  # type, whence, start, length, pid
 _LIFE_WAIT_S = 30.0  # creating a large file takes seconds
 _LEAVE_WAIT_S = 5.0
 _POLL_S = 50e-6
+UNUSED_S = 60.0  # a worker restarts within it
 KEY = "cache.host_gib"
 
 
@@ -144,25 +146,55 @@ def name_for(block_key: bytes) -> str:
     return hashlib.blake2b(block_key, digest_size=8, person=b"host arena").hexdigest()
 
 
-def remove_unused(keep: str) -> list[str]:
-    """Removes files of this user whose processes are all gone, and returns their names.
+def remove_if_unused(name: str) -> bool:
+    """Removes the file if no process uses it; False if one does, or it is another user's."""
+    path = FOLDER / f"{PREFIX}{name}"
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        # Whoever creates or joins it holds LIFE, and looks afterwards whether it still exists.
+        is_unused = _try_lock(fd, _LIFE) and not _has_members(fd) and _is_at(fd, path)
+        if is_unused:
+            path.unlink()
+        return is_unused
+    finally:
+        os.close(fd)
 
-    keep: the name of one that may be joined again, by processes that restart.
+
+class UnusedFiles:
+    """Finds files that nobody has used for long, and removes them.
+
+    Processes that were killed may come back, and go on with what they had stored.
     """
-    removed = []
-    for path in sorted(set(FOLDER.glob(f"{PREFIX}*")) - {FOLDER / f"{PREFIX}{keep}"}):
-        try:
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except OSError:
-            continue  # gone by now, or another user's
-        try:
-            # Whoever creates or joins it holds LIFE, and looks afterwards whether it still exists.
-            if _try_lock(fd, _LIFE) and not _has_members(fd) and _is_at(fd, path):
-                path.unlink()
-                removed.append(path.name)
-        finally:
-            os.close(fd)
-    return removed
+
+    def __init__(self, keep: str) -> None:
+        """keep: the name of a file that is not removed."""
+        self._keep = keep
+        self._since_s: dict[str, float] = {}  # name -> when it was first seen without a process
+
+    def remove(self, now_s: float) -> list[str]:
+        """Looks once; returns the names of what it removed."""
+        unused = [name for name in _names() if name != self._keep and not _is_used(name)]
+        self._since_s = {name: self._since_s.get(name, now_s) for name in unused}
+        due = [name for name, since_s in self._since_s.items() if now_s - since_s >= UNUSED_S]
+        return [name for name in due if remove_if_unused(name)]
+
+
+def _names() -> list[str]:
+    return sorted(path.name.removeprefix(PREFIX) for path in FOLDER.glob(f"{PREFIX}*"))
+
+
+def _is_used(name: str) -> bool:
+    try:
+        fd = os.open(FOLDER / f"{PREFIX}{name}", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return True  # another user's, or gone
+    try:
+        return _has_members(fd)
+    finally:
+        os.close(fd)
 
 
 def _open_locked(path: Path) -> int:
@@ -184,9 +216,21 @@ def _open_locked(path: Path) -> int:
 
 
 def _take_room(fd: int, size: int, path: Path) -> None:
-    """Takes the memory now, where too little is an error; touching it later would be a SIGBUS."""
+    """Takes the memory now, where too little is an error; touching it later would be a SIGBUS.
+
+    If there is too little, files go that no process uses any more.
+    """
     try:
-        os.posix_fallocate(fd, 0, size)
+        try:
+            os.posix_fallocate(fd, 0, size)
+        except OSError:
+            space = os.statvfs(FOLDER)
+            if size > space.f_blocks * space.f_frsize:
+                raise
+            for name in _names():
+                if FOLDER / f"{PREFIX}{name}" != path:
+                    remove_if_unused(name)
+            os.posix_fallocate(fd, 0, size)
     except OSError as error:
         if not _has_members(fd):
             path.unlink()

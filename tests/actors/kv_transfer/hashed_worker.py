@@ -38,7 +38,7 @@ from engine.sampling.sampler import Sampler
 from engine.scheduling.contracts import StepOutput
 from engine.scheduling.finish import FinishRules
 from engine.scheduling.scheduler import Scheduler
-from kernels.attention.phased import PhasedAttention
+from kernels.attention.phased import Phases
 from kernels.attention.select import AttentionNames, build_attention
 from tests.actors.kv_transfer.line_sampler import LineSampler
 from tests.actors.kv_transfer.token_by_token import build_token_by_token
@@ -362,14 +362,13 @@ def layout_of(folder: Path, device: str) -> KvLayout:
     return load_spec(folder).kv_layout(block_size=BLOCK_SIZE, dtype=dtype)
 
 
-def _build_model(folder: Path, device: torch.device) -> tuple[CausalLM, PhasedAttention]:
+def _build_model(folder: Path, device: torch.device) -> tuple[CausalLM, Phases]:
     if device.type == "cpu":
         return build_token_by_token(folder, BLOCK_SIZE)
     model = build_model(folder, dtype=torch.bfloat16, device=device, is_deterministic=True)
-    shape = attention_shape(model.spec)
     attention = build_attention(
         AttentionNames(prefill="auto", decode="auto"),
-        shape,
+        attention_shape(model.spec),
         block_size=BLOCK_SIZE,
         dtype=model.dtype,
         device=device,

@@ -12,7 +12,7 @@ from actors.kv_transfer.kv_pieces import KvPieces
 from tests.actors.kv_transfer.hashed_processes import two_hashed_workers
 from tests.actors.kv_transfer.hashed_stories import DecodeSide, HostMover, Stories
 from tests.actors.kv_transfer.hashed_worker import HashedWorker
-from tests.harness.tiny_models import save_model
+from tests.harness.tiny_models import LATENT_ON_GPU, save_model
 
 NUM_TRIALS = {"cuda": 50, "cpu": 5}  # on a CPU each token is computed by itself
 GPUS = (
@@ -44,6 +44,7 @@ ARCHITECTURES = [
     "Qwen3MoeForCausalLM",
     pytest.param("GptOssForCausalLM", marks=pytest.mark.nightly),
     pytest.param("Gemma3ForCausalLM", marks=pytest.mark.nightly),
+    pytest.param("DeepseekV3ForCausalLM", marks=pytest.mark.nightly),
 ]
 
 
@@ -53,6 +54,8 @@ def save_random_model(
     settings = ON_GPU if device == "cuda" else {}
     if device == "cuda" and architecture == "Qwen3MoeForCausalLM":
         settings = {**ON_GPU, "num_experts": 16, "moe_intermediate_size": 192}
+    if device == "cuda" and architecture in LATENT_ON_GPU:
+        settings = LATENT_ON_GPU[architecture]
     save_model(folder, architecture, seed=rng.randrange(2**31), **settings)
     return folder
 
@@ -96,10 +99,14 @@ def test_a_request_has_one_hash_however_two_workers_share_it(
         pytest.param("gloo_pair", "cpu"),
     ],
 )
+@pytest.mark.parametrize(
+    "architecture",
+    ["Qwen3ForCausalLM", pytest.param("DeepseekV2ForCausalLM", marks=pytest.mark.nightly)],
+)
 def test_a_request_has_one_hash_over_every_channel(
-    kind: str, device: str, tmp_path: Path, rng: random.Random
+    kind: str, device: str, architecture: str, tmp_path: Path, rng: random.Random
 ) -> None:
-    folder = save_random_model(tmp_path, device, rng)
+    folder = save_random_model(tmp_path, device, rng, architecture)
     with two_hashed_workers(folder, device) as processes:
         found = processes.tell(kind, NUM_TRIALS[device], rng.randrange(2**60), PROCESS_S)
     assert len(found) == 1

@@ -15,7 +15,9 @@ from torch import Tensor
 from engine.layers.context import SINGLE_RANK, Comm, ForwardContext
 from engine.models.llama import CausalLM, ForwardResult, attention_shape
 from engine.models.registry import build_model
-from kernels.attention.phased import PhasedAttention, PhasedMetadata
+from kernels.attention.latent import LatentShape
+from kernels.attention.latent_reference import ReferenceLatent
+from kernels.attention.phased import PhasedMetadata, Phases
 from kernels.attention.protocol import AttentionStep, build_step
 from kernels.attention.reference import ReferenceAttention, ReferenceMetadata
 
@@ -24,11 +26,9 @@ class TokenAttention:
     """Plans every token of a step as a step of its own; the keys before it are in the store."""
 
     def __init__(self, model: CausalLM, block_size: int) -> None:
-        spec = model.spec
-        shape = attention_shape(spec)
-        self.of_one = ReferenceAttention(
-            shape, block_size=block_size, dtype=model.dtype, device=model.device
-        )
+        shape = attention_shape(model.spec)
+        backend: Any = ReferenceLatent if isinstance(shape, LatentShape) else ReferenceAttention
+        self.of_one = backend(shape, block_size=block_size, dtype=model.dtype, device=model.device)
 
     def plan(self, step: AttentionStep) -> list[ReferenceMetadata]:
         """[T] in token order."""
@@ -100,10 +100,9 @@ class TokenByToken(CausalLM):
         return torch.cat([self._inner.logits(line, comm) for line in hidden.split(1)])
 
 
-def build_token_by_token(folder: Path, block_size: int) -> tuple[CausalLM, PhasedAttention]:
+def build_token_by_token(folder: Path, block_size: int) -> tuple[CausalLM, Phases]:
     """The fp32 model of a folder on the CPU, and the attention that goes with it."""
     inner = build_model(folder, dtype=torch.float32, device=torch.device("cpu"))
     attention = TokenAttention(inner, block_size)
-    return TokenByToken(inner, attention), PhasedAttention(
-        prefill=attention, decode=attention, graph=None
-    )
+    phases = Phases(prefill=attention, decode=attention, graph=None)
+    return TokenByToken(inner, attention), phases

@@ -399,3 +399,19 @@ def test_a_window_ends_with_the_request_that_fills_it() -> None:
         assert replica.executor.plans[0].num_new_tokens == [5, 6]
 
     _run(scenario)
+
+
+def test_news_that_come_just_before_the_engine_waits_are_not_slept_through(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    thread = Host(Replica()).thread  # not started: its turns are played here
+    waits: list[float] = []
+    monkeypatch.setattr(thread._wake, "wait", waits.append)
+    thread.wake()
+    thread._idle()
+    assert waits == []
+    thread.post(lambda: None)
+    assert thread._wait_for_work(), "a turn begins"
+    thread._run_calls()
+    thread._idle()
+    assert len(waits) == 1, "nothing has happened since"

@@ -12,8 +12,9 @@ import pytest
 
 from engine.errors import ConfigError
 from engine.kv.host import arena as arena_module
+from engine.kv.host import shared_file
 from engine.kv.host.arena import MIN_POOL_BLOCKS, REFILL_BLOCKS, HostArena
-from engine.kv.host.shared_file import FOLDER, PREFIX, remove_unused
+from engine.kv.host.shared_file import FOLDER, PREFIX, UNUSED_S, UnusedFiles, remove_if_unused
 from tests.engine.kv.arena_process import (
     BLOCK_BYTES,
     FINGERPRINT,
@@ -63,7 +64,7 @@ def test_the_last_to_leave_removes_the_file(name: str) -> None:
     two.leave()
     two.close()
     assert path.exists()
-    assert name not in str(remove_unused(keep="nothing"))
+    assert not remove_if_unused(name)
     one.close()
     one.close()
     assert not path.exists()
@@ -232,14 +233,33 @@ def test_two_workers_share_an_arena_and_one_is_killed_while_it_stores(name: str)
 def test_what_killed_processes_left_is_found_again_or_removed(name: str) -> None:
     _kill(_begin(name, "busy"))
     path = FOLDER / f"{PREFIX}{name}"
-    assert remove_unused(keep=name) == []
     arena = open_arena(name)
     assert _check_stored(arena) > 0
     arena.close()
     assert not path.exists()
     _kill(_begin(name, "stuck"))
-    assert path.name in remove_unused(keep="another")
+    assert remove_if_unused(name)
     assert not path.exists()
+    assert not remove_if_unused(name)
+
+
+def test_a_file_goes_when_nobody_has_used_it_for_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_file, "FOLDER", tmp_path)
+    arenas = {name: open_arena(name) for name in ("used", "left", "kept", "joined")}
+    for name in ("left", "kept", "joined"):
+        file = arenas[name]._file  # its lock goes as when its process is killed
+        shared_file._unlock(file.fd, shared_file._FIRST_MEMBER + file.member)
+    unused = UnusedFiles(keep="kept")
+    assert unused.remove(100.0) == []
+    assert unused.remove(99.0 + UNUSED_S) == []
+    again = open_arena("joined")
+    assert unused.remove(100.0 + UNUSED_S) == ["left"]
+    assert unused.remove(200.0 + UNUSED_S) == []
+    again.close()
+    arenas["used"].close()
+    assert [path.name for path in tmp_path.iterdir()] == [f"{PREFIX}kept"]
 
 
 # ---- refusals -----------------------------------------------------------------------------------

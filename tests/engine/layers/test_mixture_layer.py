@@ -5,14 +5,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
 from engine.errors import ConfigError
-from engine.layers.linear import LinearWeight
+from engine.layers.linear import LinearWeight, WeightFormat
+from engine.layers.quantized_weight import Scales
 from engine.models.mixture import build_mixture
 from engine.models.mixture_spec import QWEN_NAMES, MixtureSpec
 from engine.models.weights import LayerWeights
-from kernels.moe.tiles import ExpertShape, build_plan
+from kernels.moe.tiles import ExpertShape, TilePlan, build_plan
 from kernels.reference import TorchOps
 from tests.harness.gpus import gpu
 from tests.kernels.interpreter import run_interpreted
@@ -62,8 +62,8 @@ def check_interpreted() -> None:
                 is_deterministic=is_deterministic,
             )
             by_kernels._experts = TritonExperts(
-                weights.gate_up.data,
-                weights.down.data,
+                weights.gate_up,
+                weights.down,
                 num_active=spec.num_active,
                 is_deterministic=is_deterministic,
             )
@@ -82,12 +82,11 @@ def test_kernels_and_torch_compute_the_same_layer() -> None:
 # ---- what is compiled before a worker is ready ---------------------------------------------------
 
 
-def _choices(num_tokens: int, shape: ExpertShape, plan_device: str) -> tuple[object, ...]:
+def _choices(num_tokens: int, shape: ExpertShape, plan: TilePlan) -> tuple[object, ...]:
     """What a step's number of tokens decides, each kernel asked for itself."""
     from kernels.moe import align, combine
     from kernels.moe.router import FEW_TOKENS, router_tile
 
-    plan = build_plan(shape, gpu(plan_device))
     num_routes = num_tokens * shape.num_active
     return (
         router_tile(num_tokens, is_deterministic=False),
@@ -100,9 +99,10 @@ def _choices(num_tokens: int, shape: ExpertShape, plan_device: str) -> tuple[obj
     )
 
 
+@pytest.mark.parametrize("is_quantised", [False, True])
 @pytest.mark.parametrize("name", ["H200", "L4", "B200"])
 def test_the_sizes_run_before_ready_choose_every_kernel(
-    name: str, monkeypatch: pytest.MonkeyPatch
+    name: str, is_quantised: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from engine.layers import moe_cuda
 
@@ -113,19 +113,30 @@ def test_the_sizes_run_before_ready_choose_every_kernel(
             num_experts=num_experts, num_active=num_active, hidden=hidden, inner=inner
         )
         experts = moe_cuda.TritonExperts(
-            _meta(num_experts, 2 * inner, hidden),
-            _meta(num_experts, hidden, inner),
+            _meta(num_experts, 2 * inner, hidden, is_quantised=is_quantised),
+            _meta(num_experts, hidden, inner, is_quantised=is_quantised),
             num_active=num_active,
             is_deterministic=False,
         )
-        covered = {_choices(size, shape, name) for size in experts.token_sizes}
+        plan = experts._plan
+        assert plan == build_plan(shape, gpu(name)) or is_quantised
+        covered = {_choices(size, shape, plan) for size in experts.token_sizes}
         for num_tokens in (*range(1, 2100), *random.sample(range(2100, 40000), 50)):
-            assert _choices(num_tokens, shape, name) in covered, num_tokens
+            assert _choices(num_tokens, shape, plan) in covered, num_tokens
     moe_cuda._plan.cache_clear()
 
 
-def _meta(*shape: int) -> Tensor:
-    return torch.empty(shape, dtype=torch.bfloat16, device="meta")
+def _meta(*shape: int, is_quantised: bool = False) -> LinearWeight:
+    """Without numbers; if quantised, in FP8 with tiles of 128."""
+    if not is_quantised:
+        return LinearWeight(torch.empty(shape, dtype=torch.bfloat16, device="meta"))
+    *experts, num_rows, num_columns = shape
+    scales = Scales(
+        values=torch.empty(*experts, num_rows // 128, num_columns // 128, device="meta"),
+        rows=128, columns=128, dtype=torch.bfloat16, quantizes_inputs=True,
+    )  # fmt: skip
+    data = torch.empty(shape, dtype=torch.float8_e4m3fn, device="meta")
+    return LinearWeight(data, None, WeightFormat.FP8, scales)
 
 
 def test_a_gpu_without_a_table_says_so_once(
@@ -149,11 +160,4 @@ def test_more_experts_than_a_gpu_routes_are_refused() -> None:
     from engine.layers.moe_cuda import TritonRouter
 
     with pytest.raises(ConfigError, match="1025 experts"):
-        TritonRouter(_meta(1025, 8), num_active=2, normalises=True, is_deterministic=False)
-
-
-def test_experts_in_an_unknown_format_are_refused() -> None:
-    weights = _layer_weights(SPEC)
-    other = replace(weights.down, format="fp8")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="matrix in the dtype of the model"):
-        build_mixture(SPEC, replace(weights, down=other), TorchOps(), is_deterministic=False)
+        TritonRouter(_meta(1025, 8).data, num_active=2, normalises=True, is_deterministic=False)

@@ -1,11 +1,14 @@
 """Gemma 3's text model: transformers' logits on the same folder, in every kind of step; errors."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, Gemma3ForConditionalGeneration
+from transformers.models.gemma3 import Gemma3Config, Gemma3TextConfig
 
 from engine.errors import ConfigError
 from engine.layers.rope_spec import LinearScaling, RopeSpec
@@ -18,7 +21,13 @@ from engine.request import SamplingParams
 from tests.engine.models.closeness import assert_same_logits
 from tests.engine.runner.step_driver import StepDriver
 from tests.harness.in_process import answer, start_engine
-from tests.harness.tiny_models import VOCAB_SIZE, edit_config, reference_logits, save_model
+from tests.harness.tiny_models import (
+    FAMILIES,
+    VOCAB_SIZE,
+    edit_config,
+    reference_logits,
+    save_model,
+)
 
 CPU = torch.device("cpu")
 NAME = "Gemma3ForCausalLM"
@@ -133,6 +142,72 @@ def test_parameters_of_gemma3_are_those_of_transformers(tmp_path: Path) -> None:
     assert num_parameters(spec) == model.num_parameters()
     made = random_weights(spec, dtype=torch.float32, device=CPU)
     assert not made.layers[0].input_norm.any(), "norms multiply by 1"
+
+
+def _save_with_vision(folder: Path, seed: int) -> Gemma3ForConditionalGeneration:
+    text = {**FAMILIES[NAME], "vocab_size": 131, "hidden_size": 64, "intermediate_size": 88}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    config = Gemma3Config(
+        text_config={**text, **heads, "max_position_embeddings": 256},
+        vision_config={**sizes, "num_attention_heads": 2, "image_size": 28, "patch_size": 14},
+        mm_tokens_per_image=4,
+        image_token_index=130,
+        boi_token_index=128,
+        eoi_token_index=129,
+    )
+    torch.manual_seed(seed)
+    model = Gemma3ForConditionalGeneration(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(torch.randn_like(parameter) * (0.3 if "norm" in name else 0.1))
+    model.save_pretrained(folder)
+    return model
+
+
+def test_the_text_part_of_a_folder_with_vision_is_served(tmp_path: Path, seed: int) -> None:
+    model = _save_with_vision(tmp_path, seed)
+    names = {name.partition(".")[0] for name in load_file(tmp_path / "model.safetensors")}
+    assert names == {"language_model", "vision_tower", "multi_modal_projector"}
+    token_ids = [token % 128 for token in _tokens(21, seed)]
+    with torch.inference_mode():
+        theirs = model(torch.tensor([token_ids])).logits[0]
+    driver = StepDriver(_build(tmp_path), seed=seed)
+    driver.admit(0, token_ids)
+    assert_same_logits(driver.logits_in_chunks(0, 8), theirs)
+    edit_config(tmp_path, remove=("text_config",))
+    with pytest.raises(ConfigError, match="text_config is missing"):
+        load_spec(tmp_path)
+
+
+def test_a_text_config_that_says_little_means_the_published_sizes(tmp_path: Path) -> None:
+    """As the published 4B folder has it."""
+    config = {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "eos_token_id": [1, 106],
+        "model_type": "gemma3",
+        "text_config": {
+            "hidden_size": 2560,
+            "intermediate_size": 10240,
+            "model_type": "gemma3_text",
+            "num_hidden_layers": 34,
+            "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+            "sliding_window": 1024,
+        },
+        "torch_dtype": "bfloat16",
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    spec = load_spec(tmp_path)
+    theirs = Gemma3TextConfig(**config["text_config"])
+    for key in ("hidden_size", "vocab_size", "num_kv_heads", "head_dim", "num_layers", "num_heads"):
+        hf = {"num_kv_heads": "num_key_value_heads", "num_layers": "num_hidden_layers"}
+        hf["num_heads"] = "num_attention_heads"
+        assert getattr(spec, key) == getattr(theirs, hf.get(key, key)), key
+    kinds = [window is None for window in spec.layer_windows]
+    assert kinds == [kind == "full_attention" for kind in theirs.layer_types]
+    assert spec.rope == RopeSpec(theta=1e6, scaling=LinearScaling(factor=8.0))
+    assert spec.local_rope == RopeSpec(theta=1e4)
+    assert (spec.dtype, spec.eos_token_ids, spec.max_model_len) == ("bfloat16", (1, 106), 131_072)
 
 
 # ---- config.json ---------------------------------------------------------------------------------

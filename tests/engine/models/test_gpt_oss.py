@@ -12,10 +12,13 @@ from transformers import AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from engine.errors import ConfigError
+from engine.layers.moe import expert_matrices
+from engine.layers.quantized_weight import e2m1_values
 from engine.models.llama import CausalLM
 from engine.models.llama_weights import Rank, num_parameters
 from engine.models.mixture import build_mixture
-from engine.models.mxfp4 import dequantize_mxfp4
+from engine.models.quantization import GPT_OSS_MXFP4
+from engine.models.quantized_formats import read_numbers
 from engine.models.registry import build_model
 from engine.models.spec import load_spec
 from engine.models.weights import load_weights, random_weights
@@ -23,6 +26,7 @@ from engine.request import SamplingParams
 from kernels.reference import TorchOps
 from tests.engine.models.closeness import assert_same_logits
 from tests.engine.runner.step_driver import StepDriver
+from tests.harness.gpt_oss_folders import save_gpt_oss_mxfp4
 from tests.harness.in_process import answer, start_engine
 from tests.harness.tiny_models import VOCAB_SIZE, edit_config, reference_logits, save_model
 
@@ -166,40 +170,9 @@ def test_parameters_of_gpt_oss_are_those_of_transformers(tmp_path: Path) -> None
     assert made.gate_up.bias.shape == (5, 192)
 
 
-def _save_mxfp4(folder: Path, seed: int) -> None:
-    """A folder as gpt-oss is published: experts in blocks and scales, all else in bf16."""
-    save_model(folder, NAME, seed=seed, dtype=torch.bfloat16)
-    generator = torch.Generator().manual_seed(seed)
-    path = folder / "model.safetensors"
-    tensors = load_file(path)
-    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
-        num_experts, num_columns, num_rows = tensors.pop(name).shape
-        shape = (num_experts, num_rows, num_columns // 32)
-        drawn = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8, generator=generator)
-        tensors[f"{name}_blocks"] = drawn
-        drawn = torch.randint(120, 126, shape, dtype=torch.uint8, generator=generator)
-        tensors[f"{name}_scales"] = drawn
-    # Blocks and their scales stand in two files.
-    names = {name: "b" if name.endswith("_scales") else "a" for name in tensors}
-    path.unlink()
-    for file in "ab":
-        part = {name: tensor for name, tensor in tensors.items() if names[name] == file}
-        save_file(part, folder / f"{file}.safetensors", metadata={"format": "pt"})
-    index = {"metadata": {}, "weight_map": {n: f"{f}.safetensors" for n, f in names.items()}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    edit_config(
-        folder,
-        quantization_config={
-            "quant_method": "mxfp4",
-            "dequantize": True,  # else transformers wants packages for a GPU
-            "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router"],
-        },
-    )
-
-
 @pytest.mark.filterwarnings("default")
 def test_experts_in_mxfp4_are_what_transformers_makes_of_them(tmp_path: Path, seed: int) -> None:
-    _save_mxfp4(tmp_path, seed)
+    save_gpt_oss_mxfp4(tmp_path, seed)
     token_ids = _tokens(13, seed)
     theirs = reference_logits(tmp_path, token_ids)
     driver = StepDriver(_build(tmp_path), seed=seed)
@@ -213,8 +186,10 @@ def test_experts_in_mxfp4_are_what_transformers_makes_of_them(tmp_path: Path, se
             units = slice(rank.index * 96 // rank.size, (rank.index + 1) * 96 // rank.size)
             gate_up, down = (_dequantised(stored, index, which) for which in ("gate_up", "down"))
             own = torch.cat((gate_up[:, ::2][:, units], gate_up[:, 1::2][:, units]), dim=1)
-            assert torch.equal(layer.gate_up.data, own)
-            assert torch.equal(layer.down.data, down[:, :, units])
+            assert layer.gate_up.data.dtype is torch.uint8, "experts stay as they are published"
+            for weight, expected in ((layer.gate_up, own), (layer.down, down[:, :, units])):
+                ours = expert_matrices(weight)
+                assert torch.equal(torch.stack([ours[i] for i in range(5)]), expected)
 
 
 def _dequantised(tensors: dict[str, Tensor], layer: int, which: str) -> Tensor:
@@ -228,7 +203,11 @@ def test_every_byte_and_scale_of_mxfp4_is_that_of_transformers() -> None:
     blocks = torch.arange(256, dtype=torch.uint8).view(1, 16, 16).expand(254, -1, -1)
     scales = torch.arange(1, 255, dtype=torch.uint8)[:, None].expand(-1, 16)
     theirs = convert_moe_packed_tensors(blocks[None], scales[None])[0].T
-    assert torch.equal(dequantize_mxfp4(blocks, scales), theirs)
+    tensors = {"weight_packed": blocks.flatten(1), "weight_scale": scales}
+    found = read_numbers(GPT_OSS_MXFP4, tensors)
+    assert found.numbers is not None
+    ours = e2m1_values(found.numbers) * found.scales.float().repeat_interleave(32, dim=1)
+    assert torch.equal(ours.bfloat16(), theirs)
 
 
 # ---- what is refused -----------------------------------------------------------------------------
@@ -253,7 +232,7 @@ def test_settings_of_gpt_oss_that_nobody_checked_are_refused(
 
 
 def test_folders_of_the_other_kind_and_missing_scales_stop_the_start(tmp_path: Path) -> None:
-    _save_mxfp4(tmp_path, 1)
+    save_gpt_oss_mxfp4(tmp_path, 1)
     config = json.loads((tmp_path / "config.json").read_text())
     edit_config(tmp_path, remove=("quantization_config",))
     with pytest.raises(ConfigError, match=r"unexpected tensor .*_blocks"):
@@ -264,10 +243,11 @@ def test_folders_of_the_other_kind_and_missing_scales_stop_the_start(tmp_path: P
     path = tmp_path / "b.safetensors"
     tensors = load_file(path)
     lost = "model.layers.1.mlp.experts.down_proj_scales"
+    first = "model.layers.1.mlp.experts.0.down_proj.weight_scale"
     save_file({name: t for name, t in tensors.items() if name != lost}, path)
     index_path = tmp_path / "model.safetensors.index.json"
     index = json.loads(index_path.read_text())
     del index["weight_map"][lost]
     index_path.write_text(json.dumps(index))
-    with pytest.raises(ConfigError, match=rf"1 tensors are missing.*'{lost}'.*\[5, 64, 3\]"):
+    with pytest.raises(ConfigError, match=rf"5 tensors are missing.*'{first}'.*\[64, 3\]"):
         _build(tmp_path)

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -214,6 +214,9 @@ def test_inputs_that_a_rank_has_of_other_groups_are_refused(tmp_path: Path) -> N
         ("ct-int4-32", {"config_groups": {"a": {}, "b": {}}}, ["config_groups", "2", "a", "b"]),
         ("ct-int4-32", {"quantization_status": "frozen"}, ["quantization_status", "frozen"]),
         ("ct-int4-32", {"sparsity_config": {"format": "sparse-24"}}, ["sparsity_config"]),
+        ("ct-mxfp4", {"format": "nvfp4-pack-quantized"}, ["group_size", "32", "16"]),
+        ("modelopt-nvfp4", {"quant_algo": "MIXED_PRECISION"}, ["quant_algo", "MIXED", "NVFP4"]),
+        ("modelopt-nvfp4", {"group_size": 32}, ["group_size", "32", "16"]),
     ],
 )
 def test_a_format_that_is_not_supported_is_named(
@@ -408,7 +411,8 @@ def test_the_bytes_of_the_weights_are_known_before_they_are_read(form: str, tmp_
         for weight in _linears(layer):
             held += weight.data.nbytes + (0 if weight.bias is None else weight.bias.nbytes)
             assert weight.scales is not None
-            held += weight.scales.values.nbytes
+            factors = weight.scales.factors
+            held += weight.scales.values.nbytes + (0 if factors is None else factors.nbytes)
         held += layer.input_norm.nbytes + layer.post_norm.nbytes
     held += made.embedding.nbytes + made.head.nbytes + made.final_norm.nbytes
     estimate = weight_bytes(spec, element_bytes=2, keeps_quantised=True)
@@ -416,12 +420,3 @@ def test_the_bytes_of_the_weights_are_known_before_they_are_read(form: str, tmp_
     dense = weight_bytes(spec, element_bytes=2, keeps_quantised=False)
     save_bytes = sum(t.numel() for t in load_file(tmp_path / "dense/model.safetensors").values())
     assert dense == 2 * save_bytes
-
-
-@pytest.mark.parametrize("asked", ["auto", "fp8"])
-def test_mixtures_are_not_quantised(asked: Literal["auto", "fp8"], tmp_path: Path) -> None:
-    save_model(tmp_path, "Qwen3MoeForCausalLM")
-    if asked == "auto":
-        edit_config(tmp_path, quantization_config=FORMS["fp8-block"].config)
-    with pytest.raises(ConfigError, match="not supported for mixtures"):
-        load_spec(tmp_path, quantization=asked)

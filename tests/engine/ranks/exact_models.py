@@ -104,8 +104,8 @@ def _snapped_combine(
     outputs: Tensor, shared: Tensor | None = None, gate: Tensor | None = None
 ) -> Tensor:
     total = outputs.sum(dim=1)
-    if shared is not None and gate is not None:
-        total += _snap(torch.sigmoid(gate)) * shared
+    if shared is not None:
+        total += shared if gate is None else _snap(torch.sigmoid(gate)) * shared
     return total
 
 

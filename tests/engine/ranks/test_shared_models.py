@@ -131,7 +131,14 @@ def test_embeddings_are_those_of_one_rank(two: RankProcesses, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    "architecture", ["Qwen3ForCausalLM", "LlamaForCausalLM", "Qwen2MoeForCausalLM"]
+    "architecture",
+    [
+        "Qwen3ForCausalLM",
+        "LlamaForCausalLM",
+        "Qwen2MoeForCausalLM",
+        "GptOssForCausalLM",
+        "Gemma3ForCausalLM",
+    ],
 )
 def test_logits_are_those_of_transformers(
     architecture: str, two: RankProcesses, tmp_path: Path
@@ -146,12 +153,22 @@ def test_logits_are_those_of_transformers(
         assert torch.equal(ours, again)
 
 
-@pytest.mark.parametrize("form", ["fp8-block", "ct-fp8-channel", "ct-fp8-tensor", "ct-int4-32"])
+@pytest.mark.parametrize(
+    ("form", "architecture"),
+    [
+        ("fp8-block", "Qwen3ForCausalLM"),
+        ("ct-fp8-channel", "Qwen3ForCausalLM"),
+        ("ct-fp8-tensor", "Qwen3ForCausalLM"),
+        ("ct-int4-32", "Qwen3ForCausalLM"),
+        ("fp8-block", "MixtralForCausalLM"),
+        ("ct-nvfp4", "MixtralForCausalLM"),
+    ],
+)
 def test_logits_of_quantised_shares_are_those_of_transformers(
-    form: str, two: RankProcesses, tmp_path: Path
+    form: str, architecture: str, two: RankProcesses, tmp_path: Path
 ) -> None:
     sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 64, "num_key_value_heads": 4}
-    save_model(tmp_path / "dense", "Qwen3ForCausalLM", seed=6, **sizes)
+    save_model(tmp_path / "dense", architecture, seed=6, **sizes)
     stands_for = tmp_path / "stands_for"
     write_quantised(tmp_path / "dense", form, tmp_path / "quantised", stands_for=stands_for)
     token_ids = torch.randint(131, (23,)).tolist()

@@ -13,7 +13,7 @@ from engine.plan import RowAdmission, StepPlan, StepResult
 from engine.request import SamplingParams
 from engine.runner.executor import Executor, RowSampler
 from engine.sampling.sampler import Sampler
-from kernels.attention.phased import PhasedAttention
+from kernels.attention.phased import Phases
 from kernels.attention.select import AttentionNames, build_attention
 
 AUTO = AttentionNames(prefill="auto", decode="auto")
@@ -39,7 +39,7 @@ class StepDriver:
         sampler: RowSampler | None = None,
         attention: AttentionNames = AUTO,
         fixed_tile: bool = False,
-        phased: PhasedAttention | None = None,
+        phased: Phases | None = None,
         sends_blocks: bool = False,
         comm: Comm = SINGLE_RANK,
     ) -> None:

@@ -2,6 +2,7 @@
 
 import hashlib
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import torch
 from engine.models.llama import CausalLM
 from engine.models.registry import build_model
 from tests.engine.runner.step_driver import StepDriver
-from tests.harness.tiny_models import VOCAB_SIZE, save_model
+from tests.harness.tiny_models import LATENT_ON_GPU, VOCAB_SIZE, save_model
 
 pytestmark = pytest.mark.gpu
 
@@ -18,23 +19,21 @@ LENGTH = 150
 
 
 @pytest.fixture(
-    scope="module", params=["Qwen3ForCausalLM", "LlamaForCausalLM", "Qwen3MoeForCausalLM"]
+    scope="module",
+    params=["Qwen3ForCausalLM", "LlamaForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM"],
 )
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> CausalLM:
     folder = tmp_path_factory.mktemp("model")
-    head_dim = 64 if request.param == "LlamaForCausalLM" else 128
-    save_model(
-        folder,
-        request.param,
-        seed=6,
-        hidden_size=512,
-        intermediate_size=720,
-        num_hidden_layers=3,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        head_dim=head_dim,
-        dtype=torch.bfloat16,
-    )
+    settings: dict[str, Any] = {
+        "hidden_size": 512,
+        "intermediate_size": 720,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 64 if request.param == "LlamaForCausalLM" else 128,
+        "dtype": torch.bfloat16,
+    }
+    save_model(folder, request.param, seed=6, **LATENT_ON_GPU.get(request.param, settings))
     return build_model(
         folder, dtype=torch.bfloat16, device=torch.device("cuda"), is_deterministic=True
     )

@@ -115,14 +115,21 @@ def _check_router(num_tokens: int, dtype: torch.dtype, device: str) -> None:
 
 
 def check_form() -> None:
+    _check_form(4, (3, 2, 40, 24), torch.float32, "cpu")
+
+
+def check_more_forms() -> None:
     _check_form(5, (6, 3, 48, 40), torch.float32, "cpu")
     _check_form(19, (4, 2, 84, 20), torch.float32, "cpu", replace(TILE, group_m=1, block_n=64))
     _check_router(9, torch.float32, "cpu")
 
 
 @pytest.mark.slow
-def test_interpreted_kernels_know_the_form_of_experts() -> None:
-    run_interpreted(f"{MODULE}:check_form")
+@pytest.mark.parametrize(
+    "check", ["check_form", pytest.param("check_more_forms", marks=pytest.mark.nightly)]
+)
+def test_interpreted_kernels_know_the_form_of_experts(check: str) -> None:
+    run_interpreted(f"{MODULE}:{check}")
 
 
 @pytest.mark.gpu

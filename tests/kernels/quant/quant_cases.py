@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from engine.layers.linear import LinearWeight, WeightFormat
-from engine.layers.quantized_weight import Scales
+from engine.layers.quantized_weight import Scales, e2m1_values
 from kernels.quant.int4 import choose_half, pack_int4
 
 
@@ -87,6 +87,43 @@ def int4_case(
         Scales(
             values=scales, rows=1, columns=group, dtype=dtype, quantizes_inputs=False,
             zeros=zeros if has_zeros else None, half=half, order=order,
+        ),
+    )  # fmt: skip
+    return Case(x=inputs(num_tokens, num_columns, dtype, device), weight=weight, exact=exact)
+
+
+def fp4_case(
+    shape: tuple[int, int, int],
+    group: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    with_bias: bool = False,
+) -> Case:
+    """shape: T, N, K; group: 32 = MXFP4, 16 = NVFP4. Every number occurs, scales of all kinds."""
+    num_tokens, num_rows, num_columns = shape
+    numbers = torch.randint(16, (num_rows, num_columns), dtype=torch.uint8, device=device)
+    scale_shape = (num_rows, num_columns // group)
+    factors = None
+    if group == 32:
+        exponents = torch.randint(116, 125, scale_shape, device=device)
+        exponents -= num_columns.bit_length() // 2
+        values = exponents.to(torch.uint8).view(torch.float8_e8m0fnu)
+    else:
+        sizes = torch.exp2(torch.empty(scale_shape, device=device).uniform_(-9, 8.7))
+        values = sizes.to(torch.float8_e4m3fn)  # subnormal ones too
+        factors = torch.rand(num_rows, device=device).add_(0.5).mul_(num_columns**-0.5 / 400)
+    half = choose_half(num_columns, group)
+    exact = e2m1_values(numbers).double() * values.float().double().repeat_interleave(group, 1)
+    if factors is not None:
+        exact *= factors.double()[:, None]
+    weight = LinearWeight(
+        pack_int4(numbers, half),
+        _bias(num_rows, dtype, device) if with_bias else None,
+        WeightFormat.FP4,
+        Scales(
+            values=values, rows=1, columns=group, dtype=dtype, quantizes_inputs=False, half=half,
+            is_e2m1=True, factors=factors,
         ),
     )  # fmt: skip
     return Case(x=inputs(num_tokens, num_columns, dtype, device), weight=weight, exact=exact)

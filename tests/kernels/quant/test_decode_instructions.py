@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kernels.quant.decode import RAISE_INT4, WIDEN_E4M3
+from kernels.quant.decode import RAISE_INT4, WIDEN_E2M1, WIDEN_E4M3
 
 Words = NDArray[np.uint32]
 EVERY_PAIR: Words = np.arange(2**16, dtype=np.uint32)
@@ -69,6 +69,8 @@ def _execute(assembly: str, pairs: Words, num_outputs: int) -> list[Words]:
                 registers[target] = _prmt(read(names[0]), read(names[1]), int(names[2], 0))
             case "shr.b32":
                 registers[target] = read(names[0]) >> np.uint32(int(names[1]))
+            case "shl.b32":
+                registers[target] = read(names[0]) << np.uint32(int(names[1]))
             case "and.b32":
                 registers[target] = read(names[0]) & read(names[1])
             case "lop3.b32":
@@ -99,3 +101,15 @@ def test_instructions_raise_every_number_of_four_bits() -> None:
         for words, numbers in ((low, codes & 15), (high, codes >> 4)):
             ours = _bf16(words >> np.uint32(shift)).float().numpy()
             assert np.array_equal(ours, 128 + numbers)
+
+
+def test_instructions_widen_every_number_of_e2m1_exactly() -> None:
+    low, high = _execute(WIDEN_E2M1, EVERY_PAIR, 2)
+    sizes = torch.tensor((0, 0.5, 1, 1.5, 2, 3, 4, 6))
+    exact = torch.cat((sizes, -sizes))
+    for shift, codes in ((0, EVERY_PAIR & 255), (16, EVERY_PAIR >> 8)):
+        for words, numbers in ((low, codes & 15), (high, codes >> 4)):
+            ours = _bf16(words >> np.uint32(shift)).float()
+            theirs = exact[torch.from_numpy(numbers.astype(np.int64))]
+            assert torch.equal(ours, theirs)
+            assert torch.equal(ours.signbit(), theirs.signbit())

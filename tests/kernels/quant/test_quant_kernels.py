@@ -1,6 +1,7 @@
 """Kernels of quantised weights, against float64 of the same quantised numbers."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import cast
 
 import pytest
@@ -23,7 +24,7 @@ from tests.kernels.linear.linear_cases import (
     exact_product,
     poison,
 )
-from tests.kernels.quant.quant_cases import Case, fp8_case, int4_case
+from tests.kernels.quant.quant_cases import Case, fp4_case, fp8_case, int4_case
 
 MODULE = "tests.kernels.quant.test_quant_kernels"
 
@@ -48,6 +49,8 @@ def test_a_weight_is_dequantised_by_its_formula() -> None:
         fp8_case((1, 33, 50), (1, 50), torch.float32, CPU),
         int4_case((1, 48, 192), 64, torch.float32, CPU, has_order=True),
         int4_case((1, 48, 64), 32, torch.float32, CPU, has_zeros=False),
+        fp4_case((1, 48, 192), 32, torch.float32, CPU),
+        fp4_case((1, 33, 64), 16, torch.float32, CPU),
     ):
         assert case.weight.scales is not None
         assert torch.equal(dequantize(case.weight.data, case.weight.scales), case.exact.float())
@@ -85,7 +88,7 @@ def check_fp8_interpreted() -> None:
 
 
 def check_int4_interpreted() -> None:
-    from engine.layers.quantized_cuda import _int4_operand
+    from engine.layers.quantized_cuda import _four_bit_operand
     from kernels.linear.small import tile_counters
     from kernels.quant.fp8_linear import QuantConfig
     from kernels.quant.int4_linear import int4_linear
@@ -102,9 +105,33 @@ def check_int4_interpreted() -> None:
         for gated in (False, True):
             case = int4_case(shape, group, dtype, CPU, has_zeros=has_zeros, with_bias=gated)
             assert case.weight.scales is not None
-            operand = _int4_operand(case.weight, case.weight.scales)
+            operand = _four_bit_operand(case.weight, case.weight.scales)
             _check(int4_linear(case.x, operand, counters, cut, gated=gated), case, gated=gated)
             assert not counters.any(), "a call left its counts behind"
+
+
+def check_fp4_interpreted() -> None:
+    from engine.layers.quantized_cuda import _four_bit_operand
+    from kernels.linear.small import tile_counters
+    from kernels.quant.fp8_linear import QuantConfig
+    from kernels.quant.int4_linear import int4_linear
+    from kernels.quant.to_matrix import int4_matrix
+
+    counters = tile_counters(CPU)
+    plain, parts = QuantConfig(block_m=16), QuantConfig(block_m=16, split_k=2)
+    for shape, group, dtype, cut, gated in (
+        ((1, 80, 128), 32, torch.float32, plain, True),
+        ((5, 64, 96), 16, torch.float16, parts, False),  # three runs in two parts
+        ((3, 64, 96), 32, torch.float32, None, False),  # runs of two halves of a group
+        ((3, 64, 32), 32, torch.float32, None, True),  # one group
+    ):
+        case = fp4_case(shape, group, dtype, CPU, with_bias=gated)
+        assert case.weight.scales is not None
+        operand = _four_bit_operand(case.weight, case.weight.scales)
+        _check(int4_linear(case.x, operand, counters, cut, gated=gated), case, gated=gated)
+        matrix = dequantize(case.weight.data, case.weight.scales)
+        assert torch.equal(int4_matrix(operand, dtype), matrix)
+        assert not counters.any(), "a call left its counts behind"
 
 
 def check_rounding_interpreted() -> None:
@@ -118,6 +145,30 @@ def check_rounding_interpreted() -> None:
         ours, theirs = quantize_tokens(x, group), reference(x, group)
         assert torch.equal(ours[0].float(), theirs[0].float())
         assert torch.equal(ours[1], theirs[1])
+
+
+def check_rounding_gated_interpreted() -> None:
+    """Rounding on the way, and products of it, are those of the gate's own result."""
+    from engine.layers.quantized_cuda import Fp8Blocks, Fp8Rows, _fp8_operand
+    from kernels.quant.token_groups import quantize_tokens
+    from kernels.silu_mul import silu_mul
+
+    for dtype in (torch.float32, torch.float16):
+        for num_tokens, num_columns, group in ((3, 384, 128), (5, 200, 200)):
+            gate_up = torch.randn(num_tokens, 2 * num_columns + 24)[:, 8:-16].to(dtype) * 3
+            gate_up[-1, :64] = 0
+            fused = quantize_tokens(gate_up, group, gated=True)
+            apart = quantize_tokens(silu_mul(gate_up), group)
+            assert torch.equal(fused[0].float(), apart[0].float())
+            assert torch.equal(fused[1], apart[1])
+    for kind, tile in ((Fp8Blocks, (64, 128)), (Fp8Rows, (1, 256))):
+        weight = fp8_case((1, 96, 256), tile, torch.float32, CPU, with_bias=True).weight
+        assert weight.scales is not None
+        product = kind(_fp8_operand(weight, weight.scales))
+        gate_up = torch.randn(70, 512)
+        rounded = quantize_tokens(gate_up, product.group, gated=True)
+        ours = product.of_rounded(*rounded, torch.float32)
+        assert torch.equal(ours, product.many(silu_mul(gate_up)))
 
 
 def check_blocks_interpreted() -> None:
@@ -137,7 +188,7 @@ def check_blocks_interpreted() -> None:
 
 
 def check_matrix_interpreted() -> None:
-    from engine.layers.quantized_cuda import _fp8_operand, _int4_operand
+    from engine.layers.quantized_cuda import _four_bit_operand, _fp8_operand
     from kernels.quant.to_matrix import fp8_matrix, int4_matrix
 
     for tile in ((32, 64), (1, 144)):
@@ -148,7 +199,7 @@ def check_matrix_interpreted() -> None:
     for group, has_zeros in ((64, True), (192, False)):
         weight = int4_case((1, 80, 192), group, torch.float16, CPU, has_zeros=has_zeros).weight
         assert weight.scales is not None
-        ours = int4_matrix(_int4_operand(weight, weight.scales), torch.float16)
+        ours = int4_matrix(_four_bit_operand(weight, weight.scales), torch.float16)
         assert torch.equal(ours, dequantize(weight.data, weight.scales))
 
 
@@ -185,7 +236,9 @@ def _near_rounded(ours: Tensor, case: Case) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["fp8", "int4", "rounding", "blocks", "matrix", "layers"])
+@pytest.mark.parametrize(
+    "name", ["fp8", "int4", "fp4", "rounding", "rounding_gated", "blocks", "matrix", "layers"]
+)
 def test_interpreted_kernels_are_their_formula(name: str) -> None:
     run_interpreted(f"{MODULE}:check_{name}_interpreted")
 
@@ -240,6 +293,21 @@ def test_int4_weights_are_multiplied_as_in_float64(
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("group", [16, 32])
+def test_fp4_weights_are_multiplied_as_in_float64(
+    group: int, gated: bool, dtype: torch.dtype
+) -> None:
+    for index, shape in enumerate(SHAPES):
+        case = fp4_case(shape, group, dtype, GPU, with_bias=index % 2 == 0)
+        for is_deterministic in (False, True):
+            product = _built(case, gated=gated, is_deterministic=is_deterministic)
+            poison(2 * shape[0] * shape[1])
+            _check(product(case.x), case, gated=gated)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("tile", [(128, 128), (1, None)])
 def test_inputs_of_many_tokens_are_rounded_with_fp8_weights(tile: tuple[int, int | None]) -> None:
     for num_tokens in (65, 128, 333, 1024):
@@ -251,6 +319,30 @@ def test_inputs_of_many_tokens_are_rounded_with_fp8_weights(tile: tuple[int, int
             )  # fmt: skip
             poison(2 * num_tokens * num_rows)
             _near_rounded(build_linear(case.weight)(case.x), case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tile", [(128, 128), (1, None)])
+def test_rounding_in_the_gate_changes_no_bit(tile: tuple[int, int | None]) -> None:
+    from engine.layers.mlp import GatedMlp, build_mlp
+    from engine.layers.quantized_cuda import RoundedMlp
+    from kernels.fused import TritonOps
+
+    def made(num_rows: int, num_columns: int) -> LinearWeight:
+        return fp8_case(
+            (1, num_rows, num_columns), (tile[0], tile[1] or num_columns), torch.bfloat16, GPU,
+            quantizes_inputs=True,
+        ).weight  # fmt: skip
+
+    up, down, ops = made(2 * 1536, 1024), made(1024, 1536), TritonOps()
+    fused = build_mlp(up, down, ops)
+    assert isinstance(fused, RoundedMlp)
+    apart = GatedMlp(gated=build_gated(up, ops), down=build_linear(down))
+    for num_tokens in (1, 64, 65, 333, 1024):
+        x = torch.randn(num_tokens, 1024, device=GPU, dtype=torch.bfloat16)
+        assert torch.equal(fused(x), apart(x))
+    fixed = build_mlp(up, down, ops, is_deterministic=True)
+    assert isinstance(fixed, GatedMlp), "nothing is rounded in deterministic mode"
 
 
 @pytest.mark.gpu
@@ -286,7 +378,7 @@ def test_inputs_are_rounded_as_torch_rounds_them(dtype: torch.dtype) -> None:
 
 @pytest.mark.gpu
 def test_a_decoded_matrix_is_equal_in_every_bit() -> None:
-    from engine.layers.quantized_cuda import _fp8_operand, _int4_operand
+    from engine.layers.quantized_cuda import _four_bit_operand, _fp8_operand
     from kernels.quant.to_matrix import fp8_matrix, int4_matrix
 
     for dtype in (torch.bfloat16, torch.float16):
@@ -298,7 +390,12 @@ def test_a_decoded_matrix_is_equal_in_every_bit() -> None:
         for group in (32, 128, 4096):
             weight = int4_case((1, 1040, 4096), group, dtype, GPU).weight
             assert weight.scales is not None
-            ours = int4_matrix(_int4_operand(weight, weight.scales), dtype)
+            ours = int4_matrix(_four_bit_operand(weight, weight.scales), dtype)
+            assert torch.equal(ours, dequantize(weight.data, weight.scales))
+        for group in (16, 32):
+            weight = fp4_case((1, 1040, 4096), group, dtype, GPU).weight
+            assert weight.scales is not None
+            ours = int4_matrix(_four_bit_operand(weight, weight.scales), dtype)
             assert torch.equal(ours, dequantize(weight.data, weight.scales))
 
 
@@ -308,6 +405,7 @@ def _cases(num_tokens: int) -> list[Case]:
         fp8_case(shape, (128, 128), torch.bfloat16, GPU, quantizes_inputs=True),
         fp8_case(shape, (1, 4096), torch.bfloat16, GPU, quantizes_inputs=True),
         int4_case(shape, 128, torch.bfloat16, GPU),
+        fp4_case(shape, 16, torch.bfloat16, GPU),
     ]
 
 
@@ -353,6 +451,7 @@ def _back(num_tokens: int) -> list[Case]:
         fp8_case(shape, (128, 128), torch.bfloat16, GPU, quantizes_inputs=True),
         fp8_case(shape, (1, 3072), torch.bfloat16, GPU, quantizes_inputs=True),
         int4_case(shape, 128, torch.bfloat16, GPU),
+        fp4_case(shape, 16, torch.bfloat16, GPU),
     ]
 
 
@@ -379,6 +478,7 @@ def test_what_no_kernel_reads_is_refused_by_its_sizes() -> None:
 def test_kernels_compile_within_the_shared_memory(name: str) -> None:
     from kernels.linear.small import tile_counters
     from kernels.quant import fp8_linear, int4_linear
+    from kernels.quant.steps import Codes
     from tests.kernels.cross_compile import compiled_for
 
     device = gpu(name)
@@ -387,15 +487,23 @@ def test_kernels_compile_within_the_shared_memory(name: str) -> None:
     fp8 = fp8_linear.Fp8Operand(
         codes=codes, scales=torch.empty(48, 32), tile_rows=128, tile_columns=128
     )
-    int4 = int4_linear.Int4Operand(
+    int4 = int4_linear.FourBitOperand(
         packed=torch.empty(6144, 2048, dtype=torch.uint8),
-        words=torch.empty(6144, 32, dtype=torch.int32),
-        half=64, group=128, has_zeros=True,
+        scales=torch.empty(6144, 32, dtype=torch.int32),
+        half=64, group=128, codes=Codes.INT4_ZEROS,
     )  # fmt: skip
+    four_bits = [int4]
+    for codes, group in ((Codes.MXFP4, 32), (Codes.NVFP4, 16)):
+        scales = torch.empty(6144, 4096 // group, dtype=torch.uint8)
+        factors = torch.empty(6144) if codes is Codes.NVFP4 else None
+        four_bits.append(
+            replace(int4, codes=codes, scales=scales, half=group, group=group, factors=factors)
+        )
     with compiled_for(device, fp8_linear, int4_linear) as found:
         for num_tokens in (1, 64, 200):
             x = torch.empty(num_tokens, 4096, dtype=torch.bfloat16)
             fp8_linear.fp8_linear(x, fp8, counters)
-            int4_linear.int4_linear(x, int4, counters)
+            for operand in four_bits:
+                int4_linear.int4_linear(x, operand, counters)
     assert set(found) == {"_fp8_linear_kernel", "_int4_linear_kernel"}
     assert max(found.values()) <= device.shared_memory_per_block_bytes

@@ -7,12 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from engine.layers.moe_cuda import expert_plan
 from kernels.moe import tiles
 from kernels.moe.align import Blocks, align_reference
 from kernels.moe.tiles import ALWAYS, ExpertShape, FewTile, Pair, Tile, TilePlan
 from load_tests.lab.bench_moe import Timing, measure, render, run
 from load_tests.lab.floors import Machine
-from load_tests.lab.moe_step import Call, MoeStep, random_layers
+from load_tests.lab.moe_step import Call, MoeStep, quantised_layers, random_layers
 from load_tests.lab.moe_tuning import FEW_TILES, TILES, TUNED_TOKENS, Tuning, heights, render_plan
 from tests.kernels.interpreter import run_interpreted
 
@@ -40,6 +41,22 @@ def check_measures() -> None:
         assert [timing.kernel for timing in found] == [*names.split(), "whole"]
         assert all(timing.us == 10.0 for timing in found), found
         assert "WRONG" not in found[-1].note
+
+
+def check_measures_quantised() -> None:
+    shape = replace(SMALL, hidden=128, inner=128)
+    for weight_format in ("fp8-block", "nvfp4", "int4-zeros"):
+        layers = quantised_layers(shape, weight_format, CPU, 2, torch.float32)
+        assert 0.49 < layers[0].bytes_a_number < 1.01
+        step = MoeStep(shape, layers, 9)
+        plan = expert_plan(shape, layers[0].gate_up, layers[0].down)
+        found = list(measure(step, plan, _runs_each))
+        assert all(timing.us == 10.0 for timing in found), found
+        assert "WRONG" not in found[-1].note, found[-1].note
+
+
+def test_quantised_experts_are_timed_and_checked() -> None:
+    run_interpreted("tests.load_tests.lab.test_bench_moe:check_measures_quantised")
 
 
 def test_every_kernel_of_a_step_is_timed_and_checked() -> None:

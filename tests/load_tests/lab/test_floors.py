@@ -43,6 +43,16 @@ def test_a_step_of_one_row_takes_as_long_as_reading_the_weights(spec: ModelSpec)
     assert least_s == pytest.approx(15.16e9 / 4.29e12, rel=0.005)
 
 
+def test_every_linear_weight_of_a_model_with_latents_counts_once(tmp_path: Path) -> None:
+    spec = load_spec(write_shapes("deepseek-v2-lite", tmp_path))
+    whole = read_parameters(spec, 10**6) + 2 * head_parameters(spec)
+    norms = spec.hidden_size * (2 * spec.num_layers + 1) + 512 * spec.num_layers
+    assert round(whole) + norms == num_parameters(spec)
+    kept = decode_floor_s(2, 4096, spec, "bfloat16", ONLY_BYTES)
+    fewer = decode_floor_s(2, 4095, spec, "bfloat16", ONLY_BYTES)
+    assert kept - fewer == pytest.approx(2 * 27 * 1152)
+
+
 def test_quantised_weights_are_fewer_bytes_to_read(spec: ModelSpec, tmp_path: Path) -> None:
     linear = spec.num_layers * layer_parameters(spec)
     dense = decode_floor_s(1, 100, spec, "bfloat16", ONLY_BYTES)

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from engine.kv.host.shared_file import FOLDER, PREFIX
-from load_tests.testbed.deployed import Application, Cluster, wait_replaced, wait_until
+from engine.kv.host.shared_file import FOLDER
+from load_tests.testbed.deployed import Application, Cluster, arena_name, wait_replaced, wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.nightly]
 
@@ -24,22 +24,20 @@ TIGHT: dict[str, object] = {
 }
 
 
-def _arenas() -> set[str]:
-    return {path.name for path in FOLDER.glob(f"{PREFIX}*")}
+def _arena_of(application: Application, role: str) -> str | None:
+    (worker,) = application.workers(role)
+    return application.call_in_workers(arena_name)[worker]
 
 
 @pytest.fixture(scope="module")
-def before() -> set[str]:
-    return _arenas()
-
-
-@pytest.fixture(scope="module")
-def application(cluster: Cluster, before: set[str]) -> Iterator[Application]:
+def application(cluster: Cluster) -> Iterator[Application]:
     application = cluster.run("host-tier", TIGHT)
     application.wait_ready()
+    name = _arena_of(application, "prefill")
+    assert name is not None
     yield application
     application.stop()
-    wait_until(lambda: _arenas() <= before, "the arena is gone with the last worker")
+    wait_until(lambda: not (FOLDER / name).exists(), "the arena is gone with the last worker")
 
 
 @pytest.fixture(scope="module")
@@ -61,10 +59,11 @@ def _ask_until_loaded(
 
 
 def test_evicted_blocks_come_back_are_sent_on_and_outlive_their_worker(
-    application: Application, before: set[str], prompts: list[list[int]]
+    application: Application, prompts: list[list[int]]
 ) -> None:
     answers = [application.complete(prompt, max_tokens=6) for prompt in prompts]
-    (name,) = _arenas() - before
+    name = _arena_of(application, "prefill")
+    assert _arena_of(application, "decode") is None
     _ask_until_loaded(application, prompts, answers)
     assert application.metric("laps_host_tier_corrupt_blocks_total") == 0
     (worker,) = application.workers("prefill")
@@ -72,7 +71,7 @@ def test_evicted_blocks_come_back_are_sent_on_and_outlive_their_worker(
     os.kill(pid, signal.SIGKILL)
     wait_replaced(worker, application.name, pid)
     application.wait_ready()
-    assert _arenas() - before == {name}
+    assert _arena_of(application, "prefill") == name
     wait_until(
         lambda: application.metric("laps_host_tier_usage") > 0, "what was stored is still there"
     )

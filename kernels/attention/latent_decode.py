@@ -1,0 +1,325 @@
+"""Absorbed latent attention for rows with one new token: each latent is read once for many heads.
+
+    s_j = (q_latent c_j + q_rope r_j) scale log2 e,   out = sum_j 2^(s_j - m) c_j / l
+
+with the store's vectors [c | r] of the keys j. Keys are split into items as in `triton_decode`,
+whose plan and scratch memory are used: a tile of heads stands where that has a KV head. A program
+computes one item for one tile; all its heads share the loads, and values are the same loads again.
+Of more than 64 heads (DeepSeek-V3 has 128) each tile reads the keys, the second from L2. Parts of
+a row are combined by a second kernel, in part order: the result depends on no order of programs.
+
+Without a split (`whole_rows`) a row's bits do not depend on its batch.
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.attention.latent import LatentShape
+from kernels.attention.protocol import AttentionShape, RowTensors
+from kernels.attention.triton_decode import (
+    MIN_DOT_ROWS,
+    DecodeConfig,
+    DecodeWork,
+    key_offsets,
+    open_decode,
+    plan_decode,
+)
+from kernels.device import DeviceProperties, stages_that_fit
+from kernels.pdl import pdl_supported
+
+_ITEM_FIELDS = tl.constexpr(8)  # of an item, see `triton_decode`
+_MAX_TILE_HEADS = 64
+_FEW_HEADS = 16
+_LARGE_SHARED_MEMORY = 160 * 1024  # bytes a block, from which on 64 heads' queries fit beside keys
+_PROGRAMS_PER_SM = 2  # a program's tiles take half of an SM's shared memory, or all
+_MIN_TILE_KEYS = 16
+_UNSPLIT = 1 << 20  # tiles, more than any row has
+_PART_TILE = 4  # parts combined at once
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentWork:
+    """Rows of one new token, the split of their keys, and the scratch memory of the parts."""
+
+    shape: LatentShape
+    split: DecodeWork
+    # [R, 2] int32  a row's first item and its number of parts; 0 parts = nothing to combine
+    row_parts: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentConfig:
+    """Tuning parameters: tiles of keys and the split, and equal tiles of the heads."""
+
+    decode: DecodeConfig
+    num_tiles: int
+
+
+@triton.jit(do_not_specialize=["layer"], do_not_specialize_on_alignment=["block_ids_ptr"])
+def _latent_decode_kernel(
+    q_latent_ptr,  # [T, heads, RANK]
+    q_ptr,  # [T, heads, QUERY_DIM], tokens strided; its end is rotated
+    store_ptr,  # [blocks, layers, 1, block_size, 1, RANK + ROPE_DIM]
+    block_ids_ptr,
+    items_ptr,
+    # outputs
+    partial_ptr,  # fp32 [items, tiles, TILE_HEADS, RANK]
+    log_sums_ptr,  # fp32 [items, tiles, TILE_HEADS]
+    row_parts_ptr,  # int32 [R, 2]
+    out_ptr,  # [T, heads, RANK]
+    # constants
+    layer,
+    SCALE_LOG2E: tl.constexpr,
+    NUM_TILES: tl.constexpr,
+    TILE_HEADS: tl.constexpr,
+    RANK: tl.constexpr,
+    ROPE_DIM: tl.constexpr,
+    QUERY_DIM: tl.constexpr,
+    Q_TOKEN_STRIDE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr,
+    LAYER_STRIDE: tl.constexpr,
+    TILE_KEYS: tl.constexpr,
+    QUERY_ROWS: tl.constexpr,
+    USE_PDL: tl.constexpr,
+):
+    tile = tl.program_id(0)
+    item = tl.program_id(1)
+    if USE_PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    at = items_ptr + item * _ITEM_FIELDS
+    row = tl.load(at).to(tl.int64)
+    part = tl.load(at + 1)
+    num_parts = tl.load(at + 2)
+    first_key = tl.load(at + 3)
+    end_key = tl.load(at + 4)
+    if num_parts == 0:
+        return
+    ids_ptr = block_ids_ptr + tl.load(at + 5)
+    if (part == 0) & (tile == 0):
+        tl.store(row_parts_ptr + row * 2, item)
+        tl.store(row_parts_ptr + row * 2 + 1, num_parts)
+
+    lane = tl.arange(0, TILE_KEYS)
+    member = tl.arange(0, QUERY_ROWS)
+    is_head = (member < TILE_HEADS)[:, None]
+    heads = tile * TILE_HEADS + member
+    rank = tl.arange(0, RANK)
+    rope = tl.arange(0, ROPE_DIM)
+    first = row * (NUM_TILES * TILE_HEADS * RANK)
+    within = heads[:, None] * RANK + rank[None, :]
+    q_latent = tl.load(q_latent_ptr + first + within, mask=is_head, other=0.0)
+    rotated = heads[:, None] * QUERY_DIM + (QUERY_DIM - ROPE_DIM) + rope[None, :]
+    q_rope = tl.load(q_ptr + row * Q_TOKEN_STRIDE + rotated, mask=is_head, other=0.0)
+
+    keys_ptr = store_ptr + layer.to(tl.int64) * LAYER_STRIDE
+    biggest = tl.full([QUERY_ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([QUERY_ROWS], tl.float32)
+    acc = tl.zeros([QUERY_ROWS, RANK], tl.float32)
+    blocks = tl.load(
+        ids_ptr + (first_key + lane) // BLOCK_SIZE, mask=first_key + lane < end_key, other=0
+    )
+    for start in tl.range(first_key, end_key, TILE_KEYS):
+        keys = start + lane
+        is_key = keys < end_key
+        offsets = key_offsets(blocks, keys, BLOCK_SIZE, BLOCK_STRIDE, RANK + ROPE_DIM)
+        vectors = keys_ptr + offsets[:, None]
+        latents = tl.load(vectors + rank[None, :], mask=is_key[:, None], other=0.0)
+        rotated_keys = tl.load(vectors + RANK + rope[None, :], mask=is_key[:, None], other=0.0)
+        next_keys = keys + TILE_KEYS
+        blocks = tl.load(ids_ptr + next_keys // BLOCK_SIZE, mask=next_keys < end_key, other=0)
+        scores = tl.dot(q_latent, tl.trans(latents))
+        scores = tl.dot(q_rope, tl.trans(rotated_keys), scores) * SCALE_LOG2E
+        scores = tl.where(is_key[None, :], scores, float("-inf"))
+        # Each tile has a key, so the maximum is finite.
+        bigger = tl.maximum(biggest, tl.max(scores, 1))
+        p = tl.exp2(scores - bigger[:, None])
+        shrink = tl.exp2(biggest - bigger)
+        total = total * shrink + tl.sum(p, 1)
+        acc = tl.dot(p.to(latents.dtype), latents, acc * shrink[:, None])
+        biggest = bigger
+    means = acc / total[:, None]
+    if num_parts == 1:
+        tl.store(out_ptr + first + within, means.to(out_ptr.dtype.element_ty), mask=is_head)
+    else:
+        slot = (item * NUM_TILES + tile).to(tl.int64) * TILE_HEADS
+        partial = partial_ptr + (slot + member[:, None]) * RANK + rank[None, :]
+        tl.store(partial, means, mask=is_head)
+        log_sums = biggest + tl.log2(total)
+        tl.store(log_sums_ptr + slot + member, log_sums, mask=member < TILE_HEADS)
+
+
+@triton.jit
+def _latent_combine_kernel(
+    partial_ptr,
+    log_sums_ptr,
+    row_parts_ptr,
+    out_ptr,
+    NUM_HEADS: tl.constexpr,
+    RANK: tl.constexpr,
+    PART_TILE: tl.constexpr,
+    USE_PDL: tl.constexpr,
+):
+    """Weighted mean of a row's parts for one head, with the parts in order."""
+    if USE_PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    first_item = tl.load(row_parts_ptr + row * 2)
+    num_parts = tl.load(row_parts_ptr + row * 2 + 1)
+    if num_parts < 2:
+        return
+    rank = tl.arange(0, RANK)
+    biggest = float("-inf")
+    total = 0.0
+    out = tl.zeros([RANK], tl.float32)
+    for start in range(0, num_parts, PART_TILE):
+        part = start + tl.arange(0, PART_TILE)
+        is_part = part < num_parts
+        slot = (first_item + part).to(tl.int64) * NUM_HEADS + head
+        log_sums = tl.load(log_sums_ptr + slot, mask=is_part, other=float("-inf"))
+        values = tl.load(
+            partial_ptr + slot[:, None] * RANK + rank[None, :], mask=is_part[:, None], other=0.0
+        )
+        bigger = tl.maximum(biggest, tl.max(log_sums, 0))
+        weights = tl.exp2(log_sums - bigger)
+        shrink = tl.exp2(biggest - bigger)
+        total = total * shrink + tl.sum(weights, 0)
+        out = out * shrink + tl.sum(weights[:, None] * values, 0)
+        biggest = bigger
+    place = out_ptr + (row * NUM_HEADS + head) * RANK + rank
+    tl.store(place, (out / total).to(out_ptr.dtype.element_ty))
+
+
+def fitted_config(
+    shape: LatentShape, device: DeviceProperties, *, whole_rows: bool
+) -> LatentConfig:
+    """Tiles of heads and keys that fit the device's shared memory.
+
+    Raises ValueError if none do.
+    """
+    memory_bytes = device.shared_memory_per_block_bytes
+    most_heads = _MAX_TILE_HEADS if memory_bytes >= _LARGE_SHARED_MEMORY else _FEW_HEADS
+    num_tiles = _num_tiles(shape.num_heads, most_heads)
+    query_rows = _query_rows(shape.num_heads // num_tiles)
+    is_few = query_rows <= _FEW_HEADS
+    tile_keys = 64 if is_few else 32
+    while True:
+        stages = stages_that_fit(
+            2,
+            stage_bytes=2 * tile_keys * shape.width,  # two bytes an element
+            other_bytes=2 * query_rows * shape.width,
+            shared_memory_bytes=memory_bytes,
+        )
+        if stages >= 2 or (stages == 1 and tile_keys == _MIN_TILE_KEYS):
+            break
+        if tile_keys == _MIN_TILE_KEYS:
+            raise ValueError(
+                f"{device.name} has {memory_bytes} bytes of shared memory a block: too few for"
+                f" {query_rows} queries of {shape.width}"
+            )
+        tile_keys //= 2
+    config = DecodeConfig(tile_keys=tile_keys, num_warps=4 if is_few else 8, num_stages=stages)
+    if device.is_gpu:
+        config = replace(config, num_programs=_PROGRAMS_PER_SM * device.num_sms)
+    if whole_rows:
+        config = replace(config, min_part_tiles=_UNSPLIT)
+    return LatentConfig(decode=config, num_tiles=num_tiles)
+
+
+def _num_tiles(num_heads: int, most_heads: int) -> int:
+    """The fewest equal tiles of at most `most_heads` heads."""
+    least = -(-num_heads // most_heads)
+    return next(n for n in range(least, num_heads + 1) if num_heads % n == 0)
+
+
+def _query_rows(tile_heads: int) -> int:
+    return max(MIN_DOT_ROWS, int(triton.next_power_of_2(tile_heads)))
+
+
+def open_latent(
+    rows: RowTensors, max_keys: int, shape: LatentShape, config: LatentConfig
+) -> LatentWork:
+    """Allocate memory for `rows`, each with at most `max_keys` keys; `plan_latent` must fill it."""
+    scratch = AttentionShape(
+        num_heads=shape.num_heads,
+        num_kv_heads=config.num_tiles,
+        head_dim=shape.rank,
+        layer_windows=(None,),
+    )
+    row_parts = torch.zeros((len(rows.num_keys), 2), dtype=torch.int32, device=rows.num_keys.device)
+    split = open_decode(rows, max_keys, scratch, config.decode)
+    return LatentWork(shape=shape, split=split, row_parts=row_parts)
+
+
+def plan_latent(work: LatentWork) -> None:
+    """Split the rows' current keys into items, on the device."""
+    plan_decode(work.split)
+
+
+def latent_decode(
+    q_latent: Tensor, q: Tensor, out: Tensor, layer: int, store: Tensor, work: LatentWork
+) -> None:
+    """Row r's query is token r; writes the mean of its latents, nothing for a row without keys.
+
+    q_latent: [T, heads, rank] and out: [T, heads, rank], contiguous, T >= R; q: [T, heads, nope +
+    rope], tokens may be strided. store: [blocks, layers, 1, block_size, 1, rank + rope].
+    """
+    shape, split, config = work.shape, work.split, work.split.config
+    items = split.items[None]
+    tiles = split.shape.num_kv_heads
+    tile_heads = split.shape.num_groups
+    assert q_latent.is_contiguous(), f"q_latent has strides {q_latent.stride()}"
+    assert out.is_contiguous(), f"out has strides {out.stride()}"
+    assert q.stride()[1:] == (shape.query_dim, 1), f"q has strides {q.stride()}"
+    assert store.stride()[3:] == (shape.width, shape.width, 1), f"the store: {store.stride()}"
+    use_pdl = pdl_supported(q.device)
+    _latent_decode_kernel[(tiles, len(items))](
+        q_latent,
+        q,
+        store,
+        split.rows.block_ids,
+        items,
+        split.partial,
+        split.log_sums,
+        work.row_parts,
+        out,
+        layer,
+        SCALE_LOG2E=shape.scale * math.log2(math.e),
+        NUM_TILES=tiles,
+        TILE_HEADS=tile_heads,
+        RANK=shape.rank,
+        ROPE_DIM=shape.rope_dim,
+        QUERY_DIM=shape.query_dim,
+        Q_TOKEN_STRIDE=q.stride(0),
+        BLOCK_SIZE=store.shape[3],
+        BLOCK_STRIDE=store.stride(0),
+        LAYER_STRIDE=store.stride(1),
+        TILE_KEYS=config.tile_keys,
+        QUERY_ROWS=_query_rows(tile_heads),
+        USE_PDL=use_pdl,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        launch_pdl=use_pdl,
+    )
+    if len(items) == len(work.row_parts):
+        return  # no row has two parts
+    _latent_combine_kernel[(len(work.row_parts), shape.num_heads)](
+        split.partial,
+        split.log_sums,
+        work.row_parts,
+        out,
+        NUM_HEADS=shape.num_heads,
+        RANK=shape.rank,
+        PART_TILE=_PART_TILE,
+        USE_PDL=use_pdl,
+        num_warps=4,
+        launch_pdl=use_pdl,
+    )

@@ -1,0 +1,178 @@
+"""The project's own backend of latent attention on a GPU: absorbed for single tokens, made keys
+for prompts.
+
+With fixed tiles every token, of prompts too, is attended to as a row of its own, absorbed and
+without a split: then a request's results are bitwise equal alone and in any batch, in chunks or at
+once. The price is more products in prompts and no split of long rows.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels.attention.latent import LatentShape
+from kernels.attention.latent_decode import (
+    LatentConfig,
+    LatentWork,
+    fitted_config,
+    latent_decode,
+    open_latent,
+    plan_latent,
+)
+from kernels.attention.latent_prefill import (
+    PIECE_BYTES,
+    LatentPrefill,
+    LatentPrefillConfig,
+    latent_prefill,
+    plan_prefill,
+)
+from kernels.attention.protocol import AttentionStep, RowTensors
+from kernels.device import device_properties
+from kernels.linear.by_head import product_by_head
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TritonLatentMetadata:
+    """A step's rows by kernel; owns all scratch memory, so steps may overlap."""
+
+    decode: LatentWork | None  # the first tokens of the step, each a row
+    prefill: LatentPrefill | None
+
+
+class TritonLatent:
+    """A `GraphLatent`; keeps no state of a step."""
+
+    can_capture_prompts = False  # the size of a prompt's products depends on its history
+
+    def __init__(
+        self,
+        shape: LatentShape,
+        *,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        fixed_tile: bool = False,
+        decode_config: LatentConfig | None = None,
+        prefill_config: LatentPrefillConfig | None = None,
+        piece_bytes: int = PIECE_BYTES,
+    ) -> None:
+        """Raises ValueError for a device whose shared memory is too small."""
+        self._shape = shape
+        self._block_size = block_size
+        self._is_fixed_tile = fixed_tile
+        self._decode_config = decode_config or fitted_config(
+            shape, device_properties(device), whole_rows=fixed_tile
+        )
+        self._prefill_config = prefill_config or LatentPrefillConfig()
+        made = shape.num_heads * (shape.nope_dim + shape.value_dim)
+        key_bytes = (made + shape.width) * dtype.itemsize
+        self._max_piece_keys = max(1, piece_bytes // key_bytes)
+
+    def plan(self, step: AttentionStep) -> TritonLatentMetadata:
+        if self._is_fixed_tile:
+            rows = _rows_of_tokens(step)
+            return TritonLatentMetadata(decode=self._open(rows, step.max_keys), prefill=None)
+        num_single = step.num_single_rows
+        decode = prefill = None
+        if num_single:
+            decode = self._open(step.device_rows.part(0, num_single), step.max_keys)
+        if num_single < step.num_rows:
+            prefill = plan_prefill(
+                step,
+                num_single,
+                self._shape,
+                self._prefill_config,
+                block_size=self._block_size,
+                max_piece_keys=self._max_piece_keys,
+            )
+        return TritonLatentMetadata(decode=decode, prefill=prefill)
+
+    def run(
+        self,
+        q: Tensor,
+        latent_new: Tensor,
+        up: Tensor,
+        layer: int,
+        store: Tensor,
+        metadata: TritonLatentMetadata,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Reads the fresh latents from `store`, like all others."""
+        shape = self._shape
+        if out is None:
+            size = (len(q), shape.num_heads * shape.value_dim)
+            out = torch.empty(size, dtype=q.dtype, device=q.device)
+        if metadata.decode is not None:
+            self._run_absorbed(q, up, layer, store, metadata.decode, out)
+        if metadata.prefill is not None:
+            latent_prefill(q, up, out, layer, store, metadata.prefill)
+        return out
+
+    def _run_absorbed(
+        self, q: Tensor, up: Tensor, layer: int, store: Tensor, work: LatentWork, out: Tensor
+    ) -> None:
+        """The first tokens of `q`, one for each row of `work`."""
+        shape, num_rows = self._shape, len(work.row_parts)
+        size = (num_rows, shape.num_heads, shape.rank)
+        q_latent, means = (torch.empty(size, dtype=q.dtype, device=q.device) for _ in range(2))
+        to_latents, to_values = up[:, : shape.nope_dim], up[:, shape.nope_dim :].transpose(1, 2)
+        q = q[:num_rows]
+        is_deterministic = self._is_fixed_tile
+        product_by_head(
+            q[..., : shape.nope_dim], to_latents, q_latent, is_deterministic=is_deterministic
+        )
+        latent_decode(q_latent, q, means, layer, store, work)
+        product_by_head(means, to_values, out[:num_rows], is_deterministic=is_deterministic)
+
+    def open_graph(
+        self,
+        rows: RowTensors,
+        *,
+        max_keys: int,
+        max_tokens: int | None = None,
+        max_row_tokens: int | None = None,
+    ) -> TritonLatentMetadata:
+        del max_row_tokens
+        assert max_tokens is None, "prompts are not captured"
+        work = open_latent(rows, max_keys, self._shape, self._decode_config)
+        return TritonLatentMetadata(decode=work, prefill=None)
+
+    def begin(self, metadata: TritonLatentMetadata) -> None:
+        if metadata.decode is not None:
+            plan_latent(metadata.decode)
+
+    def refresh(self, metadata: TritonLatentMetadata, step: AttentionStep) -> None:
+        """Does nothing: the device plans from the rows' own buffers."""
+
+    def _open(self, rows: RowTensors, max_keys: int) -> LatentWork:
+        work = open_latent(rows, max_keys, self._shape, self._decode_config)
+        plan_latent(work)
+        return work
+
+
+def _rows_of_tokens(step: AttentionStep) -> RowTensors:
+    """Every new token of the step as a row of its own: it sees the keys up to itself."""
+    rows = step.device_rows
+    if step.num_single_rows == step.num_rows:
+        return rows
+    num_keys = np.concatenate(
+        [
+            np.arange(computed + 1, computed + new + 1)
+            for computed, new in zip(step.num_computed_tokens, step.num_new_tokens, strict=True)
+        ]
+    )
+    first_blocks = np.repeat(step.cu_blocks[:-1], step.num_new_tokens)
+    device = rows.num_keys.device
+
+    def on_device(values: np.ndarray) -> Tensor:
+        host = torch.from_numpy(values.astype(np.int32))
+        return host if device.type != "cuda" else host.pin_memory().to(device, non_blocking=True)
+
+    return RowTensors(
+        cu_tokens=on_device(np.arange(len(num_keys) + 1)),
+        num_keys=on_device(num_keys),
+        cu_blocks=on_device(first_blocks),
+        block_ids=rows.block_ids,
+    )

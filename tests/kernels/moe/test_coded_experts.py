@@ -1,0 +1,265 @@
+"""Grouped products with quantised experts, against float64 of the same quantised numbers."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.layers.linear import LinearWeight
+from kernels.moe.align import align
+from kernels.moe.coded import CodedExperts
+from kernels.moe.grouped import by_block, grouped_down, grouped_gate_up
+from kernels.moe.routes import Routes
+from kernels.moe.tiles import Tile
+from tests.harness.gpus import gpu
+from tests.kernels.interpreter import run_interpreted
+from tests.kernels.moe.moe_cases import (
+    assert_near,
+    exact_inner,
+    exact_outputs,
+    has_expert,
+    random_routes,
+    random_tensor,
+)
+from tests.kernels.quant.quant_cases import Case, fp4_case, fp8_case, int4_case
+
+MODULE = "tests.kernels.moe.test_coded_experts"
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+# shape [1, N, K], dtype, device -> a weight and its exact matrix
+Make = Callable[[tuple[int, int, int], torch.dtype, torch.device], Case]
+FORMS: dict[str, Make] = {
+    "fp8 tiles": lambda shape, dtype, device: fp8_case(shape, (16, 32), dtype, device),
+    "fp8 wide tiles": lambda shape, dtype, device: fp8_case(shape, (8, 128), dtype, device),
+    "fp8 rows": lambda shape, dtype, device: fp8_case(shape, (1, shape[2]), dtype, device),
+    "int4 groups": lambda shape, dtype, device: int4_case(shape, 32, dtype, device),
+    "int4 halves": lambda shape, dtype, device: int4_case(
+        shape, 64, dtype, device, has_zeros=False
+    ),
+    "int4 rows": lambda shape, dtype, device: int4_case(shape, shape[2], dtype, device),
+    "mxfp4": lambda shape, dtype, device: fp4_case(shape, 32, dtype, device),
+    "nvfp4": lambda shape, dtype, device: fp4_case(shape, 16, dtype, device),
+}
+
+
+def _experts(
+    form: str, sizes: tuple[int, int, int], dtype: torch.dtype, device: torch.device
+) -> tuple[LinearWeight, Tensor]:
+    """sizes: experts, N, K; the weight by expert, and float64 of it."""
+    num_experts, num_rows, num_columns = sizes
+    case = FORMS[form]((1, num_experts * num_rows, num_columns), dtype, device)
+    return case.weight.by_expert(num_experts), case.exact.view(sizes)
+
+
+def _operand(weight: LinearWeight, tile: Tile) -> tuple[CodedExperts, Tile]:
+    from engine.layers.moe_cuda import coded_operand
+
+    operand = coded_operand(weight)
+    return operand, operand.fit(tile, gpu("H200"))
+
+
+def _check_products(
+    form: str, num_tokens: int, sizes: tuple[int, int, int, int], dtype: torch.dtype, tile: Tile,
+    device: torch.device,
+) -> None:  # fmt: skip
+    """sizes: experts, active ones, hidden, inner."""
+    num_experts, num_active, hidden, inner = sizes
+    # The kernels' dtype is that of the inputs: the interpreter's may be fp32.
+    weight_dtype = torch.float16 if dtype is torch.float32 else dtype
+    gate_up, exact_up = _experts(form, (num_experts, 2 * inner, hidden), weight_dtype, device)
+    down, exact_down = _experts(form, (num_experts, hidden, inner), weight_dtype, device)
+    x = random_tensor(num_tokens, hidden, dtype=dtype, device=device.type)
+    routes = random_routes(num_tokens, num_experts, num_active, device.type)
+    blocks = align(routes.ids, num_experts, tile.block_m)
+    operand, cut = _operand(gate_up, tile)
+    assert operand.shape == (num_experts, 2 * inner, hidden)
+    exact = exact_inner(x, exact_up, routes)
+    lines = by_block(exact, blocks)
+    is_line = ~lines[:, 0].isnan()
+    ours = grouped_gate_up(x, operand, routes, blocks, cut)
+    assert_near(ours[is_line], lines[is_line], dtype)
+    operand, cut = _operand(down, tile)
+    rounded = exact.to(dtype)
+    outputs = grouped_down(by_block(rounded, blocks), operand, routes, blocks, cut)
+    exact_out = exact_outputs(rounded, exact_down, routes)
+    used = has_expert(routes)
+    assert_near(outputs.flatten(0, 1)[used], exact_out.flatten(0, 1)[used], dtype)
+
+
+TILE = Tile(16, 32, 64, 2, 4, 2)
+
+
+def check_products() -> None:
+    for form in ("fp8 tiles", "int4 groups", "nvfp4"):
+        _check_products(form, 5, (3, 2, 64, 64), torch.float32, TILE, CPU)
+
+
+def check_all_products() -> None:
+    for form in FORMS:
+        _check_products(form, 9, (3, 2, 128, 64), torch.float32, TILE, CPU)
+        # Rows and columns that fill no tile; runs have to fill columns.
+        hidden, inner = (112, 48) if form.startswith("fp8") else (192, 192)
+        half = replace(TILE, block_n=64, group_m=1)
+        _check_products(form, 7, (5, 3, hidden, inner), torch.float16, half, CPU)
+
+
+def _part(routes: Routes, start: int, end: int) -> Routes:
+    ids, weights = routes.ids[start:end], routes.weights[start:end]
+    return Routes(ids=ids.contiguous(), weights=weights.contiguous())
+
+
+def check_layer() -> None:
+    """The layer as it is built: the same tokens alone and together, and mixed formats."""
+    from engine.layers.moe_cuda import TritonExperts
+
+    routes = random_routes(20, 4, 2, "cpu")
+    for up_form, down_form in (("fp8 tiles", "fp8 tiles"), ("nvfp4", "mxfp4"), ("int4 rows", "")):
+        gate_up, exact_up = _experts(up_form, (4, 128, 64), torch.float16, CPU)
+        if down_form:
+            down, exact_down = _experts(down_form, (4, 64, 64), torch.float16, CPU)
+        else:
+            down = LinearWeight(random_tensor(4, 64, 64, dtype=torch.float16, device="cpu"))
+            exact_down = down.data.double()
+        x = random_tensor(20, 64, dtype=torch.float16, device="cpu")
+        inner = exact_inner(x, exact_up, routes).half()
+        exact = exact_outputs(inner, exact_down, routes).sum(dim=1)
+        plain = TritonExperts(gate_up, down, num_active=2, is_deterministic=False)
+        assert 0 not in plain.token_sizes
+        assert_near(plain(x, routes, None), exact, torch.float16)
+        fixed = TritonExperts(gate_up, down, num_active=2, is_deterministic=True)
+        whole = fixed(x, routes, None)
+        assert_near(whole, exact, torch.float16)
+        for start, end in ((0, 1), (5, 17)):
+            part = fixed(x[start:end], _part(routes, start, end), None)
+            assert torch.equal(part, whole[start:end])
+
+
+def check_refused() -> None:
+    from engine.errors import ConfigError
+    from engine.layers.moe_cuda import coded_operand
+
+    case = int4_case((1, 4 * 32, 64), 32, torch.float16, CPU)
+    assert case.weight.scales is not None
+    order = torch.stack([torch.randperm(64) for _ in range(4)])
+    by_expert = case.weight.by_expert(4)
+    assert by_expert.scales is not None
+    ordered = replace(by_expert, scales=replace(by_expert.scales, order=order))
+    for weight, named in (
+        (ordered, "order of inputs"),
+        (fp8_case((1, 4 * 24, 64), (1, 64), torch.float16, CPU).weight.by_expert(4), "24 outputs"),
+        (fp8_case((1, 4 * 32, 64), (1, 64), torch.float32, CPU).weight.by_expert(4), "float32"),
+    ):
+        with pytest.raises(ConfigError, match=named):
+            coded_operand(weight)
+
+
+NIGHTLY = pytest.mark.nightly
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    ["products", "refused", *(pytest.param(n, marks=NIGHTLY) for n in ("all_products", "layer"))],
+)
+def test_interpreted_products_of_quantised_experts_are_their_formula(name: str) -> None:
+    run_interpreted(f"{MODULE}:check_{name}")
+
+
+# ---- compiled for GPUs that are not here ---------------------------------------------------------
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["A100 40GB", "H200"])
+def test_products_of_quantised_experts_compile_within_the_shared_memory(name: str) -> None:
+    from kernels.moe import grouped
+    from kernels.moe.align import Blocks
+    from kernels.moe.tiles import ExpertShape, build_coded_plan
+    from tests.kernels.cross_compile import compiled_for
+
+    device = gpu(name)
+    shape = ExpertShape(num_experts=8, num_active=2, hidden=256, inner=256)
+    routes = Routes(ids=torch.zeros(8, 2, dtype=torch.int32), weights=torch.ones(8, 2))
+    x = torch.empty(8, 256, dtype=torch.bfloat16)
+    with compiled_for(device, grouped) as found:
+        for form in ("fp8 wide tiles", "int4 halves", "mxfp4", "nvfp4"):
+            weight, _ = _experts(form, (8, 512, 256), torch.bfloat16, CPU)
+            up, _ = _operand(weight, TILE)
+
+            def fit(tile: Tile, operand: CodedExperts = up) -> Tile:
+                return operand.fit(tile, device)
+
+            for pair in build_coded_plan(shape, fit, fit).pairs:
+                blocks = Blocks(
+                    routes=torch.zeros(16, pair.gate_up.block_m, dtype=torch.int32),
+                    experts=torch.zeros(16, dtype=torch.int32),
+                )
+                y = grouped.grouped_gate_up(x, up, routes, blocks, pair.gate_up)
+                grouped.grouped_down(y, up, routes, blocks, pair.down)
+    assert set(found) == {"_moe_grouped_kernel"}
+    assert max(found.values()) <= device.shared_memory_per_block_bytes
+
+
+# ---- on a GPU ------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "tile", [Tile(16, 64, 128, 1, 4, 4), Tile(64, 64, 128, 8, 4, 3), Tile(128, 128, 64, 16, 8, 4)]
+)
+@pytest.mark.parametrize("form", FORMS)
+def test_products_of_quantised_experts_on_a_gpu(form: str, tile: Tile, dtype: torch.dtype) -> None:
+    for num_tokens, sizes in (
+        (1, (128, 8, 2048, 768)),
+        (37, (60, 4, 512, 192)),
+        (130, (16, 8, 256, 320)),
+        (1100, (4, 1, 64, 64)),
+    ):
+        _check_products(form, num_tokens, sizes, dtype, tile, GPU)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", FORMS)
+def test_quantised_experts_in_a_graph_wait_for_each_other(form: str) -> None:
+    """Each product starts before its input is there; a missing wait would read old values."""
+    from engine.layers.moe_cuda import TritonExperts
+
+    gate_up, _ = _experts(form, (8, 512, 512), torch.bfloat16, GPU)
+    down, _ = _experts(form, (8, 512, 256), torch.bfloat16, GPU)
+    layer = TritonExperts(gate_up, down, num_active=2, is_deterministic=False)
+    for num_tokens in (1, 16, 200):
+        routes = random_routes(num_tokens, 8, 2, "cuda")
+        x = random_tensor(num_tokens, 512, dtype=torch.bfloat16, device="cuda")
+
+        def chain(x: Tensor = x, routes: Routes = routes) -> Tensor:
+            y = x
+            for _ in range(3):
+                y = layer(y, routes, None)
+            return y
+
+        expected = chain()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = chain()
+        for _ in range(10):
+            y.fill_(torch.nan)
+            graph.replay()
+            assert torch.equal(y, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", FORMS)
+def test_a_token_of_quantised_experts_has_the_same_bits_in_any_batch(form: str) -> None:
+    from engine.layers.moe_cuda import TritonExperts
+
+    gate_up, _ = _experts(form, (8, 512, 512), torch.bfloat16, GPU)
+    down, _ = _experts(form, (8, 512, 256), torch.bfloat16, GPU)
+    layer = TritonExperts(gate_up, down, num_active=2, is_deterministic=True)
+    routes = random_routes(700, 8, 2, "cuda")
+    x = random_tensor(700, 512, dtype=torch.bfloat16, device="cuda")
+    whole = layer(x, routes, None)
+    for start, end in ((0, 1), (5, 22), (100, 163), (300, 700)):
+        part = layer(x[start:end].contiguous(), _part(routes, start, end), None)
+        assert torch.equal(part, whole[start:end])
