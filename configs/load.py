@@ -355,6 +355,11 @@ def _speculation_contradiction(config: AppConfig) -> str | None:
             " supported, because the smaller model is not split over ranks; set ngram, or"
             " tensor_parallel_size to 1"
         )
+    if uses_model and config.model.device == "cuda" and config.cache.num_blocks is None:
+        return (
+            "speculation.drafter: draft_model on a GPU needs cache.num_blocks, because the memory"
+            " of the smaller model's KV is not measured; set it, or set ngram"
+        )
     return None
 
 

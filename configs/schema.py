@@ -168,8 +168,8 @@ class SpeculationConfig(_Section, frozen=True):
     # draft_model = what a smaller model of the same vocabulary says.
     drafter: Literal["none", "ngram", "draft_model"] = "none"
     max_drafts: Annotated[int, Meta(ge=1, le=16)] = 8  # guessed tokens of a request in a step
-    # Above this temperature a request gets no guesses: too few would be right. A request that asks
-    # for guesses by itself (`speculation` in its body) gets them at any.
+    # Above this temperature a request gets no guesses, because too few would be right. One that
+    # asks for them (`speculation` in its body) gets them at any.
     max_temperature: Annotated[float, Meta(ge=0)] = 0.7
     # As many guesses as are predicted to pay, by what was accepted and what steps cost; false =
     # always max_drafts, for measurements.
