@@ -200,12 +200,12 @@ def build_engine(
         stores = share_stores(comm, measured.executor.kv_store, whole) if moves else ()
     executor = measured.executor
     compilations.reset()
+    max_model_len = context_length(config, spec, executor.kv_store.num_blocks)
     key = secrets.token_bytes(BLOCK_KEY_BYTES) if block_key is None else block_key
     host_tier = _build_host_tier(config, role, key, executor.kv_store)
     cache = _build_cache(config, executor.kv_store.num_blocks, host_tier)
     hasher = _build_hasher(key, model_fingerprint, layout)
     outgoing = OutgoingHandoffs(cache, notify)
-    max_model_len = context_length(config, spec, cache.num_blocks)
     parts = max_model_len, cache, hasher, outgoing, host_tier, drafting
     return Engine(
         spec=spec,
@@ -316,8 +316,13 @@ def _build_host_tier(
         block_bytes=layout.block_bytes,
         fingerprint=fingerprint,
     )
+    try:
+        mover = build_mover(store, arena.blocks)
+    except BaseException:
+        arena.close()  # else the file stays as long as this process, which lives on to say why
+        raise
     logger.info("%s holds %d KV blocks for all workers here", arena.name, arena.num_blocks)
-    return HostTier(arena, build_mover(store, arena.blocks), store.digests)
+    return HostTier(arena, mover, store.digests)
 
 
 def _build_cache(config: AppConfig, num_blocks: int, host_tier: HostTier | None) -> BlockCache:

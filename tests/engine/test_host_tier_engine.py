@@ -104,3 +104,13 @@ def test_equal_prompts_of_other_salts_share_nothing_on_the_host(sharing: list[En
 def test_a_machine_without_room_is_told_before_the_first_request() -> None:
     with pytest.raises(ConfigError, match=r"cache\.host_gib: /dev/shm has no room"):
         start_engine(cache__host_gib=2.0**30, **SIZES)
+
+
+def test_a_build_that_fails_leaves_no_arena(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise ConfigError("cannot lock memory")
+
+    monkeypatch.setattr("engine.build.build_mover", refuse)
+    with pytest.raises(ConfigError, match="cannot lock memory"):
+        start_engine(block_key=KEY, cache__host_gib=0.01, **SIZES)
+    assert not (FOLDER / f"{PREFIX}{name_for(KEY)}").exists()

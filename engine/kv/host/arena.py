@@ -141,6 +141,7 @@ class HostArena:
         self._file = SharedFile(name, place.size, lambda memory: _initialise(memory, place, header))
         self.member = self._file.member
         self._is_closed = False
+        self._taken: dict[int, int] = {}  # block -> its word: another one, and it is not ours
         self._memory = memory = memoryview(self._file.map)
         self._words = memory[place.words : place.used].cast("Q")
         self._used = memory[place.used : place.checks].cast("Q")
@@ -149,8 +150,17 @@ class HostArena:
         self._table = memory[place.table : place.table + 4 * _WAYS * place.num_buckets].cast("I")
         self._all_words: Words = np.frombuffer(self._words, dtype=np.uint64)
         self._all_used: Words = np.frombuffer(self._used, dtype=np.uint64)
-        # Of an earlier process that had this number.
-        self._give_back(self.member, _JOIN_WAIT_S)
+        self._clear_up()
+
+    def _clear_up(self) -> None:
+        """Returns what an earlier process had that had this number. Raises ConfigError."""
+        try:
+            self._give_back(self.member, _JOIN_WAIT_S)
+        except BusyError as error:
+            self._file.close()
+            raise ConfigError(
+                f"{KEY}: a process holds {error} and does not get on; stop it"
+            ) from error
 
     @property
     def name(self) -> str:
@@ -230,6 +240,7 @@ class HostArena:
                         break
                     free = free[self._is(free, FREE, self.member)]  # one may have been stolen
                     self._move(free, WRITING, self.member)
+                    self._taken.update((slot, self._words[slot]) for slot in free.tolist())
                 taken += free.tolist()
             elif not self._refill():
                 break
@@ -240,14 +251,17 @@ class HostArena:
     ) -> int | None:
         """Makes written blocks known by their hashes, of which the first is evicted last.
 
-        A block whose hash another worker has published meanwhile is given back. Returns how many
-        were new; None, with nothing done, if another process is in the way.
+        A block whose hash another worker has published meanwhile is given back. One that is
+        another's, because this worker has left, is not touched. Returns how many were new; None,
+        with nothing done, if another process is in the way.
         """
         with self._locked(SHARED) as is_held:
             if not is_held:
                 return None
             now_ns, num_new = time.monotonic_ns() + len(slots), 0
             for number, (slot, name, digest) in enumerate(zip(slots, hashes, digests, strict=True)):
+                if not self._let_go(slot):
+                    continue
                 if self._slot_of(name) is not None:
                     self._move_one(slot, FREE, self.member)
                     continue
@@ -262,7 +276,12 @@ class HostArena:
     def give_back(self, slots: Sequence[int]) -> None:
         """Frees blocks that were taken and will not be published."""
         for slot in slots:
-            self._move_one(slot, FREE, self.member)
+            if self._let_go(slot):
+                self._move_one(slot, FREE, self.member)
+
+    def _let_go(self, slot: int) -> bool:
+        """Whether a block that was taken is still this worker's; asked once for each."""
+        return self._taken.pop(slot) == self._words[slot]
 
     def drop(self, block: HostBlock) -> bool:
         """Removes a block whose content is wrong; False if it is gone, or not to be had now."""
@@ -454,7 +473,8 @@ class HostArena:
     def leave(self) -> None:
         """Is dead for the others from now on, before the process ends; any thread.
 
-        What it still writes, to a block that is another's by then, no check will pass.
+        What it still writes, to a block that is another's by then, no check will pass, and
+        `publish` leaves that block alone.
         """
         with suppress(BusyError):
             self._file.leave()

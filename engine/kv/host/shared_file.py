@@ -9,6 +9,8 @@ lock, too; what it guards must make sense at any point.
     byte 1       SHARED    the reserve and the index (engine/kv/host/arena.py)
     bytes 2 ...  members: held for life        bytes 66 ...  their pools of free blocks
 
+The file is this user's alone: one that others made, or can open, is refused.
+
 If every process was killed, the file stays: those that restart find what they had stored. When
 nobody has for a minute, a supervisor on this machine removes it (`UnusedFiles`), and so does who
 finds no room for another. Knows nothing of what the file holds.
@@ -18,6 +20,7 @@ import fcntl
 import hashlib
 import mmap
 import os
+import stat
 import struct
 import time
 from collections.abc import Callable, Iterator
@@ -35,7 +38,8 @@ _LIFE = 0
 _FIRST_MEMBER = 2
 _FIRST_POOL = _FIRST_MEMBER + MAX_MEMBERS
 _FLOCK = struct.Struct("hhqqi4x")  # type, whence, start, length, pid
-_LIFE_WAIT_S = 30.0  # creating a large file takes seconds
+_LIFE_WAIT_S = 30.0
+_SLOWEST_BYTES_S = 2**28  # of taking memory, on a machine that does other things: 4 s a GiB
 _LEAVE_WAIT_S = 5.0
 _POLL_S = 50e-6
 UNUSED_S = 60.0  # a worker restarts within it
@@ -61,7 +65,7 @@ class SharedFile:
         Raises ConfigError if there is no room, or the file is another's.
         """
         self.path = FOLDER / f"{PREFIX}{name}"
-        self.fd = _open_locked(self.path)
+        self.fd = _open_locked(self.path, _LIFE_WAIT_S + size / _SLOWEST_BYTES_S)
         self._has_left = self._is_closed = False
         try:
             self.map = self._mapped(size, initialise)
@@ -86,7 +90,8 @@ class SharedFile:
         os.ftruncate(self.fd, 0)
         _take_room(self.fd, size, self.path)
         new = mmap.mmap(self.fd, size)
-        assert initialise(memoryview(new)), "zeros are nobody's"
+        is_made = initialise(memoryview(new))
+        assert is_made, "zeros are nobody's"
         return new
 
     def _join(self) -> int:
@@ -154,6 +159,8 @@ def remove_if_unused(name: str) -> bool:
     except OSError:
         return False
     try:
+        if not _is_private(fd):
+            return False
         # Whoever creates or joins it holds LIFE, and looks afterwards whether it still exists.
         is_unused = _try_lock(fd, _LIFE) and not _has_members(fd) and _is_at(fd, path)
         if is_unused:
@@ -192,19 +199,27 @@ def _is_used(name: str) -> bool:
     except OSError:
         return True  # another user's, or gone
     try:
-        return _has_members(fd)
+        return _has_members(fd) or not _is_private(fd)
     finally:
         os.close(fd)
 
 
-def _open_locked(path: Path) -> int:
-    """The file, opened or created, with LIFE held, while it has this name."""
-    until_s = time.monotonic() + _LIFE_WAIT_S
+def _open_locked(path: Path, wait_s: float) -> int:
+    """The file, opened or created, with LIFE held, while it has this name.
+
+    wait_s: so long another process may take that creates it. Raises ConfigError.
+    """
+    until_s = time.monotonic() + wait_s
     while True:
         try:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         except OSError as error:
             raise ConfigError(f"{KEY}: {path} cannot be opened: {error.strerror}") from error
+        if not _is_private(fd):
+            os.close(fd)
+            raise ConfigError(
+                f"{KEY}: other users can read or change {path}, or made it; remove it"
+            )
         while not _try_lock(fd, _LIFE):
             if time.monotonic() >= until_s:
                 os.close(fd)
@@ -239,6 +254,13 @@ def _take_room(fd: int, size: int, path: Path) -> None:
             " key, or make shared memory larger (docker: --shm-size, Kubernetes: an emptyDir of"
             " medium Memory)"
         ) from error
+
+
+def _is_private(fd: int) -> bool:
+    """Whether this user made the file, and nobody else can open it: anyone may use the folder."""
+    found = os.fstat(fd)
+    is_ours = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
+    return is_ours and stat.S_IMODE(found.st_mode) & 0o077 == 0
 
 
 def _is_at(fd: int, path: Path) -> bool:

@@ -278,6 +278,7 @@ class HostTier:
 
     def leave(self) -> None:
         """Leaves the arena just before the process ends; any thread."""
+        self._is_off = True
         self._arena.leave()
 
     def close(self) -> None:

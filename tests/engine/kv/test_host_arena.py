@@ -210,6 +210,33 @@ def test_what_a_killed_worker_was_writing_comes_back_and_is_never_found(name: st
     arena.close()
 
 
+def test_who_has_left_publishes_nothing_of_what_is_anothers_by_then(name: str) -> None:
+    gone, heir = open_arena(name), open_arena(name)
+    slots = gone.take(3)
+    gone.leave()
+    assert set(slots) < set(heir.take(heir.num_blocks))
+    words = list(heir._words)
+    names = [name_of(number) for number in range(3)]
+    assert gone.publish(slots[:2], names[:2], [1, 2]) == 0
+    gone.give_back(slots[2:])
+    assert list(heir._words) == words
+    assert heir.num_found(names) == 0
+    heir.close()
+
+
+def test_who_finds_a_lock_held_for_good_does_not_stay_a_member(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arena_module, "_JOIN_WAIT_S", 0.0)
+    one, two = open_arena(name), open_arena(name)
+    two.take(1)
+    two._file.leave()
+    with one._file.locked(shared_file.SHARED, 0.0), pytest.raises(ConfigError, match="get on"):
+        open_arena(name)
+    one._file.leave()
+    assert not one._file.path.exists()
+
+
 def test_two_workers_share_an_arena_and_one_is_killed_while_it_stores(name: str) -> None:
     arena = open_arena(name)
     process = _begin(name, "busy")
@@ -274,10 +301,48 @@ def test_an_arena_of_another_layout_is_refused_while_it_is_used(name: str) -> No
     assert store(arena, range(2))
     size = Path(FOLDER / f"{PREFIX}{name}").stat().st_size
     arena._file.leave()
+    arena._file.path.touch(mode=0o600)
     arena._file.path.write_bytes(b"x" * size)  # what nobody uses is made anew
     again = open_arena(name)
     assert again.terms().num_reserve == again.num_blocks
     again.close()
+
+
+def test_a_file_that_others_made_or_can_open_is_neither_joined_nor_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_file, "FOLDER", tmp_path)
+    name = "theirs"
+    path = tmp_path / f"{PREFIX}{name}"
+    path.touch()
+    unused = UnusedFiles(keep="")
+    for mode, user in ((0o666, os.geteuid()), (0o600, os.geteuid() + 1)):
+        path.chmod(mode)
+        monkeypatch.setattr(os, "geteuid", lambda user=user: user)
+        with pytest.raises(ConfigError, match="other users can read or change"):
+            open_arena(name)
+        assert not remove_if_unused(name)
+        unused.remove(100.0)
+        assert name not in unused.remove(100.0 + UNUSED_S)
+    assert path.exists()
+
+
+def test_who_joins_waits_longer_for_a_larger_file(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = [0.0]
+    first = open_arena(name)
+
+    def sleep(_: float) -> None:
+        now_s[0] += 1.0
+
+    monkeypatch.setattr(shared_file.time, "monotonic", lambda: now_s[0])
+    monkeypatch.setattr(shared_file.time, "sleep", sleep)
+    is_locked = first._file.locked(shared_file._LIFE, 0.0)
+    with is_locked, pytest.raises(ConfigError, match="does not get on"):
+        shared_file.SharedFile(name, 64 * 2**30, lambda _: True)
+    assert now_s[0] >= 4 * 64
+    first.close()
 
 
 def test_too_little_room_is_refused_before_anything_is_written(name: str) -> None:
