@@ -17,7 +17,7 @@ import yaml
 from configs.errors import ConfigFileError as ConfigFileError
 from configs.faults import parse_faults
 from configs.keys import KEYS_VARIABLE, with_keys
-from configs.schema import AppConfig, LapsConfig, ModelConfig
+from configs.schema import AppConfig, ExecutionConfig, LapsConfig, ModelConfig
 
 PROJECT_ROOT = Path(__file__).resolve().parents[1]
 DEFAULT_CONFIG = Path("configs/dev_cpu.yaml")
@@ -293,6 +293,7 @@ def _contradiction(config: AppConfig) -> str | None:
         or _speculation_contradiction(config)
         or _laps_queue_contradiction(config.laps)
         or _laps_graph_contradiction(config)
+        or _overlap_contradiction(config)
         or _laps_pool_contradiction(config)
     )
     if problem is not None:
@@ -355,6 +356,11 @@ def _speculation_contradiction(config: AppConfig) -> str | None:
             " supported, because the smaller model is not split over ranks; set ngram, or"
             " tensor_parallel_size to 1"
         )
+    if uses_model and config.model.device == "cuda" and config.cache.num_blocks is None:
+        return (
+            "speculation.drafter: draft_model on a GPU needs cache.num_blocks, because the memory"
+            " of the smaller model's KV is not measured; set it, or set ngram"
+        )
     return None
 
 
@@ -385,6 +391,27 @@ def _worker_contradiction(config: AppConfig) -> str | None:
     if config.model.device == "cpu" and workers.num_gpus > 0:
         return f"workers.num_gpus: {workers.num_gpus} with model.device cpu; set one of the two"
     return _rank_contradiction(config)
+
+
+def _overlap_contradiction(config: AppConfig) -> str | None:
+    execution = config.execution
+    if not execution.enable_two_batch_overlap:
+        values, defaults = map(msgspec.structs.asdict, (execution, ExecutionConfig()))
+        for key in values:
+            if key.startswith("tbo_") and values[key] != defaults[key]:
+                return f"execution.{key}: needs enable_two_batch_overlap; set that, or leave it out"
+        return None
+    if max(config.workers.num_ranks.values(), default=1) == 1:
+        return (
+            "execution.enable_two_batch_overlap: a worker of one rank adds nothing over ranks, so"
+            " nothing can be hidden; set workers.tensor_parallel_size above 1, or this to false"
+        )
+    if config.model.device == "cpu" and execution.tbo_min_prompt_tokens == "auto":
+        return (
+            "execution.tbo_min_prompt_tokens: auto knows the rates of an H200 only; on a CPU set it"
+            " to a number of tokens"
+        )
+    return None
 
 
 def _rank_contradiction(config: AppConfig) -> str | None:

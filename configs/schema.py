@@ -159,6 +159,18 @@ class ExecutionConfig(_Section, frozen=True):
 
     # Decode steps replay captured CUDA graphs; None = on a GPU with a backend that can.
     cuda_graphs: bool | None = None
+    # A step that replays no graph computes as two batches, one while the other adds its outputs
+    # over the ranks. Never measured on GPUs yet; see operations.
+    enable_two_batch_overlap: bool = False
+    # A prompt is cut in two where a boundary between requests would leave a batch with less than
+    # this share of the tokens.
+    tbo_token_distribution_threshold: Annotated[float, Meta(ge=0, le=0.5)] = 0.48
+    # Steps with prompts are split from so many tokens; auto = where a cost model of the layers
+    # predicts a gain, from rates measured on an H200.
+    tbo_min_prompt_tokens: Annotated[int, Meta(ge=2)] | Auto = "auto"
+    # Steps without prompts are split from so many rows, if they replay no graph; None = never,
+    # since the layers' weights are read twice.
+    tbo_min_decode_rows: Annotated[int, Meta(ge=2)] | None = None
 
 
 class SpeculationConfig(_Section, frozen=True):
@@ -168,8 +180,8 @@ class SpeculationConfig(_Section, frozen=True):
     # draft_model = what a smaller model of the same vocabulary says.
     drafter: Literal["none", "ngram", "draft_model"] = "none"
     max_drafts: Annotated[int, Meta(ge=1, le=16)] = 8  # guessed tokens of a request in a step
-    # Above this temperature a request gets no guesses: too few would be right. A request that asks
-    # for guesses by itself (`speculation` in its body) gets them at any.
+    # Above this temperature a request gets no guesses, because too few would be right. One that
+    # asks for them (`speculation` in its body) gets them at any.
     max_temperature: Annotated[float, Meta(ge=0)] = 0.7
     # As many guesses as are predicted to pay, by what was accepted and what steps cost; false =
     # always max_drafts, for measurements.

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import msgspec
 import torch
 
 from configs.schema import AppConfig, ModelConfig, SpeculationConfig
@@ -42,6 +43,7 @@ from engine.runner.auto import (
     Calibration,
     Footprint,
     Limits,
+    StepSizes,
     choose_limits,
     choose_sizes,
     describe,
@@ -54,7 +56,8 @@ from engine.scheduling.drafting import Drafting
 from engine.scheduling.finish import FinishRules
 from engine.scheduling.scheduler import Scheduler
 from engine.speculation.controller import DEFAULT_RULES, SpeculationController
-from engine.speculation.drafter import DraftPolicy, FixedDrafts, RequestNgrams
+from engine.speculation.draft_model import DraftModel
+from engine.speculation.drafter import Drafter, DraftPolicy, FixedDrafts, RequestNgrams
 from engine.speculation.ngram import NgramRules
 from kernels.compilation import CompilationCounter
 from kernels.device import device_properties
@@ -89,6 +92,7 @@ class Engine:
     def load(self) -> LoadReport:
         """The replica's current load."""
         counts = self.core.scheduler.statistics()
+        drafts = self.core.scheduler.draft_counts
         queued = self.core.queued_work()
         return LoadReport(
             queued_tokens=counts.num_queued_tokens,
@@ -103,6 +107,9 @@ class Engine:
             num_step_tokens=counts.num_step_tokens,
             num_preemptions=counts.num_preemptions,
             num_preemptions_for_others=counts.num_preemptions_for_others,
+            num_drafts=drafts.num_drafted,
+            num_accepted_drafts=drafts.num_accepted,
+            num_drafted_rows=drafts.num_verified,
             host_tier=self._host_tier_load(),
         )
 
@@ -183,12 +190,12 @@ def build_engine(
     torch.set_num_threads(config.workers.torch_threads)
     spec = load_spec(Path(config.model.path), quantization=config.model.quantization)
     layout, whole = (_rank_layout(config, spec, rank) for rank in (comm.rank, WHOLE_MODEL))
-    compilations = CompilationCounter()
+    compilations, grammars = CompilationCounter(), _build_grammars(config, spec)
     compilations.install()
-    grammars = _build_grammars(config, spec)
     with hanging_up_on_error(comm):
         given = config, spec, layout, clock, comm, model, grammars
         measured = _build_measured(*given, sends_blocks=role == "prefill")
+        drafting = _build_drafting(config, spec, measured, grammars, clock)
         moves = comm.rank.size > 1 and role != "unified"
         stores = share_stores(comm, measured.executor.kv_store, whole) if moves else ()
     executor = measured.executor
@@ -199,7 +206,7 @@ def build_engine(
     hasher = _build_hasher(key, model_fingerprint, layout)
     outgoing = OutgoingHandoffs(cache, notify)
     max_model_len = context_length(config, spec, cache.num_blocks)
-    parts = max_model_len, cache, hasher, outgoing, host_tier, _build_drafting(config)
+    parts = max_model_len, cache, hasher, outgoing, host_tier, drafting
     return Engine(
         spec=spec,
         layout=layout,
@@ -242,6 +249,7 @@ class _Measured:
     limits: Limits
     calibration: Calibration | None
     graph_token_sizes: tuple[int, ...]
+    sizes: StepSizes
 
 
 def _build_measured(
@@ -287,6 +295,7 @@ def _build_measured(
         limits=limits,
         calibration=calibration,
         graph_token_sizes=replica.graph_token_sizes,
+        sizes=sizes,
     )
 
 
@@ -358,14 +367,56 @@ def _build_scheduler(
     )
 
 
-def _build_drafting(config: AppConfig) -> Drafting:
+def _build_drafting(
+    config: AppConfig, spec: ModelSpec, measured: _Measured, grammars: Grammars, clock: Clock
+) -> Drafting:
     """The drafts of one worker's requests; none unless the configuration names a drafter."""
     asked = config.speculation
     holds = _overlaps(config)
+    drafter: Drafter
     if asked.drafter == "none":
         return Drafting(None, None, holds=holds)
-    drafter = RequestNgrams(NgramRules(max_corpus_tokens=asked.max_corpus_tokens))
+    if asked.model_path is not None:
+        drafter = _build_draft_model(config, asked.model_path, spec, measured, grammars, clock)
+    else:
+        drafter = RequestNgrams(NgramRules(max_corpus_tokens=asked.max_corpus_tokens))
     return Drafting(drafter, build_policy(asked), holds=holds)
+
+
+def _build_draft_model(
+    config: AppConfig,
+    path: str,
+    spec: ModelSpec,
+    measured: _Measured,
+    grammars: Grammars,
+    clock: Clock,
+) -> DraftModel:
+    """An executor like the target's over the smaller model, with as many blocks."""
+    own = load_spec(Path(path))
+    if own.vocab_size != spec.vocab_size:
+        raise ConfigError(
+            f"speculation.model_path: {path} has {own.vocab_size} tokens and the model"
+            f" {spec.vocab_size}; drafts need a model of the same vocabulary"
+        )
+    num_blocks = measured.executor.kv_store.num_blocks
+    replaced = msgspec.structs.replace(
+        config,
+        model=msgspec.structs.replace(
+            config.model, path=path, max_model_len=None, weights="safetensors", quantization="auto"
+        ),
+        cache=msgspec.structs.replace(config.cache, num_blocks=num_blocks),
+        speculation=SpeculationConfig(),
+    )
+    layout = own.kv_layout(block_size=config.cache.block_size, dtype=measured.executor.layout.dtype)
+    replica = Replica(replaced, own, layout, measured.sizes, None, grammars)
+    return DraftModel(
+        replica.build_executor(),
+        num_blocks=num_blocks,
+        block_size=layout.block_size,
+        max_model_len=replica.max_row_tokens,
+        max_tokens=measured.sizes.max_tokens,
+        now_s=clock.now_s,
+    )
 
 
 def build_policy(asked: SpeculationConfig) -> DraftPolicy:

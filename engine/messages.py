@@ -332,6 +332,9 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
     num_step_tokens: int = 0
     num_preemptions: int = 0  # likewise
     num_preemptions_for_others: int = 0  # of these: for a request that waited for a row or blocks
+    num_drafts: int = 0  # guessed tokens that steps verified
+    num_accepted_drafts: int = 0
+    num_drafted_rows: int = 0  # rows with drafts, once for each step
     host_tier: HostTierLoad | None = None  # None = it has none
 
 

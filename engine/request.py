@@ -110,6 +110,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         )
 
 
+MAX_DRAFTS = 16  # that anybody may ask for
+
+
 class RequestSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What a client asked for besides its prompt; sent in full with every message about a request.
 
@@ -122,7 +125,8 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     salt: str = ""  # part of every block hash: equal prompts with unequal salts share nothing
     deadline_s: float | None = None  # after it the request ends with an error
     ttft_deadline_s: float | None = None  # target for the first token; None = its class default
-    max_drafts: int | None = None  # guessed tokens a step; 0 = none, None = as the worker decides
+    # Guessed tokens of a step, at most and at any temperature; 0 = none, None = as the worker says.
+    max_drafts: int | None = None
 
 
 def find_id_beyond(vocab_size: int, token_ids: Sequence[int], params: SamplingParams) -> int | None:

@@ -48,6 +48,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     ),
     "engine.kv.transfer": (*_WORDS, "engine.kv.cache"),
     # -- engine: decisions
+    "engine.speculation.draft_model": ("engine.core", "engine.plan", "engine.request"),
     "engine.scheduling": (
         *_WORDS,
         "configs.schema",

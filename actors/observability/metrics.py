@@ -42,6 +42,9 @@ from engine.routing.pools import CLASSES
 TOTALS: Mapping[str, str] = {
     "vllm:num_preemptions": "Requests that lost their blocks and were computed again.",
     "laps_preemptions_for_others": "Of these: for a request that waited for a row or for blocks.",
+    "vllm:spec_decode_num_drafts": "Guesses of several tokens that steps verified, one a request.",
+    "vllm:spec_decode_num_draft_tokens": "Guessed tokens that steps verified.",
+    "vllm:spec_decode_num_accepted_tokens": "Of these: that were right.",
     "laps_handoffs": "Prompts whose KV a decode worker has taken over.",
     "laps_handoff_bytes": "Bytes of KV sent to decode workers.",
     "laps_handoff_failures": "Handoffs that were tried again, over another channel or as a whole.",
@@ -187,6 +190,9 @@ def _totals(load: LoadReport, handoffs: HandoffTotals | None) -> Mapping[str, fl
     totals: dict[str, float] = {
         "vllm:num_preemptions": load.num_preemptions,
         "laps_preemptions_for_others": load.num_preemptions_for_others,
+        "vllm:spec_decode_num_drafts": load.num_drafted_rows,
+        "vllm:spec_decode_num_draft_tokens": load.num_drafts,
+        "vllm:spec_decode_num_accepted_tokens": load.num_accepted_drafts,
     }
     if load.host_tier is not None:
         totals |= _host_tier_totals(load.host_tier)

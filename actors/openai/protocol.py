@@ -28,6 +28,7 @@ from actors.openai.request_bodies import (
     ChatBody,
     CompletionBody,
     GenerationBody,
+    Speculation,
     StreamOptions,
     decode_body,
     unsupported,
@@ -53,7 +54,7 @@ from actors.openai.tool_rules import ToolUse, read_tool_use
 from configs.schema import EdgeConfig
 from engine.errors import RequestError
 from engine.messages import TokenizeRequest
-from engine.request import Constraint, RequestSpec, SamplingParams
+from engine.request import MAX_DRAFTS, Constraint, RequestSpec, SamplingParams
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions
 SEED_BITS = 63  # seeds stay non-negative in a signed 64-bit integer
@@ -452,6 +453,7 @@ def _assemble(
             params=sampling,
             priority=body.priority or 0,
             salt=read_cache_identity(body.cache_salt, body.extra_key),
+            max_drafts=_read_max_drafts(body.speculation),
         ),
         stops=read_stops(body.stop, max_stops=limits.max_stop, max_chars=limits.max_stop_chars),
         include_stop=bool(body.include_stop_str_in_output),
@@ -465,6 +467,13 @@ def _assemble(
         skips_special_tokens=body.skip_special_tokens is not False,
         names_tokens_by_id=bool(body.return_tokens_as_token_ids),
     )
+
+
+def _read_max_drafts(asked: Speculation | None) -> int | None:
+    if asked is None:
+        return None
+    Bounds(0, MAX_DRAFTS).check("speculation.max_drafts", asked.max_drafts)
+    return asked.max_drafts
 
 
 def _read_request_id(request_id: str | None) -> str | None:

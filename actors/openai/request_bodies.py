@@ -114,6 +114,12 @@ class ResponseFormat(StrictObject, frozen=True, kw_only=True):
     json_schema: JsonSchemaFormat | None = None
 
 
+class Speculation(StrictObject, frozen=True, kw_only=True):
+    """How many tokens a step may guess for the request, where the server does so at all."""
+
+    max_drafts: int  # 0 = none
+
+
 class StructuredOutputs(StrictObject, frozen=True, kw_only=True):
     """vLLM's: exactly one."""
 
@@ -160,6 +166,7 @@ class GenerationBody(StrictObject, frozen=True, kw_only=True):
     cache_salt: str | None = None
     extra_key: str | None = None  # SGLang's: further part of what a cached prefix is known by
     priority: int | None = None
+    speculation: Speculation | None = None
     response_format: ResponseFormat | None = None  # OpenAI's for chats; vLLM's for completions too
     structured_outputs: StructuredOutputs | None = None
     json_schema: Raw = field(default_factory=Raw)  # SGLang's, as the two below: one of the three

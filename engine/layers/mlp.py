@@ -5,6 +5,7 @@ from typing import Protocol
 from torch import Tensor
 
 from engine.layers.linear import Linear, LinearWeight, build_gated, build_linear
+from engine.layers.operations import Op, plain_mlp
 from kernels.ops import Ops
 
 
@@ -19,6 +20,10 @@ class FeedForward(Protocol):
 
         slots: int32 [T], -1 for padding, whose output does not matter; None = there is none.
         """
+        ...
+
+    def operations(self) -> tuple[Op, ...]:
+        """The same as operations on `Flow.x`, normalised; the last one leaves the output there."""
         ...
 
 
@@ -53,3 +58,6 @@ class GatedMlp:
     def __call__(self, x: Tensor, lane: int = 0, slots: Tensor | None = None) -> Tensor:
         """x: [T, hidden]; returns [T, hidden]; padding is computed as all else."""
         return self._down(self._gated(x, lane), lane)
+
+    def operations(self) -> tuple[Op, ...]:
+        return plain_mlp(self)

@@ -7,6 +7,7 @@ the ranks are to be added, as those of any feed-forward part.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from engine.layers.linear import Linear, LinearWeight
 from engine.layers.mlp import FeedForward
+from engine.layers.operations import Flow, Lane, Op
 from engine.layers.quantized_weight import dequantize
 from kernels.moe import reference
 from kernels.moe.form import PLAIN, ExpertForm
@@ -82,6 +84,32 @@ class Mixture:
         routes = self.router(x, slots)
         shared = None if self._shared is None else self._shared(x, lane)
         return self._experts(x, routes, shared)
+
+    def operations(self) -> tuple[Op, ...]:
+        normed, select, beside = ("comm_prepare_mlp_b",), "select_experts", "shared_experts"
+        if self._shared is None:
+            return (
+                Op(select, self._select, needs=normed),
+                Op("experts", self._compute, needs=(select,)),
+            )
+        return (
+            Op(select, self._select, needs=normed),
+            Op(beside, partial(_share, self._shared), lane=Lane.BESIDE, needs=normed),
+            Op("experts", self._compute, waits=(Lane.BESIDE,), needs=(select, beside)),
+        )
+
+    def _select(self, flow: Flow) -> None:
+        flow.routes = self.router(flow.x, flow.slots)
+
+    def _compute(self, flow: Flow) -> None:
+        routes, shared = flow.routes, flow.shared
+        flow.routes = flow.shared = None
+        assert routes is not None
+        flow.x = self._experts(flow.x, routes, shared)
+
+
+def _share(expert: SharedExpert, flow: Flow) -> None:
+    flow.shared = expert(flow.x, flow.ctx.lane)
 
 
 class TorchRouter:

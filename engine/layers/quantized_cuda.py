@@ -26,6 +26,7 @@ from torch import Tensor
 
 from engine.errors import ConfigError
 from engine.layers.linear import NUM_LANES, LinearWeight, WeightFormat
+from engine.layers.operations import Op, plain_mlp
 from engine.layers.quantized_weight import Scales, compacted
 from kernels.device import device_properties
 from kernels.linear.small import tile_counters
@@ -208,6 +209,9 @@ class RoundedMlp:
         gate_up = self._gated.product.many(x)
         codes, scales = quantize_tokens(gate_up, self._rounded.group, gated=True)
         return self._rounded.of_rounded(codes, scales, x.dtype)
+
+    def operations(self) -> tuple[Op, ...]:
+        return plain_mlp(self)
 
 
 def check_dtype(scales: Scales) -> None:

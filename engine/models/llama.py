@@ -10,6 +10,7 @@ or None by the builder, so the forward pass does not test for them. Knows no req
 state of a step: the KV store and everything else of a step are in `ForwardContext`.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,6 +28,7 @@ from engine.layers.context import SINGLE_RANK, Comm, ForwardContext, LastTokens
 from engine.layers.linear import Gated, Identity, Linear, LinearWeight, build_linear
 from engine.layers.mlp import FeedForward, GatedMlp, build_mlp
 from engine.layers.norm import RmsNorm
+from engine.layers.operations import Flow, Lane, Op, run_in_order
 from engine.layers.rope_spec import RopeSpec
 from engine.layers.rotary import RotaryTable, RotaryTables
 from engine.layers.vocabulary import (
@@ -74,6 +76,12 @@ class CausalLM:
         self.spec = spec
         self.layers = layers
         self.rotary = rotary
+        *earlier_layers, last_layer = layers
+        # The forward pass, layer by layer; `flow`s go through it in order, or as a schedule has it.
+        self.operations: Sequence[tuple[Op, ...]] = (
+            *(layer.operations() for layer in earlier_layers),
+            last_layer.last_operations(),
+        )
         self._embedding = embedding
         self._final_norm = final_norm
         self._head = head
@@ -117,28 +125,23 @@ class CausalLM:
         earlier error, and that layer's K and V. A later error is stored nowhere and shows in the
         hidden states.
         """
-        x, residual = self._embedding(input_ids, ctx.comm), None
-        *earlier_layers, last_layer = self.layers
-        for layer in earlier_layers:
-            x, residual = layer.attention_part(x, residual, ctx)
-            x, residual = layer.mlp_part(x, residual, ctx, ctx.slots)
-        if ctx.last is None:
-            tokens = last_layer.project(x, residual, ctx)
-            is_finite = tokens.is_finite(ctx.comm) if checks_finite else None
-            if logit_indices is not None and len(logit_indices) == 0:
-                return ForwardResult(hidden=tokens.residual[:0], is_finite=is_finite)
-            x, residual = last_layer.attend(tokens, ctx, chosen=logit_indices)
-            slots = ctx.slots if logit_indices is None else None  # the chosen are no padding
-        else:
-            assert logit_indices is None, "the context has chosen already"
-            stored = last_layer.store(x, residual, ctx)
-            is_finite = stored.is_finite(ctx.comm) if checks_finite else None
-            tokens = last_layer.project_last(stored, ctx.last)
-            x, residual = last_layer.attend(tokens, ctx.last.ctx)
-            slots = None
-        x, residual = last_layer.mlp_part(x, residual, ctx, slots)
-        hidden, _ = self._final_norm.add(x, residual)
-        return ForwardResult(hidden=hidden, is_finite=is_finite)
+        x = self._embedding(input_ids, ctx.comm)
+        flow = Flow(ctx=ctx, x=x, slots=ctx.slots, chosen=logit_indices)
+        flow.checks_finite = checks_finite
+        for ops in self.operations:
+            run_in_order(ops, flow)
+        return self.result(flow)
+
+    def embed(self, input_ids: Tensor, comm: Comm) -> Tensor:
+        """input_ids: [T] integer; returns [T, hidden], what the first layer begins with."""
+        return self._embedding(input_ids, comm)
+
+    def result(self, flow: Flow) -> ForwardResult:
+        """What a flow holds after the last operation."""
+        if flow.has_ended:
+            return ForwardResult(hidden=flow.x[:0], is_finite=flow.is_finite)
+        hidden, _ = self._final_norm.add(flow.x, flow.residual)
+        return ForwardResult(hidden=hidden, is_finite=flow.is_finite)
 
     def logits(self, hidden: Tensor, comm: Comm = SINGLE_RANK) -> Tensor:
         """hidden: [S, hidden], rows of `ForwardResult.hidden`; returns [S, vocab] in its dtype.
@@ -150,12 +153,10 @@ class CausalLM:
 
 
 class DecoderLayer:
-    """Pre-norm attention and feed-forward, two parts, each `(x, residual, ctx) -> (x, residual)`.
+    """Pre-norm attention and feed-forward, as operations that schedules may order.
 
-    `x` is the output of the part before, not added to `residual` yet. Each part adds, normalises
-    and computes, and communicates only at its end, so that a schedule (two-batch overlap, tensor
-    parallelism) can order the parts of several microbatches. `residual` None means that the stream
-    begins with `x`.
+    Each of the two parts adds the output of the part before to the residual stream, normalises and
+    computes, and communicates only at its end. `operations` is the layer's one definition.
     """
 
     __slots__ = ("_attention", "_attention_norm", "_mlp", "_mlp_norm")
@@ -173,58 +174,105 @@ class DecoderLayer:
         self._mlp_norm = mlp_norm
         self._mlp = mlp
 
-    def attention_part(
-        self, x: Tensor, residual: Tensor | None, ctx: ForwardContext
-    ) -> tuple[Tensor, Tensor]:
-        """x, residual: [T, hidden], may be overwritten; writes ctx.kv_store."""
-        return self.attend(self.project(x, residual, ctx), ctx)
+    def operations(self) -> tuple[Op, ...]:
+        """See `engine.layers.operations`."""
+        return (
+            Op("prepare", self._prepare),
+            Op("core", self._core, needs=("prepare",)),
+            *self._after_attention(),
+        )
 
-    def project(self, x: Tensor, residual: Tensor | None, ctx: ForwardContext) -> ProjectedTokens:
-        """First half of the attention part; x, residual: [T, hidden]; writes ctx.kv_store."""
-        x, residual = self._attention_norm.add(x, residual)
-        q, k, v = self._attention.project(x, ctx)
-        return ProjectedTokens(x=x, q=q, k=k, v=v, residual=residual)
+    def last_operations(self) -> tuple[Op, ...]:
+        """`operations` of the model's last layer, which also leaves out what nobody asks for."""
+        return (
+            Op("prepare", self._prepare_last),
+            Op("core", self._core_last, needs=("prepare",)),
+            *self._after_attention(),
+        )
+
+    def _after_attention(self) -> tuple[Op, ...]:
+        sent, feed_forward = "comm_prepare_mlp_a", self._mlp.operations()
+        return (
+            Op(sent, _sum_over_ranks, lane=Lane.SEND, needs=("core",)),
+            Op("comm_prepare_mlp_b", self._prepare_mlp, waits=(Lane.SEND,), needs=(sent,)),
+            *feed_forward,
+            Op("combine_a", _sum_over_ranks, lane=Lane.SEND, needs=(feed_forward[-1].name,)),
+            Op("combine_b", self._finish_mlp, waits=(Lane.SEND,), needs=("combine_a",)),
+        )
+
+    def _prepare(self, flow: Flow) -> None:
+        """Writes ctx.kv_store."""
+        x, residual = self._attention_norm.add(flow.x, flow.residual)
+        q, k, v = self._attention.project(x, flow.ctx)
+        flow.tokens = ProjectedTokens(x=x, q=q, k=k, v=v, residual=residual)
+        flow.x, flow.residual = x, residual
+
+    def _prepare_last(self, flow: Flow) -> None:
+        """`_prepare`; then only the tokens stay whose logits are asked for, if they are known."""
+        ctx, last = flow.ctx, flow.ctx.last
+        if last is None:
+            self._prepare(flow)
+            stored: StoredTokens | None = flow.tokens
+        else:
+            assert flow.chosen is None, "the context has chosen already"
+            stored = self._store(flow)
+        assert stored is not None
+        if flow.checks_finite:
+            flow.is_finite = stored.is_finite(ctx.comm)
+        if last is not None:
+            flow.tokens = self._project_last(stored, last)
+            flow.ctx = last.ctx
+        elif flow.chosen is not None:
+            flow.has_ended = len(flow.chosen) == 0
+        if last is not None or flow.chosen is not None:
+            flow.slots = None  # the chosen are no padding
 
     @property
     def can_store_alone(self) -> bool:
-        """Whether `store` may be called."""
+        """Whether the last layer may compute K and V of all tokens, and queries of some."""
         return self._attention.can_store_alone
 
-    def store(self, x: Tensor, residual: Tensor | None, ctx: ForwardContext) -> StoredTokens:
-        """`project` without queries; writes ctx.kv_store."""
-        x, residual = self._attention_norm.add(x, residual)
-        k, v = self._attention.store(x, ctx)
+    def _store(self, flow: Flow) -> StoredTokens:
+        """`_prepare` without queries; writes ctx.kv_store."""
+        x, residual = self._attention_norm.add(flow.x, flow.residual)
+        k, v = self._attention.store(x, flow.ctx)
         return StoredTokens(x=x, k=k, v=v, residual=residual)
 
-    def project_last(self, stored: StoredTokens, last: LastTokens) -> ProjectedTokens:
-        """Project the queries that `store` left out, for each row's last token only; [R]."""
+    def _project_last(self, stored: StoredTokens, last: LastTokens) -> ProjectedTokens:
+        """Project the queries that `_store` left out, for each row's last token only; [R]."""
         x = stored.x.index_select(0, last.indices)
         q, k, v = self._attention.project(x, last.ctx)
         residual = stored.residual.index_select(0, last.indices)
         return ProjectedTokens(x=x, q=q, k=k, v=v, residual=residual)
 
-    def attend(
-        self, tokens: ProjectedTokens, ctx: ForwardContext, chosen: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Second half of the attention part; returns x and residual, [S, hidden].
+    def _core(self, flow: Flow) -> None:
+        self._attend(flow, None)
 
-        chosen: [S] integer, the tokens to keep; None = all.
-        """
-        attended, residual = self._attention.attend(tokens, ctx), tokens.residual
+    def _core_last(self, flow: Flow) -> None:
+        self._attend(flow, flow.chosen)
+
+    def _attend(self, flow: Flow, chosen: Tensor | None) -> None:
+        """chosen: as of `Flow`."""
+        tokens, flow.tokens = flow.tokens, None
+        assert tokens is not None
+        attended, residual = self._attention.attend(tokens, flow.ctx), tokens.residual
         if chosen is not None:
             attended, residual = (t.index_select(0, chosen) for t in (attended, residual))
-        return ctx.comm.all_reduce(self._attention.output(attended, ctx)), residual
+        flow.x, flow.residual = self._attention.output(attended, flow.ctx), residual
 
-    def mlp_part(
-        self, x: Tensor, residual: Tensor, ctx: ForwardContext, slots: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """x, residual: [T, hidden], may be overwritten; slots: as of `FeedForward`."""
-        x, residual = self._mlp_norm.add(x, residual)
-        return ctx.comm.all_reduce(self._mlp(x, ctx.lane, slots)), residual
+    def _prepare_mlp(self, flow: Flow) -> None:
+        flow.x, flow.residual = self._mlp_norm.add(flow.x, flow.residual)
+
+    def _finish_mlp(self, flow: Flow) -> None:
+        """What comes after the sum over the ranks: nothing here."""
 
     @property
     def mlp(self) -> FeedForward:
         return self._mlp
+
+
+def _sum_over_ranks(flow: Flow) -> None:
+    flow.x = flow.ctx.comm.all_reduce(flow.x)
 
 
 class OutputNormLayer(DecoderLayer):
@@ -248,17 +296,12 @@ class OutputNormLayer(DecoderLayer):
         self._attention_output_norm = attention_output_norm
         self._mlp_output_norm = mlp_output_norm
 
-    def attend(
-        self, tokens: ProjectedTokens, ctx: ForwardContext, chosen: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        x, residual = super().attend(tokens, ctx, chosen)
-        return self._attention_output_norm(x), residual
+    def _prepare_mlp(self, flow: Flow) -> None:
+        flow.x = self._attention_output_norm(flow.x)
+        super()._prepare_mlp(flow)
 
-    def mlp_part(
-        self, x: Tensor, residual: Tensor, ctx: ForwardContext, slots: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        x, residual = super().mlp_part(x, residual, ctx, slots)
-        return self._mlp_output_norm(x), residual
+    def _finish_mlp(self, flow: Flow) -> None:
+        flow.x = self._mlp_output_norm(flow.x)
 
 
 def attention_shape(spec: ModelSpec) -> AttentionShape | LatentShape:

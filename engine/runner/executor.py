@@ -36,6 +36,7 @@ from engine.runner.inputs import (
     write_input_batch,
 )
 from engine.runner.last_tokens import LastTokenSteps
+from engine.runner.overlap_rule import OverlapRule
 from engine.runner.prompt_logprobs import PromptChunk, PromptLogprobRows
 from engine.runner.results import (
     ComputedStep,
@@ -46,8 +47,10 @@ from engine.runner.results import (
     digest_written,
 )
 from engine.runner.rows import Rows
+from engine.runner.two_batches import BatchPart, TwoBatches
 from engine.sampling.sampled import RowSampler as RowSampler
 from kernels.attention.phased import Phases
+from kernels.attention.protocol import AttentionStep
 from kernels.input_ids import keep_last_tokens, resolve_input_ids
 
 # For smaller steps, the extra attention plan costs more than the skipped last-layer queries.
@@ -110,6 +113,15 @@ class Executor:
         self._decode_run: DecodeRun | None = None
         self._prompt_graphs: StepGraphs | None = None
         self._prompt_steps: PromptStepCounter | None = None
+        self._two_batches: TwoBatches | None = None
+
+    def overlap_two_batches(self, rule: OverlapRule, *, threshold: float) -> None:
+        """From now on, steps that replay no graph are computed as two batches where `rule` says so.
+
+        threshold: see `engine.runner.batch_splits`. All ranks of a model get the same.
+        """
+        block_size = self.layout.block_size
+        self._two_batches = TwoBatches(self.model, rule, threshold=threshold, block_size=block_size)
 
     def allow_drafts(self, max_drafts: int) -> None:
         """Make room for so many drafts a row; call it before graphs are captured and steps run."""
@@ -158,6 +170,7 @@ class Executor:
             decode_graphs=decode.statistics() if decode else None,
             prompt_graphs=prompt.statistics() if prompt else None,
             prompt_steps=steps.statistics() if steps else None,
+            two_batches=self._two_batches.statistics() if self._two_batches else None,
         )
 
     def launch(self, plan: StepPlan) -> PendingStep | EmptyStep:
@@ -311,20 +324,51 @@ class Executor:
         checks_finite: bool = False,
     ) -> ForwardResult:
         """The residual stream after the final norm, at `logit_indices` (None: at every token)."""
+        split = self._two_batches.split(batch) if self._two_batches else None
+        if self._two_batches is not None and split is not None:
+            parts = self._two_batches.parts(batch, split)
+            return self._two_batches.forward(
+                resolve_input_ids(batch.input_ids, self._last_tokens),
+                parts,
+                [self._part_context(part, lane) for lane, part in enumerate(parts)],
+                takes_chosen=logit_indices is not None,
+                checks_finite=checks_finite,
+            )
         ctx = self._context(batch.positions, batch.slots, self._attention.plan(batch.attention))
         ids = resolve_input_ids(batch.input_ids, self._last_tokens)
         return self.model.forward(ids, ctx, logit_indices, checks_finite=checks_finite)
 
     def _forward_to_last(self, batch: InputBatch) -> ForwardResult:
         """The residual stream after the final norm at every row's last token, in batch order."""
-        step = self._last_token_steps.of(batch.attention)
-        last_ctx = self._context(step.positions, step.slots, self._attention.plan(step.attention))
+        split = self._two_batches.split(batch) if self._two_batches else None
+        if self._two_batches is not None and split is not None:
+            parts = self._two_batches.parts(batch, split)
+            lasts = [self._last(part.attention, lane) for lane, part in enumerate(parts)]
+            contexts = [self._part_context(part, lane) for lane, part in enumerate(parts)]
+            return self._two_batches.forward(
+                resolve_input_ids(batch.input_ids, self._last_tokens),
+                parts,
+                [replace(ctx, last=last) for ctx, last in zip(contexts, lasts, strict=True)],
+                takes_chosen=False,
+                checks_finite=True,
+            )
+        last = self._last(batch.attention)
         ctx = replace(
             self._context(batch.positions, batch.slots, self._attention.plan(batch.attention)),
-            last=LastTokens(indices=step.indices, ctx=last_ctx),
+            last=last,
         )
         ids = resolve_input_ids(batch.input_ids, self._last_tokens)
         return self.model.forward(ids, ctx, checks_finite=True)
+
+    def _last(self, attention: AttentionStep, lane: int = 0) -> LastTokens:
+        """Every row's last token, which alone is computed after the last layer's K and V."""
+        step = self._last_token_steps.of(attention)
+        ctx = self._context(step.positions, step.slots, self._attention.plan(step.attention))
+        return LastTokens(indices=step.indices, ctx=replace(ctx, lane=lane))
+
+    def _part_context(self, part: BatchPart, lane: int) -> ForwardContext:
+        ctx = self._context(part.positions, part.slots, self._attention.plan(part.attention))
+        return replace(ctx, lane=lane)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         return self.model.logits(hidden, self._comm)

@@ -47,12 +47,23 @@ class PromptStepStatistics:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OverlapStatistics:
+    """Uncaptured steps, and those that were computed as two batches."""
+
+    num_steps: int
+    num_split_prompts: int
+    num_split_decodes: int
+    num_two_chunk: int  # of the split ones: a row was cut
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ExecutorStatistics:
     """How an executor's steps run; None = steps of that kind replay no graphs."""
 
     decode_graphs: CaptureStatistics | None
     prompt_graphs: CaptureStatistics | None
     prompt_steps: PromptStepStatistics | None
+    two_batches: OverlapStatistics | None = None  # None = no step is computed as two batches
 
 
 class PromptStepCounter:

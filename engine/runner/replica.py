@@ -26,6 +26,7 @@ from engine.runner.executor import Executor
 from engine.runner.graph_sizes import PromptSizes, ragged_sizes
 from engine.runner.graphs import CudaRecorder
 from engine.runner.grid_sizes import grid_sizes
+from engine.runner.overlap_rule import build_rule, layer_costs
 from engine.runner.warm_up import warm_up
 from engine.sampling.constraint import Matchers
 from engine.sampling.embeddings import Embeddings
@@ -33,6 +34,7 @@ from engine.sampling.sampled import RowSampler
 from engine.sampling.sampler import Sampler
 from kernels.attention.phased import Phases
 from kernels.attention.select import AttentionNames, BackendUnavailable, build_attention
+from kernels.device import device_properties
 
 
 def num_blocks_that_fit(
@@ -167,6 +169,8 @@ class Replica:
         )
         if self._config.speculation.drafter != "none":
             executor.allow_drafts(self._config.speculation.max_drafts)
+        if self._config.execution.enable_two_batch_overlap and self._comm.rank.size > 1:
+            self._overlap_two_batches(executor)
         warm_up(
             executor,
             num_rows=sizes.max_rows,
@@ -178,6 +182,12 @@ class Replica:
             recorder = CudaRecorder(has_watchdog=self._comm.rank.size > 1)
             executor.capture_graphs(recorder, logger.info, prompts=self._prompt_sizes)
         return executor
+
+    def _overlap_two_batches(self, executor: Executor) -> None:
+        execution, num_ranks = self._config.execution, self._comm.rank.size
+        layer = layer_costs(self._spec, num_ranks, DTYPES[self._layout.dtype].itemsize)
+        rule = build_rule(execution, layer, device_properties(self._device))
+        executor.overlap_two_batches(rule, threshold=execution.tbo_token_distribution_threshold)
 
     def _build_sampler(self, max_rows: int) -> RowSampler:
         spec = self._spec

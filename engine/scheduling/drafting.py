@@ -43,6 +43,7 @@ class PlannedDrafts:
 
     drafts: dict[int, list[int]] = field(default_factory=dict)
     decision: StepDrafts | None = None  # None = no drafter was asked
+    spent_s: float = 0.0  # by the drafter
     new_blocks: list[tuple[Request, list[int]]] = field(default_factory=list)  # appended for them
 
     @property
@@ -89,9 +90,9 @@ class Drafting:
     ) -> None:
         """Both or none. `holds`: steps overlap, so requests that may get drafts must be held."""
         assert (drafter is None) == (policy is None), "a drafter and a policy go together"
-        self._drafter = drafter
+        self.drafter = drafter
         self._policy = policy
-        self._holds = holds
+        self.holds = holds
         self._num_verified: dict[RequestKey, int] = {}  # newest tokens that no plan has named
         self._num_misses: dict[RequestKey, int] = {}  # proposals without a draft, in a row
         self._num_rest_steps: dict[RequestKey, int] = {}
@@ -101,7 +102,7 @@ class Drafting:
 
     def plan(self, requests: Sequence[Request], room: StepRoom) -> PlannedDrafts:
         """The drafts for a step that decodes `requests`; gives them blocks."""
-        drafter, policy = self._drafter, self._policy
+        drafter, policy = self.drafter, self._policy
         if drafter is None or policy is None or not requests:
             return NO_DRAFTS
         most = [self._max_drafts(policy, request) for request in requests]
@@ -125,6 +126,7 @@ class Drafting:
             drafts={i: its_drafts for i, its_drafts in drafts.items() if its_drafts},
             decision=decision,
             new_blocks=new_blocks,
+            spent_s=drafter.spent_s if any(counts) else 0.0,
         )
 
     def _max_drafts(self, policy: DraftPolicy, request: Request) -> int:
@@ -133,8 +135,7 @@ class Drafting:
         is_newest_known = request.num_known_tokens - request.num_computed_tokens == 1
         if num_left <= 1 or not is_newest_known:
             return 0
-        limit, params = request.spec.max_drafts, request.params
-        return min(num_left - 1, policy.max_drafts(request.key, params.temperature, limit))
+        return min(num_left - 1, _gate(policy, request))
 
     def _propose(
         self, drafter: Drafter, requests: Sequence[Request], most: Sequence[int]
@@ -155,7 +156,7 @@ class Drafting:
     def _count_miss(self, key: RequestKey, *, has_drafts: bool) -> None:
         if has_drafts:
             self._num_misses.pop(key, None)
-        elif self._holds:
+        elif self.holds:
             self._num_misses[key] = num_misses = self._num_misses.get(key, 0) + 1
             self._num_rest_steps[key] = min(2**num_misses, _MAX_REST_STEPS)
 
@@ -167,7 +168,7 @@ class Drafting:
         `begun`: requests whose prompt this step completes.
         """
         held = [decodes[index] for index in planned.drafts]
-        if not self._holds or self._policy is None:
+        if not self.holds or self._policy is None:
             return held
         without = [r for i, r in enumerate(decodes) if i not in planned.drafts]
         return held + [r for r in (*without, *begun) if self._waits(self._policy, r)]
@@ -178,8 +179,7 @@ class Drafting:
             self._num_rest_steps[request.key] = rest - 1
         if rest > 0 or request.decode_worker is not None:
             return False
-        limit, params = request.spec.max_drafts, request.params
-        return policy.max_drafts(request.key, params.temperature, limit) > 0
+        return _gate(policy, request) > 0
 
     def take_verified(self, requests: Sequence[Request]) -> dict[RequestKey, list[int]]:
         """The tokens of a step with drafts, of each of `requests` whose last one had any.
@@ -214,19 +214,21 @@ class Drafting:
             advanced.append(request)
         if planned.decision is not None and self._policy is not None:
             num_tokens = sum(map(len, result.tokens[: len(planned.decision.num_drafts)]))
-            self._policy.observe_step(planned.decision, num_tokens, result.duration_s)
+            duration_s = result.duration_s
+            seconds = None if duration_s is None else duration_s + planned.spent_s
+            self._policy.observe_step(planned.decision, num_tokens, seconds)
         return advanced
 
     def unseat(self, request: Request) -> None:
         """The request leaves its row: another admission names all its tokens."""
         self._num_verified.pop(request.key, None)
-        if self._drafter is not None:
-            self._drafter.forget(request)
+        if self.drafter is not None:
+            self.drafter.forget(request)
 
     def finish(self, request: Request) -> None:
         """The request has its complete answer; `forget` follows."""
-        if self._drafter is not None:
-            self._drafter.add_finished(request)
+        if self.drafter is not None:
+            self.drafter.add_finished(request)
 
     def forget(self, request: Request) -> None:
         """The request leaves for good."""
@@ -238,6 +240,13 @@ class Drafting:
     def kept_keys(self) -> set[Hashable]:
         """Requests of which anything is kept here, for the check that none is forgotten."""
         return {*self._num_verified, *self._num_misses, *self._num_rest_steps}
+
+
+def _gate(policy: DraftPolicy, request: Request) -> int:
+    """Drafts at most, by the policy; who asks for drafts gets them at any temperature."""
+    limit = request.spec.max_drafts
+    temperature = request.params.temperature if limit is None else 0.0
+    return policy.max_drafts(request.key, temperature, limit)
 
 
 def _offer(

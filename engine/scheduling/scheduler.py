@@ -97,7 +97,7 @@ class Scheduler:
             laps, count_uncached=self._num_uncached, graph_token_sizes=graph_token_sizes
         )
         self._waiting = self._prompts.queue
-        self._drafting = Drafting(None, None) if drafting is None else drafting
+        self.drafting = Drafting(None, None) if drafting is None else drafting
         self._reserve = ShortReserve(
             config.short_share,
             threshold=laps.laps_length_threshold,
@@ -222,12 +222,12 @@ class Scheduler:
                 self._blocks.index_full(request, num_computed_tokens)
                 self._handoff_queue.advance(request)
         endings = self._sampled.append_all(step, result, output)
-        for request in self._drafting.commit(step.requests, step.planned_drafts, result):
+        for request in self.drafting.commit(step.requests, step.planned_drafts, result):
             self._blocks.index_full(request, request.num_computed_tokens)
         for request, finish in endings:
             self._unseat(request)
             if finish is not None:
-                self._drafting.finish(request)
+                self.drafting.finish(request)
                 self._leave(request)
             else:
                 self._handoff_queue.add(request)
@@ -262,7 +262,7 @@ class Scheduler:
     @property
     def draft_counts(self) -> DraftCounts:
         """What became of drafts since the start."""
-        return self._drafting.counts
+        return self.drafting.counts
 
     @property
     def num_free_rows(self) -> int:
@@ -442,7 +442,7 @@ class Scheduler:
             blocks=self._blocks,
             num_spare_blocks=self._reserve.num_blocks + len(self._running),
         )
-        drafts = self._drafting.plan(decodes.requests, room)
+        drafts = self.drafting.plan(decodes.requests, room)
         for request, block_ids in drafts.new_blocks:
             if not self._rows.is_entering(request):
                 grown[row_of(request)] = grown.get(row_of(request), []) + block_ids
@@ -458,7 +458,7 @@ class Scheduler:
         drafts: PlannedDrafts,
     ) -> StepPlan:
         """Build the plan, count its step as in flight, and advance the progress of its requests."""
-        verified = self._drafting.take_verified(decodes.requests)
+        verified = self.drafting.take_verified(decodes.requests)
         columns = decodes, chunks, grown, zero_block_ids, self._rows
         plan = build_plan(self._num_steps, *columns, drafts.drafts, verified)
         decodes.advance()
@@ -480,7 +480,7 @@ class Scheduler:
             zero_block_ids=zero_block_ids,
             filled=filled,
             work=drafts.work(work),
-            held=self._running.hold(self._drafting.to_hold(decodes.requests, begun, drafts)),
+            held=self._running.hold(self.drafting.to_hold(decodes.requests, begun, drafts)),
             planned_drafts=drafts,
         )
         self._in_flight.add(step)
@@ -503,11 +503,11 @@ class Scheduler:
         """Remove a running request and free its row."""
         self._running.remove(request)
         self._rows.take_back(request)
-        self._drafting.unseat(request)
+        self.drafting.unseat(request)
 
     def _leave(self, request: Request) -> None:
         """Free all that a request holds when it ends in this worker without moving on."""
-        self._drafting.forget(request)
+        self.drafting.forget(request)
         if request.decode_worker is not None:
             self._handoff_queue.drop(request.key)
         block_ids = self._blocks.take(request)

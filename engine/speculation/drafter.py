@@ -22,6 +22,11 @@ class Drafter(Protocol):
         """Seconds that another draft takes for all requests together; 0 = too few to count."""
         ...
 
+    @property
+    def spent_s(self) -> float:
+        """Seconds that the last proposal took; 0 = too few to count."""
+        ...
+
     def propose(self, asked: Sequence[tuple[Request, int]]) -> list[list[int]]:
         """For each request at most so many tokens that may follow its known ones, perhaps none.
 
@@ -100,6 +105,10 @@ class RequestNgrams:
 
     @property
     def pass_s(self) -> float:
+        return 0.0
+
+    @property
+    def spent_s(self) -> float:
         return 0.0
 
     def propose(self, asked: Sequence[tuple[Request, int]]) -> list[list[int]]:

@@ -133,6 +133,22 @@ def test_the_defaults_of_laps_are_the_published_ones() -> None:
             "workers: {tensor_parallel_size: 2, num_gpus: 2}\nmodel: {device: cuda}",
             ["workers.num_gpus: 2", "tensor_parallel_size 2", "set it to 1"],
         ),
+        (
+            "execution: {tbo_min_decode_rows: 16}",
+            ["execution.tbo_min_decode_rows", "enable_two_batch_overlap"],
+        ),
+        (
+            "execution: {enable_two_batch_overlap: true}",
+            ["one rank", "workers.tensor_parallel_size"],
+        ),
+        (
+            "execution: {enable_two_batch_overlap: true}\nworkers: {tensor_parallel_size: 2}",
+            ["execution.tbo_min_prompt_tokens", "number of tokens"],
+        ),
+        (
+            "execution: {tbo_token_distribution_threshold: 0.6}",
+            ["execution.tbo_token_distribution_threshold", "<= 0.5"],
+        ),
         ("laps: {laps_length_threshold: 0}", ["laps.laps_length_threshold", ">= 1"]),
         ("laps: {laps_alloc_threshold: -5}", ["laps.laps_alloc_threshold", ">= 1"]),
         ("laps: {laps_rebalance_ratio: 1.0}", ["laps.laps_rebalance_ratio", "> 1"]),

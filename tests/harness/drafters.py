@@ -35,6 +35,10 @@ class Guesser:
     def pass_s(self) -> float:
         return self._pass_s
 
+    @property
+    def spent_s(self) -> float:
+        return 2 * self._pass_s
+
     def propose(self, asked: Sequence[tuple[Request, int]]) -> list[list[int]]:
         return [self._propose(request, num_drafts) for request, num_drafts in asked]
 

@@ -21,6 +21,7 @@ from engine.request import SamplingParams
 from engine.runner.auto import Calibration, Limits
 from engine.runner.calibration import calibrate
 from engine.runner.graph_sizes import ragged_sizes
+from engine.runner.overlap_rule import OverlapRule
 from engine.runner.replica import num_blocks_that_fit
 from engine.sampling.embeddings import Embeddings
 from tests.engine.ranks.exact_models import build_exact, planted, snapped_mixtures
@@ -28,12 +29,17 @@ from tests.engine.runner.graph_story import RerunRecorder
 from tests.engine.runner.step_driver import GREEDY, StepDriver
 from tests.harness.in_process import start_engine
 
+EVERY_STEP = OverlapRule(min_prompt_tokens=2, min_decode_rows=2)
 DRAWN = SamplingParams(max_tokens=64, temperature=1.2, top_p=0.9, seed=5, ignore_eos=True)
 SCORED = msgspec.structs.replace(GREEDY, prompt_logprobs=3, logprobs=2)
 
 
 def tell(
-    comm: Comm, folder: Path, fault: str | None = None, captures: bool = False
+    comm: Comm,
+    folder: Path,
+    fault: str | None = None,
+    captures: bool = False,
+    overlaps: bool = False,
 ) -> list[Tensor | StepResult]:
     """Chunks, decode steps and both ways through the last layer; the same steps on every rank."""
     skips = patch("engine.runner.executor._MIN_TOKENS_TO_SKIP_QUERIES", 9)
@@ -43,6 +49,8 @@ def tell(
         if captures:
             sizes = ragged_sizes(8, 32)
             driver.executor.capture_graphs(RerunRecorder(), lambda _: None, prompts=sizes)
+        if overlaps:
+            driver.executor.overlap_two_batches(EVERY_STEP, threshold=0.48)
         found: list[Tensor | StepResult] = []
         driver.admit(0, [5, 130, 7, 66, 9, 65, 0, 33, 98], params=GREEDY)
         driver.admit(1, list(range(20, 60)), params=DRAWN)
@@ -54,6 +62,11 @@ def tell(
             found.append(_untimed(driver.sample(num_new)))
         replayed = driver.executor.statistics().prompt_steps
         assert (replayed is not None and replayed.num_replayed > 0) == captures
+        split = driver.executor.statistics().two_batches
+        assert (split is not None) == overlaps
+        if split is not None:
+            assert split.num_split_prompts >= split.num_two_chunk > 0
+            assert split.num_split_decodes == 4
         driver.release(0)
         driver.admit(0, [4, 3, 2])
         found += driver.logits({0: 3}).values()

@@ -122,6 +122,39 @@ def test_structured_output_is_that_of_one_rank(shared: SharedEngine, alone: Engi
     assert {one.finish for one in found[:-1]} == {"stop"}
 
 
+def test_steps_as_two_batches_give_the_answers_of_one_rank(
+    ranks: RankProcesses, alone: Engine
+) -> None:
+    """Chunks, single tokens, scores, a language, and again from cached prefixes."""
+    overlap = {
+        "execution__enable_two_batch_overlap": True,
+        "execution__tbo_min_prompt_tokens": 6,
+        "execution__tbo_min_decode_rows": 2,
+    }
+    kinds = [
+        SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, logprobs=2),
+        SamplingParams(max_tokens=15, temperature=0.9, seed=4, ignore_eos=True),
+        SamplingParams(max_tokens=3, temperature=0.0, prompt_logprobs=2),
+        SamplingParams(
+            max_tokens=20,
+            temperature=0.8,
+            seed=1,
+            constraint=Constraint(ConstraintKind.REGEX, "[0-9]{3}-(ab|c){1,4}"),
+        ),
+    ]
+    requests = [(prompt * 3, kind) for prompt, kind in zip(_prompts(TEXTS[:4]), kinds, strict=True)]
+    theirs = answer(alone, requests)
+    shared = SharedEngine(ranks, SETTINGS | overlap)
+    try:
+        for _ in range(2):
+            _assert_same(answer(shared.engine, requests), theirs)
+    finally:
+        shared.end()
+    told = shared.engine.executor.statistics().two_batches
+    assert told is not None
+    assert min(told.num_split_prompts, told.num_split_decodes, told.num_two_chunk) > 0
+
+
 def test_a_cached_prefix_is_used_and_changes_nothing(shared: SharedEngine, alone: Engine) -> None:
     long = _prompts([TEXTS[1] * 4])[0]
     asks = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)

@@ -105,6 +105,16 @@ def test_ranks_compute_the_bits_of_one_rank(
         assert _are_equal(found, alone)
 
 
+@pytest.mark.parametrize("name", ["grouped queries", "experts and a shared one, a dense layer"])
+def test_ranks_that_split_their_steps_have_the_bits_of_one_rank(
+    name: str, two: RankProcesses, tmp_path: Path
+) -> None:
+    folder = _save(CASES[name], tmp_path)
+    alone = tell(SINGLE_RANK, folder)
+    for found in two.run(tell, folder, None, False, True):
+        assert _are_equal(found, alone)
+
+
 def test_captured_steps_of_ranks_have_the_bits_of_one_rank(
     two: RankProcesses, tmp_path: Path
 ) -> None:

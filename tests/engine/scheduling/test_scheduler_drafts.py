@@ -60,7 +60,7 @@ def _check_mix(mix: int, *, overlap: bool) -> Replica:
         replica.step()
     replica.run(900)
     replica.check_idle()
-    assert replica.scheduler._drafting.kept_keys() == set()
+    assert replica.scheduler.drafting.kept_keys() == set()
     for request in requests:
         expected = replica.expected(request)
         found = replica.output(request)

@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -17,24 +16,36 @@ from engine.models.registry import build_model
 from engine.request import Request, SamplingParams
 from engine.scheduling.drafting import Drafting
 from engine.speculation.drafter import FixedDrafts
-from kernels.attention.reference import ReferenceAttention
 from tests.engine.ranks.exact_models import CPU, SnappingOps, save_whole_numbers
 from tests.harness.drafters import Guesser
 from tests.harness.in_process import Answer, answer
 from tests.harness.tiny_models import save_model
 
 Asked = tuple[Sequence[int], SamplingParams]
-_run_attention = ReferenceAttention.run
 
 
-def _snapped(self: ReferenceAttention, *args: Any, **named: Any) -> torch.Tensor:
-    return torch.round(_run_attention(self, *args, **named) * 8) / 8
+def _exact_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    attn_mask: torch.Tensor | None = None,
+    is_causal: bool = False,
+    scale: float,
+) -> torch.Tensor:
+    """In float64 and rounded to 1/8, so that another order of sums gives the same bits."""
+    scores = q.double() @ k.double().transpose(-1, -2) * scale
+    if attn_mask is not None:
+        scores = scores + attn_mask.double()
+    elif is_causal:
+        scores = scores + torch.full_like(scores[..., :, :], -torch.inf).triu(1)
+    return (torch.round(scores.softmax(-1) @ v.double() * 8) / 8).float()
 
 
 @contextmanager
 def exact_arithmetic() -> Iterator[None]:
     """Attention ends on a grid, so that all later sums are exact: any batch gives the same bits."""
-    with patch.object(ReferenceAttention, "run", _snapped):
+    with patch.object(torch.nn.functional, "scaled_dot_product_attention", _exact_attention):
         yield
 
 
@@ -81,8 +92,8 @@ def guess(
         answer_of, vocab_size=engine.spec.vocab_size, error_rate=error_rate, seed=seed
     )
     scheduler = engine.core.scheduler
-    holds = scheduler._drafting._holds
-    scheduler._drafting = Drafting(guesser, FixedDrafts(num_drafts), holds=holds)
+    holds = scheduler.drafting.holds
+    scheduler.drafting = Drafting(guesser, FixedDrafts(num_drafts), holds=holds)
 
 
 def run(engine: Engine, asked: Sequence[Asked]) -> list[Answer]:
@@ -92,7 +103,7 @@ def run(engine: Engine, asked: Sequence[Asked]) -> list[Answer]:
     check_blocks(engine.cache, list(scheduler.owners()))
     assert engine.cache.num_held == 0
     assert scheduler.num_free_rows == scheduler._config.max_num_seqs
-    assert scheduler._drafting.kept_keys() == set()
+    assert scheduler.drafting.kept_keys() == set()
     return found
 
 

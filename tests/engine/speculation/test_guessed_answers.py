@@ -93,7 +93,7 @@ def test_every_number_is_that_without_drafts(
     with exact_arithmetic():
         assert_same(run(engine, asked), plain)
         counts = engine.core.scheduler.draft_counts
-        assert counts.num_drafted > 100
+        assert counts.num_drafted > 60
         assert (counts.num_accepted == counts.num_drafted) == (error_rate == 0.0)
         assert_same(run(engine, asked), plain)  # and now from cached prefixes
     assert engine.core.scheduler.statistics().num_cached_tokens > 0

@@ -1,0 +1,83 @@
+"""A layer as a list of named operations over a `Flow`, which a schedule may order (schedules.py).
+
+    prepare            norm, projections, K and V written
+    core               attention, its output product
+    comm_prepare_mlp_a the sum over the ranks begins
+    comm_prepare_mlp_b ... has ended; norm
+    select_experts     of a mixture: the router
+    shared_experts     of a mixture: the expert that all tokens pass
+    mlp | experts      the feed-forward part
+    combine_a          the sum over the ranks begins
+    combine_b          ... has ended
+
+An operation names the lane that it may run in. In the order of its list every operation finds what
+it needs, whatever the lanes are: that is the ordinary forward pass.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from torch import Tensor
+
+from engine.layers.attention import ProjectedTokens
+from engine.layers.context import ForwardContext
+from kernels.moe.routes import Routes
+
+
+class Lane(Enum):
+    COMPUTE = "the flow's own order"
+    SEND = "communication; others may compute meanwhile"
+    BESIDE = "computation beside that of the flow"
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Flow:
+    """One batch on its way through the layers. Operations overwrite it; nothing else does."""
+
+    ctx: ForwardContext
+    # [T, hidden]  the output of the part before, not added to `residual` yet; or normalised
+    x: Tensor
+    residual: Tensor | None = None  # None = the stream begins with `x`
+    # of `FeedForward`; None where no token is padding
+    slots: Tensor | None = None
+    # [S] integer  the tokens that the last layer keeps; None = all, or those of `ctx.last`
+    chosen: Tensor | None = None
+    checks_finite: bool = False
+    is_finite: Tensor | None = None  # as of `ForwardResult`
+    has_ended: bool = False  # nothing more is needed than K and V: the other operations are left
+    # between operations of one layer; the last reader clears them
+    tokens: ProjectedTokens | None = None
+    routes: Routes | None = None
+    shared: Any = None  # `SharedOutput` of moe.py
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One operation of a layer."""
+
+    name: str
+    run: Callable[[Flow], None]
+    lane: Lane = Lane.COMPUTE
+    # Lanes whose operations of this flow must have ended.
+    waits: tuple[Lane, ...] = ()
+    # Names of operations of the same layer that must come before.
+    needs: tuple[str, ...] = ()
+
+
+def plain_mlp(compute: Callable[[Tensor, int], Tensor]) -> tuple[Op, ...]:
+    """The operations of a feed-forward part that is one call: of x [T, hidden] and its lane."""
+
+    def run(flow: Flow) -> None:
+        flow.x = compute(flow.x, flow.ctx.lane)
+
+    return (Op("mlp", run, needs=("comm_prepare_mlp_b",)),)
+
+
+def run_in_order(ops: Iterable[Op], flow: Flow) -> None:
+    """The ordinary forward pass: one flow, one operation after the other."""
+    for op in ops:
+        op.run(flow)
+        if flow.has_ended:
+            return

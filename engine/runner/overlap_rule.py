@@ -1,0 +1,154 @@
+"""Decides whether a step is computed faster as two batches, from its tokens and measured rates.
+
+One layer of n tokens costs, by the rooflines of its parts,
+
+    compute(n) = sum of  max(weight_bytes / memory_rate, n flops_per_token / product_rate)
+    sums(n)    = n bytes_per_token / link_rate
+
+    whole      compute(n) + sums(n)
+    two        max(C, S),  C = compute(a) + compute(b),  S = sums(n)
+
+What cannot hide is the first part's first computation and the second's last sum, once a step; of
+many layers that is little. Where reading weights takes longer than the products of half the tokens,
+C is more than compute(n): in a mixture of 128 experts, 8 a token, in bf16 on an H200, below 6,500
+tokens. The prediction is no measurement: it leaves out that smaller products are slower.
+
+Pure: all ranks of a model decide alike, from the step's numbers alone.
+"""
+
+from dataclasses import dataclass
+
+from configs.schema import ExecutionConfig
+from engine.errors import ConfigError
+from engine.models.spec import ModelSpec
+from kernels.device import DeviceProperties
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartCosts:
+    """The products of one part of a layer."""
+
+    weight_bytes: float  # read by a step, however many tokens it has
+    flops_per_token: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerCosts:
+    """What one rank does in an average layer."""
+
+    parts: tuple[PartCosts, ...]
+    sum_bytes_per_token: float  # over the link, in all of the layer's sums
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceRates:
+    """Per second, as measured on one device of its kind."""
+
+    memory_bytes: float
+    flops: float
+    link_bytes: float
+
+
+# bf16 products, reading memory, and NCCL between two GPUs of one host.
+H200 = DeviceRates(memory_bytes=3.94e12, flops=805e12, link_bytes=394e9)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OverlapCosts:
+    """Predicts the time of one layer, split and not."""
+
+    layer: LayerCosts
+    rates: DeviceRates
+
+    def compute_s(self, num_tokens: int) -> float:
+        return sum(
+            max(
+                part.weight_bytes / self.rates.memory_bytes,
+                num_tokens * part.flops_per_token / self.rates.flops,
+            )
+            for part in self.layer.parts
+        )
+
+    def sums_s(self, num_tokens: int) -> float:
+        return num_tokens * self.layer.sum_bytes_per_token / self.rates.link_bytes
+
+    def gain(self, num_first: int, num_second: int) -> float:
+        """The share of a whole step's time that splitting saves; below 0 = it loses."""
+        num_tokens = num_first + num_second
+        whole = self.compute_s(num_tokens) + self.sums_s(num_tokens)
+        computed = self.compute_s(num_first) + self.compute_s(num_second)
+        return 1 - max(computed, self.sums_s(num_tokens)) / whole
+
+
+def layer_costs(spec: ModelSpec, num_ranks: int, element_bytes: int) -> LayerCosts:
+    """The average layer of one of `num_ranks` ranks; spec: of the part that it computes.
+
+    element_bytes: of a weight and of an activation. Of 8-bit weights both sides of the roofline
+    halve, so the border between them stays where it is.
+    """
+    hidden = spec.hidden_size
+    dense = mixed = active = 0  # rows of gate, up and down in all layers
+    for layer in range(spec.num_layers):
+        mixture = spec.mixture_at(layer)
+        if mixture is None:
+            dense += spec.intermediate_size
+        else:
+            dense += mixture.shared_size or 0
+            mixed += mixture.num_experts * mixture.expert_size
+            active += mixture.num_active * mixture.expert_size
+    attention = 2 * hidden * (spec.num_heads + spec.num_kv_heads) * spec.head_dim
+    held_and_used = (
+        (attention, attention),
+        *(
+            tuple(3 * hidden * rows / spec.num_layers for rows in pair)
+            for pair in ((dense, dense), (mixed, active))
+        ),
+    )
+    return LayerCosts(
+        parts=tuple(
+            PartCosts(weight_bytes=held * element_bytes, flops_per_token=2 * used)
+            for held, used in held_and_used
+        ),
+        # A sum sends and receives (n - 1) / n of its bytes twice; a layer has two sums.
+        sum_bytes_per_token=2 * 2 * (num_ranks - 1) / num_ranks * hidden * element_bytes,
+    )
+
+
+MIN_GAIN = 0.02  # a split costs attention another plan, and every operation another launch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OverlapRule:
+    """Which steps are split. None = of that kind, none."""
+
+    min_prompt_tokens: int | None  # of a step with prompts
+    min_decode_rows: int | None  # of a step of single tokens
+    costs: OverlapCosts | None = None  # decides instead for prompts, where rates are known
+
+    def pays(self, num_first: int, num_second: int, *, is_decode: bool) -> bool:
+        """num_first, num_second: tokens of the two batches, one or more each."""
+        assert min(num_first, num_second) > 0, f"{num_first} and {num_second} tokens"
+        num_tokens = num_first + num_second
+        if is_decode:
+            return self.min_decode_rows is not None and num_tokens >= self.min_decode_rows
+        if self.costs is not None:
+            return self.costs.gain(num_first, num_second) >= MIN_GAIN
+        return self.min_prompt_tokens is not None and num_tokens >= self.min_prompt_tokens
+
+
+def build_rule(
+    execution: ExecutionConfig, layer: LayerCosts, device: DeviceProperties
+) -> OverlapRule:
+    """What the configuration asks for. Raises ConfigError if `auto` lacks the device's rates."""
+    decode_rows = execution.tbo_min_decode_rows
+    if execution.tbo_min_prompt_tokens != "auto":
+        return OverlapRule(
+            min_prompt_tokens=execution.tbo_min_prompt_tokens, min_decode_rows=decode_rows
+        )
+    if "H200" not in device.name:
+        raise ConfigError(
+            f"execution.tbo_min_prompt_tokens: auto knows no rates of {device.name}; set it to a"
+            " number of tokens"
+        )
+    costs = OverlapCosts(layer=layer, rates=H200)
+    return OverlapRule(min_prompt_tokens=None, min_decode_rows=decode_rows, costs=costs)

@@ -1,0 +1,286 @@
+"""Drafts by a smaller model of the same vocabulary, which samples with the target's own noise.
+
+    pass 0    what the draft model has not computed of each request, up to its newest token -> d1
+    pass 1    d1 -> d2            each pass is a step of the draft model's own executor
+    pass 2    d2 -> d3            with the same rows and the same blocks as the target's
+
+The draft model's sampler gets the request's parameters: seed, output index, penalties, constraint.
+Noise is named by seed, index and token, so where both models' logits lead to the same token, the
+draft is right at any temperature.
+
+Its KV lies in a store of its own with as many blocks as the target's and under the same block ids.
+So there is one accounting: whoever holds a block holds it in both stores, and nothing is allocated
+or freed here. The target's prefix index says nothing of this store: `_contents` knows which of its
+blocks hold the KV of which content, and what is missing is computed, at most `max_tokens` a pass. A
+request that is not caught up gets no drafts yet; so does one that came with its KV from another
+worker. A wrong value here could only make a draft wrong.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from engine.core import Executor
+from engine.plan import RowAdmission, StepPlan
+from engine.request import Request, RequestKey, SamplingParams
+
+_FIRST_PASS_S = 1e-3  # until one was timed
+_DECAY = 0.9  # of the mean duration of a pass, a pass
+
+
+@dataclass(slots=True, kw_only=True)
+class _Seat:
+    """A request in a row of the draft model's executor."""
+
+    row: int
+    num_known_tokens: int  # that the executor was told
+    num_computed_tokens: int  # true ones that have KV in this store
+    num_blocks: int  # that the executor was told
+    drafts: list[int] = field(
+        default_factory=list
+    )  # of the last proposal, all but the last with KV
+
+    def catch_up(self, request: Request) -> list[int]:
+        """Take in the request's new tokens; returns them. KV of drafts that were right is kept."""
+        new = request.tokens[self.num_known_tokens :]
+        if self.num_computed_tokens == self.num_known_tokens:
+            for token_id, draft in zip(new, self.drafts[:-1], strict=False):
+                if token_id != draft:
+                    break
+                self.num_computed_tokens += 1
+        # The newest token is always computed: its logits are what the first draft is drawn from.
+        self.num_computed_tokens = min(self.num_computed_tokens, request.num_known_tokens - 1)
+        self.num_known_tokens, self.drafts = request.num_known_tokens, []
+        return new
+
+
+class DraftModel:
+    """A drafter over an executor that nobody else launches steps on; engine thread only."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_model_len: int,
+        max_tokens: int,
+        now_s: Callable[[], float],
+    ) -> None:
+        """num_blocks, block_size: of the target's cache and of both stores. max_tokens: of a pass.
+
+        max_model_len: of the draft model; longer requests get no drafts.
+        """
+        self._executor = executor
+        self._block_size = block_size
+        self._max_model_len = max_model_len
+        self._max_tokens = max_tokens
+        self._now_s = now_s
+        self._seats: dict[RequestKey, _Seat] = {}
+        self._released_rows: list[int] = []
+        self._zero_block_ids: list[int] = []
+        # [num_blocks]  hash of the content whose KV is complete in each block here; b"" = none
+        self._contents: list[bytes] = [b""] * num_blocks
+        self._num_steps = 0
+        self._pass_s = _FIRST_PASS_S
+        self._spent_s = 0.0
+        self.num_computed_tokens = 0  # since the start
+
+    @property
+    def pass_s(self) -> float:
+        return self._pass_s
+
+    @property
+    def spent_s(self) -> float:
+        return self._spent_s
+
+    def propose(self, asked: Sequence[tuple[Request, int]]) -> list[list[int]]:
+        start_s = self._now_s()
+        found: list[list[int]] = [[] for _ in asked]
+        places = self._first_pass(asked, found)
+        while places := [i for i in places if len(found[i]) < asked[i][1]]:
+            pass_start_s = self._now_s()
+            places = self._next_pass(places, asked, found)
+            self._pass_s += (1 - _DECAY) * (self._now_s() - pass_start_s - self._pass_s)
+        for (request, _), drafts in zip(asked, found, strict=True):
+            if (seat := self._seats.get(request.key)) is not None:
+                seat.drafts = list(drafts)
+        self._spent_s = self._now_s() - start_s
+        return found
+
+    def add_finished(self, request: Request) -> None:
+        """Does nothing: a model does not learn from answers."""
+
+    def forget(self, request: Request) -> None:
+        seat = self._seats.pop(request.key, None)
+        if seat is not None:
+            self._released_rows.append(seat.row)
+
+    # ---- passes ---------------------------------------------------------------------------------
+
+    def _first_pass(
+        self, asked: Sequence[tuple[Request, int]], found: list[list[int]]
+    ) -> list[int]:
+        """Compute what is missing of all; a first draft for those caught up. Returns these."""
+        admissions: list[RowAdmission] = []
+        verified: list[tuple[int, list[int]]] = []
+        spans: list[tuple[int, int, int]] = []  # place in `asked`, first token, tokens
+        new_block_ids: list[list[int]] = []
+        num_left = self._max_tokens
+        for place, (request, num_drafts) in enumerate(asked):
+            if num_left == 0 or request.num_known_tokens + num_drafts > self._max_model_len:
+                continue
+            seat = self._seats.get(request.key)
+            appended: list[int] = []
+            if seat is None:
+                seat = self._seat(request)
+                admissions.append(_admission(request, seat))
+            else:
+                if new := seat.catch_up(request):
+                    verified.append((seat.row, new))
+                appended = request.block_ids[seat.num_blocks :]
+            seat.num_blocks = len(request.block_ids)
+            new_block_ids.append(appended)
+            missing = request.num_known_tokens - seat.num_computed_tokens
+            spans.append((place, seat.num_computed_tokens, min(missing, num_left)))
+            num_left -= spans[-1][2]
+        if not spans:
+            return []
+        self._begin_writing(asked, spans)
+        rows = [self._seats[asked[place][0].key].row for place, _, _ in spans]
+        ends = [
+            first + num_new == asked[place][0].num_known_tokens for place, first, num_new in spans
+        ]
+        num_samples = [int(is_end) for is_end in ends]
+        plan = StepPlan(
+            step=self._num_steps,
+            rows=rows,
+            num_new_tokens=[num_new for _, _, num_new in spans],
+            num_computed_tokens=[first for _, first, _ in spans],
+            num_logits=num_samples,
+            num_samples=num_samples,
+            new_block_ids=new_block_ids,
+            admissions=admissions,
+            verified_tokens=verified,
+            drafts=[(i, []) for i in range(len(spans)) if ends[i]],
+        )
+        tokens = self._run(plan)
+        self._end_writing(asked, spans)
+        return self._take(asked, found, [place for place, _, _ in spans], tokens)
+
+    def _next_pass(
+        self, places: list[int], asked: Sequence[tuple[Request, int]], found: list[list[int]]
+    ) -> list[int]:
+        """Compute the newest draft of each of `places` and draw the next one."""
+        requests = [asked[place][0] for place in places]
+        counts = [1] * len(places)
+        plan = StepPlan(
+            step=self._num_steps,
+            rows=[self._seats[request.key].row for request in requests],
+            num_new_tokens=counts,
+            num_computed_tokens=[
+                request.num_known_tokens + len(found[place]) - 1
+                for request, place in zip(requests, places, strict=True)
+            ],
+            num_logits=counts,
+            num_samples=counts,
+            new_block_ids=[[] for _ in places],
+            drafts=[(i, list(found[place])) for i, place in enumerate(places)],
+        )
+        return self._take(asked, found, places, self._run(plan))
+
+    def _take(
+        self,
+        asked: Sequence[tuple[Request, int]],
+        found: list[list[int]],
+        places: list[int],
+        tokens: list[list[int] | None],
+    ) -> list[int]:
+        """Append what was drawn; returns the places that may go on."""
+        left: list[int] = []
+        for place, drawn in zip(places, tokens, strict=True):
+            request = asked[place][0]
+            if drawn is None:  # not finite: zero what the row wrote, and begin anew
+                self._zero_block_ids += request.block_ids
+                self.forget(request)
+                found[place] = []
+            elif drawn:
+                found[place] += drawn
+                left += [place] if drawn[0] not in request.stop_ids else []
+        return left
+
+    def _run(self, plan: StepPlan) -> list[list[int] | None]:
+        """[R]  what each row drew; None = its numbers are not finite.
+
+        Rows that were left and blocks to be zeroed since the last step are added to the plan.
+        """
+        released, self._released_rows = self._released_rows, []
+        zeroed, self._zero_block_ids = self._zero_block_ids, []
+        for block_id in zeroed:
+            self._contents[block_id] = b""
+        plan = msgspec.structs.replace(
+            plan, zero_block_ids=list(dict.fromkeys(zeroed)), released_rows=released
+        )
+        self._num_steps += 1
+        self.num_computed_tokens += plan.num_tokens
+        result = self._executor.launch(plan).wait()
+        drawn = zip(result.tokens, result.is_finite, strict=True)
+        return [tokens if is_finite else None for tokens, is_finite in drawn]
+
+    # ---- blocks ---------------------------------------------------------------------------------
+
+    def _seat(self, request: Request) -> _Seat:
+        """A seat in the target's row, with the leading blocks whose KV is here already."""
+        assert request.row is not None, f"{request.key} has no row"
+        num_found = 0
+        full = zip(request.block_ids, request.block_hashes, strict=False)
+        for block_id, content in full:
+            if self._contents[block_id] != content:
+                break
+            num_found += self._block_size
+        seat = _Seat(
+            row=request.row,
+            num_known_tokens=request.num_known_tokens,
+            num_computed_tokens=min(num_found, request.num_known_tokens - 1),
+            num_blocks=len(request.block_ids),
+        )
+        self._seats[request.key] = seat
+        return seat
+
+    def _begin_writing(
+        self, asked: Sequence[tuple[Request, int]], spans: Sequence[tuple[int, int, int]]
+    ) -> None:
+        """No block that the passes write, with drafts or tokens, is complete meanwhile."""
+        for place, first, _ in spans:
+            for block_id in asked[place][0].block_ids[first // self._block_size :]:
+                self._contents[block_id] = b""
+
+    def _end_writing(
+        self, asked: Sequence[tuple[Request, int]], spans: Sequence[tuple[int, int, int]]
+    ) -> None:
+        """Record what is computed now: the blocks that true tokens fill are complete."""
+        for place, first, num_new in spans:
+            request = asked[place][0]
+            end = self._seats[request.key].num_computed_tokens = first + num_new
+            for i in range(first // self._block_size, end // self._block_size):
+                if i < len(request.block_hashes):
+                    self._contents[request.block_ids[i]] = request.block_hashes[i]
+
+
+def _admission(request: Request, seat: _Seat) -> RowAdmission:
+    return RowAdmission(
+        row=seat.row,
+        token_ids=list(request.tokens),
+        num_prompt_tokens=request.num_prompt_tokens,
+        params=_without_logprobs(request.params),
+        block_ids=list(request.block_ids),
+        num_computed_tokens=seat.num_computed_tokens,
+    )
+
+
+def _without_logprobs(params: SamplingParams) -> SamplingParams:
+    """The same choice of tokens, of which nobody wants to know how likely they were."""
+    return msgspec.structs.replace(
+        params, logprobs=None, logprob_token_ids=(), prompt_logprobs=None
+    )

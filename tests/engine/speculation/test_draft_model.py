@@ -1,0 +1,143 @@
+"""A smaller model drafts for a larger one: same answers, and the draft model's books."""
+
+import random
+from pathlib import Path
+
+import pytest
+
+from configs.errors import ConfigFileError
+from configs.load import load_config
+from engine.errors import ConfigError
+from engine.request import SamplingParams
+from engine.speculation.draft_model import DraftModel
+from tests.engine.speculation.guessed_engines import (
+    Asked,
+    assert_same,
+    exact_arithmetic,
+    run,
+    save_exact_model,
+    start_exact,
+)
+from tests.harness.tiny_models import VOCAB_SIZE, save_model
+
+SEED = random.SystemRandom().randrange(10**6)
+DRAFTS = {"speculation__drafter": "draft_model", "speculation__max_temperature": 9.0}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("target")
+    save_exact_model(path, seed=SEED)
+    return path
+
+
+@pytest.fixture(scope="module")
+def asked() -> list[Asked]:
+    draw = random.Random(SEED)
+    kinds = (
+        {"temperature": 0.0},
+        {"temperature": 1.2},
+        {"temperature": 0.7, "top_k": 8, "logprobs": 2},
+        {"temperature": 0.9, "frequency_penalty": 0.8, "repetition_penalty": 1.2},
+        {"temperature": 1.0, "allowed_token_ids": (4, 8, 15, 16, 23, 42)},
+        {"temperature": 1.5, "min_tokens": 6, "stop_token_ids": tuple(range(0, 99, 5))},
+        {"temperature": 1.0, "logit_bias": {4: 9.0}},
+        {"temperature": 0.0, "banned_sequences": ((5,), (7, 8))},
+    )
+    shared = draw.choices(range(3, VOCAB_SIZE), k=13)
+    return [
+        (
+            shared + draw.choices(range(3, VOCAB_SIZE), k=draw.randint(1, 30)),
+            SamplingParams(max_tokens=14, ignore_eos=True, seed=draw.getrandbits(60), **kind),
+        )
+        for kind in kinds
+    ]
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlapped"])
+def test_a_draft_model_equal_to_the_target_is_always_right(
+    folder: Path, asked: list[Asked], overlap: bool
+) -> None:
+    """It sees the same tokens and draws with the same noise, at any temperature."""
+    with exact_arithmetic():
+        expected = run(start_exact(folder, speculation__drafter="none"), asked)
+        drafts = DRAFTS | {"speculation__model_path": str(folder), "speculation__max_drafts": 3}
+        engine = start_exact(folder, scheduler__overlap=overlap, **drafts)
+        drafter = engine.core.scheduler.drafting.drafter
+        assert isinstance(drafter, DraftModel)
+        # The same arithmetic, too: its own model rounds in places where the target's does not.
+        drafter._executor.model = engine.executor.model
+        for _ in range(2):  # the second time with prefixes that are here
+            assert_same(run(engine, asked), expected)
+            assert not drafter._seats
+        counts = engine.core.scheduler.draft_counts
+    print("seed", SEED)
+    assert counts.num_accepted == counts.num_drafted > 50
+
+
+def test_a_draft_model_that_is_mostly_wrong_changes_nothing(
+    folder: Path, asked: list[Asked], tmp_path: Path
+) -> None:
+    save_model(tmp_path, seed=SEED + 1, num_hidden_layers=1)
+    with exact_arithmetic():
+        expected = run(start_exact(folder, speculation__drafter="none"), asked)
+        engine = start_exact(
+            folder,
+            cache__num_blocks=24,
+            model__max_model_len=96,
+            speculation__model_path=str(tmp_path),
+            **DRAFTS,
+        )
+        assert_same(run(engine, asked), expected)
+    assert engine.core.scheduler.statistics().num_preemptions > 0
+    counts = engine.core.scheduler.draft_counts
+    assert counts.num_accepted < counts.num_drafted
+
+
+def test_kv_that_is_here_is_not_computed_again(folder: Path) -> None:
+    prompt = random.Random(SEED).choices(range(3, VOCAB_SIZE), k=40)
+    params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+    drafts = DRAFTS | {"speculation__model_path": str(folder), "speculation__max_drafts": 2}
+    with exact_arithmetic():
+        engine = start_exact(folder, **drafts)
+        drafter = engine.core.scheduler.drafting.drafter
+        assert isinstance(drafter, DraftModel)
+        run(engine, [(prompt, params)])
+        first = drafter.num_computed_tokens
+        run(engine, [(prompt, params)])
+    assert first > 40
+    assert drafter.num_computed_tokens - first < 20
+
+
+def test_another_vocabulary_is_refused(folder: Path, tmp_path: Path) -> None:
+    save_model(tmp_path, vocab_size=VOCAB_SIZE + 1)
+    with pytest.raises(ConfigError, match="same vocabulary"):
+        start_exact(folder, speculation__model_path=str(tmp_path), **DRAFTS)
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"speculation.drafter": "draft_model"}, "needs the folder"),
+        ({"speculation.drafter": "ngram", "speculation.model_path": "x"}, "nothing else reads"),
+        (
+            {
+                "speculation.drafter": "draft_model",
+                "speculation.model_path": "x",
+                "workers.tensor_parallel_size": 2,
+            },
+            "not split over ranks",
+        ),
+        (
+            {
+                "speculation.drafter": "draft_model",
+                "speculation.model_path": "x",
+                "model.device": "cuda",
+            },
+            "needs cache.num_blocks",
+        ),
+    ],
+)
+def test_settings_that_do_not_go_together(settings: dict[str, object], problem: str) -> None:
+    with pytest.raises(ConfigFileError, match=problem):
+        load_config(None, settings)
