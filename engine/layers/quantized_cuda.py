@@ -288,5 +288,6 @@ def unreadable(weight: LinearWeight, groups: str) -> ConfigError:
     columns = width if weight.format is WeightFormat.FP8 else 2 * width
     return ConfigError(
         f"a {weight.format.name} weight of {num_rows} outputs and {columns} inputs in {groups} is"
-        " not computed on a GPU: sizes must be multiples of 16, groups of 16 (4 bits: of 32)"
+        " not computed on a GPU: sizes must be multiples of 16, with 4 bits a rank's inputs of 32;"
+        " groups must be multiples of 16"
     )

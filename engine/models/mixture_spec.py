@@ -100,7 +100,7 @@ def read_mixtral(config: ConfigFile, num_layers: int) -> MixtureSpec:
 
 def read_gpt_oss(config: ConfigFile, num_layers: int) -> MixtureSpec:
     """gpt-oss's experts; a softmax over the chosen ones is one over all, divided by its sum."""
-    num_experts = config.integer("num_local_experts", 128)
+    num_experts = _num_experts(config, 128)
     return MixtureSpec(
         num_experts=num_experts,
         num_active=_num_active(config, num_experts, 4),

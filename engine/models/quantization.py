@@ -130,6 +130,11 @@ def read_quantization(config: ConfigFile, *, has_head: bool) -> Quantization | N
             "quant_method", f"{method!r} is not supported; supported: {_KINDS}; {_DENSE}"
         )
     quantization = _METHODS[method](section)
+    for key, entries in (("targets", quantization.targets), ("ignore", quantization.ignored)):
+        try:
+            _compiled(entries)
+        except re.error as error:
+            raise section.error(key, f"has an expression that is not one: {error}") from error
     if has_head and quantization.covers(_HEAD):
         raise section.error("ignore", f"leaves {_HEAD} quantised; only layers' maps may be")
     return quantization

@@ -135,7 +135,8 @@ class QuantizedStack:
                 rows.copy_(numbers.uniform_(-448, 448, generator=generator))
             self.scales.values.uniform_(0.5 * largest / 448, largest / 448, generator=generator)
             return
-        self.data.copy_(torch.randint(256, shape, generator=generator, device=device))
+        drawn = torch.randint(256, shape, generator=generator, dtype=torch.uint8, device=device)
+        self.data.copy_(drawn)
         if self.scales.is_e2m1:
             self._fill_scales_of_e2m1(largest, generator)
             return

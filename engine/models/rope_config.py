@@ -22,17 +22,12 @@ DEFAULT_THETA = 10000.0
 
 def parse_rope(config: ConfigFile, default_theta: float = DEFAULT_THETA) -> RopeSpec:
     """Parse the rotary settings; ConfigError for an unsupported type or partial rotation."""
-    if config.number("partial_rotary_factor", 1.0) != 1.0:
-        raise config.error("partial_rotary_factor", "other than 1.0 is not supported")
+    _refuse_partial(config)
     top_theta = config.number("rope_theta", default_theta)
     section = config.section("rope_scaling") or config.section("rope_parameters")
     if section is None:
         return RopeSpec(theta=top_theta)
-    if section.number("partial_rotary_factor", 1.0) != 1.0:
-        raise section.error("partial_rotary_factor", "other than 1.0 is not supported")
-    return RopeSpec(
-        theta=section.number("rope_theta", top_theta), scaling=_parse_scaling(config, section)
-    )
+    return _of_section(config, section, top_theta)
 
 
 def parse_layer_ropes(
@@ -43,23 +38,45 @@ def parse_layer_ropes(
     Old: `rope_theta` and `rope_scaling` are the global layers', `rope_local_base_freq` the local
     ones'. New: a section for each kind in `rope_parameters`.
     """
+    theta = config.number("rope_theta", default_theta)
+    local_theta = config.number("rope_local_base_freq", default_local_theta)
     sections = config.section("rope_parameters")
     scaling = config.section("rope_scaling")
-    if sections is None or scaling is not None:
-        theta = config.number("rope_theta", default_theta)
-        local_theta = config.number("rope_local_base_freq", default_local_theta)
-        found = None if scaling is None else _parse_scaling(config, scaling)
-        return RopeSpec(theta=theta, scaling=found), RopeSpec(theta=local_theta)
+    _refuse_partial(config)
+    if sections is None:
+        rope = RopeSpec(theta=theta) if scaling is None else _of_kind(config, scaling, theta)
+        return rope, RopeSpec(theta=local_theta)
+    if scaling is not None:
+        raise config.error("rope_scaling", "beside rope_parameters is not supported: remove one")
 
-    def of(kind: str, theta: float) -> RopeSpec:
+    def of(kind: str, default: float) -> RopeSpec:
         section = sections.section(kind)
         if section is None:
             raise sections.error(kind, "is missing")
-        return RopeSpec(
-            theta=section.number("rope_theta", theta), scaling=_parse_scaling(config, section)
-        )
+        return _of_kind(config, section, default)
 
-    return of("full_attention", default_theta), of("sliding_attention", default_local_theta)
+    return of("full_attention", theta), of("sliding_attention", local_theta)
+
+
+def _of_kind(config: ConfigFile, section: ConfigFile, theta: float) -> RopeSpec:
+    """Of one kind of layers."""
+    if not section.flag("truncate", True):
+        # transformers does not look for it in the section of a kind, and computes true.
+        raise section.error("truncate", "false is not supported for layers of two kinds")
+    return _of_section(config, section, theta)
+
+
+def _of_section(config: ConfigFile, section: ConfigFile, theta: float) -> RopeSpec:
+    """theta: where the section has none."""
+    _refuse_partial(section)
+    return RopeSpec(
+        theta=section.number("rope_theta", theta), scaling=_parse_scaling(config, section)
+    )
+
+
+def _refuse_partial(config: ConfigFile) -> None:
+    if config.number("partial_rotary_factor", 1.0) != 1.0:
+        raise config.error("partial_rotary_factor", "other than 1.0 is not supported")
 
 
 def _parse_scaling(config: ConfigFile, section: ConfigFile) -> RopeScaling | None:

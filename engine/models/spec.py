@@ -281,6 +281,8 @@ def alternating_windows(
     config: ConfigFile, num_layers: int, *, default: int, full_every: int
 ) -> tuple[int | None, ...]:
     """From `layer_types` if present; else every `full_every`-th layer has no window."""
+    if config.has_key("sliding_window") and config.optional_integer("sliding_window") is None:
+        raise config.error("sliding_window", "null is not supported for this architecture")
     window = config.integer("sliding_window", default)
     kinds = _layer_types(config, num_layers)
     if kinds is None:

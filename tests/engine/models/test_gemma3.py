@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, Gemma3ForConditionalGeneration
+from transformers import AutoConfig, AutoModelForCausalLM, Gemma3ForConditionalGeneration
 from transformers.models.gemma3 import Gemma3Config, Gemma3TextConfig
 
 from engine.errors import ConfigError
@@ -31,6 +31,7 @@ from tests.harness.tiny_models import (
 
 CPU = torch.device("cpu")
 NAME = "Gemma3ForCausalLM"
+YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 128}
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "untied": {"tie_word_embeddings": False, "attention_bias": True, "num_key_value_heads": 1},
@@ -236,6 +237,34 @@ def test_the_published_keys_of_gemma3_are_read(tmp_path: Path) -> None:
     assert_same_logits(driver.logits_in_chunks(0, 11), reference_logits(tmp_path, token_ids))
 
 
+@pytest.mark.parametrize("has_sections", [False, True])
+def test_bases_stand_in_the_sections_of_gemma3_or_beside_them(
+    has_sections: bool, tmp_path: Path
+) -> None:
+    beside = {"rope_theta": 700.0, "rope_local_base_freq": 50.0}
+    linear = {"rope_type": "linear", "factor": 2.0}
+    default = {"rope_type": "default"}
+    sections = {"full_attention": linear, "sliding_attention": default}
+    ropes = {"rope_parameters": sections} if has_sections else {"rope_scaling": linear}
+    save_model(tmp_path, NAME)
+    edit_config(tmp_path, remove=("rope_parameters",), **beside)
+    edit_config(tmp_path, **ropes)
+    theirs = AutoConfig.from_pretrained(tmp_path).rope_parameters
+    spec = load_spec(tmp_path)
+    assert spec.rope == RopeSpec(theta=700.0, scaling=LinearScaling(factor=2.0))
+    assert spec.local_rope == RopeSpec(theta=50.0)
+    found = [theirs[kind]["rope_theta"] for kind in sections]
+    assert found == [700.0, 50.0]
+    inside = {**linear, "rope_theta": 300.0}
+    if has_sections:
+        edit_config(tmp_path, rope_parameters={**sections, "full_attention": inside})
+    else:
+        edit_config(tmp_path, rope_scaling=inside)
+    assert load_spec(tmp_path).rope.theta == 300.0
+    theirs = AutoConfig.from_pretrained(tmp_path).rope_parameters
+    assert theirs["full_attention"]["rope_theta"] == 300.0
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -244,6 +273,13 @@ def test_the_published_keys_of_gemma3_are_read(tmp_path: Path) -> None:
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention true"),
         ({"hidden_activation": "relu"}, "'relu' is not supported for Gemma 3"),
         ({"rope_parameters": {"full_attention": {}}}, "full_attention is missing"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "beside rope_parameters"),
+        (
+            {"rope_parameters": {"full_attention": {**YARN, "truncate": False}}},
+            "rope_parameters.full_attention.truncate false",
+        ),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor other than 1.0"),
+        ({"sliding_window": None}, "sliding_window null"),
     ],
 )
 def test_settings_of_gemma3_that_are_not_computed_are_refused(

@@ -214,6 +214,7 @@ def test_inputs_that_a_rank_has_of_other_groups_are_refused(tmp_path: Path) -> N
         ("ct-int4-32", {"config_groups": {"a": {}, "b": {}}}, ["config_groups", "2", "a", "b"]),
         ("ct-int4-32", {"quantization_status": "frozen"}, ["quantization_status", "frozen"]),
         ("ct-int4-32", {"sparsity_config": {"format": "sparse-24"}}, ["sparsity_config"]),
+        ("ct-int4-32", {"ignore": ["lm_head", "re:*.mlp("]}, ["ignore", "nothing to repeat"]),
         ("ct-mxfp4", {"format": "nvfp4-pack-quantized"}, ["group_size", "32", "16"]),
         ("modelopt-nvfp4", {"quant_algo": "MIXED_PRECISION"}, ["quant_algo", "MIXED", "NVFP4"]),
         ("modelopt-nvfp4", {"group_size": 32}, ["group_size", "32", "16"]),
