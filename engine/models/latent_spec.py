@@ -57,6 +57,10 @@ def read_latent(config: ConfigFile, num_heads: int, *, is_interleaved: bool) -> 
     q_rank = config.optional_integer("q_lora_rank")
     if q_rank is None and not config.has_key("q_lora_rank"):
         q_rank = default.q_rank
+    if q_rank is None and config.flag("attention_bias", False):
+        raise config.error(
+            "attention_bias", "true is not supported where q_lora_rank is null: q_proj has no bias"
+        )
     rank = config.integer("kv_lora_rank", default.rank)
     nope_dim = config.integer("qk_nope_head_dim", default.nope_dim)
     rope_dim = config.integer("qk_rope_head_dim", default.rope_dim)
@@ -81,6 +85,10 @@ def _temperature(config: ConfigFile) -> float:
         return 1.0
     weight = section.optional_number("mscale_all_dim")
     factor = section.optional_number("factor")
-    if weight is None or factor is None or factor <= 1.0:
+    if weight is None:
+        return 1.0
+    if factor is None:
+        raise section.error("factor", "is missing; mscale_all_dim requires it")
+    if factor <= 1.0:
         return 1.0
     return float((0.1 * weight * math.log(factor) + 1.0) ** 2)

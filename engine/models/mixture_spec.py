@@ -190,7 +190,7 @@ def read_deepseek_v3(config: ConfigFile, num_layers: int) -> MixtureSpec | None:
     default = _DeepseekDefaults(
         num_experts=256, num_active=8, expert_size=2048, num_shared=1, first=3, scale=2.5
     )
-    normalises = config.flag("norm_topk_prob", True)
+    normalises = config.flag("norm_topk_prob", not config.has_key("norm_topk_prob"))  # null: false
     groups = _groups(config, 8, 4)
     return _read_deepseek(config, num_layers, default, "sigmoid", groups, normalises=normalises)
 

@@ -295,7 +295,8 @@ def _deepseek_v2(config: ConfigFile, num_layers: int) -> _Family:
 
 
 def _deepseek_v3(config: ConfigFile, num_layers: int) -> _Family:
-    is_interleaved = config.flag("rope_interleave", True)
+    # Absent and null differ here: transformers reads null as false.
+    is_interleaved = config.flag("rope_interleave", not config.has_key("rope_interleave"))
     mixture = read_deepseek_v3(config, num_layers)
     family = _deepseek(config, num_layers, mixture, is_interleaved=is_interleaved)
     num_guessing = config.integer("num_nextn_predict_layers", 1, minimum=0)

@@ -135,6 +135,11 @@ def test_the_published_models_keep_one_plane_a_token(tmp_path: Path) -> None:
         ({"n_group": 128, "topk_group": 3}, ["n_group", "3 are chosen"]),
         ({"mlp_bias": True}, ["mlp_bias"]),
         ({"qk_rope_head_dim": 63}, ["qk_rope_head_dim", "odd"]),
+        ({"q_lora_rank": None, "attention_bias": True}, ["attention_bias", "q_lora_rank"]),
+        (
+            {"rope_scaling": {"type": "yarn", "mscale_all_dim": 1.0}},
+            ["rope_scaling", "factor", "mscale_all_dim"],
+        ),
         ({"architectures": [V2], "scoring_func": "softmax"}, ["norm_topk_prob"]),
         (
             {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
@@ -149,6 +154,17 @@ def test_what_is_not_supported_is_refused(
         load_spec(_write(tmp_path, PUBLISHED_V3, **changes))
     for part in named:
         assert part in refused.value.message
+
+
+@pytest.mark.parametrize("key", ["rope_interleave", "norm_topk_prob"])
+def test_null_is_false_where_transformers_reads_it_so(key: str, tmp_path: Path) -> None:
+    save_model(tmp_path, V3)
+    edit_config(tmp_path, **{key: None})
+    token_ids = list(range(3, 20))
+    driver = StepDriver(build_model(tmp_path, dtype=torch.float32, device=CPU), seed=0)
+    driver.admit(0, token_ids)
+    theirs = reference_logits(tmp_path, token_ids)
+    assert_same_logits(driver.logits_in_chunks(0, 7), theirs)
 
 
 def test_ranks_cannot_share_latents_yet(tmp_path: Path) -> None:
