@@ -135,12 +135,12 @@ class DraftModel:
             appended: list[int] = []
             if seat is None:
                 seat = self._seat(request)
-                admissions.append(_admission(request, seat))
+                admissions.append(_admission(request, seat, self._usable_blocks(request)))
             else:
                 if new := seat.catch_up(request):
                     verified.append((seat.row, new))
-                appended = request.block_ids[seat.num_blocks :]
-            seat.num_blocks = len(request.block_ids)
+                appended = self._usable_blocks(request)[seat.num_blocks :]
+            seat.num_blocks = len(self._usable_blocks(request))
             new_block_ids.append(appended)
             missing = request.num_known_tokens - seat.num_computed_tokens
             spans.append((place, seat.num_computed_tokens, min(missing, num_left)))
@@ -230,6 +230,10 @@ class DraftModel:
 
     # ---- blocks ---------------------------------------------------------------------------------
 
+    def _usable_blocks(self, request: Request) -> list[int]:
+        """The request may have more, for drafts beyond this model's context."""
+        return request.block_ids[: -(-self._max_model_len // self._block_size)]
+
     def _seat(self, request: Request) -> _Seat:
         """A seat in the target's row, with the leading blocks whose KV is here already."""
         assert request.row is not None, f"{request.key} has no row"
@@ -243,7 +247,7 @@ class DraftModel:
             row=request.row,
             num_known_tokens=request.num_known_tokens,
             num_computed_tokens=min(num_found, request.num_known_tokens - 1),
-            num_blocks=len(request.block_ids),
+            num_blocks=len(self._usable_blocks(request)),
         )
         self._seats[request.key] = seat
         return seat
@@ -268,13 +272,13 @@ class DraftModel:
                     self._contents[request.block_ids[i]] = request.block_hashes[i]
 
 
-def _admission(request: Request, seat: _Seat) -> RowAdmission:
+def _admission(request: Request, seat: _Seat, block_ids: list[int]) -> RowAdmission:
     return RowAdmission(
         row=seat.row,
         token_ids=list(request.tokens),
         num_prompt_tokens=request.num_prompt_tokens,
         params=_without_logprobs(request.params),
-        block_ids=list(request.block_ids),
+        block_ids=block_ids,
         num_computed_tokens=seat.num_computed_tokens,
     )
 

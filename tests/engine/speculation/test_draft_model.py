@@ -7,9 +7,13 @@ import pytest
 
 from configs.errors import ConfigFileError
 from configs.load import load_config
+from engine.cost_model import StepCosts
 from engine.errors import ConfigError
 from engine.request import SamplingParams
+from engine.scheduling.drafting import Drafting
+from engine.speculation.controller import StepDrafts, StepOffer
 from engine.speculation.draft_model import DraftModel
+from engine.speculation.drafter import FixedDrafts
 from tests.engine.speculation.guessed_engines import (
     Asked,
     assert_same,
@@ -92,6 +96,29 @@ def test_a_draft_model_that_is_mostly_wrong_changes_nothing(
     assert engine.core.scheduler.statistics().num_preemptions > 0
     counts = engine.core.scheduler.draft_counts
     assert counts.num_accepted < counts.num_drafted
+
+
+class _ManyOrOne(FixedDrafts):
+    """Eight drafts a row and one, in turn."""
+
+    def plan(self, offer: StepOffer, costs: StepCosts) -> StepDrafts:
+        self._num_drafts = 9 - self._num_drafts
+        return super().plan(offer, costs)
+
+
+def test_a_request_may_outgrow_a_draft_model_of_a_shorter_context(
+    folder: Path, tmp_path: Path
+) -> None:
+    """Its row has blocks for more tokens than the draft model's has room for."""
+    save_model(tmp_path, seed=SEED, max_position_embeddings=64)
+    prompt = random.Random(SEED).choices(range(3, VOCAB_SIZE), k=50)
+    asked = [(prompt, SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True))]
+    with exact_arithmetic():
+        expected = run(start_exact(folder, speculation__drafter="none"), asked)
+        engine = start_exact(folder, speculation__model_path=str(tmp_path), **DRAFTS)
+        drafter = engine.core.scheduler.drafting.drafter
+        engine.core.scheduler.drafting = Drafting(drafter, _ManyOrOne(1), holds=False)
+        assert_same(run(engine, asked), expected)
 
 
 def test_kv_that_is_here_is_not_computed_again(folder: Path) -> None:
