@@ -22,6 +22,7 @@ from actors.lifecycle.preflight import check_startable
 from configs.load import ConfigFileError, config_from_environment, listen_address
 from configs.process_environment import set_serve_environment
 from engine.errors import ConfigError
+from engine.kv.host import shared_file
 
 
 def build(args: dict[str, str]) -> Application:
@@ -43,8 +44,11 @@ def build(args: dict[str, str]) -> Application:
         _print_without_traceback(ConfigError, ConfigFileError)
         raise
     set_serve_environment()
-    stop_gracefully_on_signals(config.edge.drain_s)
-    return bind(describe_deployment(config))
+    spec = describe_deployment(config)
+    stop_gracefully_on_signals(
+        config.edge.drain_s, lambda: shared_file.remove(shared_file.name_for(spec.block_key))
+    )
+    return bind(spec)
 
 
 def bind(spec: DeploymentSpec) -> Application:

@@ -200,7 +200,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "actors.rpc",
     ),
     "actors": ("configs", "engine", "actors"),  # the actor classes, over everything
-    "serve_app": ("configs", "actors", "engine.errors"),
+    "serve_app": ("configs", "actors", "engine.errors", "engine.kv.host.shared_file"),
     # -- load
     "load_tests": ("configs", "engine"),
     "load_tests.testbed": ("actors", "configs", "engine", "serve_app", "load_tests"),

@@ -12,6 +12,7 @@ Only a process that builds the application itself and then starts Ray can handle
 import logging
 import signal
 import threading
+from collections.abc import Callable
 from types import FrameType
 
 import ray
@@ -26,16 +27,17 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 CALL_S = 5.0  # to reach the replicas, on top of their own time
 
 
-def stop_gracefully_on_signals(drain_s: float) -> None:
+def stop_gracefully_on_signals(drain_s: float, clean_up: Callable[[], None]) -> None:
     """Installs the handlers once Ray has started in this process; call it in the main thread.
 
-    drain_s: how long a replica may wait for its requests.
+    drain_s: how long a replica may wait for its requests. clean_up: removes what would outlive
+    workers that are killed, which is how Ray ends them; called before, never raises.
     """
     if threading.current_thread() is not threading.main_thread() or ray.is_initialized():
         return
 
     def install() -> None:
-        stop = _Stop(drain_s)
+        stop = _Stop(drain_s, clean_up)
         for number in SIGNALS:
             signal.signal(number, stop.first)
 
@@ -45,8 +47,9 @@ def stop_gracefully_on_signals(drain_s: float) -> None:
 class _Stop:
     """The handlers of the first and the second signal."""
 
-    def __init__(self, drain_s: float) -> None:
+    def __init__(self, drain_s: float, clean_up: Callable[[], None]) -> None:
         self._drain_s = drain_s
+        self._clean_up = clean_up
 
     def first(self, number: int, frame: FrameType | None) -> None:
         """Drains, then continues as Ctrl-C does."""
@@ -62,9 +65,11 @@ class _Stop:
                 _stop_ingresses(self._drain_s + LAST_WORDS_S + CALL_S)
         except Exception:  # Serve is shut down in any case
             logger.exception("the requests under way could not be waited for")
+        self._clean_up()
         raise KeyboardInterrupt
 
     def second(self, number: int, frame: FrameType | None) -> None:
+        self._clean_up()
         raise KeyboardInterrupt
 
 

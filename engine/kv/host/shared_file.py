@@ -151,23 +151,39 @@ def name_for(block_key: bytes) -> str:
     return hashlib.blake2b(block_key, digest_size=8, person=b"host arena").hexdigest()
 
 
-def remove_if_unused(name: str) -> bool:
-    """Removes the file if no process uses it; False if one does, or it is another user's."""
+@contextmanager
+def _opened(name: str) -> Iterator[tuple[Path, int] | None]:
+    """The file's path and descriptor; None if there is none, or it is another user's."""
     path = FOLDER / f"{PREFIX}{name}"
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
-        return False
+        yield None
+        return
     try:
-        if not _is_private(fd):
+        yield (path, fd) if _is_private(fd) else None
+    finally:
+        os.close(fd)
+
+
+def remove_if_unused(name: str) -> bool:
+    """Removes the file if no process uses it; False if one does, or it is another user's."""
+    with _opened(name) as found:
+        if found is None:
             return False
+        path, fd = found
         # Whoever creates or joins it holds LIFE, and looks afterwards whether it still exists.
         is_unused = _try_lock(fd, _LIFE) and not _has_members(fd) and _is_at(fd, path)
         if is_unused:
             path.unlink()
         return is_unused
-    finally:
-        os.close(fd)
+
+
+def remove(name: str) -> None:
+    """Takes the file's name away, if it is ours; its memory goes with the last process in it."""
+    with _opened(name) as found:
+        if found is not None:
+            found[0].unlink(missing_ok=True)
 
 
 class UnusedFiles:

@@ -36,11 +36,15 @@ class Applications:
         return SimpleNamespace(results=lambda **_: self.answers[""])
 
 
+CLEANED_UP: list[int] = []  # calls of `clean_up`
+
+
 @pytest.fixture
 def hooks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Callable[[], None]]]:
     """Those that Ray runs once it has started; handlers are put back as they were."""
     before = {number: signal.getsignal(number) for number in SIGNALS}
     made: list[Callable[[], None]] = []
+    CLEANED_UP.clear()
     monkeypatch.setattr(ray_worker, "_post_init_hooks", made)
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     yield made
@@ -50,7 +54,7 @@ def hooks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Callable[[], None]]]
 
 def start(monkeypatch: pytest.MonkeyPatch, hooks: list[Callable[[], None]], serve: Any) -> None:
     """As `serve run` does: the application is built, then Ray starts."""
-    stop_gracefully_on_signals(drain_s=1.0)
+    stop_gracefully_on_signals(drain_s=1.0, clean_up=lambda: CLEANED_UP.append(1))
     (hook,) = hooks
     monkeypatch.setattr(graceful_stop, "serve", serve)
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
@@ -66,6 +70,7 @@ def test_every_application_is_stopped_and_then_all_is_shut_down_as_by_ctrl_c(
     with pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), number)
     assert sorted(serve.asked) == ["one", "three"]
+    assert CLEANED_UP
 
 
 def test_nothing_that_goes_wrong_keeps_serve_from_being_shut_down(
@@ -86,11 +91,12 @@ def test_a_second_signal_does_not_wait(
     start(monkeypatch, hooks, SimpleNamespace(status=status))
     with pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGTERM)
+    assert CLEANED_UP
 
 
 def test_where_ray_runs_already_nobody_answers_signals(
     monkeypatch: pytest.MonkeyPatch, hooks: list[Callable[[], None]]
 ) -> None:
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
-    stop_gracefully_on_signals(drain_s=1.0)
+    stop_gracefully_on_signals(drain_s=1.0, clean_up=lambda: None)
     assert hooks == []
