@@ -60,8 +60,10 @@ def _operation(method: str, path: str, operation: Json, schemas: Json) -> Iterat
         yield from _fields(body["content"]["application/json"]["schema"], schemas)
     answer = operation["responses"]["200"].get("content", {}).get("application/json")
     if answer is not None:
-        yield "<h4>Answer</h4>"
-        yield from _fields(answer["schema"], schemas)
+        kinds = answer["schema"].get("anyOf", [answer["schema"]])
+        for kind in kinds:
+            yield "<h4>Answer</h4>" if len(kinds) == 1 else f"<h4>Answer: {_kind(kind)}</h4>"
+            yield from _fields(kind, schemas)
     yield "</details>"
 
 

@@ -36,23 +36,27 @@ from actors.openai.responses.objects import ResponseObject
 
 OPENAPI_VERSION = "3.1.0"  # the first whose schemas are plain JSON schemas, as msgspec writes them
 
-# Path -> (what it is for, body, answer that is no stream).
-POSTS: Mapping[str, tuple[str, type[msgspec.Struct], type[msgspec.Struct]]] = {
-    "/v1/chat/completions": ("Answer a conversation", ChatBody, ChatCompletion),
-    "/v1/chat/completions/batch": ("Answer several", ChatBatchBody, ChatCompletion),
-    "/v1/completions": ("Continue a text", CompletionBody, Completion),
-    "/v1/responses": ("Answer a conversation, as items", ResponsesBody, ResponseObject),
-    "/v1/messages": ("Answer a conversation, as Anthropic has it", MessagesBody, MessageObject),
-    "/v1/messages/count_tokens": ("Tokens of such a conversation", CountBody, TokenCount),
-    "/v1/embeddings": ("Vectors of prompts", EmbeddingBody, EmbeddingList),
-    "/invocations": ("Any of these, told by its fields", Invocation, ChatCompletion),
-    "/v1/score": ("How likely labels are behind prompts", ScoreBody, ScoreAnswer),
-    "/score": ("The same; of pairs of texts, how relevant one is", ScoreBody, PairScoreAnswer),
-    "/v1/rerank": ("Documents by their relevance", RerankBody, RerankAnswer),
-    "/v2/rerank": ("The same", RerankBody, RerankAnswer),
-    "/rerank": ("The same", RerankBody, RerankAnswer),
-    "/tokenize": ("Token ids of a prompt", TokenizeBody, TokenizeAnswer),
-    "/detokenize": ("The text of token ids", DetokenizeBody, DetokenizeAnswer),
+Answers = tuple[type[msgspec.Struct], ...]
+SCORES: Answers = (ScoreAnswer, PairScoreAnswer)  # of labels; of pairs of texts, told by the body
+ANY: Answers = (ChatCompletion, Completion, EmbeddingList, *SCORES, RerankAnswer)
+
+# Path -> (what it is for, body, answers that are no stream: one of these).
+POSTS: Mapping[str, tuple[str, type[msgspec.Struct], Answers]] = {
+    "/v1/chat/completions": ("Answer a conversation", ChatBody, (ChatCompletion,)),
+    "/v1/chat/completions/batch": ("Answer several", ChatBatchBody, (ChatCompletion,)),
+    "/v1/completions": ("Continue a text", CompletionBody, (Completion,)),
+    "/v1/responses": ("Answer a conversation, as items", ResponsesBody, (ResponseObject,)),
+    "/v1/messages": ("Answer a conversation, as Anthropic has it", MessagesBody, (MessageObject,)),
+    "/v1/messages/count_tokens": ("Tokens of such a conversation", CountBody, (TokenCount,)),
+    "/v1/embeddings": ("Vectors of prompts", EmbeddingBody, (EmbeddingList,)),
+    "/invocations": ("Any of these, told by its fields", Invocation, ANY),
+    "/v1/score": ("How likely labels are behind prompts", ScoreBody, SCORES),
+    "/score": ("The same; of pairs of texts, how relevant one is", ScoreBody, SCORES),
+    "/v1/rerank": ("Documents by their relevance", RerankBody, (RerankAnswer,)),
+    "/v2/rerank": ("The same", RerankBody, (RerankAnswer,)),
+    "/rerank": ("The same", RerankBody, (RerankAnswer,)),
+    "/tokenize": ("Token ids of a prompt", TokenizeBody, (TokenizeAnswer,)),
+    "/detokenize": ("The text of token ids", DetokenizeBody, (DetokenizeAnswer,)),
 }
 STREAMED = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 GETS: Mapping[str, tuple[str, type[msgspec.Struct] | None]] = {
@@ -77,7 +81,7 @@ def build_openapi(title: str, version: str) -> bytes:
     """The document as JSON."""
     answers = [answer for _, answer in GETS.values() if answer is not None]
     kinds: list[type[msgspec.Struct]] = [ErrorBody, NotReady, *answers]
-    kinds += [kind for _, body, answer in POSTS.values() for kind in (body, answer)]
+    kinds += [kind for _, body, found in POSTS.values() for kind in (body, *found)]
     schemas, components = msgspec.json.schema_components(
         kinds, ref_template="#/components/schemas/{name}"
     )
@@ -98,8 +102,9 @@ Schemas = Mapping[type[msgspec.Struct], dict[str, object]]
 
 
 def _post(path: str, ref: Schemas) -> dict[str, object]:
-    summary, body, answer = POSTS[path]
-    content: dict[str, object] = {"application/json": {"schema": ref[answer]}}
+    summary, body, found = POSTS[path]
+    schema = ref[found[0]] if len(found) == 1 else {"anyOf": [ref[answer] for answer in found]}
+    content: dict[str, object] = {"application/json": {"schema": schema}}
     if path in STREAMED:
         content["text/event-stream"] = {}  # events, each with a chunk: not one JSON value
     return {

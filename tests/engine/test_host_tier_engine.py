@@ -67,7 +67,9 @@ def test_two_workers_answer_from_shared_blocks_as_one_without_a_cache(
 ) -> None:
     rng = random.Random(secrets.randbits(32))
     conversations = [
-        [rng.randrange(3, 3000) for _ in range(rng.randrange(60, 130))]
+        [
+            rng.randrange(3, 3000) for _ in range(rng.randrange(110, 180))
+        ]  # more than the cache holds
         for _ in range(NUM_CONVERSATIONS)
     ]
     num_cached = 0
