@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-AttentionName = Literal["auto", "reference", "triton", "flashinfer", "flash_attn"]
+AttentionName = Literal["auto", "reference", "triton", "flashinfer", "flash_attn", "flex"]
 
 
 class BackendUnavailable(ValueError):  # noqa: N818  (a state of this machine, not a failure)
