@@ -24,7 +24,9 @@ class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Common rules of all sections."""
 
 
-AttentionName = Literal["auto", "reference", "triton", "flashinfer", "flash_attn", "flex"]
+AttentionName = Literal[
+    "auto", "reference", "triton", "flashinfer", "flash_attn", "flash_attn_4", "flex"
+]
 
 
 class AttentionConfig(_Section, frozen=True):

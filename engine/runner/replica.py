@@ -158,6 +158,7 @@ class Replica:
         capacity = num_blocks * self._layout.block_size
         attention = self._build_attention()
         attention.prepare(
+            max_rows=sizes.max_rows,
             max_row_tokens=min(sizes.max_tokens, self.max_row_tokens),
             max_row_keys=self._max_model_len,
         )

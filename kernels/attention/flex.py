@@ -19,10 +19,8 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 import torch._dynamo.config
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 
@@ -35,9 +33,10 @@ from kernels.attention.flex_packing import (
     SlotSizes,
     TileLists,
 )
+from kernels.attention.gathering import key_lines, to_device
 from kernels.attention.masks import LayerMask, MaskFunction
 from kernels.attention.protocol import AttentionShape, AttentionStep
-from kernels.kv.append import layer_half_blocks
+from kernels.kv.append import layer_lines
 
 # A `mask_mod` of FlexAttention: batch, head, query slot, key slot -> bool.
 _SlotTest = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -122,10 +121,11 @@ class FlexAttention:
         self._placed: OrderedDict[tuple[LayerMask, tuple[PackedRow, ...]], _Placed] = OrderedDict()
 
     @torch.inference_mode()
-    def prepare(self, *, max_row_tokens: int, max_row_keys: int) -> None:
+    def prepare(self, *, max_rows: int, max_row_tokens: int, max_row_keys: int) -> None:
         """Compile every size of call that steps of such rows have; nothing compiles later.
 
-        max_row_tokens: new tokens of one row; max_row_keys: those and its history.
+        max_row_tokens: new tokens of one row; max_row_keys: those and its history. `max_rows` makes
+        no difference: rows are packed.
         """
         if not self._is_compiled:
             return
@@ -164,8 +164,7 @@ class FlexAttention:
         assert (sinks is not None) == shape.has_sinks, f"sinks {sinks} for {shape}"
         if out is None:
             out = q.new_empty((len(q), shape.num_heads * shape.head_dim))
-        half_blocks = layer_half_blocks(store, layer)
-        lines = half_blocks.view(-1, shape.num_kv_heads, shape.head_dim)
+        lines = layer_lines(store, layer)
         for call in metadata.by_mask[self._layer_masks[layer]]:
             tokens = slice(call.pack.first_token, call.pack.end_token)
             placed = call.placed.shape
@@ -190,21 +189,14 @@ class FlexAttention:
         return _Call(pack=pack, placed=placed, lines=self._lines(step, pack, placed.shape))
 
     def _lines(self, step: AttentionStep, pack: Pack, shape: PackShape) -> Tensor:
-        first_blocks = step.cu_blocks[pack.first_row + shape.key_rows]
-        blocks = step.block_ids[first_blocks + shape.key_positions // self._block_size]
-        lines = np.stack(
-            [self._plane_lines(blocks, shape.key_positions, plane) for plane in (0, 1)]
+        lines = key_lines(
+            step,
+            pack.first_row + shape.key_rows,
+            shape.key_positions,
+            block_size=self._block_size,
+            num_layers=len(self._layer_masks),
         )
-        tensor = torch.from_numpy(lines)
-        if self._device.type == "cpu":
-            return tensor
-        return tensor.pin_memory().to(self._device, non_blocking=True)
-
-    def _plane_lines(
-        self, blocks: NDArray[np.int32], positions: NDArray[np.int64], plane: int
-    ) -> NDArray[np.int64]:
-        half_blocks = blocks.astype(np.int64) * 2 * len(self._layer_masks) + plane
-        return half_blocks * self._block_size + positions % self._block_size
+        return to_device(lines, self._device)
 
     def _gather(self, lines: Tensor, indices: Tensor, shape: PackShape) -> Tensor:
         """[key slots, kv_heads, head_dim]; slots that no row uses are in no tile that is read."""

@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kernels.attention.gathering import to_device
 from kernels.attention.masks import LayerMask
 from kernels.attention.protocol import AttentionStep
 
@@ -213,11 +214,11 @@ class PackedMask:
         return PackShape(
             num_query_slots=num_query_slots,
             num_key_slots=num_key_slots,
-            first=self._to_device(first),
-            last=self._to_device(last),
-            origin=self._to_device(origin),
-            tokens=self._to_device(tokens),
-            slots=self._to_device(np.concatenate(slots)),
+            first=to_device(first, self._device),
+            last=to_device(last, self._device),
+            origin=to_device(origin, self._device),
+            tokens=to_device(tokens, self._device),
+            slots=to_device(np.concatenate(slots), self._device),
             key_rows=np.concatenate(key_rows),
             key_positions=np.concatenate(key_positions),
             tiles=self._tiles(rows, num_query_slots, num_key_slots) if with_tiles else None,
@@ -294,11 +295,4 @@ class PackedMask:
         places = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
         lists = np.zeros(is_listed.shape, dtype=np.int32)
         lists[rows, places] = columns
-        return self._to_device(counts), self._to_device(lists)
-
-    def _to_device(self, host: NDArray[np.generic]) -> Tensor:
-        """A copy that does not wait: only a pinned source lets the host run ahead of the GPU."""
-        tensor = torch.from_numpy(host)
-        if self._device.type == "cpu":
-            return tensor
-        return tensor.pin_memory().to(self._device, non_blocking=True)
+        return to_device(counts, self._device), to_device(lists, self._device)

@@ -212,10 +212,10 @@ class AttentionBackend(StepPlanner, Protocol):
 
 @runtime_checkable
 class PreparedAttention(Protocol):
-    """What a backend offers that compiles kernels by size: all of them, before the first step."""
+    """What a backend offers that compiles kernels: all of them, before the first step."""
 
-    def prepare(self, *, max_row_tokens: int, max_row_keys: int) -> None:
-        """Compile for all steps whose rows have at most so many new tokens and keys each."""
+    def prepare(self, *, max_rows: int, max_row_tokens: int, max_row_keys: int) -> None:
+        """Compile for all steps of so many rows, with so many new tokens and keys each, at most."""
         ...
 
 

@@ -28,6 +28,7 @@ _TRITON_DTYPES = (torch.bfloat16, torch.float16)
 _TRITON_BLOCK_MULTIPLE = 16
 _HOPPER = (9, 0)
 _ANY_MASK = ("flex", "reference")  # backends with more than causal masks and windows
+_PROMPTS_ALONE = ("flash_attn_4",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +121,7 @@ def _resolve(name: AttentionName, phase: _Phase, target: _Target) -> str:
     chosen = name
     if name == "auto":
         chosen = automatic_name(phase, target.shape, device_properties(target.device))
-    reason = _why_not(chosen, target)
+    reason = _why_not_phase(chosen, phase, target)
     if reason is None:
         return chosen
     if name == "auto":
@@ -129,7 +130,11 @@ def _resolve(name: AttentionName, phase: _Phase, target: _Target) -> str:
 
 
 def _unavailable(name: str, phase: _Phase, reason: str, target: _Target) -> BackendUnavailable:
-    others = [other for other in _WHY_NOT if other != name and _why_not(other, target) is None]
+    others = [
+        other
+        for other in _WHY_NOT
+        if other != name and _why_not_phase(other, phase, target) is None
+    ]
     return BackendUnavailable(
         f"{name} cannot compute attention's {phase} phase here: {reason}. "
         f"What would work for {phase}: {', '.join(others)}"
@@ -151,6 +156,12 @@ def _check_fixed_tile(names: AttentionNames, target: _Target) -> None:
 
 
 # ---- backends; each module is imported only when it is needed ------------------------------------
+
+
+def _why_not_phase(name: str, phase: _Phase, target: _Target) -> str | None:
+    if phase == "decode" and name in _PROMPTS_ALONE:
+        return "it is for prompts"
+    return _why_not(name, target)
 
 
 def _why_not(name: str, target: _Target) -> str | None:
@@ -190,6 +201,14 @@ def _why_not_flash_attn(target: _Target) -> str | None:
     return flash_attn.why_not(target.shape, target.block_size, target.dtype, target.device)
 
 
+def _why_not_flash_attn_4(target: _Target) -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed; `pip install triton` brings it"
+    from kernels.attention import flash_attn_4
+
+    return flash_attn_4.why_not(target.shape, target.dtype, target.device)
+
+
 def _why_not_flex(target: _Target) -> str | None:
     from kernels.attention import flex
 
@@ -219,6 +238,8 @@ def _build_graph(name: str, phase: _Phase, target: _Target) -> GraphAttention | 
                 return _build_flashinfer(target)
             case "flash_attn":
                 return _build_flash_attn(target)
+            case "flash_attn_4":
+                return _build_flash_attn_4(target)
     except (ImportError, ValueError) as error:  # installed, but built for another torch or older
         raise _unavailable(name, phase, str(error), target) from error
     return None
@@ -252,8 +273,17 @@ def _build_flash_attn(target: _Target) -> GraphAttention:
     )
 
 
+def _build_flash_attn_4(target: _Target) -> GraphAttention:
+    from kernels.attention.flash_attn_4 import FlashAttention4
+
+    return FlashAttention4(
+        target.shape, block_size=target.block_size, dtype=target.dtype, device=target.device
+    )
+
+
 _WHY_NOT: dict[str, Callable[[_Target], str | None]] = {
     "flash_attn": _why_not_flash_attn,
+    "flash_attn_4": _why_not_flash_attn_4,
     "flashinfer": _why_not_flashinfer,
     "triton": _why_not_triton,
     "flex": _why_not_flex,

@@ -157,7 +157,7 @@ def test_every_size_is_known_before() -> None:
 def test_nothing_is_prepared_on_a_cpu() -> None:
     problem = _problem([(0, 3)], "none")
     backend = _flex(problem, CPU_PACKING)
-    backend.prepare(max_row_tokens=10**6, max_row_keys=10**6)
+    backend.prepare(max_rows=300, max_row_tokens=10**6, max_row_keys=10**6)
     _check_all(backend, problem)
 
 
@@ -176,7 +176,7 @@ def test_compiled_code_goes_by_the_listed_tiles_and_fits_every_step(function: st
     )
     shape = replace(SHAPE, head_dim=16)
     backend = _flex(_problem([(0, 3)], function, head_dim=16), packing, is_compiled=True)
-    backend.prepare(max_row_tokens=60, max_row_keys=900)
+    backend.prepare(max_rows=300, max_row_tokens=60, max_row_keys=900)
     num_graphs = counters["stats"]["unique_graphs"]
     for rows in (*ROW_SETS.values(), [*LONG_ROWS[:2], (200, 50), (800, 60)]):
         problem = _problem(rows, function, head_dim=shape.head_dim)
@@ -260,7 +260,7 @@ def test_nothing_compiles_after_prepare_on_a_gpu() -> None:
         return build_problem(rows, shape, block_size=16, dtype=torch.bfloat16, device="cuda")
 
     backend = _flex(make([(0, 2)]))
-    backend.prepare(max_row_tokens=4096, max_row_keys=8192)
+    backend.prepare(max_rows=300, max_row_tokens=4096, max_row_keys=8192)
     num_graphs = counters["stats"]["unique_graphs"]
     for rows in GPU_ROWS.values():
         problem = make(rows)
