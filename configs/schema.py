@@ -237,6 +237,9 @@ class WorkersConfig(_Section, frozen=True):
     tensor_parallel_size: Literal[1, 2, 4, 8] = 1
     prefill_tensor_parallel_size: Literal[1, 2, 4, 8] | None = None  # None = tensor_parallel_size
     decode_tensor_parallel_size: Literal[1, 2, 4, 8] | None = None  # None = tensor_parallel_size
+    # Of a mixture of experts, each rank holds whole experts, an equal number in the order of their
+    # indices, instead of a part of every expert. Attention is shared as without it.
+    expert_parallel: bool = False
     torch_threads: Positive = 1  # per rank, for operations on a CPU
     # A worker whose engine has work and makes no progress for so long exits, and is restarted. So
     # does one of several ranks if one of them does not take part in a step for so long, or stands

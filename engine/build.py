@@ -188,7 +188,7 @@ def build_engine(
     """
     _check_size(config, comm)
     torch.set_num_threads(config.workers.torch_threads)
-    spec = load_spec(Path(config.model.path), quantization=config.model.quantization)
+    spec = _load_spec(config)
     layout, whole = (_rank_layout(config, spec, rank) for rank in (comm.rank, WHOLE_MODEL))
     compilations, grammars = CompilationCounter(), _build_grammars(config, spec)
     compilations.install()
@@ -234,6 +234,14 @@ def _check_size(config: AppConfig, comm: Comm) -> None:
             f"{SIZE_KEY}: {' or '.join(map(str, asked))}, but {found}"
             f" process{'es' * (found > 1)} would share the model; set it to {found}"
         )
+
+
+def _load_spec(config: AppConfig) -> ModelSpec:
+    return load_spec(
+        Path(config.model.path),
+        quantization=config.model.quantization,
+        is_expert_parallel=config.workers.expert_parallel,
+    )
 
 
 def _rank_layout(config: AppConfig, spec: ModelSpec, rank: Rank) -> KvLayout:

@@ -203,7 +203,9 @@ class Replica:
             device=self._device,
             max_model_len=self._max_model_len,
             source=WeightSource(
-                is_random=model.weights == "random", quantization=model.quantization
+                is_random=model.weights == "random",
+                quantization=model.quantization,
+                is_expert_parallel=self._config.workers.expert_parallel,
             ),
             is_deterministic=model.deterministic,
             rank=self._comm.rank,
