@@ -412,8 +412,7 @@ def load_spec(
     if has_vision:
         config = config.around("text_config", _GEMMA3_DEFAULTS)
     _refuse_unsupported(config)
-    num_layers = config.integer("num_hidden_layers")
-    hidden_size = config.integer("hidden_size")
+    num_layers, hidden_size = (config.integer(k) for k in ("num_hidden_layers", "hidden_size"))
     num_heads = config.integer("num_attention_heads")
     family = _FAMILIES[architecture](config, num_layers)
     rope, max_model_len = _context(config, family)
