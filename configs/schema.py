@@ -171,6 +171,9 @@ class ExecutionConfig(_Section, frozen=True):
     # Steps without prompts are split from so many rows, if they replay no graph; None = never,
     # since the layers' weights are read twice.
     tbo_min_decode_rows: Annotated[int, Meta(ge=2)] | None = None
+    # Tokens of every expert are counted, for /metrics, and read from the device every so many
+    # steps without waiting; one more launch a layer with experts. 0 = they are not counted.
+    expert_load_steps: Annotated[int, Meta(ge=0)] = 0
 
 
 class SpeculationConfig(_Section, frozen=True):

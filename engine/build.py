@@ -5,6 +5,7 @@ order, and where one measures something all go by the same result. Then rank 0 s
 others launch rank 0's plans, in its order, on their executors and use nothing else.
 """
 
+import dataclasses
 import hashlib
 import logging
 import secrets
@@ -31,7 +32,7 @@ from engine.kv.layout import DTYPE_BYTES, KvDtype, KvLayout
 from engine.kv.store import KvStore
 from engine.kv.transfer import OutgoingEvent, OutgoingHandoffs
 from engine.layers.context import SINGLE_RANK, Comm
-from engine.messages import HostTierLoad, LoadReport, Role
+from engine.messages import ExpertTotals, HostTierLoad, LoadReport, Role
 from engine.models.llama import CausalLM
 from engine.models.quantized_tensors import weight_bytes
 from engine.models.spec import ModelSpec, load_spec
@@ -112,6 +113,13 @@ class Engine:
             num_drafted_rows=drafts.num_verified,
             host_tier=self._host_tier_load(),
         )
+
+    def expert_totals(self) -> ExpertTotals | None:
+        """How many tokens each expert got; None = not counted, or not yet. Any thread may ask."""
+        loads = self.executor.expert_loads
+        if loads is None or loads.newest is None:
+            return None
+        return ExpertTotals(**dataclasses.asdict(loads.newest))
 
     def _host_tier_load(self) -> HostTierLoad | None:
         loads = self.core.scheduler.host_statistics()
@@ -418,6 +426,7 @@ def _build_draft_model(
             config.model, path=path, max_model_len=None, weights="safetensors", quantization="auto"
         ),
         cache=msgspec.structs.replace(config.cache, num_blocks=num_blocks),
+        execution=msgspec.structs.replace(config.execution, expert_load_steps=0),
         speculation=SpeculationConfig(),
     )
     layout = own.kv_layout(block_size=config.cache.block_size, dtype=measured.executor.layout.dtype)

@@ -20,6 +20,7 @@ from kernels.moe.grouped import (
     grouped_gate_up,
 )
 from kernels.moe.held import held_routes
+from kernels.moe.load import count_routes
 from kernels.moe.router import route
 from kernels.moe.routes import Routes
 from kernels.moe.tiles import FewTile, Tile
@@ -66,13 +67,32 @@ def _check_held(device: str) -> None:
             assert torch.equal(theirs.weights, routes.weights)
 
 
+def _check_load(device: str) -> None:
+    for num_tokens, num_active, num_experts in ((0, 2, 3), (1, 1, 1), (341, 3, 7), (700, 4, 40)):
+        ids = torch.randint(-1, num_experts, (num_tokens, num_active), device=device).int()
+        routes = Routes(ids=ids, weights=torch.rand(ids.shape, device=device))
+        counts, twin = (torch.full((num_experts,), 2**40, device=device) for _ in range(2))
+        for _ in range(2):
+            count_routes(routes, counts)
+            reference.count_routes(routes, twin)
+        flat = ids.flatten().tolist()
+        expected = [2**40 + 2 * flat.count(expert) for expert in range(num_experts)]
+        assert counts.tolist() == twin.tolist() == expected
+
+
 def check_held() -> None:
     _check_held("cpu")
+    _check_load("cpu")
 
 
 @pytest.mark.gpu
 def test_routes_to_other_ranks_experts_are_left_out_on_a_gpu() -> None:
     _check_held("cuda")
+
+
+@pytest.mark.gpu
+def test_routes_of_every_expert_are_counted_on_a_gpu() -> None:
+    _check_load("cuda")
 
 
 # ---- router --------------------------------------------------------------------------------------
