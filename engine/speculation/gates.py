@@ -171,10 +171,9 @@ class RequestGates:
     def _estimate(self, slots: Integers) -> None:
         """Update `_survival`, which is 0 beyond the gate's bound."""
         accepted, judged = self._accepted[slots], self._judged[slots]
-        start = np.full(len(slots), self.everyone.rate)
-        if self.everyone.may_explore:
-            hopeful = max(self.everyone.rate, self.everyone.FIRST_RATE)
-            start[self._num_attempts[slots] < NUM_TRIES] = hopeful
+        rate = self.everyone.rate
+        hopeful = max(rate, self.everyone.FIRST_RATE) if self.everyone.may_explore else rate
+        start = np.where(self._num_attempts[slots] < NUM_TRIES, hopeful, rate)
         own = (accepted.sum(1) + WEIGHT * start) / (judged.sum(1) + WEIGHT)
         each = (accepted + WEIGHT * own[:, None]) / (judged + WEIGHT)
         is_allowed = self._positions < self._depth[slots, None]

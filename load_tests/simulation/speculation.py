@@ -94,19 +94,22 @@ def fixed_gain(setting: Setting, acceptance: float, num_drafts: int) -> float:
     return tokens * (step_s(rows, rows, keys) + pause_s) / (seconds + pause_s)
 
 
+def plain_samples() -> list[tuple[StepWork, float]]:
+    """Steps of decodes and of prompts, without drafts, and their seconds."""
+    decodes = [(rows, keys) for rows in (1, 2, 4, 8, 16, 32, 64, 128, 256) for keys in (128, 1024)]
+    return [
+        *[(_decodes(rows, keys), step_s(rows, rows, keys)) for rows, keys in decodes],
+        *[
+            (StepWork.of_prompts([(tokens, 0)]), step_s(1, tokens, _ATTENTION_KEYS))
+            for tokens in (16, 64, 128, 256, 512, 1024, 2048)
+        ],
+    ]
+
+
 def learned_costs() -> CostModel:
     """A model that saw plain steps and prompts, and no draft."""
     model = CostModel()
-    decodes = [(rows, keys) for rows in (1, 2, 4, 8, 16, 32, 64, 128, 256) for keys in (128, 1024)]
-    model.learn(
-        [
-            *[(_decodes(rows, keys), step_s(rows, rows, keys)) for rows, keys in decodes],
-            *[
-                (StepWork.of_prompts([(tokens, 0)]), step_s(1, tokens, _ATTENTION_KEYS))
-                for tokens in (16, 64, 128, 256, 512, 1024, 2048)
-            ],
-        ]
-    )
+    model.learn(plain_samples())
     return model
 
 
