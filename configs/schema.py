@@ -24,7 +24,9 @@ class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Common rules of all sections."""
 
 
-AttentionName = Literal["auto", "reference", "triton", "flashinfer", "flash_attn"]
+AttentionName = Literal[
+    "auto", "reference", "triton", "flashinfer", "flash_attn", "flash_attn_4", "flex"
+]
 
 
 class AttentionConfig(_Section, frozen=True):
@@ -32,6 +34,9 @@ class AttentionConfig(_Section, frozen=True):
 
     prefill: AttentionName = "auto"  # rows with two or more new tokens
     decode: AttentionName = "auto"  # rows with one
+    # A Python function as module:function, which workers import and run: it takes keys away from
+    # queries of all layers, by their positions. flex and reference alone; see operations.
+    mask: Annotated[str, Meta(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")] | None = None
 
 
 class ModelConfig(_Section, frozen=True):
