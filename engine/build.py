@@ -138,6 +138,7 @@ class Engine:
             num_stored=blocks.num_stored,
             num_known=blocks.num_known,
             num_dropped=blocks.num_dropped,
+            num_skipped=blocks.num_skipped,
             num_waits=loads.num_waits,
             num_given_up=loads.num_given_up,
             wait_s=loads.wait_s,
