@@ -270,6 +270,8 @@ class EngineHost:
         engine.core.wrap_executor(self._ranks.lead)
         if self.faults:
             engine.core.wrap_executor(lambda executor: FaultySteps(executor, self.faults))
+        if engine.executor.expert_loads is not None:
+            self.streams.report_experts(engine.expert_totals)
         self._report = engine.load()  # from now on requests may be routed here
         self.streams.open()
         self._thread = EngineThread(

@@ -23,6 +23,7 @@ from engine.models.spec import ModelSpec
 from engine.ranks.agreement import least, meet
 from engine.runner.auto import CPU_BLOCKS, StepSizes
 from engine.runner.executor import Executor
+from engine.runner.expert_load import ExpertLoads
 from engine.runner.graph_sizes import PromptSizes, ragged_sizes
 from engine.runner.graphs import CudaRecorder
 from engine.runner.grid_sizes import grid_sizes
@@ -114,6 +115,7 @@ class Replica:
             config.laps, sizes, attention, uses_graphs=self._uses_graphs
         )
         self._model = self._load_model() if model is None else model
+        self._expert_loads = self._count_experts()
 
     def build_executor(self) -> Executor:
         """A warmed-up, captured executor with the configured number of blocks, or all that fit."""
@@ -188,7 +190,16 @@ class Replica:
         if self._uses_graphs:
             recorder = CudaRecorder(has_watchdog=self._comm.rank.size > 1)
             executor.capture_graphs(recorder, logger.info, prompts=self._prompt_sizes)
+        if self._expert_loads is not None:
+            self._expert_loads.reset()
+            executor.expert_loads = self._expert_loads
         return executor
+
+    def _count_experts(self) -> ExpertLoads | None:
+        read_every = self._config.execution.expert_load_steps
+        if read_every == 0 or self._spec.mixture is None:
+            return None
+        return ExpertLoads(self._model, read_every=read_every, num_ranks=self._comm.rank.size)
 
     def _overlap_two_batches(self, executor: Executor) -> None:
         execution, num_ranks = self._config.execution, self._comm.rank.size
@@ -210,7 +221,9 @@ class Replica:
             device=self._device,
             max_model_len=self._max_model_len,
             source=WeightSource(
-                is_random=model.weights == "random", quantization=model.quantization
+                is_random=model.weights == "random",
+                quantization=model.quantization,
+                is_expert_parallel=self._config.workers.expert_parallel,
             ),
             is_deterministic=model.deterministic,
             rank=self._comm.rank,
