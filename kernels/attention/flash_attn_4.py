@@ -177,6 +177,7 @@ class FlashAttention4:
             causal=True,
             window_size=(None, None) if window is None else (window - 1, 0),
             learnable_sink=sinks,
+            softcap=self._shape.softcap or 0.0,
         )
         flat = attended.view(len(q), -1)
         return flat if out is None else out.copy_(flat)  # the library takes no memory
