@@ -107,8 +107,8 @@ def test_a_mask_gives_the_tokens_of_the_reference_in_fp32(tmp_path: Path) -> Non
             model__attention__mask="tests.harness.attention_masks:sections_of_forty",
             scheduler__max_num_batched_tokens=192,
         )
-        for _ in range(2):
-            found.append([one.tokens for one in answer(engine, [(p, EIGHT) for p in prompts])])
+        work = [(prompt, EIGHT) for prompt in prompts]
+        found += [[one.tokens for one in answer(engine, work)] for _ in range(2)]
     assert found == [found[0]] * 4
 
 
