@@ -329,9 +329,9 @@ class Executor:
             parts = self._two_batches.parts(batch, split)
             return self._two_batches.forward(
                 resolve_input_ids(batch.input_ids, self._last_tokens),
-                parts,
+                split,
                 [self._part_context(part, lane) for lane, part in enumerate(parts)],
-                takes_chosen=logit_indices is not None,
+                [None if logit_indices is None else part.chosen for part in parts],
                 checks_finite=checks_finite,
             )
         ctx = self._context(batch.positions, batch.slots, self._attention.plan(batch.attention))
@@ -347,9 +347,8 @@ class Executor:
             contexts = [self._part_context(part, lane) for lane, part in enumerate(parts)]
             return self._two_batches.forward(
                 resolve_input_ids(batch.input_ids, self._last_tokens),
-                parts,
+                split,
                 [replace(ctx, last=last) for ctx, last in zip(contexts, lasts, strict=True)],
-                takes_chosen=False,
                 checks_finite=True,
             )
         last = self._last(batch.attention)

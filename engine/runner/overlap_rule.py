@@ -96,7 +96,7 @@ def layer_costs(spec: ModelSpec, num_ranks: int, element_bytes: int) -> LayerCos
             dense += mixture.shared_size or 0
             mixed += mixture.num_experts * mixture.expert_size
             active += mixture.num_active * mixture.expert_size
-    attention = 2 * hidden * (spec.num_heads + spec.num_kv_heads) * spec.head_dim
+    attention = _attention_weights(spec)
     held_and_used = (
         (attention, attention),
         *(
@@ -112,6 +112,18 @@ def layer_costs(spec: ModelSpec, num_ranks: int, element_bytes: int) -> LayerCos
         # A sum sends and receives (n - 1) / n of its bytes twice; a layer has two sums.
         sum_bytes_per_token=2 * 2 * (num_ranks - 1) / num_ranks * hidden * element_bytes,
     )
+
+
+def _attention_weights(spec: ModelSpec) -> int:
+    """Numbers in the projections of one layer's attention."""
+    hidden, heads, latent = spec.hidden_size, spec.num_heads, spec.latent
+    if latent is None:
+        return 2 * hidden * (heads + spec.num_kv_heads) * spec.head_dim
+    q_rank, queries = latent.q_rank, heads * latent.query_dim
+    q = hidden * queries if q_rank is None else q_rank * (hidden + queries)
+    values = heads * latent.value_dim
+    of_latents = latent.rank * (heads * latent.nope_dim + values)
+    return q + hidden * latent.width + of_latents + hidden * values
 
 
 MIN_GAIN = 0.02  # a split costs attention another plan, and every operation another launch
