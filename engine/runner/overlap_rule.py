@@ -151,12 +151,17 @@ class OverlapRule:
 def build_rule(
     execution: ExecutionConfig, layer: LayerCosts, device: DeviceProperties
 ) -> OverlapRule:
-    """What the configuration asks for. Raises ConfigError if `auto` lacks the device's rates."""
-    decode_rows = execution.tbo_min_decode_rows
-    if execution.tbo_min_prompt_tokens != "auto":
-        return OverlapRule(
-            min_prompt_tokens=execution.tbo_min_prompt_tokens, min_decode_rows=decode_rows
-        )
+    """What the configuration asks for; what is to be measured is not split until it was.
+
+    Raises ConfigError if `auto` lacks the device's rates.
+    """
+    asked = execution.tbo_min_decode_rows
+    decode_rows = None if asked == "measured" else asked
+    prompt_tokens = execution.tbo_min_prompt_tokens
+    if prompt_tokens == "measured":
+        return OverlapRule(min_prompt_tokens=None, min_decode_rows=decode_rows)
+    if prompt_tokens != "auto":
+        return OverlapRule(min_prompt_tokens=prompt_tokens, min_decode_rows=decode_rows)
     if "H200" not in device.name:
         raise ConfigError(
             f"execution.tbo_min_prompt_tokens: auto knows no rates of {device.name}; set it to a"

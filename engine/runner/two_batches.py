@@ -11,9 +11,9 @@ Knows no requests and no sampling: whoever asks for hidden states gets them in t
 """
 
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -24,7 +24,13 @@ from engine.layers.schedules import DECODE, InlineLanes, Lanes, Schedule, Stage,
 from engine.layers.schedules import prompt_schedule as schedule_of_prompts
 from engine.layers.stream_lanes import StreamLanes
 from engine.models.llama import CausalLM, ForwardResult
-from engine.runner.batch_splits import BatchSplit, split_prompts, split_rows, split_verified
+from engine.runner.batch_splits import (
+    BatchSplit,
+    split_prompts,
+    split_rows,
+    split_sequences,
+    split_verified,
+)
 from engine.runner.graphs import OverlapStatistics
 from engine.runner.inputs import InputBatch
 from engine.runner.overlap_rule import OverlapRule
@@ -51,9 +57,12 @@ class TwoBatches:
     def __init__(
         self, model: CausalLM, rule: OverlapRule, *, threshold: float, block_size: int
     ) -> None:
-        """threshold: see `batch_splits`. A model's other ranks have one with an equal rule."""
+        """threshold: see `batch_splits`. A model's other ranks have one with an equal rule.
+
+        `rule` may be replaced between steps, on all ranks alike.
+        """
         self._model = model
-        self._rule = rule
+        self.rule = rule
         self._threshold = threshold
         self._block_size = block_size
         is_cuda = model.device.type == "cuda"
@@ -64,6 +73,7 @@ class TwoBatches:
         self._prompts: tuple[Schedule, list[Stage]]
         self._decode, self._prompts = ((s, bind(model.operations, s)) for s in schedules)
         self._num_steps = self._num_decodes = self._num_prompts = self._num_two_chunk = 0
+        self._num_replayed = 0
 
     def statistics(self) -> OverlapStatistics:
         return OverlapStatistics(
@@ -71,7 +81,25 @@ class TwoBatches:
             num_split_prompts=self._num_prompts,
             num_split_decodes=self._num_decodes,
             num_two_chunk=self._num_two_chunk,
+            num_replayed=self._num_replayed,
         )
+
+    def lag_by(self, lag: int) -> None:
+        """How many stages the second half of a decode step is behind; before graphs are captured.
+
+        All ranks get the same.
+        """
+        schedule, stages = self._decode
+        self._decode = replace(schedule, lag=lag), stages
+
+    @contextmanager
+    def running_in(self, lanes: Lanes) -> Iterator[None]:
+        """Steps that are launched meanwhile run in `lanes`."""
+        before, self._lanes = self._lanes, lanes
+        try:
+            yield
+        finally:
+            self._lanes = before
 
     def split(self, batch: InputBatch) -> BatchSplit | None:
         """Where to split a step; None = not at all. Depends on the batch's numbers alone, so that
@@ -82,7 +110,7 @@ class TwoBatches:
         if split is None:
             return None
         num_second = batch.num_tokens - split.token
-        pays = self._rule.pays(split.token, num_second, is_decode=split.is_decode)
+        pays = self.rule.pays(split.token, num_second, is_decode=split.is_decode)
         logger.debug(
             "two batches: split=%s row=%d token=%d is_two_chunk=%s is_decode=%s new_tokens=%s",
             *(pays, split.row, split.token, split.is_two_chunk, split.is_decode, row_tokens),
@@ -93,6 +121,15 @@ class TwoBatches:
         self._num_prompts += not split.is_decode
         self._num_two_chunk += split.is_two_chunk
         return split
+
+    def splits_decode(self, num_rows: int) -> bool:
+        """Whether a captured decode step of so many rows, padding included, is split."""
+        split = split_sequences(num_rows)
+        if split is None:
+            return False
+        pays = self.rule.pays(split.token, num_rows - split.token, is_decode=True)
+        self._num_replayed += pays
+        return pays
 
     def _find_split(self, batch: InputBatch, row_tokens: list[int]) -> BatchSplit | None:
         """Where the halves meet; None if one would be empty."""
@@ -160,6 +197,13 @@ class TwoBatches:
                 else torch.cat((first.is_finite, second.is_finite))
             ),
         )
+
+    def logits(
+        self, input_ids: Tensor, split: BatchSplit, contexts: Sequence[ForwardContext]
+    ) -> Tensor:
+        """[T, vocab], of every token."""
+        hidden = self.forward(input_ids, split, contexts, checks_finite=False).hidden
+        return self._model.logits(hidden, contexts[0].comm)
 
 
 def first_half(step: AttentionStep, split: BatchSplit, block_size: int) -> AttentionStep:
