@@ -1,4 +1,4 @@
-"""The Llama architecture and its relatives (Mistral, Qwen, gpt-oss, Gemma 3): model and layers.
+"""The Llama architecture and its relatives (Mistral, Qwen, gpt-oss, Gemma): model and layers.
 
     ids -> embedding -> [norm -> attention -> norm -> MLP] x layers -> norm -> head -> logits
 
@@ -33,6 +33,7 @@ from engine.layers.operations import Flow, Lane, Op, run_in_order
 from engine.layers.rope_spec import RopeSpec
 from engine.layers.rotary import RotaryTable, RotaryTables
 from engine.layers.vocabulary import (
+    CappedHead,
     Embedding,
     Head,
     ScaledEmbedding,
@@ -292,7 +293,7 @@ def _sum_over_ranks(flow: Flow) -> None:
 
 
 class OutputNormLayer(DecoderLayer):
-    """A layer that also normalises what its two parts return (Gemma 3)."""
+    """A layer that also normalises what its two parts return (Gemma)."""
 
     __slots__ = ("_attention_output_norm", "_mlp_output_norm")
 
@@ -337,6 +338,7 @@ def attention_shape(
         head_dim=spec.head_dim,
         layer_windows=spec.layer_windows,
         query_scale=spec.query_scale,
+        softcap=spec.attention_softcap,
         has_sinks=spec.has_sinks,
         mask_function=mask_function,
     )
@@ -403,7 +405,8 @@ def _build_head(spec: ModelSpec, weights: ModelWeights, is_deterministic: bool, 
     if spec.pooling is not None:
         return WholeHead(Identity())
     linear = build_linear(LinearWeight(weights.head), is_deterministic=is_deterministic)
-    return build_head(linear, spec.vocab_size, rank)
+    head = build_head(linear, spec.vocab_size, rank)
+    return head if spec.logit_softcap is None else CappedHead(head, spec.logit_softcap)
 
 
 def _build_layer(
