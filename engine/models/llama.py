@@ -128,12 +128,24 @@ class CausalLM:
         earlier error, and that layer's K and V. A later error is stored nowhere and shows in the
         hidden states.
         """
-        x = self._embedding(input_ids, ctx.comm)
-        flow = Flow(ctx=ctx, x=x, slots=ctx.slots, chosen=logit_indices)
-        flow.checks_finite = checks_finite
+        flow = self.begin(input_ids, ctx, logit_indices, checks_finite=checks_finite)
         for ops in self.operations:
             run_in_order(ops, flow)
         return self.result(flow)
+
+    def begin(
+        self,
+        input_ids: Tensor,
+        ctx: ForwardContext,
+        logit_indices: Tensor | None = None,
+        *,
+        checks_finite: bool = False,
+    ) -> Flow:
+        """What goes through `operations`, by `forward` or by a schedule; then `result` is read."""
+        x = self._embedding(input_ids, ctx.comm)
+        flow = Flow(ctx=ctx, x=x, slots=ctx.slots, chosen=logit_indices)
+        flow.checks_finite = checks_finite
+        return flow
 
     def embed(self, input_ids: Tensor, comm: Comm) -> Tensor:
         """input_ids: [T] integer; returns [T, hidden], what the first layer begins with."""
@@ -141,10 +153,12 @@ class CausalLM:
 
     def result(self, flow: Flow) -> ForwardResult:
         """What a flow holds after the last operation."""
+        sums = flow.finite_sums
+        is_finite = None if sums is None else flow.ctx.comm.all_reduce(sums).isfinite()
         if flow.has_ended:
-            return ForwardResult(hidden=flow.x[:0], is_finite=flow.is_finite)
+            return ForwardResult(hidden=flow.x[:0], is_finite=is_finite)
         hidden, _ = self._final_norm.add(flow.x, flow.residual)
-        return ForwardResult(hidden=hidden, is_finite=flow.is_finite)
+        return ForwardResult(hidden=hidden, is_finite=is_finite)
 
     def logits(self, hidden: Tensor, comm: Comm = SINGLE_RANK) -> Tensor:
         """hidden: [S, hidden], rows of `ForwardResult.hidden`; returns [S, vocab] in its dtype.
@@ -212,7 +226,7 @@ class DecoderLayer:
 
     def _prepare_last(self, flow: Flow) -> None:
         """`_prepare`; then only the tokens stay whose logits are asked for, if they are known."""
-        ctx, last = flow.ctx, flow.ctx.last
+        last = flow.ctx.last
         if last is None:
             self._prepare(flow)
             stored: StoredTokens | None = flow.tokens
@@ -221,7 +235,7 @@ class DecoderLayer:
             stored = self._store(flow)
         assert stored is not None
         if flow.checks_finite:
-            flow.is_finite = stored.is_finite(ctx.comm)
+            flow.finite_sums = stored.finite_sums()
         if last is not None:
             flow.tokens = self._project_last(stored, last)
             flow.ctx = last.ctx

@@ -500,7 +500,10 @@ def _shared_mixture(
 
 
 def _num_kv_heads(config: ConfigFile, family: _Family, num_heads: int) -> int:
-    num_kv_heads = config.integer("num_key_value_heads", family.default_num_kv_heads or num_heads)
+    default = family.default_num_kv_heads
+    if default is None or config.has_key("num_key_value_heads"):  # null, unlike absent
+        default = num_heads
+    num_kv_heads = config.integer("num_key_value_heads", default)
     if num_heads % num_kv_heads:
         raise config.error(
             "num_key_value_heads", f"{num_kv_heads} does not divide {num_heads} query heads"

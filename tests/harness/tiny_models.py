@@ -176,6 +176,14 @@ def save_model(
         values.setdefault("sliding_window", None)
     config = CONFIG_CLASSES[architecture](**values)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    fill_randomly(model, architecture, seed=seed)
+    model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
+    finished: PreTrainedModel = model.float().eval()
+    return finished
+
+
+def fill_randomly(model: PreTrainedModel, architecture: str, *, seed: int) -> None:
+    """Give all parameters random values, norms around what leaves numbers as they are."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -190,9 +198,6 @@ def save_model(
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
-    model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
-    finished: PreTrainedModel = model.float().eval()
-    return finished
 
 
 def save_embedding_model(
