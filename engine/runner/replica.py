@@ -167,11 +167,14 @@ class Replica:
         sizes = self._sizes
         capacity = num_blocks * self._layout.block_size
         attention = self._build_attention()
-        attention.prepare(
-            max_rows=sizes.max_rows,
-            max_row_tokens=min(sizes.max_tokens, self.max_row_tokens),
-            max_row_keys=self._max_model_len,
-        )
+        try:
+            attention.prepare(
+                max_rows=sizes.max_rows,
+                max_row_tokens=min(sizes.max_tokens, self.max_row_tokens),
+                max_row_keys=self._max_model_len,
+            )
+        except BackendUnavailable as error:
+            raise ConfigError(f"model.attention: {error}") from error
         executor = Executor(
             self._model,
             layout=self._layout,
