@@ -425,6 +425,11 @@ def _rank_contradiction(config: AppConfig) -> str | None:
             "workers.expert_parallel: one rank holds all experts; set workers.tensor_parallel_size"
             " above 1, or this to false"
         )
+    if workers.expert_exchange_min_tokens is not None and not workers.expert_parallel:
+        return (
+            "workers.expert_exchange_min_tokens: tokens travel to whole experts only; set"
+            " workers.expert_parallel to true, or leave it out"
+        )
     if size > 1 and config.cache.host_gib > 0:
         return (
             f"cache.host_gib: {config.cache.host_gib:g} with workers of {size} ranks is not"

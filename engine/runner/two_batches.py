@@ -20,7 +20,16 @@ from torch import Tensor
 
 from engine.layers.context import ForwardContext
 from engine.layers.operations import Flow
-from engine.layers.schedules import DECODE, InlineLanes, Lanes, Schedule, Stage, bind, drive
+from engine.layers.schedules import (
+    DECODE,
+    SHARE_PROMPTS,
+    InlineLanes,
+    Lanes,
+    Schedule,
+    Stage,
+    bind,
+    drive,
+)
 from engine.layers.schedules import prompt_schedule as schedule_of_prompts
 from engine.layers.stream_lanes import StreamLanes
 from engine.models.llama import CausalLM, ForwardResult
@@ -65,6 +74,9 @@ class TwoBatches:
         self._decode: tuple[Schedule, list[Stage]]
         self._prompts: tuple[Schedule, list[Stage]]
         self._decode, self._prompts = ((s, bind(model.operations, s)) for s in schedules)
+        self._exchange: tuple[Schedule, list[Stage]] | None = None
+        if model.can_exchange:
+            self._exchange = SHARE_PROMPTS, bind(model.exchange_operations, SHARE_PROMPTS)
         self._num_steps = self._num_decodes = self._num_prompts = self._num_two_chunk = 0
 
     def statistics(self) -> OverlapStatistics:
@@ -141,6 +153,9 @@ class TwoBatches:
         """
         is_decode = all(part.attention.max_new_tokens == 1 for part in parts)
         schedule, stages = self._decode if is_decode else self._prompts
+        if contexts[0].exchanges:
+            assert self._exchange is not None, "the model has no operations for it"
+            schedule, stages = self._exchange
         x = self._model.embed(input_ids, contexts[0].comm)
         flows = [
             Flow(

@@ -18,12 +18,20 @@ from engine.ranks.rank import Rank
 from load_tests.testbed.quantised_folders import write_quantised
 from tests.engine.models.closeness import assert_same_logits
 from tests.engine.ranks.exact_models import (
+    EXCHANGE_FAULTS,
     EXPERT_FAULTS,
     FAULTS,
     build_exact,
     save_whole_numbers,
 )
-from tests.engine.ranks.rank_stories import EXPERT_PARALLEL, embed, finite_rows, logits_of, tell
+from tests.engine.ranks.rank_stories import (
+    EXCHANGED,
+    EXPERT_PARALLEL,
+    embed,
+    finite_rows,
+    logits_of,
+    tell,
+)
 from tests.harness.gpt_oss_folders import save_gpt_oss_mxfp4
 from tests.harness.rank_processes import RankProcesses
 from tests.harness.tiny_models import reference_logits, save_embedding_model, save_model
@@ -76,6 +84,18 @@ CASES = {
         EXPERT_PARALLEL,
     ),
     "whole experts in groups, latents": Case(4, "DeepseekV3ForCausalLM", {}, EXPERT_PARALLEL),
+    "tokens that travel to experts, a dense layer, a shared expert": Case(
+        2,
+        "Qwen2MoeForCausalLM",
+        {"num_hidden_layers": 4, "mlp_only_layers": [1]},
+        EXCHANGED,
+    ),
+    "tokens that travel among four ranks, latents": Case(
+        4,
+        "DeepseekV3ForCausalLM",
+        {"num_hidden_layers": 3, "n_shared_experts": 2},
+        EXCHANGED,
+    ),
     "four ranks, two KV heads": Case(
         4,
         "Qwen3ForCausalLM",
@@ -131,6 +151,7 @@ def test_ranks_compute_the_bits_of_one_rank(
         "grouped queries",
         "experts and a shared one, a dense layer",
         "whole experts and a shared one, a dense layer",
+        "tokens that travel to experts, a dense layer, a shared expert",
         "latents",
     ],
 )
@@ -163,6 +184,15 @@ def test_a_wrong_shard_shows(fault: str, four: RankProcesses, tmp_path: Path) ->
 @pytest.mark.parametrize("fault", EXPERT_FAULTS)
 def test_experts_of_a_wrong_rank_show(fault: str, two: RankProcesses, tmp_path: Path) -> None:
     case = CASES["whole experts and a shared one, a dense layer"]
+    folder = _save(case, tmp_path)
+    alone = tell(SINGLE_RANK, folder)
+    for found in two.run(tell, folder, fault, False, False, case.source):
+        assert not _are_equal(found, alone)
+
+
+@pytest.mark.parametrize("fault", EXCHANGE_FAULTS)
+def test_tokens_that_travel_wrongly_show(fault: str, two: RankProcesses, tmp_path: Path) -> None:
+    case = CASES["tokens that travel to experts, a dense layer, a shared expert"]
     folder = _save(case, tmp_path)
     alone = tell(SINGLE_RANK, folder)
     for found in two.run(tell, folder, fault, False, False, case.source):
@@ -207,6 +237,9 @@ def test_logits_are_those_of_transformers(
         ("DeepseekV3ForCausalLM", EXPERT_PARALLEL),
         ("GptOssForCausalLM", EXPERT_PARALLEL),
         ("Qwen2MoeForCausalLM", EXPERT_PARALLEL),
+        ("Qwen2MoeForCausalLM", EXCHANGED),
+        ("DeepseekV3ForCausalLM", EXCHANGED),
+        ("GptOssForCausalLM", EXCHANGED),
     ],
 )
 def test_logits_of_four_ranks_are_those_of_transformers(
