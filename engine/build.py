@@ -56,10 +56,11 @@ from engine.runner.replica import Replica
 from engine.scheduling.drafting import Drafting
 from engine.scheduling.finish import FinishRules
 from engine.scheduling.scheduler import Scheduler
-from engine.speculation.controller import DEFAULT_RULES, SpeculationController
+from engine.speculation.controller import SpeculationController
 from engine.speculation.draft_model import DraftModel
 from engine.speculation.drafter import Drafter, DraftPolicy, FixedDrafts, RequestNgrams
 from engine.speculation.ngram import NgramRules
+from engine.speculation.rules import DEFAULT_RULES
 from kernels.compilation import CompilationCounter
 from kernels.device import device_properties
 
@@ -137,6 +138,7 @@ class Engine:
             num_stored=blocks.num_stored,
             num_known=blocks.num_known,
             num_dropped=blocks.num_dropped,
+            num_skipped=blocks.num_skipped,
             num_waits=loads.num_waits,
             num_given_up=loads.num_given_up,
             wait_s=loads.wait_s,

@@ -33,6 +33,7 @@ from engine.sampling.constraint import Matchers
 from engine.sampling.embeddings import Embeddings
 from engine.sampling.sampled import RowSampler
 from engine.sampling.sampler import Sampler
+from kernels.attention.masks import load_mask_function
 from kernels.attention.phased import Phases
 from kernels.attention.select import AttentionNames, BackendUnavailable, build_attention
 from kernels.device import device_properties
@@ -157,6 +158,12 @@ class Replica:
     def _build(self, num_blocks: int) -> Executor:
         sizes = self._sizes
         capacity = num_blocks * self._layout.block_size
+        attention = self._build_attention()
+        attention.prepare(
+            max_rows=sizes.max_rows,
+            max_row_tokens=min(sizes.max_tokens, self.max_row_tokens),
+            max_row_keys=self._max_model_len,
+        )
         executor = Executor(
             self._model,
             layout=self._layout,
@@ -165,7 +172,7 @@ class Replica:
             max_model_len=self._max_model_len,
             max_num_batched_tokens=sizes.max_tokens,
             sampler=self._build_sampler(sizes.max_rows),
-            attention=self._build_attention(),
+            attention=attention,
             sends_blocks=self._sends_blocks,
             comm=self._comm,
         )
@@ -229,9 +236,12 @@ class Replica:
         """Raises ConfigError if a backend is missing or does not support this model."""
         names, spec = self._config.model.attention, self._spec
         try:
+            mask = (
+                None if names.mask is None else load_mask_function(names.mask, self._max_model_len)
+            )
             return build_attention(
                 AttentionNames(prefill=names.prefill, decode=names.decode),
-                attention_shape(spec),
+                attention_shape(spec, mask),
                 block_size=self._layout.block_size,
                 dtype=DTYPES[self._layout.dtype],
                 device=self._device,
