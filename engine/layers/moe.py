@@ -182,15 +182,17 @@ class Mixture:
     def _compute_dispatched(self, flow: Flow) -> None:
         experts, _ = self._own
         sent: Dispatched = flow.dispatched
-        flow.x = experts(sent.x, sent.routes, None)
+        flow.parts = experts(sent.x, sent.routes, None)
 
     def _send_back(self, flow: Flow) -> None:
-        flow.x = send_back(flow.x, flow.dispatched, flow.ctx.comm)
+        assert flow.parts is not None
+        flow.parts = send_back(flow.parts, flow.dispatched, flow.ctx.comm)
 
     def _add_parts(self, flow: Flow) -> None:
-        sent, shared = flow.dispatched, flow.shared
-        flow.dispatched = flow.shared = None
-        total = add_parts(flow.x, sent)
+        sent, parts, shared = flow.dispatched, flow.parts, flow.shared
+        flow.dispatched = flow.parts = flow.shared = None
+        assert parts is not None
+        total = add_parts(parts, sent)
         if shared is not None:
             total = reference.combine(total[:, None], shared.output, shared.gate)
         flow.x = total.to(flow.x.dtype)

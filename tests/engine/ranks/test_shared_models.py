@@ -12,6 +12,7 @@ from torch import Tensor
 
 from engine.errors import ConfigError
 from engine.layers.context import SINGLE_RANK
+from engine.layers.schedules import DECODE, EXCHANGE_PROMPTS, SHARE_PROMPTS, bind
 from engine.models.registry import AS_PUBLISHED, WeightSource
 from engine.plan import StepResult
 from engine.ranks.rank import Rank
@@ -197,6 +198,16 @@ def test_tokens_that_travel_wrongly_show(fault: str, two: RankProcesses, tmp_pat
     alone = tell(SINGLE_RANK, folder)
     for found in two.run(tell, folder, fault, False, False, case.source):
         assert not _are_equal(found, alone)
+
+
+def test_layers_whose_tokens_travel_follow_every_schedule(tmp_path: Path) -> None:
+    folder = _save(CASES["tokens that travel to experts, a dense layer, a shared expert"], tmp_path)
+    model, _ = build_exact(folder, Rank(1, 2), source=EXCHANGED)
+    for schedule in (EXCHANGE_PROMPTS, DECODE, SHARE_PROMPTS):
+        stages = bind(model.exchange_operations[:-1], schedule)
+        names = [op.name for stage in stages for op in stage]
+        assert names.count("combine_b") == 3
+    bind(model.exchange_operations, SHARE_PROMPTS)
 
 
 def test_embeddings_are_those_of_one_rank(two: RankProcesses, tmp_path: Path) -> None:
