@@ -240,13 +240,21 @@ class Replica:
     def _lag_and_capture(self, executor: Executor, recorder: Recorder | None) -> None:
         """What split decode steps need before the first. recorder: of the whole ones, if any."""
         asked = self._config.execution.tbo_min_decode_rows
+        if asked is None:
+            return
+        capture: Callable[[int], None] | None = None
+        if recorder is not None:
+            graphs = recorder
+
+            def capture(min_rows: int) -> None:
+                executor.capture_split_decodes(graphs, logger.info, min_rows=min_rows)
+
         if asked == "measured":
-            lag = self._overlap_trials(executor).decode_lag()
+            lag = self._overlap_trials(executor).decode_lag(capture)
             if lag is not None:
                 executor.two_batches.lag_by(lag)
-        if recorder is not None and asked is not None:
-            min_rows = MIN_DECODE_ROWS if asked == "measured" else asked
-            executor.capture_split_decodes(recorder, logger.info, min_rows=min_rows)
+        if capture is not None:
+            capture(MIN_DECODE_ROWS if asked == "measured" else asked)
 
     def _measure_overlap(self, executor: Executor) -> None:
         """Find the thresholds that the configuration leaves to measurement."""

@@ -401,7 +401,8 @@ def test_ranks_try_the_same_steps_as_two_batches_and_find_the_same(
     assert decode_rows == 4
     assert told.num_two_chunk > 0
     assert told.num_split_prompts == (3 if captures else 4) * (1 + NUM_TRIED_STEPS)
-    # 4 and 8 rows; and two steps whose communication is timed.
-    num_decodes = 2 * (1 + NUM_TRIED_STEPS)
-    assert told.num_replayed == (num_decodes if captures else 0)
-    assert told.num_split_decodes == (0 if captures else num_decodes) + 2
+    # 4 and 8 rows, one lag or two, and two steps whose communication is timed.
+    num_decodes = [n * (1 + NUM_TRIED_STEPS) for n in (3, 4)]
+    replayed, eager = told.num_replayed, told.num_split_decodes - 2
+    assert (replayed if captures else eager) in num_decodes
+    assert (eager if captures else replayed) == 0
