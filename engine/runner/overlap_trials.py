@@ -1,7 +1,7 @@
 """Measures on a warm, idle executor whether two batches are faster, and how far the second lags.
 
-    lag          the usual one, or what the share of communication in a decode step asks for, if that
-                 is faster; simulated, it is not (load_tests/results/two_batches_simulated.md)
+    lag          the usual one, or what the share of communication asks for if that is faster (in
+                 simulation it is not, load_tests/results/two_batches_simulated.md)
     thresholds   per size: ten steps whole, ten as two batches (`OverlapTuner` keeps gains over 5 %)
 
 Every rank runs the same steps and goes by the times of the first, so that all split the same steps

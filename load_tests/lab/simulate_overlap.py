@@ -58,16 +58,18 @@ class Link:
     num_ranks: int
     bytes_s: float
     latency_s: float = 20e-6
-    # A token goes once to each rank that has experts of it, or once for each of its experts.
-    sends_by_rank: bool = True
+    # A token goes once to each place that has experts of it: a rank, or a host, whose ranks share
+    # it over NVLink. None = once for each of its experts.
+    num_places: int | None
+    max_places: int = 8  # of a token; routing limited to groups goes to few hosts
 
 
 # DeepEP's published rates on H800 (docs/legacy.md): normal kernels of 8 ranks over NVLink and of
 # 64 over RDMA, low-latency kernels of 64; and NCCL between two H200s, measured for this project.
-NVLINK = Link(name="8 ranks, NVLink 155 GB/s", num_ranks=8, bytes_s=155e9)
-FAST = Link(name="8 ranks, NVLink 394 GB/s", num_ranks=8, bytes_s=394e9)
-RDMA = Link(name="72 ranks, RDMA 50 GB/s", num_ranks=72, bytes_s=50e9)
-LOW_LATENCY = replace(RDMA, name="72 ranks, RDMA 45 GB/s", bytes_s=45e9, sends_by_rank=False)
+NVLINK = Link(name="8 ranks, NVLink 155 GB/s", num_ranks=8, bytes_s=155e9, num_places=8)
+FAST = Link(name="8 ranks, NVLink 394 GB/s", num_ranks=8, bytes_s=394e9, num_places=8)
+RDMA = Link(name="72 ranks, RDMA 50 GB/s", num_ranks=72, bytes_s=50e9, num_places=9, max_places=4)
+LOW_LATENCY = replace(RDMA, name="72 ranks, RDMA 45 GB/s", bytes_s=45e9, num_places=None)
 LINKS = {True: (NVLINK, FAST, LOW_LATENCY), False: (NVLINK, FAST, RDMA)}  # decode -> links
 
 
@@ -143,9 +145,12 @@ class Costs:
         return self._sent(num_tokens, 2)
 
     def _sent(self, num_tokens: float, element_bytes: int) -> float:
-        num_ranks, k = self._link.num_ranks, self._model.num_active
-        copies = num_ranks * (1 - (1 - 1 / num_ranks) ** k) if self._link.sends_by_rank else k
-        remote = copies * (num_ranks - 1) / num_ranks
+        link, k = self._link, self._model.num_active
+        places = link.num_ranks if link.num_places is None else link.num_places
+        copies = float(k)
+        if link.num_places is not None:
+            copies = min(places * (1 - (1 - 1 / places) ** k), link.max_places)
+        remote = copies * (places - 1) / places
         sent = num_tokens * remote * self._model.hidden * element_bytes
         return self._link.latency_s + sent / self._link.bytes_s
 
