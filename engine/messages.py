@@ -363,6 +363,16 @@ class HandoffTotals(msgspec.Struct, frozen=True, kw_only=True):
     num_failures: int  # handoffs that were retried or given up
 
 
+class ExpertTotals(msgspec.Struct, frozen=True, kw_only=True):
+    """How many tokens each expert of a worker's model got; an entry for each layer with experts."""
+
+    layers: tuple[int, ...]  # indices among all layers
+    counts: tuple[tuple[int, ...], ...]  # tokens of each expert, since the worker started
+    # Of late: the fullest expert's over the mean; of the ranks likewise where each has whole ones.
+    expert_imbalance: tuple[float, ...]
+    rank_imbalance: tuple[float, ...] = ()
+
+
 class StepMessage(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that one step produced for one ingress."""
 
@@ -374,6 +384,7 @@ class StepMessage(msgspec.Struct, frozen=True, kw_only=True):
     failures: list[FailureRecord] = []
     joined: list[RequestKey] = []  # requests whose KV has arrived here; sent before their tokens
     handoffs: HandoffTotals | None = None  # from time to time, from a worker that sends KV
+    experts: ExpertTotals | None = None  # likewise, from one that counts them
 
 
 # ---- supervisor <-> everybody -------------------------------------------------------------------

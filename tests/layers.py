@@ -62,7 +62,13 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     # -- engine: drafts, the parts without tensors
     "engine.speculation.acceptance": (),
     "engine.speculation.ngram": (),
-    "engine.speculation.controller": ("engine.cost_model",),
+    "engine.speculation.rules": (),
+    "engine.speculation.gates": ("engine.speculation.rules",),
+    "engine.speculation.controller": (
+        "engine.cost_model",
+        "engine.speculation.gates",
+        "engine.speculation.rules",
+    ),
     "engine.speculation.drafter": (
         "engine.cost_model",
         "engine.request",

@@ -22,6 +22,7 @@ from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+from actors.observability.expert_metrics import ExpertMetrics
 from actors.observability.recent_ttft import RecentTtft
 from actors.observability.request_times import Stage
 from actors.routing.worker_links import WorkerLink
@@ -130,6 +131,8 @@ class WorkerMetrics:
         self._step_sizes = StepSizes(self._label)
         registry.register(self.totals)
         registry.register(self._step_sizes)
+        self._experts = ExpertMetrics(self._label)
+        registry.register(self._experts)
         self._cache_labels = {
             "block_size": str(cache.block_size),
             "enable_prefix_caching": str(cache.enable_prefix_caching),
@@ -168,10 +171,13 @@ class WorkerMetrics:
             gauge.clear()
         self.totals.clear()
         self._step_sizes.clear()
+        self._experts.clear()
         for link in links:
             labels = self._label | {"worker": link.name, "role": link.role}
             load = link.load
             self._up.labels(**labels).set(int(link.is_up))
+            if link.experts is not None:
+                self._experts.show(link.name, link.role, link.experts)
             if load is not None:
                 self._running.labels(**labels).set(load.num_running)
                 self._waiting.labels(**labels).set(load.num_waiting)

@@ -16,6 +16,7 @@ steps'. Which waits for which:
 Knows no owners of blocks and no hashes.
 """
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -97,6 +98,8 @@ class CudaMover:
         self._blocks = _bytes_of(store)
         with torch.cuda.device(store.device):
             _lock_pages(arena)
+            # Else the next mapping at this address could not be locked.
+            weakref.finalize(self, _unlock_pages, arena.data_ptr()).atexit = False
             self._saves = torch.cuda.Stream()
             self._loads = torch.cuda.Stream()
 
@@ -139,7 +142,7 @@ def _bytes_of(store: KvStore) -> Tensor:
 
 
 def _lock_pages(arena: Tensor) -> None:
-    """Lets the GPU copy from and to the arena by itself; until the process ends."""
+    """Lets the GPU copy from and to the arena by itself. Raises ConfigError."""
     num_bytes = arena.numel() * arena.element_size()
     status = torch.cuda.cudart().cudaHostRegister(arena.data_ptr(), num_bytes, 0)
     if int(status) != 0:
@@ -147,3 +150,8 @@ def _lock_pages(arena: Tensor) -> None:
             f"{KEY}: CUDA cannot lock {num_bytes / 2**30:.1f} GiB of host memory ({status}); lower"
             " it"
         )
+
+
+def _unlock_pages(address: int) -> None:
+    """While the memory is still mapped."""
+    torch.cuda.cudart().cudaHostUnregister(address)
