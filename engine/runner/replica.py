@@ -184,6 +184,9 @@ class Replica:
             sends_blocks=self._sends_blocks,
             comm=self._comm,
         )
+        min_exchanged = self._config.workers.expert_exchange_min_tokens
+        if min_exchanged is not None and self._model.can_exchange:
+            executor.exchange_tokens(min_exchanged)
         if self._config.speculation.drafter != "none":
             executor.allow_drafts(self._config.speculation.max_drafts)
         if self._overlaps:
@@ -286,7 +289,7 @@ class Replica:
             source=WeightSource(
                 is_random=model.weights == "random",
                 quantization=model.quantization,
-                is_expert_parallel=self._config.workers.expert_parallel,
+                sharing=self._config.workers.expert_sharing,
             ),
             is_deterministic=model.deterministic,
             rank=self._comm.rank,

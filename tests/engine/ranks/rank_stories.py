@@ -35,7 +35,8 @@ from tests.harness.in_process import start_engine
 NUM_TRIED_STEPS = 2
 EVERY_STEP = OverlapRule(min_prompt_tokens=2, min_decode_rows=2)
 DRAWN = SamplingParams(max_tokens=64, temperature=1.2, top_p=0.9, seed=5, ignore_eos=True)
-EXPERT_PARALLEL = WeightSource(is_expert_parallel=True)
+EXCHANGED = WeightSource(sharing="exchanged")
+EXPERT_PARALLEL = WeightSource(sharing="experts")
 SCORED = msgspec.structs.replace(GREEDY, prompt_logprobs=3, logprobs=2)
 
 
@@ -52,6 +53,8 @@ def tell(
     with planted(fault), snapped_mixtures(), skips:
         model, attention = build_exact(folder, comm.rank, captures=captures, source=source)
         driver = StepDriver(model, seed=1, phased=attention, comm=comm)
+        if model.can_exchange:
+            driver.executor.exchange_tokens(2)
         if overlaps:
             driver.executor.overlap_two_batches(EVERY_STEP, threshold=0.48)
         if captures:
@@ -135,6 +138,8 @@ def logits_of(
     device = torch.device("cpu")
     model = build_model(folder, dtype=torch.float32, device=device, rank=comm.rank, source=source)
     driver = StepDriver(model, seed=2, comm=comm)
+    if model.can_exchange:
+        driver.executor.exchange_tokens(1)
     driver.admit(0, token_ids)
     return driver.logits_in_chunks(0, 7)
 
