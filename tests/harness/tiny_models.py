@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.deepseek_v2 import DeepseekV2Config
 from transformers.models.deepseek_v3 import DeepseekV3Config
+from transformers.models.gemma2 import Gemma2Config
 from transformers.models.gemma3 import Gemma3TextConfig
 from transformers.models.gpt_oss import GptOssConfig
 from transformers.models.llama import LlamaConfig
@@ -30,6 +31,7 @@ CONFIG_CLASSES = {
     "DeepseekV2ForCausalLM": DeepseekV2Config,
     "DeepseekV3ForCausalLM": DeepseekV3Config,
     "GptOssForCausalLM": GptOssConfig,
+    "Gemma2ForCausalLM": Gemma2Config,
     "Gemma3ForCausalLM": Gemma3TextConfig,
 }
 # Sizes of small mixtures; odd, as all of these.
@@ -115,6 +117,14 @@ FAMILIES: dict[str, dict[str, object]] = {
             "beta_slow": 2.0,
             "truncate": False,
         },
+    },
+    "Gemma2ForCausalLM": {
+        "num_hidden_layers": 3,
+        "sliding_window": 6,
+        "query_pre_attn_scalar": 24,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0,
+        "tie_word_embeddings": True,
     },
     "Gemma3ForCausalLM": {
         "num_hidden_layers": 3,
