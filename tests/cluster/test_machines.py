@@ -244,6 +244,6 @@ def test_an_application_over_machines_whose_clocks_differ(
         seen_s = float(system.cluster.run(machine, "python3 -c 'import time; print(time.time())'"))
         assert abs(seen_s - time.time() - shifts_s.get(machine.name, 0)) < 30, machine.name
     what = "there are two doors: the head, and the machine with the replica of the ingress"
-    wait_until(lambda: len(system.doors()) == 2, what, 60)
+    wait_until(lambda: len(system.doors()) == 2, what, 180)
     for _ in range(3):
         assert_answers_are_right(system.doors())
