@@ -77,9 +77,9 @@ class CapturedSteps:
 
     def _decode(self, buffers: StepBuffers, size: GraphSize, ctx: ForwardContext) -> GraphOutput:
         """One token for each of the first rows of `buffers`."""
-        hidden = self._model.forward(self._ids(buffers, size), ctx).hidden
-        logits = self._model.logits(hidden, ctx.comm)
-        return self._output(buffers, size, logits, None)
+        result = self._model.forward(self._ids(buffers, size), ctx)
+        logits = self._model.logits(result.hidden, ctx.comm)
+        return self._output(buffers, size, logits, None, result.exported)
 
     def _prompt(self, buffers: StepBuffers, size: GraphSize, ctx: ForwardContext) -> GraphOutput:
         """Any number of tokens for each of the first rows of `buffers`; one line of logits each."""
@@ -90,17 +90,26 @@ class CapturedSteps:
         if size.span_tokens is not None and is_finite is not None:
             # The padding before each row has no slot; its values do not matter.
             is_finite = is_finite | (ctx.slots < 0)
-        return self._output(buffers, size, logits, is_finite)
+        return self._output(buffers, size, logits, is_finite, result.exported)
 
     def _output(
-        self, buffers: StepBuffers, size: GraphSize, logits: Tensor, is_finite_token: Tensor | None
+        self,
+        buffers: StepBuffers,
+        size: GraphSize,
+        logits: Tensor,
+        is_finite_token: Tensor | None,
+        exported: Tensor | None,
     ) -> GraphOutput:
         """Store each line's best token as its row's newest; a different choice overwrites it."""
         choice = greedy(logits)
         rows = buffers.on_device("sampled_rows", size.num_rows)
         drawn = keep_last_tokens(choice.token_ids, choice.is_finite, rows, self._last_tokens)
         return GraphOutput(
-            logits=logits, greedy=choice, drawn=drawn, is_finite_token=is_finite_token
+            logits=logits,
+            greedy=choice,
+            drawn=drawn,
+            is_finite_token=is_finite_token,
+            exported=exported,
         )
 
     def _ids(self, buffers: StepBuffers, size: GraphSize) -> Tensor:
