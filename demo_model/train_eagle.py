@@ -1,11 +1,11 @@
-"""Train an EAGLE-3 head for the demonstration model, on text that the model itself samples.
+"""Train an EAGLE-3 head for the demonstration model, on its training text and on its own.
 
-    python demo_model/train_eagle.py --out laps-demo-eagle3 --minutes 8
+    python demo_model/train_eagle.py --out laps-demo-eagle3 --minutes 16
 
-writes a folder in the public format, for ``speculation.drafter: eagle3``. Half of the time samples
-answers of the target (temperatures 0, 0.7 and 1) to beginnings of its training files, the other
-half trains. The head unrolls several guesses, each from its own hidden states ("training-time
-test"), against the target's distribution. A CPU is enough.
+writes a folder in the public format, for ``speculation.drafter: eagle3``. A quarter of the time
+samples answers of the target (temperatures 0, 0.7 and 1) to pieces of its training files; the rest
+trains on batches of which half are such answers. The head unrolls several guesses, each from its
+own hidden states ("training-time test"), against the target's distribution. A CPU is enough.
 """
 
 from __future__ import annotations
@@ -32,24 +32,21 @@ TARGET = Path(__file__).resolve().parent / "laps-demo"
 # The layers whose outputs the head reads, as published configurations count them.
 LAYERS = (1, 3, 4)
 DRAFT_VOCAB_SIZE = 2048
+NUM_FILES = 300
 PROMPT_TOKENS, ANSWER_TOKENS, BATCH = 64, 128, 8
-NUM_GUESSES, LATER_WEIGHT = 4, 0.8  # unrolled; of each guess over that of the one before
+NUM_GUESSES, LATER_WEIGHT = 3, 0.8  # unrolled; of each guess over that of the one before
 RATE = 2e-3
 
 
-def read_prompts(stdlib: Path, num_prompts: int, seed: int) -> Tensor:
-    """[num_prompts, PROMPT_TOKENS]  pieces of training files."""
+def read_text(stdlib: Path, seed: int) -> Tensor:
+    """[N, PROMPT_TOKENS + ANSWER_TOKENS]  pieces of training files, in random order."""
     tokenizer = Tokenizer.from_file(str(TARGET / "tokenizer.json"))
-    draw = random.Random(seed)
-    texts = [d.text for d in read_documents(stdlib) if not is_held_out(d.path)]
-    found: list[list[int]] = []
-    while len(found) < num_prompts:
-        text = draw.choice(texts)
-        start = draw.randrange(max(1, len(text) - 600))
-        ids = tokenizer.encode(text[start : start + 600], add_special_tokens=False).ids
-        if len(ids) >= PROMPT_TOKENS:
-            found.append(ids[:PROMPT_TOKENS])
-    return torch.tensor(found)
+    files = [d.text for d in read_documents(stdlib) if not is_held_out(d.path)]
+    files = random.Random(seed).sample(files, min(NUM_FILES, len(files)))
+    length = PROMPT_TOKENS + ANSWER_TOKENS
+    ids = [i for e in tokenizer.encode_batch(files, add_special_tokens=False) for i in e.ids]
+    pieces = torch.tensor(ids[: len(ids) // length * length]).view(-1, length)
+    return pieces[torch.randperm(len(pieces), generator=torch.Generator().manual_seed(seed))]
 
 
 @torch.inference_mode()
@@ -69,22 +66,22 @@ def sample_answers(target: PreTrainedModel, prompts: Tensor, temperature: float)
     return made
 
 
-def sample_texts(target: PreTrainedModel, stdlib: Path, seconds: float, seed: int) -> list[Tensor]:
-    """Batches of the target's own text; ends after `seconds`."""
-    prompts = read_prompts(stdlib, 8192, seed).split(256)
+def sample_texts(target: PreTrainedModel, text: Tensor, seconds: float) -> Tensor:
+    """[N, PROMPT_TOKENS + ANSWER_TOKENS]  the target's answers to pieces of `text`."""
     until, batches = time.monotonic() + seconds, []
-    for number, batch in enumerate(prompts):
+    for number, batch in enumerate(text[:, :PROMPT_TOKENS].split(64)):
         batches.append(sample_answers(target, batch, (0.0, 0.7, 1.0)[number % 3]))
         if time.monotonic() > until:
             break
-    print(f"{sum(b.numel() for b in batches):,} tokens sampled", flush=True)
-    return batches
+    answers = torch.cat(batches)
+    print(f"{answers.numel():,} tokens sampled", flush=True)
+    return answers
 
 
-def new_head(target: PreTrainedModel, texts: Tensor) -> EagleHead:
-    """An untrained head whose vocabulary is what is most frequent in `texts`."""
+def new_head(target: PreTrainedModel, text: Tensor) -> EagleHead:
+    """An untrained head whose vocabulary is what is most frequent in `text`."""
     config = target.config
-    counts = texts.flatten().bincount(minlength=config.vocab_size)
+    counts = text.flatten().bincount(minlength=config.vocab_size)
     ids = counts.topk(DRAFT_VOCAB_SIZE).indices.sort().values
     print(f"{counts[ids].sum() / counts.sum():.2%} of the tokens are in the head's vocabulary")
     head = EagleHead(
@@ -196,15 +193,20 @@ def batch_loss(head: EagleHead, target: PreTrainedModel, ids: Tensor) -> tuple[T
 
 
 def train(
-    head: EagleHead, target: PreTrainedModel, texts: Tensor, seconds: float, steps: int | None
+    head: EagleHead,
+    target: PreTrainedModel,
+    sources: list[Tensor],
+    seconds: float,
+    steps: int | None,
 ) -> None:
+    """Train in place; every source [N, T] has the same share of a batch."""
     optimizers = new_optimizers(head, Recipe(RATE, dropout=0.0, weight_decay=0.01))
     started, step, progress = time.monotonic(), 0, 0.0
     while progress < 1.0:
         for optimizer in optimizers:
             optimizer.param_groups[0]["lr"] = RATE * rate_at(progress)
-        rows = torch.randint(len(texts), (BATCH,))
-        loss, shares = batch_loss(head, target, texts[rows])
+        rows = [s[torch.randint(len(s), (BATCH // len(sources),))] for s in sources]
+        loss, shares = batch_loss(head, target, torch.cat(rows))
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(head.parameters(), 0.5)
         for optimizer in optimizers:
@@ -213,7 +215,7 @@ def train(
         step += 1
         done_s = time.monotonic() - started
         progress = step / steps if steps else done_s / seconds
-        if step % 50 == 0:
+        if step % 25 == 0:
             print(f"{progress:4.0%} step {step} loss {loss.item():.3f} right "
                   + " ".join(f"{share:.3f}" for share in shares), flush=True)  # fmt: skip
 
@@ -222,17 +224,17 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="folder to write to")
     parser.add_argument("--minutes", type=float, default=8.0)
-    parser.add_argument("--steps", type=int, help="steps of training, instead of half the minutes")
+    parser.add_argument("--steps", type=int, help="steps of training, instead of minutes")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--stdlib", type=Path, default=Path(sysconfig.get_paths()["stdlib"]))
     args = parser.parse_args(argv)
     torch.manual_seed(args.seed)
     target = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval()
     target.requires_grad_(False)
-    seconds = 30 * args.minutes
-    texts = torch.cat(sample_texts(target, args.stdlib, seconds, args.seed))
-    head = new_head(target, texts)
-    train(head, target, texts, seconds, args.steps)
+    text = read_text(args.stdlib, args.seed)
+    answers = sample_texts(target, text, 15 * args.minutes)
+    head = new_head(target, text)
+    train(head, target, [text, answers], 45 * args.minutes, args.steps)
     head.save(args.out, torch.bfloat16)
 
 
