@@ -63,7 +63,13 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     # -- engine: drafts, the parts without tensors
     "engine.speculation.acceptance": (),
     "engine.speculation.ngram": (),
-    "engine.speculation.controller": ("engine.cost_model",),
+    "engine.speculation.rules": (),
+    "engine.speculation.gates": ("engine.speculation.rules",),
+    "engine.speculation.controller": (
+        "engine.cost_model",
+        "engine.speculation.gates",
+        "engine.speculation.rules",
+    ),
     "engine.speculation.drafter": (
         "engine.cost_model",
         "engine.request",
@@ -244,6 +250,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
         "engine.sampling",
         "load_tests.lab",
         "load_tests.testbed.channel_ends",
+        "load_tests.testbed.local_handoff",
         "load_tests.testbed.quantised_folders",
     ),
     "transformers": (

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.errors import ConfigError
 from engine.layers.attention import (
     Attention,
     ProjectedTokens,
@@ -45,6 +46,7 @@ from engine.models.spec import Activation, ModelSpec
 from engine.models.weights import LayerWeights, ModelWeights
 from engine.ranks.rank import WHOLE_MODEL, Rank
 from kernels.attention.latent import LatentShape
+from kernels.attention.masks import MaskFunction
 from kernels.attention.protocol import AttentionShape
 from kernels.ops import HeadNorms, Ops
 
@@ -343,13 +345,17 @@ class OutputNormLayer(DecoderLayer):
         flow.x = self._mlp_output_norm(flow.x)
 
 
-def attention_shape(spec: ModelSpec, num_feature_layers: int = 0) -> AttentionShape | LatentShape:
+def attention_shape(
+    spec: ModelSpec, mask_function: MaskFunction | None = None, *, num_feature_layers: int = 0
+) -> AttentionShape | LatentShape:
     """What an attention backend has to compute; spec: of one rank.
 
     num_feature_layers: of the store's layout. No attention runs there, but they count when a
-    backend finds a block of a layer.
+    backend finds a block of a layer. Raises ConfigError for a mask function and latent attention.
     """
     if spec.latent is not None:
+        if mask_function is not None:
+            raise ConfigError("model.attention.mask: latent attention has none; leave it out")
         shape = latent_shape(spec, spec.latent)
         return replace(shape, num_layers=shape.num_layers + num_feature_layers)
     return AttentionShape(
@@ -359,6 +365,7 @@ def attention_shape(spec: ModelSpec, num_feature_layers: int = 0) -> AttentionSh
         layer_windows=spec.layer_windows + spec.layer_windows[-1:] * num_feature_layers,
         query_scale=spec.query_scale,
         has_sinks=spec.has_sinks,
+        mask_function=mask_function,
     )
 
 

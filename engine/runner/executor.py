@@ -22,6 +22,7 @@ from engine.models.llama import CausalLM, ForwardResult
 from engine.plan import StepPlan
 from engine.runner.captured_steps import CapturedSteps
 from engine.runner.decode_run import DecodeInputs, DecodeRun
+from engine.runner.expert_load import ExpertLoads
 from engine.runner.exports import ExportKeeper
 from engine.runner.graph_sizes import GraphSize, PromptSizes, decode_sizes
 from engine.runner.graphs import (
@@ -116,6 +117,7 @@ class Executor:
         self._prompt_steps: PromptStepCounter | None = None
         self._two_batches: TwoBatches | None = None
         self._keeper: ExportKeeper | None = None
+        self.expert_loads: ExpertLoads | None = None  # told of every step; None = not counted
 
     def keep_exports(self, keeper: ExportKeeper) -> None:
         """From now on `keeper` gets what the model exports in each step."""
@@ -201,6 +203,8 @@ class Executor:
             if self._sends_blocks:
                 written = digest_written(plan, self._rows.blocks, self.kv_store)
                 left = replace(left, written=written)
+            if self.expert_loads is not None:
+                self.expert_loads.on_step()
             return PendingStep(plan, computed.batch, self._slots, slot, left)
 
     def forward_logits(self, plan: StepPlan) -> Tensor:
