@@ -7,7 +7,7 @@ import pytest
 from configs.load import load_config
 from engine.request import SamplingParams
 from load_tests.testbed.local_handoff import LocalPair
-from tests.engine.speculation.test_eagle_head import save_head
+from tests.engine.speculation.eagle_heads import save_head
 from tests.harness.in_process import answer, start_engine
 from tests.harness.tiny_models import VOCAB_SIZE, save_model
 
@@ -18,7 +18,7 @@ SEED = random.SystemRandom().randrange(10**6)
 def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
     target, head = tmp_path_factory.mktemp("target"), tmp_path_factory.mktemp("head")
     save_model(target, seed=SEED, num_hidden_layers=4)
-    save_head(head)
+    save_head(head, seed=SEED)
     return {
         "model.path": str(target),
         "cache.num_blocks": 64,

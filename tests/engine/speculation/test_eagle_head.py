@@ -2,20 +2,24 @@
 
 import json
 import random
-from functools import lru_cache
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from demo_model.eagle_head import EagleHead
 from engine.build import Engine
 from engine.errors import ConfigError
-from engine.request import Request, SamplingParams
-from engine.speculation.feature_drafter import FeatureDrafter
+from engine.request import SamplingParams
 from kernels.reference import TorchOps
+from tests.engine.speculation.eagle_heads import (
+    HEAD,
+    NUM_LAYERS,
+    greedy_drafts,
+    record_proposals,
+    save_head,
+)
 from tests.engine.speculation.guessed_engines import (
     Asked,
     assert_same,
@@ -27,39 +31,6 @@ from tests.engine.speculation.guessed_engines import (
 from tests.harness.tiny_models import VOCAB_SIZE, edit_config, save_model
 
 SEED = random.SystemRandom().randrange(10**6)
-DRAFT_VOCAB_SIZE = 90
-HEAD = {
-    "architectures": ["LlamaForCausalLMEagle3"],
-    "model_type": "llama",
-    "vocab_size": VOCAB_SIZE,
-    "draft_vocab_size": DRAFT_VOCAB_SIZE,
-    "hidden_size": 64,
-    "intermediate_size": 72,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 3,
-    "head_dim": 10,
-    "max_position_embeddings": 48,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 5000.0,
-    "tie_word_embeddings": False,
-    "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2], "use_aux_hidden_state": True},
-}
-NUM_LAYERS = 4
-
-
-def save_head(folder: Path, **settings: object) -> EagleHead:
-    """A head with random weights in the public format."""
-    torch.manual_seed(SEED)
-    head = EagleHead({**HEAD, **settings})
-    with torch.no_grad():
-        for name, parameter in head.named_parameters():
-            if "norm" in name:
-                parameter.add_(0.3 * torch.randn(parameter.shape))
-    ids = torch.randperm(VOCAB_SIZE)[:DRAFT_VOCAB_SIZE].sort().values
-    head.d2t.copy_(ids - torch.arange(DRAFT_VOCAB_SIZE))
-    head.save(folder, torch.float32)
-    return head
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +38,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A target with ordinary weights, and a head of it."""
     target, head = tmp_path_factory.mktemp("target"), tmp_path_factory.mktemp("head")
     save_model(target, seed=SEED, num_hidden_layers=NUM_LAYERS)
-    save_head(head)
+    save_head(head, seed=SEED)
     return target, head
 
 
@@ -89,57 +60,12 @@ def start(target: Path, head: Path, *, exact: bool = False, **overrides: object)
     return start_exact(target, ops=None if exact else TorchOps(), **{**drafts, **overrides})
 
 
-class _Recorded(FeatureDrafter):
-    """Notes what was proposed for which tokens."""
-
-    def propose(self, asked: list[tuple[Request, int]]) -> list[list[int]]:
-        found = super().propose(asked)
-        self.proposals += [
-            (list(request.tokens), drafts)
-            for (request, _), drafts in zip(asked, found, strict=True)
-        ]
-        return found
-
-
-def _record(engine: Engine) -> list[tuple[list[int], list[int]]]:
-    drafter = engine.core.scheduler.drafting.drafter
-    assert type(drafter) is FeatureDrafter
-    drafter.__class__ = _Recorded
-    drafter.proposals = []
-    return drafter.proposals
-
-
-@lru_cache(maxsize=1)
-def _transformers(folder: Path) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(
-        folder, attn_implementation="eager", dtype=torch.float32
-    ).eval()
-
-
-@torch.inference_mode()
-def _oracle(target: Path, head: EagleHead, tokens: list[int], num_drafts: int) -> list[int]:
-    """Greedy drafts, each from the whole text, with the head's own states where none is true."""
-    model = _transformers(target)
-    known = torch.tensor([tokens])
-    streams = model(known[:, :-1], output_hidden_states=True).hidden_states
-    entering = torch.cat([streams[layer] for layer in (1, 2, 3)], dim=-1)
-    features = head.features(entering)
-    drafts: list[int] = []
-    for _ in range(num_drafts):
-        following = torch.tensor([[*tokens[1:], *drafts]])
-        states = head(features, model.get_input_embeddings()(following))
-        best = int(head.logits(states[0, -1]).argmax())
-        drafts.append(int(head.target_ids[best]))
-        features = torch.cat([features, states[:, -1:]], dim=1)
-    return drafts
-
-
 def test_greedy_drafts_are_those_of_an_independent_head(folders: tuple[Path, Path]) -> None:
     """In chunks, from a cached prefix, after accepted and rejected drafts, of several rows."""
     target, folder = folders
     head = EagleHead.load(folder)
     engine = start(target, folder)
-    proposals = _record(engine)
+    proposals = record_proposals(engine)
     draw = random.Random(SEED)
     shared = draw.choices(range(3, VOCAB_SIZE), k=18)
     params = SamplingParams(max_tokens=9, temperature=0.0, ignore_eos=True)
@@ -149,7 +75,7 @@ def test_greedy_drafts_are_those_of_an_independent_head(folders: tuple[Path, Pat
     print("seed", SEED)
     assert len(proposals) > 20
     for tokens, drafts in proposals[::3]:
-        assert drafts == _oracle(target, head, tokens, len(drafts)), tokens
+        assert drafts == greedy_drafts(target, head, tokens, len(drafts)), tokens
 
 
 @pytest.fixture(scope="module")
@@ -224,7 +150,7 @@ def test_heads_that_do_not_fit(
     folders: tuple[Path, Path], tmp_path: Path, settings: dict[str, object], problem: str
 ) -> None:
     target, _ = folders
-    save_head(tmp_path)
+    save_head(tmp_path, seed=SEED)
     edit_config(tmp_path, **settings)
     with pytest.raises(ConfigError, match=problem):
         start(target, tmp_path)
@@ -233,7 +159,7 @@ def test_heads_that_do_not_fit(
 @pytest.mark.parametrize("fault", ["missing", "unknown", "map", "pickled"])
 def test_weights_that_do_not_fit(folders: tuple[Path, Path], tmp_path: Path, fault: str) -> None:
     target, _ = folders
-    save_head(tmp_path)
+    save_head(tmp_path, seed=SEED)
     path = tmp_path / "model.safetensors"
     tensors = load_file(path)
     if fault == "missing":
@@ -267,8 +193,8 @@ def test_a_head_without_a_map_has_the_whole_vocabulary(
     del config["draft_vocab_size"]
     (tmp_path / "config.json").write_text(json.dumps(config))
     engine = start(target, tmp_path)
-    proposals = _record(engine)
+    proposals = record_proposals(engine)
     params = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
     run(engine, [([7, 8, 9, 10, 11], params)])
     tokens, drafts = proposals[0]
-    assert drafts == _oracle(target, head, tokens, len(drafts))
+    assert drafts == greedy_drafts(target, head, tokens, len(drafts))
