@@ -362,6 +362,11 @@ def _speculation_contradiction(config: AppConfig) -> str | None:
             f"speculation.drafter: {asked.drafter} on a GPU needs cache.num_blocks, because the"
             " memory of what drafts is not measured; set it, or set ngram"
         )
+    if asked.drafter == "eagle3" and config.execution.dual_stream_token_threshold:
+        return (
+            "execution.dual_stream_token_threshold: steps of two streams keep no hidden states for"
+            " speculation.drafter eagle3; set it to 0, or another drafter"
+        )
     return None
 
 

@@ -512,7 +512,9 @@ def _drafting_replica(
         config,
         model=own,
         cache=msgspec.structs.replace(config.cache, num_blocks=num_blocks),
-        execution=msgspec.structs.replace(config.execution, expert_load_steps=0),
+        execution=msgspec.structs.replace(
+            config.execution, expert_load_steps=0, dual_stream_token_threshold=0
+        ),
         speculation=SpeculationConfig(),
     )
     layout = spec.kv_layout(block_size=block_size, dtype=target.layout.dtype)

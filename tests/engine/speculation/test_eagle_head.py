@@ -8,6 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from configs.errors import ConfigFileError
+from configs.load import load_config
 from demo_model.eagle_head import EagleHead
 from engine.build import Engine
 from engine.errors import ConfigError
@@ -154,6 +156,21 @@ def test_heads_that_do_not_fit(
     edit_config(tmp_path, **settings)
     with pytest.raises(ConfigError, match=problem):
         start(target, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"workers.tensor_parallel_size": 2}, "not split over ranks"),
+        ({"model.device": "cuda"}, "needs cache.num_blocks"),
+        ({"execution.dual_stream_token_threshold": 64}, "two streams keep no hidden states"),
+        ({"speculation.model_path": None}, "needs the folder"),
+    ],
+)
+def test_settings_that_a_head_does_not_go_with(settings: dict[str, object], problem: str) -> None:
+    drafts = {"speculation.drafter": "eagle3", "speculation.model_path": "x"}
+    with pytest.raises(ConfigFileError, match=problem):
+        load_config(None, {**drafts, **settings})
 
 
 @pytest.mark.parametrize("fault", ["missing", "unknown", "map", "pickled"])
