@@ -250,6 +250,7 @@ class _Measured:
     limits: Limits
     calibration: Calibration | None
     graph_token_sizes: tuple[int, ...]
+    verify_token_sizes: tuple[int, ...]
     sizes: StepSizes
 
 
@@ -296,6 +297,7 @@ def _build_measured(
         limits=limits,
         calibration=calibration,
         graph_token_sizes=replica.graph_token_sizes,
+        verify_token_sizes=replica.verify_token_sizes,
         sizes=sizes,
     )
 
@@ -386,7 +388,9 @@ def _build_drafting(
         drafter = _build_draft_model(config, asked.model_path, spec, measured, grammars, clock)
     else:
         drafter = RequestNgrams(NgramRules(max_corpus_tokens=asked.max_corpus_tokens))
-    return Drafting(drafter, build_policy(asked), holds=holds)
+    return Drafting(
+        drafter, build_policy(asked), holds=holds, graph_tokens=measured.verify_token_sizes
+    )
 
 
 def _build_draft_model(

@@ -10,10 +10,11 @@ import gc
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from configs.schema import AppConfig, LapsConfig
+from configs.schema import AppConfig, LapsConfig, SpeculationConfig
 from engine.errors import ConfigError
 from engine.kv.layout import KvDtype, KvLayout
 from engine.layers.context import SINGLE_RANK, Comm
@@ -23,7 +24,7 @@ from engine.models.spec import ModelSpec
 from engine.ranks.agreement import least, meet
 from engine.runner.auto import CPU_BLOCKS, StepSizes
 from engine.runner.executor import Executor
-from engine.runner.graph_sizes import PromptSizes, ragged_sizes
+from engine.runner.graph_sizes import GraphSize, PromptSizes, ragged_sizes, verify_sizes
 from engine.runner.graphs import CudaRecorder
 from engine.runner.grid_sizes import grid_sizes
 from engine.runner.overlap_rule import build_rule, layer_costs
@@ -34,6 +35,7 @@ from engine.sampling.sampled import RowSampler
 from engine.sampling.sampler import Sampler
 from kernels.attention.phased import Phases
 from kernels.attention.select import AttentionNames, BackendUnavailable, build_attention
+from kernels.attention.select_verify import add_verification
 from kernels.device import device_properties
 
 
@@ -112,6 +114,9 @@ class Replica:
         self._prompt_sizes = build_prompt_sizes(
             config.laps, sizes, attention, uses_graphs=self._uses_graphs
         )
+        self._verify_sizes = build_verify_sizes(
+            config.speculation, sizes, attention, uses_graphs=self._uses_graphs
+        )
         self._model = self._load_model() if model is None else model
 
     def build_executor(self) -> Executor:
@@ -126,6 +131,11 @@ class Replica:
     def graph_token_sizes(self) -> tuple[int, ...]:
         """Sizes in tokens of prompt steps without padding, ascending; () = no size is preferred."""
         return () if self._prompt_sizes is None else self._prompt_sizes.graph_token_sizes
+
+    @property
+    def verify_token_sizes(self) -> tuple[int, ...]:
+        """Sizes in tokens that steps with drafts are padded to, ascending; () = none is."""
+        return tuple(size.num_tokens for size in self._verify_sizes)
 
     @property
     def max_row_tokens(self) -> int:
@@ -180,7 +190,9 @@ class Replica:
         )
         if self._uses_graphs:
             recorder = CudaRecorder(has_watchdog=self._comm.rank.size > 1)
-            executor.capture_graphs(recorder, logger.info, prompts=self._prompt_sizes)
+            executor.capture_graphs(
+                recorder, logger.info, prompts=self._prompt_sizes, verify=self._verify_sizes
+            )
         return executor
 
     def _overlap_two_batches(self, executor: Executor) -> None:
@@ -212,15 +224,20 @@ class Replica:
     def _build_attention(self) -> Phases:
         """Raises ConfigError if a backend is missing or does not support this model."""
         names, spec = self._config.model.attention, self._spec
+        asked = self._config.speculation
+        chosen = AttentionNames(prefill=names.prefill, decode=names.decode)
+        shape = attention_shape(spec)
+        given: dict[str, Any] = {
+            "block_size": self._layout.block_size,
+            "dtype": DTYPES[self._layout.dtype],
+            "device": self._device,
+            "fixed_tile": self._config.model.deterministic,
+        }
         try:
-            return build_attention(
-                AttentionNames(prefill=names.prefill, decode=names.decode),
-                attention_shape(spec),
-                block_size=self._layout.block_size,
-                dtype=DTYPES[self._layout.dtype],
-                device=self._device,
-                fixed_tile=self._config.model.deterministic,
-            )
+            phases = build_attention(chosen, shape, **given)
+            if asked.attention_backend == "decode":
+                add_verification(phases, chosen, shape, max_queries=1 + asked.max_drafts, **given)
+            return phases
         except BackendUnavailable as error:
             raise ConfigError(f"model.attention: {error}") from error
 
@@ -256,6 +273,22 @@ def build_prompt_sizes(
             max_row_tokens=laps.batch_prefill_max_seq_len,
         )
     return ragged_sizes(sizes.max_rows, sizes.max_tokens, max_graph_rows=sizes.max_graph_rows)
+
+
+def build_verify_sizes(
+    asked: SpeculationConfig, sizes: StepSizes, attention: Phases, *, uses_graphs: bool
+) -> list[GraphSize]:
+    """The steps with drafts to capture. ConfigError if requested but impossible."""
+    if asked.max_graph_tokens == 0:
+        return []
+    if not (uses_graphs and attention.can_capture_verification):
+        raise ConfigError(
+            "speculation.max_graph_tokens: the backend that verifies cannot be captured; set"
+            " speculation.attention_backend to decode with model.attention.decode triton, or"
+            " model.attention.prefill to flash_attn or triton, or leave the key out"
+        )
+    most = min(sizes.max_rows * (1 + asked.max_drafts), sizes.max_tokens, asked.max_graph_tokens)
+    return verify_sizes(sizes.max_rows, most) if most > 1 else []
 
 
 def _why_no_prompt_graphs(*, uses_graphs: bool) -> str:

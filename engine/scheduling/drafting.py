@@ -96,13 +96,22 @@ class Drafting:
     """The drafts of one scheduler's requests; engine thread only."""
 
     def __init__(
-        self, drafter: Drafter | None, policy: DraftPolicy | None, *, holds: bool = True
+        self,
+        drafter: Drafter | None,
+        policy: DraftPolicy | None,
+        *,
+        holds: bool = True,
+        graph_tokens: Sequence[int] = (),
     ) -> None:
-        """Both or none. `holds`: steps overlap, so requests that may get drafts must be held."""
+        """Both or none. `holds`: steps overlap, so requests that may get drafts must be held.
+
+        graph_tokens: sizes that steps with drafts are padded to, ascending; () = none is.
+        """
         assert (drafter is None) == (policy is None), "a drafter and a policy go together"
         self.drafter = drafter
         self._policy = policy
         self.holds = holds
+        self._graph_tokens = tuple(graph_tokens)
         self._num_verified: dict[RequestKey, int] = {}  # newest tokens that no plan has named
         self._num_misses: dict[RequestKey, int] = {}  # proposals without a draft, in a row
         self._num_rest_steps: dict[RequestKey, int] = {}
@@ -122,7 +131,7 @@ class Drafting:
         if not drafter.pass_s:
             found = self._propose(drafter, requests, most)
             most = [len(found.get(i, ())) for i in range(len(requests))]
-        decision = policy.plan(_offer(requests, most, room, drafter.pass_s), room.costs)
+        decision = policy.plan(self._offer(requests, most, room, drafter.pass_s), room.costs)
         new_blocks: list[tuple[Request, list[int]]] = []
         counts: list[int] = []
         for request, n in zip(requests, decision.num_drafts, strict=True):
@@ -162,6 +171,21 @@ class Drafting:
                     self._bounds[request.key] = _bound(policy, request)
             bounds = list(map(self._bounds.get, keys))
         return [min(b or 0, most) for b, most in zip(bounds, policy.max_drafts(keys), strict=True)]
+
+    def _offer(
+        self, requests: Sequence[Request], most: list[int], room: StepRoom, pass_s: float
+    ) -> StepOffer:
+        has_prompts = room.work.num_prompt_tokens > 0  # then the step replays another graph
+        return StepOffer(
+            keys=[request.key for request in requests],
+            max_drafts=most,
+            work=room.work,
+            draft_pass_s=pass_s,
+            max_draft_tokens=room.max_tokens,
+            is_short_waiting=room.is_short_waiting,
+            graph_tokens=() if has_prompts else self._graph_tokens,
+            num_plain_rows=len(requests) + room.num_held_rows,
+        )
 
     def _propose(
         self, drafter: Drafter, requests: Sequence[Request], most: Sequence[int]
@@ -294,17 +318,3 @@ def _bound(policy: DraftPolicy, request: Request) -> int:
     """Who asks for drafts gets them at any temperature."""
     limit = request.spec.max_drafts
     return policy.bound(request.params.temperature if limit is None else 0.0, limit)
-
-
-def _offer(
-    requests: Sequence[Request], most: list[int], room: StepRoom, pass_s: float
-) -> StepOffer:
-    return StepOffer(
-        keys=[request.key for request in requests],
-        max_drafts=most,
-        work=room.work,
-        draft_pass_s=pass_s,
-        max_draft_tokens=room.max_tokens,
-        is_short_waiting=room.is_short_waiting,
-        num_plain_rows=len(requests) + room.num_held_rows,
-    )
