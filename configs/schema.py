@@ -24,7 +24,9 @@ class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Common rules of all sections."""
 
 
-AttentionName = Literal["auto", "reference", "triton", "flashinfer", "flash_attn"]
+AttentionName = Literal[
+    "auto", "reference", "triton", "flashinfer", "flash_attn", "flash_attn_4", "flex"
+]
 
 
 class AttentionConfig(_Section, frozen=True):
@@ -32,6 +34,9 @@ class AttentionConfig(_Section, frozen=True):
 
     prefill: AttentionName = "auto"  # rows with two or more new tokens
     decode: AttentionName = "auto"  # rows with one
+    # A Python function as module:function, which workers import and run: it takes keys away from
+    # queries of all layers, by their positions. flex and reference alone; see operations.
+    mask: Annotated[str, Meta(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")] | None = None
 
 
 class ModelConfig(_Section, frozen=True):
@@ -171,6 +176,9 @@ class ExecutionConfig(_Section, frozen=True):
     # Steps without prompts are split from so many rows, if they replay no graph; None = never,
     # since the layers' weights are read twice.
     tbo_min_decode_rows: Annotated[int, Meta(ge=2)] | None = None
+    # Tokens of every expert are counted, for /metrics, and read from the device every so many
+    # steps without waiting; one more launch a layer with experts. 0 = they are not counted.
+    expert_load_steps: Annotated[int, Meta(ge=0)] = 0
 
 
 class SpeculationConfig(_Section, frozen=True):
@@ -242,6 +250,9 @@ class WorkersConfig(_Section, frozen=True):
     tensor_parallel_size: Literal[1, 2, 4, 8] = 1
     prefill_tensor_parallel_size: Literal[1, 2, 4, 8] | None = None  # None = tensor_parallel_size
     decode_tensor_parallel_size: Literal[1, 2, 4, 8] | None = None  # None = tensor_parallel_size
+    # Of a mixture of experts, each rank holds whole experts, an equal number in the order of their
+    # indices, instead of a part of every expert. Attention is shared as without it.
+    expert_parallel: bool = False
     torch_threads: Positive = 1  # per rank, for operations on a CPU
     # A worker whose engine has work and makes no progress for so long exits, and is restarted. So
     # does one of several ranks if one of them does not take part in a step for so long, or stands
@@ -335,16 +346,18 @@ class ApiConfig(_Section, frozen=True):
 
     # Names a request may use, the first the canonical one; () = model.served_name alone.
     served_model_names: tuple[Annotated[str, Meta(min_length=1)], ...] = ()
-    # How the model writes tool calls: auto = by its chat template; none = `tools` are refused.
-    tool_parser: Literal["auto", "hermes", "llama3_json", "mistral", "none"] = "auto"
+    # How the model writes tool calls: auto = by its chat template; none = `tools` are refused;
+    # harmony (gpt-oss) is the format of whole answers, calls and reasoning.
+    tool_parser: Literal["auto", "harmony", "hermes", "llama3_json", "mistral", "none"] = "auto"
     # Origins whose web pages may call this server from a browser (CORS), e.g. https://chat.example;
     # "*" = all. A page still needs a key where keys are configured.
     cors_origins: tuple[Annotated[str, Meta(pattern=r"^(\*|https?://[^\s/]+)$")], ...] = ()
     # Finished answers of /v1/responses that `previous_response_id` may name, with their
     # conversations, in the memory of each ingress; the least recently used go first. 0 = none.
     stored_responses_bytes: Annotated[int, Meta(ge=0)] = 64 * 2**20
-    # think = <think>...</think> goes to `reasoning_content`; auto = if the template knows it.
-    reasoning_parser: Literal["auto", "think", "none"] = "auto"
+    # think = <think>...</think> goes to `reasoning_content`, harmony = what gpt-oss writes into its
+    # channel `analysis`; auto = if the template knows it.
+    reasoning_parser: Literal["auto", "harmony", "think", "none"] = "auto"
     # Whether embeddings may be shortened (`dimensions`), for models that were trained for it.
     # None = as config.json says, by `is_matryoshka` or `matryoshka_dimensions`.
     matryoshka: bool | None = None

@@ -5,6 +5,7 @@ order, and where one measures something all go by the same result. Then rank 0 s
 others launch rank 0's plans, in its order, on their executors and use nothing else.
 """
 
+import dataclasses
 import hashlib
 import logging
 import secrets
@@ -31,7 +32,7 @@ from engine.kv.layout import DTYPE_BYTES, KvDtype, KvLayout
 from engine.kv.store import KvStore
 from engine.kv.transfer import OutgoingEvent, OutgoingHandoffs
 from engine.layers.context import SINGLE_RANK, Comm
-from engine.messages import HostTierLoad, LoadReport, Role
+from engine.messages import ExpertTotals, HostTierLoad, LoadReport, Role
 from engine.models.llama import CausalLM
 from engine.models.quantized_tensors import weight_bytes
 from engine.models.spec import ModelSpec, load_spec
@@ -114,6 +115,13 @@ class Engine:
             host_tier=self._host_tier_load(),
         )
 
+    def expert_totals(self) -> ExpertTotals | None:
+        """How many tokens each expert got; None = not counted, or not yet. Any thread may ask."""
+        loads = self.executor.expert_loads
+        if loads is None or loads.newest is None:
+            return None
+        return ExpertTotals(**dataclasses.asdict(loads.newest))
+
     def _host_tier_load(self) -> HostTierLoad | None:
         loads = self.core.scheduler.host_statistics()
         if self.host_tier is None or loads is None:
@@ -130,6 +138,7 @@ class Engine:
             num_stored=blocks.num_stored,
             num_known=blocks.num_known,
             num_dropped=blocks.num_dropped,
+            num_skipped=blocks.num_skipped,
             num_waits=loads.num_waits,
             num_given_up=loads.num_given_up,
             wait_s=loads.wait_s,
@@ -189,7 +198,7 @@ def build_engine(
     """
     _check_size(config, comm)
     torch.set_num_threads(config.workers.torch_threads)
-    spec = load_spec(Path(config.model.path), quantization=config.model.quantization)
+    spec = _load_spec(config)
     layout, whole = (_rank_layout(config, spec, rank) for rank in (comm.rank, WHOLE_MODEL))
     compilations, grammars = CompilationCounter(), _build_grammars(config, spec)
     compilations.install()
@@ -235,6 +244,14 @@ def _check_size(config: AppConfig, comm: Comm) -> None:
             f"{SIZE_KEY}: {' or '.join(map(str, asked))}, but {found}"
             f" process{'es' * (found > 1)} would share the model; set it to {found}"
         )
+
+
+def _load_spec(config: AppConfig) -> ModelSpec:
+    return load_spec(
+        Path(config.model.path),
+        quantization=config.model.quantization,
+        is_expert_parallel=config.workers.expert_parallel,
+    )
 
 
 def _rank_layout(config: AppConfig, spec: ModelSpec, rank: Rank) -> KvLayout:
@@ -415,6 +432,7 @@ def _build_draft_model(
             config.model, path=path, max_model_len=None, weights="safetensors", quantization="auto"
         ),
         cache=msgspec.structs.replace(config.cache, num_blocks=num_blocks),
+        execution=msgspec.structs.replace(config.execution, expert_load_steps=0),
         speculation=SpeculationConfig(),
     )
     layout = own.kv_layout(block_size=config.cache.block_size, dtype=measured.executor.layout.dtype)

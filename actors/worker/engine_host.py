@@ -14,7 +14,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Literal, TypeVar
 
-from actors.lifecycle.deployment import DeploymentSpec
+from actors.lifecycle.deployment import DeploymentSpec, served_fingerprint
 from actors.lifecycle.liveness import Lifeline, exit_for_good
 from actors.lifecycle.placement_groups import remove_unused
 from actors.observability.logs import set_up_logging
@@ -76,7 +76,7 @@ class EngineHost:
         self.namespace = spec.namespace
         faults = parse_faults(spec.config.faults) if spec.config.debug else ()
         self.faults = [fault for fault in faults if fault.befalls(role, name)]
-        self.model = spec.model
+        self.model = served_fingerprint(spec)
         self._block_key = spec.block_key
         self.clock = MonotonicClock()
         self.incarnation = uuid.uuid4().hex
@@ -270,6 +270,8 @@ class EngineHost:
         engine.core.wrap_executor(self._ranks.lead)
         if self.faults:
             engine.core.wrap_executor(lambda executor: FaultySteps(executor, self.faults))
+        if engine.executor.expert_loads is not None:
+            self.streams.report_experts(engine.expert_totals)
         self._report = engine.load()  # from now on requests may be routed here
         self.streams.open()
         self._thread = EngineThread(

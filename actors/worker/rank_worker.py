@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 
-from actors.lifecycle.deployment import DeploymentSpec
+from actors.lifecycle.deployment import DeploymentSpec, served_fingerprint
 from actors.observability.logs import set_up_logging
 from actors.worker.faulty_steps import FaultySteps
 from actors.worker.loading import EngineLoader
@@ -97,7 +97,7 @@ class RankWorker:
         )
         return build_engine(
             spec.config,
-            spec.model,
+            served_fingerprint(spec),
             MonotonicClock(),
             _ignore,
             spec.block_key,

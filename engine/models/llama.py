@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.errors import ConfigError
 from engine.layers.attention import (
     Attention,
     ProjectedTokens,
@@ -45,6 +46,7 @@ from engine.models.spec import Activation, ModelSpec
 from engine.models.weights import LayerWeights, ModelWeights
 from engine.ranks.rank import WHOLE_MODEL, Rank
 from kernels.attention.latent import LatentShape
+from kernels.attention.masks import MaskFunction
 from kernels.attention.protocol import AttentionShape
 from kernels.ops import HeadNorms, Ops
 
@@ -304,9 +306,16 @@ class OutputNormLayer(DecoderLayer):
         flow.x = self._mlp_output_norm(flow.x)
 
 
-def attention_shape(spec: ModelSpec) -> AttentionShape | LatentShape:
-    """What an attention backend has to compute; spec: of one rank."""
+def attention_shape(
+    spec: ModelSpec, mask_function: MaskFunction | None = None
+) -> AttentionShape | LatentShape:
+    """What an attention backend has to compute; spec: of one rank.
+
+    Raises ConfigError for a mask function and latent attention.
+    """
     if spec.latent is not None:
+        if mask_function is not None:
+            raise ConfigError("model.attention.mask: latent attention has none; leave it out")
         return latent_shape(spec, spec.latent)
     return AttentionShape(
         num_heads=spec.num_heads,
@@ -315,6 +324,7 @@ def attention_shape(spec: ModelSpec) -> AttentionShape | LatentShape:
         layer_windows=spec.layer_windows,
         query_scale=spec.query_scale,
         has_sinks=spec.has_sinks,
+        mask_function=mask_function,
     )
 
 

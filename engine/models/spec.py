@@ -10,7 +10,6 @@ from enum import Enum
 from pathlib import Path
 from typing import Literal, cast
 
-from engine.errors import ConfigError
 from engine.kv.layout import DTYPE_BYTES, KvDtype, KvLayout
 from engine.layers.rope_spec import RopeSpec
 from engine.models.config_file import ConfigFile
@@ -33,7 +32,7 @@ from engine.models.quantization import (
     read_quantization,
 )
 from engine.models.rope_config import DEFAULT_THETA, max_tokens_of, parse_layer_ropes, parse_rope
-from engine.ranks.rank import SIZE_KEY, Rank
+from engine.ranks.rank import Rank
 
 
 class Activation(Enum):
@@ -95,15 +94,11 @@ class ModelSpec:
     def of_rank(self, rank: Rank) -> "ModelSpec":
         """The model as one rank computes it: with its heads and its intermediate units.
 
-        Of every expert a rank has a part of the units, too. Vocabulary and hidden size stay whole.
-        Of fewer KV heads than ranks, several ranks hold the same one. Raises ConfigError if the
-        ranks cannot share the model equally.
+        Of experts it has some, or of each a part of the units. Vocabulary and hidden size stay
+        whole, and so does the latent of latent attention, which every rank keeps. Of fewer KV heads
+        than ranks, several ranks hold the same one. Raises ConfigError if the ranks cannot share
+        the model equally.
         """
-        if self.latent is not None and rank.size > 1:
-            raise ConfigError(
-                f"{SIZE_KEY}: {rank.size} ranks cannot share a model with latent attention yet;"
-                " set it to 1 and use replicas"
-            )
         heads = f"{self.num_heads} attention heads and {self.num_kv_heads} KV heads"
         query = rank.share(self.num_heads, f"query heads ({heads})")
         kv = rank.share(self.num_kv_heads, f"KV heads ({heads})", unit=1)
@@ -398,10 +393,16 @@ _FAMILIES: dict[str, Callable[[ConfigFile, int], _Family]] = {
 SUPPORTED_ARCHITECTURES = tuple(_FAMILIES)
 
 
-def load_spec(folder: Path, *, quantization: Literal["auto", "fp8"] = "auto") -> ModelSpec:
+def load_spec(
+    folder: Path,
+    *,
+    quantization: Literal["auto", "fp8"] = "auto",
+    is_expert_parallel: bool = False,
+) -> ModelSpec:
     """Read `config.json` and, where present, `generation_config.json`.
 
     quantization: auto = as config.json says; fp8 = quantise an unquantised folder.
+    is_expert_parallel: ranks hold whole experts.
     Raises ConfigError, naming the file, the key and what is supported.
     """
     config = ConfigFile.read(folder / "config.json")
@@ -411,12 +412,9 @@ def load_spec(folder: Path, *, quantization: Literal["auto", "fp8"] = "auto") ->
     if has_vision:
         config = config.around("text_config", _GEMMA3_DEFAULTS)
     _refuse_unsupported(config)
-    num_layers = config.integer("num_hidden_layers")
-    hidden_size = config.integer("hidden_size")
+    num_layers, hidden_size = (config.integer(k) for k in ("num_hidden_layers", "hidden_size"))
     num_heads = config.integer("num_attention_heads")
     family = _FAMILIES[architecture](config, num_layers)
-    num_kv_heads = _num_kv_heads(config, family, num_heads)
-    head_dim = _head_dim(config, family, hidden_size // num_heads)
     rope, max_model_len = _context(config, family)
     vocab_size = config.integer("vocab_size")
     has_tied_embeddings = config.flag("tie_word_embeddings", family.is_gemma)
@@ -428,8 +426,8 @@ def load_spec(folder: Path, *, quantization: Literal["auto", "fp8"] = "auto") ->
         intermediate_size=config.integer("intermediate_size"),
         num_layers=num_layers,
         num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
+        num_kv_heads=_num_kv_heads(config, family, num_heads),
+        head_dim=_head_dim(config, family, hidden_size // num_heads),
         rms_norm_eps=config.number("rms_norm_eps", family.default_rms_norm_eps),
         has_tied_embeddings=has_tied_embeddings,
         has_qkv_bias=family.has_qkv_bias,
@@ -450,11 +448,21 @@ def load_spec(folder: Path, *, quantization: Literal["auto", "fp8"] = "auto") ->
         eos_token_ids=_eos_token_ids(config, folder, vocab_size),
         dtype=_dtype(config),
         pooling=pooling,
-        mixture=family.mixture,
+        mixture=_shared_mixture(config, family, is_expert_parallel=is_expert_parallel),
         latent=family.latent,
         num_guessing_layers=family.num_guessing_layers,
         quantization=_quantization(config, quantization, family, has_head=has_head),
     )
+
+
+def _shared_mixture(
+    config: ConfigFile, family: _Family, *, is_expert_parallel: bool
+) -> MixtureSpec | None:
+    if not is_expert_parallel:
+        return family.mixture
+    if family.mixture is None:
+        raise config.error("architectures", "has no experts; set workers.expert_parallel to false")
+    return replace(family.mixture, is_expert_parallel=True)
 
 
 def _num_kv_heads(config: ConfigFile, family: _Family, num_heads: int) -> int:

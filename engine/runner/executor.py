@@ -22,6 +22,7 @@ from engine.models.llama import CausalLM, ForwardResult
 from engine.plan import StepPlan
 from engine.runner.captured_steps import CapturedSteps
 from engine.runner.decode_run import DecodeInputs, DecodeRun
+from engine.runner.expert_load import ExpertLoads
 from engine.runner.graph_sizes import GraphSize, PromptSizes, decode_sizes
 from engine.runner.graphs import (
     ExecutorStatistics,
@@ -116,6 +117,7 @@ class Executor:
         self._prompt_graphs: StepGraphs | None = None
         self._prompt_steps: PromptStepCounter | None = None
         self._two_batches: TwoBatches | None = None
+        self.expert_loads: ExpertLoads | None = None  # told of every step; None = not counted
 
     def overlap_two_batches(self, rule: OverlapRule, *, threshold: float) -> None:
         """From now on, steps that replay no graph are computed as two batches where `rule` says so.
@@ -208,6 +210,8 @@ class Executor:
             if self._sends_blocks:
                 written = digest_written(plan, self._rows.blocks, self.kv_store)
                 left = replace(left, written=written)
+            if self.expert_loads is not None:
+                self.expert_loads.on_step()
             return PendingStep(plan, computed.batch, self._slots, slot, left)
 
     def forward_logits(self, plan: StepPlan) -> Tensor:

@@ -24,6 +24,7 @@ from engine.models.spec import ModelSpec
 from engine.ranks.agreement import least, meet
 from engine.runner.auto import CPU_BLOCKS, StepSizes
 from engine.runner.executor import Executor
+from engine.runner.expert_load import ExpertLoads
 from engine.runner.graph_sizes import GraphSize, PromptSizes, ragged_sizes, verify_sizes
 from engine.runner.graphs import CudaRecorder
 from engine.runner.grid_sizes import grid_sizes
@@ -33,6 +34,7 @@ from engine.sampling.constraint import Matchers
 from engine.sampling.embeddings import Embeddings
 from engine.sampling.sampled import RowSampler
 from engine.sampling.sampler import Sampler
+from kernels.attention.masks import load_mask_function
 from kernels.attention.phased import Phases
 from kernels.attention.select import AttentionNames, BackendUnavailable, build_attention
 from kernels.attention.select_verify import add_verification
@@ -118,6 +120,7 @@ class Replica:
             config.speculation, sizes, attention, uses_graphs=self._uses_graphs
         )
         self._model = self._load_model() if model is None else model
+        self._expert_loads = self._count_experts()
 
     def build_executor(self) -> Executor:
         """A warmed-up, captured executor with the configured number of blocks, or all that fit."""
@@ -165,6 +168,12 @@ class Replica:
     def _build(self, num_blocks: int) -> Executor:
         sizes = self._sizes
         capacity = num_blocks * self._layout.block_size
+        attention = self._build_attention()
+        attention.prepare(
+            max_rows=sizes.max_rows,
+            max_row_tokens=min(sizes.max_tokens, self.max_row_tokens),
+            max_row_keys=self._max_model_len,
+        )
         executor = Executor(
             self._model,
             layout=self._layout,
@@ -173,7 +182,7 @@ class Replica:
             max_model_len=self._max_model_len,
             max_num_batched_tokens=sizes.max_tokens,
             sampler=self._build_sampler(sizes.max_rows),
-            attention=self._build_attention(),
+            attention=attention,
             sends_blocks=self._sends_blocks,
             comm=self._comm,
         )
@@ -193,7 +202,16 @@ class Replica:
             executor.capture_graphs(
                 recorder, logger.info, prompts=self._prompt_sizes, verify=self._verify_sizes
             )
+        if self._expert_loads is not None:
+            self._expert_loads.reset()
+            executor.expert_loads = self._expert_loads
         return executor
+
+    def _count_experts(self) -> ExpertLoads | None:
+        read_every = self._config.execution.expert_load_steps
+        if read_every == 0 or self._spec.mixture is None:
+            return None
+        return ExpertLoads(self._model, read_every=read_every, num_ranks=self._comm.rank.size)
 
     def _overlap_two_batches(self, executor: Executor) -> None:
         execution, num_ranks = self._config.execution, self._comm.rank.size
@@ -215,7 +233,9 @@ class Replica:
             device=self._device,
             max_model_len=self._max_model_len,
             source=WeightSource(
-                is_random=model.weights == "random", quantization=model.quantization
+                is_random=model.weights == "random",
+                quantization=model.quantization,
+                is_expert_parallel=self._config.workers.expert_parallel,
             ),
             is_deterministic=model.deterministic,
             rank=self._comm.rank,
@@ -226,7 +246,6 @@ class Replica:
         names, spec = self._config.model.attention, self._spec
         asked = self._config.speculation
         chosen = AttentionNames(prefill=names.prefill, decode=names.decode)
-        shape = attention_shape(spec)
         given: dict[str, Any] = {
             "block_size": self._layout.block_size,
             "dtype": DTYPES[self._layout.dtype],
@@ -234,6 +253,10 @@ class Replica:
             "fixed_tile": self._config.model.deterministic,
         }
         try:
+            mask = (
+                None if names.mask is None else load_mask_function(names.mask, self._max_model_len)
+            )
+            shape = attention_shape(spec, mask)
             phases = build_attention(chosen, shape, **given)
             if asked.attention_backend == "decode":
                 add_verification(phases, chosen, shape, max_queries=1 + asked.max_drafts, **given)

@@ -6,7 +6,7 @@ much that padding would cost more than another call. Each row with more new toke
 a view: of the query for single tokens, of an expanded key for chunks; no head is copied. With
 attention sinks, which `scaled_dot_product_attention` does not know, both are written out.
 
-For each distinct window of the model, `plan` determines the keys that a row needs:
+For each distinct mask of the layers, `plan` determines the keys that a row needs:
 
     key position   0 ........ first ......... num_computed ........ num_computed + num_new
     kept blocks       [start_block * block_size ...............................)
@@ -21,6 +21,7 @@ import torch.nn.functional as F  # noqa: N812  (the field's own spelling)
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kernels.attention.masks import LayerMask
 from kernels.attention.protocol import AttentionShape, AttentionStep
 from kernels.kv.append import layer_half_blocks
 
@@ -59,9 +60,9 @@ class _Chunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReferenceMetadata:
-    """The step's groups and chunks, in token order, for each distinct window."""
+    """The step's groups and chunks, in token order, for each distinct mask."""
 
-    by_window: dict[int | None, tuple[list[_SingleGroup], list[_Chunk]]]
+    by_mask: dict[LayerMask, tuple[list[_SingleGroup], list[_Chunk]]]
 
 
 class ReferenceAttention:
@@ -80,13 +81,13 @@ class ReferenceAttention:
         self._dtype = dtype
         self._device = device
         self._half_blocks_per_block = shape.num_planes * len(shape.layer_windows)
-        self._windows = tuple(dict.fromkeys(shape.layer_windows))
+        self._layer_masks = shape.layer_masks
 
     def plan(self, step: AttentionStep) -> ReferenceMetadata:
         return ReferenceMetadata(
-            by_window={
-                window: (list(self._single_groups(step, window)), list(self._chunks(step, window)))
-                for window in self._windows
+            by_mask={
+                mask: (list(self._single_groups(step, mask)), list(self._chunks(step, mask)))
+                for mask in dict.fromkeys(self._layer_masks)
             }
         )
 
@@ -101,7 +102,7 @@ class ReferenceAttention:
         out: Tensor | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        groups, chunks = metadata.by_window[self._shape.layer_windows[layer]]
+        groups, chunks = metadata.by_mask[self._layer_masks[layer]]
         half_blocks = layer_half_blocks(store, layer)
         assert (sinks is not None) == self._shape.has_sinks, f"sinks {sinks} for {self._shape}"
         outputs = [self._run_group(q, half_blocks, group, sinks) for group in groups]
@@ -112,12 +113,12 @@ class ReferenceAttention:
 
     # ---- one new token a row --------------------------------------------------------------------
 
-    def _single_groups(self, step: AttentionStep, window: int | None) -> Iterator[_SingleGroup]:
+    def _single_groups(self, step: AttentionStep, mask: LayerMask) -> Iterator[_SingleGroup]:
         num_rows = step.num_single_rows
         if num_rows == 0:
             return
         lengths = step.num_computed_tokens[:num_rows] + 1
-        first = np.maximum(lengths - window, 0) if window is not None else np.zeros_like(lengths)
+        first = mask.first_keys(lengths - 1)
         start_blocks = first // self._block_size
         num_keys = lengths - start_blocks * self._block_size
         for start, end in _split_by_padding(num_keys):
@@ -127,6 +128,7 @@ class ReferenceAttention:
                 start_blocks[start:end],
                 (first - start_blocks * self._block_size)[start:end],
                 num_keys[start:end],
+                mask,
             )
 
     def _single_group(
@@ -136,8 +138,9 @@ class ReferenceAttention:
         start_blocks: NDArray[np.int64],
         first_keys: NDArray[np.int64],
         num_keys: NDArray[np.int64],
+        layer_mask: LayerMask,
     ) -> _SingleGroup:
-        """`first_keys`, `num_keys`: [rows]; the seen keys are [first, num) from start_block."""
+        """`first_keys`, `num_keys`: [rows]; the seen keys are in [first, num) from start_block."""
         longest = int(num_keys.max())
         last_blocks = start_blocks + (num_keys - 1) // self._block_size
         columns = start_blocks[:, None] + np.arange(-(-longest // self._block_size))
@@ -146,9 +149,15 @@ class ReferenceAttention:
         columns = np.minimum(columns, last_blocks[:, None])
         blocks = step.block_ids[step.cu_blocks[rows[0] : rows[1], None] + columns]
         mask = None
-        if bool((num_keys != longest).any()) or bool(first_keys.any()):
+        has_function = layer_mask.function is not None
+        if has_function or bool((num_keys != longest).any()) or bool(first_keys.any()):
             keys = np.arange(longest)
             is_seen = (keys >= first_keys[:, None]) & (keys < num_keys[:, None])
+            if has_function:
+                origins = start_blocks * self._block_size
+                for row, (origin, length) in enumerate(zip(origins, num_keys, strict=True)):
+                    query = np.array([origin + length - 1])
+                    is_seen[row] &= layer_mask.seen(query, origin + keys)[0]
             mask = self._mask(is_seen)[:, None, None, :]
         return _SingleGroup(
             start=rows[0],
@@ -184,12 +193,12 @@ class ReferenceAttention:
 
     # ---- more than one new token ----------------------------------------------------------------
 
-    def _chunks(self, step: AttentionStep, window: int | None) -> Iterator[_Chunk]:
+    def _chunks(self, step: AttentionStep, mask: LayerMask) -> Iterator[_Chunk]:
         start = step.num_single_rows
         for row in range(step.num_single_rows, step.num_rows):
             num_new = int(step.num_new_tokens[row])
             num_computed = int(step.num_computed_tokens[row])
-            yield self._chunk(step.row_blocks(row), start, num_new, num_computed, window)
+            yield self._chunk(step.row_blocks(row), start, num_new, num_computed, mask)
             start += num_new
 
     def _chunk(
@@ -198,21 +207,18 @@ class ReferenceAttention:
         start: int,
         num_new: int,
         num_computed: int,
-        window: int | None,
+        layer_mask: LayerMask,
     ) -> _Chunk:
         end = start + num_new
-        is_plain = num_computed == 0 and (window is None or num_new <= window)
+        queries = np.arange(num_computed, num_computed + num_new)
+        first_keys = layer_mask.first_keys(queries)
+        is_plain = num_computed == 0 and layer_mask.function is None and not first_keys.any()
         if is_plain and not self._shape.has_sinks:
             return _Chunk(start=start, end=end, num_keys=num_new, half_blocks=None, mask=None)
-        first = max(0, num_computed - window + 1) if window is not None else 0
-        start_block = first // self._block_size
+        start_block = int(first_keys[0]) // self._block_size
         end_block = -(-(num_computed + num_new) // self._block_size)
         first_key = start_block * self._block_size
         keys = np.arange(first_key, num_computed + num_new)
-        queries = np.arange(num_computed, num_computed + num_new)[:, None]
-        is_seen = keys <= queries
-        if window is not None:
-            is_seen &= keys > queries - window
         has_history = num_computed > 0
         return _Chunk(
             start=start,
@@ -221,7 +227,7 @@ class ReferenceAttention:
             half_blocks=(
                 self._half_blocks(row_blocks[start_block:end_block]) if has_history else None
             ),
-            mask=self._mask(is_seen),
+            mask=self._mask(layer_mask.seen(queries, keys)),
         )
 
     def _run_chunk(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine.errors import ConfigError, EngineError
 from engine.layers.context import Comm
-from engine.models.registry import build_model
+from engine.models.registry import AS_PUBLISHED, WeightSource, build_model
 from engine.models.weights import load_weights
 from engine.plan import StepResult
 from engine.request import SamplingParams
@@ -31,6 +31,7 @@ from tests.harness.in_process import start_engine
 
 EVERY_STEP = OverlapRule(min_prompt_tokens=2, min_decode_rows=2)
 DRAWN = SamplingParams(max_tokens=64, temperature=1.2, top_p=0.9, seed=5, ignore_eos=True)
+EXPERT_PARALLEL = WeightSource(is_expert_parallel=True)
 SCORED = msgspec.structs.replace(GREEDY, prompt_logprobs=3, logprobs=2)
 
 
@@ -40,11 +41,12 @@ def tell(
     fault: str | None = None,
     captures: bool = False,
     overlaps: bool = False,
+    source: WeightSource = AS_PUBLISHED,
 ) -> list[Tensor | StepResult]:
     """Chunks, decode steps and both ways through the last layer; the same steps on every rank."""
     skips = patch("engine.runner.executor._MIN_TOKENS_TO_SKIP_QUERIES", 9)
     with planted(fault), snapped_mixtures(), skips:
-        model, attention = build_exact(folder, comm.rank, captures=captures)
+        model, attention = build_exact(folder, comm.rank, captures=captures, source=source)
         driver = StepDriver(model, seed=1, phased=attention, comm=comm)
         if captures:
             sizes = ragged_sizes(8, 32)
@@ -89,9 +91,11 @@ def embed(comm: Comm, folder: Path) -> list[bytes]:
     return [result.embeddings[0], result.embeddings[1]]
 
 
-def logits_of(comm: Comm, folder: Path, token_ids: list[int]) -> Tensor:
+def logits_of(
+    comm: Comm, folder: Path, token_ids: list[int], source: WeightSource = AS_PUBLISHED
+) -> Tensor:
     device = torch.device("cpu")
-    model = build_model(folder, dtype=torch.float32, device=device, rank=comm.rank)
+    model = build_model(folder, dtype=torch.float32, device=device, rank=comm.rank, source=source)
     driver = StepDriver(model, seed=2, comm=comm)
     driver.admit(0, token_ids)
     return driver.logits_in_chunks(0, 7)

@@ -26,6 +26,8 @@ ARCHITECTURES = ["LlamaForCausalLM", "Qwen3MoeForCausalLM", "Qwen2MoeForCausalLM
 
 def _save(folder: Path, architecture: str) -> Path:
     mixture = {"moe_intermediate_size": 128} if "Moe" in architecture else {}
+    if architecture == "Qwen2MoeForCausalLM":  # deterministic products take multiples of 16
+        mixture["shared_expert_intermediate_size"] = 48
     save_model(
         folder,
         architecture,
@@ -96,7 +98,8 @@ def test_deterministic_mode_gives_the_bits_of_whole_steps(
 def test_every_attention_backend_plans_both_halves(
     attention: AttentionName, tmp_path: Path
 ) -> None:
-    folder = _save(tmp_path, "Qwen3MoeForCausalLM")
+    # No mixture: where two experts are as good, rounding chooses, and one token differs much.
+    folder = _save(tmp_path, "LlamaForCausalLM")
     _assert_close(*(_story(SINGLE_RANK, folder, splits, attention) for splits in (True, False)))
 
 
