@@ -94,7 +94,6 @@ class Engine:
     def load(self) -> LoadReport:
         """The replica's current load."""
         counts = self.core.scheduler.statistics()
-        drafts = self.core.scheduler.draft_counts
         queued = self.core.queued_work()
         return LoadReport(
             queued_tokens=counts.num_queued_tokens,
@@ -109,9 +108,7 @@ class Engine:
             num_step_tokens=counts.num_step_tokens,
             num_preemptions=counts.num_preemptions,
             num_preemptions_for_others=counts.num_preemptions_for_others,
-            num_drafts=drafts.num_drafted,
-            num_accepted_drafts=drafts.num_accepted,
-            num_drafted_rows=drafts.num_verified,
+            speculation=self.core.scheduler.drafting.load(),
             host_tier=self._host_tier_load(),
         )
 

@@ -19,7 +19,10 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 
+import msgspec
+
 from engine.cost_model import StepCosts, StepWork
+from engine.messages import SpeculationLoad
 from engine.plan import StepResult
 from engine.request import Request, RequestKey
 from engine.scheduling.request_blocks import RequestBlocks
@@ -339,6 +342,28 @@ class Drafting:
         self._num_misses.pop(request.key, None)
         self._num_rest_steps.pop(request.key, None)
         self._bounds.pop(request.key, None)
+
+    def load(self) -> SpeculationLoad | None:
+        """None = there is no drafter."""
+        if self._policy is None:
+            return None
+        counts, found = self.counts, self._policy.statistics()
+        load = SpeculationLoad(
+            num_drafts=counts.num_drafted,
+            num_accepted=counts.num_accepted,
+            num_rows=counts.num_verified,
+            drafts_at=tuple(counts.drafted_at),
+            accepted_at=tuple(counts.accepted_at),
+        )
+        if found is None:
+            return load
+        return msgspec.structs.replace(
+            load,
+            predicted_gain=found.predicted_gain,
+            measured_gain=found.measured_gain,
+            is_on=found.is_on,
+            num_stops=found.num_stops,
+        )
 
     def kept_keys(self) -> set[Hashable]:
         """Requests of which anything is kept here, for the check that none is forgotten."""
