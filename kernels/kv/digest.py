@@ -21,10 +21,10 @@ def block_digests(words: Tensor, weights: Tensor, block_ids: Tensor) -> Tensor:
         from kernels.kv.digest_triton import digests  # a CPU needs no Triton
 
         return digests(words, weights, block_ids)
-    digests = torch.empty(len(block_ids), dtype=torch.int64)
-    for digest, block_id in zip(digests, block_ids.tolist(), strict=True):
+    found = torch.empty(len(block_ids), dtype=torch.int64)
+    for digest, block_id in zip(found, block_ids.tolist(), strict=True):
         torch.dot(words[block_id].to(torch.int64), weights, out=digest)
-    return digests
+    return found
 
 
 def write_blocks(words: Tensor, staged: Tensor, weights: Tensor, block_ids: Tensor) -> Tensor:
