@@ -1,4 +1,4 @@
-"""How long attention takes for rows that verify drafts: one kernel that reads keys once, and others.
+"""Attention of rows that verify drafts: the kernel that reads keys once, beside others, on a GPU.
 
     python -m load_tests.lab.bench_verify
     python -m load_tests.lab.bench_verify --rows 64 --queries 2 4 --keys 4096
