@@ -29,6 +29,7 @@ BUILDERS: dict[str, Callable[..., CausalLM]] = {
     "DeepseekV2ForCausalLM": build_decoder,
     "DeepseekV3ForCausalLM": build_decoder,
     "GptOssForCausalLM": build_decoder,
+    "Gemma2ForCausalLM": build_decoder,
     "Gemma3ForCausalLM": build_decoder,
     "Gemma3ForConditionalGeneration": build_decoder,
 }

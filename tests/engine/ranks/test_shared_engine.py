@@ -254,3 +254,28 @@ def test_a_rank_that_cannot_build_keeps_no_other_waiting(tmp_path: Path) -> None
     assert first.startswith("WorkerError: rank 0 of 2: all_gather failed; another rank died")
     assert second == "ConfigError: no such file"
     assert time.monotonic() - start_s < TIMEOUT_S
+
+
+@pytest.mark.nightly
+def test_thresholds_of_two_batches_may_be_measured_at_the_start(
+    ranks: RankProcesses, alone: Engine
+) -> None:
+    """Whatever the measurements say, ranks agree on it and answers stay."""
+    measured = {
+        "execution__enable_two_batch_overlap": True,
+        "execution__tbo_min_prompt_tokens": "measured",
+        "execution__tbo_min_decode_rows": "measured",
+        "scheduler__max_num_seqs": 24,
+    }
+    asks = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+    requests = [(prompt * 3, asks) for prompt in _prompts(TEXTS)] * 5
+    shared = SharedEngine(ranks, SETTINGS | measured)
+    try:
+        _assert_same(answer(shared.engine, requests), answer(alone, requests))
+    finally:
+        shared.end()
+
+
+def test_a_second_stream_without_graphs_is_refused() -> None:
+    with pytest.raises(ConfigError, match="dual_stream_token_threshold: only steps that replay"):
+        start_engine(**SETTINGS, execution__dual_stream_token_threshold=1024)

@@ -23,7 +23,15 @@ from tests.engine.ranks.exact_models import (
     build_exact,
     save_whole_numbers,
 )
-from tests.engine.ranks.rank_stories import EXPERT_PARALLEL, embed, finite_rows, logits_of, tell
+from tests.engine.ranks.rank_stories import (
+    EXPERT_PARALLEL,
+    NUM_TRIED_STEPS,
+    embed,
+    finite_rows,
+    logits_of,
+    tell,
+    try_overlap,
+)
 from tests.harness.gpt_oss_folders import save_gpt_oss_mxfp4
 from tests.harness.rank_processes import RankProcesses
 from tests.harness.tiny_models import reference_logits, save_embedding_model, save_model
@@ -328,3 +336,22 @@ def test_experts_that_ranks_cannot_share_out_are_refused(
     save_model(tmp_path, architecture, num_key_value_heads=1)
     with pytest.raises(ConfigError, match=named):
         build_exact(tmp_path, Rank(1, 4), source=EXPERT_PARALLEL)
+
+
+@pytest.mark.parametrize("captures", [pytest.param(False, marks=pytest.mark.nightly), True])
+def test_ranks_try_the_same_steps_as_two_batches_and_find_the_same(
+    captures: bool, two: RankProcesses, tmp_path: Path
+) -> None:
+    first, second = two.run(try_overlap, _save(Case(2), tmp_path), captures)
+    assert first == second
+    lag, prompt_tokens, decode_rows, _, told = first
+    assert lag in range(4)
+    # 256 tokens in eighths; what replays a graph of 32 tokens is not tried.
+    assert prompt_tokens == (64 if captures else 32)
+    assert decode_rows == 4
+    assert told.num_two_chunk > 0
+    assert told.num_split_prompts == (3 if captures else 4) * (1 + NUM_TRIED_STEPS)
+    # 4 and 8 rows; and two steps whose communication is timed.
+    num_decodes = 2 * (1 + NUM_TRIED_STEPS)
+    assert told.num_replayed == (num_decodes if captures else 0)
+    assert told.num_split_decodes == (0 if captures else num_decodes) + 2
