@@ -28,7 +28,7 @@ _TRITON_DTYPES = (torch.bfloat16, torch.float16)
 _TRITON_BLOCK_MULTIPLE = 16
 _HOPPER = (9, 0)
 _ANY_MASK = ("flex", "reference")  # backends with more than causal masks and windows
-_SOFTCAP = ("flash_attn_4", "flex", "reference")
+_SOFTCAP = ("flash_attn_4", "triton", "flex", "reference")
 _PROMPTS_ALONE = ("flash_attn_4",)
 
 
