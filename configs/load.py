@@ -350,6 +350,12 @@ def _speculation_contradiction(config: AppConfig) -> str | None:
             " draft_model needs the folder of the smaller model, eagle3 that of the head, and"
             " nothing else reads it"
         )
+    verifies_otherwise = asked.attention_backend != "prefill" or asked.max_graph_tokens > 0
+    if asked.drafter == "none" and verifies_otherwise:
+        return (
+            "speculation: attention_backend and max_graph_tokens are about steps with drafts, and"
+            " drafter is none; set a drafter, or leave them out"
+        )
     size = max(config.workers.num_ranks.values(), default=1)
     if uses_model and size > 1:
         return (
