@@ -13,6 +13,7 @@ Positive = Annotated[int, Meta(ge=1)]
 Seconds = Annotated[float, Meta(gt=0)]
 Share = Annotated[float, Meta(gt=0, le=1)]
 Auto = Literal["auto"]  # each worker chooses for its device, see engine/runner/auto.py
+Measured = Literal["measured"]  # by steps at the start of a worker
 KeyName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 Sha256 = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}$")]  # in hex
 
@@ -168,18 +169,23 @@ class ExecutionConfig(_Section, frozen=True):
 
     # Decode steps replay captured CUDA graphs; None = on a GPU with a backend that can.
     cuda_graphs: bool | None = None
-    # A step that replays no graph computes as two batches, one while the other adds its outputs
-    # over the ranks. Never measured on GPUs yet; see operations.
+    # Graphs of up to so many tokens compute the expert that all tokens pass in a stream of its own,
+    # beside the others; 0 = none. 1024 is what others use. Never measured on GPUs yet.
+    dual_stream_token_threshold: Annotated[int, Meta(ge=0)] = 0
+    # A step computes as two batches, one while the other adds its outputs over the ranks. Steps
+    # with prompts only where they replay no graph. Never measured on GPUs yet; see operations.
     enable_two_batch_overlap: bool = False
     # A prompt is cut in two where a boundary between requests would leave a batch with less than
     # this share of the tokens.
     tbo_token_distribution_threshold: Annotated[float, Meta(ge=0, le=0.5)] = 0.48
     # Steps with prompts are split from so many tokens; auto = where a cost model of the layers
-    # predicts a gain, from rates measured on an H200.
-    tbo_min_prompt_tokens: Annotated[int, Meta(ge=2)] | Auto = "auto"
-    # Steps without prompts are split from so many rows, if they replay no graph; None = never,
-    # since the layers' weights are read twice.
-    tbo_min_decode_rows: Annotated[int, Meta(ge=2)] | None = None
+    # predicts a gain, from rates measured on an H200; measured = from where on ten split steps were
+    # 5 % faster than ten whole ones at the start.
+    tbo_min_prompt_tokens: Annotated[int, Meta(ge=2)] | Auto | Measured = "auto"
+    # Steps without prompts are split from so many rows; of these sizes there are graphs of either
+    # kind. None = never, since the layers' weights are read twice; measured = as above, and how far
+    # the second batch lags follows from the share of communication.
+    tbo_min_decode_rows: Annotated[int, Meta(ge=2)] | Measured | None = None
     # Tokens of every expert are counted, for /metrics, and read from the device every so many
     # steps without waiting; one more launch a layer with experts. 0 = they are not counted.
     expert_load_steps: Annotated[int, Meta(ge=0)] = 0
@@ -252,11 +258,22 @@ class WorkersConfig(_Section, frozen=True):
     # Of a mixture of experts, each rank holds whole experts, an equal number in the order of their
     # indices, instead of a part of every expert. Attention is shared as without it.
     expert_parallel: bool = False
+    # With whole experts, in steps of at least so many tokens that replay no graph each rank goes on
+    # with its share of the tokens between one attention and the next, and sends them to the ranks
+    # of their experts. Every rank then holds all of a shared expert. None = tokens never travel.
+    expert_exchange_min_tokens: Positive | None = None
     torch_threads: Positive = 1  # per rank, for operations on a CPU
     # A worker whose engine has work and makes no progress for so long exits, and is restarted. So
     # does one of several ranks if one of them does not take part in a step for so long, or stands
     # still for so long.
     stall_s: Seconds = 60.0
+
+    @property
+    def expert_sharing(self) -> Literal["units", "experts", "exchanged"]:
+        """What of the experts a rank holds; see `ExpertSharing`."""
+        if not self.expert_parallel:
+            return "units"
+        return "experts" if self.expert_exchange_min_tokens is None else "exchanged"
 
     @property
     def num_ranks(self) -> dict[str, int]:

@@ -78,6 +78,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     # -- engine: the ring between the ranks of one worker
     "engine.ranks.plan_ring": ("engine.errors",),
     "engine.ranks.heartbeat": (),
+    "engine.ranks.board": (),
     "engine.ranks.leading": (
         "engine.errors",
         "engine.plan",

@@ -32,6 +32,7 @@ from configs.faults import parse_faults
 from engine.clock import MonotonicClock
 from engine.errors import WorkerError
 from engine.kv.cache import check_blocks, num_held
+from engine.kv.host.shared_file import claimed, name_for
 from engine.messages import (
     CacheReport,
     FailureRecord,
@@ -261,11 +262,13 @@ class EngineHost:
     def _build(self) -> "Engine":
         """Builds the engine on the loader's thread. Raises ConfigError."""
         try:
-            comm = self._ranks.join()  # first: the other ranks' processes start beside what follows
-            from engine.build import build_engine  # imports torch, which takes seconds
+            with claimed(name_for(self._block_key)):
+                # First: the other ranks' processes start beside what follows.
+                comm = self._ranks.join()
+                from engine.build import build_engine  # imports torch, which takes seconds
 
-            given = self.config, self.model, self.clock, self._on_outgoing, self._block_key
-            return build_engine(*given, role=self.role, comm=comm)
+                given = self.config, self.model, self.clock, self._on_outgoing, self._block_key
+                return build_engine(*given, role=self.role, comm=comm)
         except WorkerError as error:
             raise self._ranks.cause_of(error) from error
 

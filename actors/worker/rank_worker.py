@@ -43,7 +43,7 @@ class RankPlace(msgspec.Struct, frozen=True, kw_only=True):
     rank: int  # from 1
     size: int
     incarnation: str  # of rank 0
-    port: int  # of rank 0's store
+    board: str  # path of the file in which rank 0 has its store
 
 
 class RankWorker:
@@ -89,7 +89,7 @@ class RankWorker:
         spec, place = self._spec, self._place
         comm = join_ranks(
             Rank(place.rank, place.size),
-            place.port,
+            place.board,
             place.incarnation,
             torch.device(spec.config.model.device),
             start_s=START_S,

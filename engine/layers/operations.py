@@ -10,6 +10,15 @@
     combine_a          the sum over the ranks begins
     combine_b          ... has ended
 
+Where ranks have shares of the tokens between attention and attention (token_exchange.py), `prepare`
+gathers all tokens before its projections, and these differ:
+
+    comm_prepare_mlp_a the sum over the ranks, each rank's rows of it
+    dispatch_a         rows go to the ranks of their experts; of a dense layer, all to all ranks
+    dispatch_b         ... have come
+    combine_a          outputs go back; of a dense layer, each rank's rows of the sum
+    combine_b          ... have come; added up
+
 An operation names the lane that it may run in. In the order of its list every operation finds what
 it needs, whatever the lanes are: that is the ordinary forward pass.
 """
@@ -45,12 +54,24 @@ class Flow:
     # [S] integer  the tokens that the last layer keeps; None = all, or those of `ctx.last`
     chosen: Tensor | None = None
     checks_finite: bool = False
-    is_finite: Tensor | None = None  # as of `ForwardResult`
+    # fp32 [T]  `StoredTokens.finite_sums` of this rank; None = not checked. Added over the ranks
+    # when all flows have ended: operations may send at the same time.
+    finite_sums: Tensor | None = None
     has_ended: bool = False  # nothing more is needed than K and V: the other operations are left
     # between operations of one layer; the last reader clears them
     tokens: ProjectedTokens | None = None
     routes: Routes | None = None
     shared: Any = None  # `SharedOutput` of moe.py
+    dispatched: Any = None  # `Dispatched` of token_exchange.py
+    # [R, hidden], then [S, hidden]  outputs of the rows that came, then of those that were sent
+    parts: Tensor | None = None
+    # [P] as of `slots`, of the own rows, where ranks have shares of the tokens
+    own_slots: Tensor | None = None
+
+    def tensors(self) -> tuple[object, ...]:
+        """All that an operation of this flow may read; whoever has them keeps their memory."""
+        routed = self.routes, self.shared, self.dispatched, self.parts
+        return self.x, self.residual, self.tokens, *routed
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +94,10 @@ def plain_mlp(compute: Callable[[Tensor, int], Tensor]) -> tuple[Op, ...]:
         flow.x = compute(flow.x, flow.ctx.lane)
 
     return (Op("mlp", run, needs=("comm_prepare_mlp_b",)),)
+
+
+def wait(flow: Flow) -> None:
+    """An operation that only waits for lanes."""
 
 
 def run_in_order(ops: Iterable[Op], flow: Flow) -> None:

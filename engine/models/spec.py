@@ -16,6 +16,7 @@ from engine.models.config_file import ConfigFile
 from engine.models.latent_spec import LatentSpec, read_latent
 from engine.models.mixture_spec import (
     ExpertLayout,
+    ExpertSharing,
     MixtureSpec,
     read_deepseek_v2,
     read_deepseek_v3,
@@ -65,6 +66,8 @@ class ModelSpec:
     rope: RopeSpec
     local_rope: RopeSpec | None = None  # of layers with a window; None = `rope`
     query_scale: float | None = None  # on the scores; None = 1 / sqrt(head_dim)
+    attention_softcap: float | None = None  # scaled scores s become cap * tanh(s / cap)
+    logit_softcap: float | None = None  # likewise the head's logits
     has_sinks: bool = False  # one more logit in every head's softmax, without a value
     activation: Activation = Activation.SILU
     norm_offset: float = 0.0  # added to the weights of all norms
@@ -153,6 +156,8 @@ class _Family:
     rope: RopeSpec | None = None
     local_rope: RopeSpec | None = None
     query_scale: float | None = None
+    attention_softcap: float | None = None
+    logit_softcap: float | None = None
     is_gemma: bool = False
 
 
@@ -246,15 +251,43 @@ def _gpt_oss(config: ConfigFile, num_layers: int) -> _Family:
     )
 
 
-def _gemma3(config: ConfigFile, num_layers: int) -> _Family:
+def _gemma2(config: ConfigFile, num_layers: int) -> _Family:
+    _refuse_unlike_gemma(config)
+    has_attention_bias = config.flag("attention_bias", False)
+    return _Family(
+        has_qkv_bias=has_attention_bias,
+        has_output_bias=has_attention_bias,
+        default_num_kv_heads=4,
+        default_head_dim=256,
+        layer_windows=alternating_windows(config, num_layers, default=4096, full_every=2),
+        query_scale=config.number("query_pre_attn_scalar", 256.0) ** -0.5,
+        attention_softcap=_softcap(config, "attn_logit_softcapping", 50.0),
+        logit_softcap=_softcap(config, "final_logit_softcapping", 30.0),
+        is_gemma=True,
+    )
+
+
+def _softcap(config: ConfigFile, key: str, default: float) -> float | None:
+    """Absent and null differ: null means no cap."""
+    cap = config.optional_number(key) if config.has_key(key) else default
+    if cap is not None and cap <= 0:
+        raise config.error(key, f"{cap} is not supported; supported: null and positive numbers")
+    return cap
+
+
+def _refuse_unlike_gemma(config: ConfigFile) -> None:
     activation = config.text("hidden_activation", "gelu_pytorch_tanh")
     if activation != "gelu_pytorch_tanh":
-        raise config.error("hidden_activation", f"{activation!r} is not supported for Gemma 3")
+        raise config.error("hidden_activation", f"{activation!r} is not supported for Gemma")
+    if config.flag("use_bidirectional_attention", False):
+        raise config.error("use_bidirectional_attention", "true is not supported")
+
+
+def _gemma3(config: ConfigFile, num_layers: int) -> _Family:
+    _refuse_unlike_gemma(config)
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
         if config.optional_number(key) is not None:
             raise config.error(key, "is not supported; supported: null")
-    if config.flag("use_bidirectional_attention", False):
-        raise config.error("use_bidirectional_attention", "true is not supported")
     rope, local_rope = parse_layer_ropes(config, default_theta=1e6, default_local_theta=1e4)
     has_attention_bias = config.flag("attention_bias", False)
     every = config.integer("sliding_window_pattern", 6)
@@ -387,22 +420,23 @@ _FAMILIES: dict[str, Callable[[ConfigFile, int], _Family]] = {
     "GptOssForCausalLM": _gpt_oss,
     "DeepseekV2ForCausalLM": _deepseek_v2,
     "DeepseekV3ForCausalLM": _deepseek_v3,
+    "Gemma2ForCausalLM": _gemma2,
     "Gemma3ForCausalLM": _gemma3,
     _WITH_VISION: _gemma3,
 }
 SUPPORTED_ARCHITECTURES = tuple(_FAMILIES)
+_SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads")
 
 
 def load_spec(
     folder: Path,
     *,
     quantization: Literal["auto", "fp8"] = "auto",
-    is_expert_parallel: bool = False,
+    sharing: ExpertSharing = "units",
 ) -> ModelSpec:
     """Read `config.json` and, where present, `generation_config.json`.
 
-    quantization: auto = as config.json says; fp8 = quantise an unquantised folder.
-    is_expert_parallel: ranks hold whole experts.
+    quantization: auto = as config.json says; fp8 = quantise. sharing: of experts, by ranks.
     Raises ConfigError, naming the file, the key and what is supported.
     """
     config = ConfigFile.read(folder / "config.json")
@@ -412,8 +446,7 @@ def load_spec(
     if has_vision:
         config = config.around("text_config", _GEMMA3_DEFAULTS)
     _refuse_unsupported(config)
-    num_layers, hidden_size = (config.integer(k) for k in ("num_hidden_layers", "hidden_size"))
-    num_heads = config.integer("num_attention_heads")
+    num_layers, hidden_size, num_heads = map(config.integer, _SIZES)
     family = _FAMILIES[architecture](config, num_layers)
     rope, max_model_len = _context(config, family)
     vocab_size = config.integer("vocab_size")
@@ -439,6 +472,8 @@ def load_spec(
         rope=rope,
         local_rope=family.local_rope,
         query_scale=family.query_scale,
+        attention_softcap=family.attention_softcap,
+        logit_softcap=family.logit_softcap,
         activation=Activation.GELU_TANH if family.is_gemma else Activation.SILU,
         norm_offset=1.0 if family.is_gemma else 0.0,
         has_output_norms=family.is_gemma,
@@ -448,7 +483,7 @@ def load_spec(
         eos_token_ids=_eos_token_ids(config, folder, vocab_size),
         dtype=_dtype(config),
         pooling=pooling,
-        mixture=_shared_mixture(config, family, is_expert_parallel=is_expert_parallel),
+        mixture=_shared_mixture(config, family, sharing),
         latent=family.latent,
         num_guessing_layers=family.num_guessing_layers,
         quantization=_quantization(config, quantization, family, has_head=has_head),
@@ -456,17 +491,20 @@ def load_spec(
 
 
 def _shared_mixture(
-    config: ConfigFile, family: _Family, *, is_expert_parallel: bool
+    config: ConfigFile, family: _Family, sharing: ExpertSharing
 ) -> MixtureSpec | None:
-    if not is_expert_parallel:
+    if sharing == "units":
         return family.mixture
     if family.mixture is None:
         raise config.error("architectures", "has no experts; set workers.expert_parallel to false")
-    return replace(family.mixture, is_expert_parallel=True)
+    return replace(family.mixture, sharing=sharing)
 
 
 def _num_kv_heads(config: ConfigFile, family: _Family, num_heads: int) -> int:
-    num_kv_heads = config.integer("num_key_value_heads", family.default_num_kv_heads or num_heads)
+    default = family.default_num_kv_heads
+    if default is None or config.has_key("num_key_value_heads"):  # null, unlike absent
+        default = num_heads
+    num_kv_heads = config.integer("num_key_value_heads", default)
     if num_heads % num_kv_heads:
         raise config.error(
             "num_key_value_heads", f"{num_kv_heads} does not divide {num_heads} query heads"

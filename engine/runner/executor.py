@@ -6,7 +6,7 @@ one has been waited for. Knows no requests: a row is a slot in its tables. The p
 row it is, when it runs and which blocks it gets.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -48,6 +48,7 @@ from engine.runner.results import (
     digest_written,
 )
 from engine.runner.rows import Rows
+from engine.runner.shared_stream import SharedExpertStream
 from engine.runner.two_batches import BatchPart, TwoBatches
 from engine.sampling.sampled import RowSampler as RowSampler
 from kernels.attention.phased import Phases
@@ -111,10 +112,13 @@ class Executor:
         self._last_tokens = torch.zeros(max_rows + 1, dtype=torch.int32, device=model.device)
         self._slots = StepSlots(self._max_samples, model.device)
         self._decode_graphs: StepGraphs | None = None
+        self._split_decode_graphs: StepGraphs | None = None  # over the buffers of those
         self._decode_run: DecodeRun | None = None
         self._prompt_graphs: StepGraphs | None = None
         self._prompt_steps: PromptStepCounter | None = None
         self._two_batches: TwoBatches | None = None
+        self._min_exchanged: int | None = None  # tokens; None = never
+        self._shared_stream: SharedExpertStream | None = None
         self.expert_loads: ExpertLoads | None = None  # told of every step; None = not counted
 
     def overlap_two_batches(self, rule: OverlapRule, *, threshold: float) -> None:
@@ -124,6 +128,27 @@ class Executor:
         """
         block_size = self.layout.block_size
         self._two_batches = TwoBatches(self.model, rule, threshold=threshold, block_size=block_size)
+
+    def exchange_tokens(self, min_tokens: int) -> None:
+        """From now on, steps of at least so many tokens that replay no graph share them out.
+
+        The model must be able to; see `CausalLM.exchange_operations`. All ranks get the same.
+        """
+        assert self.model.can_exchange, "the model's ranks have no whole experts"
+        self._min_exchanged = min_tokens
+
+    @property
+    def two_batches(self) -> TwoBatches:
+        """Only after `overlap_two_batches`."""
+        assert self._two_batches is not None, "no step is computed as two batches"
+        return self._two_batches
+
+    def compute_shared_beside(self, max_tokens: int) -> None:
+        """Graphs of up to so many tokens compute shared experts in a stream of their own.
+
+        Call it before graphs are captured. Raises ConfigError for a model without shared experts.
+        """
+        self._shared_stream = SharedExpertStream(self.model, max_tokens)
 
     def allow_drafts(self, max_drafts: int) -> None:
         """Make room for so many drafts a row; call it before graphs are captured and steps run."""
@@ -144,13 +169,7 @@ class Executor:
         Decode steps need a decode backend that can be captured. `prompts`: sizes for the other
         steps, which need a prefill backend that can be captured; None = capture none for them.
         """
-        steps = CapturedSteps(
-            self.model,
-            self._attention,
-            last_tokens=self._last_tokens,
-            max_model_len=self._max_model_len,
-            make_context=self._context,
-        )
+        steps = self._captured_steps()
         with torch.inference_mode():
             if prompts is not None:
                 buffers = self._step_buffers(prompts.sizes[-1].num_tokens)
@@ -165,6 +184,35 @@ class Executor:
             self._decode_run = DecodeRun(
                 decode.buffers, self._rows.tokens, self._rows.blocks, self.layout.block_size
             )
+
+    def capture_split_decodes(
+        self, recorder: Recorder, report: Callable[[str], None], *, min_rows: int
+    ) -> None:
+        """Capture decode steps of at least so many rows as two batches, beside the whole ones.
+
+        The rule given to `overlap_two_batches` says which of both a step replays.
+        """
+        assert self._decode_graphs is not None, "captured after the whole ones"
+        assert self._two_batches is not None, "no rule says which steps are split"
+        sizes = [s for s in decode_sizes(self._max_rows) if s.num_rows >= max(min_rows, 2)]
+        if not sizes:
+            return
+        graphs = self._captured_steps().split_decode_graphs(
+            sizes, self._decode_graphs.buffers, self._two_batches
+        )
+        with torch.inference_mode():
+            graphs.capture(recorder, report)
+        self._split_decode_graphs = graphs
+
+    def _captured_steps(self) -> CapturedSteps:
+        return CapturedSteps(
+            self.model,
+            self._attention,
+            last_tokens=self._last_tokens,
+            max_model_len=self._max_model_len,
+            make_context=self._context,
+            shared_stream=self._shared_stream,
+        )
 
     def statistics(self) -> ExecutorStatistics:
         decode, prompt, steps = self._decode_graphs, self._prompt_graphs, self._prompt_steps
@@ -276,15 +324,23 @@ class Executor:
 
     def _replay(self, graphs: StepGraphs, inputs: DecodeInputs) -> ComputedStep:
         batch, size = inputs.batch, inputs.size
-        self._attention.refresh(graphs.attention_metadata(size), batch.attention)
+        if graphs is self._decode_graphs and self._splits_graph(size):
+            assert self._split_decode_graphs is not None
+            graphs = self._split_decode_graphs
         num_sampled = len(batch.sampling)
-        output = graphs.replay(size).first(num_sampled, batch.end_token)
+        output = graphs.replay(size, batch.attention).first(num_sampled, batch.end_token)
         return ComputedStep(
             batch=batch,
             logits=output.logits if num_sampled else None,
             replayed=output,
             is_finite_token=output.is_finite_token,
         )
+
+    def _splits_graph(self, size: GraphSize) -> bool:
+        graphs, two_batches = self._split_decode_graphs, self._two_batches
+        if graphs is None or two_batches is None or not graphs.has(size):
+            return False
+        return two_batches.splits_decode(size.num_rows)
 
     def _sample(self, computed: ComputedStep, drafts: dict[int, list[int]] | None) -> StepTensors:
         """Draw a token for each row that samples, and keep it on the device.
@@ -333,12 +389,13 @@ class Executor:
             parts = self._two_batches.parts(batch, split)
             return self._two_batches.forward(
                 resolve_input_ids(batch.input_ids, self._last_tokens),
-                parts,
-                [self._part_context(part, lane) for lane, part in enumerate(parts)],
-                takes_chosen=logit_indices is not None,
+                split,
+                self._part_contexts(parts, batch.num_tokens),
+                [None if logit_indices is None else part.chosen for part in parts],
                 checks_finite=checks_finite,
             )
         ctx = self._context(batch.positions, batch.slots, self._attention.plan(batch.attention))
+        ctx = replace(ctx, exchanges=self._exchanges(batch.num_tokens))
         ids = resolve_input_ids(batch.input_ids, self._last_tokens)
         return self.model.forward(ids, ctx, logit_indices, checks_finite=checks_finite)
 
@@ -348,18 +405,18 @@ class Executor:
         if self._two_batches is not None and split is not None:
             parts = self._two_batches.parts(batch, split)
             lasts = [self._last(part.attention, lane) for lane, part in enumerate(parts)]
-            contexts = [self._part_context(part, lane) for lane, part in enumerate(parts)]
+            contexts = self._part_contexts(parts, batch.num_tokens)
             return self._two_batches.forward(
                 resolve_input_ids(batch.input_ids, self._last_tokens),
-                parts,
+                split,
                 [replace(ctx, last=last) for ctx, last in zip(contexts, lasts, strict=True)],
-                takes_chosen=False,
                 checks_finite=True,
             )
         last = self._last(batch.attention)
         ctx = replace(
             self._context(batch.positions, batch.slots, self._attention.plan(batch.attention)),
             last=last,
+            exchanges=self._exchanges(batch.num_tokens),
         )
         ids = resolve_input_ids(batch.input_ids, self._last_tokens)
         return self.model.forward(ids, ctx, checks_finite=True)
@@ -370,9 +427,20 @@ class Executor:
         ctx = self._context(step.positions, step.slots, self._attention.plan(step.attention))
         return LastTokens(indices=step.indices, ctx=replace(ctx, lane=lane))
 
-    def _part_context(self, part: BatchPart, lane: int) -> ForwardContext:
-        ctx = self._context(part.positions, part.slots, self._attention.plan(part.attention))
-        return replace(ctx, lane=lane)
+    def _part_contexts(self, parts: Sequence[BatchPart], num_tokens: int) -> list[ForwardContext]:
+        """num_tokens: of the whole step, by which all parts decide alike."""
+        exchanges = self._exchanges(num_tokens)
+        return [
+            replace(
+                self._context(part.positions, part.slots, self._attention.plan(part.attention)),
+                lane=lane,
+                exchanges=exchanges,
+            )
+            for lane, part in enumerate(parts)
+        ]
+
+    def _exchanges(self, num_tokens: int) -> bool:
+        return self._min_exchanged is not None and num_tokens >= self._min_exchanged
 
     def _logits(self, hidden: Tensor) -> Tensor:
         return self.model.logits(hidden, self._comm)

@@ -9,6 +9,7 @@ replica or when.
 import gc
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -22,12 +23,14 @@ from engine.models.registry import WeightSource, build_model
 from engine.models.spec import ModelSpec
 from engine.ranks.agreement import least, meet
 from engine.runner.auto import CPU_BLOCKS, StepSizes
+from engine.runner.calibration import Room
 from engine.runner.executor import Executor
 from engine.runner.expert_load import ExpertLoads
 from engine.runner.graph_sizes import PromptSizes, ragged_sizes
-from engine.runner.graphs import CudaRecorder
+from engine.runner.graphs import CudaRecorder, Recorder
 from engine.runner.grid_sizes import grid_sizes
 from engine.runner.overlap_rule import build_rule, layer_costs
+from engine.runner.overlap_trials import MIN_DECODE_ROWS, OverlapTrials
 from engine.runner.warm_up import warm_up
 from engine.sampling.constraint import Matchers
 from engine.sampling.embeddings import Embeddings
@@ -123,7 +126,12 @@ class Replica:
         num_blocks = self._config.cache.num_blocks
         if num_blocks is None:
             num_blocks = self._num_blocks_that_fit() if self._is_gpu else CPU_BLOCKS
-        return self._build(num_blocks)
+        executor = self._build(num_blocks)
+        if self._overlaps:
+            self._measure_overlap(executor)
+        if self._expert_loads is not None:
+            self._expert_loads.reset()
+        return executor
 
     @property
     def graph_token_sizes(self) -> tuple[int, ...]:
@@ -176,10 +184,14 @@ class Replica:
             sends_blocks=self._sends_blocks,
             comm=self._comm,
         )
+        min_exchanged = self._config.workers.expert_exchange_min_tokens
+        if min_exchanged is not None and self._model.can_exchange:
+            executor.exchange_tokens(min_exchanged)
         if self._config.speculation.drafter != "none":
             executor.allow_drafts(self._config.speculation.max_drafts)
-        if self._config.execution.enable_two_batch_overlap and self._comm.rank.size > 1:
+        if self._overlaps:
             self._overlap_two_batches(executor)
+        self._use_second_stream(executor)
         warm_up(
             executor,
             num_rows=sizes.max_rows,
@@ -187,13 +199,31 @@ class Replica:
             max_tokens=min(sizes.max_tokens, capacity),
             max_row_tokens=self.max_row_tokens,
         )
+        recorder = None
         if self._uses_graphs:
             recorder = CudaRecorder(has_watchdog=self._comm.rank.size > 1)
             executor.capture_graphs(recorder, logger.info, prompts=self._prompt_sizes)
+        if self._overlaps:
+            self._lag_and_capture(executor, recorder)
         if self._expert_loads is not None:
             self._expert_loads.reset()
             executor.expert_loads = self._expert_loads
         return executor
+
+    @property
+    def _overlaps(self) -> bool:
+        return self._config.execution.enable_two_batch_overlap and self._comm.rank.size > 1
+
+    def _use_second_stream(self, executor: Executor) -> None:
+        max_tokens = self._config.execution.dual_stream_token_threshold
+        if max_tokens == 0:
+            return
+        if not self._uses_graphs:
+            raise ConfigError(
+                "execution.dual_stream_token_threshold: only steps that replay graphs use a second"
+                " stream, and here none does; set it to 0"
+            )
+        executor.compute_shared_beside(max_tokens)
 
     def _count_experts(self) -> ExpertLoads | None:
         read_every = self._config.execution.expert_load_steps
@@ -206,6 +236,42 @@ class Replica:
         layer = layer_costs(self._spec, num_ranks, DTYPES[self._layout.dtype].itemsize)
         rule = build_rule(execution, layer, device_properties(self._device))
         executor.overlap_two_batches(rule, threshold=execution.tbo_token_distribution_threshold)
+
+    def _lag_and_capture(self, executor: Executor, recorder: Recorder | None) -> None:
+        """What split decode steps need before the first. recorder: of the whole ones, if any."""
+        asked = self._config.execution.tbo_min_decode_rows
+        if asked is None:
+            return
+        capture: Callable[[int], None] | None = None
+        if recorder is not None:
+            graphs = recorder
+
+            def capture(min_rows: int) -> None:
+                executor.capture_split_decodes(graphs, logger.info, min_rows=min_rows)
+
+        if asked == "measured":
+            lag = self._overlap_trials(executor).decode_lag(capture)
+            if lag is not None:
+                executor.two_batches.lag_by(lag)
+        if capture is not None:
+            capture(MIN_DECODE_ROWS if asked == "measured" else asked)
+
+    def _measure_overlap(self, executor: Executor) -> None:
+        """Find the thresholds that the configuration leaves to measurement."""
+        execution, rule = self._config.execution, executor.two_batches.rule
+        trials = self._overlap_trials(executor)
+        if execution.tbo_min_prompt_tokens == "measured":
+            prompts = self._prompt_sizes
+            largest_graph = 0 if prompts is None else prompts.sizes[-1].num_tokens
+            rule = replace(rule, min_prompt_tokens=trials.min_prompt_tokens(largest_graph))
+        if execution.tbo_min_decode_rows == "measured":
+            rule = replace(rule, min_decode_rows=trials.min_decode_rows())
+        executor.two_batches.rule = rule
+
+    def _overlap_trials(self, executor: Executor) -> OverlapTrials:
+        num_blocks, block_size = executor.kv_store.num_blocks, self._layout.block_size
+        room = Room(self._sizes, block_size, num_blocks, self.max_row_tokens)
+        return OverlapTrials(executor, room, self._comm, logger.info)
 
     def _build_sampler(self, max_rows: int) -> RowSampler:
         spec = self._spec
@@ -223,7 +289,7 @@ class Replica:
             source=WeightSource(
                 is_random=model.weights == "random",
                 quantization=model.quantization,
-                is_expert_parallel=self._config.workers.expert_parallel,
+                sharing=self._config.workers.expert_sharing,
             ),
             is_deterministic=model.deterministic,
             rank=self._comm.rank,

@@ -123,8 +123,15 @@ class FlashAttention4:
         self._loads_blocks = block_size == _TILE_KEYS and shape.head_dim <= _MAX_TILE_HEAD_DIM
 
     def prepare(self, *, max_rows: int, max_row_tokens: int, max_row_keys: int) -> None:
-        """Compile every form that steps of so many rows take; nothing compiles later."""
+        """Compile every form that steps of so many rows take; nothing compiles later.
+
+        Memory for the largest gathering is taken and given back, so that whoever measures what is
+        left for the store counts it.
+        """
         shape = self._shape
+        num_keys = min(_MAX_GATHERED_KEYS, max_rows * max_row_keys)
+        gathered = [self._zeros(num_keys, shape.num_kv_heads) for _ in range(2)]
+        del gathered
         parts = [shape.num_heads, shape.num_kv_heads, shape.num_kv_heads]
         sinks = torch.zeros(shape.num_heads, device=self._device) if shape.has_sinks else None
         store = self._zeros(1, len(shape.layer_windows), 2, self._block_size, shape.num_kv_heads)
@@ -177,6 +184,7 @@ class FlashAttention4:
             causal=True,
             window_size=(None, None) if window is None else (window - 1, 0),
             learnable_sink=sinks,
+            softcap=self._shape.softcap or 0.0,
         )
         flat = attended.view(len(q), -1)
         return flat if out is None else out.copy_(flat)  # the library takes no memory

@@ -254,7 +254,8 @@ class FlexAttention:
         q, k, v = (tensor.transpose(0, 1).unsqueeze(0) for tensor in (q, k, v))
         given = None if sinks is None else sinks.clone()
         attend = _compiled_attend if self._is_compiled else _attend
-        attended: Tensor = attend(q, k, v, block_mask, self._shape.scale, given)
+        shape = self._shape
+        attended: Tensor = attend(q, k, v, block_mask, shape.scale, shape.softcap, given)
         return attended.squeeze(0).transpose(0, 1)
 
 
@@ -297,18 +298,26 @@ def _attend(
     v: Tensor,
     block_mask: flex.BlockMask,
     scale: float,
+    softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
     """q: [1, heads, slots, head_dim]; k, v: [1, kv_heads, slots, head_dim]; returns as q."""
     is_grouped = q.shape[1] != k.shape[1]
+
+    def capped(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        assert softcap is not None, "asked for"
+        return softcap * torch.tanh(score / softcap)
+
+    score_mod = None if softcap is None else capped
     if sinks is None:
         return flex.flex_attention(
-            q, k, v, block_mask=block_mask, scale=scale, enable_gqa=is_grouped
+            q, k, v, score_mod, block_mask=block_mask, scale=scale, enable_gqa=is_grouped
         )
     out, found = flex.flex_attention(
         q,
         k,
         v,
+        score_mod,
         block_mask=block_mask,
         scale=scale,
         enable_gqa=is_grouped,

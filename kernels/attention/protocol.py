@@ -31,6 +31,8 @@ class AttentionShape:
     mask_function: MaskFunction | None = None
     # Factor on the scores; None = 1 / sqrt(head_dim).
     query_scale: float | None = None
+    # Scaled scores s become cap * tanh(s / cap) before the mask (Gemma 2); None = they stay.
+    softcap: float | None = None
     # Whether `run` is given the logit of a sink for every query head.
     has_sinks: bool = False
     # Values are the first so many numbers of a key; the store has one plane. None = V is a plane.

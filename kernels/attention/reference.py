@@ -4,7 +4,7 @@ Rows with one new token are gathered into one padded batch, or into several if l
 much that padding would cost more than another call. Each row with more new tokens is its own
 `scaled_dot_product_attention`, over the fresh K and V when it has no history. Grouped queries are
 a view: of the query for single tokens, of an expanded key for chunks; no head is copied. With
-attention sinks, which `scaled_dot_product_attention` does not know, both are written out.
+attention sinks or a cap, which `scaled_dot_product_attention` does not know, both are written out.
 
 For each distinct mask of the layers, `plan` determines the keys that a row needs:
 
@@ -182,13 +182,13 @@ class ReferenceAttention:
             .narrow(2, 0, group.num_keys)
             .transpose(2, 3)
         )
-        if sinks is None:
+        if not self._is_written_out:
             out = F.scaled_dot_product_attention(
                 q_rows, k, v, attn_mask=group.mask, scale=shape.scale
             )
         else:
-            by_group = sinks.view(shape.num_kv_heads, shape.num_groups)
-            out = attend_with_sinks(q_rows, k, v, group.mask, shape.scale, by_group)
+            by_group = None if sinks is None else sinks.view(shape.num_kv_heads, shape.num_groups)
+            out = self._attend(q_rows, k, v, group.mask, by_group)
         return out.reshape(num_rows, -1)
 
     # ---- more than one new token ----------------------------------------------------------------
@@ -213,7 +213,7 @@ class ReferenceAttention:
         queries = np.arange(num_computed, num_computed + num_new)
         first_keys = layer_mask.first_keys(queries)
         is_plain = num_computed == 0 and layer_mask.function is None and not first_keys.any()
-        if is_plain and not self._shape.has_sinks:
+        if is_plain and not self._is_written_out:
             return _Chunk(start=start, end=end, num_keys=num_new, half_blocks=None, mask=None)
         start_block = int(first_keys[0]) // self._block_size
         end_block = -(-(num_computed + num_new) // self._block_size)
@@ -255,10 +255,12 @@ class ReferenceAttention:
             .view(num_new, shape.num_kv_heads, shape.num_groups, shape.head_dim)
             .permute(1, 2, 0, 3)
         )
-        if sinks is not None:
-            by_group = sinks.view(shape.num_kv_heads, shape.num_groups, 1)
+        if self._is_written_out:
+            by_group = (
+                None if sinks is None else sinks.view(shape.num_kv_heads, shape.num_groups, 1)
+            )
             k, v = (t.transpose(0, 1).unsqueeze(1) for t in (k, v))
-            out = attend_with_sinks(q_heads, k, v, chunk.mask, shape.scale, by_group)
+            out = self._attend(q_heads, k, v, chunk.mask, by_group)
             return out.permute(2, 0, 1, 3).reshape(num_new, -1)
         expanded = (shape.num_kv_heads, shape.num_groups, chunk.num_keys, -1)
         out = F.scaled_dot_product_attention(
@@ -270,6 +272,16 @@ class ReferenceAttention:
             scale=shape.scale,
         )
         return out.permute(2, 0, 1, 3).reshape(num_new, -1)
+
+    @property
+    def _is_written_out(self) -> bool:
+        return self._shape.has_sinks or self._shape.softcap is not None
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None
+    ) -> Tensor:
+        shape = self._shape
+        return attend_written_out(q, k, v, mask, shape.scale, shape.softcap, sinks)
 
     def _keys_and_values(self, planes: Tensor) -> tuple[Tensor, ...]:
         """planes: [planes, ..., head_dim]; both without the first dimension."""
@@ -300,10 +312,16 @@ class ReferenceAttention:
         return host.pin_memory().to(self._device, non_blocking=True)
 
 
-def attend_with_sinks(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, sinks: Tensor
+def attend_written_out(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
-    """softmax([q k^T * scale + mask, sink]) v, where the sink's column has no value.
+    """softmax([cap(q k^T * scale) + mask, sink]) v, where the sink's column has no value.
 
     q: [..., queries, head_dim]; k, v: [..., keys, head_dim]; mask: [queries or 1, keys] or with
     more dimensions; sinks: fp32, as q without its last dimension. All but the last two dimensions
@@ -314,11 +332,16 @@ def attend_with_sinks(
     for part in torch.arange(q.shape[-2]).split(max(_MAX_SCORES // scores_per_query, 1)):
         rows = slice(int(part[0]), int(part[-1]) + 1)
         scores = (q[..., rows, :].float() @ k.transpose(-1, -2).float()) * scale
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
         if mask is not None:
             scores = scores + (mask[..., rows, :] if mask.shape[-2] > 1 else mask)
-        sink = sinks[..., rows] if sinks.shape[-1] > 1 else sinks
-        column = sink.unsqueeze(-1).expand(*scores.shape[:-1], 1)
-        weights = torch.cat((scores, column), dim=-1).softmax(dim=-1)[..., :-1]
+        if sinks is None:
+            weights = scores.softmax(dim=-1)
+        else:
+            sink = sinks[..., rows] if sinks.shape[-1] > 1 else sinks
+            column = sink.unsqueeze(-1).expand(*scores.shape[:-1], 1)
+            weights = torch.cat((scores, column), dim=-1).softmax(dim=-1)[..., :-1]
         parts.append((weights @ v.float()).to(q.dtype))
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-2)
 

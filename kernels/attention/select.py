@@ -28,6 +28,7 @@ _TRITON_DTYPES = (torch.bfloat16, torch.float16)
 _TRITON_BLOCK_MULTIPLE = 16
 _HOPPER = (9, 0)
 _ANY_MASK = ("flex", "reference")  # backends with more than causal masks and windows
+_SOFTCAP = ("flash_attn_4", "triton", "flex", "reference")
 _PROMPTS_ALONE = ("flash_attn_4",)
 
 
@@ -170,6 +171,8 @@ def _why_not(name: str, target: _Target) -> str | None:
         function = target.shape.mask_function
         what = "layers that see chunks" if function is None else f"the mask {function.name}"
         return f"its kernels have causal masks and windows of them, not {what}"
+    if name not in _SOFTCAP and target.shape.softcap is not None:
+        return "it is used without a cap on scores"
     return _WHY_NOT[name](target)
 
 

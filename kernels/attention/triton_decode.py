@@ -79,6 +79,7 @@ def layer_constants(
     assert store.stride()[4:] == (shape.head_dim, 1), f"strides of the store: {store.stride()}"
     return {
         "SCALE_LOG2E": shape.scale * math.log2(math.e),
+        "SOFTCAP_LOG2E": (shape.softcap or 0.0) * math.log2(math.e),  # 0: none
         "WINDOW": shape.layer_windows[layer] or 0,  # 0: none
         "NUM_KV_HEADS": shape.num_kv_heads,
         "NUM_GROUPS": shape.num_groups,
@@ -99,6 +100,12 @@ def key_offsets(  # noqa: ANN201
 ):
     """Offsets of keys in their half of the store, int64: it has more than 2^31 elements."""
     return blocks.to(tl.int64) * BLOCK_STRIDE + (keys % BLOCK_SIZE) * TOKEN_STRIDE
+
+
+@triton.jit
+def capped(scores, SOFTCAP: tl.constexpr):  # noqa: ANN201
+    """SOFTCAP * tanh(scores / SOFTCAP), whose error beside the cap is that of fp32."""
+    return SOFTCAP * (2.0 * tl.sigmoid(scores * (2.0 / SOFTCAP)) - 1.0)
 
 
 @triton.jit
@@ -223,6 +230,7 @@ def _decode_kernel(
     sinks_ptr,  # fp32 [heads], or None
     layer,
     SCALE_LOG2E: tl.constexpr,
+    SOFTCAP_LOG2E: tl.constexpr,
     WINDOW: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
@@ -290,6 +298,8 @@ def _decode_kernel(
         next_keys = keys + TILE_KEYS
         blocks = tl.load(ids_ptr + next_keys // BLOCK_SIZE, mask=next_keys < end_key, other=0)
         scores = tl.dot(q, tl.trans(k)) * SCALE_LOG2E
+        if SOFTCAP_LOG2E > 0:
+            scores = capped(scores, SOFTCAP_LOG2E)
         is_seen = is_key
         if WINDOW > 0:
             is_seen = is_seen & (keys >= first_seen)

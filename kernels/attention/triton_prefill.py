@@ -28,6 +28,7 @@ from torch import Tensor
 from kernels.attention.protocol import AttentionShape, RowTensors
 from kernels.attention.triton_decode import (
     MIN_DOT_ROWS,
+    capped,
     key_offsets,
     layer_constants,
     sink_scores,
@@ -96,6 +97,7 @@ def _attend(
     end_key,
     IS_MASKED: tl.constexpr,
     SCALE_LOG2E: tl.constexpr,
+    SOFTCAP_LOG2E: tl.constexpr,
     WINDOW: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -124,6 +126,8 @@ def _attend(
             k = tl.load(k_ptr + offsets[:, None] + dim[None, :])
             v = tl.load(v_ptr + offsets[:, None] + dim[None, :])
         scores = tl.dot(q, tl.trans(k)) * SCALE_LOG2E
+        if SOFTCAP_LOG2E > 0:
+            scores = capped(scores, SOFTCAP_LOG2E)
         if IS_MASKED:
             is_seen = keys[None, :] <= positions[:, None]
             if WINDOW > 0:
@@ -162,6 +166,7 @@ def _prefill_kernel(
     first_row,
     num_rows,
     SCALE_LOG2E: tl.constexpr,
+    SOFTCAP_LOG2E: tl.constexpr,
     WINDOW: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
@@ -235,11 +240,13 @@ def _prefill_kernel(
     if WINDOW == 0 and not IS_FIXED_TILE:
         biggest, total, acc = _attend(
             q, k_ptr, v_ptr, ids_ptr, positions, biggest, total, acc, first_key, full_end,
-            False, SCALE_LOG2E, WINDOW, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, TOKEN_STRIDE, TILE_KEYS,
+            False, SCALE_LOG2E, SOFTCAP_LOG2E, WINDOW,
+            HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, TOKEN_STRIDE, TILE_KEYS,
         )  # fmt: skip
     biggest, total, acc = _attend(
         q, k_ptr, v_ptr, ids_ptr, positions, biggest, total, acc, full_end, end_key,
-        True, SCALE_LOG2E, WINDOW, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, TOKEN_STRIDE, TILE_KEYS,
+        True, SCALE_LOG2E, SOFTCAP_LOG2E, WINDOW,
+        HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, TOKEN_STRIDE, TILE_KEYS,
     )  # fmt: skip
     # A token before the row's first key has seen nothing and gets zeros.
     out = acc / tl.where(total == 0.0, 1.0, total)[:, None]

@@ -71,6 +71,8 @@ class Problem:
         keys = self.keys[row][layer].double().repeat_interleave(num_groups, 1)
         values = self.values[row][layer].double().repeat_interleave(num_groups, 1)
         scores = torch.einsum("qhd,khd->hqk", queries, keys) * self.shape.scale
+        if self.shape.softcap is not None:
+            scores = self.shape.softcap * torch.tanh(scores / self.shape.softcap)
         key_positions = torch.arange(len(keys), device=keys.device)
         query_positions = key_positions[len(keys) - len(queries) :, None]
         distances = query_positions - key_positions

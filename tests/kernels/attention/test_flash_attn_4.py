@@ -58,6 +58,7 @@ class _Library:
         causal: bool,
         window_size: tuple[int | None, int | None],
         learnable_sink: Tensor | None,
+        softcap: float,
     ) -> tuple[Tensor, None]:
         assert causal, "every mask is causal"
         assert (page_table is None) == (seqused_k is None) == (cu_seqlens_k is not None)
@@ -77,7 +78,7 @@ class _Library:
                 first, last = cu_seqlens_k[row : row + 2].tolist()
                 keys, values = k[first:last], v[first:last]
             attended = _attend(
-                q[start:end], keys, values, softmax_scale, window_size, learnable_sink
+                q[start:end], keys, values, softmax_scale, softcap, window_size, learnable_sink
             )
             out[start:end] = attended
         return out, None
@@ -88,6 +89,7 @@ def _attend(
     k: Tensor,
     v: Tensor,
     scale: float,
+    softcap: float,
     window_size: tuple[int | None, int | None],
     sinks: Tensor | None,
 ) -> Tensor:
@@ -95,6 +97,8 @@ def _attend(
     num_groups = q.shape[1] // k.shape[1]
     k, v = (t.double().repeat_interleave(num_groups, 1) for t in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q.double(), k) * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
     distance = torch.arange(len(q))[:, None] + len(k) - len(q) - torch.arange(len(k))
     left = window_size[0]
     is_seen = (distance >= 0) & (distance <= (len(k) if left is None else left))
@@ -131,7 +135,7 @@ def _backend(problem: Problem, reads: Reads | None = None) -> FlashAttention4:
 def test_keys_reach_the_library_whatever_way(
     rows: list[tuple[int, int]], reads: Reads | None, has_sinks: bool
 ) -> None:
-    shape = replace(SHAPE, has_sinks=has_sinks)
+    shape = replace(SHAPE, has_sinks=has_sinks, softcap=2.0 if has_sinks else None)
     problem = build_problem(rows, shape, block_size=4, dtype=torch.float32)
     for layer in range(len(shape.layer_windows)):
         check(_backend(problem, reads), problem, layer)
@@ -329,6 +333,7 @@ def _gpu_problem(
     *,
     has_sinks: bool,
     dtype: torch.dtype = torch.bfloat16,
+    softcap: float | None = None,
 ) -> Problem:
     shape = AttentionShape(
         num_heads=heads[0],
@@ -336,6 +341,7 @@ def _gpu_problem(
         head_dim=head_dim,
         layer_windows=(None, 100, 3000),
         has_sinks=has_sinks,
+        softcap=softcap,
     )
     reason = why_not(shape, dtype, GPU)
     if reason is not None:
@@ -369,6 +375,15 @@ def test_every_way_equals_float64(
         backend = _backend(problem, reads)
         for layer in range(3):
             check(backend, problem, layer)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("default")
+def test_scores_may_be_capped() -> None:
+    for rows in (GPU_ROWS["fresh"], GPU_ROWS["history"]):
+        problem = _gpu_problem(rows, (8, 4), 256, 16, has_sinks=False, softcap=5.0)
+        for layer in range(3):
+            check(_backend(problem), problem, layer)
 
 
 @pytest.mark.gpu

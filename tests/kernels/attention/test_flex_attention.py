@@ -75,19 +75,26 @@ def _flex(problem: Problem, packing: Packing | None = None, **options: bool) -> 
     )
 
 
+@pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("rows", ROW_SETS.values(), ids=ROW_SETS)
-def test_the_reference_computes_any_mask(rows: list[tuple[int, int]], function: str) -> None:
-    problem = _problem(rows, function)
+def test_the_reference_computes_any_mask(
+    rows: list[tuple[int, int]], function: str, softcap: float | None
+) -> None:
+    problem = _problem(rows, function, softcap=softcap)
     reference = ReferenceAttention(problem.shape, block_size=4, dtype=torch.float32, device=CPU)
     _check_all(reference, problem)
 
 
 @pytest.mark.parametrize(
-    ("function", "has_sinks"), [("none", True), ("near_and_even", False), ("sections", True)]
+    ("function", "has_sinks", "softcap"),
+    [("none", True, None), ("near_and_even", False, 2.0), ("sections", True, 5.0)],
 )
-def test_flex_computes_any_mask_on_a_cpu(function: str, has_sinks: bool) -> None:
-    problem = _problem([(2, 1), (19, 1), (0, 11), (16, 16)], function, has_sinks=has_sinks)
+def test_flex_computes_any_mask_on_a_cpu(
+    function: str, has_sinks: bool, softcap: float | None
+) -> None:
+    rows = [(2, 1), (19, 1), (0, 11), (16, 16)]
+    problem = _problem(rows, function, has_sinks=has_sinks, softcap=softcap)
     _check_all(_flex(problem), problem)
 
 
@@ -236,6 +243,7 @@ def test_compiled_kernels_equal_float64(
         layer_chunks=(None, None, 1000),
         mask_function=FUNCTIONS[function],
         has_sinks=has_sinks,
+        softcap=5.0 if function == "sections" else None,
     )
     for rows in GPU_ROWS.values():
         problem = build_problem(rows, shape, block_size=16, dtype=torch.bfloat16, device="cuda")
