@@ -69,7 +69,7 @@ class DiskFiles:
         """
         assert len(namespace) == 16, f"a namespace of {len(namespace)} bytes"
         self.folder = _private_folder(path)
-        self._num_bytes = num_bytes
+        self.num_bytes = num_bytes
         self._block_bytes = block_bytes
         self._namespace = namespace
         self._index: dict[bytes, DiskBlock] = {}
@@ -125,7 +125,7 @@ class DiskFiles:
         head += hashlib.blake2b(head, digest_size=_CHECK_BYTES).digest()
         first = _first_block(len(blocks))
         size = first + len(blocks) * self._block_bytes
-        if size > self._num_bytes:
+        if size > self.num_bytes:
             return False
         partial = self.folder / (name + _PARTIAL)
         try:
@@ -161,7 +161,7 @@ class DiskFiles:
         files = sorted((mtime_ns, num_bytes, name) for name, num_bytes, mtime_ns in self._found())
         total = size + sum(num_bytes for _, num_bytes, _ in files)
         for _, num_bytes, name in files:
-            if total <= self._num_bytes:
+            if total <= self.num_bytes:
                 break
             (self.folder / name).unlink(missing_ok=True)
             self.num_evicted += len(self._files.get(name, ()))

@@ -59,6 +59,11 @@ class DiskTier:
         self.place = f"{arena.place}/{found.st_dev}/{found.st_ino}"
         self._write_lane, self._read_lane = Lane("disk writes"), Lane("disk reads")
 
+    @property
+    def max_blocks(self) -> int:
+        """So many blocks the files may hold, about."""
+        return self._files.num_bytes // self._arena.block_bytes
+
     # ---- writing ---------------------------------------------------------------------------------
 
     def write_behind(self, blocks: Sequence[HostBlock]) -> None:

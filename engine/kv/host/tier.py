@@ -203,6 +203,8 @@ class HostTier:
     def _is_in_vain(self, num_evicted: int) -> bool:
         """Whether not to store so many more blocks, because nothing is ever found."""
         num_hits, num_blocks = self._arena.num_hits, self._arena.num_blocks
+        if self._disk is not None:
+            num_blocks += self._disk.max_blocks
         if num_hits != self._num_hits:
             self._num_hits, self._num_in_vain = num_hits, 0
         num_rounds, place = divmod(self._num_in_vain, num_blocks)
