@@ -30,6 +30,7 @@ from tests.engine.speculation.guessed_engines import (
     save_exact_model,
     start_exact,
 )
+from tests.engine.speculation.verify_graphs import capture_verification
 from tests.harness.tiny_models import VOCAB_SIZE, edit_config, save_model
 
 SEED = random.SystemRandom().randrange(10**6)
@@ -134,6 +135,34 @@ def test_no_answer_changes(
     counts = engine.core.scheduler.draft_counts
     assert counts.num_accepted < counts.num_drafted
     assert counts.num_drafted > 100
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlapped"])
+def test_a_head_drafts_alike_where_verify_graphs_export(
+    folders: tuple[Path, Path], exact_folder: Path, asked: list[Asked], overlap: bool
+) -> None:
+    """Features of replayed steps, padded or not, are those of computed ones: so are the drafts."""
+    _, head = folders
+    some = [one for one in asked if one[1].prompt_logprobs is None][:4]
+    proposals, counts = [], []
+    with exact_arithmetic():
+        expected = run(start_exact(exact_folder, speculation__drafter="none"), some)
+        for captures in (False, True):
+            engine = start(
+                exact_folder,
+                head,
+                exact=True,
+                scheduler__overlap=overlap,
+                speculation__attention_backend="decode",
+            )
+            recorder = capture_verification(engine, 24) if captures else None
+            proposals.append(record_proposals(engine))
+            assert_same(run(engine, some), expected)
+            counts.append(engine.core.scheduler.draft_counts)
+    assert recorder is not None
+    assert recorder.num_replays > 5
+    assert proposals[0] == proposals[1]
+    assert counts[0] == counts[1]
 
 
 @pytest.mark.parametrize(

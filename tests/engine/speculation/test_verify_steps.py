@@ -1,23 +1,18 @@
 """Steps with drafts by a backend of their own, and padded to graphs of their own: same answers."""
 
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from engine.build import Engine
 from engine.errors import ConfigError
-from engine.models.llama import attention_shape
 from engine.request import SamplingParams
 from engine.runner.graph_sizes import verify_sizes
-from engine.runner.graphs import GraphOutput
 from kernels.attention.phased import PhasedAttention
-from kernels.attention.protocol import AttentionShape, AttentionStep, RowTensors
+from kernels.attention.protocol import AttentionShape, AttentionStep
 from kernels.attention.reference import ReferenceAttention
-from tests.engine.runner.graph_story import RerunRecorder, RowTensorAttention
 from tests.engine.speculation.guessed_engines import (
     Asked,
     assert_same,
@@ -27,6 +22,7 @@ from tests.engine.speculation.guessed_engines import (
     save_exact_model,
     start_exact,
 )
+from tests.engine.speculation.verify_graphs import capture_verification
 from tests.harness.in_process import Answer
 from tests.harness.tiny_models import VOCAB_SIZE
 from tests.kernels.attention.attention_cases import assert_close, build_problem, run_layer
@@ -86,58 +82,13 @@ def test_answers_are_those_without_drafts_by_the_backend_of_decode_steps(
 # ---- graphs -------------------------------------------------------------------------------------
 
 
-class ExactRows(RowTensorAttention):
-    """On the grid of `exact_arithmetic`."""
-
-    def _row(
-        self,
-        q: torch.Tensor,
-        layer_store: torch.Tensor,
-        rows: RowTensors,
-        row: int,
-        num_keys: int,
-    ) -> torch.Tensor:
-        found = super()._row(q.double(), layer_store.double(), rows, row, num_keys)
-        return (torch.round(found * 8) / 8).float()
-
-
-class CountingRecorder(RerunRecorder):
-    """Counts the replays of all graphs."""
-
-    def __init__(self) -> None:
-        self.num_replays = 0
-
-    def record(self, run: Callable[[], GraphOutput]) -> Callable[[], GraphOutput]:
-        again = super().record(run)
-
-        def replay() -> GraphOutput:
-            self.num_replays += 1
-            return again()
-
-        return replay
-
-
-def _capture(engine: Engine, max_tokens: int) -> CountingRecorder:
-    """Graphs for steps with drafts alone; their attention knows nothing but the graph's rows."""
-    executor, recorder = engine.executor, CountingRecorder()
-    rows = ExactRows(attention_shape(executor.model.spec))
-    executor._attention = PhasedAttention(prefill=rows, decode=rows, graph=rows, prompt_graph=rows)
-    executor._attention.verify_with(rows, 9, graph=rows)
-    executor.capture_graphs(
-        recorder, lambda _: None, prompts=None, verify=verify_sizes(6, max_tokens)
-    )
-    executor._decode_graphs = executor._decode_run = None
-    executor.kv_store.tensor.fill_(50.0)
-    return recorder
-
-
 @pytest.mark.parametrize(("num_drafts", "overlap"), [(3, False), (8, True)])
 def test_answers_are_those_without_drafts_in_graphs_of_any_mix(
     folder: Path, asked: list[Asked], plain: list[Answer], num_drafts: int, overlap: bool
 ) -> None:
     """Rows with one to nine tokens side by side: after every one the graph has a line of logits."""
     engine = start_exact(folder, scheduler__overlap=overlap)
-    recorder = _capture(engine, 32)
+    recorder = capture_verification(engine, 32)
     guess(engine, asked, plain, num_drafts=num_drafts, error_rate=0.2, seed=SEED)
     with exact_arithmetic():
         assert_same(run(engine, asked), plain)
@@ -151,7 +102,7 @@ def test_steps_that_no_graph_holds_are_computed_without_one(
     folder: Path, asked: list[Asked], plain: list[Answer]
 ) -> None:
     engine = start_exact(folder)
-    recorder = _capture(engine, 2)
+    recorder = capture_verification(engine, 2)
     guess(engine, asked, plain, num_drafts=4, error_rate=0.2, seed=SEED)
     with exact_arithmetic():
         assert_same(run(engine, asked), plain)
