@@ -366,6 +366,11 @@ def _speculation_contradiction(config: AppConfig) -> str | None:
             " supported, because what drafts is not split over ranks; set ngram, or"
             " tensor_parallel_size to 1"
         )
+    if uses_model and config.model.attention.mask is not None:
+        return (
+            f"speculation.drafter: {asked.drafter} with model.attention.mask is not supported,"
+            " because the mask is not that of what drafts; set ngram, or leave out the mask"
+        )
     if uses_model and config.model.device == "cuda" and config.cache.num_blocks is None:
         return (
             f"speculation.drafter: {asked.drafter} on a GPU needs cache.num_blocks, because the"

@@ -45,13 +45,16 @@ class DeploymentSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 def describe_deployment(config: AppConfig) -> DeploymentSpec:
     """Read the model folder's identity (not its weights) and hash it with the config."""
-    model = _model_fingerprint(Path(config.model.path))
+    model, drafter = _model_fingerprint(Path(config.model.path)), _drafter_fingerprint(config)
+    if config.speculation.drafter == "eagle3":
+        model = f"{model} {drafter}"  # blocks hold what this head's weights made
     _check_mask(config)
     sections = msgspec.to_builtins(config)
     for section in EDGE_ONLY:
         del sections[section]
     digest = hashlib.blake2b(
-        msgspec.json.encode([VERSION, model, _mask_digest(config), sections]), digest_size=16
+        msgspec.json.encode([VERSION, model, drafter, _mask_digest(config), sections]),
+        digest_size=16,
     )
     return DeploymentSpec(
         config=config,
@@ -114,6 +117,16 @@ def _model_fingerprint(folder: Path) -> str:
         digest.update(f"{path.name}\0{status.st_size}\0{status.st_mtime_ns}\0".encode())
     digest.update((folder / "config.json").read_bytes())
     return digest.hexdigest()
+
+
+def _drafter_fingerprint(config: AppConfig) -> str:
+    """Of the folder of what drafts; "" = it has none."""
+    path = config.speculation.model_path
+    if path is None:
+        return ""
+    if not (Path(path) / "config.json").is_file():
+        raise ConfigError(f"speculation.model_path: {path} has no config.json; correct the path")
+    return _model_fingerprint(Path(path))
 
 
 # Async actors serve many small calls and one long stream per ingress at a time.

@@ -194,6 +194,7 @@ def test_heads_that_do_not_fit(
         ({"model.device": "cuda"}, "needs cache.num_blocks"),
         ({"execution.dual_stream_token_threshold": 64}, "two streams keep no hidden states"),
         ({"speculation.model_path": None}, "needs the folder"),
+        ({"model.attention.mask": "masks:any"}, "not that of what drafts"),
     ],
 )
 def test_settings_that_a_head_does_not_go_with(settings: dict[str, object], problem: str) -> None:
