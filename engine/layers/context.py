@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from engine.ranks.rank import WHOLE_MODEL, Rank
+from kernels.kv.scales import KvScales
 
 
 class Comm(Protocol):
@@ -88,6 +89,7 @@ class ForwardContext:
     attention: Any  # AttentionBackend; of a model with latent attention a LatentBackend
     attention_metadata: Any  # the result of `attention.plan` for this step
     comm: Comm
+    kv_scales: KvScales | None = None  # of a store of e4m3 numbers
     lane: int = 0  # index among the contexts that may compute at the same time
     # The only tokens computed after the last layer's K and V; None = the caller chooses later.
     last: "LastTokens | None" = None

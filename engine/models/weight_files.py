@@ -142,7 +142,7 @@ def check_weights(folder: Path, spec: ModelSpec) -> dict[Path, dict[str, Source]
     """
     missing = needed_tensors(spec)
     found: dict[Path, dict[str, Source]] = {}
-    for path, indexed in _weight_files(folder):
+    for path, indexed in weight_files(folder):
         header = read_header(path)
         absent = sorted(
             name
@@ -234,7 +234,7 @@ def _is_zero_bias(path: Path, name: str, tensor: StoredTensor, spec: ModelSpec) 
         return not any(file.read(end - begin))
 
 
-def _weight_files(folder: Path) -> Iterator[tuple[Path, frozenset[str] | None]]:
+def weight_files(folder: Path) -> Iterator[tuple[Path, frozenset[str] | None]]:
     """Each weights file with the names that the index places there (None: unknown).
 
     Raises ConfigError if there are no weights, the index is unusable, or a shard is missing.

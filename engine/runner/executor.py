@@ -52,6 +52,7 @@ from engine.sampling.sampled import RowSampler as RowSampler
 from kernels.attention.phased import Phases
 from kernels.attention.protocol import AttentionStep
 from kernels.input_ids import keep_last_tokens, resolve_input_ids
+from kernels.kv.scales import KvScales
 
 # For smaller steps, the extra attention plan costs more than the skipped last-layer queries.
 _MIN_TOKENS_TO_SKIP_QUERIES = 1024
@@ -77,8 +78,11 @@ class Executor:
         attention: Phases,
         sends_blocks: bool = False,
         comm: Comm = SINGLE_RANK,
+        kv_scales: KvScales | None = None,
     ) -> None:
         """`sends_blocks`: record `kv_store.digests` of all blocks that steps write.
+
+        kv_scales: of this rank's KV heads, for a layout of e4m3 numbers.
 
         comm: to the other ranks of `model`; each has an executor and launches the same plans.
         """
@@ -88,6 +92,8 @@ class Executor:
         self.model = model
         self.layout = layout
         self._comm = comm
+        assert (kv_scales is not None) == (layout.dtype == "fp8_e4m3"), f"scales for {layout}"
+        self._kv_scales = kv_scales
         self.kv_store = KvStore(layout, num_blocks=num_blocks, device=model.device)
         self._attention = attention
         self._sends_blocks = sends_blocks
@@ -383,6 +389,7 @@ class Executor:
             attention=self._attention,
             attention_metadata=metadata,
             comm=self._comm,
+            kv_scales=self._kv_scales,
         )
 
     def _write_batch(

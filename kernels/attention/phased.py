@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kernels.attention.protocol import AttentionStep, GraphPlanner, RowTensors, StepPlanner
+from kernels.kv.scales import KvScales
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,10 +130,11 @@ class PhasedAttention(Phases):
         metadata: PhasedMetadata,
         out: Tensor | None = None,
         sinks: Tensor | None = None,
+        scales: KvScales | None = None,
     ) -> Tensor:
         if len(metadata.parts) == 1:
             part = metadata.parts[0]
-            return part.run(q, k_new, v_new, layer, store, part.metadata, out, sinks)
+            return part.run(q, k_new, v_new, layer, store, part.metadata, out, sinks, scales)
         if out is None:
             out = torch.empty((len(q), q.shape[1] * q.shape[2]), dtype=q.dtype, device=q.device)
         for part in metadata.parts:
@@ -146,6 +148,7 @@ class PhasedAttention(Phases):
                 part.metadata,
                 out[tokens],
                 sinks,
+                scales,
             )
         return out
 
