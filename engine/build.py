@@ -192,9 +192,7 @@ def build_engine(
     torch.set_num_threads(config.workers.torch_threads)
     spec = load_spec(Path(config.model.path), quantization=config.model.quantization)
     kv_scales = _load_kv_scales(config, spec)
-    layout, whole = (
-        _rank_layout(config, spec, rank, kv_scales) for rank in (comm.rank, WHOLE_MODEL)
-    )
+    layout, whole = _layouts(config, spec, comm.rank, kv_scales)
     compilations, grammars = CompilationCounter(), _build_grammars(config, spec)
     compilations.install()
     with hanging_up_on_error(comm):
@@ -209,8 +207,10 @@ def build_engine(
     key = secrets.token_bytes(BLOCK_KEY_BYTES) if block_key is None else block_key
     host_tier = _build_host_tier(config, role, key, executor.kv_store)
     cache = _build_cache(config, executor.kv_store.num_blocks, host_tier)
-    hasher = _build_hasher(key, model_fingerprint, layout)
-    outgoing = OutgoingHandoffs(cache, notify)
+    hasher, outgoing = (
+        _build_hasher(key, model_fingerprint, layout),
+        OutgoingHandoffs(cache, notify),
+    )
     parts = max_model_len, cache, hasher, outgoing, host_tier, drafting
     return Engine(
         spec=spec,
@@ -256,6 +256,14 @@ def _load_kv_scales(config: AppConfig, spec: ModelSpec) -> Tensor | None:
         file=None if config.cache.kv_scales is None else Path(config.cache.kv_scales),
         is_random=config.model.weights == "random",
     )
+
+
+def _layouts(
+    config: AppConfig, spec: ModelSpec, rank: Rank, kv_scales: Tensor | None
+) -> tuple[KvLayout, KvLayout]:
+    """Of this rank's blocks, and of those with the heads of all ranks."""
+    part = _rank_layout(config, spec, rank, kv_scales)
+    return part, _rank_layout(config, spec, WHOLE_MODEL, kv_scales)
 
 
 def _rank_layout(

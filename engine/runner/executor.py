@@ -78,11 +78,9 @@ class Executor:
         attention: Phases,
         sends_blocks: bool = False,
         comm: Comm = SINGLE_RANK,
-        kv_scales: KvScales | None = None,
     ) -> None:
         """`sends_blocks`: record `kv_store.digests` of all blocks that steps write.
 
-        kv_scales: of this rank's KV heads, for a layout of e4m3 numbers.
 
         comm: to the other ranks of `model`; each has an executor and launches the same plans.
         """
@@ -92,8 +90,7 @@ class Executor:
         self.model = model
         self.layout = layout
         self._comm = comm
-        assert (kv_scales is not None) == (layout.dtype == "fp8_e4m3"), f"scales for {layout}"
-        self._kv_scales = kv_scales
+        self._kv_scales: KvScales | None = None
         self.kv_store = KvStore(layout, num_blocks=num_blocks, device=model.device)
         self._attention = attention
         self._sends_blocks = sends_blocks
@@ -128,6 +125,11 @@ class Executor:
         """
         block_size = self.layout.block_size
         self._two_batches = TwoBatches(self.model, rule, threshold=threshold, block_size=block_size)
+
+    def use_kv_scales(self, scales: KvScales) -> None:
+        """The scales of this rank's KV heads, which a layout of e4m3 numbers needs before steps."""
+        assert self.layout.dtype == "fp8_e4m3", f"scales for {self.layout}"
+        self._kv_scales = scales
 
     def allow_drafts(self, max_drafts: int) -> None:
         """Make room for so many drafts a row; call it before graphs are captured and steps run."""

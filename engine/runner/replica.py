@@ -186,8 +186,9 @@ class Replica:
             attention=self._build_attention(),
             sends_blocks=self._sends_blocks,
             comm=self._comm,
-            kv_scales=self._kv_scales,
         )
+        if self._kv_scales is not None:
+            executor.use_kv_scales(self._kv_scales)
         if self._config.speculation.drafter != "none":
             executor.allow_drafts(self._config.speculation.max_drafts)
         if self._config.execution.enable_two_batch_overlap and self._comm.rank.size > 1:

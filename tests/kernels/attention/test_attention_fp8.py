@@ -203,8 +203,8 @@ def test_a_needle_is_found_in_the_interpreter() -> None:
 
 
 def interpreted_cases() -> None:
-    """Called in a process of its own, where Triton interprets; some checks, drawn anew."""
-    for run_check in drawn(interpreted_checks(), 2):
+    """Called in a process of its own, where Triton interprets; a check, drawn anew."""
+    for run_check in drawn(interpreted_checks(), 1):
         run_check()
 
 
