@@ -434,6 +434,11 @@ def _rank_contradiction(config: AppConfig) -> str | None:
         for key in ("prefill_tensor_parallel_size", "decode_tensor_parallel_size"):
             if getattr(workers, key) is not None:
                 return f"workers.{key}: there are no such workers; set tensor_parallel_size"
+    if workers.expert_parallel and size == 1:
+        return (
+            "workers.expert_parallel: one rank holds all experts; set workers.tensor_parallel_size"
+            " above 1, or this to false"
+        )
     if size > 1 and config.cache.host_gib > 0:
         return (
             f"cache.host_gib: {config.cache.host_gib:g} with workers of {size} ranks is not"

@@ -28,6 +28,7 @@ _NAMED = {
     "Seconds": "float, > 0",
     "Share": "float, > 0 and <= 1",
     "Auto": "auto",
+    "Measured": "measured",
     "AttentionName": "name of a backend",
     "KeyName": "name",
     "Sha256": "64 hex digits",

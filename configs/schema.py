@@ -13,6 +13,7 @@ Positive = Annotated[int, Meta(ge=1)]
 Seconds = Annotated[float, Meta(gt=0)]
 Share = Annotated[float, Meta(gt=0, le=1)]
 Auto = Literal["auto"]  # each worker chooses for its device, see engine/runner/auto.py
+Measured = Literal["measured"]  # by steps at the start of a worker
 KeyName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 Sha256 = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}$")]  # in hex
 
@@ -24,7 +25,9 @@ class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Common rules of all sections."""
 
 
-AttentionName = Literal["auto", "reference", "triton", "flashinfer", "flash_attn"]
+AttentionName = Literal[
+    "auto", "reference", "triton", "flashinfer", "flash_attn", "flash_attn_4", "flex"
+]
 
 
 class AttentionConfig(_Section, frozen=True):
@@ -32,6 +35,9 @@ class AttentionConfig(_Section, frozen=True):
 
     prefill: AttentionName = "auto"  # rows with two or more new tokens
     decode: AttentionName = "auto"  # rows with one
+    # A Python function as module:function, which workers import and run: it takes keys away from
+    # queries of all layers, by their positions. flex and reference alone; see operations.
+    mask: Annotated[str, Meta(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")] | None = None
 
 
 class ModelConfig(_Section, frozen=True):
@@ -165,18 +171,26 @@ class ExecutionConfig(_Section, frozen=True):
 
     # Decode steps replay captured CUDA graphs; None = on a GPU with a backend that can.
     cuda_graphs: bool | None = None
-    # A step that replays no graph computes as two batches, one while the other adds its outputs
-    # over the ranks. Never measured on GPUs yet; see operations.
+    # Graphs of up to so many tokens compute the expert that all tokens pass in a stream of its own,
+    # beside the others; 0 = none. 1024 is what others use. Never measured on GPUs yet.
+    dual_stream_token_threshold: Annotated[int, Meta(ge=0)] = 0
+    # A step computes as two batches, one while the other adds its outputs over the ranks. Steps
+    # with prompts only where they replay no graph. Never measured on GPUs yet; see operations.
     enable_two_batch_overlap: bool = False
     # A prompt is cut in two where a boundary between requests would leave a batch with less than
     # this share of the tokens.
     tbo_token_distribution_threshold: Annotated[float, Meta(ge=0, le=0.5)] = 0.48
     # Steps with prompts are split from so many tokens; auto = where a cost model of the layers
-    # predicts a gain, from rates measured on an H200.
-    tbo_min_prompt_tokens: Annotated[int, Meta(ge=2)] | Auto = "auto"
-    # Steps without prompts are split from so many rows, if they replay no graph; None = never,
-    # since the layers' weights are read twice.
-    tbo_min_decode_rows: Annotated[int, Meta(ge=2)] | None = None
+    # predicts a gain, from rates measured on an H200; measured = from where on ten split steps were
+    # 5 % faster than ten whole ones at the start.
+    tbo_min_prompt_tokens: Annotated[int, Meta(ge=2)] | Auto | Measured = "auto"
+    # Steps without prompts are split from so many rows; of these sizes there are graphs of either
+    # kind. None = never, since the layers' weights are read twice; measured = as above, and how far
+    # the second batch lags follows from the share of communication.
+    tbo_min_decode_rows: Annotated[int, Meta(ge=2)] | Measured | None = None
+    # Tokens of every expert are counted, for /metrics, and read from the device every so many
+    # steps without waiting; one more launch a layer with experts. 0 = they are not counted.
+    expert_load_steps: Annotated[int, Meta(ge=0)] = 0
 
 
 class SpeculationConfig(_Section, frozen=True):
@@ -243,6 +257,9 @@ class WorkersConfig(_Section, frozen=True):
     tensor_parallel_size: Literal[1, 2, 4, 8] = 1
     prefill_tensor_parallel_size: Literal[1, 2, 4, 8] | None = None  # None = tensor_parallel_size
     decode_tensor_parallel_size: Literal[1, 2, 4, 8] | None = None  # None = tensor_parallel_size
+    # Of a mixture of experts, each rank holds whole experts, an equal number in the order of their
+    # indices, instead of a part of every expert. Attention is shared as without it.
+    expert_parallel: bool = False
     torch_threads: Positive = 1  # per rank, for operations on a CPU
     # A worker whose engine has work and makes no progress for so long exits, and is restarted. So
     # does one of several ranks if one of them does not take part in a step for so long, or stands
@@ -336,16 +353,18 @@ class ApiConfig(_Section, frozen=True):
 
     # Names a request may use, the first the canonical one; () = model.served_name alone.
     served_model_names: tuple[Annotated[str, Meta(min_length=1)], ...] = ()
-    # How the model writes tool calls: auto = by its chat template; none = `tools` are refused.
-    tool_parser: Literal["auto", "hermes", "llama3_json", "mistral", "none"] = "auto"
+    # How the model writes tool calls: auto = by its chat template; none = `tools` are refused;
+    # harmony (gpt-oss) is the format of whole answers, calls and reasoning.
+    tool_parser: Literal["auto", "harmony", "hermes", "llama3_json", "mistral", "none"] = "auto"
     # Origins whose web pages may call this server from a browser (CORS), e.g. https://chat.example;
     # "*" = all. A page still needs a key where keys are configured.
     cors_origins: tuple[Annotated[str, Meta(pattern=r"^(\*|https?://[^\s/]+)$")], ...] = ()
     # Finished answers of /v1/responses that `previous_response_id` may name, with their
     # conversations, in the memory of each ingress; the least recently used go first. 0 = none.
     stored_responses_bytes: Annotated[int, Meta(ge=0)] = 64 * 2**20
-    # think = <think>...</think> goes to `reasoning_content`; auto = if the template knows it.
-    reasoning_parser: Literal["auto", "think", "none"] = "auto"
+    # think = <think>...</think> goes to `reasoning_content`, harmony = what gpt-oss writes into its
+    # channel `analysis`; auto = if the template knows it.
+    reasoning_parser: Literal["auto", "harmony", "think", "none"] = "auto"
     # Whether embeddings may be shortened (`dimensions`), for models that were trained for it.
     # None = as config.json says, by `is_matryoshka` or `matryoshka_dimensions`.
     matryoshka: bool | None = None

@@ -5,6 +5,7 @@ order, and where one measures something all go by the same result. Then rank 0 s
 others launch rank 0's plans, in its order, on their executors and use nothing else.
 """
 
+import dataclasses
 import hashlib
 import logging
 import secrets
@@ -32,7 +33,7 @@ from engine.kv.layout import DTYPE_BYTES, KvLayout
 from engine.kv.store import KvStore
 from engine.kv.transfer import OutgoingEvent, OutgoingHandoffs
 from engine.layers.context import SINGLE_RANK, Comm
-from engine.messages import HostTierLoad, LoadReport, Role
+from engine.messages import ExpertTotals, HostTierLoad, LoadReport, Role
 from engine.models.kv_scales import digest_of_scales, load_kv_scales
 from engine.models.llama import CausalLM
 from engine.models.quantized_tensors import weight_bytes
@@ -57,10 +58,11 @@ from engine.runner.replica import Replica, compute_dtype
 from engine.scheduling.drafting import Drafting
 from engine.scheduling.finish import FinishRules
 from engine.scheduling.scheduler import Scheduler
-from engine.speculation.controller import DEFAULT_RULES, SpeculationController
+from engine.speculation.controller import SpeculationController
 from engine.speculation.draft_model import DraftModel
 from engine.speculation.drafter import Drafter, DraftPolicy, FixedDrafts, RequestNgrams
 from engine.speculation.ngram import NgramRules
+from engine.speculation.rules import DEFAULT_RULES
 from kernels.compilation import CompilationCounter
 from kernels.device import device_properties
 
@@ -115,6 +117,13 @@ class Engine:
             host_tier=self._host_tier_load(),
         )
 
+    def expert_totals(self) -> ExpertTotals | None:
+        """How many tokens each expert got; None = not counted, or not yet. Any thread may ask."""
+        loads = self.executor.expert_loads
+        if loads is None or loads.newest is None:
+            return None
+        return ExpertTotals(**dataclasses.asdict(loads.newest))
+
     def _host_tier_load(self) -> HostTierLoad | None:
         loads = self.core.scheduler.host_statistics()
         if self.host_tier is None or loads is None:
@@ -131,6 +140,7 @@ class Engine:
             num_stored=blocks.num_stored,
             num_known=blocks.num_known,
             num_dropped=blocks.num_dropped,
+            num_skipped=blocks.num_skipped,
             num_waits=loads.num_waits,
             num_given_up=loads.num_given_up,
             wait_s=loads.wait_s,
@@ -190,9 +200,7 @@ def build_engine(
     """
     _check_size(config, comm)
     torch.set_num_threads(config.workers.torch_threads)
-    spec = load_spec(Path(config.model.path), quantization=config.model.quantization)
-    kv_scales = _load_kv_scales(config, spec)
-    layout, whole = _layouts(config, spec, comm.rank, kv_scales)
+    spec, kv_scales, layout, whole = _read_folder(config, comm.rank)
     compilations, grammars = CompilationCounter(), _build_grammars(config, spec)
     compilations.install()
     with hanging_up_on_error(comm):
@@ -207,10 +215,8 @@ def build_engine(
     key = secrets.token_bytes(BLOCK_KEY_BYTES) if block_key is None else block_key
     host_tier = _build_host_tier(config, role, key, executor.kv_store)
     cache = _build_cache(config, executor.kv_store.num_blocks, host_tier)
-    hasher, outgoing = (
-        _build_hasher(key, model_fingerprint, layout),
-        OutgoingHandoffs(cache, notify),
-    )
+    hasher = _build_hasher(key, model_fingerprint, layout)
+    outgoing = OutgoingHandoffs(cache, notify)
     parts = max_model_len, cache, hasher, outgoing, host_tier, drafting
     return Engine(
         spec=spec,
@@ -241,6 +247,14 @@ def _check_size(config: AppConfig, comm: Comm) -> None:
         )
 
 
+def _load_spec(config: AppConfig) -> ModelSpec:
+    return load_spec(
+        Path(config.model.path),
+        quantization=config.model.quantization,
+        is_expert_parallel=config.workers.expert_parallel,
+    )
+
+
 def _load_kv_scales(config: AppConfig, spec: ModelSpec) -> Tensor | None:
     """fp32 [layers, 2, KV heads of all ranks]; None = K and V are kept as they are computed."""
     if config.cache.kv_dtype == "auto":
@@ -258,12 +272,14 @@ def _load_kv_scales(config: AppConfig, spec: ModelSpec) -> Tensor | None:
     )
 
 
-def _layouts(
-    config: AppConfig, spec: ModelSpec, rank: Rank, kv_scales: Tensor | None
-) -> tuple[KvLayout, KvLayout]:
-    """Of this rank's blocks, and of those with the heads of all ranks."""
+def _read_folder(
+    config: AppConfig, rank: Rank
+) -> tuple[ModelSpec, Tensor | None, KvLayout, KvLayout]:
+    """The model, its scales of K and V, and the layouts of the rank's blocks and of whole ones."""
+    spec = _load_spec(config)
+    kv_scales = _load_kv_scales(config, spec)
     part = _rank_layout(config, spec, rank, kv_scales)
-    return part, _rank_layout(config, spec, WHOLE_MODEL, kv_scales)
+    return spec, kv_scales, part, _rank_layout(config, spec, WHOLE_MODEL, kv_scales)
 
 
 def _rank_layout(
@@ -461,6 +477,7 @@ def _build_draft_model(
             quantization="auto",
         ),
         cache=msgspec.structs.replace(config.cache, num_blocks=num_blocks, kv_scales=None),
+        execution=msgspec.structs.replace(config.execution, expert_load_steps=0),
         speculation=SpeculationConfig(),
     )
     kv_scales = _load_kv_scales(replaced, own)

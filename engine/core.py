@@ -143,6 +143,7 @@ class EngineCore:
         self._queued: tuple[float, QueuedWork] | None = None
         self._busy_until_s = 0.0  # predicted end of the steps in flight, if `defers_planning`
         self._in_flight: deque[tuple[StepPlan, PendingStep]] = deque()
+        self._idle_since_s: float | None = None  # set if rows held for drafts leave it idle
         self._times = StepTimes(clock)
 
     def wrap_executor(self, wrap: Callable[[Executor], Executor]) -> None:
@@ -197,7 +198,10 @@ class EngineCore:
         """
         self._times.begin()
         plan = self.scheduler.plan(self._clock.now_s())
-        self._times.end(Phase.PLAN)
+        planned_s = self._times.end(Phase.PLAN)
+        if plan is not None and self._idle_since_s is not None:
+            self.scheduler.drafting.count_idle(planned_s - self._idle_since_s)
+        self._idle_since_s = None
         if plan is not None:
             start_s = max(self._clock.now_s(), self._busy_until_s)
             self._in_flight.append((plan, self._executor.launch(plan)))
@@ -228,6 +232,8 @@ class EngineCore:
         result = pending.wait()
         now_s = self._times.end(Phase.WAIT)
         self._predict_end(now_s)
+        if self._overlap and not self._in_flight and self.scheduler.is_held_for_drafts:
+            self._idle_since_s = now_s
         output = self.scheduler.commit(plan, result)
         self._times.end(Phase.COMMIT)
         return output

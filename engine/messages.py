@@ -308,6 +308,7 @@ class HostTierLoad(msgspec.Struct, frozen=True, kw_only=True):
     num_stored: int
     num_known: int  # evicted from the device, and in the tier already
     num_dropped: int  # evicted from the device, and not stored for want of a free block
+    num_skipped: int  # evicted from the device, and not stored, because nothing stored is found
     num_waits: int  # requests that waited for a load
     num_given_up: int  # of these, those that computed the rest
     wait_s: float  # of all of them together
@@ -346,6 +347,16 @@ class HandoffTotals(msgspec.Struct, frozen=True, kw_only=True):
     num_failures: int  # handoffs that were retried or given up
 
 
+class ExpertTotals(msgspec.Struct, frozen=True, kw_only=True):
+    """How many tokens each expert of a worker's model got; an entry for each layer with experts."""
+
+    layers: tuple[int, ...]  # indices among all layers
+    counts: tuple[tuple[int, ...], ...]  # tokens of each expert, since the worker started
+    # Of late: the fullest expert's over the mean; of the ranks likewise where each has whole ones.
+    expert_imbalance: tuple[float, ...]
+    rank_imbalance: tuple[float, ...] = ()
+
+
 class StepMessage(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that one step produced for one ingress."""
 
@@ -357,6 +368,7 @@ class StepMessage(msgspec.Struct, frozen=True, kw_only=True):
     failures: list[FailureRecord] = []
     joined: list[RequestKey] = []  # requests whose KV has arrived here; sent before their tokens
     handoffs: HandoffTotals | None = None  # from time to time, from a worker that sends KV
+    experts: ExpertTotals | None = None  # likewise, from one that counts them
 
 
 # ---- supervisor <-> everybody -------------------------------------------------------------------

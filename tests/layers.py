@@ -62,7 +62,13 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     # -- engine: drafts, the parts without tensors
     "engine.speculation.acceptance": (),
     "engine.speculation.ngram": (),
-    "engine.speculation.controller": ("engine.cost_model",),
+    "engine.speculation.rules": (),
+    "engine.speculation.gates": ("engine.speculation.rules",),
+    "engine.speculation.controller": (
+        "engine.cost_model",
+        "engine.speculation.gates",
+        "engine.speculation.rules",
+    ),
     "engine.speculation.drafter": (
         "engine.cost_model",
         "engine.request",
@@ -72,6 +78,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     # -- engine: the ring between the ranks of one worker
     "engine.ranks.plan_ring": ("engine.errors",),
     "engine.ranks.heartbeat": (),
+    "engine.ranks.board": (),
     "engine.ranks.leading": (
         "engine.errors",
         "engine.plan",

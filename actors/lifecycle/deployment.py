@@ -9,6 +9,7 @@ config.
 """
 
 import hashlib
+import importlib.util
 import math
 import secrets
 from pathlib import Path
@@ -16,6 +17,7 @@ from pathlib import Path
 import msgspec
 
 from configs.schema import AppConfig
+from engine.errors import ConfigError
 from engine.messages import Role
 
 VERSION = "0.1.0"
@@ -28,7 +30,7 @@ class DeploymentSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What every actor gets at its creation."""
 
     config: AppConfig
-    model: str  # fingerprint of the model folder
+    model: str  # fingerprint of the model folder; see `served_fingerprint`
     hash: str
     # Secret of the block hashes, the same in all workers, so that what they report can be compared.
     # Not part of the hash: workers that a redeploy keeps also keep theirs.
@@ -43,16 +45,55 @@ class DeploymentSpec(msgspec.Struct, frozen=True, kw_only=True):
 def describe_deployment(config: AppConfig) -> DeploymentSpec:
     """Read the model folder's identity (not its weights) and hash it with the config."""
     model = _model_fingerprint(Path(config.model.path))
+    _check_mask(config)
     sections = msgspec.to_builtins(config)
     for section in EDGE_ONLY:
         del sections[section]
-    digest = hashlib.blake2b(msgspec.json.encode([VERSION, model, sections]), digest_size=16)
+    digest = hashlib.blake2b(
+        msgspec.json.encode([VERSION, model, _mask_digest(config), sections]), digest_size=16
+    )
     return DeploymentSpec(
         config=config,
         model=model,
         hash=digest.hexdigest()[:HASH_DIGITS],
         block_key=secrets.token_bytes(BLOCK_KEY_BYTES),
     )
+
+
+def served_fingerprint(spec: DeploymentSpec) -> str:
+    """Of all that K and V depend on: the model, and its mask function as this machine has it.
+
+    Workers with other ones take no blocks of each other, nor find each other's in a cache.
+    """
+    mask = spec.config.model.attention.mask
+    return spec.model if mask is None else f"{spec.model} {mask} {_mask_digest(spec.config)}"
+
+
+def _mask_source(config: AppConfig) -> Path | None:
+    """The file of the module that `model.attention.mask` names; None = there is no such file."""
+    module = (config.model.attention.mask or "").partition(":")[0]
+    try:
+        found = importlib.util.find_spec(module) if module else None
+    except ImportError:
+        return None
+    return None if found is None or found.origin is None else Path(found.origin)
+
+
+def _check_mask(config: AppConfig) -> None:
+    mask, source = config.model.attention.mask, _mask_source(config)
+    if mask is not None and (source is None or not source.is_file()):
+        raise ConfigError(
+            f"model.attention.mask: {mask}: there is no such Python module here; put its folder on"
+            " PYTHONPATH, on every machine, or correct the name"
+        )
+
+
+def _mask_digest(config: AppConfig) -> str:
+    """Of the source of the mask's module; "" without a mask or a module."""
+    source = _mask_source(config)
+    if source is None or not source.is_file():
+        return ""
+    return hashlib.blake2b(source.read_bytes(), digest_size=16).hexdigest()
 
 
 def _model_fingerprint(folder: Path) -> str:

@@ -25,11 +25,15 @@ def check_startable(config: AppConfig) -> None:
     folder = Path(config.model.path)
     if config.model.weights == "safetensors":
         check_format(str(folder), (path.name for path in folder.glob("*")))
-    spec = load_spec(folder, quantization=config.model.quantization)
+    spec = load_spec(
+        folder,
+        quantization=config.model.quantization,
+        is_expert_parallel=config.workers.expert_parallel,
+    )
     for size in set(config.workers.num_ranks.values()):
         for rank in (Rank(index, size) for index in range(size)):
             spec.of_rank(rank)
-            check_shares(spec, rank)
+            check_shares(spec, rank, is_on_gpu=config.model.device == "cuda")
     asked = config.model.max_model_len
     if asked is not None and asked > spec.max_model_len:
         raise ConfigError(

@@ -22,6 +22,7 @@ from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+from actors.observability.expert_metrics import ExpertMetrics
 from actors.observability.recent_ttft import RecentTtft
 from actors.observability.request_times import Stage
 from actors.routing.worker_links import WorkerLink
@@ -59,6 +60,7 @@ TOTALS: Mapping[str, str] = {
     "laps_host_tier_stored_bytes": "Their bytes.",
     "laps_host_tier_known_blocks": "KV blocks that the device evicted and the host tier had.",
     "laps_host_tier_dropped_blocks": "KV blocks that the device evicted and found no room.",
+    "laps_host_tier_skipped_blocks": "KV blocks not stored, because nothing stored was ever found.",
     "laps_host_tier_waits": "Requests that waited for the host tier.",
     "laps_host_tier_given_up": "Of these, those that computed what did not come in time.",
     "laps_host_tier_wait_seconds": "Seconds that they waited.",
@@ -129,6 +131,8 @@ class WorkerMetrics:
         self._step_sizes = StepSizes(self._label)
         registry.register(self.totals)
         registry.register(self._step_sizes)
+        self._experts = ExpertMetrics(self._label)
+        registry.register(self._experts)
         self._cache_labels = {
             "block_size": str(cache.block_size),
             "enable_prefix_caching": str(cache.enable_prefix_caching),
@@ -167,10 +171,13 @@ class WorkerMetrics:
             gauge.clear()
         self.totals.clear()
         self._step_sizes.clear()
+        self._experts.clear()
         for link in links:
             labels = self._label | {"worker": link.name, "role": link.role}
             load = link.load
             self._up.labels(**labels).set(int(link.is_up))
+            if link.experts is not None:
+                self._experts.show(link.name, link.role, link.experts)
             if load is not None:
                 self._running.labels(**labels).set(load.num_running)
                 self._waiting.labels(**labels).set(load.num_waiting)
@@ -216,6 +223,7 @@ def _host_tier_totals(tier: HostTierLoad) -> Mapping[str, float]:
         "laps_host_tier_stored_bytes": tier.num_stored * tier.block_bytes,
         "laps_host_tier_known_blocks": tier.num_known,
         "laps_host_tier_dropped_blocks": tier.num_dropped,
+        "laps_host_tier_skipped_blocks": tier.num_skipped,
         "laps_host_tier_waits": tier.num_waits,
         "laps_host_tier_given_up": tier.num_given_up,
         "laps_host_tier_wait_seconds": tier.wait_s,

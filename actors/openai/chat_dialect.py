@@ -9,15 +9,17 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from actors.openai import reasoning
-from actors.openai.tools import hermes, llama3_json, mistral
+from actors.openai.tools import harmony, hermes, llama3_json, mistral
 from actors.openai.tools.events import ToolParser
+from actors.openai.tools.harmony import HarmonyTokens
 from configs.schema import ApiConfig
+from engine.errors import ConfigError
 from engine.request import Thinking
 from engine.text.tokenizing import Tokenizing
 
 
 class ToolFormat(Enum):
-    """The format of tool calls; `value` is its name in the configuration."""
+    """The format of tool calls in plain text; `value` is its name in the configuration."""
 
     HERMES = "hermes"
     LLAMA3_JSON = "llama3_json"
@@ -37,15 +39,31 @@ class ChatDialect:
     # Special tokens that are markers, so that their text has to be seen: id -> text.
     tool_markers: Mapping[int, str] = field(default_factory=dict)
     reasoning_markers: Mapping[int, str] = field(default_factory=dict)
+    # The whole answer is in this format, calls and reasoning too; None = it is not.
+    harmony: HarmonyTokens | None = None
+    reads_calls: bool = True  # False: the configuration says that tools are refused
+
+    @property
+    def can_call(self) -> bool:
+        """Whether the calls that the model writes are read."""
+        return self.tool_format is not None or (self.harmony is not None and self.reads_calls)
 
 
 def build_dialect(template: str | None, api: ApiConfig, tokenizing: Tokenizing) -> ChatDialect:
     """Builds the dialect from the text of the model's chat templates and the configuration.
 
-    template: all of them as one text; None = the model has none.
+    template: all of them as one text; None = the model has none. Raises ConfigError for a format
+    that the model's tokenizer cannot write.
     """
     text = _without_comments(template or "")
     knows_tools = _names(text, "tools")
+    if (tokens := _harmony(text, api, tokenizing)) is not None:
+        return ChatDialect(
+            knows_tools=knows_tools,
+            knows_reasoning_effort=_names(text, "reasoning_effort"),
+            harmony=tokens,
+            reads_calls=api.tool_parser != "none",
+        )
     tool_format = _tool_format(text, api) if knows_tools else None
     splits = api.reasoning_parser == "think" or (
         api.reasoning_parser == "auto" and any(marker in text for marker in reasoning.MARKERS)
@@ -70,6 +88,29 @@ def build_tool_parser(tool_format: ToolFormat, names: frozenset[str]) -> ToolPar
         case ToolFormat.LLAMA3_JSON:
             return llama3_json.Llama3JsonParser(names)
     return mistral.MistralParser(names)
+
+
+def _harmony(template: str, api: ApiConfig, tokenizing: Tokenizing) -> HarmonyTokens | None:
+    """The tokens of the harmony format if answers are in it, by the template or the config."""
+    named = {api.tool_parser, api.reasoning_parser} - {"auto", "none"}
+    if not named and api.reasoning_parser == "auto":
+        tokens = harmony.find_tokens(tokenizing)
+        is_known = all(marker in template for marker in ("<|start|>", "<|channel|>", "<|message|>"))
+        return tokens if is_known and isinstance(tokens, HarmonyTokens) else None
+    if "harmony" not in named:
+        return None
+    if others := sorted(named - {"harmony"}):
+        raise ConfigError(
+            "api.tool_parser and api.reasoning_parser: 'harmony' is the format of whole answers and"
+            f" cannot be combined with {others[0]!r}; set both to 'harmony' or leave one 'auto'"
+        )
+    tokens = harmony.find_tokens(tokenizing)
+    if isinstance(tokens, list):
+        raise ConfigError(
+            "api.tool_parser or api.reasoning_parser is 'harmony', but the model's tokenizer has"
+            f" no special token {', '.join(tokens)}; leave them 'auto' for this model"
+        )
+    return tokens
 
 
 def _tool_format(template: str, api: ApiConfig) -> ToolFormat | None:

@@ -20,7 +20,9 @@ from actors.openai.tools.events import (
     Content,
     Event,
     Reasoning,
+    ToolParser,
 )
+from actors.openai.tools.harmony import HarmonyParser, begins_answer
 from engine.errors import RequestError
 from engine.request import SamplingParams
 from engine.text.tokenizing import Tokenizing
@@ -50,8 +52,18 @@ def hold_behind_thinking(
 ) -> SamplingParams:
     """Applies a constraint to the answer alone, after thinking that the prompt began.
 
-    Raises RequestError if the end of that thinking cannot be recognised.
+    Raises RequestError if the end of that thinking cannot be recognised, or if the constraint is on
+    whole messages and the prompt has begun one.
     """
+    if sampling.constraint is not None and parsed.harmony is not None:
+        if not begins_answer(parsed.harmony.message_so_far(prompt_ids, tokenizing)):
+            raise RequestError(
+                "An output that must have a format is not supported for this model where the prompt"
+                " has begun the answer, or has no place for one: leave out"
+                " 'continue_final_message' and 'add_generation_prompt'.",
+                code="unsupported_parameter",
+            )
+        return sampling
     is_held = sampling.constraint is not None and parsed.splits_reasoning
     if not is_held or not ends_thinking_open(prompt_ids, tokenizing):
         return sampling
@@ -68,17 +80,27 @@ def hold_behind_thinking(
 class ChatText:
     """Events of one choice, without those the client did not want."""
 
-    def __init__(self, parsed: ParsedRequest, *, starts_thinking: bool, opening: str = "") -> None:
-        """opening: content that comes before what the model writes."""
+    def __init__(
+        self,
+        parsed: ParsedRequest,
+        *,
+        starts_thinking: bool,
+        opening: str = "",
+        message_so_far: str = "",
+    ) -> None:
+        """opening: content that comes before what the model writes.
+
+        message_so_far: see `HarmonyParser`.
+        """
         self._opening = [Content(opening)] if opening else []
         self._splitter = (
             ReasoningSplitter(starts_inside=starts_thinking) if parsed.splits_reasoning else None
         )
-        self._parser = (
-            build_tool_parser(parsed.tool_format, parsed.tool_names)
-            if parsed.tool_format is not None
-            else None
-        )
+        self._parser: ToolParser | None = None
+        if parsed.harmony is not None:
+            self._parser = HarmonyParser(parsed.tool_names, message_so_far)
+        elif parsed.tool_format is not None:
+            self._parser = build_tool_parser(parsed.tool_format, parsed.tool_names)
         self._holds_calls = parsed.holds_calls
         self._include_reasoning = parsed.include_reasoning
         self._max_calls = None if parsed.parallel_tool_calls else 1

@@ -53,8 +53,17 @@ def chat_texts(
     starts_thinking = [
         parsed.splits_reasoning and ends_thinking_open(ids, tokenizing) for ids in prompt_ids
     ]
+    harmony = parsed.harmony
+    so_far = [
+        "" if harmony is None else harmony.message_so_far(ids, tokenizing) for ids in prompt_ids
+    ]
     return [
-        ChatText(parsed, starts_thinking=starts_thinking[index // parsed.n], opening=opening)
+        ChatText(
+            parsed,
+            starts_thinking=starts_thinking[index // parsed.n],
+            opening=opening,
+            message_so_far=so_far[index // parsed.n],
+        )
         for index in range(parsed.num_choices)
     ]
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from actors.openai.harmony_prompts import check_effort, harmony_messages, harmony_tools
 from actors.openai.request_bodies import (
     ChatBody,
     ContentPart,
@@ -304,6 +305,8 @@ def read_chat_prompt(
         raise invalid("continue_final_message", "cannot be combined with 'add_generation_prompt'.")
     if continues and messages[-1]["role"] != "assistant":
         raise invalid("continue_final_message", "the last message must be an assistant's.")
+    if model.dialect.harmony is not None:
+        messages = harmony_messages(messages)
     return TokenizeRequest(
         messages=messages,
         # Chat templates write the special tokens themselves.
@@ -326,6 +329,9 @@ def _template_variables(
     """
     variables = read_template_kwargs(chat.chat_template_kwargs)
     effort = chat.reasoning_effort
+    if model.dialect.harmony is not None:
+        check_effort(effort)
+        tools = None if tools is None else harmony_tools(tools)
     if effort is not None and model.dialect.knows_reasoning_effort:
         variables = {"reasoning_effort": effort} | variables
     elif effort is not None and model.dialect.knows_enable_thinking:

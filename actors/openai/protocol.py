@@ -50,7 +50,8 @@ from actors.openai.request_rules import (
 from actors.openai.scoring import Embedding, PairScoring, Reranking, Scoring
 from actors.openai.served_model import ServedModel as ServedModel
 from actors.openai.served_model import check_generates
-from actors.openai.tool_rules import ToolUse, read_tool_use
+from actors.openai.tool_rules import ToolUse, hold_harmony, read_tool_use
+from actors.openai.tools.harmony import HarmonyTokens
 from configs.schema import EdgeConfig
 from engine.errors import RequestError
 from engine.messages import TokenizeRequest
@@ -110,6 +111,7 @@ class ParsedRequest:
     parallel_tool_calls: bool = True  # False: an answer shows its first call only
     splits_reasoning: bool = False
     include_reasoning: bool = True
+    harmony: HarmonyTokens | None = None  # the answer is in this format; its marks are `markers`
     markers: Mapping[int, str] = field(default_factory=dict)  # special tokens whose text is read
 
     @property
@@ -172,6 +174,8 @@ def read_chat(
     tools = read_tool_use(chat, model, constraint)
     if tools is not None:
         constraint = tools.constraint
+    elif constraint is not None and model.dialect.harmony is not None:
+        constraint = hold_harmony(constraint)
     parsed = _assemble(
         chat,
         Endpoint.CHAT,
@@ -189,16 +193,26 @@ def read_chat(
         markers=dialect.reasoning_markers,
         echo=bool(chat.echo),
     )
-    if tools is None:
-        return parsed
-    return replace(
-        parsed,
-        tool_format=dialect.tool_format,
-        tool_names=tools.names,
-        holds_calls=tools.must_call,
-        parallel_tool_calls=chat.parallel_tool_calls is not False,
-        markers={**dialect.reasoning_markers, **dialect.tool_markers},
-    )
+    if tools is not None:
+        parsed = replace(
+            parsed,
+            tool_format=dialect.tool_format,
+            tool_names=tools.names,
+            holds_calls=tools.must_call,
+            parallel_tool_calls=chat.parallel_tool_calls is not False,
+            markers={**dialect.reasoning_markers, **dialect.tool_markers},
+        )
+    return parsed if dialect.harmony is None else _in_harmony(parsed, dialect.harmony)
+
+
+def _in_harmony(parsed: ParsedRequest, tokens: HarmonyTokens) -> ParsedRequest:
+    """A chat whose answer is in the harmony format."""
+    sampling = parsed.sampling
+    if not sampling.ignore_eos:  # a folder may name one of the two as eos only
+        stop_ids = tuple(dict.fromkeys((*sampling.stop_token_ids, *tokens.stop_ids)))
+        sampling = msgspec.structs.replace(sampling, stop_token_ids=stop_ids)
+    spec = replace_params(parsed.spec, sampling)
+    return replace(parsed, spec=spec, harmony=tokens, markers=tokens.marks)
 
 
 def parse_chat_batch(

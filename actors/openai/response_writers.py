@@ -67,10 +67,16 @@ def build_output_text(parsed: ParsedRequest, tokenizing: Tokenizing) -> OutputTe
         ),
         StopStrings(parsed.stops, include=parsed.include_stop),
         min_tokens=sampling.min_tokens,
-        client_stop_ids=sampling.stop_token_ids,
+        client_stop_ids=_client_stop_ids(parsed),
         include_stop=parsed.include_stop,
         markers=parsed.markers,
     )
+
+
+def _client_stop_ids(parsed: ParsedRequest) -> list[int]:
+    """The ids that an answer names as the reason of its end."""
+    of_format = () if parsed.harmony is None else parsed.harmony.stop_ids
+    return [stop_id for stop_id in parsed.sampling.stop_token_ids if stop_id not in of_format]
 
 
 def _continues_text(parsed: ParsedRequest) -> bool:

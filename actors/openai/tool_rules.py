@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from actors.openai.chat_dialect import ToolFormat
+from actors.openai.chat_dialect import ChatDialect, ToolFormat
 from actors.openai.output_rules import decode_schema, tag_constraint
 from actors.openai.request_bodies import AllowedTools, ChatBody, Tool, is_given, unsupported
 from actors.openai.request_rules import check_length, invalid, missing, unknown_kind
@@ -58,7 +58,7 @@ def read_tool_use(chat: ChatBody, model: ServedModel, answer: Constraint | None)
     choice = _read_choice(chat, chat.tools)
     if choice is None:  # a model that is not told of tools calls none
         return None
-    if model.dialect.tool_format is None:
+    if not model.dialect.can_call:
         raise unsupported(
             "tools",
             " for this model: nothing here reads the calls it writes (the server's api.tool_parser"
@@ -67,7 +67,7 @@ def read_tool_use(chat: ChatBody, model: ServedModel, answer: Constraint | None)
     return ToolUse(
         definitions=read_tools(choice.offered),
         names=frozenset(_names_of(choice.offered)),
-        constraint=_read_constraint(choice, model.dialect.tool_format, answer),
+        constraint=_read_constraint(choice, model.dialect, answer),
         must_call=choice.must_call,
     )
 
@@ -188,10 +188,31 @@ def _names_of(tools: Sequence[Tool]) -> list[str]:
 # ---- calls that the output is held to -----------------------------------------------------------
 
 
+def hold_harmony(answer: Constraint) -> Constraint:
+    """Holds the final message of an answer in the harmony format. Raises RequestError."""
+    layout = held_calls.harmony_answer(_layout_of(answer, "for this model"))
+    return tag_constraint(layout, "response_format")
+
+
+def _hold_harmony_calls(choice: _Choice, answer: Constraint | None) -> Constraint | None:
+    """As `_read_constraint`, in the harmony format: reasoning, then one call or an answer."""
+    if choice.must_call:
+        layout = held_calls.harmony_answer(None, _held_schemas(choice.held))
+        return tag_constraint(layout, "tools")
+    if answer is None and not any(map(_is_strict, choice.held.values())):
+        return None
+    schemas = _held_schemas(choice.held, loosens_others=True)
+    held = held_calls.ANY_TEXT if answer is None else _layout_of(answer)
+    return tag_constraint(held_calls.harmony_answer(held, schemas), "tools")
+
+
 def _read_constraint(
-    choice: _Choice, tool_format: ToolFormat, answer: Constraint | None
+    choice: _Choice, dialect: ChatDialect, answer: Constraint | None
 ) -> Constraint | None:
     """Returns what the output is held to: calls, calls or an answer; None = any text with calls."""
+    tool_format = dialect.tool_format
+    if tool_format is None:
+        return _hold_harmony_calls(choice, answer)
     if choice.must_call:
         return tag_constraint(_calls(tool_format, choice, _held_schemas(choice.held)), "tools")
     if answer is not None:
@@ -211,7 +232,7 @@ def _read_constraint(
     return tag_constraint(held_calls.hermes_text_with_calls(schemas), "tools")
 
 
-def _layout_of(answer: Constraint) -> Layout:
+def _layout_of(answer: Constraint, where: str = "with 'tools'") -> Layout:
     """The constraint as a part of a layout. Raises RequestError for one that cannot be a part."""
     match answer.kind:
         case ConstraintKind.JSON_SCHEMA:
@@ -221,8 +242,8 @@ def _layout_of(answer: Constraint) -> Layout:
             return layout
     raise invalid(
         "structured_outputs",
-        "with 'tools', only 'json' and 'choice' are supported; an output of a regular expression"
-        " or a grammar cannot be told from a call.",
+        f"{where}, only 'json' and 'choice' are supported: a regular expression or a grammar"
+        " cannot be a part of what the model writes.",
     )
 
 

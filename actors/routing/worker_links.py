@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from actors.rpc.handles import WorkerHandle
 from engine.clock import Clock
 from engine.errors import WorkerError
-from engine.messages import HandoffTotals, LoadReport, Role, StepMessage
+from engine.messages import ExpertTotals, HandoffTotals, LoadReport, Role, StepMessage
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +32,7 @@ class WorkerLink:
     incarnation: str | None = None
     load: LoadReport | None = None
     handoffs: HandoffTotals | None = None  # None = it sends no KV, or has not said
+    experts: ExpertTotals | None = None  # likewise
     load_at_s: float = 0.0
     next_seq: int = 0
 
@@ -116,7 +117,7 @@ class WorkerLinks:
             except (WorkerError, TimeoutError) as error:
                 logger.debug("%s: %r", link.name, error)
             if link.handle is not None:
-                link.handle, link.load, link.handoffs = None, None, None
+                link.handle, link.load, link.handoffs, link.experts = None, None, None, None
                 logger.warning("lost the connection to %s; reconnecting", link.name)
                 self._on_lost(link.name)
             await asyncio.sleep(RECONNECT_S)
@@ -139,6 +140,7 @@ class WorkerLinks:
                     link.next_seq += 1
                     link.load, link.load_at_s = message.load, self._clock.now_s()
                     link.handoffs = message.handoffs or link.handoffs
+                    link.experts = message.experts or link.experts
                     await self._on_message(message)
         finally:
             if acknowledger is not None:

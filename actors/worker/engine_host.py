@@ -14,7 +14,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Literal, TypeVar
 
-from actors.lifecycle.deployment import DeploymentSpec
+from actors.lifecycle.deployment import DeploymentSpec, served_fingerprint
 from actors.lifecycle.liveness import Lifeline, exit_for_good
 from actors.lifecycle.placement_groups import remove_unused
 from actors.observability.logs import set_up_logging
@@ -32,6 +32,7 @@ from configs.faults import parse_faults
 from engine.clock import MonotonicClock
 from engine.errors import WorkerError
 from engine.kv.cache import check_blocks, num_held
+from engine.kv.host.shared_file import claimed, name_for
 from engine.messages import (
     CacheReport,
     FailureRecord,
@@ -76,7 +77,7 @@ class EngineHost:
         self.namespace = spec.namespace
         faults = parse_faults(spec.config.faults) if spec.config.debug else ()
         self.faults = [fault for fault in faults if fault.befalls(role, name)]
-        self.model = spec.model
+        self.model = served_fingerprint(spec)
         self._block_key = spec.block_key
         self.clock = MonotonicClock()
         self.incarnation = uuid.uuid4().hex
@@ -251,11 +252,13 @@ class EngineHost:
     def _build(self) -> "Engine":
         """Builds the engine on the loader's thread. Raises ConfigError."""
         try:
-            comm = self._ranks.join()  # first: the other ranks' processes start beside what follows
-            from engine.build import build_engine  # imports torch, which takes seconds
+            with claimed(name_for(self._block_key)):
+                # First: the other ranks' processes start beside what follows.
+                comm = self._ranks.join()
+                from engine.build import build_engine  # imports torch, which takes seconds
 
-            given = self.config, self.model, self.clock, self._on_outgoing, self._block_key
-            return build_engine(*given, role=self.role, comm=comm)
+                given = self.config, self.model, self.clock, self._on_outgoing, self._block_key
+                return build_engine(*given, role=self.role, comm=comm)
         except WorkerError as error:
             raise self._ranks.cause_of(error) from error
 
@@ -270,6 +273,8 @@ class EngineHost:
         engine.core.wrap_executor(self._ranks.lead)
         if self.faults:
             engine.core.wrap_executor(lambda executor: FaultySteps(executor, self.faults))
+        if engine.executor.expert_loads is not None:
+            self.streams.report_experts(engine.expert_totals)
         self._report = engine.load()  # from now on requests may be routed here
         self.streams.open()
         self._thread = EngineThread(

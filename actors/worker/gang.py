@@ -10,7 +10,6 @@ two never meet.
 import logging
 import os
 import signal
-import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -26,6 +25,7 @@ from actors.worker.rank_worker import START_S, RankPlace, RankWorker
 from engine.core import Executor
 from engine.errors import WorkerError
 from engine.messages import Role, encode
+from engine.ranks.board import open_board
 from engine.ranks.heartbeat import Heartbeat
 from engine.ranks.leading import COMPARE_EVERY, LeadingExecutor, RankEnd, RankReports, StepCounts
 from engine.ranks.plan_ring import PlanRing, RingError
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LOOPBACK = "127.0.0.1"  # the ranks of a worker share a machine
 NAME_IS_FREE_S = 30.0  # Ray ends the ranks of a dead rank 0 in much less
 LOOK_EVERY_S = 0.05
 LOOK_AT_STARTS_S = 1.0
@@ -139,9 +138,8 @@ class Gang:
         others = {reader + 1: partial(ring.beats, reader) for reader in range(self._size - 1)}
         self._heartbeat = Heartbeat(ring.beat, others, stall_s, self._on_silence)
         self._heartbeat.start()
-        listener = socket.create_server((LOOPBACK, 0))
-        port = listener.getsockname()[1]
-        self._actors = [self._create(rank, port) for rank in range(1, self._size)]
+        board = open_board()
+        self._actors = [self._create(rank, board) for rank in range(1, self._size)]
         import torch  # it takes seconds, in which the others' processes start
 
         from engine.ranks.meeting import join_ranks
@@ -151,7 +149,7 @@ class Gang:
         device = torch.device(self._spec.config.model.device)
         return join_ranks(
             Rank(0, self._size),
-            listener,
+            board,
             self._incarnation,
             device,
             start_s=START_S,
@@ -180,7 +178,7 @@ class Gang:
                 self._processes.append(os.pidfd_open(ring.pid(reader)))
             logger.info("%s: rank %d runs (pid %d)", self._name, reader + 1, ring.pid(reader))
 
-    def _create(self, rank: int, port: int) -> Any:  # noqa: ANN401 - a handle of Ray's
+    def _create(self, rank: int, board: str) -> Any:  # noqa: ANN401 - a handle of Ray's
         """An actor for a rank; that of another incarnation, which has its name, is ended.
 
         Raises WorkerError if the name does not become free.
@@ -192,7 +190,7 @@ class Gang:
             rank=rank,
             size=self._size,
             incarnation=self._incarnation,
-            port=port,
+            board=board,
         )
         options = rank_options(spec, name) | beside(rank)
         until_s = time.monotonic() + NAME_IS_FREE_S

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 
-from actors.lifecycle.deployment import DeploymentSpec
+from actors.lifecycle.deployment import DeploymentSpec, served_fingerprint
 from actors.observability.logs import set_up_logging
 from actors.worker.faulty_steps import FaultySteps
 from actors.worker.loading import EngineLoader
@@ -43,7 +43,7 @@ class RankPlace(msgspec.Struct, frozen=True, kw_only=True):
     rank: int  # from 1
     size: int
     incarnation: str  # of rank 0
-    port: int  # of rank 0's store
+    board: str  # path of the file in which rank 0 has its store
 
 
 class RankWorker:
@@ -89,7 +89,7 @@ class RankWorker:
         spec, place = self._spec, self._place
         comm = join_ranks(
             Rank(place.rank, place.size),
-            place.port,
+            place.board,
             place.incarnation,
             torch.device(spec.config.model.device),
             start_s=START_S,
@@ -97,7 +97,7 @@ class RankWorker:
         )
         return build_engine(
             spec.config,
-            spec.model,
+            served_fingerprint(spec),
             MonotonicClock(),
             _ignore,
             spec.block_key,

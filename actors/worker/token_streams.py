@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from configs.schema import LifetimesConfig
 from engine.clock import Clock
 from engine.messages import (
+    ExpertTotals,
     FailureRecord,
     HandoffTotals,
     LoadReport,
@@ -73,6 +74,7 @@ class TokenStreams:
         self._streams: dict[str, _Stream] = {}
         self._awaited_until_s = math.inf  # while the model loads, nobody can come
         self._handoffs: Callable[[], HandoffTotals] | None = None
+        self._experts: Callable[[], ExpertTotals | None] | None = None
 
     def open(self) -> None:
         """Lets clients connect; gives those that never do as long as those that fall silent."""
@@ -81,6 +83,10 @@ class TokenStreams:
     def report_handoffs(self, totals: Callable[[], HandoffTotals]) -> None:
         """Sends the result of `totals` to every client once a second."""
         self._handoffs = totals
+
+    def report_experts(self, totals: Callable[[], ExpertTotals | None]) -> None:
+        """Sends the result of `totals` to every client once a second."""
+        self._experts = totals
 
     def announce_joined(self, ingress_id: str, key: RequestKey) -> None:
         """Tells a request's ingress that its KV is here, before its next token."""
@@ -189,6 +195,7 @@ class TokenStreams:
         has_news.clear()
 
     def _next_message(self, stream: _Stream) -> bytes:
+        is_due = self._are_totals_due(stream)
         message = StepMessage(
             worker=self._worker,
             incarnation=self._incarnation,
@@ -197,7 +204,8 @@ class TokenStreams:
             tokens=stream.tokens,
             failures=stream.failures,
             joined=stream.joined,
-            handoffs=self._due_handoffs(stream),
+            handoffs=None if not is_due or self._handoffs is None else self._handoffs(),
+            experts=None if not is_due or self._experts is None else self._experts(),
         )
         if stream.tokens:
             counts = Counter([record.key for record in stream.tokens])
@@ -206,9 +214,9 @@ class TokenStreams:
         stream.tokens, stream.failures, stream.joined = [], [], []
         return encode(message)
 
-    def _due_handoffs(self, stream: _Stream) -> HandoffTotals | None:
+    def _are_totals_due(self, stream: _Stream) -> bool:
         now_s = self._clock.now_s()
-        if self._handoffs is None or now_s < stream.totals_due_s:
-            return None
+        if now_s < stream.totals_due_s:
+            return False
         stream.totals_due_s = now_s + TOTALS_EVERY_S
-        return self._handoffs()
+        return True

@@ -4,6 +4,7 @@ A layout is a JSON object of one of these types:
 
     const_string         `value`, a text
     plain_string         `value`, a text without special tokens
+    any_text             any text without special tokens
     json_schema          a value of `json_schema`, on one line
     or                   one of `elements`
     tag                  `begin`, then `content` (a layout), then `end`
@@ -55,6 +56,7 @@ class _LayoutGrammar:
         writers: dict[object, Callable[[Layout], str]] = {
             "const_string": lambda part: self._literal(str(part["value"])),
             "plain_string": lambda part: json.dumps(part["value"]),
+            "any_text": lambda _: self._rule(r"/(.|\n)*/"),
             "json_schema": self._value,
             "tag": self._tag,
             "sequence": lambda part: " ".join(map(self._expression, _layouts(part, "elements"))),

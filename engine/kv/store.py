@@ -49,7 +49,6 @@ _TORCH_DTYPES = {
 # int32 always divides: a block has K and V of even width, or a latent of even width with elements
 # of at least two bytes.
 _WORD_DTYPES = {8: torch.int64, 4: torch.int32}
-_DIGEST_SLAB_BYTES = 32 * 2**20  # bounds the digest's temporaries on a CPU
 
 
 class KvStore:
@@ -158,7 +157,7 @@ class KvStore:
 
         block_ids: from `index`.
         """
-        return block_digests(self._words, self._weights, block_ids, _DIGEST_SLAB_BYTES)
+        return block_digests(self._words, self._weights, block_ids)
 
     def queue_write(self, block_ids: Tensor, data: Tensor) -> Tensor:
         """Overwrite distinct blocks; returns the `queue_digests` of the data written.
@@ -166,7 +165,7 @@ class KvStore:
         data: contiguous uint8 [n * block_bytes] on the store's device. block_ids: from `index`.
         """
         staged = self._words_of(data)
-        return write_blocks(self._words, staged, self._weights, block_ids, _DIGEST_SLAB_BYTES)
+        return write_blocks(self._words, staged, self._weights, block_ids)
 
     def digest_staged(self, data: Tensor) -> list[int]:
         """Digest of each of n blocks held outside the store, computed on the store's device.
@@ -180,7 +179,7 @@ class KvStore:
         """
         words = self._words_of(data.contiguous()).to(self.device)
         block_ids = torch.arange(words.shape[0], device=self.device)
-        digests = block_digests(words, self._weights, block_ids, _DIGEST_SLAB_BYTES)
+        digests = block_digests(words, self._weights, block_ids)
         values: list[int] = digests.tolist()  # the one copy to the host
         return values
 
@@ -191,7 +190,7 @@ class KvStore:
         """
         words = self._words_of(blocks)
         places = to_device(indices, self.device)
-        values: list[int] = block_digests(words, self._weights, places, _DIGEST_SLAB_BYTES).tolist()
+        values: list[int] = block_digests(words, self._weights, places).tolist()
         return values
 
     def _compile(self) -> None:

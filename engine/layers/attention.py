@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.layers.context import Comm, ForwardContext
+from engine.layers.context import ForwardContext
 from engine.layers.linear import Linear
 from kernels.attention.protocol import AttentionBackend
 from kernels.ops import HeadNorms, Ops
@@ -29,16 +29,16 @@ class StoredTokens:
     # [T, hidden]
     residual: Tensor
 
-    def is_finite(self, comm: Comm) -> Tensor:
-        """[T] bool: whether a token's stream, K and V are finite; False if their sum overflows.
+    def finite_sums(self) -> Tensor:
+        """fp32 [T]: finite only where a token's stream, K and V are; infinite if a sum overflows.
 
-        Each rank has other heads; their sums are added, so that all ranks know.
+        Each rank has other heads; what its sums and the others' add up to holds for all heads.
         """
         sums = [
             part.sum(dim=tuple(range(1, part.ndim)), dtype=torch.float32)
             for part in (self.residual, self.k, self.v)
         ]
-        return comm.all_reduce(torch.stack(sums).sum(dim=0)).isfinite()
+        return torch.stack(sums).sum(dim=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

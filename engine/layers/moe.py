@@ -2,10 +2,11 @@
 
     router -> experts of each token -> weighted sum (+ the expert that all tokens share)
 
-Nothing is exchanged between ranks here: with a part of every expert on each rank, the outputs of
-the ranks are to be added, as those of any feed-forward part.
+Nothing is exchanged between ranks here: with a part of every expert on each rank, or with some of
+the experts, the outputs of the ranks are to be added, as those of any feed-forward part.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -62,6 +63,28 @@ class Experts(Protocol):
     def __call__(self, x: Tensor, routes: Routes, shared: SharedOutput | None) -> Tensor:
         """x: [T, hidden]; returns [T, hidden], zeros for a token without expert."""
         ...
+
+
+class HeldExperts:
+    """Those experts of a layer that this rank holds; for others a token gets nothing here."""
+
+    __slots__ = ("_experts", "_held", "_held_routes")
+
+    def __init__(
+        self, experts: Experts, held: range, held_routes: Callable[[Routes, range], Routes]
+    ) -> None:
+        """experts: the held ones alone; held_routes: as in `kernels.moe.reference`."""
+        self._experts = experts
+        self._held = held
+        self._held_routes = held_routes
+
+    @property
+    def token_sizes(self) -> tuple[int, ...]:
+        return self._experts.token_sizes
+
+    def __call__(self, x: Tensor, routes: Routes, shared: SharedOutput | None) -> Tensor:
+        """routes: to the experts of all ranks."""
+        return self._experts(x, self._held_routes(routes, self._held), shared)
 
 
 class Mixture:

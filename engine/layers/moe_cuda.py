@@ -128,19 +128,21 @@ class TritonExperts:
         *,
         num_active: int,
         is_deterministic: bool,
+        num_experts: int | None = None,
         form: ExpertForm = PLAIN,
     ) -> None:
-        """gate_up: [experts, 2 I, hidden], rows of gate first; down: [experts, hidden, I].
+        """gate_up: [held, 2 I, hidden], rows of gate first; down: [held, hidden, I].
 
-        Raises ConfigError for quantised weights that no kernel reads.
+        num_experts: those of all ranks, which share a step's tokens; None = the held. Raises
+        ConfigError for quantised weights that no kernel reads.
         """
         self._gate_up = _operand(gate_up)
         self._down = _operand(down)
         self._form = form
         self._num_active = num_active
-        num_experts, hidden, inner = self._down.shape
+        num_held, hidden, inner = self._down.shape
         shape = ExpertShape(
-            num_experts=num_experts, num_active=num_active, hidden=hidden, inner=inner
+            num_experts=num_experts or num_held, num_active=num_active, hidden=hidden, inner=inner
         )
         self._plan = expert_plan(
             shape, self._gate_up, self._down, is_deterministic=is_deterministic

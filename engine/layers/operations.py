@@ -45,12 +45,18 @@ class Flow:
     # [S] integer  the tokens that the last layer keeps; None = all, or those of `ctx.last`
     chosen: Tensor | None = None
     checks_finite: bool = False
-    is_finite: Tensor | None = None  # as of `ForwardResult`
+    # fp32 [T]  `StoredTokens.finite_sums` of this rank; None = not checked. Added over the ranks
+    # when all flows have ended: operations may send at the same time.
+    finite_sums: Tensor | None = None
     has_ended: bool = False  # nothing more is needed than K and V: the other operations are left
     # between operations of one layer; the last reader clears them
     tokens: ProjectedTokens | None = None
     routes: Routes | None = None
     shared: Any = None  # `SharedOutput` of moe.py
+
+    def tensors(self) -> tuple[object, ...]:
+        """All that an operation of this flow may read; whoever has them keeps their memory."""
+        return self.x, self.residual, self.tokens, self.routes, self.shared
 
 
 @dataclass(frozen=True, slots=True)

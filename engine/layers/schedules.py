@@ -61,6 +61,18 @@ SUM_PROMPTS = Schedule(
     ),
 )
 
+# One flow, whose shared expert has a stream of its own: it begins before the router.
+SHARED_BESIDE = Schedule(
+    name="shared expert beside",
+    stages=(
+        (
+            *("prepare", "core", "comm_prepare_mlp_a", "comm_prepare_mlp_b", "shared_experts"),
+            *("select_experts", "dispatch_a", "dispatch_b", "mlp", "experts", "combine_a"),
+            *("combine_b", "output"),
+        ),
+    ),
+)
+
 
 def prompt_schedule(layers: Sequence[Sequence[Op]]) -> Schedule:
     """By whether any layer's tokens travel to their experts."""

@@ -5,7 +5,9 @@
 
 Two flows compute in one stream, one after the other, and share the others too. So a tensor made in
 a side stream may be freed as soon as the compute stream has waited for it: the next operation of
-the side stream waits for what the compute stream was given before.
+the side stream waits for what the compute stream was given before. A tensor of the compute stream
+that a side stream reads is held until the compute stream has waited: freed before, it would be
+given to the other flow, which would write to it meanwhile.
 
 Knows no layers. `engine.layers.schedules` decides what is issued when.
 """
@@ -18,10 +20,11 @@ import torch
 from engine.layers.operations import Flow, Lane, Op
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Events:
     begin: Any  # torch.cuda.Event
     done: Any
+    held: tuple[object, ...] = ()
 
 
 class StreamLanes:
@@ -37,13 +40,16 @@ class StreamLanes:
         compute = torch.cuda.current_stream(self._device)
         for lane in op.waits:
             if lane in self._streams:
-                compute.wait_event(self._of(flow, lane).done)
+                ended = self._of(flow, lane)
+                compute.wait_event(ended.done)
+                ended.held = ()
         stream = self._streams.get(op.lane)
         if stream is None:
             op.run(flow)
             return
         events = self._of(flow, op.lane)
         events.begin.record(compute)
+        events.held += flow.tensors()
         stream.wait_event(events.begin)
         with torch.cuda.stream(stream):
             op.run(flow)

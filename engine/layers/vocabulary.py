@@ -106,6 +106,19 @@ class SharedHead:
         return torch.cat([part[:, :num_ids] for part, num_ids in parts], dim=1)
 
 
+class CappedHead:
+    """A head whose logits x become cap * tanh(x / cap)."""
+
+    __slots__ = ("_cap", "_head")
+
+    def __init__(self, head: Head, cap: float) -> None:
+        self._head = head
+        self._cap = cap
+
+    def __call__(self, hidden: Tensor, comm: Comm) -> Tensor:
+        return self._head(hidden, comm).div_(self._cap).tanh_().mul_(self._cap)
+
+
 def build_embedding(weight: Tensor, vocab_size: int, rank: Rank) -> Embedding:
     """weight: [padded ids, hidden], the rank's share."""
     if rank.size == 1:

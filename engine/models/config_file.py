@@ -104,7 +104,12 @@ class ConfigFile:
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
+        """True or false. null means false, which for a `default` of true is refused: it may be
+        meant as absent.
+        """
         value = self._values.get(key)
+        if value is None and default and self.has_key(key):
+            raise self.error(key, "is null, which may mean true or false; write one of the two")
         if value is None:
             return default
         if not isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""The Llama architecture and its relatives (Mistral, Qwen, gpt-oss, Gemma 3): model and layers.
+"""The Llama architecture and its relatives (Mistral, Qwen, gpt-oss, Gemma): model and layers.
 
     ids -> embedding -> [norm -> attention -> norm -> MLP] x layers -> norm -> head -> logits
 
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.errors import ConfigError
 from engine.layers.attention import (
     Attention,
     ProjectedTokens,
@@ -32,6 +33,7 @@ from engine.layers.operations import Flow, Lane, Op, run_in_order
 from engine.layers.rope_spec import RopeSpec
 from engine.layers.rotary import RotaryTable, RotaryTables
 from engine.layers.vocabulary import (
+    CappedHead,
     Embedding,
     Head,
     ScaledEmbedding,
@@ -45,6 +47,7 @@ from engine.models.spec import Activation, ModelSpec
 from engine.models.weights import LayerWeights, ModelWeights
 from engine.ranks.rank import WHOLE_MODEL, Rank
 from kernels.attention.latent import LatentShape
+from kernels.attention.masks import MaskFunction
 from kernels.attention.protocol import AttentionShape
 from kernels.ops import HeadNorms, Ops
 
@@ -125,12 +128,24 @@ class CausalLM:
         earlier error, and that layer's K and V. A later error is stored nowhere and shows in the
         hidden states.
         """
-        x = self._embedding(input_ids, ctx.comm)
-        flow = Flow(ctx=ctx, x=x, slots=ctx.slots, chosen=logit_indices)
-        flow.checks_finite = checks_finite
+        flow = self.begin(input_ids, ctx, logit_indices, checks_finite=checks_finite)
         for ops in self.operations:
             run_in_order(ops, flow)
         return self.result(flow)
+
+    def begin(
+        self,
+        input_ids: Tensor,
+        ctx: ForwardContext,
+        logit_indices: Tensor | None = None,
+        *,
+        checks_finite: bool = False,
+    ) -> Flow:
+        """What goes through `operations`, by `forward` or by a schedule; then `result` is read."""
+        x = self._embedding(input_ids, ctx.comm)
+        flow = Flow(ctx=ctx, x=x, slots=ctx.slots, chosen=logit_indices)
+        flow.checks_finite = checks_finite
+        return flow
 
     def embed(self, input_ids: Tensor, comm: Comm) -> Tensor:
         """input_ids: [T] integer; returns [T, hidden], what the first layer begins with."""
@@ -138,10 +153,12 @@ class CausalLM:
 
     def result(self, flow: Flow) -> ForwardResult:
         """What a flow holds after the last operation."""
+        sums = flow.finite_sums
+        is_finite = None if sums is None else flow.ctx.comm.all_reduce(sums).isfinite()
         if flow.has_ended:
-            return ForwardResult(hidden=flow.x[:0], is_finite=flow.is_finite)
+            return ForwardResult(hidden=flow.x[:0], is_finite=is_finite)
         hidden, _ = self._final_norm.add(flow.x, flow.residual)
-        return ForwardResult(hidden=hidden, is_finite=flow.is_finite)
+        return ForwardResult(hidden=hidden, is_finite=is_finite)
 
     def logits(self, hidden: Tensor, comm: Comm = SINGLE_RANK) -> Tensor:
         """hidden: [S, hidden], rows of `ForwardResult.hidden`; returns [S, vocab] in its dtype.
@@ -209,7 +226,7 @@ class DecoderLayer:
 
     def _prepare_last(self, flow: Flow) -> None:
         """`_prepare`; then only the tokens stay whose logits are asked for, if they are known."""
-        ctx, last = flow.ctx, flow.ctx.last
+        last = flow.ctx.last
         if last is None:
             self._prepare(flow)
             stored: StoredTokens | None = flow.tokens
@@ -218,7 +235,7 @@ class DecoderLayer:
             stored = self._store(flow)
         assert stored is not None
         if flow.checks_finite:
-            flow.is_finite = stored.is_finite(ctx.comm)
+            flow.finite_sums = stored.finite_sums()
         if last is not None:
             flow.tokens = self._project_last(stored, last)
             flow.ctx = last.ctx
@@ -276,7 +293,7 @@ def _sum_over_ranks(flow: Flow) -> None:
 
 
 class OutputNormLayer(DecoderLayer):
-    """A layer that also normalises what its two parts return (Gemma 3)."""
+    """A layer that also normalises what its two parts return (Gemma)."""
 
     __slots__ = ("_attention_output_norm", "_mlp_output_norm")
 
@@ -304,9 +321,16 @@ class OutputNormLayer(DecoderLayer):
         flow.x = self._mlp_output_norm(flow.x)
 
 
-def attention_shape(spec: ModelSpec) -> AttentionShape | LatentShape:
-    """What an attention backend has to compute; spec: of one rank."""
+def attention_shape(
+    spec: ModelSpec, mask_function: MaskFunction | None = None
+) -> AttentionShape | LatentShape:
+    """What an attention backend has to compute; spec: of one rank.
+
+    Raises ConfigError for a mask function and latent attention.
+    """
     if spec.latent is not None:
+        if mask_function is not None:
+            raise ConfigError("model.attention.mask: latent attention has none; leave it out")
         return latent_shape(spec, spec.latent)
     return AttentionShape(
         num_heads=spec.num_heads,
@@ -314,7 +338,9 @@ def attention_shape(spec: ModelSpec) -> AttentionShape | LatentShape:
         head_dim=spec.head_dim,
         layer_windows=spec.layer_windows,
         query_scale=spec.query_scale,
+        softcap=spec.attention_softcap,
         has_sinks=spec.has_sinks,
+        mask_function=mask_function,
     )
 
 
@@ -379,7 +405,8 @@ def _build_head(spec: ModelSpec, weights: ModelWeights, is_deterministic: bool, 
     if spec.pooling is not None:
         return WholeHead(Identity())
     linear = build_linear(LinearWeight(weights.head), is_deterministic=is_deterministic)
-    return build_head(linear, spec.vocab_size, rank)
+    head = build_head(linear, spec.vocab_size, rank)
+    return head if spec.logit_softcap is None else CappedHead(head, spec.logit_softcap)
 
 
 def _build_layer(

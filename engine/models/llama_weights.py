@@ -4,7 +4,7 @@ The loader allocates by this definition, and a folder is checked against it.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -26,6 +26,7 @@ class Split(Enum):
     ROWS = "its share of the rows of each part: outputs, by heads or by intermediate units"
     COLUMNS = "its share of the columns: inputs; the ranks' products are to be added"
     FIRST = "all of it on the first rank, nothing elsewhere: a bias of products that are added"
+    EXPERTS = "its share of the parts: those of whole experts"
     VOCABULARY = "its share of the rows: token ids; the last ranks' are padded to an equal number"
 
 
@@ -37,19 +38,30 @@ class StackedTensor:
     num_columns: int | None = None  # None = vectors, concatenated
     split: Split = Split.NONE
     unit: int | None = None  # ROWS: rows of a head, which no rank holds in part
+    replicated: frozenset[str] = frozenset()  # parts that every rank holds whole, beside ROWS
     num_experts: int | None = None  # whose matrices it consists of, one after the other
     may_be_quantised: bool = True
     is_float32: bool = False  # held in fp32, whatever the model's dtype is
 
     def of_rank(self, rank: Rank) -> "StackedTensor":
-        """The part of the tensor that one rank holds."""
+        """The part of the tensor that one rank holds; it need not hold every published tensor."""
         if rank.size == 1:
             return self
         columns = self.num_columns
         if self.split is Split.COLUMNS and columns is not None:
             columns //= rank.size
+        if self.split is Split.EXPERTS:
+            return self._of_experts(rank)
         num_rows = {name: self._num_held_rows(name, rank) for name in self.num_rows}
         return replace(self, num_rows=num_rows, num_columns=columns)
+
+    def _of_experts(self, rank: Rank) -> "StackedTensor":
+        assert self.num_experts is not None, f"of no experts: {next(iter(self.num_rows))}"
+        held = rank.share(self.num_experts, "experts")
+        per_expert = len(self.num_rows) // self.num_experts
+        names = list(self.num_rows)[held.start * per_expert : held.stop * per_expert]
+        num_rows = {name: self.num_rows[name] for name in names}
+        return replace(self, num_rows=num_rows, num_experts=held.stop - held.start)
 
     def is_on(self, rank: Rank) -> bool:
         """Whether the rank holds any of it."""
@@ -62,8 +74,9 @@ class StackedTensor:
         return self.num_rows[name] if share is None else share[0].stop - share[0].start
 
     def share_of(self, name: str, rank: Rank) -> tuple[slice, ...] | None:
-        """Slices of rows, and columns if any, of a published tensor; None = all of it."""
-        if rank.size == 1 or self.split in (Split.NONE, Split.FIRST):
+        """Slices of rows, and columns if any, of a published tensor of `of_rank`; None = all."""
+        is_whole = self.split in (Split.NONE, Split.FIRST, Split.EXPERTS)
+        if rank.size == 1 or is_whole or name in self.replicated:
             return None
         num_rows = self.num_rows[name]
         if self.split is Split.COLUMNS:
@@ -108,13 +121,17 @@ def outer_tensors(spec: ModelSpec) -> dict[str, StackedTensor]:
 
 def layer_tensors(spec: ModelSpec, layer: int) -> dict[str, StackedTensor]:
     """Field of `LayerWeights` -> tensor; fields that the model lacks are left out."""
-    prefix, hidden = f"model.layers.{layer}.", spec.hidden_size
+    prefix = f"model.layers.{layer}."
     tensors: dict[str, StackedTensor] = {}
     mixture = spec.mixture_at(layer)
     feed_forward = _mlp(spec) if mixture is None else _experts(spec, mixture)
     attention = _attention(spec) if spec.latent is None else _latent_attention(spec, spec.latent)
     for field, names, sizes, num_columns, has_bias in (*attention, *feed_forward):
         split = _SPLITS.get(field, Split.ROWS)
+        is_of_experts = mixture is not None and field in _EXPERTS
+        num_experts = mixture.num_experts if mixture is not None and is_of_experts else None
+        if mixture is not None and mixture.is_expert_parallel and is_of_experts:
+            split = Split.EXPERTS
         unit = spec.head_dim if field == "qkv" else None
         weights = {f"{prefix}{n}.weight": size for n, size in zip(names, sizes, strict=True)}
         tensors[field] = StackedTensor(
@@ -122,31 +139,25 @@ def layer_tensors(spec: ModelSpec, layer: int) -> dict[str, StackedTensor]:
             num_columns=num_columns,
             split=split,
             unit=unit,
-            num_experts=mixture.num_experts if mixture is not None and field in _EXPERTS else None,
+            replicated=_replicated(weights),
+            num_experts=num_experts,
             may_be_quantised=field not in _NEVER_QUANTISED,
         )
         if has_bias:
             biases = {f"{prefix}{n}.bias": size for n, size in zip(names, sizes, strict=True)}
             # Where products are summed over the ranks, one rank adds the bias.
             bias_split = Split.FIRST if split is Split.COLUMNS else split
-            tensors[f"{field}_bias"] = StackedTensor(num_rows=biases, split=bias_split, unit=unit)
+            tensors[f"{field}_bias"] = StackedTensor(
+                num_rows=biases,
+                split=bias_split,
+                unit=unit,
+                replicated=_replicated(biases),
+                num_experts=num_experts,
+            )
     if spec.has_sinks:
         sinks = {f"{prefix}self_attn.sinks": spec.num_heads}
         tensors["sinks"] = StackedTensor(num_rows=sinks, split=Split.ROWS)
-    norms = [("input_norm", "input_layernorm", hidden)]
-    if spec.has_output_norms:
-        norms += [("attention_output_norm", "post_attention_layernorm", hidden)]
-        norms += [("post_norm", "pre_feedforward_layernorm", hidden)]
-        norms += [("mlp_output_norm", "post_feedforward_layernorm", hidden)]
-    else:
-        norms += [("post_norm", "post_attention_layernorm", hidden)]
-    if spec.has_qk_norm:
-        norms += [(f"{x}_norm", f"self_attn.{x}_norm", spec.head_dim) for x in ("q", "k")]
-    if spec.latent is not None:
-        norms += [("k_norm", "self_attn.kv_a_layernorm", spec.latent.rank)]
-        if spec.latent.q_rank is not None:
-            norms += [("q_norm", "self_attn.q_a_layernorm", spec.latent.q_rank)]
-    for field, name, size in norms:
+    for field, name, size in _norms(spec):
         tensors[field] = StackedTensor(num_rows={f"{prefix}{name}.weight": size})
     if mixture is not None and mixture.has_route_bias:
         name = f"{prefix}{mixture.names.block}.gate.e_score_correction_bias"
@@ -162,13 +173,38 @@ _SPLITS = {
     "output": Split.COLUMNS,
     "down": Split.COLUMNS,
     "shared_down": Split.COLUMNS,
-    # Every rank routes all tokens: of each expert it has a part.
+    # Every rank routes all tokens: of each expert it has a part, or of all experts some.
     "router": Split.NONE,
     "shared_gate": Split.NONE,
 }
 _EXPERTS = ("gate_up", "down")
+# Of latent attention every rank makes what all heads share.
+_FOR_ALL_HEADS = (".q_a_proj.", ".kv_a_proj_with_mqa.")
 # Small maps whose rounding would change which experts compute: no format is published with them.
 _NEVER_QUANTISED = ("router", "shared_gate")
+
+
+def _norms(spec: ModelSpec) -> Iterator[tuple[str, str, int]]:
+    """Field, published name and length of every norm of a layer."""
+    hidden = spec.hidden_size
+    yield "input_norm", "input_layernorm", hidden
+    if spec.has_output_norms:
+        yield "attention_output_norm", "post_attention_layernorm", hidden
+        yield "post_norm", "pre_feedforward_layernorm", hidden
+        yield "mlp_output_norm", "post_feedforward_layernorm", hidden
+    else:
+        yield "post_norm", "post_attention_layernorm", hidden
+    if spec.has_qk_norm:
+        for x in ("q", "k"):
+            yield f"{x}_norm", f"self_attn.{x}_norm", spec.head_dim
+    if spec.latent is not None:
+        yield "k_norm", "self_attn.kv_a_layernorm", spec.latent.rank
+        if spec.latent.q_rank is not None:
+            yield "q_norm", "self_attn.q_a_layernorm", spec.latent.q_rank
+
+
+def _replicated(names: Iterable[str]) -> frozenset[str]:
+    return frozenset(name for name in names if any(part in name for part in _FOR_ALL_HEADS))
 
 
 def _attention(spec: ModelSpec) -> Iterator[_Linear]:

@@ -7,12 +7,15 @@ Norm, all-reduce and everything before them are those of `DecoderLayer` (llama.p
 be mixtures or dense ones in any order.
 """
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from engine.layers.linear import WeightFormat, build_linear
 from engine.layers.mlp import build_mlp
 from engine.layers.moe import (
     Experts,
+    HeldExperts,
     Mixture,
     Router,
     SharedExpert,
@@ -22,8 +25,9 @@ from engine.layers.moe import (
 )
 from engine.models.mixture_spec import MixtureSpec
 from engine.models.weights import LayerWeights
+from kernels.moe import reference
 from kernels.moe.form import ExpertForm
-from kernels.moe.routes import Selection
+from kernels.moe.routes import Routes, Selection
 from kernels.ops import Ops
 
 
@@ -33,13 +37,24 @@ def build_mixture(
     """The mixture of one layer. Raises ConfigError if its weights are of an unsupported kind."""
     assert weights.router is not None, "a mixture has a router"
     assert weights.router.format is WeightFormat.DENSE, "a router is never quantised"
-    build = _build_cuda if weights.router.data.device.type == "cuda" else _build_torch
+    is_cuda = weights.router.data.device.type == "cuda"
+    build = _build_cuda if is_cuda else _build_torch
     router, experts = build(spec, weights, weights.router.data, is_deterministic)
+    if spec.held is not None:
+        experts = HeldExperts(experts, spec.held, _held_routes(is_cuda=is_cuda))
     return Mixture(
         router=router,
         experts=experts,
         shared=_build_shared(weights, ops, is_deterministic=is_deterministic),
     )
+
+
+def _held_routes(*, is_cuda: bool) -> Callable[[Routes, range], Routes]:
+    if not is_cuda:
+        return reference.held_routes
+    from kernels.moe.held import held_routes
+
+    return held_routes
 
 
 def _build_torch(
@@ -79,6 +94,7 @@ def _build_cuda(
             weights.gate_up,
             weights.down,
             num_active=spec.num_active,
+            num_experts=spec.num_experts,
             is_deterministic=is_deterministic,
             form=_form(spec, weights),
         ),

@@ -67,6 +67,9 @@ class MixtureSpec:
     num_groups: int = 1
     num_chosen_groups: int = 1
     route_scale: float = 1.0  # of the weights, after they were divided by their sum
+    # Ranks hold whole experts, each its share of them; else each a share of every expert's units.
+    is_expert_parallel: bool = False
+    held: range | None = None  # the experts that this rank holds; None = all
 
     @property
     def is_plain(self) -> bool:
@@ -74,14 +77,27 @@ class MixtureSpec:
         is_unscaled = self.route_scale == 1.0 and not self.has_route_bias
         return self.scores == "softmax" and self.num_groups == 1 and is_unscaled
 
+    @property
+    def num_held(self) -> int:
+        """Experts that this rank holds."""
+        return self.num_experts if self.held is None else len(self.held)
+
     def of_rank(self, rank: Rank) -> "MixtureSpec":
-        """With a rank's units of every expert. Raises ConfigError if equal parts are impossible."""
-        inner = rank.share(self.expert_size, "intermediate units of an expert")
-        shared_size = self.shared_size
+        """With a rank's experts, or its units of every expert; of a shared expert, units.
+
+        Raises ConfigError if equal parts are impossible.
+        """
+        expert_size, held, shared_size = self.expert_size, self.held, self.shared_size
+        if self.is_expert_parallel and rank.size > 1:
+            share = rank.share(self.num_experts, "experts")
+            held = range(share.start, share.stop)
+        else:
+            inner = rank.share(expert_size, "intermediate units of an expert")
+            expert_size = inner.stop - inner.start
         if shared_size is not None:
             shared = rank.share(shared_size, "intermediate units of the shared expert")
             shared_size = shared.stop - shared.start
-        return replace(self, expert_size=inner.stop - inner.start, shared_size=shared_size)
+        return replace(self, expert_size=expert_size, held=held, shared_size=shared_size)
 
 
 def read_mixtral(config: ConfigFile, num_layers: int) -> MixtureSpec:

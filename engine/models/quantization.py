@@ -33,6 +33,7 @@ _KINDS = (
 )
 _DENSE = "use unquantized weights, or quantise them with model.quantization: fp8"
 _HEAD = "lm_head"
+_PLAIN_NAME = re.compile(r"[\w.-]*")
 _MODELOPT_FILE = "hf_quant_config.json"
 _PACKED_BITS = 4
 _MXFP4_GROUP, _NVFP4_GROUP = 32, 16  # inputs that share a scale
@@ -171,12 +172,25 @@ def _fp8(section: ConfigFile) -> Quantization:
         tile_columns=columns,
         scale_name="weight_scale_inv" if block else "weight_scale",
         quantizes_activations=True,
-        ignored=(_HEAD, *_names(section, "modules_to_not_convert", "ignored_layers")),
+        ignored=(_HEAD, *_left_out(section, "modules_to_not_convert", "ignored_layers")),
     )
 
 
 def _names(section: ConfigFile, *keys: str) -> tuple[str, ...]:
     return tuple(name for key in keys for name in section.texts(key) or ())
+
+
+def _left_out(section: ConfigFile, *keys: str) -> tuple[str, ...]:
+    """Modules that are not converted; transformers reads every entry as an expression, too.
+
+    One with a sign that no name has is an expression alone: from the name's beginning to the end of
+    a component.
+    """
+    end = r"(?:(?<=\.)|(?=\.|$))"
+    return tuple(
+        name if name.startswith("re:") or _PLAIN_NAME.fullmatch(name) else f"re:(?:{name}){end}"
+        for name in _names(section, *keys)
+    )
 
 
 # ---- compressed-tensors --------------------------------------------------------------------------
@@ -312,7 +326,7 @@ def _awq(section: ConfigFile) -> Quantization:
         tile_rows=1,
         tile_columns=_group_size(section),
         has_zero_points=True,
-        ignored=(_HEAD, *_names(section, "modules_to_not_convert")),
+        ignored=(_HEAD, *_left_out(section, "modules_to_not_convert")),
     )
 
 
@@ -334,7 +348,7 @@ def _gptq(section: ConfigFile) -> Quantization:
         has_zero_points=True,
         zero_offset=1 if checkpoint == "gptq" else 0,
         must_have_order=section.flag("desc_act", False),
-        ignored=(_HEAD, *_names(section, "modules_to_not_convert")),
+        ignored=(_HEAD, *_left_out(section, "modules_to_not_convert")),
     )
 
 

@@ -21,7 +21,8 @@ from engine.models.llama_weights import Rank, StackedTensor
 from engine.models.quantization import FP4_PACKINGS, FP8_PACKINGS, Packing, Quantization
 from engine.models.quantized_formats import Numbers, read_numbers
 from engine.models.quantized_tensors import Axis, Portion, published_tensors
-from kernels.quant.int4 import choose_half, pack_int4
+from kernels.quant.int4 import pack_int4
+from kernels.quant.runs import choose_half
 
 _SUFFIX = ".weight"
 _MAX_FP8 = 448.0
@@ -71,7 +72,7 @@ class QuantizedStack:
         self._order_of: dict[int, str] = {}  # expert -> the module that its `order` is of
         self.is_filled = False  # with random numbers
         num_rows = sum(mine.num_rows.values())
-        columns = self._common_columns()
+        columns = self._parts[0].portion.scale_columns(quantization)
         num_scales = (-(-num_rows // self._tile_rows), -(-mine.num_columns // columns))
         self._format = _format_of(quantization)
         self._is_fp8 = self._format is WeightFormat.FP8
@@ -83,8 +84,8 @@ class QuantizedStack:
         has_order = "g_idx" in "".join(published_tensors(quantization))
         is_e2m1 = self._format is WeightFormat.FP4
         orders = torch.arange(mine.num_columns, device=device)
-        if stacked.num_experts is not None:
-            orders = orders.repeat(stacked.num_experts, 1)
+        if mine.num_experts is not None:
+            orders = orders.repeat(mine.num_experts, 1)
         self.scales = Scales(
             values=torch.empty(num_scales, dtype=_scale_dtype(quantization), device=device),
             rows=self._tile_rows,
@@ -97,14 +98,6 @@ class QuantizedStack:
             factors=torch.empty(num_rows, device=device) if _has_factors(quantization) else None,
             order=orders if has_order else None,
         )
-
-    def _common_columns(self) -> int:
-        """The inputs that share a scale here: fewer than published where ranks cut a block."""
-        columns = min(self.quantization.tile_columns or self._num_columns, self._num_columns)
-        if self.quantization.packing not in FP4_PACKINGS:
-            return columns
-        part = self._parts[0].portion.parts[Axis.IN]
-        return math.gcd(self.quantization.tile_columns or 1, part.start, part.stop)
 
     def weight(self, bias: Tensor | None) -> LinearWeight:
         return LinearWeight(self.data, bias, self._format, self.scales)
@@ -178,7 +171,7 @@ class QuantizedStack:
             self.scales.zeros[part.scale_rows].copy_(zeros)
 
     def _of_columns(self, part: _Placed, scales: Tensor) -> Tensor:
-        """Scales of blocks as those of `_common_columns`, of the rank's inputs."""
+        """Scales of blocks as those of `Portion.scale_columns`, of the rank's inputs."""
         per, columns = self.quantization.tile_columns, self.scales.columns
         assert per is not None, "4 bits of float have groups"
         repeated = scales.view(torch.uint8).repeat_interleave(per // columns, dim=1)
@@ -238,7 +231,7 @@ def _place(
     stacked: StackedTensor, mine: StackedTensor, tile_rows: int, rank: Rank
 ) -> list[_Placed]:
     placed, start = [], 0
-    parts_of_one = len(mine.num_rows) // (stacked.num_experts or 1)
+    parts_of_one = len(mine.num_rows) // (mine.num_experts or 1)
     for index, (name, num_rows) in enumerate(mine.num_rows.items()):
         end = start + num_rows
         placed.append(

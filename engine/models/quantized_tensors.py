@@ -34,6 +34,8 @@ from engine.models.llama_weights import (
 from engine.models.quantization import FP4_PACKINGS, FP8_PACKINGS, Packing, Quantization
 from engine.models.sources import DENSE_DTYPES
 from engine.models.spec import ModelSpec
+from engine.ranks.rank import SIZE_KEY
+from kernels.quant.runs import reads_sizes
 
 _PER_WORD = 8  # 4-bit numbers in 32 bits
 _SUFFIX = ".weight"
@@ -192,6 +194,14 @@ class Portion:
         rows, columns = stacked.share_of(name, rank) or whole
         return cls({Axis.OUT: rows, Axis.IN: columns}, {Axis.OUT: num_rows, Axis.IN: num_columns})
 
+    def scale_columns(self, quantization: Quantization) -> int:
+        """The inputs that share a scale in memory: fewer than published where a block is cut."""
+        part = self.parts[Axis.IN]
+        num_columns: int = part.stop - part.start
+        if quantization.packing not in FP4_PACKINGS:
+            return min(quantization.tile_columns or num_columns, num_columns)
+        return math.gcd(quantization.tile_columns or 1, part.start, part.stop)
+
     def slices(self, quantization: Quantization, module: str) -> dict[str, tuple[slice, ...]]:
         """Suffix -> slices of the published tensor. Raises ConfigError for a block in part."""
         return {
@@ -200,23 +210,51 @@ class Portion:
         }
 
 
-def check_shares(spec: ModelSpec, rank: Rank) -> None:
-    """Raises ConfigError if a rank would get part of a tile, of a group or of a word."""
-    if spec.quantization is None or rank.size == 1:
+def check_shares(spec: ModelSpec, rank: Rank, *, is_on_gpu: bool = False) -> None:
+    """Raises ConfigError if a rank would get part of a tile, of a group or of a word.
+
+    is_on_gpu: also if no kernel reads a rank's part of a weight.
+    """
+    if spec.quantization is None:
         return
     for layer in range(spec.num_layers):
         for tensor in layer_tensors(spec, layer).values():
             quantization = quantization_of(spec, tensor)
             if quantization is None:
                 continue
-            for name in tensor.num_rows:
-                module = name.removesuffix(_SUFFIX)
-                Portion.of(tensor, name, rank).slices(quantization, module)
-                if quantization.must_have_order and tensor.split is Split.COLUMNS:
-                    raise ConfigError(
-                        f"{module}: {rank.size} ranks cannot share inputs in an order of their own"
-                        " (g_idx); use one rank, or weights without activation order"
-                    )
+            if rank.size > 1:
+                _check_parts(tensor, quantization, rank)
+            if is_on_gpu:
+                _check_kernels(tensor, quantization, rank)
+
+
+def _check_parts(tensor: StackedTensor, quantization: Quantization, rank: Rank) -> None:
+    for name in tensor.of_rank(rank).num_rows:
+        module = name.removesuffix(_SUFFIX)
+        Portion.of(tensor, name, rank).slices(quantization, module)
+        if quantization.must_have_order and tensor.split is Split.COLUMNS:
+            raise ConfigError(
+                f"{module}: {rank.size} ranks cannot share inputs in an order of their own"
+                " (g_idx); use one rank, or weights without activation order"
+            )
+
+
+def _check_kernels(tensor: StackedTensor, quantization: Quantization, rank: Rank) -> None:
+    mine = tensor.of_rank(rank)
+    num_rows, num_columns = mine.shape
+    num_rows //= mine.num_experts or 1
+    name = next(iter(mine.num_rows))
+    group = Portion.of(tensor, name, rank).scale_columns(quantization)
+    if reads_sizes(num_rows, num_columns, group, is_fp8=quantization.packing in FP8_PACKINGS):
+        return
+    way_out = "use other weights" if rank.size == 1 else f"set {SIZE_KEY} lower"
+    if rank.size > 1 and mine.num_experts is not None and tensor.split is not Split.EXPERTS:
+        way_out += ", or workers.expert_parallel to true"
+    raise ConfigError(
+        f"{name.removesuffix(_SUFFIX)}: a rank's {num_rows} outputs and {num_columns} inputs in"
+        f" groups of {group} are not computed on a GPU, whose kernels read multiples of 16, with 4"
+        f" bits inputs of 32, and groups of 16; {way_out}"
+    )
 
 
 def quantization_of(spec: ModelSpec, tensor: StackedTensor) -> Quantization | None:

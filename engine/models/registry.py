@@ -29,6 +29,7 @@ BUILDERS: dict[str, Callable[..., CausalLM]] = {
     "DeepseekV2ForCausalLM": build_decoder,
     "DeepseekV3ForCausalLM": build_decoder,
     "GptOssForCausalLM": build_decoder,
+    "Gemma2ForCausalLM": build_decoder,
     "Gemma3ForCausalLM": build_decoder,
     "Gemma3ForConditionalGeneration": build_decoder,
 }
@@ -40,6 +41,7 @@ class WeightSource:
 
     is_random: bool = False  # for benchmarks: only config.json is read
     quantization: Literal["auto", "fp8"] = "auto"  # as in `load_spec`
+    is_expert_parallel: bool = False  # likewise
 
 
 AS_PUBLISHED = WeightSource()
@@ -64,9 +66,11 @@ def build_model(
     Raises ConfigError for anything in the folder that is missing, unsupported or inconsistent, and
     for a model that the ranks cannot share.
     """
-    spec = load_spec(folder, quantization=source.quantization)
+    spec = load_spec(
+        folder, quantization=source.quantization, is_expert_parallel=source.is_expert_parallel
+    )
     spec.of_rank(rank)  # before the weights, so that the error comes early
-    check_shares(spec, rank)
+    check_shares(spec, rank, is_on_gpu=device.type == "cuda")
     allowed = spec.max_model_len
     if max_model_len is not None and max_model_len > allowed:
         raise ConfigError(

@@ -43,6 +43,9 @@ def parse_layer_ropes(
     sections = config.section("rope_parameters")
     scaling = config.section("rope_scaling")
     _refuse_partial(config)
+    if scaling is not None and scaling.has_key("type") and not scaling.has_key("rope_type"):
+        # transformers does not look for it here, and computes without any scaling.
+        raise scaling.error("type", "is not read for this architecture: name it rope_type")
     if sections is None:
         rope = RopeSpec(theta=theta) if scaling is None else _of_kind(config, scaling, theta)
         return rope, RopeSpec(theta=local_theta)
@@ -60,7 +63,7 @@ def parse_layer_ropes(
 
 def _of_kind(config: ConfigFile, section: ConfigFile, theta: float) -> RopeSpec:
     """Of one kind of layers."""
-    if not section.flag("truncate", True):
+    if not section.flag("truncate", not section.has_key("truncate")):
         # transformers does not look for it in the section of a kind, and computes true.
         raise section.error("truncate", "false is not supported for layers of two kinds")
     return _of_section(config, section, theta)
@@ -126,7 +129,8 @@ def _parse_yarn(config: ConfigFile, section: ConfigFile) -> YarnScaling:
         attention_factor=attention_factor,
         beta_fast=section.number("beta_fast", 32.0),
         beta_slow=section.number("beta_slow", 1.0),
-        truncate=section.flag("truncate", True),
+        # Absent and null differ here: transformers reads null as false.
+        truncate=section.flag("truncate", not section.has_key("truncate")),
     )
 
 

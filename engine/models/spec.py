@@ -10,7 +10,6 @@ from enum import Enum
 from pathlib import Path
 from typing import Literal, cast, get_args
 
-from engine.errors import ConfigError
 from engine.kv.layout import ComputeDtype, KvDtype, KvLayout
 from engine.layers.rope_spec import RopeSpec
 from engine.models.config_file import ConfigFile
@@ -33,7 +32,7 @@ from engine.models.quantization import (
     read_quantization,
 )
 from engine.models.rope_config import DEFAULT_THETA, max_tokens_of, parse_layer_ropes, parse_rope
-from engine.ranks.rank import SIZE_KEY, Rank
+from engine.ranks.rank import Rank
 
 
 class Activation(Enum):
@@ -66,6 +65,8 @@ class ModelSpec:
     rope: RopeSpec
     local_rope: RopeSpec | None = None  # of layers with a window; None = `rope`
     query_scale: float | None = None  # on the scores; None = 1 / sqrt(head_dim)
+    attention_softcap: float | None = None  # scaled scores s become cap * tanh(s / cap)
+    logit_softcap: float | None = None  # likewise the head's logits
     has_sinks: bool = False  # one more logit in every head's softmax, without a value
     activation: Activation = Activation.SILU
     norm_offset: float = 0.0  # added to the weights of all norms
@@ -95,15 +96,11 @@ class ModelSpec:
     def of_rank(self, rank: Rank) -> "ModelSpec":
         """The model as one rank computes it: with its heads and its intermediate units.
 
-        Of every expert a rank has a part of the units, too. Vocabulary and hidden size stay whole.
-        Of fewer KV heads than ranks, several ranks hold the same one. Raises ConfigError if the
-        ranks cannot share the model equally.
+        Of experts it has some, or of each a part of the units. Vocabulary and hidden size stay
+        whole, and so does the latent of latent attention, which every rank keeps. Of fewer KV heads
+        than ranks, several ranks hold the same one. Raises ConfigError if the ranks cannot share
+        the model equally.
         """
-        if self.latent is not None and rank.size > 1:
-            raise ConfigError(
-                f"{SIZE_KEY}: {rank.size} ranks cannot share a model with latent attention yet;"
-                " set it to 1 and use replicas"
-            )
         heads = f"{self.num_heads} attention heads and {self.num_kv_heads} KV heads"
         query = rank.share(self.num_heads, f"query heads ({heads})")
         kv = rank.share(self.num_kv_heads, f"KV heads ({heads})", unit=1)
@@ -159,6 +156,8 @@ class _Family:
     rope: RopeSpec | None = None
     local_rope: RopeSpec | None = None
     query_scale: float | None = None
+    attention_softcap: float | None = None
+    logit_softcap: float | None = None
     is_gemma: bool = False
 
 
@@ -252,15 +251,43 @@ def _gpt_oss(config: ConfigFile, num_layers: int) -> _Family:
     )
 
 
-def _gemma3(config: ConfigFile, num_layers: int) -> _Family:
+def _gemma2(config: ConfigFile, num_layers: int) -> _Family:
+    _refuse_unlike_gemma(config)
+    has_attention_bias = config.flag("attention_bias", False)
+    return _Family(
+        has_qkv_bias=has_attention_bias,
+        has_output_bias=has_attention_bias,
+        default_num_kv_heads=4,
+        default_head_dim=256,
+        layer_windows=alternating_windows(config, num_layers, default=4096, full_every=2),
+        query_scale=config.number("query_pre_attn_scalar", 256.0) ** -0.5,
+        attention_softcap=_softcap(config, "attn_logit_softcapping", 50.0),
+        logit_softcap=_softcap(config, "final_logit_softcapping", 30.0),
+        is_gemma=True,
+    )
+
+
+def _softcap(config: ConfigFile, key: str, default: float) -> float | None:
+    """Absent and null differ: null means no cap."""
+    cap = config.optional_number(key) if config.has_key(key) else default
+    if cap is not None and cap <= 0:
+        raise config.error(key, f"{cap} is not supported; supported: null and positive numbers")
+    return cap
+
+
+def _refuse_unlike_gemma(config: ConfigFile) -> None:
     activation = config.text("hidden_activation", "gelu_pytorch_tanh")
     if activation != "gelu_pytorch_tanh":
-        raise config.error("hidden_activation", f"{activation!r} is not supported for Gemma 3")
+        raise config.error("hidden_activation", f"{activation!r} is not supported for Gemma")
+    if config.flag("use_bidirectional_attention", False):
+        raise config.error("use_bidirectional_attention", "true is not supported")
+
+
+def _gemma3(config: ConfigFile, num_layers: int) -> _Family:
+    _refuse_unlike_gemma(config)
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
         if config.optional_number(key) is not None:
             raise config.error(key, "is not supported; supported: null")
-    if config.flag("use_bidirectional_attention", False):
-        raise config.error("use_bidirectional_attention", "true is not supported")
     rope, local_rope = parse_layer_ropes(config, default_theta=1e6, default_local_theta=1e4)
     has_attention_bias = config.flag("attention_bias", False)
     every = config.integer("sliding_window_pattern", 6)
@@ -393,16 +420,23 @@ _FAMILIES: dict[str, Callable[[ConfigFile, int], _Family]] = {
     "GptOssForCausalLM": _gpt_oss,
     "DeepseekV2ForCausalLM": _deepseek_v2,
     "DeepseekV3ForCausalLM": _deepseek_v3,
+    "Gemma2ForCausalLM": _gemma2,
     "Gemma3ForCausalLM": _gemma3,
     _WITH_VISION: _gemma3,
 }
 SUPPORTED_ARCHITECTURES = tuple(_FAMILIES)
+_SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads")
 
 
-def load_spec(folder: Path, *, quantization: Literal["auto", "fp8"] = "auto") -> ModelSpec:
+def load_spec(
+    folder: Path,
+    *,
+    quantization: Literal["auto", "fp8"] = "auto",
+    is_expert_parallel: bool = False,
+) -> ModelSpec:
     """Read `config.json` and, where present, `generation_config.json`.
 
-    quantization: auto = as config.json says; fp8 = quantise an unquantised folder.
+    quantization: auto = as config.json says; fp8 = quantise. is_expert_parallel: whole experts.
     Raises ConfigError, naming the file, the key and what is supported.
     """
     config = ConfigFile.read(folder / "config.json")
@@ -412,12 +446,8 @@ def load_spec(folder: Path, *, quantization: Literal["auto", "fp8"] = "auto") ->
     if has_vision:
         config = config.around("text_config", _GEMMA3_DEFAULTS)
     _refuse_unsupported(config)
-    num_layers = config.integer("num_hidden_layers")
-    hidden_size = config.integer("hidden_size")
-    num_heads = config.integer("num_attention_heads")
+    num_layers, hidden_size, num_heads = map(config.integer, _SIZES)
     family = _FAMILIES[architecture](config, num_layers)
-    num_kv_heads = _num_kv_heads(config, family, num_heads)
-    head_dim = _head_dim(config, family, hidden_size // num_heads)
     rope, max_model_len = _context(config, family)
     vocab_size = config.integer("vocab_size")
     has_tied_embeddings = config.flag("tie_word_embeddings", family.is_gemma)
@@ -429,8 +459,8 @@ def load_spec(folder: Path, *, quantization: Literal["auto", "fp8"] = "auto") ->
         intermediate_size=config.integer("intermediate_size"),
         num_layers=num_layers,
         num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
+        num_kv_heads=_num_kv_heads(config, family, num_heads),
+        head_dim=_head_dim(config, family, hidden_size // num_heads),
         rms_norm_eps=config.number("rms_norm_eps", family.default_rms_norm_eps),
         has_tied_embeddings=has_tied_embeddings,
         has_qkv_bias=family.has_qkv_bias,
@@ -442,6 +472,8 @@ def load_spec(folder: Path, *, quantization: Literal["auto", "fp8"] = "auto") ->
         rope=rope,
         local_rope=family.local_rope,
         query_scale=family.query_scale,
+        attention_softcap=family.attention_softcap,
+        logit_softcap=family.logit_softcap,
         activation=Activation.GELU_TANH if family.is_gemma else Activation.SILU,
         norm_offset=1.0 if family.is_gemma else 0.0,
         has_output_norms=family.is_gemma,
@@ -451,15 +483,28 @@ def load_spec(folder: Path, *, quantization: Literal["auto", "fp8"] = "auto") ->
         eos_token_ids=_eos_token_ids(config, folder, vocab_size),
         dtype=_dtype(config),
         pooling=pooling,
-        mixture=family.mixture,
+        mixture=_shared_mixture(config, family, is_expert_parallel=is_expert_parallel),
         latent=family.latent,
         num_guessing_layers=family.num_guessing_layers,
         quantization=_quantization(config, quantization, family, has_head=has_head),
     )
 
 
+def _shared_mixture(
+    config: ConfigFile, family: _Family, *, is_expert_parallel: bool
+) -> MixtureSpec | None:
+    if not is_expert_parallel:
+        return family.mixture
+    if family.mixture is None:
+        raise config.error("architectures", "has no experts; set workers.expert_parallel to false")
+    return replace(family.mixture, is_expert_parallel=True)
+
+
 def _num_kv_heads(config: ConfigFile, family: _Family, num_heads: int) -> int:
-    num_kv_heads = config.integer("num_key_value_heads", family.default_num_kv_heads or num_heads)
+    default = family.default_num_kv_heads
+    if default is None or config.has_key("num_key_value_heads"):  # null, unlike absent
+        default = num_heads
+    num_kv_heads = config.integer("num_key_value_heads", default)
     if num_heads % num_kv_heads:
         raise config.error(
             "num_key_value_heads", f"{num_kv_heads} does not divide {num_heads} query heads"

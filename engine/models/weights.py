@@ -306,7 +306,7 @@ def allocate_weights(
         for stack in stacks.values():
             destinations.update(stack.destinations())
         plain = dense({field: t for field, t in tensors.items() if field not in stacks})
-        return _layer(plain, stacks, spec.mixture_at(index))
+        return _layer(plain, stacks, spec.of_rank(rank).mixture_at(index))
 
     outer = dense(outer_tensors(spec))
     weights = ModelWeights(
@@ -334,7 +334,7 @@ def _layer(
 
     def experts(field: str) -> LinearWeight:
         weight = linear(field)
-        return weight if mixture is None else weight.by_expert(mixture.num_experts)
+        return weight if mixture is None else weight.by_expert(mixture.num_held)
 
     return LayerWeights(
         input_norm=tensors["input_norm"],

@@ -182,23 +182,22 @@ class NcclRanks:
     def all_reduce(self, x: Tensor) -> Tensor:
         summed = x.contiguous()
         if x.numel() > 0:
-            self._group.allreduce(
-                [summed], _queued(dist.distributed_c10d.AllreduceOptions())
-            ).wait()
+            options = _queued(dist.distributed_c10d.AllreduceOptions())
+            _follow(self._group.allreduce([summed], options))
         return summed
 
     def all_gather(self, x: Tensor) -> Tensor:
         gathered = x.new_empty((self.rank.size * x.shape[0], *x.shape[1:]))
         if x.numel() > 0:
             options = _queued(dist.distributed_c10d.AllgatherOptions())
-            self._group._allgather_base(gathered, x.contiguous(), options).wait()
+            _follow(self._group._allgather_base(gathered, x.contiguous(), options))
         return gathered
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
         scattered = x.new_empty((x.shape[0] // self.rank.size, *x.shape[1:]))
         if x.numel() > 0:
             options = _queued(dist.distributed_c10d.ReduceScatterOptions())
-            self._group._reduce_scatter_base(scattered, x.contiguous(), options).wait()
+            _follow(self._group._reduce_scatter_base(scattered, x.contiguous(), options))
         return scattered
 
     def all_to_all(self, x: Tensor) -> Tensor:
@@ -206,7 +205,7 @@ class NcclRanks:
         received = torch.empty_like(sent)
         if x.numel() > 0:
             options = _queued(dist.distributed_c10d.AllToAllOptions())
-            self._group.alltoall_base(received, sent, [], [], options).wait()
+            _follow(self._group.alltoall_base(received, sent, [], [], options))
         return received
 
     def gather_bytes(self, data: bytes, timeout_s: float | None = None) -> list[bytes]:
@@ -239,3 +238,9 @@ def _queued(options: Any) -> Any:  # noqa: ANN401 - torch types it loosely
     """Options of an operation in the current stream, instead of one of the group's own."""
     options.asyncOp = False
     return options
+
+
+def _follow(work: Any) -> None:  # noqa: ANN401 - torch types it loosely
+    """Lets the current stream wait for an operation; None = torch ran it in that stream itself."""
+    if work is not None:
+        work.wait()

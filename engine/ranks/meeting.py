@@ -1,10 +1,5 @@
-"""Where the ranks of one model find each other: a store on the loopback interface of rank 0.
+"""The meeting of the ranks of one model, by a store in rank 0's file (`board.py`)."""
 
-The ranks of a worker share a machine, so that nobody else has to reach the store. Rank 0 listens
-before the others exist and tells them the port; the store lives as long as rank 0 does.
-"""
-
-import socket
 from datetime import timedelta
 
 import torch
@@ -15,13 +10,12 @@ from engine.layers.context import Comm
 from engine.ranks.comm import connect_ranks
 from engine.ranks.rank import Rank
 
-LOOPBACK = "127.0.0.1"
 _HERE = "here"
 
 
 def join_ranks(
     rank: Rank,
-    at: socket.socket | int,
+    board: str,
     incarnation: str,
     device: torch.device,
     *,
@@ -30,28 +24,19 @@ def join_ranks(
 ) -> Comm:
     """Waits until all ranks are here, and connects to them.
 
-    at: what rank 0 listens on, which the store takes over; of the others, its port. incarnation: of
-    rank 0; ranks of another one are never met. start_s: until all processes run, which takes longer
-    than anything between them later, which `timeout_s` limits. Raises WorkerError.
+    board: the path that rank 0 has from `open_board`. incarnation: of rank 0; ranks of another one
+    are never met. start_s: until all processes run, which takes longer than anything between them
+    later, which `timeout_s` limits. Raises WorkerError.
     """
-    store = _meet(rank, at, incarnation, start_s)
+    store = _meet(rank, board, incarnation, start_s)
     return connect_ranks(rank, store, device, timeout_s)
 
 
-def _meet(rank: Rank, at: socket.socket | int, incarnation: str, timeout_s: float) -> dist.Store:
+def _meet(rank: Rank, board: str, incarnation: str, timeout_s: float) -> dist.Store:
     """The store between the ranks, once all of them have come there."""
-    is_first = isinstance(at, socket.socket)
-    port = at.getsockname()[1] if isinstance(at, socket.socket) else at
     try:
-        store = dist.TCPStore(
-            LOOPBACK,
-            port,
-            rank.size,
-            is_master=is_first,
-            timeout=timedelta(seconds=timeout_s),
-            wait_for_workers=False,
-            master_listen_fd=at.detach() if isinstance(at, socket.socket) else None,
-        )
+        store = dist.FileStore(board)  # without a number of ranks it removes nothing at its end
+        store.set_timeout(timedelta(seconds=timeout_s))
         own = dist.PrefixStore(incarnation, store)
         own.set(f"{_HERE}-{rank.index}", "1")
         own.wait([f"{_HERE}-{index}" for index in range(rank.size)])

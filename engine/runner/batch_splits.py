@@ -14,7 +14,7 @@ overlap (python/sglang/srt/batch_overlap/two_batch_overlap.py).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 # A share of the tokens below this (or above 1 - this) in the first half is too uneven.
 TOKEN_DISTRIBUTION_THRESHOLD = 0.48
@@ -27,6 +27,7 @@ class BatchSplit:
     row: int
     row_tokens: int = 0  # 0 = the boundary is between rows
     token: int  # the second half's first token, counted from the batch's first
+    is_decode: bool = False  # every row decodes or verifies drafts; else some compute prompts
 
     @property
     def is_two_chunk(self) -> bool:
@@ -74,7 +75,27 @@ def half_row(row_tokens: Sequence[int]) -> int:
 def split_sequences(num_rows: int, tokens_per_row: int = 1) -> BatchSplit | None:
     """The split of rows of equally many tokens; None if a half would be empty."""
     row = sequence_row(num_rows * tokens_per_row, tokens_per_row)
-    return BatchSplit(row=row, token=row * tokens_per_row) if row > 0 else None
+    if row == 0:
+        return None
+    return BatchSplit(row=row, token=row * tokens_per_row, is_decode=True)
+
+
+def split_verified(row_tokens: Sequence[int]) -> BatchSplit | None:
+    """The split of rows that verify drafts, or decode; None if a half would be empty.
+
+    Half of the rows each where all have equally many tokens, else the balanced boundary: a row
+    that samples after each of its tokens is never cut.
+    """
+    if len(set(row_tokens)) == 1:
+        return split_sequences(len(row_tokens), row_tokens[0])
+    split = split_rows(row_tokens)
+    return None if split is None else replace(split, is_decode=True)
+
+
+def split_rows(row_tokens: Sequence[int]) -> BatchSplit | None:
+    """The balanced boundary between rows of one token or more; None if a half would be empty."""
+    row = balanced_row(row_tokens)
+    return BatchSplit(row=row, token=sum(row_tokens[:row])) if row > 0 else None
 
 
 def split_prompts(
@@ -89,7 +110,7 @@ def split_prompts(
             return None
         # Where half of the tokens end with a row, nothing is cut.
         return BatchSplit(row=row, row_tokens=token - sum(row_tokens[:row]), token=token)
-    return BatchSplit(row=row, token=sum(row_tokens[:row])) if row > 0 else None
+    return split_rows(row_tokens)
 
 
 def verify_mask_start(row: int, num_keys: Sequence[int], num_drafts: int) -> int:

@@ -47,9 +47,9 @@ def calibrate(
     num_blocks: of its cache. max_row_tokens: of a row, at most. Lengths grow until the blocks or
     the time are used up.
     """
-    steps = _Steps(executor, comm)
+    steps = TimedSteps(executor, comm)
     started_s = clock.now_s()
-    room = _Room(sizes, executor.layout.block_size, num_blocks, max_row_tokens)
+    room = Room(sizes, executor.layout.block_size, num_blocks, max_row_tokens)
     decode_s = _measure_decodes(steps, room, budget_s)
     chunks: list[tuple[int, float]] = []
     for num_tokens in room.chunk_lengths():
@@ -96,7 +96,7 @@ def work_of(rows: Sequence[DummyRow]) -> StepWork:
     )
 
 
-def _measure_decodes(steps: "_Steps", room: "_Room", budget_s: float) -> float:
+def _measure_decodes(steps: "TimedSteps", room: "Room", budget_s: float) -> float:
     """Median seconds of a decode step; few steps show how many more there is time for."""
     rows = room.decodes()
     work = work_of(rows)
@@ -107,7 +107,7 @@ def _measure_decodes(steps: "_Steps", room: "_Room", budget_s: float) -> float:
     return steps.median_s(room.decode_steps(rows, num_runs), work)
 
 
-class _Room:
+class Room:
     """What fits an executor's rows and blocks."""
 
     def __init__(
@@ -120,6 +120,19 @@ class _Room:
         self._num_decodes = min(_DECODE_ROWS, sizes.max_rows, num_blocks)
         row_room = num_blocks // self._num_decodes * block_size
         self._decode_keys = min(_DECODE_KEYS, row_room, max_row_tokens)
+
+    @property
+    def max_rows(self) -> int:
+        return self._sizes.max_rows
+
+    @property
+    def max_tokens(self) -> int:
+        """Of one step."""
+        return min(self._sizes.max_tokens, self._num_blocks * self.block_size)
+
+    def max_row_tokens(self, num_rows: int) -> int:
+        """Tokens of each of so many equal rows; 0 = there is no room for them."""
+        return min(self._num_blocks // num_rows * self.block_size, self._max_row_tokens)
 
     @property
     def max_decodes(self) -> int:
@@ -166,7 +179,7 @@ class _Room:
             )
 
 
-class _Steps:
+class TimedSteps:
     """Runs steps of one executor and keeps a sample of each that counts."""
 
     def __init__(self, executor: Executor, comm: Comm) -> None:
@@ -179,12 +192,12 @@ class _Steps:
 
         A single step counts all the same.
         """
-        durations_s = self._run(plans)
+        durations_s = self.durations_s(plans)
         counted_s = durations_s[1:] or durations_s
         self.samples += [(work, seconds) for seconds in counted_s]
         return value_of_first(self._comm, statistics.median(counted_s))
 
-    def _run(self, plans: Iterable[StepPlan]) -> list[float]:
+    def durations_s(self, plans: Iterable[StepPlan]) -> list[float]:
         """Launches each step while the one before it computes, as the step loop does."""
         durations_s: list[float] = []
         pending: deque[PendingStep | EmptyStep] = deque()

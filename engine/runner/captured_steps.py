@@ -2,7 +2,8 @@
 
     ids -> model -> logits -> best token, kept as the row's newest one
 
-A decode graph computes one token of each row; a prompt graph any number of each. Knows no plan.
+A decode graph computes one token of each row, as one batch or as two (split_decodes.py); a prompt
+graph any number of each. Knows no plan.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,16 +12,17 @@ from typing import Any
 from torch import Tensor
 
 from engine.layers.context import ForwardContext
-from engine.models.llama import CausalLM
+from engine.models.llama import CausalLM, ForwardResult
 from engine.runner.graph_sizes import GraphSize
 from engine.runner.graphs import GraphOutput, StepGraphs
 from engine.runner.inputs import StepBuffers, row_tensors
+from engine.runner.shared_stream import SharedExpertStream
+from engine.runner.split_decodes import MakeContext, SplitDecodes
+from engine.runner.two_batches import TwoBatches
 from kernels.attention.phased import Phases
+from kernels.attention.protocol import AttentionStep
 from kernels.input_ids import keep_last_tokens, resolve_input_ids
 from kernels.sampling.rows import greedy
-
-# positions, slots and attention metadata of a step -> the context of its forward pass
-MakeContext = Callable[[Tensor, Tensor, Any], ForwardContext]
 
 
 class CapturedSteps:
@@ -34,18 +36,49 @@ class CapturedSteps:
         last_tokens: Tensor,
         max_model_len: int,
         make_context: MakeContext,
+        shared_stream: SharedExpertStream | None = None,
     ) -> None:
-        """last_tokens: [rows + 1]  each row's newest token; the last entry is for padding rows."""
+        """last_tokens: [rows + 1]  each row's newest token; the last entry is for padding rows.
+
+        shared_stream: computes the steps that it covers; None = none.
+        """
         self._model = model
         self._attention = attention
         self._last_tokens = last_tokens
         self._max_model_len = max_model_len
         self._make_context = make_context
+        self._shared_stream = shared_stream
 
     def decode_graphs(self, sizes: Sequence[GraphSize], buffers: StepBuffers) -> StepGraphs:
         """Decode graphs, not captured yet; the decode backend must support capture."""
         assert self._attention.can_capture, "the decode backend cannot be captured"
         return self._graphs("decode", sizes, buffers, self._decode)
+
+    def split_decode_graphs(
+        self, sizes: Sequence[GraphSize], buffers: StepBuffers, two_batches: TwoBatches
+    ) -> StepGraphs:
+        """Decode graphs of two rows or more that compute as two batches, not captured yet."""
+        assert self._attention.can_capture, "the decode backend cannot be captured"
+        halves = SplitDecodes(
+            two_batches,
+            self._attention,
+            max_model_len=self._max_model_len,
+            make_context=self._make_context,
+        )
+
+        def run(size: GraphSize, metadata: Any) -> GraphOutput:  # noqa: ANN401
+            ids = self._ids(buffers, size)
+            logits = halves.logits(size, ids, *_places(buffers, size), metadata)
+            return self._output(buffers, size, logits, None)
+
+        return StepGraphs(
+            "split decode",
+            sizes,
+            buffers,
+            open_attention=lambda size: halves.open_attention(row_tensors(buffers, size.num_rows)),
+            refresh_attention=halves.refresh,
+            compute=run,
+        )
 
     def prompt_graphs(self, sizes: Sequence[GraphSize], buffers: StepBuffers) -> StepGraphs:
         """Prompt graphs, not captured yet; the prefill backend must support capture."""
@@ -69,28 +102,43 @@ class CapturedSteps:
 
         def run(size: GraphSize, metadata: Any) -> GraphOutput:  # noqa: ANN401
             self._attention.begin(metadata)
-            positions = buffers.on_device("positions", size.num_tokens)
-            slots = buffers.on_device("slots", size.num_tokens)
-            return compute(buffers, size, self._make_context(positions, slots, metadata))
+            return compute(buffers, size, self._make_context(*_places(buffers, size), metadata))
 
-        return StepGraphs(kind, sizes, buffers, open_attention=open_attention, compute=run)
+        def refresh(size: GraphSize, metadata: Any, step: AttentionStep) -> None:  # noqa: ANN401
+            self._attention.refresh(metadata, step)
+
+        return StepGraphs(
+            kind,
+            sizes,
+            buffers,
+            open_attention=open_attention,
+            refresh_attention=refresh,
+            compute=run,
+        )
 
     def _decode(self, buffers: StepBuffers, size: GraphSize, ctx: ForwardContext) -> GraphOutput:
         """One token for each of the first rows of `buffers`."""
-        hidden = self._model.forward(self._ids(buffers, size), ctx).hidden
+        hidden = self._forward(size)(self._ids(buffers, size), ctx).hidden
         logits = self._model.logits(hidden, ctx.comm)
         return self._output(buffers, size, logits, None)
 
     def _prompt(self, buffers: StepBuffers, size: GraphSize, ctx: ForwardContext) -> GraphOutput:
         """Any number of tokens for each of the first rows of `buffers`; one line of logits each."""
         indices = buffers.on_device("logit_indices", size.num_rows)
-        result = self._model.forward(self._ids(buffers, size), ctx, indices, checks_finite=True)
+        forward = self._forward(size)
+        result = forward(self._ids(buffers, size), ctx, indices, checks_finite=True)
         logits = self._model.logits(result.hidden, ctx.comm)
         is_finite = result.is_finite
         if size.span_tokens is not None and is_finite is not None:
             # The padding before each row has no slot; its values do not matter.
             is_finite = is_finite | (ctx.slots < 0)
         return self._output(buffers, size, logits, is_finite)
+
+    def _forward(self, size: GraphSize) -> Callable[..., ForwardResult]:
+        """`CausalLM.forward`, or the same in two streams."""
+        beside = self._shared_stream
+        is_beside = beside is not None and beside.covers(size.num_tokens)
+        return beside.forward if beside is not None and is_beside else self._model.forward
 
     def _output(
         self, buffers: StepBuffers, size: GraphSize, logits: Tensor, is_finite_token: Tensor | None
@@ -106,3 +154,9 @@ class CapturedSteps:
     def _ids(self, buffers: StepBuffers, size: GraphSize) -> Tensor:
         ids = buffers.on_device("input_ids", size.num_tokens)
         return resolve_input_ids(ids, self._last_tokens)
+
+
+def _places(buffers: StepBuffers, size: GraphSize) -> tuple[Tensor, Tensor]:
+    """Positions and slots of a step, [T] each."""
+    positions = buffers.on_device("positions", size.num_tokens)
+    return positions, buffers.on_device("slots", size.num_tokens)

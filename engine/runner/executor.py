@@ -22,6 +22,7 @@ from engine.models.llama import CausalLM, ForwardResult
 from engine.plan import StepPlan
 from engine.runner.captured_steps import CapturedSteps
 from engine.runner.decode_run import DecodeInputs, DecodeRun
+from engine.runner.expert_load import ExpertLoads
 from engine.runner.graph_sizes import GraphSize, PromptSizes, decode_sizes
 from engine.runner.graphs import (
     ExecutorStatistics,
@@ -47,6 +48,7 @@ from engine.runner.results import (
     digest_written,
 )
 from engine.runner.rows import Rows
+from engine.runner.shared_stream import SharedExpertStream
 from engine.runner.two_batches import BatchPart, TwoBatches
 from engine.sampling.sampled import RowSampler as RowSampler
 from kernels.attention.phased import Phases
@@ -81,7 +83,6 @@ class Executor:
     ) -> None:
         """`sends_blocks`: record `kv_store.digests` of all blocks that steps write.
 
-
         comm: to the other ranks of `model`; each has an executor and launches the same plans.
         """
         assert max_model_len <= model.rotary.max_tokens, (
@@ -113,10 +114,13 @@ class Executor:
         self._last_tokens = torch.zeros(max_rows + 1, dtype=torch.int32, device=model.device)
         self._slots = StepSlots(self._max_samples, model.device)
         self._decode_graphs: StepGraphs | None = None
+        self._split_decode_graphs: StepGraphs | None = None  # over the buffers of those
         self._decode_run: DecodeRun | None = None
         self._prompt_graphs: StepGraphs | None = None
         self._prompt_steps: PromptStepCounter | None = None
         self._two_batches: TwoBatches | None = None
+        self._shared_stream: SharedExpertStream | None = None
+        self.expert_loads: ExpertLoads | None = None  # told of every step; None = not counted
 
     def overlap_two_batches(self, rule: OverlapRule, *, threshold: float) -> None:
         """From now on, steps that replay no graph are computed as two batches where `rule` says so.
@@ -130,6 +134,19 @@ class Executor:
         """The scales of this rank's KV heads, which a layout of e4m3 numbers needs before steps."""
         assert self.layout.dtype == "fp8_e4m3", f"scales for {self.layout}"
         self._kv_scales = scales
+
+    @property
+    def two_batches(self) -> TwoBatches:
+        """Only after `overlap_two_batches`."""
+        assert self._two_batches is not None, "no step is computed as two batches"
+        return self._two_batches
+
+    def compute_shared_beside(self, max_tokens: int) -> None:
+        """Graphs of up to so many tokens compute shared experts in a stream of their own.
+
+        Call it before graphs are captured. Raises ConfigError for a model without shared experts.
+        """
+        self._shared_stream = SharedExpertStream(self.model, max_tokens)
 
     def allow_drafts(self, max_drafts: int) -> None:
         """Make room for so many drafts a row; call it before graphs are captured and steps run."""
@@ -150,13 +167,7 @@ class Executor:
         Decode steps need a decode backend that can be captured. `prompts`: sizes for the other
         steps, which need a prefill backend that can be captured; None = capture none for them.
         """
-        steps = CapturedSteps(
-            self.model,
-            self._attention,
-            last_tokens=self._last_tokens,
-            max_model_len=self._max_model_len,
-            make_context=self._context,
-        )
+        steps = self._captured_steps()
         with torch.inference_mode():
             if prompts is not None:
                 buffers = self._step_buffers(prompts.sizes[-1].num_tokens)
@@ -171,6 +182,35 @@ class Executor:
             self._decode_run = DecodeRun(
                 decode.buffers, self._rows.tokens, self._rows.blocks, self.layout.block_size
             )
+
+    def capture_split_decodes(
+        self, recorder: Recorder, report: Callable[[str], None], *, min_rows: int
+    ) -> None:
+        """Capture decode steps of at least so many rows as two batches, beside the whole ones.
+
+        The rule given to `overlap_two_batches` says which of both a step replays.
+        """
+        assert self._decode_graphs is not None, "captured after the whole ones"
+        assert self._two_batches is not None, "no rule says which steps are split"
+        sizes = [s for s in decode_sizes(self._max_rows) if s.num_rows >= max(min_rows, 2)]
+        if not sizes:
+            return
+        graphs = self._captured_steps().split_decode_graphs(
+            sizes, self._decode_graphs.buffers, self._two_batches
+        )
+        with torch.inference_mode():
+            graphs.capture(recorder, report)
+        self._split_decode_graphs = graphs
+
+    def _captured_steps(self) -> CapturedSteps:
+        return CapturedSteps(
+            self.model,
+            self._attention,
+            last_tokens=self._last_tokens,
+            max_model_len=self._max_model_len,
+            make_context=self._context,
+            shared_stream=self._shared_stream,
+        )
 
     def statistics(self) -> ExecutorStatistics:
         decode, prompt, steps = self._decode_graphs, self._prompt_graphs, self._prompt_steps
@@ -200,6 +240,8 @@ class Executor:
             if self._sends_blocks:
                 written = digest_written(plan, self._rows.blocks, self.kv_store)
                 left = replace(left, written=written)
+            if self.expert_loads is not None:
+                self.expert_loads.on_step()
             return PendingStep(plan, computed.batch, self._slots, slot, left)
 
     def forward_logits(self, plan: StepPlan) -> Tensor:
@@ -280,15 +322,23 @@ class Executor:
 
     def _replay(self, graphs: StepGraphs, inputs: DecodeInputs) -> ComputedStep:
         batch, size = inputs.batch, inputs.size
-        self._attention.refresh(graphs.attention_metadata(size), batch.attention)
+        if graphs is self._decode_graphs and self._splits_graph(size):
+            assert self._split_decode_graphs is not None
+            graphs = self._split_decode_graphs
         num_sampled = len(batch.sampling)
-        output = graphs.replay(size).first(num_sampled, batch.end_token)
+        output = graphs.replay(size, batch.attention).first(num_sampled, batch.end_token)
         return ComputedStep(
             batch=batch,
             logits=output.logits if num_sampled else None,
             replayed=output,
             is_finite_token=output.is_finite_token,
         )
+
+    def _splits_graph(self, size: GraphSize) -> bool:
+        graphs, two_batches = self._split_decode_graphs, self._two_batches
+        if graphs is None or two_batches is None or not graphs.has(size):
+            return False
+        return two_batches.splits_decode(size.num_rows)
 
     def _sample(self, computed: ComputedStep, drafts: dict[int, list[int]] | None) -> StepTensors:
         """Draw a token for each row that samples, and keep it on the device.
@@ -337,9 +387,9 @@ class Executor:
             parts = self._two_batches.parts(batch, split)
             return self._two_batches.forward(
                 resolve_input_ids(batch.input_ids, self._last_tokens),
-                parts,
+                split,
                 [self._part_context(part, lane) for lane, part in enumerate(parts)],
-                takes_chosen=logit_indices is not None,
+                [None if logit_indices is None else part.chosen for part in parts],
                 checks_finite=checks_finite,
             )
         ctx = self._context(batch.positions, batch.slots, self._attention.plan(batch.attention))
@@ -355,9 +405,8 @@ class Executor:
             contexts = [self._part_context(part, lane) for lane, part in enumerate(parts)]
             return self._two_batches.forward(
                 resolve_input_ids(batch.input_ids, self._last_tokens),
-                parts,
+                split,
                 [replace(ctx, last=last) for ctx, last in zip(contexts, lasts, strict=True)],
-                takes_chosen=False,
                 checks_finite=True,
             )
         last = self._last(batch.attention)

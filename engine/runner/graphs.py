@@ -19,6 +19,7 @@ from torch import Tensor
 from engine.runner.graph_sizes import GraphSize, PromptForm, PromptSizes
 from engine.runner.inputs import StepBuffers
 from engine.sampling.sampler import GreedyChoice
+from kernels.attention.protocol import AttentionStep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +55,7 @@ class OverlapStatistics:
     num_split_prompts: int
     num_split_decodes: int
     num_two_chunk: int  # of the split ones: a row was cut
+    num_replayed: int = 0  # captured decode steps that were computed as two batches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,17 +207,20 @@ class StepGraphs:
         buffers: StepBuffers,
         *,
         open_attention: Callable[[GraphSize], Any],
+        refresh_attention: Callable[[GraphSize, Any, AttentionStep], None],
         compute: Callable[[GraphSize, Any], GraphOutput],
     ) -> None:
         """`sizes` must ascend.
 
-        `open_attention(size)` makes attention's metadata over the first rows of `buffers`, and
+        `open_attention(size)` makes attention's metadata over the first rows of `buffers`,
+        `refresh_attention(size, metadata, step)` plans a replay on the host, and
         `compute(size, metadata)` runs a step over them.
         """
         self.buffers = buffers
         self._kind = kind
         self._sizes = sizes
         self._open_attention = open_attention
+        self._refresh_attention = refresh_attention
         self._compute = compute
         self._captured: dict[GraphSize, _Captured] = {}
         self._statistics: CaptureStatistics | None = None
@@ -249,13 +254,14 @@ class StepGraphs:
         fits = (size for size in self._sizes if size.holds(num_rows, num_tokens, longest_row))
         return next(fits, None)
 
-    def attention_metadata(self, size: GraphSize) -> Any:  # noqa: ANN401
-        """Metadata made by `open_attention`; it must be refreshed before a replay."""
-        return self._captured[size].attention_metadata
+    def replay(self, size: GraphSize, step: AttentionStep) -> GraphOutput:
+        """Run the graph on the inputs written to `buffers`, padded to `size`; step: those rows."""
+        captured = self._captured[size]
+        self._refresh_attention(size, captured.attention_metadata, step)
+        return captured.replay()
 
-    def replay(self, size: GraphSize) -> GraphOutput:
-        """Run the graph on the inputs written to `buffers`, padded to `size`."""
-        return self._captured[size].replay()
+    def has(self, size: GraphSize) -> bool:
+        return size in self._captured
 
     def _capture_one(self, size: GraphSize, recorder: Recorder) -> _Captured:
         metadata = self._open_attention(size)

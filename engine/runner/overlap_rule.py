@@ -96,7 +96,7 @@ def layer_costs(spec: ModelSpec, num_ranks: int, element_bytes: int) -> LayerCos
             dense += mixture.shared_size or 0
             mixed += mixture.num_experts * mixture.expert_size
             active += mixture.num_active * mixture.expert_size
-    attention = 2 * hidden * (spec.num_heads + spec.num_kv_heads) * spec.head_dim
+    attention = _attention_weights(spec)
     held_and_used = (
         (attention, attention),
         *(
@@ -112,6 +112,18 @@ def layer_costs(spec: ModelSpec, num_ranks: int, element_bytes: int) -> LayerCos
         # A sum sends and receives (n - 1) / n of its bytes twice; a layer has two sums.
         sum_bytes_per_token=2 * 2 * (num_ranks - 1) / num_ranks * hidden * element_bytes,
     )
+
+
+def _attention_weights(spec: ModelSpec) -> int:
+    """Numbers in the projections of one layer's attention."""
+    hidden, heads, latent = spec.hidden_size, spec.num_heads, spec.latent
+    if latent is None:
+        return 2 * hidden * (heads + spec.num_kv_heads) * spec.head_dim
+    q_rank, queries = latent.q_rank, heads * latent.query_dim
+    q = hidden * queries if q_rank is None else q_rank * (hidden + queries)
+    values = heads * latent.value_dim
+    of_latents = latent.rank * (heads * latent.nope_dim + values)
+    return q + hidden * latent.width + of_latents + hidden * values
 
 
 MIN_GAIN = 0.02  # a split costs attention another plan, and every operation another launch
@@ -139,12 +151,17 @@ class OverlapRule:
 def build_rule(
     execution: ExecutionConfig, layer: LayerCosts, device: DeviceProperties
 ) -> OverlapRule:
-    """What the configuration asks for. Raises ConfigError if `auto` lacks the device's rates."""
-    decode_rows = execution.tbo_min_decode_rows
-    if execution.tbo_min_prompt_tokens != "auto":
-        return OverlapRule(
-            min_prompt_tokens=execution.tbo_min_prompt_tokens, min_decode_rows=decode_rows
-        )
+    """What the configuration asks for; what is to be measured is not split until it was.
+
+    Raises ConfigError if `auto` lacks the device's rates.
+    """
+    asked = execution.tbo_min_decode_rows
+    decode_rows = None if asked == "measured" else asked
+    prompt_tokens = execution.tbo_min_prompt_tokens
+    if prompt_tokens == "measured":
+        return OverlapRule(min_prompt_tokens=None, min_decode_rows=decode_rows)
+    if prompt_tokens != "auto":
+        return OverlapRule(min_prompt_tokens=prompt_tokens, min_decode_rows=decode_rows)
     if "H200" not in device.name:
         raise ConfigError(
             f"execution.tbo_min_prompt_tokens: auto knows no rates of {device.name}; set it to a"

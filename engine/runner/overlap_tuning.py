@@ -1,16 +1,13 @@
 """Adapts two-batch overlap to what was measured: how far the second batch lags, and from where on.
 
 Pure and replayable: the same measurements in the same order give the same decisions. All ranks of
-a worker must split the same steps, and each measures other times, so nothing is applied while
-serving: whoever measures steps feeds it, and its threshold goes into the configuration, as
-`execution.tbo_min_prompt_tokens`.
+a worker must split the same steps, and each measures other times, so nothing changes while serving:
+`overlap_trials.py` measures before a worker is ready.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
-
-from engine.layers.schedules import DECODE, Schedule
 
 NUM_STEPS = 10  # measured each way
 MIN_SPEEDUP = 1.05
@@ -25,12 +22,6 @@ def adaptive_lag(communication_s: float, computation_s: float) -> int:
     assert computation_s > 0, f"{computation_s} s"
     ratio = communication_s / computation_s
     return next((lag for below, lag in _LAGS if ratio < below), _LONGEST_LAG)
-
-
-def adapted(communication_s: float, computation_s: float, schedule: Schedule = DECODE) -> Schedule:
-    """`schedule` with the lag for what one of its steps measured."""
-    lag = adaptive_lag(communication_s, computation_s)
-    return Schedule(name=schedule.name, stages=schedule.stages, lag=lag)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

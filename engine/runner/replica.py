@@ -9,6 +9,7 @@ replica or when.
 import gc
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -24,16 +25,20 @@ from engine.models.registry import WeightSource, build_model
 from engine.models.spec import ModelSpec
 from engine.ranks.agreement import least, meet
 from engine.runner.auto import CPU_BLOCKS, StepSizes
+from engine.runner.calibration import Room
 from engine.runner.executor import Executor
+from engine.runner.expert_load import ExpertLoads
 from engine.runner.graph_sizes import PromptSizes, ragged_sizes
-from engine.runner.graphs import CudaRecorder
+from engine.runner.graphs import CudaRecorder, Recorder
 from engine.runner.grid_sizes import grid_sizes
 from engine.runner.overlap_rule import build_rule, layer_costs
+from engine.runner.overlap_trials import MIN_DECODE_ROWS, OverlapTrials
 from engine.runner.warm_up import warm_up
 from engine.sampling.constraint import Matchers
 from engine.sampling.embeddings import Embeddings
 from engine.sampling.sampled import RowSampler
 from engine.sampling.sampler import Sampler
+from kernels.attention.masks import load_mask_function
 from kernels.attention.phased import Phases
 from kernels.attention.select import AttentionNames, BackendUnavailable, build_attention
 from kernels.device import device_properties
@@ -133,6 +138,7 @@ class Replica:
             config.laps, sizes, attention, uses_graphs=self._uses_graphs
         )
         self._model = self._load_model() if model is None else model
+        self._expert_loads = self._count_experts()
 
     def build_executor(self) -> Executor:
         """A warmed-up, captured executor with the configured number of blocks, or all that fit."""
@@ -140,7 +146,12 @@ class Replica:
         num_blocks = self._config.cache.num_blocks
         if num_blocks is None:
             num_blocks = self._num_blocks_that_fit() if self._is_gpu else CPU_BLOCKS
-        return self._build(num_blocks)
+        executor = self._build(num_blocks)
+        if self._overlaps:
+            self._measure_overlap(executor)
+        if self._expert_loads is not None:
+            self._expert_loads.reset()
+        return executor
 
     @property
     def graph_token_sizes(self) -> tuple[int, ...]:
@@ -175,6 +186,12 @@ class Replica:
     def _build(self, num_blocks: int) -> Executor:
         sizes = self._sizes
         capacity = num_blocks * self._layout.block_size
+        attention = self._build_attention()
+        attention.prepare(
+            max_rows=sizes.max_rows,
+            max_row_tokens=min(sizes.max_tokens, self.max_row_tokens),
+            max_row_keys=self._max_model_len,
+        )
         executor = Executor(
             self._model,
             layout=self._layout,
@@ -183,7 +200,7 @@ class Replica:
             max_model_len=self._max_model_len,
             max_num_batched_tokens=sizes.max_tokens,
             sampler=self._build_sampler(sizes.max_rows),
-            attention=self._build_attention(),
+            attention=attention,
             sends_blocks=self._sends_blocks,
             comm=self._comm,
         )
@@ -191,8 +208,9 @@ class Replica:
             executor.use_kv_scales(self._kv_scales)
         if self._config.speculation.drafter != "none":
             executor.allow_drafts(self._config.speculation.max_drafts)
-        if self._config.execution.enable_two_batch_overlap and self._comm.rank.size > 1:
+        if self._overlaps:
             self._overlap_two_batches(executor)
+        self._use_second_stream(executor)
         warm_up(
             executor,
             num_rows=sizes.max_rows,
@@ -200,16 +218,71 @@ class Replica:
             max_tokens=min(sizes.max_tokens, capacity),
             max_row_tokens=self.max_row_tokens,
         )
+        recorder = None
         if self._uses_graphs:
             recorder = CudaRecorder(has_watchdog=self._comm.rank.size > 1)
             executor.capture_graphs(recorder, logger.info, prompts=self._prompt_sizes)
+        if self._overlaps:
+            self._lag_and_capture(executor, recorder)
+        if self._expert_loads is not None:
+            self._expert_loads.reset()
+            executor.expert_loads = self._expert_loads
         return executor
+
+    @property
+    def _overlaps(self) -> bool:
+        return self._config.execution.enable_two_batch_overlap and self._comm.rank.size > 1
+
+    def _use_second_stream(self, executor: Executor) -> None:
+        max_tokens = self._config.execution.dual_stream_token_threshold
+        if max_tokens == 0:
+            return
+        if not self._uses_graphs:
+            raise ConfigError(
+                "execution.dual_stream_token_threshold: only steps that replay graphs use a second"
+                " stream, and here none does; set it to 0"
+            )
+        executor.compute_shared_beside(max_tokens)
+
+    def _count_experts(self) -> ExpertLoads | None:
+        read_every = self._config.execution.expert_load_steps
+        if read_every == 0 or self._spec.mixture is None:
+            return None
+        return ExpertLoads(self._model, read_every=read_every, num_ranks=self._comm.rank.size)
 
     def _overlap_two_batches(self, executor: Executor) -> None:
         execution, num_ranks = self._config.execution, self._comm.rank.size
         layer = layer_costs(self._spec, num_ranks, self._dtype.itemsize)
         rule = build_rule(execution, layer, device_properties(self._device))
         executor.overlap_two_batches(rule, threshold=execution.tbo_token_distribution_threshold)
+
+    def _lag_and_capture(self, executor: Executor, recorder: Recorder | None) -> None:
+        """What split decode steps need before the first. recorder: of the whole ones, if any."""
+        asked = self._config.execution.tbo_min_decode_rows
+        if asked == "measured":
+            lag = self._overlap_trials(executor).decode_lag()
+            if lag is not None:
+                executor.two_batches.lag_by(lag)
+        if recorder is not None and asked is not None:
+            min_rows = MIN_DECODE_ROWS if asked == "measured" else asked
+            executor.capture_split_decodes(recorder, logger.info, min_rows=min_rows)
+
+    def _measure_overlap(self, executor: Executor) -> None:
+        """Find the thresholds that the configuration leaves to measurement."""
+        execution, rule = self._config.execution, executor.two_batches.rule
+        trials = self._overlap_trials(executor)
+        if execution.tbo_min_prompt_tokens == "measured":
+            prompts = self._prompt_sizes
+            largest_graph = 0 if prompts is None else prompts.sizes[-1].num_tokens
+            rule = replace(rule, min_prompt_tokens=trials.min_prompt_tokens(largest_graph))
+        if execution.tbo_min_decode_rows == "measured":
+            rule = replace(rule, min_decode_rows=trials.min_decode_rows())
+        executor.two_batches.rule = rule
+
+    def _overlap_trials(self, executor: Executor) -> OverlapTrials:
+        num_blocks, block_size = executor.kv_store.num_blocks, self._layout.block_size
+        room = Room(self._sizes, block_size, num_blocks, self.max_row_tokens)
+        return OverlapTrials(executor, room, self._comm, logger.info)
 
     def _build_sampler(self, max_rows: int) -> RowSampler:
         spec = self._spec
@@ -225,7 +298,9 @@ class Replica:
             device=self._device,
             max_model_len=self._max_model_len,
             source=WeightSource(
-                is_random=model.weights == "random", quantization=model.quantization
+                is_random=model.weights == "random",
+                quantization=model.quantization,
+                is_expert_parallel=self._config.workers.expert_parallel,
             ),
             is_deterministic=model.deterministic,
             rank=self._comm.rank,
@@ -235,9 +310,12 @@ class Replica:
         """Raises ConfigError if a backend is missing or does not support this model."""
         names, spec = self._config.model.attention, self._spec
         try:
+            mask = (
+                None if names.mask is None else load_mask_function(names.mask, self._max_model_len)
+            )
             return build_attention(
                 AttentionNames(prefill=names.prefill, decode=names.decode),
-                attention_shape(spec),
+                attention_shape(spec, mask),
                 block_size=self._layout.block_size,
                 dtype=self._dtype,
                 device=self._device,

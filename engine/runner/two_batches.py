@@ -11,9 +11,9 @@ Knows no requests and no sampling: whoever asks for hidden states gets them in t
 """
 
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -24,7 +24,13 @@ from engine.layers.schedules import DECODE, InlineLanes, Lanes, Schedule, Stage,
 from engine.layers.schedules import prompt_schedule as schedule_of_prompts
 from engine.layers.stream_lanes import StreamLanes
 from engine.models.llama import CausalLM, ForwardResult
-from engine.runner.batch_splits import BatchSplit, split_prompts, split_sequences
+from engine.runner.batch_splits import (
+    BatchSplit,
+    split_prompts,
+    split_rows,
+    split_sequences,
+    split_verified,
+)
 from engine.runner.graphs import OverlapStatistics
 from engine.runner.inputs import InputBatch
 from engine.runner.overlap_rule import OverlapRule
@@ -37,12 +43,10 @@ logger = logging.getLogger(__name__)
 class BatchPart:
     """Tokens of a batch as a step of their own; T, R, S count the part's."""
 
-    tokens: slice
     # [T] int32
     positions: Tensor
     slots: Tensor
     attention: AttentionStep
-    num_whole_rows: int  # the rows whose last token is in it; a cut row comes after them
     # [S] int32  indices among the part's tokens; None = all
     chosen: Tensor | None
 
@@ -53,9 +57,12 @@ class TwoBatches:
     def __init__(
         self, model: CausalLM, rule: OverlapRule, *, threshold: float, block_size: int
     ) -> None:
-        """threshold: see `batch_splits`. A model's other ranks have one with an equal rule."""
+        """threshold: see `batch_splits`. A model's other ranks have one with an equal rule.
+
+        `rule` may be replaced between steps, on all ranks alike.
+        """
         self._model = model
-        self._rule = rule
+        self.rule = rule
         self._threshold = threshold
         self._block_size = block_size
         is_cuda = model.device.type == "cuda"
@@ -66,6 +73,7 @@ class TwoBatches:
         self._prompts: tuple[Schedule, list[Stage]]
         self._decode, self._prompts = ((s, bind(model.operations, s)) for s in schedules)
         self._num_steps = self._num_decodes = self._num_prompts = self._num_two_chunk = 0
+        self._num_replayed = 0
 
     def statistics(self) -> OverlapStatistics:
         return OverlapStatistics(
@@ -73,31 +81,64 @@ class TwoBatches:
             num_split_prompts=self._num_prompts,
             num_split_decodes=self._num_decodes,
             num_two_chunk=self._num_two_chunk,
+            num_replayed=self._num_replayed,
         )
+
+    def lag_by(self, lag: int) -> None:
+        """How many stages the second half of a decode step is behind; before graphs are captured.
+
+        All ranks get the same.
+        """
+        schedule, stages = self._decode
+        self._decode = replace(schedule, lag=lag), stages
+
+    @contextmanager
+    def running_in(self, lanes: Lanes) -> Iterator[None]:
+        """Steps that are launched meanwhile run in `lanes`."""
+        before, self._lanes = self._lanes, lanes
+        try:
+            yield
+        finally:
+            self._lanes = before
 
     def split(self, batch: InputBatch) -> BatchSplit | None:
         """Where to split a step; None = not at all. Depends on the batch's numbers alone, so that
         all ranks decide alike."""
-        step = batch.attention
         self._num_steps += 1
-        is_decode = step.num_single_rows == step.num_rows
-        row_tokens: list[int] = step.num_new_tokens.tolist()
-        if is_decode:
-            split = split_sequences(len(row_tokens))
-        else:
-            split = _without_single_ends(split_prompts(row_tokens, self._threshold))
-        if split is None or not _holds_its_samples(batch, split):
+        row_tokens: list[int] = batch.attention.num_new_tokens.tolist()
+        split = self._find_split(batch, row_tokens)
+        if split is None:
             return None
-        pays = self._rule.pays(split.token, step.num_tokens - split.token, is_decode=is_decode)
+        num_second = batch.num_tokens - split.token
+        pays = self.rule.pays(split.token, num_second, is_decode=split.is_decode)
         logger.debug(
-            "two batches: split=%s row=%d token=%d is_two_chunk=%s new_tokens=%s",
-            *(pays, split.row, split.token, split.is_two_chunk, row_tokens),
+            "two batches: split=%s row=%d token=%d is_two_chunk=%s is_decode=%s new_tokens=%s",
+            *(pays, split.row, split.token, split.is_two_chunk, split.is_decode, row_tokens),
         )
         if not pays:
             return None
-        self._num_decodes += is_decode
-        self._num_prompts += not is_decode
+        self._num_decodes += split.is_decode
+        self._num_prompts += not split.is_decode
         self._num_two_chunk += split.is_two_chunk
+        return split
+
+    def splits_decode(self, num_rows: int) -> bool:
+        """Whether a captured decode step of so many rows, padding included, is split."""
+        split = split_sequences(num_rows)
+        if split is None:
+            return False
+        pays = self.rule.pays(split.token, num_rows - split.token, is_decode=True)
+        self._num_replayed += pays
+        return pays
+
+    def _find_split(self, batch: InputBatch, row_tokens: list[int]) -> BatchSplit | None:
+        """Where the halves meet; None if one would be empty."""
+        num_single, num_samples = batch.attention.num_single_rows, len(batch.sampling)
+        if num_single == batch.num_rows or num_samples == batch.num_tokens:
+            return split_verified(row_tokens)
+        split = _without_single_ends(split_prompts(row_tokens, self._threshold))
+        if split is not None and not _holds_its_samples(batch, split):
+            return split_rows(row_tokens)
         return split
 
     def parts(self, batch: InputBatch, split: BatchSplit) -> tuple[BatchPart, BatchPart]:
@@ -107,20 +148,16 @@ class TwoBatches:
         lines = batch.logit_indices
         return (
             BatchPart(
-                tokens=slice(0, token),
                 positions=batch.positions[:token],
                 slots=batch.slots[:token],
                 attention=first_half(step, split, self._block_size),
-                num_whole_rows=split.row,
                 chosen=None if lines is None else lines[:num_first],
             ),
             BatchPart(
-                tokens=slice(token, step.num_tokens),
                 # Copies: kernels are compiled for aligned addresses.
                 positions=batch.positions[token:].clone(),
                 slots=batch.slots[token:].clone(),
                 attention=second_half(step, split),
-                num_whole_rows=step.num_rows - split.row,
                 chosen=None if lines is None else lines[num_first:] - token,
             ),
         )
@@ -128,35 +165,30 @@ class TwoBatches:
     def forward(
         self,
         input_ids: Tensor,
-        parts: Sequence[BatchPart],
+        split: BatchSplit,
         contexts: Sequence[ForwardContext],
+        chosen: Sequence[Tensor | None] = (None, None),
         *,
-        takes_chosen: bool,
         checks_finite: bool,
     ) -> ForwardResult:
         """As `CausalLM.forward` of the whole batch.
 
-        contexts: of its parts, each with its own `lane`. takes_chosen: compute the hidden states of
-        `BatchPart.chosen` only; else of all tokens, or of each row's last where the contexts say.
+        contexts: of its halves, each with its own `lane`. chosen: `BatchPart.chosen` of both, if
+        only their hidden states are wanted; None = all, or each row's last where contexts say so.
         """
-        is_decode = all(part.attention.max_new_tokens == 1 for part in parts)
-        schedule, stages = self._decode if is_decode else self._prompts
+        schedule, stages = self._decode if split.is_decode else self._prompts
         x = self._model.embed(input_ids, contexts[0].comm)
         flows = [
-            Flow(
-                ctx=ctx,
-                x=x[part.tokens],
-                slots=part.slots,
-                chosen=part.chosen if takes_chosen else None,
-                checks_finite=checks_finite,
+            Flow(ctx=ctx, x=half, slots=ctx.slots, chosen=lines, checks_finite=checks_finite)
+            for ctx, half, lines in zip(
+                contexts, (x[: split.token], x[split.token :]), chosen, strict=True
             )
-            for part, ctx in zip(parts, contexts, strict=True)
         ]
         drive(stages, flows, self._lanes, lag=schedule.lag, annotate=self._annotate)
         first, second = (self._model.result(flow) for flow in flows)
         hidden = first.hidden
-        if contexts[0].last is not None:  # a cut row's last token is the second part's
-            hidden = hidden[: parts[0].num_whole_rows]
+        if contexts[0].last is not None:  # a cut row's last token is the second half's
+            hidden = hidden[: split.row]
         return ForwardResult(
             hidden=torch.cat((hidden, second.hidden)),
             is_finite=(
@@ -165,6 +197,13 @@ class TwoBatches:
                 else torch.cat((first.is_finite, second.is_finite))
             ),
         )
+
+    def logits(
+        self, input_ids: Tensor, split: BatchSplit, contexts: Sequence[ForwardContext]
+    ) -> Tensor:
+        """[T, vocab], of every token."""
+        hidden = self.forward(input_ids, split, contexts, checks_finite=False).hidden
+        return self._model.logits(hidden, contexts[0].comm)
 
 
 def first_half(step: AttentionStep, split: BatchSplit, block_size: int) -> AttentionStep:

@@ -8,12 +8,15 @@
 
 A request that may get drafts must have its newest token on the host, so it is held: not planned
 while a step that computes it is in flight. With overlapped steps it therefore takes part in every
-other one. A request without a guess rests from that for twice as many steps each time. A scheduler
-without a drafter does none of this.
+other one, and if all are held, the device waits for the host. The policy is told both: how many
+rows a plain step would decode, and for how long the device had nothing to do. A request without a
+guess rests from that for twice as many steps each time. A scheduler without a drafter does none of
+this.
 """
 
+from collections import Counter
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from engine.cost_model import StepCosts, StepWork
 from engine.plan import StepResult
@@ -35,6 +38,7 @@ class StepRoom:
     is_short_waiting: bool
     blocks: RequestBlocks
     num_spare_blocks: int  # that stay available
+    num_held_rows: int = 0  # that it would decode too, were they not held for drafts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,16 +74,22 @@ class DraftCounts:
     drafted_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
 
-    def add(self, num_drafts: int, num_accepted: int) -> None:
-        self.num_drafted += num_drafts
-        self.num_accepted += num_accepted
-        self.num_verified += 1
-        missing = num_drafts - len(self.drafted_at)
-        self.drafted_at += [0] * missing
-        self.accepted_at += [0] * missing
-        for position in range(num_drafts):
-            self.drafted_at[position] += 1
-            self.accepted_at[position] += position < num_accepted
+    def add(self, num_drafts: Sequence[int], num_accepted: Sequence[int]) -> None:
+        """Add verified rows: their drafts, and how many were accepted."""
+        self.num_drafted += sum(num_drafts)
+        self.num_accepted += sum(num_accepted)
+        self.num_verified += len(num_drafts)
+        _count_positions(self.drafted_at, num_drafts)
+        _count_positions(self.accepted_at, num_accepted)
+        self.accepted_at += [0] * (len(self.drafted_at) - len(self.accepted_at))
+
+
+def _count_positions(counts: list[int], lengths: Sequence[int]) -> None:
+    """Count one at each position below a length, for each of `lengths`."""
+    for length, num in Counter(lengths).items():
+        counts += [0] * (length - len(counts))
+        for position in range(length):
+            counts[position] += num
 
 
 class Drafting:
@@ -96,6 +106,8 @@ class Drafting:
         self._num_verified: dict[RequestKey, int] = {}  # newest tokens that no plan has named
         self._num_misses: dict[RequestKey, int] = {}  # proposals without a draft, in a row
         self._num_rest_steps: dict[RequestKey, int] = {}
+        self._bounds: dict[RequestKey, int] = {}  # drafts that a request may ever have
+        self._idle_s = 0.0
         self.counts = DraftCounts()
 
     # ---- planning -------------------------------------------------------------------------------
@@ -105,7 +117,7 @@ class Drafting:
         drafter, policy = self.drafter, self._policy
         if drafter is None or policy is None or not requests:
             return NO_DRAFTS
-        most = [self._max_drafts(policy, request) for request in requests]
+        most = self._most_drafts(policy, requests)
         found: dict[int, list[int]] = {}
         if not drafter.pass_s:
             found = self._propose(drafter, requests, most)
@@ -129,13 +141,27 @@ class Drafting:
             spent_s=drafter.spent_s if any(counts) else 0.0,
         )
 
-    def _max_drafts(self, policy: DraftPolicy, request: Request) -> int:
+    def _most_drafts(self, policy: DraftPolicy, requests: Sequence[Request]) -> list[int]:
         """Drafts to ask for; a row whose newest token is in flight, or due to end, gets none."""
-        num_left = request.max_known_tokens - request.num_known_tokens
-        is_newest_known = request.num_known_tokens - request.num_computed_tokens == 1
-        if num_left <= 1 or not is_newest_known:
-            return 0
-        return min(num_left - 1, _gate(policy, request))
+        most: list[int] = []
+        for request, gate in zip(requests, self._gates(policy, requests), strict=True):
+            num_known = request.num_known_tokens
+            if gate and num_known - request.num_computed_tokens == 1:
+                most.append(max(0, min(gate, request.max_known_tokens - num_known - 1)))
+            else:
+                most.append(0)
+        return most
+
+    def _gates(self, policy: DraftPolicy, requests: Sequence[Request]) -> list[int]:
+        """Drafts at most of each, by the policy and the request itself."""
+        keys = [request.key for request in requests]
+        bounds = list(map(self._bounds.get, keys))
+        if None in bounds:
+            for request in requests:
+                if request.key not in self._bounds:
+                    self._bounds[request.key] = _bound(policy, request)
+            bounds = list(map(self._bounds.get, keys))
+        return [min(b or 0, most) for b, most in zip(bounds, policy.max_drafts(keys), strict=True)]
 
     def _propose(
         self, drafter: Drafter, requests: Sequence[Request], most: Sequence[int]
@@ -171,15 +197,21 @@ class Drafting:
         if not self.holds or self._policy is None:
             return held
         without = [r for i, r in enumerate(decodes) if i not in planned.drafts]
-        return held + [r for r in (*without, *begun) if self._waits(self._policy, r)]
+        awake = [r for r in (*without, *begun) if not self._rests(r)]
+        return held + [r for r, most in zip(awake, self._gates(self._policy, awake)) if most]  # noqa: B905
 
-    def _waits(self, policy: DraftPolicy, request: Request) -> bool:
+    def _rests(self, request: Request) -> bool:
+        """Whether the request goes on without drafts; counts a step of its rest."""
+        if not self._num_rest_steps and request.decode_worker is None:
+            return False
         rest = self._num_rest_steps.pop(request.key, 0)
         if rest > 1:
             self._num_rest_steps[request.key] = rest - 1
-        if rest > 0 or request.decode_worker is not None:
-            return False
-        return _gate(policy, request) > 0
+        return rest > 0 or request.decode_worker is not None
+
+    def count_idle(self, seconds: float) -> None:
+        """The device had nothing to do before the step just planned, because rows were held."""
+        self._idle_s += seconds
 
     def take_verified(self, requests: Sequence[Request]) -> dict[RequestKey, list[int]]:
         """The tokens of a step with drafts, of each of `requests` whose last one had any.
@@ -201,6 +233,8 @@ class Drafting:
         Their tokens were appended. The progress of a request then counts all but the newest.
         """
         advanced: list[Request] = []
+        nums_drafts: list[int] = []
+        nums_accepted: list[int] = []
         for index, drafts in planned.drafts.items():
             request = requests[index]
             if request.row is None or not result.is_finite[index]:
@@ -208,16 +242,29 @@ class Drafting:
             num_new = request.num_known_tokens - request.num_computed_tokens
             request.num_computed_tokens = request.num_known_tokens - 1
             self._num_verified[request.key] = num_new
-            self.counts.add(len(drafts), num_new - 1)
-            if self._policy is not None:
-                self._policy.observe(request.key, len(drafts), num_new - 1)
+            nums_drafts.append(len(drafts))
+            nums_accepted.append(num_new - 1)
             advanced.append(request)
-        if planned.decision is not None and self._policy is not None:
-            num_tokens = sum(map(len, result.tokens[: len(planned.decision.num_drafts)]))
-            duration_s = result.duration_s
-            seconds = None if duration_s is None else duration_s + planned.spent_s
-            self._policy.observe_step(planned.decision, num_tokens, seconds)
+        self.counts.add(nums_drafts, nums_accepted)
+        if self._policy is not None:
+            if advanced:
+                self._policy.observe([r.key for r in advanced], nums_drafts, nums_accepted)
+            if planned.decision is not None:
+                self._observe_step(self._policy, planned, planned.decision, result)
         return advanced
+
+    def _observe_step(
+        self, policy: DraftPolicy, planned: PlannedDrafts, decision: StepDrafts, result: StepResult
+    ) -> None:
+        """Tell what the step took, with the time that the device waited for the drafts."""
+        idle_s, self._idle_s = self._idle_s, 0.0
+        if idle_s > 0:
+            decision = replace(decision, is_holding=True)
+        num_tokens = sum(map(len, result.tokens[: len(decision.num_drafts)]))
+        seconds = result.duration_s
+        if seconds is not None:
+            seconds += max(planned.spent_s, idle_s)  # the drafter works while the device waits
+        policy.observe_step(decision, num_tokens, seconds)
 
     def unseat(self, request: Request) -> None:
         """The request leaves its row: another admission names all its tokens."""
@@ -236,17 +283,17 @@ class Drafting:
             self._policy.forget(request.key)
         self._num_misses.pop(request.key, None)
         self._num_rest_steps.pop(request.key, None)
+        self._bounds.pop(request.key, None)
 
     def kept_keys(self) -> set[Hashable]:
         """Requests of which anything is kept here, for the check that none is forgotten."""
-        return {*self._num_verified, *self._num_misses, *self._num_rest_steps}
+        return {*self._num_verified, *self._num_misses, *self._num_rest_steps, *self._bounds}
 
 
-def _gate(policy: DraftPolicy, request: Request) -> int:
-    """Drafts at most, by the policy; who asks for drafts gets them at any temperature."""
+def _bound(policy: DraftPolicy, request: Request) -> int:
+    """Who asks for drafts gets them at any temperature."""
     limit = request.spec.max_drafts
-    temperature = request.params.temperature if limit is None else 0.0
-    return policy.max_drafts(request.key, temperature, limit)
+    return policy.bound(request.params.temperature if limit is None else 0.0, limit)
 
 
 def _offer(
@@ -259,4 +306,5 @@ def _offer(
         draft_pass_s=pass_s,
         max_draft_tokens=room.max_tokens,
         is_short_waiting=room.is_short_waiting,
+        num_plain_rows=len(requests) + room.num_held_rows,
     )

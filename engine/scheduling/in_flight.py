@@ -67,6 +67,12 @@ class StepsInFlight:
     def newest(self) -> StepInFlight:
         return self._steps[-1]
 
+    @property
+    def num_held_rows(self) -> int:
+        """Rows that wait for a step in flight and would not without drafts."""
+        held = [request for step in self._steps for request in step.held]
+        return sum([r.row is not None and not r.params.is_constrained for r in held])
+
     def pop(self) -> StepInFlight:
         """Remove and return the oldest step, whose result has arrived."""
         return self._steps.popleft()

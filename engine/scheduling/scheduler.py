@@ -32,7 +32,13 @@ from engine.plan import StepPlan, StepResult
 from engine.request import Request, RequestKey
 from engine.scheduling.budget import StepBudget
 from engine.scheduling.contracts import BlockHasher, HandoffQueue, SchedulerStatistics, StepOutput
-from engine.scheduling.drafting import DraftCounts, Drafting, PlannedDrafts, StepRoom
+from engine.scheduling.drafting import (
+    NO_DRAFTS,
+    DraftCounts,
+    Drafting,
+    PlannedDrafts,
+    StepRoom,
+)
 from engine.scheduling.finish import FinishRules, SampledTokens
 from engine.scheduling.host_loads import HostLoads, HostLoadStatistics, HostTier
 from engine.scheduling.in_flight import StepInFlight, StepsInFlight
@@ -265,6 +271,11 @@ class Scheduler:
         return self.drafting.counts
 
     @property
+    def is_held_for_drafts(self) -> bool:
+        """Whether a row waits for a step in flight because drafts need its newest token."""
+        return self.drafting.drafter is not None and self._in_flight.num_held_rows > 0
+
+    @property
     def num_free_rows(self) -> int:
         return self._rows.num_free
 
@@ -434,6 +445,8 @@ class Scheduler:
         self, decodes: DecodeColumns, budget: StepBudget, grown: dict[int, list[int]]
     ) -> PlannedDrafts:
         """Drafts for the decodes, from what prompts left of the step; adds blocks to `grown`."""
+        if self.drafting.drafter is None:
+            return NO_DRAFTS
         room = StepRoom(
             work=budget.work,
             costs=self.costs,
@@ -441,6 +454,7 @@ class Scheduler:
             is_short_waiting=self._reserve.first_short is not None,
             blocks=self._blocks,
             num_spare_blocks=self._reserve.num_blocks + len(self._running),
+            num_held_rows=self._in_flight.num_held_rows,
         )
         drafts = self.drafting.plan(decodes.requests, room)
         for request, block_ids in drafts.new_blocks:

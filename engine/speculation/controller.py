@@ -2,7 +2,7 @@
 
 Three questions, each with its own part:
 
-    RequestRecord   may this request speculate, and how deep?   the gates below
+    RequestGates    may this request speculate, and how deep?   gates.py, by the rules below
     choose_drafts   which drafts pay in this step?              expected tokens per second
     Purse           does speculation pay at all?                measured against plain steps
 
@@ -24,14 +24,18 @@ prefix. Of all budgets the one with the most expected tokens per second wins:
 A step that verifies costs what the cost model predicts for the plain step with the drafts as more
 new tokens: products cost by the token, and a row's keys are read once for all its queries. So the
 model learns the price of drafts from plain steps of more rows. Prompts of the same step are paid
-in any case and are not counted. What steps with drafts take beyond the prediction, lately, is added
-to it (`surcharge_s`): other graphs, kernels that read keys more than once. Drafts are optional and
+in any case and are not counted. What steps with drafts take beyond the prediction, in the median of
+the last ones, is added to it (`surcharge_s`): other graphs, kernels that read keys more than once.
+A mean would do so for the pauses of a busy machine too, which plain steps have as well, and one of
+them would look like the price of drafts for hundreds of steps. Drafts are optional and
 shrink first: to the tokens and seconds that the step has left, and while short prompts wait to
 `short_slack` of the plain step's time.
 
 Purse. Steps with drafts pay into it what they gain over plain steps, or take out what they lose;
-each step adds `refill`. An empty purse stops speculation until it is half full, so the loss is at
-most `refill` of the time and `purse_steps` plain steps, whatever is accepted or mispredicted.
+each step adds `refill` up to `purse_steps`. An empty purse stops speculation until it is half full,
+so the loss is at most `refill` of the time and `purse_steps` plain steps, whatever is accepted or
+mispredicted. Of what was gained `saved_steps` more are kept: drafts that pay are not stopped by a
+pause, and drafts that no longer do may lose that much of what they gained.
 
 Time is counted in steps. The same calls in the same order give the same decisions.
 """
@@ -39,46 +43,19 @@ Time is counted in steps. The same calls in the same order give the same decisio
 from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from itertools import islice
 
 import numpy as np
-import numpy.typing as npt
 
 from engine.cost_model import SEGMENTS, StepCosts, StepWork
-
-Vector = npt.NDArray[np.float64]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SpeculationRules:
-    """Every threshold of the controller."""
-
-    max_temperature: float = 0.7  # above it a request does not speculate
-    first_drafts: int = 4
-    retry_drafts: int = 2  # at most, until the window after a retry is full
-    max_drafts: int = 8
-    window: int = 10  # attempts
-    off_below: float = 0.5  # acceptance over the window
-    stops_always: bool = False  # below it, even if drafts pay by the fitted costs
-    fewer_below: float = 0.6
-    back_above: float = 0.6  # of the first window after a retry
-    more_above: float = 0.8
-    retry_steps: int = 32  # of a request
-    max_retry_steps: int = 1024
-    min_gain: float = 1.03  # predicted, over the plain step; with less there are no drafts
-    short_slack: float = 0.05  # share of the plain step that drafts may add while shorts wait
-    purse_steps: float = 4.0  # plain steps that may be lost at once
-    refill: float = 0.005  # of a plain step, for each step
-
-
-DEFAULT_RULES = SpeculationRules()
+from engine.speculation.gates import Integers, RequestGates, Vector
+from engine.speculation.rules import DEFAULT_RULES, SpeculationRules
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOffer:
     """A step without drafts, and what may be added to it."""
 
-    keys: Sequence[Hashable]  # [R] requests that sample one token each without drafts
+    keys: Sequence[Hashable]  # [R] requests that sample one token each without drafts; distinct
     max_drafts: Sequence[int]  # [R] what the drafter has for the row, within its gate; 0 = none
     work: StepWork  # of the whole step without drafts, prompts included
     draft_pass_s: float = 0.0  # of the drafter, for each position that any row drafts
@@ -101,6 +78,7 @@ class StepDrafts:
     step_s: float  # predicted, with drafts and the drafter's passes
     rows_s: float = 0.0  # predicted, of a step of these rows alone, without prompts and drafts
     plain_rate: float = 0.0  # predicted tokens per second of steps without speculation; 0 = unknown
+    surcharge_s: float = 0.0  # part of step_s
     is_holding: bool = False  # rows are held back, so that even without drafts it may lose
     reason: str = ""
 
@@ -138,7 +116,7 @@ def verify_work(work: StepWork, num_drafts: int) -> StepWork:
 
 
 def choose_drafts(
-    survivals: Sequence[Sequence[float]],
+    survivals: Vector,
     offer: StepOffer,
     costs: StepCosts,
     rules: SpeculationRules = DEFAULT_RULES,
@@ -146,14 +124,16 @@ def choose_drafts(
 ) -> StepDrafts:
     """The drafts with the most expected tokens per second.
 
-    `survivals` [R][max_drafts] descend. `surcharge_s` is added to a step with any draft.
+    `survivals` [R, depth] descend; 0 = there is no draft. `surcharge_s` is added to a step with any
+    draft.
     """
-    num_rows = len(survivals)
-    depth = max((len(s) for s in survivals), default=0)
+    num_rows, depth = survivals.shape
     # Position by position, so that of equal survivals the earlier position comes first.
-    flat = np.array([[*s, *[0.0] * (depth - len(s))] for s in survivals]).T.ravel()
-    order = np.argsort(-flat, kind="stable")
-    order = order[: int((flat > 0.0).sum())]  # [drafts]: position * R + row
+    flat = survivals.T.ravel()
+    (given,) = flat.nonzero()
+    # Of 16 bits, which sort in a tenth of the time: drafts that differ by less count as equal.
+    ranks = ((1.0 - flat[given]) * 0xFFFF).astype(np.uint16)
+    order = given[ranks.argsort(kind="stable")]  # [drafts]: position * R + row
     step_s = verify_seconds(costs, offer.work, np.arange(len(order) + 1.0), offer.graph_tokens)
     plain_s = float(step_s[0])
     added_s = step_s[1:] - plain_s + surcharge_s  # [drafts]: of so many drafts and one
@@ -181,6 +161,7 @@ def choose_drafts(
         step_s=plain_s + best_s,
         rows_s=rows_s,
         plain_rate=plain_rate,
+        surcharge_s=surcharge_s if len(best) else 0.0,
         is_holding=(offer.num_plain_rows or 0) > num_rows,
         reason="most expected tokens per second" if len(best) else "no draft pays",
     )
@@ -208,130 +189,13 @@ def _limit_s(offer: StepOffer, plain_s: float, rules: SpeculationRules) -> float
     return min(limit_s, plain_s * (1 + rules.short_slack)) if offer.is_short_waiting else limit_s
 
 
-class AcceptanceRate:
-    """The acceptance of all requests together, from which a request's own estimate starts."""
-
-    FIRST_RATE = 0.7  # hopeful, so that it is tried
-    FIRST_WEIGHT = 10.0  # judged drafts
-    DECAY = 0.995  # an attempt
-
-    def __init__(self) -> None:
-        self.may_explore = True  # whether a new request is tried as if it accepted FIRST_RATE
-        self._accepted = self._judged = 0.0
-
-    @property
-    def rate(self) -> float:
-        return (self._accepted + self.FIRST_RATE * self.FIRST_WEIGHT) / (
-            self._judged + self.FIRST_WEIGHT
-        )
-
-    def observe(self, num_judged: int, num_accepted: int) -> None:
-        self._accepted = self._accepted * self.DECAY + num_accepted
-        self._judged = self._judged * self.DECAY + num_judged
-
-
-class RequestRecord:
-    """The gate and the estimates of one request."""
-
-    DECAY = 0.9  # of own counts, an attempt: they hold about a window
-    WEIGHT = 3.0  # judged drafts that an estimate's start counts for
-    NUM_TRIES = 2  # attempts that explore, before its own estimate counts
-    NUM_REFUSALS = 4  # steps in a row in which none of its drafts paid, before it rests
-
-    def __init__(self, rules: SpeculationRules, everyone: AcceptanceRate) -> None:
-        self._rules = rules
-        self._everyone = everyone
-        self._depth = rules.first_drafts
-        self._wait_steps = rules.retry_steps  # until the next retry
-        self._retry_step = 0  # the step from which it may speculate
-        self._num_refusals = 0  # since its last attempt
-        self._is_retry = False
-        self._clear()
-
-    def _clear(self) -> None:
-        """Forget what was observed; only the gate's bound and its waits remain."""
-        self._attempts: deque[tuple[int, int]] = deque(maxlen=self._rules.window)
-        self._accepted = [0.0] * self._rules.max_drafts  # by position
-        self._judged = [0.0] * self._rules.max_drafts
-        self._num_attempts = 0
-        self._estimate()
-
-    def max_drafts(self, step: int) -> int:
-        """The gate: how many drafts at most in `step`."""
-        return self._depth if step >= self._retry_step else 0
-
-    def refuse(self, step: int) -> None:
-        """None of its drafts paid in `step`. A request that rests is neither asked nor held."""
-        self._num_refusals += 1
-        if self._num_refusals >= self.NUM_REFUSALS:
-            self._rest(step)
-
-    def observe(self, num_drafts: int, num_accepted: int, step: int, *, may_stop: bool) -> None:
-        """Record an attempt and apply the gates; `may_stop` False leaves that to the budget."""
-        num_judged = min(num_accepted + 1, num_drafts)
-        for position in range(num_drafts):
-            self._accepted[position] *= self.DECAY
-            self._judged[position] *= self.DECAY
-        for position in range(num_judged):
-            self._accepted[position] += position < num_accepted
-            self._judged[position] += 1.0
-        self._everyone.observe(num_judged, num_accepted)
-        self._attempts.append((num_judged, num_accepted))
-        self._num_attempts += 1
-        self._num_refusals = 0
-        if len(self._attempts) == self._rules.window:
-            self._apply_gates(step, may_stop)
-        self._estimate()
-
-    def _apply_gates(self, step: int, may_stop: bool) -> None:
-        rules = self._rules
-        judged, accepted = map(sum, zip(*self._attempts, strict=True))
-        acceptance = accepted / judged
-        if may_stop and acceptance < (rules.back_above if self._is_retry else rules.off_below):
-            self._stop(step)
-            return
-        if self._is_retry:
-            self._is_retry, self._depth = False, rules.first_drafts
-        if acceptance >= rules.back_above:
-            self._wait_steps = rules.retry_steps
-        if acceptance > rules.more_above:
-            self._depth = min(rules.max_drafts, self._depth + 1)
-        elif acceptance < rules.fewer_below and self._depth > rules.first_drafts:
-            self._depth -= 1
-            self._attempts.clear()  # one step down for each full window
-
-    def _stop(self, step: int) -> None:
-        self._is_retry, self._depth = True, min(self._rules.retry_drafts, self._depth)
-        self._rest(step)
-
-    def _rest(self, step: int) -> None:
-        """Wait, and then start again as a request that nothing is known of."""
-        self._retry_step = step + 1 + self._wait_steps
-        self._wait_steps = min(2 * self._wait_steps, self._rules.max_retry_steps)
-        self._num_refusals = 0
-        self._clear()
-
-    def _estimate(self) -> None:
-        """`survival`: the probability, by position, that a draft and all before it are accepted."""
-        weight = self.WEIGHT
-        start = self._everyone.rate
-        if self._num_attempts < self.NUM_TRIES and self._everyone.may_explore:
-            start = max(start, self._everyone.FIRST_RATE)
-        own = (sum(self._accepted) + weight * start) / (sum(self._judged) + weight)
-        survival, product = [], 1.0  # up to the gate's bound
-        for accepted, judged in islice(zip(self._accepted, self._judged), self._depth):  # noqa: B905
-            product *= (accepted + weight * own) / (judged + weight)
-            survival.append(product)
-        self.survival = survival
-
-
 class Purse:
     """What speculation may lose, in plain steps, and whether it is on."""
 
     BIAS_DECAY = 0.95  # of the cost model's error on plain steps, a step
     GAIN_DECAY = 0.98  # of the measured gain, a step with drafts
-    SURCHARGE_SHARE = 0.2  # of a step's error that the surcharge takes over
-    SURCHARGE_DECAY = 0.998  # a plain step: what nothing has shown lately is tried again
+    NUM_KEPT = 9  # steps with drafts whose errors are kept
+    ERROR_DECAY = 0.998  # a plain step: what nothing has shown lately is tried again
 
     def __init__(self, rules: SpeculationRules) -> None:
         self._rules = rules
@@ -339,7 +203,9 @@ class Purse:
         self.is_on = True
         self.num_stops = 0
         self._bias = 1.0  # measured over predicted seconds of plain steps
-        self.surcharge_s = 0.0  # of steps with drafts, beyond their prediction
+        # Seconds of steps with drafts beyond their prediction without surcharge.
+        self._errors_s: deque[float] = deque(maxlen=self.NUM_KEPT)
+        self.surcharge_s = 0.0
         self._gain = self._predicted = self._weight = 0.0  # decayed sums
 
     @property
@@ -358,13 +224,15 @@ class Purse:
 
     def observe(self, drafts: StepDrafts, num_tokens: int, seconds: float) -> None:
         """Add a step's gain or loss, and stop or start."""
-        self.balance += self._rules.refill
+        rules = self._rules
+        self.balance = max(self.balance, min(self.balance + rules.refill, rules.purse_steps))
         if drafts.has_drafts or drafts.is_holding:
             self._add_gain(drafts, num_tokens, seconds / self._bias)
         else:
-            self.surcharge_s *= self.SURCHARGE_DECAY
+            self._errors_s = deque((e * self.ERROR_DECAY for e in self._errors_s), self.NUM_KEPT)
+            self.surcharge_s *= self.ERROR_DECAY
             self._bias += (1 - self.BIAS_DECAY) * (seconds / drafts.plain_s - self._bias)
-        self.balance = min(self.balance, self._rules.purse_steps)
+        self.balance = min(self.balance, rules.purse_steps + rules.saved_steps)
         if self.is_on and self.balance < 0:
             self.is_on = False
             self.num_stops += 1
@@ -373,11 +241,12 @@ class Purse:
 
     def _add_gain(self, drafts: StepDrafts, num_tokens: int, seconds: float) -> None:
         earned_s = num_tokens / drafts.plain_rate
+        error_s = seconds - drafts.step_s + drafts.surcharge_s
         spent_s = max(drafts.rows_s + seconds - drafts.plain_s, 0.1 * drafts.rows_s)
         self.balance += (earned_s - spent_s) / drafts.rows_s
         if drafts.has_drafts:
-            error_s = seconds - drafts.step_s
-            self.surcharge_s = max(0.0, self.surcharge_s + self.SURCHARGE_SHARE * error_s)
+            self._errors_s.append(error_s)
+            self.surcharge_s = max(0.0, sorted(self._errors_s)[(len(self._errors_s) - 1) // 2])
             self._gain = self._gain * self.GAIN_DECAY + earned_s / spent_s
             self._predicted = self._predicted * self.GAIN_DECAY + drafts.predicted_gain
             self._weight = self._weight * self.GAIN_DECAY + 1
@@ -412,55 +281,67 @@ class SpeculationController:
 
     def __init__(self, rules: SpeculationRules = DEFAULT_RULES) -> None:
         self._rules = rules
-        self._everyone = AcceptanceRate()
-        self._records: dict[Hashable, RequestRecord] = {}
+        self._gates = RequestGates(rules)
         self._purse = Purse(rules)
         self._step = 0  # steps observed
         self._are_costs_fitted = False  # in the last plan
-        self._judged = [0] * rules.max_drafts  # by position, since the start
-        self._accepted = [0] * rules.max_drafts
+        # By position, since the start.
+        self._judged: Integers = np.zeros(rules.max_drafts, np.int64)
+        self._accepted: Integers = np.zeros(rules.max_drafts, np.int64)
         self._num_drafts = self._num_attempts = 0
 
-    def max_drafts(self, key: Hashable, temperature: float, limit: int | None = None) -> int:
-        """How many drafts to ask the drafter for, by the gates; 0 = none.
-
-        `limit` is the request's own bound; None = that of the rules.
-        """
-        if temperature > self._rules.max_temperature or not self._purse.is_on:
+    def bound(self, temperature: float, limit: int | None) -> int:
+        """How many drafts a request may ever have; `limit` is its own bound, None = the rules'."""
+        if temperature > self._rules.max_temperature:
             return 0
-        record = self._records.get(key)
-        if record is None:
-            record = self._records[key] = RequestRecord(self._rules, self._everyone)
-        gate = record.max_drafts(self._step)
-        return gate if limit is None else min(gate, limit)
+        return self._rules.max_drafts if limit is None else min(limit, self._rules.max_drafts)
+
+    def max_drafts(self, keys: Sequence[Hashable]) -> list[int]:
+        """How many drafts to ask the drafter for, by the gates; 0 = none."""
+        if not self._purse.is_on:
+            return [0] * len(keys)
+        most: list[int] = self._gates.max_drafts(self._gates.slots_of(keys), self._step).tolist()
+        return most
 
     def plan(self, offer: StepOffer, costs: StepCosts) -> StepDrafts:
         """How many drafts of each row the step verifies; a request often refused rests a while."""
         self._are_costs_fitted = costs.is_fitted
-        survivals = [
-            self._records[key].survival[:most] if most else []
-            for key, most in zip(offer.keys, offer.max_drafts, strict=True)
-        ]
+        most = np.array(offer.max_drafts, dtype=np.int64)
+        asked = np.flatnonzero(most)
+        slots = self._gates.slots_of([offer.keys[i] for i in asked.tolist()])
+        survivals = np.zeros((len(most), int(most.max(initial=0))))
+        survivals[asked] = self._gates.survivals(slots, most[asked])[:, : survivals.shape[1]]
         drafts = choose_drafts(survivals, offer, costs, self._rules, self._purse.surcharge_s)
         if not offer.is_short_waiting:
-            for key, most, num in zip(offer.keys, offer.max_drafts, drafts.num_drafts, strict=True):
-                if most and not num:
-                    self._records[key].refuse(self._step)
+            refused = slots[np.array(drafts.num_drafts, dtype=np.int64)[asked] == 0]
+            if len(refused):
+                self._gates.refuse(refused, self._step)
         return drafts
 
-    def observe(self, key: Hashable, num_drafts: int, num_accepted: int) -> None:
-        """Record a verified row: of its `num_drafts` >= 1, so many were accepted."""
-        assert 0 <= num_accepted <= num_drafts, f"{num_accepted} of {num_drafts} accepted"
-        num_judged = min(num_accepted + 1, num_drafts)
-        for position in range(num_judged):
-            self._judged[position] += 1
-            self._accepted[position] += position < num_accepted
-        self._num_drafts += num_drafts
-        self._num_attempts += 1
-        record = self._records.get(key)
-        if record is not None:  # else it ended meanwhile
+    def observe(
+        self, keys: Sequence[Hashable], num_drafts: Sequence[int], num_accepted: Sequence[int]
+    ) -> None:
+        """Record verified rows: of a row's drafts, at least one, so many were accepted."""
+        drafts, accepted = np.array(num_drafts, np.int64), np.array(num_accepted, np.int64)
+        is_wrong = (drafts < 1) | (accepted < 0) | (accepted > drafts)
+        assert not is_wrong.any(), f"{num_accepted} of {num_drafts} accepted"
+        num_judged = np.minimum(accepted + 1, drafts)
+        self._judged += self._count_positions(num_judged)
+        self._accepted += self._count_positions(accepted)
+        self._num_drafts += int(drafts.sum())
+        self._num_attempts += len(drafts)
+        slots = self._gates.known_slots(keys)
+        here = slots >= 0  # the others ended meanwhile
+        if here.any():
             may_stop = self._rules.stops_always or not self._are_costs_fitted
-            record.observe(num_drafts, num_accepted, self._step, may_stop=may_stop)
+            verified = slots[here], drafts[here], accepted[here]
+            self._gates.observe(*verified, self._step, may_stop=may_stop)
+
+    def _count_positions(self, lengths: Integers) -> Integers:
+        """[max_drafts]  how many of `lengths` reach beyond each position."""
+        counts = np.bincount(lengths, minlength=self._rules.max_drafts + 1)
+        reached: Integers = counts[:0:-1].cumsum()[::-1]
+        return reached
 
     def observe_step(self, drafts: StepDrafts, num_tokens: int, seconds: float | None) -> None:
         """Record a step of these rows: the tokens they sampled, and its seconds on the device.
@@ -469,18 +350,18 @@ class SpeculationController:
         """
         if seconds is not None and drafts.num_drafts:
             self._purse.observe(drafts, num_tokens, seconds)
-            self._everyone.may_explore = self._purse.is_half_full
+            self._gates.everyone.may_explore = self._purse.is_half_full
         self._step += 1
 
     def forget(self, key: Hashable) -> None:
         """Drop the request's record; an unknown key is ignored."""
-        self._records.pop(key, None)
+        self._gates.forget(key)
 
     def statistics(self) -> SpeculationStatistics:
-        pairs = zip(self._accepted, self._judged, strict=True)
+        pairs = zip(self._accepted.tolist(), self._judged.tolist(), strict=True)
         return SpeculationStatistics(
             num_drafts=self._num_drafts,
-            num_accepted=sum(self._accepted),
+            num_accepted=int(self._accepted.sum()),
             num_attempts=self._num_attempts,
             acceptance_by_position=[a / j if j else None for a, j in pairs],
             measured_gain=self._purse.gain,

@@ -46,11 +46,15 @@ class Drafter(Protocol):
 class DraftPolicy(Protocol):
     """Says how many drafts pay; see `engine.speculation.controller.SpeculationController`."""
 
-    def max_drafts(self, key: Hashable, temperature: float, limit: int | None = None) -> int: ...
+    def bound(self, temperature: float, limit: int | None) -> int: ...
+
+    def max_drafts(self, keys: Sequence[Hashable]) -> list[int]: ...
 
     def plan(self, offer: StepOffer, costs: StepCosts) -> StepDrafts: ...
 
-    def observe(self, key: Hashable, num_drafts: int, num_accepted: int) -> None: ...
+    def observe(
+        self, keys: Sequence[Hashable], num_drafts: Sequence[int], num_accepted: Sequence[int]
+    ) -> None: ...
 
     def observe_step(self, drafts: StepDrafts, num_tokens: int, seconds: float | None) -> None: ...
 
@@ -67,10 +71,13 @@ class FixedDrafts:
         self._num_drafts = num_drafts
         self._max_temperature = max_temperature
 
-    def max_drafts(self, key: Hashable, temperature: float, limit: int | None = None) -> int:
+    def bound(self, temperature: float, limit: int | None) -> int:
         if temperature > self._max_temperature:
             return 0
         return self._num_drafts if limit is None else min(self._num_drafts, limit)
+
+    def max_drafts(self, keys: Sequence[Hashable]) -> list[int]:
+        return [self._num_drafts] * len(keys)
 
     def plan(self, offer: StepOffer, costs: StepCosts) -> StepDrafts:
         num_left = offer.max_draft_tokens
@@ -87,7 +94,9 @@ class FixedDrafts:
             step_s=plain_s,
         )
 
-    def observe(self, key: Hashable, num_drafts: int, num_accepted: int) -> None:
+    def observe(
+        self, keys: Sequence[Hashable], num_drafts: Sequence[int], num_accepted: Sequence[int]
+    ) -> None:
         """Does nothing: the number is fixed."""
 
     def observe_step(self, drafts: StepDrafts, num_tokens: int, seconds: float | None) -> None:

@@ -122,7 +122,7 @@ class FlashInferAttention:
         )
         first, last = int(step.cu_blocks[0]), int(step.cu_blocks[-1])
         block_ids = step.device_rows.block_ids[first:last]
-        self._plan(wrapper, step, step.num_rows, block_ids)
+        self._plan(wrapper, step, step.num_rows, block_ids, first)
         return FlashInferMetadata(wrapper=wrapper, num_rows=step.num_rows)
 
     def run(
@@ -193,7 +193,8 @@ class FlashInferAttention:
         """Does nothing: the plan is made on the host."""
 
     def refresh(self, metadata: FlashInferMetadata, step: AttentionStep) -> None:
-        # The graph reads the rows' own block ids, which are up to date, so none are copied.
+        # The graph reads the rows' own block ids, which are up to date, so none are copied. They
+        # begin with the first row's, also where `step` is the end of a longer one.
         self._plan(metadata.wrapper, step, metadata.num_rows, step.device_rows.block_ids[:0])
 
     # ---- plans ----------------------------------------------------------------------------------
@@ -204,11 +205,15 @@ class FlashInferAttention:
         step: AttentionStep,
         num_rows: int,
         block_ids: Tensor,
+        first_block: int = 0,
     ) -> None:
-        """Plan `step`; rows after its own, up to `num_rows`, get no query, no key and no work."""
+        """Plan `step`; rows after its own, up to `num_rows`, get no query, no key and no work.
+
+        first_block: of the step, which `block_ids` begins with.
+        """
         num_padding = num_rows - step.num_rows
         cu_tokens = np.concatenate(([0], step.num_new_tokens.cumsum()))
-        cu_blocks = step.cu_blocks - step.cu_blocks[0]
+        cu_blocks = step.cu_blocks - first_block
         num_keys = np.pad(step.num_computed_tokens + step.num_new_tokens, (0, num_padding))
         staging, copied = self._staging.take()
         # The library's own buffer would be overwritten while a copy from it is in flight.

@@ -3,7 +3,9 @@
 from dataclasses import dataclass
 from typing import Literal
 
-AttentionName = Literal["auto", "reference", "triton", "flashinfer", "flash_attn"]
+AttentionName = Literal[
+    "auto", "reference", "triton", "flashinfer", "flash_attn", "flash_attn_4", "flex"
+]
 
 
 class BackendUnavailable(ValueError):  # noqa: N818  (a state of this machine, not a failure)

@@ -13,7 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.attention.protocol import AttentionStep, GraphPlanner, RowTensors, StepPlanner
+from kernels.attention.protocol import (
+    AttentionStep,
+    GraphPlanner,
+    PreparedAttention,
+    RowTensors,
+    StepPlanner,
+)
 from kernels.kv.scales import KvScales
 
 
@@ -72,6 +78,17 @@ class Phases:
     def can_capture_prompts(self) -> bool:
         """Whether the graph methods may be called for rows of any number of new tokens."""
         return self._prompt_graph is not None and self._prompt_graph.can_capture_prompts
+
+    def prepare(self, *, max_rows: int, max_row_tokens: int, max_row_keys: int) -> None:
+        """Let each backend that compiles kernels do so, for steps within these limits.
+
+        max_row_tokens: new tokens of one row; max_row_keys: those and its history.
+        """
+        for backend in dict.fromkeys((self._prefill, self._decode)):
+            if isinstance(backend, PreparedAttention):
+                backend.prepare(
+                    max_rows=max_rows, max_row_tokens=max_row_tokens, max_row_keys=max_row_keys
+                )
 
     def plan(self, step: AttentionStep) -> PhasedMetadata:
         num_single = step.num_single_rows

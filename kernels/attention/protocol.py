@@ -6,13 +6,14 @@ It knows neither requests nor models. Latent attention has an interface of its o
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kernels.attention.masks import LayerMask, MaskFunction
 from kernels.kv.scales import KvScales
 
 
@@ -25,8 +26,14 @@ class AttentionShape:
     head_dim: int
     # One per layer: a query sees itself and the window - 1 keys before it; None = all before it.
     layer_windows: tuple[int | None, ...]
+    # One per layer: a query sees the keys from the last multiple of it on; () = no layer has one.
+    layer_chunks: tuple[int | None, ...] = ()
+    # Of all layers, besides windows and chunks.
+    mask_function: MaskFunction | None = None
     # Factor on the scores; None = 1 / sqrt(head_dim).
     query_scale: float | None = None
+    # Scaled scores s become cap * tanh(s / cap) before the mask (Gemma 2); None = they stay.
+    softcap: float | None = None
     # Whether `run` is given the logit of a sink for every query head.
     has_sinks: bool = False
     # Values are the first so many numbers of a key; the store has one plane. None = V is a plane.
@@ -36,6 +43,20 @@ class AttentionShape:
         assert self.num_heads % self.num_kv_heads == 0, (
             f"{self.num_heads} query heads over {self.num_kv_heads} KV heads"
         )
+        assert len(self.layer_chunks) in (0, len(self.layer_windows)), f"{self.layer_chunks}"
+
+    @property
+    def layer_masks(self) -> tuple[LayerMask, ...]:
+        chunks = self.layer_chunks or (None,) * len(self.layer_windows)
+        return tuple(
+            LayerMask(window=window, chunk=chunk, function=self.mask_function)
+            for window, chunk in zip(self.layer_windows, chunks, strict=True)
+        )
+
+    @property
+    def has_windows_only(self) -> bool:
+        """Whether causal masks, with a window or without, are all that its layers have."""
+        return self.mask_function is None and not any(self.layer_chunks)
 
     @property
     def num_groups(self) -> int:
@@ -192,6 +213,15 @@ class AttentionBackend(StepPlanner, Protocol):
         scales: given if and only if `store` has e4m3 numbers, as uint8. Then attention is over
         what they stand for, the step's own tokens included: k_new and v_new are not read.
         """
+        ...
+
+
+@runtime_checkable
+class PreparedAttention(Protocol):
+    """What a backend offers that compiles kernels: all of them, before the first step."""
+
+    def prepare(self, *, max_rows: int, max_row_tokens: int, max_row_keys: int) -> None:
+        """Compile for all steps of so many rows, with so many new tokens and keys each, at most."""
         ...
 
 

@@ -4,11 +4,11 @@ Rows with one new token are gathered into one padded batch, or into several if l
 much that padding would cost more than another call. Each row with more new tokens is its own
 `scaled_dot_product_attention`, over the fresh K and V when it has no history. Grouped queries are
 a view: of the query for single tokens, of an expanded key for chunks; no head is copied. With
-attention sinks, which `scaled_dot_product_attention` does not know, both are written out. Of a
-store of e4m3 numbers (`kernels.kv.scales`) the step's own K and V are read back too; scales are
-multiplied to queries and outputs, which are fewer.
+attention sinks or a cap, which `scaled_dot_product_attention` does not know, both are written out.
+Of a store of e4m3 numbers (`kernels.kv.scales`) the step's own K and V are read back too; scales
+are multiplied to queries and outputs, which are fewer.
 
-For each distinct window of the model, `plan` determines the keys that a row needs:
+For each distinct mask of the layers, `plan` determines the keys that a row needs:
 
     key position   0 ........ first ......... num_computed ........ num_computed + num_new
     kept blocks       [start_block * block_size ...............................)
@@ -23,6 +23,7 @@ import torch.nn.functional as F  # noqa: N812  (the field's own spelling)
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kernels.attention.masks import LayerMask
 from kernels.attention.protocol import AttentionShape, AttentionStep
 from kernels.kv.append import layer_half_blocks
 from kernels.kv.scales import KvScales, from_e4m3, times_heads
@@ -62,9 +63,9 @@ class _Chunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReferenceMetadata:
-    """The step's groups and chunks, in token order, for each distinct window."""
+    """The step's groups and chunks, in token order, for each distinct mask."""
 
-    by_window: dict[int | None, tuple[list[_SingleGroup], list[_Chunk]]]
+    by_mask: dict[LayerMask, tuple[list[_SingleGroup], list[_Chunk]]]
 
 
 class ReferenceAttention:
@@ -86,13 +87,13 @@ class ReferenceAttention:
         self._dtype = dtype
         self._device = device
         self._half_blocks_per_block = shape.num_planes * len(shape.layer_windows)
-        self._windows = tuple(dict.fromkeys(shape.layer_windows))
+        self._layer_masks = shape.layer_masks
 
     def plan(self, step: AttentionStep) -> ReferenceMetadata:
         return ReferenceMetadata(
-            by_window={
-                window: (list(self._single_groups(step, window)), list(self._chunks(step, window)))
-                for window in self._windows
+            by_mask={
+                mask: (list(self._single_groups(step, mask)), list(self._chunks(step, mask)))
+                for mask in dict.fromkeys(self._layer_masks)
             }
         )
 
@@ -109,7 +110,7 @@ class ReferenceAttention:
         scales: KvScales | None = None,
     ) -> Tensor:
         assert (scales is not None) == self._is_fp8, f"scales {scales}, is_fp8 {self._is_fp8}"
-        groups, chunks = metadata.by_window[self._shape.layer_windows[layer]]
+        groups, chunks = metadata.by_mask[self._layer_masks[layer]]
         half_blocks = layer_half_blocks(store, layer)
         assert (sinks is not None) == self._shape.has_sinks, f"sinks {sinks} for {self._shape}"
         if scales is not None:
@@ -130,12 +131,12 @@ class ReferenceAttention:
 
     # ---- one new token a row --------------------------------------------------------------------
 
-    def _single_groups(self, step: AttentionStep, window: int | None) -> Iterator[_SingleGroup]:
+    def _single_groups(self, step: AttentionStep, mask: LayerMask) -> Iterator[_SingleGroup]:
         num_rows = step.num_single_rows
         if num_rows == 0:
             return
         lengths = step.num_computed_tokens[:num_rows] + 1
-        first = np.maximum(lengths - window, 0) if window is not None else np.zeros_like(lengths)
+        first = mask.first_keys(lengths - 1)
         start_blocks = first // self._block_size
         num_keys = lengths - start_blocks * self._block_size
         for start, end in _split_by_padding(num_keys):
@@ -145,6 +146,7 @@ class ReferenceAttention:
                 start_blocks[start:end],
                 (first - start_blocks * self._block_size)[start:end],
                 num_keys[start:end],
+                mask,
             )
 
     def _single_group(
@@ -154,8 +156,9 @@ class ReferenceAttention:
         start_blocks: NDArray[np.int64],
         first_keys: NDArray[np.int64],
         num_keys: NDArray[np.int64],
+        layer_mask: LayerMask,
     ) -> _SingleGroup:
-        """`first_keys`, `num_keys`: [rows]; the seen keys are [first, num) from start_block."""
+        """`first_keys`, `num_keys`: [rows]; the seen keys are in [first, num) from start_block."""
         longest = int(num_keys.max())
         last_blocks = start_blocks + (num_keys - 1) // self._block_size
         columns = start_blocks[:, None] + np.arange(-(-longest // self._block_size))
@@ -164,9 +167,15 @@ class ReferenceAttention:
         columns = np.minimum(columns, last_blocks[:, None])
         blocks = step.block_ids[step.cu_blocks[rows[0] : rows[1], None] + columns]
         mask = None
-        if bool((num_keys != longest).any()) or bool(first_keys.any()):
+        has_function = layer_mask.function is not None
+        if has_function or bool((num_keys != longest).any()) or bool(first_keys.any()):
             keys = np.arange(longest)
             is_seen = (keys >= first_keys[:, None]) & (keys < num_keys[:, None])
+            if has_function:
+                origins = start_blocks * self._block_size
+                for row, (origin, length) in enumerate(zip(origins, num_keys, strict=True)):
+                    query = np.array([origin + length - 1])
+                    is_seen[row] &= layer_mask.seen(query, origin + keys)[0]
             mask = self._mask(is_seen)[:, None, None, :]
         return _SingleGroup(
             start=rows[0],
@@ -191,23 +200,23 @@ class ReferenceAttention:
             .narrow(2, 0, group.num_keys)
             .transpose(2, 3)
         )
-        if sinks is None:
+        if not self._is_written_out:
             out = F.scaled_dot_product_attention(
                 q_rows, k, v, attn_mask=group.mask, scale=shape.scale
             )
         else:
-            by_group = sinks.view(shape.num_kv_heads, shape.num_groups)
-            out = attend_with_sinks(q_rows, k, v, group.mask, shape.scale, by_group)
+            by_group = None if sinks is None else sinks.view(shape.num_kv_heads, shape.num_groups)
+            out = self._attend(q_rows, k, v, group.mask, by_group)
         return out.reshape(num_rows, -1)
 
     # ---- more than one new token ----------------------------------------------------------------
 
-    def _chunks(self, step: AttentionStep, window: int | None) -> Iterator[_Chunk]:
+    def _chunks(self, step: AttentionStep, mask: LayerMask) -> Iterator[_Chunk]:
         start = step.num_single_rows
         for row in range(step.num_single_rows, step.num_rows):
             num_new = int(step.num_new_tokens[row])
             num_computed = int(step.num_computed_tokens[row])
-            yield self._chunk(step.row_blocks(row), start, num_new, num_computed, window)
+            yield self._chunk(step.row_blocks(row), start, num_new, num_computed, mask)
             start += num_new
 
     def _chunk(
@@ -216,21 +225,18 @@ class ReferenceAttention:
         start: int,
         num_new: int,
         num_computed: int,
-        window: int | None,
+        layer_mask: LayerMask,
     ) -> _Chunk:
         end = start + num_new
-        is_plain = num_computed == 0 and (window is None or num_new <= window)
-        if is_plain and not self._shape.has_sinks and not self._is_fp8:
+        queries = np.arange(num_computed, num_computed + num_new)
+        first_keys = layer_mask.first_keys(queries)
+        is_plain = num_computed == 0 and layer_mask.function is None and not first_keys.any()
+        if is_plain and not self._is_written_out and not self._is_fp8:
             return _Chunk(start=start, end=end, num_keys=num_new, half_blocks=None, mask=None)
-        first = max(0, num_computed - window + 1) if window is not None else 0
-        start_block = first // self._block_size
+        start_block = int(first_keys[0]) // self._block_size
         end_block = -(-(num_computed + num_new) // self._block_size)
         first_key = start_block * self._block_size
         keys = np.arange(first_key, num_computed + num_new)
-        queries = np.arange(num_computed, num_computed + num_new)[:, None]
-        is_seen = keys <= queries
-        if window is not None:
-            is_seen &= keys > queries - window
         is_read_back = num_computed > 0 or self._is_fp8
         return _Chunk(
             start=start,
@@ -239,7 +245,7 @@ class ReferenceAttention:
             half_blocks=(
                 self._half_blocks(row_blocks[start_block:end_block]) if is_read_back else None
             ),
-            mask=self._mask(is_seen),
+            mask=self._mask(layer_mask.seen(queries, keys)),
         )
 
     def _run_chunk(
@@ -267,10 +273,12 @@ class ReferenceAttention:
             .view(num_new, shape.num_kv_heads, shape.num_groups, shape.head_dim)
             .permute(1, 2, 0, 3)
         )
-        if sinks is not None:
-            by_group = sinks.view(shape.num_kv_heads, shape.num_groups, 1)
+        if self._is_written_out:
+            by_group = (
+                None if sinks is None else sinks.view(shape.num_kv_heads, shape.num_groups, 1)
+            )
             k, v = (t.transpose(0, 1).unsqueeze(1) for t in (k, v))
-            out = attend_with_sinks(q_heads, k, v, chunk.mask, shape.scale, by_group)
+            out = self._attend(q_heads, k, v, chunk.mask, by_group)
             return out.permute(2, 0, 1, 3).reshape(num_new, -1)
         expanded = (shape.num_kv_heads, shape.num_groups, chunk.num_keys, -1)
         out = F.scaled_dot_product_attention(
@@ -282,6 +290,16 @@ class ReferenceAttention:
             scale=shape.scale,
         )
         return out.permute(2, 0, 1, 3).reshape(num_new, -1)
+
+    @property
+    def _is_written_out(self) -> bool:
+        return self._shape.has_sinks or self._shape.softcap is not None
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None
+    ) -> Tensor:
+        shape = self._shape
+        return attend_written_out(q, k, v, mask, shape.scale, shape.softcap, sinks)
 
     def _keys_and_values(self, planes: Tensor) -> tuple[Tensor, ...]:
         """planes: [planes, ..., head_dim]; both without the first dimension, in q's dtype."""
@@ -314,10 +332,16 @@ class ReferenceAttention:
         return host.pin_memory().to(self._device, non_blocking=True)
 
 
-def attend_with_sinks(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, sinks: Tensor
+def attend_written_out(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
-    """softmax([q k^T * scale + mask, sink]) v, where the sink's column has no value.
+    """softmax([cap(q k^T * scale) + mask, sink]) v, where the sink's column has no value.
 
     q: [..., queries, head_dim]; k, v: [..., keys, head_dim]; mask: [queries or 1, keys] or with
     more dimensions; sinks: fp32, as q without its last dimension. All but the last two dimensions
@@ -328,11 +352,16 @@ def attend_with_sinks(
     for part in torch.arange(q.shape[-2]).split(max(_MAX_SCORES // scores_per_query, 1)):
         rows = slice(int(part[0]), int(part[-1]) + 1)
         scores = (q[..., rows, :].float() @ k.transpose(-1, -2).float()) * scale
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
         if mask is not None:
             scores = scores + (mask[..., rows, :] if mask.shape[-2] > 1 else mask)
-        sink = sinks[..., rows] if sinks.shape[-1] > 1 else sinks
-        column = sink.unsqueeze(-1).expand(*scores.shape[:-1], 1)
-        weights = torch.cat((scores, column), dim=-1).softmax(dim=-1)[..., :-1]
+        if sinks is None:
+            weights = scores.softmax(dim=-1)
+        else:
+            sink = sinks[..., rows] if sinks.shape[-1] > 1 else sinks
+            column = sink.unsqueeze(-1).expand(*scores.shape[:-1], 1)
+            weights = torch.cat((scores, column), dim=-1).softmax(dim=-1)[..., :-1]
         parts.append((weights @ v.float()).to(q.dtype))
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-2)
 

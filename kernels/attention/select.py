@@ -27,7 +27,11 @@ _MEASURED_HEAD_DIM = 128  # the largest with which backends were compared
 _TRITON_DTYPES = (torch.bfloat16, torch.float16)
 _TRITON_BLOCK_MULTIPLE = 16
 _HOPPER = (9, 0)
-_NO_FP8 = "is used with K and V as the model computes them, not with cache.kv_dtype fp8_e4m3"
+_ANY_MASK = ("flex", "reference")  # backends with more than causal masks and windows
+_SOFTCAP = ("flash_attn_4", "flex", "reference")
+_PROMPTS_ALONE = ("flash_attn_4",)
+_FP8 = ("triton", "reference")  # backends that read e4m3 numbers
+_NO_FP8 = "it is used with K and V as the model computes them, not with cache.kv_dtype fp8_e4m3"
 _NO_FP8_LATENTS = (
     "latent attention (MLA) keeps its vectors as the model computes them; leave cache.kv_dtype out"
 )
@@ -79,12 +83,12 @@ def _build_paged(names: AttentionNames, target: _Target, *, fixed_tile: bool) ->
     prefill_name = _resolve(names.prefill, "prefill", target)
     decode_name = _resolve(names.decode, "decode", target)
     graph = _build_graph(decode_name, "decode", target)
-    decode = graph or _build_reference(target)
+    decode = graph or _build_eager(decode_name, target)
     if prefill_name == decode_name and decode_name != "flashinfer":
         return PhasedAttention(prefill=decode, decode=decode, graph=graph, prompt_graph=graph)
     # FlashInfer needs two objects even for both phases: one plan suits one kind of rows.
     prompt_graph = _build_graph(prefill_name, "prefill", target)
-    prefill = prompt_graph or _build_reference(target)
+    prefill = prompt_graph or _build_eager(prefill_name, target)
     return PhasedAttention(prefill=prefill, decode=decode, graph=graph, prompt_graph=prompt_graph)
 
 
@@ -123,7 +127,7 @@ def _resolve(name: AttentionName, phase: _Phase, target: _Target) -> str:
     if name == "auto":
         device = device_properties(target.device)
         chosen = automatic_name(phase, target.shape, device, is_fp8=target.is_fp8)
-    reason = _why_not(chosen, target)
+    reason = _why_not_phase(chosen, phase, target)
     if reason is None:
         return chosen
     if name == "auto":
@@ -132,7 +136,11 @@ def _resolve(name: AttentionName, phase: _Phase, target: _Target) -> str:
 
 
 def _unavailable(name: str, phase: _Phase, reason: str, target: _Target) -> BackendUnavailable:
-    others = [other for other in _WHY_NOT if other != name and _why_not(other, target) is None]
+    others = [
+        other
+        for other in _WHY_NOT
+        if other != name and _why_not_phase(other, phase, target) is None
+    ]
     return BackendUnavailable(
         f"{name} cannot compute attention's {phase} phase here: {reason}. "
         f"What would work for {phase}: {', '.join(others)}"
@@ -156,8 +164,22 @@ def _check_fixed_tile(names: AttentionNames, target: _Target) -> None:
 # ---- backends; each module is imported only when it is needed ------------------------------------
 
 
+def _why_not_phase(name: str, phase: _Phase, target: _Target) -> str | None:
+    if phase == "decode" and name in _PROMPTS_ALONE:
+        return "it is for prompts"
+    return _why_not(name, target)
+
+
 def _why_not(name: str, target: _Target) -> str | None:
     assert name in get_args(AttentionName), f"attention backend {name!r}"
+    if name not in _ANY_MASK and not target.shape.has_windows_only:
+        function = target.shape.mask_function
+        what = "layers that see chunks" if function is None else f"the mask {function.name}"
+        return f"its kernels have causal masks and windows of them, not {what}"
+    if name not in _SOFTCAP and target.shape.softcap is not None:
+        return "it is used without a cap on scores"
+    if name not in _FP8 and target.is_fp8:
+        return _NO_FP8
     return _WHY_NOT[name](target)
 
 
@@ -176,16 +198,12 @@ def _why_not_triton(target: _Target) -> str | None:
 
 
 def _why_not_flashinfer(target: _Target) -> str | None:
-    if target.is_fp8:
-        return f"FlashInfer {_NO_FP8}"
     from kernels.attention import flashinfer
 
     return flashinfer.why_not(target.shape, target.block_size, target.dtype, target.device)
 
 
 def _why_not_flash_attn(target: _Target) -> str | None:
-    if target.is_fp8:
-        return f"FlashAttention-3 {_NO_FP8}"
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed; `pip install triton` brings it"
     from kernels.attention import flash_attn
@@ -193,7 +211,28 @@ def _why_not_flash_attn(target: _Target) -> str | None:
     return flash_attn.why_not(target.shape, target.block_size, target.dtype, target.device)
 
 
-def _build_reference(target: _Target) -> AttentionBackend:
+def _why_not_flash_attn_4(target: _Target) -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed; `pip install triton` brings it"
+    from kernels.attention import flash_attn_4
+
+    return flash_attn_4.why_not(target.shape, target.dtype, target.device)
+
+
+def _why_not_flex(target: _Target) -> str | None:
+    from kernels.attention import flex
+
+    return flex.why_not(target.shape, target.dtype, target.device)
+
+
+def _build_eager(name: str, target: _Target) -> AttentionBackend:
+    """A backend whose steps cannot be captured."""
+    if name == "flex":
+        from kernels.attention.flex import FlexAttention
+
+        return FlexAttention(
+            target.shape, block_size=target.block_size, dtype=target.dtype, device=target.device
+        )
     return ReferenceAttention(
         target.shape,
         block_size=target.block_size,
@@ -204,7 +243,7 @@ def _build_reference(target: _Target) -> AttentionBackend:
 
 
 def _build_graph(name: str, phase: _Phase, target: _Target) -> GraphAttention | None:
-    """The backend as a `GraphAttention`; None for the reference, which cannot be captured."""
+    """The backend as a `GraphAttention`; None for one that cannot be captured."""
     try:
         match name:
             case "triton":
@@ -213,6 +252,8 @@ def _build_graph(name: str, phase: _Phase, target: _Target) -> GraphAttention | 
                 return _build_flashinfer(target)
             case "flash_attn":
                 return _build_flash_attn(target)
+            case "flash_attn_4":
+                return _build_flash_attn_4(target)
     except (ImportError, ValueError) as error:  # installed, but built for another torch or older
         raise _unavailable(name, phase, str(error), target) from error
     return None
@@ -246,9 +287,19 @@ def _build_flash_attn(target: _Target) -> GraphAttention:
     )
 
 
+def _build_flash_attn_4(target: _Target) -> GraphAttention:
+    from kernels.attention.flash_attn_4 import FlashAttention4
+
+    return FlashAttention4(
+        target.shape, block_size=target.block_size, dtype=target.dtype, device=target.device
+    )
+
+
 _WHY_NOT: dict[str, Callable[[_Target], str | None]] = {
     "flash_attn": _why_not_flash_attn,
+    "flash_attn_4": _why_not_flash_attn_4,
     "flashinfer": _why_not_flashinfer,
     "triton": _why_not_triton,
+    "flex": _why_not_flex,
     "reference": lambda _: None,
 }

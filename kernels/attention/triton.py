@@ -68,7 +68,7 @@ class TritonAttention:
         prefill_config: PrefillConfig | None = None,
     ) -> None:
         """Raises ValueError for a device, dtype, head size or block size without kernel support."""
-        _check(shape, block_size, dtype, device)
+        check_supported(shape, block_size, dtype, device)
         self._shape = shape
         self._is_fixed_tile = fixed_tile
         self._device = device_properties(device)
@@ -135,7 +135,7 @@ class TritonAttention:
     def _open_decode(self, rows: RowTensors, max_keys: int) -> DecodeWork:
         config = self._decode_config
         if config is None:
-            config = fitted_decode(_decode_config(len(rows.num_keys)), self._shape, self._device)
+            config = fitted_decode(decode_config_for(len(rows.num_keys)), self._shape, self._device)
         return open_decode(rows, max_keys, self._shape, config)
 
     def _prefill(self, rows: RowTensors, first_row: int, num_tokens: int) -> PrefillWork:
@@ -150,7 +150,7 @@ class TritonAttention:
         )
 
 
-def _decode_config(num_rows: int) -> DecodeConfig:
+def decode_config_for(num_rows: int) -> DecodeConfig:
     if num_rows < _SOME_ROWS:
         return FEW_ROWS_CONFIG
     return SOME_ROWS_CONFIG if num_rows < _MANY_ROWS else MANY_ROWS_CONFIG
@@ -215,7 +215,7 @@ def _fitted_tiles(
         tile_keys //= 2
 
 
-def _check(
+def check_supported(
     shape: AttentionShape, block_size: int, dtype: torch.dtype, device: torch.device
 ) -> None:
     is_interpreted = triton.knobs.runtime.interpret

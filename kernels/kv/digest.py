@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 
-def block_digests(words: Tensor, weights: Tensor, block_ids: Tensor, slab_bytes: int) -> Tensor:
+def block_digests(words: Tensor, weights: Tensor, block_ids: Tensor) -> Tensor:
     """words: contiguous int64 or int32 [N, W], weights: int64 [W], block_ids: int64 [n], in range.
 
-    slab_bytes: bounds the temporaries on a CPU. Returns int64 [n], on the same device.
+    Returns int64 [n], on the same device. On a CPU each block is read once where it lies: copies of
+    many blocks cost nine times as much, most of it to get fresh memory for them.
     """
     assert words.is_contiguous(), f"words of strides {words.stride()}"
     assert weights.shape == words.shape[1:], f"{list(weights.shape)} for {list(words.shape)}"
@@ -20,17 +21,13 @@ def block_digests(words: Tensor, weights: Tensor, block_ids: Tensor, slab_bytes:
         from kernels.kv.digest_triton import digests  # a CPU needs no Triton
 
         return digests(words, weights, block_ids)
-    slab = max(1, slab_bytes // (words.element_size() * words.shape[1]))
-    sums = [
-        (words.index_select(0, part).to(torch.int64) * weights).sum(dim=1)
-        for part in torch.split(block_ids, slab)
-    ]
-    return torch.cat(sums)
+    found = torch.empty(len(block_ids), dtype=torch.int64)
+    for digest, block_id in zip(found, block_ids.tolist(), strict=True):
+        torch.dot(words[block_id].to(torch.int64), weights, out=digest)
+    return found
 
 
-def write_blocks(
-    words: Tensor, staged: Tensor, weights: Tensor, block_ids: Tensor, slab_bytes: int
-) -> Tensor:
+def write_blocks(words: Tensor, staged: Tensor, weights: Tensor, block_ids: Tensor) -> Tensor:
     """words[block_ids] = staged; returns the `block_digests` of the blocks; writes to `words`.
 
     staged: contiguous [n, W] of the dtype of `words`; block_ids: distinct. On a GPU a word is read
@@ -47,4 +44,4 @@ def write_blocks(
 
         return digests(words, weights, block_ids, staged)
     words.index_copy_(0, block_ids, staged)
-    return block_digests(words, weights, block_ids, slab_bytes)
+    return block_digests(words, weights, block_ids)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kernels.device import DeviceProperties, stages_that_fit
 from kernels.moe.tiles import Tile
-from kernels.quant.int4 import MIN_HALF
+from kernels.quant.runs import MIN_HALF
 from kernels.quant.steps import FP8, Codes, add_run, add_tile, finish
 
 _SIZE_MULTIPLE = 16

@@ -65,6 +65,18 @@ def _select(logits: Tensor, num_active: int, selection: Selection) -> tuple[Tens
     return scores.gather(1, experts), experts.int()
 
 
+def held_routes(routes: Routes, held: range) -> Routes:
+    """The routes with indices among the experts `held`, -1 for all others."""
+    own = routes.ids - held.start
+    is_held = (own >= 0) & (own < len(held))
+    return Routes(ids=own.where(is_held, -1), weights=routes.weights)
+
+
+def count_routes(routes: Routes, counts: Tensor) -> None:
+    """Adds every expert's routes to counts, int64 [experts]; -1 does not count."""
+    counts += torch.bincount(routes.ids.flatten() + 1, minlength=len(counts) + 1)[1:]
+
+
 def routes_by_expert(ids: Tensor) -> Iterator[tuple[int, Tensor]]:
     """Every expert that has routes, ascending, with the indices of its routes, ascending.
 

@@ -3,22 +3,11 @@
 A row of K numbers is cut into runs of 2 * half. Byte j of a run holds number j of it in its low
 bits and number half + j in its high bits, so a tile of bytes is two tiles of adjacent columns, and
 no number changes its place when the bytes are taken apart. No run crosses a group of scales unless
-both of its halves are whole groups.
+both of its halves are whole groups (runs.py).
 """
 
 import torch
 from torch import Tensor
-
-MAX_HALF = 64
-MIN_HALF = 16  # a product of a GPU's matrix units has at least so many columns
-
-
-def choose_half(num_columns: int, group: int) -> int:
-    """The largest power of two, at most `MAX_HALF`, for runs that fill columns and groups."""
-    half = MAX_HALF
-    while num_columns % (2 * half) or (group != half and group % (2 * half)):
-        half //= 2
-    return half
 
 
 def pack_int4(numbers: Tensor, half: int) -> Tensor:

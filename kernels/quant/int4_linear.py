@@ -32,7 +32,7 @@ from kernels.linear.small import (
 from kernels.pdl import pdl_supported
 from kernels.quant.decode import uses_ptx
 from kernels.quant.fp8_linear import LINE_BYTES, QuantConfig, check_inputs, choose_config
-from kernels.quant.int4 import MIN_HALF
+from kernels.quant.runs import MIN_HALF
 from kernels.quant.steps import Codes, add_run, finish
 
 _SIZE_MULTIPLE = 16

@@ -36,7 +36,7 @@ from kernels.linear.small import tile_counters
 from kernels.quant import fp8_linear
 from kernels.quant.fp8_blocks import BlocksConfig, fp8_blocks
 from kernels.quant.fp8_linear import Fp8Operand, QuantConfig
-from kernels.quant.int4 import choose_half
+from kernels.quant.runs import choose_half
 from kernels.quant.token_groups import quantize_tokens
 from kernels.silu_mul import silu_mul
 from load_tests.lab.floors import H200

@@ -22,7 +22,7 @@ ANY_TOKEN_ID = 7
 
 
 @dataclass(slots=True)
-class _HandoffQueue:
+class HandoffSink:
     """Takes prompts whose KV belongs elsewhere, and gives their blocks up at once."""
 
     cache: BlockCache
@@ -45,7 +45,7 @@ class _HandoffQueue:
         """Nothing is kept here."""
 
 
-class _NoHasher:
+class NoHasher:
     """Nothing is found again, so nothing has a name."""
 
     def extend(self, request: Request) -> None:
@@ -67,8 +67,8 @@ class RealWorker:
                 short_share=spec.short_share,
             ),
             cache=cache,
-            hasher=_NoHasher(),
-            handoff_queue=_HandoffQueue(cache),
+            hasher=NoHasher(),
+            handoff_queue=HandoffSink(cache),
             block_size=BLOCK_SIZE,
             finish_rules=FinishRules((), num_blocks * BLOCK_SIZE),
             laps=spec.laps,

@@ -23,11 +23,11 @@ import numpy as np
 from engine.cost_model import CostModel, StepWork
 from engine.speculation.controller import (
     SpeculationController,
-    SpeculationRules,
     StepDrafts,
     StepOffer,
     verify_work,
 )
+from engine.speculation.rules import SpeculationRules
 from load_tests.tables import render_rows
 
 ACCEPTANCES = tuple(round(0.1 * i, 1) for i in range(11))
@@ -54,6 +54,8 @@ class Setting:
     num_keys: int = 128  # of each row
     pass_s: float = 0.0
     surcharge_s: float = 0.0  # of each step with drafts, which the costs know nothing of at first
+    pause_share: float = 0.0  # of all steps, with drafts or not, that the machine pauses
+    pause_s: float = 0.0
     # A row that may have drafts is held back for a step, since its newest token must be known; if
     # none is left, the device waits for the host.
     is_holding: bool = False
@@ -88,22 +90,26 @@ def fixed_gain(setting: Setting, acceptance: float, num_drafts: int) -> float:
     tokens = sum(acceptance**i for i in range(num_drafts + 1))
     seconds = step_s(rows, rows * (num_drafts + 1), keys) + num_drafts * setting.pass_s
     seconds += setting.surcharge_s if num_drafts else 0.0
-    return tokens * step_s(rows, rows, keys) / seconds
+    pause_s = setting.pause_share * setting.pause_s
+    return tokens * (step_s(rows, rows, keys) + pause_s) / (seconds + pause_s)
+
+
+def plain_samples() -> list[tuple[StepWork, float]]:
+    """Steps of decodes and of prompts, without drafts, and their seconds."""
+    decodes = [(rows, keys) for rows in (1, 2, 4, 8, 16, 32, 64, 128, 256) for keys in (128, 1024)]
+    return [
+        *[(_decodes(rows, keys), step_s(rows, rows, keys)) for rows, keys in decodes],
+        *[
+            (StepWork.of_prompts([(tokens, 0)]), step_s(1, tokens, _ATTENTION_KEYS))
+            for tokens in (16, 64, 128, 256, 512, 1024, 2048)
+        ],
+    ]
 
 
 def learned_costs() -> CostModel:
     """A model that saw plain steps and prompts, and no draft."""
     model = CostModel()
-    decodes = [(rows, keys) for rows in (1, 2, 4, 8, 16, 32, 64, 128, 256) for keys in (128, 1024)]
-    model.learn(
-        [
-            *[(_decodes(rows, keys), step_s(rows, rows, keys)) for rows, keys in decodes],
-            *[
-                (StepWork.of_prompts([(tokens, 0)]), step_s(1, tokens, _ATTENTION_KEYS))
-                for tokens in (16, 64, 128, 256, 512, 1024, 2048)
-            ],
-        ]
-    )
+    model.learn(plain_samples())
     return model
 
 
@@ -139,7 +145,7 @@ class Run:
         work = _decodes(len(rows), setting.num_keys)
         offer = StepOffer(
             keys=keys,
-            max_drafts=[controller.max_drafts(key, 0.0) for key in keys],
+            max_drafts=controller.max_drafts(keys),
             work=work,
             draft_pass_s=setting.pass_s,
             num_plain_rows=setting.num_rows,
@@ -152,7 +158,8 @@ class Run:
         self.num_tokens += num_tokens
         self.error += abs(drafts.step_s - seconds) / seconds
         if setting.is_holding:
-            self._held = [row for row in rows if controller.max_drafts(self._keys[row], 0.0)]
+            most = controller.max_drafts([self._keys[row] for row in rows])
+            self._held = [row for row, num in zip(rows, most, strict=True) if num]
 
     def _seconds(self, work: StepWork, drafts: StepDrafts) -> float:
         """Seconds of the step on the device; the cost model observes them without the drafter."""
@@ -161,6 +168,8 @@ class Run:
         model_s = step_s(work.num_decode_rows, num_tokens, setting.num_keys)
         model_s += setting.surcharge_s if num_drafts else 0.0
         model_s *= float(self._rng.normal(1.0, _NOISE))
+        if setting.pause_share and self._rng.random() < setting.pause_share:
+            model_s += setting.pause_s
         self._costs.observe(verify_work(work, num_drafts), model_s)
         return model_s + max(drafts.num_drafts) * setting.pass_s
 
@@ -174,7 +183,7 @@ class Run:
             if num_drafts:
                 acceptance = setting.acceptances[key % len(setting.acceptances)]
                 num_accepted = _geometric(float(draw), acceptance, num_drafts)
-                self._controller.observe(key, num_drafts, num_accepted)
+                self._controller.observe([key], [num_drafts], [num_accepted])
             num_tokens += num_accepted + 1
             self.num_drafts += num_drafts
             self.num_accepted += num_accepted
@@ -203,7 +212,8 @@ def simulate(setting: Setting) -> Outcome:
     for _ in range(setting.num_steps):
         run.step()
     rows = setting.num_rows
-    plain_s = run.num_tokens / rows * step_s(rows, rows, setting.num_keys)
+    plain_s = step_s(rows, rows, setting.num_keys) + setting.pause_share * setting.pause_s
+    plain_s *= run.num_tokens / rows
     return Outcome(
         gain=plain_s / run.seconds,
         accepted_length=run.num_tokens / run.num_row_steps,
@@ -284,6 +294,7 @@ def main() -> None:
     parser.add_argument("--keys", type=int, default=_ATTENTION_KEYS, help="of each row")
     parser.add_argument("--pass-ms", type=float, default=0.0, help="of the drafter, a position")
     parser.add_argument("--surcharge-ms", type=float, default=0.0, help="of steps with drafts")
+    parser.add_argument("--pauses", type=float, nargs=2, default=(0.0, 0.0), help="share, ms")
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--request-tokens", type=int, default=256)
     parser.add_argument("--stops-always", action="store_true", help="at acceptance below 0.5")
@@ -297,6 +308,8 @@ def main() -> None:
         num_keys=options.keys,
         pass_s=options.pass_ms / 1000,
         surcharge_s=options.surcharge_ms / 1000,
+        pause_share=options.pauses[0],
+        pause_s=options.pauses[1] / 1000,
         request_tokens=options.request_tokens,
         num_steps=options.steps,
         seed=options.seed,

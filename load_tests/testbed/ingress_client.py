@@ -72,9 +72,11 @@ class _Connection(asyncio.Protocol):
 def _is_whole(received: bytearray) -> bool:
     if received.endswith(LAST_CHUNK):
         return True
-    head, end, body = received.partition(HEAD_END)
-    length = _headers(bytes(head)).get("content-length") if end else None
-    return length is not None and len(body) >= int(length)
+    end = received.find(HEAD_END)
+    if end < 0:
+        return False
+    length = _headers(bytes(received[:end])).get("content-length")
+    return length is not None and len(received) - end - len(HEAD_END) >= int(length)
 
 
 def _headers(head: bytes) -> dict[str, str]:

@@ -134,6 +134,10 @@ def test_the_defaults_of_laps_are_the_published_ones() -> None:
             ["workers.num_gpus: 2", "tensor_parallel_size 2", "set it to 1"],
         ),
         (
+            "workers: {expert_parallel: true}",
+            ["workers.expert_parallel", "one rank", "tensor_parallel_size above 1"],
+        ),
+        (
             "execution: {tbo_min_decode_rows: 16}",
             ["execution.tbo_min_decode_rows", "enable_two_batch_overlap"],
         ),

@@ -13,7 +13,7 @@ from kernels.attention.select import AttentionName, AttentionNames
 from tests.engine.models.closeness import assert_same_logits
 from tests.engine.runner.step_driver import StepDriver
 from tests.harness.in_process import GREEDY, answer, start_engine
-from tests.harness.tiny_models import VOCAB_SIZE, reference_logits, save_model
+from tests.harness.tiny_models import FAMILIES, VOCAB_SIZE, reference_logits, save_model
 
 pytestmark = pytest.mark.gpu
 
@@ -39,7 +39,7 @@ LARGER: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2,
         "head_dim": 256,
         "query_pre_attn_scalar": 168,
-        "intermediate_size": 520,
+        "intermediate_size": 528,  # deterministic products take multiples of 16
         "sliding_window": 100,
     },
 }
@@ -49,6 +49,9 @@ LARGER: dict[str, dict[str, Any]] = {
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("kinds")
     settings = {**LARGER[request.param], "max_position_embeddings": 1024}
+    if request.param == "GptOssForCausalLM":  # positions count from the original context
+        yarn: Any = FAMILIES[request.param]["rope_parameters"]
+        settings["rope_parameters"] = {**yarn, "original_max_position_embeddings": 256}
     save_model(made, request.param, seed=5, dtype=torch.bfloat16, **settings)
     return made
 

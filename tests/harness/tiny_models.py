@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.deepseek_v2 import DeepseekV2Config
 from transformers.models.deepseek_v3 import DeepseekV3Config
+from transformers.models.gemma2 import Gemma2Config
 from transformers.models.gemma3 import Gemma3TextConfig
 from transformers.models.gpt_oss import GptOssConfig
 from transformers.models.llama import LlamaConfig
@@ -30,6 +31,7 @@ CONFIG_CLASSES = {
     "DeepseekV2ForCausalLM": DeepseekV2Config,
     "DeepseekV3ForCausalLM": DeepseekV3Config,
     "GptOssForCausalLM": GptOssConfig,
+    "Gemma2ForCausalLM": Gemma2Config,
     "Gemma3ForCausalLM": Gemma3TextConfig,
 }
 # Sizes of small mixtures; odd, as all of these.
@@ -116,6 +118,14 @@ FAMILIES: dict[str, dict[str, object]] = {
             "truncate": False,
         },
     },
+    "Gemma2ForCausalLM": {
+        "num_hidden_layers": 3,
+        "sliding_window": 6,
+        "query_pre_attn_scalar": 24,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0,
+        "tie_word_embeddings": True,
+    },
     "Gemma3ForCausalLM": {
         "num_hidden_layers": 3,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
@@ -166,6 +176,14 @@ def save_model(
         values.setdefault("sliding_window", None)
     config = CONFIG_CLASSES[architecture](**values)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    fill_randomly(model, architecture, seed=seed)
+    model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
+    finished: PreTrainedModel = model.float().eval()
+    return finished
+
+
+def fill_randomly(model: PreTrainedModel, architecture: str, *, seed: int) -> None:
+    """Give all parameters random values, norms around what leaves numbers as they are."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -180,9 +198,6 @@ def save_model(
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
-    model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
-    finished: PreTrainedModel = model.float().eval()
-    return finished
 
 
 def save_embedding_model(

@@ -65,6 +65,8 @@ class NoStatistics:
 class IntegerExecutor(FakeExecutor):
     """Whose blocks can be read and written as bytes, as a handoff does."""
 
+    expert_loads = None
+
     def statistics(self) -> NoStatistics:
         return NoStatistics()
 

@@ -298,7 +298,18 @@ class ResponsesWriter:
             for i in self._items
             if isinstance(i, CallItem) and i.status == "completed"
         ]
-        return [{"role": "assistant", "content": "".join(texts), "tool_calls": calls or None}]
+        said: dict[str, object] = {
+            "role": "assistant",
+            "content": "".join(texts),
+            "tool_calls": calls or None,
+        }
+        if self._parsed.harmony is None or not calls:
+            return [said]
+        # The format wants what was thought before a call beside the call.
+        thoughts = [
+            part.text for i in self._items if isinstance(i, ReasoningItem) for part in i.content
+        ]
+        return [said | {"reasoning_content": "".join(thoughts)}]
 
     def _streamed(self, *events: tuple[str, Fields]) -> list[bytes]:
         """Encodes and numbers events; nothing is sent of an answer that is not streamed."""

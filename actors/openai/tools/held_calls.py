@@ -3,13 +3,14 @@
     hermes        <tool_call>\\n{"name": ..., "arguments": {...}}\\n</tool_call>   one a line
     llama3_json   {"name": ..., "parameters": {...}}                             with `; ` between
     mistral       [TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]
+    harmony       one message to a function, perhaps behind one of reasoning
 
 Layouts are the grammar compiler's structural tags. The format's parser reads exactly these.
 """
 
 from collections.abc import Mapping
 
-from actors.openai.tools import hermes, mistral
+from actors.openai.tools import harmony, hermes, mistral
 
 Layout = dict[str, object]
 Schemas = Mapping[str, Mapping[str, object]]  # name of a function -> schema of its arguments
@@ -59,6 +60,32 @@ def mistral_calls(schemas: Schemas, *, only_first: bool) -> Layout:
     return {"type": "sequence", "elements": elements}
 
 
+ANY_TEXT: Layout = {"type": "any_text"}
+_REASONING = ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant")
+
+
+def harmony_answer(final: Layout | None, schemas: Schemas | None = None) -> Layout:
+    """Builds the layout of an answer in the harmony format: reasoning or none, then one message.
+
+    final: of what is in the channel `final`; None = it has to be a call. schemas: of the functions
+    that may be called instead. A call ends an answer, so that there is never a second.
+    """
+    thought: Layout = {"type": "tag", "begin": _REASONING[0], "content": ANY_TEXT}
+    nothing: Layout = {"type": "const_string", "value": ""}
+    ends = [
+        _tag(f"<|channel|>commentary to={harmony.FUNCTIONS}{name} <|constrain|>json<|message|>", s)
+        for name, s in (schemas or {}).items()
+    ]
+    if final is not None:
+        begin = "<|channel|>final<|message|>"
+        ends.append({"type": "tag", "begin": begin, "content": final, "end": ""})
+    elements = [
+        {"type": "or", "elements": [nothing, thought | {"end": _REASONING[1]}]},
+        {"type": "or", "elements": ends},
+    ]
+    return {"type": "sequence", "elements": elements}
+
+
 def _hermes_tags(schemas: Schemas) -> list[Layout]:
     return [
         _tag(f"{hermes.OPEN}\n{_head(name, 'arguments')}", schemas[name], f"}}\n{hermes.CLOSE}")
@@ -71,7 +98,7 @@ def _head(name: str, key: str) -> str:
     return f'{{"name": "{name}", "{key}": '
 
 
-def _tag(begin: str, schema: object, end: str) -> Layout:
+def _tag(begin: str, schema: object, end: str = "") -> Layout:
     content = {"type": "json_schema", "json_schema": schema}
     return {"type": "tag", "begin": begin, "content": content, "end": end}
 

@@ -28,6 +28,7 @@ is evicted.
 One thread of a process uses an arena; `is_unchanged` may be called by any. Knows no tensors.
 """
 
+import mmap
 import struct
 import time
 from collections.abc import Iterator, Sequence
@@ -49,6 +50,7 @@ MIN_POOL_BLOCKS = 8  # a pool of so many is not stolen from
 _MAGIC = 0x4C4150534B563101  # its last byte is the version
 _HEADER = struct.Struct("<QQQ16s")  # magic, blocks, bytes of each, what else must be equal
 _HEADER_BYTES = 4096
+_HITS = 2048  # offset of a counter in the header's page
 _ALIGNMENT = 2 * 2**20  # of the blocks: pages of that size, where the kernel has them
 _WAYS = 8  # places of a bucket
 _PLACES_PER_BLOCK = 4
@@ -142,15 +144,18 @@ class HostArena:
         self.member = self._file.member
         self._is_closed = False
         self._taken: dict[int, int] = {}  # block -> its word: another one, and it is not ours
+        self._own: list[int] = []  # were in this worker's pool when it was looked through
         self._memory = memory = memoryview(self._file.map)
         self._words = memory[place.words : place.used].cast("Q")
         self._used = memory[place.used : place.checks].cast("Q")
         self._checks = memory[place.checks : place.hashes].cast("Q")
         self._hashes = memory[place.hashes : place.table]
         self._table = memory[place.table : place.table + 4 * _WAYS * place.num_buckets].cast("I")
+        self._hits = memory[_HITS : _HITS + 8].cast("Q")
         self._all_words: Words = np.frombuffer(self._words, dtype=np.uint64)
         self._all_used: Words = np.frombuffer(self._used, dtype=np.uint64)
         self._clear_up()
+        self._touch_pages()
 
     def _clear_up(self) -> None:
         """Returns what an earlier process had that had this number. Raises ConfigError."""
@@ -161,6 +166,13 @@ class HostArena:
             raise ConfigError(
                 f"{KEY}: a process holds {error} and does not get on; stop it"
             ) from error
+
+    def _touch_pages(self) -> None:
+        """Maps all pages now: the first touch of one takes longer than writing it.
+
+        Reading suffices, and may run beside others' writing.
+        """
+        np.frombuffer(self._memory, dtype=np.uint8)[:: mmap.PAGESIZE].max()
 
     @property
     def name(self) -> str:
@@ -201,6 +213,14 @@ class HostArena:
             if slot is not None:
                 self._used[slot] = now_ns - number
 
+    @property
+    def num_hits(self) -> int:
+        """Changes when a worker has found blocks that it wants; two counts may fall together."""
+        return self._hits[0]
+
+    def note_hit(self) -> None:
+        self._hits[0] = (self._hits[0] + 1) % 2**64
+
     def is_unchanged(self, block: HostBlock) -> bool:
         """Whether a block has been all the time what it was when it was found. Any thread."""
         return self._words[block.slot] == block.word
@@ -233,17 +253,25 @@ class HostArena:
         """
         taken: list[int] = []
         while len(taken) < num_blocks:
-            free = self._slots(FREE, self.member)[: num_blocks - len(taken)]
-            if len(free) > 0:
+            if not self._own:
+                self._own = self._slots(FREE, self.member).tolist()
+            if self._own:
                 with self._locked(pool_byte(self.member)) as is_held:
                     if not is_held:
                         break
-                    free = free[self._is(free, FREE, self.member)]  # one may have been stolen
-                    self._move(free, WRITING, self.member)
-                    self._taken.update((slot, self._words[slot]) for slot in free.tolist())
-                taken += free.tolist()
+                    taken += self._take_own(num_blocks - len(taken))
             elif not self._refill():
                 break
+        return taken
+
+    def _take_own(self, num_blocks: int) -> list[int]:
+        """Of what was in the pool, unless it has been stolen; the pool's lock is held."""
+        free = np.array(self._own[:num_blocks], dtype=np.int64)
+        del self._own[:num_blocks]
+        free = free[self._is(free, FREE, self.member)]
+        self._move(free, WRITING, self.member)
+        taken: list[int] = free.tolist()
+        self._taken.update((slot, self._words[slot]) for slot in taken)
         return taken
 
     def publish(

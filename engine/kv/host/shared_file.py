@@ -8,11 +8,13 @@ lock, too; what it guards must make sense at any point.
     byte 0       LIFE      who creates, joins, leaves or removes the file
     byte 1       SHARED    the reserve and the index (engine/kv/host/arena.py)
     bytes 2 ...  members: held for life        bytes 66 ...  their pools of free blocks
+    byte 130     CLAIM     shared by processes that load a model first, and join then
 
 The file is this user's alone: one that others made, or can open, is refused.
 
-If every process was killed, the file stays: those that restart find what they had stored. When
-nobody has for a minute, a supervisor on this machine removes it (`UnusedFiles`), and so does who
+If every process was killed, the file stays: those that restart find what they had stored. They
+claim it when they start (`claimed`), since loading takes minutes. When nobody has it or claims it
+for a minute, a supervisor on this machine removes it (`UnusedFiles`), and so does who
 finds no room for another. Knows nothing of what the file holds.
 """
 
@@ -37,12 +39,13 @@ SHARED = 1
 _LIFE = 0
 _FIRST_MEMBER = 2
 _FIRST_POOL = _FIRST_MEMBER + MAX_MEMBERS
+_CLAIM = _FIRST_POOL + MAX_MEMBERS
 _FLOCK = struct.Struct("hhqqi4x")  # type, whence, start, length, pid
 _LIFE_WAIT_S = 30.0
 _SLOWEST_BYTES_S = 2**28  # of taking memory, on a machine that does other things: 4 s a GiB
 _LEAVE_WAIT_S = 5.0
 _POLL_S = 50e-6
-UNUSED_S = 60.0  # a worker restarts within it
+UNUSED_S = 60.0  # a worker's process restarts within it
 KEY = "cache.host_gib"
 
 
@@ -134,7 +137,7 @@ class SharedFile:
         self._has_left = True
         with self.locked(_LIFE, _LEAVE_WAIT_S):
             _unlock(self.fd, _FIRST_MEMBER + self.member)
-            if not _has_members(self.fd) and _is_at(self.fd, self.path):
+            if not _is_wanted(self.fd) and _is_at(self.fd, self.path):
                 self.path.unlink()
 
     def close(self) -> None:
@@ -166,14 +169,23 @@ def _opened(name: str) -> Iterator[tuple[Path, int] | None]:
         os.close(fd)
 
 
+@contextmanager
+def claimed(name: str) -> Iterator[None]:
+    """Keeps the file, if there is one, for this process, which joins it within the context."""
+    with _opened(name) as found:
+        if found is not None:
+            _set_lock(found[1], _CLAIM, fcntl.F_RDLCK)
+        yield
+
+
 def remove_if_unused(name: str) -> bool:
-    """Removes the file if no process uses it; False if one does, or it is another user's."""
+    """Removes the file if no process uses or claims it; False if one does, or it is another's."""
     with _opened(name) as found:
         if found is None:
             return False
         path, fd = found
         # Whoever creates or joins it holds LIFE, and looks afterwards whether it still exists.
-        is_unused = _try_lock(fd, _LIFE) and not _has_members(fd) and _is_at(fd, path)
+        is_unused = _try_lock(fd, _LIFE) and not _is_wanted(fd) and _is_at(fd, path)
         if is_unused:
             path.unlink()
         return is_unused
@@ -215,7 +227,7 @@ def _is_used(name: str) -> bool:
     except OSError:
         return True  # another user's, or gone
     try:
-        return _has_members(fd) or not _is_private(fd)
+        return _is_wanted(fd) or not _is_private(fd)
     finally:
         os.close(fd)
 
@@ -286,8 +298,17 @@ def _is_at(fd: int, path: Path) -> bool:
     return False
 
 
+def _is_wanted(fd: int) -> bool:
+    return _has_members(fd) or _has_locks(fd, _CLAIM, 1)
+
+
 def _has_members(fd: int) -> bool:
-    asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, _FIRST_MEMBER, MAX_MEMBERS, 0)
+    return _has_locks(fd, _FIRST_MEMBER, MAX_MEMBERS)
+
+
+def _has_locks(fd: int, first: int, num_bytes: int) -> bool:
+    """Whether other open files hold locks on any of these bytes."""
+    asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, first, num_bytes, 0)
     found: int = _FLOCK.unpack(fcntl.fcntl(fd, fcntl.F_OFD_GETLK, asked))[0]
     return found != fcntl.F_UNLCK
 

@@ -5,8 +5,15 @@
 
 Called on the thread that steps. Two threads beside it wait for copies and make digests, one for
 each direction, so that a load never waits for a save. The tier only ever loses blocks: if no block
-of the arena is to be had, or another process is in the way, an evicted block is dropped. Knows no
-requests, no device cache and no tensors.
+of the arena is to be had, or another process is in the way, an evicted block is dropped.
+
+Copies that nobody comes back for are a waste. So when as many blocks were evicted as the arena
+holds, and no worker has found one meanwhile, a sixteenth of the evicted blocks is stored, many
+in a row, until one is found. If what comes back does so too late for the arena, that keeps some of
+it there, where storing all would have kept none: bimodal insertion (Qureshi et al., "Adaptive
+insertion policies for high performance caching", ISCA 2007).
+
+Knows no requests, no device cache and no tensors.
 """
 
 import logging
@@ -33,7 +40,9 @@ _PRIOR_BYTES_S = 2e9
 _LOAD_FLOOR_S = 0.5e-3  # handing a load over to its thread, and hearing of its end
 _LEARNING_RATE = 0.2
 _COUNT_EVERY_S = 0.1
+_TRIED_SHARE = 16  # where nothing is ever found, 1/16 of what is evicted is stored
 _CLOSE_S = 5.0
+_COUNTED = ("stored", "known", "dropped", "skipped", "loaded", "corrupt", "gone")
 
 
 class BlockMover(Protocol):
@@ -51,6 +60,7 @@ class TierStatistics:
     num_stored: int
     num_known: int  # evicted from the device, and in the arena already
     num_dropped: int  # evicted, and not stored: no block of the arena was to be had
+    num_skipped: int  # evicted, and not stored: nothing that is stored is ever found
     num_loaded: int  # into blocks of the device, and checked
     num_corrupt: int  # loaded, and not what was stored
     num_gone: int  # evicted from the arena while they were loaded
@@ -105,7 +115,9 @@ class HostTier:
         self._loads: list[HostLoad] = []
         self._num_loading = 0  # blocks, of `_loads`
         self._block_s = arena.block_bytes / _PRIOR_BYTES_S
-        self._counts = dict.fromkeys(("stored", "known", "dropped", "loaded", "corrupt", "gone"), 0)
+        self._counts = dict.fromkeys(_COUNTED, 0)
+        self._num_in_vain = 0  # blocks evicted since a worker has found one
+        self._num_hits = arena.num_hits
         self._counted = -_COUNT_EVERY_S, 0  # when, and how many blocks were stored
         self._is_off = False
         self._wake: Callable[[], None] = _nothing
@@ -127,6 +139,9 @@ class HostTier:
         """Takes blocks (id, hash) that the device cache has evicted, in that order."""
         if self._is_off:
             return
+        if self._is_in_vain(len(evicted)):
+            self._counts["skipped"] += len(evicted)
+            return
         hashes = [name for _, name in reversed(evicted)]  # a sequence's first go last
         is_new = [name not in self._saving and not self._arena.num_found([name]) for name in hashes]
         self._arena.touch([name for name, new in zip(hashes, is_new, strict=True) if not new])
@@ -144,6 +159,15 @@ class HostTier:
         self._saving.update(save.hashes)
         self._saves.append(save)
         self._save_lane.post(lambda: self._finish(save))
+
+    def _is_in_vain(self, num_evicted: int) -> bool:
+        """Whether not to store so many more blocks, because nothing is ever found."""
+        num_hits, num_blocks = self._arena.num_hits, self._arena.num_blocks
+        if num_hits != self._num_hits:
+            self._num_hits, self._num_in_vain = num_hits, 0
+        num_rounds, place = divmod(self._num_in_vain, num_blocks)
+        self._num_in_vain += num_evicted
+        return num_rounds > 0 and place * _TRIED_SHARE >= num_blocks
 
     def _finish(self, save: _Save) -> None:
         try:
@@ -184,7 +208,9 @@ class HostTier:
         if self._is_off:
             return []
         found = self._arena.find(hashes)
-        self._arena.touch([block.block_hash for block in found])
+        if found:
+            self._arena.touch([block.block_hash for block in found])
+            self._arena.note_hit()
         return found
 
     def load_seconds(self, num_blocks: int) -> float:

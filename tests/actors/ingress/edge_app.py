@@ -47,7 +47,7 @@ from engine.messages import (
 )
 from engine.models.spec import load_spec
 from engine.plan import TokenLogprobs
-from engine.request import PromptScores, RequestKey
+from engine.request import Constraint, PromptScores, RequestKey
 from engine.text.chat_template import ChatTemplate, load_chat_template, read_template_text
 from engine.text.prompt_encoder import Encoded, PromptEncoder
 from engine.text.tokenizing import Tokenizing, load_tokenizer
@@ -71,6 +71,7 @@ class ScriptedWorkers:
     joins_before: int | None = None  # the token before which the KV has moved; None = it stays
     pause: Callable[[int], Coroutine[Any, Any, None]] | None = None  # before token i
     token_ids: Sequence[int] | None = None  # what is said; None = 100 and its followers
+    stops: bool = False  # the last token ends the answer; else its length does
     waited_s: float | None = None  # in the worker's queue
     num_together: int = 1  # tokens that come at once
 
@@ -95,7 +96,9 @@ class ScriptedWorkers:
         token_ids = (self.token_ids or said)[:num_tokens]
         num_tokens = len(token_ids)
         waiting: list[TokenRecord] = []
+        finish = "stop" if self.stops else "length"
         for index in range(num_tokens):
+            is_last = index == num_tokens - 1
             if self.pause is not None:
                 await self.pause(index)
             if index == self.joins_before:
@@ -108,10 +111,11 @@ class ScriptedWorkers:
                     logprobs=_logprobs(job, token_ids[index]),
                     num_cached_tokens=0 if index == 0 else None,
                     waited_s=self.waited_s if index == 0 else None,
-                    finish="length" if index == num_tokens - 1 else None,
+                    finish=finish if is_last else None,
+                    stop_token_id=token_ids[index] if is_last and self.stops else None,
                 )
             )
-            if len(waiting) == self.num_together or index == num_tokens - 1:
+            if len(waiting) == self.num_together or is_last:
                 yield waiting
                 waiting = []
 
@@ -168,6 +172,9 @@ class _Batchers:
 
     async def ask(self, request: TokenizeRequest) -> TokenizeReply:
         return TokenizeReply(token_ids=self._encoder.encode(request))
+
+    async def check(self, _: Constraint) -> None:
+        """Every constraint compiles."""
 
 
 @cache

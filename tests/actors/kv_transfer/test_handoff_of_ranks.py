@@ -30,15 +30,23 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankProcesses]:
         yield ranks
 
 
-@pytest.mark.parametrize("num_kv_heads", [1, 2])
+@pytest.mark.parametrize(
+    ("architecture", "settings"),
+    [
+        ("Qwen3ForCausalLM", {"num_key_value_heads": 1}),
+        ("Qwen3ForCausalLM", {"num_key_value_heads": 2}),
+        ("DeepseekV2ForCausalLM", {"first_k_dense_replace": 2}),
+    ],
+    ids=["one KV head", "two KV heads", "latents"],
+)
 def test_an_answer_is_one_process_s_however_many_ranks_its_two_workers_have(
-    num_kv_heads: int, two: RankProcesses, tmp_path: Path
+    architecture: str, settings: dict[str, object], two: RankProcesses, tmp_path: Path
 ) -> None:
-    """Greedy and drawn. Of one KV head both ranks hold a copy."""
+    """Greedy and drawn. Of one KV head, and of latents, both ranks hold a copy."""
     seed = random.randrange(2**31)
     print(f"seed {seed}")
     rng = random.Random(seed)
-    save_model(tmp_path, "Qwen3ForCausalLM", seed=seed, num_key_value_heads=num_kv_heads)
+    save_model(tmp_path, architecture, seed=seed, **settings)
     save_whole_numbers(tmp_path, seed)
     for params in (PARAMS, msgspec.structs.replace(PARAMS, temperature=0.0)):
         prompt = [rng.randrange(100) for _ in range(rng.randint(20, 40))]

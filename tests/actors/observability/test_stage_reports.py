@@ -15,7 +15,14 @@ from actors.routing.worker_links import WorkerLink
 from actors.worker.token_streams import TOTALS_EVERY_S, TokenStreams
 from configs.schema import LifetimesConfig
 from engine.clock import ManualClock
-from engine.messages import HandoffTotals, HostTierLoad, StepMessage, TokenRecord, decode
+from engine.messages import (
+    ExpertTotals,
+    HandoffTotals,
+    HostTierLoad,
+    StepMessage,
+    TokenRecord,
+    decode,
+)
 from engine.request import RequestKey
 from tests.actors.ingress.edge_app import IDLE, edge_app
 from tests.engine.scheduling.replica import Replica, prompt_of
@@ -130,6 +137,37 @@ def test_totals_of_workers_are_exported_as_they_are() -> None:
     assert f"laps_handoff_bytes_total{{{labels}}} 4096.0" in lines
     assert f"laps_handoff_failures_total{{{labels}}} 2.0" in lines
     assert sum(line.startswith("laps_handoff_bytes_total") for line in lines) == 1
+
+
+def test_tokens_of_experts_are_exported_by_layer_where_a_worker_counts_them() -> None:
+    metrics = IngressMetrics("m", RecentTtft(ManualClock()))
+    totals = ExpertTotals(
+        layers=(1, 3),
+        counts=((4, 0), (2, 2)),
+        expert_imbalance=(2.0, 1.0),
+        rank_imbalance=(1.5, 1.0),
+    )
+    links = [
+        WorkerLink(name="u", role="unified", load=IDLE, experts=totals),
+        WorkerLink(name="d", role="decode", load=IDLE),
+    ]
+    for _ in range(2):  # a scrape replaces the one before
+        metrics.refresh(links, 0, 0, None)
+    lines = prometheus_text(metrics.families()).decode().splitlines()
+    found = {line for line in lines if line.startswith("laps_expert_")}
+    start = 'model_name="m",role="unified",worker="u"'
+    expected = {
+        f'laps_expert_tokens_total{{expert="{expert}",layer="{layer}",{start}}} {count:.1f}'
+        for layer, counts in zip(totals.layers, totals.counts, strict=True)
+        for expert, count in enumerate(counts)
+    }
+    for name, numbers in (
+        ("laps_expert_imbalance", totals.expert_imbalance),
+        ("laps_expert_rank_imbalance", totals.rank_imbalance),
+    ):
+        for layer, number in zip(totals.layers, numbers, strict=True):
+            expected.add(f'{name}{{layer="{layer}",{start}}} {number}')
+    assert found == expected
 
 
 def test_what_a_host_tier_did_is_exported_by_worker() -> None:

@@ -6,10 +6,18 @@ from typing import Any
 
 import pytest
 
-from actors.worker.token_streams import TokenStreams
+from actors.worker.token_streams import TOTALS_EVERY_S, TokenStreams
 from configs.schema import LifetimesConfig
 from engine.clock import ManualClock
-from engine.messages import FailureRecord, LoadReport, StepMessage, TokenRecord, decode
+from engine.messages import (
+    ExpertTotals,
+    FailureRecord,
+    HandoffTotals,
+    LoadReport,
+    StepMessage,
+    TokenRecord,
+    decode,
+)
 from engine.request import RequestKey
 
 LOAD = LoadReport(queued_tokens=1, num_waiting=2, num_running=3, num_free_blocks=4, num_blocks=5)
@@ -335,5 +343,26 @@ def test_readers_are_found_by_prefix() -> None:
         await wire.connect("ingress-1")
         assert wire.streams.has_reader("ingress-")
         assert not wire.streams.has_reader("allocator")
+
+    _run(scenario)
+
+
+def test_totals_go_to_every_client_once_a_second() -> None:
+    experts = ExpertTotals(layers=(0,), counts=((3, 1),), expert_imbalance=(1.5,))
+    handoffs = HandoffTotals(num_done=1, num_bytes=2, num_failures=0)
+
+    async def scenario() -> None:
+        wire = Wire(load_report_every_s=0.001)
+        readers = [await wire.connect("a"), await wire.connect("b")]
+        wire.streams.report_experts(lambda: experts)
+        wire.streams.report_handoffs(lambda: handoffs)
+        for reader in readers:
+            early = await _next(reader)
+            assert (early.experts, early.handoffs) == (None, None)
+        wire.clock.advance(TOTALS_EVERY_S)
+        for reader in readers:
+            due, after = await _next(reader), await _next(reader)
+            assert (due.experts, due.handoffs) == (experts, handoffs)
+            assert (after.experts, after.handoffs) == (None, None)
 
     _run(scenario)

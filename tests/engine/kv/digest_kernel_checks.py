@@ -17,7 +17,7 @@ def check(seed: str) -> None:
             -(2**62), 2**62, (num_words,), dtype=torch.int64, generator=generator
         )
         block_ids = torch.tensor([4, 0, 3])
-        expected = block_digests(words, weights, block_ids, slab_bytes=9000)
+        expected = block_digests(words, weights, block_ids)
         assert torch.equal(digests(words, weights, block_ids), expected)
         for i, block in enumerate(block_ids.tolist()):
             pairs = zip(words[block].tolist(), weights.tolist(), strict=True)
@@ -27,8 +27,8 @@ def check(seed: str) -> None:
             bounds.min, bounds.max, (3, num_words), dtype=dtype, generator=generator
         )
         by_torch = words.clone()
-        expected = write_blocks(by_torch, staged, weights, block_ids, slab_bytes=9000)
+        expected = write_blocks(by_torch, staged, weights, block_ids)
         assert torch.equal(digests(words, weights, block_ids, staged), expected)
         assert torch.equal(words, by_torch)
-        assert torch.equal(block_digests(words, weights, block_ids, slab_bytes=9000), expected)
+        assert torch.equal(block_digests(words, weights, block_ids), expected)
     print("checked")

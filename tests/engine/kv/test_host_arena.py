@@ -14,7 +14,14 @@ from engine.errors import ConfigError
 from engine.kv.host import arena as arena_module
 from engine.kv.host import shared_file
 from engine.kv.host.arena import MIN_POOL_BLOCKS, REFILL_BLOCKS, HostArena
-from engine.kv.host.shared_file import FOLDER, PREFIX, UNUSED_S, UnusedFiles, remove_if_unused
+from engine.kv.host.shared_file import (
+    FOLDER,
+    PREFIX,
+    UNUSED_S,
+    UnusedFiles,
+    claimed,
+    remove_if_unused,
+)
 from tests.engine.kv.arena_process import (
     BLOCK_BYTES,
     FINGERPRINT,
@@ -287,6 +294,26 @@ def test_a_file_goes_when_nobody_has_used_it_for_long(
     again.close()
     arenas["used"].close()
     assert [path.name for path in tmp_path.iterdir()] == [f"{PREFIX}kept"]
+
+
+def test_a_file_stays_for_a_process_that_still_loads_its_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_file, "FOLDER", tmp_path)
+    unused = UnusedFiles(keep="")
+    with claimed("absent"):
+        assert unused.remove(0.0) == []
+    arena = open_arena("left")
+    shared_file._unlock(arena._file.fd, shared_file._FIRST_MEMBER + arena._file.member)
+    with claimed("left"), claimed("left"):  # two that restart
+        assert unused.remove(100.0) == unused.remove(900.0) == []
+        assert not remove_if_unused("left")
+        # A claim is no member with which another layout would have to agree.
+        other = HostArena("left", num_bytes=NUM_BYTES, block_bytes=512, fingerprint=FINGERPRINT)
+        other.close()
+        assert (tmp_path / f"{PREFIX}left").exists()
+    assert unused.remove(1000.0) == []
+    assert unused.remove(1000.0 + UNUSED_S) == ["left"]
 
 
 # ---- refusals -----------------------------------------------------------------------------------

@@ -192,6 +192,41 @@ def test_what_finds_no_room_is_dropped_the_beginning_of_a_sequence_last(world: W
     assert world.tier.statistics().num_dropped == 6
 
 
+def test_where_nothing_is_ever_found_a_sixteenth_is_stored(world: World) -> None:
+    def evict(numbers: range) -> int:
+        """In groups of four; returns how many were stored."""
+        before = world.tier.statistics().num_stored
+        for first in numbers[::4]:
+            world.tier.save([(i % NUM_BLOCKS, name_of(i)) for i in range(first, first + 4)])
+            world.settle()
+        return world.tier.statistics().num_stored - before
+
+    assert evict(range(64)) == 64, "the arena holds as many"
+    assert evict(range(100, 100 + 16 * 64)) == 16 * 4
+    world.tier.find([name_of(10**6)])
+    assert evict(range(2000, 2000 + 64)) == 4, "it was not there"
+    assert world.tier.find(world.arena.hashes()[:1])
+    assert evict(range(3000, 3064)) == 64
+    assert world.tier.statistics().num_skipped == 17 * 60
+
+
+def test_what_another_worker_finds_counts_as_found(world: World) -> None:
+    other = HostArena(
+        world.arena.name.removeprefix(PREFIX),
+        num_bytes=64 * (LAYOUT.block_bytes + 56) + 2**21 + 4128,
+        block_bytes=LAYOUT.block_bytes,
+        fingerprint=bytes(16),
+    )
+    world.save(range(40))
+    world.settle()
+    world.save(range(20))
+    other.note_hit()
+    world.tier.save([(i, name_of(100 + i)) for i in range(20)])
+    world.settle()
+    other.close()
+    assert world.tier.statistics().num_skipped == 0
+
+
 def test_progress_is_told_from_other_threads(world: World) -> None:
     told: list[None] = []
     world.tier.on_progress(lambda: told.append(None))

@@ -156,14 +156,6 @@ def test_a_digest_sees_bits_where_numbers_compare_equal_or_not_at_all() -> None:
     assert store.digest_staged(data) == store.digest_staged(data.clone())
 
 
-def test_digests_in_slabs_equal_digests_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = _store("float16")
-    at_once = store.digest(list(range(9)))
-    monkeypatch.setattr("engine.kv.store._DIGEST_SLAB_BYTES", 2 * store.layout.block_bytes + 1)
-    assert store.digest(list(range(9))) == at_once
-    assert store.digest_staged(store.tensor) == at_once
-
-
 def test_digest_words_wrap_around_in_64_bits() -> None:
     layout = KvLayout.with_heads(
         num_layers=1, block_size=1, num_kv_heads=1, head_dim=4, dtype="float32"

@@ -167,10 +167,14 @@ def test_null_is_false_where_transformers_reads_it_so(key: str, tmp_path: Path) 
     assert_same_logits(driver.logits_in_chunks(0, 7), theirs)
 
 
-def test_ranks_cannot_share_latents_yet(tmp_path: Path) -> None:
-    save_model(tmp_path, V2)
-    with pytest.raises(ConfigError, match=r"tensor_parallel_size.*latent attention.*replicas"):
-        build_model(tmp_path, dtype=torch.float32, device=CPU, rank=Rank(0, 2))
+def test_ranks_share_heads_and_keep_whole_latents(tmp_path: Path) -> None:
+    spec = load_spec(_write(tmp_path, V2_LITE))
+    part = spec.of_rank(Rank(3, 8))
+    assert (part.num_heads, part.latent) == (2, spec.latent)
+    layout = {"block_size": 16, "dtype": "bfloat16"}
+    assert part.kv_layout(**layout) == spec.kv_layout(**layout)
+    with pytest.raises(ConfigError, match=r"3 ranks cannot share 16 query heads"):
+        spec.of_rank(Rank(0, 3))
 
 
 def test_a_model_may_be_dense_or_without_shared_experts(tmp_path: Path) -> None:

@@ -271,7 +271,7 @@ def test_bases_stand_in_the_sections_of_gemma3_or_beside_them(
         ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is not supported"),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping is not supported"),
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention true"),
-        ({"hidden_activation": "relu"}, "'relu' is not supported for Gemma 3"),
+        ({"hidden_activation": "relu"}, "'relu' is not supported for Gemma"),
         ({"rope_parameters": {"full_attention": {}}}, "full_attention is missing"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "beside rope_parameters"),
         (

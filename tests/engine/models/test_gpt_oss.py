@@ -19,6 +19,7 @@ from engine.models.llama_weights import Rank, num_parameters
 from engine.models.mixture import build_mixture
 from engine.models.quantization import GPT_OSS_MXFP4
 from engine.models.quantized_formats import read_numbers
+from engine.models.quantized_tensors import check_shares
 from engine.models.registry import build_model
 from engine.models.spec import load_spec
 from engine.models.weights import load_weights, random_weights
@@ -208,6 +209,24 @@ def test_every_byte_and_scale_of_mxfp4_is_that_of_transformers() -> None:
     assert found.numbers is not None
     ours = e2m1_values(found.numbers) * found.scales.float().repeat_interleave(32, dim=1)
     assert torch.equal(ours.bfloat16(), theirs)
+
+
+@pytest.mark.parametrize(("num_ranks", "num_units"), [(4, 720), (8, 360)])
+def test_ranks_of_a_gpu_cannot_cut_published_experts_but_can_share_them_out(
+    num_ranks: int, num_units: int, tmp_path: Path
+) -> None:
+    """gpt-oss's sizes: known before anything is loaded. A CPU computes any part."""
+    sizes = {"hidden_size": 2880, "intermediate_size": 2880, "num_local_experts": 32}
+    heads = {"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64}
+    save_model(tmp_path, NAME, num_hidden_layers=1)
+    edit_config(tmp_path, quantization_config={"quant_method": "mxfp4"}, **sizes, **heads)
+    rank, cut = Rank(1, num_ranks), load_spec(tmp_path)
+    named = rf"experts.0.*: a rank's .* {num_units} inputs .*workers\.expert_parallel to true"
+    with pytest.raises(ConfigError, match=named):
+        check_shares(cut, rank, is_on_gpu=True)
+    check_shares(cut, rank)
+    check_shares(cut, Rank(1, 2), is_on_gpu=True)
+    check_shares(load_spec(tmp_path, is_expert_parallel=True), rank, is_on_gpu=True)
 
 
 # ---- what is refused -----------------------------------------------------------------------------

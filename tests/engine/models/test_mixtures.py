@@ -451,8 +451,8 @@ def test_what_a_mixture_cannot_be_is_refused(
 
 
 def test_mixtral_has_defaults_of_its_own(tmp_path: Path) -> None:
-    _write(tmp_path, architectures=["MixtralForCausalLM"], num_key_value_heads=None)
-    edit_config(tmp_path, remove=("rope_theta", "num_experts_per_tok"))
+    _write(tmp_path, architectures=["MixtralForCausalLM"])
+    edit_config(tmp_path, remove=("rope_theta", "num_experts_per_tok", "num_key_value_heads"))
     spec = load_spec(tmp_path)
     assert (spec.rms_norm_eps, spec.rope.theta, spec.num_kv_heads) == (1e-5, 1e6, 8)
     assert spec.mixture is not None

@@ -74,6 +74,10 @@ class _CountedSlice:
     def __init__(self, whole: Any) -> None:
         self._whole = whole
 
+    def get_shape(self) -> list[int]:
+        shape: list[int] = self._whole.get_shape()
+        return shape
+
     def __getitem__(self, share: tuple[slice, ...]) -> Tensor:
         return _CountedFile._count(self._whole[share])
 
@@ -93,6 +97,35 @@ def test_a_rank_reads_its_slices_and_no_more(
         assert _CountedFile.num_bytes == own_bytes
         # Beside its share only norms, the biases of sums, and KV heads that are held twice.
         assert own_bytes < file_bytes / num_ranks + 0.15 * file_bytes
+
+
+@pytest.mark.parametrize("architecture", ["Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM"])
+def test_a_rank_reads_its_experts_and_no_others(
+    architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In both layouts of the files; random experts are those of one model, too."""
+    experts = {"num_experts": 8} if architecture.startswith("Qwen") else {}
+    model = save_model(tmp_path / "parts", architecture, **experts)
+    model.save_pretrained(tmp_path / "fused", save_original_format=False)
+    monkeypatch.setattr(weights, "safe_open", _CountedFile)
+    whole = load_weights(
+        tmp_path / "parts", load_spec(tmp_path / "parts"), dtype=torch.float32, device=CPU
+    )
+    given = {"dtype": torch.float32, "device": CPU}
+    drawn = random_weights(load_spec(tmp_path / "parts"), **given, seed=4)
+    for index in range(4):
+        rank = Rank(index, 4)
+        for name in ("parts", "fused"):
+            spec = load_spec(tmp_path / name, is_expert_parallel=True)
+            _CountedFile.num_bytes = 0
+            own = load_weights(tmp_path / name, spec, **given, rank=rank).layers[1]
+            parts = _parts_of(spec, rank)
+            assert _CountedFile.num_bytes == sum(part.tensor.nbytes for part in parts.values())
+            random = random_weights(spec, **given, rank=rank, seed=4).layers[1]
+            for held, all_ranks in ((own, whole.layers[1]), (random, drawn.layers[1])):
+                for field in ("gate_up", "down"):
+                    mine, theirs = getattr(held, field).data, getattr(all_ranks, field).data
+                    assert torch.equal(mine, theirs.chunk(4)[index])
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])

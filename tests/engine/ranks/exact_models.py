@@ -19,10 +19,12 @@ from engine.layers.context import Comm
 from engine.layers.vocabulary import SharedEmbedding, SharedHead
 from engine.models.llama import CausalLM, attention_shape
 from engine.models.llama_weights import Split, StackedTensor
-from engine.models.registry import build_model
+from engine.models.registry import AS_PUBLISHED, WeightSource, build_model
 from engine.ranks.comm import GlooRanks
 from engine.ranks.rank import Rank
-from kernels.attention.phased import PhasedAttention
+from kernels.attention.latent import LatentShape, PhasedLatent
+from kernels.attention.latent_reference import ReferenceLatent
+from kernels.attention.phased import PhasedAttention, Phases
 from kernels.attention.reference import ReferenceAttention
 from kernels.moe import form, reference
 from kernels.moe.routes import Routes
@@ -60,6 +62,13 @@ class SnappingAttention(ReferenceAttention):
         return _snap(super().run(*args, **named))
 
 
+class SnappingLatent(ReferenceLatent):
+    """Each head's result ends on the grid."""
+
+    def run(self, *args: Any, **named: Any) -> Tensor:
+        return _snap(super().run(*args, **named))
+
+
 class SnappingGraphAttention(RowTensorAttention):
     """Each head's result ends on the grid."""
 
@@ -80,14 +89,23 @@ def save_whole_numbers(folder: Path, seed: int) -> None:
 
 
 def build_exact(
-    folder: Path, rank: Rank, *, captures: bool = False
-) -> tuple[CausalLM, PhasedAttention]:
+    folder: Path,
+    rank: Rank,
+    *,
+    captures: bool = False,
+    source: WeightSource = AS_PUBLISHED,
+) -> tuple[CausalLM, Phases]:
     """The rank's model, and the attention that goes with it.
 
     captures: the attention can be in graphs, as `RerunRecorder` makes them; it knows no windows.
     """
-    model = build_model(folder, dtype=torch.float32, device=CPU, ops=SnappingOps(), rank=rank)
+    model = build_model(
+        folder, dtype=torch.float32, device=CPU, ops=SnappingOps(), rank=rank, source=source
+    )
     shape = attention_shape(model.spec)
+    if isinstance(shape, LatentShape):
+        latent = SnappingLatent(shape, block_size=4, dtype=torch.float32, device=CPU)
+        return model, PhasedLatent(prefill=latent, decode=latent, graph=None)
     if captures:
         both = SnappingGraphAttention(shape)
         return model, PhasedAttention(prefill=both, decode=both, graph=both, prompt_graph=both)
@@ -158,6 +176,14 @@ def _other_order(self: SharedHead, hidden: Tensor, comm: Comm) -> Tensor:
     return torch.cat(list(by_rank.flip(0)), dim=1)[:, : sum(self._num_ids)]
 
 
+def _next_experts(held_routes: Any) -> Any:
+    def of_others(routes: Routes, held: range) -> Routes:
+        found: Routes = held_routes(routes, range(held.start + 1, held.stop + 1))
+        return found
+
+    return of_others
+
+
 _FAULTS: dict[str, Any] = {
     "another rank's KV head": lambda: patch.object(Rank, "share", _other_kv_head),
     "a bias on every rank": lambda: patch.object(StackedTensor, "is_on", lambda self, rank: True),
@@ -171,6 +197,22 @@ _FAULTS: dict[str, Any] = {
     "sums of one rank": lambda: patch.object(GlooRanks, "all_reduce", lambda self, x: x),
 }
 FAULTS = tuple(_FAULTS)
+_EXPERT_FAULTS: dict[str, Any] = {
+    "another rank's experts": lambda: patch.object(
+        reference, "held_routes", _next_experts(reference.held_routes)
+    ),
+    "all routes taken for a rank's own": lambda: patch.object(
+        reference, "held_routes", lambda routes, held: _wrapped(routes, held)
+    ),
+    "a part of a shared expert on every rank, not added": lambda: patch.object(
+        GlooRanks, "all_reduce", lambda self, x: x
+    ),
+}
+EXPERT_FAULTS = tuple(_EXPERT_FAULTS)
+
+
+def _wrapped(routes: Routes, held: range) -> Routes:
+    return replace(routes, ids=routes.ids.remainder(len(held)))
 
 
 @contextmanager
@@ -179,5 +221,5 @@ def planted(fault: str | None) -> Iterator[None]:
     if fault is None:
         yield
         return
-    with _FAULTS[fault]():
+    with (_FAULTS | _EXPERT_FAULTS)[fault]():
         yield

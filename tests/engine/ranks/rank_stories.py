@@ -14,14 +14,15 @@ from torch import Tensor
 
 from engine.errors import ConfigError, EngineError
 from engine.layers.context import Comm
-from engine.models.registry import build_model
+from engine.models.registry import AS_PUBLISHED, WeightSource, build_model
 from engine.models.weights import load_weights
 from engine.plan import StepResult
 from engine.request import SamplingParams
-from engine.runner.auto import Calibration, Limits
-from engine.runner.calibration import calibrate
+from engine.runner.auto import Calibration, Limits, StepSizes
+from engine.runner.calibration import Room, calibrate
 from engine.runner.graph_sizes import ragged_sizes
 from engine.runner.overlap_rule import OverlapRule
+from engine.runner.overlap_trials import WHOLE, OverlapTrials
 from engine.runner.replica import num_blocks_that_fit
 from engine.sampling.embeddings import Embeddings
 from tests.engine.ranks.exact_models import build_exact, planted, snapped_mixtures
@@ -29,8 +30,10 @@ from tests.engine.runner.graph_story import RerunRecorder
 from tests.engine.runner.step_driver import GREEDY, StepDriver
 from tests.harness.in_process import start_engine
 
+NUM_TRIED_STEPS = 2
 EVERY_STEP = OverlapRule(min_prompt_tokens=2, min_decode_rows=2)
 DRAWN = SamplingParams(max_tokens=64, temperature=1.2, top_p=0.9, seed=5, ignore_eos=True)
+EXPERT_PARALLEL = WeightSource(is_expert_parallel=True)
 SCORED = msgspec.structs.replace(GREEDY, prompt_logprobs=3, logprobs=2)
 
 
@@ -40,17 +43,20 @@ def tell(
     fault: str | None = None,
     captures: bool = False,
     overlaps: bool = False,
+    source: WeightSource = AS_PUBLISHED,
 ) -> list[Tensor | StepResult]:
     """Chunks, decode steps and both ways through the last layer; the same steps on every rank."""
     skips = patch("engine.runner.executor._MIN_TOKENS_TO_SKIP_QUERIES", 9)
     with planted(fault), snapped_mixtures(), skips:
-        model, attention = build_exact(folder, comm.rank, captures=captures)
+        model, attention = build_exact(folder, comm.rank, captures=captures, source=source)
         driver = StepDriver(model, seed=1, phased=attention, comm=comm)
+        if overlaps:
+            driver.executor.overlap_two_batches(EVERY_STEP, threshold=0.48)
         if captures:
             sizes = ragged_sizes(8, 32)
             driver.executor.capture_graphs(RerunRecorder(), lambda _: None, prompts=sizes)
-        if overlaps:
-            driver.executor.overlap_two_batches(EVERY_STEP, threshold=0.48)
+        if captures and overlaps:
+            driver.executor.capture_split_decodes(RerunRecorder(), lambda _: None, min_rows=2)
         found: list[Tensor | StepResult] = []
         driver.admit(0, [5, 130, 7, 66, 9, 65, 0, 33, 98], params=GREEDY)
         driver.admit(1, list(range(20, 60)), params=DRAWN)
@@ -65,12 +71,39 @@ def tell(
         split = driver.executor.statistics().two_batches
         assert (split is not None) == overlaps
         if split is not None:
-            assert split.num_split_prompts >= split.num_two_chunk > 0
-            assert split.num_split_decodes == 4
+            replayed_and_not = split.num_replayed, split.num_split_decodes
+            assert replayed_and_not == ((4, 0) if captures else (0, 4))
+            # What replays a graph with prompts is not split; here only scores do not.
+            assert (split.num_two_chunk > 0) == (split.num_split_prompts > 0)
+            assert split.num_split_prompts > 0
         driver.release(0)
         driver.admit(0, [4, 3, 2])
         found += driver.logits({0: 3}).values()
         return found
+
+
+def try_overlap(comm: Comm, folder: Path, captures: bool) -> list[object]:
+    """Lag and thresholds where every trial counts as a gain; then what the executor replays."""
+    model, attention = build_exact(folder, comm.rank, captures=captures)
+    executor = StepDriver(model, seed=1, phased=attention, comm=comm, num_blocks=80).executor
+    executor.overlap_two_batches(WHOLE, threshold=0.48)
+    if captures:
+        executor.capture_graphs(RerunRecorder(), lambda _: None, prompts=ragged_sizes(8, 32))
+    said: list[str] = []
+    room = Room(StepSizes(max_rows=8, max_tokens=256, max_graph_rows=8), 4, 80, 120)
+    trials = OverlapTrials(executor, room, comm, said.append)
+    with (
+        patch("engine.runner.overlap_tuning.MIN_SPEEDUP", 0.0),
+        patch("engine.runner.overlap_trials.MIN_DECODE_ROWS", 4),
+        patch("engine.runner.overlap_trials.NUM_STEPS", NUM_TRIED_STEPS),
+        patch("engine.runner.overlap_tuning.NUM_STEPS", NUM_TRIED_STEPS),
+    ):
+        found: list[object] = [trials.decode_lag()]
+        if captures:
+            executor.capture_split_decodes(RerunRecorder(), lambda _: None, min_rows=4)
+        found += [trials.min_prompt_tokens(32 if captures else 0), trials.min_decode_rows()]
+    assert executor.two_batches.rule is WHOLE
+    return [*found, len(said), executor.statistics().two_batches]
 
 
 def _untimed(result: StepResult) -> StepResult:
@@ -89,9 +122,11 @@ def embed(comm: Comm, folder: Path) -> list[bytes]:
     return [result.embeddings[0], result.embeddings[1]]
 
 
-def logits_of(comm: Comm, folder: Path, token_ids: list[int]) -> Tensor:
+def logits_of(
+    comm: Comm, folder: Path, token_ids: list[int], source: WeightSource = AS_PUBLISHED
+) -> Tensor:
     device = torch.device("cpu")
-    model = build_model(folder, dtype=torch.float32, device=device, rank=comm.rank)
+    model = build_model(folder, dtype=torch.float32, device=device, rank=comm.rank, source=source)
     driver = StepDriver(model, seed=2, comm=comm)
     driver.admit(0, token_ids)
     return driver.logits_in_chunks(0, 7)

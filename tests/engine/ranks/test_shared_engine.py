@@ -17,7 +17,7 @@ from tests.engine.ranks.rank_stories import choices_of, fail_to_load, fitting_bl
 from tests.harness.in_process import Answer, answer, start_engine
 from tests.harness.rank_processes import TIMEOUT_S, RankProcesses
 from tests.harness.shared_engine import SharedEngine
-from tests.harness.tiny_models import save_embedding_model
+from tests.harness.tiny_models import save_embedding_model, save_model
 
 MODEL = Path(__file__).parents[3] / "demo_model" / "laps-demo"
 SETTINGS = {
@@ -183,6 +183,25 @@ def test_embeddings_are_those_of_one_rank(ranks: RankProcesses, tmp_path: Path) 
         assert len(vectors[0]) == 64
 
 
+@pytest.mark.parametrize("architecture", ["Qwen2MoeForCausalLM", "DeepseekV3ForCausalLM"])
+def test_an_engine_with_whole_experts_on_each_rank_gives_the_answers_of_one(
+    architecture: str, ranks: RankProcesses, tmp_path: Path
+) -> None:
+    """Greedy, drawn and from a cached prefix; of latents too."""
+    save_model(tmp_path, architecture, seed=11)
+    settings = SETTINGS | {"model__path": str(tmp_path), "scheduler__max_num_batched_tokens": 32}
+    greedy = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True, logprobs=2)
+    drawn = SamplingParams(max_tokens=9, temperature=0.9, seed=4, ignore_eos=True)
+    requests = [(range(10 * i, 13 * i + 40), (greedy, drawn)[i % 2]) for i in range(5)]
+    theirs = answer(start_engine(**settings), requests)
+    together = SharedEngine(ranks, settings | {"workers__expert_parallel": True})
+    try:
+        for _ in range(2):
+            _assert_same(answer(together.engine, requests), theirs)
+    finally:
+        together.end()
+
+
 def test_a_rank_keeps_its_heads_and_knows_the_whole_model(
     shared: SharedEngine, alone: Engine
 ) -> None:
@@ -235,3 +254,28 @@ def test_a_rank_that_cannot_build_keeps_no_other_waiting(tmp_path: Path) -> None
     assert first.startswith("WorkerError: rank 0 of 2: all_gather failed; another rank died")
     assert second == "ConfigError: no such file"
     assert time.monotonic() - start_s < TIMEOUT_S
+
+
+@pytest.mark.nightly
+def test_thresholds_of_two_batches_may_be_measured_at_the_start(
+    ranks: RankProcesses, alone: Engine
+) -> None:
+    """Whatever the measurements say, ranks agree on it and answers stay."""
+    measured = {
+        "execution__enable_two_batch_overlap": True,
+        "execution__tbo_min_prompt_tokens": "measured",
+        "execution__tbo_min_decode_rows": "measured",
+        "scheduler__max_num_seqs": 24,
+    }
+    asks = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+    requests = [(prompt * 3, asks) for prompt in _prompts(TEXTS)] * 5
+    shared = SharedEngine(ranks, SETTINGS | measured)
+    try:
+        _assert_same(answer(shared.engine, requests), answer(alone, requests))
+    finally:
+        shared.end()
+
+
+def test_a_second_stream_without_graphs_is_refused() -> None:
+    with pytest.raises(ConfigError, match="dual_stream_token_threshold: only steps that replay"):
+        start_engine(**SETTINGS, execution__dual_stream_token_threshold=1024)

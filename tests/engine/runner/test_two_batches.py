@@ -250,3 +250,22 @@ def test_samples_of_a_cut_row_must_lie_in_one_half(exact: Path) -> None:
     several = msgspec.structs.replace(batch, sampling=batch.sampling.repeat(6))
     assert batches.split(several) is None
     assert batches.split(msgspec.structs.replace(batch, sampling=batch.sampling.repeat(5)))
+
+
+def test_rows_that_verify_are_split_between_rows(exact: Path) -> None:
+    """As if every token were a sample: 3 rows of 4 are not cut, though 4 and 8 are uneven."""
+    with snapped_mixtures():
+        model, attention = build_exact(exact, WHOLE_MODEL)
+        driver = StepDriver(model, seed=1, phased=attention)
+        for row in range(3):
+            driver.admit(row, list(range(row, row + 4)))
+        plan = driver.plan(dict.fromkeys(range(3), 4), samples=True)
+        driver.executor._apply_rows(plan)
+        batch = driver.executor._write_batch(plan, driver.executor._buffers)
+    batches = TwoBatches(model, EVERY_STEP, threshold=0.48, block_size=4)
+    assert batches.split(batch) == BatchSplit(row=1, row_tokens=2, token=6)
+    verifying = msgspec.structs.replace(batch, sampling=batch.sampling.repeat(4))
+    assert batches.split(verifying) == BatchSplit(row=1, token=4, is_decode=True)
+    # Where others compute prompts, a cut that would part a row's samples moves to the rows' border.
+    beside = msgspec.structs.replace(batch, sampling=batch.sampling[1:].repeat(4))
+    assert batches.split(beside) == BatchSplit(row=2, token=8)

@@ -49,8 +49,10 @@ def exact_arithmetic() -> Iterator[None]:
         yield
 
 
-def save_exact_model(folder: Path, *, seed: int, **settings: object) -> None:
-    save_model(folder, seed=seed, **settings)
+def save_exact_model(
+    folder: Path, architecture: str = "LlamaForCausalLM", *, seed: int, **settings: object
+) -> None:
+    save_model(folder, architecture, seed=seed, **settings)
     save_whole_numbers(folder, seed)
 
 

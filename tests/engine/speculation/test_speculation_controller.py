@@ -1,8 +1,10 @@
 """The gates, the budget and the purse of speculation, without an engine."""
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -40,15 +42,30 @@ def offer(max_drafts: list[int], **changes: object) -> StepOffer:
     return StepOffer(max_drafts=max_drafts, **fields)  # type: ignore[arg-type]
 
 
+def most(
+    controller: SpeculationController, key: object, temp: float, limit: int | None = None
+) -> int:
+    """The drafts that one request may have now."""
+    (gate,) = controller.max_drafts([key])  # type: ignore[list-item]
+    return min(gate, controller.bound(temp, limit))
+
+
+def table(survivals: Sequence[Sequence[float]]) -> np.ndarray[Any, Any]:
+    """[R, depth]  0 where a row has no draft."""
+    depth = max(map(len, survivals), default=0)
+    rows = [[*s, *[0.0] * (depth - len(s))] for s in survivals]
+    return np.array(rows).reshape(len(rows), depth)
+
+
 def attempts(
     controller: SpeculationController, num: int, accepted: int, costs: StepCosts = PRIOR
 ) -> None:
     """So many steps in which "a" tries all its drafts and `accepted` of them are right."""
     for _ in range(num):
-        most = controller.max_drafts("a", 0.0)
-        assert most > 0
+        asked = most(controller, "a", 0.0)
+        assert asked > 0
         controller.plan(offer([0], keys=["a"]), costs)
-        controller.observe("a", most, min(accepted, most))
+        controller.observe(["a"], [asked], [min(accepted, asked)])
         idle_steps(controller, 1)
 
 
@@ -63,60 +80,60 @@ def idle_steps(controller: SpeculationController, num: int) -> None:
 
 def test_a_hot_request_never_speculates() -> None:
     controller = SpeculationController()
-    assert controller.max_drafts("a", 0.71) == 0
-    assert controller.max_drafts("a", 0.7) == 4
+    assert most(controller, "a", 0.71) == 0
+    assert most(controller, "a", 0.7) == 4
     warmer = SpeculationController(SpeculationRules(max_temperature=1.0))
-    assert warmer.max_drafts("a", 1.0) == 4
+    assert most(warmer, "a", 1.0) == 4
 
 
 def test_a_request_may_bound_its_own_drafts() -> None:
     controller = SpeculationController()
-    assert controller.max_drafts("a", 0.0, limit=2) == 2
-    assert controller.max_drafts("b", 0.0, limit=0) == 0
-    assert controller.max_drafts("c", 0.0, limit=30) == 4
+    assert most(controller, "a", 0.0, limit=2) == 2
+    assert most(controller, "b", 0.0, limit=0) == 0
+    assert most(controller, "c", 0.0, limit=30) == 4
 
 
 def test_without_fitted_costs_ten_bad_attempts_stop_it_and_it_tries_again_twice_as_late() -> None:
     controller = SpeculationController()
     attempts(controller, 10, accepted=0)
-    assert controller.max_drafts("a", 0.0) == 0
+    assert most(controller, "a", 0.0) == 0
     idle_steps(controller, RULES.retry_steps - 1)
-    assert controller.max_drafts("a", 0.0) == 0
+    assert most(controller, "a", 0.0) == 0
     idle_steps(controller, 1)
-    assert controller.max_drafts("a", 0.0) == RULES.retry_drafts
+    assert most(controller, "a", 0.0) == RULES.retry_drafts
     attempts(controller, 10, accepted=0)
     idle_steps(controller, 2 * RULES.retry_steps - 1)
-    assert controller.max_drafts("a", 0.0) == 0
+    assert most(controller, "a", 0.0) == 0
     idle_steps(controller, 1)
     attempts(controller, 10, accepted=2)  # now it is good again
-    assert controller.max_drafts("a", 0.0) == RULES.first_drafts + 1
+    assert most(controller, "a", 0.0) == RULES.first_drafts + 1
 
 
 def test_with_fitted_costs_the_budget_decides_unless_told_otherwise() -> None:
     controller = SpeculationController()
     attempts(controller, 12, accepted=0, costs=FITTED)
-    assert controller.max_drafts("a", 0.0) == 4
+    assert most(controller, "a", 0.0) == 4
     strict = SpeculationController(SpeculationRules(stops_always=True))
     attempts(strict, 10, accepted=0, costs=FITTED)
-    assert strict.max_drafts("a", 0.0) == 0
+    assert most(strict, "a", 0.0) == 0
 
 
 def test_half_of_the_judged_drafts_is_enough_to_stay() -> None:
     controller = SpeculationController()
     attempts(controller, 12, accepted=1)  # one accepted, the second rejected, two not judged
-    assert controller.max_drafts("a", 0.0) == 4
+    assert most(controller, "a", 0.0) == 4
 
 
 def test_good_attempts_deepen_it_to_eight_and_worse_ones_bring_it_back_to_four() -> None:
     controller = SpeculationController()
     attempts(controller, 10, accepted=8)
-    assert controller.max_drafts("a", 0.0) == 5
+    assert most(controller, "a", 0.0) == 5
     attempts(controller, 10, accepted=8)
-    assert controller.max_drafts("a", 0.0) == 8
+    assert most(controller, "a", 0.0) == 8
     depths = []
     for _ in range(60):
         attempts(controller, 1, accepted=1, costs=FITTED)
-        depths.append(controller.max_drafts("a", 0.0))
+        depths.append(most(controller, "a", 0.0))
     assert sorted(set(depths), reverse=True) == [8, 7, 6, 5, 4]
     assert depths == sorted(depths, reverse=True)
 
@@ -125,24 +142,24 @@ def test_a_request_whose_drafts_do_not_pay_rests_and_is_tried_again() -> None:
     controller = SpeculationController()
 
     def planned(key: object) -> int:
-        step = offer([controller.max_drafts(key, 0.0)], keys=[key], draft_pass_s=1e-3)
+        step = offer([most(controller, key, 0.0)], keys=[key], draft_pass_s=1e-3)
         return controller.plan(step, FITTED).num_drafts[0]
 
     assert planned("a") > 0
     for _ in range(10):
-        controller.observe("a", 4, 0)
+        controller.observe(["a"], [4], [0])
     for _ in range(4):
-        assert controller.max_drafts("a", 0.0) == 4
+        assert most(controller, "a", 0.0) == 4
         assert planned("a") == 0
-    assert controller.max_drafts("a", 0.0) == 0  # so that nobody waits for its newest token
+    assert most(controller, "a", 0.0) == 0  # so that nobody waits for its newest token
     idle_steps(controller, RULES.retry_steps + 1)
     assert planned("a") > 0
 
 
 def test_rows_held_back_must_earn_what_they_miss() -> None:
     survivals = [np.cumprod([0.5] * 4).tolist()] * 8
-    free = choose_drafts(survivals, offer([4] * 8), FITTED)
-    held = choose_drafts(survivals, offer([4] * 8, num_plain_rows=16), FITTED)
+    free = choose_drafts(table(survivals), offer([4] * 8), FITTED)
+    held = choose_drafts(table(survivals), offer([4] * 8, num_plain_rows=16), FITTED)
     assert free.has_drafts
     assert not held.has_drafts  # twice as many rows would sample in plain steps
     assert held.predicted_gain < 0.6
@@ -177,7 +194,7 @@ def test_no_other_prefixes_have_more_expected_tokens_per_second(seed: int) -> No
         graph_tokens=rng.choice([(), (2, 4, 8, 16, 64, 256)]),
     )
     rules = SpeculationRules(min_gain=1.0)
-    chosen = choose_drafts(survivals, step, FITTED, rules)
+    chosen = choose_drafts(table(survivals), step, FITTED, rules)
 
     def seconds(counts: tuple[int, ...]) -> float:
         step_s = float(verify_seconds(FITTED, work, np.array([sum(counts)]), step.graph_tokens)[0])
@@ -213,17 +230,17 @@ def test_drafts_cost_what_the_cost_model_says_of_more_tokens() -> None:
 
 def test_a_draft_that_does_not_pay_is_not_verified() -> None:
     survivals = [[0.3]] * 256
-    drafts = choose_drafts(survivals, offer([1] * 256), FITTED)
+    drafts = choose_drafts(table(survivals), offer([1] * 256), FITTED)
     assert not drafts.has_drafts
     assert drafts.predicted_gain == 1.0
     assert drafts.step_s == drafts.plain_s
-    assert choose_drafts([[0.3]], offer([1]), FITTED).num_drafts == [1]  # in one row it does
+    assert choose_drafts(table([[0.3]]), offer([1]), FITTED).num_drafts == [1]  # in one row it does
 
 
 def test_short_prompts_that_wait_shrink_the_drafts() -> None:
     survivals = [np.cumprod([0.9] * 8).tolist()] * 64
-    free = choose_drafts(survivals, offer([8] * 64), FITTED)
-    waiting = choose_drafts(survivals, offer([8] * 64, is_short_waiting=True), FITTED)
+    free = choose_drafts(table(survivals), offer([8] * 64), FITTED)
+    waiting = choose_drafts(table(survivals), offer([8] * 64, is_short_waiting=True), FITTED)
     assert 0 < sum(waiting.num_drafts) < sum(free.num_drafts)
     assert waiting.step_s <= (1 + RULES.short_slack) * waiting.plain_s
 
@@ -231,20 +248,20 @@ def test_short_prompts_that_wait_shrink_the_drafts() -> None:
 def test_prompts_of_the_same_step_do_not_make_drafts_look_cheap() -> None:
     survivals = [[0.3]] * 256
     beside = decodes(256).with_prompt(4000, 0)
-    assert not choose_drafts(survivals, offer([1] * 256, work=beside), FITTED).has_drafts
+    assert not choose_drafts(table(survivals), offer([1] * 256, work=beside), FITTED).has_drafts
 
 
 def test_places_that_a_graph_pads_are_filled() -> None:
     survivals = [[0.1, 0.001]] * 48
-    padded = choose_drafts(survivals, offer([2] * 48, graph_tokens=[64, 128]), FITTED)
+    padded = choose_drafts(table(survivals), offer([2] * 48, graph_tokens=[64, 128]), FITTED)
     assert sum(padded.num_drafts) == 16
 
 
 def test_a_step_without_rows_or_without_drafts_is_planned_too() -> None:
-    nobody = choose_drafts([], offer([], work=StepWork.of_prompts([(100, 0)])), FITTED)
+    nobody = choose_drafts(table([]), offer([], work=StepWork.of_prompts([(100, 0)])), FITTED)
     assert nobody.num_drafts == []
     assert nobody.predicted_gain == 1.0
-    assert choose_drafts([[], []], offer([0, 0]), FITTED).num_drafts == [0, 0]
+    assert choose_drafts(table([[], []]), offer([0, 0]), FITTED).num_drafts == [0, 0]
 
 
 # ---- purse ---------------------------------------------------------------------------------------
@@ -283,11 +300,11 @@ def test_no_more_is_lost_than_the_purse_and_its_refill_whatever_happens(seed: in
 
 def test_speculation_that_loses_stops_and_starts_again_when_the_purse_is_half_full() -> None:
     controller = SpeculationController()
-    assert controller.max_drafts("a", 0.0) == 4
-    while controller.max_drafts("a", 0.0):
+    assert most(controller, "a", 0.0) == 4
+    while most(controller, "a", 0.0):
         controller.observe_step(speculating(), 4, 10e-3)
     num_off = 0
-    while not controller.max_drafts("a", 0.0):
+    while not most(controller, "a", 0.0):
         controller.observe_step(PLAIN, 4, 5e-3)
         num_off += 1
     assert num_off >= RULES.purse_steps / 2 / RULES.refill
@@ -299,14 +316,26 @@ def test_what_steps_with_drafts_take_beyond_their_prediction_is_learned_and_forg
         seconds = 5.5e-3 + 2e-3
         drafts = speculating()
         predicted_s = drafts.step_s + purse.surcharge_s
-        purse.observe(replace(drafts, step_s=predicted_s), 8, seconds)
+        purse.observe(
+            replace(drafts, step_s=predicted_s, surcharge_s=purse.surcharge_s), 8, seconds
+        )
     assert purse.surcharge_s == pytest.approx(2e-3, rel=1e-3)
-    dear = choose_drafts([[0.3]], offer([1]), FITTED, RULES, purse.surcharge_s)
+    dear = choose_drafts(table([[0.3]]), offer([1]), FITTED, RULES, purse.surcharge_s)
     assert not dear.has_drafts
     for _ in range(2000):
         purse.observe(PLAIN, 4, 5e-3)
     assert purse.surcharge_s < 1e-4
-    assert choose_drafts([[0.3]], offer([1]), FITTED, RULES, purse.surcharge_s).has_drafts
+    assert choose_drafts(table([[0.3]]), offer([1]), FITTED, RULES, purse.surcharge_s).has_drafts
+
+
+def test_one_pause_of_the_machine_is_not_the_price_of_drafts() -> None:
+    purse = Purse(RULES)
+    for i in range(30):
+        purse.observe(speculating(), 8, 5.5e-3 + (60e-3 if i == 20 else 0.0))
+    assert purse.surcharge_s < 1e-6
+    assert purse.is_on
+    purse.observe(speculating(), 8, 5.5e-3 + 100e-3)
+    assert not purse.is_on  # more than was gained and kept
 
 
 def test_gains_do_not_pay_for_unbounded_losses_later() -> None:
@@ -314,7 +343,7 @@ def test_gains_do_not_pay_for_unbounded_losses_later() -> None:
     for _ in range(1000):
         purse.observe(speculating(), 8, 5.5e-3)
     assert purse.gain == pytest.approx(2 / 1.1)
-    assert purse.balance == RULES.purse_steps
+    assert purse.balance == RULES.purse_steps + RULES.saved_steps
 
 
 def test_a_cost_model_that_is_wrong_by_a_factor_does_not_look_like_a_loss() -> None:
@@ -336,12 +365,12 @@ def test_the_same_calls_give_the_same_decisions() -> None:
         controller, planned = SpeculationController(), []
         for step in range(300):
             keys = list(range(step // 40, step // 40 + 8))
-            most = [controller.max_drafts(key, 0.1 * (key % 9)) for key in keys]
-            drafts = controller.plan(offer(most, keys=keys), FITTED)
+            asked = [most(controller, key, 0.1 * (key % 9)) for key in keys]
+            drafts = controller.plan(offer(asked, keys=keys), FITTED)
             planned.append(drafts.num_drafts)
             for key, num in zip(keys, drafts.num_drafts, strict=True):
                 if num:
-                    controller.observe(key, num, rng.randrange(num + 1))
+                    controller.observe([key], [num], [rng.randrange(num + 1)])
             controller.observe_step(drafts, 9, 5e-3)
             controller.forget(step // 40 - 1)
         return planned
@@ -354,9 +383,9 @@ def test_the_same_calls_give_the_same_decisions() -> None:
 
 def test_a_request_that_ended_meanwhile_still_counts_in_the_statistics() -> None:
     controller = SpeculationController()
-    controller.max_drafts("a", 0.0)
+    most(controller, "a", 0.0)
     controller.forget("a")
-    controller.observe("a", 4, 2)
+    controller.observe(["a"], [4], [2])
     found = controller.statistics()
     assert found.num_drafts == 4
     assert found.num_accepted == 2

@@ -71,10 +71,17 @@ class Problem:
         keys = self.keys[row][layer].double().repeat_interleave(num_groups, 1)
         values = self.values[row][layer].double().repeat_interleave(num_groups, 1)
         scores = torch.einsum("qhd,khd->hqk", queries, keys) * self.shape.scale
+        if self.shape.softcap is not None:
+            scores = self.shape.softcap * torch.tanh(scores / self.shape.softcap)
         key_positions = torch.arange(len(keys), device=keys.device)
-        distances = key_positions[len(keys) - len(queries) :, None] - key_positions
+        query_positions = key_positions[len(keys) - len(queries) :, None]
+        distances = query_positions - key_positions
         window = self.shape.layer_windows[layer]
         is_seen = (distances >= 0) & (distances < (len(keys) if window is None else window))
+        if self.shape.layer_chunks and (chunk := self.shape.layer_chunks[layer]):
+            is_seen &= query_positions // chunk == key_positions // chunk
+        if self.shape.mask_function is not None:
+            is_seen &= self.shape.mask_function.test(query_positions, key_positions)
         scores = scores.masked_fill(~is_seen, -torch.inf)
         if self.sinks is not None:
             column = self.sinks.double()[:, None, None].expand(-1, len(queries), 1)

@@ -326,7 +326,7 @@ class _Captured:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("windows", WINDOWS)
-@pytest.mark.parametrize("name", ["triton", "flash_attn"])
+@pytest.mark.parametrize("name", ["triton", "flash_attn", "flash_attn_4"])
 def test_a_captured_prompt_step_follows_its_rows(name: AttentionName, windows: str) -> None:
     shape = _shape(32, 8, 128, windows)
 

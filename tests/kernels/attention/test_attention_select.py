@@ -133,9 +133,13 @@ def test_the_reference_serves_a_cpu_and_cannot_be_captured() -> None:
 
 @pytest.mark.parametrize("name", ["triton", "flashinfer", "flash_attn"])
 def test_a_gpu_backend_on_a_cpu_names_what_works_there(name: AttentionName) -> None:
-    with pytest.raises(BackendUnavailable, match=r"needs? a GPU.*work for prefill: reference$"):
+    with pytest.raises(
+        BackendUnavailable, match=r"needs? a GPU.*work for prefill: flex, reference$"
+    ):
         _build(name, "reference")
-    with pytest.raises(BackendUnavailable, match=r"needs? a GPU.*work for decode: reference$"):
+    with pytest.raises(
+        BackendUnavailable, match=r"needs? a GPU.*work for decode: flex, reference$"
+    ):
         _build("reference", name)
 
 
@@ -150,7 +154,7 @@ def test_a_package_that_is_missing_is_named_with_how_to_get_it(
     assert "flash_attn cannot compute attention's prefill phase" in message
     assert "auto chose it" in message
     assert "pip install vllm" in message
-    assert message.endswith("What would work for prefill: triton, reference")
+    assert message.endswith("What would work for prefill: triton, flex, reference")
     with pytest.raises(BackendUnavailable, match="pip install flashinfer-python"):
         _build("flashinfer", "flashinfer", device=GPU)
 
@@ -182,6 +186,15 @@ def test_what_a_backend_cannot_do_is_said_before_it_is_built(
     assert "24" in reason("triton", PLAIN, brain, 24)
     assert "80" in reason("triton", SMALL_HEADS, brain, 16)
     assert "float32" in reason("triton", PLAIN, full, 16)
+    assert reason("flex", SMALL_HEADS, full, 24) == "can"
+    assert "float64" in reason("flex", PLAIN, torch.float64, 16)
+    assert "16 and more" in reason("flex", replace(PLAIN, head_dim=8), brain, 16)
+    chunked = replace(WITH_SINKS, layer_chunks=(None, 8))
+    assert reason("flex", chunked, half, 16) == reason("reference", chunked, half, 16) == "can"
+    for name in ("triton", "flashinfer", "flash_attn"):
+        assert "layers that see chunks" in reason(name, chunked, half, 16)
+        assert "cap on scores" in reason(name, replace(PLAIN, softcap=50.0), half, 16)
+    assert reason("flex", replace(PLAIN, softcap=50.0), half, 16) == "can"
     assert reason("reference", SMALL_HEADS, full, 24) == "can"
 
 
@@ -192,7 +205,9 @@ def test_a_backend_without_sinks_names_those_that_have_them(
 ) -> None:
     _install(monkeypatch, "flashinfer", "vllm", "vllm_flash_attn")
     with_sinks = replace(PLAIN, has_sinks=True)
-    with pytest.raises(BackendUnavailable, match=r"without attention sinks.*: triton, reference$"):
+    with pytest.raises(
+        BackendUnavailable, match=r"without attention sinks.*: triton, flex, reference$"
+    ):
         _build(name, "triton", with_sinks, device=GPU)
 
 
@@ -203,7 +218,7 @@ def test_flash_attention_is_for_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
         _build("flash_attn", "triton", device=GPU)
 
 
-@pytest.mark.parametrize("name", ["reference", "flashinfer", "flash_attn"])
+@pytest.mark.parametrize("name", ["reference", "flashinfer", "flash_attn", "flex"])
 def test_fixed_tiles_leave_triton_alone(name: AttentionName) -> None:
     with pytest.raises(BackendUnavailable, match=f"{name} .*same bits.*prefill: triton"):
         _build(name, "auto", fixed_tile=True)

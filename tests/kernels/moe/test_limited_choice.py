@@ -85,6 +85,17 @@ def check_interpreted() -> None:
     check_kernel(drawn(kinds, 3), "cpu", few=2, many=6)
 
 
+def _is_clear(
+    x: torch.Tensor, weight: torch.Tensor, num_active: int, twin: Routes, arguments: Any
+) -> torch.Tensor:
+    """bool [T]: whether rounding cannot change the choice. Equal scores stay equal, and count."""
+    is_clear = x.isfinite().all(1)
+    for factor in (1 - 1e-5, 1 + 1e-5):
+        other = reference.route(x, weight * factor, num_active, **arguments)
+        is_clear &= (other.ids.sort(1)[0] == twin.ids.sort(1)[0]).all(1)
+    return is_clear
+
+
 def check_kernel(cases: list[Any], device: str, few: int, many: int) -> None:
     from kernels.moe.router import route
 
@@ -95,17 +106,21 @@ def check_kernel(cases: list[Any], device: str, few: int, many: int) -> None:
             scores=scores, bias=bias, num_groups=num_groups, num_chosen_groups=num_chosen, scale=2.5
         )
         for num_tokens, normalises in ((few, True), (many, False)):
-            # Small integers: logits are exact in any order of addition, and many are equal.
-            x = torch.randint(-2, 3, (num_tokens, HIDDEN), device=device).float()
-            weight = torch.randint(-1, 2, (num_experts, HIDDEN), device=device).float() / 8
+            # Small integers: logits are exact in any order of addition, and many are equal. None is
+            # negative: sigmoids of opposite numbers add up to 1, the same but for their rounding.
+            x = torch.randint(0, 3, (num_tokens, HIDDEN), device=device).float()
+            weight = torch.randint(0, 2, (num_experts, HIDDEN), device=device).float() / 16
             slots = torch.arange(num_tokens, dtype=torch.int32, device=device) - 1
             x[-1, 3] = torch.inf
             arguments = {"normalises": normalises, "slots": slots, "selection": selection}
             ours = route(x, weight, num_active, **arguments)
             twin = reference.route(x, weight, num_active, **arguments)
             assert bool((ours.ids[0] == -1).all())
-            assert torch.equal(ours.ids[:-1].sort(1)[0], twin.ids[:-1].sort(1)[0]), case
-            torch.testing.assert_close(ours.weights[:-1], twin.weights[:-1])
+            is_clear = _is_clear(x, weight, num_active, twin, arguments)
+            assert is_clear.sum() >= (num_tokens - 1) // 2, case
+            chosen, expected = ours.ids[is_clear].sort(1)[0], twin.ids[is_clear].sort(1)[0]
+            assert torch.equal(chosen, expected), case
+            torch.testing.assert_close(ours.weights[is_clear], twin.weights[is_clear])
             assert bool(ours.weights[-1].isnan().all())
             assert bool(((ours.ids[-1] >= 0) & (ours.ids[-1] < num_experts)).all())
             assert bool(twin.weights[-1].isnan().all())

@@ -19,6 +19,8 @@ from kernels.moe.grouped import (
     grouped_down,
     grouped_gate_up,
 )
+from kernels.moe.held import held_routes
+from kernels.moe.load import count_routes
 from kernels.moe.router import route
 from kernels.moe.routes import Routes
 from kernels.moe.tiles import FewTile, Tile
@@ -45,6 +47,52 @@ def _poisoned() -> Iterator[None]:
         yield
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+# ---- routes of one rank --------------------------------------------------------------------------
+
+
+def _check_held(device: str) -> None:
+    for num_tokens, num_active in ((0, 3), (1, 1), (341, 3), (517, 4)):
+        ids = torch.randint(-1, 12, (num_tokens, num_active), device=device).int()
+        routes = Routes(ids=ids, weights=torch.rand(ids.shape, device=device))
+        for held in (range(3), range(4, 9), range(11, 12)):
+            with _poisoned():
+                ours = held_routes(routes, held)
+            theirs = reference.held_routes(routes, held)
+            expected = [[i - held.start if i in held else -1 for i in row] for row in ids.tolist()]
+            assert ours.ids.dtype == theirs.ids.dtype == torch.int32
+            assert ours.ids.tolist() == theirs.ids.tolist() == expected
+            assert torch.equal(ours.weights, routes.weights)
+            assert torch.equal(theirs.weights, routes.weights)
+
+
+def _check_load(device: str) -> None:
+    for num_tokens, num_active, num_experts in ((0, 2, 3), (1, 1, 1), (341, 3, 7), (700, 4, 40)):
+        ids = torch.randint(-1, num_experts, (num_tokens, num_active), device=device).int()
+        routes = Routes(ids=ids, weights=torch.rand(ids.shape, device=device))
+        counts, twin = (torch.full((num_experts,), 2**40, device=device) for _ in range(2))
+        for _ in range(2):
+            count_routes(routes, counts)
+            reference.count_routes(routes, twin)
+        flat = ids.flatten().tolist()
+        expected = [2**40 + 2 * flat.count(expert) for expert in range(num_experts)]
+        assert counts.tolist() == twin.tolist() == expected
+
+
+def check_held() -> None:
+    _check_held("cpu")
+    _check_load("cpu")
+
+
+@pytest.mark.gpu
+def test_routes_to_other_ranks_experts_are_left_out_on_a_gpu() -> None:
+    _check_held("cuda")
+
+
+@pytest.mark.gpu
+def test_routes_of_every_expert_are_counted_on_a_gpu() -> None:
+    _check_load("cuda")
 
 
 # ---- router --------------------------------------------------------------------------------------
@@ -288,7 +336,7 @@ def check_permutation() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "check", ["check_router", "check_align", "check_products", "check_permutation"]
+    "check", ["check_held", "check_router", "check_align", "check_products", "check_permutation"]
 )
 def test_interpreted_kernels_of_a_mixture_are_their_formulas(check: str) -> None:
     run_interpreted(f"{MODULE}:{check}")

@@ -38,6 +38,15 @@ def test_nor_where_steps_with_drafts_cost_far_more_than_predicted(surcharge_s: f
 
 
 @pytest.mark.parametrize("num_rows", [1, 16])
+def test_pauses_of_a_busy_machine_do_not_stop_drafts_that_pay(num_rows: int) -> None:
+    busy = Setting(
+        num_rows=num_rows, acceptances=[0.8], pause_share=0.05, pause_s=20e-3, num_steps=800
+    )
+    best, _ = best_fixed(busy, 0.8)
+    assert simulate(busy).gain > 0.75 * best
+
+
+@pytest.mark.parametrize("num_rows", [1, 16])
 def test_nor_where_rows_sit_out_every_other_step(num_rows: int) -> None:
     hopeless = Setting(num_rows=num_rows, acceptances=[0.2], is_holding=True, num_steps=1500)
     assert simulate(hopeless).gain >= FLOOR

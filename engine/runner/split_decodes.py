@@ -1,0 +1,105 @@
+"""A captured decode step as two batches: halves of its rows, which follow from its size alone.
+
+    rows       [ 0 .............. n // 2 ][ n // 2 ................. n ]
+    step       r rows, n // 2 < r <= n, the rest is padding at the end of the second half
+
+Each half has attention metadata of its own, over views of the same buffers, for its own number of
+rows. Before a replay both are refreshed with their part of the step. Steps with prompts are not
+captured like this: where their halves meet differs from step to step.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from engine.layers.context import ForwardContext
+from engine.runner.batch_splits import BatchSplit, split_sequences
+from engine.runner.graph_sizes import GraphSize
+from engine.runner.two_batches import TwoBatches
+from kernels.attention.phased import Phases
+from kernels.attention.protocol import AttentionStep, RowTensors
+
+# positions, slots and attention metadata of a step -> the context of its forward pass
+MakeContext = Callable[[Tensor, Tensor, Any], ForwardContext]
+
+
+def split_of(size: GraphSize) -> BatchSplit:
+    """size: of two rows or more."""
+    split = split_sequences(size.num_rows)
+    assert split is not None, f"{size} has one row"
+    return split
+
+
+def halves_of_rows(rows: RowTensors) -> tuple[RowTensors, RowTensors]:
+    """rows: of a decode graph, whose rows have one token each, padding too."""
+    num_rows = len(rows.num_keys)
+    middle = num_rows // 2
+    second = rows.part(middle, num_rows)
+    # Counted from the half's first token, they are those of the first rows.
+    counted = replace(second, cu_tokens=rows.cu_tokens[: num_rows - middle + 1])
+    return rows.part(0, middle), counted
+
+
+class SplitDecodes:
+    """What a split decode graph does where a whole one plans attention and runs the model."""
+
+    def __init__(
+        self,
+        two_batches: TwoBatches,
+        attention: Phases,
+        *,
+        max_model_len: int,
+        make_context: MakeContext,
+    ) -> None:
+        self._two_batches = two_batches
+        self._attention = attention
+        self._max_model_len = max_model_len
+        self._make_context = make_context
+
+    def open_attention(self, rows: RowTensors) -> tuple[Any, Any]:
+        first, second = (
+            self._attention.open_graph(half, max_keys=self._max_model_len)
+            for half in halves_of_rows(rows)
+        )
+        return first, second
+
+    def refresh(self, size: GraphSize, metadata: tuple[Any, Any], step: AttentionStep) -> None:
+        """step: of more than half of the size's rows, as each size is the least that holds it."""
+        split = split_of(size)
+        assert step.num_rows > split.row, f"{step.num_rows} rows in a graph of {size.num_rows}"
+        first, second = metadata
+        self._attention.refresh(first, _rows_of(step, 0, split.row))
+        self._attention.refresh(second, _rows_of(step, split.row, step.num_rows))
+
+    def logits(
+        self,
+        size: GraphSize,
+        input_ids: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        metadata: tuple[Any, Any],
+    ) -> Tensor:
+        """All rows' logits, [R, vocab]; launches what attention derives from the rows, too."""
+        split = split_of(size)
+        for part in metadata:
+            self._attention.begin(part)
+        halves = slice(0, split.row), slice(split.row, size.num_rows)
+        contexts = [
+            replace(self._make_context(positions[half], slots[half], part), lane=lane)
+            for lane, (half, part) in enumerate(zip(halves, metadata, strict=True))
+        ]
+        return self._two_batches.logits(input_ids, split, contexts)
+
+
+def _rows_of(step: AttentionStep, start: int, end: int) -> AttentionStep:
+    """Rows [start, end) of a decode step on the host; the device's are the graph's."""
+    return AttentionStep(
+        num_single_rows=end - start,
+        num_new_tokens=step.num_new_tokens[start:end],
+        num_computed_tokens=step.num_computed_tokens[start:end],
+        cu_blocks=step.cu_blocks[start : end + 1],
+        block_ids=step.block_ids,
+        device_rows=step.device_rows,
+    )

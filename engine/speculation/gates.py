@@ -1,0 +1,204 @@
+"""Keeps, for every request, how deep it may speculate and how likely its drafts are accepted.
+
+Columns over slots, one slot a request, so that a step of hundreds of rows takes a few array
+operations. The rules are told in `engine.speculation.controller`. Knows no step and no cost.
+"""
+
+from collections.abc import Hashable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.speculation.rules import SpeculationRules
+
+Vector = npt.NDArray[np.float64]
+Integers = npt.NDArray[np.int64]
+
+DECAY = 0.9  # of a request's own counts, an attempt: they hold about a window
+WEIGHT = 3.0  # judged drafts that an estimate's start counts for
+NUM_TRIES = 2  # attempts that explore, before a request's own estimate counts
+NUM_REFUSALS = 4  # steps in a row in which none of its drafts paid, before it rests
+_FIRST_CAPACITY = 16
+
+
+class AcceptanceRate:
+    """The acceptance of all requests together, from which a request's own estimate starts."""
+
+    FIRST_RATE = 0.7  # hopeful, so that it is tried
+    FIRST_WEIGHT = 10.0  # judged drafts
+    DECAY = 0.995  # an attempt
+
+    def __init__(self) -> None:
+        self.may_explore = True  # whether a new request is tried as if it accepted FIRST_RATE
+        self._accepted = self._judged = 0.0
+
+    @property
+    def rate(self) -> float:
+        return (self._accepted + self.FIRST_RATE * self.FIRST_WEIGHT) / (
+            self._judged + self.FIRST_WEIGHT
+        )
+
+    def observe(self, num_judged: Integers, num_accepted: Integers) -> None:
+        """Of attempts [N], the oldest first."""
+        num = len(num_judged)
+        weights = self.DECAY ** np.arange(num - 1, -1, -1)
+        self._accepted = self._accepted * self.DECAY**num + float(weights @ num_accepted)
+        self._judged = self._judged * self.DECAY**num + float(weights @ num_judged)
+
+
+class RequestGates:
+    """The gates and estimates of all requests; arrays of slots are [N], without a slot twice."""
+
+    def __init__(self, rules: SpeculationRules) -> None:
+        self.everyone = AcceptanceRate()
+        self._rules = rules
+        self._slots: dict[Hashable, int] = {}
+        self._free: list[int] = []
+        self._positions = np.arange(rules.max_drafts)
+        # [slots]
+        self._depth: Integers = np.zeros(0, np.int64)
+        self._wait_steps: Integers = np.zeros(0, np.int64)  # until the next retry
+        self._retry_step: Integers = np.zeros(0, np.int64)  # from which it may speculate
+        self._num_refusals: Integers = np.zeros(0, np.int64)  # since its last attempt
+        self._is_retry = np.zeros(0, np.bool_)
+        self._num_attempts: Integers = np.zeros(0, np.int64)
+        self._num_in_window: Integers = np.zeros(0, np.int64)
+        # [slots, window]  of the last attempts
+        self._window_judged: Integers = np.zeros((0, rules.window), np.int64)
+        self._window_accepted: Integers = np.zeros((0, rules.window), np.int64)
+        # [slots, max_drafts]  by position
+        self._accepted: Vector = np.zeros((0, rules.max_drafts))
+        self._judged: Vector = np.zeros((0, rules.max_drafts))
+        self._survival: Vector = np.zeros((0, rules.max_drafts))
+
+    def slots_of(self, keys: Sequence[Hashable]) -> Integers:
+        """[N] of requests; one that is not known gets a slot."""
+        find = self._slots.get
+        found = [find(key, -1) for key in keys]
+        if -1 in found:
+            found = [self._add(key) if slot < 0 else slot for key, slot in zip(keys, found)]  # noqa: B905
+        return np.array(found, dtype=np.int64)
+
+    def known_slots(self, keys: Sequence[Hashable]) -> Integers:
+        """[N] of requests; -1 = it is not known."""
+        return np.array([self._slots.get(key, -1) for key in keys], dtype=np.int64)
+
+    def forget(self, key: Hashable) -> None:
+        """Free the request's slot; an unknown key is ignored."""
+        slot = self._slots.pop(key, None)
+        if slot is not None:
+            self._free.append(slot)
+
+    def max_drafts(self, slots: Integers, step: int) -> Integers:
+        """[N]  the gate: how many drafts at most in `step`."""
+        return np.where(step >= self._retry_step[slots], self._depth[slots], 0)
+
+    def survivals(self, slots: Integers, num_drafts: Integers) -> Vector:
+        """[N, max_drafts]  probability, by position, that a draft and all before are accepted.
+
+        0 beyond each request's `num_drafts` [N].
+        """
+        return np.where(self._positions < num_drafts[:, None], self._survival[slots], 0.0)
+
+    def refuse(self, slots: Integers, step: int) -> None:
+        """None of their drafts paid in `step`. A request that rests is neither asked nor held."""
+        self._num_refusals[slots] += 1
+        tired = slots[self._num_refusals[slots] >= NUM_REFUSALS]
+        if len(tired):
+            self._rest(tired, step)
+            self._estimate(tired)
+
+    def observe(
+        self,
+        slots: Integers,
+        num_drafts: Integers,
+        num_accepted: Integers,
+        step: int,
+        *,
+        may_stop: bool,
+    ) -> None:
+        """Record an attempt of each and apply the gates; without `may_stop` none stops."""
+        num_judged = np.minimum(num_accepted + 1, num_drafts)
+        tried = np.where(self._positions < num_drafts[:, None], DECAY, 1.0)
+        was_accepted = self._positions < num_accepted[:, None]
+        self._accepted[slots] = self._accepted[slots] * tried + was_accepted
+        was_judged = self._positions < num_judged[:, None]
+        self._judged[slots] = self._judged[slots] * tried + was_judged
+        self.everyone.observe(num_judged, num_accepted)
+        place = self._num_attempts[slots] % self._rules.window
+        self._window_judged[slots, place] = num_judged
+        self._window_accepted[slots, place] = num_accepted
+        self._num_attempts[slots] += 1
+        self._num_in_window[slots] += 1
+        self._num_refusals[slots] = 0
+        full = slots[self._num_in_window[slots] >= self._rules.window]
+        if len(full):
+            self._apply_gates(full, step, may_stop)
+        self._estimate(slots)
+
+    def _apply_gates(self, slots: Integers, step: int, may_stop: bool) -> None:
+        rules = self._rules
+        share = self._window_accepted[slots].sum(1) / self._window_judged[slots].sum(1)
+        if may_stop:
+            least = np.where(self._is_retry[slots], rules.back_above, rules.off_below)
+            stopped = slots[share < least]
+            self._is_retry[stopped] = True
+            self._depth[stopped] = np.minimum(rules.retry_drafts, self._depth[stopped])
+            self._rest(stopped, step)
+            slots, share = slots[share >= least], share[share >= least]
+        back = slots[self._is_retry[slots]]
+        self._is_retry[back], self._depth[back] = False, rules.first_drafts
+        self._wait_steps[slots[share >= rules.back_above]] = rules.retry_steps
+        deeper = slots[share > rules.more_above]
+        self._depth[deeper] = np.minimum(rules.max_drafts, self._depth[deeper] + 1)
+        worse = slots[(share < rules.fewer_below) & (self._depth[slots] > rules.first_drafts)]
+        self._depth[worse] -= 1
+        self._num_in_window[worse] = 0  # one step down for each full window
+
+    def _rest(self, slots: Integers, step: int) -> None:
+        """Wait, and then start again as requests that nothing is known of."""
+        self._retry_step[slots] = step + 1 + self._wait_steps[slots]
+        longer = 2 * self._wait_steps[slots]
+        self._wait_steps[slots] = np.minimum(longer, self._rules.max_retry_steps)
+        self._clear(slots)
+
+    def _clear(self, slots: Integers) -> None:
+        """Forget what was observed; only the gate's bound and its waits remain."""
+        for column in (self._num_refusals, self._num_attempts, self._num_in_window):
+            column[slots] = 0
+        self._accepted[slots] = self._judged[slots] = 0.0
+
+    def _estimate(self, slots: Integers) -> None:
+        """Update `_survival`, which is 0 beyond the gate's bound."""
+        accepted, judged = self._accepted[slots], self._judged[slots]
+        rate = self.everyone.rate
+        hopeful = max(rate, self.everyone.FIRST_RATE) if self.everyone.may_explore else rate
+        start = np.where(self._num_attempts[slots] < NUM_TRIES, hopeful, rate)
+        own = (accepted.sum(1) + WEIGHT * start) / (judged.sum(1) + WEIGHT)
+        each = (accepted + WEIGHT * own[:, None]) / (judged + WEIGHT)
+        is_allowed = self._positions < self._depth[slots, None]
+        self._survival[slots] = np.where(is_allowed, each.cumprod(1), 0.0)
+
+    def _add(self, key: Hashable) -> int:
+        if not self._free:
+            self._grow()
+        slot = self._slots[key] = self._free.pop()
+        slots = np.array([slot])
+        self._depth[slot] = self._rules.first_drafts
+        self._wait_steps[slot] = self._rules.retry_steps
+        self._retry_step[slot] = 0
+        self._is_retry[slot] = False
+        self._clear(slots)
+        self._estimate(slots)
+        return slot
+
+    def _grow(self) -> None:
+        """Twice as many slots."""
+        before = len(self._depth)
+        after = max(_FIRST_CAPACITY, 2 * before)
+        for name, column in vars(self).items():
+            if isinstance(column, np.ndarray) and name != "_positions":
+                grown = np.zeros((after, *column.shape[1:]), column.dtype)
+                grown[:before] = column
+                setattr(self, name, grown)
+        self._free = list(reversed(range(before, after)))

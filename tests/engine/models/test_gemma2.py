@@ -1,0 +1,129 @@
+"""Gemma 2: transformers' logits on the same folder, with capped scores and logits; errors."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from engine.errors import ConfigError
+from engine.models.llama import CausalLM
+from engine.models.llama_weights import num_parameters
+from engine.models.registry import build_model
+from engine.models.spec import load_spec
+from engine.request import SamplingParams
+from tests.engine.models.closeness import assert_same_logits
+from tests.engine.runner.step_driver import StepDriver
+from tests.harness.in_process import answer, start_engine
+from tests.harness.tiny_models import VOCAB_SIZE, edit_config, reference_logits, save_model
+
+CPU = torch.device("cpu")
+NAME = "Gemma2ForCausalLM"
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "biases": {"attention_bias": True, "tie_word_embeddings": False, "num_key_value_heads": 1},
+    "no_caps": {"attn_logit_softcapping": None, "final_logit_softcapping": None},
+    "published_caps": {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+}
+
+
+def _build(folder: Path) -> CausalLM:
+    return build_model(folder, dtype=torch.float32, device=CPU)
+
+
+def _tokens(num_tokens: int, seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    ids: list[int] = torch.randint(0, VOCAB_SIZE, (num_tokens,), generator=generator).tolist()
+    return ids
+
+
+@pytest.fixture
+def seed() -> int:
+    """Fresh inputs every run; pytest shows the value in the failing test's captured output."""
+    value = int(torch.seed() % 2**31)
+    print(f"seed {value}")
+    return value
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_chunk_size_gives_the_reference_logits_of_gemma2(
+    variant: str, tmp_path: Path, seed: int
+) -> None:
+    save_model(tmp_path, NAME, seed=seed, **VARIANTS[variant])
+    token_ids = _tokens(19, seed)
+    theirs = reference_logits(tmp_path, token_ids)
+    driver = StepDriver(_build(tmp_path), seed=seed)
+    for chunk in (1, 5, 19):
+        driver.admit(0, token_ids)
+        ours = driver.logits_in_chunks(0, chunk)
+        assert_same_logits(ours, theirs, label=f"chunks of {chunk}")
+        driver.release(0)
+
+
+def test_a_cap_matters(tmp_path: Path, seed: int) -> None:
+    """Else the other tests would pass without one."""
+    save_model(tmp_path, NAME, seed=seed)
+    capped = reference_logits(tmp_path, _tokens(9, seed))
+    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+        edit_config(tmp_path, **{key: None})
+        changed = reference_logits(tmp_path, _tokens(9, seed))
+        assert (changed - capped).abs().max() > 1e-3
+        capped = changed
+
+
+@pytest.mark.parametrize("backend", ["reference", "flex"])
+def test_an_engine_answers_as_transformers_does_for_gemma2(
+    backend: str, tmp_path: Path, seed: int
+) -> None:
+    save_model(tmp_path, NAME, seed=seed)
+    model = AutoModelForCausalLM.from_pretrained(
+        tmp_path, attn_implementation="eager", dtype=torch.float32
+    )
+    engine = start_engine(
+        model__path=str(tmp_path), cache__num_blocks=40, cache__block_size=4,
+        scheduler__max_num_batched_tokens=8, scheduler__max_num_seqs=4,
+        model__attention__prefill=backend, model__attention__decode=backend,
+    )  # fmt: skip
+    params = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
+    prompts = [_tokens(21, seed), _tokens(11, seed + 2)]
+    expected = []
+    for prompt in prompts:
+        tokens = list(prompt)
+        with torch.inference_mode():
+            for _ in range(3):
+                tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+        expected.append(tokens[len(prompt) :])
+    for _ in range(2):  # the second time from the cache
+        found = answer(engine, [(prompt, params) for prompt in prompts])
+        assert [answered.tokens for answered in found] == expected
+
+
+def test_the_spec_of_gemma2_has_what_is_published(tmp_path: Path) -> None:
+    model = save_model(tmp_path, NAME, num_hidden_layers=4)
+    assert num_parameters(load_spec(tmp_path)) == model.num_parameters()
+    caps = ("attn_logit_softcapping", "final_logit_softcapping")
+    edit_config(tmp_path, remove=("layer_types", "sliding_window", "query_pre_attn_scalar", *caps))
+    spec = load_spec(tmp_path)
+    assert spec.layer_windows == (4096, None, 4096, None)
+    assert (spec.attention_softcap, spec.logit_softcap, spec.query_scale) == (50.0, 30.0, 1 / 16)
+    edit_config(tmp_path, attn_logit_softcapping=None)
+    assert load_spec(tmp_path).attention_softcap is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"attn_logit_softcapping": 0.0}, "attn_logit_softcapping"),
+        ({"final_logit_softcapping": -1.0}, "final_logit_softcapping"),
+        ({"hidden_activation": "relu"}, "'relu' is not supported for Gemma"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+    ],
+)
+def test_what_gemma2_cannot_have_is_refused(
+    settings: dict[str, object], reason: str, tmp_path: Path
+) -> None:
+    save_model(tmp_path, NAME)
+    edit_config(tmp_path, **settings)
+    with pytest.raises(ConfigError, match=reason):
+        load_spec(tmp_path)

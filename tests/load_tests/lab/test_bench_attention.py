@@ -1,0 +1,54 @@
+"""The bench of attention backends, on a CPU: what it counts, and what it says of who cannot run."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from load_tests.lab import bench_attention as bench
+
+pytestmark = pytest.mark.lab
+
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small steps, and a clock that says a millisecond."""
+
+    def run_all(calls: Sequence[Callable[[], object]]) -> float:
+        for call in calls:
+            call()
+        return 1000.0
+
+    monkeypatch.setattr(bench, "DEVICE", "cpu")
+    monkeypatch.setattr(bench, "graph_us", run_all)
+    monkeypatch.setattr(bench, "CASES", {"2 x 5 on 3": (2, 3, 5)})
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "no GPU")
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_a_backend_that_cannot_run_has_a_dash_and_a_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bench.main(["--json", str(tmp_path / "found.json")]) == 0
+    out = capsys.readouterr().out
+    assert "triton: the Triton kernels need a GPU" in out
+    assert "flash_attn_4: FlashAttention-4 needs a GPU" in out
+    record = json.loads((tmp_path / "found.json").read_text())
+    timed = [result for result in record["results"] if result["tflops"] is not None]
+    assert [(result["contender"], result["has_sinks"]) for result in timed] == [
+        ("flex", False),
+        ("flex", True),
+    ]
+    pairs = 2 * (4 + 5 + 6 + 7 + 8)
+    assert timed[0]["tflops"] == pytest.approx(4 * 32 * 128 * pairs / 1000.0 / 1e6)
+    assert len(record["results"]) == 2 * len(bench.CONTENDERS)
+
+
+def test_a_wrong_output_is_marked() -> None:
+    result = bench.Result(
+        contender="flex", case="c", has_sinks=True, us_a_layer=1.0, tflops=2.0, error=float("nan")
+    )
+    assert not result.is_right
+    assert "WRONG" in result.cell
