@@ -60,7 +60,9 @@ class LapsAllocator:
             on_lost=self._lose_worker,
         )
         self._router = router = Router(config, self._links, clock)
-        self._cache_reports = CacheReportReader(self._links, router.last_sequence, router.learn)
+        self._cache_reports = CacheReportReader(
+            self._links, router.last_sequence, router.tiers_after, router.learn
+        )
 
     def __repr__(self) -> str:
         """What Ray prints before this actor's log lines."""

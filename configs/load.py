@@ -434,11 +434,8 @@ def _rank_contradiction(config: AppConfig) -> str | None:
         for key in ("prefill_tensor_parallel_size", "decode_tensor_parallel_size"):
             if getattr(workers, key) is not None:
                 return f"workers.{key}: there are no such workers; set tensor_parallel_size"
-    if workers.expert_parallel and size == 1:
-        return (
-            "workers.expert_parallel: one rank holds all experts; set workers.tensor_parallel_size"
-            " above 1, or this to false"
-        )
+    if (why := _expert_contradiction(config, size)) is not None:
+        return why
     if size > 1 and config.cache.host_gib > 0:
         return (
             f"cache.host_gib: {config.cache.host_gib:g} with workers of {size} ranks is not"
@@ -460,6 +457,26 @@ def _rank_contradiction(config: AppConfig) -> str | None:
         return (
             f"handoff.channel: nccl_pair with workers.tensor_parallel_size {size} is not supported:"
             " it connects stores of one rank; set it to auto, cuda_ipc, gloo_pair or object_store"
+        )
+    return None
+
+
+def _expert_contradiction(config: AppConfig, num_ranks: int) -> str | None:
+    workers = config.workers
+    if workers.expert_parallel and num_ranks == 1:
+        return (
+            "workers.expert_parallel: one rank holds all experts; set workers.tensor_parallel_size"
+            " above 1, or this to false"
+        )
+    if workers.expert_exchange_min_tokens is not None and not workers.expert_parallel:
+        return (
+            "workers.expert_exchange_min_tokens: tokens travel to whole experts only; set"
+            " workers.expert_parallel to true, or leave it out"
+        )
+    if workers.expert_exchange_min_tokens is not None and config.model.deterministic:
+        return (
+            "workers.expert_exchange_min_tokens: with model.deterministic the order of sums would"
+            " depend on the number of a step's tokens; leave it out, or set deterministic to false"
         )
     return None
 

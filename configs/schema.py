@@ -260,11 +260,22 @@ class WorkersConfig(_Section, frozen=True):
     # Of a mixture of experts, each rank holds whole experts, an equal number in the order of their
     # indices, instead of a part of every expert. Attention is shared as without it.
     expert_parallel: bool = False
+    # With whole experts, in steps of at least so many tokens that replay no graph each rank goes on
+    # with its share of the tokens between one attention and the next, and sends them to the ranks
+    # of their experts. Every rank then holds all of a shared expert. None = tokens never travel.
+    expert_exchange_min_tokens: Positive | None = None
     torch_threads: Positive = 1  # per rank, for operations on a CPU
     # A worker whose engine has work and makes no progress for so long exits, and is restarted. So
     # does one of several ranks if one of them does not take part in a step for so long, or stands
     # still for so long.
     stall_s: Seconds = 60.0
+
+    @property
+    def expert_sharing(self) -> Literal["units", "experts", "exchanged"]:
+        """What of the experts a rank holds; see `ExpertSharing`."""
+        if not self.expert_parallel:
+            return "units"
+        return "experts" if self.expert_exchange_min_tokens is None else "exchanged"
 
     @property
     def num_ranks(self) -> dict[str, int]:

@@ -251,7 +251,7 @@ def _load_spec(config: AppConfig) -> ModelSpec:
     return load_spec(
         Path(config.model.path),
         quantization=config.model.quantization,
-        is_expert_parallel=config.workers.expert_parallel,
+        sharing=config.workers.expert_sharing,
     )
 
 

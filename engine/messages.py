@@ -130,6 +130,7 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
     queued_tokens: int
     queued_s: float  # predicted seconds for these tokens
     num_cached_blocks: int  # known to placement
+    num_stored_blocks: int = 0  # likewise, in the tiers that it shares
     host_tier: "HostTierLoad | None" = None  # as of its last report; None = it has none
 
 
@@ -231,11 +232,26 @@ class BlockChanges(msgspec.Struct, frozen=True, kw_only=True):
     removed: list[bytes]
 
 
+class TierReport(msgspec.Struct, frozen=True, kw_only=True):
+    """A store of blocks below a worker's device, which other workers may share."""
+
+    place: str  # equal for all who share it
+    block_s: float  # predicted time to load a block
+    floor_s: float  # and of any load, beside that
+    blocks: BlockChanges | None = None  # None = no change, or not asked
+
+
 class CacheReport(msgspec.Struct, frozen=True, kw_only=True):
     """Data for placement besides the load; requested from time to time."""
 
     costs: StepCosts | None = None  # None = the cost model is not fitted yet
     blocks: BlockChanges | None = None  # None = no change
+    tiers: list[TierReport] = []  # the fastest first
+
+
+# Tier -> the last of its reports that is known, None = tell everything. What another worker tells
+# of, or is not known yet, is left out.
+TiersAfter = dict[str, int | None]
 
 
 # ---- ingress -> worker --------------------------------------------------------------------------

@@ -28,7 +28,7 @@ def check_startable(config: AppConfig) -> None:
     spec = load_spec(
         folder,
         quantization=config.model.quantization,
-        is_expert_parallel=config.workers.expert_parallel,
+        sharing=config.workers.expert_sharing,
     )
     for size in set(config.workers.num_ranks.values()):
         for rank in (Rank(index, size) for index in range(size)):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 
 from actors.routing.worker_links import WorkerLink, WorkerLinks
 from engine.errors import WorkerError
-from engine.messages import CacheReport
+from engine.messages import CacheReport, TiersAfter
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +27,7 @@ class CacheReportReader:
         self,
         links: WorkerLinks,
         last_sequence: Callable[[str], int | None],
+        tiers_after: Callable[[str], TiersAfter],
         learn: Callable[[str, CacheReport], None],
         period_s: float = PERIOD_S,
         idle_period_s: float = IDLE_PERIOD_S,
@@ -34,6 +35,7 @@ class CacheReportReader:
         """Starts polling at once. Must be created on the event loop."""
         self._links = links
         self._last_sequence = last_sequence
+        self._tiers_after = tiers_after
         self._learn = learn
         self._period_s = period_s
         self._idle_period_s = idle_period_s
@@ -79,7 +81,8 @@ class CacheReportReader:
         incarnation = link.incarnation
         try:
             async with asyncio.timeout(PATIENCE_S):
-                cache_report = await link.handle.cache_report(self._last_sequence(link.name))
+                after = self._last_sequence(link.name), self._tiers_after(link.name)
+                cache_report = await link.handle.cache_report(*after)
         except (WorkerError, TimeoutError) as error:
             logger.debug("%s: %r", link.name, error)
             return

@@ -18,8 +18,10 @@ from engine.routing.placement import (
     ShortQueue,
     WorkerSnapshot,
 )
+from engine.routing.tier_hits import NOTHING_STORED, StoredHit
 
 NO_HITS: Mapping[str, int] = {}
+NO_STORED_HITS: Mapping[str, StoredHit] = {}
 NO_LABELS: Mapping[str, LengthClass] = {}
 
 
@@ -48,12 +50,14 @@ class PlacementView:
         self,
         labels: Mapping[str, LengthClass] = NO_LABELS,
         hit_tokens: Mapping[str, int] = NO_HITS,
+        stored: Mapping[str, StoredHit] = NO_STORED_HITS,
     ) -> list[WorkerSnapshot]:
-        """Returns a snapshot of every worker, with its pool and its prefix hit on this prompt."""
-        return [
-            self._snapshot(link, labels.get(link.name), hit_tokens.get(link.name, 0))
-            for link in self._links.links()
-        ]
+        """Returns a snapshot of every worker, with its pool and what it has of this prompt."""
+        snapshots = []
+        for link in self._links.links():
+            hit = hit_tokens.get(link.name, 0), stored.get(link.name, NOTHING_STORED)
+            snapshots.append(self._snapshot(link, labels.get(link.name), *hit))
+        return snapshots
 
     def note(self, assign: Assign, num_prompt_tokens: int) -> None:
         """Counts a placement until a later report of the worker includes it."""
@@ -71,7 +75,7 @@ class PlacementView:
             self._placed.setdefault(assign.decode_worker, []).append(arriving)
 
     def _snapshot(
-        self, link: WorkerLink, label: LengthClass | None, hit_tokens: int
+        self, link: WorkerLink, label: LengthClass | None, hit_tokens: int, stored: StoredHit
     ) -> WorkerSnapshot:
         load = link.load
         if load is None or not link.is_up:
@@ -102,6 +106,7 @@ class PlacementView:
             short=self._short_queue(load, placed),
             label=label,
             hit_tokens=hit_tokens,
+            stored=stored,
             host_tier=load.host_tier,
         )
 

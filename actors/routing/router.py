@@ -24,6 +24,7 @@ from engine.messages import (
     PoolMove,
     Role,
     RouteRequest,
+    TiersAfter,
     WorkerIdentity,
     WorkerLoad,
     WorkerStatus,
@@ -31,6 +32,7 @@ from engine.messages import (
 from engine.routing.placement import PlacementRules, WorkerSnapshot, route
 from engine.routing.pools import CLASSES, PoolState, follow, is_due, num_pending, rebalance
 from engine.routing.prefix_hits import PrefixHits
+from engine.routing.tier_hits import TierHits
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +48,7 @@ class Router:
             laps=placement_laps(config.laps, ()), block_size=config.cache.block_size
         )
         self._hits = PrefixHits(config.cache.block_size)
+        self._tiers = TierHits(config.cache.block_size)
         self._pools = PoolState()
         self._num_samples = 0  # samples behind the costs in use
 
@@ -71,7 +74,8 @@ class Router:
         """Choose workers and count the choice until their reports do."""
         self._look_at_pools()
         hits = self._hits.hit_tokens(request.block_hashes)
-        snapshots = self._view.snapshots(self._pools.labels, hits)
+        stored = self._tiers.hits(request.block_hashes, hits)
+        snapshots = self._view.snapshots(self._pools.labels, hits, stored)
         placement = route(request, snapshots, self._clock.now_s(), self._rules)
         if isinstance(placement, Assign):
             self._view.note(placement, request.num_prompt_tokens)
@@ -83,6 +87,10 @@ class Router:
         """Returns the last report of cached blocks applied; None = ask for everything."""
         return self._hits.last_sequence(worker)
 
+    def tiers_after(self, worker: str) -> TiersAfter:
+        """Returns what this worker is to tell of the tiers that it shares."""
+        return self._tiers.after(worker)
+
     def learn(self, worker: str, cache_report: CacheReport) -> None:
         """Applies a worker's report of its cache and of the cost of its steps.
 
@@ -91,6 +99,8 @@ class Router:
         """
         if cache_report.blocks is not None and not self._hits.apply(worker, cache_report.blocks):
             logger.info("missed a report of the cached blocks of %s; asking for all", worker)
+        if not self._tiers.apply(worker, cache_report.tiers):
+            logger.info("missed a report of the tiers of %s; asking for all", worker)
         costs = cache_report.costs
         if costs is not None and costs.num_samples > self._num_samples:
             self._num_samples = costs.num_samples
@@ -99,6 +109,7 @@ class Router:
     def forget(self, worker: str) -> None:
         """Forgets a lost worker and what it cached."""
         self._hits.forget(worker)
+        self._tiers.forget(worker)
 
     # ---- for people -----------------------------------------------------------------------------
 
@@ -106,7 +117,7 @@ class Router:
         """Returns pools, queues and the last moves."""
         now_s, labels = self._clock.now_s(), self._pools.labels
         workers = sorted(self._prefillers(), key=lambda s: s.name)
-        num_blocks = self._hits.num_blocks()
+        num_blocks, num_stored = self._hits.num_blocks(), self._tiers.num_blocks()
         return LapsStatus(
             enabled=self._laps.enable_laps_alloc,
             threshold=self._laps.laps_alloc_threshold,
@@ -122,6 +133,7 @@ class Router:
                     queued_tokens=s.queued_tokens,
                     queued_s=s.queued_s,
                     num_cached_blocks=num_blocks.get(s.name, 0),
+                    num_stored_blocks=num_stored.get(s.name, 0),
                     host_tier=s.host_tier,
                 )
                 for s in workers

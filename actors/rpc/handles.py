@@ -40,6 +40,7 @@ from engine.messages import (
     RouteRequest,
     StepMessage,
     Submit,
+    TiersAfter,
     TokenizeReply,
     TokenizeRequest,
     Topology,
@@ -201,9 +202,10 @@ class WorkerHandle:
 
     # ---- from the allocator ---------------------------------------------------------------------
 
-    async def cache_report(self, after: int | None) -> CacheReport:
+    async def cache_report(self, after: int | None, tiers_after: TiersAfter) -> CacheReport:
         """Returns what the worker cached since block change `after`; None asks for everything."""
-        return await _decoded(self._actor.cache_report.remote(after), self.name, _as(CacheReport))
+        asked = self._actor.cache_report.remote(after, tiers_after)
+        return await _decoded(asked, self.name, _as(CacheReport))
 
     # ---- from the supervisor --------------------------------------------------------------------
 

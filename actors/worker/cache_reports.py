@@ -1,8 +1,8 @@
-"""Reports the changes of a worker's prefix cache to the one reader that follows it."""
+"""Reports the changes of a worker's prefix cache, and of tiers that it shares, to one reader."""
 
 from typing import Protocol
 
-from engine.messages import BlockChanges
+from engine.messages import BlockChanges, TierReport, TiersAfter
 
 
 class IndexEvents(Protocol):
@@ -19,7 +19,7 @@ class IndexEvents(Protocol):
 
 
 class EventSource(Protocol):
-    """The part of a `BlockCache` that reports its changes."""
+    """What reports its changes, as a `BlockCache` does."""
 
     def request_resync(self) -> None: ...
     def take_events(self) -> IndexEvents | None: ...
@@ -49,4 +49,35 @@ class CacheReports:
             is_resync=events.is_resync,
             added=events.added,
             removed=events.removed,
+        )
+
+
+class StoredLevel(Protocol):
+    """A tier (engine/kv/host/tier.py)."""
+
+    @property
+    def place(self) -> str: ...
+    @property
+    def published(self) -> EventSource: ...
+    @property
+    def block_s(self) -> float: ...
+    @property
+    def floor_s(self) -> float: ...
+
+
+class TierReports:
+    """Makes the reports of one incarnation of the tiers that its worker shares with others."""
+
+    def __init__(self, incarnation: str) -> None:
+        self._incarnation = incarnation
+        self._reports: dict[str, CacheReports] = {}
+
+    def of(self, level: StoredLevel, after: TiersAfter) -> TierReport:
+        """Returns a tier's report, with its changes if `after` names it."""
+        changes = None
+        if level.place in after:
+            reports = self._reports.setdefault(level.place, CacheReports(self._incarnation))
+            changes = reports.since(level.published, after[level.place])
+        return TierReport(
+            place=level.place, block_s=level.block_s, floor_s=level.floor_s, blocks=changes
         )

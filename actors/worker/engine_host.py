@@ -18,7 +18,7 @@ from actors.lifecycle.deployment import DeploymentSpec, served_fingerprint
 from actors.lifecycle.liveness import Lifeline, exit_for_good
 from actors.lifecycle.placement_groups import remove_unused
 from actors.observability.logs import set_up_logging
-from actors.worker.cache_reports import CacheReports
+from actors.worker.cache_reports import CacheReports, TierReports
 from actors.worker.draining import Draining
 from actors.worker.engine_thread import EngineThread
 from actors.worker.faulty_steps import FaultySteps
@@ -39,6 +39,7 @@ from engine.messages import (
     LoadReport,
     Role,
     Submit,
+    TiersAfter,
     WorkerIdentity,
     WorkerLimits,
     WorkerStatus,
@@ -82,6 +83,7 @@ class EngineHost:
         self.clock = MonotonicClock()
         self.incarnation = uuid.uuid4().hex
         self._cache_reports = CacheReports(self.incarnation)
+        self._tier_reports = TierReports(self.incarnation)
         self._ranks = other_ranks(spec, name, role, self.incarnation, self._on_rank_end)
         self.connector = KvConnector()
         self._make_connector = make_connector
@@ -203,12 +205,20 @@ class EngineHost:
             raise WorkerError(f"{self.name} is still loading its model")
         return await self._thread.call(fn)
 
-    async def cache_report(self, after: int | None) -> CacheReport:
-        """Returns what the prefix cache gained and lost since `after`; see `CacheReports.since`."""
+    async def cache_report(self, after: int | None, tiers_after: TiersAfter) -> CacheReport:
+        """Returns what the prefix cache gained and lost since `after`; see `CacheReports.since`.
+
+        So it does of the tiers in `tiers_after`.
+        """
         engine = self.engine
         blocks = await self.call(lambda: self._cache_reports.since(engine.cache, after))
         costs = engine.core.scheduler.costs
-        return CacheReport(costs=costs if costs.is_fitted else None, blocks=blocks)
+        levels = [] if engine.host_tier is None else engine.host_tier.levels()
+        return CacheReport(
+            costs=costs if costs.is_fitted else None,
+            blocks=blocks,
+            tiers=[self._tier_reports.of(level, tiers_after) for level in levels],
+        )
 
     async def statistics(self) -> dict[str, object]:
         """Returns counters and held resources, from the engine thread; checks the block pool first.

@@ -4,7 +4,7 @@ from collections.abc import AsyncGenerator, Mapping
 
 from actors.rpc.server import CallServer, Handler, listen_address
 from actors.worker.engine_host import EngineHost
-from engine.messages import Submit, decode, encode
+from engine.messages import Submit, TiersAfter, decode, encode
 from engine.request import RequestKey
 
 
@@ -41,9 +41,9 @@ class EngineWorker:
         """Returns the address at which connections make the calls below; see `CallServer`."""
         return await self._server.address()
 
-    async def cache_report(self, after: int | None) -> bytes:
+    async def cache_report(self, after: int | None, tiers_after: TiersAfter) -> bytes:
         """Returns the CacheReport since block change `after`, encoded; None = everything."""
-        return encode(await self._host.cache_report(after))
+        return encode(await self._host.cache_report(after, tiers_after))
 
     async def statistics(self) -> dict[str, object]:
         """Returns statistics for tests and people; see `EngineHost.statistics`."""

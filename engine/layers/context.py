@@ -38,6 +38,13 @@ class Comm(Protocol):
         """x: [n T, ...], T lines for each rank; returns [n T, ...], T lines from each rank."""
         ...
 
+    def exchange_rows(self, x: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        """As `all_to_all` with other numbers of lines for each rank, known on the host.
+
+        x: [sum(sent), ...], sent[r] lines for rank r; returns [sum(received), ...].
+        """
+        ...
+
     def gather_bytes(self, data: bytes, timeout_s: float | None = None) -> list[bytes]:
         """The ranks' data in rank order, for what they agree on; goes through host memory.
 
@@ -67,6 +74,9 @@ class SingleRank:
     def all_to_all(self, x: Tensor) -> Tensor:
         return x
 
+    def exchange_rows(self, x: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        return x
+
     def gather_bytes(self, data: bytes, timeout_s: float | None = None) -> list[bytes]:
         return [data]
 
@@ -90,6 +100,8 @@ class ForwardContext:
     attention_metadata: Any  # the result of `attention.plan` for this step
     comm: Comm
     kv_scales: KvScales | None = None  # of a store of e4m3 numbers
+    # Between attention and attention each rank has its share of the tokens (`own_rows`).
+    exchanges: bool = False
     lane: int = 0  # index among the contexts that may compute at the same time
     # The only tokens computed after the last layer's K and V; None = the caller chooses later.
     last: "LastTokens | None" = None

@@ -16,8 +16,16 @@ from torch import Tensor
 
 from engine.layers.linear import Linear, LinearWeight
 from engine.layers.mlp import FeedForward
-from engine.layers.operations import Flow, Lane, Op
+from engine.layers.operations import Flow, Lane, Op, wait
 from engine.layers.quantized_weight import dequantize
+from engine.layers.token_exchange import (
+    Dispatched,
+    add_parts,
+    dispatch,
+    own_rows,
+    send_back,
+    spread_rows,
+)
 from kernels.moe import reference
 from kernels.moe.form import PLAIN, ExpertForm
 from kernels.moe.routes import Routes, Selection
@@ -82,6 +90,11 @@ class HeldExperts:
     def token_sizes(self) -> tuple[int, ...]:
         return self._experts.token_sizes
 
+    @property
+    def own(self) -> tuple[Experts, int]:
+        """The held ones, as routes among them alone see them, and how many they are."""
+        return self._experts, len(self._held)
+
     def __call__(self, x: Tensor, routes: Routes, shared: SharedOutput | None) -> Tensor:
         """routes: to the experts of all ranks."""
         return self._experts(x, self._held_routes(routes, self._held), shared)
@@ -90,13 +103,24 @@ class HeldExperts:
 class Mixture:
     """y = sum of the weighted outputs of a token's experts."""
 
-    __slots__ = ("_experts", "_shared", "router")
+    __slots__ = ("_experts", "_is_replicated", "_shared", "router")
 
-    def __init__(self, *, router: Router, experts: Experts, shared: SharedExpert | None) -> None:
-        """`router` may be replaced later: benchmarks choose their own routes."""
+    def __init__(
+        self,
+        *,
+        router: Router,
+        experts: Experts,
+        shared: SharedExpert | None,
+        is_replicated: bool = False,
+    ) -> None:
+        """`router` may be replaced later: benchmarks choose their own routes.
+
+        is_replicated: every rank has all of the shared expert, and computes its own tokens.
+        """
         self.router = router
         self._experts = experts
         self._shared = shared
+        self._is_replicated = is_replicated
 
     @property
     def token_sizes(self) -> tuple[int, ...]:
@@ -115,11 +139,68 @@ class Mixture:
                 Op(select, self._select, needs=normed),
                 Op("experts", self._compute, needs=(select,)),
             )
+        share = _share_own if self._is_replicated else _share
         return (
             Op(select, self._select, needs=normed),
-            Op(beside, partial(_share, self._shared), lane=Lane.BESIDE, needs=normed),
+            Op(beside, partial(share, self._shared), lane=Lane.BESIDE, needs=normed),
             Op("experts", self._compute, waits=(Lane.BESIDE,), needs=(select, beside)),
         )
+
+    def exchange_operations(self) -> tuple[Op, ...]:
+        """`operations` on own rows, which travel to their experts; with those that follow them."""
+        normed, select, beside = ("comm_prepare_mlp_b",), "select_experts", "shared_experts"
+        waits: tuple[Lane, ...] = (Lane.SEND,)
+        shared: tuple[Op, ...] = ()
+        if self._shared is not None:
+            waits = (Lane.SEND, Lane.BESIDE)
+            share = partial(_share, self._shared)
+            shared = (Op(beside, share, lane=Lane.BESIDE, needs=normed),)
+        return (
+            Op(select, self._select_own, needs=normed),
+            Op("dispatch_a", self._dispatch, lane=Lane.SEND, needs=(select,)),
+            *shared,
+            Op("dispatch_b", wait, waits=(Lane.SEND,), needs=("dispatch_a",)),
+            Op("experts", self._compute_dispatched, needs=("dispatch_b",)),
+            Op("combine_a", self._send_back, lane=Lane.SEND, needs=("experts",)),
+            Op(
+                "combine_b",
+                self._add_parts,
+                waits=waits,
+                needs=("combine_a", *(op.name for op in shared)),
+            ),
+        )
+
+    def _select_own(self, flow: Flow) -> None:
+        flow.routes = self.router(flow.x, flow.own_slots)
+
+    def _dispatch(self, flow: Flow) -> None:
+        routes, flow.routes = flow.routes, None
+        assert routes is not None
+        _, num_held = self._own
+        flow.dispatched = dispatch(flow.x, routes, num_held, flow.ctx.comm)
+
+    def _compute_dispatched(self, flow: Flow) -> None:
+        experts, _ = self._own
+        sent: Dispatched = flow.dispatched
+        flow.parts = experts(sent.x, sent.routes, None)
+
+    def _send_back(self, flow: Flow) -> None:
+        assert flow.parts is not None
+        flow.parts = send_back(flow.parts, flow.dispatched, flow.ctx.comm)
+
+    def _add_parts(self, flow: Flow) -> None:
+        sent, parts, shared = flow.dispatched, flow.parts, flow.shared
+        flow.dispatched = flow.parts = flow.shared = None
+        assert parts is not None
+        total = add_parts(parts, sent)
+        if shared is not None:
+            total = reference.combine(total[:, None], shared.output, shared.gate)
+        flow.x = total.to(flow.x.dtype)
+
+    @property
+    def _own(self) -> tuple[Experts, int]:
+        assert isinstance(self._experts, HeldExperts), "tokens travel to whole experts only"
+        return self._experts.own
 
     def _select(self, flow: Flow) -> None:
         flow.routes = self.router(flow.x, flow.slots)
@@ -133,6 +214,16 @@ class Mixture:
 
 def _share(expert: SharedExpert, flow: Flow) -> None:
     flow.shared = expert(flow.x, flow.ctx.lane)
+
+
+def _share_own(expert: SharedExpert, flow: Flow) -> None:
+    """For the tokens of this rank's share, zeros for the others; the ranks' sum has all."""
+    num_tokens, comm = len(flow.x), flow.ctx.comm
+    own = expert(own_rows(flow.x, comm), flow.ctx.lane)
+    flow.shared = SharedOutput(
+        output=spread_rows(own.output, num_tokens, comm),
+        gate=None if own.gate is None else spread_rows(own.gate, num_tokens, comm),
+    )
 
 
 class TorchRouter:

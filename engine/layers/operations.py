@@ -10,6 +10,15 @@
     combine_a          the sum over the ranks begins
     combine_b          ... has ended
 
+Where ranks have shares of the tokens between attention and attention (token_exchange.py), `prepare`
+gathers all tokens before its projections, and these differ:
+
+    comm_prepare_mlp_a the sum over the ranks, each rank's rows of it
+    dispatch_a         rows go to the ranks of their experts; of a dense layer, all to all ranks
+    dispatch_b         ... have come
+    combine_a          outputs go back; of a dense layer, each rank's rows of the sum
+    combine_b          ... have come; added up
+
 An operation names the lane that it may run in. In the order of its list every operation finds what
 it needs, whatever the lanes are: that is the ordinary forward pass.
 """
@@ -53,10 +62,16 @@ class Flow:
     tokens: ProjectedTokens | None = None
     routes: Routes | None = None
     shared: Any = None  # `SharedOutput` of moe.py
+    dispatched: Any = None  # `Dispatched` of token_exchange.py
+    # [R, hidden], then [S, hidden]  outputs of the rows that came, then of those that were sent
+    parts: Tensor | None = None
+    # [P] as of `slots`, of the own rows, where ranks have shares of the tokens
+    own_slots: Tensor | None = None
 
     def tensors(self) -> tuple[object, ...]:
         """All that an operation of this flow may read; whoever has them keeps their memory."""
-        return self.x, self.residual, self.tokens, self.routes, self.shared
+        routed = self.routes, self.shared, self.dispatched, self.parts
+        return self.x, self.residual, self.tokens, *routed
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +94,10 @@ def plain_mlp(compute: Callable[[Tensor, int], Tensor]) -> tuple[Op, ...]:
         flow.x = compute(flow.x, flow.ctx.lane)
 
     return (Op("mlp", run, needs=("comm_prepare_mlp_b",)),)
+
+
+def wait(flow: Flow) -> None:
+    """An operation that only waits for lanes."""
 
 
 def run_in_order(ops: Iterable[Op], flow: Flow) -> None:

@@ -61,6 +61,16 @@ SUM_PROMPTS = Schedule(
     ),
 )
 
+# Ranks have shares of the tokens, but for the last layer, which adds as those of `SUM_PROMPTS` do.
+SHARE_PROMPTS = Schedule(
+    name="prompts, shared out",
+    stages=(
+        ("prepare", "core", "comm_prepare_mlp_a"),
+        ("comm_prepare_mlp_b", "select_experts", "dispatch_a"),
+        ("dispatch_b", "shared_experts", "mlp", "experts", "combine_a"),
+        ("combine_b", "output"),
+    ),
+)
 # One flow, whose shared expert has a stream of its own: it begins before the router.
 SHARED_BESIDE = Schedule(
     name="shared expert beside",

@@ -11,8 +11,8 @@ state of a step: the KV store and everything else of a step are in `ForwardConte
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -28,10 +28,12 @@ from engine.layers.attention import (
 from engine.layers.context import SINGLE_RANK, Comm, ForwardContext, LastTokens
 from engine.layers.linear import Gated, Identity, Linear, LinearWeight, build_linear
 from engine.layers.mlp import FeedForward, GatedMlp, build_mlp
+from engine.layers.moe import Mixture
 from engine.layers.norm import RmsNorm
-from engine.layers.operations import Flow, Lane, Op, run_in_order
+from engine.layers.operations import Flow, Lane, Op, run_in_order, wait
 from engine.layers.rope_spec import RopeSpec
 from engine.layers.rotary import RotaryTable, RotaryTables
+from engine.layers.token_exchange import gather_rows, own_rows, scatter_rows
 from engine.layers.vocabulary import (
     CappedHead,
     Embedding,
@@ -89,6 +91,27 @@ class CausalLM:
         self._final_norm = final_norm
         self._head = head
 
+    @cached_property
+    def exchange_operations(self) -> Sequence[tuple[Op, ...]]:
+        """`operations` of ranks that share out tokens between attention and attention.
+
+        Only where ranks have whole experts. The last layer has all tokens again, on every rank.
+        """
+        first, *others = self.layers[:-1]
+        return (
+            first.exchange_operations(is_first=True),
+            *(layer.exchange_operations() for layer in others),
+            self.layers[-1].last_operations(gathers=True),
+        )
+
+    @property
+    def can_exchange(self) -> bool:
+        """Whether there are `exchange_operations`."""
+        mixture = self.spec.mixture
+        if mixture is None or mixture.held is None or len(self.layers) == 1:
+            return False
+        return mixture.sharing == "exchanged"
+
     @property
     def dtype(self) -> torch.dtype:
         return self._embedding.weight.dtype
@@ -129,7 +152,7 @@ class CausalLM:
         hidden states.
         """
         flow = self.begin(input_ids, ctx, logit_indices, checks_finite=checks_finite)
-        for ops in self.operations:
+        for ops in self.exchange_operations if ctx.exchanges else self.operations:
             run_in_order(ops, flow)
         return self.result(flow)
 
@@ -199,13 +222,61 @@ class DecoderLayer:
             *self._after_attention(),
         )
 
-    def last_operations(self) -> tuple[Op, ...]:
-        """`operations` of the model's last layer, which also leaves out what nobody asks for."""
+    def last_operations(self, *, gathers: bool = False) -> tuple[Op, ...]:
+        """`operations` of the model's last layer, which also leaves out what nobody asks for.
+
+        gathers: it begins with this rank's rows.
+        """
         return (
-            Op("prepare", self._prepare_last),
+            Op("prepare", self._gather_and_prepare_last if gathers else self._prepare_last),
             Op("core", self._core_last, needs=("prepare",)),
             *self._after_attention(),
         )
+
+    def exchange_operations(self, *, is_first: bool = False) -> tuple[Op, ...]:
+        """`operations` that take and leave this rank's rows; is_first: they begin with all."""
+        sent, mlp = "comm_prepare_mlp_a", self._mlp
+        feed_forward = (
+            mlp.exchange_operations() if isinstance(mlp, Mixture) else self._gathered_mlp()
+        )
+        return (
+            Op("prepare", self._prepare_first_rows if is_first else self._prepare_rows),
+            Op("core", self._core, needs=("prepare",)),
+            Op(sent, _scatter_rows, lane=Lane.SEND, needs=("core",)),
+            Op("comm_prepare_mlp_b", self._prepare_mlp, waits=(Lane.SEND,), needs=(sent,)),
+            *feed_forward,
+        )
+
+    def _gathered_mlp(self) -> tuple[Op, ...]:
+        """A dense feed-forward part, of which each rank has some units of every token."""
+        sent, back = "dispatch_a", "combine_a"
+        (mlp,) = self._mlp.operations()
+        return (
+            Op(sent, _gather_rows, lane=Lane.SEND, needs=("comm_prepare_mlp_b",)),
+            Op("dispatch_b", wait, waits=(Lane.SEND,), needs=(sent,)),
+            replace(mlp, needs=("dispatch_b",)),
+            Op(back, _scatter_rows, lane=Lane.SEND, needs=(mlp.name,)),
+            Op("combine_b", self._finish_mlp, waits=(Lane.SEND,), needs=(back,)),
+        )
+
+    def _prepare_first_rows(self, flow: Flow) -> None:
+        comm = flow.ctx.comm
+        flow.x = own_rows(flow.x, comm)
+        flow.own_slots = own_rows(flow.ctx.slots, comm, fill=-1)
+        self._prepare_rows(flow)
+
+    def _prepare_rows(self, flow: Flow) -> None:
+        """`_prepare` from this rank's rows, of which the residual stream stays."""
+        own, flow.residual = self._attention_norm.add(flow.x, flow.residual)
+        x = gather_rows(own, len(flow.ctx.slots), flow.ctx.comm)
+        q, k, v = self._attention.project(x, flow.ctx)
+        flow.tokens = ProjectedTokens(x=x, q=q, k=k, v=v, residual=flow.residual)
+
+    def _gather_and_prepare_last(self, flow: Flow) -> None:
+        num_tokens, comm, residual = len(flow.ctx.slots), flow.ctx.comm, flow.residual
+        assert residual is not None, "the first layer has begun the stream"
+        flow.x, flow.residual = (gather_rows(t, num_tokens, comm) for t in (flow.x, residual))
+        self._prepare_last(flow)
 
     def _after_attention(self) -> tuple[Op, ...]:
         sent, feed_forward = "comm_prepare_mlp_a", self._mlp.operations()
@@ -290,6 +361,14 @@ class DecoderLayer:
 
 def _sum_over_ranks(flow: Flow) -> None:
     flow.x = flow.ctx.comm.all_reduce(flow.x)
+
+
+def _scatter_rows(flow: Flow) -> None:
+    flow.x = scatter_rows(flow.x, flow.ctx.comm)
+
+
+def _gather_rows(flow: Flow) -> None:
+    flow.x = gather_rows(flow.x, len(flow.ctx.slots), flow.ctx.comm)
 
 
 class OutputNormLayer(DecoderLayer):

@@ -127,11 +127,8 @@ def layer_tensors(spec: ModelSpec, layer: int) -> dict[str, StackedTensor]:
     feed_forward = _mlp(spec) if mixture is None else _experts(spec, mixture)
     attention = _attention(spec) if spec.latent is None else _latent_attention(spec, spec.latent)
     for field, names, sizes, num_columns, has_bias in (*attention, *feed_forward):
-        split = _SPLITS.get(field, Split.ROWS)
-        is_of_experts = mixture is not None and field in _EXPERTS
-        num_experts = mixture.num_experts if mixture is not None and is_of_experts else None
-        if mixture is not None and mixture.is_expert_parallel and is_of_experts:
-            split = Split.EXPERTS
+        split = _split_of(field, mixture)
+        num_experts = mixture.num_experts if mixture is not None and field in _EXPERTS else None
         unit = spec.head_dim if field == "qkv" else None
         weights = {f"{prefix}{n}.weight": size for n, size in zip(names, sizes, strict=True)}
         tensors[field] = StackedTensor(
@@ -178,10 +175,19 @@ _SPLITS = {
     "shared_gate": Split.NONE,
 }
 _EXPERTS = ("gate_up", "down")
+_SHARED = ("shared_gate_up", "shared_down")
 # Of latent attention every rank makes what all heads share.
 _FOR_ALL_HEADS = (".q_a_proj.", ".kv_a_proj_with_mqa.")
 # Small maps whose rounding would change which experts compute: no format is published with them.
 _NEVER_QUANTISED = ("router", "shared_gate")
+
+
+def _split_of(field: str, mixture: MixtureSpec | None) -> Split:
+    if mixture is not None and mixture.has_whole_experts and field in _EXPERTS:
+        return Split.EXPERTS
+    if mixture is not None and mixture.replicates_shared and field in _SHARED:
+        return Split.NONE
+    return _SPLITS.get(field, Split.ROWS)
 
 
 def _norms(spec: ModelSpec) -> Iterator[tuple[str, str, int]]:

@@ -46,6 +46,7 @@ def build_mixture(
         router=router,
         experts=experts,
         shared=_build_shared(weights, ops, is_deterministic=is_deterministic),
+        is_replicated=spec.replicates_shared and spec.held is not None,
     )
 
 

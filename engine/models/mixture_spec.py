@@ -17,6 +17,10 @@ from engine.ranks.rank import Rank
 from kernels.moe.clamped_gate import ClampedGate
 
 Scores = Literal["softmax", "sigmoid"]
+# units      each rank has a part of the units of every expert, and of a shared one
+# experts    each rank has whole experts, and a part of a shared one
+# exchanged  each rank has whole experts, and all of a shared one; tokens may travel to experts
+ExpertSharing = Literal["units", "experts", "exchanged"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,8 +71,7 @@ class MixtureSpec:
     num_groups: int = 1
     num_chosen_groups: int = 1
     route_scale: float = 1.0  # of the weights, after they were divided by their sum
-    # Ranks hold whole experts, each its share of them; else each a share of every expert's units.
-    is_expert_parallel: bool = False
+    sharing: ExpertSharing = "units"  # by ranks
     held: range | None = None  # the experts that this rank holds; None = all
 
     @property
@@ -78,23 +81,32 @@ class MixtureSpec:
         return self.scores == "softmax" and self.num_groups == 1 and is_unscaled
 
     @property
+    def has_whole_experts(self) -> bool:
+        return self.sharing != "units"
+
+    @property
+    def replicates_shared(self) -> bool:
+        """Whether every rank has all of the shared expert, for its own share of the tokens."""
+        return self.sharing == "exchanged"
+
+    @property
     def num_held(self) -> int:
         """Experts that this rank holds."""
         return self.num_experts if self.held is None else len(self.held)
 
     def of_rank(self, rank: Rank) -> "MixtureSpec":
-        """With a rank's experts, or its units of every expert; of a shared expert, units.
+        """With a rank's experts, or its units of every expert.
 
         Raises ConfigError if equal parts are impossible.
         """
         expert_size, held, shared_size = self.expert_size, self.held, self.shared_size
-        if self.is_expert_parallel and rank.size > 1:
+        if self.has_whole_experts and rank.size > 1:
             share = rank.share(self.num_experts, "experts")
             held = range(share.start, share.stop)
         else:
             inner = rank.share(expert_size, "intermediate units of an expert")
             expert_size = inner.stop - inner.start
-        if shared_size is not None:
+        if shared_size is not None and not self.replicates_shared:
             shared = rank.share(shared_size, "intermediate units of the shared expert")
             shared_size = shared.stop - shared.start
         return replace(self, expert_size=expert_size, held=held, shared_size=shared_size)

@@ -10,6 +10,7 @@ import torch
 
 from engine.errors import ConfigError
 from engine.models.llama import CausalLM, build_decoder
+from engine.models.mixture_spec import ExpertSharing
 from engine.models.quantized_tensors import check_shares
 from engine.models.spec import load_spec
 from engine.models.weights import load_weights, random_weights
@@ -41,7 +42,7 @@ class WeightSource:
 
     is_random: bool = False  # for benchmarks: only config.json is read
     quantization: Literal["auto", "fp8"] = "auto"  # as in `load_spec`
-    is_expert_parallel: bool = False  # likewise
+    sharing: ExpertSharing = "units"  # likewise
 
 
 AS_PUBLISHED = WeightSource()
@@ -66,9 +67,7 @@ def build_model(
     Raises ConfigError for anything in the folder that is missing, unsupported or inconsistent, and
     for a model that the ranks cannot share.
     """
-    spec = load_spec(
-        folder, quantization=source.quantization, is_expert_parallel=source.is_expert_parallel
-    )
+    spec = load_spec(folder, quantization=source.quantization, sharing=source.sharing)
     spec.of_rank(rank)  # before the weights, so that the error comes early
     check_shares(spec, rank, is_on_gpu=device.type == "cuda")
     allowed = spec.max_model_len

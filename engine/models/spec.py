@@ -16,6 +16,7 @@ from engine.models.config_file import ConfigFile
 from engine.models.latent_spec import LatentSpec, read_latent
 from engine.models.mixture_spec import (
     ExpertLayout,
+    ExpertSharing,
     MixtureSpec,
     read_deepseek_v2,
     read_deepseek_v3,
@@ -432,11 +433,11 @@ def load_spec(
     folder: Path,
     *,
     quantization: Literal["auto", "fp8"] = "auto",
-    is_expert_parallel: bool = False,
+    sharing: ExpertSharing = "units",
 ) -> ModelSpec:
     """Read `config.json` and, where present, `generation_config.json`.
 
-    quantization: auto = as config.json says; fp8 = quantise. is_expert_parallel: whole experts.
+    quantization: auto = as config.json says; fp8 = quantise. sharing: of experts, by ranks.
     Raises ConfigError, naming the file, the key and what is supported.
     """
     config = ConfigFile.read(folder / "config.json")
@@ -483,7 +484,7 @@ def load_spec(
         eos_token_ids=_eos_token_ids(config, folder, vocab_size),
         dtype=_dtype(config),
         pooling=pooling,
-        mixture=_shared_mixture(config, family, is_expert_parallel=is_expert_parallel),
+        mixture=_shared_mixture(config, family, sharing),
         latent=family.latent,
         num_guessing_layers=family.num_guessing_layers,
         quantization=_quantization(config, quantization, family, has_head=has_head),
@@ -491,13 +492,13 @@ def load_spec(
 
 
 def _shared_mixture(
-    config: ConfigFile, family: _Family, *, is_expert_parallel: bool
+    config: ConfigFile, family: _Family, sharing: ExpertSharing
 ) -> MixtureSpec | None:
-    if not is_expert_parallel:
+    if sharing == "units":
         return family.mixture
     if family.mixture is None:
         raise config.error("architectures", "has no experts; set workers.expert_parallel to false")
-    return replace(family.mixture, is_expert_parallel=True)
+    return replace(family.mixture, sharing=sharing)
 
 
 def _num_kv_heads(config: ConfigFile, family: _Family, num_heads: int) -> int:

@@ -106,6 +106,17 @@ class GlooRanks:
             )
         return received
 
+    def exchange_rows(self, x: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        lines = x.contiguous()
+        arrived = x.new_empty((sum(received), *x.shape[1:]))
+        options = _within(dist.distributed_c10d.AllToAllOptions(), self._timeout)
+        self._run(
+            "exchange_rows",
+            lambda group: group.alltoall_base(arrived, lines, received, sent, options),
+            self._timeout,
+        )
+        return arrived
+
     def gather_bytes(self, data: bytes, timeout_s: float | None = None) -> list[bytes]:
         limit = self._timeout if timeout_s is None else timedelta(seconds=timeout_s)
         lengths: list[int] = self._all_gather(torch.tensor([len(data)]), limit).tolist()
@@ -207,6 +218,13 @@ class NcclRanks:
             options = _queued(dist.distributed_c10d.AllToAllOptions())
             _follow(self._group.alltoall_base(received, sent, [], [], options))
         return received
+
+    def exchange_rows(self, x: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        lines = x.contiguous()
+        arrived = x.new_empty((sum(received), *x.shape[1:]))
+        options = _queued(dist.distributed_c10d.AllToAllOptions())
+        self._group.alltoall_base(arrived, lines, received, sent, options).wait()
+        return arrived
 
     def gather_bytes(self, data: bytes, timeout_s: float | None = None) -> list[bytes]:
         return self._host.gather_bytes(data, timeout_s)

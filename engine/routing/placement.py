@@ -1,6 +1,7 @@
 """Decides which workers serve a request: a pure, replayable function of snapshots, without Ray.
 
     ttft(worker) = seconds queued before it + cost(tokens no cache of that worker holds)
+                   + seconds to load what is in a tier below, where that is less than it saves
 
 A prompt is short or long *on a worker*: the same prompt may be long everywhere except on the worker
 that has most of it cached. A worker labelled short is the home of prompts that are short on it. A
@@ -19,6 +20,7 @@ from dataclasses import dataclass, field
 from configs.resolved import ResolvedLaps
 from engine.length_class import LengthClass, LinearCost, PrefillCost, classify
 from engine.messages import Assign, Hold, HostTierLoad, Placement, Reject, Role, RouteRequest
+from engine.routing.tier_hits import NOTHING_STORED, StoredHit
 
 # A report this much younger than a placement includes it: submitting takes milliseconds.
 COUNTED_AFTER_S = 0.2
@@ -67,6 +69,7 @@ class WorkerSnapshot:
     short: ShortQueue | None = None  # None = one queue
     label: LengthClass | None = None  # its pool; None = home of both classes
     hit_tokens: int = 0  # tokens of the prompt to be placed that are in its prefix cache
+    stored: StoredHit = NOTHING_STORED  # tokens after those that it could load
     host_tier: HostTierLoad | None = None  # for display; shared by the workers of a machine
 
     @property
@@ -167,11 +170,11 @@ def _predict(prompt: RouteRequest, worker: WorkerSnapshot, rules: PlacementRules
     laps, cost = rules.laps, rules.cost
     # At least the last token is computed, because its logits are needed.
     num_cached = min(worker.hit_tokens, prompt.num_prompt_tokens - 1)
-    num_new = prompt.num_prompt_tokens - num_cached
+    num_new, work_s = _with_loading(prompt.num_prompt_tokens - num_cached, num_cached, worker, cost)
+    num_cached = prompt.num_prompt_tokens - num_new
     length_class = classify(num_new, num_cached, laps.laps_alloc_threshold, cost)
     cold_class = classify(prompt.num_prompt_tokens, 0, laps.laps_alloc_threshold, cost)
     is_long_home = worker.label == "long" and cold_class == "long"
-    work_s = cost.seconds(num_new, num_cached)
     is_short = length_class == "short"
     default_s = laps.short_ttft_deadline_s if is_short else laps.long_ttft_deadline_s
     asked_s = prompt.ttft_deadline_s
@@ -184,6 +187,25 @@ def _predict(prompt: RouteRequest, worker: WorkerSnapshot, rules: PlacementRules
         ttft_s=wait_s(worker, length_class, laps.max_step_ms / 1000) + work_s,
         deadline_s=default_s if asked_s is None else asked_s,
     )
+
+
+def _with_loading(
+    num_new: int, num_cached: int, worker: WorkerSnapshot, cost: PrefillCost
+) -> tuple[int, float]:
+    """Tokens to compute and the seconds that takes, if what pays is loaded.
+
+    Loaded tokens count as many as it takes the same time to compute, as in the worker's own queue
+    (engine/scheduling/host_loads.py).
+    """
+    all_s = cost.seconds(num_new, num_cached)
+    num_stored = min(worker.stored.num_tokens, num_new - 1)
+    if num_stored == 0:
+        return num_new, all_s
+    rest_s = cost.seconds(num_new - num_stored, num_cached + num_stored)
+    load_s, saved_s = worker.stored.load_s, all_s - rest_s
+    if load_s >= saved_s:
+        return num_new, all_s
+    return num_new - num_stored + round(load_s / saved_s * num_stored), rest_s + load_s
 
 
 def _choose(candidates: Sequence[_Candidate], margin_s: float) -> tuple[_Candidate, str]:

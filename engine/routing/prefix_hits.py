@@ -7,6 +7,7 @@ until a resync.
 """
 
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 from engine.messages import BlockChanges
@@ -61,6 +62,11 @@ class PrefixHits:
             if num_blocks > 0:
                 hits[name] = num_blocks * self._block_size
         return hits
+
+    def hashes(self, worker: str) -> AbstractSet[bytes]:
+        """All that a worker has; a view, for the moment."""
+        known = self._workers.get(worker)
+        return known.hashes if known else frozenset()
 
     def num_blocks(self) -> dict[str, int]:
         """Worker -> number of indexed blocks, for display."""

@@ -6,7 +6,7 @@ one has been waited for. Knows no requests: a row is a slot in its tables. The p
 row it is, when it runs and which blocks it gets.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -119,6 +119,7 @@ class Executor:
         self._prompt_graphs: StepGraphs | None = None
         self._prompt_steps: PromptStepCounter | None = None
         self._two_batches: TwoBatches | None = None
+        self._min_exchanged: int | None = None  # tokens; None = never
         self._shared_stream: SharedExpertStream | None = None
         self.expert_loads: ExpertLoads | None = None  # told of every step; None = not counted
 
@@ -134,6 +135,14 @@ class Executor:
         """The scales of this rank's KV heads, which a layout of e4m3 numbers needs before steps."""
         assert self.layout.dtype == "fp8_e4m3", f"scales for {self.layout}"
         self._kv_scales = scales
+
+    def exchange_tokens(self, min_tokens: int) -> None:
+        """From now on, steps of at least so many tokens that replay no graph share them out.
+
+        The model must be able to; see `CausalLM.exchange_operations`. All ranks get the same.
+        """
+        assert self.model.can_exchange, "the model's ranks have no whole experts"
+        self._min_exchanged = min_tokens
 
     @property
     def two_batches(self) -> TwoBatches:
@@ -388,11 +397,12 @@ class Executor:
             return self._two_batches.forward(
                 resolve_input_ids(batch.input_ids, self._last_tokens),
                 split,
-                [self._part_context(part, lane) for lane, part in enumerate(parts)],
+                self._part_contexts(parts, batch.num_tokens),
                 [None if logit_indices is None else part.chosen for part in parts],
                 checks_finite=checks_finite,
             )
         ctx = self._context(batch.positions, batch.slots, self._attention.plan(batch.attention))
+        ctx = replace(ctx, exchanges=self._exchanges(batch.num_tokens))
         ids = resolve_input_ids(batch.input_ids, self._last_tokens)
         return self.model.forward(ids, ctx, logit_indices, checks_finite=checks_finite)
 
@@ -402,7 +412,7 @@ class Executor:
         if self._two_batches is not None and split is not None:
             parts = self._two_batches.parts(batch, split)
             lasts = [self._last(part.attention, lane) for lane, part in enumerate(parts)]
-            contexts = [self._part_context(part, lane) for lane, part in enumerate(parts)]
+            contexts = self._part_contexts(parts, batch.num_tokens)
             return self._two_batches.forward(
                 resolve_input_ids(batch.input_ids, self._last_tokens),
                 split,
@@ -413,6 +423,7 @@ class Executor:
         ctx = replace(
             self._context(batch.positions, batch.slots, self._attention.plan(batch.attention)),
             last=last,
+            exchanges=self._exchanges(batch.num_tokens),
         )
         ids = resolve_input_ids(batch.input_ids, self._last_tokens)
         return self.model.forward(ids, ctx, checks_finite=True)
@@ -423,9 +434,20 @@ class Executor:
         ctx = self._context(step.positions, step.slots, self._attention.plan(step.attention))
         return LastTokens(indices=step.indices, ctx=replace(ctx, lane=lane))
 
-    def _part_context(self, part: BatchPart, lane: int) -> ForwardContext:
-        ctx = self._context(part.positions, part.slots, self._attention.plan(part.attention))
-        return replace(ctx, lane=lane)
+    def _part_contexts(self, parts: Sequence[BatchPart], num_tokens: int) -> list[ForwardContext]:
+        """num_tokens: of the whole step, by which all parts decide alike."""
+        exchanges = self._exchanges(num_tokens)
+        return [
+            replace(
+                self._context(part.positions, part.slots, self._attention.plan(part.attention)),
+                lane=lane,
+                exchanges=exchanges,
+            )
+            for lane, part in enumerate(parts)
+        ]
+
+    def _exchanges(self, num_tokens: int) -> bool:
+        return self._min_exchanged is not None and num_tokens >= self._min_exchanged
 
     def _logits(self, hidden: Tensor) -> Tensor:
         return self.model.logits(hidden, self._comm)

@@ -63,7 +63,7 @@ class ExpertLoads:
         }
         shape, device = (len(mixtures), spec.num_experts), model.device
         self._layers = tuple(mixtures)
-        self._num_groups = num_ranks if spec.is_expert_parallel else 1
+        self._num_groups = num_ranks if spec.has_whole_experts else 1
         self._counts = torch.zeros(shape, dtype=torch.int64, device=device)
         is_cuda = device.type == "cuda"
         self._copy = torch.zeros(shape, dtype=torch.int64, pin_memory=is_cuda)

@@ -87,21 +87,27 @@ def layer_costs(spec: ModelSpec, num_ranks: int, element_bytes: int) -> LayerCos
     halve, so the border between them stays where it is.
     """
     hidden = spec.hidden_size
-    dense = mixed = active = 0  # rows of gate, up and down in all layers
+    # Rows of gate, up and down in all layers: held, and used by a token on average.
+    dense = used = mixed = active = 0.0
     for layer in range(spec.num_layers):
         mixture = spec.mixture_at(layer)
         if mixture is None:
             dense += spec.intermediate_size
+            used += spec.intermediate_size
         else:
-            dense += mixture.shared_size or 0
-            mixed += mixture.num_experts * mixture.expert_size
-            active += mixture.num_active * mixture.expert_size
+            shared = mixture.shared_size or 0
+            dense += shared
+            # A rank that has all of a shared expert computes its share of the tokens with it.
+            used += shared / num_ranks if mixture.replicates_shared else shared
+            mixed += mixture.num_held * mixture.expert_size
+            routes_here = mixture.num_active * mixture.num_held / mixture.num_experts
+            active += routes_here * mixture.expert_size
     attention = _attention_weights(spec)
     held_and_used = (
         (attention, attention),
         *(
             tuple(3 * hidden * rows / spec.num_layers for rows in pair)
-            for pair in ((dense, dense), (mixed, active))
+            for pair in ((dense, used), (mixed, active))
         ),
     )
     return LayerCosts(

@@ -1,6 +1,7 @@
 """Measures on a warm, idle executor whether two batches are faster, and how far the second lags.
 
-    lag          one decode step, its communication timed operation by operation
+    lag          the usual one, or what the share of communication asks for if that is faster (in
+                 simulation it is not, load_tests/results/two_batches_simulated.md)
     thresholds   per size: ten steps whole, ten as two batches (`OverlapTuner` keeps gains over 5 %)
 
 Every rank runs the same steps and goes by the times of the first, so that all split the same steps
@@ -17,12 +18,13 @@ import torch
 
 from engine.layers.context import Comm
 from engine.layers.operations import Flow, Lane, Op
+from engine.layers.schedules import DECODE
 from engine.plan import StepPlan
 from engine.ranks.agreement import value_of_first
 from engine.runner.calibration import Room, TimedSteps
 from engine.runner.executor import Executor
 from engine.runner.overlap_rule import OverlapRule
-from engine.runner.overlap_tuning import NUM_STEPS, OverlapTuner, adaptive_lag
+from engine.runner.overlap_tuning import MIN_SPEEDUP, NUM_STEPS, OverlapTuner, adaptive_lag
 from engine.runner.warm_up import DummyRow, dummy_step, release_step
 
 # Below these, others have found two batches slower whatever the model (SGLang's MIN_TBO_BS).
@@ -77,8 +79,12 @@ class OverlapTrials:
         self._report = report
         self._steps = TimedSteps(executor, comm)
 
-    def decode_lag(self) -> int | None:
-        """The lag for the largest decode step there is room for; None = for none of two rows."""
+    def decode_lag(self, capture: Callable[[int], None] | None = None) -> int | None:
+        """The lag for the largest decode step there is room for; None = for none of two rows.
+
+        capture: captures split decode steps of so many rows or more with the lag that is set; None
+        = steps replay no graphs. Leaves the executor with any of the lags tried.
+        """
         sizes = [n for n in self._decode_sizes(2) if self._decodes(n) is not None]
         plan = self._decodes(sizes[-1]) if sizes else None
         if plan is None:
@@ -89,10 +95,14 @@ class OverlapTrials:
             communication_s = [self._communication_s(plan) for _ in range(2)][1]  # the first warms
         communication_s, whole_s = value_of_first(self._comm, [communication_s, whole_s])
         computation_s = max(whole_s - communication_s, 1e-9)
-        lag = adaptive_lag(communication_s, computation_s)
+        asked, usual = adaptive_lag(communication_s, computation_s), DECODE.lag
+        split_s = {lag: self._split_s(plan, lag, capture) for lag in dict.fromkeys((usual, asked))}
+        lag = asked if split_s[usual] >= MIN_SPEEDUP * split_s[asked] else usual
         self._report(
             f"two batches: {len(plan.rows)} rows communicate for {communication_s * 1e3:.2f} of"
-            f" {whole_s * 1e3:.2f} ms, so the second lags by {lag} stages"
+            f" {whole_s * 1e3:.2f} ms; by lag, ms: "
+            + ", ".join(f"{k} {seconds * 1e3:.2f}" for k, seconds in split_s.items())
+            + f"; the second lags by {lag} stages"
         )
         return lag
 
@@ -110,6 +120,14 @@ class OverlapTrials:
         """The number of rows from which decode steps gain; None = none does."""
         plans = {n: self._decodes(n) for n in self._decode_sizes(MIN_DECODE_ROWS)}
         return self._threshold("decode rows", plans)
+
+    def _split_s(self, plan: StepPlan, lag: int, capture: Callable[[int], None] | None) -> float:
+        """Median of split steps with a lag."""
+        self._two_batches.lag_by(lag)
+        if capture is not None:
+            capture(len(plan.rows))
+        with self._ruled(SPLIT):
+            return median(self._durations(plan))
 
     def _threshold(self, what: str, plans: dict[int, StepPlan | None]) -> int | None:
         fitting = {size: plan for size, plan in plans.items() if plan is not None}

@@ -206,6 +206,9 @@ class Replica:
         )
         if self._kv_scales is not None:
             executor.use_kv_scales(self._kv_scales)
+        min_exchanged = self._config.workers.expert_exchange_min_tokens
+        if min_exchanged is not None and self._model.can_exchange:
+            executor.exchange_tokens(min_exchanged)
         if self._config.speculation.drafter != "none":
             executor.allow_drafts(self._config.speculation.max_drafts)
         if self._overlaps:
@@ -259,13 +262,21 @@ class Replica:
     def _lag_and_capture(self, executor: Executor, recorder: Recorder | None) -> None:
         """What split decode steps need before the first. recorder: of the whole ones, if any."""
         asked = self._config.execution.tbo_min_decode_rows
+        if asked is None:
+            return
+        capture: Callable[[int], None] | None = None
+        if recorder is not None:
+            graphs = recorder
+
+            def capture(min_rows: int) -> None:
+                executor.capture_split_decodes(graphs, logger.info, min_rows=min_rows)
+
         if asked == "measured":
-            lag = self._overlap_trials(executor).decode_lag()
+            lag = self._overlap_trials(executor).decode_lag(capture)
             if lag is not None:
                 executor.two_batches.lag_by(lag)
-        if recorder is not None and asked is not None:
-            min_rows = MIN_DECODE_ROWS if asked == "measured" else asked
-            executor.capture_split_decodes(recorder, logger.info, min_rows=min_rows)
+        if capture is not None:
+            capture(MIN_DECODE_ROWS if asked == "measured" else asked)
 
     def _measure_overlap(self, executor: Executor) -> None:
         """Find the thresholds that the configuration leaves to measurement."""
@@ -300,7 +311,7 @@ class Replica:
             source=WeightSource(
                 is_random=model.weights == "random",
                 quantization=model.quantization,
-                is_expert_parallel=self._config.workers.expert_parallel,
+                sharing=self._config.workers.expert_sharing,
             ),
             is_deterministic=model.deterministic,
             rank=self._comm.rank,

@@ -20,7 +20,16 @@ from torch import Tensor
 
 from engine.layers.context import ForwardContext
 from engine.layers.operations import Flow
-from engine.layers.schedules import DECODE, InlineLanes, Lanes, Schedule, Stage, bind, drive
+from engine.layers.schedules import (
+    DECODE,
+    SHARE_PROMPTS,
+    InlineLanes,
+    Lanes,
+    Schedule,
+    Stage,
+    bind,
+    drive,
+)
 from engine.layers.schedules import prompt_schedule as schedule_of_prompts
 from engine.layers.stream_lanes import StreamLanes
 from engine.models.llama import CausalLM, ForwardResult
@@ -72,6 +81,9 @@ class TwoBatches:
         self._decode: tuple[Schedule, list[Stage]]
         self._prompts: tuple[Schedule, list[Stage]]
         self._decode, self._prompts = ((s, bind(model.operations, s)) for s in schedules)
+        self._exchange: tuple[Schedule, list[Stage]] | None = None
+        if model.can_exchange:
+            self._exchange = SHARE_PROMPTS, bind(model.exchange_operations, SHARE_PROMPTS)
         self._num_steps = self._num_decodes = self._num_prompts = self._num_two_chunk = 0
         self._num_replayed = 0
 
@@ -177,6 +189,9 @@ class TwoBatches:
         only their hidden states are wanted; None = all, or each row's last where contexts say so.
         """
         schedule, stages = self._decode if split.is_decode else self._prompts
+        if contexts[0].exchanges:
+            assert self._exchange is not None, "the model has no operations for it"
+            schedule, stages = self._exchange
         x = self._model.embed(input_ids, contexts[0].comm)
         flows = [
             Flow(ctx=ctx, x=half, slots=ctx.slots, chosen=lines, checks_finite=checks_finite)

@@ -17,7 +17,7 @@ class RequestBlocks:
     def __init__(self, cache: BlockCache, hasher: BlockHasher, block_size: int) -> None:
         self._cache = cache
         self._hasher = hasher
-        self._block_size = block_size
+        self.block_size = block_size
         self.nonfinite_block_ids: list[int] = []  # held here until `take_nonfinite`
         self._deferred_index: dict[
             RequestKey, tuple[Request, int]
@@ -30,7 +30,7 @@ class RequestBlocks:
 
     def full(self, requests: Iterable[Request]) -> list[Request]:
         """Those of the requests whose computed tokens fill their blocks: the next needs a block."""
-        size = self._block_size
+        size = self.block_size
         return [r for r in requests if r.num_computed_tokens >= len(r.block_ids) * size]
 
     def grow(self, requests: Sequence[Request]) -> list[tuple[Request, list[int]]]:
@@ -45,7 +45,7 @@ class RequestBlocks:
 
         Returns the new ids, perhaps none.
         """
-        num_missing = -(-num_tokens // self._block_size) - len(request.block_ids)
+        num_missing = -(-num_tokens // self.block_size) - len(request.block_ids)
         num_new = min(num_missing, self._cache.num_available - num_spare_blocks)
         if num_new <= 0:
             return []
@@ -55,16 +55,16 @@ class RequestBlocks:
 
     def num_slots(self, request: Request) -> int:
         """Tokens that the request's blocks have room for."""
-        return len(request.block_ids) * self._block_size
+        return len(request.block_ids) * self.block_size
 
     def num_uncached(self, request: Request) -> int:
         """Known tokens that the request would have to compute if admitted now; at least one."""
-        hashes = request.block_hashes[: (request.num_known_tokens - 1) // self._block_size]
-        return request.num_known_tokens - len(self._cache.match(hashes)) * self._block_size
+        hashes = request.block_hashes[: (request.num_known_tokens - 1) // self.block_size]
+        return request.num_known_tokens - len(self._cache.match(hashes)) * self.block_size
 
     def num_needed(self, request: Request) -> int:
         """Available blocks that admission now would take: missing ones and unreferenced hits."""
-        hashes = request.block_hashes[: (request.num_known_tokens - 1) // self._block_size]
+        hashes = request.block_hashes[: (request.num_known_tokens - 1) // self.block_size]
         hit_ids = self._cache.match(hashes)
         num_missing = self.num_blocks_for(request) - len(hit_ids)
         return num_missing + self._cache.num_available - self._cache.num_available_beside(hit_ids)
@@ -77,7 +77,7 @@ class RequestBlocks:
         They fit if `num_spare_blocks` stay available and at most `max_new_blocks` are allocated.
         At least one token stays to be computed.
         """
-        hashes = request.block_hashes[: (request.num_known_tokens - 1) // self._block_size]
+        hashes = request.block_hashes[: (request.num_known_tokens - 1) // self.block_size]
         hit_ids = self._cache.match(hashes)
         num_missing = self.num_blocks_for(request) - len(hit_ids)
         if max_new_blocks is not None and num_missing > max_new_blocks:
@@ -87,7 +87,7 @@ class RequestBlocks:
         request.block_ids = self._cache.acquire_prefix(hashes)
         request.block_ids += self._allocate(num_missing)
         request.num_indexed_blocks = len(hit_ids)
-        request.num_computed_tokens = len(hit_ids) * self._block_size
+        request.num_computed_tokens = len(hit_ids) * self.block_size
         return True
 
     def index_full(self, request: Request, num_computed_tokens: int) -> None:
@@ -96,7 +96,7 @@ class RequestBlocks:
         The ids of these tokens must be known and their KV must be known to be finite.
         `request.num_computed_tokens` may be larger, because it also counts a step in flight.
         """
-        num_full = num_computed_tokens // self._block_size
+        num_full = num_computed_tokens // self.block_size
         if num_full <= request.num_indexed_blocks:
             return
         if self._cache.keeps_prefixes:
@@ -154,4 +154,4 @@ class RequestBlocks:
 
     def num_blocks_for(self, request: Request) -> int:
         """Blocks for all known tokens of the request, cached or not."""
-        return -(-request.num_known_tokens // self._block_size)
+        return -(-request.num_known_tokens // self.block_size)

@@ -31,6 +31,7 @@ from engine.messages import STEP_TOKEN_BUCKETS
 from engine.plan import StepPlan, StepResult
 from engine.request import Request, RequestKey
 from engine.scheduling.budget import StepBudget
+from engine.scheduling.capacity import Capacity
 from engine.scheduling.contracts import BlockHasher, HandoffQueue, SchedulerStatistics, StepOutput
 from engine.scheduling.drafting import (
     NO_DRAFTS,
@@ -52,8 +53,7 @@ from engine.scheduling.running import (
     build_plan,
     row_of,
 )
-from engine.scheduling.short_reserve import Holdings, ShortReserve
-from engine.scheduling.wait_prediction import Room, num_steps_left, steps_until
+from engine.scheduling.short_reserve import ShortReserve
 
 DEFAULT_LAPS = ResolvedLaps()
 
@@ -111,15 +111,15 @@ class Scheduler:
             max_rows=config.max_num_seqs,
             order=self._prompts.order,
         )
+        requests = self._rows, self._running, self._waiting, self._reserve, handoff_queue
+        self._capacity = Capacity(config.unreserved_share, cache, self._blocks, *requests)
         self._expired: list[Request] = []
         self._in_flight = StepsInFlight()
         self._num_steps = 0
         self._step_counts = [0] * (len(STEP_TOKEN_BUCKETS) + 1)
         self._num_step_tokens = 0
-        self._num_preemptions = 0
-        self._num_preemptions_for_others = 0
-        self._num_prompt_tokens_computed = 0
-        self._num_cached_tokens = 0
+        self._num_preemptions = self._num_preemptions_for_others = 0
+        self._num_prompt_tokens_computed = self._num_cached_tokens = 0
         self.deferred_until_s: float | None = None  # set if the last `plan` waits for short prompts
 
     # ---- entering and leaving -------------------------------------------------------------------
@@ -188,7 +188,7 @@ class Scheduler:
             return None
         decodes = self._running.decode_columns
         max_tokens = self._config.max_num_batched_tokens - len(decodes)
-        can_admit = self._rows.num_free > 0 and not self._is_outbox_full(for_short=True)
+        can_admit = self._rows.num_free > 0 and not self._capacity.is_outbox_full(for_short=True)
         budget = self._prompts.open_budget(now_s, max_tokens, decodes.work, can_admit=can_admit)
         # Wait for more short prompts only if the device would have nothing else to do.
         is_idle = len(self._running) == len(self._in_flight) == 0
@@ -315,7 +315,7 @@ class Scheduler:
     def queued_work(self) -> QueuedWork:
         """Predicted seconds of queued work; takes time linear in the queue and the rows."""
         queued = self._prompts.queued_work(self._running.prompts.values())
-        return replace(queued, room_s=self._seconds_until_room())
+        return replace(queued, room_s=self._capacity.seconds_until_room(self.costs))
 
     def statistics(self) -> SchedulerStatistics:
         return SchedulerStatistics(
@@ -351,7 +351,7 @@ class Scheduler:
             is_asked = len(self._waiting) > 0 or self._reserve.is_asked
             if num_left >= self._reserve.num_blocks and not is_asked:
                 break
-            victim, is_for_others = self._victim(full, num_left)
+            victim, is_for_others = self._capacity.victim(full, num_left)
             if victim is None:
                 break
             if len(self._in_flight) > 0:
@@ -382,7 +382,7 @@ class Scheduler:
         is_long = self._reserve.is_long(request)
         if is_long and budget.has_refused_long:
             return False
-        is_full = self._rows.num_free == 0 or self._is_outbox_full(for_short=not is_long)
+        is_full = self._rows.num_free == 0 or self._capacity.is_outbox_full(for_short=not is_long)
         if not is_full and self._is_loading(request, budget.now_s):
             return False  # the next ones go first meanwhile
         if is_full or not self._acquire_blocks(request):
@@ -407,7 +407,7 @@ class Scheduler:
             return False
         self.index_joined()
         self._host_loads.begin(
-            request, lambda: self._terms(request, self._rows.num_free), now_s, self.costs
+            request, lambda: self._capacity.terms(request, self._rows.num_free), now_s, self.costs
         )
         return self._host_loads.is_awaited(request.key, now_s)
 
@@ -429,7 +429,7 @@ class Scheduler:
         admission does not cause a preemption right away. A short request may cause one.
         """
         self.index_joined()
-        terms = self._terms(request, self._rows.num_free)
+        terms = self._capacity.terms(request, self._rows.num_free)
         if terms is None or not self._blocks.acquire(
             request,
             num_spare_blocks=terms.num_spare_blocks,
@@ -550,125 +550,27 @@ class Scheduler:
             self._host_loads.forget(key, now_s)
         return self._waiting.remove(key)
 
-    # ---- capacity and preemption ----------------------------------------------------------------
+    # ---- requests that join ---------------------------------------------------------------------
 
     def is_short(self, num_known_tokens: int) -> bool:
         """Whether a request with so many tokens may overtake others within the reserve."""
-        return self._reserve.is_on and num_known_tokens <= self._reserve.threshold
+        return self._capacity.is_short(num_known_tokens)
 
     def terms_of_joining(
         self, request: Request, num_promised_rows: int, *, overtakes: bool
     ) -> BlockTerms | None:
-        """Conditions for holding blocks for a request that is to `join`; None = not now.
-
-        `num_promised_rows`: free rows promised to other joining requests. `overtakes`: whether an
-        earlier request that is to join was refused. Waiting requests (preempted here) go first,
-        but short ones may overtake them within their reserve.
-        """
-        num_free_rows = self._rows.num_free - num_promised_rows
-        must_wait = len(self._waiting) > 0 or overtakes
-        if num_free_rows <= 0 or (must_wait and not self.is_short(request.num_known_tokens)):
-            return None
-        terms = self._terms(request, num_free_rows, overtakes=overtakes)
-        if terms is None:
-            return None
-        num_spare = terms.num_spare_blocks + num_promised_rows
-        return BlockTerms(num_spare_blocks=num_spare, max_new_blocks=terms.max_new_blocks)
+        """See `Capacity.terms_of_joining`."""
+        return self._capacity.terms_of_joining(request, num_promised_rows, overtakes=overtakes)
 
     def make_way(self, request: Request) -> None:
         """Record a request that could not `join`: if short, the next step may preempt for it."""
         self._reserve.ask(request)
-
-    def _terms(
-        self, request: Request, num_free_rows: int, *, overtakes: bool = False
-    ) -> BlockTerms | None:
-        """Conditions for giving a request a row and blocks; walks the rows if these are short."""
-        entering = [r for r in (request, self._reserve.first_long) if r is not None]
-        num_available = self._cache.num_available
-        is_ample = not overtakes and self._has_room(entering, num_available, num_free_rows)
-        if not self._reserve.is_on or is_ample:
-            return BlockTerms(num_spare_blocks=len(self._running))
-        held = self._reserve.holdings(self._running)
-        return self._reserve.terms(request, held, num_free_rows, overtakes=overtakes)
-
-    def _has_room(
-        self, requests: Sequence[Request], num_available: int, num_free_rows: int
-    ) -> bool:
-        """Whether all of these could enter at once, leaving a row and the whole reserve free."""
-        num_needed = sum([self._blocks.num_blocks_for(r) for r in requests])
-        num_kept = self._reserve.num_blocks + len(self._running)
-        return num_free_rows > len(requests) and num_available >= num_needed + num_kept
-
-    def _victim(self, full: Sequence[Request], num_left: int) -> tuple[Request | None, bool]:
-        """The next request to preempt, and whether it is preempted for a waiting request.
-
-        A victim is needed if `full` cannot grow by a block each, or a waiting request does not fit.
-        `num_left` blocks are available after that growth; negative = so many are missing.
-        Walks the rows only if rows or blocks are short.
-        """
-        reserve = self._reserve
-        if not reserve.is_on:
-            return (self._running.newest if num_left < 0 else None), False
-        short, long = reserve.first_short, reserve.first_long
-        waiting = [request for request in (short, long) if request is not None]
-        if not (waiting or full) or (
-            waiting and self._has_room(waiting, num_left, self._rows.num_free)
-        ):
-            return None, False
-        held = reserve.holdings(self._running)
-        num_short_full = sum([not reserve.is_long(request) for request in full])
-        must_shrink = num_left < 0
-        if num_left < reserve.num_blocks and num_short_full < len(full):
-            must_shrink |= num_left < reserve.num_kept_blocks(held) - num_short_full
-        if must_shrink:
-            if (last := reserve.last_long(held)) is not None:
-                return last, False
-            if num_left < 0:
-                first = reserve.first_running_long(held)
-                return self._running.newest_beside(first), False
-        if not waiting or self._is_outbox_full(for_short=True):
-            return None, False
-        return self._victim_for_waiting(short, long, held, num_left), True
-
-    def _victim_for_waiting(
-        self, short: Request | None, long: Request | None, held: Holdings, num_left: int
-    ) -> Request | None:
-        """The victim for the first waiting short or long request, if that one does not fit."""
-        reserve, has_row = self._reserve, self._rows.num_free > 0
-        if short is not None and reserve.may_give_way(held):
-            num_needed = self._blocks.num_needed(short)
-            if not has_row or num_left < num_needed + held.num_short:
-                victim = reserve.victim_for_short(held, num_needed)
-                if victim is not None:
-                    return victim
-        if long is not None and held.longs:
-            num_kept = reserve.num_kept_blocks(held) + len(self._running)
-            if not has_row or num_left < self._blocks.num_needed(long) + num_kept:
-                return reserve.victim_for_long(long, held)
-        return None
-
-    def _seconds_until_room(self) -> float:
-        """Predicted seconds until all waiting requests and one more fit outside the reserve."""
-        num_waiting = len(self._waiting)
-        num_blocks = self._waiting.num_tokens // self._block_size + num_waiting + 1
-        num_steps = steps_until(
-            Room(num_rows=num_waiting + 1, num_blocks=num_blocks + self._reserve.num_blocks),
-            Room(num_rows=self._rows.num_free, num_blocks=self._cache.num_available),
-            [(num_steps_left(r), len(r.block_ids)) for r in self._running],
-        )
-        return num_steps * self.costs.step_seconds(self._running.decode_columns.work)
 
     # ---- questions ------------------------------------------------------------------------------
 
     def _all_requests(self) -> Iterator[Request]:
         yield from self._running
         yield from self._waiting
-
-    def _is_outbox_full(self, *, for_short: bool) -> bool:
-        """Whether finished prompts without a reservation hold more blocks than the limit."""
-        limit = self._config.unreserved_share * self._cache.num_blocks
-        limit += self._reserve.num_blocks if for_short else 0
-        return self._handoff_queue.num_unreserved_blocks > limit
 
 
 def _why_nothing_was_drawn(request: Request) -> str:

@@ -83,6 +83,7 @@ def layer_constants(
     assert store.stride()[4:] == (shape.head_dim, 1), f"strides of the store: {store.stride()}"
     return {
         "SCALE_LOG2E": shape.scale * math.log2(math.e),
+        "SOFTCAP_LOG2E": (shape.softcap or 0.0) * math.log2(math.e),  # 0: none
         "WINDOW": shape.layer_windows[layer] or 0,  # 0: none
         "NUM_KV_HEADS": shape.num_kv_heads,
         "NUM_GROUPS": shape.num_groups,
@@ -117,6 +118,12 @@ def key_offsets(  # noqa: ANN201
 ):
     """Offsets of keys in their half of the store, int64: it has more than 2^31 elements."""
     return blocks.to(tl.int64) * BLOCK_STRIDE + (keys % BLOCK_SIZE) * TOKEN_STRIDE
+
+
+@triton.jit
+def capped(scores, SOFTCAP: tl.constexpr):  # noqa: ANN201
+    """SOFTCAP * tanh(scores / SOFTCAP), whose error beside the cap is that of fp32."""
+    return SOFTCAP * (2.0 * tl.sigmoid(scores * (2.0 / SOFTCAP)) - 1.0)
 
 
 @triton.jit
@@ -262,6 +269,7 @@ def _decode_kernel(
     scales_ptr,  # fp32 [layers, 2, kv_heads] of a store of e4m3 numbers, or None
     layer,
     SCALE_LOG2E: tl.constexpr,
+    SOFTCAP_LOG2E: tl.constexpr,
     WINDOW: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
@@ -335,6 +343,8 @@ def _decode_kernel(
         k = stored_numbers(k, q.dtype, IS_FP8, KNOWS_E4M3, USES_PTX)
         v = stored_numbers(v, q.dtype, IS_FP8, KNOWS_E4M3, USES_PTX)
         scores = tl.dot(q, tl.trans(k)) * score_scale
+        if SOFTCAP_LOG2E > 0:
+            scores = capped(scores, SOFTCAP_LOG2E)
         is_seen = is_key
         if WINDOW > 0:
             is_seen = is_seen & (keys >= first_seen)

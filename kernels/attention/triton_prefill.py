@@ -28,6 +28,7 @@ from torch import Tensor
 from kernels.attention.protocol import AttentionShape, RowTensors
 from kernels.attention.triton_decode import (
     MIN_DOT_ROWS,
+    capped,
     check_store,
     decoding,
     key_offsets,
@@ -101,6 +102,7 @@ def _attend(
     end_key,
     score_scale,
     IS_MASKED: tl.constexpr,
+    SOFTCAP_LOG2E: tl.constexpr,
     WINDOW: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -134,6 +136,8 @@ def _attend(
         k = stored_numbers(k, q.dtype, IS_FP8, KNOWS_E4M3, USES_PTX)
         v = stored_numbers(v, q.dtype, IS_FP8, KNOWS_E4M3, USES_PTX)
         scores = tl.dot(q, tl.trans(k)) * score_scale
+        if SOFTCAP_LOG2E > 0:
+            scores = capped(scores, SOFTCAP_LOG2E)
         if IS_MASKED:
             is_seen = keys[None, :] <= positions[:, None]
             if WINDOW > 0:
@@ -173,6 +177,7 @@ def _prefill_kernel(
     first_row,
     num_rows,
     SCALE_LOG2E: tl.constexpr,
+    SOFTCAP_LOG2E: tl.constexpr,
     WINDOW: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
@@ -250,12 +255,14 @@ def _prefill_kernel(
     if WINDOW == 0 and not IS_FIXED_TILE:
         biggest, total, acc = _attend(
             q, k_ptr, v_ptr, ids_ptr, positions, biggest, total, acc, first_key, full_end,
-            score_scale, False, WINDOW, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, TOKEN_STRIDE, TILE_KEYS,
+            score_scale, False, SOFTCAP_LOG2E, WINDOW,
+            HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, TOKEN_STRIDE, TILE_KEYS,
             IS_FP8, KNOWS_E4M3, USES_PTX,
         )  # fmt: skip
     biggest, total, acc = _attend(
         q, k_ptr, v_ptr, ids_ptr, positions, biggest, total, acc, full_end, end_key,
-        score_scale, True, WINDOW, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, TOKEN_STRIDE, TILE_KEYS,
+        score_scale, True, SOFTCAP_LOG2E, WINDOW,
+        HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, TOKEN_STRIDE, TILE_KEYS,
         IS_FP8, KNOWS_E4M3, USES_PTX,
     )  # fmt: skip
     # A token before the row's first key has seen nothing and gets zeros.

@@ -23,6 +23,7 @@ from kernels.attention.triton_decode import (
     MIN_DOT_ROWS,
     DecodeConfig,
     DecodeWork,
+    capped,
     key_offsets,
     layer_constants,
     open_decode,
@@ -120,6 +121,7 @@ def _verify_kernel(
     sinks_ptr,  # fp32 [heads], or None
     layer,
     SCALE_LOG2E: tl.constexpr,
+    SOFTCAP_LOG2E: tl.constexpr,
     WINDOW: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
@@ -195,6 +197,8 @@ def _verify_kernel(
         next_keys = keys + TILE_KEYS
         blocks = tl.load(ids_ptr + next_keys // BLOCK_SIZE, mask=next_keys < end_key, other=0)
         scores = tl.dot(q, tl.trans(k)) * SCALE_LOG2E
+        if SOFTCAP_LOG2E > 0:
+            scores = capped(scores, SOFTCAP_LOG2E)
         is_seen = is_key[None, :] & (keys[None, :] <= last_seen[:, None])
         if WINDOW > 0:
             is_seen = is_seen & (keys[None, :] > last_seen[:, None] - WINDOW)

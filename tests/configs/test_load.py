@@ -138,6 +138,15 @@ def test_the_defaults_of_laps_are_the_published_ones() -> None:
             ["workers.expert_parallel", "one rank", "tensor_parallel_size above 1"],
         ),
         (
+            "workers: {expert_exchange_min_tokens: 64, tensor_parallel_size: 2}",
+            ["workers.expert_exchange_min_tokens", "whole experts only", "expert_parallel to true"],
+        ),
+        (
+            "workers: {expert_exchange_min_tokens: 64, tensor_parallel_size: 2,"
+            " expert_parallel: true, num_gpus: 1}\nmodel: {device: cuda, deterministic: true}",
+            ["workers.expert_exchange_min_tokens", "model.deterministic", "leave it out"],
+        ),
+        (
             "execution: {tbo_min_decode_rows: 16}",
             ["execution.tbo_min_decode_rows", "enable_two_batch_overlap"],
         ),

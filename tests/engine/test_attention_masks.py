@@ -43,7 +43,9 @@ def _tokens(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
     return [found.tokens for found in answer(engine, [(prompt, SHORT) for prompt in prompts])]
 
 
-@pytest.mark.parametrize("mask", [None, f"{MASKS}:sections_of_forty"])
+@pytest.mark.parametrize(
+    "mask", [pytest.param(None, marks=pytest.mark.nightly), f"{MASKS}:sections_of_forty"]
+)
 def test_flex_gives_the_tokens_of_the_reference(folder: Path, mask: str | None) -> None:
     """In chunks, together, and again behind blocks that were found in the prefix cache."""
     prompts = _prompts(random.SystemRandom().randrange(2**31))

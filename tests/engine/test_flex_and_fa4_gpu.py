@@ -112,7 +112,7 @@ def test_a_mask_gives_the_tokens_of_the_reference_in_fp32(tmp_path: Path) -> Non
     assert found == [found[0]] * 4
 
 
-@pytest.mark.parametrize("prefill", ["flex", "flash_attn_4"])
+@pytest.mark.parametrize("prefill", ["triton", "flex", "flash_attn_4"])
 def test_gemma_2_in_bfloat16_is_as_near_as_the_reference_backend(
     prefill: str, tmp_path: Path
 ) -> None:

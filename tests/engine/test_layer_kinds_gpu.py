@@ -1,4 +1,4 @@
-"""gpt-oss and Gemma 3 on a GPU: exact in fp32, near that in bf16, one answer in every mode."""
+"""gpt-oss, Gemma 2 and 3 on a GPU: exact in fp32, near that in bf16, one answer in every mode."""
 
 import random
 from pathlib import Path
@@ -32,6 +32,15 @@ LARGER: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 4,
         "intermediate_size": 160,
         "sliding_window": 128,
+    },
+    "Gemma2ForCausalLM": {
+        "hidden_size": 272,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "query_pre_attn_scalar": 168,
+        "intermediate_size": 528,
+        "sliding_window": 100,
     },
     "Gemma3ForCausalLM": {
         "hidden_size": 272,

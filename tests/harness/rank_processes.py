@@ -134,6 +134,9 @@ class StagedRanks:
     def all_to_all(self, x: Tensor) -> Tensor:
         return self._host.all_to_all(x.cpu()).to(x.device)
 
+    def exchange_rows(self, x: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        return self._host.exchange_rows(x.cpu(), sent, received).to(x.device)
+
 
 def _connect(rank: Rank, path: str, kind: str) -> Comm:
     device = torch.device("cuda", rank.index) if kind == "cuda" else torch.device("cpu")

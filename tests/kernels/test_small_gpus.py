@@ -193,7 +193,9 @@ def test_kernels_of_a_mixture_compile_for_every_gpu(name: str) -> None:
 def _attend(shape: AttentionShape, *, fixed_tile: bool, is_fp8: bool) -> None:
     """Few, some and many decoding rows, and a prompt; is_fp8: over e4m3 numbers."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "_check", lambda *_: None)  # of the device, which is not here
+        patch.setattr(
+            attention, "check_supported", lambda *_: None
+        )  # of the device, which is not here
         backend = attention.TritonAttention(
             shape,
             block_size=16,

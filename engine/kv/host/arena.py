@@ -179,6 +179,11 @@ class HostArena:
         return self._file.path.name
 
     @property
+    def place(self) -> str:
+        """Equal for those who share this arena, whatever their machine, and for nobody else."""
+        return self._file.place
+
+    @property
     def blocks(self) -> NDArray[np.uint8]:
         """[num_blocks, block_bytes] all of them; write only to those that `take` returned."""
         shape = self.num_blocks, self.block_bytes
@@ -445,6 +450,18 @@ class HostArena:
             yield False
 
     # ---- observation -----------------------------------------------------------------------------
+
+    def words(self) -> Words:
+        """A copy of all words: where one differs from an earlier copy, something has changed."""
+        return self._all_words.copy()
+
+    def name_in(self, slot: int) -> tuple[bytes | None, int]:
+        """What block `slot` stores, None = nothing that can be found, and its word. Any thread."""
+        word = self._words[slot]
+        name = self._hash_of(slot)
+        if word & 0xFF != READY or self._words[slot] != word:
+            return None, word
+        return name, word
 
     def hashes(self) -> list[bytes]:
         """Names of all blocks that are stored."""

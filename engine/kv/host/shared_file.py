@@ -32,6 +32,7 @@ from pathlib import Path
 from engine.errors import ConfigError
 
 FOLDER = Path("/dev/shm")
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 PREFIX = "laps-kv-"
 MAX_MEMBERS = 64
 SHARED = 1
@@ -102,6 +103,12 @@ class SharedFile:
             if _try_lock(self.fd, _FIRST_MEMBER + member):
                 return member
         raise ConfigError(f"{KEY}: {MAX_MEMBERS} workers of this machine share {self.path} already")
+
+    @property
+    def place(self) -> str:
+        """Equal for those who map this file, on whatever machine they are, and for nobody else."""
+        found = os.fstat(self.fd)
+        return f"{_BOOT_ID.read_text().strip()}/{found.st_dev}/{found.st_ino}"
 
     @contextmanager
     def locked(self, byte: int, wait_s: float) -> Iterator[None]:

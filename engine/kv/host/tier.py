@@ -27,6 +27,7 @@ from typing import Literal, Protocol
 
 from engine.kv.digests import BlockDigests
 from engine.kv.host.arena import HostArena, HostBlock
+from engine.kv.host.published import PublishedBlocks
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +68,16 @@ class TierStatistics:
     block_bytes: int
     num_blocks: int
     num_ready: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoredLevel:
+    """Blocks that can be loaded, and how fast."""
+
+    place: str  # equal for all workers that share them
+    published: PublishedBlocks
+    block_s: float
+    floor_s: float
 
 
 class HostLoad:
@@ -119,6 +130,7 @@ class HostTier:
         self._num_in_vain = 0  # blocks evicted since a worker has found one
         self._num_hits = arena.num_hits
         self._counted = -_COUNT_EVERY_S, 0  # when, and how many blocks were stored
+        self._published = PublishedBlocks(arena)
         self._is_off = False
         self._wake: Callable[[], None] = _nothing
         self._save_lane = _Lane("host saves")
@@ -212,6 +224,10 @@ class HostTier:
             self._arena.touch([block.block_hash for block in found])
             self._arena.note_hit()
         return found
+
+    def levels(self) -> list[StoredLevel]:
+        """What others may know of where blocks are; any thread."""
+        return [StoredLevel(self._arena.place, self._published, self._block_s, _LOAD_FLOOR_S)]
 
     def load_seconds(self, num_blocks: int) -> float:
         """Predicted time until so many more blocks would be loaded, after those under way."""

@@ -248,6 +248,8 @@ def test_ranks_that_cannot_share_the_model_are_refused() -> None:
     check(MODEL, workers__tensor_parallel_size=4)
     with pytest.raises(ConfigError, match=r"workers\.tensor_parallel_size: 8 ranks cannot share"):
         check(MODEL, workers__tensor_parallel_size=8)
+    shared_out = {"workers__tensor_parallel_size": 2, "workers__expert_parallel": True}
+    assert "has no experts" in _refusal_with(MODEL, **shared_out)
 
 
 def test_random_weights_need_no_weights(sharded: Path) -> None:

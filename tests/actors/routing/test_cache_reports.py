@@ -13,7 +13,14 @@ from engine.errors import WorkerError
 from engine.kv.cache import BlockCache
 from engine.kv.hashes import RequestHasher
 from engine.kv.layout import KvLayout
-from engine.messages import CacheReport, LoadReport, Topology, WorkerIdentity, WorkerStatus
+from engine.messages import (
+    CacheReport,
+    LoadReport,
+    TiersAfter,
+    Topology,
+    WorkerIdentity,
+    WorkerStatus,
+)
 from engine.request import Request, RequestKey, RequestSpec, SamplingParams
 from engine.routing.prefix_hits import PrefixHits
 
@@ -68,7 +75,8 @@ class _Handle:
         self._fails = fails
         self.num_asked = 0
 
-    async def cache_report(self, after: int | None) -> CacheReport:
+    async def cache_report(self, after: int | None, tiers_after: TiersAfter) -> CacheReport:
+        assert tiers_after == {}
         self.num_asked += 1
         blocks = self._reports.since(self.cache, after)
         if self._fails(self.num_asked):
@@ -99,7 +107,7 @@ def test_the_reader_ends_up_with_what_is_cached_though_answers_are_lost() -> Non
 
         links = cast("WorkerLinks", _Links(handle))
         reader = CacheReportReader(
-            links, hits.last_sequence, learn, period_s=0.001, idle_period_s=0.002
+            links, hits.last_sequence, lambda _: {}, learn, period_s=0.001, idle_period_s=0.002
         )
         async with asyncio.timeout(20):
             for num_blocks in range(1, 7):

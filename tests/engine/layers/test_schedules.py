@@ -2,15 +2,20 @@
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
 
+from engine.layers import schedules
+from engine.layers.mlp import GatedMlp
+from engine.layers.moe import Mixture, SharedExpert
 from engine.layers.operations import Flow, Lane, Op, run_in_order
 from engine.layers.schedules import (
     DECODE,
     EXCHANGE_PROMPTS,
+    SHARED_BESIDE,
     SUM_PROMPTS,
     InlineLanes,
     Schedule,
@@ -18,7 +23,9 @@ from engine.layers.schedules import (
     drive,
     prompt_schedule,
 )
+from engine.models.llama import DecoderLayer
 
+PAGE = Path(__file__).parents[3] / "docs" / "layer_operations.md"
 SUMMED = ("prepare", "core", "comm_prepare_mlp_a", "comm_prepare_mlp_b")
 DENSE = (*SUMMED, "mlp", "combine_a", "combine_b")
 MIXTURE = (*SUMMED, "select_experts", "shared_experts", "experts", "combine_a", "combine_b")
@@ -157,3 +164,30 @@ def test_stages_are_marked_by_flow_and_number() -> None:
     drive(stages, [_flow(0), _flow(1)], InlineLanes(), lag=2, annotate=mark)
     assert marks[:4] == ["a0", "a1", "a2", "b0"]
     assert sorted(marks) == sorted(f"{flow}{number}" for flow in "ab" for number in range(6))
+
+
+def test_the_page_of_operations_lists_what_layers_have() -> None:
+    """Every operation with its lane and waits, every schedule with its lag."""
+    attention = cast("Any", object())
+    expert = cast("Any", object())
+    mixture = Mixture(router=expert, experts=expert, shared=cast("Any", SharedExpert))
+    gated = GatedMlp(gated=expert, down=expert)
+    listed: dict[str, tuple[str, str]] = {}
+    for mlp in (mixture, gated):
+        layer = DecoderLayer(attention_norm=expert, attention=attention, mlp_norm=expert, mlp=mlp)
+        for op in layer.operations():
+            waits = ", ".join(lane.name.lower() for lane in op.waits)
+            listed[op.name] = op.lane.name.lower(), waits
+    cells = [
+        [cell.strip(" `") for cell in line.split("|")[1:-1]]
+        for line in PAGE.read_text().splitlines()
+        if line.startswith("| `")
+    ]
+    assert {row[0]: (row[2], row[3]) for row in cells if len(row) == 6} == listed
+    lags = {row[0]: row[2] for row in cells if len(row) == 4}
+    found = {
+        name: "" if schedule is SHARED_BESIDE else str(schedule.lag)
+        for name, schedule in vars(schedules).items()
+        if isinstance(schedule, Schedule)
+    }
+    assert lags == found

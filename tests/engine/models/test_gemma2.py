@@ -72,7 +72,7 @@ def test_a_cap_matters(tmp_path: Path, seed: int) -> None:
         capped = changed
 
 
-@pytest.mark.parametrize("backend", ["reference", "flex"])
+@pytest.mark.parametrize("backend", ["reference", pytest.param("flex", marks=pytest.mark.nightly)])
 def test_an_engine_answers_as_transformers_does_for_gemma2(
     backend: str, tmp_path: Path, seed: int
 ) -> None:

@@ -226,7 +226,7 @@ def test_ranks_of_a_gpu_cannot_cut_published_experts_but_can_share_them_out(
         check_shares(cut, rank, is_on_gpu=True)
     check_shares(cut, rank)
     check_shares(cut, Rank(1, 2), is_on_gpu=True)
-    check_shares(load_spec(tmp_path, is_expert_parallel=True), rank, is_on_gpu=True)
+    check_shares(load_spec(tmp_path, sharing="experts"), rank, is_on_gpu=True)
 
 
 # ---- what is refused -----------------------------------------------------------------------------

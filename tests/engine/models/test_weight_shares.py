@@ -116,7 +116,7 @@ def test_a_rank_reads_its_experts_and_no_others(
     for index in range(4):
         rank = Rank(index, 4)
         for name in ("parts", "fused"):
-            spec = load_spec(tmp_path / name, is_expert_parallel=True)
+            spec = load_spec(tmp_path / name, sharing="experts")
             _CountedFile.num_bytes = 0
             own = load_weights(tmp_path / name, spec, **given, rank=rank).layers[1]
             parts = _parts_of(spec, rank)

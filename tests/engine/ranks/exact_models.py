@@ -15,8 +15,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from engine.layers import moe
 from engine.layers.context import Comm
+from engine.layers.token_exchange import Dispatched
 from engine.layers.vocabulary import SharedEmbedding, SharedHead
+from engine.models import llama
 from engine.models.llama import CausalLM, attention_shape
 from engine.models.llama_weights import Split, StackedTensor
 from engine.models.registry import AS_PUBLISHED, WeightSource, build_model
@@ -209,6 +212,35 @@ _EXPERT_FAULTS: dict[str, Any] = {
     ),
 }
 EXPERT_FAULTS = tuple(_EXPERT_FAULTS)
+_EXCHANGE_FAULTS: dict[str, Any] = {
+    "outputs of other rows": lambda: patch.object(moe, "send_back", _flipped(moe.send_back)),
+    "rows that only one rank adds": lambda: patch.object(moe, "add_parts", _first_part),
+    "shared experts of all tokens on every rank": lambda: patch.object(
+        moe, "_share_own", moe._share
+    ),
+    "another rank's rows": lambda: patch.object(llama, "own_rows", _others_rows),
+}
+EXCHANGE_FAULTS = tuple(_EXCHANGE_FAULTS)
+
+
+def _flipped(send_back: Any) -> Any:
+    def send(outputs: Tensor, *others: Any) -> Tensor:
+        found: Tensor = send_back(outputs.flip(0), *others)
+        return found
+
+    return send
+
+
+def _first_part(parts: Tensor, dispatched: Dispatched) -> Tensor:
+    num_first = dispatched.sent[0]
+    total = parts.new_zeros((dispatched.num_own, parts.shape[1]))
+    return total.index_add_(0, dispatched.rows[:num_first], parts[:num_first])
+
+
+def _others_rows(x: Tensor, comm: Comm, fill: int = 0) -> Tensor:
+    num_own = comm.rank.padded_length(len(x))
+    whole = torch.cat((x, x.new_full((num_own * comm.rank.size - len(x), *x.shape[1:]), fill)))
+    return whole.chunk(comm.rank.size)[-1 - comm.rank.index]
 
 
 def _wrapped(routes: Routes, held: range) -> Routes:
@@ -221,5 +253,5 @@ def planted(fault: str | None) -> Iterator[None]:
     if fault is None:
         yield
         return
-    with (_FAULTS | _EXPERT_FAULTS)[fault]():
+    with (_FAULTS | _EXPERT_FAULTS | _EXCHANGE_FAULTS)[fault]():
         yield

@@ -4,6 +4,7 @@ Other processes import this file, which is why it leaves out what takes seconds:
 """
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -20,6 +21,7 @@ from engine.plan import StepResult
 from engine.request import SamplingParams
 from engine.runner.auto import Calibration, Limits, StepSizes
 from engine.runner.calibration import Room, calibrate
+from engine.runner.executor import Executor
 from engine.runner.graph_sizes import ragged_sizes
 from engine.runner.overlap_rule import OverlapRule
 from engine.runner.overlap_trials import WHOLE, OverlapTrials
@@ -33,7 +35,8 @@ from tests.harness.in_process import start_engine
 NUM_TRIED_STEPS = 2
 EVERY_STEP = OverlapRule(min_prompt_tokens=2, min_decode_rows=2)
 DRAWN = SamplingParams(max_tokens=64, temperature=1.2, top_p=0.9, seed=5, ignore_eos=True)
-EXPERT_PARALLEL = WeightSource(is_expert_parallel=True)
+EXCHANGED = WeightSource(sharing="exchanged")
+EXPERT_PARALLEL = WeightSource(sharing="experts")
 SCORED = msgspec.structs.replace(GREEDY, prompt_logprobs=3, logprobs=2)
 
 
@@ -50,6 +53,8 @@ def tell(
     with planted(fault), snapped_mixtures(), skips:
         model, attention = build_exact(folder, comm.rank, captures=captures, source=source)
         driver = StepDriver(model, seed=1, phased=attention, comm=comm)
+        if model.can_exchange:
+            driver.executor.exchange_tokens(2)
         if overlaps:
             driver.executor.overlap_two_batches(EVERY_STEP, threshold=0.48)
         if captures:
@@ -98,12 +103,17 @@ def try_overlap(comm: Comm, folder: Path, captures: bool) -> list[object]:
         patch("engine.runner.overlap_trials.NUM_STEPS", NUM_TRIED_STEPS),
         patch("engine.runner.overlap_tuning.NUM_STEPS", NUM_TRIED_STEPS),
     ):
-        found: list[object] = [trials.decode_lag()]
-        if captures:
-            executor.capture_split_decodes(RerunRecorder(), lambda _: None, min_rows=4)
+        capture = partial(_capture_halves, executor) if captures else None
+        found: list[object] = [trials.decode_lag(capture)]
+        if capture is not None:
+            capture(4)
         found += [trials.min_prompt_tokens(32 if captures else 0), trials.min_decode_rows()]
     assert executor.two_batches.rule is WHOLE
     return [*found, len(said), executor.statistics().two_batches]
+
+
+def _capture_halves(executor: Executor, min_rows: int) -> None:
+    executor.capture_split_decodes(RerunRecorder(), lambda _: None, min_rows=min_rows)
 
 
 def _untimed(result: StepResult) -> StepResult:
@@ -128,6 +138,8 @@ def logits_of(
     device = torch.device("cpu")
     model = build_model(folder, dtype=torch.float32, device=device, rank=comm.rank, source=source)
     driver = StepDriver(model, seed=2, comm=comm)
+    if model.can_exchange:
+        driver.executor.exchange_tokens(1)
     driver.admit(0, token_ids)
     return driver.logits_in_chunks(0, 7)
 

@@ -133,6 +133,42 @@ def test_ranks_go_the_same_way_with_and_without_graphs(
         shared.end()
 
 
+@pytest.mark.parametrize("min_exchanged", [None, 32])
+def test_ranks_with_whole_experts_go_the_same_way(
+    ranks: RankProcesses, min_exchanged: int | None, tmp_path: Path
+) -> None:
+    """Decode steps in graphs; long ones with tokens that travel; experts counted meanwhile."""
+    save_model(
+        tmp_path,
+        "Qwen2MoeForCausalLM",
+        seed=5,
+        hidden_size=256,
+        num_experts=16,
+        moe_intermediate_size=128,
+        shared_expert_intermediate_size=192,
+        num_hidden_layers=3,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=1024,
+        dtype=torch.bfloat16,
+    )
+    settings = SETTINGS | {
+        "model__path": str(tmp_path),
+        "workers__expert_parallel": True,
+        "workers__expert_exchange_min_tokens": min_exchanged,
+        "laps__enable_batch_prefill_cuda_graph": min_exchanged is None,
+        "execution__expert_load_steps": 8,
+    }
+    shared = SharedEngine(ranks, settings)
+    found = answer(shared.engine, mixed_work(seed=7, count=60))
+    assert all(one.finish for one in found)
+    totals = shared.engine.expert_totals()
+    assert totals is not None
+    assert all(sum(counts) > 0 for counts in totals.counts)
+    shared.end()
+
+
 def test_all_ranks_have_as_many_blocks(ranks: RankProcesses) -> None:
     settings = SETTINGS | {"cache__num_blocks": None, "cache__gpu_memory_utilization": 0.3}
     shared = SharedEngine(ranks, settings)

@@ -57,6 +57,31 @@ def test_every_verb_moves_what_it_says(ranks: RankProcesses, shape: tuple[int, .
                 assert torch.equal(ours, theirs)
 
 
+def _exchange(comm: Comm, counts: list[list[int]], dtype: torch.dtype) -> Tensor:
+    """counts[r][s]: rows from rank r to rank s."""
+    index = comm.rank.index
+    rows = [_numbers(10 * index + to, (counts[index][to], 5), dtype) for to in range(SIZE)]
+    return comm.exchange_rows(torch.cat(rows), counts[index], [line[index] for line in counts])
+
+
+@pytest.mark.parametrize(
+    "counts",
+    [
+        [[1, 2, 3], [4, 5, 6], [7, 8, 9]],
+        [[0, 4, 0], [0, 0, 0], [2, 0, 0]],  # one rank sends nothing, and nobody itself
+        [[0, 0, 0], [0, 0, 0], [0, 0, 0]],
+        [[9, 0, 0], [300, 1, 0], [0, 2, 0]],  # one rank gets nothing
+    ],
+)
+def test_any_number_of_rows_travels_to_each_rank(
+    ranks: RankProcesses, counts: list[list[int]]
+) -> None:
+    for dtype in DTYPES:
+        for to, found in enumerate(ranks.run(_exchange, counts, dtype)):
+            came = [_numbers(10 * r + to, (counts[r][to], 5), dtype) for r in range(SIZE)]
+            assert torch.equal(found, torch.cat(came))
+
+
 def _float_sums(comm: Comm, seed: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed + comm.rank.index)
     sums = []

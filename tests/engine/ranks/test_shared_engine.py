@@ -185,18 +185,29 @@ def test_embeddings_are_those_of_one_rank(ranks: RankProcesses, tmp_path: Path) 
         assert len(vectors[0]) == 64
 
 
-@pytest.mark.parametrize("architecture", ["Qwen2MoeForCausalLM", "DeepseekV3ForCausalLM"])
+@pytest.mark.parametrize(
+    ("architecture", "min_exchanged"),
+    [
+        pytest.param("Qwen2MoeForCausalLM", None, marks=pytest.mark.nightly),
+        ("DeepseekV3ForCausalLM", None),
+        ("Qwen2MoeForCausalLM", 8),
+    ],
+)
 def test_an_engine_with_whole_experts_on_each_rank_gives_the_answers_of_one(
-    architecture: str, ranks: RankProcesses, tmp_path: Path
+    architecture: str, min_exchanged: int | None, ranks: RankProcesses, tmp_path: Path
 ) -> None:
-    """Greedy, drawn and from a cached prefix; of latents too."""
+    """Greedy, drawn and from a cached prefix; of latents too, and where tokens travel."""
     save_model(tmp_path, architecture, seed=11)
     settings = SETTINGS | {"model__path": str(tmp_path), "scheduler__max_num_batched_tokens": 32}
     greedy = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True, logprobs=2)
     drawn = SamplingParams(max_tokens=9, temperature=0.9, seed=4, ignore_eos=True)
     requests = [(range(10 * i, 13 * i + 40), (greedy, drawn)[i % 2]) for i in range(5)]
     theirs = answer(start_engine(**settings), requests)
-    together = SharedEngine(ranks, settings | {"workers__expert_parallel": True})
+    shares = {
+        "workers__expert_parallel": True,
+        "workers__expert_exchange_min_tokens": min_exchanged,
+    }
+    together = SharedEngine(ranks, settings | shares)
     try:
         for _ in range(2):
             _assert_same(answer(together.engine, requests), theirs)

@@ -12,15 +12,16 @@ import torch
 from torch import Tensor
 
 from engine.layers.context import SINGLE_RANK, Comm
-from engine.models.registry import build_model
+from engine.models.registry import AS_PUBLISHED, WeightSource, build_model
 from engine.text.tokenizing import load_tokenizer
 from kernels.attention.select import AttentionName, AttentionNames
+from tests.engine.ranks.rank_stories import EXCHANGED, EXPERT_PARALLEL
 from tests.engine.runner.step_driver import StepDriver
 from tests.engine.test_gpu_engine import DECISIVE, mixed_work
 from tests.harness.in_process import GREEDY, answer
 from tests.harness.rank_processes import STAGED, RankProcesses
 from tests.harness.shared_engine import SharedEngine
-from tests.harness.tiny_models import save_model
+from tests.harness.tiny_models import LATENT_ON_GPU, save_model
 
 pytestmark = pytest.mark.gpu
 
@@ -48,7 +49,7 @@ def _save(folder: Path, num_kv_heads: int, architecture: str = "Qwen3ForCausalLM
         folder,
         architecture,
         seed=5,
-        **({"moe_intermediate_size": 128} if is_mixture else {}),
+        **({"moe_intermediate_size": 128, "num_experts": 8} if is_mixture else {}),
         hidden_size=256,
         intermediate_size=416,
         num_hidden_layers=3,
@@ -60,11 +61,16 @@ def _save(folder: Path, num_kv_heads: int, architecture: str = "Qwen3ForCausalLM
     )
 
 
-def _logits(comm: Comm, folder: Path, prefill: AttentionName) -> Tensor:
+def _logits(
+    comm: Comm, folder: Path, prefill: AttentionName, source: WeightSource = AS_PUBLISHED
+) -> Tensor:
     """Of a prompt in chunks, and of single tokens after it; fp32 on the host."""
-    model = build_model(folder, dtype=torch.bfloat16, device=torch.device("cuda"), rank=comm.rank)
+    cuda = torch.device("cuda")
+    model = build_model(folder, dtype=torch.bfloat16, device=cuda, rank=comm.rank, source=source)
     attention = AttentionNames(prefill=prefill, decode="triton")
     driver = StepDriver(model, seed=3, block_size=16, comm=comm, attention=attention)
+    if model.can_exchange:
+        driver.executor.exchange_tokens(100)
     driver.admit(0, [(7 * i) % 131 for i in range(300)])
     driver.admit(1, [(5 * i) % 131 for i in range(40)])
     found = [driver.logits({0: 150, 1: 31})]
@@ -93,6 +99,26 @@ def test_logits_are_close_to_those_of_one_rank(
     # Where two experts are as good, rounding chooses, and a few lines of a mixture differ much.
     is_mixture = architecture == "Qwen3MoeForCausalLM"
     assert errors.quantile(0.8 if is_mixture else 1.0) < (1.5 if is_mixture else 2) * MAX_ERROR
+
+
+@pytest.mark.parametrize("source", [EXPERT_PARALLEL, EXCHANGED], ids=["summed", "exchanged"])
+@pytest.mark.parametrize("architecture", ["Qwen3MoeForCausalLM", "DeepseekV2ForCausalLM"])
+def test_whole_experts_give_logits_close_to_those_of_one_rank(
+    ranks: RankProcesses, architecture: str, source: WeightSource, tmp_path: Path
+) -> None:
+    """Of latents too, whose attention is in torch here."""
+    is_latent = architecture.startswith("Deepseek")
+    if is_latent:
+        sizes = LATENT_ON_GPU[architecture] | {"max_position_embeddings": 1024}
+        save_model(tmp_path, architecture, seed=5, **sizes)
+    else:
+        _save(tmp_path, 2, architecture)
+    prefill: AttentionName = "triton"
+    alone = _logits(SINGLE_RANK, tmp_path, prefill)
+    first, other = ranks.run(_logits, tmp_path, prefill, source)
+    assert torch.equal(first, other)
+    errors = (first - alone).norm(dim=1) / alone.norm(dim=1)
+    assert errors.quantile(0.8) < 1.5 * MAX_ERROR
 
 
 def test_the_shipped_model_says_what_it_is_sure_of(ranks: RankProcesses) -> None:

@@ -34,7 +34,7 @@ class _Spy:
 
 def test_counts_are_those_of_all_steps_up_to_the_last_read(tmp_path: Path) -> None:
     save_model(tmp_path, "Qwen2MoeForCausalLM", num_hidden_layers=3, mlp_only_layers=[1])
-    source = WeightSource(is_expert_parallel=True)
+    source = WeightSource(sharing="experts")
     model = build_model(tmp_path, dtype=torch.float32, device=CPU, source=source)
     loads = ExpertLoads(model, read_every=2, num_ranks=3)
     driver = StepDriver(model, seed=1)

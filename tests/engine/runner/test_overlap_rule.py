@@ -114,6 +114,9 @@ def test_costs_of_a_layer_are_those_of_its_weights(architecture: str, tmp_path: 
     on_all = 4 * sum(model.get_parameter(n).numel() for n in names if "_a_proj" in n) / 2
     assert _weight_bytes(part) * 2 == _weight_bytes(costs) + on_all
     assert part.sum_bytes_per_token == 2 * 64 * 4
+    if "Moe" in architecture:  # uniform routes: whole experts cost what parts of all do
+        whole = load_spec(tmp_path, sharing="experts").of_rank(Rank(0, 2))
+        assert layer_costs(whole, 2, 4) == part
 
 
 def test_a_device_without_rates_needs_a_number() -> None:

@@ -61,18 +61,28 @@ def test_sizes_that_gain_more_than_five_percent_are_kept(folder: Path) -> None:
     assert "two batches: steps are split from 512 prompt tokens" in said
 
 
-@pytest.mark.parametrize(("sent_s", "lag"), [(0.1, 0), (0.3, 1), (0.45, 2), (0.9, 3), (2.0, 3)])
-def test_the_lag_follows_from_the_share_of_communication(
-    sent_s: float, lag: int, folder: Path
+@pytest.mark.parametrize(("sent_s", "asked"), [(0.1, 0), (0.3, 1), (0.45, 2), (0.9, 3), (2.0, 3)])
+@pytest.mark.parametrize(("gain", "is_kept"), [(1.06, True), (1.04, False)])
+def test_the_lag_that_communication_asks_for_is_kept_if_it_is_faster(
+    sent_s: float, asked: int, gain: float, is_kept: bool, folder: Path
 ) -> None:
     trials = _trials(folder, [], SMALL)
+    captured: list[tuple[int, int]] = []
+
+    def lag() -> int:
+        return trials._two_batches._decode[0].lag
+
+    def durations(steps: TimedSteps, plans: list[StepPlan]) -> list[float]:
+        is_split = trials._two_batches.rule.min_decode_rows is not None
+        return [1.0 / gain if is_split and lag() != 2 else 1.0] * len(plans)
+
     with (
-        patch.object(TimedSteps, "durations_s", lambda self, plans: [1.0] * len(plans)),
+        patch.object(TimedSteps, "durations_s", durations),
         patch.object(TimedLanes, "seconds", lambda self: sent_s),
     ):
-        assert trials.decode_lag() == lag
-    trials._two_batches.lag_by(lag)
-    assert trials._two_batches._decode[0].lag == lag
+        found = trials.decode_lag(lambda min_rows: captured.append((min_rows, lag())))
+    assert found == (asked if is_kept else 2)
+    assert captured == [(8, 2), *([(8, asked)] if asked != 2 else [])]
 
 
 def test_only_what_is_sent_is_timed() -> None:

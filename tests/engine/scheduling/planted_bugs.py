@@ -8,6 +8,7 @@ import msgspec
 from configs.schema import SchedulerConfig
 from engine.plan import StepPlan, StepResult
 from engine.request import Request, RequestKey
+from engine.scheduling.capacity import Capacity
 from engine.scheduling.contracts import StepOutput
 from engine.scheduling.finish import Ending, FinishRules, SampledTokens
 from engine.scheduling.in_flight import StepInFlight, StepsInFlight
@@ -138,11 +139,9 @@ class TwinsDecideDifferently(Scheduler):
         return super().plan(now_s)
 
 
-class KeepsItsBounds(Scheduler):
-    """Not a bug: checks what `short_reserve` says of everybody who gives way."""
-
-    def _victim(self, full: Sequence[Request], num_left: int) -> tuple[Request | None, bool]:
-        victim, is_for_others = super()._victim(full, num_left)
+class _CheckedCapacity(Capacity):
+    def victim(self, full: Sequence[Request], num_left: int) -> tuple[Request | None, bool]:
+        victim, is_for_others = super().victim(full, num_left)
         if victim is None:
             return victim, is_for_others
         reserve = self._reserve
@@ -157,6 +156,14 @@ class KeepsItsBounds(Scheduler):
             is_first = all(place < by_priority(r) for r in longs if r is not victim)
             assert before or not is_first, f"{victim.key} was the first"
         return victim, is_for_others
+
+
+class KeepsItsBounds(Scheduler):
+    """Not a bug: checks what `short_reserve` says of everybody who gives way."""
+
+    def __init__(self, config: SchedulerConfig, **parts: Any) -> None:
+        super().__init__(config, **parts)
+        self._capacity.__class__ = _CheckedCapacity
 
 
 class WhoIsBackGivesWayAtOnce(KeepsItsBounds):

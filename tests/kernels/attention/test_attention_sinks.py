@@ -1,4 +1,4 @@
-"""Attention sinks in the Triton kernels against float64, and that no other model's kernels change.
+"""Sinks and caps in the Triton kernels against float64, and that no other model's kernels change.
 
 On a CPU the interpreter runs small cases in one process; all others need a GPU.
 """
@@ -29,19 +29,25 @@ if TYPE_CHECKING:
 
 MODULE = "tests.kernels.attention.test_attention_sinks"
 LONG_ROWS = [(63, 1), (64, 1), (1000, 1), (4159, 1), (0, 129), (700, 65), (127, 2)]
-# Heads, KV heads and their size; sinks; factor on the scores.
+# Heads, KV heads and their size; sinks; factor on the scores; cap on the scores.
 SHAPES = [
-    ((8, 2), 64, True, None),
-    ((6, 2), 64, True, 0.3),
-    ((3, 3), 128, True, None),
-    ((8, 1), 64, True, None),
-    ((4, 2), 256, False, 0.05),
-    ((4, 1), 256, True, None),
+    ((8, 2), 64, True, None, None),
+    ((6, 2), 64, True, 0.3, None),
+    ((3, 3), 128, True, None, None),
+    ((8, 1), 64, True, None, None),
+    ((4, 2), 256, False, 0.05, None),
+    ((4, 1), 256, True, None, None),
+    ((4, 2), 256, False, 0.05, 1.5),
+    ((6, 2), 64, True, 0.3, 5.0),
 ]
 
 
 def _shape(
-    heads: tuple[int, int], head_dim: int, has_sinks: bool, query_scale: float | None
+    heads: tuple[int, int],
+    head_dim: int,
+    has_sinks: bool,
+    query_scale: float | None,
+    softcap: float | None = None,
 ) -> AttentionShape:
     return AttentionShape(
         num_heads=heads[0],
@@ -50,6 +56,7 @@ def _shape(
         layer_windows=(None, 3, 70),
         query_scale=query_scale,
         has_sinks=has_sinks,
+        softcap=softcap,
     )
 
 
@@ -129,17 +136,20 @@ def test_sinks_that_the_shape_does_not_have_are_refused() -> None:
 
 @pytest.mark.slow
 @pytest.mark.nightly
-@pytest.mark.parametrize(("head_dim", "has_sinks"), [(64, True), (256, False), (256, True)])
+@pytest.mark.parametrize(
+    ("head_dim", "has_sinks", "softcap"),
+    [(64, True, None), (256, False, None), (256, True, None), (256, False, 50.0)],
+)
 def test_the_kernels_compile_for_a_hopper_gpu(
-    head_dim: int, has_sinks: bool, monkeypatch: pytest.MonkeyPatch
+    head_dim: int, has_sinks: bool, softcap: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from kernels.attention import triton as attention
     from kernels.attention import triton_decode, triton_prefill
 
     device = gpu("H200")
-    shape = _shape((8, 2), head_dim, has_sinks, None)
+    shape = _shape((8, 2), head_dim, has_sinks, None, softcap)
     problem = build_problem([(70, 1), (3, 40)], shape, block_size=16, dtype=torch.bfloat16)
-    monkeypatch.setattr(attention, "_check", lambda *_: None)
+    monkeypatch.setattr(attention, "check_supported", lambda *_: None)
     with compiled_for(device, attention, triton_prefill, triton_decode) as shared_bytes:
         for fixed_tile in (False, True):
             backend = _backend(problem, fixed_tile=fixed_tile)

@@ -142,6 +142,7 @@ def interpreted_checks() -> list[Callable[[], None]]:
         def run_check() -> None:
             found = rows or _draw_rows(draw, max_queries)
             shape = _shape(heads, 64, has_sinks=has_sinks)
+            shape = replace(shape, softcap=2.0 if has_sinks else None)
             problem = build_problem(found, shape, block_size=block_size, dtype=dtype)
             _check_layers(problem, max_queries, **tiles)
 

@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.moe import held as held_kernels
+from kernels.moe import load as load_kernels
 from kernels.moe import reference
 from kernels.moe.align import align, align_reference, max_blocks
 from kernels.moe.combine import combine
@@ -24,6 +26,8 @@ from kernels.moe.load import count_routes
 from kernels.moe.router import route
 from kernels.moe.routes import Routes
 from kernels.moe.tiles import FewTile, Tile
+from tests.harness.gpus import gpu
+from tests.kernels.cross_compile import compiled_for
 from tests.kernels.interpreter import run_interpreted
 from tests.kernels.moe.moe_cases import (
     assert_near,
@@ -93,6 +97,16 @@ def test_routes_to_other_ranks_experts_are_left_out_on_a_gpu() -> None:
 @pytest.mark.gpu
 def test_routes_of_every_expert_are_counted_on_a_gpu() -> None:
     _check_load("cuda")
+
+
+@pytest.mark.slow
+def test_kernels_of_routes_compile_for_a_gpu() -> None:
+    ids = torch.zeros(300, 8, dtype=torch.int32)
+    routes = Routes(ids=ids, weights=torch.ones(300, 8))
+    with compiled_for(gpu("H200"), held_kernels, load_kernels) as found:
+        held_routes(routes, range(4, 8))
+        count_routes(routes, torch.zeros(128, dtype=torch.int64))
+    assert set(found) == {"_moe_held_kernel", "_moe_load_kernel"}
 
 
 # ---- router --------------------------------------------------------------------------------------
