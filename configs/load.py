@@ -342,6 +342,11 @@ def _cache_contradiction(config: AppConfig) -> str | None:
             f"cache.host_gib: {cache.host_gib:g} with enable_prefix_caching false would never be"
             " used; set it to 0, or the latter to true"
         )
+    if cache.kv_dtype != "auto" and config.speculation.drafter == "eagle3":
+        return (
+            f"cache.kv_dtype: {cache.kv_dtype} with speculation.drafter eagle3, which keeps hidden"
+            " states in the model's dtype beside K and V; set it to auto, or another drafter"
+        )
     if cache.kv_scales is not None and cache.kv_dtype == "auto":
         return "cache.kv_scales: needs cache.kv_dtype fp8_e4m3; set that, or leave the scales out"
     if cache.num_blocks is None:
@@ -357,23 +362,29 @@ def _cache_contradiction(config: AppConfig) -> str | None:
 
 def _speculation_contradiction(config: AppConfig) -> str | None:
     asked = config.speculation
-    uses_model = asked.drafter == "draft_model"
+    uses_model = asked.drafter in ("draft_model", "eagle3")
     if uses_model != (asked.model_path is not None):
         return (
             f"speculation.drafter: {asked.drafter} with speculation.model_path {asked.model_path};"
-            " draft_model needs the folder of the smaller model, and nothing else reads it"
+            " draft_model needs the folder of the smaller model, eagle3 that of the head, and"
+            " nothing else reads it"
         )
     size = max(config.workers.num_ranks.values(), default=1)
     if uses_model and size > 1:
         return (
-            f"speculation.drafter: draft_model with workers.tensor_parallel_size {size} is not"
-            " supported, because the smaller model is not split over ranks; set ngram, or"
+            f"speculation.drafter: {asked.drafter} with workers.tensor_parallel_size {size} is not"
+            " supported, because what drafts is not split over ranks; set ngram, or"
             " tensor_parallel_size to 1"
         )
     if uses_model and config.model.device == "cuda" and config.cache.num_blocks is None:
         return (
-            "speculation.drafter: draft_model on a GPU needs cache.num_blocks, because the memory"
-            " of the smaller model's KV is not measured; set it, or set ngram"
+            f"speculation.drafter: {asked.drafter} on a GPU needs cache.num_blocks, because the"
+            " memory of what drafts is not measured; set it, or set ngram"
+        )
+    if asked.drafter == "eagle3" and config.execution.dual_stream_token_threshold:
+        return (
+            "execution.dual_stream_token_threshold: steps of two streams keep no hidden states for"
+            " speculation.drafter eagle3; set it to 0, or another drafter"
         )
     return None
 

@@ -197,8 +197,9 @@ class SpeculationConfig(_Section, frozen=True):
     """Guessing tokens ahead: a step verifies several of a request; its answer stays the same."""
 
     # ngram = what followed the same words before, in the request or in finished answers;
-    # draft_model = what a smaller model of the same vocabulary says.
-    drafter: Literal["none", "ngram", "draft_model"] = "none"
+    # draft_model = what a smaller model of the same vocabulary says; eagle3 = what an EAGLE-3 head,
+    # trained for the model, reads in its hidden states.
+    drafter: Literal["none", "ngram", "draft_model", "eagle3"] = "none"
     max_drafts: Annotated[int, Meta(ge=1, le=16)] = 8  # guessed tokens of a request in a step
     # Above this temperature a request gets no guesses, because too few would be right. One that
     # asks for them (`speculation` in its body) gets them at any.
@@ -208,7 +209,7 @@ class SpeculationConfig(_Section, frozen=True):
     adaptive: bool = True
     # ngram: tokens of finished answers that are kept, about 100 bytes each; 0 = a request's own.
     max_corpus_tokens: Annotated[int, Meta(ge=0)] = 262_144
-    # draft_model: Hugging Face folder of the smaller model, as model.path.
+    # draft_model: Hugging Face folder of the smaller model; eagle3: of the head (safetensors).
     model_path: str | None = None
 
 

@@ -136,7 +136,7 @@ def batch_loss(
     return teaching_loss(logits, teacher_logits, following != IGNORED)
 
 
-def new_optimizers(model: LlamaForCausalLM, recipe: Recipe) -> list[torch.optim.Optimizer]:
+def new_optimizers(model: torch.nn.Module, recipe: Recipe) -> list[torch.optim.Optimizer]:
     """Muon for the matrices, AdamW for embeddings and norms."""
     named = list(model.named_parameters())
     matrices = [p for n, p in named if p.ndim == 2 and "embed" not in n]

@@ -24,6 +24,7 @@ from engine.constraints.vocabulary import load_vocabulary
 from engine.core import EngineCore
 from engine.errors import ConfigError, RequestError
 from engine.kv.cache import BlockCache
+from engine.kv.features import FeaturePlanes
 from engine.kv.hashes import RequestHasher
 from engine.kv.host.arena import HostArena
 from engine.kv.host.movers import build_mover
@@ -34,9 +35,11 @@ from engine.kv.store import KvStore
 from engine.kv.transfer import OutgoingEvent, OutgoingHandoffs
 from engine.layers.context import SINGLE_RANK, Comm
 from engine.messages import ExpertTotals, HostTierLoad, LoadReport, Role
+from engine.models.eagle3 import Eagle3, Eagle3Spec, build_eagle3, read_eagle3
 from engine.models.kv_scales import digest_of_scales, load_kv_scales
 from engine.models.llama import CausalLM
 from engine.models.quantized_tensors import weight_bytes
+from engine.models.registry import build_ops
 from engine.models.spec import ModelSpec, load_spec
 from engine.ranks.agreement import hanging_up_on_error, value_of_first
 from engine.ranks.rank import SIZE_KEY, WHOLE_MODEL, Rank
@@ -54,13 +57,15 @@ from engine.runner.auto import (
 )
 from engine.runner.calibration import calibrate
 from engine.runner.executor import Executor
-from engine.runner.replica import Replica, compute_dtype
+from engine.runner.exports import NextFeatures, TokenFeatures
+from engine.runner.replica import DTYPES, Replica, compute_dtype
 from engine.scheduling.drafting import Drafting
 from engine.scheduling.finish import FinishRules
 from engine.scheduling.scheduler import Scheduler
 from engine.speculation.controller import SpeculationController
 from engine.speculation.draft_model import DraftModel
 from engine.speculation.drafter import Drafter, DraftPolicy, FixedDrafts, RequestNgrams
+from engine.speculation.feature_drafter import FeatureDrafter
 from engine.speculation.ngram import NgramRules
 from engine.speculation.rules import DEFAULT_RULES
 from kernels.compilation import CompilationCounter
@@ -68,6 +73,7 @@ from kernels.device import device_properties
 
 logger = logging.getLogger(__name__)
 BLOCK_KEY_BYTES = 32
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -287,10 +293,20 @@ def _rank_layout(
 ) -> KvLayout:
     part, block_size = spec.of_rank(rank), config.cache.block_size
     if kv_scales is None:
-        dtype = compute_dtype(config.model, spec)
-        return part.kv_layout(block_size=block_size, dtype=dtype)
+        dtype, head = compute_dtype(config.model, spec), _read_head(config, spec)
+        layout = part.kv_layout(block_size=block_size, dtype=dtype)
+        return layout if head is None else layout.with_features(head.decoder.hidden_size)
     digest = digest_of_scales(kv_scales)
     return part.kv_layout(block_size=block_size, dtype="fp8_e4m3", scales=digest)
+
+
+def _read_head(config: AppConfig, spec: ModelSpec) -> Eagle3Spec | None:
+    """None = no head drafts, or not from hidden states."""
+    asked = config.speculation
+    if asked.drafter != "eagle3":
+        return None
+    assert asked.model_path is not None, "the configuration was checked"
+    return read_eagle3(Path(asked.model_path), spec)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -302,6 +318,7 @@ class _Measured:
     calibration: Calibration | None
     graph_token_sizes: tuple[int, ...]
     sizes: StepSizes
+    head: Eagle3 | None = None  # that drafts
 
 
 def _build_measured(
@@ -338,6 +355,7 @@ def _build_measured(
         comm=comm,
         kv_scales=kv_scales,
     )
+    head = _build_head(config, spec, replica)
     executor = replica.build_executor()
     calibration = None
     if needs_calibration(config):
@@ -358,7 +376,29 @@ def _build_measured(
         calibration=calibration,
         graph_token_sizes=replica.graph_token_sizes,
         sizes=sizes,
+        head=head,
     )
+
+
+def _build_head(config: AppConfig, target: ModelSpec, replica: Replica) -> Eagle3 | None:
+    """The head, if one drafts; from now on the model's steps keep what it reads."""
+    spec, model = _read_head(config, target), replica.model
+    if spec is None:
+        model.export(None)
+        return None
+    width = spec.decoder.hidden_size
+    head = build_eagle3(
+        Path(config.speculation.model_path or ""),
+        spec,
+        model.embedding,
+        dtype=model.dtype,
+        ops=build_ops(model.device),
+        max_model_len=model.rotary.max_tokens,
+        is_deterministic=config.model.deterministic,
+    )
+    model.export(head.export)
+    replica.keep_exports(lambda store: TokenFeatures(FeaturePlanes(store, width)))
+    return head
 
 
 def _build_host_tier(
@@ -443,7 +483,9 @@ def _build_drafting(
     drafter: Drafter
     if asked.drafter == "none":
         return Drafting(None, None, holds=holds)
-    if asked.model_path is not None:
+    if measured.head is not None:
+        drafter = _build_feature_drafter(config, measured.head, measured, grammars, clock)
+    elif asked.model_path is not None:
         drafter = _build_draft_model(config, asked.model_path, spec, measured, grammars, clock)
     else:
         drafter = RequestNgrams(NgramRules(max_corpus_tokens=asked.max_corpus_tokens))
@@ -465,32 +507,69 @@ def _build_draft_model(
             f"speculation.model_path: {path} has {own.vocab_size} tokens and the model"
             f" {spec.vocab_size}; drafts need a model of the same vocabulary"
         )
-    num_blocks = measured.executor.kv_store.num_blocks
-    replaced = msgspec.structs.replace(
-        config,
-        model=msgspec.structs.replace(
-            config.model,
-            path=path,
-            max_model_len=None,
-            dtype=compute_dtype(config.model, spec),
-            weights="safetensors",
-            quantization="auto",
-        ),
-        cache=msgspec.structs.replace(config.cache, num_blocks=num_blocks, kv_scales=None),
-        execution=msgspec.structs.replace(config.execution, expert_load_steps=0),
-        speculation=SpeculationConfig(),
-    )
-    kv_scales = _load_kv_scales(replaced, own)
-    layout = _rank_layout(replaced, own, WHOLE_MODEL, kv_scales)
-    replica = Replica(replaced, own, layout, measured.sizes, None, grammars, kv_scales=kv_scales)
+    replica = _drafting_replica(config, path, own, None, measured, grammars)
     return DraftModel(
         replica.build_executor(),
-        num_blocks=num_blocks,
-        block_size=layout.block_size,
+        num_blocks=measured.executor.kv_store.num_blocks,
+        block_size=config.cache.block_size,
         max_model_len=replica.max_row_tokens,
         max_tokens=measured.sizes.max_tokens,
         now_s=clock.now_s,
     )
+
+
+def _build_feature_drafter(
+    config: AppConfig, head: Eagle3, measured: _Measured, grammars: Grammars, clock: Clock
+) -> FeatureDrafter:
+    """An executor over the head, which reads and writes vectors in the target's store."""
+    planes = FeaturePlanes(measured.executor.kv_store, head.spec.decoder.hidden_size)
+    head.read_from(planes)
+    path = config.speculation.model_path or ""
+    spec, block_size = head.spec.decoder, config.cache.block_size
+    replica = _drafting_replica(config, path, spec, head.model, measured, grammars)
+    replica.keep_exports(lambda _: NextFeatures(planes, block_size))
+    return FeatureDrafter(
+        replica.build_executor(),
+        num_blocks=measured.executor.kv_store.num_blocks,
+        block_size=block_size,
+        max_model_len=replica.max_row_tokens,
+        max_tokens=measured.sizes.max_tokens,
+        now_s=clock.now_s,
+    )
+
+
+def _drafting_replica(
+    config: AppConfig,
+    path: str,
+    spec: ModelSpec,
+    model: CausalLM | None,
+    measured: _Measured,
+    grammars: Grammars,
+) -> Replica:
+    """Like the target's, with as many blocks, for another model."""
+    target = measured.executor
+    length = model.rotary.max_tokens if model is not None else None
+    own = msgspec.structs.replace(
+        config.model,
+        path=path,
+        max_model_len=length,
+        dtype=_NAMES[target.model.dtype],
+        weights="safetensors",
+        quantization="auto",
+    )
+    num_blocks = target.kv_store.num_blocks
+    replaced = msgspec.structs.replace(
+        config,
+        model=own,
+        cache=msgspec.structs.replace(config.cache, num_blocks=num_blocks, kv_scales=None),
+        execution=msgspec.structs.replace(
+            config.execution, expert_load_steps=0, dual_stream_token_threshold=0
+        ),
+        speculation=SpeculationConfig(),
+    )
+    kv_scales = _load_kv_scales(replaced, spec)
+    layout = _rank_layout(replaced, spec, WHOLE_MODEL, kv_scales)
+    return Replica(replaced, spec, layout, measured.sizes, model, grammars, kv_scales=kv_scales)
 
 
 def build_policy(asked: SpeculationConfig) -> DraftPolicy:

@@ -49,6 +49,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "engine.kv.transfer": (*_WORDS, "engine.kv.cache"),
     # -- engine: decisions
     "engine.speculation.draft_model": ("engine.core", "engine.plan", "engine.request"),
+    "engine.speculation.feature_drafter": ("engine.speculation.draft_model",),
     "engine.scheduling": (
         *_WORDS,
         "configs.schema",
@@ -241,6 +242,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
         "engine.kv_calibration",
         "engine.constraints.compiling",
         "engine.kv.device_offer",
+        "engine.kv.features",
         "engine.kv.shared_memory",
         "engine.kv.host.movers",
         "engine.kv.store",
@@ -251,6 +253,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
         "engine.sampling",
         "load_tests.lab",
         "load_tests.testbed.channel_ends",
+        "load_tests.testbed.local_handoff",
         "load_tests.testbed.quantised_folders",
     ),
     "transformers": (
@@ -262,6 +265,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "tokenizers": ("demo_model", "engine.text.tokenizing"),
     "llguidance": ("engine.constraints",),
     "safetensors": (
+        "demo_model",
         "engine.models",
         "load_tests.lab",
         "load_tests.testbed.quantised_folders",

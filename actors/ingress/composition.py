@@ -88,7 +88,7 @@ async def build_edge(spec: DeploymentSpec) -> Edge:
     prompts, tokenizing = PromptTokens(encoder, batchers), encoder.tokenizing
     model = _describe_model(config, tokenizing, await system.wait_ready())
     recent_ttft = RecentTtft(clock)
-    metrics = IngressMetrics(model.name, recent_ttft, config.cache)
+    metrics = IngressMetrics(model.name, recent_ttft, config.cache, config.speculation.drafter)
     limiting = await _build_limiting(config, ingress_id, peers, system, generations, clock)
     observation = Observation(
         metrics,

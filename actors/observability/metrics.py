@@ -475,9 +475,13 @@ class IngressMetrics:
     """Counters and histograms of one replica; gauges are set when `refresh` is called."""
 
     def __init__(
-        self, model_name: str, recent: RecentTtft, cache: CacheConfig | None = None
+        self,
+        model_name: str,
+        recent: RecentTtft,
+        cache: CacheConfig | None = None,
+        drafter: str = "none",
     ) -> None:
-        """cache: of the workers; None = the defaults."""
+        """cache, drafter: of the workers; None = the defaults."""
         # Else every counter gets a second series, of its creation time.
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self._registry = registry = CollectorRegistry()
@@ -487,6 +491,12 @@ class IngressMetrics:
         self._common = common = CollectorRegistry()
         self._pools = PoolMetrics(common, model_name)
         self.workers = WorkerMetrics(common, model_name, cache or CacheConfig())
+        Gauge(
+            "laps_speculation_info",
+            "Always 1: who drafts the tokens that vllm:spec_decode_* count.",
+            ["model_name", "drafter"],
+            registry=common,
+        ).labels(model_name=model_name, drafter=drafter).set(1)
         self._label = {"model_name": model_name}
         names = list(self._label)
 

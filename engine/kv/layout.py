@@ -5,6 +5,10 @@ has one. Layers of one kind have the same planes. The order is block-first: a bl
 contiguous piece for all layers, so one copy moves it. With planes of equal shape a store is
 `[blocks, layers, planes, block_size, heads, width]`. The scales of e4m3 numbers are known before
 the first token and are in no block; the layout has their digest.
+
+A drafter may need a vector of the model's hidden states for every token (`engine/kv/features.py`).
+It lies in planes behind those of the last layer, so it is where the token's KV is: it is cached,
+evicted, moved and checked with it.
 """
 
 from typing import Literal, Self
@@ -42,6 +46,7 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int  # tokens
     kinds: tuple[KvLayers, ...]
     scales: str = ""  # digest of the scales of all heads, whichever are here; "" = there are none
+    num_feature_layers: int = 0  # behind the model's, with the same planes
 
     @classmethod
     def with_heads(
@@ -68,12 +73,21 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
         plane = KvPlane(name="latent", num_heads=1, width=width, dtype=dtype)
         return cls(block_size=block_size, kinds=(KvLayers(num_layers=num_layers, planes=(plane,)),))
 
+    def with_features(self, width: int) -> "KvLayout":
+        """The same with room for a vector of `width` elements a token."""
+        (kind,) = self.kinds
+        layer_width = len(kind.planes) * self._plane.num_heads * self._plane.width
+        return msgspec.structs.replace(self, num_feature_layers=-(-width // layer_width))
+
     @property
     def block_shape(self) -> tuple[int, int, int, int, int]:
-        """[layers, planes, block_size, heads, width]; all planes must have one shape and dtype."""
+        """[layers, planes, block_size, heads, width]; all planes must have one shape and dtype.
+
+        Layers of features are among the layers, the last ones.
+        """
         (kind,) = self.kinds
-        plane = self._plane
-        return (kind.num_layers, len(kind.planes), self.block_size, plane.num_heads, plane.width)
+        plane, num_layers = self._plane, kind.num_layers + self.num_feature_layers
+        return (num_layers, len(kind.planes), self.block_size, plane.num_heads, plane.width)
 
     @property
     def dtype(self) -> KvDtype:
@@ -87,9 +101,13 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def block_bytes(self) -> int:
-        return self.block_size * sum(
+        token_bytes = sum(
             kind.num_layers * plane.token_bytes for kind in self.kinds for plane in kind.planes
         )
+        if self.num_feature_layers:
+            (kind,) = self.kinds
+            token_bytes += self.num_feature_layers * sum(p.token_bytes for p in kind.planes)
+        return self.block_size * token_bytes
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that `num_tokens` tokens occupy."""

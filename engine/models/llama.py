@@ -62,6 +62,18 @@ class ForwardResult:
     hidden: Tensor
     # [T] bool  whether all that a token writes to the store is finite; None = not checked
     is_finite: Tensor | None
+    # [T, any], or [S, any] of the stream after the last layer; None = the model exports nothing
+    exported: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Export:
+    """What else a forward pass returns: the streams that enter some layers, side by side."""
+
+    # Ascending or not; the number of layers itself is the stream after the last one.
+    layers: tuple[int, ...]
+    # [T, layers * hidden] -> [T, any]; None = as they are
+    project: Linear | None = None
 
 
 class CausalLM:
@@ -90,6 +102,15 @@ class CausalLM:
         self._embedding = embedding
         self._final_norm = final_norm
         self._head = head
+        self._export: Export | None = None
+
+    def export(self, export: Export | None) -> None:
+        """From now on `ForwardResult.exported` is that; graphs captured before do not have it."""
+        self._export = export
+
+    @property
+    def embedding(self) -> Embedding:
+        return self._embedding
 
     @cached_property
     def exchange_operations(self) -> Sequence[tuple[Op, ...]]:
@@ -152,9 +173,23 @@ class CausalLM:
         hidden states.
         """
         flow = self.begin(input_ids, ctx, logit_indices, checks_finite=checks_finite)
-        for ops in self.exchange_operations if ctx.exchanges else self.operations:
+        export = self._export
+        entering: dict[int, Tensor] = {}
+        operations = self.exchange_operations if ctx.exchanges else self.operations
+        for layer, ops in enumerate(operations):
+            if export is not None and layer in export.layers:
+                entering[layer] = _stream(flow)
             run_in_order(ops, flow)
-        return self.result(flow)
+        if export is None:
+            return self.result(flow)
+        exported = self._exported(export, entering, flow)
+        return replace(self.result(flow), exported=exported)
+
+    def _exported(self, export: Export, entering: dict[int, Tensor], flow: Flow) -> Tensor:
+        if len(self.layers) in export.layers:
+            entering[len(self.layers)] = flow.x[:0] if flow.has_ended else _stream(flow)
+        streams = torch.cat([entering[layer] for layer in export.layers], dim=-1)
+        return streams if export.project is None else export.project(streams)
 
     def begin(
         self,
@@ -190,6 +225,11 @@ class CausalLM:
         `hidden`.
         """
         return self._head(hidden, comm)
+
+
+def _stream(flow: Flow) -> Tensor:
+    """A copy [T, hidden] of the residual stream, between two layers."""
+    return flow.x.clone() if flow.residual is None else flow.x + flow.residual
 
 
 class DecoderLayer:
@@ -401,21 +441,23 @@ class OutputNormLayer(DecoderLayer):
 
 
 def attention_shape(
-    spec: ModelSpec, mask_function: MaskFunction | None = None
+    spec: ModelSpec, mask_function: MaskFunction | None = None, *, num_feature_layers: int = 0
 ) -> AttentionShape | LatentShape:
     """What an attention backend has to compute; spec: of one rank.
 
-    Raises ConfigError for a mask function and latent attention.
+    num_feature_layers: of the store's layout. No attention runs there, but they count when a
+    backend finds a block of a layer. Raises ConfigError for a mask function and latent attention.
     """
     if spec.latent is not None:
         if mask_function is not None:
             raise ConfigError("model.attention.mask: latent attention has none; leave it out")
-        return latent_shape(spec, spec.latent)
+        shape = latent_shape(spec, spec.latent)
+        return replace(shape, num_layers=shape.num_layers + num_feature_layers)
     return AttentionShape(
         num_heads=spec.num_heads,
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
-        layer_windows=spec.layer_windows,
+        layer_windows=spec.layer_windows + spec.layer_windows[-1:] * num_feature_layers,
         query_scale=spec.query_scale,
         softcap=spec.attention_softcap,
         has_sinks=spec.has_sinks,
@@ -448,13 +490,13 @@ def build_decoder(
         spec=part,
         embedding=_build_embedding(spec, weights, rank),
         layers=layers,
-        final_norm=_norm(spec, weights.final_norm, ops),
+        final_norm=build_norm(spec, weights.final_norm, ops),
         head=_build_head(spec, weights, is_deterministic, rank),
-        rotary=_rotary(spec, max_model_len, weights.embedding.device, ops),
+        rotary=build_rotary(spec, max_model_len, weights.embedding.device, ops),
     )
 
 
-def _rotary(spec: ModelSpec, max_tokens: int, device: torch.device, ops: Ops) -> RotaryTables:
+def build_rotary(spec: ModelSpec, max_tokens: int, device: torch.device, ops: Ops) -> RotaryTables:
     def table(rope: RopeSpec) -> RotaryTable:
         return RotaryTable(
             rope, head_dim=spec.rotary_dim, max_tokens=max_tokens, device=device, ops=ops
@@ -476,7 +518,7 @@ def _norm_weight(spec: ModelSpec, weight: Tensor) -> Tensor:
     return weight.float() + spec.norm_offset if spec.norm_offset else weight
 
 
-def _norm(spec: ModelSpec, weight: Tensor, ops: Ops) -> RmsNorm:
+def build_norm(spec: ModelSpec, weight: Tensor, ops: Ops) -> RmsNorm:
     return RmsNorm(_norm_weight(spec, weight), spec.rms_norm_eps, ops)
 
 
@@ -491,9 +533,9 @@ def _build_head(spec: ModelSpec, weights: ModelWeights, is_deterministic: bool, 
 def _build_layer(
     spec: ModelSpec, layer: int, weights: LayerWeights, ops: Ops, is_deterministic: bool
 ) -> DecoderLayer:
-    attention = _build_attention(spec, layer, weights, ops, is_deterministic)
-    norm = partial(_norm, spec, ops=ops)
-    mlp = _feed_forward(spec, layer, weights, ops, is_deterministic)
+    attention = build_self_attention(spec, layer, weights, ops, is_deterministic)
+    norm = partial(build_norm, spec, ops=ops)
+    mlp = build_feed_forward(spec, layer, weights, ops, is_deterministic)
     before = {"attention_norm": norm(weights.input_norm), "mlp_norm": norm(weights.post_norm)}
     after_attention, after_mlp = weights.attention_output_norm, weights.mlp_output_norm
     if after_attention is None or after_mlp is None:
@@ -507,7 +549,7 @@ def _build_layer(
     )
 
 
-def _build_attention(
+def build_self_attention(
     spec: ModelSpec, layer: int, weights: LayerWeights, ops: Ops, is_deterministic: bool
 ) -> SelfAttention:
     if spec.latent is not None:
@@ -530,7 +572,7 @@ def _build_attention(
     )
 
 
-def _feed_forward(
+def build_feed_forward(
     spec: ModelSpec, layer: int, weights: LayerWeights, ops: Ops, is_deterministic: bool
 ) -> FeedForward:
     mixture = spec.mixture_at(layer)

@@ -69,7 +69,7 @@ class CapturedSteps:
         def run(size: GraphSize, metadata: Any) -> GraphOutput:  # noqa: ANN401
             ids = self._ids(buffers, size)
             logits = halves.logits(size, ids, *_places(buffers, size), metadata)
-            return self._output(buffers, size, logits, None)
+            return self._output(buffers, size, logits, None, None)
 
         return StepGraphs(
             "split decode",
@@ -118,9 +118,9 @@ class CapturedSteps:
 
     def _decode(self, buffers: StepBuffers, size: GraphSize, ctx: ForwardContext) -> GraphOutput:
         """One token for each of the first rows of `buffers`."""
-        hidden = self._forward(size)(self._ids(buffers, size), ctx).hidden
-        logits = self._model.logits(hidden, ctx.comm)
-        return self._output(buffers, size, logits, None)
+        result = self._forward(size)(self._ids(buffers, size), ctx)
+        logits = self._model.logits(result.hidden, ctx.comm)
+        return self._output(buffers, size, logits, None, result.exported)
 
     def _prompt(self, buffers: StepBuffers, size: GraphSize, ctx: ForwardContext) -> GraphOutput:
         """Any number of tokens for each of the first rows of `buffers`; one line of logits each."""
@@ -132,7 +132,7 @@ class CapturedSteps:
         if size.span_tokens is not None and is_finite is not None:
             # The padding before each row has no slot; its values do not matter.
             is_finite = is_finite | (ctx.slots < 0)
-        return self._output(buffers, size, logits, is_finite)
+        return self._output(buffers, size, logits, is_finite, result.exported)
 
     def _forward(self, size: GraphSize) -> Callable[..., ForwardResult]:
         """`CausalLM.forward`, or the same in two streams."""
@@ -141,14 +141,23 @@ class CapturedSteps:
         return beside.forward if beside is not None and is_beside else self._model.forward
 
     def _output(
-        self, buffers: StepBuffers, size: GraphSize, logits: Tensor, is_finite_token: Tensor | None
+        self,
+        buffers: StepBuffers,
+        size: GraphSize,
+        logits: Tensor,
+        is_finite_token: Tensor | None,
+        exported: Tensor | None,
     ) -> GraphOutput:
         """Store each line's best token as its row's newest; a different choice overwrites it."""
         choice = greedy(logits)
         rows = buffers.on_device("sampled_rows", size.num_rows)
         drawn = keep_last_tokens(choice.token_ids, choice.is_finite, rows, self._last_tokens)
         return GraphOutput(
-            logits=logits, greedy=choice, drawn=drawn, is_finite_token=is_finite_token
+            logits=logits,
+            greedy=choice,
+            drawn=drawn,
+            is_finite_token=is_finite_token,
+            exported=exported,
         )
 
     def _ids(self, buffers: StepBuffers, size: GraphSize) -> Tensor:

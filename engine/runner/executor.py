@@ -23,6 +23,7 @@ from engine.plan import StepPlan
 from engine.runner.captured_steps import CapturedSteps
 from engine.runner.decode_run import DecodeInputs, DecodeRun
 from engine.runner.expert_load import ExpertLoads
+from engine.runner.exports import ExportKeeper
 from engine.runner.graph_sizes import GraphSize, PromptSizes, decode_sizes
 from engine.runner.graphs import (
     ExecutorStatistics,
@@ -119,9 +120,14 @@ class Executor:
         self._prompt_graphs: StepGraphs | None = None
         self._prompt_steps: PromptStepCounter | None = None
         self._two_batches: TwoBatches | None = None
+        self._keeper: ExportKeeper | None = None
         self._min_exchanged: int | None = None  # tokens; None = never
         self._shared_stream: SharedExpertStream | None = None
         self.expert_loads: ExpertLoads | None = None  # told of every step; None = not counted
+
+    def keep_exports(self, keeper: ExportKeeper) -> None:
+        """From now on `keeper` gets what the model exports in each step."""
+        self._keeper = keeper
 
     def overlap_two_batches(self, rule: OverlapRule, *, threshold: float) -> None:
         """From now on, steps that replay no graph are computed as two batches where `rule` says so.
@@ -245,6 +251,9 @@ class Executor:
             slot.timer.start()
             self._apply_rows(plan)
             computed = self._compute(plan)
+            if self._keeper is not None:
+                assert computed.exported is not None, "the model exports nothing in such a step"
+                self._keeper.keep(computed.exported, computed.batch, self._rows.blocks)
             left = self._sample(computed, _drafts_by_row(plan))
             if self._sends_blocks:
                 written = digest_written(plan, self._rows.blocks, self.kv_store)
@@ -311,6 +320,7 @@ class Executor:
             logits=self._logits(hidden) if samples else None,
             replayed=None,
             is_finite_token=result.is_finite,
+            exported=result.exported,
         )
 
     def _compute_everywhere(self, plan: StepPlan, chunks: list[PromptChunk]) -> ComputedStep:
@@ -327,6 +337,7 @@ class Executor:
             replayed=None,
             is_finite_token=result.is_finite,
             prompt=self._rows.prompt_logprobs.read(chunks, batch, result.hidden),
+            exported=result.exported,
         )
 
     def _replay(self, graphs: StepGraphs, inputs: DecodeInputs) -> ComputedStep:
@@ -341,6 +352,7 @@ class Executor:
             logits=output.logits if num_sampled else None,
             replayed=output,
             is_finite_token=output.is_finite_token,
+            exported=output.exported,
         )
 
     def _splits_graph(self, size: GraphSize) -> bool:

@@ -114,9 +114,10 @@ class GraphOutput:
     drawn: Tensor
     # [T] bool; None = only the logits are checked
     is_finite_token: Tensor | None
+    exported: Tensor | None = None  # as of `ForwardResult`
 
     def first(self, num_sampled: int, num_tokens: int) -> "GraphOutput":
-        """Without the padding after the step's last row and token."""
+        """Without the padding after the step's last row and token, but for `exported`."""
         flags = self.is_finite_token
         if num_sampled == len(self.drawn) and (flags is None or num_tokens == len(flags)):
             return self  # nothing is padding, and making a view costs as much as a launch
@@ -128,6 +129,7 @@ class GraphOutput:
             ),
             drawn=self.drawn[:num_sampled],
             is_finite_token=None if flags is None else flags[:num_tokens],
+            exported=self.exported,
         )
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from configs.schema import AppConfig, LapsConfig, ModelConfig
 from engine.errors import ConfigError
 from engine.kv.layout import ComputeDtype, KvLayout
+from engine.kv.store import KvStore
 from engine.layers.context import SINGLE_RANK, Comm
 from engine.models.kv_scales import scales_of_rank
 from engine.models.llama import CausalLM, attention_shape
@@ -28,6 +29,7 @@ from engine.runner.auto import CPU_BLOCKS, StepSizes
 from engine.runner.calibration import Room
 from engine.runner.executor import Executor
 from engine.runner.expert_load import ExpertLoads
+from engine.runner.exports import ExportKeeper
 from engine.runner.graph_sizes import PromptSizes, ragged_sizes
 from engine.runner.graphs import CudaRecorder, Recorder
 from engine.runner.grid_sizes import grid_sizes
@@ -94,6 +96,10 @@ def compute_dtype(model: ModelConfig, spec: ModelSpec) -> ComputeDtype:
     return "float32" if model.device == "cpu" else spec.dtype
 
 
+# From an executor's store to what becomes of the model's exports in its steps.
+KeepExports = Callable[[KvStore], ExportKeeper]
+
+
 class Replica:
     """Builds the executor of `config`, for a trial or for use."""
 
@@ -124,6 +130,7 @@ class Replica:
         self._matchers = matchers
         self._sends_blocks = sends_blocks
         self._comm = comm
+        self._keep_exports: KeepExports | None = None
         self._device = torch.device(config.model.device)
         self._dtype = DTYPES[compute_dtype(config.model, spec)]
         self._kv_scales: KvScales | None = None
@@ -139,6 +146,14 @@ class Replica:
         )
         self._model = self._load_model() if model is None else model
         self._expert_loads = self._count_experts()
+
+    @property
+    def model(self) -> CausalLM:
+        return self._model
+
+    def keep_exports(self, keep: KeepExports) -> None:
+        """What executors built from now on do with what the model exports."""
+        self._keep_exports = keep
 
     def build_executor(self) -> Executor:
         """A warmed-up, captured executor with the configured number of blocks, or all that fit."""
@@ -187,11 +202,14 @@ class Replica:
         sizes = self._sizes
         capacity = num_blocks * self._layout.block_size
         attention = self._build_attention()
-        attention.prepare(
-            max_rows=sizes.max_rows,
-            max_row_tokens=min(sizes.max_tokens, self.max_row_tokens),
-            max_row_keys=self._max_model_len,
-        )
+        try:
+            attention.prepare(
+                max_rows=sizes.max_rows,
+                max_row_tokens=min(sizes.max_tokens, self.max_row_tokens),
+                max_row_keys=self._max_model_len,
+            )
+        except BackendUnavailable as error:
+            raise ConfigError(f"model.attention: {error}") from error
         executor = Executor(
             self._model,
             layout=self._layout,
@@ -206,6 +224,8 @@ class Replica:
         )
         if self._kv_scales is not None:
             executor.use_kv_scales(self._kv_scales)
+        if self._keep_exports is not None:
+            executor.keep_exports(self._keep_exports(executor.kv_store))
         min_exchanged = self._config.workers.expert_exchange_min_tokens
         if min_exchanged is not None and self._model.can_exchange:
             executor.exchange_tokens(min_exchanged)
@@ -326,7 +346,7 @@ class Replica:
             )
             return build_attention(
                 AttentionNames(prefill=names.prefill, decode=names.decode),
-                attention_shape(spec, mask),
+                attention_shape(spec, mask, num_feature_layers=self._layout.num_feature_layers),
                 block_size=self._layout.block_size,
                 dtype=self._dtype,
                 device=self._device,

@@ -43,6 +43,7 @@ class ComputedStep(msgspec.Struct, frozen=True, kw_only=True):
     # [T] bool; None = only the logits are checked
     is_finite_token: Tensor | None
     prompt: PromptTensors | None = None  # None = no row asks for prompt log-probabilities
+    exported: Tensor | None = None  # as of `ForwardResult`; of a graph, with padding at its end
 
 
 class StepTimer:

@@ -41,22 +41,27 @@ class _Seat:
         default_factory=list
     )  # of the last proposal, all but the last with KV
 
-    def catch_up(self, request: Request) -> list[int]:
-        """Take in the request's new tokens; returns them. KV of drafts that were right is kept."""
-        new = request.tokens[self.num_known_tokens :]
-        if self.num_computed_tokens == self.num_known_tokens:
+    def catch_up(self, new: list[int], *, keeps_drafts: bool) -> None:
+        """Take in the request's new tokens; `keeps_drafts`: KV of drafts that were right stays."""
+        if keeps_drafts and self.num_computed_tokens == self.num_known_tokens:
             for token_id, draft in zip(new, self.drafts[:-1], strict=False):
                 if token_id != draft:
                     break
                 self.num_computed_tokens += 1
         # The newest token is always computed: its logits are what the first draft is drawn from.
-        self.num_computed_tokens = min(self.num_computed_tokens, request.num_known_tokens - 1)
-        self.num_known_tokens, self.drafts = request.num_known_tokens, []
-        return new
+        self.num_known_tokens += len(new)
+        self.num_computed_tokens = min(self.num_computed_tokens, self.num_known_tokens - 1)
+        self.drafts = []
 
 
 class DraftModel:
     """A drafter over an executor that nobody else launches steps on; engine thread only."""
+
+    # Tokens at a request's start that the model does not read. Of one that reads each token beside
+    # what the target made of the token before (EAGLE-3), 1: it then begins with the second, at
+    # position 0, and its KV at a position depends on the next token, too.
+    num_skipped_tokens = 0
+    keeps_drafts = True  # whether KV of drafts that were right is what their tokens would have
 
     def __init__(
         self,
@@ -129,28 +134,33 @@ class DraftModel:
         new_block_ids: list[list[int]] = []
         num_left = self._max_tokens
         for place, (request, num_drafts) in enumerate(asked):
-            if num_left == 0 or request.num_known_tokens + num_drafts > self._max_model_len:
+            known = request.num_known_tokens
+            num_known = known - self.num_skipped_tokens
+            if num_left == 0 or num_known <= 0 or known + num_drafts > self._max_model_len:
                 continue
             seat = self._seats.get(request.key)
             appended: list[int] = []
             if seat is None:
                 seat = self._seat(request)
-                admissions.append(_admission(request, seat, self._usable_blocks(request)))
+                admissions.append(self._admission(request, seat))
             else:
-                if new := seat.catch_up(request):
+                if new := request.tokens[self.num_skipped_tokens + seat.num_known_tokens :]:
                     verified.append((seat.row, new))
+                seat.catch_up(new, keeps_drafts=self.keeps_drafts)
                 appended = self._usable_blocks(request)[seat.num_blocks :]
             seat.num_blocks = len(self._usable_blocks(request))
             new_block_ids.append(appended)
-            missing = request.num_known_tokens - seat.num_computed_tokens
+            missing = num_known - seat.num_computed_tokens
             spans.append((place, seat.num_computed_tokens, min(missing, num_left)))
             num_left -= spans[-1][2]
         if not spans:
             return []
         self._begin_writing(asked, spans)
-        rows = [self._seats[asked[place][0].key].row for place, _, _ in spans]
+        seats = [self._seats[asked[place][0].key] for place, _, _ in spans]
+        rows = [seat.row for seat in seats]
         ends = [
-            first + num_new == asked[place][0].num_known_tokens for place, first, num_new in spans
+            first + num_new == seat.num_known_tokens
+            for seat, (_, first, num_new) in zip(seats, spans, strict=True)
         ]
         num_samples = [int(is_end) for is_end in ends]
         plan = StepPlan(
@@ -173,15 +183,15 @@ class DraftModel:
         self, places: list[int], asked: Sequence[tuple[Request, int]], found: list[list[int]]
     ) -> list[int]:
         """Compute the newest draft of each of `places` and draw the next one."""
-        requests = [asked[place][0] for place in places]
+        seats = [self._seats[asked[place][0].key] for place in places]
         counts = [1] * len(places)
         plan = StepPlan(
             step=self._num_steps,
-            rows=[self._seats[request.key].row for request in requests],
+            rows=[seat.row for seat in seats],
             num_new_tokens=counts,
             num_computed_tokens=[
-                request.num_known_tokens + len(found[place]) - 1
-                for request, place in zip(requests, places, strict=True)
+                seat.num_known_tokens + len(found[place]) - 1
+                for seat, place in zip(seats, places, strict=True)
             ],
             num_logits=counts,
             num_samples=counts,
@@ -243,10 +253,13 @@ class DraftModel:
             if self._contents[block_id] != content:
                 break
             num_found += self._block_size
+        num_known = request.num_known_tokens - self.num_skipped_tokens
+        # The last one found may be before another next token here.
+        num_found = max(0, num_found - self.num_skipped_tokens)
         seat = _Seat(
             row=request.row,
-            num_known_tokens=request.num_known_tokens,
-            num_computed_tokens=min(num_found, request.num_known_tokens - 1),
+            num_known_tokens=num_known,
+            num_computed_tokens=min(num_found, num_known - 1),
             num_blocks=len(self._usable_blocks(request)),
         )
         self._seats[request.key] = seat
@@ -271,16 +284,16 @@ class DraftModel:
                 if i < len(request.block_hashes):
                     self._contents[request.block_ids[i]] = request.block_hashes[i]
 
-
-def _admission(request: Request, seat: _Seat, block_ids: list[int]) -> RowAdmission:
-    return RowAdmission(
-        row=seat.row,
-        token_ids=list(request.tokens),
-        num_prompt_tokens=request.num_prompt_tokens,
-        params=_without_logprobs(request.params),
-        block_ids=block_ids,
-        num_computed_tokens=seat.num_computed_tokens,
-    )
+    def _admission(self, request: Request, seat: _Seat) -> RowAdmission:
+        skipped = self.num_skipped_tokens
+        return RowAdmission(
+            row=seat.row,
+            token_ids=request.tokens[skipped:],
+            num_prompt_tokens=request.num_prompt_tokens - skipped,
+            params=_without_logprobs(request.params),
+            block_ids=self._usable_blocks(request),
+            num_computed_tokens=seat.num_computed_tokens,
+        )
 
 
 def _without_logprobs(params: SamplingParams) -> SamplingParams:

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import torch
 import torch._dynamo.config
 from torch import Tensor
+from torch._dynamo.exc import TorchDynamoException
 from torch.nn.attention import flex_attention as flex
 
 from kernels.attention.flex_packing import (
@@ -35,6 +36,7 @@ from kernels.attention.flex_packing import (
 )
 from kernels.attention.gathering import key_lines, to_device
 from kernels.attention.masks import LayerMask, MaskFunction
+from kernels.attention.names import BackendUnavailable
 from kernels.attention.protocol import AttentionShape, AttentionStep
 from kernels.kv.append import layer_lines
 from kernels.kv.scales import KvScales
@@ -126,7 +128,7 @@ class FlexAttention:
         """Compile every size of call that steps of such rows have; nothing compiles later.
 
         max_row_tokens: new tokens of one row; max_row_keys: those and its history. `max_rows` makes
-        no difference: rows are packed.
+        no difference: rows are packed. Raises BackendUnavailable for a mask function that fails.
         """
         if not self._is_compiled:
             return
@@ -137,7 +139,16 @@ class FlexAttention:
         for num_queries, num_keys in self._packing.all_sizes(max_row_tokens, max_row_keys):
             q = self._zeros(num_queries, shape.num_heads)
             k, v = (self._zeros(num_keys, shape.num_kv_heads) for _ in range(2))
-            self._attend(q, k, v, self._empty_mask(num_queries, num_keys), sinks)
+            block_mask = self._empty_mask(num_queries, num_keys)
+            try:
+                self._attend(q, k, v, block_mask, sinks)
+            except TorchDynamoException as error:
+                if shape.mask_function is None:
+                    raise
+                reason = str(error).partition("\n")[0]
+                raise BackendUnavailable(
+                    f"flex cannot compile mask {shape.mask_function.name}: {reason}"
+                ) from error
 
     @torch.inference_mode()
     def plan(self, step: AttentionStep) -> FlexMetadata:

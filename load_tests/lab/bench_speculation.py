@@ -167,8 +167,8 @@ def start(args: argparse.Namespace, drafter: str, *, adaptive: bool) -> EngineIn
         "speculation.max_temperature": 9.0,
         "speculation.adaptive": adaptive,
     }
-    if drafter == "draft_model":
-        settings["speculation.model_path"] = args.draft
+    if drafter in ("draft_model", "eagle3"):
+        settings["speculation.model_path"] = args.head if drafter == "eagle3" else args.draft
     return EngineInProcess(load_config(None, settings))
 
 
@@ -263,6 +263,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", default=str(MODELS / "laps-demo"))
     parser.add_argument("--draft", default=str(MODELS / "laps-demo-draft"))
+    parser.add_argument("--head", help="folder of an EAGLE-3 head, for --drafters eagle3")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--drafters", nargs="*", default=["ngram", "draft_model"])
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16])

@@ -7,6 +7,8 @@ cluster, each machine says how many processors it has, and HAProxy has fewer con
 import re
 import secrets
 import shlex
+import shutil
+import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -24,6 +26,7 @@ HOME = "/tmp/home"
 MAX_CONNECTIONS = 1000
 START_S = 120.0
 STORE_PORT = 6380
+SHIFTED_CLOCK = Path(__file__).with_name("shifted_clock.c")
 # How long Ray's nodes wait for a head that comes back: its default is a minute.
 HEAD_AWAY_S = 600
 TLS = {
@@ -44,6 +47,8 @@ class RayMachines:
     authority: Authority | None = None  # of everybody's certificates; None = nothing is encrypted
     store: Machine | None = None  # has a Redis with what Ray's head must not forget; None = no such
     head: Machine | None = None
+    # By name, seconds by which a machine's time of day is wrong for Ray and all that it starts.
+    shifts_s: Mapping[str, int] = field(default_factory=dict)
 
     def start_store(self) -> None:
         """Starts a machine with Redis; Ray's control store keeps its state there."""
@@ -89,6 +94,7 @@ class RayMachines:
             "PYTHONPATH": str(ROOT),
             **(TLS if self.authority is not None else {}),
             **self._address_of_store(machine),
+            **self._shifted_clock(machine),
             **self.environment,
         }
         return machine.run(["sh", "-c", f"cd {ROOT} && {command}"], variables, timeout_s)
@@ -117,6 +123,12 @@ class RayMachines:
             return {"RAY_gcs_rpc_server_reconnect_timeout_s": str(HEAD_AWAY_S)}
         return {"RAY_REDIS_ADDRESS": f"{self.store.address}:{STORE_PORT}"}
 
+    def _shifted_clock(self, machine: Machine) -> dict[str, str]:
+        shift_s = self.shifts_s.get(machine.name)
+        if shift_s is None:
+            return {}
+        return {"LD_PRELOAD": f"{HOME}/shifted_clock.so", "SHIFTED_CLOCK_S": str(shift_s)}
+
     def _furnish(self, machine: Machine) -> None:
         """Puts the token and the installed environment where the commands look for them."""
         home = machine.disk / "tmp" / "home"
@@ -127,6 +139,15 @@ class RayMachines:
         if self.authority is not None:
             self.authority.issue(home / "tls", machine.address)
         (home / "laps-venv").symlink_to(Path(sys.prefix))
+        if machine.name in self.shifts_s:
+            library = str(home / "shifted_clock.so")
+            options = ["-O2", "-shared", "-fPIC", "-pthread", "-o", library]
+            subprocess.run(["gcc", *options, str(SHIFTED_CLOCK), "-ldl"], check=True)
+
+
+def why_no_shifted_clocks() -> str | None:
+    """Why a machine's clock cannot be wrong here; None = it can."""
+    return None if shutil.which("gcc") else "gcc is not installed"
 
 
 def _adapted(command: str, machine: Machine, num_cpus: int) -> str:

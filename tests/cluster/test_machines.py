@@ -4,10 +4,11 @@ import contextlib
 import socket
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 
 import httpx
 import pytest
@@ -18,7 +19,7 @@ from load_tests.testbed.certificates import Authority
 from load_tests.testbed.deployed import MODEL, free_port, wait_until
 from load_tests.testbed.listeners import Listener, listeners, unexpected
 from load_tests.testbed.machines import Machine, Network, network, why_not
-from load_tests.testbed.ray_machines import RayMachines
+from load_tests.testbed.ray_machines import RayMachines, why_no_shifted_clocks
 from tests.harness.in_process import GREEDY, answer, start_engine
 
 pytestmark = [
@@ -125,9 +126,19 @@ def test_a_request_to_a_machine_that_vanishes_ends_with_an_error(
 class MachinesWithApplication:
     """A head, and two machines with room for one worker each; prefill and decode are apart."""
 
-    def __init__(self, machines: Network, *, is_encrypted: bool) -> None:
-        """Starts everything by the files of configs/cluster; returns when it can serve."""
-        self.cluster = RayMachines(machines, authority=Authority() if is_encrypted else None)
+    def __init__(
+        self,
+        machines: Network,
+        *,
+        is_encrypted: bool = False,
+        shifts_s: Mapping[str, int] = MappingProxyType({}),
+    ) -> None:
+        """Starts everything by the files of configs/cluster; returns when it can serve.
+
+        shifts_s: see `RayMachines`.
+        """
+        authority = Authority() if is_encrypted else None
+        self.cluster = RayMachines(machines, authority=authority, shifts_s=shifts_s)
         self.head = self.cluster.start("head", num_cpus=0)
         for name in ("alpha", "beta"):
             self.cluster.start(name, num_cpus=1)
@@ -220,3 +231,19 @@ def test_an_application_over_three_machines(machines: Network, is_encrypted: boo
     assert not any(strangers.values()), strangers
     if not is_encrypted:  # else there is no HTTP without a certificate
         assert_nobody_comes_in_without_the_token(system)
+
+
+@pytest.mark.skipif(why_no_shifted_clocks() is not None, reason=str(why_no_shifted_clocks()))
+@pytest.mark.parametrize("shifts_s", [{"alpha": 120, "beta": -120}, {"head": 120}], ids=str)
+def test_an_application_over_machines_whose_clocks_differ(
+    machines: Network, shifts_s: Mapping[str, int]
+) -> None:
+    """Prefill and decode are four minutes apart, or both two minutes from Ray's head."""
+    system = MachinesWithApplication(machines, shifts_s=shifts_s)
+    for machine in system.machines:
+        seen_s = float(system.cluster.run(machine, "python3 -c 'import time; print(time.time())'"))
+        assert abs(seen_s - time.time() - shifts_s.get(machine.name, 0)) < 30, machine.name
+    what = "there are two doors: the head, and the machine with the replica of the ingress"
+    wait_until(lambda: len(system.doors()) == 2, what, 180)
+    for _ in range(3):
+        assert_answers_are_right(system.doors())

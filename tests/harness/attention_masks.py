@@ -1,5 +1,7 @@
 """Mask functions that a configuration may name, and some that it may not."""
 
+from pathlib import Path
+
 from torch import Tensor
 
 
@@ -24,6 +26,12 @@ def number(query: Tensor, key: Tensor) -> Tensor:
 def by_shape(query: Tensor, key: Tensor) -> Tensor:
     """Not elementwise: what it tells depends on how many positions it is asked of."""
     return (query - key < query.numel()) | (query == key)
+
+
+def by_a_file(query: Tensor, key: Tensor) -> Tensor:
+    """A mask, but not of torch's operations alone: it cannot be compiled."""
+    with Path(__file__).open() as source:
+        return (key <= query) & (len(source.readline()) > 0)
 
 
 def branching(query: Tensor, key: Tensor) -> Tensor:

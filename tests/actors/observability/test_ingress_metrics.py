@@ -115,6 +115,12 @@ def test_what_was_served_is_counted(served: EdgeApp) -> None:
     assert value(families, "vllm:prefix_cache_queries_total") == 2 * prompts  # 3 + 1 choices of 2
 
 
+def test_drafts_are_told_apart_by_who_drafts() -> None:
+    found = IngressMetrics("m", RecentTtft(ManualClock()), drafter="eagle3")
+    families = list(text_string_to_metric_families(prometheus_text(found.families()).decode()))
+    assert value(families, "laps_speculation_info", drafter="eagle3") == 1
+
+
 def ingress_metrics() -> IngressMetrics:
     return IngressMetrics("m", RecentTtft(ManualClock()))
 

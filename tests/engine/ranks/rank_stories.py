@@ -95,7 +95,7 @@ def try_overlap(comm: Comm, folder: Path, captures: bool) -> list[object]:
     if captures:
         executor.capture_graphs(RerunRecorder(), lambda _: None, prompts=ragged_sizes(8, 32))
     said: list[str] = []
-    room = Room(StepSizes(max_rows=8, max_tokens=256, max_graph_rows=8), 4, 80, 120)
+    room = Room(StepSizes(max_rows=8, max_tokens=64, max_graph_rows=8), 4, 80, 120)
     trials = OverlapTrials(executor, room, comm, said.append)
     with (
         patch("engine.runner.overlap_tuning.MIN_SPEEDUP", 0.0),

@@ -396,11 +396,11 @@ def test_ranks_try_the_same_steps_as_two_batches_and_find_the_same(
     assert first == second
     lag, prompt_tokens, decode_rows, _, told = first
     assert lag in range(4)
-    # 256 tokens in eighths; what replays a graph of 32 tokens is not tried.
-    assert prompt_tokens == (64 if captures else 32)
+    # 64 tokens in eighths; what replays a graph of 32 tokens is not tried.
+    assert prompt_tokens == (64 if captures else 8)
     assert decode_rows == 4
     assert told.num_two_chunk > 0
-    assert told.num_split_prompts == (3 if captures else 4) * (1 + NUM_TRIED_STEPS)
+    assert told.num_split_prompts == (1 if captures else 4) * (1 + NUM_TRIED_STEPS)
     # 4 and 8 rows, one lag or two, and two steps whose communication is timed.
     num_decodes = [n * (1 + NUM_TRIED_STEPS) for n in (3, 4)]
     replayed, eager = told.num_replayed, told.num_split_decodes - 2

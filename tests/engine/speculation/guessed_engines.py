@@ -16,6 +16,7 @@ from engine.models.registry import build_model
 from engine.request import Request, SamplingParams
 from engine.scheduling.drafting import Drafting
 from engine.speculation.drafter import FixedDrafts
+from kernels.ops import Ops
 from tests.engine.ranks.exact_models import CPU, SnappingOps, save_whole_numbers
 from tests.harness.drafters import Guesser
 from tests.harness.in_process import Answer, answer
@@ -56,8 +57,11 @@ def save_exact_model(
     save_whole_numbers(folder, seed)
 
 
-def start_exact(folder: Path, **overrides: object) -> Engine:
-    """An engine of a model of whole numbers; step it within `exact_arithmetic`."""
+def start_exact(folder: Path, *, ops: Ops | None = None, **overrides: object) -> Engine:
+    """An engine of a model of whole numbers; step it within `exact_arithmetic`.
+
+    ops: instead of those that end on a grid, for models of other numbers.
+    """
     dotted: dict[str, object] = {
         "model.path": str(folder),
         "cache.num_blocks": 256,
@@ -70,7 +74,7 @@ def start_exact(folder: Path, **overrides: object) -> Engine:
     }
     if dotted["speculation.drafter"] == "none":
         del dotted["speculation.adaptive"]
-    model = build_model(folder, dtype=torch.float32, device=CPU, ops=SnappingOps())
+    model = build_model(folder, dtype=torch.float32, device=CPU, ops=ops or SnappingOps())
     config = load_config(None, dotted)
     return build_engine(config, "test", MonotonicClock(), _no_handoff, model=model)
 

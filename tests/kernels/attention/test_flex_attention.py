@@ -192,6 +192,18 @@ def test_compiled_code_goes_by_the_listed_tiles_and_fits_every_step(function: st
     assert counters["stats"]["unique_graphs"] == num_graphs
 
 
+@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.filterwarnings("default")
+def test_a_mask_that_cannot_be_compiled_is_named() -> None:
+    mask = load_mask_function(f"{MASKS}:by_a_file", 100)
+    shape = replace(SHAPE, head_dim=16, mask_function=mask)
+    problem = build_problem([(0, 3)], shape, block_size=4, dtype=torch.float32)
+    backend = _flex(problem, SMALL_PACKING, is_compiled=True)
+    with pytest.raises(BackendUnavailable, match=r"cannot compile mask .*by_a_file"):
+        backend.prepare(max_rows=2, max_row_tokens=8, max_row_keys=8)
+
+
 # ---- mask functions ------------------------------------------------------------------------------
 
 

@@ -1,0 +1,122 @@
+"""What a handoff costs a drafter: second token and acceptance with its features, and without.
+
+    python -m load_tests.lab.draft_handoffs --head /tmp/laps-demo-eagle3
+
+Held-out files begin, the shipped model goes on, greedy. Prompts move from a prefill to a decode
+engine, which drafts with an EAGLE-3 head. Three ways:
+
+    no drafts     no head
+    features      vectors of the hidden states move with the KV, as the engine does it; drafts are
+                  then those of one worker without a handoff
+    without       the prompt's vectors are zeroed on arrival: as if only KV moved
+
+All engines run in this process, the copy is a memory copy, and one request runs at a time. The
+second token counts from the moment when the KV is there; so it has the head's pass over the prompt
+in it. Every way must give the same tokens.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from configs.load import load_config
+from engine.request import SamplingParams
+from engine.scheduling.drafting import DraftCounts
+from load_tests.lab.quant_accuracy import held_out_windows
+from load_tests.tables import describe_machine, render_rows
+from load_tests.testbed.local_handoff import LocalPair
+
+MODEL = Path(__file__).parents[2] / "demo_model" / "laps-demo"
+
+
+@dataclass(slots=True, kw_only=True)
+class Way:
+    """One way, and what it came to."""
+
+    name: str
+    pair: LocalPair
+    zeroes: bool = False
+    second_ms: list[float] = field(default_factory=list)
+    rest_ms: list[float] = field(default_factory=list)  # a token, after the second
+    answers: list[list[int]] = field(default_factory=list)
+
+    def run(self, prompt: Sequence[int], params: SamplingParams) -> None:
+        moved_s = 0.0
+
+        def arrived(block_ids: list[int]) -> None:
+            nonlocal moved_s
+            store = self.pair.decode.kv_store
+            if self.zeroes:
+                first = store.layout.block_shape[0] - store.layout.num_feature_layers
+                store.tensor[block_ids, first:] = 0
+            moved_s = time.perf_counter()
+
+        (found,) = self.pair.answer([(prompt, params)], arrived)
+        times_s = found.times_s[1:]  # the first came from the prefill side
+        self.second_ms.append(1e3 * (times_s[0] - moved_s))
+        self.rest_ms.append(1e3 * (times_s[-1] - times_s[0]) / (len(times_s) - 1))
+        self.answers.append(found.tokens)
+
+    def row(self) -> list[str]:
+        counts: DraftCounts = self.pair.decode.core.scheduler.draft_counts
+        shares = zip(counts.accepted_at, counts.drafted_at, strict=True)
+        length = 1 + counts.num_accepted / counts.num_verified if counts.num_verified else 1.0
+        return [
+            self.name,
+            f"{statistics.median(self.second_ms):.1f}",
+            f"{statistics.median(self.rest_ms):.2f}",
+            f"{length:.2f}",
+            " ".join(f"{accepted / max(drafted, 1):.2f}" for accepted, drafted in shares),
+        ]
+
+
+def build_ways(args: argparse.Namespace) -> list[Way]:
+    def pair(drafter: str) -> LocalPair:
+        settings: dict[str, object] = {
+            "model.path": args.model,
+            "cache.num_blocks": 512,
+            "cache.enable_prefix_caching": False,
+            "scheduler.max_num_seqs": 4,
+            "speculation.drafter": drafter,
+        }
+        if drafter != "none":
+            settings |= {
+                "speculation.model_path": args.head,
+                "speculation.adaptive": False,
+                "speculation.max_drafts": args.drafts,
+            }
+        return LocalPair(load_config(None, settings))
+
+    return [
+        Way(name="no drafts", pair=pair("none")),
+        Way(name="features", pair=pair("eagle3")),
+        Way(name="without", pair=pair("eagle3"), zeroes=True),
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--model", default=str(MODEL))
+    parser.add_argument("--head", required=True)
+    parser.add_argument("--prompts", type=int, default=24)
+    parser.add_argument("--prompt-tokens", type=int, default=256)
+    parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--drafts", type=int, default=3)
+    args = parser.parse_args()
+    ways = build_ways(args)
+    params = SamplingParams(max_tokens=args.tokens, temperature=0.0, ignore_eos=True)
+    for window in held_out_windows(args.prompts):
+        for way in ways:
+            way.run(window[: args.prompt_tokens], params)
+    for way in ways:
+        assert way.answers == ways[0].answers, f"{way.name} gave other tokens"
+    print(describe_machine())
+    header = ["", "second token, ms", "ms a token", "accepted length", "acceptance by position"]
+    print(render_rows([header, *(way.row() for way in ways)]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""Vectors beside K and V: what is written is read, and nothing else changes."""
+
+import random
+
+import pytest
+import torch
+
+from engine.kv.features import FeaturePlanes
+from engine.kv.layout import KvLayout
+from engine.kv.store import KvStore
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("kind", ["heads", "latent"])
+@pytest.mark.parametrize("width", [1, 59, 60, 61, 200])
+def test_vectors_are_read_back_and_the_rest_stays(kind: str, width: int) -> None:
+    seed = random.randrange(10**6)
+    print("seed", seed)
+    torch.manual_seed(seed)
+    if kind == "heads":
+        plain = KvLayout.with_heads(
+            num_layers=2, block_size=5, num_kv_heads=3, head_dim=10, dtype="float32"
+        )
+    else:
+        plain = KvLayout.latent(num_layers=2, block_size=5, width=14, dtype="float32")
+    layout = plain.with_features(width)
+    assert layout.block_bytes >= plain.block_bytes + 5 * width * 4
+    assert layout.block_shape[0] == 2 + layout.num_feature_layers
+    store = KvStore(layout, num_blocks=7, device=CPU)
+    store.tensor.normal_()
+    before = store.tensor.clone()
+    planes = FeaturePlanes(store, width)
+    slots = torch.randperm(35)[:11].int()
+    values = torch.randn(11, width)
+    planes.write(slots, values)
+    assert torch.equal(planes.read(slots), values)
+    assert planes.read(torch.tensor([-1, 3])).shape == (2, width)
+    changed = (store.tensor != before).flatten(2).any(2)  # [blocks, layers]
+    assert not changed[:, :2].any()
+    written = {int(slot) // 5 for slot in slots}
+    assert set(changed.any(1).nonzero()[:, 0].tolist()) == written
+    others = torch.tensor([slot for slot in range(35) if slot not in slots.tolist()])
+    kept, old = planes.read(others), KvStore(layout, num_blocks=7, device=CPU)
+    old.tensor.copy_(before)
+    assert torch.equal(kept, FeaturePlanes(old, width).read(others))

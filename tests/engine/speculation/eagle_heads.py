@@ -1,0 +1,92 @@
+"""EAGLE-3 heads with random weights, and what an independent implementation makes of them."""
+
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from demo_model.eagle_head import EagleHead
+from engine.build import Engine
+from engine.request import Request
+from engine.speculation.feature_drafter import FeatureDrafter
+from tests.harness.tiny_models import VOCAB_SIZE
+
+DRAFT_VOCAB_SIZE = 90
+HEAD = {
+    "architectures": ["LlamaForCausalLMEagle3"],
+    "model_type": "llama",
+    "vocab_size": VOCAB_SIZE,
+    "draft_vocab_size": DRAFT_VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 72,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "head_dim": 10,
+    "max_position_embeddings": 48,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 5000.0,
+    "tie_word_embeddings": False,
+    "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2], "use_aux_hidden_state": True},
+}
+NUM_LAYERS = 4
+
+
+def save_head(folder: Path, *, seed: int, **settings: object) -> EagleHead:
+    """A head with random weights in the public format."""
+    torch.manual_seed(seed)
+    head = EagleHead({**HEAD, **settings})
+    with torch.no_grad():
+        for name, parameter in head.named_parameters():
+            if "norm" in name:
+                parameter.add_(0.3 * torch.randn(parameter.shape))
+    ids = torch.randperm(VOCAB_SIZE)[:DRAFT_VOCAB_SIZE].sort().values
+    head.d2t.copy_(ids - torch.arange(DRAFT_VOCAB_SIZE))
+    head.save(folder, torch.float32)
+    return head
+
+
+class _Recorded(FeatureDrafter):
+    """Notes what was proposed for which tokens."""
+
+    def propose(self, asked: list[tuple[Request, int]]) -> list[list[int]]:
+        found = super().propose(asked)
+        self.proposals += [
+            (list(request.tokens), drafts)
+            for (request, _), drafts in zip(asked, found, strict=True)
+        ]
+        return found
+
+
+def record_proposals(engine: Engine) -> list[tuple[list[int], list[int]]]:
+    drafter = engine.core.scheduler.drafting.drafter
+    assert type(drafter) is FeatureDrafter
+    drafter.__class__ = _Recorded
+    drafter.proposals = []
+    return drafter.proposals
+
+
+@lru_cache(maxsize=1)
+def _transformers(folder: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation="eager", dtype=torch.float32
+    ).eval()
+
+
+@torch.inference_mode()
+def greedy_drafts(target: Path, head: EagleHead, tokens: list[int], num_drafts: int) -> list[int]:
+    """Greedy drafts, each from the whole text, with the head's own states where none is true."""
+    model = _transformers(target)
+    known = torch.tensor([tokens])
+    streams = model(known[:, :-1], output_hidden_states=True).hidden_states
+    entering = torch.cat([streams[layer] for layer in (1, 2, 3)], dim=-1)
+    features = head.features(entering)
+    drafts: list[int] = []
+    for _ in range(num_drafts):
+        following = torch.tensor([[*tokens[1:], *drafts]])
+        states = head(features, model.get_input_embeddings()(following))
+        best = int(head.logits(states[0, -1]).argmax())
+        drafts.append(int(head.target_ids[best]))
+        features = torch.cat([features, states[:, -1:]], dim=1)
+    return drafts

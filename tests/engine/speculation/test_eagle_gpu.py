@@ -1,0 +1,113 @@
+"""An EAGLE-3 head on a GPU: no answer changes, with graphs and without; fp32 drafts are exact."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from demo_model.eagle_head import EagleHead
+from engine.request import SamplingParams
+from tests.engine.speculation.eagle_heads import greedy_drafts, record_proposals, save_head
+from tests.harness.in_process import GREEDY, answer, start_engine
+from tests.harness.tiny_models import VOCAB_SIZE, save_model
+
+pytestmark = pytest.mark.gpu
+
+SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 208}
+HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64}
+BASE: dict[str, Any] = {
+    "model__device": "cuda",
+    "cache__num_blocks": 600,
+    "scheduler__max_num_seqs": 24,
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    target, head = tmp_path_factory.mktemp("target"), tmp_path_factory.mktemp("head")
+    save_model(
+        target,
+        "Qwen3ForCausalLM",
+        seed=5,
+        num_hidden_layers=4,
+        max_position_embeddings=1024,
+        dtype=torch.bfloat16,
+        **SIZES,
+        **HEADS,
+    )
+    save_head(head, seed=6, **SIZES, **HEADS)
+    return target, head
+
+
+def _settings(folders: tuple[Path, Path], **overrides: object) -> dict[str, Any]:
+    target, head = folders
+    drafts = {
+        "speculation__drafter": "eagle3",
+        "speculation__model_path": str(head),
+        "speculation__adaptive": False,
+        "speculation__max_drafts": 3,
+        "speculation__max_temperature": 9.0,
+    }
+    return {**BASE, "model__path": str(target), **drafts, **overrides}
+
+
+def _work(count: int = 30) -> list[tuple[list[int], SamplingParams]]:
+    rng = random.Random(3)
+    work = []
+    for number in range(count):
+        prompt = [rng.randrange(3, VOCAB_SIZE) for _ in range(rng.choice((1, 2, 5, 17, 64, 400)))]
+        drawn = SamplingParams(max_tokens=25, temperature=0.9, top_k=20, seed=number)
+        work.append((prompt, rng.choice((GREEDY, drawn))))
+    return work
+
+
+def test_no_answer_changes_and_graphs_draft_the_same(folders: tuple[Path, Path]) -> None:
+    target, _ = folders
+    plain = start_engine(**BASE, model__path=str(target), model__deterministic=True)
+    expected = [found.tokens for found in answer(plain, _work())]
+    counts = []
+    for graphs in (True, False):
+        engine = start_engine(
+            **_settings(folders, model__deterministic=True, execution__cuda_graphs=graphs)
+        )
+        assert [found.tokens for found in answer(engine, _work())] == expected
+        drafted = engine.core.scheduler.draft_counts
+        counts.append((drafted.drafted_at, drafted.accepted_at))
+    assert counts[0] == counts[1]
+    assert sum(counts[0][0]) > 100
+
+
+def test_drafts_in_fp32_are_those_of_an_independent_head(folders: tuple[Path, Path]) -> None:
+    target, folder = folders
+    engine = start_engine(
+        **_settings(
+            folders,
+            model__dtype="float32",
+            model__attention__prefill="reference",
+            model__attention__decode="reference",
+        )
+    )
+    proposals = record_proposals(engine)
+    answer(engine, [(prompt, GREEDY) for prompt, _ in _work(6)])
+    head = EagleHead.load(folder)
+    assert len(proposals) > 30
+    for tokens, drafts in proposals[::5]:
+        assert drafts == greedy_drafts(target, head, tokens, len(drafts)), tokens
+
+
+def test_a_handoff_between_two_gpu_stores_takes_features_along(
+    folders: tuple[Path, Path],
+) -> None:
+    from configs.load import load_config
+    from load_tests.testbed.local_handoff import LocalPair
+
+    settings = _settings(folders, model__deterministic=True)
+    one = start_engine(**settings)
+    work = [(prompt, GREEDY) for prompt, _ in _work(6)]
+    expected = [found.tokens for found in answer(one, work)]
+    dotted = {key.replace("__", "."): value for key, value in settings.items()}
+    pair = LocalPair(load_config(None, dotted))
+    assert [found.tokens for found in pair.answer(work)] == expected
+    assert pair.decode.core.scheduler.draft_counts.num_drafted > 50

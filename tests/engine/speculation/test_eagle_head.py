@@ -1,0 +1,217 @@
+"""An EAGLE-3 head drafts: its guesses are an independent head's, and no answer changes."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from configs.errors import ConfigFileError
+from configs.load import load_config
+from demo_model.eagle_head import EagleHead
+from engine.build import Engine
+from engine.errors import ConfigError
+from engine.request import SamplingParams
+from kernels.reference import TorchOps
+from tests.engine.speculation.eagle_heads import (
+    HEAD,
+    NUM_LAYERS,
+    greedy_drafts,
+    record_proposals,
+    save_head,
+)
+from tests.engine.speculation.guessed_engines import (
+    Asked,
+    assert_same,
+    exact_arithmetic,
+    run,
+    save_exact_model,
+    start_exact,
+)
+from tests.harness.tiny_models import VOCAB_SIZE, edit_config, save_model
+
+SEED = random.SystemRandom().randrange(10**6)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A target with ordinary weights, and a head of it."""
+    target, head = tmp_path_factory.mktemp("target"), tmp_path_factory.mktemp("head")
+    save_model(target, seed=SEED, num_hidden_layers=NUM_LAYERS)
+    save_head(head, seed=SEED)
+    return target, head
+
+
+@pytest.fixture(scope="module")
+def exact_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("exact")
+    save_exact_model(path, seed=SEED, num_hidden_layers=NUM_LAYERS)
+    return path
+
+
+def start(target: Path, head: Path, *, exact: bool = False, **overrides: object) -> Engine:
+    """exact: of a model of whole numbers."""
+    drafts = {
+        "speculation__drafter": "eagle3",
+        "speculation__model_path": str(head),
+        "speculation__max_temperature": 9.0,
+        "speculation__max_drafts": 4,
+    }
+    return start_exact(target, ops=None if exact else TorchOps(), **{**drafts, **overrides})
+
+
+def test_greedy_drafts_are_those_of_an_independent_head(folders: tuple[Path, Path]) -> None:
+    """In chunks, from a cached prefix, after accepted and rejected drafts, of several rows."""
+    target, folder = folders
+    head = EagleHead.load(folder)
+    engine = start(target, folder)
+    proposals = record_proposals(engine)
+    draw = random.Random(SEED)
+    shared = draw.choices(range(3, VOCAB_SIZE), k=18)
+    params = SamplingParams(max_tokens=9, temperature=0.0, ignore_eos=True)
+    asked = [(shared + draw.choices(range(3, VOCAB_SIZE), k=k), params) for k in (1, 7, 25)]
+    run(engine, asked)
+    run(engine, [([*shared, 5, 6, 7], params), (shared, params), ([9], params)])
+    print("seed", SEED)
+    assert len(proposals) > 20
+    for tokens, drafts in proposals[::3]:
+        assert drafts == greedy_drafts(target, head, tokens, len(drafts)), tokens
+
+
+@pytest.fixture(scope="module")
+def asked() -> list[Asked]:
+    draw = random.Random(SEED)
+    kinds = (
+        {"temperature": 0.0},
+        {"temperature": 1.2},
+        {"temperature": 0.7, "top_k": 8, "logprobs": 2},
+        {"temperature": 0.9, "frequency_penalty": 0.8, "repetition_penalty": 1.2},
+        {"temperature": 1.0, "allowed_token_ids": (4, 8, 15, 16, 23, 42)},
+        {"temperature": 1.5, "min_tokens": 6, "stop_token_ids": tuple(range(0, 99, 5))},
+        {"temperature": 1.0, "logit_bias": {4: 9.0}},
+        {"temperature": 0.0, "prompt_logprobs": 1},
+    )
+    shared = draw.choices(range(3, VOCAB_SIZE), k=13)
+    return [
+        (
+            shared + draw.choices(range(3, VOCAB_SIZE), k=draw.randint(1, 30)),
+            SamplingParams(
+                **{
+                    "max_tokens": 11,
+                    "ignore_eos": True,
+                    "seed": draw.getrandbits(60),
+                    **kind,
+                }
+            ),
+        )
+        for kind in kinds
+    ]
+
+
+@pytest.mark.parametrize(
+    "overlap", [False, pytest.param(True, marks=pytest.mark.nightly)], ids=["in turn", "overlapped"]
+)
+def test_no_answer_changes(
+    folders: tuple[Path, Path], exact_folder: Path, asked: list[Asked], overlap: bool
+) -> None:
+    """Also preempted, and from cached prefixes."""
+    _, head = folders
+    with exact_arithmetic():
+        expected = run(start_exact(exact_folder, speculation__drafter="none"), asked)
+        engine = start(
+            exact_folder,
+            head,
+            exact=True,
+            cache__num_blocks=24,
+            model__max_model_len=96,
+            scheduler__overlap=overlap,
+        )
+        for _ in range(2):
+            assert_same(run(engine, asked), expected)
+    assert engine.core.scheduler.statistics().num_preemptions > 0
+    counts = engine.core.scheduler.draft_counts
+    assert counts.num_accepted < counts.num_drafted
+    assert counts.num_drafted > 100
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"architectures": ["LlamaForCausalLM"]}, "not an EAGLE-3 head"),
+        ({"vocab_size": VOCAB_SIZE + 1}, "vocab_size"),
+        ({"target_hidden_size": 32}, "target_hidden_size"),
+        ({"num_hidden_layers": 2}, "num_hidden_layers"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 3]}}, "streams that enter"),
+        ({"intermediate_size": 80}, "mlp.*shape"),
+        ({"draft_vocab_size": 91}, "has shape"),
+    ],
+)
+def test_heads_that_do_not_fit(
+    folders: tuple[Path, Path], tmp_path: Path, settings: dict[str, object], problem: str
+) -> None:
+    target, _ = folders
+    save_head(tmp_path, seed=SEED)
+    edit_config(tmp_path, **settings)
+    with pytest.raises(ConfigError, match=problem):
+        start(target, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"workers.tensor_parallel_size": 2}, "not split over ranks"),
+        ({"model.device": "cuda"}, "needs cache.num_blocks"),
+        ({"execution.dual_stream_token_threshold": 64}, "two streams keep no hidden states"),
+        ({"speculation.model_path": None}, "needs the folder"),
+    ],
+)
+def test_settings_that_a_head_does_not_go_with(settings: dict[str, object], problem: str) -> None:
+    drafts = {"speculation.drafter": "eagle3", "speculation.model_path": "x"}
+    with pytest.raises(ConfigFileError, match=problem):
+        load_config(None, {**drafts, **settings})
+
+
+@pytest.mark.parametrize("fault", ["missing", "unknown", "map", "pickled"])
+def test_weights_that_do_not_fit(folders: tuple[Path, Path], tmp_path: Path, fault: str) -> None:
+    target, _ = folders
+    save_head(tmp_path, seed=SEED)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    if fault == "missing":
+        del tensors["norm.weight"]
+    elif fault == "unknown":
+        tensors["fc_norm.weight"] = torch.ones(64)
+    elif fault == "map":
+        tensors["d2t"][3] = VOCAB_SIZE
+    save_file(tensors, path)
+    if fault == "pickled":
+        path.rename(tmp_path / "pytorch_model.bin")
+    problem = {"missing": "is missing", "unknown": "not known", "map": "d2t", "pickled": "pickled"}
+    with pytest.raises(ConfigError, match=problem[fault]):
+        start(target, tmp_path)
+
+
+def test_a_head_without_a_map_has_the_whole_vocabulary(
+    folders: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """And may have an embedding of its own."""
+    target, _ = folders
+    head = EagleHead({**HEAD, "draft_vocab_size": VOCAB_SIZE})
+    head.save(tmp_path, torch.float32)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["d2t"], tensors["t2d"]
+    tensors["embed_tokens.weight"] = load_file(target / "model.safetensors")[
+        "model.embed_tokens.weight"
+    ]
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["draft_vocab_size"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    engine = start(target, tmp_path)
+    proposals = record_proposals(engine)
+    params = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+    run(engine, [([7, 8, 9, 10, 11], params)])
+    tokens, drafts = proposals[0]
+    assert drafts == greedy_drafts(target, head, tokens, len(drafts))
