@@ -347,6 +347,11 @@ def _cache_contradiction(config: AppConfig) -> str | None:
             f"cache.kv_dtype: {cache.kv_dtype} with speculation.drafter eagle3, which keeps hidden"
             " states in the model's dtype beside K and V; set it to auto, or another drafter"
         )
+    if cache.kv_dtype != "auto" and config.speculation.attention_backend == "decode":
+        return (
+            f"cache.kv_dtype: {cache.kv_dtype} with speculation.attention_backend decode, whose"
+            " kernel does not read it; set that to prefill, or this to auto"
+        )
     if cache.kv_scales is not None and cache.kv_dtype == "auto":
         return "cache.kv_scales: needs cache.kv_dtype fp8_e4m3; set that, or leave the scales out"
     if cache.num_blocks is None:
@@ -368,6 +373,12 @@ def _speculation_contradiction(config: AppConfig) -> str | None:
             f"speculation.drafter: {asked.drafter} with speculation.model_path {asked.model_path};"
             " draft_model needs the folder of the smaller model, eagle3 that of the head, and"
             " nothing else reads it"
+        )
+    verifies_otherwise = asked.attention_backend != "prefill" or asked.max_graph_tokens > 0
+    if asked.drafter == "none" and verifies_otherwise:
+        return (
+            "speculation: attention_backend and max_graph_tokens are about steps with drafts, and"
+            " drafter is none; set a drafter, or leave them out"
         )
     size = max(config.workers.num_ranks.values(), default=1)
     if uses_model and size > 1:

@@ -211,6 +211,11 @@ class SpeculationConfig(_Section, frozen=True):
     max_corpus_tokens: Annotated[int, Meta(ge=0)] = 262_144
     # draft_model: Hugging Face folder of the smaller model; eagle3: of the head (safetensors).
     model_path: str | None = None
+    # Which attention computes rows with drafts: prefill = that of prompts; decode = a kernel that
+    # reads a row's keys once for all its tokens (model.attention.decode must be triton).
+    attention_backend: Literal["prefill", "decode"] = "prefill"
+    # Steps with drafts of up to so many tokens replay CUDA graphs of their own; 0 = none do.
+    max_graph_tokens: Annotated[int, Meta(ge=0)] = 0
 
 
 class FloorsConfig(_Section, frozen=True):

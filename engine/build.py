@@ -102,7 +102,6 @@ class Engine:
     def load(self) -> LoadReport:
         """The replica's current load."""
         counts = self.core.scheduler.statistics()
-        drafts = self.core.scheduler.draft_counts
         queued = self.core.queued_work()
         return LoadReport(
             queued_tokens=counts.num_queued_tokens,
@@ -117,9 +116,7 @@ class Engine:
             num_step_tokens=counts.num_step_tokens,
             num_preemptions=counts.num_preemptions,
             num_preemptions_for_others=counts.num_preemptions_for_others,
-            num_drafts=drafts.num_drafted,
-            num_accepted_drafts=drafts.num_accepted,
-            num_drafted_rows=drafts.num_verified,
+            speculation=self.core.scheduler.drafting.load(),
             host_tier=self._host_tier_load(),
         )
 
@@ -317,6 +314,7 @@ class _Measured:
     limits: Limits
     calibration: Calibration | None
     graph_token_sizes: tuple[int, ...]
+    verify_token_sizes: tuple[int, ...]
     sizes: StepSizes
     head: Eagle3 | None = None  # that drafts
 
@@ -375,6 +373,7 @@ def _build_measured(
         limits=limits,
         calibration=calibration,
         graph_token_sizes=replica.graph_token_sizes,
+        verify_token_sizes=replica.verify_token_sizes,
         sizes=sizes,
         head=head,
     )
@@ -489,7 +488,9 @@ def _build_drafting(
         drafter = _build_draft_model(config, asked.model_path, spec, measured, grammars, clock)
     else:
         drafter = RequestNgrams(NgramRules(max_corpus_tokens=asked.max_corpus_tokens))
-    return Drafting(drafter, build_policy(asked), holds=holds)
+    return Drafting(
+        drafter, build_policy(asked), holds=holds, graph_tokens=measured.verify_token_sizes
+    )
 
 
 def _build_draft_model(

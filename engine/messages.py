@@ -332,6 +332,22 @@ class HostTierLoad(msgspec.Struct, frozen=True, kw_only=True):
     num_ready: int  # of these, stored by any of its workers
 
 
+class SpeculationLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of a worker's drafts since the worker started, and whether they pay."""
+
+    num_drafts: int  # guessed tokens that steps verified
+    num_accepted: int
+    num_rows: int  # rows with drafts, once for each step
+    # [position in a row's drafts]
+    drafts_at: tuple[int, ...] = ()
+    accepted_at: tuple[int, ...] = ()
+    # Tokens per second over those of plain steps, in the last steps with drafts; None = unknown.
+    predicted_gain: float | None = None
+    measured_gain: float | None = None
+    is_on: bool = True  # False = stopped for a while, because drafts lost time
+    num_stops: int = 0
+
+
 class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
     """How busy a worker is; sent with every step message and at least every 100 ms."""
 
@@ -349,9 +365,7 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
     num_step_tokens: int = 0
     num_preemptions: int = 0  # likewise
     num_preemptions_for_others: int = 0  # of these: for a request that waited for a row or blocks
-    num_drafts: int = 0  # guessed tokens that steps verified
-    num_accepted_drafts: int = 0
-    num_drafted_rows: int = 0  # rows with drafts, once for each step
+    speculation: SpeculationLoad | None = None  # None = it has no drafter
     host_tier: HostTierLoad | None = None  # None = it has none
 
 

@@ -24,7 +24,7 @@ from actors.observability.recent_ttft import ClassTtft
 from actors.routing.worker_links import WorkerLink
 from configs.schema import LapsConfig
 from engine.length_class import LengthClass
-from engine.messages import LapsStatus, Role
+from engine.messages import LapsStatus, Role, SpeculationLoad
 
 LIBRARIES = ("marked.umd.js", "purify.min.js")
 LIBRARIES_GO_HERE = b"<!-- libraries -->\n"
@@ -98,6 +98,7 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
     num_running: int = 0
     num_free_blocks: int = 0  # free or evictable
     num_blocks: int = 0
+    speculation: SpeculationLoad | None = None  # None = it has no drafter
 
 
 class LapsView(msgspec.Struct, frozen=True, kw_only=True):
@@ -155,4 +156,5 @@ def _report(link: WorkerLink) -> WorkerReport:
         num_running=load.num_running,
         num_free_blocks=load.num_free_blocks,
         num_blocks=load.num_blocks,
+        speculation=load.speculation,
     )

@@ -22,6 +22,7 @@ from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+from actors.observability.draft_metrics import DraftMetrics
 from actors.observability.expert_metrics import ExpertMetrics
 from actors.observability.recent_ttft import RecentTtft
 from actors.observability.request_times import Stage
@@ -133,6 +134,8 @@ class WorkerMetrics:
         registry.register(self._step_sizes)
         self._experts = ExpertMetrics(self._label)
         registry.register(self._experts)
+        self._drafts = DraftMetrics(self._label)
+        registry.register(self._drafts)
         self._cache_labels = {
             "block_size": str(cache.block_size),
             "enable_prefix_caching": str(cache.enable_prefix_caching),
@@ -172,6 +175,7 @@ class WorkerMetrics:
         self.totals.clear()
         self._step_sizes.clear()
         self._experts.clear()
+        self._drafts.clear()
         for link in links:
             labels = self._label | {"worker": link.name, "role": link.role}
             load = link.load
@@ -189,6 +193,8 @@ class WorkerMetrics:
                 held = load.num_blocks - load.num_free_blocks
                 self._kv_usage.labels(**labels).set(held / max(load.num_blocks, 1))
                 self.totals.show(link.name, link.role, _totals(load, link.handoffs))
+                if load.speculation is not None:
+                    self._drafts.show(link.name, link.role, load.speculation)
                 if (tier := load.host_tier) is not None:
                     self._host_usage.labels(**labels).set(tier.num_ready / tier.num_blocks)
 
@@ -197,10 +203,11 @@ def _totals(load: LoadReport, handoffs: HandoffTotals | None) -> Mapping[str, fl
     totals: dict[str, float] = {
         "vllm:num_preemptions": load.num_preemptions,
         "laps_preemptions_for_others": load.num_preemptions_for_others,
-        "vllm:spec_decode_num_drafts": load.num_drafted_rows,
-        "vllm:spec_decode_num_draft_tokens": load.num_drafts,
-        "vllm:spec_decode_num_accepted_tokens": load.num_accepted_drafts,
     }
+    if (drafts := load.speculation) is not None:
+        totals["vllm:spec_decode_num_drafts"] = drafts.num_rows
+        totals["vllm:spec_decode_num_draft_tokens"] = drafts.num_drafts
+        totals["vllm:spec_decode_num_accepted_tokens"] = drafts.num_accepted
     if load.host_tier is not None:
         totals |= _host_tier_totals(load.host_tier)
     if handoffs is not None:

@@ -3,7 +3,8 @@
     ids -> model -> logits -> best token, kept as the row's newest one
 
 A decode graph computes one token of each row, as one batch or as two (split_decodes.py); a prompt
-graph any number of each. Knows no plan.
+graph any number of each; a verify graph a few of each, and the best token after every one. Knows no
+plan.
 """
 
 from collections.abc import Callable, Sequence
@@ -85,6 +86,11 @@ class CapturedSteps:
         assert self._attention.can_capture_prompts, "the prefill backend cannot be captured"
         return self._graphs("prompt", sizes, buffers, self._prompt)
 
+    def verify_graphs(self, sizes: Sequence[GraphSize], buffers: StepBuffers) -> StepGraphs:
+        """Graphs of steps with drafts, not captured yet; their backend must support capture."""
+        assert self._attention.can_capture_verification, "verification cannot be captured"
+        return self._graphs("verify", sizes, buffers, self._prompt)
+
     def _graphs(
         self,
         kind: str,
@@ -93,6 +99,12 @@ class CapturedSteps:
         compute: Callable[[StepBuffers, GraphSize, ForwardContext], GraphOutput],
     ) -> StepGraphs:
         def open_attention(size: GraphSize) -> Any:  # noqa: ANN401
+            if kind == "verify":
+                return self._attention.open_verify_graph(
+                    row_tensors(buffers, size.num_rows),
+                    max_keys=self._max_model_len,
+                    max_tokens=size.num_tokens,
+                )
             return self._attention.open_graph(
                 row_tensors(buffers, size.num_rows),
                 max_keys=self._max_model_len,
@@ -124,7 +136,7 @@ class CapturedSteps:
 
     def _prompt(self, buffers: StepBuffers, size: GraphSize, ctx: ForwardContext) -> GraphOutput:
         """Any number of tokens for each of the first rows of `buffers`; one line of logits each."""
-        indices = buffers.on_device("logit_indices", size.num_rows)
+        indices = buffers.on_device("logit_indices", size.num_lines)
         forward = self._forward(size)
         result = forward(self._ids(buffers, size), ctx, indices, checks_finite=True)
         logits = self._model.logits(result.hidden, ctx.comm)
@@ -150,7 +162,7 @@ class CapturedSteps:
     ) -> GraphOutput:
         """Store each line's best token as its row's newest; a different choice overwrites it."""
         choice = greedy(logits)
-        rows = buffers.on_device("sampled_rows", size.num_rows)
+        rows = buffers.on_device("sampled_rows", size.num_lines)
         drawn = keep_last_tokens(choice.token_ids, choice.is_finite, rows, self._last_tokens)
         return GraphOutput(
             logits=logits,

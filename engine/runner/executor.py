@@ -115,6 +115,8 @@ class Executor:
         self._last_tokens = torch.zeros(max_rows + 1, dtype=torch.int32, device=model.device)
         self._slots = StepSlots(self._max_samples, model.device)
         self._decode_graphs: StepGraphs | None = None
+        self._verify_graphs: StepGraphs | None = None
+        self._max_row_samples = 1
         self._split_decode_graphs: StepGraphs | None = None  # over the buffers of those
         self._decode_run: DecodeRun | None = None
         self._prompt_graphs: StepGraphs | None = None
@@ -165,6 +167,7 @@ class Executor:
 
     def allow_drafts(self, max_drafts: int) -> None:
         """Make room for so many drafts a row; call it before graphs are captured and steps run."""
+        self._max_row_samples = 1 + max_drafts
         most = min(self._max_rows * (1 + max_drafts), self._max_tokens)
         self._max_samples = max(self._max_rows, most)
         self._buffers = self._step_buffers(self._max_tokens)
@@ -176,11 +179,13 @@ class Executor:
         report: Callable[[str], None],
         *,
         prompts: PromptSizes | None,
+        verify: Sequence[GraphSize] = (),
     ) -> None:
         """Capture graphs; from now on a step replays one if one is large enough.
 
         Decode steps need a decode backend that can be captured. `prompts`: sizes for the other
         steps, which need a prefill backend that can be captured; None = capture none for them.
+        `verify`: sizes for steps with drafts whose rows are short, ascending; () = none.
         """
         steps = self._captured_steps()
         with torch.inference_mode():
@@ -190,6 +195,11 @@ class Executor:
                 prompt.capture(recorder, report)
                 self._prompt_graphs = prompt
                 self._prompt_steps = PromptStepCounter(prompts)
+            if verify:
+                buffers = self._step_buffers(verify[-1].num_tokens)
+                graphs = steps.verify_graphs(verify, buffers)
+                graphs.capture(recorder, report)
+                self._verify_graphs = graphs
             buffers = self._step_buffers(self._max_rows)
             decode = steps.decode_graphs(decode_sizes(self._max_rows), buffers)
             decode.capture(recorder, report)
@@ -227,10 +237,16 @@ class Executor:
             shared_stream=self._shared_stream,
         )
 
+    @property
+    def attends_few_tokens_apart(self) -> bool:
+        """Whether rows of a few new tokens have a kernel of their own."""
+        return self._attention.max_few_tokens > 1
+
     def statistics(self) -> ExecutorStatistics:
         decode, prompt, steps = self._decode_graphs, self._prompt_graphs, self._prompt_steps
         return ExecutorStatistics(
             decode_graphs=decode.statistics() if decode else None,
+            verify_graphs=self._verify_graphs.statistics() if self._verify_graphs else None,
             prompt_graphs=prompt.statistics() if prompt else None,
             prompt_steps=steps.statistics() if steps else None,
             two_batches=self._two_batches.statistics() if self._two_batches else None,
@@ -295,11 +311,15 @@ class Executor:
             return self._replay(self._decode_graphs, inputs)
         num_tokens, longest_row = plan.num_tokens, max(plan.num_new_tokens)
         is_decode = plan.is_decode
+        verifies = self._verify_graphs is not None and _is_short(plan, self._max_row_samples)
         graphs = self._decode_graphs if is_decode else self._prompt_graphs
-        # A graph has a line of logits for each of its rows.
-        num_rows = max(len(plan.rows), sum(plan.num_samples)) if plan.drafts else len(plan.rows)
+        num_rows = len(plan.rows)
+        if verifies:
+            graphs = self._verify_graphs
+        elif plan.drafts:  # other graphs have a line of logits for each of their rows
+            num_rows = max(num_rows, sum(plan.num_samples))
         size = graphs.size_for(num_rows, num_tokens, longest_row) if graphs else None
-        if self._prompt_steps is not None and not is_decode:
+        if self._prompt_steps is not None and not is_decode and not verifies:
             self._prompt_steps.count(num_tokens, longest_row, size)
         if graphs is not None and size is not None:
             inputs = DecodeInputs(batch=self._write_batch(plan, graphs.buffers, size), size=size)
@@ -481,7 +501,8 @@ class Executor:
         self, plan: StepPlan, buffers: StepBuffers, padded_to: GraphSize | None = None
     ) -> InputBatch:
         tables = self._rows.tokens, self._rows.blocks, self.layout
-        return write_input_batch(plan, *tables, buffers, padded_to=padded_to)
+        few = self._attention.max_few_tokens
+        return write_input_batch(plan, *tables, buffers, padded_to=padded_to, max_few_tokens=few)
 
     def _step_buffers(self, max_tokens: int) -> StepBuffers:
         return StepBuffers(
@@ -496,3 +517,8 @@ class Executor:
 def _drafts_by_row(plan: StepPlan) -> dict[int, list[int]] | None:
     """None = no row has drafts."""
     return {plan.rows[index]: drafts for index, drafts in plan.drafts} if plan.drafts else None
+
+
+def _is_short(plan: StepPlan, max_tokens: int) -> bool:
+    """Whether some rows have drafts, and all of them few tokens."""
+    return bool(plan.drafts) and not plan.is_decode and max(plan.num_new_tokens) <= max_tokens

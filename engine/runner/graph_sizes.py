@@ -2,6 +2,7 @@
 
     decode   R rows of one new token each
     ragged   T tokens of up to R rows, packed without gaps: prompts, chunks, single tokens
+    verify   T tokens of up to T rows likewise, each row with drafts: logits after every token
     grid     R rows of up to L tokens, each in a span of L tokens (grid_sizes.py)
 
 Knows no graphs.
@@ -28,12 +29,18 @@ class GraphSize:
     num_tokens: int
     # Length of each row's span; None = rows follow each other without gaps.
     span_tokens: int | None = None
+    has_line_per_token: bool = False  # of logits; else one a row
 
     def __post_init__(self) -> None:
         is_grid = self.span_tokens is not None
         assert not is_grid or self.num_tokens == self.num_rows * (self.span_tokens or 0), (
             f"{self.num_tokens} tokens for {self.num_rows} spans of {self.span_tokens}"
         )
+
+    @property
+    def num_lines(self) -> int:
+        """Lines of logits."""
+        return self.num_tokens if self.has_line_per_token else self.num_rows
 
     def holds(self, num_rows: int, num_tokens: int, longest_row: int) -> bool:
         """Whether a step fits; `longest_row`: the largest number of new tokens of a row."""
@@ -68,9 +75,20 @@ class PromptSizes:
 
 def decode_sizes(max_rows: int) -> list[GraphSize]:
     """Sizes up to exactly `max_rows` rows; padding stays below 8 rows or an eighth."""
-    steps = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, max_rows + 1, 32)]
-    counts = [*(count for count in steps if count < max_rows), max_rows]
-    return [GraphSize(num_rows=count, num_tokens=count) for count in counts]
+    return [GraphSize(num_rows=count, num_tokens=count) for count in _finely(max_rows)]
+
+
+def verify_sizes(max_rows: int, max_tokens: int) -> list[GraphSize]:
+    """Sizes of 2 to exactly `max_tokens` tokens, padded as those of decode steps."""
+    return [
+        GraphSize(num_rows=min(count, max_rows), num_tokens=count, has_line_per_token=True)
+        for count in _finely(max_tokens)[1:]
+    ]
+
+
+def _finely(most: int) -> list[int]:
+    steps = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, most + 1, 32)]
+    return [*(count for count in steps if count < most), most]
 
 
 def ragged_sizes(max_rows: int, max_tokens: int, *, max_graph_rows: int = FEW_ROWS) -> PromptSizes:

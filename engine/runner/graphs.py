@@ -66,6 +66,7 @@ class ExecutorStatistics:
     prompt_graphs: CaptureStatistics | None
     prompt_steps: PromptStepStatistics | None
     two_batches: OverlapStatistics | None = None  # None = no step is computed as two batches
+    verify_graphs: CaptureStatistics | None = None  # of steps with drafts
 
 
 class PromptStepCounter:

@@ -1,7 +1,8 @@
 """Builds a step's inputs from its plan and the rows' tables. Knows no model and no sampling.
 
 Batch order differs from plan order: rows with one new token come first, ordered by growing history,
-then the others. So attention works on contiguous ranges. `plan_rows` maps back to plan order.
+then the others, those of a few tokens first where attention tells them apart. So attention works on
+contiguous ranges. `plan_rows` maps back to plan order.
 
 All integers of a step are in one buffer (`StepBuffers`): written on the host, sent in one copy,
 read in place on the device.
@@ -260,13 +261,15 @@ def write_input_batch(
     buffers: StepBuffers,
     *,
     padded_to: GraphSize | None = None,
+    max_few_tokens: int = 1,
 ) -> InputBatch:
     """Write and send a step's inputs; the plan's admissions and new blocks must be applied.
 
     `plan` has at least one row. `padded_to`: arrange the rows as a graph of that size expects
     them. Its unused part becomes padding: token 0, and nothing is written to the KV store.
+    `max_few_tokens`: rows of up to so many new tokens come before longer ones.
     """
-    rows = _rows_of(plan, padded_to.span_tokens if padded_to else None)
+    rows = _rows_of(plan, padded_to.span_tokens if padded_to else None, max_few_tokens)
     _check(plan, rows, request_rows, block_tables, layout)
     num_blocks = -(-rows.num_keys // layout.block_size)
     cu_blocks = np.concatenate(([0], np.cumsum(num_blocks)))
@@ -344,7 +347,7 @@ class _Rows:
         return int(self.cu_tokens[-1])
 
 
-def _rows_of(plan: StepPlan, span_tokens: int | None) -> _Rows:
+def _rows_of(plan: StepPlan, span_tokens: int | None, max_few_tokens: int) -> _Rows:
     """Rows in batch order; packed without spans, otherwise each at the end of its own span."""
     num_computed = np.array(plan.num_computed_tokens, dtype=np.int64)
     if plan.is_decode:  # faster, with the same result as the general case
@@ -352,7 +355,8 @@ def _rows_of(plan: StepPlan, span_tokens: int | None) -> _Rows:
         num_new = num_samples = np.ones(len(plan_rows), np.int64)
     else:
         num_new = np.array(plan.num_new_tokens, dtype=np.int64)
-        plan_rows = np.lexsort((num_computed, num_new > 1))
+        kinds = (num_new > 1).astype(np.int64) + (num_new > max_few_tokens)
+        plan_rows = np.lexsort((num_computed, kinds))
         num_new = num_new[plan_rows]
         num_samples = np.array(plan.num_samples, dtype=np.int64)[plan_rows]
     num_computed = num_computed[plan_rows]
@@ -423,8 +427,8 @@ def _pad(fields: HostFields, rows: _Rows, size: GraphSize, *, spare_row: int) ->
     else:
         _pad_spans(fields, num_rows, size, size.span_tokens)
         start = 0  # every span may begin with padding
-    fields["sampled_rows"][num_sampled : size.num_rows] = spare_row
-    fields["logit_indices"][num_sampled : size.num_rows] = 0
+    fields["sampled_rows"][num_sampled : size.num_lines] = spare_row
+    fields["logit_indices"][num_sampled : size.num_lines] = 0
     fields["input_ids"][start : size.num_tokens] = 0
     fields["positions"][start : size.num_tokens] = 0
     fields["slots"][start : size.num_tokens] = -1

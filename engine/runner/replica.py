@@ -11,11 +11,12 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from configs.schema import AppConfig, LapsConfig, ModelConfig
+from configs.schema import AppConfig, LapsConfig, ModelConfig, SpeculationConfig
 from engine.errors import ConfigError
 from engine.kv.layout import ComputeDtype, KvLayout
 from engine.kv.store import KvStore
@@ -30,7 +31,7 @@ from engine.runner.calibration import Room
 from engine.runner.executor import Executor
 from engine.runner.expert_load import ExpertLoads
 from engine.runner.exports import ExportKeeper
-from engine.runner.graph_sizes import PromptSizes, ragged_sizes
+from engine.runner.graph_sizes import GraphSize, PromptSizes, ragged_sizes, verify_sizes
 from engine.runner.graphs import CudaRecorder, Recorder
 from engine.runner.grid_sizes import grid_sizes
 from engine.runner.overlap_rule import build_rule, layer_costs
@@ -43,6 +44,7 @@ from engine.sampling.sampler import Sampler
 from kernels.attention.masks import load_mask_function
 from kernels.attention.phased import Phases
 from kernels.attention.select import AttentionNames, BackendUnavailable, build_attention
+from kernels.attention.select_verify import add_verification
 from kernels.device import device_properties
 from kernels.kv.scales import KvScales
 
@@ -144,6 +146,9 @@ class Replica:
         self._prompt_sizes = build_prompt_sizes(
             config.laps, sizes, attention, uses_graphs=self._uses_graphs
         )
+        self._verify_sizes = build_verify_sizes(
+            config.speculation, sizes, attention, uses_graphs=self._uses_graphs
+        )
         self._model = self._load_model() if model is None else model
         self._expert_loads = self._count_experts()
 
@@ -172,6 +177,11 @@ class Replica:
     def graph_token_sizes(self) -> tuple[int, ...]:
         """Sizes in tokens of prompt steps without padding, ascending; () = no size is preferred."""
         return () if self._prompt_sizes is None else self._prompt_sizes.graph_token_sizes
+
+    @property
+    def verify_token_sizes(self) -> tuple[int, ...]:
+        """Sizes in tokens that steps with drafts are padded to, ascending; () = none is."""
+        return tuple(size.num_tokens for size in self._verify_sizes)
 
     @property
     def max_row_tokens(self) -> int:
@@ -244,7 +254,9 @@ class Replica:
         recorder = None
         if self._uses_graphs:
             recorder = CudaRecorder(has_watchdog=self._comm.rank.size > 1)
-            executor.capture_graphs(recorder, logger.info, prompts=self._prompt_sizes)
+            executor.capture_graphs(
+                recorder, logger.info, prompts=self._prompt_sizes, verify=self._verify_sizes
+            )
         if self._overlaps:
             self._lag_and_capture(executor, recorder)
         if self._expert_loads is not None:
@@ -340,19 +352,24 @@ class Replica:
     def _build_attention(self) -> Phases:
         """Raises ConfigError if a backend is missing or does not support this model."""
         names, spec = self._config.model.attention, self._spec
+        asked = self._config.speculation
+        chosen = AttentionNames(prefill=names.prefill, decode=names.decode)
+        given: dict[str, Any] = {
+            "block_size": self._layout.block_size,
+            "dtype": self._dtype,
+            "device": self._device,
+            "fixed_tile": self._config.model.deterministic,
+        }
         try:
             mask = (
                 None if names.mask is None else load_mask_function(names.mask, self._max_model_len)
             )
-            return build_attention(
-                AttentionNames(prefill=names.prefill, decode=names.decode),
-                attention_shape(spec, mask, num_feature_layers=self._layout.num_feature_layers),
-                block_size=self._layout.block_size,
-                dtype=self._dtype,
-                device=self._device,
-                fixed_tile=self._config.model.deterministic,
-                is_fp8=self._layout.dtype == "fp8_e4m3",
-            )
+            shape = attention_shape(spec, mask, num_feature_layers=self._layout.num_feature_layers)
+            is_fp8 = self._layout.dtype == "fp8_e4m3"
+            phases = build_attention(chosen, shape, is_fp8=is_fp8, **given)
+            if asked.attention_backend == "decode":
+                add_verification(phases, chosen, shape, max_queries=1 + asked.max_drafts, **given)
+            return phases
         except BackendUnavailable as error:
             raise ConfigError(f"model.attention: {error}") from error
 
@@ -388,6 +405,22 @@ def build_prompt_sizes(
             max_row_tokens=laps.batch_prefill_max_seq_len,
         )
     return ragged_sizes(sizes.max_rows, sizes.max_tokens, max_graph_rows=sizes.max_graph_rows)
+
+
+def build_verify_sizes(
+    asked: SpeculationConfig, sizes: StepSizes, attention: Phases, *, uses_graphs: bool
+) -> list[GraphSize]:
+    """The steps with drafts to capture. ConfigError if requested but impossible."""
+    if asked.max_graph_tokens == 0:
+        return []
+    if not (uses_graphs and attention.can_capture_verification):
+        raise ConfigError(
+            "speculation.max_graph_tokens: the backend that verifies cannot be captured; set"
+            " speculation.attention_backend to decode with model.attention.decode triton, or"
+            " model.attention.prefill to flash_attn or triton, or leave the key out"
+        )
+    most = min(sizes.max_rows * (1 + asked.max_drafts), sizes.max_tokens, asked.max_graph_tokens)
+    return verify_sizes(sizes.max_rows, most) if most > 1 else []
 
 
 def _why_no_prompt_graphs(*, uses_graphs: bool) -> str:

@@ -60,6 +60,8 @@ def warm_up(
         sizes = [size for size in executor.model.token_sizes if size < max_tokens]
         chosen = (_prompts(size, max_row_tokens) for size in sizes)
         steps = chain(chosen, _gpu_steps(num_rows, max_tokens, max_row_tokens))
+        if executor.attends_few_tokens_apart:
+            steps = chain(steps, _short_chunks(num_rows))
     for rows in steps:
         needed_blocks = sum(-(-row.num_tokens // block_size) for row in rows)
         if (
@@ -102,6 +104,15 @@ def _gpu_steps(num_rows: int, max_tokens: int, max_row_tokens: int) -> Iterator[
         yield [row, row, chunk]
     asked = min(ASKED_PROMPT_TOKENS, max_row_tokens)
     yield [DummyRow(num_computed_tokens=0, num_new_tokens=asked, params=ASKS_PROMPT)]
+
+
+def _short_chunks(num_rows: int) -> Iterator[list[DummyRow]]:
+    """Rows of two tokens, as drafts are verified, alone and beside others."""
+    short = DummyRow(num_computed_tokens=40, num_new_tokens=2)
+    for count in sorted({1, 16, num_rows // 2, num_rows} - {0}):
+        yield [short] * count
+    single = DummyRow(num_computed_tokens=3, num_new_tokens=1)
+    yield [single, short, DummyRow(num_computed_tokens=0, num_new_tokens=40)]
 
 
 def _prompts(num_tokens: int, max_row_tokens: int) -> list[DummyRow]:

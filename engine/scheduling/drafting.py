@@ -9,16 +9,20 @@
 A request that may get drafts must have its newest token on the host, so it is held: not planned
 while a step that computes it is in flight. With overlapped steps it therefore takes part in every
 other one, and if all are held, the device waits for the host. The policy is told both: how many
-rows a plain step would decode, and for how long the device had nothing to do. A request without a
-guess rests from that for twice as many steps each time. A scheduler without a drafter does none of
-this.
+rows a plain step would decode, and for how long the device had nothing to do. Rows that could go
+on wait for the held ones where two steps of fewer rows cost more than the host's gap
+(`pays_to_wait`), since each step reads all weights. A request without a guess rests from being held
+for twice as many steps each time. A scheduler without a drafter does none of this.
 """
 
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 
+import msgspec
+
 from engine.cost_model import StepCosts, StepWork
+from engine.messages import SpeculationLoad
 from engine.plan import StepResult
 from engine.request import Request, RequestKey
 from engine.scheduling.request_blocks import RequestBlocks
@@ -26,6 +30,8 @@ from engine.speculation.controller import StepDrafts, StepOffer
 from engine.speculation.drafter import Drafter, DraftPolicy
 
 _MAX_REST_STEPS = 64
+_FIRST_GAP_S = 0.5e-3  # of the host between two steps that do not overlap, until one was measured
+_GAP_DECAY = 0.9  # of its mean, a gap
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,18 +102,29 @@ class Drafting:
     """The drafts of one scheduler's requests; engine thread only."""
 
     def __init__(
-        self, drafter: Drafter | None, policy: DraftPolicy | None, *, holds: bool = True
+        self,
+        drafter: Drafter | None,
+        policy: DraftPolicy | None,
+        *,
+        holds: bool = True,
+        graph_tokens: Sequence[int] = (),
     ) -> None:
-        """Both or none. `holds`: steps overlap, so requests that may get drafts must be held."""
+        """Both or none. `holds`: steps overlap, so requests that may get drafts must be held.
+
+        graph_tokens: sizes that steps with drafts are padded to, ascending; () = none is.
+        """
         assert (drafter is None) == (policy is None), "a drafter and a policy go together"
         self.drafter = drafter
         self._policy = policy
         self.holds = holds
+        self._graph_tokens = tuple(graph_tokens)
         self._num_verified: dict[RequestKey, int] = {}  # newest tokens that no plan has named
         self._num_misses: dict[RequestKey, int] = {}  # proposals without a draft, in a row
         self._num_rest_steps: dict[RequestKey, int] = {}
         self._bounds: dict[RequestKey, int] = {}  # drafts that a request may ever have
         self._idle_s = 0.0
+        self._gap_s = _FIRST_GAP_S
+        self._num_drafts_per_row = 0.0  # in the last step with drafts
         self.counts = DraftCounts()
 
     # ---- planning -------------------------------------------------------------------------------
@@ -122,7 +139,7 @@ class Drafting:
         if not drafter.pass_s:
             found = self._propose(drafter, requests, most)
             most = [len(found.get(i, ())) for i in range(len(requests))]
-        decision = policy.plan(_offer(requests, most, room, drafter.pass_s), room.costs)
+        decision = policy.plan(self._offer(requests, most, room, drafter.pass_s), room.costs)
         new_blocks: list[tuple[Request, list[int]]] = []
         counts: list[int] = []
         for request, n in zip(requests, decision.num_drafts, strict=True):
@@ -134,8 +151,11 @@ class Drafting:
         if drafter.pass_s:
             found = self._propose(drafter, requests, counts)
         drafts = {i: found[i][:n] for i, n in enumerate(counts) if n > 0 and i in found}
+        drafts = {i: its_drafts for i, its_drafts in drafts.items() if its_drafts}
+        if drafts:
+            self._num_drafts_per_row = sum(map(len, drafts.values())) / len(requests)
         return PlannedDrafts(
-            drafts={i: its_drafts for i, its_drafts in drafts.items() if its_drafts},
+            drafts=drafts,
             decision=decision,
             new_blocks=new_blocks,
             spent_s=drafter.spent_s if any(counts) else 0.0,
@@ -162,6 +182,21 @@ class Drafting:
                     self._bounds[request.key] = _bound(policy, request)
             bounds = list(map(self._bounds.get, keys))
         return [min(b or 0, most) for b, most in zip(bounds, policy.max_drafts(keys), strict=True)]
+
+    def _offer(
+        self, requests: Sequence[Request], most: list[int], room: StepRoom, pass_s: float
+    ) -> StepOffer:
+        has_prompts = room.work.num_prompt_tokens > 0  # then the step replays another graph
+        return StepOffer(
+            keys=[request.key for request in requests],
+            max_drafts=most,
+            work=room.work,
+            draft_pass_s=pass_s,
+            max_draft_tokens=room.max_tokens,
+            is_short_waiting=room.is_short_waiting,
+            graph_tokens=() if has_prompts else self._graph_tokens,
+            num_plain_rows=len(requests) + room.num_held_rows,
+        )
 
     def _propose(
         self, drafter: Drafter, requests: Sequence[Request], most: Sequence[int]
@@ -212,6 +247,29 @@ class Drafting:
     def count_idle(self, seconds: float) -> None:
         """The device had nothing to do before the step just planned, because rows were held."""
         self._idle_s += seconds
+        self._gap_s += (1 - _GAP_DECAY) * (seconds - self._gap_s)
+
+    def pays_to_wait(self, decodes: StepWork, num_held_rows: int, costs: StepCosts) -> bool:
+        """Whether the rows of `decodes` shall wait for those held, to share the next step.
+
+        In a step of their own they give fewer tokens a second, the saved gap counted, than all rows
+        in one step after the gap.
+        """
+        num_rows = decodes.num_decode_rows
+        if num_rows == 0 or num_held_rows == 0:
+            return False
+        num_all = num_rows + num_held_rows
+        alone_s, together_s = (
+            costs.step_seconds(
+                StepWork(
+                    num_prompt_tokens=int(num * self._num_drafts_per_row),
+                    num_decode_rows=num,
+                    num_decode_keys=decodes.num_decode_keys * num // num_rows,
+                )
+            )
+            for num in (num_rows, num_all)
+        )
+        return num_rows * (together_s + self._gap_s) < num_all * (alone_s - self._gap_s)
 
     def take_verified(self, requests: Sequence[Request]) -> dict[RequestKey, list[int]]:
         """The tokens of a step with drafts, of each of `requests` whose last one had any.
@@ -285,6 +343,28 @@ class Drafting:
         self._num_rest_steps.pop(request.key, None)
         self._bounds.pop(request.key, None)
 
+    def load(self) -> SpeculationLoad | None:
+        """None = there is no drafter."""
+        if self._policy is None:
+            return None
+        counts, found = self.counts, self._policy.statistics()
+        load = SpeculationLoad(
+            num_drafts=counts.num_drafted,
+            num_accepted=counts.num_accepted,
+            num_rows=counts.num_verified,
+            drafts_at=tuple(counts.drafted_at),
+            accepted_at=tuple(counts.accepted_at),
+        )
+        if found is None:
+            return load
+        return msgspec.structs.replace(
+            load,
+            predicted_gain=found.predicted_gain,
+            measured_gain=found.measured_gain,
+            is_on=found.is_on,
+            num_stops=found.num_stops,
+        )
+
     def kept_keys(self) -> set[Hashable]:
         """Requests of which anything is kept here, for the check that none is forgotten."""
         return {*self._num_verified, *self._num_misses, *self._num_rest_steps, *self._bounds}
@@ -294,17 +374,3 @@ def _bound(policy: DraftPolicy, request: Request) -> int:
     """Who asks for drafts gets them at any temperature."""
     limit = request.spec.max_drafts
     return policy.bound(request.params.temperature if limit is None else 0.0, limit)
-
-
-def _offer(
-    requests: Sequence[Request], most: list[int], room: StepRoom, pass_s: float
-) -> StepOffer:
-    return StepOffer(
-        keys=[request.key for request in requests],
-        max_drafts=most,
-        work=room.work,
-        draft_pass_s=pass_s,
-        max_draft_tokens=room.max_tokens,
-        is_short_waiting=room.is_short_waiting,
-        num_plain_rows=len(requests) + room.num_held_rows,
-    )

@@ -184,7 +184,7 @@ class Scheduler:
         assert len(self._in_flight) <= 1, f"{len(self._in_flight)} steps are in flight"
         if self._host_loads is not None:
             self._blocks.nonfinite_block_ids += self._host_loads.settle()
-        if (grown := self._grow_rows()) is None:
+        if self._waits_for_held_rows() or (grown := self._grow_rows()) is None:
             return None
         decodes = self._running.decode_columns
         max_tokens = self._config.max_num_batched_tokens - len(decodes)
@@ -333,6 +333,15 @@ class Scheduler:
         )
 
     # ---- parts of plan --------------------------------------------------------------------------
+
+    def _waits_for_held_rows(self) -> bool:
+        """Whether the decodes wait for the step in flight to end; prompts do not wait for it."""
+        can_admit = len(self._waiting) > 0 and self._rows.num_free > 0
+        has_prompts = len(self._running.prompts) > 0 or can_admit
+        if self.drafting.drafter is None or len(self._in_flight) == 0 or has_prompts:
+            return False
+        num_held, decodes = self._in_flight.num_held_rows, self._running.decode_columns
+        return self.drafting.pays_to_wait(decodes.work, num_held, self.costs)
 
     def _grow_rows(self) -> dict[int, list[int]] | None:
         """Allocate a block for every decode whose blocks are full; returns row -> new block ids.

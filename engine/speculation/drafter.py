@@ -10,7 +10,7 @@ from typing import Protocol
 
 from engine.cost_model import StepCosts
 from engine.request import Request
-from engine.speculation.controller import StepDrafts, StepOffer
+from engine.speculation.controller import SpeculationStatistics, StepDrafts, StepOffer
 from engine.speculation.ngram import DEFAULT_RULES, NgramDrafter, NgramRules
 
 
@@ -60,6 +60,8 @@ class DraftPolicy(Protocol):
 
     def forget(self, key: Hashable) -> None: ...
 
+    def statistics(self) -> SpeculationStatistics | None: ...
+
 
 class FixedDrafts:
     """The policy that verifies all drafts, up to a number a row and to what the step has room for.
@@ -104,6 +106,10 @@ class FixedDrafts:
 
     def forget(self, key: Hashable) -> None:
         """Does nothing: nothing is kept."""
+
+    def statistics(self) -> SpeculationStatistics | None:
+        """None: nothing is measured."""
+        return None
 
 
 class RequestNgrams:

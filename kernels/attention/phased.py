@@ -68,6 +68,30 @@ class Phases:
         self._decode = decode
         self._graph = graph
         self._prompt_graph = prompt_graph
+        self._verify: StepPlanner | None = None
+        self._verify_graph: GraphPlanner | None = prompt_graph
+        self._max_few_tokens = 1
+
+    def verify_with(
+        self, backend: StepPlanner, max_tokens: int, graph: GraphPlanner | None = None
+    ) -> None:
+        """From now on `backend` attends rows of up to `max_tokens` new tokens, if some have two.
+
+        graph: `backend` again if it can be captured, else None.
+        """
+        assert graph is None or graph is backend, "a graph would compute with another backend"
+        self._verify, self._verify_graph, self._max_few_tokens = backend, graph, max_tokens
+
+    @property
+    def max_few_tokens(self) -> int:
+        """New tokens of a row, up to which rows come before the longer ones in a step."""
+        return self._max_few_tokens
+
+    @property
+    def can_capture_verification(self) -> bool:
+        """Whether `open_verify_graph` may be called."""
+        graph = self._verify_graph
+        return graph is not None and (graph is self._verify or self.can_capture_prompts)
 
     @property
     def can_capture(self) -> bool:
@@ -92,17 +116,31 @@ class Phases:
 
     def plan(self, step: AttentionStep) -> PhasedMetadata:
         num_single = step.num_single_rows
+        if self._verify is not None:
+            num_few = _num_leading(step, self._max_few_tokens)
+            if num_few > num_single:
+                return self._plan_verification(self._verify, step, num_few)
         if self._prefill is self._decode or num_single == 0:
             return PhasedMetadata(parts=(_plan_part(self._prefill, step, 0),))
         if num_single == step.num_rows:
             return PhasedMetadata(parts=(_plan_part(self._decode, step, 0),))
-        singles, others = _split(step)
+        singles, others = _split(step, num_single)
         return PhasedMetadata(
             parts=(
                 _plan_part(self._decode, singles, 0),
                 _plan_part(self._prefill, others, num_single),
             )
         )
+
+    def _plan_verification(
+        self, verify: StepPlanner, step: AttentionStep, num_few: int
+    ) -> PhasedMetadata:
+        """Of a step whose first `num_few` rows have few tokens, and some of them more than one."""
+        if num_few == step.num_rows:
+            return PhasedMetadata(parts=(_plan_part(verify, step, 0),))
+        few, others = _split(step, num_few)
+        parts = _plan_part(verify, few, 0), _plan_part(self._prefill, others, few.num_tokens)
+        return PhasedMetadata(parts=parts)
 
     # ---- in a CUDA graph ------------------------------------------------------------------------
 
@@ -124,6 +162,16 @@ class Phases:
             parts=(_Part(backend=backend, start=0, end=num_tokens, metadata=metadata),),
             graph=backend,
         )
+
+    def open_verify_graph(
+        self, rows: RowTensors, *, max_keys: int, max_tokens: int
+    ) -> PhasedMetadata:
+        """Of rows with few new tokens, `max_tokens` in all; see `verify_with`."""
+        backend = self._verify_graph
+        assert backend is not None, "the backend that verifies cannot be captured"
+        metadata = backend.open_graph(rows, max_keys=max_keys, max_tokens=max_tokens)
+        part = _Part(backend=backend, start=0, end=max_tokens, metadata=metadata)
+        return PhasedMetadata(parts=(part,), graph=backend)
 
     def begin(self, metadata: PhasedMetadata) -> None:
         assert metadata.graph is not None, "metadata of no graph"
@@ -179,31 +227,37 @@ def _plan_part(backend: StepPlanner, step: AttentionStep, start: int) -> _Part:
     )
 
 
-def _split(step: AttentionStep) -> tuple[AttentionStep, AttentionStep]:
-    """The single-token rows and the others, each with tokens counted from its own first.
+def _num_leading(step: AttentionStep, max_tokens: int) -> int:
+    """Rows before the first one with more than `max_tokens` new tokens."""
+    is_longer = step.num_new_tokens > max_tokens
+    return int(is_longer.argmax()) if is_longer.any() else step.num_rows
+
+
+def _split(step: AttentionStep, num_first: int) -> tuple[AttentionStep, AttentionStep]:
+    """The first rows, all single ones among them, and the others, each counted from its own first.
 
     Block ids are not copied: `cu_blocks` still counts from the step's start.
     """
-    num_single, num_rows = step.num_single_rows, step.num_rows
-    singles = step.device_rows.part(0, num_single)
-    others = step.device_rows.part(num_single, num_rows)
+    num_rows, num_tokens = step.num_rows, int(step.num_new_tokens[:num_first].sum())
+    firsts = step.device_rows.part(0, num_first)
+    others = step.device_rows.part(num_first, num_rows)
     return (
         AttentionStep(
-            num_single_rows=num_single,
-            num_new_tokens=step.num_new_tokens[:num_single],
-            num_computed_tokens=step.num_computed_tokens[:num_single],
-            cu_blocks=step.cu_blocks[: num_single + 1],
+            num_single_rows=step.num_single_rows,
+            num_new_tokens=step.num_new_tokens[:num_first],
+            num_computed_tokens=step.num_computed_tokens[:num_first],
+            cu_blocks=step.cu_blocks[: num_first + 1],
             block_ids=step.block_ids,
-            device_rows=singles,
+            device_rows=firsts,
         ),
         AttentionStep(
             num_single_rows=0,
-            num_new_tokens=step.num_new_tokens[num_single:],
-            num_computed_tokens=step.num_computed_tokens[num_single:],
-            cu_blocks=step.cu_blocks[num_single:],
+            num_new_tokens=step.num_new_tokens[num_first:],
+            num_computed_tokens=step.num_computed_tokens[num_first:],
+            cu_blocks=step.cu_blocks[num_first:],
             block_ids=step.block_ids,
             device_rows=RowTensors(
-                cu_tokens=others.cu_tokens - num_single,
+                cu_tokens=others.cu_tokens - num_tokens,
                 num_keys=others.num_keys,
                 cu_blocks=others.cu_blocks,
                 block_ids=others.block_ids,

@@ -31,7 +31,6 @@ from kernels.attention.triton_decode import (
     sink_scores,
 )
 from kernels.device import device_properties
-from kernels.kv.scales import KvScales
 from kernels.pdl import pdl_supported
 
 _ITEM_FIELDS = tl.constexpr(8)  # of an item, see `triton_decode`
@@ -346,10 +345,10 @@ class TritonVerify:
         metadata: VerifyWork,
         out: Tensor | None = None,
         sinks: Tensor | None = None,
-        scales: KvScales | None = None,
+        scales: object = None,
     ) -> Tensor:
-        """Reads the fresh K and V from `store`, like all others."""
-        assert scales is None, "a store of e4m3 numbers is not read here"
+        """Reads the fresh K and V from `store`, like all others; numbers of 8 bits it does not."""
+        assert scales is None, "K and V of 8 bits have no kernel that verifies"
         if out is None:
             out = torch.empty((len(q), q.shape[1] * q.shape[2]), dtype=q.dtype, device=q.device)
         verify_attention(q, out, layer, store, metadata, sinks)

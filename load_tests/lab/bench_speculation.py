@@ -27,8 +27,6 @@ from configs.load import load_config
 from engine.messages import TokenRecord
 from engine.request import Request, RequestKey, SamplingParams
 from engine.scheduling.contracts import StepOutput
-from engine.scheduling.drafting import Drafting
-from engine.speculation.drafter import FixedDrafts
 from engine.text.tokenizing import load_tokenizer
 from load_tests.lab.in_process import EngineInProcess
 from load_tests.prompts import build_prompts
@@ -167,6 +165,9 @@ def start(args: argparse.Namespace, drafter: str, *, adaptive: bool) -> EngineIn
         "speculation.max_temperature": 9.0,
         "speculation.adaptive": adaptive,
     }
+    if drafter != "none":
+        settings["speculation.attention_backend"] = args.attention_backend
+        settings["speculation.max_graph_tokens"] = args.graph_tokens
     if drafter in ("draft_model", "eagle3"):
         settings["speculation.model_path"] = args.head if drafter == "eagle3" else args.draft
     return EngineInProcess(load_config(None, settings))
@@ -179,12 +180,12 @@ def build_sides(args: argparse.Namespace) -> list[Side]:
             kind = "adaptive" if adaptive else f"always {args.max_drafts}"
             engine = start(args, drafter, adaptive=adaptive)
             sides.append(Side(name=f"{drafter}, {kind}", engine=engine))
-    if args.acceptance is not None:
-        engine = start(args, "ngram", adaptive=False)
+    for adaptive in (False, True) if args.acceptance is not None else ():
+        engine = start(args, "ngram", adaptive=adaptive)
         drafter = Synthetic(args.acceptance, engine.engine.spec.vocab_size)
-        scheduler = engine.engine.core.scheduler
-        scheduler.drafting = Drafting(drafter, FixedDrafts(args.max_drafts))
-        sides.append(Side(name=f"synthetic acceptance {args.acceptance}", engine=engine))
+        engine.engine.core.scheduler.drafting.drafter = drafter
+        kind = "adaptive" if adaptive else f"always {args.max_drafts}"
+        sides.append(Side(name=f"synthetic acceptance {args.acceptance}, {kind}", engine=engine))
     return sides
 
 
@@ -275,6 +276,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--random-weights", action="store_true")
     parser.add_argument("--acceptance", type=float)
+    parser.add_argument("--attention-backend", choices=("prefill", "decode"), default="prefill")
+    parser.add_argument("--graph-tokens", type=int, default=0, help="0 = no graphs with drafts")
     parser.add_argument("--without-transformers", action="store_true")
     return parser.parse_args()
 

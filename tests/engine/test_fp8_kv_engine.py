@@ -179,5 +179,11 @@ def test_scales_without_numbers_and_other_numbers_are_refused() -> None:
             speculation__drafter="eagle3",
             speculation__model_path="head",
         )()
+    with pytest.raises(ConfigFileError, match=r"with speculation\.attention_backend decode"):
+        _raises(
+            cache__kv_dtype="fp8_e4m3",
+            speculation__drafter="ngram",
+            speculation__attention_backend="decode",
+        )()
     with pytest.raises(ConfigFileError, match=r"cache\.kv_dtype: .*auto.*fp8_e4m3"):
         _raises(cache__kv_dtype="fp8_e5m2")()

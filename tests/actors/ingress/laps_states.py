@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from actors.ingress.pages import LapsView, WorkerReport, to_json
 from actors.observability.recent_ttft import NUM_PIECES, PIECE_S, ClassTtft, TtftPiece
 from engine.length_class import LengthClass
-from engine.messages import LapsStatus, PoolMove, WorkerLoad
+from engine.messages import LapsStatus, PoolMove, SpeculationLoad, WorkerLoad
 from engine.routing.pools import CLASSES
 
 NO_TTFT = ClassTtft(num=0, p50_s=None, p90_s=None, pieces=[])
@@ -55,6 +55,7 @@ def state(
     pending: tuple[int, int] = (0, 0),
     moves: Sequence[PoolMove] = (),
     ttft: Mapping[LengthClass, ClassTtft] | None = None,
+    drafts: SpeculationLoad | None = None,
 ) -> bytes:
     """The JSON for these workers that prefill and, if there is one, a decode worker."""
     pools: dict[LengthClass, list[str]] = {
@@ -71,6 +72,7 @@ def state(
             num_waiting=1,
             num_free_blocks=812,
             num_blocks=2048,
+            speculation=drafts,
         )
         for name in names
     ]
@@ -132,6 +134,22 @@ def off() -> bytes:
     loads = [_load("prefill-0", None, 0.12, 2), _load("prefill-1", None, 0.0, 0)]
     ttft: dict[LengthClass, ClassTtft] = {"short": _ttft(0.05, 0.5, gap=range(50)), "long": NO_TTFT}
     return state(loads, enabled=False, queue="fcfs", ttft=ttft)
+
+
+def guessing(*, is_on: bool = True) -> bytes:
+    """One worker that guesses tokens."""
+    drafts = SpeculationLoad(
+        num_drafts=4000,
+        num_accepted=2500,
+        num_rows=1000,
+        drafts_at=(1000, 1000, 1000, 1000),
+        accepted_at=(910, 700, 500, 390),
+        predicted_gain=1.62,
+        measured_gain=1.5,
+        is_on=is_on,
+        num_stops=int(not is_on),
+    )
+    return state([_load("unified-0", None, 0.0, 0)], drafts=drafts)
 
 
 def one_worker() -> bytes:

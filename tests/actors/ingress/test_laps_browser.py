@@ -52,9 +52,9 @@ class Dom:
         [html] = re.findall(rf'<section[^>]*id="{name}"[^>]*>.*?</section>', self.html, re.DOTALL)
         return dict(re.findall(r'data-is="(\w+)">([^<]*)<', html))
 
-    def rows(self) -> dict[str, list[str]]:
-        """The cells of each worker's row."""
-        rows = re.findall(r'<tr data-worker="([^"]+)"[^>]*>(.*?)</tr>', self.html, re.DOTALL)
+    def rows(self, kind: str = "worker") -> dict[str, list[str]]:
+        """The cells of each worker's row; "drafter": in the table of guesses."""
+        rows = re.findall(rf'<tr data-{kind}="([^"]+)"[^>]*>(.*?)</tr>', self.html, re.DOTALL)
         return {
             name: [re.sub(r"<[^>]+>", "", cell) for cell in re.findall(r"<td.*?</td>", row)]
             for name, row in rows
@@ -100,6 +100,17 @@ def test_a_busy_system_is_readable(load: Callable[..., Dom]) -> None:
     row = rows["prefill-2.22997e1f"]
     assert row == ["prefill-2", "long", "1.73 s", "", "9", "2", "812 of 2,048", "1,180"]
     assert rows["prefill-3.22997e1f"][1] == "long, away"
+
+
+def test_drafts_are_shown_by_worker_where_there_are_any(load: Callable[..., Dom]) -> None:
+    assert load(always(states.busy())).is_hidden("drafts")
+    dom = load(always(states.guessing()))
+    assert not dom.is_hidden("drafts")
+    figures = ["on", "3.50", "91 · 70 · 50 · 39 %", "1,500 (38 %)", "1.62 x", "1.50 x"]
+    found = dom.rows("drafter")
+    assert found["unified-0.22997e1f"] == ["unified-0", *figures]
+    stopped = load(always(states.guessing(is_on=False))).rows("drafter")
+    assert stopped["unified-0.22997e1f"][1] == "off, as it lost time, stopped 1 time"
 
 
 def test_moves_show_age_and_reason_and_a_name_is_never_markup(load: Callable[..., Dom]) -> None:

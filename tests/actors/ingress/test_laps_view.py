@@ -5,6 +5,7 @@ import math
 import random
 import re
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,7 +19,14 @@ from actors.routing.worker_links import WorkerLink
 from configs.schema import LapsConfig
 from engine.clock import ManualClock
 from engine.length_class import LengthClass
-from engine.messages import Assign, LapsStatus, LoadReport, PoolMove, WorkerLoad
+from engine.messages import (
+    Assign,
+    LapsStatus,
+    LoadReport,
+    PoolMove,
+    SpeculationLoad,
+    WorkerLoad,
+)
 
 LOAD = LoadReport(queued_tokens=7, num_waiting=2, num_running=5, num_free_blocks=60, num_blocks=64)
 WITHIN = math.sqrt(BIN_RATIO) * 1.0001
@@ -139,6 +147,57 @@ def test_the_json_has_what_the_allocator_says_and_what_this_ingress_knows() -> N
     decode, prefill = said["reports"]
     assert (prefill["num_running"], prefill["num_free_blocks"], prefill["is_up"]) == (5, 60, True)
     assert (decode["role"], decode["is_up"], decode["num_blocks"]) == ("decode", False, 0)
+
+
+DRAFTS = SpeculationLoad(
+    num_drafts=40, num_accepted=25, num_rows=10, drafts_at=(10, 30), accepted_at=(9, 16)
+)
+
+
+def _link(drafts: SpeculationLoad | None) -> WorkerLink:
+    load = msgspec.structs.replace(LOAD, speculation=drafts)
+    link = WorkerLink(name="unified-0", role="unified", load=load)
+    link.handle = object()  # type: ignore[assignment] # connected
+    return link
+
+
+def test_the_json_has_what_became_of_drafts() -> None:
+    recent = RecentTtft(ManualClock(50.0))
+    for drafts in (DRAFTS, None):
+        view = build_view(
+            model="m", ingress="i", laps=LapsConfig(), ttft=recent.summary(), links=[_link(drafts)]
+        )
+        (report,) = json.loads(to_json(_status([]), view))["reports"]
+        if drafts is None:
+            assert report["speculation"] is None
+        else:
+            assert report["speculation"]["accepted_at"] == [9, 16]
+            assert report["speculation"]["measured_gain"] is None
+
+
+def test_drafts_are_counted_by_worker_and_by_position() -> None:
+    metrics = IngressMetrics("m", RecentTtft(ManualClock(9.0)))
+
+    def scrape(drafts: SpeculationLoad | None) -> dict[tuple[str, str], float]:
+        metrics.refresh([_link(drafts)], 0, 0, None)
+        text = prometheus_text(metrics.families()).decode()
+        return {
+            (s.name, s.labels.get("position") or s.labels.get("kind", "")): s.value
+            for family in text_string_to_metric_families(text)
+            for s in family.samples
+            if "spec" in s.name
+        }
+
+    found = scrape(msgspec.structs.replace(DRAFTS, measured_gain=1.5, is_on=False))
+    assert found["vllm:spec_decode_num_drafts_total", ""] == 10
+    assert found["vllm:spec_decode_num_draft_tokens_total", ""] == 40
+    assert found["vllm:spec_decode_num_accepted_tokens_total", ""] == 25
+    assert found["vllm:spec_decode_num_accepted_tokens_per_pos_total", "0"] == 9
+    assert found["vllm:spec_decode_num_accepted_tokens_per_pos_total", "1"] == 16
+    assert found["laps_speculation_gain", "measured"] == 1.5
+    assert ("laps_speculation_gain", "predicted") not in found
+    assert found["laps_speculation_on", ""] == 0
+    assert not any(value for value in scrape(None).values())
 
 
 def test_the_page_needs_nothing_but_itself() -> None:

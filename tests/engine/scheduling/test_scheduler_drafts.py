@@ -180,8 +180,21 @@ def test_nothing_is_guessed_after_a_token_that_ends_the_request() -> None:
     replica.check_idle()
 
 
-def test_rows_without_drafts_overlap_beside_one_with_drafts() -> None:
+def test_rows_wait_for_held_ones_where_two_steps_cost_more_than_the_gap() -> None:
     replica = Replica(overlap=True, drafting=_drafting(_guesser(), 2, holds=True))
+    guessed = replica.add("a", prompt_of(4), params=params_of(24))
+    plain = replica.add("b", prompt_of(4, 1), params=params_of(12), max_drafts=0)
+    replica.run()
+    for request in (guessed, plain):
+        assert replica.output(request) == replica.expected(request)
+    assert sum(plan.rows == [0] or plan.rows == [1] for plan in replica.executor.plans[1:9]) <= 1
+    replica.check_idle()
+
+
+def test_rows_without_drafts_overlap_beside_one_with_drafts_where_the_gap_is_long() -> None:
+    drafting = _drafting(_guesser(), 2, holds=True)
+    drafting.count_idle(100.0)
+    replica = Replica(overlap=True, drafting=drafting)
     guessed = replica.add("a", prompt_of(4), params=params_of(24))
     plain = replica.add("b", prompt_of(4, 1), params=params_of(12), max_drafts=0)
     replica.run()

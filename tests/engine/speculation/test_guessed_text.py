@@ -92,7 +92,8 @@ def test_structured_output_is_that_without_drafts(
     assert engine.core.scheduler.draft_counts.num_accepted > 50
 
 
-def test_tokens_come_as_often_as_the_model_says(tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", ["prefill", pytest.param("decode", marks=pytest.mark.nightly)])
+def test_tokens_come_as_often_as_the_model_says(tmp_path: Path, backend: str) -> None:
     """A draft model that is often wrong, three tokens to choose from, and all pairs of them."""
     oracle = save_model(tmp_path / "target", seed=3)
     save_model(tmp_path / "draft", seed=4, num_hidden_layers=1)
@@ -101,6 +102,7 @@ def test_tokens_come_as_often_as_the_model_says(tmp_path: Path) -> None:
         model__path=str(tmp_path / "target"),
         speculation__drafter="draft_model",
         speculation__model_path=str(tmp_path / "draft"),
+        speculation__attention_backend=backend,
         scheduler__max_num_seqs=64,
     )
     params = {"max_tokens": 3, "temperature": 1.6, "ignore_eos": True}

@@ -69,8 +69,8 @@ def _check_layers(problem: Problem, max_queries: int, **tiles: Any) -> None:
 
 
 def _draw_rows(draw: random.Random, max_queries: int) -> list[tuple[int, int]]:
-    counts = [draw.randint(1, max_queries) for _ in range(draw.randint(1, 7))]
-    rows = [(draw.choice([0, 15, 16, draw.randrange(200)]), count) for count in counts]
+    counts = [draw.randint(1, max_queries) for _ in range(draw.randint(1, 4))]
+    rows = [(draw.choice([0, 15, 16, draw.randrange(80)]), count) for count in counts]
     return sorted(rows, key=lambda row: (row[1] > 1, row[0]))
 
 
@@ -149,11 +149,11 @@ def interpreted_checks() -> list[Callable[[], None]]:
         return run_check
 
     return [
-        layers((8, 2), torch.float32, 16, 5, MIXED[:7], **SMALL_TILES),
+        layers((8, 2), torch.float32, 16, 5, MIXED[2:7], **SMALL_TILES),
         layers((3, 1), torch.float32, 48, 5, **SMALL_TILES),
         layers((2, 2), torch.float16, 16, 9, **SMALL_TILES),
         layers((6, 2), torch.float16, 32, 3, has_sinks=True, **SMALL_TILES),
-        layers((8, 1), torch.float32, 16, 2, [(300, 1), (301, 2), (390, 2)], **SMALL_TILES),
+        layers((8, 1), torch.float32, 16, 2, [(40, 1), (191, 2)], **SMALL_TILES),
         layers((8, 2), torch.float32, 16, 4),
         lambda: _check_replays(_replay_problems(torch.float32, "cpu"), lambda step: step),
     ]
@@ -161,7 +161,7 @@ def interpreted_checks() -> list[Callable[[], None]]:
 
 def interpreted_cases() -> None:
     """Called in a process of its own, where Triton interprets; some checks, drawn anew."""
-    for run_check in drawn(interpreted_checks(), 2):
+    for run_check in drawn(interpreted_checks(), 1):
         run_check()
 
 

@@ -1,0 +1,146 @@
+"""Steps with drafts on a GPU: decode attention for them, and graphs, change no answer."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from configs.load import load_config
+from engine.build import Engine, build_engine
+from engine.clock import MonotonicClock
+from engine.kv.transfer import OutgoingEvent
+from engine.request import SamplingParams
+from tests.engine.speculation.guessed_engines import Asked, assert_same, guess, run
+from tests.harness.in_process import Answer
+from tests.harness.tiny_models import VOCAB_SIZE, save_model
+
+pytestmark = pytest.mark.gpu
+
+SEED = random.SystemRandom().randrange(10**6)
+MAX_LOGPROB_ERROR = 0.1  # bf16 and other tiles in three layers
+DECODE = {"speculation__attention_backend": "decode", "model__attention__decode": "triton"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    print("seed", SEED)
+    path = tmp_path_factory.mktemp("model")
+    save_model(
+        path,
+        "Qwen3ForCausalLM",
+        seed=SEED,
+        hidden_size=512,
+        intermediate_size=720,
+        num_hidden_layers=3,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=128,
+        max_position_embeddings=1024,
+        dtype=torch.bfloat16,
+    )
+    return path
+
+
+@pytest.fixture(scope="module")
+def asked() -> list[Asked]:
+    draw = random.Random(SEED)
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.0, "logprobs": 0},
+        {"temperature": 0.8, "logprobs": 2},
+        {"temperature": 0.0, "frequency_penalty": 0.5, "logprobs": 0},
+        {"temperature": 1.2, "top_p": 0.9, "logprobs": 0},
+    ]
+    return [
+        (
+            draw.choices(range(3, VOCAB_SIZE), k=draw.choice([3, 15, 16, 90, 400])),
+            SamplingParams(
+                **kinds[i % len(kinds)], max_tokens=40, ignore_eos=True, seed=draw.getrandbits(60)
+            ),
+        )
+        for i in range(24)
+    ]
+
+
+def _no_handoff(event: OutgoingEvent) -> None:
+    raise AssertionError(f"a unified engine hands nothing over: {event}")
+
+
+def _start(folder: Path, **overrides: object) -> Engine:
+    dotted: dict[str, object] = {
+        "model.path": str(folder),
+        "model.device": "cuda",
+        "cache.num_blocks": 1024,
+        "cache.block_size": 16,
+        "cache.enable_prefix_caching": False,
+        "scheduler.max_num_seqs": 16,
+        "scheduler.max_num_batched_tokens": 512,
+        **{key.replace("__", "."): value for key, value in overrides.items()},
+    }
+    return build_engine(load_config(None, dotted), "test", MonotonicClock(), _no_handoff)
+
+
+def _guessing(folder: Path, **overrides: object) -> Engine:
+    return _start(folder, speculation__drafter="ngram", speculation__adaptive=False, **overrides)
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path, asked: list[Asked]) -> list[Answer]:
+    return run(_start(folder), asked)
+
+
+@pytest.mark.parametrize("max_graph_tokens", [0, 96])
+def test_deterministic_answers_with_drafts_are_those_without_bit_by_bit(
+    folder: Path, asked: list[Asked], max_graph_tokens: int
+) -> None:
+    expected = run(_start(folder, model__deterministic=True), asked)
+    engine = _guessing(
+        folder, model__deterministic=True, speculation__max_graph_tokens=max_graph_tokens
+    )
+    guess(engine, asked, expected, num_drafts=4, error_rate=0.2, seed=SEED)
+    assert_same(run(engine, asked), expected)
+    assert engine.core.scheduler.draft_counts.num_accepted > 200
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        DECODE,
+        {**DECODE, "speculation__max_graph_tokens": 96},
+        {"speculation__max_graph_tokens": 96},
+    ],
+    ids=["decode", "decode in graphs", "prefill in graphs"],
+)
+@pytest.mark.parametrize("num_drafts", [1, 4, 8])
+def test_answers_with_drafts_are_near_those_without(
+    folder: Path,
+    asked: list[Asked],
+    plain: list[Answer],
+    settings: dict[str, object],
+    num_drafts: int,
+) -> None:
+    """Other tiles: log-probabilities agree up to the first token that a near tie decides."""
+    engine = _guessing(folder, **settings)
+    guess(engine, asked, plain, num_drafts=num_drafts, error_rate=0.2, seed=SEED)
+    num_same = 0
+    for our, their in zip(run(engine, asked), plain, strict=True):
+        for ours, theirs in zip(our.records, their.records, strict=True):
+            if ours.token_id != theirs.token_id:
+                break
+            assert ours.logprobs is not None
+            assert theirs.logprobs is not None
+            assert abs(ours.logprobs.chosen - theirs.logprobs.chosen) < MAX_LOGPROB_ERROR
+            num_same += 1
+    assert num_same > 24 * 40 // 3
+    assert engine.core.scheduler.draft_counts.num_accepted > 40 * num_drafts
+
+
+def test_a_mix_of_prompts_and_rows_with_and_without_drafts(
+    folder: Path, asked: list[Asked], plain: list[Answer]
+) -> None:
+    engine = _guessing(folder, scheduler__max_num_batched_tokens=64, **DECODE)
+    guess(engine, asked, plain, num_drafts=6, error_rate=0.5, seed=SEED)
+    found = run(engine, asked)
+    firsts = [our.tokens[0] == their.tokens[0] for our, their in zip(found, plain, strict=True)]
+    assert sum(firsts) > 18
