@@ -138,7 +138,8 @@ def test_half_the_bytes_a_block_and_the_same_answers_from_a_crowded_cache() -> N
         assert load.host_tier is not None
         assert load.host_tier.block_bytes == roomy.layout.block_bytes
         assert load.host_tier.num_stored > 0
-        assert load.num_accepted_drafts > 0
+        assert load.speculation is not None
+        assert load.speculation.num_accepted > 0
     finally:
         crowded.close()
 
@@ -153,7 +154,9 @@ def test_a_draft_model_keeps_its_own_numbers(tmp_path: Path) -> None:
         speculation__model_path="demo_model/laps-demo-draft",
     )
     assert [found.tokens for found in answer(guessing, prompts)] == expected
-    assert guessing.load().num_accepted_drafts > 0
+    guesses = guessing.load().speculation
+    assert guesses is not None
+    assert guesses.num_accepted > 0
 
 
 # ---- refusals ------------------------------------------------------------------------------------
