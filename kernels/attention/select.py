@@ -97,12 +97,12 @@ def automatic_name(phase: _Phase, shape: AttentionShape, device: DevicePropertie
 
     On Hopper the fastest measured for the phase. On other GPUs, where FlashAttention-3 does not
     run, the Triton kernels: of the backends that are left they alone compute prompts in CUDA
-    graphs. They alone have attention sinks.
+    graphs. They have attention sinks and caps on scores, which FlashAttention-3 here lacks.
     """
     if not device.is_gpu or shape.head_dim not in _TRITON_HEAD_DIMS:
         return "reference"
     is_measured = device.capability == _HOPPER and shape.head_dim <= _MEASURED_HEAD_DIM
-    can_flash = is_measured and not shape.has_sinks
+    can_flash = is_measured and not shape.has_sinks and shape.softcap is None
     return "flash_attn" if phase == "prefill" and can_flash else "triton"
 
 
