@@ -212,6 +212,8 @@ def build_engine(
         stores = share_stores(comm, measured.executor.kv_store, whole) if moves else ()
     executor = measured.executor
     compilations.reset()
+    if executor.expert_loads is not None:
+        executor.expert_loads.reset()
     max_model_len = context_length(config, spec, executor.kv_store.num_blocks)
     key = secrets.token_bytes(BLOCK_KEY_BYTES) if block_key is None else block_key
     host_tier = _build_host_tier(config, role, key, executor.kv_store)
