@@ -325,6 +325,9 @@ def _model_contradiction(config: AppConfig) -> str | None:
 
 def _cache_contradiction(config: AppConfig) -> str | None:
     asked, cache = config.model.max_model_len, config.cache
+    if cache.disk_path is not None and cache.host_gib == 0:
+        return f"cache.disk_path: {cache.disk_path} needs the host tier; set cache.host_gib"
+
     if cache.host_gib > 0 and not cache.enable_prefix_caching:
         return (
             f"cache.host_gib: {cache.host_gib:g} with enable_prefix_caching false would never be"

@@ -74,6 +74,10 @@ class CacheConfig(_Section, frozen=True):
     # Shared memory of each machine, taken at the start, for blocks that its workers evict; found
     # there, they are loaded where that is sooner than computing. 0 = none; see docs/operations.md.
     host_gib: Annotated[float, Meta(ge=0)] = 0.0
+    # Folder on each machine for blocks of the host tier, which its workers share and which outlives
+    # them; made for this user alone. None = none.
+    disk_path: str | None = None
+    disk_gib: Annotated[float, Meta(gt=0)] = 16.0  # that files in disk_path take, at most
 
 
 class SchedulerConfig(_Section, frozen=True):

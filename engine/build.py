@@ -10,7 +10,7 @@ import hashlib
 import logging
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -26,6 +26,8 @@ from engine.kv.cache import BlockCache
 from engine.kv.features import FeaturePlanes
 from engine.kv.hashes import RequestHasher
 from engine.kv.host.arena import HostArena
+from engine.kv.host.disk import DiskFiles
+from engine.kv.host.disk_tier import DiskTier
 from engine.kv.host.movers import build_mover
 from engine.kv.host.shared_file import name_for
 from engine.kv.host.tier import HostTier
@@ -33,7 +35,7 @@ from engine.kv.layout import DTYPE_BYTES, KvDtype, KvLayout
 from engine.kv.store import KvStore
 from engine.kv.transfer import OutgoingEvent, OutgoingHandoffs
 from engine.layers.context import SINGLE_RANK, Comm
-from engine.messages import ExpertTotals, HostTierLoad, LoadReport, Role
+from engine.messages import DiskTierLoad, ExpertTotals, HostTierLoad, LoadReport, Role
 from engine.models.eagle3 import Eagle3, Eagle3Spec, build_eagle3, read_eagle3
 from engine.models.llama import CausalLM
 from engine.models.quantized_tensors import weight_bytes
@@ -146,6 +148,7 @@ class Engine:
             wait_s=loads.wait_s,
             num_blocks=blocks.num_blocks,
             num_ready=blocks.num_ready,
+            disk=None if blocks.disk is None else DiskTierLoad(**asdict(blocks.disk)),
         )
 
     def close(self) -> None:
@@ -376,11 +379,26 @@ def _build_host_tier(
     )
     try:
         mover = build_mover(store, arena.blocks)
+        disk = _build_disk_tier(config, block_key + fingerprint, arena)
     except BaseException:
         arena.close()  # else the file stays as long as this process, which lives on to say why
         raise
     logger.info("%s holds %d KV blocks for all workers here", arena.name, arena.num_blocks)
-    return HostTier(arena, mover, store.digests)
+    return HostTier(arena, mover, store.digests, disk)
+
+
+def _build_disk_tier(config: AppConfig, owner: bytes, arena: HostArena) -> DiskTier | None:
+    """owner: of the blocks; others' are not found. Raises ConfigError."""
+    if config.cache.disk_path is None:
+        return None
+    files = DiskFiles(
+        Path(config.cache.disk_path),
+        num_bytes=int(config.cache.disk_gib * 2**30),
+        block_bytes=arena.block_bytes,
+        namespace=hashlib.blake2b(owner, digest_size=16, person=b"disk tier").digest(),
+    )
+    logger.info("%s holds %d KV blocks from earlier", files.folder, files.num_blocks)
+    return DiskTier(files, arena)
 
 
 def _build_cache(config: AppConfig, num_blocks: int, host_tier: HostTier | None) -> BlockCache:

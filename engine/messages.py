@@ -311,6 +311,17 @@ class ShortLoad(msgspec.Struct, frozen=True, kw_only=True):
 STEP_TOKEN_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
+class DiskTierLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker's disk tier has done since the worker started, in blocks."""
+
+    num_written: int
+    num_dropped: int  # came faster than they were written
+    num_loaded: int
+    num_evicted: int
+    num_void_files: int  # torn or of another form; removed
+    num_blocks: int  # in the folder, as far as this worker knows
+
+
 class HostTierLoad(msgspec.Struct, frozen=True, kw_only=True):
     """What a worker's host tier has done since the worker started, in blocks, and its size."""
 
@@ -330,6 +341,7 @@ class HostTierLoad(msgspec.Struct, frozen=True, kw_only=True):
     wait_s: float  # of all of them together
     num_blocks: int  # of the machine
     num_ready: int  # of these, stored by any of its workers
+    disk: DiskTierLoad | None = None
 
 
 class SpeculationLoad(msgspec.Struct, frozen=True, kw_only=True):

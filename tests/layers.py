@@ -135,6 +135,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "actors.lifecycle": (
         "configs",
         "engine.errors",
+        "engine.kv.host.disk",
         "engine.messages",
         "engine.models.quantized_tensors",
         "engine.models.spec",

@@ -18,6 +18,7 @@ import msgspec
 
 from configs.schema import AppConfig
 from engine.errors import ConfigError
+from engine.kv.host.disk import kept_key
 from engine.messages import Role
 
 VERSION = "0.1.0"
@@ -56,7 +57,7 @@ def describe_deployment(config: AppConfig) -> DeploymentSpec:
         config=config,
         model=model,
         hash=digest.hexdigest()[:HASH_DIGITS],
-        block_key=secrets.token_bytes(BLOCK_KEY_BYTES),
+        block_key=_block_key(config, model),
     )
 
 
@@ -94,6 +95,15 @@ def _mask_digest(config: AppConfig) -> str:
     if source is None or not source.is_file():
         return ""
     return hashlib.blake2b(source.read_bytes(), digest_size=16).hexdigest()
+
+
+def _block_key(config: AppConfig, model: str) -> bytes:
+    """Drawn, unless a disk tier keeps blocks for the next start with this model and cache."""
+    if config.cache.disk_path is None:
+        return secrets.token_bytes(BLOCK_KEY_BYTES)
+    kept = kept_key(Path(config.cache.disk_path))
+    asked = msgspec.json.encode([VERSION, model, config.model, config.cache])
+    return hashlib.blake2b(asked, key=kept, digest_size=BLOCK_KEY_BYTES).digest()
 
 
 def _model_fingerprint(folder: Path) -> str:

@@ -32,6 +32,7 @@ from engine.length_class import LengthClass
 from engine.messages import (
     STEP_TOKEN_BUCKETS,
     Assign,
+    DiskTierLoad,
     HandoffTotals,
     HostTierLoad,
     LapsStatus,
@@ -62,6 +63,13 @@ TOTALS: Mapping[str, str] = {
     "laps_host_tier_known_blocks": "KV blocks that the device evicted and the host tier had.",
     "laps_host_tier_dropped_blocks": "KV blocks that the device evicted and found no room.",
     "laps_host_tier_skipped_blocks": "KV blocks not stored, because nothing stored was ever found.",
+    "laps_disk_tier_written_blocks": "KV blocks of the host tier written to files.",
+    "laps_disk_tier_written_bytes": "Their bytes.",
+    "laps_disk_tier_dropped_blocks": "KV blocks not written: they came too fast, or had gone.",
+    "laps_disk_tier_loaded_blocks": "KV blocks loaded from files.",
+    "laps_disk_tier_loaded_bytes": "Their bytes.",
+    "laps_disk_tier_evicted_blocks": "KV blocks in files removed to make room.",
+    "laps_disk_tier_void_files": "Files that were torn or of another form, and were removed.",
     "laps_host_tier_waits": "Requests that waited for the host tier.",
     "laps_host_tier_given_up": "Of these, those that computed what did not come in time.",
     "laps_host_tier_wait_seconds": "Seconds that they waited.",
@@ -210,11 +218,25 @@ def _totals(load: LoadReport, handoffs: HandoffTotals | None) -> Mapping[str, fl
         totals["vllm:spec_decode_num_accepted_tokens"] = drafts.num_accepted
     if load.host_tier is not None:
         totals |= _host_tier_totals(load.host_tier)
+        if (disk := load.host_tier.disk) is not None:
+            totals |= _disk_tier_totals(disk, load.host_tier.block_bytes)
     if handoffs is not None:
         totals["laps_handoffs"] = handoffs.num_done
         totals["laps_handoff_bytes"] = handoffs.num_bytes
         totals["laps_handoff_failures"] = handoffs.num_failures
     return totals
+
+
+def _disk_tier_totals(disk: DiskTierLoad, block_bytes: int) -> Mapping[str, float]:
+    return {
+        "laps_disk_tier_written_blocks": disk.num_written,
+        "laps_disk_tier_written_bytes": disk.num_written * block_bytes,
+        "laps_disk_tier_dropped_blocks": disk.num_dropped,
+        "laps_disk_tier_loaded_blocks": disk.num_loaded,
+        "laps_disk_tier_loaded_bytes": disk.num_loaded * block_bytes,
+        "laps_disk_tier_evicted_blocks": disk.num_evicted,
+        "laps_disk_tier_void_files": disk.num_void_files,
+    }
 
 
 def _host_tier_totals(tier: HostTierLoad) -> Mapping[str, float]:

@@ -48,16 +48,16 @@ class HostTier(Protocol):
         """Take over what has ended; at every step."""
         ...
 
-    def num_found(self, hashes: Sequence[bytes]) -> int:
-        """Length of the longest stored prefix of a chain of hashes."""
+    def look(self, hashes: Sequence[bytes]) -> Sequence[Any]:
+        """The blocks of the longest stored prefix of a chain of hashes; changes nothing."""
         ...
 
     def find(self, hashes: Sequence[bytes]) -> Sequence[Any]:
-        """The blocks of that prefix; counts as a use of them."""
+        """`look`; counts as a use of the blocks."""
         ...
 
-    def load_seconds(self, num_blocks: int) -> float:
-        """Predicted time until so many would be loaded."""
+    def load_seconds(self, blocks: Sequence[Any]) -> float:
+        """Predicted time until these blocks would be loaded."""
         ...
 
     def load(self, blocks: Sequence[Any], block_ids: Sequence[int]) -> TierLoad:
@@ -129,12 +129,12 @@ class HostLoads:
         """Look a request up that enters the queue, so that it counts as what it will compute."""
         hashes = self._hashes_of(request)
         num_before = len(self._cache.match(hashes))
-        num_found = self._tier.num_found(hashes[num_before:])
-        if num_found > 0:
-            saved_s = self._saved_s(request, num_before, num_found, costs)
-            load_s = self._tier.load_seconds(num_found)
+        blocks = self._tier.look(hashes[num_before:])
+        if blocks:
+            saved_s = self._saved_s(request, num_before, len(blocks), costs)
+            load_s = self._tier.load_seconds(blocks)
             if load_s < saved_s:
-                num_tokens = (num_before + num_found) * self._block_size
+                num_tokens = (num_before + len(blocks)) * self._block_size
                 self._expected[request.key] = _Expected(num_tokens, load_s / saved_s)
 
     def num_uncached(self, request: Request, num_uncached: int) -> int:
@@ -182,7 +182,7 @@ class HostLoads:
             if not blocks:
                 return
             saved_s = self._saved_s(request, num_before, len(blocks), costs)
-            if self._tier.load_seconds(len(blocks)) >= saved_s:
+            if self._tier.load_seconds(blocks) >= saved_s:
                 self._num_unworthy += len(blocks)
                 return
             terms = terms_of()

@@ -195,13 +195,20 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--gap-s", type=float, default=5.0, help="between turns, beside thinking")
     parser.add_argument("--share", type=float, default=0.25, help="cache / working set")
     parser.add_argument("--host-gib", type=float, default=1.0)
+    parser.add_argument(
+        "--disk-host-gib", type=float, help="one more run: a host tier so small, over a disk tier"
+    )
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--seed", type=int, default=7)
     return parser
 
 
 def engine_config(
-    args: argparse.Namespace, folder: Path | None, num_blocks: int, host_gib: float
+    args: argparse.Namespace,
+    folder: Path | None,
+    num_blocks: int,
+    host_gib: float,
+    disk: Path | None,
 ) -> AppConfig:
     """The default configuration, but for what `args` says."""
     model = {} if folder is None else {"model.path": str(folder), "model.weights": "random"}
@@ -213,6 +220,7 @@ def engine_config(
         "model.max_model_len": args.max_model_len,
         "cache.num_blocks": num_blocks,
         "cache.host_gib": host_gib,
+        "cache.disk_path": None if disk is None else str(disk),
     }
     return load_config(None, keys)
 
@@ -224,8 +232,15 @@ class Runner:
         self._args, self._folder, self._num_blocks = args, folder, num_blocks
         self._model: CausalLM | None = None
 
-    def run(self, sessions: Sequence[Session], *, host_gib: float, grows: bool) -> Result:
-        config = engine_config(self._args, self._folder, self._num_blocks, host_gib)
+    def run(
+        self,
+        sessions: Sequence[Session],
+        *,
+        host_gib: float,
+        grows: bool,
+        disk: Path | None = None,
+    ) -> Result:
+        config = engine_config(self._args, self._folder, self._num_blocks, host_gib, disk)
         ours = EngineInProcess(config, self._model)
         self._model = ours.engine.executor.model
         try:
@@ -261,6 +276,16 @@ def main() -> None:
                     assert args.device == "cuda" or expected == result.tokens, "other tokens"
                     rows.append([f"{about}, {host_gib:g} GiB", *result.cells()])
                     print("  ".join(rows[-1]), flush=True)
+                if args.disk_host_gib is not None:
+                    for disk in (None, Path(scratch) / f"kv-{grows}"):
+                        result = runner.run(
+                            sessions, host_gib=args.disk_host_gib, grows=grows, disk=disk
+                        )
+                        assert args.device == "cuda" or expected == result.tokens, "other tokens"
+                        below = "" if disk is None else " + disk"
+                        name = f"{about}, {args.disk_host_gib:g} GiB{below}"
+                        rows.append([name, *result.cells()])
+                        print("  ".join(rows[-1]), flush=True)
     print(render_rows(rows))
     print("\n".join(f"{name}: {value}" for name, value in describe_machine().items()))
 

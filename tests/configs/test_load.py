@@ -115,6 +115,7 @@ def test_the_defaults_of_laps_are_the_published_ones() -> None:
             "workers: {decode_tensor_parallel_size: 2}",
             ["workers.decode_tensor_parallel_size", "no such workers", "set tensor_parallel_size"],
         ),
+        ("cache: {disk_path: kv}", ["cache.disk_path: kv", "set cache.host_gib"]),
         ("cache: {host_gib: -1}", ["cache.host_gib", ">= 0"]),
         ("cache: {disk_path: /x}", ["cache.disk_path", "unknown key"]),
         (

@@ -3,6 +3,7 @@
 import random
 import secrets
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -91,6 +92,33 @@ def test_two_workers_answer_from_shared_blocks_as_one_without_a_cache(
     assert sum(load.num_corrupt for load in loads) <= NUM_CONVERSATIONS
 
 
+def test_a_disk_tier_answers_after_a_restart_as_one_without_a_cache(
+    alone: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = random.Random(secrets.randbits(32))
+    prompts = [[rng.randrange(3, 3000) for _ in range(150)] for _ in range(6)]
+    expected = [_ask(alone, prompt, i) for i, prompt in enumerate(prompts)]
+    disk = {"cache__disk_path": str(tmp_path / "kv"), "cache__disk_gib": 0.1}
+    num_loaded = []
+    for _ in range(2):
+        engine = start_engine(
+            block_key=KEY, clock=ManualClock(), cache__host_gib=0.03, **disk, **SIZES
+        )
+        monkeypatch.setattr(engine.host_tier, "load_seconds", lambda blocks: 0.0)
+        for turn in range(2):
+            for i, prompt in enumerate(prompts):
+                assert _ask(engine, prompt, i)[0] == expected[i][0], f"turn {turn} of {i}"
+                _check(engine)
+        load = engine.load().host_tier
+        assert load is not None
+        assert load.disk is not None
+        assert (load.num_corrupt, load.disk.num_void_files) == (0, 0)
+        num_loaded.append(load.disk.num_loaded)
+        engine.close()
+        assert not (FOLDER / f"{PREFIX}{name_for(KEY)}").exists()
+    assert num_loaded[1] > 20, "of what the first one wrote"
+
+
 def test_equal_prompts_of_other_salts_share_nothing_on_the_host(sharing: list[Engine]) -> None:
     engine = sharing[0]
     rng = np.random.default_rng(7)
@@ -99,8 +127,8 @@ def test_equal_prompts_of_other_salts_share_nothing_on_the_host(sharing: list[En
         _ask(engine, prompt, 0)
     hashes = engine.hasher.chain(prompts[0], "")
     assert engine.host_tier is not None
-    assert engine.host_tier.num_found(hashes) >= 5
-    assert engine.host_tier.num_found(engine.hasher.chain(prompts[0], "a tenant")) == 0
+    assert len(engine.host_tier.look(hashes)) >= 5
+    assert engine.host_tier.look(engine.hasher.chain(prompts[0], "a tenant")) == []
 
 
 def test_a_machine_without_room_is_told_before_the_first_request() -> None:

@@ -279,6 +279,10 @@ class HostArena:
         self._taken.update((slot, self._words[slot]) for slot in taken)
         return taken
 
+    def taken(self, slot: int, block_hash: bytes, digest: int) -> HostBlock:
+        """A block that `take` returned, under a name: unchanged while it is this worker's."""
+        return HostBlock(slot, self._taken[slot], block_hash, digest)
+
     def publish(
         self, slots: Sequence[int], hashes: Sequence[bytes], digests: Sequence[int]
     ) -> int | None:

@@ -21,16 +21,19 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from queue import SimpleQueue
-from threading import Thread
+from functools import partial
 from typing import Literal, Protocol
 
 from engine.kv.digests import BlockDigests
 from engine.kv.host.arena import HostArena, HostBlock
+from engine.kv.host.disk import DiskBlock
+from engine.kv.host.disk_tier import DiskStatistics, DiskTier
+from engine.kv.host.lane import Lane
 from engine.kv.host.published import PublishedBlocks
 
 logger = logging.getLogger(__name__)
 
+Copy = Callable[[Sequence[int], Sequence[int]], list[int]]
 Problem = Literal["corrupt", "gone", "failed"]
 
 _NUM_PIECES = 16  # of a load: each shows that it gets on
@@ -42,7 +45,7 @@ _LOAD_FLOOR_S = 0.5e-3  # handing a load over to its thread, and hearing of its 
 _LEARNING_RATE = 0.2
 _COUNT_EVERY_S = 0.1
 _TRIED_SHARE = 16  # where nothing is ever found, 1/16 of what is evicted is stored
-_CLOSE_S = 5.0
+_NO_WORD = 0  # of no block: there was none for it
 _COUNTED = ("stored", "known", "dropped", "skipped", "loaded", "corrupt", "gone")
 
 
@@ -51,7 +54,7 @@ class BlockMover(Protocol):
 
     def save(self, block_ids: Sequence[int], slots: Sequence[int]) -> Callable[[], list[int]]: ...
 
-    def begin_load(self) -> Callable[[Sequence[int], Sequence[int]], list[int]]: ...
+    def begin_load(self) -> Copy: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +71,7 @@ class TierStatistics:
     block_bytes: int
     num_blocks: int
     num_ready: int
+    disk: DiskStatistics | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +79,7 @@ class StoredLevel:
     """Blocks that can be loaded, and how fast."""
 
     place: str  # equal for all workers that share them
-    published: PublishedBlocks
+    published: PublishedBlocks | DiskTier
     block_s: float
     floor_s: float
 
@@ -86,10 +90,18 @@ class HostLoad:
     Whoever reads both reads `is_over` first.
     """
 
-    def __init__(self, blocks: Sequence[HostBlock], block_ids: Sequence[int]) -> None:
+    def __init__(
+        self,
+        blocks: Sequence[HostBlock],
+        block_ids: Sequence[int],
+        files: dict[int, DiskBlock] | None = None,
+    ) -> None:
+        """files: where block i is read from first, into a block of the arena taken for it."""
         assert len(blocks) == len(block_ids), f"{len(blocks)} blocks into {len(block_ids)}"
         self.blocks = blocks
         self.block_ids = block_ids
+        self.files = files or {}
+        self.num_read = 0  # of `files`
         self.num_landed = 0  # from the first one on: there, and checked
         self.is_over = False  # the device's blocks are not touched any more
         self.problem: Problem | None = None  # of block `num_landed`, which ended it
@@ -104,11 +116,17 @@ class _Save:
     """Evicted blocks that are not published yet."""
 
     def __init__(
-        self, slots: list[int], hashes: list[bytes], wait: Callable[[], list[int]]
+        self,
+        slots: list[int],
+        hashes: list[bytes],
+        wait: Callable[[], list[int]],
+        *,
+        is_from_disk: bool = False,
     ) -> None:
         self.slots = slots
         self.hashes = hashes
         self.wait = wait
+        self.is_from_disk = is_from_disk
         self.digests: list[int] | None = None  # None after its end: it failed
         self.is_over = False
 
@@ -116,9 +134,19 @@ class _Save:
 class HostTier:
     """Saves and loads of one worker."""
 
-    def __init__(self, arena: HostArena, mover: BlockMover, digests: BlockDigests) -> None:
-        """digests: of the device's blocks, where those of loaded ones are kept."""
+    def __init__(
+        self,
+        arena: HostArena,
+        mover: BlockMover,
+        digests: BlockDigests,
+        disk: DiskTier | None = None,
+    ) -> None:
+        """digests: of the device's blocks, where those of loaded ones are kept.
+
+        disk: None = what leaves the arena is lost.
+        """
         self._arena = arena
+        self._disk = disk
         self._mover = mover
         self._digests = digests
         self._saves: deque[_Save] = deque()
@@ -133,8 +161,8 @@ class HostTier:
         self._published = PublishedBlocks(arena)
         self._is_off = False
         self._wake: Callable[[], None] = _nothing
-        self._save_lane = _Lane("host saves")
-        self._load_lane = _Lane("host loads")
+        self._save_lane = Lane("host saves")
+        self._load_lane = Lane("host loads")
 
     def on_progress(self, wake: Callable[[], None]) -> None:
         """`wake` is called, on another thread, when `settle` or a load has something new."""
@@ -175,6 +203,8 @@ class HostTier:
     def _is_in_vain(self, num_evicted: int) -> bool:
         """Whether not to store so many more blocks, because nothing is ever found."""
         num_hits, num_blocks = self._arena.num_hits, self._arena.num_blocks
+        if self._disk is not None:
+            num_blocks += self._disk.max_blocks
         if num_hits != self._num_hits:
             self._num_hits, self._num_in_vain = num_hits, 0
         num_rounds, place = divmod(self._num_in_vain, num_blocks)
@@ -206,20 +236,31 @@ class HostTier:
             self._arena.give_back(save.slots)
             return True
         num_new = self._arena.publish(save.slots, save.hashes, save.digests)
-        self._counts["stored"] += num_new or 0
+        if num_new is not None and not save.is_from_disk:
+            self._counts["stored"] += num_new
+            if self._disk is not None:
+                self._disk.write_behind([b for h in save.hashes for b in self._arena.find([h])])
         return num_new is not None
 
     # ---- into the device ------------------------------------------------------------------------
 
-    def num_found(self, hashes: Sequence[bytes]) -> int:
-        """Length of the longest stored prefix of a chain of hashes."""
-        return 0 if self._is_off else self._arena.num_found(hashes)
-
-    def find(self, hashes: Sequence[bytes]) -> list[HostBlock]:
-        """The blocks of that prefix; counts as a use of them."""
+    def look(self, hashes: Sequence[bytes]) -> list[HostBlock | DiskBlock]:
+        """The blocks of the longest stored prefix of a chain of hashes; changes nothing."""
         if self._is_off:
             return []
-        found = self._arena.find(hashes)
+        found: list[HostBlock | DiskBlock] = [*self._arena.find(hashes)]
+        if self._disk is None:
+            return found
+        for block_hash in hashes[len(found) :]:
+            block = next(iter(self._arena.find([block_hash])), None) or self._disk.get(block_hash)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def find(self, hashes: Sequence[bytes]) -> list[HostBlock | DiskBlock]:
+        """`look`; counts as a use of the blocks."""
+        found = self.look(hashes)
         if found:
             self._arena.touch([block.block_hash for block in found])
             self._arena.note_hit()
@@ -227,46 +268,95 @@ class HostTier:
 
     def levels(self) -> list[StoredLevel]:
         """What others may know of where blocks are; any thread."""
-        return [StoredLevel(self._arena.place, self._published, self._block_s, _LOAD_FLOOR_S)]
+        host = StoredLevel(self._arena.place, self._published, self._block_s, _LOAD_FLOOR_S)
+        if self._disk is None:
+            return [host]
+        block_s = self._block_s + self._disk.block_s
+        return [host, StoredLevel(self._disk.place, self._disk, block_s, _LOAD_FLOOR_S)]
 
-    def load_seconds(self, num_blocks: int) -> float:
-        """Predicted time until so many more blocks would be loaded, after those under way."""
-        return _LOAD_FLOOR_S + self._block_s * (self._num_loading + num_blocks)
+    def load_seconds(self, blocks: Sequence[HostBlock | DiskBlock]) -> float:
+        """Predicted time until these blocks would be loaded, after those under way."""
+        host_s = _LOAD_FLOOR_S + self._block_s * (self._num_loading + len(blocks))
+        num_on_disk = sum(isinstance(block, DiskBlock) for block in blocks)
+        if self._disk is None or num_on_disk == 0:
+            return host_s
+        return host_s + self._disk.read_seconds(num_on_disk)
 
-    def load(self, blocks: Sequence[HostBlock], block_ids: Sequence[int]) -> HostLoad:
+    def load(self, blocks: Sequence[HostBlock | DiskBlock], block_ids: Sequence[int]) -> HostLoad:
         """Begins to copy found blocks into blocks of the device that the caller holds."""
-        load = HostLoad(blocks, block_ids)
+        load = HostLoad(*self._with_room(blocks, block_ids))
         copy = self._mover.begin_load()
         self._loads.append(load)
-        self._num_loading += len(blocks)
-        self._load_lane.post(lambda: self._run(load, copy))
+        self._num_loading += len(load.blocks)
+        if self._disk is not None:
+            self._disk.num_reading += len(load.files)
+        self._load_lane.post(lambda: self._run(load, copy, 0))
         return load
 
-    def _run(
-        self, load: HostLoad, copy: Callable[[Sequence[int], Sequence[int]], list[int]]
-    ) -> None:
-        """On the loading thread."""
+    def _with_room(
+        self, blocks: Sequence[HostBlock | DiskBlock], block_ids: Sequence[int]
+    ) -> tuple[list[HostBlock], Sequence[int], dict[int, DiskBlock]]:
+        """Takes blocks of the arena for those on disk; what finds none is gone by then."""
+        files = {i: block for i, block in enumerate(blocks) if isinstance(block, DiskBlock)}
+        slots = iter(self._arena.take(len(files)))
+        room = []
+        for block in blocks:
+            if isinstance(block, DiskBlock):
+                slot = next(slots, None)
+                block = (
+                    HostBlock(0, _NO_WORD, block.block_hash, block.digest)
+                    if slot is None
+                    else self._arena.taken(slot, block.block_hash, block.digest)
+                )
+            room.append(block)
+        return room, block_ids, files
+
+    def _run(self, load: HostLoad, copy: Copy, first: int) -> None:
+        """On the loading thread: all, or until a block has to be read from a file first."""
         num_blocks = len(load.blocks)
         at_least = min(num_blocks, -(-_PIECE_BYTES // self._arena.block_bytes))
         piece = max(-(-num_blocks // _NUM_PIECES), at_least)
         try:
-            for first in range(0, num_blocks, piece):
-                if load.is_cancelled or load.problem is not None:
-                    break
-                self._run_piece(load, copy, first, min(first + piece, num_blocks))
+            while first < num_blocks and not load.is_cancelled and load.problem is None:
+                end = _end_of_piece(load, first, min(first + piece, num_blocks))
+                if self._disk is not None and first in load.files and load.num_read <= first:
+                    self._disk.post(partial(self._read, load, copy, first, end))
+                    return
+                self._run_piece(load, copy, first, end)
                 self._wake()
+                first = end
         except Exception:
             logger.exception("the host tier is switched off: a block could not be loaded")
-            load.problem = "failed"
-            self._is_off = True
-        finally:
-            load.is_over = True
-            self._wake()
+            self._fail(load)
+        load.is_over = True
+        self._wake()
+
+    def _read(self, load: HostLoad, copy: Copy, first: int, end: int) -> None:
+        """On the disk's reading thread: the blocks of a piece, into the arena."""
+        assert self._disk is not None, "a block is on disk"
+        try:
+            for i in range(first, end):
+                block = load.blocks[i]
+                if load.is_cancelled or not self._arena.is_unchanged(block):
+                    break
+                if not self._disk.read(load.files[i], self._arena.blocks[block.slot]):
+                    break
+                load.num_read = i + 1
+            if load.num_read <= first and not load.is_cancelled:
+                load.problem = "gone"
+        except Exception:
+            logger.exception("the host tier is switched off: a block could not be read")
+            self._fail(load)
+        self._load_lane.post(lambda: self._run(load, copy, first))
+
+    def _fail(self, load: HostLoad) -> None:
+        load.problem = "failed"
+        self._is_off = True
 
     def _run_piece(
         self,
         load: HostLoad,
-        copy: Callable[[Sequence[int], Sequence[int]], list[int]],
+        copy: Copy,
         first: int,
         end: int,
     ) -> None:
@@ -288,13 +378,31 @@ class HostTier:
     def _end(self, load: HostLoad) -> None:
         self._num_loading -= len(load.blocks)
         self._counts["loaded"] += load.num_landed
+        wrong = load.files.get(load.num_landed)
         if load.problem == "gone":
             self._counts["gone"] += 1
         elif load.problem == "corrupt":
-            block = load.blocks[load.num_landed]
             self._counts["corrupt"] += 1
-            self._arena.drop(block)
             logger.error("%s: a block is not what was stored; it is dropped", self._arena.name)
+            if wrong is None:
+                self._arena.drop(load.blocks[load.num_landed])
+            elif self._disk is not None:
+                self._disk.forget(wrong)
+        if self._disk is not None and load.files:
+            self._disk.num_reading -= len(load.files)
+            self._disk.num_loaded += sum(i < load.num_landed for i in load.files)
+            self._keep_read(load)
+
+    def _keep_read(self, load: HostLoad) -> None:
+        """Publishes what was read from files and has landed; frees what was taken for the rest."""
+        taken = [i for i in load.files if load.blocks[i].word != _NO_WORD]
+        good = [load.blocks[i] for i in taken if i < load.num_landed]
+        self._arena.give_back([load.blocks[i].slot for i in taken if i >= load.num_landed])
+        if good:
+            slots, hashes = [b.slot for b in good], [b.block_hash for b in good]
+            save = _Save(slots, hashes, list, is_from_disk=True)
+            save.digests, save.is_over = [b.digest for b in good], True
+            self._saves.append(save)
 
     # ---- observation and end --------------------------------------------------------------------
 
@@ -302,6 +410,7 @@ class HostTier:
         counts = {f"num_{name}": number for name, number in self._counts.items()}
         return TierStatistics(
             **counts,
+            disk=None if self._disk is None else self._disk.statistics(),
             block_bytes=self._arena.block_bytes,
             num_blocks=self._arena.num_blocks,
             num_ready=self._num_ready(),
@@ -316,7 +425,11 @@ class HostTier:
 
     def check_conservation(self) -> None:
         """See `HostArena.check_conservation`; no other process may be changing the arena."""
-        self._arena.check_conservation([slot for save in self._saves for slot in save.slots])
+        taken = [slot for save in self._saves for slot in save.slots]
+        for load in self._loads:
+            words = [load.blocks[i] for i in load.files]
+            taken += [block.slot for block in words if block.word != _NO_WORD]
+        self._arena.check_conservation(taken)
 
     def leave(self) -> None:
         """Leaves the arena just before the process ends; any thread."""
@@ -328,28 +441,18 @@ class HostTier:
         self._is_off = True
         for lane in (self._save_lane, self._load_lane):
             lane.close()
+        if self._disk is not None:
+            self._disk.close()
         self._arena.close()
 
 
-class _Lane:
-    """A thread that runs jobs in order; it does not keep the process alive."""
-
-    def __init__(self, name: str) -> None:
-        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._thread = Thread(target=self._work, name=name, daemon=True)
-        self._thread.start()
-
-    def post(self, job: Callable[[], None]) -> None:
-        self._jobs.put(job)
-
-    def close(self) -> None:
-        """Ends the thread after the jobs posted so far; gives up on one that hangs."""
-        self._jobs.put(None)
-        self._thread.join(_CLOSE_S)
-
-    def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            job()
+def _end_of_piece(load: HostLoad, first: int, end: int) -> int:
+    """So that all of a piece is in the arena, or none."""
+    is_there = first not in load.files or first < load.num_read
+    for i in range(first, end):
+        if (i not in load.files or i < load.num_read) != is_there:
+            return i
+    return end
 
 
 def _nothing() -> None:

@@ -16,6 +16,7 @@ from actors.worker.token_streams import TOTALS_EVERY_S, TokenStreams
 from configs.schema import LifetimesConfig
 from engine.clock import ManualClock
 from engine.messages import (
+    DiskTierLoad,
     ExpertTotals,
     HandoffTotals,
     HostTierLoad,
@@ -172,8 +173,11 @@ def test_tokens_of_experts_are_exported_by_layer_where_a_worker_counts_them() ->
 
 def test_what_a_host_tier_did_is_exported_by_worker() -> None:
     metrics = IngressMetrics("m", RecentTtft(ManualClock()))
-    counts = {name: i for i, name in enumerate(HostTierLoad.__struct_fields__, start=1)}
-    counts |= {"block_bytes": 1000, "num_blocks": 64, "num_ready": 16}
+    counts: dict[str, object] = {
+        name: i for i, name in enumerate(HostTierLoad.__struct_fields__, start=1)
+    }
+    disk = {name: i for i, name in enumerate(DiskTierLoad.__struct_fields__, start=1)}
+    counts |= {"block_bytes": 1000, "num_blocks": 64, "num_ready": 16, "disk": disk}
     tier = msgspec.convert(counts, HostTierLoad)
     load = msgspec.structs.replace(IDLE, host_tier=tier)
     links = [
@@ -185,6 +189,8 @@ def test_what_a_host_tier_did_is_exported_by_worker() -> None:
     labels = 'model_name="m",role="unified",worker="u"'
     assert f"laps_host_tier_usage{{{labels}}} 0.25" in lines
     assert f"laps_host_tier_loaded_bytes_total{{{labels}}} {1000.0 * tier.num_loaded}" in lines
+    assert f"laps_disk_tier_written_bytes_total{{{labels}}} 1000.0" in lines
+    assert f"laps_disk_tier_loaded_blocks_total{{{labels}}} 3.0" in lines
     events = ("asked", "hit", "loaded", "wasted", "corrupt", "gone", "stored", "known", "dropped")
     for event in events:
         value = getattr(tier, f"num_{event}")

@@ -213,7 +213,7 @@ def test_a_class_without_live_workers_uses_the_other_pool() -> None:
 def test_the_status_shows_what_a_worker_reports_of_its_host_tier() -> None:
     world = _World()
     first, second, *_ = world.roles
-    numbers = dict.fromkeys(HostTierLoad.__struct_fields__, 3)
+    numbers = dict.fromkeys(HostTierLoad.__struct_fields__, 3) | {"disk": None}
     tier = msgspec.convert(numbers, HostTierLoad)
     world.links.report(first, host_tier=tier)
     status = decode(encode(world.router.status()), LapsStatus)

@@ -89,7 +89,7 @@ def test_blocks_come_back_with_every_bit_and_their_digests(world: World) -> None
     before = world.store.tensor.clone()
     world.save([5, 3, 9])
     world.store.zero([5, 3, 9])  # as the next step may, at once
-    assert world.tier.num_found([name_of(3)]) == 0, "it is not published yet"
+    assert world.arena.num_found([name_of(3)]) == 0, "it is not published yet"
     world.settle()
     load = world.load([3, 5, 9], [20, 9, 0])
     world.settle()
@@ -120,8 +120,8 @@ def test_a_flipped_bit_is_found_and_the_block_never_again(world: World, byte: in
     world.settle()
     assert (load.num_landed, load.problem) == (4, "corrupt")
     assert torch.equal(world.store.tensor[20:24], world.store.tensor[0:4])
-    assert world.tier.num_found([name_of(4)]) == 0
-    assert world.tier.num_found([name_of(5)]) == 1
+    assert world.arena.num_found([name_of(4)]) == 0
+    assert world.arena.num_found([name_of(5)]) == 1
     assert world.tier.statistics().num_corrupt == 1
 
 
@@ -137,7 +137,7 @@ def test_a_flipped_bit_beside_the_bytes_is_found_too(world: World, field: str) -
         assert (load.num_landed, load.problem) == (0, "corrupt")
     else:
         world.arena._hashes[found.slot * 16 + 3] ^= 1
-        assert world.tier.num_found([name_of(7)]) == 0
+        assert world.arena.num_found([name_of(7)]) == 0
 
 
 def test_bytes_of_another_block_do_not_pass_for_this_one(world: World) -> None:
@@ -188,7 +188,7 @@ def test_what_finds_no_room_is_dropped_the_beginning_of_a_sequence_last(world: W
     world.save([9, 8, 7, 6, 5, 4, 3, 2, 1, 0])  # a sequence, evicted from its end
     world.arena.give_back(taken)
     world.settle()
-    assert world.tier.num_found([name_of(number) for number in range(10)]) == 4
+    assert world.arena.num_found([name_of(number) for number in range(10)]) == 4
     assert world.tier.statistics().num_dropped == 6
 
 

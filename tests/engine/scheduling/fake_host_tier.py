@@ -54,8 +54,8 @@ class FakeHostTier:
     def is_active(self) -> bool:
         return bool(self.loads)
 
-    def num_found(self, hashes: Sequence[bytes]) -> int:
-        return len(self.find(hashes))
+    def look(self, hashes: Sequence[bytes]) -> list[Stored]:
+        return self.find(hashes)
 
     def find(self, hashes: Sequence[bytes]) -> list[Stored]:
         found = []
@@ -65,8 +65,8 @@ class FakeHostTier:
             found.append((block_hash, self.blocks[block_hash]))
         return found
 
-    def load_seconds(self, num_blocks: int) -> float:
-        return self.block_s * num_blocks
+    def load_seconds(self, blocks: Sequence[Stored]) -> float:
+        return self.block_s * len(blocks)
 
     def load(self, blocks: Sequence[Stored], block_ids: Sequence[int]) -> FakeLoad:
         load = FakeLoad(blocks, list(block_ids))
