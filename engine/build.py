@@ -215,8 +215,6 @@ def build_engine(
         stores = share_stores(comm, measured.executor.kv_store, whole) if moves else ()
     executor = measured.executor
     compilations.reset()
-    if executor.expert_loads is not None:
-        executor.expert_loads.reset()
     max_model_len = context_length(config, spec, executor.kv_store.num_blocks)
     key = secrets.token_bytes(BLOCK_KEY_BYTES) if block_key is None else block_key
     host_tier = _build_host_tier(config, role, key, executor.kv_store)
@@ -325,6 +323,8 @@ def _build_measured(
             clock=clock,
             comm=comm,
         )
+    if executor.expert_loads is not None:
+        executor.expert_loads.reset()
     limits = choose_limits(config, sizes, calibration)
     if limits.choices:
         logger.info("%s", describe(device, limits, calibration))
