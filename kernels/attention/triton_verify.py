@@ -345,8 +345,10 @@ class TritonVerify:
         metadata: VerifyWork,
         out: Tensor | None = None,
         sinks: Tensor | None = None,
+        scales: object = None,
     ) -> Tensor:
-        """Reads the fresh K and V from `store`, like all others."""
+        """Reads the fresh K and V from `store`, like all others; numbers of 8 bits it does not."""
+        assert scales is None, "K and V of 8 bits have no kernel that verifies"
         if out is None:
             out = torch.empty((len(q), q.shape[1] * q.shape[2]), dtype=q.dtype, device=q.device)
         verify_attention(q, out, layer, store, metadata, sinks)

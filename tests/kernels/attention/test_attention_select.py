@@ -89,6 +89,35 @@ def test_auto_depends_on_device_and_shape_alone(monkeypatch: pytest.MonkeyPatch)
     assert automatic_name("decode", SMALL_HEADS, hopper) == "reference"
 
 
+def test_auto_goes_round_what_does_not_read_e4m3_numbers() -> None:
+    hopper = gpu("H100")
+    assert automatic_name("prefill", PLAIN, hopper, is_fp8=True) == "triton"
+    assert automatic_name("decode", PLAIN, hopper, is_fp8=True) == "triton"
+    assert automatic_name("prefill", SMALL_HEADS, hopper, is_fp8=True) == "reference"
+    assert automatic_name("prefill", PLAIN, device_properties(CPU), is_fp8=True) == "reference"
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("name", ["flashinfer", "flash_attn"])
+def test_a_backend_that_does_not_read_e4m3_numbers_says_so(
+    name: AttentionName, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _install(monkeypatch, "flashinfer", "vllm")
+    with pytest.raises(BackendUnavailable) as raised:
+        build_attention(
+            AttentionNames(prefill=name, decode="auto"),
+            PLAIN,
+            block_size=16,
+            dtype=torch.bfloat16,
+            device=GPU,
+            fixed_tile=False,
+            is_fp8=True,
+        )
+    message = str(raised.value)
+    assert "not with cache.kv_dtype fp8_e4m3" in message
+    assert message.endswith("What would work for prefill: triton, reference")
+
+
 @pytest.mark.parametrize("name", sorted(GPUS))
 def test_auto_is_flash_attention_3_on_hopper_alone(name: str) -> None:
     device = gpu(name)
