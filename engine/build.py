@@ -368,6 +368,8 @@ def _build_measured(
             clock=clock,
             comm=comm,
         )
+    if executor.expert_loads is not None:
+        executor.expert_loads.reset()
     limits = choose_limits(config, sizes, calibration)
     if limits.choices:
         logger.info("%s", describe(device, limits, calibration))

@@ -169,8 +169,6 @@ class Replica:
         executor = self._build(num_blocks)
         if self._overlaps:
             self._measure_overlap(executor)
-        if self._expert_loads is not None:
-            self._expert_loads.reset()
         return executor
 
     @property
@@ -259,9 +257,7 @@ class Replica:
             )
         if self._overlaps:
             self._lag_and_capture(executor, recorder)
-        if self._expert_loads is not None:
-            self._expert_loads.reset()
-            executor.expert_loads = self._expert_loads
+        executor.expert_loads = self._expert_loads
         return executor
 
     @property

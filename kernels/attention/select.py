@@ -99,12 +99,14 @@ def automatic_name(
 
     On Hopper the fastest measured for the phase. On other GPUs, where FlashAttention-3 does not
     run, the Triton kernels: of the backends that are left they alone compute prompts in CUDA
-    graphs. They alone have attention sinks, and read e4m3 numbers.
+    graphs. They have attention sinks, caps on scores and e4m3 numbers, which FlashAttention-3 here
+    lacks.
     """
     if not device.is_gpu or shape.head_dim not in _TRITON_HEAD_DIMS:
         return "reference"
     is_measured = device.capability == _HOPPER and shape.head_dim <= _MEASURED_HEAD_DIM
-    can_flash = is_measured and not shape.has_sinks and not is_fp8
+    is_plain = not shape.has_sinks and shape.softcap is None and not is_fp8
+    can_flash = is_measured and is_plain
     return "flash_attn" if phase == "prefill" and can_flash else "triton"
 
 

@@ -25,6 +25,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 PLAIN = AttentionShape(num_heads=8, num_kv_heads=2, head_dim=128, layer_windows=(None, None))
 WINDOWED = AttentionShape(num_heads=8, num_kv_heads=2, head_dim=128, layer_windows=(None, 64))
 WITH_SINKS = replace(WINDOWED, has_sinks=True)
+CAPPED = replace(WINDOWED, softcap=50.0)  # as Gemma 2 of 27 billion parameters
 WIDE_HEADS = replace(WINDOWED, head_dim=256)
 SMALL_HEADS = AttentionShape(num_heads=8, num_kv_heads=2, head_dim=80, layer_windows=(None,))
 
@@ -80,7 +81,7 @@ def test_auto_depends_on_device_and_shape_alone(monkeypatch: pytest.MonkeyPatch)
     assert automatic_name("decode", PLAIN, cpu) == "reference"
     assert automatic_name("prefill", PLAIN, hopper) == "flash_attn"
     assert automatic_name("decode", WINDOWED, hopper) == "triton"
-    for untried in (WITH_SINKS, WIDE_HEADS):
+    for untried in (WITH_SINKS, CAPPED, WIDE_HEADS):
         assert automatic_name("prefill", untried, hopper) == "triton"
         assert automatic_name("decode", untried, hopper) == "triton"
     assert automatic_name("prefill", WITH_SINKS, cpu) == "reference"
