@@ -17,7 +17,7 @@ import yaml
 from configs.errors import ConfigFileError as ConfigFileError
 from configs.faults import parse_faults
 from configs.keys import KEYS_VARIABLE, with_keys
-from configs.schema import AppConfig, ExecutionConfig, LapsConfig, ModelConfig
+from configs.schema import AppConfig, CacheConfig, ExecutionConfig, LapsConfig, ModelConfig
 
 PROJECT_ROOT = Path(__file__).resolve().parents[1]
 DEFAULT_CONFIG = Path("configs/dev_cpu.yaml")
@@ -98,11 +98,23 @@ def config_from_environment(
     config = load_config(path, {})
     model = args.get("model") or environ.get(MODEL_VARIABLE) or config.model.path
     keys_file = None if config.api.keys_file is None else _find(Path(config.api.keys_file))
+    cache = msgspec.structs.replace(config.cache, kv_scales=_kv_scales(config.cache, path))
     return msgspec.structs.replace(
         config,
+        cache=cache,
         model=_with_model(config.model, model, path),
         api=with_keys(config.api, keys_file, environ.get(KEYS_VARIABLE)),
     )
+
+
+def _kv_scales(cache: CacheConfig, source: Path) -> str | None:
+    """The absolute place of cache.kv_scales. Raises ConfigFileError."""
+    if cache.kv_scales is None:
+        return None
+    found = _find(Path(cache.kv_scales))
+    if found is None or not found.is_file():
+        raise ConfigFileError(f"{source}: cache.kv_scales: there is no file {cache.kv_scales}")
+    return str(found)
 
 
 def _with_model(model: ModelConfig, named: str, source: Path) -> ModelConfig:
@@ -333,6 +345,18 @@ def _cache_contradiction(config: AppConfig) -> str | None:
             f"cache.host_gib: {cache.host_gib:g} with enable_prefix_caching false would never be"
             " used; set it to 0, or the latter to true"
         )
+    if cache.kv_dtype != "auto" and config.speculation.drafter == "eagle3":
+        return (
+            f"cache.kv_dtype: {cache.kv_dtype} with speculation.drafter eagle3, which keeps hidden"
+            " states in the model's dtype beside K and V; set it to auto, or another drafter"
+        )
+    if cache.kv_dtype != "auto" and config.speculation.attention_backend == "decode":
+        return (
+            f"cache.kv_dtype: {cache.kv_dtype} with speculation.attention_backend decode, whose"
+            " kernel does not read it; set that to prefill, or this to auto"
+        )
+    if cache.kv_scales is not None and cache.kv_dtype == "auto":
+        return "cache.kv_scales: needs cache.kv_dtype fp8_e4m3; set that, or leave the scales out"
     if cache.num_blocks is None:
         return None
     capacity = cache.num_blocks * cache.block_size

@@ -69,6 +69,12 @@ class CacheConfig(_Section, frozen=True):
     num_blocks: Annotated[int, Meta(ge=2)] | None = None
     # Of a GPU's memory, at most, taken by everything together when num_blocks is None.
     gpu_memory_utilization: Share = 0.9
+    # What K and V are kept as: auto = as the model computes them; fp8_e4m3 = in half the bytes, see
+    # docs/operations.md.
+    kv_dtype: Literal["auto", "fp8_e4m3"] = "auto"
+    # kv_dtype fp8_e4m3: a safetensors file with scales, as `python -m engine.kv_calibration` writes
+    # it. None = those in the model's files; where there are none, 1 everywhere.
+    kv_scales: str | None = None
     enable_prefix_caching: bool = True  # found blocks of earlier prompts are not computed again
     protected_share: Share = 0.8  # of the blocks, at most, shielded after a second use (SLRU)
     # Shared memory of each machine, taken at the start, for blocks that its workers evict; found

@@ -15,8 +15,9 @@ from pathlib import Path
 
 import msgspec
 import torch
+from torch import Tensor
 
-from configs.schema import AppConfig, ModelConfig, SpeculationConfig
+from configs.schema import AppConfig, SpeculationConfig
 from engine.clock import Clock
 from engine.constraints.grammars import Grammars
 from engine.constraints.vocabulary import load_vocabulary
@@ -31,12 +32,13 @@ from engine.kv.host.disk_tier import DiskTier
 from engine.kv.host.movers import build_mover
 from engine.kv.host.shared_file import name_for
 from engine.kv.host.tier import HostTier
-from engine.kv.layout import DTYPE_BYTES, KvDtype, KvLayout
+from engine.kv.layout import DTYPE_BYTES, KvLayout
 from engine.kv.store import KvStore
 from engine.kv.transfer import OutgoingEvent, OutgoingHandoffs
 from engine.layers.context import SINGLE_RANK, Comm
 from engine.messages import DiskTierLoad, ExpertTotals, HostTierLoad, LoadReport, Role
 from engine.models.eagle3 import Eagle3, Eagle3Spec, build_eagle3, read_eagle3
+from engine.models.kv_scales import digest_of_scales, load_kv_scales
 from engine.models.llama import CausalLM
 from engine.models.quantized_tensors import weight_bytes
 from engine.models.registry import build_ops
@@ -58,7 +60,7 @@ from engine.runner.auto import (
 from engine.runner.calibration import calibrate
 from engine.runner.executor import Executor
 from engine.runner.exports import NextFeatures, TokenFeatures
-from engine.runner.replica import Replica
+from engine.runner.replica import DTYPES, Replica, compute_dtype
 from engine.scheduling.drafting import Drafting
 from engine.scheduling.finish import FinishRules
 from engine.scheduling.scheduler import Scheduler
@@ -73,6 +75,7 @@ from kernels.device import device_properties
 
 logger = logging.getLogger(__name__)
 BLOCK_KEY_BYTES = 32
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,12 +206,11 @@ def build_engine(
     """
     _check_size(config, comm)
     torch.set_num_threads(config.workers.torch_threads)
-    spec = _load_spec(config)
-    layout, whole = (_rank_layout(config, spec, rank) for rank in (comm.rank, WHOLE_MODEL))
+    spec, kv_scales, layout, whole = _read_folder(config, comm.rank)
     compilations, grammars = CompilationCounter(), _build_grammars(config, spec)
     compilations.install()
     with hanging_up_on_error(comm):
-        given = config, spec, layout, clock, comm, model, grammars
+        given = config, spec, (layout, kv_scales), clock, comm, model, grammars
         measured = _build_measured(*given, sends_blocks=role == "prefill")
         drafting = _build_drafting(config, spec, measured, grammars, clock)
         moves = comm.rank.size > 1 and role != "unified"
@@ -259,10 +261,43 @@ def _load_spec(config: AppConfig) -> ModelSpec:
     )
 
 
-def _rank_layout(config: AppConfig, spec: ModelSpec, rank: Rank) -> KvLayout:
-    dtype, head = kv_dtype(config.model, spec), _read_head(config, spec)
-    layout = spec.of_rank(rank).kv_layout(block_size=config.cache.block_size, dtype=dtype)
-    return layout if head is None else layout.with_features(head.decoder.hidden_size)
+def _load_kv_scales(config: AppConfig, spec: ModelSpec) -> Tensor | None:
+    """fp32 [layers, 2, KV heads of all ranks]; None = K and V are kept as they are computed."""
+    if config.cache.kv_dtype == "auto":
+        return None
+    if spec.latent is not None:
+        raise ConfigError(
+            "cache.kv_dtype: fp8_e4m3 is for K and V with heads; latent attention (MLA) keeps one"
+            " short vector a token, as it is computed: leave it at auto"
+        )
+    return load_kv_scales(
+        Path(config.model.path),
+        spec,
+        file=None if config.cache.kv_scales is None else Path(config.cache.kv_scales),
+        is_random=config.model.weights == "random",
+    )
+
+
+def _read_folder(
+    config: AppConfig, rank: Rank
+) -> tuple[ModelSpec, Tensor | None, KvLayout, KvLayout]:
+    """The model, its scales of K and V, and the layouts of the rank's blocks and of whole ones."""
+    spec = _load_spec(config)
+    kv_scales = _load_kv_scales(config, spec)
+    part = _rank_layout(config, spec, rank, kv_scales)
+    return spec, kv_scales, part, _rank_layout(config, spec, WHOLE_MODEL, kv_scales)
+
+
+def _rank_layout(
+    config: AppConfig, spec: ModelSpec, rank: Rank, kv_scales: Tensor | None
+) -> KvLayout:
+    part, block_size = spec.of_rank(rank), config.cache.block_size
+    if kv_scales is None:
+        dtype, head = compute_dtype(config.model, spec), _read_head(config, spec)
+        layout = part.kv_layout(block_size=block_size, dtype=dtype)
+        return layout if head is None else layout.with_features(head.decoder.hidden_size)
+    digest = digest_of_scales(kv_scales)
+    return part.kv_layout(block_size=block_size, dtype="fp8_e4m3", scales=digest)
 
 
 def _read_head(config: AppConfig, spec: ModelSpec) -> Eagle3Spec | None:
@@ -290,7 +325,7 @@ class _Measured:
 def _build_measured(
     config: AppConfig,
     spec: ModelSpec,
-    layout: KvLayout,
+    kv: tuple[KvLayout, Tensor | None],
     clock: Clock,
     comm: Comm,
     model: CausalLM | None,
@@ -299,17 +334,27 @@ def _build_measured(
     sends_blocks: bool,
 ) -> _Measured:
     """Build for the sizes chosen for the device; measure steps if the configuration needs them."""
+    layout, kv_scales = kv
+    element_bytes = DTYPE_BYTES[compute_dtype(config.model, spec)]
     device, part = device_properties(torch.device(config.model.device)), spec.of_rank(comm.rank)
     held_bytes = weight_bytes(
         spec,
-        element_bytes=DTYPE_BYTES[layout.dtype],
+        element_bytes=element_bytes,
         keeps_quantised=device.is_gpu,
         rank=comm.rank,
     )
-    footprint = Footprint.of(part, layout, held_bytes)
+    footprint = Footprint.of(part, layout, held_bytes, element_bytes)
     sizes = value_of_first(comm, choose_sizes(config, device, footprint))
     replica = Replica(
-        config, part, layout, sizes, model, grammars, sends_blocks=sends_blocks, comm=comm
+        config,
+        part,
+        layout,
+        sizes,
+        model,
+        grammars,
+        sends_blocks=sends_blocks,
+        comm=comm,
+        kv_scales=kv_scales,
     )
     head = _build_head(config, spec, replica)
     executor = replica.build_executor()
@@ -323,6 +368,8 @@ def _build_measured(
             clock=clock,
             comm=comm,
         )
+    if executor.expert_loads is not None:
+        executor.expert_loads.reset()
     limits = choose_limits(config, sizes, calibration)
     if limits.choices:
         logger.info("%s", describe(device, limits, calibration))
@@ -410,7 +457,7 @@ def _build_cache(config: AppConfig, num_blocks: int, host_tier: HostTier | None)
 
 def _build_hasher(key: bytes, model_fingerprint: str, layout: KvLayout) -> RequestHasher:
     return RequestHasher(
-        key, model=model_fingerprint, dtype=layout.dtype, block_size=layout.block_size
+        key, model=model_fingerprint, dtype=layout.numbers, block_size=layout.block_size
     )
 
 
@@ -521,23 +568,29 @@ def _drafting_replica(
     grammars: Grammars,
 ) -> Replica:
     """Like the target's, with as many blocks, for another model."""
-    target, block_size = measured.executor, config.cache.block_size
+    target = measured.executor
     length = model.rotary.max_tokens if model is not None else None
     own = msgspec.structs.replace(
-        config.model, path=path, max_model_len=length, weights="safetensors", quantization="auto"
+        config.model,
+        path=path,
+        max_model_len=length,
+        dtype=_NAMES[target.model.dtype],
+        weights="safetensors",
+        quantization="auto",
     )
     num_blocks = target.kv_store.num_blocks
     replaced = msgspec.structs.replace(
         config,
         model=own,
-        cache=msgspec.structs.replace(config.cache, num_blocks=num_blocks),
+        cache=msgspec.structs.replace(config.cache, num_blocks=num_blocks, kv_scales=None),
         execution=msgspec.structs.replace(
             config.execution, expert_load_steps=0, dual_stream_token_threshold=0
         ),
         speculation=SpeculationConfig(),
     )
-    layout = spec.kv_layout(block_size=block_size, dtype=target.layout.dtype)
-    return Replica(replaced, spec, layout, measured.sizes, model, grammars)
+    kv_scales = _load_kv_scales(replaced, spec)
+    layout = _rank_layout(replaced, spec, WHOLE_MODEL, kv_scales)
+    return Replica(replaced, spec, layout, measured.sizes, model, grammars, kv_scales=kv_scales)
 
 
 def build_policy(asked: SpeculationConfig) -> DraftPolicy:
@@ -571,13 +624,6 @@ def _build_core(
 def _overlaps(config: AppConfig) -> bool:
     asked = config.scheduler.overlap
     return config.model.device == "cuda" if asked is None else asked
-
-
-def kv_dtype(model: ModelConfig, spec: ModelSpec) -> KvDtype:
-    """The dtype of weights and KV: as configured; "auto" = fp32 on a CPU, else config.json's."""
-    if model.dtype != "auto":
-        return model.dtype
-    return "float32" if model.device == "cpu" else spec.dtype
 
 
 def context_length(config: AppConfig, spec: ModelSpec, num_blocks: int) -> int:

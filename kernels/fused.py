@@ -11,6 +11,7 @@ from torch import Tensor
 from kernels.gelu_mul import gelu_mul
 from kernels.kv.latent_store import rotate_and_store_latent
 from kernels.kv.rotate_and_store import rotate_and_store
+from kernels.kv.scales import KvScales
 from kernels.ops import HeadNorms, LatentNorm
 from kernels.rms_norm import rms_norm, rms_norm_add
 from kernels.silu_mul import silu_mul
@@ -51,9 +52,12 @@ class TritonOps:
         store: Tensor,
         layer: int,
         slots: Tensor,
+        scales: KvScales | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """qkv: [T, heads + 2 kv_heads, head_dim], overwritten; returns its views q, k, v."""
-        return rotate_and_store(qkv, norms, rotary.cos_sin, rotary.positions, store, layer, slots)
+        return rotate_and_store(
+            qkv, norms, rotary.cos_sin, rotary.positions, store, layer, slots, scales
+        )
 
     def rotate_and_store_latent(
         self,

@@ -9,6 +9,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from kernels.kv.scales import KvScales
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadNorms:
@@ -59,13 +61,15 @@ class Ops(Protocol):
         store: Tensor,
         layer: int,
         slots: Tensor,
+        scales: KvScales | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Applies QK-norm and rotation, writes K and V to the paged store; returns q, k, v.
 
         qkv: [T, heads + 2 kv_heads, head_dim], contiguous; may be overwritten, and q, k, v
         ([T, heads or kv_heads, head_dim]) may be views of it. slots: int32 [T], the token's place
         in the store, block * block_size + offset; a token with slot -1 writes no K and V.
-        store: [blocks, layers, 2, block_size, kv_heads, head_dim], in qkv's dtype.
+        store: [blocks, layers, 2, block_size, kv_heads, head_dim], in qkv's dtype; with `scales` of
+        uint8, e4m3 numbers (`kernels.kv.scales`) of the k and v that are returned.
         """
         ...
 

@@ -10,6 +10,7 @@ import torch.nn.functional as F  # noqa: N812  (the field's own spelling)
 from torch import Tensor
 
 from kernels.kv.append import kv_append, latent_append, slot_lines
+from kernels.kv.scales import KvScales, to_e4m3
 from kernels.ops import HeadNorms, LatentNorm
 
 
@@ -97,10 +98,12 @@ class _KvTargets:
             latent = latent.index_select(0, self.tokens)
         latent_append(latent, self.store, layer, self.lines)
 
-    def append(self, k: Tensor, v: Tensor, layer: int) -> None:
+    def append(self, k: Tensor, v: Tensor, layer: int, scales: KvScales | None) -> None:
         """k, v: [T, kv_heads, head_dim]; writes them to the store."""
         if self.tokens is not None:
             k, v = k.index_select(0, self.tokens), v.index_select(0, self.tokens)
+        if scales is not None:
+            k, v = (to_e4m3(x, scales.inverse[layer, i]) for i, x in enumerate((k, v)))
         kv_append(k, v, self.store, layer, self.lines)
 
 
@@ -159,6 +162,7 @@ class TorchOps:
         store: Tensor,
         layer: int,
         slots: Tensor,
+        scales: KvScales | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """qkv: [T, heads + 2 kv_heads, head_dim]; returns new q and k, and v as a view."""
         num_kv_heads = store.shape[4]
@@ -168,7 +172,7 @@ class TorchOps:
             qk = qk_norm(qk, norms, num_heads)
         qk = rope(qk, rotary.cos, rotary.sin)
         q, k = qk[:, :num_heads], qk[:, num_heads:]
-        rotary.kv_targets(slots, store).append(k, v, layer)
+        rotary.kv_targets(slots, store).append(k, v, layer, scales)
         return q, k, v
 
     def rotate_and_store_latent(

@@ -130,6 +130,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "engine.sampling",
         "engine.speculation.acceptance",
     ),
+    "engine.kv_calibration": ("kernels", "engine"),
     "engine.build": ("configs.schema", "kernels.compilation", "kernels.device", "engine"),
     # -- actors, from below
     "actors.lifecycle": (
@@ -239,6 +240,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
         "demo_model",
         "kernels",
         "engine.build",
+        "engine.kv_calibration",
         "engine.constraints.compiling",
         "engine.kv.device_offer",
         "engine.kv.features",

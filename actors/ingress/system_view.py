@@ -90,7 +90,7 @@ def block_hasher(topology: Topology) -> RequestHasher | None:
             return RequestHasher(
                 identity.block_key,
                 model=identity.model,
-                dtype=identity.layout.dtype,
+                dtype=identity.layout.numbers,
                 block_size=identity.layout.block_size,
             )
     return None

@@ -1,9 +1,10 @@
 """Describes how the bytes of one block are arranged, without tensors.
 
 A layer stores planes for each token: attention with heads has a K and a V plane, latent attention
-has one, and a quantised cache has additional planes of scales. Layers of one kind have the same
-planes. The order is block-first: a block is one contiguous piece for all layers, so one copy moves
-it. With planes of equal shape a store is `[blocks, layers, planes, block_size, heads, width]`.
+has one. Layers of one kind have the same planes. The order is block-first: a block is one
+contiguous piece for all layers, so one copy moves it. With planes of equal shape a store is
+`[blocks, layers, planes, block_size, heads, width]`. The scales of e4m3 numbers are known before
+the first token and are in no block; the layout has their digest.
 
 A drafter may need a vector of the model's hidden states for every token (`engine/kv/features.py`).
 It lies in planes behind those of the last layer, so it is where the token's KV is: it is cached,
@@ -14,8 +15,9 @@ from typing import Literal, Self
 
 import msgspec
 
-KvDtype = Literal["float32", "bfloat16", "float16"]
-DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+ComputeDtype = Literal["float32", "bfloat16", "float16"]
+KvDtype = Literal["float32", "bfloat16", "float16", "fp8_e4m3"]
+DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8_e4m3": 1}
 
 
 class KvPlane(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,18 +45,27 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
 
     block_size: int  # tokens
     kinds: tuple[KvLayers, ...]
+    scales: str = ""  # digest of the scales of all heads, whichever are here; "" = there are none
     num_feature_layers: int = 0  # behind the model's, with the same planes
 
     @classmethod
     def with_heads(
-        cls, *, num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: KvDtype
+        cls,
+        *,
+        num_layers: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: KvDtype,
+        scales: str = "",
     ) -> Self:
         """Layout of a model whose layers all keep K and V of `num_kv_heads` heads."""
         planes = tuple(
             KvPlane(name=name, num_heads=num_kv_heads, width=head_dim, dtype=dtype)
             for name in ("k", "v")
         )
-        return cls(block_size=block_size, kinds=(KvLayers(num_layers=num_layers, planes=planes),))
+        kinds = (KvLayers(num_layers=num_layers, planes=planes),)
+        return cls(block_size=block_size, kinds=kinds, scales=scales)
 
     @classmethod
     def latent(cls, *, num_layers: int, block_size: int, width: int, dtype: KvDtype) -> Self:
@@ -82,6 +93,11 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
     def dtype(self) -> KvDtype:
         """The dtype of all planes, which must have one shape and dtype."""
         return self._plane.dtype
+
+    @property
+    def numbers(self) -> str:
+        """What bytes stand for: part of what the hash of a block covers."""
+        return f"{self.dtype} {self.scales}" if self.scales else self.dtype
 
     @property
     def block_bytes(self) -> int:

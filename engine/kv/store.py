@@ -43,10 +43,11 @@ _TORCH_DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
+    "fp8_e4m3": torch.uint8,  # not every operation on blocks knows the type of these bytes
 }
 # The widest integer that divides a block's bytes: fewer, wider words make the digest cheaper.
-# int32 always divides: a block has K and V, or a latent of even width, with elements of at least
-# two bytes.
+# int32 always divides: a block has K and V of even width, or a latent of even width with elements
+# of at least two bytes.
 _WORD_DTYPES = {8: torch.int64, 4: torch.int32}
 
 

@@ -131,6 +131,7 @@ class Attention:
             ctx.kv_store,
             self._layer,
             ctx.slots,
+            ctx.kv_scales,
         )
 
     def attend(self, tokens: ProjectedTokens, ctx: ForwardContext) -> Tensor:
@@ -144,6 +145,7 @@ class Attention:
             ctx.kv_store,
             ctx.attention_metadata,
             sinks=self._sinks,
+            scales=ctx.kv_scales,
         )
 
     def output(self, attended: Tensor, ctx: ForwardContext) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from engine.ranks.rank import WHOLE_MODEL, Rank
+from kernels.kv.scales import KvScales
 
 
 class Comm(Protocol):
@@ -98,6 +99,7 @@ class ForwardContext:
     attention: Any  # AttentionBackend; of a model with latent attention a LatentBackend
     attention_metadata: Any  # the result of `attention.plan` for this step
     comm: Comm
+    kv_scales: KvScales | None = None  # of a store of e4m3 numbers
     # Between attention and attention each rank has its share of the tokens (`own_rows`).
     exchanges: bool = False
     lane: int = 0  # index among the contexts that may compute at the same time

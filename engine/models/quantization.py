@@ -124,7 +124,7 @@ def read_quantization(config: ConfigFile, *, has_head: bool) -> Quantization | N
     elif beside.exists():
         section = ConfigFile.read(beside).section("quantization")
         method = "modelopt"
-    if section is None:
+    if section is None or _is_of_kv_alone(section):
         return None
     if method not in _METHODS:
         raise section.error(
@@ -139,6 +139,15 @@ def read_quantization(config: ConfigFile, *, has_head: bool) -> Quantization | N
     if has_head and quantization.covers(_HEAD):
         raise section.error("ignore", f"leaves {_HEAD} quantised; only layers' maps may be")
     return quantization
+
+
+def _is_of_kv_alone(section: ConfigFile) -> bool:
+    """Whether K and V are to be quantised, and no weights (compressed-tensors)."""
+    return (
+        section.text("quant_method", "") == "compressed-tensors"
+        and section.section("kv_cache_scheme") is not None
+        and section.section("config_groups") is None
+    )
 
 
 # ---- fp8 -----------------------------------------------------------------------------------------

@@ -42,8 +42,9 @@ _SUFFIX = ".weight"
 _PER_BYTE = 2
 _SCALE_BYTES = _FLOAT32_BYTES = 4
 # Tensors beside a quantised model's weights that are not used. Scales of activations: ours are
-# computed from the activations themselves. Scales of a quantised KV cache: K and V are not rounded.
-_UNUSED = re.compile(r"\.(input_scale|input_global_scale|weight_shape|[qkv]_scale|output_scale)$")
+# computed from the activations themselves. Scales of K and V are read by `kv_scales`.
+_UNUSED = re.compile(r"\.(input_scale|input_global_scale|weight_shape|output_scale)$")
+_KV_SCALE = re.compile(r"\.self_attn\.([a-z_]+\.)?(q|k|v|kv)_scale$")  # of unquantised models too
 
 
 class Axis(Enum):
@@ -324,8 +325,9 @@ def _needed_parts(
 
 
 def is_unused(name: str, spec: ModelSpec) -> bool:
-    """Whether a tensor of a quantised model's files carries nothing that is computed with."""
-    return spec.quantization is not None and _UNUSED.search(name) is not None
+    """Whether a tensor of a model's files is none of the weights that it computes with."""
+    is_of_quantised = spec.quantization is not None and _UNUSED.search(name) is not None
+    return is_of_quantised or _KV_SCALE.search(name) is not None
 
 
 def weight_bytes(

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
-from typing import Literal, cast
+from typing import Literal, cast, get_args
 
-from engine.kv.layout import DTYPE_BYTES, KvDtype, KvLayout
+from engine.kv.layout import ComputeDtype, KvDtype, KvLayout
 from engine.layers.rope_spec import RopeSpec
 from engine.models.config_file import ConfigFile
 from engine.models.latent_spec import LatentSpec, read_latent
@@ -76,7 +76,7 @@ class ModelSpec:
     file_prefix: str = ""  # of all names in the files; without it: of parts that are not served
     max_model_len: int  # tokens
     eos_token_ids: tuple[int, ...]  # config.json's, then generation_config.json's others
-    dtype: KvDtype  # of the weights as published
+    dtype: ComputeDtype  # of the weights as published
     pooling: Pooling | None = None  # None = it generates; else it has no head and makes embeddings
     mixture: MixtureSpec | None = None  # None = every layer is dense
     quantization: Quantization | None = None  # of the layers' linear maps; None = not quantised
@@ -117,8 +117,8 @@ class ModelSpec:
             mixture=None if mixture is None else mixture.of_rank(rank),
         )
 
-    def kv_layout(self, *, block_size: int, dtype: KvDtype) -> KvLayout:
-        """Layout of this model's KV blocks of `block_size` tokens."""
+    def kv_layout(self, *, block_size: int, dtype: KvDtype, scales: str = "") -> KvLayout:
+        """Layout of this model's KV blocks of `block_size` tokens; scales: as of `KvLayout`."""
         if self.latent is not None:
             return KvLayout.latent(
                 num_layers=self.num_layers,
@@ -132,6 +132,7 @@ class ModelSpec:
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
             dtype=dtype,
+            scales=scales,
         )
 
 
@@ -589,8 +590,9 @@ def _eos_token_ids(config: ConfigFile, folder: Path, vocab_size: int) -> tuple[i
     return tuple(dict.fromkeys(ids))
 
 
-def _dtype(config: ConfigFile) -> KvDtype:
+def _dtype(config: ConfigFile) -> ComputeDtype:
     name = config.text("dtype", config.text("torch_dtype", "float32"))
-    if name not in DTYPE_BYTES:
-        raise config.error("dtype", f"{name!r} is not supported; supported: {list(DTYPE_BYTES)}")
-    return cast("KvDtype", name)
+    supported = get_args(ComputeDtype)
+    if name not in supported:
+        raise config.error("dtype", f"{name!r} is not supported; supported: {list(supported)}")
+    return cast("ComputeDtype", name)

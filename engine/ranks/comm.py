@@ -223,7 +223,7 @@ class NcclRanks:
         lines = x.contiguous()
         arrived = x.new_empty((sum(received), *x.shape[1:]))
         options = _queued(dist.distributed_c10d.AllToAllOptions())
-        self._group.alltoall_base(arrived, lines, received, sent, options).wait()
+        _follow(self._group.alltoall_base(arrived, lines, received, sent, options))
         return arrived
 
     def gather_bytes(self, data: bytes, timeout_s: float | None = None) -> list[bytes]:

@@ -33,7 +33,7 @@ from configs.resolved import ResolvedLaps, ResolvedScheduler, resolve_laps, reso
 from configs.schema import AppConfig
 from engine.cost_model import StepWork
 from engine.errors import ConfigError
-from engine.kv.layout import DTYPE_BYTES, KvLayout
+from engine.kv.layout import KvLayout
 from engine.models.spec import ModelSpec
 from engine.runner.graph_sizes import FEW_ROWS, ragged_sizes
 from kernels.device import DeviceProperties, why_unsupported
@@ -105,8 +105,10 @@ class Footprint:
     max_model_len: int  # tokens
 
     @classmethod
-    def of(cls, spec: ModelSpec, layout: KvLayout, weights_bytes: int) -> "Footprint":
-        element_bytes = DTYPE_BYTES[layout.dtype]
+    def of(
+        cls, spec: ModelSpec, layout: KvLayout, weights_bytes: int, element_bytes: int
+    ) -> "Footprint":
+        """element_bytes: of what a step computes with."""
         # Alive at a time: the stream and its norm, q, k and v or gate and up, and their product.
         elements = 4 * spec.hidden_size + _attention_elements(spec) + _feed_forward_elements(spec)
         return cls(

@@ -55,6 +55,7 @@ from engine.sampling.sampled import RowSampler as RowSampler
 from kernels.attention.phased import Phases
 from kernels.attention.protocol import AttentionStep
 from kernels.input_ids import keep_last_tokens, resolve_input_ids
+from kernels.kv.scales import KvScales
 
 # For smaller steps, the extra attention plan costs more than the skipped last-layer queries.
 _MIN_TOKENS_TO_SKIP_QUERIES = 1024
@@ -91,6 +92,7 @@ class Executor:
         self.model = model
         self.layout = layout
         self._comm = comm
+        self._kv_scales: KvScales | None = None
         self.kv_store = KvStore(layout, num_blocks=num_blocks, device=model.device)
         self._attention = attention
         self._sends_blocks = sends_blocks
@@ -136,6 +138,11 @@ class Executor:
         """
         block_size = self.layout.block_size
         self._two_batches = TwoBatches(self.model, rule, threshold=threshold, block_size=block_size)
+
+    def use_kv_scales(self, scales: KvScales) -> None:
+        """The scales of this rank's KV heads, which a layout of e4m3 numbers needs before steps."""
+        assert self.layout.dtype == "fp8_e4m3", f"scales for {self.layout}"
+        self._kv_scales = scales
 
     def exchange_tokens(self, min_tokens: int) -> None:
         """From now on, steps of at least so many tokens that replay no graph share them out.
@@ -487,6 +494,7 @@ class Executor:
             attention=self._attention,
             attention_metadata=metadata,
             comm=self._comm,
+            kv_scales=self._kv_scales,
         )
 
     def _write_batch(

@@ -81,8 +81,12 @@ class ExpertLoads:
             mixture.router = CountingRouter(router, row, count)
 
     def reset(self) -> None:
-        """Forget what was counted so far: steps that nobody asked for."""
+        """Forget what was counted and read so far: steps that nobody asked for."""
         self._counts.zero_()
+        self._known = torch.zeros_like(self._copy)
+        self._is_copying = False
+        self._num_steps = 0
+        self.newest = None
 
     def on_step(self) -> None:
         """After a step was launched. Never waits for the device."""

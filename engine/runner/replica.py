@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from configs.schema import AppConfig, LapsConfig, SpeculationConfig
+from configs.schema import AppConfig, LapsConfig, ModelConfig, SpeculationConfig
 from engine.errors import ConfigError
-from engine.kv.layout import KvDtype, KvLayout
+from engine.kv.layout import ComputeDtype, KvLayout
 from engine.kv.store import KvStore
 from engine.layers.context import SINGLE_RANK, Comm
+from engine.models.kv_scales import scales_of_rank
 from engine.models.llama import CausalLM, attention_shape
 from engine.models.registry import WeightSource, build_model
 from engine.models.spec import ModelSpec
@@ -44,6 +46,7 @@ from kernels.attention.phased import Phases
 from kernels.attention.select import AttentionNames, BackendUnavailable, build_attention
 from kernels.attention.select_verify import add_verification
 from kernels.device import device_properties
+from kernels.kv.scales import KvScales
 
 
 def num_blocks_that_fit(
@@ -78,11 +81,21 @@ def num_blocks_that_fit(
 
 logger = logging.getLogger(__name__)
 
-DTYPES: dict[KvDtype, torch.dtype] = {
+DTYPES: dict[ComputeDtype, torch.dtype] = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+
+
+def compute_dtype(model: ModelConfig, spec: ModelSpec) -> ComputeDtype:
+    """The dtype of weights and activations: as configured; "auto" = fp32 on a CPU, else the files'.
+
+    That of K and V too, unless cache.kv_dtype says another.
+    """
+    if model.dtype != "auto":
+        return model.dtype
+    return "float32" if model.device == "cpu" else spec.dtype
 
 
 # From an executor's store to what becomes of the model's exports in its steps.
@@ -103,12 +116,14 @@ class Replica:
         *,
         sends_blocks: bool = False,
         comm: Comm = SINGLE_RANK,
+        kv_scales: Tensor | None = None,
     ) -> None:
         """`spec`, `layout`: of the part of this rank. `sizes`: of the largest steps, on all ranks.
 
         `model`: built before from an equal model section; None = load its weights here.
         `matchers`: for rows with a constraint; None = no row may have one. `sends_blocks`: as in
-        `Executor`. Raises ConfigError if model, backend and device do not go together.
+        `Executor`. `kv_scales`: fp32 [layers, 2, KV heads of all ranks] for a layout of e4m3
+        numbers. Raises ConfigError if model, backend and device do not go together.
         """
         self._config = config
         self._spec = spec
@@ -119,6 +134,11 @@ class Replica:
         self._comm = comm
         self._keep_exports: KeepExports | None = None
         self._device = torch.device(config.model.device)
+        self._dtype = DTYPES[compute_dtype(config.model, spec)]
+        self._kv_scales: KvScales | None = None
+        if kv_scales is not None:
+            of_rank = scales_of_rank(kv_scales, comm.rank)
+            self._kv_scales = KvScales.of(of_rank.to(self._device))
         asked = config.model.max_model_len
         self._max_model_len = spec.max_model_len if asked is None else asked
         attention = self._build_attention()  # before loading, so that errors come early
@@ -149,8 +169,6 @@ class Replica:
         executor = self._build(num_blocks)
         if self._overlaps:
             self._measure_overlap(executor)
-        if self._expert_loads is not None:
-            self._expert_loads.reset()
         return executor
 
     @property
@@ -212,6 +230,8 @@ class Replica:
             sends_blocks=self._sends_blocks,
             comm=self._comm,
         )
+        if self._kv_scales is not None:
+            executor.use_kv_scales(self._kv_scales)
         if self._keep_exports is not None:
             executor.keep_exports(self._keep_exports(executor.kv_store))
         min_exchanged = self._config.workers.expert_exchange_min_tokens
@@ -237,9 +257,7 @@ class Replica:
             )
         if self._overlaps:
             self._lag_and_capture(executor, recorder)
-        if self._expert_loads is not None:
-            self._expert_loads.reset()
-            executor.expert_loads = self._expert_loads
+        executor.expert_loads = self._expert_loads
         return executor
 
     @property
@@ -265,7 +283,7 @@ class Replica:
 
     def _overlap_two_batches(self, executor: Executor) -> None:
         execution, num_ranks = self._config.execution, self._comm.rank.size
-        layer = layer_costs(self._spec, num_ranks, DTYPES[self._layout.dtype].itemsize)
+        layer = layer_costs(self._spec, num_ranks, self._dtype.itemsize)
         rule = build_rule(execution, layer, device_properties(self._device))
         executor.overlap_two_batches(rule, threshold=execution.tbo_token_distribution_threshold)
 
@@ -315,7 +333,7 @@ class Replica:
         model = self._config.model
         return build_model(
             Path(model.path),
-            dtype=DTYPES[self._layout.dtype],
+            dtype=self._dtype,
             device=self._device,
             max_model_len=self._max_model_len,
             source=WeightSource(
@@ -334,7 +352,7 @@ class Replica:
         chosen = AttentionNames(prefill=names.prefill, decode=names.decode)
         given: dict[str, Any] = {
             "block_size": self._layout.block_size,
-            "dtype": DTYPES[self._layout.dtype],
+            "dtype": self._dtype,
             "device": self._device,
             "fixed_tile": self._config.model.deterministic,
         }
@@ -343,7 +361,8 @@ class Replica:
                 None if names.mask is None else load_mask_function(names.mask, self._max_model_len)
             )
             shape = attention_shape(spec, mask, num_feature_layers=self._layout.num_feature_layers)
-            phases = build_attention(chosen, shape, **given)
+            is_fp8 = self._layout.dtype == "fp8_e4m3"
+            phases = build_attention(chosen, shape, is_fp8=is_fp8, **given)
             if asked.attention_backend == "decode":
                 add_verification(phases, chosen, shape, max_queries=1 + asked.max_drafts, **given)
             return phases

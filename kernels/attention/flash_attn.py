@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.attention.protocol import AttentionShape, AttentionStep, RowTensors
+from kernels.kv.scales import KvScales
 
 _HOMES = ("vllm.vllm_flash_attn", "vllm_flash_attn")
 _HEAD_DIMS = (64, 128, 256)
@@ -143,8 +144,10 @@ class FlashAttention:
         metadata: FlashAttentionMetadata,
         out: Tensor | None = None,
         sinks: Tensor | None = None,
+        scales: KvScales | None = None,
     ) -> Tensor:
         assert sinks is None, "a shape with sinks was refused"
+        assert scales is None, "a store of e4m3 numbers was refused"
         window = self._shape.layer_windows[layer]
         attended = self._attend(
             q=q,

@@ -30,6 +30,7 @@ from kernels.attention.flash_attn import expand_blocks, expand_blocks_torch
 from kernels.attention.gathering import key_lines, to_device
 from kernels.attention.protocol import AttentionShape, AttentionStep, RowTensors, build_step
 from kernels.kv.append import layer_lines
+from kernels.kv.scales import KvScales
 
 _PACKAGE = "flash_attn.cute"
 _DTYPES = (torch.bfloat16, torch.float16)
@@ -157,8 +158,10 @@ class FlashAttention4:
         metadata: FlashAttention4Metadata,
         out: Tensor | None = None,
         sinks: Tensor | None = None,
+        scales: KvScales | None = None,
     ) -> Tensor:
         assert (sinks is not None) == self._shape.has_sinks, f"sinks {sinks} for {self._shape}"
+        assert scales is None, "a store of e4m3 numbers is not read here"
         window = self._shape.layer_windows[layer]
         keys: dict[str, Tensor]
         if metadata.reads is Reads.FRESH:

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.attention.protocol import AttentionShape, AttentionStep, RowTensors
+from kernels.kv.scales import KvScales
 
 _HEAD_DIMS = (64, 128)
 _FA3_HEAD_DIM = 128
@@ -134,8 +135,10 @@ class FlashInferAttention:
         metadata: FlashInferMetadata,
         out: Tensor | None = None,
         sinks: Tensor | None = None,
+        scales: KvScales | None = None,
     ) -> Tensor:
         assert sinks is None, "a shape with sinks was refused"
+        assert scales is None, "a store of e4m3 numbers was refused"
         if out is None:
             out = torch.empty((len(q), q.shape[1] * q.shape[2]), dtype=q.dtype, device=q.device)
         keys_and_values = (store[:, layer, 0], store[:, layer, 1])

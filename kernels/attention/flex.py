@@ -39,6 +39,7 @@ from kernels.attention.masks import LayerMask, MaskFunction
 from kernels.attention.names import BackendUnavailable
 from kernels.attention.protocol import AttentionShape, AttentionStep
 from kernels.kv.append import layer_lines
+from kernels.kv.scales import KvScales
 
 # A `mask_mod` of FlexAttention: batch, head, query slot, key slot -> bool.
 _SlotTest = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -169,8 +170,10 @@ class FlexAttention:
         metadata: FlexMetadata,
         out: Tensor | None = None,
         sinks: Tensor | None = None,
+        scales: KvScales | None = None,
     ) -> Tensor:
         """Reads all keys and values from the store, the new ones too."""
+        assert scales is None, "a store of e4m3 numbers is not read here"
         shape = self._shape
         assert (sinks is not None) == shape.has_sinks, f"sinks {sinks} for {shape}"
         if out is None:

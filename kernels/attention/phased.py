@@ -20,6 +20,7 @@ from kernels.attention.protocol import (
     RowTensors,
     StepPlanner,
 )
+from kernels.kv.scales import KvScales
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,10 +195,11 @@ class PhasedAttention(Phases):
         metadata: PhasedMetadata,
         out: Tensor | None = None,
         sinks: Tensor | None = None,
+        scales: KvScales | None = None,
     ) -> Tensor:
         if len(metadata.parts) == 1:
             part = metadata.parts[0]
-            return part.run(q, k_new, v_new, layer, store, part.metadata, out, sinks)
+            return part.run(q, k_new, v_new, layer, store, part.metadata, out, sinks, scales)
         if out is None:
             out = torch.empty((len(q), q.shape[1] * q.shape[2]), dtype=q.dtype, device=q.device)
         for part in metadata.parts:
@@ -211,6 +213,7 @@ class PhasedAttention(Phases):
                 part.metadata,
                 out[tokens],
                 sinks,
+                scales,
             )
         return out
 

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.attention.masks import LayerMask, MaskFunction
+from kernels.kv.scales import KvScales
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,6 +200,7 @@ class AttentionBackend(StepPlanner, Protocol):
         metadata: Any,  # noqa: ANN401
         out: Tensor | None = None,
         sinks: Tensor | None = None,
+        scales: KvScales | None = None,
     ) -> Tensor:
         """softmax(q k^T * scale + mask) v for every token of the step.
 
@@ -208,6 +210,8 @@ class AttentionBackend(StepPlanner, Protocol):
         Query head h reads KV head h // (heads / kv_heads).
         sinks: fp32 [heads], given if and only if the shape has sinks: one more logit in the softmax
         of a head, without a value and without `scale` (arXiv:2309.17453, learnt as in gpt-oss).
+        scales: given if and only if `store` has e4m3 numbers, as uint8. Then attention is over
+        what they stand for, the step's own tokens included: k_new and v_new are not read.
         """
         ...
 

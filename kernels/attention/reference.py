@@ -5,6 +5,8 @@ much that padding would cost more than another call. Each row with more new toke
 `scaled_dot_product_attention`, over the fresh K and V when it has no history. Grouped queries are
 a view: of the query for single tokens, of an expanded key for chunks; no head is copied. With
 attention sinks or a cap, which `scaled_dot_product_attention` does not know, both are written out.
+Of a store of e4m3 numbers (`kernels.kv.scales`) the step's own K and V are read back too; scales
+are multiplied to queries and outputs, which are fewer.
 
 For each distinct mask of the layers, `plan` determines the keys that a row needs:
 
@@ -24,6 +26,7 @@ from torch import Tensor
 from kernels.attention.masks import LayerMask
 from kernels.attention.protocol import AttentionShape, AttentionStep
 from kernels.kv.append import layer_half_blocks
+from kernels.kv.scales import KvScales, from_e4m3, times_heads
 
 # Padding slots that a batch of single-token rows may have before it is split: gathering and scoring
 # this many costs about as much as one more call.
@@ -75,8 +78,11 @@ class ReferenceAttention:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        is_fp8: bool = False,
     ) -> None:
+        """dtype: of queries; is_fp8: the store has e4m3 numbers."""
         self._shape = shape
+        self._is_fp8 = is_fp8
         self._block_size = block_size
         self._dtype = dtype
         self._device = device
@@ -101,15 +107,27 @@ class ReferenceAttention:
         metadata: ReferenceMetadata,
         out: Tensor | None = None,
         sinks: Tensor | None = None,
+        scales: KvScales | None = None,
     ) -> Tensor:
+        assert (scales is not None) == self._is_fp8, f"scales {scales}, is_fp8 {self._is_fp8}"
         groups, chunks = metadata.by_mask[self._layer_masks[layer]]
         half_blocks = layer_half_blocks(store, layer)
         assert (sinks is not None) == self._shape.has_sinks, f"sinks {sinks} for {self._shape}"
+        if scales is not None:
+            q = self._times(q, scales.factors(layer, 0))
         outputs = [self._run_group(q, half_blocks, group, sinks) for group in groups]
         outputs += [self._run_chunk(q, k_new, v_new, half_blocks, chunk, sinks) for chunk in chunks]
+        if scales is not None:
+            by_head = scales.factors(layer, 1)
+            outputs = [self._times(part, by_head) for part in outputs]
         if out is not None:
             return torch.cat(outputs, out=out)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def _times(self, x: Tensor, factors: Tensor) -> Tensor:
+        """x: [T, heads, head_dim] or [T, heads * head_dim]; factors: fp32 [kv_heads]."""
+        by_head = factors.repeat_interleave(self._shape.num_groups)[:, None]
+        return times_heads(x.reshape(len(x), self._shape.num_heads, -1), by_head).view(x.shape)
 
     # ---- one new token a row --------------------------------------------------------------------
 
@@ -213,19 +231,19 @@ class ReferenceAttention:
         queries = np.arange(num_computed, num_computed + num_new)
         first_keys = layer_mask.first_keys(queries)
         is_plain = num_computed == 0 and layer_mask.function is None and not first_keys.any()
-        if is_plain and not self._is_written_out:
+        if is_plain and not self._is_written_out and not self._is_fp8:
             return _Chunk(start=start, end=end, num_keys=num_new, half_blocks=None, mask=None)
         start_block = int(first_keys[0]) // self._block_size
         end_block = -(-(num_computed + num_new) // self._block_size)
         first_key = start_block * self._block_size
         keys = np.arange(first_key, num_computed + num_new)
-        has_history = num_computed > 0
+        is_read_back = num_computed > 0 or self._is_fp8
         return _Chunk(
             start=start,
             end=end,
             num_keys=len(keys),
             half_blocks=(
-                self._half_blocks(row_blocks[start_block:end_block]) if has_history else None
+                self._half_blocks(row_blocks[start_block:end_block]) if is_read_back else None
             ),
             mask=self._mask(layer_mask.seen(queries, keys)),
         )
@@ -284,7 +302,9 @@ class ReferenceAttention:
         return attend_written_out(q, k, v, mask, shape.scale, shape.softcap, sinks)
 
     def _keys_and_values(self, planes: Tensor) -> tuple[Tensor, ...]:
-        """planes: [planes, ..., head_dim]; both without the first dimension."""
+        """planes: [planes, ..., head_dim]; both without the first dimension, in q's dtype."""
+        if self._is_fp8:
+            planes = from_e4m3(planes, self._dtype)
         if self._shape.shared_value_dim is None:
             return planes.unbind(0)
         (k,) = planes.unbind(0)

@@ -30,6 +30,11 @@ _HOPPER = (9, 0)
 _ANY_MASK = ("flex", "reference")  # backends with more than causal masks and windows
 _SOFTCAP = ("flash_attn_4", "triton", "flex", "reference")
 _PROMPTS_ALONE = ("flash_attn_4",)
+_FP8 = ("triton", "reference")  # backends that read e4m3 numbers
+_NO_FP8 = "it is used with K and V as the model computes them, not with cache.kv_dtype fp8_e4m3"
+_NO_FP8_LATENTS = (
+    "latent attention (MLA) keeps its vectors as the model computes them; leave cache.kv_dtype out"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +45,7 @@ class _Target:
     block_size: int
     dtype: torch.dtype
     device: torch.device
+    is_fp8: bool = False  # K and V are stored as e4m3 numbers
 
 
 def build_attention(
@@ -50,32 +56,26 @@ def build_attention(
     dtype: torch.dtype,
     device: torch.device,
     fixed_tile: bool,
+    is_fp8: bool = False,
 ) -> Phases:
     """The combined backends of both phases.
 
     fixed_tile: a request's results are bitwise equal in any batch; only "triton" supports that.
+    is_fp8: K and V are stored as e4m3 numbers; "triton" and "reference" read them.
     Raises BackendUnavailable if a named (or automatic) backend cannot serve this model here.
     """
     if isinstance(shape, LatentShape):
+        if is_fp8:
+            raise BackendUnavailable(_NO_FP8_LATENTS)
         return build_latent_attention(
             names, shape, block_size=block_size, dtype=dtype, device=device, fixed_tile=fixed_tile
         )
-    return _build_paged(
-        names, shape, block_size=block_size, dtype=dtype, device=device, fixed_tile=fixed_tile
-    )
+    target = _Target(shape=shape, block_size=block_size, dtype=dtype, device=device, is_fp8=is_fp8)
+    return _build_paged(names, target, fixed_tile=fixed_tile)
 
 
-def _build_paged(
-    names: AttentionNames,
-    shape: AttentionShape,
-    *,
-    block_size: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    fixed_tile: bool,
-) -> PhasedAttention:
+def _build_paged(names: AttentionNames, target: _Target, *, fixed_tile: bool) -> PhasedAttention:
     """Of attention over K and V."""
-    target = _Target(shape=shape, block_size=block_size, dtype=dtype, device=device)
     if fixed_tile:
         _check_fixed_tile(names, target)
         triton = _build_triton(target, fixed_tile=True)
@@ -92,17 +92,21 @@ def _build_paged(
     return PhasedAttention(prefill=prefill, decode=decode, graph=graph, prompt_graph=prompt_graph)
 
 
-def automatic_name(phase: _Phase, shape: AttentionShape, device: DeviceProperties) -> AttentionName:
-    """The meaning of "auto", by device and shape alone.
+def automatic_name(
+    phase: _Phase, shape: AttentionShape, device: DeviceProperties, *, is_fp8: bool = False
+) -> AttentionName:
+    """The meaning of "auto", by device, shape and what is stored alone.
 
     On Hopper the fastest measured for the phase. On other GPUs, where FlashAttention-3 does not
     run, the Triton kernels: of the backends that are left they alone compute prompts in CUDA
-    graphs. They alone have attention sinks.
+    graphs. They have attention sinks, caps on scores and e4m3 numbers, which FlashAttention-3 here
+    lacks.
     """
     if not device.is_gpu or shape.head_dim not in _TRITON_HEAD_DIMS:
         return "reference"
     is_measured = device.capability == _HOPPER and shape.head_dim <= _MEASURED_HEAD_DIM
-    can_flash = is_measured and not shape.has_sinks
+    is_plain = not shape.has_sinks and shape.softcap is None and not is_fp8
+    can_flash = is_measured and is_plain
     return "flash_attn" if phase == "prefill" and can_flash else "triton"
 
 
@@ -113,15 +117,18 @@ def why_not(
     block_size: int,
     dtype: torch.dtype,
     device: torch.device,
+    is_fp8: bool = False,
 ) -> str | None:
     """Why backend `name` cannot serve this model on this machine; None = it can."""
-    return _why_not(name, _Target(shape=shape, block_size=block_size, dtype=dtype, device=device))
+    target = _Target(shape=shape, block_size=block_size, dtype=dtype, device=device, is_fp8=is_fp8)
+    return _why_not(name, target)
 
 
 def _resolve(name: AttentionName, phase: _Phase, target: _Target) -> str:
     chosen = name
     if name == "auto":
-        chosen = automatic_name(phase, target.shape, device_properties(target.device))
+        device = device_properties(target.device)
+        chosen = automatic_name(phase, target.shape, device, is_fp8=target.is_fp8)
     reason = _why_not_phase(chosen, phase, target)
     if reason is None:
         return chosen
@@ -173,6 +180,8 @@ def _why_not(name: str, target: _Target) -> str | None:
         return f"its kernels have causal masks and windows of them, not {what}"
     if name not in _SOFTCAP and target.shape.softcap is not None:
         return "it is used without a cap on scores"
+    if name not in _FP8 and target.is_fp8:
+        return _NO_FP8
     return _WHY_NOT[name](target)
 
 
@@ -227,7 +236,11 @@ def _build_eager(name: str, target: _Target) -> AttentionBackend:
             target.shape, block_size=target.block_size, dtype=target.dtype, device=target.device
         )
     return ReferenceAttention(
-        target.shape, block_size=target.block_size, dtype=target.dtype, device=target.device
+        target.shape,
+        block_size=target.block_size,
+        dtype=target.dtype,
+        device=target.device,
+        is_fp8=target.is_fp8,
     )
 
 

@@ -21,6 +21,7 @@ from kernels.attention.triton_decode import (
 )
 from kernels.attention.triton_prefill import PrefillConfig, PrefillWork, prefill_attention
 from kernels.device import DeviceProperties, device_properties, stages_that_fit
+from kernels.kv.scales import KvScales
 
 _HEAD_DIMS = (64, 128, 256)
 # Fewer queries per tile: a single token fills four of its rows, the rest is wasted work.
@@ -96,14 +97,15 @@ class TritonAttention:
         metadata: TritonMetadata,
         out: Tensor | None = None,
         sinks: Tensor | None = None,
+        scales: KvScales | None = None,
     ) -> Tensor:
         """Reads the fresh K and V from `store`, like all others."""
         if out is None:
             out = torch.empty((len(q), q.shape[1] * q.shape[2]), dtype=q.dtype, device=q.device)
         if metadata.decode is not None:
-            decode_attention(q, out, layer, store, metadata.decode, sinks)
+            decode_attention(q, out, layer, store, metadata.decode, sinks, scales)
         if metadata.prefill is not None:
-            prefill_attention(q, out, layer, store, metadata.prefill, sinks)
+            prefill_attention(q, out, layer, store, metadata.prefill, sinks, scales)
         return out
 
     @property

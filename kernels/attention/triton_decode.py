@@ -14,7 +14,9 @@ every replay of a captured graph is balanced anew:
 Parts of a row write (out, m + log2 l) to scratch memory. The last program to finish combines them
 in part order, so the result does not depend on which program that is. With attention sinks the
 first part of a row begins with the sink's logit in m and 1 in l: it is in the sum once, without a
-value. Knows no requests and no prefill.
+value. Of a store of e4m3 numbers (`kernels.kv.scales`) products are those of the numbers, exact in
+q's dtype; K's scale is part of the factor on the scores, V's is multiplied at the end. Knows no
+requests and no prefill.
 """
 
 import math
@@ -26,7 +28,9 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.attention.protocol import AttentionShape, RowTensors
+from kernels.kv.scales import KvScales
 from kernels.pdl import pdl_supported
+from kernels.quant.decode import decode_e4m3, knows_e4m3, uses_ptx
 
 # Smallest number of rows of tl.dot; fewer queries per KV head are padded to it.
 MIN_DOT_ROWS = 16
@@ -94,6 +98,20 @@ def layer_constants(
     }
 
 
+def check_store(q: Tensor, store: Tensor, scales: KvScales | None) -> None:
+    expected = q.dtype if scales is None else torch.uint8
+    assert store.dtype == expected, f"queries in {q.dtype} of a store in {store.dtype}"
+
+
+def decoding(q: Tensor, scales: KvScales | None) -> dict[str, bool]:
+    """The constants by which a kernel decodes e4m3 numbers, equal for all that has none."""
+    is_fp8 = scales is not None
+    return {
+        "KNOWS_E4M3": is_fp8 and knows_e4m3(q.device),
+        "USES_PTX": is_fp8 and uses_ptx(q.device),
+    }
+
+
 @triton.jit
 def key_offsets(  # noqa: ANN201
     blocks, keys, BLOCK_SIZE: tl.constexpr, BLOCK_STRIDE: tl.constexpr, TOKEN_STRIDE: tl.constexpr
@@ -112,6 +130,26 @@ def capped(scores, SOFTCAP: tl.constexpr):  # noqa: ANN201
 def sink_scores(sinks_ptr, heads, is_head):  # noqa: ANN201
     """The logits of the heads' sinks as powers of two."""
     return tl.load(sinks_ptr + heads, mask=is_head, other=0.0) * _LOG2E
+
+
+@triton.jit
+def times_scale(  # noqa: ANN201
+    x, scales_ptr, layer, plane: tl.constexpr, kv_head, NUM_KV_HEADS: tl.constexpr
+):
+    """x times the scale of one head's K (plane 0) or V (1); x itself of a store without scales."""
+    if scales_ptr is not None:
+        x = x * tl.load(scales_ptr + (layer * 2 + plane) * NUM_KV_HEADS + kv_head)
+    return x
+
+
+@triton.jit
+def stored_numbers(  # noqa: ANN201
+    x, dtype: tl.constexpr, IS_FP8: tl.constexpr, KNOWS_E4M3: tl.constexpr, USES_PTX: tl.constexpr
+):
+    """A tile of the store in the dtype of products."""
+    if IS_FP8:
+        x = decode_e4m3(x, dtype, KNOWS_E4M3, USES_PTX)
+    return x
 
 
 @triton.jit
@@ -228,6 +266,7 @@ def _decode_kernel(
     num_arrived_ptr,
     out_ptr,
     sinks_ptr,  # fp32 [heads], or None
+    scales_ptr,  # fp32 [layers, 2, kv_heads] of a store of e4m3 numbers, or None
     layer,
     SCALE_LOG2E: tl.constexpr,
     SOFTCAP_LOG2E: tl.constexpr,
@@ -246,6 +285,8 @@ def _decode_kernel(
     QUERY_ROWS: tl.constexpr,
     PART_TILE: tl.constexpr,
     NUM_COLUMNS: tl.constexpr,
+    KNOWS_E4M3: tl.constexpr,
+    USES_PTX: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
     kv_head = tl.program_id(0)
@@ -281,6 +322,8 @@ def _decode_kernel(
     )
     k_ptr = store_ptr + layer.to(tl.int64) * LAYER_STRIDE + kv_head * HEAD_DIM
     v_ptr = k_ptr + HALF_STRIDE
+    score_scale = times_scale(SCALE_LOG2E, scales_ptr, layer, 0, kv_head, NUM_KV_HEADS)
+    IS_FP8: tl.constexpr = scales_ptr is not None
 
     biggest = tl.full([QUERY_ROWS], float("-inf"), tl.float32)
     total = tl.zeros([QUERY_ROWS], tl.float32)
@@ -297,7 +340,9 @@ def _decode_kernel(
         v = tl.load(v_ptr + offsets[:, None] + dim[None, :], mask=is_key[:, None], other=0.0)
         next_keys = keys + TILE_KEYS
         blocks = tl.load(ids_ptr + next_keys // BLOCK_SIZE, mask=next_keys < end_key, other=0)
-        scores = tl.dot(q, tl.trans(k)) * SCALE_LOG2E
+        k = stored_numbers(k, q.dtype, IS_FP8, KNOWS_E4M3, USES_PTX)
+        v = stored_numbers(v, q.dtype, IS_FP8, KNOWS_E4M3, USES_PTX)
+        scores = tl.dot(q, tl.trans(k)) * score_scale
         if SOFTCAP_LOG2E > 0:
             scores = capped(scores, SOFTCAP_LOG2E)
         is_seen = is_key
@@ -311,7 +356,7 @@ def _decode_kernel(
         total = total * shrink + tl.sum(p, 1)
         acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None])
         biggest = bigger
-    out = acc / total[:, None]
+    out = times_scale(acc / total[:, None], scales_ptr, layer, 1, kv_head, NUM_KV_HEADS)
 
     first_out_ptr = out_ptr + (row.to(tl.int64) * NUM_KV_HEADS + kv_head) * (NUM_GROUPS * HEAD_DIM)
     within = group[:, None] * HEAD_DIM + dim[None, :]
@@ -395,15 +440,17 @@ def decode_attention(
     store: Tensor,
     work: DecodeWork,
     sinks: Tensor | None = None,
+    scales: KvScales | None = None,
 ) -> None:
     """Row r's query is token r of `q`; writes token r of `out`, nothing for a row without keys.
 
     q: [T, heads, head_dim], T >= R, its tokens and heads may be strided; out: [T, heads *
-    head_dim] contiguous. store: [blocks, layers, 2, block_size, kv_heads, head_dim]. sinks: fp32
-    [heads]; None compiles to a kernel that does not know of them.
+    head_dim] contiguous. store: [blocks, layers, 2, block_size, kv_heads, head_dim], with `scales`
+    of uint8. sinks: fp32 [heads]; None compiles to a kernel that does not know of them.
     """
     shape, config = work.shape, work.config
     assert (sinks is not None) == shape.has_sinks, f"sinks {sinks}, has_sinks {shape.has_sinks}"
+    check_store(q, store, scales)
     use_pdl = pdl_supported(q.device)
     items = work.items[shape.layer_windows[layer]]
     num_columns = triton.next_power_of_2(shape.num_groups) * shape.head_dim
@@ -417,12 +464,14 @@ def decode_attention(
         work.num_arrived,
         out,
         sinks,
+        None if scales is None else scales.scale,
         layer,
         **layer_constants(q, layer, store, shape),
         TILE_KEYS=config.tile_keys,
         QUERY_ROWS=max(MIN_DOT_ROWS, num_columns // shape.head_dim),
         PART_TILE=max(1, _COMBINED_ELEMENTS // num_columns),
         NUM_COLUMNS=num_columns,
+        **decoding(q, scales),
         USE_PDL=use_pdl,
         num_warps=config.num_warps,
         num_stages=config.num_stages,

@@ -16,7 +16,7 @@ A program computes a tile of a row's tokens with all query heads of one KV head:
 *Fixed tiles* make a query's result bitwise independent of its surroundings: every query goes
 through one kernel of one shape and sees tiles counted from key 0 in order, all of them masked. A
 tile of which it sees nothing changes nothing (its maximum stays, factors are exactly 1, weights
-exactly 0). Knows no requests.
+exactly 0). A store of e4m3 numbers is read as in `triton_decode`. Knows no requests.
 """
 
 from dataclasses import dataclass
@@ -29,10 +29,15 @@ from kernels.attention.protocol import AttentionShape, RowTensors
 from kernels.attention.triton_decode import (
     MIN_DOT_ROWS,
     capped,
+    check_store,
+    decoding,
     key_offsets,
     layer_constants,
     sink_scores,
+    stored_numbers,
+    times_scale,
 )
+from kernels.kv.scales import KvScales
 from kernels.pdl import pdl_supported
 
 _ROW_TILE = 128
@@ -95,8 +100,8 @@ def _attend(
     acc,
     first_key,
     end_key,
+    score_scale,
     IS_MASKED: tl.constexpr,
-    SCALE_LOG2E: tl.constexpr,
     SOFTCAP_LOG2E: tl.constexpr,
     WINDOW: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -104,6 +109,9 @@ def _attend(
     BLOCK_STRIDE: tl.constexpr,
     TOKEN_STRIDE: tl.constexpr,
     TILE_KEYS: tl.constexpr,
+    IS_FP8: tl.constexpr,
+    KNOWS_E4M3: tl.constexpr,
+    USES_PTX: tl.constexpr,
 ):
     """Add keys [first_key, end_key) to the online softmax; unmasked: all queries see all keys."""
     lane = tl.arange(0, TILE_KEYS)
@@ -125,7 +133,9 @@ def _attend(
         else:
             k = tl.load(k_ptr + offsets[:, None] + dim[None, :])
             v = tl.load(v_ptr + offsets[:, None] + dim[None, :])
-        scores = tl.dot(q, tl.trans(k)) * SCALE_LOG2E
+        k = stored_numbers(k, q.dtype, IS_FP8, KNOWS_E4M3, USES_PTX)
+        v = stored_numbers(v, q.dtype, IS_FP8, KNOWS_E4M3, USES_PTX)
+        scores = tl.dot(q, tl.trans(k)) * score_scale
         if SOFTCAP_LOG2E > 0:
             scores = capped(scores, SOFTCAP_LOG2E)
         if IS_MASKED:
@@ -162,6 +172,7 @@ def _prefill_kernel(
     block_ids_ptr,
     out_ptr,
     sinks_ptr,  # fp32 [heads], or None
+    scales_ptr,  # fp32 [layers, 2, kv_heads] of a store of e4m3 numbers, or None
     layer,
     first_row,
     num_rows,
@@ -183,6 +194,8 @@ def _prefill_kernel(
     TILE_KEYS: tl.constexpr,
     ROW_TILE: tl.constexpr,
     IS_FIXED_TILE: tl.constexpr,
+    KNOWS_E4M3: tl.constexpr,
+    USES_PTX: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
     if USE_PDL:
@@ -229,6 +242,8 @@ def _prefill_kernel(
 
     k_ptr = store_ptr + layer.to(tl.int64) * LAYER_STRIDE + kv_head * HEAD_DIM
     v_ptr = k_ptr + HALF_STRIDE
+    IS_FP8: tl.constexpr = scales_ptr is not None
+    score_scale = times_scale(SCALE_LOG2E, scales_ptr, layer, 0, kv_head, NUM_KV_HEADS)
     biggest = tl.full([TILE_QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([TILE_QUERIES], tl.float32)
     acc = tl.zeros([TILE_QUERIES, HEAD_DIM], tl.float32)
@@ -240,16 +255,19 @@ def _prefill_kernel(
     if WINDOW == 0 and not IS_FIXED_TILE:
         biggest, total, acc = _attend(
             q, k_ptr, v_ptr, ids_ptr, positions, biggest, total, acc, first_key, full_end,
-            False, SCALE_LOG2E, SOFTCAP_LOG2E, WINDOW,
+            score_scale, False, SOFTCAP_LOG2E, WINDOW,
             HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, TOKEN_STRIDE, TILE_KEYS,
+            IS_FP8, KNOWS_E4M3, USES_PTX,
         )  # fmt: skip
     biggest, total, acc = _attend(
         q, k_ptr, v_ptr, ids_ptr, positions, biggest, total, acc, full_end, end_key,
-        True, SCALE_LOG2E, SOFTCAP_LOG2E, WINDOW,
+        score_scale, True, SOFTCAP_LOG2E, WINDOW,
         HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, TOKEN_STRIDE, TILE_KEYS,
+        IS_FP8, KNOWS_E4M3, USES_PTX,
     )  # fmt: skip
     # A token before the row's first key has seen nothing and gets zeros.
     out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    out = times_scale(out, scales_ptr, layer, 1, kv_head, NUM_KV_HEADS)
     out_at = out_ptr + (tokens * NUM_KV_HEADS * NUM_GROUPS + heads)[:, None] * HEAD_DIM
     tl.store(out_at + dim[None, :], out.to(out_ptr.dtype.element_ty), mask=is_query)
 
@@ -261,15 +279,17 @@ def prefill_attention(
     store: Tensor,
     work: PrefillWork,
     sinks: Tensor | None = None,
+    scales: KvScales | None = None,
 ) -> None:
     """Writes the tokens of the rows of `work` to `out`, nothing for a row without keys.
 
     q: [T, heads, head_dim], tokens as in `rows.cu_tokens`, tokens and heads may be strided; out:
-    [T, heads * head_dim] contiguous. store: [blocks, layers, 2, block_size, kv_heads, head_dim].
-    sinks: fp32 [heads]; None compiles to a kernel that does not know of them.
+    [T, heads * head_dim] contiguous. store: [blocks, layers, 2, block_size, kv_heads, head_dim],
+    with `scales` of uint8. sinks: fp32 [heads]; None compiles to a kernel that knows none.
     """
     shape, config = work.shape, work.config
     assert (sinks is not None) == shape.has_sinks, f"sinks {sinks}, has_sinks {shape.has_sinks}"
+    check_store(q, store, scales)
     use_pdl = pdl_supported(q.device)
     padded_groups = triton.next_power_of_2(shape.num_groups)
     tile_queries = max(config.tile_queries, padded_groups, MIN_DOT_ROWS)
@@ -283,6 +303,7 @@ def prefill_attention(
         work.rows.block_ids,
         out,
         sinks,
+        None if scales is None else scales.scale,
         layer,
         work.first_row,
         work.num_rows,
@@ -292,6 +313,7 @@ def prefill_attention(
         TILE_KEYS=config.tile_keys,
         ROW_TILE=_ROW_TILE,
         IS_FIXED_TILE=work.is_fixed_tile,
+        **decoding(q, scales),
         USE_PDL=use_pdl,
         num_warps=config.num_warps,
         num_stages=config.num_stages,

@@ -5,7 +5,8 @@ For each head of q and k, with (x1, x2) the halves of its head_dim:
     x = x / sqrt(mean(x^2) + eps) * weight                     QK-norm, if the model has it
     (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin)             arXiv:2104.09864, halves as pairs
 
-k and v are then written to their token's slot. All in fp32, rounded once at the end. A program
+k and v are then written to their token's slot, as they are or as e4m3 numbers of a scale (see
+`kernels.kv.scales`). All in fp32, rounded once at the end, and once more to e4m3. A program
 computes a few heads of one token; a head's sum is taken in the same order in any batch.
 Torch twin: `kernels.reference.TorchOps.rotate_and_store`.
 """
@@ -15,8 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.kv.scales import KvScales
 from kernels.ops import HeadNorms
 from kernels.pdl import pdl_supported
+from kernels.quant.decode import encode_e4m3, knows_e4m3
 
 # Pairs per program: with 16-bit elements a thread loads 16 bytes of either half of a head.
 _PAIRS = 1024
@@ -34,6 +37,7 @@ def _rotate_and_store_kernel(
     q_weight_ptr,  # [head_dim]
     k_weight_ptr,  # [head_dim]
     store_ptr,  # [blocks, layers, 2, block_size, kv_heads, head_dim]
+    inverse_ptr,  # fp32 [layers, 2, kv_heads] of a store of e4m3 numbers, or None
     layer,
     eps: tl.constexpr,
     NUM_HEADS: tl.constexpr,
@@ -44,6 +48,7 @@ def _rotate_and_store_kernel(
     HAS_NORM: tl.constexpr,
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
+    KNOWS_E4M3: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
     if USE_PDL:
@@ -94,6 +99,12 @@ def _rotate_and_store_kernel(
     start = line * (NUM_KV_HEADS * HEAD_DIM) + (kv_heads - is_v * NUM_KV_HEADS) * HEAD_DIM
     kept = store_ptr + start[:, None] + columns[None, :]
     is_kept = mask & (kv_heads >= 0)[:, None] & (slot >= 0)
+    if inverse_ptr is not None:
+        factors = inverse_ptr + layer * (2 * NUM_KV_HEADS) + kv_heads
+        is_head = (kv_heads >= 0) & (heads < num_all)
+        inverse = tl.load(factors, mask=is_head, other=0.0)[:, None]
+        out1 = encode_e4m3(out1.to(tl.float32) * inverse, KNOWS_E4M3)
+        out2 = encode_e4m3(out2.to(tl.float32) * inverse, KNOWS_E4M3)
     tl.store(kept, out1, mask=is_kept)
     tl.store(kept + half_dim, out2, mask=is_kept)
 
@@ -106,17 +117,19 @@ def rotate_and_store(
     store: Tensor,
     layer: int,
     slots: Tensor,
+    scales: KvScales | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Rotates q and k in `qkv`, in place; writes k and v to `store`; returns views q, k, v.
 
     qkv: [T, heads + 2 kv_heads, head_dim], contiguous, in the store's dtype; cos_sin: fp32
     [max_positions, head_dim]; positions, slots: int32 [T]; a slot of -1 writes no k and v. Without
-    query heads q is empty. store: [blocks, layers, 2, block_size, kv_heads, head_dim].
+    query heads q is empty. store: [blocks, layers, 2, block_size, kv_heads, head_dim]; with
+    `scales` of uint8, e4m3 numbers.
     """
     num_tokens, num_all_heads, head_dim = qkv.shape
     _, num_layers, _, block_size, num_kv_heads, _ = store.shape
     num_heads = num_all_heads - 2 * num_kv_heads
-    _check(qkv, norms, cos_sin, positions, store, slots)
+    _check(qkv, norms, cos_sin, positions, store, slots, scales)
     assert 0 <= layer < num_layers, f"layer {layer} of {num_layers}"
     half = triton.next_power_of_2(head_dim // 2)
     heads = min(max(_PAIRS // half, 1), triton.next_power_of_2(num_all_heads))
@@ -130,6 +143,7 @@ def rotate_and_store(
             qkv if norms is None else norms.q_weight,
             qkv if norms is None else norms.k_weight,
             store,
+            None if scales is None else scales.inverse,
             layer,
             eps=0.0 if norms is None else norms.eps,
             NUM_HEADS=num_heads,
@@ -140,6 +154,7 @@ def rotate_and_store(
             HAS_NORM=norms is not None,
             HEADS=heads,
             HALF=half,
+            KNOWS_E4M3=scales is not None and knows_e4m3(qkv.device),
             USE_PDL=use_pdl,
             num_warps=_NUM_WARPS,
             launch_pdl=use_pdl,
@@ -155,11 +170,16 @@ def _check(
     positions: Tensor,
     store: Tensor,
     slots: Tensor,
+    scales: KvScales | None,
 ) -> None:
     num_tokens, num_all_heads, head_dim = qkv.shape
     assert store.shape[5] == head_dim, f"heads of {head_dim} in a store of {store.shape[5]}"
     assert num_all_heads >= 2 * store.shape[4], f"{num_all_heads} heads, {store.shape[4]} of K"
-    assert qkv.dtype == store.dtype, f"{qkv.dtype} into a store in {store.dtype}"
+    stored = qkv.dtype if scales is None else torch.uint8
+    assert store.dtype == stored, f"{qkv.dtype} into a store in {store.dtype}"
+    if scales is not None:
+        expected = (store.shape[1], 2, store.shape[4])
+        assert scales.inverse.shape == expected, f"{list(scales.inverse.shape)}, {list(expected)}"
     assert qkv.is_contiguous(), f"qkv with strides {qkv.stride()}"
     assert store.is_contiguous(), f"store with strides {store.stride()}"
     assert cos_sin.dtype == torch.float32, f"angles in {cos_sin.dtype}"

@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 
 _E4M3_CAPABILITY = (8, 9)
+_NAN_E4M3 = tl.constexpr(0x7F)
 
 
 @cache
@@ -70,6 +71,27 @@ def decode_e4m3(  # noqa: ANN201
         half = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
         numbers = (half.to(tl.float16, bitcast=True) * 256.0).to(dtype)
     return numbers
+
+
+@triton.jit
+def encode_e4m3(x, KNOWS_E4M3: tl.constexpr):  # noqa: ANN201
+    """x: fp32 tile; returns uint8: the nearest e4m3 number, ties to even, at most 448 in size.
+
+    NaN of what is not finite. Torch twin: `kernels.kv.scales.to_e4m3` with a scale of 1.
+    """
+    is_finite = tl.abs(x) < float("inf")
+    x = tl.minimum(tl.maximum(x, -448.0), 448.0)
+    if KNOWS_E4M3:
+        codes = x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        bits = x.to(tl.uint32, bitcast=True)
+        size = bits & 0x7FFFFFFF
+        # Half of the last of three places is added, less one where that place is even already.
+        normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)
+        # The last place of 2^14 in fp32 is that of subnormal numbers, 2^-9.
+        subnormal = (tl.abs(x) + 16384.0).to(tl.uint32, bitcast=True) & 0xF
+        codes = tl.where(size >= (121 << 23), normal, subnormal) | ((bits >> 24) & 0x80)
+    return tl.where(is_finite, codes.to(tl.uint8), _NAN_E4M3).to(tl.uint8)
 
 
 # Two bytes become two pairs of bfloat16: (a & b) | c of the low, then of the high bits of each.

@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 
 from configs.schema import AppConfig
-from engine.build import kv_dtype
 from engine.layers.moe import Mixture, Router
 from engine.models.llama import CausalLM
 from engine.models.registry import WeightSource, build_model
 from engine.models.spec import load_spec
-from engine.runner.replica import DTYPES
+from engine.runner.replica import DTYPES, compute_dtype
 from kernels.moe.routes import Routes
 
 
@@ -93,7 +92,7 @@ def build_pinned(config: AppConfig, max_tokens: int, seed: int) -> CausalLM:
     model, spec = config.model, load_spec(Path(config.model.path))
     built = build_model(
         Path(model.path),
-        dtype=DTYPES[kv_dtype(model, spec)],
+        dtype=DTYPES[compute_dtype(model, spec)],
         device=torch.device(model.device),
         max_model_len=model.max_model_len or spec.max_model_len,
         source=WeightSource(is_random=model.weights == "random"),

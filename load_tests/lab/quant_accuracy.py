@@ -2,11 +2,13 @@
 
     python -m load_tests.lab.quant_accuracy
     python -m load_tests.lab.quant_accuracy --device cuda --windows 64    # with the GPU's products
+    python -m load_tests.lab.quant_accuracy --forms --kv                  # K and V in FP8 alone
 
 Writes the model in each format (rounded to the nearest, without calibration), loads it as the
 engine does, and compares its predictions of held-out text with those of the model as published: the
 files of the standard library that `demo_model/corpus.py` keeps out of training. On a GPU windows
-are prompts, so inputs are rounded where the engine rounds them.
+are prompts, so inputs are rounded where the engine rounds them. With `--kv` also of the published
+weights with K and V in e4m3: with all scales 1, and calibrated on other windows.
 
     KL          mean over tokens of sum p log(p / q), nats; p of the model as published
     top 1       share of tokens whose most likely successor is the same
@@ -27,6 +29,8 @@ import torch.nn.functional as F  # noqa: N812  (the field's own spelling)
 from torch import Tensor
 
 from configs.load import PROJECT_ROOT
+from engine.kv.layout import KvDtype
+from engine.kv_calibration import largest_numbers, scales_for
 from engine.models.llama import CausalLM, attention_shape
 from engine.models.registry import WeightSource, build_model
 from engine.plan import RowAdmission, StepPlan
@@ -36,6 +40,7 @@ from engine.runner.warm_up import release_step
 from engine.sampling.sampler import Sampler
 from engine.text.tokenizing import load_tokenizer
 from kernels.attention.select import AttentionNames, build_attention
+from kernels.kv.scales import KvScales
 from load_tests.tables import render_rows
 from load_tests.testbed.quantised_folders import FORMS, write_quantised
 
@@ -60,13 +65,15 @@ class Accuracy:
 class Scorer:
     """All logits of one prompt at a time."""
 
-    def __init__(self, model: CausalLM) -> None:
+    def __init__(self, model: CausalLM, kv_scales: Tensor | None = None) -> None:
+        """kv_scales: fp32 [layers, 2, KV heads]; None = K and V are kept as they are computed."""
+        dtype: KvDtype = "bfloat16" if model.device.type == "cuda" else "float32"
         self._num_blocks = -(-WINDOW // BLOCK_SIZE)
-        spec, is_gpu = model.spec, model.device.type == "cuda"
+        spec, is_fp8 = model.spec, kv_scales is not None
         shape = attention_shape(spec)
         self._executor = Executor(
             model,
-            layout=spec.kv_layout(block_size=BLOCK_SIZE, dtype="bfloat16" if is_gpu else "float32"),
+            layout=spec.kv_layout(block_size=BLOCK_SIZE, dtype="fp8_e4m3" if is_fp8 else dtype),
             num_blocks=self._num_blocks,
             max_rows=1,
             max_model_len=spec.max_model_len,
@@ -79,8 +86,11 @@ class Scorer:
                 dtype=model.dtype,
                 device=model.device,
                 fixed_tile=False,
+                is_fp8=is_fp8,
             ),
         )
+        if kv_scales is not None:
+            self._executor.use_kv_scales(KvScales.of(kv_scales.to(model.device)))
 
     def log_probabilities(self, token_ids: Sequence[int]) -> Tensor:
         """[T, vocab] fp32, of what follows each token."""
@@ -127,10 +137,14 @@ def _held_out_texts(stdlib: Path) -> Iterator[str]:
 
 
 def compare(
-    name: str, model: CausalLM, windows: Sequence[list[int]], published: Sequence[Tensor]
+    name: str,
+    model: CausalLM,
+    windows: Sequence[list[int]],
+    published: Sequence[Tensor],
+    kv_scales: Tensor | None = None,
 ) -> Accuracy:
     """published: the published model's log-probabilities of each window."""
-    scorer = Scorer(model)
+    scorer = Scorer(model, kv_scales)
     kl, same, loss, num_tokens = 0.0, 0, 0.0, 0
     for window, theirs in zip(windows, published, strict=True):
         ours = scorer.log_probabilities(window).cpu()
@@ -174,6 +188,24 @@ def measure(
         yield compare(name, model, windows, published)
 
 
+def measure_kv(
+    windows: Sequence[list[int]], others: Sequence[list[int]], device: torch.device
+) -> Iterator[Accuracy]:
+    """The published weights, then with K and V in e4m3; others: windows to calibrate on."""
+    exact = Scorer(build_model(MODEL, dtype=torch.float32, device=torch.device("cpu")))
+    published = [exact.log_probabilities(window) for window in windows]
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    model = build_model(MODEL, dtype=dtype, device=device)
+    largest = largest_numbers(MODEL, others, device.type)
+    yield compare("K and V as computed", model, windows, published)
+    for name, scales in (
+        ("K and V in e4m3, scales 1", torch.ones_like(largest)),
+        ("K and V in e4m3, calibrated", scales_for(largest, 2.0)),
+        ("the same, one scale a tensor", scales_for(largest, 2.0).amax(2, keepdim=True)),
+    ):
+        yield compare(name, model, windows, published, scales.expand_as(largest))
+
+
 def render(found: Sequence[Accuracy]) -> str:
     header = ("weights", "KL, nats", "top 1 the same", "perplexity", "more")
     first = found[0].perplexity
@@ -194,13 +226,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--windows", type=int, default=32, help=f"of {WINDOW} tokens each")
-    parser.add_argument("--forms", nargs="+", choices=[*FORMS, ONLINE], default=[*FORMS, ONLINE])
+    parser.add_argument("--kv", action="store_true", help="K and V in e4m3, too")
+    parser.add_argument("--forms", nargs="*", choices=[*FORMS, ONLINE], default=[*FORMS, ONLINE])
     args = parser.parse_args()
-    windows = held_out_windows(args.windows)
+    windows, device = held_out_windows(args.windows), torch.device(args.device)
     with tempfile.TemporaryDirectory() as scratch:
-        found = list(measure(args.forms, windows, torch.device(args.device), Path(scratch)))
+        found = list(measure(args.forms, windows, device, Path(scratch)))
     print(f"{found[0].num_tokens} tokens of held-out text, {args.device}\n")
     print(render(found))
+    if args.kv:
+        drawn = held_out_windows(2 * args.windows + 1)
+        others = [window for window in drawn if window not in windows]
+        print(f"\n{render(list(measure_kv(windows, others, device)))}")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kernels.kv.scales import KvScales
 from kernels.ops import HeadNorms, LatentNorm, Ops
 
 # Of the whole result, relative: one rounding and a few more inside.
@@ -87,8 +88,11 @@ class OpsChecks:
         assert torch.equal(ours, added)
         assert_near(normed, exact_norm(added, weight, eps))
 
-    def rotate_and_store(self, heads: Heads, num_tokens: int) -> None:
-        """Every layer of a store, each with other slots; the third token has none."""
+    def rotate_and_store(self, heads: Heads, num_tokens: int, *, in_fp8: bool = False) -> None:
+        """Every layer of a store, each with other slots; the third token has none.
+
+        in_fp8: K and V are kept as e4m3 numbers, with scales so small that some are cut off.
+        """
         num_blocks, num_layers, max_positions = 7 + num_tokens, 3, 50
         norms = None
         if heads.has_norms:
@@ -99,6 +103,12 @@ class OpsChecks:
         cos_sin = torch.cat((angles.cos(), angles.sin()), dim=1).to(self.device)
         sizes = (num_layers, 2, heads.block_size, heads.num_kv_heads, heads.head_dim)
         store = self.random(num_blocks, *sizes)
+        scales = None
+        if in_fp8:
+            store = torch.randint(256, store.shape, generator=self.generator).to(store.device)
+            store = store.to(torch.uint8)
+            spread = torch.rand((num_layers, 2, heads.num_kv_heads), generator=self.generator)
+            scales = KvScales.of((10.0 ** (-4 + 5 * spread)).to(self.device))
         num_all_heads = heads.num_heads + 2 * heads.num_kv_heads
         for layer in range(num_layers):
             qkv = self.random(num_tokens, num_all_heads, heads.head_dim)
@@ -111,14 +121,17 @@ class OpsChecks:
             rotary = self.ops.rotary(cos_sin, positions.int().to(self.device))
             on_device = slots.int().to(self.device)
             with _poisoned_memory():
-                q, k, v = self.ops.rotate_and_store(qkv, norms, rotary, store, layer, on_device)
+                q, k, v = self.ops.rotate_and_store(
+                    qkv, norms, rotary, store, layer, on_device, scales
+                )
             assert_near(torch.cat((q, k), dim=1), exact)
             assert torch.equal(v, v_before)
             for token, slot in enumerate(slots.tolist()):
                 if slot >= 0:
                     block, place = divmod(slot, heads.block_size)
-                    before[block, layer, 0, place] = k[token]
-                    before[block, layer, 1, place] = v[token]
+                    for plane, x in enumerate((k[token], v[token])):
+                        kept = x if scales is None else nearest(x, scales.inverse[layer, plane])
+                        before[block, layer, plane, place] = kept
             assert torch.equal(store, before)
 
     def rotate_and_store_latent(
@@ -162,6 +175,26 @@ class OpsChecks:
                     block, place = divmod(slot, block_size)
                     before[block, layer, 0, place] = kept[token]
             assert torch.equal(store, before)
+
+
+def nearest(x: Tensor, inverse: Tensor) -> Tensor:
+    """The bytes of the e4m3 numbers nearest to x * inverse, ties to even, found in a table.
+
+    x: [heads, n], inverse: fp32 [heads]. What is beyond 448 is 448; what is not finite is NaN.
+    """
+    codes = torch.arange(127, dtype=torch.int64)  # 127 is NaN
+    exponents, places = codes // 8, codes % 8
+    table = torch.where(
+        exponents > 0, (8 + places) * 2.0 ** (exponents - 10.0), places * 2.0**-9
+    ).double()
+    scaled = (x.float() * inverse[:, None]).double().cpu()
+    distances = (scaled.abs().clamp(max=448)[..., None] - table).abs()
+    best = distances.amin(dim=-1, keepdim=True)
+    # Of two that are equally near, the even one.
+    found = torch.where(distances == best, codes % 2 * 1000 + codes, 10**6).amin(dim=-1) % 1000
+    found = found + 128 * scaled.signbit()
+    found = found.masked_fill(~scaled.isfinite(), 127)
+    return found.to(torch.uint8).to(x.device)
 
 
 def exact_latent_rotation(x: Tensor, cos_sin: Tensor, *, is_interleaved: bool) -> Tensor:

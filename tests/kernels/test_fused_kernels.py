@@ -41,6 +41,7 @@ def check_interpreted() -> None:
         checks.norms_with_fp32_weights(3, 129)
         for heads in SMALL_HEADS:
             checks.rotate_and_store(heads, num_tokens=5)
+        checks.rotate_and_store(SMALL_HEADS[0], num_tokens=3, in_fp8=True)
         checks.rotate_and_store(REAL_HEADS[0], num_tokens=3)
         checks.rotate_and_store_latent(4, 3, 20, (6, 10), of_pairs=True)
         checks.rotate_and_store_latent(3, 0, 16, (0, 8), of_pairs=False)
@@ -95,6 +96,16 @@ def test_the_gate_on_a_gpu(dtype: torch.dtype, num_rows: int, n: int) -> None:
 @pytest.mark.parametrize("heads", [*SMALL_HEADS, *REAL_HEADS])
 def test_rotation_on_a_gpu(dtype: torch.dtype, num_tokens: int, heads: Heads) -> None:
     OpsChecks(TritonOps(), dtype, "cuda").rotate_and_store(heads, num_tokens)
+
+
+@pytest.mark.gpu
+@GPU_DTYPES
+@pytest.mark.parametrize("num_tokens", [1, 5, 131])
+@pytest.mark.parametrize("heads", [*SMALL_HEADS, *REAL_HEADS])
+def test_k_and_v_are_rounded_to_e4m3_on_a_gpu(
+    dtype: torch.dtype, num_tokens: int, heads: Heads
+) -> None:
+    OpsChecks(TritonOps(), dtype, "cuda").rotate_and_store(heads, num_tokens, in_fp8=True)
 
 
 @pytest.mark.gpu

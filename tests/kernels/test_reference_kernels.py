@@ -160,6 +160,7 @@ def test_keys_and_values_go_to_their_slots_once_rotated(
 ) -> None:
     heads = Heads(num_heads=4, num_kv_heads=2, head_dim=6, block_size=3, has_norms=has_norms)
     OpsChecks(TorchOps(), dtype).rotate_and_store(heads, num_tokens)
+    OpsChecks(TorchOps(), dtype).rotate_and_store(heads, num_tokens, in_fp8=True)
 
 
 @pytest.mark.parametrize("of_pairs", [False, True])

@@ -11,6 +11,7 @@ from kernels.attention import triton_decode, triton_prefill
 from kernels.attention.protocol import AttentionShape, build_step
 from kernels.device import DeviceProperties, stages_that_fit, why_unsupported
 from kernels.kv import rotate_and_store
+from kernels.kv.scales import KvScales
 from kernels.linear import invariant, small
 from kernels.moe import align, combine, few, grouped, router
 from kernels.moe.tiles import ExpertShape, build_plan
@@ -126,8 +127,9 @@ def test_the_compiler_needs_no_more_shared_memory_than_there_is(name: str) -> No
         for num_rows in (4096, 16384):
             invariant.invariant_linear(weight_of(3, 4096), weight_of(num_rows, 4096), None)
         for shape in SHAPES:
-            _attend(shape, fixed_tile=False)
-            _attend(shape, fixed_tile=True)
+            for is_fp8 in (False, True):
+                _attend(shape, fixed_tile=False, is_fp8=is_fp8)
+                _attend(shape, fixed_tile=True, is_fp8=is_fp8)
     assert {"_small_linear_kernel", "_invariant_linear_kernel"} < set(found)
     assert {"_decode_kernel", "_prefill_kernel"} < set(found)
     assert max(found.values()) <= device.shared_memory_per_block_bytes, found
@@ -144,15 +146,17 @@ def test_kernels_without_tiles_compile_for_every_gpu(name: str) -> None:
         silu_mul.silu_mul(weight_of(3, 24576))
         rows_triton.greedy(weight_of(3, 151936))
         norm, places = torch.empty(128, dtype=torch.bfloat16), torch.zeros(3, dtype=torch.int32)
-        rotate_and_store.rotate_and_store(
-            torch.empty(3, 48, 128, dtype=torch.bfloat16),
-            HeadNorms(q_weight=norm, k_weight=norm, eps=1e-6),
-            torch.empty(64, 128),
-            places,
-            torch.empty(8, 1, 2, 16, 8, 128, dtype=torch.bfloat16),
-            0,
-            places,
-        )
+        for dtype in (torch.bfloat16, torch.uint8):
+            rotate_and_store.rotate_and_store(
+                torch.empty(3, 48, 128, dtype=torch.bfloat16),
+                HeadNorms(q_weight=norm, k_weight=norm, eps=1e-6),
+                torch.empty(64, 128),
+                places,
+                torch.empty(8, 1, 2, 16, 8, 128, dtype=dtype),
+                0,
+                places,
+                KvScales.of(torch.ones(1, 2, 8)) if dtype == torch.uint8 else None,
+            )
     assert len(found) >= 4
     assert max(found.values()) <= device.shared_memory_per_block_bytes, found
 
@@ -186,8 +190,8 @@ def test_kernels_of_a_mixture_compile_for_every_gpu(name: str) -> None:
     assert max(found.values()) <= device.shared_memory_per_block_bytes, found
 
 
-def _attend(shape: AttentionShape, *, fixed_tile: bool) -> None:
-    """Few, some and many decoding rows, and a prompt."""
+def _attend(shape: AttentionShape, *, fixed_tile: bool, is_fp8: bool) -> None:
+    """Few, some and many decoding rows, and a prompt; is_fp8: over e4m3 numbers."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             attention, "check_supported", lambda *_: None
@@ -199,11 +203,13 @@ def _attend(shape: AttentionShape, *, fixed_tile: bool) -> None:
             device=torch.device("cpu"),
             fixed_tile=fixed_tile,
         )
-    store = torch.empty(8, 1, 2, 16, shape.num_kv_heads, shape.head_dim, dtype=torch.bfloat16)
+    dtype = torch.uint8 if is_fp8 else torch.bfloat16
+    store = torch.empty(8, 1, 2, 16, shape.num_kv_heads, shape.head_dim, dtype=dtype)
+    scales = KvScales.of(torch.ones(1, 2, shape.num_kv_heads)) if is_fp8 else None
     for num_rows in (1, 20, 130):
         step = build_step(
             [1] * num_rows + [20], [3] * (num_rows + 1), [[0, 1]] * (num_rows + 1), "cpu"
         )
         num_tokens = num_rows + 20
         q = torch.empty(num_tokens, shape.num_heads, shape.head_dim, dtype=torch.bfloat16)
-        backend.run(q, q, q, 0, store, backend.plan(step))
+        backend.run(q, q, q, 0, store, backend.plan(step), None, None, scales)

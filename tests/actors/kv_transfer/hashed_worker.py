@@ -40,6 +40,7 @@ from engine.scheduling.finish import FinishRules
 from engine.scheduling.scheduler import Scheduler
 from kernels.attention.phased import Phases
 from kernels.attention.select import AttentionNames, build_attention
+from kernels.kv.scales import KvScales
 from tests.actors.kv_transfer.line_sampler import LineSampler
 from tests.actors.kv_transfer.token_by_token import build_token_by_token
 from tests.harness.tiny_models import VOCAB_SIZE
@@ -89,12 +90,18 @@ class NotingScheduler(Scheduler):
 class HashedWorker:
     """An executor, and for each trial a new scheduler with its books, neighbours and limits."""
 
-    def __init__(self, folder: Path, device: str, *, captures: bool = False) -> None:
-        """`captures`: decode steps replay CUDA graphs. Deterministic mode on a GPU."""
+    def __init__(
+        self, folder: Path, device: str, *, captures: bool = False, in_fp8: bool = False
+    ) -> None:
+        """`captures`: decode steps replay CUDA graphs. Deterministic mode on a GPU.
+
+        in_fp8: K and V are kept as e4m3 numbers.
+        """
         self._device = torch.device(device)
-        model, attention = _build_model(folder, self._device)
-        self._spec = model.spec
-        self.layout = layout_of(folder, device)
+        model, attention = _build_model(folder, self._device, in_fp8=in_fp8)
+        self._spec = spec = model.spec
+        self.layout = layout_of(folder, device, in_fp8=in_fp8)
+        scales = KvScales.of(torch.full((spec.num_layers, 2, spec.num_kv_heads), 0.3).to(device))
         self._sampler = LineSampler(
             Sampler(model.spec.vocab_size, MAX_ROWS, model.spec.eos_token_ids, self._device)
         )
@@ -109,6 +116,8 @@ class HashedWorker:
             attention=attention,
             sends_blocks=True,
         )
+        if in_fp8:
+            self._executor.use_kv_scales(scales)
         self._captures = captures
 
     def use_store(self, store: KvStore) -> None:
@@ -357,14 +366,16 @@ class HashedWorker:
         self.step()
 
 
-def layout_of(folder: Path, device: str) -> KvLayout:
+def layout_of(folder: Path, device: str, *, in_fp8: bool = False) -> KvLayout:
     dtype: KvDtype = "bfloat16" if device.startswith("cuda") else "float32"
+    if in_fp8:
+        dtype = "fp8_e4m3"
     return load_spec(folder).kv_layout(block_size=BLOCK_SIZE, dtype=dtype)
 
 
-def _build_model(folder: Path, device: torch.device) -> tuple[CausalLM, Phases]:
+def _build_model(folder: Path, device: torch.device, *, in_fp8: bool) -> tuple[CausalLM, Phases]:
     if device.type == "cpu":
-        return build_token_by_token(folder, BLOCK_SIZE)
+        return build_token_by_token(folder, BLOCK_SIZE, in_fp8=in_fp8)
     model = build_model(folder, dtype=torch.bfloat16, device=device, is_deterministic=True)
     attention = build_attention(
         AttentionNames(prefill="auto", decode="auto"),
@@ -373,5 +384,6 @@ def _build_model(folder: Path, device: torch.device) -> tuple[CausalLM, Phases]:
         dtype=model.dtype,
         device=device,
         fixed_tile=True,
+        is_fp8=in_fp8,
     )
     return model, attention

@@ -66,9 +66,28 @@ def save_random_model(
 def test_a_request_has_one_hash_however_two_workers_share_it(
     device: str, architecture: str, tmp_path: Path, rng: random.Random
 ) -> None:
-    folder = save_random_model(tmp_path, device, rng, architecture)
-    p = HashedWorker(folder, device)
-    d = HashedWorker(folder, device, captures=device == "cuda")
+    _tell_of_two_workers(save_random_model(tmp_path, device, rng, architecture), device, rng)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "device",
+    [
+        pytest.param("cpu", marks=pytest.mark.nightly),
+        pytest.param("cuda", marks=pytest.mark.gpu),
+    ],
+)
+def test_a_request_has_one_hash_with_k_and_v_in_fp8(
+    device: str, tmp_path: Path, rng: random.Random
+) -> None:
+    _tell_of_two_workers(save_random_model(tmp_path, device, rng), device, rng, in_fp8=True)
+
+
+def _tell_of_two_workers(
+    folder: Path, device: str, rng: random.Random, *, in_fp8: bool = False
+) -> None:
+    p = HashedWorker(folder, device, in_fp8=in_fp8)
+    d = HashedWorker(folder, device, captures=device == "cuda", in_fp8=in_fp8)
     p.get_ready()
     d.get_ready()
     pieces = KvPieces(p.store), KvPieces(d.store)

@@ -151,7 +151,9 @@ def test_a_peer_with_another_dtype_or_model_is_no_peer(dtype: KvDtype) -> None:
     layout = KvLayout.with_heads(
         num_layers=2, block_size=RECEIVER.layout.block_size, num_kv_heads=1, head_dim=4, dtype=dtype
     )
+    scaled = msgspec.structs.replace(RECEIVER.layout, scales="of other heads")
     others = (
+        msgspec.structs.replace(RECEIVER, layout=scaled),
         msgspec.structs.replace(RECEIVER, layout=layout),
         msgspec.structs.replace(RECEIVER, model="another"),
     )
@@ -161,7 +163,7 @@ def test_a_peer_with_another_dtype_or_model_is_no_peer(dtype: KvDtype) -> None:
             world.receiver = receiver
             with pytest.raises(Exception, match="another model or another KV layout"):
                 await world.use()
-        assert world.asked == ["cuda_ipc"] * 2
+        assert world.asked == ["cuda_ipc"] * 3
 
     run(World, scenario)
 

@@ -110,7 +110,7 @@ def new_worker(size: int, whole: KvLayout, deadline_s: float = 5.0) -> Worker:
     return Worker(stores, whole, of_ranks, steps)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "fp8_e4m3"])
 @pytest.mark.parametrize(
     ("num_heads", "from_size", "to_size"),
     [(4, 1, 2), (4, 2, 1), (4, 2, 2), (4, 2, 4), (4, 4, 2), (2, 1, 4), (2, 4, 2), (1, 2, 4)],
@@ -119,14 +119,13 @@ def test_every_head_reaches_every_rank_that_holds_it(
     num_heads: int, from_size: int, to_size: int, dtype: KvDtype, rng: random.Random
 ) -> None:
     """Of fewer heads than ranks, several ranks hold the same one."""
-    whole = layout_of(num_heads, dtype)
+    whole = layout_of(num_heads, dtype, width=8)
     sender, receiver = new_worker(from_size, whole), new_worker(to_size, whole)
     number = rng.randint(1, NUM_BLOCKS)
     from_ids, to_ids = (rng.sample(range(NUM_BLOCKS), number) for _ in range(2))
     generator = torch.Generator().manual_seed(rng.randrange(2**32))
-    blocks = torch.randn(number, *whole.block_shape, generator=generator).to(
-        receiver.stores[0].dtype
-    )
+    blocks = torch.randn(number, *whole.block_shape, generator=generator)
+    blocks = (100 + 40 * blocks).clamp(0, 255).to(receiver.stores[0].dtype)
     sender.compute(from_ids, blocks)
     before = [store.tensor.clone() for store in receiver.stores]
 

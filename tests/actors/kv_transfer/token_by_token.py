@@ -25,10 +25,13 @@ from kernels.attention.reference import ReferenceAttention, ReferenceMetadata
 class TokenAttention:
     """Plans every token of a step as a step of its own; the keys before it are in the store."""
 
-    def __init__(self, model: CausalLM, block_size: int) -> None:
+    def __init__(self, model: CausalLM, block_size: int, *, in_fp8: bool = False) -> None:
         shape = attention_shape(model.spec)
         backend: Any = ReferenceLatent if isinstance(shape, LatentShape) else ReferenceAttention
-        self.of_one = backend(shape, block_size=block_size, dtype=model.dtype, device=model.device)
+        more = {"is_fp8": True} if in_fp8 else {}
+        self.of_one = backend(
+            shape, block_size=block_size, dtype=model.dtype, device=model.device, **more
+        )
 
     def plan(self, step: AttentionStep) -> list[ReferenceMetadata]:
         """[T] in token order."""
@@ -100,9 +103,11 @@ class TokenByToken(CausalLM):
         return torch.cat([self._inner.logits(line, comm) for line in hidden.split(1)])
 
 
-def build_token_by_token(folder: Path, block_size: int) -> tuple[CausalLM, Phases]:
+def build_token_by_token(
+    folder: Path, block_size: int, *, in_fp8: bool = False
+) -> tuple[CausalLM, Phases]:
     """The fp32 model of a folder on the CPU, and the attention that goes with it."""
     inner = build_model(folder, dtype=torch.float32, device=torch.device("cpu"))
-    attention = TokenAttention(inner, block_size)
+    attention = TokenAttention(inner, block_size, in_fp8=in_fp8)
     phases = Phases(prefill=attention, decode=attention, graph=None)
     return TokenByToken(inner, attention), phases

@@ -2,6 +2,7 @@
 
 import pytest
 
+from engine.kv.hashes import RequestHasher
 from engine.kv.layout import KvLayers, KvLayout, KvPlane
 from engine.messages import decode, encode
 
@@ -14,6 +15,21 @@ def test_heads_make_two_planes_a_layer() -> None:
     assert layout.block_bytes == 3 * 2 * 5 * 2 * 6 * 2
     assert layout.dtype == "bfloat16"
     assert decode(encode(layout), KvLayout) == layout
+
+
+def test_numbers_of_other_scales_are_other_numbers() -> None:
+    sizes = {"num_layers": 3, "block_size": 5, "num_kv_heads": 2, "head_dim": 6}
+    plain = KvLayout.with_heads(**sizes, dtype="bfloat16")
+    layouts = [KvLayout.with_heads(**sizes, dtype="fp8_e4m3", scales=s) for s in ("a", "b")]
+    assert [2 * layout.block_bytes for layout in layouts] == [plain.block_bytes] * 2
+    assert layouts[0] != layouts[1]
+    hashers = [
+        RequestHasher(b"k" * 32, model="m", dtype=layout.numbers, block_size=5)
+        for layout in (plain, *layouts)
+    ]
+    roots = {tuple(hasher.chain(range(10), "")) for hasher in hashers}
+    assert len(roots) == 3
+    assert plain.numbers == plain.dtype  # blocks keep the hashes that they had
 
 
 def test_planes_of_several_kinds_of_layers_add_up() -> None:

@@ -6,11 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from configs.load import load_config
 from engine.build import Engine, build_engine
 from engine.clock import MonotonicClock
 from engine.errors import ConfigError
+from engine.models.kv_scales import write_kv_scales
 from engine.request import Constraint, ConstraintKind, SamplingParams
 from engine.text.tokenizing import load_tokenizer
 from tests.engine.ranks.rank_stories import choices_of, fail_to_load, fitting_blocks
@@ -290,3 +292,21 @@ def test_thresholds_of_two_batches_may_be_measured_at_the_start(
 def test_a_second_stream_without_graphs_is_refused() -> None:
     with pytest.raises(ConfigError, match="dual_stream_token_threshold: only steps that replay"):
         start_engine(**SETTINGS, execution__dual_stream_token_threshold=1024)
+
+
+def test_ranks_keep_their_heads_in_e4m3(ranks: RankProcesses, tmp_path: Path) -> None:
+    """Each with the scales of its own heads, which are far apart."""
+    scales = torch.tensor([0.05, 40.0]).repeat(6, 2, 1)
+    write_kv_scales(tmp_path / "scales.safetensors", scales)
+    settings = SETTINGS | {
+        "cache__kv_dtype": "fp8_e4m3",
+        "cache__kv_scales": str(tmp_path / "scales.safetensors"),
+    }
+    asked = [(ids, SamplingParams(max_tokens=12, temperature=0.0)) for ids in _prompts(TEXTS)]
+    expected = answer(start_engine(**settings), asked)
+    started = SharedEngine(ranks, settings)
+    try:
+        _assert_same(answer(started.engine, asked), expected)
+        assert started.engine.layout.scales == started.engine.whole_layout.scales
+    finally:
+        started.end()

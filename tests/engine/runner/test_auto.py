@@ -83,7 +83,7 @@ def test_the_footprint_is_that_of_the_published_model(tmp_path: Path) -> None:
         assert num_parameters(spec) == model.num_parameters()
         layout = spec.kv_layout(block_size=16, dtype="bfloat16")
         held_bytes = weight_bytes(spec, element_bytes=2, keeps_quantised=True)
-        footprint = Footprint.of(spec, layout, held_bytes)
+        footprint = Footprint.of(spec, layout, held_bytes, 2)
         assert footprint.weights_bytes == 2 * model.num_parameters()
         assert footprint.kv_token_bytes == 3 * 2 * 2 * 16 * 2
         assert footprint.logits_bytes == 131 * 2

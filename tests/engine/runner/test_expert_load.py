@@ -80,6 +80,26 @@ def test_a_model_that_is_used_again_is_counted_once(tmp_path: Path) -> None:
     assert loads.newest.rank_imbalance == ()
 
 
+def test_steps_before_the_first_request_leave_nothing(tmp_path: Path) -> None:
+    save_model(tmp_path, "MixtralForCausalLM")
+    model = build_model(tmp_path, dtype=torch.float32, device=CPU)
+    loads = ExpertLoads(model, read_every=1)
+    driver = StepDriver(model, seed=1)
+    driver.executor.expert_loads = loads
+    driver.admit(0, list(range(40)))
+    for _ in range(3):
+        driver.sample({0: 9})
+    assert loads.newest is not None
+    loads.reset()
+    assert loads.newest is None
+    driver.sample({0: 3})
+    assert loads.newest is None, "a copy from before was read"
+    driver.sample({0: 1})
+    assert loads.newest is not None
+    assert sum(loads.newest.counts[0]) == 2 * 3
+    assert loads.newest.expert_imbalance[0] >= 1.0
+
+
 @pytest.mark.parametrize("counts", [True, False])
 def test_an_engine_reports_them_if_asked_to(counts: bool, tmp_path: Path) -> None:
     save_model(tmp_path, "MixtralForCausalLM")

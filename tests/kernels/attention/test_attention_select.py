@@ -25,6 +25,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 PLAIN = AttentionShape(num_heads=8, num_kv_heads=2, head_dim=128, layer_windows=(None, None))
 WINDOWED = AttentionShape(num_heads=8, num_kv_heads=2, head_dim=128, layer_windows=(None, 64))
 WITH_SINKS = replace(WINDOWED, has_sinks=True)
+CAPPED = replace(WINDOWED, softcap=50.0)  # as Gemma 2 of 27 billion parameters
 WIDE_HEADS = replace(WINDOWED, head_dim=256)
 SMALL_HEADS = AttentionShape(num_heads=8, num_kv_heads=2, head_dim=80, layer_windows=(None,))
 
@@ -80,12 +81,41 @@ def test_auto_depends_on_device_and_shape_alone(monkeypatch: pytest.MonkeyPatch)
     assert automatic_name("decode", PLAIN, cpu) == "reference"
     assert automatic_name("prefill", PLAIN, hopper) == "flash_attn"
     assert automatic_name("decode", WINDOWED, hopper) == "triton"
-    for untried in (WITH_SINKS, WIDE_HEADS):
+    for untried in (WITH_SINKS, CAPPED, WIDE_HEADS):
         assert automatic_name("prefill", untried, hopper) == "triton"
         assert automatic_name("decode", untried, hopper) == "triton"
     assert automatic_name("prefill", WITH_SINKS, cpu) == "reference"
     assert automatic_name("prefill", SMALL_HEADS, hopper) == "reference"
     assert automatic_name("decode", SMALL_HEADS, hopper) == "reference"
+
+
+def test_auto_goes_round_what_does_not_read_e4m3_numbers() -> None:
+    hopper = gpu("H100")
+    assert automatic_name("prefill", PLAIN, hopper, is_fp8=True) == "triton"
+    assert automatic_name("decode", PLAIN, hopper, is_fp8=True) == "triton"
+    assert automatic_name("prefill", SMALL_HEADS, hopper, is_fp8=True) == "reference"
+    assert automatic_name("prefill", PLAIN, device_properties(CPU), is_fp8=True) == "reference"
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("name", ["flashinfer", "flash_attn"])
+def test_a_backend_that_does_not_read_e4m3_numbers_says_so(
+    name: AttentionName, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _install(monkeypatch, "flashinfer", "vllm")
+    with pytest.raises(BackendUnavailable) as raised:
+        build_attention(
+            AttentionNames(prefill=name, decode="auto"),
+            PLAIN,
+            block_size=16,
+            dtype=torch.bfloat16,
+            device=GPU,
+            fixed_tile=False,
+            is_fp8=True,
+        )
+    message = str(raised.value)
+    assert "not with cache.kv_dtype fp8_e4m3" in message
+    assert message.endswith("What would work for prefill: triton, reference")
 
 
 @pytest.mark.parametrize("name", sorted(GPUS))

@@ -90,7 +90,7 @@ def _is_clear(
 ) -> torch.Tensor:
     """bool [T]: whether rounding cannot change the choice. Equal scores stay equal, and count."""
     is_clear = x.isfinite().all(1)
-    for factor in (1 - 1e-5, 1 + 1e-5):
+    for factor in (1 - 2**-14, 1 + 2**-14):  # logits stay exact
         other = reference.route(x, weight * factor, num_active, **arguments)
         is_clear &= (other.ids.sort(1)[0] == twin.ids.sort(1)[0]).all(1)
     return is_clear

@@ -1,0 +1,149 @@
+"""Reads the scales of K and V in e4m3: from a file of their own, or from beside a model's weights.
+
+    model.layers.3.self_attn.k_scale           compressed-tensors, llm-compressor; [1] or one a head
+    model.layers.3.self_attn.attn.k_scale      as vLLM names it inside
+    model.layers.3.self_attn.k_proj.k_scale    ModelOpt
+    model.layers.3.self_attn.k_proj.output_scale   AutoFP8, Quark
+    model.layers.3.self_attn.kv_scale          AutoFP8 before: of both
+
+and v likewise. Each is what a stored number is multiplied with. A file of scales has the first of
+these names (`write_kv_scales`). Where nothing is found every scale is 1, which a warning says.
+"""
+
+import hashlib
+import logging
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from engine.errors import ConfigError
+from engine.models.config_file import ConfigFile
+from engine.models.quantization import SECTIONS
+from engine.models.spec import ModelSpec
+from engine.models.weight_files import read_header, weight_files
+from engine.ranks.rank import Rank
+
+logger = logging.getLogger(__name__)
+
+_PLANES = "kv"
+_NAME = re.compile(
+    r"model\.layers\.(?P<layer>\d+)\.self_attn\."
+    r"(?:(?:attn\.|[kv]_proj\.)?(?P<plane>k|v|kv)_scale|(?P<output>[kv])_proj\.output_scale)"
+)
+_CALIBRATE = (
+    "`python -m engine.kv_calibration` writes a file of scales, and cache.kv_scales names it"
+)
+
+
+def load_kv_scales(folder: Path, spec: ModelSpec, *, file: Path | None, is_random: bool) -> Tensor:
+    """fp32 [layers, 2, KV heads] of the whole model, from `file`, or from the model's folder.
+
+    is_random: the folder's weights are not used, nor are its scales. Raises ConfigError for scales
+    that are missing in part, are not positive, or are of another format or model.
+    """
+    if file is not None:
+        return _all_scales(str(file), spec, _read(file, spec))
+    found: dict[str, Tensor] = {}
+    if not is_random:
+        for path, _ in weight_files(folder):
+            found |= _read(path, spec)
+    if found:
+        _check_scheme(folder)
+        return _all_scales(str(folder), spec, found)
+    logger.warning(
+        "cache.kv_dtype: fp8_e4m3, but the model has no scales of K and V: all are 1, and what"
+        " is above 448 is cut off; %s",
+        _CALIBRATE,
+    )
+    return torch.ones(spec.num_layers, len(_PLANES), spec.num_kv_heads)
+
+
+def write_kv_scales(path: Path, scales: Tensor) -> None:
+    """Writes what `load_kv_scales` reads; scales: fp32 [layers, 2, KV heads]."""
+    tensors = {
+        f"model.layers.{layer}.self_attn.{plane}_scale": of_plane.clone()
+        for layer, of_layer in enumerate(scales)
+        for plane, of_plane in zip(_PLANES, of_layer, strict=True)
+    }
+    save_file(tensors, path)
+
+
+def digest_of_scales(scales: Tensor) -> str:
+    """Names the scales: blocks that were written with others mean something else."""
+    data = scales.float().contiguous().numpy().tobytes()
+    return hashlib.blake2b(data, digest_size=8).hexdigest()
+
+
+def scales_of_rank(scales: Tensor, rank: Rank) -> Tensor:
+    """[layers, 2, the rank's KV heads]; of fewer heads than ranks several ranks have the same."""
+    return scales[:, :, rank.share(scales.shape[2], "KV heads", unit=1)]
+
+
+def _read(path: Path, spec: ModelSpec) -> dict[str, Tensor]:
+    """The scales in one file, by their names without the model's prefix."""
+    wanted = {
+        name: name.removeprefix(spec.file_prefix)
+        for name in read_header(path)
+        if _NAME.fullmatch(name.removeprefix(spec.file_prefix))
+    }
+    if not wanted:
+        return {}
+    try:
+        with safe_open(str(path), framework="pt", device="cpu") as file:
+            return {short: file.get_tensor(name) for name, short in wanted.items()}
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"{path}: not a readable safetensors file: {error}") from error
+
+
+def _all_scales(where: str, spec: ModelSpec, found: Mapping[str, Tensor]) -> Tensor:
+    scales = torch.zeros(spec.num_layers, len(_PLANES), spec.num_kv_heads)
+    for name, tensor in found.items():
+        for layer, plane in _places(name):
+            if layer >= spec.num_layers:
+                raise ConfigError(f"{where}: {name!r} is of a layer that the model does not have")
+            scales[layer, plane] = _heads(where, name, tensor, spec.num_kv_heads)
+    missing = (scales == 0).any(dim=2).nonzero().tolist()
+    if missing:
+        layer, plane = missing[0]
+        raise ConfigError(
+            f"{where}: {len(missing)} scales of K and V are missing, the first is"
+            f" model.layers.{layer}.self_attn.{_PLANES[plane]}_scale; {_CALIBRATE}"
+        )
+    return scales
+
+
+def _places(name: str) -> Iterator[tuple[int, int]]:
+    """Layer and plane of a scale; of both planes for one that both share."""
+    found = _NAME.fullmatch(name)
+    assert found is not None, f"{name} was found by this expression"
+    for plane in found["plane"] or found["output"]:
+        yield int(found["layer"]), _PLANES.index(plane)
+
+
+def _heads(where: str, name: str, tensor: Tensor, num_heads: int) -> Tensor:
+    if tensor.numel() not in (1, num_heads):
+        raise ConfigError(
+            f"{where}: {name!r} has {tensor.numel()} numbers; expected one, or one for each of"
+            f" {num_heads} KV heads"
+        )
+    values = tensor.float().reshape(-1)
+    if not bool((values.isfinite() & (values > 0)).all()):
+        raise ConfigError(f"{where}: {name!r} is {values.tolist()}; scales are positive")
+    return values
+
+
+def _check_scheme(folder: Path) -> None:
+    """Raises ConfigError if the folder's scales are those of another format than e4m3."""
+    config = ConfigFile.read(folder / "config.json")
+    section = config.section(SECTIONS[0]) or config.section(SECTIONS[1])
+    scheme = None if section is None else section.section("kv_cache_scheme")
+    if scheme is None:
+        return
+    kind = scheme.text("type", "float"), scheme.integer("num_bits", 8)
+    if kind != ("float", 8) or scheme.flag("dynamic", False):
+        raise scheme.error("type", f"{kind[0]} of {kind[1]} bits is not static e4m3; {_CALIBRATE}")
