@@ -76,8 +76,10 @@ class RowTensorAttention:
         metadata: RowTensors,
         out: Tensor | None = None,
         sinks: Tensor | None = None,
+        scales: object = None,
     ) -> Tensor:
         assert sinks is None, "knows none"
+        assert scales is None, "knows none"
         attended = torch.full(q.shape, torch.nan, dtype=q.dtype)
         bounds = metadata.cu_tokens.tolist()
         for row, num_keys in enumerate(metadata.num_keys.tolist()):
