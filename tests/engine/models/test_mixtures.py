@@ -338,7 +338,7 @@ def test_parameters_are_counted_as_transformers_counts_them(variant: str, tmp_pa
         assert layer.gate_up.data.ndim == layer.down.data.ndim == 3
     layout = spec.kv_layout(block_size=16, dtype="float32")
     held_bytes = weight_bytes(spec, element_bytes=4, keeps_quantised=True)
-    footprint = Footprint.of(spec, layout, held_bytes)
+    footprint = Footprint.of(spec, layout, held_bytes, 4)
     assert footprint.weights_bytes == 4 * (model.num_parameters() + buffers)
 
 
@@ -346,9 +346,9 @@ def test_a_step_of_a_mixture_takes_memory_for_every_route(tmp_path: Path) -> Non
     save_model(tmp_path, "Qwen3MoeForCausalLM")
     spec = load_spec(tmp_path)
     layout = spec.kv_layout(block_size=16, dtype="float32")
-    few = Footprint.of(spec, layout, 1).step_token_bytes
+    few = Footprint.of(spec, layout, 1, 4).step_token_bytes
     edit_config(tmp_path, num_experts_per_tok=7)
-    assert Footprint.of(load_spec(tmp_path), layout, 1).step_token_bytes > few
+    assert Footprint.of(load_spec(tmp_path), layout, 1, 4).step_token_bytes > few
 
 
 def test_an_expert_that_is_missing_stops_the_start(tmp_path: Path) -> None:
