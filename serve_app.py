@@ -40,11 +40,11 @@ def build(args: dict[str, str]) -> Application:
         if address is not None:
             listen_on(address)
         set_http_proxy(config.edge.http_proxy)
+        set_serve_environment()
+        spec = describe_deployment(config)
     except (ConfigError, ConfigFileError):
         _print_without_traceback(ConfigError, ConfigFileError)
         raise
-    set_serve_environment()
-    spec = describe_deployment(config)
     stop_gracefully_on_signals(
         config.edge.drain_s, lambda: shared_file.remove(shared_file.name_for(spec.block_key))
     )
