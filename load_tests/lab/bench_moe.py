@@ -43,6 +43,7 @@ from load_tests.lab.moe_tuning import Tuning, compile_all, render_plan
 from load_tests.tables import render_rows
 
 SHAPES = {
+    "gpt-oss-20b": ExpertShape(num_experts=32, num_active=4, hidden=2880, inner=2880),
     "qwen3-30b-a3b": ExpertShape(num_experts=128, num_active=8, hidden=2048, inner=768),
     "mixtral-8x7b": ExpertShape(num_experts=8, num_active=2, hidden=4096, inner=14336),
 }
