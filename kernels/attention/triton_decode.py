@@ -14,9 +14,9 @@ every replay of a captured graph is balanced anew:
 Parts of a row write (out, m + log2 l) to scratch memory. The last program to finish combines them
 in part order, so the result does not depend on which program that is. An attention sink is one more
 score of a row's first part, without a value: it is loaded at the start and added at the end, so
-that no key waits for it. Of a store of e4m3 numbers (`kernels.kv.scales`) products are those of the numbers, exact in
-q's dtype; K's scale is part of the factor on the scores, V's is multiplied at the end. Knows no
-requests and no prefill.
+that no key waits for it. Of a store of e4m3 numbers (`kernels.kv.scales`) products are those of the
+numbers, exact in q's dtype; K's scale is part of the factor on the scores, V's is multiplied at the
+end. Knows no requests and no prefill.
 """
 
 import math

@@ -75,6 +75,13 @@ def measure(
             "gate_up": partial(step.few_gate_up, plan.few_gate_up),
             "down": partial(step.few_down, plan.few_down),
         }
+    elif step.num_tokens >= plan.matrices_from:
+        kernels = {
+            "router": step.router,
+            "align": partial(step.align, plan.tiles(step.num_tokens)[0].block_m),
+            "matrices": step.matrices,
+            "sum": step.total,
+        }
     else:
         pair = plan.pair(step.num_tokens)
         kernels = {
