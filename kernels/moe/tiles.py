@@ -99,7 +99,7 @@ class TilePlan:
         return tuple(end for end in ends if end > 0)
 
 
-_FEW = {"few_gate_up": FewTile(16, 256, 4), "few_down": FewTile(8, 256, 4)}
+_FEW_GATE_UP, _FEW_DOWN = FewTile(16, 256, 4), FewTile(8, 256, 4)
 _FEW_TOKENS = 4
 
 
@@ -114,7 +114,8 @@ TUNED: dict[str, dict[ExpertShape, TilePlan]] = {
         # Qwen3-30B-A3B. Where to begin, from vLLM's table of the same shape.
         ExpertShape(num_experts=128, num_active=8, hidden=2048, inner=768): TilePlan(
             few_up_to=_FEW_TOKENS,
-            **_FEW,
+            few_gate_up=_FEW_GATE_UP,
+            few_down=_FEW_DOWN,
             pairs=(
                 _same(8, 16, 64, 64, 1, 4, 5),
                 _same(32, 16, 64, 256, 1, 4, 2),
@@ -171,11 +172,13 @@ def build_plan(
     if is_deterministic:
         tile = fitted(_INVARIANT, device, element_bytes)
         pairs: tuple[Pair, ...] = (Pair(max_tokens=ALWAYS, gate_up=tile, down=tile),)
-        return TilePlan(few_up_to=0, **_FEW, pairs=pairs)
+        return TilePlan(few_up_to=0, few_gate_up=_FEW_GATE_UP, few_down=_FEW_DOWN, pairs=pairs)
     if is_tuned(shape, device) and element_bytes == 2:
         return TUNED[device.name][shape]
     pairs = _pairs_by_routes(shape, device, element_bytes)
-    return TilePlan(few_up_to=_FEW_TOKENS, **_FEW, pairs=pairs)
+    return TilePlan(
+        few_up_to=_FEW_TOKENS, few_gate_up=_FEW_GATE_UP, few_down=_FEW_DOWN, pairs=pairs
+    )
 
 
 def build_coded_plan(
@@ -198,7 +201,7 @@ def build_coded_plan(
         Pair(max_tokens=most, gate_up=fit_gate_up(tile), down=fit_down(tile))
         for most, tile in steps
     )
-    plan = TilePlan(few_up_to=0, **_FEW, pairs=tuple(pairs))
+    plan = TilePlan(few_up_to=0, few_gate_up=_FEW_GATE_UP, few_down=_FEW_DOWN, pairs=tuple(pairs))
     if is_deterministic or matrix_device is None:
         return plan
     return replace(
