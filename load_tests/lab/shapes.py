@@ -115,10 +115,10 @@ _GPT_OSS_20B: dict[str, object] = {
     "intermediate_size": 2880,
     "num_local_experts": 32,
     "num_experts_per_tok": 4,
-    "vocab_size": 201088,
     "sliding_window": 128,
     "layer_types": ["sliding_attention", "full_attention"] * 12,
     "swiglu_limit": 7.0,
+    "vocab_size": 201088,
     "rope_theta": 150000,
     "rope_scaling": {
         "rope_type": "yarn",
@@ -134,16 +134,24 @@ _GPT_OSS_20B: dict[str, object] = {
     "attention_bias": True,
     "tie_word_embeddings": False,
     "torch_dtype": "bfloat16",
-    "pad_token_id": 199999,
+    "bos_token_id": 199998,
     "eos_token_id": 200002,
-    "quantization_config": {"quant_method": "mxfp4"},
+    "quantization_config": {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": [
+            "model.layers.*.self_attn",
+            "model.layers.*.mlp.router",
+            "model.embed_tokens",
+            "lm_head",
+        ],
+    },
 }
 SHAPES = {
-    "gpt-oss-20b": _GPT_OSS_20B,
     "qwen3-8b": _QWEN3_8B,
     "qwen3-30b-a3b": _QWEN3_30B_A3B,
     "mixtral-8x7b": _MIXTRAL_8X7B,
     "deepseek-v2-lite": _DEEPSEEK_V2_LITE,
+    "gpt-oss-20b": _GPT_OSS_20B,
 }
 
 
