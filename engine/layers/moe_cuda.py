@@ -23,7 +23,7 @@ from engine.layers.quantized_cuda import check_dtype, four_bit_codes, unreadable
 from engine.layers.quantized_weight import compacted
 from kernels.device import device_properties
 from kernels.moe import combine
-from kernels.moe.align import ROUTE_SIZES, align
+from kernels.moe.align import ROUTE_SIZES, Blocks, align, blocks_of_one_token, one_each
 from kernels.moe.coded import CodedExperts, supports_coded
 from kernels.moe.few import few_down, few_gate_up
 from kernels.moe.form import PLAIN, ExpertForm
@@ -119,7 +119,7 @@ class TritonRouter:
 class TritonExperts:
     """See `kernels.moe`; all launches are of sizes known on the host, so that they are captured."""
 
-    __slots__ = ("_down", "_form", "_gate_up", "_num_active", "_plan")
+    __slots__ = ("_down", "_form", "_gate_up", "_num_active", "_one_each", "_plan")
 
     def __init__(
         self,
@@ -147,6 +147,8 @@ class TritonExperts:
         self._plan = expert_plan(
             shape, self._gate_up, self._down, is_deterministic=is_deterministic
         )
+        block_m, device = self._plan.tiles(1)[0].block_m, gate_up.data.device
+        self._one_each = one_each(num_active, block_m, device)
 
     @property
     def token_sizes(self) -> tuple[int, ...]:
@@ -168,13 +170,18 @@ class TritonExperts:
             return few_down(inner, self._down, routes, plan.few_down, output, gate, self._form)
         gate_up_tile, down_tile = plan.tiles(num_tokens)
         makes_matrices = num_tokens >= plan.matrices_from
-        blocks = align(routes.ids, self._down.shape[0], gate_up_tile.block_m)
+        blocks = self._blocks(routes.ids, gate_up_tile.block_m)
         weight = _matrices(self._gate_up, x.dtype) if makes_matrices else self._gate_up
         inner = grouped_gate_up(x, weight, routes, blocks, gate_up_tile, self._form)
         del weight  # both at once would take half as much memory again
         weight = _matrices(self._down, x.dtype) if makes_matrices else self._down
         outputs = grouped_down(inner, weight, routes, blocks, down_tile, self._form)
         return combine.combine(outputs, routes, output, gate)
+
+    def _blocks(self, ids: Tensor, block_m: int) -> Blocks:
+        if ids.shape == (1, self._num_active):
+            return blocks_of_one_token(ids, self._one_each)
+        return align(ids, self._down.shape[0], block_m)
 
 
 def expert_plan(

@@ -295,6 +295,19 @@ def _num_bins(num_experts: int) -> int:
     return max(32, int(triton.next_power_of_2(num_experts)))
 
 
+def one_each(num_routes: int, block_m: int, device: torch.device) -> Tensor:
+    """The routes of blocks that have one each, for `blocks_of_one_token`."""
+    routes = torch.full((num_routes, block_m), -1, dtype=torch.int32, device=device)
+    routes[:, 0] = torch.arange(num_routes, dtype=torch.int32, device=device)
+    return routes
+
+
+def blocks_of_one_token(ids: Tensor, routes: Tensor) -> Blocks:
+    """ids: int32 [1, k]. Each route has a block of its own, and nothing has to be sorted."""
+    assert ids.shape == (1, len(routes)), f"routes {ids.shape} in {len(routes)} blocks"
+    return Blocks(routes=routes, experts=ids[0])
+
+
 def align_reference(ids: Tensor, num_experts: int, block_m: int) -> Blocks:
     """The same on any device; places of blocks that are not used hold -1."""
     num_blocks = max_blocks(ids.numel(), num_experts, block_m)
