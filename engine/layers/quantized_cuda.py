@@ -41,7 +41,7 @@ from kernels.quant.fp8_linear import (
     supports_fp8,
 )
 from kernels.quant.int4_linear import FourBitOperand, int4_linear, join_zeros, supports_int4
-from kernels.quant.steps import Codes
+from kernels.quant.steps import MAX_SMALL, Codes
 from kernels.quant.to_matrix import fp8_matrix, int4_matrix
 from kernels.quant.token_groups import quantize_tokens
 
@@ -271,8 +271,11 @@ def four_bit_codes(scales: Scales) -> tuple[Codes, Tensor]:
     scales: `compacted`. Raises ConfigError for scales that leave no room for zero points.
     """
     if scales.is_e2m1:
-        is_nv = scales.factors is not None
-        return (Codes.NVFP4 if is_nv else Codes.MXFP4), scales.values.view(torch.uint8)
+        values = scales.values.view(torch.uint8)
+        if scales.factors is not None:
+            return Codes.NVFP4, values
+        is_small = bool((values <= MAX_SMALL).all())
+        return (Codes.MXFP4_SMALL if is_small else Codes.MXFP4), values
     words = join_zeros(scales.values, scales.zeros)
     if words is None:
         raise ConfigError(

@@ -135,26 +135,26 @@ def take_apart(packed, dtype: tl.constexpr, USES_PTX: tl.constexpr):  # noqa: AN
     return low, high
 
 
-# As above; bits and signs are put to their places, and 2^126 (0x7e80) corrects the exponent.
-WIDEN_E2M1 = """
+# As above. A product with 2^12 + 2^6 has four bits twice, for the sign and for the others; factors
+# then correct the exponents.
+SCALE_E2M1 = """
 {
-.reg .b32 pair, bits, sign, factor, zero;
-mov.b32 factor, 0x7e807e80;
+.reg .b32 pair, bits, zero;
 mov.b32 zero, 0x80008000;
 cvt.u32.u16 pair, $2;
 prmt.b32 pair, pair, 0, 0x4140;
-shl.b32 bits, pair, 6;
-and.b32 bits, bits, 0x01c001c0;
-shl.b32 sign, pair, 12;
-lop3.b32 bits, sign, 0x80008000, bits, 0xea;
-fma.rn.bf16x2 $0, bits, factor, zero;
-shl.b32 bits, pair, 2;
-and.b32 bits, bits, 0x01c001c0;
-shl.b32 sign, pair, 8;
-lop3.b32 bits, sign, 0x80008000, bits, 0xea;
-fma.rn.bf16x2 $1, bits, factor, zero;
+and.b32 bits, pair, 0x000f000f;
+mul.lo.u32 bits, bits, 0x1040;
+and.b32 bits, bits, 0x81c081c0;
+fma.rn.bf16x2 $0, bits, $3, zero;
+and.b32 bits, pair, 0x00f000f0;
+mul.lo.u32 bits, bits, 0x0104;
+and.b32 bits, bits, 0x81c081c0;
+fma.rn.bf16x2 $1, bits, $4, zero;
 }
 """
+_SCALE_E2M1 = tl.constexpr(SCALE_E2M1)
+WIDEN_E2M1 = SCALE_E2M1.replace("$3", "0x7e807e80").replace("$4", "0x7e807e80")  # 2^126
 _WIDEN_E2M1 = tl.constexpr(WIDEN_E2M1)
 
 
@@ -182,6 +182,24 @@ def decode_e2m1(packed, dtype: tl.constexpr, USES_PTX: tl.constexpr):  # noqa: A
         low = widen_e2m1(packed & 15, dtype)
         high = widen_e2m1(packed >> 4, dtype)
     return low, high
+
+
+@triton.jit
+def scale_e2m1(packed, low_codes, high_codes):  # noqa: ANN201
+    """As `decode_e2m1` in bfloat16 by PTX, times 2^(code - 127), exactly.
+
+    codes: uint8 in e8m0, at most 128, of shapes that spread to that of `packed`.
+    """
+    low_factors = ((low_codes.to(tl.uint16) + 126) << 7).to(tl.bfloat16, bitcast=True)
+    high_factors = ((high_codes.to(tl.uint16) + 126) << 7).to(tl.bfloat16, bitcast=True)
+    return tl.inline_asm_elementwise(
+        _SCALE_E2M1,
+        "=r,=r,h,r,r",
+        [packed, low_factors, high_factors],
+        dtype=(tl.bfloat16, tl.bfloat16),
+        is_pure=True,
+        pack=2,
+    )
 
 
 @triton.jit

@@ -9,6 +9,8 @@ scale is applied once to the sum over its group; where a row has one scale, afte
     FP8                e4m3; fp32 scales of tiles
     INT4, INT4_ZEROS   0 to 15 in runs (`kernels.quant.int4`); a scale and its zero point in a word
     MXFP4, NVFP4       e2m1 in runs; scales in e8m0, in e4m3 (and a factor for each row)
+    MXFP4_SMALL        MXFP4 with scales of at most 2: numbers are scaled when they are decoded to
+                       bfloat16, which is exact and takes no instruction more
 """
 
 from enum import IntEnum
@@ -20,6 +22,7 @@ from kernels.quant.decode import (
     decode_e2m1,
     decode_e4m3,
     decode_e8m0,
+    scale_e2m1,
     subtract_zeros,
     take_apart,
 )
@@ -33,12 +36,15 @@ class Codes(IntEnum):
     INT4_ZEROS = 2
     MXFP4 = 3
     NVFP4 = 4
+    MXFP4_SMALL = 5
 
 
+MAX_SMALL = 128  # of e8m0: 2
 FP8 = tl.constexpr(int(Codes.FP8))
 _INT4 = tl.constexpr(int(Codes.INT4))  # and up to INT4_ZEROS: integers
 _INT4_ZEROS = tl.constexpr(int(Codes.INT4_ZEROS))
-_MXFP4 = tl.constexpr(int(Codes.MXFP4))
+_NVFP4 = tl.constexpr(int(Codes.NVFP4))
+_MXFP4_SMALL = tl.constexpr(int(Codes.MXFP4_SMALL))
 
 
 @triton.jit
@@ -67,7 +73,7 @@ def load_scale(pointers, CODES: tl.constexpr):  # noqa: ANN201
         scale = (word & -16).to(tl.float32, bitcast=True)
     elif CODES == _INT4:
         scale = word.to(tl.float32, bitcast=True)
-    elif CODES == _MXFP4:
+    elif CODES != _NVFP4:
         scale = decode_e8m0(word)
     else:
         scale = decode_e4m3(word, tl.float32, False, False)
@@ -102,6 +108,38 @@ def add_run(
     GROUP: tl.constexpr, NUM_GROUPS: tl.constexpr, USES_PTX: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """4 bits: a run [rows, HALF] of bytes from `column` on; low_x, high_x: [T, HALF]."""
+    if CODES == _MXFP4_SMALL and NUM_GROUPS > 1 and USES_PTX and low_x.dtype == tl.bfloat16:
+        acc += _scaled_product(
+            low_x, high_x, packed, scale_pointers, column, HALF, GROUP, NUM_GROUPS
+        )
+    else:
+        acc = _add_unscaled(
+            acc, low_x, high_x, packed, scale_pointers, column, CODES, HALF, GROUP, NUM_GROUPS,
+            USES_PTX,
+        )  # fmt: skip
+    return acc
+
+
+@triton.jit
+def _scaled_product(
+    low_x, high_x, packed, scale_pointers, column, HALF: tl.constexpr, GROUP: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    low_codes = tl.load(scale_pointers + _group_of(column, GROUP, NUM_GROUPS))
+    high_codes = low_codes
+    if GROUP == HALF:
+        high_codes = tl.load(scale_pointers + _group_of(column + HALF, GROUP, NUM_GROUPS))
+    low, high = scale_e2m1(packed, low_codes[:, None], high_codes[:, None])
+    total = tl.dot(low, tl.trans(low_x), input_precision="ieee")
+    return tl.dot(high, tl.trans(high_x), total, input_precision="ieee")
+
+
+@triton.jit
+def _add_unscaled(
+    acc, low_x, high_x, packed, scale_pointers, column, CODES: tl.constexpr, HALF: tl.constexpr,
+    GROUP: tl.constexpr, NUM_GROUPS: tl.constexpr, USES_PTX: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Scales are applied to sums."""
     scale, zero = load_scale(scale_pointers + _group_of(column, GROUP, NUM_GROUPS), CODES)
     low, high = _numbers(packed, low_x.dtype, CODES, USES_PTX)
     low = _less(low, zero, CODES)

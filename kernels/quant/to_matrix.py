@@ -125,7 +125,7 @@ def int4_matrix(weight: FourBitOperand, dtype: torch.dtype) -> Tensor:
         GROUP=weight.group,
         NUM_GROUPS=weight.scales.shape[1],
         CODES=weight.codes,
-        IS_E2M1=weight.codes in (Codes.MXFP4, Codes.NVFP4),
+        IS_E2M1=weight.codes in (Codes.MXFP4, Codes.MXFP4_SMALL, Codes.NVFP4),
         HAS_FACTORS=weight.factors is not None,
         BLOCK_RUNS=block_runs,
         USE_PDL=use_pdl,

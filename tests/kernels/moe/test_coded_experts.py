@@ -41,6 +41,7 @@ FORMS: dict[str, Make] = {
     ),
     "int4 rows": lambda shape, dtype, device: int4_case(shape, shape[2], dtype, device),
     "mxfp4": lambda shape, dtype, device: fp4_case(shape, 32, dtype, device),
+    "mxfp4 large": lambda shape, dtype, device: fp4_case(shape, 32, dtype, device, has_large=True),
     "nvfp4": lambda shape, dtype, device: fp4_case(shape, 16, dtype, device),
 }
 

@@ -100,8 +100,12 @@ def fp4_case(
     device: torch.device,
     *,
     with_bias: bool = False,
+    has_large: bool = False,
 ) -> Case:
-    """shape: T, N, K; group: 32 = MXFP4, 16 = NVFP4. Every number occurs, scales of all kinds."""
+    """shape: T, N, K; group: 32 = MXFP4, 16 = NVFP4. Every number occurs, scales of all kinds.
+
+    has_large: whether one scale of MXFP4 is more than 2.
+    """
     num_tokens, num_rows, num_columns = shape
     numbers = torch.randint(16, (num_rows, num_columns), dtype=torch.uint8, device=device)
     scale_shape = (num_rows, num_columns // group)
@@ -109,6 +113,8 @@ def fp4_case(
     if group == 32:
         exponents = torch.randint(116, 125, scale_shape, device=device)
         exponents -= num_columns.bit_length() // 2
+        if has_large:
+            exponents[0, 0] = 129
         values = exponents.to(torch.uint8).view(torch.float8_e8m0fnu)
     else:
         sizes = torch.exp2(torch.empty(scale_shape, device=device).uniform_(-9, 8.7))

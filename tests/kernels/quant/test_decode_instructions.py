@@ -4,12 +4,13 @@ The model is written from the PTX ISA's descriptions of the few instructions tha
 """
 
 import re
+from collections.abc import Callable
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kernels.quant.decode import RAISE_INT4, WIDEN_E2M1, WIDEN_E4M3
+from kernels.quant.decode import RAISE_INT4, SCALE_E2M1, WIDEN_E2M1, WIDEN_E4M3
 
 Words = NDArray[np.uint32]
 EVERY_PAIR: Words = np.arange(2**16, dtype=np.uint32)
@@ -30,9 +31,9 @@ def _fma_bf16x2(a: Words, b: Words, c: Words) -> Words:
     return found
 
 
-def _prmt(a: Words, b: Words, selector: int) -> Words:
+def _prmt(a: Words, b: Words, selectors: Words) -> Words:
     """Byte i of the result is that byte of b:a which hexadecimal digit i of the selector names."""
-    found = np.zeros_like(a)
+    found, selector = np.zeros_like(a), int(selectors[0])
     for place in range(4):
         digit = selector >> (4 * place) & 15
         assert digit < 8, "signs are not copied here"
@@ -41,15 +42,28 @@ def _prmt(a: Words, b: Words, selector: int) -> Words:
     return found
 
 
-def _lop3(a: Words, b: Words, c: Words, table: int) -> Words:
+def _lop3(a: Words, b: Words, c: Words, tables: Words) -> Words:
     """Bit by bit: bit (a, b, c) of the table, a being the highest."""
-    found = np.zeros_like(a)
+    found, table = np.zeros_like(a), int(tables[0])
     for index in range(8):
         if table >> index & 1:
             term = a if index & 4 else ~a
             term = term & (b if index & 2 else ~b)
             found |= term & (c if index & 1 else ~c)
     return found
+
+
+_MODELS: dict[str, Callable[..., Words]] = {
+    "mov.b32": lambda a: a,
+    "cvt.u32.u16": lambda a: a,
+    "prmt.b32": _prmt,
+    "shr.b32": lambda a, b: a >> b,
+    "shl.b32": lambda a, b: a << b,
+    "and.b32": lambda a, b: a & b,
+    "mul.lo.u32": lambda a, b: a * b,
+    "lop3.b32": _lop3,
+    "fma.rn.bf16x2": _fma_bf16x2,
+}
 
 
 def _execute(assembly: str, pairs: Words, num_outputs: int) -> list[Words]:
@@ -62,25 +76,8 @@ def _execute(assembly: str, pairs: Words, num_outputs: int) -> list[Words]:
     for line in re.findall(r"^([a-z][^;]*);", assembly, re.MULTILINE):
         word, _, rest = line.partition(" ")
         target, *names = [name.strip() for name in rest.split(",")]
-        match word:
-            case "mov.b32" | "cvt.u32.u16":
-                registers[target] = read(names[0])
-            case "prmt.b32":
-                registers[target] = _prmt(read(names[0]), read(names[1]), int(names[2], 0))
-            case "shr.b32":
-                registers[target] = read(names[0]) >> np.uint32(int(names[1]))
-            case "shl.b32":
-                registers[target] = read(names[0]) << np.uint32(int(names[1]))
-            case "and.b32":
-                registers[target] = read(names[0]) & read(names[1])
-            case "lop3.b32":
-                a, b, c = (read(name) for name in names[:3])
-                registers[target] = _lop3(a, b, c, int(names[3], 0))
-            case "fma.rn.bf16x2":
-                a, b, c = (read(name) for name in names)
-                registers[target] = _fma_bf16x2(a, b, c)
-            case _:
-                raise AssertionError(f"no model of {word}")
+        assert word in _MODELS, f"no model of {word}"
+        registers[target] = _MODELS[word](*(read(name) for name in names))
     return [registers[f"${index}"] for index in range(num_outputs)]
 
 
@@ -113,3 +110,17 @@ def test_instructions_widen_every_number_of_e2m1_exactly() -> None:
             theirs = exact[torch.from_numpy(numbers.astype(np.int64))]
             assert torch.equal(ours, theirs)
             assert torch.equal(ours.signbit(), theirs.signbit())
+
+
+def test_instructions_scale_numbers_of_e2m1_exactly() -> None:
+    """By every power of two up to 2; two kinds of factors at once show which is used where."""
+    low_widened, high_widened = (_bf16(words) for words in _execute(WIDEN_E2M1, EVERY_PAIR, 2))
+    for code in range(129):
+        words = [f"{((c + 126) << 7) * 0x10001:#x}" for c in (code, 128 - code)]
+        scaling = SCALE_E2M1.replace("$3", words[0]).replace("$4", words[1])
+        low, high = _execute(scaling, EVERY_PAIR, 2)
+        for ours, widened, exponent in (
+            (_bf16(low), low_widened, code - 127),
+            (_bf16(high), high_widened, 1 - code),
+        ):
+            assert torch.equal(ours.double(), widened.double() * 2.0**exponent)

@@ -301,7 +301,9 @@ def test_fp4_weights_are_multiplied_as_in_float64(
     group: int, gated: bool, dtype: torch.dtype
 ) -> None:
     for index, shape in enumerate(SHAPES):
-        case = fp4_case(shape, group, dtype, GPU, with_bias=index % 2 == 0)
+        case = fp4_case(
+            shape, group, dtype, GPU, with_bias=index % 2 == 0, has_large=index % 3 == 0
+        )
         for is_deterministic in (False, True):
             product = _built(case, gated=gated, is_deterministic=is_deterministic)
             poison(2 * shape[0] * shape[1])
@@ -494,7 +496,7 @@ def test_kernels_compile_within_the_shared_memory(name: str) -> None:
         half=64, group=128, codes=Codes.INT4_ZEROS,
     )  # fmt: skip
     four_bits = [int4]
-    for codes, group in ((Codes.MXFP4, 32), (Codes.NVFP4, 16)):
+    for codes, group in ((Codes.MXFP4, 32), (Codes.MXFP4_SMALL, 32), (Codes.NVFP4, 16)):
         scales = torch.empty(6144, 4096 // group, dtype=torch.uint8)
         factors = torch.empty(6144) if codes is Codes.NVFP4 else None
         four_bits.append(
