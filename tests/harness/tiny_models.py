@@ -272,6 +272,9 @@ def reference_logits(folder: Path, token_ids: list[int]) -> torch.Tensor:
     model = AutoModelForCausalLM.from_pretrained(
         folder, attn_implementation="eager", dtype=torch.float32
     ).eval()
+    if (limit := getattr(model.config, "swiglu_limit", None)) is not None:
+        for layer in model.model.layers:  # transformers 5.17 has 7.0, whatever the file says
+            layer.mlp.experts.limit = limit
     with torch.inference_mode():
         logits: torch.Tensor = model(torch.tensor([token_ids])).logits[0]
     return logits
