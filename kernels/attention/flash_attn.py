@@ -31,14 +31,24 @@ def why_not(
     shape: AttentionShape, block_size: int, dtype: torch.dtype, device: torch.device
 ) -> str | None:
     """Why `FlashAttention` cannot serve this model on this machine; None = it can."""
+    of_heads = None
+    if shape.head_dim not in _HEAD_DIMS:
+        of_heads = f"FlashAttention-3 has heads of 64, 128 and 256, not {shape.head_dim}"
+    elif shape.has_sinks:
+        of_heads = "FlashAttention-3 is used without attention sinks"
+    return why_not_here(of_heads, block_size, dtype, device)
+
+
+def why_not_here(
+    of_heads: str | None, block_size: int, dtype: torch.dtype, device: torch.device
+) -> str | None:
+    """Why the library cannot serve a model on this machine; of_heads: a reason in its heads."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
         return "FlashAttention-3 needs a GPU of compute capability 9 (Hopper)"
     if dtype not in _DTYPES:
         return f"FlashAttention-3 computes in bfloat16 and float16, not {dtype}"
-    if shape.head_dim not in _HEAD_DIMS:
-        return f"FlashAttention-3 has heads of 64, 128 and 256, not {shape.head_dim}"
-    if shape.has_sinks:
-        return "FlashAttention-3 is used without attention sinks"
+    if of_heads is not None:
+        return of_heads
     if block_size % _BLOCK_MULTIPLE:
         return f"block size {block_size} is not a multiple of {_BLOCK_MULTIPLE}"
     if _home() is None:
@@ -120,7 +130,7 @@ class FlashAttention:
         reason = why_not(shape, block_size, dtype, device)
         if reason is not None:
             raise ValueError(reason)
-        library = _import_library()
+        library = import_library()
         self._attend: Callable[..., Tensor] = library.flash_attn_varlen_func
         self._schedule: Callable[..., Tensor] = library.get_scheduler_metadata
         self._shape = shape
@@ -226,7 +236,8 @@ def _window_size(window: int | None) -> tuple[int, int]:
     return (-1, -1) if window is None else (window - 1, 0)
 
 
-def _import_library() -> ModuleType:
+def import_library() -> ModuleType:
+    """FlashAttention-3; `why_not_here` has said that it is here."""
     home = _home()
     assert home is not None, "asked for before why_not"
     library = importlib.import_module(home)
