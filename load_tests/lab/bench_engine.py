@@ -4,6 +4,8 @@
     python -m load_tests.lab.bench_engine --works decode_bs256 --no-host --eager
     python -m load_tests.lab.bench_engine --shapes qwen3-30b-a3b --pin-routing 0 --no-host
     python -m load_tests.lab.bench_engine --shapes qwen3-32b --tensor-parallel 2 --quick
+    python -m load_tests.lab.bench_engine --tensor-parallel 2 --expert-parallel \\
+        --shapes qwen3-30b-a3b --pin-routing 0 --set execution.enable_two_batch_overlap true
     python -m load_tests.lab.bench_engine --profile --works prefill_16x4096 decode_bs64 --traces DIR
 
 In this process, random weights, greedy, no end of sequence, prefix cache off, and timed as the
@@ -229,9 +231,11 @@ def engine_config(folder: Path, args: argparse.Namespace) -> AppConfig:
         "scheduler.overlap": False if args.no_overlap else None,
         "execution.cuda_graphs": False if args.eager else None,
         "workers.tensor_parallel_size": args.tensor_parallel,
+        "workers.expert_parallel": args.expert_parallel,
     }
     if args.tensor_parallel > 1 and args.device == "cuda":
         overrides["workers.num_gpus"] = 1
+    overrides |= {key: json.loads(value) for key, value in args.set}
     return load_config(None, overrides)
 
 
@@ -256,6 +260,11 @@ def build_parser() -> argparse.ArgumentParser:
         "--pin-routing", type=int, metavar="SEED", help="experts drawn uniformly (a mixture)"
     )
     parser.add_argument("--tensor-parallel", type=int, choices=(1, 2, 4, 8), default=1)
+    parser.add_argument("--expert-parallel", action="store_true", help="whole experts a rank")
+    parser.add_argument(
+        "--set", nargs=2, action="append", default=[], metavar=("KEY", "VALUE"),
+        help="any other key of the configuration, its value in JSON",
+    )  # fmt: skip
     parser.add_argument("--quick", action="store_true", help="one round of each work")
     parser.add_argument("--works", nargs="*", default=[""], help="parts of names; default: all")
     parser.add_argument("--no-host", action="store_true", help="leave out the host's work")
@@ -278,6 +287,8 @@ def describe(bench: Bench, args: argparse.Namespace) -> dict[str, object]:
         "weight_format",
         "deterministic",
         "tensor_parallel",
+        "expert_parallel",
+        "set",
         "quick",
         "eager",
         "no_overlap",
@@ -303,15 +314,15 @@ def run(args: argparse.Namespace, scratch: Path) -> str:
     folder = args.model or write_shapes(args.shapes, scratch, args.weight_format)
     config, model = engine_config(folder, args), None
     if args.tensor_parallel > 1:
-        if args.pin_routing is not None:
-            raise SystemExit("--pin-routing is for one rank; leave out --tensor-parallel")
-        with Following(config, scratch) as others:
-            ours = EngineInProcess(config, comm=others.comm)
+        with Following(config, scratch, pinned=args.pin_routing) as others:
+            if args.pin_routing is not None:
+                model = build_pinned(config, args.pin_routing, others.comm.rank)
+            ours = EngineInProcess(config, model, comm=others.comm)
+            del model
             ours.engine.core.wrap_executor(others.lead)
             return measure(ours, args, scratch, others.end)
     if args.pin_routing is not None:
-        max_tokens = max(args.max_num_batched_tokens, args.max_rows)
-        model = build_pinned(config, max_tokens, args.pin_routing)
+        model = build_pinned(config, args.pin_routing)
     ours = EngineInProcess(config, model)
     del model  # the engine's alone: what is dropped with it is free
     return measure(ours, args, scratch, _no_others)

@@ -40,6 +40,7 @@ from engine.ranks.leading import (
 from engine.ranks.meeting import join_ranks
 from engine.ranks.plan_ring import PlanRing, PlanRingReader
 from engine.ranks.rank import Rank
+from load_tests.lab.pinned_routing import build_pinned
 from load_tests.tables import Figure, median_figure
 
 START_S = 120.0  # until the other processes run
@@ -56,6 +57,7 @@ class Followed(msgspec.Struct, frozen=True, kw_only=True):
     ring: str
     board: str
     size: int
+    pinned: int | None  # the seed of pinned routing
 
 
 class RankTimes(msgspec.Struct, kw_only=True):
@@ -70,8 +72,9 @@ class Following:
 
     comm: Comm
 
-    def __init__(self, config: AppConfig, folder: Path) -> None:
-        """folder: where the ranks leave what they timed."""
+    def __init__(self, config: AppConfig, folder: Path, *, pinned: int | None = None) -> None:
+        """folder: where the ranks leave what they timed; pinned: the seed of pinned routing."""
+        self._pinned = pinned
         self._size = config.workers.tensor_parallel_size
         self._config = config
         self._folder = folder
@@ -85,7 +88,9 @@ class Following:
         self._ring = ring = PlanRing(name, self._size - 1, STUCK_S)
         self._reports = RankReports(ring, self._size, self._on_end)
         board = open_board()
-        asked = Followed(config=self._config, ring=name, board=board, size=self._size)
+        asked = Followed(
+            config=self._config, ring=name, board=board, size=self._size, pinned=self._pinned
+        )
         path = self._folder / "followed.json"
         path.write_bytes(msgspec.json.encode(asked))
         for rank in range(1, self._size):
@@ -245,9 +250,13 @@ def follow(path: Path, rank: int) -> NoReturn:
     threading.Thread(target=_end_with_leader, args=(ring,), daemon=True).start()
     times = RankTimes()
     try:
+        comm, model = join(asked, rank), None
+        if asked.pinned is not None:
+            model = build_pinned(asked.config, asked.pinned, comm.rank)
         engine = build_engine(
-            asked.config, FINGERPRINT, MonotonicClock(), _no_handoff, comm=join(asked, rank)
+            asked.config, FINGERPRINT, MonotonicClock(), _no_handoff, model=model, comm=comm
         )
+        del model  # the engine's alone
         reader, executor = _TimedReader(ring, times), _TimedExecutor(engine.executor, times)
         Follower(executor, reader, engine.grammars.prepare).run()  # type: ignore[arg-type]
     except Exception as error:
