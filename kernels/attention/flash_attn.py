@@ -120,7 +120,7 @@ class FlashAttention:
         reason = why_not(shape, block_size, dtype, device)
         if reason is not None:
             raise ValueError(reason)
-        library = _import_library()
+        library = import_library()
         self._attend: Callable[..., Tensor] = library.flash_attn_varlen_func
         self._schedule: Callable[..., Tensor] = library.get_scheduler_metadata
         self._shape = shape
@@ -160,7 +160,7 @@ class FlashAttention:
             block_table=metadata.table,
             softmax_scale=self._shape.scale,
             causal=True,
-            window_size=_window_size(window),
+            window_size=window_size(window),
             scheduler_metadata=metadata.schedules[window],
             fa_version=3,
             out=None if out is None else out.view(q.shape),
@@ -200,7 +200,7 @@ class FlashAttention:
                 cu_seqlens_q=metadata.rows.cu_tokens,
                 page_size=self._block_size,
                 causal=True,
-                window_size=_window_size(window),
+                window_size=window_size(window),
             )
 
     def refresh(self, metadata: FlashAttentionMetadata, step: AttentionStep) -> None:
@@ -221,12 +221,12 @@ class FlashAttention:
         )
 
 
-def _window_size(window: int | None) -> tuple[int, int]:
+def window_size(window: int | None) -> tuple[int, int]:
     """Number of keys seen before and after a query's own, for the library; -1 = all."""
     return (-1, -1) if window is None else (window - 1, 0)
 
 
-def _import_library() -> ModuleType:
+def import_library() -> ModuleType:
     home = _home()
     assert home is not None, "asked for before why_not"
     library = importlib.import_module(home)

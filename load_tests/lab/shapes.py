@@ -23,6 +23,17 @@ _QWEN3_8B: dict[str, object] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+_LLAMA_3_1_8B: dict[str, object] = {
+    **_QWEN3_8B,
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "num_hidden_layers": 32,
+    "intermediate_size": 14336,
+    "vocab_size": 128256,
+    "rope_theta": 5e5,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 131072,
+}
 _QWEN3_30B_A3B: dict[str, object] = {
     **_QWEN3_8B,
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -106,6 +117,7 @@ _DEEPSEEK_V2_LITE: dict[str, object] = {
 }
 SHAPES = {
     "qwen3-8b": _QWEN3_8B,
+    "llama-3.1-8b": _LLAMA_3_1_8B,
     "qwen3-30b-a3b": _QWEN3_30B_A3B,
     "mixtral-8x7b": _MIXTRAL_8X7B,
     "deepseek-v2-lite": _DEEPSEEK_V2_LITE,
