@@ -183,7 +183,7 @@ class FlashAttention:
             block_table=metadata.table,
             softmax_scale=self._shape.scale,
             causal=True,
-            window_size=_window_size(window),
+            window_size=window_size(window),
             scheduler_metadata=metadata.schedules[window],
             fa_version=3,
             out=None if out is None else out.view(q.shape),
@@ -224,7 +224,7 @@ class FlashAttention:
                 cu_seqlens_q=metadata.rows.cu_tokens,
                 page_size=self._block_size,
                 causal=True,
-                window_size=_window_size(window),
+                window_size=window_size(window),
             )
 
     def refresh(self, metadata: FlashAttentionMetadata, step: AttentionStep) -> None:
@@ -245,7 +245,7 @@ class FlashAttention:
         )
 
 
-def _window_size(window: int | None) -> tuple[int, int]:
+def window_size(window: int | None) -> tuple[int, int]:
     """Number of keys seen before and after a query's own, for the library; -1 = all."""
     return (-1, -1) if window is None else (window - 1, 0)
 

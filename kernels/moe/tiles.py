@@ -129,7 +129,8 @@ TUNED: dict[str, dict[ExpertShape, TilePlan]] = {
         # DeepSeek-V2-Lite: the tiles of as many routes an expert above, not tuned yet.
         ExpertShape(num_experts=64, num_active=6, hidden=2048, inner=1408): TilePlan(
             few_up_to=_FEW_TOKENS,
-            **_FEW,
+            few_gate_up=_FEW_GATE_UP,
+            few_down=_FEW_DOWN,
             pairs=(
                 _same(8, 16, 64, 64, 1, 4, 5),
                 _same(24, 16, 64, 256, 1, 4, 2),
