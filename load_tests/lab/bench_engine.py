@@ -256,6 +256,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--pin-routing", type=int, metavar="SEED", help="experts drawn uniformly (a mixture)"
     )
     parser.add_argument("--tensor-parallel", type=int, choices=(1, 2, 4, 8), default=1)
+    parser.add_argument("--nccl", action="store_true", help="no sums through peer memory")
     parser.add_argument("--quick", action="store_true", help="one round of each work")
     parser.add_argument("--works", nargs="*", default=[""], help="parts of names; default: all")
     parser.add_argument("--no-host", action="store_true", help="leave out the host's work")
@@ -278,6 +279,7 @@ def describe(bench: Bench, args: argparse.Namespace) -> dict[str, object]:
         "weight_format",
         "deterministic",
         "tensor_parallel",
+        "nccl",
         "quick",
         "eager",
         "no_overlap",
@@ -305,7 +307,7 @@ def run(args: argparse.Namespace, scratch: Path) -> str:
     if args.tensor_parallel > 1:
         if args.pin_routing is not None:
             raise SystemExit("--pin-routing is for one rank; leave out --tensor-parallel")
-        with Following(config, scratch) as others:
+        with Following(config, scratch, uses_peer_memory=not args.nccl) as others:
             ours = EngineInProcess(config, comm=others.comm)
             ours.engine.core.wrap_executor(others.lead)
             return measure(ours, args, scratch, others.end)

@@ -56,6 +56,7 @@ class Followed(msgspec.Struct, frozen=True, kw_only=True):
     ring: str
     board: str
     size: int
+    uses_peer_memory: bool
 
 
 class RankTimes(msgspec.Struct, kw_only=True):
@@ -70,11 +71,12 @@ class Following:
 
     comm: Comm
 
-    def __init__(self, config: AppConfig, folder: Path) -> None:
-        """folder: where the ranks leave what they timed."""
+    def __init__(self, config: AppConfig, folder: Path, *, uses_peer_memory: bool = True) -> None:
+        """folder: where the ranks leave what they timed. uses_peer_memory: else NCCL alone."""
         self._size = config.workers.tensor_parallel_size
         self._config = config
         self._folder = folder
+        self._uses_peer_memory = uses_peer_memory
         self._written_s: list[tuple[float, float]] = []  # began, ended
         self._processes: list[subprocess.Popen[bytes]] = []
         self._leading: LeadingExecutor | None = None
@@ -85,7 +87,13 @@ class Following:
         self._ring = ring = PlanRing(name, self._size - 1, STUCK_S)
         self._reports = RankReports(ring, self._size, self._on_end)
         board = open_board()
-        asked = Followed(config=self._config, ring=name, board=board, size=self._size)
+        asked = Followed(
+            config=self._config,
+            ring=name,
+            board=board,
+            size=self._size,
+            uses_peer_memory=self._uses_peer_memory,
+        )
         path = self._folder / "followed.json"
         path.write_bytes(msgspec.json.encode(asked))
         for rank in range(1, self._size):
@@ -185,6 +193,7 @@ def join(asked: Followed, rank: int) -> Comm:
         torch.device(asked.config.model.device),
         start_s=START_S,
         timeout_s=STUCK_S,
+        uses_peer_memory=asked.uses_peer_memory,
     )
 
 
