@@ -35,14 +35,26 @@ def why_not(
     shape: AttentionShape, block_size: int, dtype: torch.dtype, device: torch.device
 ) -> str | None:
     """Why `FlashAttention` cannot serve this model on this machine; None = it can."""
+    of_heads = None
+    if shape.head_dim not in _HEAD_DIMS:
+        of_heads = f"FlashAttention-3 has heads of 64, 128 and 256, not {shape.head_dim}"
+    elif shape.has_sinks and shape.num_heads > _MAX_SINK_HEADS:
+        of_heads = (
+            f"FlashAttention-3 has sinks of {_MAX_SINK_HEADS} heads, not of {shape.num_heads}"
+        )
+    return why_not_here(of_heads, block_size, dtype, device)
+
+
+def why_not_here(
+    of_heads: str | None, block_size: int, dtype: torch.dtype, device: torch.device
+) -> str | None:
+    """Why the library cannot serve a model on this machine; of_heads: a reason in its heads."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
         return "FlashAttention-3 needs a GPU of compute capability 9 (Hopper)"
     if dtype not in _DTYPES:
         return f"FlashAttention-3 computes in bfloat16 and float16, not {dtype}"
-    if shape.head_dim not in _HEAD_DIMS:
-        return f"FlashAttention-3 has heads of 64, 128 and 256, not {shape.head_dim}"
-    if shape.has_sinks and shape.num_heads > _MAX_SINK_HEADS:
-        return f"FlashAttention-3 has sinks of {_MAX_SINK_HEADS} heads, not of {shape.num_heads}"
+    if of_heads is not None:
+        return of_heads
     if block_size % _BLOCK_MULTIPLE:
         return f"block size {block_size} is not a multiple of {_BLOCK_MULTIPLE}"
     if _home() is None:
@@ -124,7 +136,7 @@ class FlashAttention:
         reason = why_not(shape, block_size, dtype, device)
         if reason is not None:
             raise ValueError(reason)
-        library = _import_library()
+        library = import_library()
         if shape.has_sinks and not _has_sinks(library):
             raise ValueError(
                 f"{library.__name__} {getattr(library, '__version__', '')} has no attention sinks;"
@@ -171,7 +183,7 @@ class FlashAttention:
             block_table=metadata.table,
             softmax_scale=self._shape.scale,
             causal=True,
-            window_size=_window_size(window),
+            window_size=window_size(window),
             scheduler_metadata=metadata.schedules[window],
             fa_version=3,
             out=None if out is None else out.view(q.shape),
@@ -212,7 +224,7 @@ class FlashAttention:
                 cu_seqlens_q=metadata.rows.cu_tokens,
                 page_size=self._block_size,
                 causal=True,
-                window_size=_window_size(window),
+                window_size=window_size(window),
             )
 
     def refresh(self, metadata: FlashAttentionMetadata, step: AttentionStep) -> None:
@@ -233,7 +245,7 @@ class FlashAttention:
         )
 
 
-def _window_size(window: int | None) -> tuple[int, int]:
+def window_size(window: int | None) -> tuple[int, int]:
     """Number of keys seen before and after a query's own, for the library; -1 = all."""
     return (-1, -1) if window is None else (window - 1, 0)
 
@@ -242,7 +254,8 @@ def _has_sinks(library: ModuleType) -> bool:
     return _SINKS in inspect.signature(library.flash_attn_varlen_func).parameters
 
 
-def _import_library() -> ModuleType:
+def import_library() -> ModuleType:
+    """FlashAttention-3; `why_not_here` has said that it is here."""
     home = _home()
     assert home is not None, "asked for before why_not"
     library = importlib.import_module(home)

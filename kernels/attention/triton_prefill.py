@@ -16,7 +16,8 @@ A program computes a tile of a row's tokens with all query heads of one KV head:
 *Fixed tiles* make a query's result bitwise independent of its surroundings: every query goes
 through one kernel of one shape and sees tiles counted from key 0 in order, all of them masked. A
 tile of which it sees nothing changes nothing (its maximum stays, factors are exactly 1, weights
-exactly 0). A store of e4m3 numbers is read as in `triton_decode`. Knows no requests.
+exactly 0). Products of a store of e4m3 numbers
+are those of the numbers, exact in q's dtype. Knows no requests.
 """
 
 from dataclasses import dataclass
@@ -30,16 +31,15 @@ from kernels.attention.triton_decode import (
     MIN_DOT_ROWS,
     capped,
     check_store,
-    decoding,
     key_offsets,
     layer_constants,
     sink_scores,
-    stored_numbers,
     times_scale,
     with_sink,
 )
 from kernels.kv.scales import KvScales
 from kernels.pdl import pdl_supported
+from kernels.quant.decode import decode_e4m3, knows_e4m3, uses_ptx
 
 _ROW_TILE = 128
 
@@ -68,6 +68,25 @@ class PrefillWork:
     first_row: int
     num_rows: int
     num_tokens: int
+
+
+def _decoding(q: Tensor, scales: KvScales | None) -> dict[str, bool]:
+    """The constants by which a kernel decodes e4m3 numbers, equal for all that has none."""
+    is_fp8 = scales is not None
+    return {
+        "KNOWS_E4M3": is_fp8 and knows_e4m3(q.device),
+        "USES_PTX": is_fp8 and uses_ptx(q.device),
+    }
+
+
+@triton.jit
+def _numbers(
+    x, dtype: tl.constexpr, IS_FP8: tl.constexpr, KNOWS_E4M3: tl.constexpr, USES_PTX: tl.constexpr
+):
+    """A tile of the store in the dtype of products."""
+    if IS_FP8:
+        x = decode_e4m3(x, dtype, KNOWS_E4M3, USES_PTX)
+    return x
 
 
 @triton.jit
@@ -134,8 +153,8 @@ def _attend(
         else:
             k = tl.load(k_ptr + offsets[:, None] + dim[None, :])
             v = tl.load(v_ptr + offsets[:, None] + dim[None, :])
-        k = stored_numbers(k, q.dtype, IS_FP8, KNOWS_E4M3, USES_PTX)
-        v = stored_numbers(v, q.dtype, IS_FP8, KNOWS_E4M3, USES_PTX)
+        k = _numbers(k, q.dtype, IS_FP8, KNOWS_E4M3, USES_PTX)
+        v = _numbers(v, q.dtype, IS_FP8, KNOWS_E4M3, USES_PTX)
         scores = tl.dot(q, tl.trans(k)) * score_scale
         if SOFTCAP_LOG2E > 0:
             scores = capped(scores, SOFTCAP_LOG2E)
@@ -315,7 +334,7 @@ def prefill_attention(
         TILE_KEYS=config.tile_keys,
         ROW_TILE=_ROW_TILE,
         IS_FIXED_TILE=work.is_fixed_tile,
-        **decoding(q, scales),
+        **_decoding(q, scales),
         USE_PDL=use_pdl,
         num_warps=config.num_warps,
         num_stages=config.num_stages,

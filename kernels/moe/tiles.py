@@ -126,6 +126,21 @@ TUNED: dict[str, dict[ExpertShape, TilePlan]] = {
                 _same(ALWAYS, 128, 256, 64, 16, 8, 4),
             ),
         ),
+        # DeepSeek-V2-Lite: the tiles of as many routes an expert above, not tuned yet.
+        ExpertShape(num_experts=64, num_active=6, hidden=2048, inner=1408): TilePlan(
+            few_up_to=_FEW_TOKENS,
+            few_gate_up=_FEW_GATE_UP,
+            few_down=_FEW_DOWN,
+            pairs=(
+                _same(8, 16, 64, 64, 1, 4, 5),
+                _same(24, 16, 64, 256, 1, 4, 2),
+                _same(48, 16, 256, 128, 1, 8, 2),
+                _same(96, 16, 128, 128, 1, 4, 2),
+                _same(192, 32, 256, 128, 16, 4, 2),
+                _same(384, 64, 128, 64, 1, 4, 3),
+                _same(ALWAYS, 128, 256, 64, 16, 8, 4),
+            ),
+        ),
     },
 }
 # One tiling for any number of tokens, so that a token's sums have one order.

@@ -23,6 +23,52 @@ _QWEN3_8B: dict[str, object] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+_QWEN3_32B: dict[str, object] = {
+    **_QWEN3_8B,
+    "hidden_size": 5120,
+    "num_hidden_layers": 64,
+    "num_attention_heads": 64,
+    "intermediate_size": 25600,
+}
+_LLAMA_70B: dict[str, object] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 8192,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 28672,
+    "vocab_size": 128256,
+    "rope_theta": 500000.0,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 131072,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 128000,
+    "eos_token_id": 128001,
+}
+_LLAMA_3_1_8B: dict[str, object] = {
+    **_QWEN3_8B,
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "num_hidden_layers": 32,
+    "intermediate_size": 14336,
+    "vocab_size": 128256,
+    "rope_theta": 5e5,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 131072,
+}
 _QWEN3_30B_A3B: dict[str, object] = {
     **_QWEN3_8B,
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -148,6 +194,9 @@ _GPT_OSS_20B: dict[str, object] = {
 }
 SHAPES = {
     "qwen3-8b": _QWEN3_8B,
+    "qwen3-32b": _QWEN3_32B,
+    "llama-3.3-70b": _LLAMA_70B,
+    "llama-3.1-8b": _LLAMA_3_1_8B,
     "qwen3-30b-a3b": _QWEN3_30B_A3B,
     "mixtral-8x7b": _MIXTRAL_8X7B,
     "deepseek-v2-lite": _DEEPSEEK_V2_LITE,

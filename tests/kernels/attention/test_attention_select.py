@@ -90,23 +90,23 @@ def test_auto_depends_on_device_and_shape_alone(monkeypatch: pytest.MonkeyPatch)
     assert automatic_name("decode", SMALL_HEADS, hopper) == "reference"
 
 
-def test_auto_goes_round_what_does_not_read_e4m3_numbers() -> None:
-    hopper = gpu("H100")
-    assert automatic_name("prefill", PLAIN, hopper, is_fp8=True) == "triton"
-    assert automatic_name("decode", PLAIN, hopper, is_fp8=True) == "triton"
-    assert automatic_name("prefill", SMALL_HEADS, hopper, is_fp8=True) == "reference"
-    assert automatic_name("prefill", PLAIN, device_properties(CPU), is_fp8=True) == "reference"
-
-
 @pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("name", ["flashinfer", "flash_attn"])
+@pytest.mark.parametrize(
+    ("phase", "name", "why"),
+    [
+        ("prefill", "flashinfer", "not with cache.kv_dtype fp8_e4m3"),
+        ("decode", "flashinfer", "not with cache.kv_dtype fp8_e4m3"),
+        ("decode", "flash_attn", "with cache.kv_dtype fp8_e4m3 it is for prompts"),
+    ],
+)
 def test_a_backend_that_does_not_read_e4m3_numbers_says_so(
-    name: AttentionName, monkeypatch: pytest.MonkeyPatch
+    phase: str, name: AttentionName, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _install(monkeypatch, "flashinfer", "vllm")
+    names = AttentionNames(prefill="triton", decode="triton")
     with pytest.raises(BackendUnavailable) as raised:
         build_attention(
-            AttentionNames(prefill=name, decode="auto"),
+            replace(names, **{phase: name}),
             PLAIN,
             block_size=16,
             dtype=torch.bfloat16,
@@ -115,8 +115,9 @@ def test_a_backend_that_does_not_read_e4m3_numbers_says_so(
             is_fp8=True,
         )
     message = str(raised.value)
-    assert "not with cache.kv_dtype fp8_e4m3" in message
-    assert message.endswith("What would work for prefill: triton, reference")
+    assert why in message
+    others = {"prefill": "flash_attn, triton, reference", "decode": "triton, reference"}
+    assert message.endswith(f"What would work for {phase}: {others[phase]}")
 
 
 @pytest.mark.parametrize("name", sorted(GPUS))
@@ -228,7 +229,7 @@ def test_a_flash_attention_that_takes_no_sinks_is_refused_with_how_to_get_one(
     library = ModuleType("vllm.vllm_flash_attn")
     library.flash_attn_varlen_func = without_sinks  # type: ignore[attr-defined]
     library.get_scheduler_metadata = without_sinks  # type: ignore[attr-defined]
-    monkeypatch.setattr(flash_attn, "_import_library", lambda: library)
+    monkeypatch.setattr(flash_attn, "import_library", lambda: library)
     given = {"block_size": 16, "dtype": torch.bfloat16, "device": GPU}
     with pytest.raises(ValueError, match="no attention sinks; a newer vllm brings them"):
         flash_attn.FlashAttention(WITH_SINKS, **given)  # type: ignore[arg-type]
