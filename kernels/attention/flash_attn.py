@@ -132,16 +132,11 @@ class FlashAttention:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """Raises ValueError if `why_not` gives a reason, or the library has no sinks to give."""
+        """Raises ValueError if `why_not` gives a reason, or as `import_library` does."""
         reason = why_not(shape, block_size, dtype, device)
         if reason is not None:
             raise ValueError(reason)
-        library = import_library()
-        if shape.has_sinks and not _has_sinks(library):
-            raise ValueError(
-                f"{library.__name__} {getattr(library, '__version__', '')} has no attention sinks;"
-                " a newer vllm brings them"
-            )
+        library = import_library(has_sinks=shape.has_sinks)
         self._attend: Callable[..., Tensor] = library.flash_attn_varlen_func
         self._schedule: Callable[..., Tensor] = library.get_scheduler_metadata
         self._shape = shape
@@ -170,8 +165,6 @@ class FlashAttention:
         assert (sinks is not None) == self._shape.has_sinks, f"sinks {sinks} for {self._shape}"
         assert scales is None, "a store of e4m3 numbers was refused"
         window = self._shape.layer_windows[layer]
-        # Left out where there are none, for the sake of older libraries.
-        given = {} if sinks is None else {_SINKS: sinks.to(torch.bfloat16)}
         attended = self._attend(
             q=q,
             k=store[:, layer, 0],
@@ -187,7 +180,7 @@ class FlashAttention:
             scheduler_metadata=metadata.schedules[window],
             fa_version=3,
             out=None if out is None else out.view(q.shape),
-            **given,
+            **sink_argument(sinks),
         )
         return attended.view(len(q), -1) if out is None else out
 
@@ -250,18 +243,25 @@ def window_size(window: int | None) -> tuple[int, int]:
     return (-1, -1) if window is None else (window - 1, 0)
 
 
-def _has_sinks(library: ModuleType) -> bool:
-    return _SINKS in inspect.signature(library.flash_attn_varlen_func).parameters
+def sink_argument(sinks: Tensor | None) -> dict[str, Tensor]:
+    """What the library is given besides; nothing where there are none, as older ones take none."""
+    return {} if sinks is None else {_SINKS: sinks.to(torch.bfloat16)}
 
 
-def import_library() -> ModuleType:
-    """FlashAttention-3; `why_not_here` has said that it is here."""
+def import_library(*, has_sinks: bool = False) -> ModuleType:
+    """FlashAttention-3; `why_not_here` has said that it is here.
+
+    Raises ValueError if it is another one, or takes no sinks where there are some.
+    """
     home = _home()
     assert home is not None, "asked for before why_not"
     library = importlib.import_module(home)
+    name = f"{home} {getattr(library, '__version__', '')}"
     if not hasattr(library, "get_scheduler_metadata"):
         raise ValueError(
-            f"{home} {getattr(library, '__version__', '')} has no FlashAttention-3; "
-            "`pip install vllm` brings it as vllm.vllm_flash_attn"
+            f"{name} has no FlashAttention-3; `pip install vllm` brings it as vllm.vllm_flash_attn"
         )
+    arguments = inspect.signature(library.flash_attn_varlen_func).parameters
+    if has_sinks and _SINKS not in arguments:
+        raise ValueError(f"{name} has no attention sinks; a newer vllm brings them")
     return library

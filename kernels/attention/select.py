@@ -103,7 +103,8 @@ def automatic_name(phase: _Phase, shape: AttentionShape, device: DevicePropertie
 
     On Hopper the fastest measured for the phase. On other GPUs, where FlashAttention-3 does not
     run, the Triton kernels: of the backends that are left they alone compute prompts in CUDA
-    graphs. They have attention sinks and caps on scores, which FlashAttention-3 here lacks.
+    graphs. They have caps on scores, which FlashAttention-3 here lacks, and were measured with
+    attention sinks.
     """
     if not device.is_gpu or shape.head_dim not in _TRITON_HEAD_DIMS:
         return "reference"

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.attention.flash_attn import import_library, why_not, window_size
+from kernels.attention.flash_attn import import_library, sink_argument, why_not, window_size
 from kernels.attention.gathering import to_device
 from kernels.attention.protocol import AttentionShape, AttentionStep, RowTensors
 from kernels.attention.triton import TritonAttention, TritonMetadata
@@ -55,7 +55,8 @@ class WidenedAttention:
         reason = why_not(shape, block_size, dtype, device)
         if reason is not None:
             raise ValueError(reason)
-        self._attend: Callable[..., Tensor] = import_library().flash_attn_varlen_func
+        library = import_library(has_sinks=shape.has_sinks)
+        self._attend: Callable[..., Tensor] = library.flash_attn_varlen_func
         self._triton = TritonAttention(shape, block_size=block_size, dtype=dtype, device=device)
         self._shape = shape
         self._dtype = dtype
@@ -97,7 +98,7 @@ class WidenedAttention:
         """Reads the fresh K and V from `store`, as later steps do."""
         if isinstance(metadata, TritonMetadata):
             return self._triton.run(q, k_new, v_new, layer, store, metadata, out, sinks, scales)
-        assert sinks is None, "a shape with sinks was refused"
+        assert (sinks is not None) == self._shape.has_sinks, f"sinks {sinks} for {self._shape}"
         assert scales is not None, "of a store of e4m3 numbers"
         k, v = widen(
             store,
@@ -122,6 +123,7 @@ class WidenedAttention:
             window_size=window_size(self._shape.layer_windows[layer]),
             fa_version=3,
             out=None if out is None else out.view(q.shape),
+            **sink_argument(sinks),
         )
         return attended.view(len(q), -1) if out is None else out
 

@@ -229,7 +229,7 @@ def test_a_flash_attention_that_takes_no_sinks_is_refused_with_how_to_get_one(
     library = ModuleType("vllm.vllm_flash_attn")
     library.flash_attn_varlen_func = without_sinks  # type: ignore[attr-defined]
     library.get_scheduler_metadata = without_sinks  # type: ignore[attr-defined]
-    monkeypatch.setattr(flash_attn, "import_library", lambda: library)
+    monkeypatch.setattr(flash_attn.importlib, "import_module", lambda name: library)
     given = {"block_size": 16, "dtype": torch.bfloat16, "device": GPU}
     with pytest.raises(ValueError, match="no attention sinks; a newer vllm brings them"):
         flash_attn.FlashAttention(WITH_SINKS, **given)  # type: ignore[arg-type]
