@@ -34,6 +34,7 @@ class Machine:
         )
 
 
+EXPERTS_ALONE = ("mlp.experts",)  # gpt-oss: what its quantisation is of
 H200 = Machine(bytes_per_s=4.29e12, flops_per_s=805e12)  # bf16
 
 
@@ -132,9 +133,14 @@ def _parameters(spec: ModelSpec, num_experts: float) -> float:
 def linear_bytes(spec: ModelSpec, dtype: KvDtype, num_tokens: int) -> float:
     """Bytes of those weights, without scales where they are quantised."""
     each: float = _weight_bytes(spec, dtype)
-    if spec.quantization is not None:
-        each = 1 if spec.quantization.packing in (Packing.FP8, Packing.ONLINE_FP8) else 0.5
-    return each * read_parameters(spec, num_tokens)
+    read = read_parameters(spec, num_tokens)
+    if spec.quantization is None:
+        return each * read
+    coded = 1 if spec.quantization.packing in (Packing.FP8, Packing.ONLINE_FP8) else 0.5
+    if spec.quantization.targets != EXPERTS_ALONE:
+        return coded * read
+    other = _parameters(spec, 0)
+    return coded * (read - other) + each * other
 
 
 def _weight_bytes(spec: ModelSpec, dtype: KvDtype) -> int:

@@ -64,6 +64,16 @@ def test_quantised_weights_are_fewer_bytes_to_read(spec: ModelSpec, tmp_path: Pa
         assert saved == (2 - each) * linear
 
 
+def test_of_gpt_oss_the_experts_alone_have_half_a_byte_a_number(tmp_path: Path) -> None:
+    spec = load_spec(write_shapes("gpt-oss-20b", tmp_path))
+    attention = 2880 * (64 + 8 + 8 + 64) * 64
+    expert = 3 * 2880 * 2880
+    of_layers = 24 * (2 * attention + 2 * 2880 * 32 + 4 * expert / 2)
+    outer = 2 * 2880 * (201088 + 1)
+    kept = 2 * 2 * 8 * 64 * (100 * 24 + 24)
+    assert decode_floor_s(1, 100, spec, "bfloat16", ONLY_BYTES) == of_layers + outer + kept
+
+
 def test_a_row_reads_its_keys_and_values_and_writes_one_of_each(spec: ModelSpec) -> None:
     kv_bytes = 36 * 2 * 8 * 128 * 2  # of one token
     of_one = decode_floor_s(1, 100, spec, "bfloat16", ONLY_BYTES)
