@@ -24,7 +24,7 @@ from engine.layers.quantized_weight import compacted
 from kernels.device import device_properties
 from kernels.moe import combine
 from kernels.moe.align import ROUTE_SIZES, Blocks, align, blocks_of_one_token, one_each
-from kernels.moe.coded import CodedExperts, supports_coded
+from kernels.moe.coded import CodedExperts, supports_coded, with_run_scales
 from kernels.moe.few import few_down, few_gate_up
 from kernels.moe.form import PLAIN, ExpertForm
 from kernels.moe.grouped import grouped_down, grouped_gate_up
@@ -136,8 +136,8 @@ class TritonExperts:
         num_experts: those of all ranks, which share a step's tokens; None = the held. Raises
         ConfigError for quantised weights that no kernel reads.
         """
-        self._gate_up = _operand(gate_up)
-        self._down = _operand(down)
+        self._gate_up = _operand(gate_up, is_gated=True)
+        self._down = _operand(down, is_gated=False)
         self._form = form
         self._num_active = num_active
         num_held, hidden, inner = self._down.shape
@@ -216,12 +216,15 @@ def _fit(weight: Tensor | CodedExperts) -> Callable[[Tile], Tile]:
     return partial(fitted, device=device_properties(weight.device))
 
 
-def _operand(weight: LinearWeight) -> Tensor | CodedExperts:
-    return weight.data if weight.scales is None else coded_operand(weight)
+def _operand(weight: LinearWeight, *, is_gated: bool) -> Tensor | CodedExperts:
+    return weight.data if weight.scales is None else coded_operand(weight, is_gated=is_gated)
 
 
-def coded_operand(weight: LinearWeight) -> CodedExperts:
-    """A quantised weight as the kernels take it. Raises ConfigError if none reads it."""
+def coded_operand(weight: LinearWeight, *, is_gated: bool) -> CodedExperts:
+    """A quantised weight as the kernels take it. Raises ConfigError if none reads it.
+
+    is_gated: whether it is of gate and up.
+    """
     assert weight.scales is not None, f"{weight.format} without scales"
     scales = compacted(weight.scales)
     check_dtype(scales)
@@ -244,4 +247,4 @@ def coded_operand(weight: LinearWeight) -> CodedExperts:
     )
     if not supports_coded(operand):
         raise unreadable(weight, f"groups of {scales.columns} inputs")
-    return operand
+    return with_run_scales(operand, is_gated=is_gated)

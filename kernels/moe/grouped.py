@@ -180,6 +180,7 @@ def _moe_grouped_kernel(
     KNOWS_E4M3: tl.constexpr = False,
     USES_PTX: tl.constexpr = False,
     UNROLL: tl.constexpr = 1,
+    run_scales_ptr=None,  # those of `RunScales`
 ):
     NUM_TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     NUM_OUTPUTS: tl.constexpr = N // 2 if IS_GATED else N
@@ -214,7 +215,7 @@ def _moe_grouped_kernel(
         acc = coded_product(
             x_pointers, is_route, weight, code_scales_ptr, factors_ptr, expert, w_rows, N, K, CODES,
             TILE_ROWS, TILE_COLUMNS, NUM_TILES, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES, HAS_FACTORS,
-            KNOWS_E4M3, USES_PTX, UNROLL,
+            KNOWS_E4M3, USES_PTX, UNROLL, run_scales_ptr, tile_n,
         )  # fmt: skip
     else:
         acc = _product(
@@ -339,12 +340,22 @@ def _operand(
             "KNOWS_E4M3": knows_e4m3(x.device),
             "USES_PTX": uses_ptx(x.device),
             "UNROLL": tile.unroll,
+            "run_scales_ptr": _run_scales(x, weight, tile, is_gated=is_gated),
         }
         return (weight.data, weight.scales, weight.factors), coding
     assert x.dtype == weight.dtype, f"{x.dtype} against {weight.dtype}"
     assert weight.is_contiguous(), f"the weight has strides {weight.stride()}"
     pieces = _pieces(weight, tile, is_gated=is_gated) if tile.by_tma else weight
     return (pieces, None, None), {}
+
+
+def _run_scales(x: Tensor, weight: CodedExperts, tile: Tile, *, is_gated: bool) -> Tensor | None:
+    """Scales by run where the kernel can use them: whole tiles, numbers scaled in bfloat16."""
+    scales = weight.run_scales
+    can_use = uses_ptx(x.device) and x.dtype is torch.bfloat16
+    if scales is None or not can_use or scales.is_gated != is_gated:
+        return None
+    return None if weight.shape[1] % tile.block_n else scales.words
 
 
 def _pieces(weight: Tensor, tile: Tile, *, is_gated: bool) -> TensorDescriptor:

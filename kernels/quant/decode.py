@@ -137,24 +137,26 @@ def take_apart(packed, dtype: tl.constexpr, USES_PTX: tl.constexpr):  # noqa: AN
 
 # As above. A product with 2^12 + 2^6 has four bits twice, for the sign and for the others; factors
 # then correct the exponents.
-SCALE_E2M1 = """
+_E2M1 = """
 {
-.reg .b32 pair, bits, zero;
+.reg .b32 pair, bits, zero, fixed;
 mov.b32 zero, 0x80008000;
+mov.b32 fixed, 0x7e807e80;
 cvt.u32.u16 pair, $2;
 prmt.b32 pair, pair, 0, 0x4140;
 and.b32 bits, pair, 0x000f000f;
 mul.lo.u32 bits, bits, 0x1040;
 and.b32 bits, bits, 0x81c081c0;
-fma.rn.bf16x2 $0, bits, $3, zero;
+fma.rn.bf16x2 $0, bits, LOW, zero;
 and.b32 bits, pair, 0x00f000f0;
 mul.lo.u32 bits, bits, 0x0104;
 and.b32 bits, bits, 0x81c081c0;
-fma.rn.bf16x2 $1, bits, $4, zero;
+fma.rn.bf16x2 $1, bits, HIGH, zero;
 }
 """
+WIDEN_E2M1 = _E2M1.replace("LOW", "fixed").replace("HIGH", "fixed")  # 2^126
+SCALE_E2M1 = _E2M1.replace("LOW", "$3").replace("HIGH", "$4")
 _SCALE_E2M1 = tl.constexpr(SCALE_E2M1)
-WIDEN_E2M1 = SCALE_E2M1.replace("$3", "0x7e807e80").replace("$4", "0x7e807e80")  # 2^126
 _WIDEN_E2M1 = tl.constexpr(WIDEN_E2M1)
 
 
@@ -185,13 +187,19 @@ def decode_e2m1(packed, dtype: tl.constexpr, USES_PTX: tl.constexpr):  # noqa: A
 
 
 @triton.jit
-def scale_e2m1(packed, low_codes, high_codes):  # noqa: ANN201
-    """As `decode_e2m1` in bfloat16 by PTX, times 2^(code - 127), exactly.
+def e8m0_factors(codes) -> tl.tensor:
+    """codes: uint8, at most 128; returns the bits of 2^126 times what they stand for, bfloat16."""
+    return (codes.to(tl.uint16) + 126) << 7
 
-    codes: uint8 in e8m0, at most 128, of shapes that spread to that of `packed`.
+
+@triton.jit
+def scale_e2m1(packed, low_factors, high_factors):  # noqa: ANN201
+    """As `decode_e2m1` in bfloat16 by PTX, times scales, exactly.
+
+    factors: integers of `e8m0_factors`, of shapes that spread to that of `packed`.
     """
-    low_factors = ((low_codes.to(tl.uint16) + 126) << 7).to(tl.bfloat16, bitcast=True)
-    high_factors = ((high_codes.to(tl.uint16) + 126) << 7).to(tl.bfloat16, bitcast=True)
+    low_factors = low_factors.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    high_factors = high_factors.to(tl.uint16).to(tl.bfloat16, bitcast=True)
     return tl.inline_asm_elementwise(
         _SCALE_E2M1,
         "=r,=r,h,r,r",

@@ -22,6 +22,7 @@ from kernels.quant.decode import (
     decode_e2m1,
     decode_e4m3,
     decode_e8m0,
+    e8m0_factors,
     scale_e2m1,
     subtract_zeros,
     take_apart,
@@ -109,9 +110,12 @@ def add_run(
 ) -> tl.tensor:  # fmt: skip
     """4 bits: a run [rows, HALF] of bytes from `column` on; low_x, high_x: [T, HALF]."""
     if CODES == _MXFP4_SMALL and NUM_GROUPS > 1 and USES_PTX and low_x.dtype == tl.bfloat16:
-        acc += _scaled_product(
-            low_x, high_x, packed, scale_pointers, column, HALF, GROUP, NUM_GROUPS
-        )
+        low_factors = e8m0_factors(tl.load(scale_pointers + _group_of(column, GROUP, NUM_GROUPS)))
+        high_factors = low_factors
+        if GROUP == HALF:
+            next_group = _group_of(column + HALF, GROUP, NUM_GROUPS)
+            high_factors = e8m0_factors(tl.load(scale_pointers + next_group))
+        acc += scaled_run(low_x, high_x, packed, low_factors, high_factors)
     else:
         acc = _add_unscaled(
             acc, low_x, high_x, packed, scale_pointers, column, CODES, HALF, GROUP, NUM_GROUPS,
@@ -121,15 +125,9 @@ def add_run(
 
 
 @triton.jit
-def _scaled_product(
-    low_x, high_x, packed, scale_pointers, column, HALF: tl.constexpr, GROUP: tl.constexpr,
-    NUM_GROUPS: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
-    low_codes = tl.load(scale_pointers + _group_of(column, GROUP, NUM_GROUPS))
-    high_codes = low_codes
-    if GROUP == HALF:
-        high_codes = tl.load(scale_pointers + _group_of(column + HALF, GROUP, NUM_GROUPS))
-    low, high = scale_e2m1(packed, low_codes[:, None], high_codes[:, None])
+def scaled_run(low_x, high_x, packed, low_factors, high_factors) -> tl.tensor:
+    """MXFP4_SMALL in bfloat16 by PTX: the product of a run; factors [rows], of its halves."""
+    low, high = scale_e2m1(packed, low_factors[:, None], high_factors[:, None])
     total = tl.dot(low, tl.trans(low_x), input_precision="ieee")
     return tl.dot(high, tl.trans(high_x), total, input_precision="ieee")
 

@@ -140,7 +140,7 @@ def quantised_layers(
         gate_up, down = (
             make_weight(weight_format, *sizes, device.type).by_expert(experts) for sizes in maps
         )
-        operands = (coded_operand(gate_up), coded_operand(down))
+        operands = (coded_operand(gate_up, is_gated=True), coded_operand(down, is_gated=False))
         matrices = (expert_matrices(gate_up), expert_matrices(down))
         return Layer(router * hidden**-0.5, *operands, matrices)
 

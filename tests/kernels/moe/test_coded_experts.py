@@ -10,10 +10,11 @@ from torch import Tensor
 
 from engine.layers.linear import LinearWeight
 from kernels.moe.align import align
-from kernels.moe.coded import CodedExperts
+from kernels.moe.coded import CodedExperts, with_run_scales
 from kernels.moe.grouped import by_block, grouped_down, grouped_gate_up
 from kernels.moe.routes import Routes
 from kernels.moe.tiles import Tile
+from kernels.quant.steps import Codes
 from tests.harness.gpus import gpu
 from tests.kernels.interpreter import run_interpreted
 from tests.kernels.moe.moe_cases import (
@@ -55,10 +56,12 @@ def _experts(
     return case.weight.by_expert(num_experts), case.exact.view(sizes)
 
 
-def _operand(weight: LinearWeight, tile: Tile) -> tuple[CodedExperts, Tile]:
+def _operand(
+    weight: LinearWeight, tile: Tile, *, is_gated: bool = False
+) -> tuple[CodedExperts, Tile]:
     from engine.layers.moe_cuda import coded_operand
 
-    operand = coded_operand(weight)
+    operand = coded_operand(weight, is_gated=is_gated)
     return operand, operand.fit(tile, gpu("H200"))
 
 
@@ -75,7 +78,7 @@ def _check_products(
     x = random_tensor(num_tokens, hidden, dtype=dtype, device=device.type)
     routes = random_routes(num_tokens, num_experts, num_active, device.type)
     blocks = align(routes.ids, num_experts, tile.block_m)
-    operand, cut = _operand(gate_up, tile)
+    operand, cut = _operand(gate_up, tile, is_gated=True)
     assert operand.shape == (num_experts, 2 * inner, hidden)
     exact = exact_inner(x, exact_up, routes)
     lines = by_block(exact, blocks)
@@ -164,6 +167,28 @@ def check_matrices() -> None:
             _check_matrices(form, 16, (4, 2, 64, 128), torch.float16, CPU)
 
 
+@pytest.mark.parametrize("is_gated", [False, True])
+def test_scales_by_run_are_those_of_the_rows_as_they_are_read(is_gated: bool) -> None:
+    weight, _ = _experts("mxfp4", (3, 8, 192), torch.bfloat16, CPU)
+    operand = CodedExperts(
+        codes=Codes.MXFP4_SMALL,
+        data=weight.data,
+        scales=weight.scales.values.view(torch.uint8),  # type: ignore[union-attr]
+        tile_rows=1,
+        tile_columns=32,
+        half=32,
+    )
+    scales = with_run_scales(operand, is_gated=is_gated).run_scales
+    assert scales is not None
+    assert scales.words.shape == (3, 3, 8)
+    for row in range(8):
+        source = row % 2 * 4 + row // 2 if is_gated else row
+        for half in range(2):
+            bits = (scales.words[:, :, row] >> 16 * half & 0xFFFF).to(torch.int16)
+            exact = operand.scales[:, source, half::2].view(torch.float8_e8m0fnu).double()
+            assert torch.equal(bits.view(torch.bfloat16).double(), exact * 2.0**126)
+
+
 def check_refused() -> None:
     from engine.errors import ConfigError
     from engine.layers.moe_cuda import coded_operand
@@ -180,7 +205,7 @@ def check_refused() -> None:
         (fp8_case((1, 4 * 32, 64), (1, 64), torch.float32, CPU).weight.by_expert(4), "float32"),
     ):
         with pytest.raises(ConfigError, match=named):
-            coded_operand(weight)
+            coded_operand(weight, is_gated=False)
 
 
 NIGHTLY = pytest.mark.nightly
@@ -217,7 +242,7 @@ def test_products_of_quantised_experts_compile_within_the_shared_memory(name: st
     with compiled_for(device, grouped) as found:
         for form in ("fp8 wide tiles", "int4 halves", "mxfp4", "nvfp4"):
             weight, _ = _experts(form, (8, 512, 256), torch.bfloat16, CPU)
-            up, _ = _operand(weight, TILE)
+            up, _ = _operand(weight, TILE, is_gated=True)
 
             def fit(tile: Tile, operand: CodedExperts = up) -> Tile:
                 return operand.fit(tile, device)
