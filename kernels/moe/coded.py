@@ -15,7 +15,7 @@ from torch import Tensor
 from kernels.device import DeviceProperties, stages_that_fit
 from kernels.moe.tiles import Tile
 from kernels.quant.runs import MIN_HALF
-from kernels.quant.steps import FP8, Codes, add_run, add_tile, finish
+from kernels.quant.steps import FP8, Codes, add_run, add_tile
 
 _SIZE_MULTIPLE = 16
 
@@ -120,6 +120,6 @@ def coded_product(
                 acc, x, high_x, packed, scale_pointers, k, CODES, BLOCK_K, TILE_COLUMNS, NUM_TILES,
                 USES_PTX,
             )  # fmt: skip
-    factor_pointers = factors_ptr + rows if HAS_FACTORS else None
-    acc = finish(acc, scale_pointers, factor_pointers, CODES, NUM_TILES, HAS_FACTORS)
+    if HAS_FACTORS:
+        acc *= tl.load(factors_ptr + rows)[:, None]
     return tl.trans(acc)
