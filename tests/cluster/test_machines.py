@@ -158,6 +158,22 @@ class MachinesWithApplication:
         """The URLs of all HAProxies: the head's, and that of each machine with a replica."""
         return [self.url(machine) for machine in self.machines if self.is_ready(machine)]
 
+    def wait_doors(self, patience_s: float) -> list[str]:
+        """Returns the doors when there are two: the head, and the machine with the ingress."""
+        until_s = time.monotonic() + patience_s
+        while len(doors := self.doors()) < 2:
+            assert time.monotonic() < until_s, f"doors: {doors}; {self.places()}"
+            time.sleep(1.0)
+        return doors
+
+    def places(self) -> dict[str, list[str]]:
+        """The titles of Ray's processes on each machine."""
+        shown = {m.name: m.run(["ps", "axww", "-o", "args"], {}) for m in self.machines}
+        return {
+            name: [line for line in text.splitlines() if line.startswith("ray::")]
+            for name, text in shown.items()
+        }
+
 
 def test_a_port_too_many_is_a_stranger() -> None:
     known = [Listener("raylet", 7, "*", 8076), Listener("raylet", 7, "*", 40001)]
@@ -224,9 +240,7 @@ def assert_nobody_comes_in_without_the_token(system: MachinesWithApplication) ->
 @pytest.mark.parametrize("is_encrypted", [False, True], ids=["token", "token and TLS"])
 def test_an_application_over_three_machines(machines: Network, is_encrypted: bool) -> None:
     system = MachinesWithApplication(machines, is_encrypted=is_encrypted)
-    what = "there are two doors: the head, and the machine with the replica of the ingress"
-    wait_until(lambda: len(system.doors()) == 2, what, 60)
-    assert_answers_are_right(system.doors())
+    assert_answers_are_right(system.wait_doors(60))
     strangers = {m.name: unexpected(listeners(m)) for m in system.machines}
     assert not any(strangers.values()), strangers
     if not is_encrypted:  # else there is no HTTP without a certificate
@@ -243,7 +257,6 @@ def test_an_application_over_machines_whose_clocks_differ(
     for machine in system.machines:
         seen_s = float(system.cluster.run(machine, "python3 -c 'import time; print(time.time())'"))
         assert abs(seen_s - time.time() - shifts_s.get(machine.name, 0)) < 30, machine.name
-    what = "there are two doors: the head, and the machine with the replica of the ingress"
-    wait_until(lambda: len(system.doors()) == 2, what, 180)
+    doors = system.wait_doors(60)
     for _ in range(3):
-        assert_answers_are_right(system.doors())
+        assert_answers_are_right(doors)
