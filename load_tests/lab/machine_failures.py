@@ -461,14 +461,15 @@ def rows_of(seen: dict[str, Seen]) -> list[tuple[str, ...]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--only", default="", help="rows with this in their names")
+    parser.add_argument("--only", nargs="*", default=[""], help="rows with one of these in names")
     parser.add_argument("--seed", type=int, default=7)
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # and take all down
     cases = build_cases(MODEL, 30, seed=args.seed)
     found: dict[str, Seen] = {}
     for setting in (USUAL, WEAK, STORE, CLOCKS, GANGS):
-        rows = [row for row in ROWS if row.setting is setting and args.only in row.name]
+        ours = [row for row in ROWS if row.setting is setting]
+        rows = [row for row in ours if any(word in row.name for word in args.only)]
         if not rows:
             continue
         with stage_of(setting) as stage:
