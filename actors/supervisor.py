@@ -12,6 +12,7 @@ import logging
 import os
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import ray
@@ -259,7 +260,8 @@ class Supervisor:
             if node in ending and (name, node) not in self._moved:
                 self._moved.add((name, node))
                 logger.info("%s leaves a node that ends", name)
-                ray.kill(ray.get_actor(name, spec.namespace), no_restart=False)
+                with suppress(ValueError):  # it has just ended by itself
+                    ray.kill(ray.get_actor(name, spec.namespace), no_restart=False)
 
     # ---- other deployments of this application --------------------------------------------------
 
