@@ -134,6 +134,15 @@ class Stage:
         machines = self.network.machines.values()
         return [other for other in machines if other is not machine and other.is_on]
 
+    def places(self) -> dict[str, list[str]]:
+        """What of the application and of Serve runs on each machine that is on."""
+        found = {}
+        for machine in self.network.machines.values():
+            shown = machine.run(["ps", "axww", "-o", "args"], {}) if machine.is_on else ""
+            titles = [line.split(".")[0] for line in shown.splitlines() if line.startswith("ray::")]
+            found[machine.name] = sorted(t.removeprefix("ray::") for t in titles if "IDLE" not in t)
+        return found
+
     def restore(self) -> None:
         """Brings back every machine that is off, and Ray where it has ended."""
         for name in WORKERS:
@@ -204,14 +213,16 @@ def lose_one_way(ways: Sequence[tuple[Machine, Machine]], seconds: float) -> Non
 
 
 def drain(title: str) -> Callable[[Stage], None]:
-    """Asks Ray to drain the node on which it runs, and turns the machine off a minute later."""
+    """Asks Ray to drain the node on which it runs, and turns the machine off when the deadline is over."""
 
     def deed(stage: Stage) -> None:
         machine = stage.machine_of(title)
+        say(f"{machine.name} is drained, of {stage.places()}")
         why = "--reason DRAIN_NODE_REASON_PREEMPTION --reason-message maintenance"
         words = f"drain-node {why} --deadline-remaining-seconds {DRAIN_S}"
         stage.cluster.ray(machine, f"{words} --address {stage.head.address}:6379")
         time.sleep(DRAIN_S)
+        say(f"{machine.name} is turned off, of {stage.places()}")
         machine.kill()
 
     return deed
@@ -321,7 +332,8 @@ ROWS = (
     Row("prefill machine cut off for 30 s", cut(PREFILL, 30)),
     Row("decode machine cut off for 30 s", cut(DECODE, 30)),
     Row("decode machine not heard for 30 s", mute(DECODE, 30)),
-    Row("decode machine drained, then ended", drain(DECODE)),
+    Row("decode machine drained, then turned off", drain(DECODE)),
+    Row("prefill machine drained, then turned off", drain(PREFILL)),
     Row("decode machine cut off for 300 s", cut(DECODE, 300)),
     Row("head turned off, all deployed anew", replace_head),
     Row("random deeds for 10 minutes", random_deeds(10, random.Random(7))),
