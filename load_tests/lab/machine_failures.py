@@ -213,7 +213,7 @@ def lose_one_way(ways: Sequence[tuple[Machine, Machine]], seconds: float) -> Non
 
 
 def drain(title: str) -> Callable[[Stage], None]:
-    """Asks Ray to drain the node on which it runs, and turns the machine off when the deadline is over."""
+    """Asks Ray to drain the node on which it runs, and turns its machine off at the deadline."""
 
     def deed(stage: Stage) -> None:
         machine = stage.machine_of(title)
