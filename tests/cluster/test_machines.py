@@ -157,17 +157,13 @@ class MachinesWithApplication:
             return httpx.get(f"{self.url(machine)}/ready", timeout=5).status_code == 200
         return False
 
-    def doors(self) -> list[str]:
-        """The URLs of all HAProxies: the head's, and that of each machine with a replica."""
-        return [self.url(machine) for machine in self.machines if self.is_ready(machine)]
-
     def wait_doors(self, patience_s: float) -> list[str]:
-        """Returns the doors when there are two: the head, and the machine with the ingress."""
-        until_s = time.monotonic() + patience_s
-        while len(doors := self.doors()) < 2:
-            assert time.monotonic() < until_s, f"doors: {doors}; {self.places()}"
-            time.sleep(1.0)
-        return doors
+        """Returns the URLs of the head, and of the machine with the ingress if it is another."""
+        [ingress] = self.machines_of("ray::ServeReplica")
+        machines = [self.head, ingress] if ingress is not self.head else [self.head]
+        what = f"these are ready: {[machine.name for machine in machines]}"
+        wait_until(lambda: all(map(self.is_ready, machines)), what, patience_s)
+        return [self.url(machine) for machine in machines]
 
     def machines_of(self, title: str) -> list[Machine]:
         """Those on which processes with this title run."""
