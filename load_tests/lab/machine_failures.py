@@ -217,6 +217,7 @@ def drain(title: str) -> Callable[[Stage], None]:
 
     def deed(stage: Stage) -> None:
         machine = stage.machine_of(title)
+        assert machine is not stage.head, "the ingress is on the head, which stays: try again"
         say(f"{machine.name} is drained, of {stage.places()}")
         why = "--reason DRAIN_NODE_REASON_PREEMPTION --reason-message maintenance"
         words = f"drain-node {why} --deadline-remaining-seconds {DRAIN_S}"
@@ -334,6 +335,7 @@ ROWS = (
     Row("decode machine not heard for 30 s", mute(DECODE, 30)),
     Row("decode machine drained, then turned off", drain(DECODE)),
     Row("prefill machine drained, then turned off", drain(PREFILL)),
+    Row("ingress machine drained, then turned off", drain(INGRESS)),
     Row("decode machine cut off for 300 s", cut(DECODE, 300)),
     Row("head turned off, all deployed anew", replace_head),
     Row("random deeds for 10 minutes", random_deeds(10, random.Random(7))),
