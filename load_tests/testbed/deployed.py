@@ -287,7 +287,7 @@ class Cluster:
 
     @classmethod
     def start(cls) -> "Cluster":
-        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+        ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
         port = free_port()
         serve.start(http_options={"host": "127.0.0.1", "port": port})
         return cls(port=port)
