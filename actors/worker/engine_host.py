@@ -19,6 +19,7 @@ import msgspec
 from actors.lifecycle.deployment import DeploymentSpec, served_fingerprint
 from actors.lifecycle.liveness import Lifeline, exit_for_good
 from actors.lifecycle.placement_groups import remove_unused
+from actors.lifecycle.threads import share_interpreter
 from actors.observability.logs import set_up_logging
 from actors.worker.cache_reports import CacheReports, TierReports
 from actors.worker.draining import Draining
@@ -74,6 +75,7 @@ class EngineHost:
     ) -> None:
         """Starts loading at once. Must be created on the actor's event loop."""
         set_up_logging()
+        share_interpreter()
         self.name = name
         self.role = role
         self.config = spec.config
