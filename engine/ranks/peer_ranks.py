@@ -23,19 +23,14 @@ from engine.ranks.agreement import BUILD_PATIENCE_S
 from engine.ranks.comm import NcclRanks
 from engine.ranks.rank import Rank
 from kernels.comm.limits import SumLimits, limits_of
+from kernels.comm.peer_memory import SUM_DTYPES, PeerMemory
+from kernels.comm.shares import gather_shares, scatter_sum
 from kernels.comm.signals import NUM_SLOTS, SIGNAL_BYTES
-from kernels.comm.sums import (
-    SUM_DTYPES,
-    PeerMemory,
-    fits_norm,
-    needed_bytes,
-    sum_add_norm,
-    sum_over_ranks,
-)
+from kernels.comm.sums import fits_norm, needed_bytes, sum_add_norm, sum_over_ranks
 
 logger = logging.getLogger(__name__)
 
-SLOT_BYTES = 64 * 2**20
+SLOT_BYTES = 64 * 2**20  # a slot; there are NUM_SLOTS
 # The first sums: of numbers whose end cuts a vector, or does not.
 _FIRST_SUMS = (
     (33, torch.int32),
@@ -49,12 +44,10 @@ class PeerRanks:
     """Not thread-safe. Operations run in the stream that is current when they are called."""
 
     def __init__(self, others: NcclRanks, memory: PeerMemory, limits: SumLimits) -> None:
-        """others: for what is larger than `limits`, and for what is not a sum."""
+        """others: for what is larger than `limits`, and for exchanges between pairs of ranks."""
         self.rank: Rank = others.rank
         self.fused_sums: FusedSums | None = self
         self.gather_bytes = others.gather_bytes
-        self.all_gather = others.all_gather
-        self.reduce_scatter = others.reduce_scatter
         self.all_to_all = others.all_to_all
         self.exchange_rows = others.exchange_rows
         self.others = others
@@ -70,6 +63,18 @@ class PeerRanks:
             return self.others.all_reduce(summed)
         self._follow()
         return sum_over_ranks(summed, self.memory, two_shots=two_shots)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        if not self._shares(x, x.nbytes * self.rank.size):
+            return self.others.all_gather(x)
+        self._follow()
+        return gather_shares(x.contiguous(), self.memory)
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        if not self._shares(x, x.nbytes):
+            return self.others.reduce_scatter(x)
+        self._follow()
+        return scatter_sum(x.contiguous(), self.memory)
 
     def fits(self, x: Tensor) -> bool:
         return (
@@ -113,6 +118,11 @@ class PeerRanks:
             f"sums of up to {max(limits.one_shot, limits.two_shots) / 2**20:g} MiB go through peer"
             f" memory ({measured}), larger ones through NCCL"
         )
+
+    def _shares(self, x: Tensor, num_bytes: int) -> bool:
+        """num_bytes: of all ranks' shares together."""
+        limit = min(self._limits.shares, self.memory.slot_bytes)
+        return num_bytes <= limit and x.dtype in SUM_DTYPES
 
     def _takes_two_shots(self, x: Tensor) -> bool:
         return x.nbytes > self._limits.one_shot

@@ -1,4 +1,4 @@
-"""Up to how many bytes our sums over ranks are used; above, NCCL's are faster.
+"""Up to how many bytes our operations over ranks are used; above, NCCL's are faster.
 
 Data: bytes of the tensor that is summed, by GPU and number of ranks, as measured by
 `python -m load_tests.lab.bench_comm`. Limits that nobody has measured are a guess on the safe side.
@@ -14,6 +14,7 @@ class SumLimits:
     one_shot: int
     two_shots: int  # above `one_shot`
     norm: int  # of a sum with residual and norm: above it, apart
+    shares: int  # of what is gathered or scattered: all ranks' shares together
     is_measured: bool = True
 
 
@@ -22,9 +23,14 @@ _KIB, _MIB = 2**10, 2**20
 _MEASURED: dict[tuple[str, int], SumLimits] = {}
 # What SGLang and vLLM measured on H100 and H200 with kernels of the same kind, halved.
 _GUESSED = {
-    2: SumLimits(one_shot=4 * _MIB, two_shots=0, norm=4 * _MIB, is_measured=False),
-    4: SumLimits(one_shot=256 * _KIB, two_shots=4 * _MIB, norm=4 * _MIB, is_measured=False),
-    8: SumLimits(one_shot=64 * _KIB, two_shots=4 * _MIB, norm=4 * _MIB, is_measured=False),
+    num_ranks: SumLimits(
+        one_shot=one_shot,
+        two_shots=0 if num_ranks == 2 else 4 * _MIB,
+        norm=4 * _MIB,
+        shares=8 * _MIB,
+        is_measured=False,
+    )
+    for num_ranks, one_shot in ((2, 4 * _MIB), (4, 256 * _KIB), (8, 64 * _KIB))
 }
 
 

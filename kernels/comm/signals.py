@@ -35,6 +35,7 @@ MAX_BLOCKS = 256
 SIGNAL_BYTES = 8 * MAX_BLOCKS * MAX_RANKS
 NUM_SLOTS = 2
 BARRIERS = tl.constexpr(2)  # of a call, at most
+_NUM_SLOTS = tl.constexpr(NUM_SLOTS)
 _PATIENCE = tl.constexpr(2**30)
 _MAX_RANKS = tl.constexpr(MAX_RANKS)
 _MAX_BLOCKS = tl.constexpr(MAX_BLOCKS)
@@ -59,6 +60,12 @@ def data_of(memory, dtype: tl.constexpr):  # noqa: ANN201 - Triton's
 def begin(count_ptr):  # noqa: ANN201 - Triton's
     """The number of barriers before this call; call it once a kernel."""
     return tl.load(count_ptr + tl.program_id(0))
+
+
+@triton.jit
+def slot_of(before):  # noqa: ANN201 - Triton's
+    """The slot of the call that `before` barriers came before."""
+    return before // BARRIERS % _NUM_SLOTS
 
 
 @triton.jit

@@ -3,8 +3,9 @@
     python -m load_tests.lab.bench_comm [--ranks 2] [--widths 5120 8192] [--rows 1 16 64 ...]
 
 Microseconds of an operation in a CUDA graph of many, the slowest rank's. `fused` is sum, residual
-and norm in one kernel; `+ norm` the sum and the norm after it. What `kernels.comm.limits` holds is
-read from here: the largest tensor at which ours is faster. Processes see one GPU each.
+and norm in one kernel; `+ norm` the sum and the norm after it; `gather` of as much from each rank.
+What `kernels.comm.limits` holds is read from here: the largest tensor at which ours is faster.
+Processes see one GPU each.
 """
 
 import argparse
@@ -25,6 +26,7 @@ from engine.layers.context import Comm
 from engine.ranks.comm import connect_ranks
 from engine.ranks.peer_ranks import PeerRanks
 from engine.ranks.rank import Rank
+from kernels.comm.shares import gather_shares
 from kernels.comm.sums import needed_bytes, sum_add_norm, sum_over_ranks
 from kernels.rms_norm import rms_norm_add
 from load_tests.tables import render_rows
@@ -44,6 +46,8 @@ COLUMNS = (
     "two shots",
     "NCCL",
     "norm",
+    "gather",
+    "NCCL's",
 )
 
 
@@ -76,6 +80,8 @@ def operations(ranks: PeerRanks, num_rows: int, width: int) -> list[Callable[[],
         partial(two, x) if fits(True) else None,
         partial(nccl.all_reduce, x),
         partial(rms_norm_add, x, residual, weight, EPS),
+        partial(gather_shares, x, memory) if fits(False) else None,
+        partial(nccl.all_gather, x),
     ]
 
 

@@ -11,7 +11,9 @@ from torch import Tensor
 from engine.layers.context import Comm
 from engine.ranks.peer_ranks import PeerRanks
 from kernels.comm import reference
-from kernels.comm.sums import PeerMemory, sum_add_norm, sum_over_ranks
+from kernels.comm.peer_memory import PeerMemory
+from kernels.comm.shares import gather_shares, scatter_sum
+from kernels.comm.sums import sum_add_norm, sum_over_ranks
 from kernels.rms_norm import rms_norm_add
 from tests.harness.rank_processes import RankProcesses
 
@@ -68,6 +70,24 @@ def _wrong_sums(comm: Comm, seed: int) -> list[str]:
 
 def test_sums_have_the_bits_of_a_sum_in_rank_order(ranks: RankProcesses) -> None:
     assert ranks.run(_wrong_sums, SEED) == [[] for _ in range(SIZE)], SEED
+
+
+def _wrong_shares(comm: Comm, seed: int) -> list[str]:
+    memory, wrong, size = _memory(comm), [], comm.rank.size
+    for dtype in DTYPES:
+        for rows, width in ((1, 1), (3, 7), (16, 5120), (131, 1031)):
+            parts = _parts(comm, (size * rows, width), dtype, seed)
+            own = parts[comm.rank.index]
+            if not torch.equal(gather_shares(own, memory), torch.cat(parts)):
+                wrong.append(f"gather {dtype} {rows} x {width}")
+            expected = reference.sum_over_ranks(parts).chunk(size)[comm.rank.index]
+            if not torch.equal(scatter_sum(own, memory), expected):
+                wrong.append(f"scatter {dtype} {rows} x {width}")
+    return wrong
+
+
+def test_shares_are_gathered_and_sums_scattered(ranks: RankProcesses) -> None:
+    assert ranks.run(_wrong_shares, SEED) == [[] for _ in range(SIZE)], SEED
 
 
 def _wrong_norms(comm: Comm, seed: int) -> list[str]:

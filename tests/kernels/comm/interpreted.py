@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from kernels.comm import reference
+from kernels.comm.peer_memory import PeerMemory
+from kernels.comm.shares import gather_shares, scatter_sum
 from kernels.comm.signals import MAX_BLOCKS, MAX_RANKS, SIGNAL_BYTES
-from kernels.comm.sums import PeerMemory, sum_add_norm, sum_over_ranks
+from kernels.comm.sums import sum_add_norm, sum_over_ranks
 
 NUM_ROUNDS = 3  # one more than there are barriers
 EPS = 1e-5
@@ -55,7 +57,7 @@ def check_sums(seed: str, num_ranks: str) -> None:
     torch.manual_seed(rng.randrange(2**32))
     for dtype in (torch.float32, torch.float16, torch.int32):
         for two_shots in (False, True):
-            numel = rng.choice((1, 7, 4096, 9000, 20001))
+            numel = rng.choice((1, 7, 4096, 9001))
             ranks = _ranks(rng, size)
             parts = [_draw((numel,), dtype) for _ in range(size)]
             found = ranks.run(
@@ -66,6 +68,22 @@ def check_sums(seed: str, num_ranks: str) -> None:
             expected = reference.sum_over_ranks(parts)
             what = f"{dtype} {numel} two_shots={two_shots} seed {seed}"
             assert all(torch.equal(one, expected) for one in found), what
+
+
+def check_shares(seed: str, num_ranks: str) -> None:
+    """Every rank's share side by side, and the sum's share of every rank."""
+    rng, size = random.Random(seed), int(num_ranks)
+    torch.manual_seed(rng.randrange(2**32))
+    for dtype in (torch.float16, torch.int32):
+        shape = rng.choice((1, 4, 9)), rng.choice((1, 8, 1031))
+        ranks, what = _ranks(rng, size), f"{dtype} {shape} seed {seed}"
+        shares = [_draw(shape, dtype) for _ in range(size)]
+        gathered = ranks.run(lambda view, x=shares: gather_shares(x[view.rank], view))
+        assert all(torch.equal(one, torch.cat(shares)) for one in gathered), what
+        parts = [_draw((size * shape[0], shape[1]), dtype) for _ in range(size)]
+        expected = reference.sum_over_ranks(parts).chunk(size)
+        scattered = ranks.run(lambda view, x=parts: scatter_sum(x[view.rank], view))
+        assert all(map(torch.equal, scattered, expected)), what
 
 
 def check_norms(seed: str, num_ranks: str) -> None:
