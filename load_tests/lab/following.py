@@ -40,6 +40,7 @@ from engine.ranks.leading import (
 from engine.ranks.meeting import join_ranks
 from engine.ranks.plan_ring import PlanRing, PlanRingReader
 from engine.ranks.rank import Rank
+from load_tests.lab.pinned_routing import build_pinned
 from load_tests.tables import Figure, median_figure
 
 START_S = 120.0  # until the other processes run
@@ -56,6 +57,7 @@ class Followed(msgspec.Struct, frozen=True, kw_only=True):
     ring: str
     board: str
     size: int
+    pinned: int | None  # the seed of pinned routing
     uses_peer_memory: bool
 
 
@@ -71,8 +73,19 @@ class Following:
 
     comm: Comm
 
-    def __init__(self, config: AppConfig, folder: Path, *, uses_peer_memory: bool = True) -> None:
-        """folder: where the ranks leave what they timed. uses_peer_memory: else NCCL alone."""
+    def __init__(
+        self,
+        config: AppConfig,
+        folder: Path,
+        *,
+        pinned: int | None = None,
+        uses_peer_memory: bool = True,
+    ) -> None:
+        """folder: where the ranks leave what they timed; pinned: the seed of pinned routing.
+
+        uses_peer_memory: else NCCL alone.
+        """
+        self._pinned = pinned
         self._size = config.workers.tensor_parallel_size
         self._config = config
         self._folder = folder
@@ -92,6 +105,7 @@ class Following:
             ring=name,
             board=board,
             size=self._size,
+            pinned=self._pinned,
             uses_peer_memory=self._uses_peer_memory,
         )
         path = self._folder / "followed.json"
@@ -254,9 +268,13 @@ def follow(path: Path, rank: int) -> NoReturn:
     threading.Thread(target=_end_with_leader, args=(ring,), daemon=True).start()
     times = RankTimes()
     try:
+        comm, model = join(asked, rank), None
+        if asked.pinned is not None:
+            model = build_pinned(asked.config, asked.pinned, comm.rank)
         engine = build_engine(
-            asked.config, FINGERPRINT, MonotonicClock(), _no_handoff, comm=join(asked, rank)
+            asked.config, FINGERPRINT, MonotonicClock(), _no_handoff, model=model, comm=comm
         )
+        del model  # the engine's alone
         reader, executor = _TimedReader(ring, times), _TimedExecutor(engine.executor, times)
         Follower(executor, reader, engine.grammars.prepare).run()  # type: ignore[arg-type]
     except Exception as error:

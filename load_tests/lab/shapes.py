@@ -58,6 +58,17 @@ _LLAMA_70B: dict[str, object] = {
     "bos_token_id": 128000,
     "eos_token_id": 128001,
 }
+_LLAMA_3_1_8B: dict[str, object] = {
+    **_QWEN3_8B,
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "num_hidden_layers": 32,
+    "intermediate_size": 14336,
+    "vocab_size": 128256,
+    "rope_theta": 5e5,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 131072,
+}
 _QWEN3_30B_A3B: dict[str, object] = {
     **_QWEN3_8B,
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -139,13 +150,57 @@ _DEEPSEEK_V2_LITE: dict[str, object] = {
     "bos_token_id": 100000,
     "eos_token_id": 100001,
 }
+_GPT_OSS_20B: dict[str, object] = {
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "hidden_size": 2880,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "intermediate_size": 2880,
+    "num_local_experts": 32,
+    "num_experts_per_tok": 4,
+    "sliding_window": 128,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "swiglu_limit": 7.0,
+    "vocab_size": 201088,
+    "rope_theta": 150000,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+    },
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 131072,
+    "hidden_act": "silu",
+    "attention_bias": True,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 199998,
+    "eos_token_id": 200002,
+    "quantization_config": {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": [
+            "model.layers.*.self_attn",
+            "model.layers.*.mlp.router",
+            "model.embed_tokens",
+            "lm_head",
+        ],
+    },
+}
 SHAPES = {
     "qwen3-8b": _QWEN3_8B,
     "qwen3-32b": _QWEN3_32B,
     "llama-3.3-70b": _LLAMA_70B,
+    "llama-3.1-8b": _LLAMA_3_1_8B,
     "qwen3-30b-a3b": _QWEN3_30B_A3B,
     "mixtral-8x7b": _MIXTRAL_8X7B,
     "deepseek-v2-lite": _DEEPSEEK_V2_LITE,
+    "gpt-oss-20b": _GPT_OSS_20B,
 }
 
 
