@@ -1,6 +1,6 @@
 """Memory that the GPUs of all ranks map of each other, and how kernels move rows through it.
 
-    a rank's memory:   signals (kernels.comm.signals), then NUM_SLOTS slots of data
+    a rank's memory:   signals, packets (kernels.comm.signals), then NUM_SLOTS slots of data
 
 A call uses one slot, the next call the other one. A row is a line of a tensor, or a piece of
 `PIECE_BYTES` of it, and is moved in vectors of 16 bytes.
@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.comm.signals import MAX_BLOCKS, NUM_SLOTS, SIGNAL_BYTES, data_of
+from kernels.comm.signals import DATA_BEGINS, MAX_BLOCKS, NUM_SLOTS, data_of
 from kernels.device import device_properties
 
 PIECE_BYTES = 8192
@@ -57,7 +57,7 @@ class PeerMemory:
 
     @property
     def slot_bytes(self) -> int:
-        room = self.memories[0].nbytes - SIGNAL_BYTES
+        room = self.memories[0].nbytes - DATA_BEGINS
         return room // NUM_SLOTS // VECTOR_BYTES * VECTOR_BYTES
 
 

@@ -37,7 +37,9 @@ from kernels.rms_norm import MAX_ROW, num_warps_of
 
 
 @triton.jit
-def _weight_of(weight_ptr, ROW: tl.constexpr, BLOCK: tl.constexpr, HAS_NORM: tl.constexpr):
+def weight_of(  # noqa: ANN201 - Triton's
+    weight_ptr, ROW: tl.constexpr, BLOCK: tl.constexpr, HAS_NORM: tl.constexpr
+):
     """In fp32; read before earlier kernels have ended, as nobody writes it."""
     weight = tl.zeros((BLOCK,), tl.float32)
     if HAS_NORM:
@@ -47,7 +49,7 @@ def _weight_of(weight_ptr, ROW: tl.constexpr, BLOCK: tl.constexpr, HAS_NORM: tl.
 
 
 @triton.jit
-def _finish(
+def finish(
     total,
     places,
     mask,
@@ -57,7 +59,7 @@ def _finish(
     eps: tl.constexpr,
     ROW: tl.constexpr,
     HAS_NORM: tl.constexpr,
-):
+) -> None:
     """Store a row's sum, or what comes of it. The formula and its order are of kernels.rms_norm."""
     dtype = out_ptr.dtype.element_ty
     out = total.to(dtype)
@@ -95,7 +97,7 @@ def _one_shot_kernel(
     if USE_PDL:
         tl.extra.cuda.gdc_launch_dependents()
     columns = tl.arange(0, BLOCK)
-    weight = _weight_of(weight_ptr, ROW, BLOCK, HAS_NORM)
+    weight = weight_of(weight_ptr, ROW, BLOCK, HAS_NORM)
     if USE_PDL:
         tl.extra.cuda.gdc_wait()
     dtype: tl.constexpr = x_ptr.dtype.element_ty
@@ -115,7 +117,7 @@ def _one_shot_kernel(
         places, mask = columns_of(zero + row, numel, ROW, BLOCK, WIDTH)
         there = slot + (zero + row) * ROW + columns
         total = add_parts(x_ptr, mine, there, stride, places, mask, RANK, WORLD, SUM_DTYPE)
-        _finish(total, places, mask, weight, residual_ptr, out_ptr, eps, ROW, HAS_NORM)
+        finish(total, places, mask, weight, residual_ptr, out_ptr, eps, ROW, HAS_NORM)
     end(count_ptr, before)
 
 
@@ -143,7 +145,7 @@ def _two_shot_kernel(
     if USE_PDL:
         tl.extra.cuda.gdc_launch_dependents()
     columns = tl.arange(0, BLOCK)
-    weight = _weight_of(weight_ptr, ROW, BLOCK, HAS_NORM)
+    weight = weight_of(weight_ptr, ROW, BLOCK, HAS_NORM)
     if USE_PDL:
         tl.extra.cuda.gdc_wait()
     dtype: tl.constexpr = x_ptr.dtype.element_ty
@@ -180,7 +182,7 @@ def _two_shot_kernel(
                 places, mask = columns_of(row, numel, ROW, BLOCK, WIDTH)
                 there = mine + sums + row * ROW + columns
                 total = tl.load(there, mask=mask, other=0.0, cache_modifier=".cg")
-                _finish(total, places, mask, weight, residual_ptr, out_ptr, eps, ROW, HAS_NORM)
+                finish(total, places, mask, weight, residual_ptr, out_ptr, eps, ROW, HAS_NORM)
     end(count_ptr, before)
 
 

@@ -234,6 +234,7 @@ def engine_config(folder: Path, args: argparse.Namespace) -> AppConfig:
         "scheduler.overlap": False if args.no_overlap else None,
         "execution.cuda_graphs": False if args.eager else None,
         "workers.tensor_parallel_size": args.tensor_parallel,
+        "execution.enable_two_batch_overlap": args.overlap_batches,
         "workers.expert_parallel": args.expert_parallel,
     }
     if args.tensor_parallel > 1 and args.device == "cuda":
@@ -271,6 +272,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="any other key of the configuration, its value in JSON",
     )  # fmt: skip
     parser.add_argument("--nccl", action="store_true", help="no sums through peer memory")
+    parser.add_argument("--overlap-batches", action="store_true", help="two batches at once")
     parser.add_argument("--quick", action="store_true", help="one round of each work")
     parser.add_argument("--works", nargs="*", default=[""], help="parts of names; default: all")
     parser.add_argument("--no-host", action="store_true", help="leave out the host's work")
@@ -298,6 +300,7 @@ def describe(bench: Bench, args: argparse.Namespace) -> dict[str, object]:
         "expert_parallel",
         "set",
         "nccl",
+        "overlap_batches",
         "quick",
         "eager",
         "no_overlap",
