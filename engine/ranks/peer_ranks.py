@@ -61,6 +61,7 @@ class PeerRanks:
         self.others = others
         self.memory = memory
         self._limits = limits
+        self._compiled: set[tuple[object, ...]] = set()  # kinds of lines
         self._stream: torch.cuda.Stream | None = None  # of the operation before
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -103,11 +104,25 @@ class PeerRanks:
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         self._follow()
+        self._compile_norms(x, weight, eps)
         way = self._way(x, self._limits.norm, has_norm=True)
         given = x, residual.contiguous(), weight, eps, self.memory
         if way is _Way.PACKETS:
             return sum_by_packets_add_norm(*given)
         return sum_add_norm(*given, two_shots=way is _Way.TWO_SHOTS)
+
+    def _compile_norms(self, like: Tensor, weight: Tensor, eps: float) -> None:
+        """All ways at the first line of a kind: the next one may be a request's, and late."""
+        kind = like.shape[1], like.dtype, weight.dtype, eps
+        if kind in self._compiled:
+            return
+        self._compiled.add(kind)
+        x, residual = (torch.zeros_like(like[:1]) for _ in range(2))
+        given = x, residual, weight, eps, self.memory
+        for two_shots in (False, True):
+            sum_add_norm(*given, two_shots=two_shots)
+        if fits_packets(x, self.rank.size):
+            sum_by_packets_add_norm(*given)
 
     def close(self) -> None:
         self.others.close()
