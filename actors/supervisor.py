@@ -4,13 +4,15 @@ A Serve deployment actor: Serve starts it, restarts it and ends it with the appl
 creates is detached, so a restarted Supervisor finds it by name; such an actor ends itself when it
 hears no Supervisor (actors/lifecycle/liveness.py). After a redeploy with another config or model
 the new Supervisor drains the workers of the old one, which it knows by the hash in their names.
+Workers on a node that Ray was asked to drain are replaced (actors/lifecycle/moves.py).
 """
 
 import asyncio
 import logging
 import os
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import ray
@@ -29,7 +31,9 @@ from actors.lifecycle.deployment import (
     worker_options,
 )
 from actors.lifecycle.liveness import MAX_UNANSWERED, LivenessTracker
+from actors.lifecycle.moves import Crew, choose_crew, ending_nodes, node_of
 from actors.lifecycle.placement_groups import (
+    WorkerGroup,
     hold_places,
     remove_groups,
     unused_groups,
@@ -65,13 +69,15 @@ class Supervisor:
         set_up_logging()
         self._spec = spec.in_application(serve.get_deployment_actor_context().app_name)
         self._config = spec.config
-        self._roles = worker_names(spec.config, spec.hash)
+        self._wanted = worker_names(spec.config, spec.hash)
+        self._crew = Crew(staying=dict(self._wanted), leaving={}, to_drain=[], surplus=[])
         self._batchers = batcher_names(spec.config, spec.hash)
-        self._statuses: dict[str, WorkerStatus] = dict.fromkeys(self._roles, STARTING)
+        self._statuses: dict[str, WorkerStatus] = dict.fromkeys(self._wanted, STARTING)
         self._answering: set[str] = set()  # services that answered their last ping
         # Actors of earlier deployments: they existed before this supervisor. It must not touch
         # those of later ones, because it lives on while the streams of its own ingresses end.
         self._earlier: frozenset[str] | None = None
+        self._moved: set[tuple[str, str | None]] = set()  # services, and the nodes they have left
         self._unused_arenas = UnusedFiles(keep=name_for(spec.block_key))
         self._has_looked = False  # every actor was asked at least once
         # An actor that does not answer must not delay the others' heartbeats.
@@ -99,7 +105,7 @@ class Supervisor:
     def _topology(self) -> Topology:
         return Topology(
             workers=dict(self._statuses),
-            roles=dict(self._roles),
+            roles=self._crew.roles,
             batchers=[n for n in self._batchers if n in self._answering],
             allocator=allocator_name(self._spec.hash),
         )
@@ -111,18 +117,21 @@ class Supervisor:
         while True:
             groups = await asyncio.to_thread(worker_groups, self._spec.namespace)
             names = await asyncio.to_thread(self._named_actors)
+            ending = await asyncio.to_thread(ending_nodes)
             if self._earlier is None:
                 there = {*names, *groups}
                 self._earlier = frozenset(n for n in there if not n.endswith(self._spec.hash))
-            await asyncio.to_thread(self._create_missing, names)
+            self._choose_crew(names, groups, ending)
+            await asyncio.to_thread(self._create_missing, names, ending)
             await asyncio.gather(
-                *(self._check_worker(name) for name in self._roles),
+                *(self._check_worker(name) for name in self._crew.roles),
                 *(self._ping(name) for name in (*self._batchers, rendezvous_name(self._spec.hash))),
                 self._update_allocator(),
             )
             self._has_looked = True
             await self._retire(name for name in names if name in self._earlier)
-            old_groups = {name: groups[name] for name in groups if name in self._earlier}
+            await self._move(groups, ending)
+            old_groups = {n: groups[n] for n in groups if n in self._earlier or self._has_left(n)}
             unused = unused_groups(old_groups, names)
             await asyncio.to_thread(remove_groups, unused, self._spec.namespace)
             await asyncio.to_thread(self._unused_arenas.remove, time.monotonic())
@@ -140,14 +149,30 @@ class Supervisor:
         entries = list_named_actors(all_namespaces=True)
         return sorted(e["name"] for e in entries if e["namespace"] == self._spec.namespace)
 
-    def _create_missing(self, names: list[str]) -> None:
+    def _choose_crew(
+        self, names: list[str], groups: Mapping[str, WorkerGroup], ending: frozenset[str]
+    ) -> None:
+        """Decides which workers there should be; statuses are of these alone."""
+        ours = [n for n in names if n.startswith(WORKER_PREFIXES) and n.endswith(self._spec.hash)]
+        nodes = {name: group.node_id for name, group in groups.items()}
+        ready = [name for name, status in self._statuses.items() if status.state == "ready"]
+        self._crew = choose_crew(self._wanted, ours, nodes, ending, ready)
+        known = self._statuses
+        self._statuses = {name: known.get(name, STARTING) for name in self._crew.roles}
+
+    def _has_left(self, name: str) -> bool:
+        """Whether a place is that of a worker of this deployment that has moved."""
+        return name.endswith(self._spec.hash) and name not in self._crew.roles
+
+    def _create_missing(self, names: list[str], ending: frozenset[str]) -> None:
         """Create every expected actor that has no name yet; an existing one is adopted."""
         from actors import remote_classes  # the actor classes import more than this actor needs
 
         spec = self._spec
-        missing = {name: role for name, role in self._roles.items() if name not in names}
+        staying = self._crew.staying
+        missing = {name: role for name, role in staying.items() if name not in names}
         bundle, num_ranks = worker_bundle(spec.config), spec.config.workers.num_ranks
-        places = hold_places(self._roles, missing, spec.namespace, bundle, num_ranks)
+        places = hold_places(staying, missing, spec.namespace, bundle, num_ranks, ending)
         for name, role in missing.items():
             options = worker_options(spec, name) | places.get(name, {})
             create_actor(remote_classes.WORKERS[role], options, spec, name, role)
@@ -216,6 +241,28 @@ class Supervisor:
         self._liveness.answered(name)
         return answer
 
+    # ---- nodes that end -------------------------------------------------------------------------
+
+    async def _move(self, groups: Mapping[str, WorkerGroup], ending: frozenset[str]) -> None:
+        """Takes everything off nodes that end: workers when others can take their requests."""
+        await asyncio.gather(*(self._drain(name, 0.0) for name in self._crew.to_drain))
+        surplus = [groups[name] for name in self._crew.surplus if name in groups]
+        await asyncio.to_thread(remove_groups, surplus, self._spec.namespace)
+        if ending:
+            await asyncio.to_thread(self._move_services, ending)
+
+    def _move_services(self, ending: frozenset[str]) -> None:
+        """Ends services on such nodes, each once; Ray starts them anew on others."""
+        spec = self._spec
+        names = (*self._batchers, allocator_name(spec.hash), rendezvous_name(spec.hash))
+        for name in names:
+            node = node_of(name, spec.namespace)
+            if node in ending and (name, node) not in self._moved:
+                self._moved.add((name, node))
+                logger.info("%s leaves a node that ends", name)
+                with suppress(ValueError):  # it has just ended by itself
+                    ray.kill(ray.get_actor(name, spec.namespace), no_restart=False)
+
     # ---- other deployments of this application --------------------------------------------------
 
     async def _retire(self, old_names: Iterable[str]) -> None:
@@ -227,16 +274,18 @@ class Supervisor:
         """
         old = list(old_names)
         workers = [name for name in old if name.startswith(WORKER_PREFIXES)]
-        if not workers or any(status.state != "ready" for status in self._statuses.values()):
+        if not workers or any(self._statuses[n].state != "ready" for n in self._crew.staying):
             return
-        await asyncio.gather(*(self._drain(name) for name in workers))
+        await asyncio.gather(
+            *(self._drain(name, self._config.lifetimes.drain_s) for name in workers)
+        )
         await asyncio.gather(*(self._ping(name) for name in old if name not in workers))
 
-    async def _drain(self, name: str) -> None:
+    async def _drain(self, name: str, grace_s: float) -> None:
         try:
             async with asyncio.timeout(self._patience_s):
                 handle = WorkerHandle(name, await find_actor(name, self._spec.namespace))
                 await handle.heartbeat()
-                await handle.drain(self._config.lifetimes.drain_s)
+                await handle.drain(grace_s)
         except (WorkerError, TimeoutError) as error:
             logger.debug("%s: %r", name, error)

@@ -209,8 +209,7 @@ def build_engine(
     _check_size(config, comm)
     torch.set_num_threads(config.workers.torch_threads)
     spec, kv_scales, layout, whole = _read_folder(config, comm.rank)
-    compilations, grammars = CompilationCounter(), _build_grammars(config, spec)
-    compilations.install()
+    compilations, grammars = _count_compilations(config), _build_grammars(config, spec)
     with hanging_up_on_error(comm):
         given = config, spec, (layout, kv_scales), clock, comm, model, grammars
         measured = _build_measured(*given, sends_blocks=role == "prefill")
@@ -244,6 +243,14 @@ def build_engine(
         compilations=compilations,
         calibration=measured.calibration,
     )
+
+
+def _count_compilations(config: AppConfig) -> CompilationCounter:
+    """Counts from now on. On a CPU nothing compiles, and importing Triton would take 0.5 s."""
+    counter = CompilationCounter()
+    if config.model.device == "cuda":
+        counter.install()
+    return counter
 
 
 def _check_size(config: AppConfig, comm: Comm) -> None:

@@ -379,6 +379,7 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
     num_preemptions_for_others: int = 0  # of these: for a request that waited for a row or blocks
     speculation: SpeculationLoad | None = None  # None = it has no drafter
     host_tier: HostTierLoad | None = None  # None = it has none
+    is_draining: bool = False  # it refuses what another worker can take
 
 
 class HandoffTotals(msgspec.Struct, frozen=True, kw_only=True):

@@ -17,6 +17,7 @@ import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from actors.ingress.quarantine import Deaths, Quarantine
 from actors.ingress.queue_limit import QueueLimit
@@ -82,13 +83,21 @@ class Mailbox:
         self._ahead: dict[int, TokenRecord] = {}
         self._ready: list[TokenRecord] = []  # in order, for the reader
         self.is_finished = False  # the reader has the last token
-        self._failure: AttemptFailed | None = None
-        self._failed = asyncio.Event()
+        self._failure: Exception | None = None
         self._has_news = asyncio.Event()
 
     def submitted(self) -> None:
         """Notes that the prefill worker has queued the request."""
         self._holder = self._holder or self._prefill_worker
+
+    def refuse(self, error: Exception) -> None:
+        """Ends the attempt: the prefill worker did not take the request."""
+        if isinstance(error, WorkerError | CapacityError):
+            failure = AttemptFailed(error.message, is_retryable=True, code="submit_failed")
+            failure.__cause__ = error
+            self._end(failure)
+        else:
+            self._end(error)
 
     def joined(self) -> None:
         """Notes that the decode worker has the request."""
@@ -134,7 +143,8 @@ class Mailbox:
     async def wait_tokens(self) -> list[TokenRecord]:
         """Returns all tokens that have come, at least one.
 
-        Raises AttemptFailed after the last one that arrived.
+        After the last one that arrived, raises AttemptFailed, or the worker's error for a request
+        that it can never take.
         """
         while not self._ready:
             if self._failure is not None:
@@ -145,29 +155,25 @@ class Mailbox:
         self.is_finished = records[-1].finish is not None
         return records
 
-    async def unless_failed(self, call: Awaitable[None]) -> None:
-        """Await `call`; raises AttemptFailed, and cancels it, if the attempt fails meanwhile."""
-        task = asyncio.ensure_future(call)
-        failed = asyncio.ensure_future(self._failed.wait())
-        try:
-            await asyncio.wait((task, failed), return_when=asyncio.FIRST_COMPLETED)
-            if not task.done() and self._failure is not None:
-                raise self._failure
-            await task
-        finally:
-            task.cancel()
-            failed.cancel()
-
     def _add(self, record: TokenRecord) -> None:
         self._ready.append(record)
         self._next_index += 1
         self._has_news.set()
 
-    def _end(self, failure: AttemptFailed) -> None:
+    def _end(self, failure: Exception) -> None:
         if self._failure is None:
             self._failure = failure
-            self._failed.set()
             self._has_news.set()
+
+
+def _note_answer(mailbox: Mailbox, answer: "asyncio.Future[object]") -> None:
+    """Tells the mailbox how the prefill worker answered."""
+    error = None if answer.cancelled() else answer.exception()
+    if error is None:
+        mailbox.submitted()
+    else:
+        assert isinstance(error, Exception), f"{error!r} ends a process, not an attempt"
+        mailbox.refuse(error)
 
 
 logger = logging.getLogger(__name__)
@@ -332,7 +338,8 @@ class Generations:
         assign: Assign,
         on_joined: Callable[[], None],
     ) -> AsyncGenerator[Mailbox, None]:
-        """Submits the job; its tokens come to the mailbox. On leaving, cancels it if unfinished.
+        """Submits the job; its tokens come to the mailbox, and so does a refusal: nobody waits for
+        the worker's answer alone. On leaving, cancels the job if it is unfinished.
 
         Raises AttemptFailed.
         """
@@ -345,20 +352,24 @@ class Generations:
         self._mailboxes[key] = mailbox
         loop = asyncio.get_running_loop()
         deadline = loop.call_later(self._left_s(job), mailbox.expire)  # one timer, not one a token
+        answer: asyncio.Future[object] | None = None
         try:
             # A lost or frozen worker never answers, but its loss ends the mailbox.
-            await mailbox.unless_failed(self._submit(key, job, known_ids, assign))
-            mailbox.submitted()
+            answer = self._submit(key, job, known_ids, assign)
+            answer.add_done_callback(partial(_note_answer, mailbox))
             yield mailbox
         finally:
+            if answer is not None:
+                answer.cancel()
             deadline.cancel()
             del self._mailboxes[key]
             if not mailbox.is_finished:
                 self._abort(key, assign)
 
-    async def _submit(
+    def _submit(
         self, key: RequestKey, job: GenerationJob, known_ids: list[int], assign: Assign
-    ) -> None:
+    ) -> "asyncio.Future[object]":
+        """Sends the job; returns what becomes the worker's answer. Raises AttemptFailed."""
         submit = Submit(
             key=key,
             ingress_id=self._ingress_id,
@@ -369,9 +380,10 @@ class Generations:
             decode_worker=assign.decode_worker,
         )
         try:
-            await self.links.get(assign.prefill_worker).submit(submit)
-        except (WorkerError, CapacityError) as error:
+            answer = self.links.get(assign.prefill_worker).submit(submit)
+        except WorkerError as error:
             raise AttemptFailed(error.message, is_retryable=True, code="submit_failed") from error
+        return asyncio.ensure_future(answer)
 
     def _age_s(self, job: GenerationJob) -> float:
         """Returns the seconds since the request arrived."""

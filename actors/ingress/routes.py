@@ -33,6 +33,7 @@ from actors.ingress.rate_limits import RateLimitError
 from actors.ingress.stopping import StoppingGate
 from actors.ingress.system_view import SUPERVISOR as SUPERVISOR
 from actors.lifecycle.deployment import VERSION, DeploymentSpec
+from actors.lifecycle.threads import share_interpreter
 from actors.observability.logs import set_up_logging
 from actors.openai.embeddings import parse_embedding
 from actors.openai.protocol import ParsedRequest, parse_chat, parse_chat_batch, parse_completion
@@ -74,6 +75,7 @@ class Ingress:
     async def __init__(self, spec: DeploymentSpec) -> None:  # type: ignore[misc] # Serve awaits it
         """Returns when the system can serve. Raises ConfigError when it never will."""
         set_up_logging()
+        share_interpreter()
         close_call_port()
         self._edge = await build_edge(spec.in_application(serve.get_replica_context().app_name))
 

@@ -10,7 +10,7 @@ first. It is held, found and given back like any other: removing it ends all ran
 """
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -162,12 +162,13 @@ def hold_places(
     namespace: str,
     bundle: Resources,
     num_ranks: Mapping[str, int] = ONE_RANK,
+    ending: Collection[str] = (),
 ) -> dict[str, dict[str, object]]:
     """Returns actor options that put each `missing` worker into its group, found or created.
 
     roles: all workers of the deployment. bundle: what one rank of a worker takes; without resources
-    there are no groups and no options. num_ranks: as in `choose_nodes`. Does not wait: a
-    group that does not fit waits on Ray, and its worker with it.
+    there are no groups and no options. num_ranks: as in `choose_nodes`. ending: ids of nodes that
+    are not chosen. Does not wait: a group that does not fit waits on Ray, and its worker with it.
     """
     names = frozenset(missing)
     if not bundle or not names:
@@ -177,7 +178,8 @@ def hold_places(
     handles = {name: groups[name].handle for name in names if name in groups}
     # Ray serves groups in the order of creation: in pairs, so that too few devices still make a
     # pair.
-    chosen = choose_nodes(roles, placed, _look_at_nodes(), bundle, num_ranks)
+    nodes = [node for node in _look_at_nodes() if node.node_id not in ending]
+    chosen = choose_nodes(roles, placed, nodes, bundle, num_ranks)
     for name, node_id in chosen.items():
         if name in names and name not in handles:
             bundles = [bundle] * num_ranks[roles[name]]

@@ -52,9 +52,16 @@ class PlacementView:
         hit_tokens: Mapping[str, int] = NO_HITS,
         stored: Mapping[str, StoredHit] = NO_STORED_HITS,
     ) -> list[WorkerSnapshot]:
-        """Returns a snapshot of every worker, with its pool and what it has of this prompt."""
+        """Returns a snapshot of every worker, with its pool and what it has of this prompt.
+
+        One that drains is left out while another of its role is up.
+        """
         snapshots = []
-        for link in self._links.links():
+        links = self._links.links()
+        staying = {link.role for link in links if link.is_up and not link.is_draining}
+        for link in links:
+            if link.is_draining and link.role in staying:
+                continue
             hit = hit_tokens.get(link.name, 0), stored.get(link.name, NOTHING_STORED)
             snapshots.append(self._snapshot(link, labels.get(link.name), *hit))
         return snapshots

@@ -41,6 +41,10 @@ class WorkerLink:
         """Whether the stream is read and the model loaded; before, no blocks are reported."""
         return self.handle is not None and self.load is not None and self.load.num_blocks > 0
 
+    @property
+    def is_draining(self) -> bool:
+        return self.load is not None and self.load.is_draining
+
 
 class WorkerLinks:
     """Links to every worker of the topology."""

@@ -45,7 +45,7 @@ class CallConnection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._received = bytearray()  # received bytes that are not a whole frame yet
         self._numbers = count()
-        self._answers: dict[int, asyncio.Future[Answer]] = {}
+        self._answers: dict[int, asyncio.Future[bytes]] = {}
         self._streams: dict[int, asyncio.Queue[Answer | None]] = {}  # None = the connection ended
         self._hello: asyncio.Future[Answer] = loop.create_future()
         self._lost: asyncio.Future[None] = loop.create_future()
@@ -65,18 +65,18 @@ class CallConnection(asyncio.Protocol):
 
     async def call(self, method: str, data: bytes) -> bytes:
         """Returns the answer. Raises the call's EngineError, or ConnectionEndedError."""
+        return await self.begin(method, data)
+
+    def begin(self, method: str, data: bytes) -> asyncio.Future[bytes]:
+        """Makes the call at once; returns what becomes its answer, or the error of `call`.
+
+        Raises ConnectionEndedError, or WorkerError for what is too large.
+        """
         number = next(self._numbers)
         self._send(Call(number=number, method=method, data=data))
-        waiting: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        waiting: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._answers[number] = waiting
-        try:
-            answer = await waiting
-        finally:
-            del self._answers[number]
-        if answer.failure is not None:
-            raise error_of(self._name, answer.failure)
-        assert answer.data is not None, f"{method} of {self._name} is a stream"
-        return answer.data
+        return waiting
 
     def stream(self, method: str, data: bytes) -> "CallStream":
         """Returns the stream of what the call yields; close it. Raises ConnectionEndedError."""
@@ -146,9 +146,19 @@ class CallConnection(asyncio.Protocol):
         if answer.number in self._streams:
             self._streams[answer.number].put_nowait(answer)
             return
-        waiting = self._hello if answer.number == HELLO else self._answers.get(answer.number)
-        if waiting is not None and not waiting.done():  # else the caller has gone
-            waiting.set_result(answer)
+        if answer.number == HELLO:
+            if not self._hello.done():
+                self._hello.set_result(answer)
+            return
+        waiting = self._answers.pop(answer.number, None)
+        if waiting is None or waiting.done():  # the caller has gone
+            return
+        if answer.failure is not None:
+            waiting.set_exception(error_of(self._name, answer.failure))
+        elif answer.data is not None:
+            waiting.set_result(answer.data)
+        else:
+            waiting.set_exception(WorkerError(f"{self._name} runs another version: no stream"))
 
     def _ended(self) -> ConnectionEndedError:
         return ConnectionEndedError(f"{self._name} died or is restarting, or cannot be reached")

@@ -145,6 +145,16 @@ class ActorConnection:
         """Raises WorkerError, or the EngineError that the callee raised."""
         return await (await self._connected()).call(method, data)
 
+    def begin(self, method: str, data: bytes) -> Awaitable[bytes]:
+        """Makes a call, at once if the connection is open; what it returns must be awaited.
+
+        Raises WorkerError, and so does what it returns, or the EngineError of the callee.
+        """
+        connection = self._connection
+        if connection is None or not connection.is_open:
+            return self.call(method, data)
+        return connection.begin(method, data)
+
     async def stream(self, method: str, data: bytes) -> CallStream:
         """Raises as `call` does; closing it ends the call."""
         return (await self._connected()).stream(method, data)
@@ -183,9 +193,9 @@ class WorkerHandle:
 
     # ---- from the ingress -----------------------------------------------------------------------
 
-    async def submit(self, request: Submit) -> None:
-        """Queue a request. Raises CapacityError when the worker refuses it."""
-        await self._connection.call("submit", encode(request))
+    def submit(self, request: Submit) -> Awaitable[object]:
+        """Sends a request; what it returns raises CapacityError when the worker refuses it."""
+        return self._connection.begin("submit", encode(request))
 
     async def abort(self, key: RequestKey) -> None:
         """Forget a request in any phase; idempotent."""

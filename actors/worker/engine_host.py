@@ -14,9 +14,12 @@ from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Literal, TypeVar
 
+import msgspec
+
 from actors.lifecycle.deployment import DeploymentSpec, served_fingerprint
 from actors.lifecycle.liveness import Lifeline, exit_for_good
 from actors.lifecycle.placement_groups import remove_unused
+from actors.lifecycle.threads import share_interpreter
 from actors.observability.logs import set_up_logging
 from actors.worker.cache_reports import CacheReports, TierReports
 from actors.worker.draining import Draining
@@ -72,6 +75,7 @@ class EngineHost:
     ) -> None:
         """Starts loading at once. Must be created on the actor's event loop."""
         set_up_logging()
+        share_interpreter()
         self.name = name
         self.role = role
         self.config = spec.config
@@ -104,7 +108,7 @@ class EngineHost:
             incarnation=self.incarnation,
             config=spec.config.lifetimes,
             clock=self.clock,
-            load=lambda: self._report,
+            load=self._load_report,
             on_silent=self._drop_ingress,
             on_overflow=self._drop_slow_request,
         )
@@ -129,8 +133,13 @@ class EngineHost:
     def drain(self, grace_s: float) -> None:
         """Take nothing new; exit for good once nothing runs, or after `grace_s` and a hand-over."""
         if not self.draining.is_begun:
-            logger.info("%s drains: another deployment takes over", self.name)
+            logger.info("%s drains: others take over", self.name)
         self.draining.begin(grace_s)
+
+    def _load_report(self) -> LoadReport:
+        if not self.draining.is_begun:
+            return self._report
+        return msgspec.structs.replace(self._report, is_draining=True)
 
     @property
     def identity(self) -> WorkerIdentity:

@@ -6,10 +6,12 @@ Everything else is that of `DecoderLayer` (llama.py); the feed-forward parts are
 
 from functools import partial
 
-from engine.errors import ConfigError
+from torch import Tensor
+
 from engine.layers.latent_attention import LatentAttention, QueryUp
-from engine.layers.linear import WeightFormat, build_linear
+from engine.layers.linear import LinearWeight, build_linear
 from engine.layers.norm import RmsNorm
+from engine.layers.quantized_weight import dequantize
 from engine.models.latent_spec import LatentSpec
 from engine.models.spec import ModelSpec
 from engine.models.weights import LayerWeights
@@ -28,14 +30,9 @@ def build_latent_attention(
     *,
     is_deterministic: bool,
 ) -> LatentAttention:
-    """The attention of one layer. Raises ConfigError if its weights are of an unsupported kind."""
+    """The attention of one layer. Raises ConfigError if no product computes with its weights."""
     assert weights.kv_up is not None, "latent attention makes keys and values of latents"
     assert weights.k_norm is not None, "latents are normalised"
-    if weights.kv_up.format is not WeightFormat.DENSE:
-        raise ConfigError(
-            f"kv_b_proj is supported as {WeightFormat.DENSE.value} only; use weights that are not"
-            " quantised"
-        )
     linear = partial(build_linear, is_deterministic=is_deterministic)
     q_up = None
     if weights.q_up is not None:
@@ -52,10 +49,18 @@ def build_latent_attention(
         kv=build_linear(kv_rows) if stores_alone else None,
         q_up=q_up,
         kv_norm=LatentNorm(weight=weights.k_norm, eps=_EPS, is_interleaved=latent.is_interleaved),
-        up=weights.kv_up.data.view(spec.num_heads, -1, latent.rank),
+        up=_matrix(weights.kv_up).view(spec.num_heads, -1, latent.rank),
         out=linear(weights.output),
         ops=ops,
     )
+
+
+def _matrix(weight: LinearWeight) -> Tensor:
+    """The weight in the model's dtype: attention multiplies with each head's part of it, by itself.
+
+    A quantised one is decoded, once.
+    """
+    return weight.data if weight.scales is None else dequantize(weight.data, weight.scales)
 
 
 def latent_shape(spec: ModelSpec, latent: LatentSpec) -> LatentShape:

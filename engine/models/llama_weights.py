@@ -41,6 +41,7 @@ class StackedTensor:
     replicated: frozenset[str] = frozenset()  # parts that every rank holds whole, beside ROWS
     num_experts: int | None = None  # whose matrices it consists of, one after the other
     may_be_quantised: bool = True
+    is_decoded: bool = False  # computed with as a matrix, however it is published
     is_float32: bool = False  # held in fp32, whatever the model's dtype is
 
     def of_rank(self, rank: Rank) -> "StackedTensor":
@@ -139,6 +140,7 @@ def layer_tensors(spec: ModelSpec, layer: int) -> dict[str, StackedTensor]:
             replicated=_replicated(weights),
             num_experts=num_experts,
             may_be_quantised=field not in _NEVER_QUANTISED,
+            is_decoded=field in _DECODED,
         )
         if has_bias:
             biases = {f"{prefix}{n}.bias": size for n, size in zip(names, sizes, strict=True)}
@@ -180,6 +182,8 @@ _SHARED = ("shared_gate_up", "shared_down")
 _FOR_ALL_HEADS = (".q_a_proj.", ".kv_a_proj_with_mqa.")
 # Small maps whose rounding would change which experts compute: no format is published with them.
 _NEVER_QUANTISED = ("router", "shared_gate")
+# Of latent attention: it multiplies with a head's part of the matrix.
+_DECODED = ("kv_up",)
 
 
 def _split_of(field: str, mixture: MixtureSpec | None) -> Split:

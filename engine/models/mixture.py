@@ -11,8 +11,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from engine.errors import ConfigError
-from engine.layers.linear import LinearWeight, WeightFormat, build_linear
+from engine.layers.linear import WeightFormat, build_linear
 from engine.layers.mlp import build_mlp
 from engine.layers.moe import (
     Experts,
@@ -83,8 +82,6 @@ def _build_cuda(
     # A host without a GPU need not have Triton.
     from engine.layers.moe_cuda import TritonExperts, TritonRouter
 
-    for weight in (weights.gate_up, weights.down):
-        refuse_integers(weight)
     return (
         TritonRouter(
             router,
@@ -103,16 +100,6 @@ def _build_cuda(
             form=_form(spec, weights),
         ),
     )
-
-
-def refuse_integers(weight: LinearWeight) -> None:
-    """Raises ConfigError for experts whose product was seen to go wrong."""
-    if weight.format is WeightFormat.INT4:
-        raise ConfigError(
-            "experts in integers of 4 bits (AWQ, GPTQ, compressed-tensors int4) are not served on a"
-            " GPU: on an H200 their product was wrong now and then, and nobody knows why yet. Use a"
-            " checkpoint in FP8, MXFP4 or NVFP4, or the unquantised one"
-        )
 
 
 def _selection(spec: MixtureSpec, weights: LayerWeights) -> Selection | None:

@@ -224,7 +224,7 @@ def check_shares(spec: ModelSpec, rank: Rank, *, is_on_gpu: bool = False) -> Non
                 continue
             if rank.size > 1:
                 _check_parts(tensor, quantization, rank)
-            if is_on_gpu:
+            if is_on_gpu and not tensor.is_decoded:
                 _check_kernels(tensor, quantization, rank)
 
 
@@ -264,6 +264,8 @@ def quantization_of(spec: ModelSpec, tensor: StackedTensor) -> Quantization | No
     """
     if spec.quantization is None or tensor.num_columns is None or not tensor.may_be_quantised:
         return None
+    if spec.quantization.packing is Packing.ONLINE_FP8 and tensor.is_decoded:
+        return None  # it would be rounded for nothing
     modules = [name.removesuffix(_SUFFIX) for name in tensor.num_rows]
     covered = [module for module in modules if spec.quantization.covers(module)]
     if not covered:
@@ -350,7 +352,8 @@ def weight_bytes(
     """Bytes of a rank's weights in memory; a tied head counts once.
 
     keeps_quantised: whether the device computes with quantised weights (a GPU), not with weights
-    that were dequantised once (a CPU; experts stay quantised there too).
+    that were dequantised once (a CPU; experts stay quantised there too). Weights that are computed
+    with as a matrix are one.
     """
     outer = outer_tensors(spec).values()
     total = sum(math.prod(tensor.of_rank(rank).shape) * element_bytes for tensor in outer)
@@ -358,7 +361,7 @@ def weight_bytes(
         for tensor in layer_tensors(spec, layer).values():
             if not tensor.is_on(rank):
                 continue
-            is_kept = keeps_quantised or tensor.num_experts is not None
+            is_kept = (keeps_quantised or tensor.num_experts is not None) and not tensor.is_decoded
             quantization = quantization_of(spec, tensor) if is_kept else None
             plain = _FLOAT32_BYTES if tensor.is_float32 else element_bytes
             each = plain if quantization is None else _bytes_each(quantization, tensor)

@@ -531,12 +531,6 @@ def _quantization(
             raise config.error("architectures", f"has no model.quantization: {asked}; leave it out")
         return GPT_OSS_MXFP4 if mixture.layout is ExpertLayout.GPT_OSS_MXFP4 else None
     published = read_quantization(config, has_head=has_head)
-    if family.latent is not None and (published is not None or asked != "auto"):
-        raise config.error(
-            "quantization_config",
-            "and model.quantization are not supported with latent attention (MLA); use"
-            " unquantised weights",
-        )
     if asked == "auto":
         return published
     if published is not None:

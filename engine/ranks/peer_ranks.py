@@ -4,13 +4,14 @@ Each rank allocates one piece of memory, once, and maps the others' by CUDA IPC 
 ranks tell each other through host memory. All ranks decide alike, by a tensor's size: which of the
 two computes a sum, and whether peer memory is used at all.
 
-Operations on peer memory have an order, the same on every rank; one queued in another stream than
-the one before waits for that. Multicast is never used.
+Operations have an order, the same on every rank; one queued in another stream than the one before
+waits for that. Two at once could use one slot, or keep each other from the multiprocessors, on one
+rank this and on another rank that one. Multicast is never used.
 """
 
-import itertools
 import logging
 from collections.abc import Sequence
+from enum import Enum
 
 import msgspec
 import torch
@@ -23,19 +24,15 @@ from engine.ranks.agreement import BUILD_PATIENCE_S
 from engine.ranks.comm import NcclRanks
 from engine.ranks.rank import Rank
 from kernels.comm.limits import SumLimits, limits_of
-from kernels.comm.signals import NUM_SLOTS, SIGNAL_BYTES
-from kernels.comm.sums import (
-    SUM_DTYPES,
-    PeerMemory,
-    fits_norm,
-    needed_bytes,
-    sum_add_norm,
-    sum_over_ranks,
-)
+from kernels.comm.packets import fits_packets, sum_by_packets, sum_by_packets_add_norm
+from kernels.comm.peer_memory import SUM_DTYPES, PeerMemory
+from kernels.comm.shares import gather_shares, scatter_sum
+from kernels.comm.signals import DATA_BEGINS, NUM_SLOTS
+from kernels.comm.sums import fits_norm, needed_bytes, sum_add_norm, sum_over_ranks
 
 logger = logging.getLogger(__name__)
 
-SLOT_BYTES = 64 * 2**20
+SLOT_BYTES = 64 * 2**20  # a slot; there are NUM_SLOTS
 # The first sums: of numbers whose end cuts a vector, or does not.
 _FIRST_SUMS = (
     (33, torch.int32),
@@ -45,47 +42,87 @@ _FIRST_SUMS = (
 )
 
 
+class _Way(Enum):
+    """How a sum goes through peer memory."""
+
+    PACKETS = "each number says that it is new"
+    ONE_SHOT = "everybody to everybody, one barrier"
+    TWO_SHOTS = "to the owner of a row and back, two barriers"
+
+
 class PeerRanks:
     """Not thread-safe. Operations run in the stream that is current when they are called."""
 
     def __init__(self, others: NcclRanks, memory: PeerMemory, limits: SumLimits) -> None:
-        """others: for what is larger than `limits`, and for what is not a sum."""
+        """others: for what is larger than `limits`, and for exchanges between pairs of ranks."""
         self.rank: Rank = others.rank
         self.fused_sums: FusedSums | None = self
         self.gather_bytes = others.gather_bytes
-        self.all_gather = others.all_gather
-        self.reduce_scatter = others.reduce_scatter
-        self.all_to_all = others.all_to_all
-        self.exchange_rows = others.exchange_rows
         self.others = others
         self.memory = memory
         self._limits = limits
+        self._compiled: set[tuple[object, ...]] = set()  # kinds of lines
         self._stream: torch.cuda.Stream | None = None  # of the operation before
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        summed = x.contiguous()
-        two_shots = self._takes_two_shots(summed)
-        is_small = summed.nbytes <= max(self._limits.one_shot, self._limits.two_shots)
-        if not is_small or x.dtype not in SUM_DTYPES or not self._has_room(summed, two_shots):
-            return self.others.all_reduce(summed)
         self._follow()
-        return sum_over_ranks(summed, self.memory, two_shots=two_shots)
+        summed = x.contiguous()
+        match self._way(summed, self._limits.plain, has_norm=False):
+            case None:
+                return self.others.all_reduce(summed)
+            case _Way.PACKETS:
+                return sum_by_packets(summed, self.memory)
+            case way:
+                two_shots = way is _Way.TWO_SHOTS
+                return sum_over_ranks(summed, self.memory, two_shots=two_shots)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        self._follow()
+        if not self._shares(x, x.nbytes * self.rank.size):
+            return self.others.all_gather(x)
+        return gather_shares(x.contiguous(), self.memory)
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        self._follow()
+        if not self._shares(x, x.nbytes):
+            return self.others.reduce_scatter(x)
+        return scatter_sum(x.contiguous(), self.memory)
+
+    def all_to_all(self, x: Tensor) -> Tensor:
+        self._follow()
+        return self.others.all_to_all(x)
+
+    def exchange_rows(self, x: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        self._follow()
+        return self.others.exchange_rows(x, sent, received)
 
     def fits(self, x: Tensor) -> bool:
-        return (
-            x.nbytes <= self._limits.norm
-            and x.is_contiguous()
-            and fits_norm(x)
-            and x.dtype in SUM_DTYPES
-            and self._has_room(x, self._takes_two_shots(x), has_norm=True)
-        )
+        is_line = x.is_contiguous() and fits_norm(x)
+        return is_line and self._way(x, self._limits.norm, has_norm=True) is not None
 
     def add_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         self._follow()
-        two_shots = self._takes_two_shots(x)
-        return sum_add_norm(x, residual.contiguous(), weight, eps, self.memory, two_shots=two_shots)
+        self._compile_norms(x, weight, eps)
+        way = self._way(x, self._limits.norm, has_norm=True)
+        given = x, residual.contiguous(), weight, eps, self.memory
+        if way is _Way.PACKETS:
+            return sum_by_packets_add_norm(*given)
+        return sum_add_norm(*given, two_shots=way is _Way.TWO_SHOTS)
+
+    def _compile_norms(self, like: Tensor, weight: Tensor, eps: float) -> None:
+        """All ways at the first line of a kind: the next one may be a request's, and late."""
+        kind = like.shape[1], like.dtype, weight.dtype, eps
+        if kind in self._compiled:
+            return
+        self._compiled.add(kind)
+        x, residual = (torch.zeros_like(like[:1]) for _ in range(2))
+        given = x, residual, weight, eps, self.memory
+        for two_shots in (False, True):
+            sum_add_norm(*given, two_shots=two_shots)
+        if fits_packets(x, self.rank.size):
+            sum_by_packets_add_norm(*given)
 
     def close(self) -> None:
         self.others.close()
@@ -93,11 +130,13 @@ class PeerRanks:
     def check(self) -> None:
         """Compile, and compare first sums with what they must be. Raises WorkerError."""
         size, index = self.rank.size, self.rank.index
-        ways = (False, True) if self._limits.two_shots > 0 else (False,)
         sums = []
-        for (numel, dtype), two_shots in itertools.product(_FIRST_SUMS, ways):
+        for numel, dtype in _FIRST_SUMS:
             x = torch.full((numel,), index + 1, dtype=dtype, device=self.memory.count.device)
-            sums.append(sum_over_ranks(x, self.memory, two_shots=two_shots))
+            sums.append(sum_over_ranks(x.clone(), self.memory))
+            if dtype is torch.bfloat16:
+                sums.append(sum_over_ranks(x.clone(), self.memory, two_shots=True))
+                sums.append(sum_by_packets(x, self.memory))
         self.others.wait_queued("its first sums through peer memory")
         found = {value for one in sums for value in one.tolist()}
         if found != {size * (size + 1) // 2}:
@@ -110,17 +149,26 @@ class PeerRanks:
         limits = self._limits
         measured = "measured" if limits.is_measured else "not measured on this GPU"
         return (
-            f"sums of up to {max(limits.one_shot, limits.two_shots) / 2**20:g} MiB go through peer"
+            f"sums of up to {limits.plain / 2**20:g} MiB go through peer"
             f" memory ({measured}), larger ones through NCCL"
         )
 
-    def _takes_two_shots(self, x: Tensor) -> bool:
-        return x.nbytes > self._limits.one_shot
+    def _shares(self, x: Tensor, num_bytes: int) -> bool:
+        """num_bytes: of all ranks' shares together."""
+        limit = min(self._limits.shares, self.memory.slot_bytes)
+        return num_bytes <= limit and x.dtype in SUM_DTYPES
 
-    def _has_room(self, x: Tensor, two_shots: bool, *, has_norm: bool = False) -> bool:
-        size = self.rank.size
+    def _way(self, x: Tensor, limit: int, *, has_norm: bool) -> _Way | None:
+        """limit: in bytes; None = through NCCL."""
+        limits, size = self._limits, self.rank.size
+        if x.nbytes > limit or x.dtype not in SUM_DTYPES:
+            return None
+        if x.nbytes <= limits.packets and fits_packets(x, size):
+            return _Way.PACKETS
+        way = _Way.ONE_SHOT if x.nbytes <= limits.one_shot else _Way.TWO_SHOTS
+        two_shots = way is _Way.TWO_SHOTS
         needed = needed_bytes(x, size, two_shots=two_shots, has_norm=has_norm)
-        return needed <= self.memory.slot_bytes
+        return way if needed <= self.memory.slot_bytes else None
 
     def _follow(self) -> None:
         """Let the current stream wait for the operation before, if that is in another one.
@@ -163,7 +211,7 @@ class _Offer(msgspec.Struct, frozen=True, kw_only=True):
 
 def _map_memories(comm: Comm, device: torch.device) -> tuple[PeerMemory | None, str]:
     """The memory of all ranks; or None and why, which is the same decision on every rank."""
-    num_words = (SIGNAL_BYTES + NUM_SLOTS * SLOT_BYTES) // 8
+    num_words = (DATA_BEGINS + NUM_SLOTS * SLOT_BYTES) // 8
     mine = torch.zeros(num_words, dtype=torch.int64, device=device)
     torch.cuda.synchronize(device)
     try:

@@ -1,4 +1,4 @@
-"""Up to how many bytes our sums over ranks are used; above, NCCL's are faster.
+"""Up to how many bytes our operations over ranks are used; above, NCCL's are faster.
 
 Data: bytes of the tensor that is summed, by GPU and number of ranks, as measured by
 `python -m load_tests.lab.bench_comm`. Limits that nobody has measured are a guess on the safe side.
@@ -11,20 +11,32 @@ from dataclasses import dataclass
 class SumLimits:
     """In bytes of the tensor; 0 = never."""
 
-    one_shot: int
-    two_shots: int  # above `one_shot`
-    norm: int  # of a sum with residual and norm: above it, apart
+    packets: int  # up to it by packets,
+    one_shot: int  # then in one shot, above it in two
+    plain: int  # of a sum alone: above it NCCL's
+    norm: int  # of a sum with residual and norm: above it they are apart
+    shares: int  # of what is gathered or scattered: all ranks' shares together
     is_measured: bool = True
 
 
 _KIB, _MIB = 2**10, 2**20
 # Name as the driver gives it, ranks.
-_MEASURED: dict[tuple[str, int], SumLimits] = {}
+_MEASURED: dict[tuple[str, int], SumLimits] = {
+    ("NVIDIA H200", 2): SumLimits(
+        packets=256 * _KIB, one_shot=12 * _MIB, plain=32 * _MIB, norm=32 * _MIB, shares=16 * _MIB
+    ),
+}
 # What SGLang and vLLM measured on H100 and H200 with kernels of the same kind, halved.
 _GUESSED = {
-    2: SumLimits(one_shot=4 * _MIB, two_shots=0, norm=4 * _MIB, is_measured=False),
-    4: SumLimits(one_shot=256 * _KIB, two_shots=4 * _MIB, norm=4 * _MIB, is_measured=False),
-    8: SumLimits(one_shot=64 * _KIB, two_shots=4 * _MIB, norm=4 * _MIB, is_measured=False),
+    num_ranks: SumLimits(
+        packets=128 * _KIB // num_ranks,
+        one_shot=one_shot,
+        plain=4 * _MIB,
+        norm=4 * _MIB,
+        shares=8 * _MIB,
+        is_measured=False,
+    )
+    for num_ranks, one_shot in ((2, 4 * _MIB), (4, 256 * _KIB), (8, 64 * _KIB))
 }
 
 

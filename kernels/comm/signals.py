@@ -1,6 +1,7 @@
 """How blocks of the same number on all ranks wait for each other, by words in memory they share.
 
     a rank's memory:   signals  int64 [MAX_BLOCKS, MAX_RANKS]   word (b, r) is written by rank r
+                       packets  2 slots, in turns               of kernels.comm.packets
                        data     2 slots, in turns
     its own besides:   count    int64 [MAX_BLOCKS]              equal words: barriers so far
 
@@ -23,7 +24,7 @@ from the L2 cache of the GPU that has the memory, where other GPUs' writes arriv
 that kept the line of an earlier call.
 
 Blocks wait for blocks, so all of a grid must run at once: grids are at most a block for each
-multiprocessor. Kernels that run beside end by themselves. After `_PATIENCE` looks (minutes) a
+multiprocessor. Kernels that run beside end by themselves. After `PATIENCE` looks (minutes) a
 kernel traps, and the process has an error instead of a hang without end.
 """
 
@@ -34,15 +35,20 @@ MAX_RANKS = 8
 MAX_BLOCKS = 256
 SIGNAL_BYTES = 8 * MAX_BLOCKS * MAX_RANKS
 NUM_SLOTS = 2
+PACKET_BYTES = 4 * 2**20  # of a slot of packets
+DATA_BEGINS = SIGNAL_BYTES + NUM_SLOTS * PACKET_BYTES  # bytes
 BARRIERS = tl.constexpr(2)  # of a call, at most
-_PATIENCE = tl.constexpr(2**30)
+_NUM_SLOTS = tl.constexpr(NUM_SLOTS)
+PATIENCE = tl.constexpr(2**30)
 _MAX_RANKS = tl.constexpr(MAX_RANKS)
 _MAX_BLOCKS = tl.constexpr(MAX_BLOCKS)
-_SIGNAL_WORDS = tl.constexpr(MAX_BLOCKS * MAX_RANKS)
+_SIGNAL_WORDS = tl.constexpr(SIGNAL_BYTES // 8)
+_DATA_BEGINS = tl.constexpr(DATA_BEGINS // 8)
 
 
 @triton.jit
-def _trap():
+def trap() -> None:
+    """End the kernel, and the process's use of the GPU, with an error."""
     tl.inline_asm_elementwise(
         "trap; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
     )
@@ -51,7 +57,14 @@ def _trap():
 @triton.jit
 def data_of(memory, dtype: tl.constexpr):  # noqa: ANN201 - Triton's
     """memory: a rank's, as int64 pointer; returns a pointer to its data."""
-    pointer = (memory + _SIGNAL_WORDS).to(tl.pointer_type(dtype), bitcast=True)
+    pointer = (memory + _DATA_BEGINS).to(tl.pointer_type(dtype), bitcast=True)
+    return tl.multiple_of(pointer, 16)
+
+
+@triton.jit
+def packets_of(memory):  # noqa: ANN201 - Triton's
+    """memory: a rank's, as int64 pointer; returns a pointer to its packets."""
+    pointer = (memory + _SIGNAL_WORDS).to(tl.pointer_type(tl.int32), bitcast=True)
     return tl.multiple_of(pointer, 16)
 
 
@@ -62,12 +75,18 @@ def begin(count_ptr):  # noqa: ANN201 - Triton's
 
 
 @triton.jit
+def slot_of(before):  # noqa: ANN201 - Triton's
+    """The slot of the call that `before` barriers came before."""
+    return before // BARRIERS % _NUM_SLOTS
+
+
+@triton.jit
 def _wait(word, number):
     looks = 0
-    while (tl.atomic_add(word, 0, sem="acquire", scope="sys") < number) & (looks < _PATIENCE):
+    while (tl.atomic_add(word, 0, sem="acquire", scope="sys") < number) & (looks < PATIENCE):
         looks += 1
-    if looks == _PATIENCE:
-        _trap()
+    if looks == PATIENCE:
+        trap()
 
 
 @triton.jit

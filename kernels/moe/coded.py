@@ -16,7 +16,7 @@ from kernels.device import DeviceProperties, stages_that_fit
 from kernels.moe.tiles import Tile
 from kernels.quant.int4_linear import FourBitOperand
 from kernels.quant.runs import MIN_HALF
-from kernels.quant.steps import FP8, Codes, add_run, add_tile, finish, scaled_run
+from kernels.quant.steps import FP8, Codes, add_run, add_tile, scaled_run
 from kernels.quant.to_matrix import int4_matrix
 
 _SIZE_MULTIPLE = 16
@@ -176,6 +176,6 @@ def coded_product(
                     acc, x, high_x, packed, scale_pointers, k, CODES, BLOCK_K, TILE_COLUMNS,
                     NUM_TILES, USES_PTX,
                 )  # fmt: skip
-    factor_pointers = factors_ptr + rows if HAS_FACTORS else None
-    acc = finish(acc, scale_pointers, factor_pointers, CODES, NUM_TILES, HAS_FACTORS)
+    if HAS_FACTORS:
+        acc *= tl.load(factors_ptr + rows)[:, None]
     return tl.trans(acc)

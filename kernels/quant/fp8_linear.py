@@ -3,9 +3,8 @@
     y[t, n] = sum over tiles j of  s[n / rows, j] * sum over k in tile j of x[t, k] q[n, k]  +  b[n]
 
 and silu(gate) * up of two such products. q are e4m3 numbers, turned into the inputs' dtype exactly,
-so products are those of the inputs as they are; sums are fp32, and a scale is applied once to the
-sum over its tile. Torch twin: `engine.layers.quantized_weight.dequantize` and
-`torch.nn.functional.linear`.
+so products are those of the inputs as they are; sums are fp32. Torch twin:
+`engine.layers.quantized_weight.dequantize` and `torch.nn.functional.linear`.
 
 A program owns BLOCK_N rows of the weight and BLOCK_M tokens. As in `kernels.linear.small`, a weight
 of few rows is split by columns, parts are added in their order, and with programmatic dependent
@@ -34,7 +33,7 @@ from kernels.linear.small import (
 )
 from kernels.pdl import pdl_supported
 from kernels.quant.decode import knows_e4m3, uses_ptx
-from kernels.quant.steps import FP8, add_tile, finish
+from kernels.quant.steps import add_tile
 
 MAX_ONE_TILE = 64  # tokens; more are cut into tiles, and weights are read once for each
 _SIZE_MULTIPLE = 16  # rows and columns
@@ -162,7 +161,6 @@ def _fp8_linear_kernel(
             acc, x, codes, scale_pointers, k_start + k, TILE_COLUMNS, NUM_TILES, KNOWS_E4M3,
             USES_PTX,
         )  # fmt: skip
-    acc = finish(acc, scale_pointers, None, FP8, NUM_TILES, False)
     acc = tl.trans(acc)
     is_last = True
     if SPLIT_K > 1:

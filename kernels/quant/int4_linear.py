@@ -5,8 +5,8 @@
 
 and silu(gate) * up of two such products. q are integers, or floats (e2m1) without zero points; only
 floats of NVFP4 have factors f. q - z is exact in the inputs' dtype, so nothing is rounded but the
-sums, which are fp32; a scale is applied once to the sum over its group. Torch twin:
-`engine.layers.quantized_weight.dequantize` and `torch.nn.functional.linear`.
+sums, which are fp32. Torch twin: `engine.layers.quantized_weight.dequantize` and
+`torch.nn.functional.linear`.
 
 Bytes are in the order of `kernels.quant.int4`: a tile of them is two tiles of adjacent columns, for
 two products. A scale and its zero point are one word: the numbers of a group wait for one load. The
@@ -33,7 +33,7 @@ from kernels.pdl import pdl_supported
 from kernels.quant.decode import uses_ptx
 from kernels.quant.fp8_linear import LINE_BYTES, QuantConfig, check_inputs, choose_config
 from kernels.quant.runs import MIN_HALF
-from kernels.quant.steps import Codes, add_run, finish
+from kernels.quant.steps import Codes, add_run
 
 _SIZE_MULTIPLE = 16
 _ZERO_BITS = 15
@@ -124,8 +124,8 @@ def _int4_linear_kernel(
             acc, low_x, high_x, packed, scale_pointers, k_start + k, CODES, HALF, GROUP, NUM_GROUPS,
             USES_PTX,
         )  # fmt: skip
-    factor_pointers = factors_ptr + w_rows if HAS_FACTORS else None
-    acc = finish(acc, scale_pointers, factor_pointers, CODES, NUM_GROUPS, HAS_FACTORS)
+    if HAS_FACTORS:
+        acc *= tl.load(factors_ptr + w_rows)[:, None]
     acc = tl.trans(acc)
     is_last = True
     if SPLIT_K > 1:

@@ -3,14 +3,20 @@
     acc[n, t] + s[n] * sum over k of w[n, k] x[t, k]          k: the columns of the step
 
 Weights are the left operand, which the matrix units take from registers, where they were decoded. A
-scale is applied once to the sum over its group; where a row has one scale, after the last step.
-`codes` says what bytes and scales stand for:
+scale is applied to the sum over its group, or over a step where its group is wider. `codes` says
+what bytes and scales stand for:
 
     FP8                e4m3; fp32 scales of tiles
     INT4, INT4_ZEROS   0 to 15 in runs (`kernels.quant.int4`); a scale and its zero point in a word
     MXFP4, NVFP4       e2m1 in runs; scales in e8m0, in e4m3 (and a factor for each row)
     MXFP4_SMALL        MXFP4 with scales of at most 2: numbers are scaled when they are decoded to
                        bfloat16, which is exact and takes no instruction more
+
+So every step reads its own sums, and waits for its products. Sums that are handed on as they are
+would let the next step decode to registers that Hopper's matrix units, which run beside the
+program, have not read yet: Triton 3.6 and 3.7 do not wait for them. And sums are added by `fma`: of
+two products that are added, a compiler fuses one or the other, and not the same for every token of
+a tile, whose bits would depend on its place.
 """
 
 from enum import IntEnum
@@ -55,13 +61,9 @@ def add_tile(
 ) -> tl.tensor:  # fmt: skip
     """FP8: x [T, columns], codes [rows, columns], from `column` on and within one tile."""
     w = decode_e4m3(codes, x.dtype, KNOWS_E4M3, USES_PTX)
-    if NUM_TILES == 1:
-        acc = tl.dot(w, tl.trans(x), acc, input_precision="ieee")
-    else:
-        index = tl.minimum(column // TILE_COLUMNS, NUM_TILES - 1)
-        scales = tl.load(scale_pointers + index)
-        acc += tl.dot(w, tl.trans(x), input_precision="ieee") * scales[:, None]
-    return acc
+    index = tl.minimum(column // TILE_COLUMNS, NUM_TILES - 1)
+    scales = tl.load(scale_pointers + index)
+    return tl.fma(tl.dot(w, tl.trans(x), input_precision="ieee"), scales[:, None], acc)
 
 
 @triton.jit
@@ -109,7 +111,7 @@ def add_run(
     GROUP: tl.constexpr, NUM_GROUPS: tl.constexpr, USES_PTX: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """4 bits: a run [rows, HALF] of bytes from `column` on; low_x, high_x: [T, HALF]."""
-    if CODES == _MXFP4_SMALL and NUM_GROUPS > 1 and USES_PTX and low_x.dtype == tl.bfloat16:
+    if CODES == _MXFP4_SMALL and USES_PTX and low_x.dtype == tl.bfloat16:
         low_factors = e8m0_factors(tl.load(scale_pointers + _group_of(column, GROUP, NUM_GROUPS)))
         high_factors = low_factors
         if GROUP == HALF:
@@ -141,37 +143,14 @@ def _add_unscaled(
     scale, zero = load_scale(scale_pointers + _group_of(column, GROUP, NUM_GROUPS), CODES)
     low, high = _numbers(packed, low_x.dtype, CODES, USES_PTX)
     low = _less(low, zero, CODES)
+    total = tl.dot(low, tl.trans(low_x), input_precision="ieee")
     if GROUP == HALF:
-        total = tl.dot(low, tl.trans(low_x), input_precision="ieee") * scale[:, None]
+        acc = tl.fma(total, scale[:, None], acc)
         next_group = _group_of(column + HALF, GROUP, NUM_GROUPS)
         scale, zero = load_scale(scale_pointers + next_group, CODES)
         high = _less(high, zero, CODES)
-        total += tl.dot(high, tl.trans(high_x), input_precision="ieee") * scale[:, None]
-        acc += total
-    elif NUM_GROUPS == 1:
-        high = _less(high, zero, CODES)
-        acc = tl.dot(low, tl.trans(low_x), acc, input_precision="ieee")
-        acc = tl.dot(high, tl.trans(high_x), acc, input_precision="ieee")
+        total = tl.dot(high, tl.trans(high_x), input_precision="ieee")
     else:
         high = _less(high, zero, CODES)
-        total = tl.dot(low, tl.trans(low_x), input_precision="ieee")
         total = tl.dot(high, tl.trans(high_x), total, input_precision="ieee")
-        acc += total * scale[:, None]
-    return acc
-
-
-@triton.jit
-def finish(
-    acc, scale_pointers, factor_pointers, CODES: tl.constexpr, NUM_GROUPS: tl.constexpr,
-    HAS_FACTORS: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
-    """After the last step: what a row has one of."""
-    if NUM_GROUPS == 1:
-        if CODES == FP8:
-            acc *= tl.load(scale_pointers)[:, None]
-        else:
-            scale, _ = load_scale(scale_pointers, CODES)
-            acc *= scale[:, None]
-    if HAS_FACTORS:
-        acc *= tl.load(factor_pointers)[:, None]
-    return acc
+    return tl.fma(total, scale[:, None], acc)

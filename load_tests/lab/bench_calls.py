@@ -65,7 +65,7 @@ def main() -> None:
     parser.add_argument("--bytes", type=int, nargs="+", default=[300, 10_000, 100_000])
     parser.add_argument("--rounds", type=int, default=1000)
     args = parser.parse_args()
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     actors: list[Any] = [ray.remote(kind).options(num_cpus=0).remote() for kind in (Caller, Callee)]
     caller, callee = actors
     rows: list[tuple[str, ...]] = [HEADER]

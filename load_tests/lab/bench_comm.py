@@ -3,8 +3,9 @@
     python -m load_tests.lab.bench_comm [--ranks 2] [--widths 5120 8192] [--rows 1 16 64 ...]
 
 Microseconds of an operation in a CUDA graph of many, the slowest rank's. `fused` is sum, residual
-and norm in one kernel; `+ norm` the sum and the norm after it. What `kernels.comm.limits` holds is
-read from here: the largest tensor at which ours is faster. Processes see one GPU each.
+and norm in one kernel, `+ norm` the sum and the norm after it; `gather` of as much from each rank.
+`of more` blocks: two on a multiprocessor. What `kernels.comm.limits` holds is read from here.
+Processes see one GPU each.
 """
 
 import argparse
@@ -13,70 +14,79 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import msgspec
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from engine.layers.context import Comm
 from engine.ranks.comm import connect_ranks
 from engine.ranks.peer_ranks import PeerRanks
 from engine.ranks.rank import Rank
+from kernels.comm.packets import fits_packets, sum_by_packets, sum_by_packets_add_norm
+from kernels.comm.shares import gather_shares
+from kernels.comm.signals import MAX_BLOCKS
 from kernels.comm.sums import needed_bytes, sum_add_norm, sum_over_ranks
 from kernels.rms_norm import rms_norm_add
 from load_tests.tables import render_rows
 
-ROWS = (1, 16, 64, 256, 512, 1024, 2048)
+ROWS = (1, 16, 64, 256, 1024, 2048, 16384)
 WIDTHS = (5120, 8192)
-NUM_IN_GRAPH = 40
+NUM_IN_GRAPH = 20
 NUM_REPLAYS = 10
 PATIENCE_S = 60.0
 EPS = 1e-6
 COLUMNS = (
-    "ours: fused",
-    "two shots: fused",
-    "ours + norm",
+    "packets, fused",
+    "one shot, fused",
+    "one shot of more",
+    "two shots, fused",
+    "two shots of more",
     "NCCL + norm",
-    "ours",
+    "packets",
+    "one shot",
     "two shots",
     "NCCL",
+    "gather",
+    "NCCL's",
     "norm",
 )
 
 
-def operations(ranks: PeerRanks, num_rows: int, width: int) -> list[Callable[[], object] | None]:
-    """One for each of COLUMNS; None = there is no room for it."""
+def operations(ranks: PeerRanks, num_rows: int, width: int) -> dict[str, Callable[[], object]]:
+    """By names in COLUMNS; those for which there is no room are left out."""
     x, residual, weight = (
         torch.randn(shape, dtype=torch.bfloat16, device="cuda")
         for shape in ((num_rows, width), (num_rows, width), (width,))
     )
-    memory, nccl = ranks.memory, ranks.others
+    memory, nccl, size = ranks.memory, ranks.others, ranks.rank.size
+    more = replace(memory, max_blocks=min(MAX_BLOCKS, 2 * memory.max_blocks))
+    rows = x, residual, weight, EPS
 
-    def then_norm(total: Callable[[Tensor], Tensor]) -> None:
-        rms_norm_add(total(x), residual, weight, EPS)
+    def then_norm() -> None:
+        rms_norm_add(nccl.all_reduce(x), residual, weight, EPS)
 
-    def fits(two_shots: bool) -> bool:
-        needed = needed_bytes(x, ranks.rank.size, two_shots=two_shots, has_norm=True)
-        return needed <= memory.slot_bytes
-
-    one, two = (partial(sum_over_ranks, memory=memory, two_shots=two) for two in (False, True))
-    fused = [
-        partial(sum_add_norm, x, residual, weight, EPS, memory, two_shots=two)
-        for two in (False, True)
-    ]
-    return [
-        fused[0] if fits(False) else None,
-        fused[1] if fits(True) else None,
-        partial(then_norm, one) if fits(False) else None,
-        partial(then_norm, nccl.all_reduce),
-        partial(one, x) if fits(False) else None,
-        partial(two, x) if fits(True) else None,
-        partial(nccl.all_reduce, x),
-        partial(rms_norm_add, x, residual, weight, EPS),
-    ]
+    found: dict[str, Callable[[], object]] = {
+        "NCCL + norm": then_norm,
+        "NCCL": partial(nccl.all_reduce, x),
+        "norm": partial(rms_norm_add, *rows),
+    }
+    if fits_packets(x, size):
+        found["packets"] = partial(sum_by_packets, x, memory)
+        found["packets, fused"] = partial(sum_by_packets_add_norm, *rows, memory)
+    if needed_bytes(x, size, two_shots=True, has_norm=True) <= memory.slot_bytes:
+        found["one shot"] = partial(sum_over_ranks, x, memory)
+        found["one shot, fused"] = partial(sum_add_norm, *rows, memory)
+        found["one shot of more"] = partial(sum_add_norm, *rows, more)
+        found["two shots"] = partial(sum_over_ranks, x, memory, two_shots=True)
+        found["two shots, fused"] = partial(sum_add_norm, *rows, memory, two_shots=True)
+        found["two shots of more"] = partial(sum_add_norm, *rows, more, two_shots=True)
+        found["gather"] = partial(gather_shares, x, memory)
+        found["NCCL's"] = partial(nccl.all_gather, x)
+    return found
 
 
 def time_us(comm: Comm, run: Callable[[], object]) -> float:
@@ -109,10 +119,8 @@ def measure(rank: Rank, store: Path, args: argparse.Namespace) -> str:
     rows: list[tuple[str, ...]] = [("rows", "width", "MiB", *COLUMNS)]
     for width in args.widths:
         for num_rows in args.rows:
-            times = [
-                "" if run is None else f"{time_us(comm, run):.2f}"
-                for run in operations(comm, num_rows, width)
-            ]
+            ways = operations(comm, num_rows, width)
+            times = [f"{time_us(comm, ways[way]):.2f}" if way in ways else "" for way in COLUMNS]
             rows.append((str(num_rows), str(width), f"{num_rows * width / 2**19:.2f}", *times))
     name = torch.cuda.get_device_name(device)
     comm.close()

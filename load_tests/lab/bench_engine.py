@@ -12,7 +12,7 @@
 In this process, random weights, greedy, no end of sequence, prefix cache off, and timed as the
 peer times itself: prompts are new in every round; a prefill is the median of rounds in which every
 prompt gets one token, a decode step the 128th part of the median for 129 tokens less that for one.
-`--quick` takes one round, and as a decode step the median of those in which all rows decode.
+`--quick` takes one round, and as decode steps those in which all rows decode (means of 16).
 `--tensor-parallel` starts the other ranks as processes, a GPU for each (following.py).
 `--peer` reads its RESULT line and `--chain` what a bare chain of kernels printed. Knows no Ray.
 """
@@ -61,6 +61,7 @@ HOST_WORK = DECODES[3]  # the largest batch: most work for the host, least time 
 NUM_TRACED_STEPS = 16
 NUM_TRACED_TOKENS = 512  # of every row: the first to decode must still be here with the last
 NUM_LISTED_KERNELS = 20
+QUICK_MEAN_OF = 16  # steps
 NUM_QUICK_TOKENS = DECODE_STEPS + 72  # rows begin to decode up to so many steps apart
 
 
@@ -80,7 +81,7 @@ class Bench:
     def rounds_s(self, work: Work) -> list[float]:
         """A duration of every round: of the whole prefill, or of one decode step on average.
 
-        Where it is to be quick, of one prefill, or of every step in which all rows decode.
+        Where it is to be quick, of one prefill, or of steps in which all rows decode.
         """
         if self._is_quick and work.kind is Kind.DECODE:
             return self._steps_s(work)
@@ -93,7 +94,10 @@ class Bench:
         return step_rounds_s(firsts_s, alls_s)
 
     def _steps_s(self, work: Work) -> list[float]:
-        """From the return of one step to that of the next, of those of all rows alone."""
+        """Steps of all rows alone, of the same prompts: the mean of each QUICK_MEAN_OF.
+
+        A single one says little: with a step in flight, some return at once and others late.
+        """
         for prompt in self.prompts(work.num_rows, work.num_tokens):
             self.ours.add(prompt, NUM_QUICK_TOKENS)
         self._step_until_decoding(work.num_rows)
@@ -109,7 +113,8 @@ class Bench:
 
         self.ours.run_until_idle(note)
         assert len(steps_s) >= DECODE_STEPS, f"only {len(steps_s)} steps of all rows"
-        return steps_s[:DECODE_STEPS]
+        starts = range(0, DECODE_STEPS, QUICK_MEAN_OF)
+        return [statistics.fmean(steps_s[start : start + QUICK_MEAN_OF]) for start in starts]
 
     def trace(self, work: Work, path: Path) -> None:
         """Write the profiler's trace of a prefill, or of decode steps of all rows, to `path`."""
@@ -234,6 +239,7 @@ def engine_config(folder: Path, args: argparse.Namespace) -> AppConfig:
         "scheduler.overlap": False if args.no_overlap else None,
         "execution.cuda_graphs": False if args.eager else None,
         "workers.tensor_parallel_size": args.tensor_parallel,
+        "execution.enable_two_batch_overlap": args.overlap_batches,
         "workers.expert_parallel": args.expert_parallel,
     }
     if args.tensor_parallel > 1 and args.device == "cuda":
@@ -271,6 +277,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="any other key of the configuration, its value in JSON",
     )  # fmt: skip
     parser.add_argument("--nccl", action="store_true", help="no sums through peer memory")
+    parser.add_argument("--overlap-batches", action="store_true", help="two batches at once")
     parser.add_argument("--quick", action="store_true", help="one round of each work")
     parser.add_argument("--works", nargs="*", default=[""], help="parts of names; default: all")
     parser.add_argument("--no-host", action="store_true", help="leave out the host's work")
@@ -298,6 +305,7 @@ def describe(bench: Bench, args: argparse.Namespace) -> dict[str, object]:
         "expert_parallel",
         "set",
         "nccl",
+        "overlap_batches",
         "quick",
         "eager",
         "no_overlap",

@@ -14,7 +14,7 @@ import argparse
 import asyncio
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -28,22 +28,12 @@ from load_tests.lab.bench_lock import Streams, deploy, requests_of, set_switch_i
 from load_tests.lab.first_token_marks import Mark, take_marks, wrap_ingress, wrap_worker
 from load_tests.lab.model_folder import parse_settings
 from load_tests.tables import describe_machine, render_rows
-from load_tests.testbed.deployed import MODEL, PATIENCE_S, Application
+from load_tests.testbed.deployed import MODEL, Application
 from load_tests.testbed.stream_client import StreamClient
 
 PAUSE_S = 0.02  # between two requests: everybody is asleep again
 WARM_ROUNDS = 10
 SENT, READ = "client: writes", "client: has the first event"
-
-
-def _in_all(
-    application: Application, of_worker: Callable[..., Any], of_ingress: Callable[..., Any]
-) -> list[Any]:
-    """Calls a function in every worker, and one in every replica of the ingress."""
-    found = list(application.call_in_workers(of_worker).values())
-    replicas: list[Any] = [ray.get_actor(name, "serve") for name in application.replicas()]
-    calls = [replica.__ray_call__.remote(of_ingress) for replica in replicas]
-    return found + ray.get(calls, timeout=PATIENCE_S)
 
 
 async def _ask(application: Application, args: argparse.Namespace, seed: int) -> list[list[Mark]]:
@@ -101,14 +91,17 @@ def rows_of(columns: Mapping[str, Sequence[tuple[str, float, int]]]) -> list[tup
 def measure(application: Application, args: argparse.Namespace) -> dict[str, Any]:
     """Returns the places of a request by switch interval, which take turns."""
     application.wait_ready()
-    _in_all(application, wrap_worker, wrap_ingress)
+    application.call_in_workers(wrap_worker)
+    application.call_in_replicas(wrap_ingress)
     client: dict[float, list[list[Mark]]] = {}
     for turn in range(args.turns):
         for number, switch_ms in enumerate(args.switch_ms):
             set_switch_intervals(application, switch_ms / 1e3)
             seed = args.seed + 1000 * turn + number
             client.setdefault(switch_ms, []).extend(asyncio.run(_ask(application, args, seed)))
-    marks = [mark for marks in _in_all(application, take_marks, take_marks) for mark in marks]
+    taken = [*application.call_in_workers(take_marks).values()]
+    taken += application.call_in_replicas(take_marks)
+    marks = [mark for of_process in taken for mark in of_process]
     return {f"switch {ms:g} ms": passes(seen, marks) for ms, seen in client.items()}
 
 

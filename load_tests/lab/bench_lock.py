@@ -202,10 +202,6 @@ class Look:
     first_ms: float | None = None  # of a prompt over HTTP, p50
 
     @property
-    def step_s(self) -> float:
-        return sum(float(self.phases[name]["mean_s"]) for name in PHASES)
-
-    @property
     def off_s(self) -> float:
         """Of the host's phases of a step, not on a processor."""
         host = [self.phases[name] for name in HOST_PHASES]
@@ -230,8 +226,7 @@ def set_switch_intervals(application: Application, seconds: float) -> None:
     """In the workers and in the ingress replicas."""
     apply = partial(set_switch_interval, seconds=seconds)
     application.call_in_workers(apply)
-    replicas: list[Any] = [ray.get_actor(name, "serve") for name in application.replicas()]
-    ray.get([replica.__ray_call__.remote(apply) for replica in replicas], timeout=PATIENCE_S)
+    application.call_in_replicas(apply)
 
 
 def measure(application: Application, args: argparse.Namespace) -> list[list[Look]]:
@@ -258,16 +253,27 @@ def measure(application: Application, args: argparse.Namespace) -> list[list[Loo
 def rows_of(looks: Sequence[Look]) -> list[tuple[str, ...]]:
     """Microseconds a step, and the share of it that the thread waited, a row for each look."""
     rows: list[tuple[str, ...]] = [
-        ("us a step", "rows", "step", *PHASES, "off", "late, p99", "waits", "first token, ms")
+        (
+            "us a step",
+            "rows",
+            "tokens/s",
+            "step",
+            *PHASES,
+            "off",
+            "late, p99",
+            "waits",
+            "first token, ms",
+        )
     ]
     quiet, *_ = looks
     for one in looks:
-        share = one.waits_s(quiet) / one.step_s if one.step_s else 0.0
+        share = one.waits_s(quiet) / one.seen.step_s
         rows.append(
             (
                 one.name,
                 f"{one.seen.rows:.0f}",
-                f"{1e6 * one.step_s:.0f}",
+                f"{one.seen.tokens_s:,.0f}",
+                f"{1e6 * one.seen.step_s:.0f}",
                 *(f"{1e6 * one.phases[name]['mean_s']:.0f}" for name in PHASES),
                 f"{1e6 * one.off_s:.0f}",
                 f"{1e6 * one.seen.late_s:.0f}, {1e6 * one.seen.late_p99_s:.0f}",

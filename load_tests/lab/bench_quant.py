@@ -100,7 +100,8 @@ def make_weight(
         return LinearWeight(_random(num_rows, num_columns, device) * size)
     if weight_format.startswith("fp8"):
         tile = (128, 128) if weight_format == "fp8-block" else (1, num_columns)
-        data = (_random(num_rows, num_columns, device) * 100).to(torch.float8_e4m3fn)
+        numbers = (_random(num_rows, num_columns, device) * 100).clamp_(-448, 448)  # else NaN
+        data = numbers.to(torch.float8_e4m3fn)
         shape = (num_rows // tile[0], num_columns // tile[1])
         values = torch.rand(shape, device=device).add_(0.5).mul_(size / 100)
         return LinearWeight(data, None, WeightFormat.FP8, _scales(values, tile, rounds=True))

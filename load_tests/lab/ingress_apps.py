@@ -61,7 +61,7 @@ def start_null_worker(spec: DeploymentSpec, step_s: float) -> None:
 
 def serve_application(port: int, host: str, overrides: dict[str, object], step_s: float) -> None:
     """On a Ray cluster of its own, which ends with this process; `step_s` 0 = a real engine."""
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     serve.start(http_options={"host": host, "port": port})
     spec = build_spec(overrides)
     if step_s:

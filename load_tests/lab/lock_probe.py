@@ -6,6 +6,7 @@ whose tokens go nowhere: what its steps take without an event loop beside them. 
 called in an actor's process, with the actor.
 """
 
+import math
 import random
 import statistics
 import sys
@@ -27,6 +28,8 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
     late_s: float  # on average
     late_p99_s: float
     rows: float  # that ran, on average
+    step_s: float  # from one step to the next, on average; infinite without any
+    tokens_s: float  # sampled a second
 
 
 class LockProbe:
@@ -34,6 +37,7 @@ class LockProbe:
 
     def __init__(self, worker: Any) -> None:
         self._core = worker._host.engine.core
+        self._began_s, self._counts = time.perf_counter(), self._core.scheduler.statistics()
         self._late_s: list[float] = []
         self._rows: list[int] = []
         self._is_ending = threading.Event()
@@ -45,7 +49,11 @@ class LockProbe:
         self._is_ending.set()
         self._thread.join()
         late_s = sorted(self._late_s)
+        took_s, now = time.perf_counter() - self._began_s, self._core.scheduler.statistics()
+        num_steps = now.num_steps - self._counts.num_steps
         return Seen(
+            step_s=took_s / num_steps if num_steps else math.inf,
+            tokens_s=(now.num_output_tokens - self._counts.num_output_tokens) / took_s,
             late_s=statistics.fmean(late_s),
             late_p99_s=late_s[int(0.99 * (len(late_s) - 1))],
             rows=statistics.fmean(self._rows),

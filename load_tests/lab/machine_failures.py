@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Self
@@ -43,7 +43,7 @@ LOOK_S = 0.1
 DRAIN_S = 30
 DEED_EVERY_S = 30.0
 NUM_WARM = 12  # answers, after which everybody has met everybody
-PREFILL, DECODE = "ray::PrefillWorker", "ray::DecodeWorker"
+PREFILL, DECODE, INGRESS = "ray::PrefillWorker", "ray::DecodeWorker", "ray::ServeReplica"
 HELD = (
     "laps_open_attempts",
     "vllm:num_requests_running",
@@ -61,6 +61,8 @@ class Setting:
     has_store: bool = False  # Ray's control store keeps its state in Redis
     num_ingresses: int = 1
     num_ranks: int = 1  # of each worker
+    # By name, seconds by which a machine's time of day is wrong.
+    shifts_s: Mapping[str, int] = field(default_factory=dict)
 
     def config(self) -> dict[str, object]:
         """A machine has room for one worker, whatever its ranks."""
@@ -74,6 +76,7 @@ USUAL = Setting()
 WEAK = Setting(has_weak_cables=True)
 STORE = Setting(has_store=True, num_ingresses=3)  # of which one at least is not on the head
 GANGS = Setting(num_ranks=2)
+CLOCKS = Setting(shifts_s={"alpha": 120, "beta": -120})
 
 
 class Stage:
@@ -126,6 +129,20 @@ class Stage:
         assert len(found) == 1, f"{title} runs on {[m.name for m in found]}"
         return found[0]
 
+    def others(self, machine: Machine) -> list[Machine]:
+        """All machines that are on, but this one."""
+        machines = self.network.machines.values()
+        return [other for other in machines if other is not machine and other.is_on]
+
+    def places(self) -> dict[str, list[str]]:
+        """What of the application and of Serve runs on each machine that is on."""
+        found = {}
+        for machine in self.network.machines.values():
+            shown = machine.run(["ps", "axww", "-o", "args"], {}) if machine.is_on else ""
+            titles = [line.split(".")[0] for line in shown.splitlines() if line.startswith("ray::")]
+            found[machine.name] = sorted(t.removeprefix("ray::") for t in titles if "IDLE" not in t)
+        return found
+
     def restore(self) -> None:
         """Brings back every machine that is off, and Ray where it has ended."""
         for name in WORKERS:
@@ -170,26 +187,43 @@ def mute(title: str, seconds: float) -> Callable[[Stage], None]:
 
     def deed(stage: Stage) -> None:
         machine = stage.machine_of(title)
-        others = [m.address for m in stage.network.machines.values() if m is not machine]
-        for address in others:
-            nobody = ["lladdr", "02:00:00:00:00:01", "dev", "eth0", "nud", "permanent"]
-            machine.run(["ip", "neigh", "replace", address, *nobody], {})
-        time.sleep(seconds)
-        for address in others:
-            machine.run(["ip", "neigh", "del", address, "dev", "eth0"], {})
+        lose_one_way([(machine, other) for other in stage.others(machine)], seconds)
 
     return deed
 
 
-def drain(title: str) -> Callable[[Stage], None]:
-    """Asks Ray to drain the node on which it runs, and turns the machine off a minute later."""
+def deafen(title: str, seconds: float) -> Callable[[Stage], None]:
+    """Lets everybody hear the machine on which it runs, and it hear nobody, for so long."""
 
     def deed(stage: Stage) -> None:
         machine = stage.machine_of(title)
+        lose_one_way([(other, machine) for other in stage.others(machine)], seconds)
+
+    return deed
+
+
+def lose_one_way(ways: Sequence[tuple[Machine, Machine]], seconds: float) -> None:
+    """Loses what the first machine of a pair sends to the second, for so long."""
+    nobody = ["lladdr", "02:00:00:00:00:01", "dev", "eth0", "nud", "permanent"]
+    for sender, receiver in ways:
+        sender.run(["ip", "neigh", "replace", receiver.address, *nobody], {})
+    time.sleep(seconds)
+    for sender, receiver in ways:
+        sender.run(["ip", "neigh", "del", receiver.address, "dev", "eth0"], {})
+
+
+def drain(title: str) -> Callable[[Stage], None]:
+    """Asks Ray to drain the node on which it runs, and turns its machine off at the deadline."""
+
+    def deed(stage: Stage) -> None:
+        machine = stage.machine_of(title)
+        assert machine is not stage.head, "the ingress is on the head, which stays: try again"
+        say(f"{machine.name} is drained, of {stage.places()}")
         why = "--reason DRAIN_NODE_REASON_PREEMPTION --reason-message maintenance"
         words = f"drain-node {why} --deadline-remaining-seconds {DRAIN_S}"
         stage.cluster.ray(machine, f"{words} --address {stage.head.address}:6379")
         time.sleep(DRAIN_S)
+        say(f"{machine.name} is turned off, of {stage.places()}")
         machine.kill()
 
     return deed
@@ -244,16 +278,29 @@ def replace_head(stage: Stage) -> None:
 
 def random_deeds(minutes: float, rng: random.Random) -> Callable[[Stage], None]:
     """One short deed after the other, each when the one before is mended, at least 30 s apart."""
-    deeds = [d for title in (PREFILL, DECODE) for d in (kill(title), cut(title, 5), mute(title, 5))]
+    deeds = [
+        (f"{title} {what}", title, do)
+        for title in (PREFILL, DECODE)
+        for what, do in (
+            ("turned off", kill(title)),
+            ("cut off for 5 s", cut(title, 5)),
+            ("not heard for 5 s", mute(title, 5)),
+        )
+    ]
 
     def deed(stage: Stage) -> None:
         until_s = time.monotonic() + 60 * minutes
         num_deeds = 0
         while time.monotonic() < until_s:
             next_s = time.monotonic() + DEED_EVERY_S
-            rng.choice(deeds)(stage)
+            name, title, deed_of_it = rng.choice(deeds)
+            machine = stage.machine_of(title)
+            is_door = stage.runs(machine, INGRESS)
+            say(f"{name}: {machine.name}, {'with' if is_door else 'without'} an ingress replica")
+            deed_of_it(stage)
             stage.restore()
             stage.wait_ready()
+            say("mended")
             num_deeds += 1
             time.sleep(max(0.0, next_s - time.monotonic()))
         print(f"{num_deeds} deeds in {minutes:g} minutes", flush=True)
@@ -265,7 +312,7 @@ def random_deeds(minutes: float, rng: random.Random) -> Callable[[Stage], None]:
 def stage_of(setting: Setting) -> Iterator[Stage]:
     """A cluster that serves; it is gone when the block is left."""
     with network(has_weak_cables=setting.has_weak_cables) as machines:
-        yield Stage(RayMachines(machines), setting)
+        yield Stage(RayMachines(machines, shifts_s=setting.shifts_s), setting)
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,7 +333,9 @@ ROWS = (
     Row("prefill machine cut off for 30 s", cut(PREFILL, 30)),
     Row("decode machine cut off for 30 s", cut(DECODE, 30)),
     Row("decode machine not heard for 30 s", mute(DECODE, 30)),
-    Row("decode machine drained, then ended", drain(DECODE)),
+    Row("decode machine drained, then turned off", drain(DECODE)),
+    Row("prefill machine drained, then turned off", drain(PREFILL)),
+    Row("ingress machine drained, then turned off", drain(INGRESS)),
     Row("decode machine cut off for 300 s", cut(DECODE, 300)),
     Row("head turned off, all deployed anew", replace_head),
     Row("random deeds for 10 minutes", random_deeds(10, random.Random(7))),
@@ -294,14 +343,28 @@ ROWS = (
     Row("1 % of frames lost for 60 s", weaken(delay_ms=0, loss=0.01, seconds=60), WEAK),
     Row("both", weaken(delay_ms=50, loss=0.01, seconds=60), WEAK),
     Row("head off for 30 s, store in Redis", restart_head(30), STORE, is_door_on_head=False),
+    Row("decode machine not heard for 300 s", mute(DECODE, 300)),
+    Row("prefill machine hears nobody for 30 s", deafen(PREFILL, 30)),
+    Row("decode machine hears nobody for 30 s", deafen(DECODE, 30)),
+    Row("clocks 4 min apart, prefill machine turned off", kill(PREFILL), CLOCKS),
+    Row("clocks 4 min apart, decode machine turned off", kill(DECODE), CLOCKS),
+    Row("clocks 4 min apart, decode machine cut off for 30 s", cut(DECODE, 30), CLOCKS),
+    Row("clocks 4 min apart, decode machine drained", drain(DECODE), CLOCKS),
     Row("machine of a prefill gang turned off", kill(PREFILL), GANGS),
     Row("machine of a decode gang turned off", kill(DECODE), GANGS),
     Row("machine of a decode gang cut off for 30 s", cut(DECODE, 30), GANGS),
 )
 
 
+def say(text: str) -> None:
+    print(f"[{time.monotonic():.1f} s] {text}", flush=True)
+
+
 class _Gaps:
-    """Looks, in a thread of its own, for the longest time without a right answer."""
+    """Looks, in a thread of its own, for the longest time without a right answer, and for failures.
+
+    A failure is printed when it comes, so that it can be laid beside what was done then.
+    """
 
     def __init__(self, seen: Outcomes) -> None:
         self._seen = seen
@@ -309,6 +372,7 @@ class _Gaps:
         self._thread = threading.Thread(target=self._look, daemon=True)
         self._longest_s = 0.0
         self._last = (0, time.monotonic())
+        self._told: Counter[str] = Counter()
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -327,6 +391,10 @@ class _Gaps:
 
     def _look(self) -> None:
         while not self._is_ending.wait(LOOK_S):
+            failed = Counter(self._seen.errors) + Counter(self._seen.broken)
+            for text, number in (failed - self._told).items():
+                say(f"failed, {number} times: {text}")
+            self._told = failed
             num_right, at_s = self._last
             if self._seen.num_right > num_right:
                 self._longest_s = max(self._longest_s, time.monotonic() - at_s)
@@ -407,14 +475,15 @@ def rows_of(seen: dict[str, Seen]) -> list[tuple[str, ...]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--only", default="", help="rows with this in their names")
+    parser.add_argument("--only", nargs="*", default=[""], help="rows with one of these in names")
     parser.add_argument("--seed", type=int, default=7)
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # and take all down
     cases = build_cases(MODEL, 30, seed=args.seed)
     found: dict[str, Seen] = {}
-    for setting in (USUAL, WEAK, STORE, GANGS):
-        rows = [row for row in ROWS if row.setting is setting and args.only in row.name]
+    for setting in (USUAL, WEAK, STORE, CLOCKS, GANGS):
+        ours = [row for row in ROWS if row.setting is setting]
+        rows = [row for row in ours if any(word in row.name for word in args.only)]
         if not rows:
             continue
         with stage_of(setting) as stage:

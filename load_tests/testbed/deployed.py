@@ -125,6 +125,12 @@ class Application:
         calls = {n: self.actor(n).__ray_call__.remote(function) for n in self.workers()}
         return dict(zip(calls, ray.get(list(calls.values()), timeout=PATIENCE_S), strict=True))
 
+    def call_in_replicas(self, function: Callable[[object], T]) -> list[T]:
+        """Calls a function in the process of each ingress replica; returns the results."""
+        replicas: list[Any] = [ray.get_actor(name, "serve") for name in self.replicas()]
+        calls = [replica.__ray_call__.remote(function) for replica in replicas]
+        return list(ray.get(calls, timeout=PATIENCE_S))
+
     def is_quiet(self) -> bool:
         """No request, block, row, lease or reservation is held by any worker."""
         return all(
@@ -191,9 +197,7 @@ class Application:
 
     def holdings(self) -> dict[str, dict[str, int]]:
         """How much of everything each worker and the ingress hold now; all but tasks 0 at rest."""
-        replicas: list[Any] = [ray.get_actor(name, "serve") for name in self.replicas()]
-        counts = [replica.__ray_call__.remote(count_tasks) for replica in replicas]
-        num_tasks = sum(map(int, ray.get(counts, timeout=PATIENCE_S)))
+        num_tasks = sum(self.call_in_replicas(count_tasks))
         ingress = {"open attempts": int(self.metric("laps_open_attempts")), "tasks": num_tasks}
         max_rows = resolve_scheduler(self.config.scheduler, {}).max_num_seqs
         workers = {n: worker_holdings(seen, max_rows) for n, seen in self.statistics().items()}
@@ -285,7 +289,7 @@ class Cluster:
 
     @classmethod
     def start(cls) -> "Cluster":
-        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+        ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
         port = free_port()
         serve.start(http_options={"host": "127.0.0.1", "port": port})
         return cls(port=port)

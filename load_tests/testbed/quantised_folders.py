@@ -22,6 +22,8 @@ _MAX_FP8 = 448.0
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # bits 4 i of a word hold this output of eight
 _LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _MIXTRAL_LINEARS = ("w1", "w2", "w3")
+_LATENT_LINEARS = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
+_ALL_LINEARS = _LINEARS + _MIXTRAL_LINEARS + _LATENT_LINEARS
 
 
 @dataclass(frozen=True, slots=True)
@@ -419,7 +421,7 @@ def write_quantised(
     for tensor_name, tensor in load_file(source / "model.safetensors").items():
         module, _, suffix = tensor_name.rpartition(".")
         dense[tensor_name] = tensor.float()
-        if suffix != "weight" or module.rpartition(".")[2] not in _LINEARS + _MIXTRAL_LINEARS:
+        if suffix != "weight" or module.rpartition(".")[2] not in _ALL_LINEARS:
             published[tensor_name] = tensor
             continue
         # Parts that are computed together take their inputs in one order: one seed a layer, and

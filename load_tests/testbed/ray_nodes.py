@@ -73,6 +73,7 @@ def ray_nodes(
         every = {
             "RAY_AUTH_MODE": "disabled",
             "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",  # else a node is drained before it ends
             "PYTHONPATH": ":".join([str(ROOT), *filter(None, sys.path)]),
             **{name: value.format(folder=folder) for name, value in environment.items()},
         }

@@ -124,29 +124,18 @@ def free_cpus() -> float:
     return float(ray.available_resources().get("CPU", 0.0))
 
 
-def test_a_killed_worker_and_one_gone_for_good_come_back_to_their_places_and_meet(
+def test_actors_gone_for_good_and_a_killed_one_come_back_to_their_places_and_meet(
     application: Application,
 ) -> None:
     expected, places_before = application.complete("import os"), places(application)
     [prefill] = application.workers("prefill")
-    before = pids(application.workers())
+    before = pids(application.actors())
+    assert len(before) == 5, f"two workers, tokenizer, allocator and rendezvous: {before}"
     os.kill(before[prefill], signal.SIGKILL)
-    kill_for_good(application.workers("decode"))
-    wait_until(lambda: lives_anew(before), "both workers live again")
-    application.wait_ready()
-    assert places(application) == places_before
-    assert application.complete("import os") == expected
-    assert num_received(application) > 0
-    application.wait_quiet()
-
-
-def test_every_other_actor_gone_for_good_is_replaced_and_found(application: Application) -> None:
-    expected = application.complete("import os")
-    before = pids(n for n in application.actors() if not n.startswith("decode"))
-    assert len(before) == 4, f"a prefill worker, tokenizer, allocator and rendezvous: {before}"
-    kill_for_good(before)
+    kill_for_good(name for name in before if name != prefill)
     wait_until(lambda: lives_anew(before), f"alive again: {list(before)}")
     application.wait_ready()
+    assert places(application) == places_before
     assert application.complete("import os") == expected
     assert num_received(application) > 0
     application.wait_quiet()

@@ -1,6 +1,7 @@
 """Several machines, as namespaces of this one: what crosses a network that fails."""
 
 import contextlib
+import hashlib
 import socket
 import subprocess
 import time
@@ -124,26 +125,28 @@ def test_a_request_to_a_machine_that_vanishes_ends_with_an_error(
 
 
 class MachinesWithApplication:
-    """A head, and two machines with room for one worker each; prefill and decode are apart."""
+    """A head, and machines with room for one worker each; prefill and decode are apart."""
 
     def __init__(
         self,
         machines: Network,
         *,
+        names: Sequence[str] = ("alpha", "beta"),
+        changes: Mapping[str, object] = MappingProxyType({}),
         is_encrypted: bool = False,
         shifts_s: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         """Starts everything by the files of configs/cluster; returns when it can serve.
 
-        shifts_s: see `RayMachines`.
+        changes: sections of the configuration. shifts_s: see `RayMachines`.
         """
         authority = Authority() if is_encrypted else None
         self.cluster = RayMachines(machines, authority=authority, shifts_s=shifts_s)
         self.head = self.cluster.start("head", num_cpus=0)
-        for name in ("alpha", "beta"):
+        for name in names:
             self.cluster.start(name, num_cpus=1)
         self.machines = list(machines.machines.values())
-        self.cluster.deploy(APPLICATION, MODEL)
+        self.cluster.deploy({**APPLICATION, **changes}, MODEL)
         wait_until(lambda: self.is_ready(self.head), "the application can serve", 180)
 
     def url(self, machine: Machine) -> str:
@@ -154,9 +157,26 @@ class MachinesWithApplication:
             return httpx.get(f"{self.url(machine)}/ready", timeout=5).status_code == 200
         return False
 
-    def doors(self) -> list[str]:
-        """The URLs of all HAProxies: the head's, and that of each machine with a replica."""
-        return [self.url(machine) for machine in self.machines if self.is_ready(machine)]
+    def wait_doors(self, patience_s: float) -> list[str]:
+        """Returns the URLs of the head, and of the machine with the ingress if it is another."""
+        [ingress] = self.machines_of("ray::ServeReplica")
+        machines = [self.head, ingress] if ingress is not self.head else [self.head]
+        what = f"these are ready: {[machine.name for machine in machines]}"
+        wait_until(lambda: all(map(self.is_ready, machines)), what, patience_s)
+        return [self.url(machine) for machine in machines]
+
+    def machines_of(self, title: str) -> list[Machine]:
+        """Those on which processes with this title run."""
+        places = self.places()
+        return [m for m in self.machines if any(title in one for one in places[m.name])]
+
+    def places(self) -> dict[str, list[str]]:
+        """The titles of Ray's processes on each machine."""
+        shown = {m.name: m.run(["ps", "axww", "-o", "args"], {}) for m in self.machines}
+        return {
+            name: [line for line in text.splitlines() if line.startswith("ray::")]
+            for name, text in shown.items()
+        }
 
 
 def test_a_port_too_many_is_a_stranger() -> None:
@@ -223,10 +243,10 @@ def assert_nobody_comes_in_without_the_token(system: MachinesWithApplication) ->
 
 @pytest.mark.parametrize("is_encrypted", [False, True], ids=["token", "token and TLS"])
 def test_an_application_over_three_machines(machines: Network, is_encrypted: bool) -> None:
-    system = MachinesWithApplication(machines, is_encrypted=is_encrypted)
-    what = "there are two doors: the head, and the machine with the replica of the ingress"
-    wait_until(lambda: len(system.doors()) == 2, what, 60)
-    assert_answers_are_right(system.doors())
+    """KV goes over gloo; with TLS over Ray's object store, which is encrypted then."""
+    changes = {"handoff": {"channel": "object_store"}} if is_encrypted else {}
+    system = MachinesWithApplication(machines, changes=changes, is_encrypted=is_encrypted)
+    assert_answers_are_right(system.wait_doors(60))
     strangers = {m.name: unexpected(listeners(m)) for m in system.machines}
     assert not any(strangers.values()), strangers
     if not is_encrypted:  # else there is no HTTP without a certificate
@@ -243,7 +263,46 @@ def test_an_application_over_machines_whose_clocks_differ(
     for machine in system.machines:
         seen_s = float(system.cluster.run(machine, "python3 -c 'import time; print(time.time())'"))
         assert abs(seen_s - time.time() - shifts_s.get(machine.name, 0)) < 30, machine.name
-    what = "there are two doors: the head, and the machine with the replica of the ingress"
-    wait_until(lambda: len(system.doors()) == 2, what, 180)
+    doors = system.wait_doors(60)
     for _ in range(3):
-        assert_answers_are_right(system.doors())
+        assert_answers_are_right(doors)
+
+
+def test_a_machine_that_is_drained_is_left_before_it_ends(machines: Network) -> None:
+    """Without an error and without a machine that ends: it is only announced."""
+    system = MachinesWithApplication(machines, names=("alpha", "beta", "gamma"))
+    [drained] = system.machines_of("ray::DecodeWorker")
+    why = "--reason DRAIN_NODE_REASON_PREEMPTION --reason-message maintenance"
+    words = f"drain-node {why} --deadline-remaining-seconds 600"
+    system.cluster.ray(drained, f"{words} --address {system.head.address}:6379")
+    until_s = time.monotonic() + 120
+    url = system.url(system.head)
+    while drained in system.machines_of("Worker"):
+        assert time.monotonic() < until_s, system.places()
+        assert_answers_are_right([url])
+    assert len(system.machines_of("ray::DecodeWorker")) == 1, system.places()
+    assert_answers_are_right([url])
+
+
+def test_ingresses_on_two_machines_hold_a_limit_together(machines: Network) -> None:
+    num_a_minute = 3
+    api = {
+        "keys": {"one": hashlib.sha256(b"a key").hexdigest()},
+        "limits": {"one": {"requests_per_minute": num_a_minute}},
+        "open_paths": ["/health", "/ready"],
+    }
+    system = MachinesWithApplication(machines, changes={"api": api, "edge": {"num_replicas": 2}})
+    wait_until(lambda: len(system.machines_of("ray::ServeReplica")) == 2, "two ingresses", 60)
+    began_s, statuses = time.monotonic(), []
+    for _ in range(4 * num_a_minute):
+        answer = httpx.post(
+            f"{system.url(system.head)}/v1/completions",
+            headers={"Authorization": "Bearer a key"},
+            json={"model": MODEL.name, "prompt": "x", "max_tokens": 1},
+            timeout=60,
+        )
+        statuses.append(answer.status_code)
+        time.sleep(1.0)  # four exchanges between the ingresses
+    allowed = num_a_minute * (1 + (time.monotonic() - began_s) / 60)
+    assert set(statuses) == {200, 429}
+    assert num_a_minute <= statuses.count(200) <= allowed, statuses

@@ -150,10 +150,11 @@ def named(application: Application, prefix: str) -> str:
     [
         ("prefill", kill_actor),
         ("decode", kill_process),
-        pytest.param("prefill", kill_process, marks=pytest.mark.nightly),
-        pytest.param("decode", kill_actor, marks=pytest.mark.nightly),
+        ("prefill", kill_process),
+        ("decode", kill_actor),
     ],
 )
+@pytest.mark.nightly
 def test_a_worker_that_dies_under_load_costs_no_stream_a_token(
     application: Application, role: str, kill: Callable[[Application, str], None]
 ) -> None:
@@ -172,19 +173,27 @@ def test_a_worker_that_dies_under_load_costs_no_stream_a_token(
         assert application.metric("laps_request_retries") > num_retries
 
 
-@pytest.mark.nightly
 def test_a_prefill_and_a_decode_worker_that_die_at_once_cost_no_stream_a_token(
     application: Application,
 ) -> None:
-    victims = [application.workers(role)[-1] for role in ("prefill", "decode")]
-    before = {name: application.pid(name) for name in victims}
+    kills = {
+        application.workers("prefill")[0]: kill_actor,
+        application.workers("decode")[0]: kill_process,
+    }
+    before, others = {name: application.pid(name) for name in kills}, pids(application, *kills)
+    num_retries = application.metric("laps_request_retries")
     with Load(application, num_streams=NUM_STREAMS, max_tokens=TOKENS) as load:
-        for name in victims:
-            kill_process(application, name)
+        for name, kill in kills.items():
+            kill(application, name)
         load.wait_more(NUM_STREAMS)
-        for name in victims:
+        for name in kills:
             wait_replaced(name, application.name, before[name])
+        wait_all_answer(application)
+        load.wait_more(NUM_STREAMS)
     assert not load.problems
+    assert pids(application, *kills) == others, "nobody else died"
+    # Streams were in the middle of their tokens, some of them on that decode worker.
+    assert application.metric("laps_request_retries") > num_retries
 
 
 @pytest.mark.parametrize(

@@ -164,6 +164,8 @@ def test_a_pod_of_the_ray_service_is_complete_and_has_few_rights(group: str) -> 
     [container] = pod["containers"]
     assert container["image"] == "REGISTRY/laps-engine:TAG", "a placeholder that no one can pull"
     variables = {entry["name"]: entry["value"] for entry in container["env"]}
+    drain_s = float(variables.pop("RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"))
+    assert drain_s < pods()["gpu"]["terminationGracePeriodSeconds"], "it would be cut short"
     assert variables == MODE | {HAPROXY: "/usr/local/bin/laps-haproxy"}
     assert pod["securityContext"]["runAsNonRoot"] is True
     assert container["securityContext"]["allowPrivilegeEscalation"] is False

@@ -10,6 +10,7 @@ import torch
 from engine.models.registry import build_model
 from engine.request import SamplingParams
 from kernels.attention.select import AttentionNames
+from load_tests.testbed.quantised_folders import write_quantised
 from tests.engine.models.closeness import assert_same_logits
 from tests.engine.runner.step_driver import StepDriver
 from tests.harness.in_process import GREEDY, answer, start_engine
@@ -88,6 +89,34 @@ def test_kernels_are_as_near_to_fp32_as_torch(folder: Path) -> None:
         ours = torch.cat((whole, singles)).cpu().float()
         errors.append(float((ours - torch.cat((truth, truth[:40]))).abs().median()))
     assert errors[1] <= 1.3 * errors[0], errors
+
+
+@pytest.mark.parametrize("is_deterministic", [False, True])
+@pytest.mark.parametrize("form", ["fp8-block", "ct-fp8-channel", "ct-nvfp4"])
+def test_quantised_latents_are_near_what_the_numbers_stand_for(
+    form: str, is_deterministic: bool, tmp_path: Path
+) -> None:
+    """All experts are active: a rounded router may choose others, and then no distance counts."""
+    settings = LATENT_ON_GPU["DeepseekV3ForCausalLM"] | {"max_position_embeddings": 1024}
+    settings |= {"num_experts_per_tok": 16, "n_group": 1, "topk_group": 1}
+    save_model(tmp_path / "dense", "DeepseekV3ForCausalLM", seed=8, **settings)
+    folder = write_quantised(tmp_path / "dense", form, tmp_path / "q", stands_for=tmp_path / "s")
+    model = build_model(
+        folder, dtype=torch.bfloat16, device=torch.device("cuda"), is_deterministic=is_deterministic
+    )
+    driver = StepDriver(
+        model, seed=0, num_blocks=128, block_size=16, fixed_tile=is_deterministic, attention=TRITON
+    )
+    rng = random.Random(form)
+    for num_tokens, chunks in ((20, (1, 3, 16)), (150, (90, 60)), (700, (700,))):
+        token_ids = _tokens(num_tokens, rng)
+        driver.admit(0, token_ids)
+        ours = torch.cat([driver.logits({0: count})[0] for count in chunks]).float().cpu()
+        driver.release(0)
+        theirs = reference_logits(tmp_path / "s", token_ids)
+        error = float((ours - theirs).norm() / theirs.norm())
+        is_rounded = "fp8" in form and num_tokens > 64 and not is_deterministic
+        assert error < (0.13 if is_rounded else 0.04), f"{num_tokens} tokens: off by {error}"
 
 
 def test_graphs_and_overlap_change_no_token(folder: Path) -> None:

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.errors import ConfigError
 from engine.models.registry import WeightSource, build_model
 from load_tests.testbed.quantised_folders import write_quantised
 from tests.engine.runner.step_driver import StepDriver
@@ -17,8 +16,8 @@ from tests.harness.tiny_models import VOCAB_SIZE, reference_logits, save_model
 pytestmark = pytest.mark.gpu
 
 GPU = torch.device("cuda")
-FORMS = ("fp8-block", "fp8-tensor", "ct-fp8-channel", "ct-mxfp4", "ct-nvfp4", "modelopt-nvfp4")
-REFUSED = ("ct-int4-128-asymmetric", "ct-int4-32", "awq", "gptq", "gptq-channel")
+FORMS = ("fp8-block", "fp8-tensor", "ct-fp8-channel", "ct-int4-128-asymmetric", "ct-int4-32")
+FORMS += ("awq", "gptq", "gptq-channel", "ct-mxfp4", "ct-nvfp4", "modelopt-nvfp4")
 SIZES = {
     "hidden_size": 256,
     "intermediate_size": 512,
@@ -68,17 +67,10 @@ def test_logits_are_near_those_of_what_the_numbers_stand_for(
         error = float((ours - theirs).norm() / theirs.norm())
         # Experts' inputs are never rounded; attention's and the shared expert's are with FP8.
         is_rounded = "fp8" in form and num_tokens > 64 and not is_deterministic
-        assert error < (0.13 if is_rounded else 0.04), f"{num_tokens} tokens: off by {error}"
+        assert error < (0.13 if is_rounded else 0.02), f"{num_tokens} tokens: off by {error}"
 
 
-@pytest.mark.parametrize("form", REFUSED)
-def test_experts_in_integers_are_refused(form: str, dense: Path, tmp_path: Path) -> None:
-    folder = write_quantised(dense, form, tmp_path / "q")
-    with pytest.raises(ConfigError, match="integers of 4 bits"):
-        build_model(folder, dtype=torch.bfloat16, device=GPU)
-
-
-@pytest.mark.parametrize("form", ["fp8-block", "ct-nvfp4"])
+@pytest.mark.parametrize("form", ["fp8-block", "ct-int4-128-asymmetric", "ct-nvfp4"])
 @pytest.mark.parametrize("is_deterministic", [False, True])
 def test_nothing_compiles_once_a_quantised_mixture_is_ready(
     form: str, is_deterministic: bool, dense: Path, tmp_path: Path
@@ -96,7 +88,7 @@ def test_nothing_compiles_once_a_quantised_mixture_is_ready(
     assert engine.compilations.names == []
 
 
-@pytest.mark.parametrize("form", ["fp8-block", "ct-mxfp4"])
+@pytest.mark.parametrize("form", ["fp8-block", "awq", "ct-mxfp4"])
 def test_graphs_change_no_token_of_a_quantised_mixture(
     form: str, dense: Path, tmp_path: Path
 ) -> None:

@@ -216,6 +216,10 @@ class Connection:
         await self._network.delay()
         return bytes(answer)
 
+    def begin(self, method: str, data: bytes) -> asyncio.Future[bytes]:
+        """A call that goes on by itself."""
+        return asyncio.ensure_future(self.call(method, data))
+
     async def stream(self, method: str, data: bytes) -> AsyncGenerator[bytes, None]:
         """What the process sends, in order; closing it ends the stream there."""
         await self._network.delay()

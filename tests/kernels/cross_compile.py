@@ -39,10 +39,13 @@ class _Driver:
 
 
 @contextmanager
-def compiled_for(device: DeviceProperties, *modules: ModuleType) -> Iterator[dict[str, int]]:
+def compiled_for(
+    device: DeviceProperties, *modules: ModuleType, kept: list[Any] | None = None
+) -> Iterator[dict[str, int]]:
     """Yields kernel -> bytes of shared memory, the most of its compilations in this context.
 
     `modules`: those with the kernels' wrappers, which then see `device` and compile for it.
+    kept: gets what was compiled.
     """
     assert device.capability is not None
     capability = device.capability
@@ -52,25 +55,39 @@ def compiled_for(device: DeviceProperties, *modules: ModuleType) -> Iterator[dic
     def compile_only(kernel: Any, *args: Any, **options: Any) -> Any:
         made = launch(kernel, *args, **(options | {"warmup": True}))
         found[kernel.__name__] = max(found.get(kernel.__name__, 0), made.metadata.shared)
+        if kept is not None:
+            kept.append(made)
         return made
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(JITFunction, "run", compile_only)
-        for module in modules:
-            for name, value in list(vars(module).items()):
-                if isinstance(value, JITFunction):
-                    value.device_caches.clear()
-                if name == "device_properties":
-                    patch.setattr(module, name, lambda _: device)
-                if name in _FROM_CAPABILITY:
-                    answer = capability >= _FROM_CAPABILITY[name]
-                    patch.setattr(module, name, lambda _, answer=answer: answer)
+        _pretend(patch, device, modules)
         patch.setattr(driver, "_active", _Driver(capability))
         yield found
-        for module in modules:
-            for value in vars(module).values():
-                if isinstance(value, JITFunction):
-                    value.device_caches.clear()
+        _forget(modules)
+
+
+def _pretend(
+    patch: pytest.MonkeyPatch, device: DeviceProperties, modules: tuple[ModuleType, ...]
+) -> None:
+    """Let the modules see `device`."""
+    assert device.capability is not None
+    _forget(modules)
+    for module in modules:
+        for name in list(vars(module)):
+            if name == "device_properties":
+                patch.setattr(module, name, lambda _: device)
+            if name in _FROM_CAPABILITY:
+                answer = device.capability >= _FROM_CAPABILITY[name]
+                patch.setattr(module, name, lambda _, answer=answer: answer)
+
+
+def _forget(modules: tuple[ModuleType, ...]) -> None:
+    """Forget what was compiled of their kernels."""
+    for module in modules:
+        for value in vars(module).values():
+            if isinstance(value, JITFunction):
+                value.device_caches.clear()
 
 
 def weight_of(num_rows: int, num_columns: int) -> torch.Tensor:

@@ -6,6 +6,7 @@ import random
 import pytest
 
 from actors.ingress.generation import AttemptFailed, Mailbox
+from engine.errors import CapacityError, EngineError, RequestError
 from engine.messages import FailureRecord, TokenRecord
 from engine.request import RequestKey
 
@@ -174,30 +175,33 @@ def test_losing_a_stranger_is_no_loss() -> None:
     asyncio.run(scenario())
 
 
-def test_a_call_ends_when_the_attempt_fails_meanwhile() -> None:
-    async def run() -> None:
+def test_a_refusal_ends_the_attempt_and_says_why() -> None:
+    async def run(refusal: EngineError) -> Exception:
         mailbox = Mailbox(prefill_worker="p", decode_worker=None, next_index=0)
-        never: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        waiting = asyncio.ensure_future(mailbox.unless_failed(never))
-        await asyncio.sleep(0)
+        reader = asyncio.create_task(mailbox.wait_tokens())
+        await _turns()
+        mailbox.refuse(refusal)
+        with pytest.raises((AttemptFailed, RequestError)) as caught:
+            await reader
+        return caught.value
+
+    full = CapacityError("full")
+    failure = asyncio.run(run(full))
+    assert isinstance(failure, AttemptFailed)
+    assert (failure.code, failure.is_retryable, failure.__cause__) == ("submit_failed", True, full)
+    never = RequestError("too long")
+    assert asyncio.run(run(never)) is never
+
+
+@pytest.mark.parametrize("is_queued", [True, False])
+def test_a_worker_that_is_lost_held_the_request_if_it_had_said_so(is_queued: bool) -> None:
+    async def run() -> str:
+        mailbox = Mailbox(prefill_worker="p", decode_worker=None, next_index=0)
+        if is_queued:
+            mailbox.submitted()
         mailbox.lose("p")
-        with pytest.raises(AttemptFailed, match="p was lost"):
-            await waiting
-        assert never.cancelled()
+        with pytest.raises(AttemptFailed, match="p was lost") as caught:
+            await mailbox.wait_tokens()
+        return caught.value.code
 
-    asyncio.run(run())
-
-
-def test_a_call_that_ends_first_decides() -> None:
-    async def refuse() -> None:
-        raise AttemptFailed("full", is_retryable=True, code="submit_failed")
-
-    async def accept() -> None: ...
-
-    async def run() -> None:
-        mailbox = Mailbox(prefill_worker="p", decode_worker=None, next_index=0)
-        await mailbox.unless_failed(accept())
-        with pytest.raises(AttemptFailed, match="full"):
-            await mailbox.unless_failed(refuse())
-
-    asyncio.run(run())
+    assert asyncio.run(run()) == ("holder_lost" if is_queued else "worker_lost")

@@ -36,6 +36,7 @@ CONFIG = HandoffConfig(
 def board() -> Iterator[str]:
     """A cluster with a rendezvous actor; its name."""
     ray.init(
+        "local",
         num_cpus=2,
         include_dashboard=False,
         namespace=NAMESPACE,

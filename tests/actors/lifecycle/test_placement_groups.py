@@ -40,6 +40,7 @@ CHECK_EVERY_S = 0.05
 def cluster() -> Iterator[None]:
     """Two devices that do not exist."""
     ray.init(
+        "local",
         num_cpus=4,
         num_gpus=NUM_GPUS,
         include_dashboard=False,

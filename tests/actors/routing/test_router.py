@@ -120,6 +120,15 @@ def test_prompts_that_wait_together_share_what_a_step_costs_anyway() -> None:
     assert second.ttft_s == pytest.approx(2 * first.work_s - first.shared_s)
 
 
+def test_a_worker_that_drains_gets_what_no_other_can_take() -> None:
+    roles: dict[str, Role] = {"prefill-0": "prefill", "decode-0": "decode", "decode-1": "decode"}
+    world = _World({"workers.unified": 0, "workers.prefill": 1, "workers.decode": 2}, roles)
+    world.links.report("decode-0", is_draining=True)
+    assert {world.route(100).decode_worker for _ in range(4)} == {"decode-1"}
+    world.links.lose("decode-1")
+    assert world.route(100).decode_worker == "decode-0"
+
+
 def test_what_was_placed_counts_until_a_report_must_have_seen_it() -> None:
     world = _World()
     worker = world.route(20_000).prefill_worker  # busy for 0.3 s

@@ -9,7 +9,7 @@ import torch
 from engine.errors import ConfigError
 from engine.layers.linear import LinearWeight, WeightFormat
 from engine.layers.quantized_weight import Scales
-from engine.models.mixture import build_mixture, refuse_integers
+from engine.models.mixture import build_mixture
 from engine.models.mixture_spec import QWEN_NAMES, MixtureSpec
 from engine.models.weights import LayerWeights
 from kernels.moe.tiles import ExpertShape, TilePlan, build_plan
@@ -161,11 +161,3 @@ def test_more_experts_than_a_gpu_routes_are_refused() -> None:
 
     with pytest.raises(ConfigError, match="1025 experts"):
         TritonRouter(_meta(1025, 8).data, num_active=2, normalises=True, is_deterministic=False)
-
-
-def test_experts_in_integers_are_refused_on_a_gpu() -> None:
-    data = torch.zeros(2, 16, 16, dtype=torch.uint8)
-    for name in (WeightFormat.DENSE, WeightFormat.FP8, WeightFormat.FP4):
-        refuse_integers(LinearWeight(data, format=name))
-    with pytest.raises(ConfigError, match="Use a checkpoint in FP8"):
-        refuse_integers(LinearWeight(data, format=WeightFormat.INT4))

@@ -141,10 +141,6 @@ def test_the_published_models_keep_one_plane_a_token(tmp_path: Path) -> None:
             ["rope_scaling", "factor", "mscale_all_dim"],
         ),
         ({"architectures": [V2], "scoring_func": "softmax"}, ["norm_topk_prob"]),
-        (
-            {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
-            ["latent attention", "unquantised weights"],
-        ),
     ],
 )
 def test_what_is_not_supported_is_refused(

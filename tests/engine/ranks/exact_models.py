@@ -58,6 +58,23 @@ class SnappingOps(TorchOps):
         return _snap(super().silu_mul(gate_up))
 
 
+class SnappingSums:
+    """Sums with the norm after them, in two steps; see `FusedSums`."""
+
+    def __init__(self, comm: Comm) -> None:
+        self.num_taken = 0
+        self._comm = comm
+
+    def fits(self, x: Tensor) -> bool:
+        return len(x) != 2  # some sums are apart
+
+    def add_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        self.num_taken += 1
+        return SnappingOps().rms_norm_add(self._comm.all_reduce(x), residual, weight, eps)
+
+
 class SnappingAttention(ReferenceAttention):
     """Each head's result ends on the grid."""
 

@@ -27,7 +27,7 @@ from engine.runner.overlap_rule import OverlapRule
 from engine.runner.overlap_trials import WHOLE, OverlapTrials
 from engine.runner.replica import num_blocks_that_fit
 from engine.sampling.embeddings import Embeddings
-from tests.engine.ranks.exact_models import build_exact, planted, snapped_mixtures
+from tests.engine.ranks.exact_models import SnappingSums, build_exact, planted, snapped_mixtures
 from tests.engine.runner.graph_story import RerunRecorder
 from tests.engine.runner.step_driver import GREEDY, StepDriver
 from tests.harness.in_process import start_engine
@@ -47,10 +47,15 @@ def tell(
     captures: bool = False,
     overlaps: bool = False,
     source: WeightSource = AS_PUBLISHED,
+    fuses: bool = False,
 ) -> list[Tensor | StepResult]:
-    """Chunks, decode steps and both ways through the last layer; the same steps on every rank."""
+    """Chunks, decode steps and both ways through the last layer; the same steps on every rank.
+
+    fuses: sums over the ranks are taken with the norm after them.
+    """
     skips = patch("engine.runner.executor._MIN_TOKENS_TO_SKIP_QUERIES", 9)
-    with planted(fault), snapped_mixtures(), skips:
+    sums = SnappingSums(comm) if fuses else None
+    with planted(fault), snapped_mixtures(), skips, patch.object(comm, "fused_sums", sums):
         model, attention = build_exact(folder, comm.rank, captures=captures, source=source)
         driver = StepDriver(model, seed=1, phased=attention, comm=comm)
         if model.can_exchange:
@@ -73,6 +78,7 @@ def tell(
             found.append(_untimed(driver.sample(num_new)))
         replayed = driver.executor.statistics().prompt_steps
         assert (replayed is not None and replayed.num_replayed > 0) == captures
+        assert sums is None or sums.num_taken > 0
         split = driver.executor.statistics().two_batches
         assert (split is not None) == overlaps
         if split is not None:

@@ -11,7 +11,10 @@ from torch import Tensor
 from engine.layers.context import Comm
 from engine.ranks.peer_ranks import PeerRanks
 from kernels.comm import reference
-from kernels.comm.sums import PeerMemory, sum_add_norm, sum_over_ranks
+from kernels.comm.packets import fits_packets, sum_by_packets, sum_by_packets_add_norm
+from kernels.comm.peer_memory import PeerMemory
+from kernels.comm.shares import gather_shares, scatter_sum
+from kernels.comm.sums import sum_add_norm, sum_over_ranks
 from kernels.rms_norm import rms_norm_add
 from tests.harness.rank_processes import RankProcesses
 
@@ -25,6 +28,7 @@ SEED = random.SystemRandom().randrange(2**31)
 EPS = 1e-6
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.int32, torch.int64)
 NUMELS = (1, 7, 4096, 5120, 9001, 300_000, 1_000_003)
+FEW = (1, 1000, 5120, 40_960)
 ROWS = (1, 3, 16, 131, 133, 257)
 WIDTHS = (128, 2880, 5120, 8192)
 
@@ -63,11 +67,33 @@ def _wrong_sums(comm: Comm, seed: int) -> list[str]:
                 x = parts[comm.rank.index].clone()
                 if not torch.equal(sum_over_ranks(x, memory, two_shots=two_shots), expected):
                     wrong.append(f"{dtype} {numel} two_shots={two_shots}")
+            own = parts[comm.rank.index]
+            fits = fits_packets(own, comm.rank.size)
+            if fits and not torch.equal(sum_by_packets(own, memory), expected):
+                wrong.append(f"{dtype} {numel} by packets")
     return wrong
 
 
 def test_sums_have_the_bits_of_a_sum_in_rank_order(ranks: RankProcesses) -> None:
     assert ranks.run(_wrong_sums, SEED) == [[] for _ in range(SIZE)], SEED
+
+
+def _wrong_shares(comm: Comm, seed: int) -> list[str]:
+    memory, wrong, size = _memory(comm), [], comm.rank.size
+    for dtype in DTYPES:
+        for rows, width in ((1, 1), (3, 7), (16, 5120), (131, 1031)):
+            parts = _parts(comm, (size * rows, width), dtype, seed)
+            own = parts[comm.rank.index]
+            if not torch.equal(gather_shares(own, memory), torch.cat(parts)):
+                wrong.append(f"gather {dtype} {rows} x {width}")
+            expected = reference.sum_over_ranks(parts).chunk(size)[comm.rank.index]
+            if not torch.equal(scatter_sum(own, memory), expected):
+                wrong.append(f"scatter {dtype} {rows} x {width}")
+    return wrong
+
+
+def test_shares_are_gathered_and_sums_scattered(ranks: RankProcesses) -> None:
+    assert ranks.run(_wrong_shares, SEED) == [[] for _ in range(SIZE)], SEED
 
 
 def _wrong_norms(comm: Comm, seed: int) -> list[str]:
@@ -84,6 +110,11 @@ def _wrong_norms(comm: Comm, seed: int) -> list[str]:
                     found = sum_add_norm(x, stream, weight, EPS, memory, two_shots=two_shots)
                     if not all(map(torch.equal, found, expected)):
                         wrong.append(f"{dtype} {rows} x {width} two_shots={two_shots}")
+                own = parts[comm.rank.index]
+                if fits_packets(own, comm.rank.size):
+                    found = sum_by_packets_add_norm(own, residual, weight, EPS, memory)
+                    if not all(map(torch.equal, found, expected)):
+                        wrong.append(f"{dtype} {rows} x {width} by packets")
     return wrong
 
 
@@ -95,6 +126,10 @@ def _late(comm: Comm, late: int, number: int) -> None:
     """Every rank is late at other times, by up to a millisecond."""
     if comm.rank.index == (number + late) % comm.rank.size:
         torch.cuda._sleep(random.Random(number).randrange(2_000_000))  # type: ignore[no-untyped-call]
+
+
+def _sum_of_indices(comm: Comm) -> int:
+    return comm.rank.size * (comm.rank.size - 1) // 2
 
 
 def _wrong_mixed(comm: Comm, seed: int) -> int:
@@ -109,6 +144,9 @@ def _wrong_mixed(comm: Comm, seed: int) -> int:
         summed = sum_over_ranks(parts[comm.rank.index], memory, two_shots=rng.random() < 0.3)
         others = _parts(comm, (numel,), torch.int32, number)
         checks.append((summed == reference.sum_over_ranks(others)).all())
+        few = torch.full((rng.choice(FEW),), comm.rank.index + number % 16, device="cuda")
+        total = sum_by_packets(few.to(torch.bfloat16), memory)
+        checks.append((total == comm.rank.size * (number % 16) + _sum_of_indices(comm)).all())
     return int((~torch.stack(checks)).sum())
 
 
@@ -129,25 +167,29 @@ def _replay(comm: Comm, num_replays: int, seed: int) -> tuple[int, bool]:
             sum_over_ranks(whole.repeat(numel), memory, two_shots=numel == 4097)
             for numel in (3, 4097, 30_000)
         ]
-        return totals, sum_add_norm(x.clone(), residual.clone(), weight, EPS, memory)
+        digit = (number % 16 + comm.rank.index).to(torch.bfloat16)
+        # Packets often, as in a step of few rows: the same places again and again.
+        few = [sum_by_packets(digit.repeat(n), memory) for n in (5120, 100, 5120, 5120)]
+        return totals, few, sum_add_norm(x.clone(), residual.clone(), weight, EPS, memory)
 
     run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        totals, (normed, stream) = run()
+        totals, few, (normed, stream) = run()
     graph.replay()
     first = normed.clone(), stream.clone()
     num_wrong = torch.zeros((), dtype=torch.int64, device="cuda")
     has_changed = torch.zeros((), dtype=torch.bool, device="cuda")
-    size = comm.rank.size
+    size, indices = comm.rank.size, _sum_of_indices(comm)
     for count in range(num_replays):
         number.fill_(count)
         graph.replay()
         if count % 1000 == 7:
             _late(comm, count, count)
         for total in totals:
-            num_wrong += (total != size * count + size * (size - 1) // 2).any()
+            num_wrong += (total != size * count + indices).any()
+        num_wrong += (torch.cat(few) != size * (count % 16) + indices).any()
         has_changed |= (normed != first[0]).any() | (stream != first[1]).any()
     return int(num_wrong), bool(has_changed)
 

@@ -144,7 +144,7 @@ def test_ranks_compute_the_bits_of_one_rank(
     tokens = [result.tokens for result in alone if isinstance(result, StepResult)]
     assert len({str(sampled) for sampled in tokens}) > 3, "a model that says one thing shows little"
     ranks = two if case.num_ranks == 2 else four
-    for found in ranks.run(tell, folder, None, False, False, case.source):
+    for found in ranks.run(tell, folder, None, False, False, case.source, True):
         assert _are_equal(found, alone)
 
 

@@ -11,8 +11,11 @@ import torch
 from torch import Tensor
 
 from kernels.comm import reference
-from kernels.comm.signals import MAX_BLOCKS, MAX_RANKS, SIGNAL_BYTES
-from kernels.comm.sums import PeerMemory, sum_add_norm, sum_over_ranks
+from kernels.comm.packets import sum_by_packets_add_norm
+from kernels.comm.peer_memory import PeerMemory
+from kernels.comm.shares import gather_shares, scatter_sum
+from kernels.comm.signals import DATA_BEGINS, MAX_BLOCKS, MAX_RANKS, SIGNAL_BYTES
+from kernels.comm.sums import sum_add_norm, sum_over_ranks
 
 NUM_ROUNDS = 3  # one more than there are barriers
 EPS = 1e-5
@@ -23,7 +26,7 @@ class InterpretedRanks:
 
     def __init__(self, num_ranks: int, slot_bytes: int, *, max_blocks: int, num_calls: int) -> None:
         """num_calls: that came before, which decide the slot."""
-        words = (SIGNAL_BYTES + 2 * slot_bytes) // 8
+        words = (DATA_BEGINS + 2 * slot_bytes) // 8
         self._memories = [torch.zeros(words, dtype=torch.int64) for _ in range(num_ranks)]
         for memory in self._memories:
             memory[: MAX_BLOCKS * MAX_RANKS] = 2**40
@@ -55,7 +58,7 @@ def check_sums(seed: str, num_ranks: str) -> None:
     torch.manual_seed(rng.randrange(2**32))
     for dtype in (torch.float32, torch.float16, torch.int32):
         for two_shots in (False, True):
-            numel = rng.choice((1, 7, 4096, 9000, 20001))
+            numel = rng.choice((1, 7, 4096, 9001))
             ranks = _ranks(rng, size)
             parts = [_draw((numel,), dtype) for _ in range(size)]
             found = ranks.run(
@@ -66,6 +69,22 @@ def check_sums(seed: str, num_ranks: str) -> None:
             expected = reference.sum_over_ranks(parts)
             what = f"{dtype} {numel} two_shots={two_shots} seed {seed}"
             assert all(torch.equal(one, expected) for one in found), what
+
+
+def check_shares(seed: str, num_ranks: str) -> None:
+    """Every rank's share side by side, and the sum's share of every rank."""
+    rng, size = random.Random(seed), int(num_ranks)
+    torch.manual_seed(rng.randrange(2**32))
+    for dtype in (torch.float16, torch.int32):
+        shape = rng.choice((1, 4, 9)), rng.choice((1, 8, 1031))
+        ranks, what = _ranks(rng, size), f"{dtype} {shape} seed {seed}"
+        shares = [_draw(shape, dtype) for _ in range(size)]
+        gathered = ranks.run(lambda view, x=shares: gather_shares(x[view.rank], view))
+        assert all(torch.equal(one, torch.cat(shares)) for one in gathered), what
+        parts = [_draw((size * shape[0], shape[1]), dtype) for _ in range(size)]
+        expected = reference.sum_over_ranks(parts).chunk(size)
+        scattered = ranks.run(lambda view, x=parts: scatter_sum(x[view.rank], view))
+        assert all(map(torch.equal, scattered, expected)), what
 
 
 def check_norms(seed: str, num_ranks: str) -> None:
@@ -91,6 +110,45 @@ def check_norms(seed: str, num_ranks: str) -> None:
         for one in found:
             assert torch.equal(one, found[0]), f"{dtype} {shape} seed {seed}"
             torch.testing.assert_close(one, expected, msg=f"{dtype} {shape} seed {seed}")
+
+
+def check_packets(seed: str, num_ranks: str) -> None:
+    """Others' packets are put there; a rank adds them, takes them away and writes its own."""
+    rng, size = random.Random(seed), int(num_ranks)
+    torch.manual_seed(rng.randrange(2**32))
+    shape = rng.choice((1, 3, 5)), rng.choice((8, 136, 1032))
+    what = f"{shape} of {size} seed {seed}"
+    parts = [_draw(shape, torch.float16) for _ in range(size)]
+    residual, weight = _draw(shape, torch.float16), _draw(shape[1:], torch.float16)
+    num_calls, max_blocks = rng.randrange(2**34), rng.choice((1, 2, 5))
+    expected = reference.sum_add_norm(parts, residual.clone(), weight, EPS)
+    for rank in range(size):
+        ranks = InterpretedRanks(size, 2**12, max_blocks=max_blocks, num_calls=num_calls)
+        view = ranks.views[rank]
+        for sender, part in enumerate(parts):
+            if sender != rank:
+                _place_of(view, rank, sender, num_calls, part.numel())[:] = _packets(part)
+        view.count.fill_(2 * num_calls)
+        x, stream = parts[rank].clone(), residual.clone()
+        found = sum_by_packets_add_norm(x, stream, weight, EPS, view)
+        torch.testing.assert_close(found, expected, msg=what)
+        assert view.count.unique().tolist() == [2 * num_calls + 2], what
+        for other in range(size):
+            sent = _place_of(view, other, rank, num_calls, x.numel())
+            kept = _place_of(view, rank, other, num_calls, x.numel())
+            assert not kept.any(), f"packets stay, {what}"
+            assert other == rank or torch.equal(sent, _packets(parts[rank])), what
+
+
+def _packets(x: Tensor) -> Tensor:
+    return (x.flatten().view(torch.int16).to(torch.int32) & 0xFFFF) | 0x10000
+
+
+def _place_of(view: PeerMemory, owner: int, sender: int, num_calls: int, numel: int) -> Tensor:
+    """Of a sender's packets in the memory of `owner`, in the slot of the next call."""
+    words = view.memories[owner].view(torch.int32)[SIGNAL_BYTES // 4 : DATA_BEGINS // 4]
+    slot = words.view(2, view.num_ranks, -1)[num_calls % 2]
+    return slot[sender, :numel]
 
 
 def _ranks(rng: random.Random, size: int) -> InterpretedRanks:

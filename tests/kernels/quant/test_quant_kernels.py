@@ -1,8 +1,9 @@
 """Kernels of quantised weights, against float64 of the same quantised numbers."""
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -510,3 +511,45 @@ def test_kernels_compile_within_the_shared_memory(name: str) -> None:
                 int4_linear.int4_linear(x, operand, counters)
     assert set(found) == {"_fp8_linear_kernel", "_int4_linear_kernel"}
     assert max(found.values()) <= device.shared_memory_per_block_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["int4 rows", "int4 groups", "fp8 rows"])
+def test_no_step_decodes_too_early_and_no_sum_depends_on_a_place(form: str) -> None:
+    """A product in flight at the end of a step would read what the next step decodes.
+
+    Of two products that are added, a compiler fuses either, and not the same for every token.
+    """
+    from kernels.linear.small import tile_counters
+    from kernels.quant import fp8_linear, int4_linear
+    from kernels.quant.steps import Codes
+    from tests.kernels.cross_compile import compiled_for
+
+    kept: list[Any] = []
+    x = torch.empty(64, 512, dtype=torch.bfloat16)
+    group = 32 if form == "int4 groups" else 512
+    with compiled_for(gpu("H200"), fp8_linear, int4_linear, kept=kept):
+        if form == "fp8 rows":
+            codes = torch.empty(512, 512, dtype=torch.float8_e4m3fn)
+            fp8 = fp8_linear.Fp8Operand(
+                codes=codes, scales=torch.empty(512, 1), tile_rows=1, tile_columns=group
+            )
+            fp8_linear.fp8_linear(x, fp8, tile_counters(CPU), fp8_linear.INVARIANT)
+        else:
+            int4 = int4_linear.FourBitOperand(
+                packed=torch.empty(512, 256, dtype=torch.uint8),
+                scales=torch.empty(512, 512 // group, dtype=torch.int32),
+                half=choose_half(512, group), group=group, codes=Codes.INT4_ZEROS,
+            )  # fmt: skip
+            int4_linear.int4_linear(x, int4, tile_counters(CPU), fp8_linear.INVARIANT)
+    code = kept[0].asm["ttgir"]
+    products = re.findall(r"(%\w+) = ttng\.warp_group_dot .*: tensor<.*#ttg\.dot_op", code)
+    assert products, "no product with its left operand in registers"
+    pending = re.findall(r"(%\w+):?\d* = ttng\.warp_group_dot_wait .*pendings = [1-9]", code)
+    for yielded in re.findall(r"scf\.yield ([^:]*) :", code):
+        names = {name.partition("#")[0] for name in yielded.split(", ")}
+        assert not names & {*products, *pending}, f"in flight: {names & {*products, *pending}}"
+    ptx = kept[0].asm["ptx"]
+    added = re.findall(r"fma\.rn\.f32\s+%r\d+, %r\d+, %r\d+, (%r\d+);", ptx)
+    assert added, "no scale is applied"
+    assert not {*added} & {*re.findall(r"mul(?:\.rn)?\.f32\s+(%r\d+),", ptx)}
