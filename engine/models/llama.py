@@ -12,6 +12,7 @@ state of a step: the KV store and everything else of a step are in `ForwardConte
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from functools import cached_property, partial
 from typing import Any
 
@@ -66,12 +67,20 @@ class ForwardResult:
     exported: Tensor | None = None
 
 
+class FinalStream(Enum):
+    """Of which tokens the stream after the final norm is exported."""
+
+    CHOSEN = "those whose hidden state is asked for"
+    ALL = "every token, so that the last layer leaves none out"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Export:
     """What else a forward pass returns: the streams that enter some layers, side by side."""
 
     # Ascending or not; the number of layers itself is the stream after the last one.
-    layers: tuple[int, ...]
+    layers: tuple[int, ...] = ()
+    final: FinalStream | None = None  # beside them
     # [T, layers * hidden] -> [T, any]; None = as they are
     project: Linear | None = None
 
@@ -112,6 +121,10 @@ class CausalLM:
     def embedding(self) -> Embedding:
         return self._embedding
 
+    @property
+    def head(self) -> Head:
+        return self._head
+
     @cached_property
     def exchange_operations(self) -> Sequence[tuple[Op, ...]]:
         """`operations` of ranks that share out tokens between attention and attention.
@@ -150,7 +163,11 @@ class CausalLM:
     @property
     def can_skip_queries(self) -> bool:
         """Whether `forward` accepts a context with `last`."""
-        return self.layers[-1].can_store_alone
+        return self.layers[-1].can_store_alone and not self._exports_all
+
+    @property
+    def _exports_all(self) -> bool:
+        return self._export is not None and self._export.final is FinalStream.ALL
 
     @property
     def token_sizes(self) -> tuple[int, ...]:
@@ -178,8 +195,9 @@ class CausalLM:
         earlier error, and that layer's K and V. A later error is stored nowhere and shows in the
         hidden states.
         """
-        flow = self.begin(input_ids, ctx, logit_indices, checks_finite=checks_finite)
         export = self._export
+        chosen = None if self._exports_all else logit_indices
+        flow = self.begin(input_ids, ctx, chosen, checks_finite=checks_finite)
         entering: dict[int, Tensor] = {}
         operations = self.exchange_operations if ctx.exchanges else self.operations
         for layer, ops in enumerate(operations):
@@ -188,14 +206,13 @@ class CausalLM:
             run_in_order(ops, flow)
         if export is None:
             return self.result(flow)
-        exported = self._exported(export, entering, flow)
-        return replace(self.result(flow), exported=exported)
-
-    def _exported(self, export: Export, entering: dict[int, Tensor], flow: Flow) -> Tensor:
         if len(self.layers) in export.layers:
             entering[len(self.layers)] = flow.x[:0] if flow.has_ended else _stream(flow)
-        streams = torch.cat([entering[layer] for layer in export.layers], dim=-1)
-        return streams if export.project is None else export.project(streams)
+        result = self.result(flow)
+        hidden, exported = result.hidden, _side_by_side(export, entering, result.hidden)
+        if self._exports_all and logit_indices is not None:
+            hidden = hidden.index_select(0, logit_indices)
+        return replace(result, hidden=hidden, exported=exported)
 
     def begin(
         self,
@@ -221,8 +238,8 @@ class CausalLM:
         is_finite = None if sums is None else flow.ctx.comm.all_reduce(sums).isfinite()
         if flow.has_ended:
             return ForwardResult(hidden=flow.x[:0], is_finite=is_finite)
-        hidden, _ = self._final_norm.add(flow.x, flow.residual)
-        return ForwardResult(hidden=hidden, is_finite=is_finite)
+        _add_and_norm(flow, self._final_norm)
+        return ForwardResult(hidden=flow.x, is_finite=is_finite)
 
     def logits(self, hidden: Tensor, comm: Comm = SINGLE_RANK) -> Tensor:
         """hidden: [S, hidden], rows of `ForwardResult.hidden`; returns [S, vocab] in its dtype.
@@ -233,8 +250,16 @@ class CausalLM:
         return self._head(hidden, comm)
 
 
+def _side_by_side(export: Export, entering: dict[int, Tensor], final: Tensor) -> Tensor:
+    streams = [entering[layer] for layer in export.layers]
+    streams += [] if export.final is None else [final]
+    joined = torch.cat(streams, dim=-1)
+    return joined if export.project is None else export.project(joined)
+
+
 def _stream(flow: Flow) -> Tensor:
     """A copy [T, hidden] of the residual stream, between two layers."""
+    _settle(flow)
     return flow.x.clone() if flow.residual is None else flow.x + flow.residual
 
 
@@ -336,10 +361,9 @@ class DecoderLayer:
 
     def _prepare(self, flow: Flow) -> None:
         """Writes ctx.kv_store."""
-        x, residual = self._attention_norm.add(flow.x, flow.residual)
-        q, k, v = self._attention.project(x, flow.ctx)
-        flow.tokens = ProjectedTokens(x=x, q=q, k=k, v=v, residual=residual)
-        flow.x, flow.residual = x, residual
+        residual = _add_and_norm(flow, self._attention_norm)
+        q, k, v = self._attention.project(flow.x, flow.ctx)
+        flow.tokens = ProjectedTokens(x=flow.x, q=q, k=k, v=v, residual=residual)
 
     def _prepare_last(self, flow: Flow) -> None:
         """`_prepare`; then only the tokens stay whose logits are asked for, if they are known."""
@@ -368,9 +392,9 @@ class DecoderLayer:
 
     def _store(self, flow: Flow) -> StoredTokens:
         """`_prepare` without queries; writes ctx.kv_store."""
-        x, residual = self._attention_norm.add(flow.x, flow.residual)
-        k, v = self._attention.store(x, flow.ctx)
-        return StoredTokens(x=x, k=k, v=v, residual=residual)
+        residual = _add_and_norm(flow, self._attention_norm)
+        k, v = self._attention.store(flow.x, flow.ctx)
+        return StoredTokens(x=flow.x, k=k, v=v, residual=residual)
 
     def _project_last(self, stored: StoredTokens, last: LastTokens) -> ProjectedTokens:
         """Project the queries that `_store` left out, for each row's last token only; [R]."""
@@ -395,7 +419,7 @@ class DecoderLayer:
         flow.x, flow.residual = self._attention.output(attended, flow.ctx), residual
 
     def _prepare_mlp(self, flow: Flow) -> None:
-        flow.x, flow.residual = self._mlp_norm.add(flow.x, flow.residual)
+        _add_and_norm(flow, self._mlp_norm)
 
     def _finish_mlp(self, flow: Flow) -> None:
         """What comes after the sum over the ranks: nothing here."""
@@ -406,7 +430,29 @@ class DecoderLayer:
 
 
 def _sum_over_ranks(flow: Flow) -> None:
-    flow.x = flow.ctx.comm.all_reduce(flow.x)
+    """Now, or, where that is faster, with the norm that follows."""
+    fused = flow.ctx.fused_sums
+    flow.owes_sum = True
+    if fused is None or flow.residual is None or not fused.fits(flow.x):
+        _settle(flow)
+
+
+def _settle(flow: Flow) -> None:
+    if flow.owes_sum:
+        flow.x = flow.ctx.comm.all_reduce(flow.x)
+        flow.owes_sum = False
+
+
+def _add_and_norm(flow: Flow, norm: RmsNorm) -> Tensor:
+    """Adds `x` to the residual stream and normalises that into `x`; returns the stream."""
+    fused = flow.ctx.fused_sums
+    if flow.owes_sum and fused is not None and flow.residual is not None:
+        flow.x, flow.residual = norm.add_sum(flow.x, flow.residual, fused)
+        flow.owes_sum = False
+    else:
+        _settle(flow)
+        flow.x, flow.residual = norm.add(flow.x, flow.residual)
+    return flow.residual
 
 
 def _scatter_rows(flow: Flow) -> None:
@@ -439,10 +485,12 @@ class OutputNormLayer(DecoderLayer):
         self._mlp_output_norm = mlp_output_norm
 
     def _prepare_mlp(self, flow: Flow) -> None:
+        _settle(flow)
         flow.x = self._attention_output_norm(flow.x)
         super()._prepare_mlp(flow)
 
     def _finish_mlp(self, flow: Flow) -> None:
+        _settle(flow)
         flow.x = self._mlp_output_norm(flow.x)
 
 

@@ -2,6 +2,7 @@
 
     python -m load_tests.lab.bench_engine --shapes qwen3-8b --peer peer.txt --chain chain.txt
     python -m load_tests.lab.bench_engine --works decode_bs256 --no-host --eager
+    python -m load_tests.lab.bench_engine --quantization fp8 --kv-dtype fp8_e4m3
     python -m load_tests.lab.bench_engine --shapes qwen3-30b-a3b --pin-routing 0 --no-host
     python -m load_tests.lab.bench_engine --shapes qwen3-32b --tensor-parallel 2 --quick
     python -m load_tests.lab.bench_engine --tensor-parallel 2 --expert-parallel \\
@@ -220,12 +221,14 @@ def engine_config(folder: Path, args: argparse.Namespace) -> AppConfig:
         "model.device": args.device,
         "model.dtype": "bfloat16" if args.device == "cuda" else "auto",
         "model.weights": args.weights,
+        "model.quantization": args.quantization,
         "model.max_model_len": args.max_model_len,
         "model.deterministic": args.deterministic,
         "model.attention.prefill": args.attention_prefill,
         "model.attention.decode": args.attention_decode,
         "cache.enable_prefix_caching": False,
         "cache.num_blocks": args.num_blocks,
+        "cache.kv_dtype": args.kv_dtype,
         "scheduler.max_num_batched_tokens": args.max_num_batched_tokens,
         "scheduler.max_num_seqs": args.max_rows,
         "scheduler.overlap": False if args.no_overlap else None,
@@ -246,6 +249,8 @@ def build_parser() -> argparse.ArgumentParser:
     model.add_argument("--model", type=Path, help="a folder with config.json instead of --shapes")
     parser.add_argument("--weights", choices=("random", "safetensors"), default="random")
     parser.add_argument("--weight-format", choices=sorted(WEIGHT_FORMATS), default="dense")
+    parser.add_argument("--quantization", choices=("auto", "fp8"), default="auto")
+    parser.add_argument("--kv-dtype", choices=("auto", "fp8_e4m3"), default="auto")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--max-model-len", type=int, default=16384)
     parser.add_argument("--max-num-batched-tokens", type=int, default=16384)
@@ -265,6 +270,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--set", nargs=2, action="append", default=[], metavar=("KEY", "VALUE"),
         help="any other key of the configuration, its value in JSON",
     )  # fmt: skip
+    parser.add_argument("--nccl", action="store_true", help="no sums through peer memory")
     parser.add_argument("--quick", action="store_true", help="one round of each work")
     parser.add_argument("--works", nargs="*", default=[""], help="parts of names; default: all")
     parser.add_argument("--no-host", action="store_true", help="leave out the host's work")
@@ -285,10 +291,13 @@ def describe(bench: Bench, args: argparse.Namespace) -> dict[str, object]:
     on_gpu = args.device == "cuda"
     switches = (
         "weight_format",
+        "quantization",
+        "kv_dtype",
         "deterministic",
         "tensor_parallel",
         "expert_parallel",
         "set",
+        "nccl",
         "quick",
         "eager",
         "no_overlap",
@@ -314,7 +323,9 @@ def run(args: argparse.Namespace, scratch: Path) -> str:
     folder = args.model or write_shapes(args.shapes, scratch, args.weight_format)
     config, model = engine_config(folder, args), None
     if args.tensor_parallel > 1:
-        with Following(config, scratch, pinned=args.pin_routing) as others:
+        with Following(
+            config, scratch, pinned=args.pin_routing, uses_peer_memory=not args.nccl
+        ) as others:
             if args.pin_routing is not None:
                 model = build_pinned(config, args.pin_routing, others.comm.rank)
             ours = EngineInProcess(config, model, comm=others.comm)

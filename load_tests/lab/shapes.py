@@ -58,6 +58,17 @@ _LLAMA_70B: dict[str, object] = {
     "bos_token_id": 128000,
     "eos_token_id": 128001,
 }
+_LLAMA_3_1_8B: dict[str, object] = {
+    **_QWEN3_8B,
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "num_hidden_layers": 32,
+    "intermediate_size": 14336,
+    "vocab_size": 128256,
+    "rope_theta": 5e5,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 131072,
+}
 _QWEN3_30B_A3B: dict[str, object] = {
     **_QWEN3_8B,
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -185,6 +196,7 @@ SHAPES = {
     "qwen3-8b": _QWEN3_8B,
     "qwen3-32b": _QWEN3_32B,
     "llama-3.3-70b": _LLAMA_70B,
+    "llama-3.1-8b": _LLAMA_3_1_8B,
     "qwen3-30b-a3b": _QWEN3_30B_A3B,
     "mixtral-8x7b": _MIXTRAL_8X7B,
     "deepseek-v2-lite": _DEEPSEEK_V2_LITE,

@@ -7,12 +7,12 @@ of its own in memory, from the heads of the files.
     head     magic, blocks, bytes of each, namespace; name and digest of each block; a hash of that
     blocks   from a multiple of 4096 on
 
-A file is written by one writer at a time under one name, and renamed when it is whole; what a writer
-finds under that name was left by one that died. No write is waited for until it
-is on the device, so after a crash of the machine a file may be torn: a head that is not what its
-hash says makes the file void, and each block's digest is checked where it is loaded to. Files of
-other namespaces (another model, layout or key) are not read; they count, and are evicted alike:
-those used longest ago go first, by the time of their last change. Only this user can read them.
+A file is written by one writer at a time under one name, and renamed when it is whole; what a
+writer finds under that name was left by one that died. No write is waited for until it is on the
+device, so after a crash of the machine a file may be torn: a head that is not what its hash says
+makes the file void, and each block's digest is checked where it is loaded to. Files of other
+namespaces (another model, layout or key) are not read; they count, and are evicted alike: those
+used longest ago go first, by the time of their last change. Only this user can read them.
 
 The file of the writers' lock holds the bytes of all files, so the folder is listed for a write only
 when it seems full; then a sixteenth of it is made free. What was removed otherwise, or never came
