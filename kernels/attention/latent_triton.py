@@ -28,6 +28,7 @@ from kernels.attention.latent_prefill import (
     keys_a_piece,
     latent_prefill,
     plan_prefill,
+    prepare_pieces,
 )
 from kernels.attention.protocol import AttentionStep, RowTensors
 from kernels.attention.token_rows import expand_rows, open_token_rows
@@ -65,12 +66,26 @@ class TritonLatent:
         """Raises ValueError for a device whose shared memory is too small."""
         self._shape = shape
         self._block_size = block_size
+        self._dtype, self._device = dtype, device
         self._is_fixed_tile = fixed_tile
         self._decode_config = decode_config or fitted_config(
             shape, device_properties(device), whole_rows=fixed_tile
         )
         self._prefill_config = prefill_config or LatentPrefillConfig()
         self._max_piece_keys = keys_a_piece(shape, dtype, piece_bytes)
+
+    def prepare(self, *, max_rows: int, max_row_tokens: int, max_row_keys: int) -> None:
+        if self._is_fixed_tile:
+            return  # no keys are made
+        del max_row_tokens
+        prepare_pieces(
+            self._shape,
+            self._prefill_config,
+            block_size=self._block_size,
+            dtype=self._dtype,
+            device=self._device,
+            num_keys=min(self._max_piece_keys, max_rows * max_row_keys),
+        )
 
     def plan(self, step: AttentionStep) -> TritonLatentMetadata:
         if self._is_fixed_tile:

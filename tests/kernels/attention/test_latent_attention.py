@@ -238,6 +238,7 @@ def check_some() -> None:
     problem = build_problem([(2, 1), (35, 1), (0, 7), (18, 9)], SMALL)
     made = SMALL.num_heads * (SMALL.nope_dim + SMALL.value_dim) + SMALL.width
     check(_triton(problem, **_small_tiles(), piece_bytes=4 * made * 11), problem)
+    _triton(problem, **_small_tiles()).prepare(max_rows=1, max_row_tokens=5, max_row_keys=5)
     check(_triton(problem, fixed_tile=True), problem)
     _check_prompt_replays(1)
 
