@@ -345,10 +345,11 @@ def _cache_contradiction(config: AppConfig) -> str | None:
             f"cache.host_gib: {cache.host_gib:g} with enable_prefix_caching false would never be"
             " used; set it to 0, or the latter to true"
         )
-    if cache.kv_dtype != "auto" and config.speculation.drafter == "eagle3":
+    drafter = config.speculation.drafter
+    if cache.kv_dtype != "auto" and drafter in _READING_STATES:
         return (
-            f"cache.kv_dtype: {cache.kv_dtype} with speculation.drafter eagle3, which keeps hidden"
-            " states in the model's dtype beside K and V; set it to auto, or another drafter"
+            f"cache.kv_dtype: {cache.kv_dtype} with speculation.drafter {drafter}, which keeps"
+            " hidden states in the model's dtype beside K and V; set it to auto, or another drafter"
         )
     if cache.kv_dtype != "auto" and config.speculation.attention_backend == "decode":
         return (
@@ -368,10 +369,13 @@ def _cache_contradiction(config: AppConfig) -> str | None:
     return None
 
 
+_WITH_FOLDER = ("draft_model", "eagle3")  # of their own
+_READING_STATES = ("eagle3", "mtp")  # of the model that is served
+
+
 def _speculation_contradiction(config: AppConfig) -> str | None:
     asked = config.speculation
-    uses_model = asked.drafter in ("draft_model", "eagle3")
-    if uses_model != (asked.model_path is not None):
+    if (asked.drafter in _WITH_FOLDER) != (asked.model_path is not None):
         return (
             f"speculation.drafter: {asked.drafter} with speculation.model_path {asked.model_path};"
             " draft_model needs the folder of the smaller model, eagle3 that of the head, and"
@@ -383,27 +387,40 @@ def _speculation_contradiction(config: AppConfig) -> str | None:
             "speculation: attention_backend and max_graph_tokens are about steps with drafts, and"
             " drafter is none; set a drafter, or leave them out"
         )
+    if asked.drafter in (*_WITH_FOLDER, *_READING_STATES):
+        return _drafting_model_contradiction(config)
+    return None
+
+
+def _drafting_model_contradiction(config: AppConfig) -> str | None:
+    """Of drafters that compute."""
+    asked = config.speculation
     size = max(config.workers.num_ranks.values(), default=1)
-    if uses_model and size > 1:
+    if size > 1:
         return (
             f"speculation.drafter: {asked.drafter} with workers.tensor_parallel_size {size} is not"
             " supported, because what drafts is not split over ranks; set ngram, or"
             " tensor_parallel_size to 1"
         )
-    if uses_model and config.model.attention.mask is not None:
+    if config.model.attention.mask is not None:
         return (
             f"speculation.drafter: {asked.drafter} with model.attention.mask is not supported,"
             " because the mask is not that of what drafts; set ngram, or leave out the mask"
         )
-    if uses_model and config.model.device == "cuda" and config.cache.num_blocks is None:
+    if config.model.device == "cuda" and config.cache.num_blocks is None:
         return (
             f"speculation.drafter: {asked.drafter} on a GPU needs cache.num_blocks, because the"
             " memory of what drafts is not measured; set it, or set ngram"
         )
-    if asked.drafter == "eagle3" and config.execution.dual_stream_token_threshold:
+    if asked.drafter in _READING_STATES and config.execution.dual_stream_token_threshold:
         return (
             "execution.dual_stream_token_threshold: steps of two streams keep no hidden states for"
-            " speculation.drafter eagle3; set it to 0, or another drafter"
+            f" speculation.drafter {asked.drafter}; set it to 0, or another drafter"
+        )
+    if asked.drafter == "mtp" and config.model.weights == "random":
+        return (
+            "speculation.drafter: mtp with model.weights random, which leaves the model's folder"
+            " without the layer that guesses; set safetensors, or another drafter"
         )
     return None
 

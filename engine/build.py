@@ -37,9 +37,11 @@ from engine.kv.store import KvStore
 from engine.kv.transfer import OutgoingEvent, OutgoingHandoffs
 from engine.layers.context import SINGLE_RANK, Comm
 from engine.messages import DiskTierLoad, ExpertTotals, HostTierLoad, LoadReport, Role
-from engine.models.eagle3 import Eagle3, Eagle3Spec, build_eagle3, read_eagle3
+from engine.models.eagle3 import build_eagle3, read_eagle3
+from engine.models.feature_head import FeatureHead
 from engine.models.kv_scales import digest_of_scales, load_kv_scales
 from engine.models.llama import CausalLM
+from engine.models.mtp import build_mtp, read_mtp
 from engine.models.quantized_tensors import weight_bytes
 from engine.models.registry import build_ops
 from engine.models.spec import ModelSpec, load_spec
@@ -293,20 +295,26 @@ def _rank_layout(
 ) -> KvLayout:
     part, block_size = spec.of_rank(rank), config.cache.block_size
     if kv_scales is None:
-        dtype, head = compute_dtype(config.model, spec), _read_head(config, spec)
+        dtype, width = compute_dtype(config.model, spec), _feature_width(config, spec)
         layout = part.kv_layout(block_size=block_size, dtype=dtype)
-        return layout if head is None else layout.with_features(head.decoder.hidden_size)
+        return layout if width is None else layout.with_features(width)
     digest = digest_of_scales(kv_scales)
     return part.kv_layout(block_size=block_size, dtype="fp8_e4m3", scales=digest)
 
 
-def _read_head(config: AppConfig, spec: ModelSpec) -> Eagle3Spec | None:
-    """None = no head drafts, or not from hidden states."""
-    asked = config.speculation
-    if asked.drafter != "eagle3":
-        return None
-    assert asked.model_path is not None, "the configuration was checked"
-    return read_eagle3(Path(asked.model_path), spec)
+def _feature_width(config: AppConfig, spec: ModelSpec) -> int | None:
+    """Of the vector that a drafter reads of each token; None = none does."""
+    match config.speculation.drafter:
+        case "eagle3":
+            return read_eagle3(_drafter_folder(config), spec).decoder.hidden_size
+        case "mtp":
+            return read_mtp(_drafter_folder(config), spec).hidden_size
+        case _:
+            return None
+
+
+def _drafter_folder(config: AppConfig) -> Path:
+    return Path(config.speculation.model_path or config.model.path)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -319,7 +327,7 @@ class _Measured:
     graph_token_sizes: tuple[int, ...]
     verify_token_sizes: tuple[int, ...]
     sizes: StepSizes
-    head: Eagle3 | None = None  # that drafts
+    head: FeatureHead | None = None  # that drafts
 
 
 def _build_measured(
@@ -384,24 +392,28 @@ def _build_measured(
     )
 
 
-def _build_head(config: AppConfig, target: ModelSpec, replica: Replica) -> Eagle3 | None:
+def _build_head(config: AppConfig, target: ModelSpec, replica: Replica) -> FeatureHead | None:
     """The head, if one drafts; from now on the model's steps keep what it reads."""
-    spec, model = _read_head(config, target), replica.model
-    if spec is None:
-        model.export(None)
-        return None
-    width = spec.decoder.hidden_size
-    head = build_eagle3(
-        Path(config.speculation.model_path or ""),
-        spec,
-        model.embedding,
-        dtype=model.dtype,
-        ops=build_ops(model.device),
-        max_model_len=model.rotary.max_tokens,
-        is_deterministic=config.model.deterministic,
-    )
+    folder, model = _drafter_folder(config), replica.model
+    ops, is_deterministic = build_ops(model.device), config.model.deterministic
+    match config.speculation.drafter:
+        case "eagle3":
+            head = build_eagle3(
+                folder,
+                read_eagle3(folder, target),
+                model.embedding,
+                dtype=model.dtype,
+                ops=ops,
+                max_model_len=model.rotary.max_tokens,
+                is_deterministic=is_deterministic,
+            )
+        case "mtp":
+            head = build_mtp(folder, model, target, ops, is_deterministic=is_deterministic)
+        case _:
+            model.export(None)
+            return None
     model.export(head.export)
-    replica.keep_exports(lambda store: TokenFeatures(FeaturePlanes(store, width)))
+    replica.keep_exports(lambda store: TokenFeatures(FeaturePlanes(store, head.width)))
     return head
 
 
@@ -540,14 +552,14 @@ def _build_draft_model(
 
 
 def _build_feature_drafter(
-    config: AppConfig, head: Eagle3, measured: _Measured, grammars: Grammars, clock: Clock
+    config: AppConfig, head: FeatureHead, measured: _Measured, grammars: Grammars, clock: Clock
 ) -> FeatureDrafter:
     """An executor over the head, which reads and writes vectors in the target's store."""
-    planes = FeaturePlanes(measured.executor.kv_store, head.spec.decoder.hidden_size)
+    planes = FeaturePlanes(measured.executor.kv_store, head.width)
     head.read_from(planes)
-    path = config.speculation.model_path or ""
-    spec, block_size = head.spec.decoder, config.cache.block_size
-    replica = _drafting_replica(config, path, spec, head.model, measured, grammars)
+    path, block_size = str(_drafter_folder(config)), config.cache.block_size
+    given = config, path, head.model.spec, head.model
+    replica = _drafting_replica(*given, measured, grammars)
     replica.keep_exports(lambda _: NextFeatures(planes, block_size))
     return FeatureDrafter(
         replica.build_executor(),

@@ -1,7 +1,7 @@
 """DeepSeek-V2 and V3: latent attention in place of a layer's grouped-query attention.
 
 Everything else is that of `DecoderLayer` (llama.py); the feed-forward parts are dense or mixtures
-(mixture.py). The layers that guess further tokens (multi-token prediction) are not loaded.
+(mixture.py). The layer that guesses further tokens is a model of its own (mtp.py).
 """
 
 from functools import partial

@@ -18,7 +18,6 @@ inputs in all three.
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -33,9 +32,9 @@ from engine.layers.norm import RmsNorm
 from engine.layers.operations import Flow
 from engine.layers.vocabulary import Embedding, Head, WholeEmbedding, WholeHead
 from engine.models.config_file import ConfigFile
+from engine.models.feature_head import FeatureHead, FeatureLayer
 from engine.models.llama import (
     CausalLM,
-    DecoderLayer,
     Export,
     build_feed_forward,
     build_norm,
@@ -52,14 +51,6 @@ ARCHITECTURE = "LlamaForCausalLMEagle3"
 # Of a token that the head does not know: below every logit, and finite in all dtypes, so that rows
 # whose constraint allows no other token still have something to draw.
 UNKNOWN_LOGIT = -3e4
-
-
-class ReadsFeatures(Protocol):
-    """One vector a token; see `engine.kv.features.FeaturePlanes`."""
-
-    def read(self, slots: Tensor) -> Tensor:
-        """slots: [T] integer; returns [T, hidden]."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,10 +229,10 @@ def _target_ids(folder: Path, spec: Eagle3Spec, tensors: dict[str, Tensor]) -> T
 # ---- the model ----------------------------------------------------------------------------------
 
 
-class Eagle3Layer(DecoderLayer):
+class Eagle3Layer(FeatureLayer):
     """A layer whose attention reads the token's embedding beside a vector of the token before."""
 
-    __slots__ = ("_features", "_hidden_norm", "_norm_before_residual")
+    __slots__ = ("_hidden_norm", "_norm_before_residual")
 
     def __init__(
         self,
@@ -258,18 +249,9 @@ class Eagle3Layer(DecoderLayer):
         )
         self._hidden_norm = hidden_norm
         self._norm_before_residual = norm_before_residual
-        self._features: ReadsFeatures | None = None
-
-    def read_from(self, features: ReadsFeatures) -> None:
-        self._features = features
-
-    @property
-    def can_store_alone(self) -> bool:
-        return False
 
     def _prepare(self, flow: Flow) -> None:
-        assert self._features is not None, "the head was not told where its input is"
-        features = self._features.read(flow.ctx.slots)
+        features = self._read(flow)
         normed = self._hidden_norm(features)
         x = torch.cat([self._attention_norm(flow.x), normed], dim=-1)
         residual = normed if self._norm_before_residual else features
@@ -295,20 +277,6 @@ class DraftHead:
         return logits.index_copy_(1, self._ids, known)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Eagle3:
-    """A head in memory."""
-
-    spec: Eagle3Spec
-    model: CausalLM  # its input are tokens 1, 2, ... of a request, at the positions 0, 1, ...
-    layer: Eagle3Layer
-    export: Export  # what the target has to export
-
-    def read_from(self, features: ReadsFeatures) -> None:
-        """Where the head finds the vector of each entry; before its first step."""
-        self.layer.read_from(features)
-
-
 def build_eagle3(
     folder: Path,
     spec: Eagle3Spec,
@@ -318,7 +286,7 @@ def build_eagle3(
     ops: Ops,
     max_model_len: int,
     is_deterministic: bool = False,
-) -> Eagle3:
+) -> FeatureHead:
     """Load the head to the target's device. target: its embedding, for heads without one."""
     device = target.weight.device
     tensors = _load(folder, spec)
@@ -350,7 +318,7 @@ def build_eagle3(
     fc = LinearWeight(held["fc.weight"], held.get("fc.bias"))
     project = build_linear(fc, is_deterministic=is_deterministic)
     export = Export(layers=spec.entered_layers, project=project)
-    return Eagle3(spec=spec, model=model, layer=layer, export=export)
+    return FeatureHead(model=model, layer=layer, export=export, width=one.hidden_size)
 
 
 def _embedding(

@@ -12,6 +12,7 @@ state of a step: the KV store and everything else of a step are in `ForwardConte
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from functools import cached_property, partial
 from typing import Any
 
@@ -66,12 +67,20 @@ class ForwardResult:
     exported: Tensor | None = None
 
 
+class FinalStream(Enum):
+    """Of which tokens the stream after the final norm is exported."""
+
+    CHOSEN = "those whose hidden state is asked for"
+    ALL = "every token, so that the last layer leaves none out"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Export:
     """What else a forward pass returns: the streams that enter some layers, side by side."""
 
     # Ascending or not; the number of layers itself is the stream after the last one.
-    layers: tuple[int, ...]
+    layers: tuple[int, ...] = ()
+    final: FinalStream | None = None  # beside them
     # [T, layers * hidden] -> [T, any]; None = as they are
     project: Linear | None = None
 
@@ -112,6 +121,10 @@ class CausalLM:
     def embedding(self) -> Embedding:
         return self._embedding
 
+    @property
+    def head(self) -> Head:
+        return self._head
+
     @cached_property
     def exchange_operations(self) -> Sequence[tuple[Op, ...]]:
         """`operations` of ranks that share out tokens between attention and attention.
@@ -144,7 +157,11 @@ class CausalLM:
     @property
     def can_skip_queries(self) -> bool:
         """Whether `forward` accepts a context with `last`."""
-        return self.layers[-1].can_store_alone
+        return self.layers[-1].can_store_alone and not self._exports_all
+
+    @property
+    def _exports_all(self) -> bool:
+        return self._export is not None and self._export.final is FinalStream.ALL
 
     @property
     def token_sizes(self) -> tuple[int, ...]:
@@ -172,8 +189,9 @@ class CausalLM:
         earlier error, and that layer's K and V. A later error is stored nowhere and shows in the
         hidden states.
         """
-        flow = self.begin(input_ids, ctx, logit_indices, checks_finite=checks_finite)
         export = self._export
+        chosen = None if self._exports_all else logit_indices
+        flow = self.begin(input_ids, ctx, chosen, checks_finite=checks_finite)
         entering: dict[int, Tensor] = {}
         operations = self.exchange_operations if ctx.exchanges else self.operations
         for layer, ops in enumerate(operations):
@@ -182,14 +200,13 @@ class CausalLM:
             run_in_order(ops, flow)
         if export is None:
             return self.result(flow)
-        exported = self._exported(export, entering, flow)
-        return replace(self.result(flow), exported=exported)
-
-    def _exported(self, export: Export, entering: dict[int, Tensor], flow: Flow) -> Tensor:
         if len(self.layers) in export.layers:
             entering[len(self.layers)] = flow.x[:0] if flow.has_ended else _stream(flow)
-        streams = torch.cat([entering[layer] for layer in export.layers], dim=-1)
-        return streams if export.project is None else export.project(streams)
+        result = self.result(flow)
+        hidden, exported = result.hidden, _side_by_side(export, entering, result.hidden)
+        if self._exports_all and logit_indices is not None:
+            hidden = hidden.index_select(0, logit_indices)
+        return replace(result, hidden=hidden, exported=exported)
 
     def begin(
         self,
@@ -225,6 +242,13 @@ class CausalLM:
         `hidden`.
         """
         return self._head(hidden, comm)
+
+
+def _side_by_side(export: Export, entering: dict[int, Tensor], final: Tensor) -> Tensor:
+    streams = [entering[layer] for layer in export.layers]
+    streams += [] if export.final is None else [final]
+    joined = torch.cat(streams, dim=-1)
+    return joined if export.project is None else export.project(joined)
 
 
 def _stream(flow: Flow) -> Tensor:

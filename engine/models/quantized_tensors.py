@@ -295,17 +295,31 @@ def _check_sizes(quantization: Quantization, tensor: StackedTensor, modules: lis
 
 def needed_tensors(spec: ModelSpec) -> dict[str, NeededTensor]:
     """Published name -> what the files have to hold, of every tensor that the model needs."""
-    needed: dict[str, NeededTensor] = {}
-    for tensor in outer_tensors(spec).values():
-        needed |= {name: NeededTensor(shape=shape) for name, shape in tensor.part_shapes()}
+    needed = unquantised(outer_tensors(spec))
     for layer in range(spec.num_layers):
-        for tensor in layer_tensors(spec, layer).values():
-            quantization = quantization_of(spec, tensor)
-            for name, shape in tensor.part_shapes():
-                if quantization is None:
-                    needed[name] = NeededTensor(shape=shape)
-                else:
-                    needed |= dict(_needed_parts(quantization, name, shape))
+        needed |= needed_of_layer(spec, layer)
+    return needed
+
+
+def unquantised(tensors: Mapping[str, StackedTensor]) -> dict[str, NeededTensor]:
+    """The same of tensors that are as they are in every format."""
+    return {
+        name: NeededTensor(shape=shape)
+        for tensor in tensors.values()
+        for name, shape in tensor.part_shapes()
+    }
+
+
+def needed_of_layer(spec: ModelSpec, layer: int) -> dict[str, NeededTensor]:
+    """The same of one layer."""
+    needed: dict[str, NeededTensor] = {}
+    for tensor in layer_tensors(spec, layer).values():
+        quantization = quantization_of(spec, tensor)
+        for name, shape in tensor.part_shapes():
+            if quantization is None:
+                needed[name] = NeededTensor(shape=shape)
+            else:
+                needed |= dict(_needed_parts(quantization, name, shape))
     return needed
 
 

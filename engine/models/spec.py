@@ -81,7 +81,7 @@ class ModelSpec:
     mixture: MixtureSpec | None = None  # None = every layer is dense
     quantization: Quantization | None = None  # of the layers' linear maps; None = not quantised
     latent: LatentSpec | None = None  # None = K and V of every KV head are kept
-    # Layers after the last that guess further tokens; they are in the files and not loaded.
+    # Layers after the last that guess further tokens, in the files; a drafter's, not the model's.
     num_guessing_layers: int = 0
 
     @property

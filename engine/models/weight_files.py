@@ -10,7 +10,7 @@ Reads headers only, so a folder of any size takes milliseconds. A file is:
 import math
 import re
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -155,11 +155,7 @@ def check_weights(folder: Path, spec: ModelSpec) -> dict[Path, dict[str, Source]
         for name, tensor in header.items():
             sources = _sources(name, spec)
             if sources.keys() <= missing.keys():
-                needed = [missing.pop(whole_name) for whole_name in sources]
-                fused = find_fused(_whole_name(name, spec), spec)
-                if fused is not None:
-                    needed = [NeededTensor(shape=fused.shape, dtypes=fused.dtypes)]
-                _check_tensor(path, name, tensor, needed[0])
+                _check_tensor(path, name, tensor, _take(sources, missing, name, spec))
                 found[path] |= sources
             elif any(sources.keys() & names.keys() for names in found.values()):
                 raise ConfigError(f"{path}: tensor {name!r} stands in another file as well")
@@ -167,6 +163,44 @@ def check_weights(folder: Path, spec: ModelSpec) -> dict[Path, dict[str, Source]
                 raise ConfigError(
                     f"{path}: unexpected tensor {name!r} for {spec.architecture}; {_MISMATCH}"
                 )
+    _refuse_missing(folder, missing)
+    return found
+
+
+def find_tensors(
+    folder: Path, spec: ModelSpec, needed: Mapping[str, NeededTensor]
+) -> dict[Path, dict[str, Source]]:
+    """The same of some tensors, whatever else is in the files: by file, in order of their data.
+
+    spec: of a model with these tensors. Raises ConfigError as `check_weights` does.
+    """
+    missing = dict(needed)
+    found: dict[Path, dict[str, Source]] = {}
+    for path, indexed in weight_files(folder):
+        if indexed is not None and not any(
+            _sources(n, spec).keys() & needed.keys() for n in indexed
+        ):
+            continue
+        found[path] = {}
+        for name, tensor in read_header(path).items():
+            sources = _sources(name, spec)
+            if sources.keys() <= missing.keys():
+                _check_tensor(path, name, tensor, _take(sources, missing, name, spec))
+                found[path] |= sources
+    _refuse_missing(folder, missing)
+    return found
+
+
+def _take(
+    sources: dict[str, Source], missing: dict[str, NeededTensor], name: str, spec: ModelSpec
+) -> NeededTensor:
+    """What a tensor of a file has to be; removes from `missing` what it holds."""
+    needed = [missing.pop(whole_name) for whole_name in sources]
+    fused = find_fused(_whole_name(name, spec), spec)
+    return needed[0] if fused is None else NeededTensor(shape=fused.shape, dtypes=fused.dtypes)
+
+
+def _refuse_missing(folder: Path, missing: Mapping[str, NeededTensor]) -> None:
     lost = [(name, tensor) for name, tensor in missing.items() if not tensor.is_optional]
     if lost:
         name, first = lost[0]
@@ -174,7 +208,6 @@ def check_weights(folder: Path, spec: ModelSpec) -> dict[Path, dict[str, Source]
             f"{folder}: {len(lost)} tensors are missing, the first is {name!r} with shape"
             f" {list(first.shape)}; a download is not complete, or {_MISMATCH}"
         )
-    return found
 
 
 def _sources(name: str, spec: ModelSpec) -> dict[str, Source]:
@@ -216,7 +249,7 @@ def _is_harmless(name: str, spec: ModelSpec) -> bool:
 
 
 def _guesses(name: str, spec: ModelSpec) -> bool:
-    """Whether a tensor is of the layers that guess further tokens (MTP), which are not loaded."""
+    """Whether a tensor is of the layers that guess further tokens (MTP), a drafter's."""
     found = _LAYER.match(name)
     index = -1 if found is None else int(found[1]) - spec.num_layers
     return 0 <= index < spec.num_guessing_layers

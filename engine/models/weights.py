@@ -34,11 +34,16 @@ from engine.models.llama_weights import (
 )
 from engine.models.mixture_spec import MixtureSpec
 from engine.models.quantized_loading import PublishedPart, QuantizedStack
-from engine.models.quantized_tensors import needed_tensors, quantization_of
+from engine.models.quantized_tensors import (
+    needed_of_layer,
+    needed_tensors,
+    quantization_of,
+    unquantised,
+)
 from engine.models.source_reading import read_source
 from engine.models.sources import Source
 from engine.models.spec import ModelSpec
-from engine.models.weight_files import check_weights
+from engine.models.weight_files import check_weights, find_tensors
 
 NUM_LANES = 4
 # Large enough that a transfer takes far longer than starting it, small enough to split a tensor.
@@ -219,6 +224,35 @@ def load_weights(
     """
     files = check_weights(folder, spec)
     weights, destinations = allocate_weights(spec, dtype=dtype, device=device, rank=rank)
+    _fill(files, destinations, device)
+    return weights
+
+
+def load_layer(
+    folder: Path,
+    spec: ModelSpec,
+    layer: int,
+    beside: Mapping[str, StackedTensor],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> tuple[LayerWeights, dict[str, Tensor]]:
+    """Load one layer alone, and other tensors, by field, that are never quantised.
+
+    Raises ConfigError as `load_weights` does.
+    """
+    files = find_tensors(folder, spec, needed_of_layer(spec, layer) | unquantised(beside))
+    allocation = _Allocation(spec, dtype=dtype, device=device, rank=WHOLE_MODEL)
+    weights, others = allocation.layer(layer), allocation.dense(beside)
+    _fill(files, allocation.destinations, device)
+    return weights, others
+
+
+def _fill(
+    files: Mapping[Path, Mapping[str, Source]],
+    destinations: "Mapping[str, Part | PublishedPart]",
+    device: torch.device,
+) -> None:
     with copier_for(device) as copier:
         for path, sources in files.items():
             _copy_file(path, sources, destinations, copier)
@@ -226,7 +260,6 @@ def load_weights(
     for name, part in destinations.items():
         if isinstance(part, PublishedPart) and name not in found:
             part.leave_out()
-    return weights
 
 
 def _copy_file(
@@ -276,46 +309,61 @@ def allocate_weights(
     The parts cover every tensor but for padding, which is zero; they do not overlap and are
     contiguous. A tensor that another rank holds has no part.
     """
-    destinations: dict[str, Part | PublishedPart] = {}
+    allocation = _Allocation(spec, dtype=dtype, device=device, rank=rank)
+    outer = allocation.dense(outer_tensors(spec))
+    weights = ModelWeights(
+        embedding=outer["embedding"],
+        layers=[allocation.layer(index) for index in range(spec.num_layers)],
+        final_norm=outer["final_norm"],
+        head=outer.get("head", outer["embedding"]),
+    )
+    return weights, allocation.destinations
 
-    def dense(tensors: Mapping[str, StackedTensor]) -> dict[str, Tensor]:
-        allocated = {}
+
+class _Allocation:
+    """Uninitialised tensors of one rank; `destinations` as of `allocate_weights`."""
+
+    def __init__(
+        self, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device, rank: Rank
+    ) -> None:
+        self._spec = spec
+        self._dtype = dtype
+        self._device = device
+        self._rank = rank
+        self.destinations: dict[str, Part | PublishedPart] = {}
+
+    def dense(self, tensors: Mapping[str, StackedTensor]) -> dict[str, Tensor]:
+        """By field, those that the rank holds."""
+        rank, allocated = self._rank, {}
         for field, stacked in tensors.items():
             if not stacked.is_on(rank):
                 continue
             mine = stacked.of_rank(rank)
-            held = torch.float32 if stacked.is_float32 else dtype
-            tensor = torch.empty(mine.shape, dtype=held, device=device)
+            held = torch.float32 if stacked.is_float32 else self._dtype
+            tensor = torch.empty(mine.shape, dtype=held, device=self._device)
             parts = torch.split(tensor, list(mine.num_rows.values()))
             for name, part in zip(mine.num_rows, parts, strict=True):
                 share = stacked.share_of(name, rank)
                 num_filled = len(part) if share is None else share[0].stop - share[0].start
                 part[num_filled:].zero_()
-                destinations[name] = Part(part[:num_filled], share)
+                self.destinations[name] = Part(part[:num_filled], share)
             allocated[field] = tensor
         return allocated
 
-    def layer(index: int) -> LayerWeights:
-        tensors = layer_tensors(spec, index)
+    def layer(self, index: int) -> LayerWeights:
+        spec, tensors = self._spec, layer_tensors(self._spec, index)
         found = {field: quantization_of(spec, tensor) for field, tensor in tensors.items()}
         stacks = {
-            field: QuantizedStack(tensors[field], how, dtype=dtype, device=device, rank=rank)
+            field: QuantizedStack(
+                tensors[field], how, dtype=self._dtype, device=self._device, rank=self._rank
+            )
             for field, how in found.items()
             if how is not None
         }
         for stack in stacks.values():
-            destinations.update(stack.destinations())
-        plain = dense({field: t for field, t in tensors.items() if field not in stacks})
-        return _layer(plain, stacks, spec.of_rank(rank).mixture_at(index))
-
-    outer = dense(outer_tensors(spec))
-    weights = ModelWeights(
-        embedding=outer["embedding"],
-        layers=[layer(index) for index in range(spec.num_layers)],
-        final_norm=outer["final_norm"],
-        head=outer.get("head", outer["embedding"]),
-    )
-    return weights, destinations
+            self.destinations.update(stack.destinations())
+        plain = self.dense({field: t for field, t in tensors.items() if field not in stacks})
+        return _layer(plain, stacks, spec.of_rank(self._rank).mixture_at(index))
 
 
 def _layer(

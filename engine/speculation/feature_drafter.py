@@ -1,4 +1,4 @@
-"""Drafts by a head that reads the target's hidden states: EAGLE-3.
+"""Drafts by a head that reads the target's hidden states: EAGLE-3, or an MTP layer.
 
     entry t    the target's vector of token t, at its slot    token t + 1    -> token t + 2
 

@@ -12,11 +12,11 @@ every replay of a captured graph is balanced anew:
     items      4    3   0    1    2       last row first: rows are sorted, long ones start early
 
 Parts of a row write (out, m + log2 l) to scratch memory. The last program to finish combines them
-in part order, so the result does not depend on which program that is. With attention sinks the
-first part of a row begins with the sink's logit in m and 1 in l: it is in the sum once, without a
-value. Of a store of e4m3 numbers (`kernels.kv.scales`) products are those of the numbers, exact in
-float16, in which they are read (`eight_bits`); K's scale is part of the factor on the scores, V's
-is multiplied at the end. Knows no requests and no prefill.
+in part order, so the result does not depend on which program that is. An attention sink is one more
+score of a row's first part, without a value: it is loaded at the start and added at the end, so
+that no key waits for it. Of a store of e4m3 numbers (`kernels.kv.scales`) products are those of the
+numbers, exact in float16, in which they are read (`eight_bits`); K's scale is part of the factor on
+the scores, V's is multiplied at the end. Knows no requests and no prefill.
 """
 
 import math
@@ -126,9 +126,18 @@ def capped(scores, SOFTCAP: tl.constexpr):  # noqa: ANN201
 
 
 @triton.jit
-def sink_scores(sinks_ptr, heads, is_head):  # noqa: ANN201
-    """The logits of the heads' sinks as powers of two."""
-    return tl.load(sinks_ptr + heads, mask=is_head, other=0.0) * _LOG2E
+def sink_scores(sinks_ptr, heads, is_counted):  # noqa: ANN201
+    """The logits of the heads' sinks as powers of two; none where the sink is not counted."""
+    return tl.load(sinks_ptr + heads, mask=is_counted, other=float("-inf")) * _LOG2E
+
+
+@triton.jit
+def with_sink(sink, biggest, total, acc, SHIFT: tl.constexpr = 0.0):  # noqa: ANN201
+    """An online softmax with one more score, which has no value; weights are 2^SHIFT too large."""
+    bigger = tl.maximum(biggest, sink)
+    base = tl.where(bigger == float("-inf"), 0.0, bigger)
+    shrink = tl.exp2(biggest - base)
+    return bigger, total * shrink + tl.exp2(sink - base + SHIFT), acc * shrink[:, None]
 
 
 @triton.jit
@@ -316,15 +325,13 @@ def _decode_kernel(
     v_ptr = k_ptr + HALF_STRIDE
     score_scale = times_scale(SCALE_LOG2E, scales_ptr, layer, 0, kv_head, NUM_KV_HEADS)
     q, q_odd, score_scale = split_queries(q, score_scale, QUERY_ROWS, WIDTH, IS_FP8)
+    if sinks_ptr is not None:
+        sink = sink_scores(sinks_ptr, heads, (group < NUM_GROUPS) & (part == 0))
 
     biggest = tl.full([QUERY_ROWS], float("-inf"), tl.float32)
     total = tl.zeros([QUERY_ROWS], tl.float32)
     acc = tl.zeros([QUERY_ROWS, WIDTH], tl.float32)
     acc_odd = acc
-    if sinks_ptr is not None:  # noqa: SIM102 - the first is decided when it is compiled
-        if part == 0:
-            biggest = sink_scores(sinks_ptr, heads, group < NUM_GROUPS)
-            total = tl.exp2(tl.full([QUERY_ROWS], SHIFT, tl.float32))
     for start in tl.range(first_key, end_key, TILE_KEYS):
         keys = start + lane
         offsets = key_offsets(blocks, keys, BLOCK_SIZE, BLOCK_STRIDE, TOKEN_STRIDE)
@@ -350,6 +357,8 @@ def _decode_kernel(
         acc, acc_odd = add_values(p, v, v_odd, acc, acc_odd, shrink, IS_FP8)
         biggest = bigger
     acc = joined(acc, acc_odd, IS_FP8)
+    if sinks_ptr is not None:
+        biggest, total, acc = with_sink(sink, biggest, total, acc, SHIFT)
     out = times_scale(acc / total[:, None], scales_ptr, layer, 1, kv_head, NUM_KV_HEADS)
 
     first_out_ptr = out_ptr + (row.to(tl.int64) * NUM_KV_HEADS + kv_head) * (NUM_GROUPS * HEAD_DIM)

@@ -5,8 +5,8 @@ the end of their row's keys:
 
     token i of a row sees keys j with  p - window < j <= p,   p = num_keys - num_new + i
 
-A token with p < 0, in a row with more new tokens than keys, sees none and gets zeros. With
-attention sinks the sum of weights begins with that of the head's sink, which has no value.
+A token with p < 0, in a row with more new tokens than keys, sees none and gets zeros. An attention
+sink is one more score without a value, as in `triton_decode`.
 
 A program computes a tile of a row's tokens with all query heads of one KV head:
 
@@ -35,6 +35,7 @@ from kernels.attention.triton_decode import (
     layer_constants,
     sink_scores,
     times_scale,
+    with_sink,
 )
 from kernels.kv.scales import KvScales
 from kernels.pdl import pdl_supported
@@ -263,12 +264,11 @@ def _prefill_kernel(
     v_ptr = k_ptr + HALF_STRIDE
     IS_FP8: tl.constexpr = scales_ptr is not None
     score_scale = times_scale(SCALE_LOG2E, scales_ptr, layer, 0, kv_head, NUM_KV_HEADS)
+    if sinks_ptr is not None:
+        sink = sink_scores(sinks_ptr, heads, group < NUM_GROUPS)
     biggest = tl.full([TILE_QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([TILE_QUERIES], tl.float32)
     acc = tl.zeros([TILE_QUERIES, HEAD_DIM], tl.float32)
-    if sinks_ptr is not None:
-        biggest = sink_scores(sinks_ptr, heads, group < NUM_GROUPS)
-        total = tl.full([TILE_QUERIES], 1.0, tl.float32)
     # Masked and unmasked loops may round differently (multiply and subtract fuse if no mask is
     # between them). With fixed tiles a tile must always be in the same loop.
     if WINDOW == 0 and not IS_FIXED_TILE:
@@ -284,6 +284,8 @@ def _prefill_kernel(
         HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, TOKEN_STRIDE, TILE_KEYS,
         IS_FP8, KNOWS_E4M3, USES_PTX,
     )  # fmt: skip
+    if sinks_ptr is not None:
+        biggest, total, acc = with_sink(sink, biggest, total, acc)
     # A token before the row's first key has seen nothing and gets zeros.
     out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     out = times_scale(out, scales_ptr, layer, 1, kv_head, NUM_KV_HEADS)

@@ -29,6 +29,7 @@ from kernels.attention.triton_decode import (
     open_decode,
     plan_decode,
     sink_scores,
+    with_sink,
 )
 from kernels.device import device_properties
 from kernels.pdl import pdl_supported
@@ -179,14 +180,12 @@ def _verify_kernel(
     last_seen = num_keys - num_queries + query  # the key of the query's own token
     k_ptr = store_ptr + layer.to(tl.int64) * LAYER_STRIDE + kv_head * HEAD_DIM
     v_ptr = k_ptr + HALF_STRIDE
+    if sinks_ptr is not None:
+        sink = sink_scores(sinks_ptr, heads, is_line & (part == 0))
 
     biggest = tl.full([QUERY_ROWS], float("-inf"), tl.float32)
     total = tl.zeros([QUERY_ROWS], tl.float32)
     acc = tl.zeros([QUERY_ROWS, HEAD_DIM], tl.float32)
-    if sinks_ptr is not None:  # noqa: SIM102 - the first is decided when it is compiled
-        if part == 0:
-            biggest = sink_scores(sinks_ptr, heads, is_line)
-            total = tl.full([QUERY_ROWS], 1.0, tl.float32)
     for start in tl.range(first_key, end_key, TILE_KEYS):
         keys = start + lane
         offsets = key_offsets(blocks, keys, BLOCK_SIZE, BLOCK_STRIDE, TOKEN_STRIDE)
@@ -211,6 +210,8 @@ def _verify_kernel(
         total = total * shrink + tl.sum(p, 1)
         acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None])
         biggest = bigger
+    if sinks_ptr is not None:
+        biggest, total, acc = with_sink(sink, biggest, total, acc)
     out = acc / tl.where(total > 0, total, 1.0)[:, None]
 
     head_offset = kv_head * (NUM_GROUPS * HEAD_DIM)

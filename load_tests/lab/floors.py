@@ -27,6 +27,12 @@ class Machine:
         """Memory and arithmetic overlap perfectly."""
         return max(num_bytes / self.bytes_per_s, flops / self.flops_per_s)
 
+    def times(self, num_devices: int) -> "Machine":
+        """So many that share all work equally and exchange nothing."""
+        return Machine(
+            bytes_per_s=num_devices * self.bytes_per_s, flops_per_s=num_devices * self.flops_per_s
+        )
+
 
 H200 = Machine(bytes_per_s=4.29e12, flops_per_s=805e12)  # bf16
 

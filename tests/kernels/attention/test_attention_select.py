@@ -3,11 +3,12 @@
 import importlib.util
 from dataclasses import replace
 from importlib.machinery import ModuleSpec
+from types import ModuleType
 
 import pytest
 import torch
 
-from kernels.attention import select
+from kernels.attention import flash_attn, select
 from kernels.attention.phased import PhasedAttention
 from kernels.attention.protocol import AttentionShape
 from kernels.attention.select import (
@@ -181,7 +182,9 @@ def test_what_a_backend_cannot_do_is_said_before_it_is_built(
     assert "80" in reason("flash_attn", SMALL_HEADS, brain, 16)
     assert "24" in reason("flash_attn", PLAIN, brain, 24)
     assert "attention sinks" in reason("flashinfer", replace(PLAIN, has_sinks=True), brain, 16)
-    assert "attention sinks" in reason("flash_attn", WITH_SINKS, brain, 16)
+    assert reason("flash_attn", WITH_SINKS, brain, 16) == "can"
+    many_heads = replace(WITH_SINKS, num_heads=96, num_kv_heads=8)
+    assert "64 heads, not of 96" in reason("flash_attn", many_heads, brain, 16)
     assert reason("triton", WITH_SINKS, brain, 16) == "can"
     assert reason("triton", WIDE_HEADS, brain, 16) == "can"
     assert reason("triton", WINDOWED, half, 48) == "can"
@@ -203,16 +206,34 @@ def test_what_a_backend_cannot_do_is_said_before_it_is_built(
 
 
 @pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("name", ["flashinfer", "flash_attn"])
 def test_a_backend_without_sinks_names_those_that_have_them(
-    name: AttentionName, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     _install(monkeypatch, "flashinfer", "vllm", "vllm_flash_attn")
     with_sinks = replace(PLAIN, has_sinks=True)
     with pytest.raises(
-        BackendUnavailable, match=r"without attention sinks.*: triton, flex, reference$"
+        BackendUnavailable,
+        match=r"without attention sinks.*: flash_attn, triton, flex, reference$",
     ):
-        _build(name, "triton", with_sinks, device=GPU)
+        _build("flashinfer", "triton", with_sinks, device=GPU)
+
+
+@pytest.mark.usefixtures("hopper")
+def test_a_flash_attention_that_takes_no_sinks_is_refused_with_how_to_get_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def without_sinks(q: object, k: object, v: object) -> None:
+        raise AssertionError("refused before")
+
+    _install(monkeypatch, "vllm")
+    library = ModuleType("vllm.vllm_flash_attn")
+    library.flash_attn_varlen_func = without_sinks  # type: ignore[attr-defined]
+    library.get_scheduler_metadata = without_sinks  # type: ignore[attr-defined]
+    monkeypatch.setattr(flash_attn, "import_library", lambda: library)
+    given = {"block_size": 16, "dtype": torch.bfloat16, "device": GPU}
+    with pytest.raises(ValueError, match="no attention sinks; a newer vllm brings them"):
+        flash_attn.FlashAttention(WITH_SINKS, **given)  # type: ignore[arg-type]
+    flash_attn.FlashAttention(WINDOWED, **given)  # type: ignore[arg-type]
 
 
 def test_flash_attention_is_for_hopper(monkeypatch: pytest.MonkeyPatch) -> None:

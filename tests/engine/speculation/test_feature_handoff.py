@@ -1,4 +1,4 @@
-"""A head's input travels with a prompt's KV: the decode side drafts what one worker would."""
+"""What a drafter reads travels with a prompt's KV: the decode side drafts as one worker would."""
 
 import random
 
@@ -8,25 +8,33 @@ from configs.load import load_config
 from engine.request import SamplingParams
 from load_tests.testbed.local_handoff import LocalPair
 from tests.engine.speculation.eagle_heads import save_head
+from tests.engine.speculation.mtp_models import save_mtp_model
 from tests.harness.in_process import answer, start_engine
 from tests.harness.tiny_models import VOCAB_SIZE, save_model
 
 SEED = random.SystemRandom().randrange(10**6)
 
 
-@pytest.fixture(scope="module")
-def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
+@pytest.fixture(scope="module", params=["eagle3", "mtp"])
+def settings(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, object]:
     target, head = tmp_path_factory.mktemp("target"), tmp_path_factory.mktemp("head")
-    save_model(target, seed=SEED, num_hidden_layers=4)
-    save_head(head, seed=SEED)
+    folder: dict[str, object] = {}
+    if request.param == "mtp":
+        save_mtp_model(target, seed=SEED)
+    else:
+        save_model(target, seed=SEED, num_hidden_layers=4)
+        save_head(head, seed=SEED)
+        folder = {"speculation.model_path": str(head)}
     return {
         "model.path": str(target),
         "cache.num_blocks": 64,
         "cache.block_size": 4,
-        "speculation.drafter": "eagle3",
-        "speculation.model_path": str(head),
+        "speculation.drafter": request.param,
         "speculation.adaptive": False,
         "speculation.max_drafts": 3,
+        **folder,
     }
 
 

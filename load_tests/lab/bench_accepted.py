@@ -1,0 +1,310 @@
+"""Milliseconds a token where so many drafts are accepted, whatever the model would have said.
+
+    python -m load_tests.lab.bench_accepted --shapes qwen3-8b --drafts 3:2.5 1:1.75
+    python -m load_tests.lab.bench_accepted --drafts 3:2.5 --attention-backend prefill
+    python -m load_tests.lab.bench_accepted --sweep 0 0.25 0.5 0.75 1
+
+3:2.5 = three drafts a row in every step, of which a row gets 2.5 tokens on average. Acceptance is
+synthetic: drafts are arbitrary ids that cost nothing, each step computes and samples as any other,
+and then as many drafts count as are drawn here, each with one probability after those before it.
+So the figures hold for any model of these shapes and say nothing of how good drafts are. --sweep:
+the controller decides how many drafts there are, for each such probability.
+
+In this process, weights at random, greedy, no prefix cache. Milliseconds a token = 128th part of
+the median for 129 tokens less that for one, of all rows together, as `bench_engine` times decode
+steps. Plain steps run on the same weights in the same process. Knows no Ray and no HTTP.
+"""
+
+import argparse
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import torch
+
+from configs.load import load_config
+from configs.schema import AppConfig
+from engine.core import Executor, PendingStep
+from engine.plan import StepPlan, StepResult
+from engine.request import Request
+from load_tests.lab.in_process import EngineInProcess
+from load_tests.lab.shapes import SHAPES, WEIGHT_FORMATS, write_shapes
+from load_tests.lab.works import DECODES
+from load_tests.prompts import RandomPrompts
+from load_tests.tables import describe_machine, render_rows
+
+NUM_NEW = 128  # timed tokens of every row, after its first
+DRAFT_ID = 7  # any token that ends no request
+
+
+class ArbitraryDrafts:
+    """A drafter whose guesses cost nothing; how many count is said elsewhere."""
+
+    @property
+    def pass_s(self) -> float:
+        return 0.0
+
+    @property
+    def spent_s(self) -> float:
+        return 0.0
+
+    def propose(self, asked: Sequence[tuple[Request, int]]) -> list[list[int]]:
+        return [[DRAFT_ID] * num_drafts for _, num_drafts in asked]
+
+    def add_finished(self, request: Request) -> None:
+        """Does nothing."""
+
+    def forget(self, request: Request) -> None:
+        """Does nothing."""
+
+
+class SyntheticAcceptance:
+    """An executor whose rows with drafts get as many of them as are drawn here.
+
+    Each draft counts with `probability` if those before it count. The last token of such a row is
+    its first sample, as if it were the one that belongs there.
+    """
+
+    def __init__(self, executor: Executor, *, seed: int) -> None:
+        self._executor = executor
+        self._draw = random.Random(seed)
+        self.probability = 0.0
+        self.steps_s: list[float] = []  # of the device, for steps with drafts
+
+    def launch(self, plan: StepPlan) -> PendingStep:
+        return _Accepting(plan, self._executor.launch(plan), self)
+
+    def accept(self, plan: StepPlan, result: StepResult) -> StepResult:
+        """`result` of a step with drafts, with other tokens for the rows that have them."""
+        tokens = list(result.tokens)
+        for index, drafts in plan.drafts:
+            if drafts and tokens[index]:
+                tokens[index] = drafts[: self._num_accepted(len(drafts))] + tokens[index][:1]
+        if result.duration_s is not None:
+            self.steps_s.append(result.duration_s)
+        return msgspec.structs.replace(result, tokens=tokens)
+
+    def _num_accepted(self, num_drafts: int) -> int:
+        for number in range(num_drafts):
+            if self._draw.random() >= self.probability:
+                return number
+        return num_drafts
+
+
+class _Accepting:
+    """A step of that executor."""
+
+    def __init__(self, plan: StepPlan, pending: PendingStep, by: SyntheticAcceptance) -> None:
+        self._plan = plan
+        self._pending = pending
+        self._by = by
+
+    @property
+    def is_done(self) -> bool:
+        return self._pending.is_done
+
+    def wait(self) -> StepResult:
+        result = self._pending.wait()
+        return self._by.accept(self._plan, result) if self._plan.drafts else result
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drafts:
+    """So many drafts a row, and how many tokens a row gets of a step with them."""
+
+    num_drafts: int
+    accepted_length: float
+
+    @classmethod
+    def parse(cls, text: str) -> "Drafts":
+        num_drafts, _, length = text.partition(":")
+        drafts = cls(num_drafts=int(num_drafts), accepted_length=float(length))
+        if not 1 <= drafts.accepted_length <= 1 + drafts.num_drafts:
+            raise ValueError(f"{text}: a row gets 1 to {1 + drafts.num_drafts} tokens of a step")
+        return drafts
+
+    @property
+    def probability(self) -> float:
+        """Of a draft after accepted ones: 1 + p + ... + p^k is the accepted length."""
+        low, high = 0.0, 1.0
+        for _ in range(50):
+            middle = (low + high) / 2
+            length = sum(middle**i for i in range(self.num_drafts + 1))
+            low, high = (middle, high) if length < self.accepted_length else (low, middle)
+        return high
+
+
+@dataclass(slots=True, kw_only=True)
+class Found:
+    """What one number of rows took."""
+
+    firsts_s: list[float] = field(default_factory=list)  # until each row has its first token
+    alls_s: list[float] = field(default_factory=list)  # until each has all
+    accepted_length: float | None = None
+    step_ms: float | None = None  # of the device, a step with drafts
+
+    @property
+    def token_ms(self) -> float:
+        took_s = statistics.median(self.alls_s) - statistics.median(self.firsts_s)
+        return 1e3 * took_s / NUM_NEW
+
+
+class Bench:
+    """Times numbers of rows on one engine."""
+
+    def __init__(self, ours: EngineInProcess, *, seed: int) -> None:
+        self._ours = ours
+        self._prompts = RandomPrompts(ours.engine.spec.vocab_size, seed=seed)
+        self.acceptance: SyntheticAcceptance | None = None
+        drafting = ours.engine.core.scheduler.drafting
+        if drafting.drafter is not None:
+            drafting.drafter = ArbitraryDrafts()
+            ours.engine.core.wrap_executor(self._wrap)
+
+    def _wrap(self, executor: Executor) -> SyntheticAcceptance:
+        self.acceptance = SyntheticAcceptance(executor, seed=0)
+        return self.acceptance
+
+    def measure(self, work: tuple[int, int], num_rounds: int) -> Found:
+        """work: rows, and tokens of each before the first. A short round that is left is first."""
+        num_rows, num_keys = work
+        counts = self._ours.engine.core.scheduler.draft_counts
+        self._seconds(num_rows, num_keys, NUM_NEW // 4)
+        before = counts.num_accepted, counts.num_verified
+        if self.acceptance is not None:
+            self.acceptance.steps_s.clear()
+        found = Found()
+        for _ in range(num_rounds):
+            found.firsts_s.append(self._seconds(num_rows, num_keys, 1))
+            found.alls_s.append(self._seconds(num_rows, num_keys, 1 + NUM_NEW))
+        num_verified = counts.num_verified - before[1]
+        if num_verified:
+            found.accepted_length = 1 + (counts.num_accepted - before[0]) / num_verified
+        if self.acceptance is not None and self.acceptance.steps_s:
+            found.step_ms = 1e3 * statistics.median(self.acceptance.steps_s)
+        return found
+
+    def _seconds(self, num_rows: int, num_keys: int, num_new: int) -> float:
+        prompts = self._prompts.draw(num_rows, num_keys)
+        started_s = time.perf_counter()
+        answers = self._ours.generate(prompts, num_new)
+        took_s = time.perf_counter() - started_s
+        assert all(len(answer) == num_new for answer in answers), "not every token was generated"
+        return took_s
+
+
+def build_config(folder: Path, args: argparse.Namespace, drafts: Drafts | None) -> AppConfig:
+    """drafts: always so many; None with --sweep: as the controller decides; else none."""
+    settings: dict[str, object] = {
+        "model.path": str(folder),
+        "model.device": args.device,
+        "model.dtype": "bfloat16" if args.device == "cuda" else "auto",
+        "model.weights": args.weights,
+        "model.max_model_len": args.max_model_len,
+        "cache.enable_prefix_caching": False,
+        "cache.num_blocks": args.num_blocks,
+        "cache.kv_dtype": args.kv_dtype,
+        "scheduler.max_num_batched_tokens": args.max_num_batched_tokens,
+        "scheduler.max_num_seqs": max(rows for rows, _ in args.works),
+    }
+    if drafts is not None:
+        settings |= {
+            "speculation.drafter": "ngram",  # another takes its place
+            "speculation.max_drafts": drafts.num_drafts,
+            "speculation.max_temperature": 9.0,
+            "speculation.adaptive": bool(args.sweep),
+            "speculation.attention_backend": args.attention_backend,
+            "speculation.max_graph_tokens": args.graph_tokens,
+        }
+    return load_config(None, settings)
+
+
+def measure(folder: Path, args: argparse.Namespace) -> list[list[str]]:
+    """The lines of the table: plain steps of every work, then those with drafts."""
+    ours = EngineInProcess(build_config(folder, args, None))
+    bench = Bench(ours, seed=args.seed)
+    plains = {work: bench.measure(work, args.rounds) for work in args.works}
+    lines = [_line(work, "none", found, found) for work, found in plains.items()]
+    _show(lines)
+    sides = [Drafts.parse(text) for text in args.drafts]
+    if args.sweep:
+        sides = [Drafts(num_drafts=args.max_drafts, accepted_length=1.0)]
+    for drafts in sides:
+        ours.restart(build_config(folder, args, drafts))
+        bench = Bench(ours, seed=args.seed)
+        acceptance = bench.acceptance
+        assert acceptance is not None
+        for probability in args.sweep or [drafts.probability]:
+            acceptance.probability = probability
+            name = f"controller, p {probability:g}" if args.sweep else f"always {drafts.num_drafts}"
+            for work in args.works:
+                lines.append(_line(work, name, bench.measure(work, args.rounds), plains[work]))
+                _show(lines[-1:])
+    return lines
+
+
+def _line(work: tuple[int, int], name: str, found: Found, plain: Found) -> list[str]:
+    length, step_ms = found.accepted_length, found.step_ms
+    return [
+        str(work[0]),
+        str(work[1]),
+        name,
+        "" if length is None else f"{length:.2f}",
+        f"{found.token_ms:.3f}",
+        f"{plain.token_ms / found.token_ms:.2f}",
+        "" if step_ms is None else f"{step_ms:.2f}",
+        "" if length is None else f"{found.token_ms * length:.2f}",
+    ]
+
+
+def _show(lines: Sequence[Sequence[str]]) -> None:
+    for line in lines:
+        print(*line, sep="\t", flush=True)
+
+
+def parse_work(text: str) -> tuple[int, int]:
+    rows, _, keys = text.partition("x")
+    return int(rows), int(keys)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
+    model = parser.add_mutually_exclusive_group()
+    model.add_argument("--shapes", choices=sorted(SHAPES), default="qwen3-8b")
+    model.add_argument("--model", type=Path, help="a folder with config.json instead of --shapes")
+    parser.add_argument("--weights", choices=("random", "safetensors"), default="random")
+    parser.add_argument("--weight-format", choices=sorted(WEIGHT_FORMATS), default="dense")
+    parser.add_argument("--kv-dtype", choices=("auto", "fp8_e4m3"), default="auto")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    works = [(work.num_rows, work.num_tokens) for work in DECODES]
+    parser.add_argument("--works", nargs="+", type=parse_work, default=works, metavar="ROWSxTOKENS")
+    parser.add_argument("--drafts", nargs="*", default=[], metavar="DRAFTS:LENGTH")
+    parser.add_argument("--sweep", nargs="*", type=float, default=[], metavar="PROBABILITY")
+    parser.add_argument("--max-drafts", type=int, default=8, help="with --sweep")
+    parser.add_argument("--attention-backend", choices=("prefill", "decode"), default="decode")
+    parser.add_argument("--graph-tokens", type=int, default=1024, help="0 = no graphs with drafts")
+    parser.add_argument("--max-model-len", type=int, default=8192)
+    parser.add_argument("--max-num-batched-tokens", type=int, default=16384)
+    parser.add_argument("--num-blocks", type=int, help="default: as many as fit")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seed", type=int, default=0)
+    return parser
+
+
+def main() -> None:
+    args = build_parser().parse_args()
+    device = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
+    print(describe_machine() | {"device": device, "torch": torch.__version__}, flush=True)
+    header = ["rows", "keys", "drafts", "accepted length", "ms a token", "x", "device ms a step"]
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = args.model or write_shapes(args.shapes, Path(scratch), args.weight_format)
+        print("\n" + render_rows([[*header, "ms a step"], *measure(folder, args)]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""A model's own layer drafts: its guesses are an independent one's, and no answer changes."""
+
+import random
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from configs.errors import ConfigFileError
+from configs.load import load_config
+from engine.build import Engine
+from engine.errors import ConfigError
+from engine.request import SamplingParams
+from kernels.reference import TorchOps
+from tests.engine.ranks.exact_models import save_whole_numbers, snapped_mixtures
+from tests.engine.speculation.eagle_heads import record_proposals
+from tests.engine.speculation.guessed_engines import (
+    Asked,
+    assert_same,
+    exact_arithmetic,
+    run,
+    start_exact,
+)
+from tests.engine.speculation.mtp_models import NUM_LAYERS, plain_mtp, save_mtp_model
+from tests.harness.tiny_models import VOCAB_SIZE, edit_config, save_model
+
+SEED = random.SystemRandom().randrange(10**6)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    print("seed", SEED)
+    path = tmp_path_factory.mktemp("mtp")
+    save_mtp_model(path, seed=SEED)
+    return path
+
+
+def start(folder: Path, *, exact: bool = False, **overrides: object) -> Engine:
+    """exact: of a model of whole numbers."""
+    drafts = {
+        "speculation__drafter": "mtp",
+        "speculation__max_temperature": 9.0,
+        "speculation__max_drafts": 4,
+    }
+    return start_exact(folder, ops=None if exact else TorchOps(), **{**drafts, **overrides})
+
+
+def test_greedy_drafts_are_those_of_an_independent_layer(folder: Path) -> None:
+    """In chunks, from a cached prefix, after accepted and rejected drafts, of several rows."""
+    engine = start(folder)
+    proposals = record_proposals(engine)
+    draw = random.Random(SEED)
+    shared = draw.choices(range(3, VOCAB_SIZE), k=18)
+    params = SamplingParams(max_tokens=9, temperature=0.0, ignore_eos=True)
+    asked = [(shared + draw.choices(range(3, VOCAB_SIZE), k=k), params) for k in (1, 7, 25)]
+    run(engine, asked)
+    run(engine, [([*shared, 5, 6, 7], params), (shared, params), ([9], params)])
+    print("seed", SEED)
+    assert len(proposals) > 20
+    for tokens, drafts in proposals[::3]:
+        assert drafts == plain_mtp(folder).greedy_drafts(tokens, len(drafts)), tokens
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlapped"])
+def test_no_answer_changes(tmp_path: Path, overlap: bool) -> None:
+    """Also preempted, and from cached prefixes."""
+    save_mtp_model(tmp_path, seed=SEED)
+    save_whole_numbers(tmp_path, SEED)
+    draw = random.Random(SEED)
+    shared = draw.choices(range(3, VOCAB_SIZE), k=13)
+    kinds = ({"temperature": 0.0}, {"temperature": 1.2}, {"temperature": 0.7, "top_k": 8})
+    asked: list[Asked] = [
+        (
+            shared + draw.choices(range(3, VOCAB_SIZE), k=22),
+            SamplingParams(max_tokens=11, ignore_eos=True, seed=draw.getrandbits(60), **kind),
+        )
+        for kind in (*kinds, {"temperature": 0.9, "frequency_penalty": 0.8, "prompt_logprobs": 1})
+    ]
+    print("seed", SEED)
+    with exact_arithmetic(), snapped_mixtures():
+        expected = run(start_exact(tmp_path, speculation__drafter="none"), asked)
+        engine = start(
+            tmp_path,
+            exact=True,
+            cache__num_blocks=18,  # two prompts fit, their answers do not
+            model__max_model_len=64,
+            scheduler__overlap=overlap,
+        )
+        for _ in range(2):
+            assert_same(run(engine, asked), expected)
+    assert engine.core.scheduler.statistics().num_preemptions > 0
+    assert engine.core.scheduler.draft_counts.num_drafted > 60
+
+
+def test_a_model_without_such_a_layer_is_refused(tmp_path: Path) -> None:
+    save_model(tmp_path)
+    with pytest.raises(ConfigError, match=r"drafter: mtp, but .*config\.json has no layer"):
+        start(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("eh_proj.weight", "1 tensors are missing"),
+        ("self_attn.o_proj.weight", "1 tensors are missing"),
+        ("enorm.weight", r"has shape \[128\]"),
+    ],
+)
+def test_a_layer_that_is_not_whole_is_named(
+    folder: Path, tmp_path: Path, name: str, problem: str
+) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    tensor = tensors.pop(f"model.layers.{NUM_LAYERS}.{name}")
+    if "shape" in problem:
+        tensors[f"model.layers.{NUM_LAYERS}.{name}"] = tensor.repeat(2)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    with pytest.raises(ConfigError, match=problem):
+        start(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"workers.tensor_parallel_size": 2}, "not split over ranks"),
+        ({"model.device": "cuda"}, "needs cache.num_blocks"),
+        ({"execution.dual_stream_token_threshold": 64}, "two streams keep no hidden states"),
+        ({"speculation.model_path": "x"}, "nothing else reads it"),
+        ({"model.weights": "random"}, "without the layer that guesses"),
+    ],
+)
+def test_settings_that_it_does_not_go_with(settings: dict[str, object], problem: str) -> None:
+    with pytest.raises(ConfigFileError, match=problem):
+        load_config(None, {"speculation.drafter": "mtp", **settings})
+
+
+def test_of_several_layers_the_first_one_guesses(folder: Path, tmp_path: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    this, other = (f"model.layers.{NUM_LAYERS + i}." for i in (0, 1))
+    tensors |= {n.replace(this, other): 0 * t for n, t in tensors.items() if n.startswith(this)}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    edit_config(tmp_path, num_nextn_predict_layers=2)
+    engine = start(tmp_path)
+    proposals = record_proposals(engine)
+    run(engine, [([7, 8, 9, 10], SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True))])
+    tokens, drafts = proposals[0]
+    assert drafts == plain_mtp(folder).greedy_drafts(tokens, len(drafts))

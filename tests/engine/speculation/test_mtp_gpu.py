@@ -1,0 +1,69 @@
+"""A model's own layer drafts on a GPU: no answer changes, graphs or not; exact in fp32."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.request import SamplingParams
+from tests.engine.speculation.eagle_heads import record_proposals
+from tests.engine.speculation.mtp_models import plain_mtp, save_mtp_model
+from tests.harness.in_process import GREEDY, answer, start_engine
+from tests.harness.tiny_models import LATENT_ON_GPU, VOCAB_SIZE
+
+pytestmark = pytest.mark.gpu
+
+BASE: dict[str, Any] = {
+    "model__device": "cuda",
+    "cache__num_blocks": 600,
+    "scheduler__max_num_seqs": 24,
+}
+DRAFTS: dict[str, Any] = {
+    "speculation__drafter": "mtp",
+    "speculation__adaptive": False,
+    "speculation__max_drafts": 3,
+    "speculation__max_temperature": 9.0,
+}
+
+
+def _work(count: int) -> list[tuple[list[int], SamplingParams]]:
+    rng = random.Random(3)
+    work = []
+    for number in range(count):
+        prompt = [rng.randrange(3, VOCAB_SIZE) for _ in range(rng.choice((1, 2, 5, 17, 64, 400)))]
+        drawn = SamplingParams(max_tokens=25, temperature=0.9, top_k=20, seed=number)
+        work.append((prompt, rng.choice((GREEDY, drawn))))
+    return work
+
+
+def test_no_answer_changes_and_graphs_draft_the_same(tmp_path: Path) -> None:
+    sizes = {**LATENT_ON_GPU["DeepseekV3ForCausalLM"], "max_position_embeddings": 1024}
+    save_mtp_model(tmp_path, seed=5, **{**sizes, "num_hidden_layers": 3})
+    settings = {**BASE, "model__path": str(tmp_path), "model__deterministic": True}
+    expected = [found.tokens for found in answer(start_engine(**settings), _work(30))]
+    counts = []
+    for graphs in (True, False):
+        engine = start_engine(**settings, **DRAFTS, execution__cuda_graphs=graphs)
+        assert [found.tokens for found in answer(engine, _work(30))] == expected
+        drafted = engine.core.scheduler.draft_counts
+        counts.append((drafted.drafted_at, drafted.accepted_at))
+    assert counts[0] == counts[1]
+    assert sum(counts[0][0]) > 100
+
+
+def test_drafts_in_fp32_are_those_of_an_independent_layer(tmp_path: Path) -> None:
+    save_mtp_model(tmp_path, seed=6, max_position_embeddings=1024)
+    engine = start_engine(
+        **BASE,
+        **DRAFTS,
+        model__path=str(tmp_path),
+        model__dtype="float32",
+        model__attention__prefill="reference",
+        model__attention__decode="reference",
+    )
+    proposals = record_proposals(engine)
+    answer(engine, [(prompt, GREEDY) for prompt, _ in _work(6)])
+    assert len(proposals) > 30
+    for tokens, drafts in proposals[::5]:
+        assert drafts == plain_mtp(tmp_path).greedy_drafts(tokens, len(drafts)), tokens
