@@ -6,9 +6,10 @@
     python -m load_tests.lab.bench_channels --seconds 0 --kv-dtype fp8_e4m3
     python -m load_tests.lab.bench_channels --device cpu --tokens 64  # gloo only, tries the bench
 
-A handoff is `--tokens` of Qwen3-8B, in blocks of 2.36 MB (half in FP8), digested at both ends, piece by piece
-with an acknowledgement each, as between workers. The decode steps are a stand-in (step_load.py);
-meanwhile handoffs follow one on the other, or come as the mixed load's prompts do (mixed_load.py).
+A handoff is `--tokens` of Qwen3-8B, in blocks of 2.36 MB (half in FP8), digested at both ends,
+piece by piece with an acknowledgement each, as between workers. The decode steps are a stand-in
+(step_load.py); meanwhile handoffs follow one on the other, or come as the mixed load's prompts do
+(mixed_load.py).
 Starts a process for each end, which sees one GPU; needs no Ray and no model.
 """
 
