@@ -104,6 +104,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "engine.layers.context",
         "engine.plan",
         "engine.ranks.rank",
+        "kernels.comm",
     ),
     "engine.models": (
         "kernels",

@@ -270,6 +270,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--set", nargs=2, action="append", default=[], metavar=("KEY", "VALUE"),
         help="any other key of the configuration, its value in JSON",
     )  # fmt: skip
+    parser.add_argument("--nccl", action="store_true", help="no sums through peer memory")
     parser.add_argument("--quick", action="store_true", help="one round of each work")
     parser.add_argument("--works", nargs="*", default=[""], help="parts of names; default: all")
     parser.add_argument("--no-host", action="store_true", help="leave out the host's work")
@@ -296,6 +297,7 @@ def describe(bench: Bench, args: argparse.Namespace) -> dict[str, object]:
         "tensor_parallel",
         "expert_parallel",
         "set",
+        "nccl",
         "quick",
         "eager",
         "no_overlap",
@@ -321,7 +323,9 @@ def run(args: argparse.Namespace, scratch: Path) -> str:
     folder = args.model or write_shapes(args.shapes, scratch, args.weight_format)
     config, model = engine_config(folder, args), None
     if args.tensor_parallel > 1:
-        with Following(config, scratch, pinned=args.pin_routing) as others:
+        with Following(
+            config, scratch, pinned=args.pin_routing, uses_peer_memory=not args.nccl
+        ) as others:
             if args.pin_routing is not None:
                 model = build_pinned(config, args.pin_routing, others.comm.rank)
             ours = EngineInProcess(config, model, comm=others.comm)

@@ -58,6 +58,7 @@ class Followed(msgspec.Struct, frozen=True, kw_only=True):
     board: str
     size: int
     pinned: int | None  # the seed of pinned routing
+    uses_peer_memory: bool
 
 
 class RankTimes(msgspec.Struct, kw_only=True):
@@ -72,12 +73,23 @@ class Following:
 
     comm: Comm
 
-    def __init__(self, config: AppConfig, folder: Path, *, pinned: int | None = None) -> None:
-        """folder: where the ranks leave what they timed; pinned: the seed of pinned routing."""
+    def __init__(
+        self,
+        config: AppConfig,
+        folder: Path,
+        *,
+        pinned: int | None = None,
+        uses_peer_memory: bool = True,
+    ) -> None:
+        """folder: where the ranks leave what they timed; pinned: the seed of pinned routing.
+
+        uses_peer_memory: else NCCL alone.
+        """
         self._pinned = pinned
         self._size = config.workers.tensor_parallel_size
         self._config = config
         self._folder = folder
+        self._uses_peer_memory = uses_peer_memory
         self._written_s: list[tuple[float, float]] = []  # began, ended
         self._processes: list[subprocess.Popen[bytes]] = []
         self._leading: LeadingExecutor | None = None
@@ -89,7 +101,12 @@ class Following:
         self._reports = RankReports(ring, self._size, self._on_end)
         board = open_board()
         asked = Followed(
-            config=self._config, ring=name, board=board, size=self._size, pinned=self._pinned
+            config=self._config,
+            ring=name,
+            board=board,
+            size=self._size,
+            pinned=self._pinned,
+            uses_peer_memory=self._uses_peer_memory,
         )
         path = self._folder / "followed.json"
         path.write_bytes(msgspec.json.encode(asked))
@@ -190,6 +207,7 @@ def join(asked: Followed, rank: int) -> Comm:
         torch.device(asked.config.model.device),
         start_s=START_S,
         timeout_s=STUCK_S,
+        uses_peer_memory=asked.uses_peer_memory,
     )
 
 
