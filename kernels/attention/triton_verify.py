@@ -7,7 +7,8 @@ combines the parts. Here a program multiplies all queries of a row that share a 
 tile of keys, [queries x heads that share it] lines of one product: four queries of four heads fill
 the 16 lines that a product has at least. A part of a row may hold no key that some query sees; such
 a query's sum is empty and weighs nothing. A row of one token is a row like any other. Which rows a
-step has, and how many tokens each, is read on the device, so one captured graph serves any mix.
+step has, and how many tokens each, is read on the device, so one captured graph serves any mix. A
+store of e4m3 numbers is read as in `triton_decode`.
 """
 
 from dataclasses import dataclass, replace
@@ -24,13 +25,18 @@ from kernels.attention.triton_decode import (
     DecodeConfig,
     DecodeWork,
     capped,
+    check_store,
+    decoding,
     key_offsets,
     layer_constants,
     open_decode,
     plan_decode,
     sink_scores,
+    stored_numbers,
+    times_scale,
 )
 from kernels.device import device_properties
+from kernels.kv.scales import KvScales
 from kernels.pdl import pdl_supported
 
 _ITEM_FIELDS = tl.constexpr(8)  # of an item, see `triton_decode`
@@ -118,6 +124,7 @@ def _verify_kernel(
     num_arrived_ptr,
     out_ptr,
     sinks_ptr,  # fp32 [heads], or None
+    scales_ptr,  # fp32 [layers, 2, kv_heads] of a store of e4m3 numbers, or None
     layer,
     SCALE_LOG2E: tl.constexpr,
     SOFTCAP_LOG2E: tl.constexpr,
@@ -137,6 +144,8 @@ def _verify_kernel(
     QUERY_ROWS: tl.constexpr,
     PART_TILE: tl.constexpr,
     NUM_COLUMNS: tl.constexpr,
+    KNOWS_E4M3: tl.constexpr,
+    USES_PTX: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
     NUM_LINES: tl.constexpr = MAX_QUERIES * NUM_GROUPS
@@ -179,6 +188,8 @@ def _verify_kernel(
     last_seen = num_keys - num_queries + query  # the key of the query's own token
     k_ptr = store_ptr + layer.to(tl.int64) * LAYER_STRIDE + kv_head * HEAD_DIM
     v_ptr = k_ptr + HALF_STRIDE
+    score_scale = times_scale(SCALE_LOG2E, scales_ptr, layer, 0, kv_head, NUM_KV_HEADS)
+    IS_FP8: tl.constexpr = scales_ptr is not None
 
     biggest = tl.full([QUERY_ROWS], float("-inf"), tl.float32)
     total = tl.zeros([QUERY_ROWS], tl.float32)
@@ -195,7 +206,9 @@ def _verify_kernel(
         v = tl.load(v_ptr + offsets[:, None] + dim[None, :], mask=is_key[:, None], other=0.0)
         next_keys = keys + TILE_KEYS
         blocks = tl.load(ids_ptr + next_keys // BLOCK_SIZE, mask=next_keys < end_key, other=0)
-        scores = tl.dot(q, tl.trans(k)) * SCALE_LOG2E
+        k = stored_numbers(k, q.dtype, IS_FP8, KNOWS_E4M3, USES_PTX)
+        v = stored_numbers(v, q.dtype, IS_FP8, KNOWS_E4M3, USES_PTX)
+        scores = tl.dot(q, tl.trans(k)) * score_scale
         if SOFTCAP_LOG2E > 0:
             scores = capped(scores, SOFTCAP_LOG2E)
         is_seen = is_key[None, :] & (keys[None, :] <= last_seen[:, None])
@@ -212,6 +225,7 @@ def _verify_kernel(
         acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None])
         biggest = bigger
     out = acc / tl.where(total > 0, total, 1.0)[:, None]
+    out = times_scale(out, scales_ptr, layer, 1, kv_head, NUM_KV_HEADS)
 
     head_offset = kv_head * (NUM_GROUPS * HEAD_DIM)
     if num_parts == 1:
@@ -267,12 +281,15 @@ def verify_attention(
     store: Tensor,
     work: VerifyWork,
     sinks: Tensor | None = None,
+    scales: KvScales | None = None,
 ) -> None:
     """Writes the tokens of all rows of `work` that have keys; a row has at most `max_queries`.
 
     q: [T, heads, head_dim], its tokens and heads may be strided; out: [T, heads * head_dim]
-    contiguous. store: [blocks, layers, 2, block_size, kv_heads, head_dim]. sinks: fp32 [heads].
+    contiguous. store: [blocks, layers, 2, block_size, kv_heads, head_dim], with `scales` of uint8.
+    sinks: fp32 [heads].
     """
+    check_store(q, store, scales)
     shape, split, config = work.shape, work.split, work.split.config
     assert (sinks is not None) == shape.has_sinks, f"sinks {sinks}, has_sinks {shape.has_sinks}"
     use_pdl = pdl_supported(q.device)
@@ -290,6 +307,7 @@ def verify_attention(
         split.num_arrived,
         out,
         sinks,
+        None if scales is None else scales.scale,
         layer,
         **layer_constants(q, layer, store, shape),
         MAX_QUERIES=work.max_queries,
@@ -297,6 +315,7 @@ def verify_attention(
         QUERY_ROWS=query_rows,
         PART_TILE=_PART_TILE,
         NUM_COLUMNS=_COMBINED_COLUMNS,
+        **decoding(q, scales),
         USE_PDL=use_pdl,
         num_warps=max(config.num_warps, min(8, query_rows // _LINES_PER_WARP)),
         num_stages=config.num_stages,
@@ -345,13 +364,12 @@ class TritonVerify:
         metadata: VerifyWork,
         out: Tensor | None = None,
         sinks: Tensor | None = None,
-        scales: object = None,
+        scales: KvScales | None = None,
     ) -> Tensor:
-        """Reads the fresh K and V from `store`, like all others; numbers of 8 bits it does not."""
-        assert scales is None, "K and V of 8 bits have no kernel that verifies"
+        """Reads the fresh K and V from `store`, like all others."""
         if out is None:
             out = torch.empty((len(q), q.shape[1] * q.shape[2]), dtype=q.dtype, device=q.device)
-        verify_attention(q, out, layer, store, metadata, sinks)
+        verify_attention(q, out, layer, store, metadata, sinks, scales)
         return out
 
     @property
