@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kernels.pdl import pdl_supported
 
-_MAX_ROW = 16384  # elements; more than 32 per thread would spill from the registers
+MAX_ROW = 16384  # elements; more than 32 per thread would spill from the registers
 _ELEMENTS_PER_THREAD = 16  # two 16-byte loads of each operand in flight
 
 
@@ -85,7 +85,7 @@ def _check(x: Tensor, weight: Tensor) -> None:
     assert weight.dtype in dtypes, f"{x.dtype} with a weight in {weight.dtype}"
     assert x.stride(1) == 1, f"strides {x.stride()}: elements of a row must be adjacent"
     assert weight.is_contiguous(), f"weight with stride {weight.stride()}"
-    assert x.shape[1] <= _MAX_ROW, f"rows of {x.shape[1]}, at most {_MAX_ROW} fit a program"
+    assert x.shape[1] <= MAX_ROW, f"rows of {x.shape[1]}, at most {MAX_ROW} fit a program"
 
 
 def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, out: Tensor, eps: float) -> None:
@@ -107,6 +107,11 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, out: Tensor, eps
         HAS_RESIDUAL=residual is not None,
         BLOCK=block,
         USE_PDL=use_pdl,
-        num_warps=min(max(block // (32 * _ELEMENTS_PER_THREAD), 1), 16),
+        num_warps=num_warps_of(block),
         launch_pdl=use_pdl,
     )
+
+
+def num_warps_of(block: int) -> int:
+    """For rows of up to `block` elements; the order of a row's sum follows from it."""
+    return min(max(block // (32 * _ELEMENTS_PER_THREAD), 1), 16)

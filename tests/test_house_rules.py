@@ -27,6 +27,7 @@ REMOTE_CALLS_IN = (
     "actors.rpc.handles",
     "actors.kv_transfer.rendezvous",
     "load_tests.lab.bench_calls",
+    "load_tests.lab.two_nodes",
     "load_tests.testbed.deployed",
     "load_tests.testbed.system",
 )

@@ -12,6 +12,25 @@ from engine.ranks.rank import WHOLE_MODEL, Rank
 from kernels.kv.scales import KvScales
 
 
+class FusedSums(Protocol):
+    """Sums over the ranks that go on with the residual and the norm after them, in one kernel.
+
+    They equal, bit for bit, the sum and `Ops.rms_norm_add` after it.
+    """
+
+    def fits(self, x: Tensor) -> bool:
+        """x: [T, n]; whether such a sum may be taken, and is faster. Every rank says the same."""
+        ...
+
+    def add_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """x: [T, n], this rank's part; returns (rms_norm(s + residual), s + residual) of their
+        sum s; may overwrite both.
+        """
+        ...
+
+
 class Comm(Protocol):
     """Communication between the ranks of one model, at the ends of a layer's parts.
 
@@ -21,6 +40,11 @@ class Comm(Protocol):
 
     @property
     def rank(self) -> Rank: ...
+
+    @property
+    def fused_sums(self) -> FusedSums | None:
+        """None = sums and what follows them are taken apart."""
+        ...
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum of `x` over the ranks, with the same bits on each of them; may overwrite `x`."""
@@ -61,6 +85,7 @@ class SingleRank:
     """One rank holds the whole model: nothing to exchange."""
 
     rank = WHOLE_MODEL
+    fused_sums: FusedSums | None = None
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return x
@@ -102,6 +127,8 @@ class ForwardContext:
     kv_scales: KvScales | None = None  # of a store of e4m3 numbers
     # Between attention and attention each rank has its share of the tokens (`own_rows`).
     exchanges: bool = False
+    # None = the sum over the ranks is apart, so that it may run beside another step's computation.
+    fused_sums: FusedSums | None = None
     lane: int = 0  # index among the contexts that may compute at the same time
     # The only tokens computed after the last layer's K and V; None = the caller chooses later.
     last: "LastTokens | None" = None

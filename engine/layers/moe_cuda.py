@@ -3,8 +3,8 @@
     route -> align -> gate and up -> down -> sum        by sorted routes
     route -> gate and up -> down and sum                up to a few tokens, unless quantised
 
-Quantised experts are decoded on their way to the matrix units, for any number of tokens: inputs are
-never rounded.
+Quantised experts are decoded on their way to the matrix units, those of 4 bits in steps of many
+tokens to matrices first. Inputs are never rounded.
 
 Imported only for weights on a CUDA device, because the kernels need Triton.
 """
@@ -166,10 +166,14 @@ class TritonExperts:
             assert isinstance(self._down, Tensor)
             inner = few_gate_up(x, self._gate_up, routes, plan.few_gate_up, self._form)
             return few_down(inner, self._down, routes, plan.few_down, output, gate, self._form)
-        pair = plan.pair(num_tokens)
-        blocks = align(routes.ids, self._down.shape[0], pair.gate_up.block_m)
-        inner = grouped_gate_up(x, self._gate_up, routes, blocks, pair.gate_up, self._form)
-        outputs = grouped_down(inner, self._down, routes, blocks, pair.down, self._form)
+        gate_up_tile, down_tile = plan.tiles(num_tokens)
+        makes_matrices = num_tokens >= plan.matrices_from
+        blocks = align(routes.ids, self._down.shape[0], gate_up_tile.block_m)
+        weight = _matrices(self._gate_up, x.dtype) if makes_matrices else self._gate_up
+        inner = grouped_gate_up(x, weight, routes, blocks, gate_up_tile, self._form)
+        del weight  # both at once would take half as much memory again
+        weight = _matrices(self._down, x.dtype) if makes_matrices else self._down
+        outputs = grouped_down(inner, weight, routes, blocks, down_tile, self._form)
         return combine.combine(outputs, routes, output, gate)
 
 
@@ -183,8 +187,19 @@ def expert_plan(
     """The tilings of a mixture on the GPU that its weights are on."""
     if isinstance(gate_up, Tensor) and isinstance(down, Tensor):
         return _plan(shape, down.device, down.element_size(), is_deterministic)
+    coded = [weight for weight in (gate_up, down) if isinstance(weight, CodedExperts)]
+    can_be_matrices = all(weight.half for weight in coded)
     fits = [_fit(weight) for weight in (gate_up, down)]
-    return build_coded_plan(shape, *fits, is_deterministic=is_deterministic)
+    return build_coded_plan(
+        shape,
+        *fits,
+        is_deterministic=is_deterministic,
+        matrix_device=device_properties(coded[0].data.device) if can_be_matrices else None,
+    )
+
+
+def _matrices(weight: Tensor | CodedExperts, dtype: torch.dtype) -> Tensor:
+    return weight.matrices(dtype) if isinstance(weight, CodedExperts) else weight
 
 
 def _fit(weight: Tensor | CodedExperts) -> Callable[[Tile], Tile]:

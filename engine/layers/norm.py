@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from engine.layers.context import FusedSums
 from kernels.ops import Ops
 
 
@@ -28,3 +29,7 @@ class RmsNorm:
         if residual is None:
             return self(x), x
         return self._ops.rms_norm_add(x, residual, self._weight, self._eps)
+
+    def add_sum(self, x: Tensor, residual: Tensor, sums: FusedSums) -> tuple[Tensor, Tensor]:
+        """As `add` of the sum of `x` over the ranks."""
+        return sums.add_norm(x, residual, self._weight, self._eps)

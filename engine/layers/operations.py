@@ -49,6 +49,8 @@ class Flow:
     # [T, hidden]  the output of the part before, not added to `residual` yet; or normalised
     x: Tensor
     residual: Tensor | None = None  # None = the stream begins with `x`
+    # `x` is this rank's part of a sum, which the norm that follows takes (`FusedSums`).
+    owes_sum: bool = False
     # of `FeedForward`; None where no token is padding
     slots: Tensor | None = None
     # [S] integer  the tokens that the last layer keeps; None = all, or those of `ctx.last`

@@ -232,8 +232,8 @@ class CausalLM:
         is_finite = None if sums is None else flow.ctx.comm.all_reduce(sums).isfinite()
         if flow.has_ended:
             return ForwardResult(hidden=flow.x[:0], is_finite=is_finite)
-        hidden, _ = self._final_norm.add(flow.x, flow.residual)
-        return ForwardResult(hidden=hidden, is_finite=is_finite)
+        _add_and_norm(flow, self._final_norm)
+        return ForwardResult(hidden=flow.x, is_finite=is_finite)
 
     def logits(self, hidden: Tensor, comm: Comm = SINGLE_RANK) -> Tensor:
         """hidden: [S, hidden], rows of `ForwardResult.hidden`; returns [S, vocab] in its dtype.
@@ -253,6 +253,7 @@ def _side_by_side(export: Export, entering: dict[int, Tensor], final: Tensor) ->
 
 def _stream(flow: Flow) -> Tensor:
     """A copy [T, hidden] of the residual stream, between two layers."""
+    _settle(flow)
     return flow.x.clone() if flow.residual is None else flow.x + flow.residual
 
 
@@ -354,10 +355,9 @@ class DecoderLayer:
 
     def _prepare(self, flow: Flow) -> None:
         """Writes ctx.kv_store."""
-        x, residual = self._attention_norm.add(flow.x, flow.residual)
-        q, k, v = self._attention.project(x, flow.ctx)
-        flow.tokens = ProjectedTokens(x=x, q=q, k=k, v=v, residual=residual)
-        flow.x, flow.residual = x, residual
+        residual = _add_and_norm(flow, self._attention_norm)
+        q, k, v = self._attention.project(flow.x, flow.ctx)
+        flow.tokens = ProjectedTokens(x=flow.x, q=q, k=k, v=v, residual=residual)
 
     def _prepare_last(self, flow: Flow) -> None:
         """`_prepare`; then only the tokens stay whose logits are asked for, if they are known."""
@@ -386,9 +386,9 @@ class DecoderLayer:
 
     def _store(self, flow: Flow) -> StoredTokens:
         """`_prepare` without queries; writes ctx.kv_store."""
-        x, residual = self._attention_norm.add(flow.x, flow.residual)
-        k, v = self._attention.store(x, flow.ctx)
-        return StoredTokens(x=x, k=k, v=v, residual=residual)
+        residual = _add_and_norm(flow, self._attention_norm)
+        k, v = self._attention.store(flow.x, flow.ctx)
+        return StoredTokens(x=flow.x, k=k, v=v, residual=residual)
 
     def _project_last(self, stored: StoredTokens, last: LastTokens) -> ProjectedTokens:
         """Project the queries that `_store` left out, for each row's last token only; [R]."""
@@ -413,7 +413,7 @@ class DecoderLayer:
         flow.x, flow.residual = self._attention.output(attended, flow.ctx), residual
 
     def _prepare_mlp(self, flow: Flow) -> None:
-        flow.x, flow.residual = self._mlp_norm.add(flow.x, flow.residual)
+        _add_and_norm(flow, self._mlp_norm)
 
     def _finish_mlp(self, flow: Flow) -> None:
         """What comes after the sum over the ranks: nothing here."""
@@ -424,7 +424,29 @@ class DecoderLayer:
 
 
 def _sum_over_ranks(flow: Flow) -> None:
-    flow.x = flow.ctx.comm.all_reduce(flow.x)
+    """Now, or, where that is faster, with the norm that follows."""
+    fused = flow.ctx.fused_sums
+    flow.owes_sum = True
+    if fused is None or flow.residual is None or not fused.fits(flow.x):
+        _settle(flow)
+
+
+def _settle(flow: Flow) -> None:
+    if flow.owes_sum:
+        flow.x = flow.ctx.comm.all_reduce(flow.x)
+        flow.owes_sum = False
+
+
+def _add_and_norm(flow: Flow, norm: RmsNorm) -> Tensor:
+    """Adds `x` to the residual stream and normalises that into `x`; returns the stream."""
+    fused = flow.ctx.fused_sums
+    if flow.owes_sum and fused is not None and flow.residual is not None:
+        flow.x, flow.residual = norm.add_sum(flow.x, flow.residual, fused)
+        flow.owes_sum = False
+    else:
+        _settle(flow)
+        flow.x, flow.residual = norm.add(flow.x, flow.residual)
+    return flow.residual
 
 
 def _scatter_rows(flow: Flow) -> None:
@@ -457,10 +479,12 @@ class OutputNormLayer(DecoderLayer):
         self._mlp_output_norm = mlp_output_norm
 
     def _prepare_mlp(self, flow: Flow) -> None:
+        _settle(flow)
         flow.x = self._attention_output_norm(flow.x)
         super()._prepare_mlp(flow)
 
     def _finish_mlp(self, flow: Flow) -> None:
+        _settle(flow)
         flow.x = self._mlp_output_norm(flow.x)
 
 

@@ -1,5 +1,7 @@
 """Communication between the ranks of one model on one host: gloo on a CPU, NCCL between GPUs.
 
+Where GPUs map each other's memory, smaller sums between them are ours (peer_ranks.py).
+
 The groups are objects of their own: there is no default process group and nothing global. Gloo
 listens on the loopback interface only.
 
@@ -23,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engine.errors import WorkerError
-from engine.layers.context import Comm
+from engine.layers.context import Comm, FusedSums
 from engine.ranks.rank import Rank
 
 _LOOPBACK = "127.0.0.1"
@@ -32,11 +34,19 @@ _POLL_S = 1e-3
 _SUMMED_IN_FP32 = (torch.bfloat16, torch.float16)
 
 
-def connect_ranks(rank: Rank, store: dist.Store, device: torch.device, timeout_s: float) -> Comm:
+def connect_ranks(
+    rank: Rank,
+    store: dist.Store,
+    device: torch.device,
+    timeout_s: float,
+    *,
+    uses_peer_memory: bool = True,
+) -> Comm:
     """Meet the other ranks at `store`; returns when all have come and a first sum is right.
 
     Every rank calls it once with the same size, an equal store and its own device. `timeout_s`
-    limits this, and later every operation. Raises WorkerError.
+    limits this, and later every operation. uses_peer_memory: if the GPUs can; for measurements.
+    Raises WorkerError.
     """
     store.set_timeout(timedelta(seconds=timeout_s))
     host = GlooRanks(rank, dist.PrefixStore("host", store), timeout_s)
@@ -45,7 +55,11 @@ def connect_ranks(rank: Rank, store: dist.Store, device: torch.device, timeout_s
         return host
     comm = NcclRanks(rank, dist.PrefixStore("device", store), host, device, timeout_s)
     _check_sum(comm, device)
-    return comm
+    if rank.size == 1 or not uses_peer_memory:
+        return comm
+    from engine.ranks.peer_ranks import open_peer_ranks  # imports Triton
+
+    return open_peer_ranks(comm, device)
 
 
 def _check_sum(comm: Comm, device: torch.device) -> None:
@@ -64,6 +78,8 @@ def _name(rank: Rank) -> str:
 
 class GlooRanks:
     """`Comm` for tensors in host memory. Not thread-safe: one thread calls it."""
+
+    fused_sums: FusedSums | None = None
 
     def __init__(self, rank: Rank, store: dist.Store, timeout_s: float) -> None:
         """Connect to the other ranks. Raises WorkerError."""
@@ -170,6 +186,8 @@ class NcclRanks:
 
     Not thread-safe. Operations run in the stream that is current when they are called.
     """
+
+    fused_sums: FusedSums | None = None
 
     def __init__(
         self,

@@ -21,6 +21,7 @@ def join_ranks(
     *,
     start_s: float,
     timeout_s: float,
+    uses_peer_memory: bool = True,
 ) -> Comm:
     """Waits until all ranks are here, and connects to them.
 
@@ -29,7 +30,7 @@ def join_ranks(
     later, which `timeout_s` limits. Raises WorkerError.
     """
     store = _meet(rank, board, incarnation, start_s)
-    return connect_ranks(rank, store, device, timeout_s)
+    return connect_ranks(rank, store, device, timeout_s, uses_peer_memory=uses_peer_memory)
 
 
 def _meet(rank: Rank, board: str, incarnation: str, timeout_s: float) -> dist.Store:

@@ -474,6 +474,7 @@ class Executor:
                 self._context(part.positions, part.slots, self._attention.plan(part.attention)),
                 lane=lane,
                 exchanges=exchanges,
+                fused_sums=None,
             )
             for lane, part in enumerate(parts)
         ]
@@ -494,6 +495,7 @@ class Executor:
             attention=self._attention,
             attention_metadata=metadata,
             comm=self._comm,
+            fused_sums=self._comm.fused_sums,
             kv_scales=self._kv_scales,
         )
 

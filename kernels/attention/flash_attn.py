@@ -3,11 +3,13 @@
 FlashAttention-3 (arXiv:2407.08608) reads the blocks of K and V through a two-dimensional table
 [rows, blocks], while a step has its block ids in one flat list. `expand_blocks` writes the table on
 the device, once per step. The library's scheduler metadata (the split of each row's keys over the
-SMs) is also computed once per step and window, not once per layer.
+SMs) is also computed once per step and window, not once per layer. Attention sinks are rounded to
+bf16, in which models publish them.
 """
 
 import importlib
 import importlib.util
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
@@ -24,6 +26,8 @@ _HOMES = ("vllm.vllm_flash_attn", "vllm_flash_attn")
 _HEAD_DIMS = (64, 128, 256)
 _DTYPES = (torch.bfloat16, torch.float16)
 _BLOCK_MULTIPLE = 16
+_MAX_SINK_HEADS = 64  # the library keeps the sinks of so many heads
+_SINKS = "s_aux"  # its argument
 _COLUMNS = 1024
 
 
@@ -31,14 +35,26 @@ def why_not(
     shape: AttentionShape, block_size: int, dtype: torch.dtype, device: torch.device
 ) -> str | None:
     """Why `FlashAttention` cannot serve this model on this machine; None = it can."""
+    of_heads = None
+    if shape.head_dim not in _HEAD_DIMS:
+        of_heads = f"FlashAttention-3 has heads of 64, 128 and 256, not {shape.head_dim}"
+    elif shape.has_sinks and shape.num_heads > _MAX_SINK_HEADS:
+        of_heads = (
+            f"FlashAttention-3 has sinks of {_MAX_SINK_HEADS} heads, not of {shape.num_heads}"
+        )
+    return why_not_here(of_heads, block_size, dtype, device)
+
+
+def why_not_here(
+    of_heads: str | None, block_size: int, dtype: torch.dtype, device: torch.device
+) -> str | None:
+    """Why the library cannot serve a model on this machine; of_heads: a reason in its heads."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
         return "FlashAttention-3 needs a GPU of compute capability 9 (Hopper)"
     if dtype not in _DTYPES:
         return f"FlashAttention-3 computes in bfloat16 and float16, not {dtype}"
-    if shape.head_dim not in _HEAD_DIMS:
-        return f"FlashAttention-3 has heads of 64, 128 and 256, not {shape.head_dim}"
-    if shape.has_sinks:
-        return "FlashAttention-3 is used without attention sinks"
+    if of_heads is not None:
+        return of_heads
     if block_size % _BLOCK_MULTIPLE:
         return f"block size {block_size} is not a multiple of {_BLOCK_MULTIPLE}"
     if _home() is None:
@@ -116,11 +132,16 @@ class FlashAttention:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """Raises ValueError if `why_not` gives a reason."""
+        """Raises ValueError if `why_not` gives a reason, or the library has no sinks to give."""
         reason = why_not(shape, block_size, dtype, device)
         if reason is not None:
             raise ValueError(reason)
-        library = _import_library()
+        library = import_library()
+        if shape.has_sinks and not _has_sinks(library):
+            raise ValueError(
+                f"{library.__name__} {getattr(library, '__version__', '')} has no attention sinks;"
+                " a newer vllm brings them"
+            )
         self._attend: Callable[..., Tensor] = library.flash_attn_varlen_func
         self._schedule: Callable[..., Tensor] = library.get_scheduler_metadata
         self._shape = shape
@@ -146,9 +167,11 @@ class FlashAttention:
         sinks: Tensor | None = None,
         scales: KvScales | None = None,
     ) -> Tensor:
-        assert sinks is None, "a shape with sinks was refused"
+        assert (sinks is not None) == self._shape.has_sinks, f"sinks {sinks} for {self._shape}"
         assert scales is None, "a store of e4m3 numbers was refused"
         window = self._shape.layer_windows[layer]
+        # Left out where there are none, for the sake of older libraries.
+        given = {} if sinks is None else {_SINKS: sinks.to(torch.bfloat16)}
         attended = self._attend(
             q=q,
             k=store[:, layer, 0],
@@ -160,10 +183,11 @@ class FlashAttention:
             block_table=metadata.table,
             softmax_scale=self._shape.scale,
             causal=True,
-            window_size=_window_size(window),
+            window_size=window_size(window),
             scheduler_metadata=metadata.schedules[window],
             fa_version=3,
             out=None if out is None else out.view(q.shape),
+            **given,
         )
         return attended.view(len(q), -1) if out is None else out
 
@@ -200,7 +224,7 @@ class FlashAttention:
                 cu_seqlens_q=metadata.rows.cu_tokens,
                 page_size=self._block_size,
                 causal=True,
-                window_size=_window_size(window),
+                window_size=window_size(window),
             )
 
     def refresh(self, metadata: FlashAttentionMetadata, step: AttentionStep) -> None:
@@ -221,12 +245,17 @@ class FlashAttention:
         )
 
 
-def _window_size(window: int | None) -> tuple[int, int]:
+def window_size(window: int | None) -> tuple[int, int]:
     """Number of keys seen before and after a query's own, for the library; -1 = all."""
     return (-1, -1) if window is None else (window - 1, 0)
 
 
-def _import_library() -> ModuleType:
+def _has_sinks(library: ModuleType) -> bool:
+    return _SINKS in inspect.signature(library.flash_attn_varlen_func).parameters
+
+
+def import_library() -> ModuleType:
+    """FlashAttention-3; `why_not_here` has said that it is here."""
     home = _home()
     assert home is not None, "asked for before why_not"
     library = importlib.import_module(home)

@@ -20,6 +20,8 @@ from torch import Tensor
 from kernels.attention.phased import PhasedMetadata, Phases
 from kernels.attention.protocol import AttentionShape, GraphPlanner, StepPlanner
 
+FLASH_HEADS = (192, 128)  # `head_sizes` for which FlashAttention-3 was compiled
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentShape:
@@ -41,6 +43,11 @@ class LatentShape:
     @property
     def query_dim(self) -> int:
         return self.nope_dim + self.rope_dim
+
+    @property
+    def head_sizes(self) -> tuple[int, int]:
+        """Numbers of a head's query and of its value."""
+        return self.query_dim, self.value_dim
 
     def absorbed(self, num_tiles: int = 1) -> AttentionShape:
         """The same attention over latents: all heads share a key, whose beginning is the value.

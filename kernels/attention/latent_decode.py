@@ -36,8 +36,8 @@ _ITEM_FIELDS = tl.constexpr(8)  # of an item, see `triton_decode`
 _MAX_TILE_HEADS = 64
 _FEW_HEADS = 16
 _LARGE_SHARED_MEMORY = 160 * 1024  # bytes a block, from which on 64 heads' queries fit beside keys
-_PROGRAMS_PER_SM = 2  # a program's tiles take half of an SM's shared memory, or all
-_MIN_TILE_KEYS = 16
+_MANY_PER_SM, _FEW_PER_SM = 2, 1  # programs, by what is left of an SM's shared memory
+_TILE_KEYS, _MIN_TILE_KEYS = 32, 16
 _UNSPLIT = 1 << 20  # tiles, more than any row has
 _PART_TILE = 4  # parts combined at once
 
@@ -54,7 +54,10 @@ class LatentWork:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentConfig:
-    """Tuning parameters: tiles of keys and the split, and equal tiles of the heads."""
+    """Tuning parameters: tiles of keys and the split, and equal tiles of the heads.
+
+    `num_programs` of `decode` are those that the device runs at once.
+    """
 
     decode: DecodeConfig
     num_tiles: int
@@ -210,28 +213,39 @@ def fitted_config(
     num_tiles = _num_tiles(shape.num_heads, most_heads)
     query_rows = _query_rows(shape.num_heads // num_tiles)
     is_few = query_rows <= _FEW_HEADS
-    tile_keys = 64 if is_few else 32
+    # Few heads: two programs share an SM, one loads while the other computes.
+    per_sm = _MANY_PER_SM if is_few else _FEW_PER_SM
+    tile_keys, stages = _largest_tile(shape, query_rows, memory_bytes // per_sm)
+    if stages == 0:
+        raise ValueError(
+            f"{device.name} has {memory_bytes} bytes of shared memory a block: too few for"
+            f" {query_rows} queries of {shape.width}"
+        )
+    config = DecodeConfig(tile_keys=tile_keys, num_warps=4 if is_few else 8, num_stages=stages)
+    if device.is_gpu:
+        config = replace(config, num_programs=per_sm * device.num_sms)
+    if whole_rows:
+        config = replace(config, min_part_tiles=_UNSPLIT)
+    return LatentConfig(decode=config, num_tiles=num_tiles)
+
+
+def _largest_tile(shape: LatentShape, query_rows: int, memory_bytes: int) -> tuple[int, int]:
+    """Keys of a tile and the pipeline's stages; 0 stages if no tile fits.
+
+    The matrix instruction of 16 rows keeps one buffer fewer than there are stages.
+    """
+    is_few = query_rows <= _FEW_HEADS
+    tile_keys = _TILE_KEYS
     while True:
-        stages = stages_that_fit(
+        buffers = stages_that_fit(
             2,
             stage_bytes=2 * tile_keys * shape.width,  # two bytes an element
             other_bytes=2 * query_rows * shape.width,
             shared_memory_bytes=memory_bytes,
         )
-        if stages >= 2 or (stages == 1 and tile_keys == _MIN_TILE_KEYS):
-            break
-        if tile_keys == _MIN_TILE_KEYS:
-            raise ValueError(
-                f"{device.name} has {memory_bytes} bytes of shared memory a block: too few for"
-                f" {query_rows} queries of {shape.width}"
-            )
+        if buffers == 2 or tile_keys == _MIN_TILE_KEYS:
+            return tile_keys, buffers + 1 if is_few and buffers else buffers
         tile_keys //= 2
-    config = DecodeConfig(tile_keys=tile_keys, num_warps=4 if is_few else 8, num_stages=stages)
-    if device.is_gpu:
-        config = replace(config, num_programs=_PROGRAMS_PER_SM * device.num_sms)
-    if whole_rows:
-        config = replace(config, min_part_tiles=_UNSPLIT)
-    return LatentConfig(decode=config, num_tiles=num_tiles)
 
 
 def _num_tiles(num_heads: int, most_heads: int) -> int:
@@ -254,9 +268,20 @@ def open_latent(
         head_dim=shape.rank,
         layer_windows=(None,),
     )
-    row_parts = torch.zeros((len(rows.num_keys), 2), dtype=torch.int32, device=rows.num_keys.device)
-    split = open_decode(rows, max_keys, scratch, config.decode)
+    num_rows = len(rows.num_keys)
+    row_parts = torch.zeros((num_rows, 2), dtype=torch.int32, device=rows.num_keys.device)
+    decode = replace(config.decode, num_programs=_num_extra(num_rows, config))
+    split = open_decode(rows, max_keys, scratch, decode)
     return LatentWork(shape=shape, split=split, row_parts=row_parts)
+
+
+def _num_extra(num_rows: int, config: LatentConfig) -> int:
+    """Programs beyond one a row and tile, so that all fill the device a whole number of times."""
+    at_once = config.decode.num_programs
+    first = num_rows * config.num_tiles
+    left = -first % at_once
+    # With less than a quarter of the device left hardly a row would be cut: fill it once more.
+    return left if left >= at_once // 4 else left + at_once
 
 
 def plan_latent(work: LatentWork) -> None:

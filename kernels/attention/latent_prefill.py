@@ -67,7 +67,17 @@ class LatentPrefill:
     # int32 [R + 1], counted from `first_token`, and [R]
     cu_tokens: Tensor
     num_keys: Tensor
+    # int32 [R + 1]
+    cu_keys: Tensor
+    max_new_tokens: int
+    max_keys: int
     pieces: tuple[Piece, ...]
+
+
+def keys_a_piece(shape: LatentShape, dtype: torch.dtype, piece_bytes: int) -> int:
+    """Keys whose made keys, values and vectors take at most `piece_bytes`; at least one."""
+    made = shape.num_heads * (shape.nope_dim + shape.value_dim)
+    return max(1, piece_bytes // ((made + shape.width) * dtype.itemsize))
 
 
 def plan_prefill(
@@ -105,6 +115,9 @@ def plan_prefill(
         num_tokens=int(new.sum()),
         cu_tokens=_on_device(np.cumsum([0, *new], dtype=np.int32), device),
         num_keys=_on_device(keys.astype(np.int32), device),
+        cu_keys=_on_device(np.cumsum([0, *keys], dtype=np.int32), device),
+        max_new_tokens=int(new.max()),
+        max_keys=int(keys.max()),
         pieces=tuple(pieces),
     )
 
@@ -265,14 +278,21 @@ def latent_prefill(
     kept = (0, 0) if is_single else (work.num_tokens, shape.num_heads)
     means = torch.empty((*kept, shape.value_dim), dtype=torch.float32, device=q.device)
     log_sums = torch.empty(kept, dtype=torch.float32, device=q.device)
-    vectors_of = layer_lines(store, layer)
     for number, piece in enumerate(work.pieces):
-        vectors = vectors_of.index_select(0, piece.lines).view(-1, shape.width)
-        made = F.linear(vectors[:, : shape.rank], up.flatten(0, 1))
+        made, vectors = made_keys(up, layer, store, piece, shape)
         _attend_piece(
             q, made, vectors, piece, work, (means, log_sums, out),
             is_first=number == 0, is_last=number == len(work.pieces) - 1,
         )  # fmt: skip
+
+
+def made_keys(
+    up: Tensor, layer: int, store: Tensor, piece: Piece, shape: LatentShape
+) -> tuple[Tensor, Tensor]:
+    """A piece's made keys and values, [keys, heads, nope + value], and vectors, [keys, width]."""
+    vectors = layer_lines(store, layer).index_select(0, piece.lines).view(-1, shape.width)
+    made = F.linear(vectors[:, : shape.rank], up.flatten(0, 1))
+    return made.view(len(made), shape.num_heads, -1), vectors
 
 
 def _attend_piece(

@@ -25,6 +25,7 @@ from kernels.attention.latent_prefill import (
     PIECE_BYTES,
     LatentPrefill,
     LatentPrefillConfig,
+    keys_a_piece,
     latent_prefill,
     plan_prefill,
 )
@@ -66,9 +67,7 @@ class TritonLatent:
             shape, device_properties(device), whole_rows=fixed_tile
         )
         self._prefill_config = prefill_config or LatentPrefillConfig()
-        made = shape.num_heads * (shape.nope_dim + shape.value_dim)
-        key_bytes = (made + shape.width) * dtype.itemsize
-        self._max_piece_keys = max(1, piece_bytes // key_bytes)
+        self._max_piece_keys = keys_a_piece(shape, dtype, piece_bytes)
 
     def plan(self, step: AttentionStep) -> TritonLatentMetadata:
         if self._is_fixed_tile:

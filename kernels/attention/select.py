@@ -30,8 +30,13 @@ _HOPPER = (9, 0)
 _ANY_MASK = ("flex", "reference")  # backends with more than causal masks and windows
 _SOFTCAP = ("flash_attn_4", "triton", "flex", "reference")
 _PROMPTS_ALONE = ("flash_attn_4",)
-_FP8 = ("triton", "reference")  # backends that read e4m3 numbers
+# Backends that read e4m3 numbers.
+_FP8: dict[_Phase, tuple[str, ...]] = {
+    "prefill": ("triton", "flash_attn", "reference"),
+    "decode": ("triton", "reference"),
+}
 _NO_FP8 = "it is used with K and V as the model computes them, not with cache.kv_dtype fp8_e4m3"
+_NO_FP8_DECODE = "with cache.kv_dtype fp8_e4m3 it is for prompts"
 _NO_FP8_LATENTS = (
     "latent attention (MLA) keeps its vectors as the model computes them; leave cache.kv_dtype out"
 )
@@ -61,7 +66,8 @@ def build_attention(
     """The combined backends of both phases.
 
     fixed_tile: a request's results are bitwise equal in any batch; only "triton" supports that.
-    is_fp8: K and V are stored as e4m3 numbers; "triton" and "reference" read them.
+    is_fp8: K and V are stored as e4m3 numbers; for prompts "flash_attn", for both phases "triton"
+    and "reference" read them.
     Raises BackendUnavailable if a named (or automatic) backend cannot serve this model here.
     """
     if isinstance(shape, LatentShape):
@@ -92,20 +98,17 @@ def _build_paged(names: AttentionNames, target: _Target, *, fixed_tile: bool) ->
     return PhasedAttention(prefill=prefill, decode=decode, graph=graph, prompt_graph=prompt_graph)
 
 
-def automatic_name(
-    phase: _Phase, shape: AttentionShape, device: DeviceProperties, *, is_fp8: bool = False
-) -> AttentionName:
-    """The meaning of "auto", by device, shape and what is stored alone.
+def automatic_name(phase: _Phase, shape: AttentionShape, device: DeviceProperties) -> AttentionName:
+    """The meaning of "auto", by device and shape alone.
 
     On Hopper the fastest measured for the phase. On other GPUs, where FlashAttention-3 does not
     run, the Triton kernels: of the backends that are left they alone compute prompts in CUDA
-    graphs. They have attention sinks, caps on scores and e4m3 numbers, which FlashAttention-3 here
-    lacks.
+    graphs. They have attention sinks and caps on scores, which FlashAttention-3 here lacks.
     """
     if not device.is_gpu or shape.head_dim not in _TRITON_HEAD_DIMS:
         return "reference"
     is_measured = device.capability == _HOPPER and shape.head_dim <= _MEASURED_HEAD_DIM
-    is_plain = not shape.has_sinks and shape.softcap is None and not is_fp8
+    is_plain = not shape.has_sinks and shape.softcap is None
     can_flash = is_measured and is_plain
     return "flash_attn" if phase == "prefill" and can_flash else "triton"
 
@@ -117,18 +120,16 @@ def why_not(
     block_size: int,
     dtype: torch.dtype,
     device: torch.device,
-    is_fp8: bool = False,
 ) -> str | None:
     """Why backend `name` cannot serve this model on this machine; None = it can."""
-    target = _Target(shape=shape, block_size=block_size, dtype=dtype, device=device, is_fp8=is_fp8)
+    target = _Target(shape=shape, block_size=block_size, dtype=dtype, device=device)
     return _why_not(name, target)
 
 
 def _resolve(name: AttentionName, phase: _Phase, target: _Target) -> str:
     chosen = name
     if name == "auto":
-        device = device_properties(target.device)
-        chosen = automatic_name(phase, target.shape, device, is_fp8=target.is_fp8)
+        chosen = automatic_name(phase, target.shape, device_properties(target.device))
     reason = _why_not_phase(chosen, phase, target)
     if reason is None:
         return chosen
@@ -169,6 +170,8 @@ def _check_fixed_tile(names: AttentionNames, target: _Target) -> None:
 def _why_not_phase(name: str, phase: _Phase, target: _Target) -> str | None:
     if phase == "decode" and name in _PROMPTS_ALONE:
         return "it is for prompts"
+    if target.is_fp8 and name not in _FP8[phase]:
+        return _NO_FP8 if name not in _FP8["prefill"] else _NO_FP8_DECODE
     return _why_not(name, target)
 
 
@@ -180,8 +183,6 @@ def _why_not(name: str, target: _Target) -> str | None:
         return f"its kernels have causal masks and windows of them, not {what}"
     if name not in _SOFTCAP and target.shape.softcap is not None:
         return "it is used without a cap on scores"
-    if name not in _FP8 and target.is_fp8:
-        return _NO_FP8
     return _WHY_NOT[name](target)
 
 
@@ -282,6 +283,12 @@ def _build_flashinfer(target: _Target) -> GraphAttention:
 
 
 def _build_flash_attn(target: _Target) -> GraphAttention:
+    if target.is_fp8:
+        from kernels.attention.widened import WidenedAttention
+
+        return WidenedAttention(
+            target.shape, block_size=target.block_size, dtype=target.dtype, device=target.device
+        )
     from kernels.attention.flash_attn import FlashAttention
 
     return FlashAttention(

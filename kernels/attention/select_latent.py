@@ -1,19 +1,41 @@
 """Chooses the backends of latent attention (MLA) by name, device and shape.
 
-"auto" is `reference` everywhere: the Triton kernels (`triton`) have not been measured on a GPU yet,
-so they are used where they are asked for, and in deterministic mode, which nothing else computes.
+"auto" is `triton` for single tokens and, on Hopper with heads of FlashAttention-3's sizes,
+`flash_attn` for prompts, else `triton`; `reference` on a CPU and for numbers of 32 bits. As for
+other attention it does not depend on which packages are installed.
 """
 
 import importlib.util
+from dataclasses import dataclass
 
 import torch
 
-from kernels.attention.latent import GraphLatent, LatentShape, PhasedLatent
+from kernels.attention.latent import (
+    FLASH_HEADS,
+    GraphLatent,
+    LatentBackend,
+    LatentShape,
+    PhasedLatent,
+)
 from kernels.attention.latent_reference import ReferenceLatent
-from kernels.attention.names import AttentionNames, BackendUnavailable
+from kernels.attention.names import AttentionName, AttentionNames, BackendUnavailable
+from kernels.device import device_properties
 
 _BLOCK_MULTIPLE = 16
 _DTYPES = (torch.bfloat16, torch.float16)
+_HOPPER = (9, 0)
+_NAMES = {"prefill": ("reference", "triton", "flash_attn"), "decode": ("reference", "triton")}
+_FIXED_TILE = ("triton",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """The model, KV layout and device that a backend has to serve."""
+
+    shape: LatentShape
+    block_size: int
+    dtype: torch.dtype
+    device: torch.device
 
 
 def build_latent_attention(
@@ -26,60 +48,111 @@ def build_latent_attention(
     fixed_tile: bool,
 ) -> PhasedLatent:
     """As `build_attention`. Raises BackendUnavailable likewise."""
-    reference = ReferenceLatent(shape, block_size=block_size, dtype=dtype, device=device)
-    wanted = ("prefill", names.prefill), ("decode", names.decode)
-    for phase, name in wanted:
-        works = ("auto", "triton") if fixed_tile else ("auto", "reference", "triton")
-        if name not in works:
-            raise BackendUnavailable(
-                f"{name} cannot compute latent attention's {phase} phase"
-                f"{' with the same bits in any batch' if fixed_tile else ''};"
-                f" choose {' or '.join(works[1:])}"
-            )
-    uses_triton = fixed_tile or "triton" in (names.prefill, names.decode)
-    if not uses_triton:
-        return PhasedLatent(prefill=reference, decode=reference, graph=None)
-    reason = why_not_triton(shape, block_size=block_size, dtype=dtype, device=device)
-    if reason is not None:
-        raise BackendUnavailable(f"triton cannot compute latent attention here: {reason}")
-    triton = _build_triton(shape, block_size, dtype, device, fixed_tile=fixed_tile)
-    decodes = fixed_tile or names.decode == "triton"
-    prefills = fixed_tile or names.prefill == "triton"
-    return PhasedLatent(
-        prefill=triton if prefills else reference,
-        decode=triton if decodes else reference,
-        graph=triton if decodes else None,
-    )
+    target = Target(shape=shape, block_size=block_size, dtype=dtype, device=device)
+    prefill_name = _resolve(names.prefill, "prefill", target, fixed_tile=fixed_tile)
+    decode_name = _resolve(names.decode, "decode", target, fixed_tile=fixed_tile)
+    graph = _build_triton(target, fixed_tile=fixed_tile) if decode_name == "triton" else None
+    decode = graph or _build(decode_name, target)
+    prefill = decode if prefill_name == decode_name else _build(prefill_name, target)
+    return PhasedLatent(prefill=prefill, decode=decode, graph=graph)
 
 
-def why_not_triton(
-    shape: LatentShape, *, block_size: int, dtype: torch.dtype, device: torch.device
-) -> str | None:
-    """Why the Triton kernels cannot serve this model on this machine; None = they can."""
-    if device.type != "cuda":
+def automatic_name(phase: str, target: Target) -> AttentionName:
+    """The meaning of "auto"."""
+    device = device_properties(target.device)
+    if not device.is_gpu or target.dtype not in _DTYPES or not _has_sizes(target.shape):
+        return "reference"
+    can_flash = device.capability == _HOPPER and target.shape.head_sizes == FLASH_HEADS
+    return "flash_attn" if phase == "prefill" and can_flash else "triton"
+
+
+def _why_not_triton(target: Target) -> str | None:
+    if target.device.type != "cuda":
         return "the Triton kernels need a GPU; choose reference"
-    if dtype not in _DTYPES:
-        return f"the Triton kernels compute in bfloat16 and float16, not {dtype}"
-    if block_size % _BLOCK_MULTIPLE:
-        return f"block size {block_size} is not a multiple of {_BLOCK_MULTIPLE}"
-    for what, size in (("latents", shape.rank), ("rotated keys", shape.rope_dim)):
-        if size < _BLOCK_MULTIPLE or size & (size - 1):
-            return f"the Triton kernels need powers of two from 16 on; {what} have {size} numbers"
+    if target.dtype not in _DTYPES:
+        return f"the Triton kernels compute in bfloat16 and float16, not {target.dtype}"
+    if target.block_size % _BLOCK_MULTIPLE:
+        return f"block size {target.block_size} is not a multiple of {_BLOCK_MULTIPLE}"
+    if not _has_sizes(target.shape):
+        return (
+            "the Triton kernels need powers of two from 16 on; latents have"
+            f" {target.shape.rank} and rotated keys {target.shape.rope_dim} numbers"
+        )
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed; `pip install triton` brings it"
     return None
 
 
-def _build_triton(
-    shape: LatentShape,
-    block_size: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    fixed_tile: bool,
-) -> GraphLatent:
+def _has_sizes(shape: LatentShape) -> bool:
+    sizes = shape.rank, shape.rope_dim
+    return all(size >= _BLOCK_MULTIPLE and not size & (size - 1) for size in sizes)
+
+
+def _resolve(name: AttentionName, phase: str, target: Target, *, fixed_tile: bool) -> str:
+    """The backend that `name` stands for. Raises BackendUnavailable if it cannot serve."""
+    works = _FIXED_TILE if fixed_tile else _NAMES[phase]
+    if name == "auto":
+        chosen = "triton" if fixed_tile else automatic_name(phase, target)
+    elif name in works:
+        chosen = name
+    else:
+        raise BackendUnavailable(
+            f"{name} cannot compute latent attention's {phase} phase"
+            f"{' with the same bits in any batch' if fixed_tile else ''};"
+            f" choose {' or '.join(works)}"
+        )
+    reason = _why_not(chosen, target)
+    if reason is None:
+        return chosen
+    raise BackendUnavailable(f"{chosen} cannot compute latent attention here: {reason}")
+
+
+def _why_not(name: str, target: Target) -> str | None:
+    if name == "reference":
+        return None
+    reason = _why_not_triton(target)
+    if reason is not None or name == "triton":
+        return reason
+    from kernels.attention import latent_flash
+
+    return latent_flash.why_not(target.shape, target.block_size, target.dtype, target.device)
+
+
+# ---- each module is imported only when it is needed ----------------------------------------------
+
+
+def _build(name: str, target: Target) -> LatentBackend:
+    match name:
+        case "triton":
+            return _build_triton(target, fixed_tile=False)
+        case "flash_attn":
+            return _build_flash(target)
+    return ReferenceLatent(
+        target.shape, block_size=target.block_size, dtype=target.dtype, device=target.device
+    )
+
+
+def _build_triton(target: Target, *, fixed_tile: bool) -> GraphLatent:
     from kernels.attention.latent_triton import TritonLatent
 
     return TritonLatent(
-        shape, block_size=block_size, dtype=dtype, device=device, fixed_tile=fixed_tile
+        target.shape,
+        block_size=target.block_size,
+        dtype=target.dtype,
+        device=target.device,
+        fixed_tile=fixed_tile,
     )
+
+
+def _build_flash(target: Target) -> LatentBackend:
+    from kernels.attention.latent_flash import FlashLatent
+
+    try:
+        return FlashLatent(
+            target.shape, block_size=target.block_size, dtype=target.dtype, device=target.device
+        )
+    except (ImportError, ValueError) as error:  # installed, but built for another torch or older
+        raise BackendUnavailable(
+            f"flash_attn cannot compute latent attention's prefill phase here: {error}; choose"
+            " triton or reference"
+        ) from error

@@ -38,7 +38,7 @@ def add_verification(
         )
     name = names.decode
     if name == "auto":
-        name = automatic_name("decode", shape, device_properties(device), is_fp8=is_fp8)
+        name = automatic_name("decode", shape, device_properties(device))
     if name == "reference":
         reference = ReferenceAttention(
             shape, block_size=block_size, dtype=dtype, device=device, is_fp8=is_fp8

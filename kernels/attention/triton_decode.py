@@ -12,11 +12,11 @@ every replay of a captured graph is balanced anew:
     items      4    3   0    1    2       last row first: rows are sorted, long ones start early
 
 Parts of a row write (out, m + log2 l) to scratch memory. The last program to finish combines them
-in part order, so the result does not depend on which program that is. With attention sinks the
-first part of a row begins with the sink's logit in m and 1 in l: it is in the sum once, without a
-value. Of a store of e4m3 numbers (`kernels.kv.scales`) products are those of the numbers, exact in
-q's dtype; K's scale is part of the factor on the scores, V's is multiplied at the end. Knows no
-requests and no prefill.
+in part order, so the result does not depend on which program that is. An attention sink is one more
+score of a row's first part, without a value: it is loaded at the start and added at the end, so
+that no key waits for it. Of a store of e4m3 numbers (`kernels.kv.scales`) products are those of the
+numbers, exact in float16, in which they are read (`eight_bits`); K's scale is part of the factor on
+the scores, V's is multiplied at the end. Knows no requests and no prefill.
 """
 
 import math
@@ -27,10 +27,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.attention.eight_bits import (
+    SHIFT,
+    add_values,
+    dot_keys,
+    joined,
+    split_queries,
+    widen_pairs,
+)
 from kernels.attention.protocol import AttentionShape, RowTensors
 from kernels.kv.scales import KvScales
 from kernels.pdl import pdl_supported
-from kernels.quant.decode import decode_e4m3, knows_e4m3, uses_ptx
+from kernels.quant.decode import knows_e4m3
 
 # Smallest number of rows of tl.dot; fewer queries per KV head are padded to it.
 MIN_DOT_ROWS = 16
@@ -80,7 +88,7 @@ def layer_constants(
 ) -> dict[str, int | float]:
     """The constants of a kernel: the model's sizes and the strides of q and the store."""
     assert q.stride(2) == 1, f"the numbers of a query lie {q.stride(2)} apart"
-    assert store.stride()[4:] == (shape.head_dim, 1), f"strides of the store: {store.stride()}"
+    assert store.stride()[4:] == (store.shape[5], 1), f"strides of the store: {store.stride()}"
     return {
         "SCALE_LOG2E": shape.scale * math.log2(math.e),
         "SOFTCAP_LOG2E": (shape.softcap or 0.0) * math.log2(math.e),  # 0: none
@@ -103,15 +111,6 @@ def check_store(q: Tensor, store: Tensor, scales: KvScales | None) -> None:
     assert store.dtype == expected, f"queries in {q.dtype} of a store in {store.dtype}"
 
 
-def decoding(q: Tensor, scales: KvScales | None) -> dict[str, bool]:
-    """The constants by which a kernel decodes e4m3 numbers, equal for all that has none."""
-    is_fp8 = scales is not None
-    return {
-        "KNOWS_E4M3": is_fp8 and knows_e4m3(q.device),
-        "USES_PTX": is_fp8 and uses_ptx(q.device),
-    }
-
-
 @triton.jit
 def key_offsets(  # noqa: ANN201
     blocks, keys, BLOCK_SIZE: tl.constexpr, BLOCK_STRIDE: tl.constexpr, TOKEN_STRIDE: tl.constexpr
@@ -127,9 +126,18 @@ def capped(scores, SOFTCAP: tl.constexpr):  # noqa: ANN201
 
 
 @triton.jit
-def sink_scores(sinks_ptr, heads, is_head):  # noqa: ANN201
-    """The logits of the heads' sinks as powers of two."""
-    return tl.load(sinks_ptr + heads, mask=is_head, other=0.0) * _LOG2E
+def sink_scores(sinks_ptr, heads, is_counted):  # noqa: ANN201
+    """The logits of the heads' sinks as powers of two; none where the sink is not counted."""
+    return tl.load(sinks_ptr + heads, mask=is_counted, other=float("-inf")) * _LOG2E
+
+
+@triton.jit
+def with_sink(sink, biggest, total, acc, SHIFT: tl.constexpr = 0.0):  # noqa: ANN201
+    """An online softmax with one more score, which has no value; weights are 2^SHIFT too large."""
+    bigger = tl.maximum(biggest, sink)
+    base = tl.where(bigger == float("-inf"), 0.0, bigger)
+    shrink = tl.exp2(biggest - base)
+    return bigger, total * shrink + tl.exp2(sink - base + SHIFT), acc * shrink[:, None]
 
 
 @triton.jit
@@ -139,16 +147,6 @@ def times_scale(  # noqa: ANN201
     """x times the scale of one head's K (plane 0) or V (1); x itself of a store without scales."""
     if scales_ptr is not None:
         x = x * tl.load(scales_ptr + (layer * 2 + plane) * NUM_KV_HEADS + kv_head)
-    return x
-
-
-@triton.jit
-def stored_numbers(  # noqa: ANN201
-    x, dtype: tl.constexpr, IS_FP8: tl.constexpr, KNOWS_E4M3: tl.constexpr, USES_PTX: tl.constexpr
-):
-    """A tile of the store in the dtype of products."""
-    if IS_FP8:
-        x = decode_e4m3(x, dtype, KNOWS_E4M3, USES_PTX)
     return x
 
 
@@ -285,8 +283,9 @@ def _decode_kernel(
     QUERY_ROWS: tl.constexpr,
     PART_TILE: tl.constexpr,
     NUM_COLUMNS: tl.constexpr,
+    WIDTH: tl.constexpr,  # of a head in the store: words of two e4m3 numbers, or head_dim
+    SHIFT: tl.constexpr,  # by which power of two weights are too large
     KNOWS_E4M3: tl.constexpr,
-    USES_PTX: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
     kv_head = tl.program_id(0)
@@ -320,29 +319,30 @@ def _decode_kernel(
         mask=is_group,
         other=0.0,
     )
-    k_ptr = store_ptr + layer.to(tl.int64) * LAYER_STRIDE + kv_head * HEAD_DIM
+    IS_FP8: tl.constexpr = scales_ptr is not None
+    column = tl.arange(0, WIDTH)
+    k_ptr = store_ptr + layer.to(tl.int64) * LAYER_STRIDE + kv_head * WIDTH
     v_ptr = k_ptr + HALF_STRIDE
     score_scale = times_scale(SCALE_LOG2E, scales_ptr, layer, 0, kv_head, NUM_KV_HEADS)
-    IS_FP8: tl.constexpr = scales_ptr is not None
+    q, q_odd, score_scale = split_queries(q, score_scale, QUERY_ROWS, WIDTH, IS_FP8)
+    if sinks_ptr is not None:
+        sink = sink_scores(sinks_ptr, heads, (group < NUM_GROUPS) & (part == 0))
 
     biggest = tl.full([QUERY_ROWS], float("-inf"), tl.float32)
     total = tl.zeros([QUERY_ROWS], tl.float32)
-    acc = tl.zeros([QUERY_ROWS, HEAD_DIM], tl.float32)
-    if sinks_ptr is not None:  # noqa: SIM102 - the first is decided when it is compiled
-        if part == 0:
-            biggest = sink_scores(sinks_ptr, heads, group < NUM_GROUPS)
-            total = tl.full([QUERY_ROWS], 1.0, tl.float32)
+    acc = tl.zeros([QUERY_ROWS, WIDTH], tl.float32)
+    acc_odd = acc
     for start in tl.range(first_key, end_key, TILE_KEYS):
         keys = start + lane
         offsets = key_offsets(blocks, keys, BLOCK_SIZE, BLOCK_STRIDE, TOKEN_STRIDE)
         is_key = keys < end_key
-        k = tl.load(k_ptr + offsets[:, None] + dim[None, :], mask=is_key[:, None], other=0.0)
-        v = tl.load(v_ptr + offsets[:, None] + dim[None, :], mask=is_key[:, None], other=0.0)
+        k = tl.load(k_ptr + offsets[:, None] + column[None, :], mask=is_key[:, None], other=0)
+        v = tl.load(v_ptr + offsets[:, None] + column[None, :], mask=is_key[:, None], other=0)
         next_keys = keys + TILE_KEYS
         blocks = tl.load(ids_ptr + next_keys // BLOCK_SIZE, mask=next_keys < end_key, other=0)
-        k = stored_numbers(k, q.dtype, IS_FP8, KNOWS_E4M3, USES_PTX)
-        v = stored_numbers(v, q.dtype, IS_FP8, KNOWS_E4M3, USES_PTX)
-        scores = tl.dot(q, tl.trans(k)) * score_scale
+        k, k_odd = widen_pairs(k, q.dtype, IS_FP8, KNOWS_E4M3)
+        v, v_odd = widen_pairs(v, q.dtype, IS_FP8, KNOWS_E4M3)
+        scores = dot_keys(q, q_odd, k, k_odd, IS_FP8) * score_scale
         if SOFTCAP_LOG2E > 0:
             scores = capped(scores, SOFTCAP_LOG2E)
         is_seen = is_key
@@ -351,11 +351,14 @@ def _decode_kernel(
         scores = tl.where(is_seen[None, :], scores, float("-inf"))
         # Each tile has a key that the query sees, so the maximum is finite.
         bigger = tl.maximum(biggest, tl.max(scores, 1))
-        p = tl.exp2(scores - bigger[:, None])
+        p = tl.exp2(scores - (bigger - SHIFT)[:, None])
         shrink = tl.exp2(biggest - bigger)
         total = total * shrink + tl.sum(p, 1)
-        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None])
+        acc, acc_odd = add_values(p, v, v_odd, acc, acc_odd, shrink, IS_FP8)
         biggest = bigger
+    acc = joined(acc, acc_odd, IS_FP8)
+    if sinks_ptr is not None:
+        biggest, total, acc = with_sink(sink, biggest, total, acc, SHIFT)
     out = times_scale(acc / total[:, None], scales_ptr, layer, 1, kv_head, NUM_KV_HEADS)
 
     first_out_ptr = out_ptr + (row.to(tl.int64) * NUM_KV_HEADS + kv_head) * (NUM_GROUPS * HEAD_DIM)
@@ -368,7 +371,7 @@ def _decode_kernel(
         tl.store(partial_at + within, out, mask=is_group)
         tl.store(
             log_sums_ptr + slot * NUM_GROUPS + group,
-            biggest + tl.log2(total),
+            biggest - SHIFT + tl.log2(total),
             mask=group < NUM_GROUPS,
         )
         # Order: all threads' stores, the barrier, one thread's release; the last's acquire, loads.
@@ -451,12 +454,13 @@ def decode_attention(
     shape, config = work.shape, work.config
     assert (sinks is not None) == shape.has_sinks, f"sinks {sinks}, has_sinks {shape.has_sinks}"
     check_store(q, store, scales)
+    words = store if scales is None else store.view(torch.uint16)
     use_pdl = pdl_supported(q.device)
     items = work.items[shape.layer_windows[layer]]
     num_columns = triton.next_power_of_2(shape.num_groups) * shape.head_dim
     _decode_kernel[(shape.num_kv_heads, len(items))](
         q,
-        store,
+        words,
         work.rows.block_ids,
         items,
         work.partial,
@@ -466,12 +470,14 @@ def decode_attention(
         sinks,
         None if scales is None else scales.scale,
         layer,
-        **layer_constants(q, layer, store, shape),
+        **layer_constants(q, layer, words, shape),
         TILE_KEYS=config.tile_keys,
         QUERY_ROWS=max(MIN_DOT_ROWS, num_columns // shape.head_dim),
         PART_TILE=max(1, _COMBINED_ELEMENTS // num_columns),
         NUM_COLUMNS=num_columns,
-        **decoding(q, scales),
+        WIDTH=words.shape[5],
+        SHIFT=0.0 if scales is None else SHIFT,
+        KNOWS_E4M3=scales is not None and knows_e4m3(q.device),
         USE_PDL=use_pdl,
         num_warps=config.num_warps,
         num_stages=config.num_stages,

@@ -5,8 +5,8 @@ the end of their row's keys:
 
     token i of a row sees keys j with  p - window < j <= p,   p = num_keys - num_new + i
 
-A token with p < 0, in a row with more new tokens than keys, sees none and gets zeros. With
-attention sinks the sum of weights begins with that of the head's sink, which has no value.
+A token with p < 0, in a row with more new tokens than keys, sees none and gets zeros. An attention
+sink is one more score without a value, as in `triton_decode`.
 
 A program computes a tile of a row's tokens with all query heads of one KV head:
 
@@ -16,7 +16,8 @@ A program computes a tile of a row's tokens with all query heads of one KV head:
 *Fixed tiles* make a query's result bitwise independent of its surroundings: every query goes
 through one kernel of one shape and sees tiles counted from key 0 in order, all of them masked. A
 tile of which it sees nothing changes nothing (its maximum stays, factors are exactly 1, weights
-exactly 0). A store of e4m3 numbers is read as in `triton_decode`. Knows no requests.
+exactly 0). Products of a store of e4m3 numbers
+are those of the numbers, exact in q's dtype. Knows no requests.
 """
 
 from dataclasses import dataclass
@@ -30,15 +31,15 @@ from kernels.attention.triton_decode import (
     MIN_DOT_ROWS,
     capped,
     check_store,
-    decoding,
     key_offsets,
     layer_constants,
     sink_scores,
-    stored_numbers,
     times_scale,
+    with_sink,
 )
 from kernels.kv.scales import KvScales
 from kernels.pdl import pdl_supported
+from kernels.quant.decode import decode_e4m3, knows_e4m3, uses_ptx
 
 _ROW_TILE = 128
 
@@ -67,6 +68,25 @@ class PrefillWork:
     first_row: int
     num_rows: int
     num_tokens: int
+
+
+def _decoding(q: Tensor, scales: KvScales | None) -> dict[str, bool]:
+    """The constants by which a kernel decodes e4m3 numbers, equal for all that has none."""
+    is_fp8 = scales is not None
+    return {
+        "KNOWS_E4M3": is_fp8 and knows_e4m3(q.device),
+        "USES_PTX": is_fp8 and uses_ptx(q.device),
+    }
+
+
+@triton.jit
+def _numbers(
+    x, dtype: tl.constexpr, IS_FP8: tl.constexpr, KNOWS_E4M3: tl.constexpr, USES_PTX: tl.constexpr
+):
+    """A tile of the store in the dtype of products."""
+    if IS_FP8:
+        x = decode_e4m3(x, dtype, KNOWS_E4M3, USES_PTX)
+    return x
 
 
 @triton.jit
@@ -133,8 +153,8 @@ def _attend(
         else:
             k = tl.load(k_ptr + offsets[:, None] + dim[None, :])
             v = tl.load(v_ptr + offsets[:, None] + dim[None, :])
-        k = stored_numbers(k, q.dtype, IS_FP8, KNOWS_E4M3, USES_PTX)
-        v = stored_numbers(v, q.dtype, IS_FP8, KNOWS_E4M3, USES_PTX)
+        k = _numbers(k, q.dtype, IS_FP8, KNOWS_E4M3, USES_PTX)
+        v = _numbers(v, q.dtype, IS_FP8, KNOWS_E4M3, USES_PTX)
         scores = tl.dot(q, tl.trans(k)) * score_scale
         if SOFTCAP_LOG2E > 0:
             scores = capped(scores, SOFTCAP_LOG2E)
@@ -244,12 +264,11 @@ def _prefill_kernel(
     v_ptr = k_ptr + HALF_STRIDE
     IS_FP8: tl.constexpr = scales_ptr is not None
     score_scale = times_scale(SCALE_LOG2E, scales_ptr, layer, 0, kv_head, NUM_KV_HEADS)
+    if sinks_ptr is not None:
+        sink = sink_scores(sinks_ptr, heads, group < NUM_GROUPS)
     biggest = tl.full([TILE_QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([TILE_QUERIES], tl.float32)
     acc = tl.zeros([TILE_QUERIES, HEAD_DIM], tl.float32)
-    if sinks_ptr is not None:
-        biggest = sink_scores(sinks_ptr, heads, group < NUM_GROUPS)
-        total = tl.full([TILE_QUERIES], 1.0, tl.float32)
     # Masked and unmasked loops may round differently (multiply and subtract fuse if no mask is
     # between them). With fixed tiles a tile must always be in the same loop.
     if WINDOW == 0 and not IS_FIXED_TILE:
@@ -265,6 +284,8 @@ def _prefill_kernel(
         HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, TOKEN_STRIDE, TILE_KEYS,
         IS_FP8, KNOWS_E4M3, USES_PTX,
     )  # fmt: skip
+    if sinks_ptr is not None:
+        biggest, total, acc = with_sink(sink, biggest, total, acc)
     # A token before the row's first key has seen nothing and gets zeros.
     out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     out = times_scale(out, scales_ptr, layer, 1, kv_head, NUM_KV_HEADS)
@@ -313,7 +334,7 @@ def prefill_attention(
         TILE_KEYS=config.tile_keys,
         ROW_TILE=_ROW_TILE,
         IS_FIXED_TILE=work.is_fixed_tile,
-        **decoding(q, scales),
+        **_decoding(q, scales),
         USE_PDL=use_pdl,
         num_warps=config.num_warps,
         num_stages=config.num_stages,

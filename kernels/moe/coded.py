@@ -2,7 +2,7 @@
 
 A program decodes BLOCK_N rows of an expert's weight in registers, a step of columns at a time, and
 multiplies inputs as they are: `kernels.quant.steps` says by which formula, `Codes` which formats
-there are.
+there are. For many tokens all experts of 4 bits may be made matrices instead.
 """
 
 from dataclasses import dataclass, replace
@@ -14,8 +14,10 @@ from torch import Tensor
 
 from kernels.device import DeviceProperties, stages_that_fit
 from kernels.moe.tiles import Tile
+from kernels.quant.int4_linear import FourBitOperand
 from kernels.quant.runs import MIN_HALF
 from kernels.quant.steps import FP8, Codes, add_run, add_tile, finish
+from kernels.quant.to_matrix import int4_matrix
 
 _SIZE_MULTIPLE = 16
 
@@ -47,12 +49,31 @@ class CodedExperts:
             while self.scales.shape[2] > 1 and self.tile_columns % block_k:
                 block_k //= 2
         num_columns = 2 * self.half or block_k
+        unroll = tile.unroll
+        while self.shape[2] % (num_columns * unroll):
+            unroll -= 1
         num_stages = stages_that_fit(
             tile.num_stages,
-            stage_bytes=int(num_columns * (tile.block_n * bytes_a_number + 2 * tile.block_m)),
+            stage_bytes=int(
+                unroll * num_columns * (tile.block_n * bytes_a_number + 2 * tile.block_m)
+            ),
             shared_memory_bytes=device.shared_memory_per_block_bytes,
         )
-        return replace(tile, block_k=block_k, num_stages=max(2, num_stages))
+        return replace(tile, block_k=block_k, num_stages=max(2, num_stages), unroll=unroll)
+
+    def matrices(self, dtype: torch.dtype) -> Tensor:
+        """[experts, N, K] in `dtype`; of weights of 4 bits."""
+        assert self.half, "numbers of 8 bits are not made matrices"
+        num_experts, num_rows, num_columns = self.shape
+        operand = FourBitOperand(
+            packed=self.data.flatten(0, 1),
+            scales=self.scales.flatten(0, 1),
+            codes=self.codes,
+            half=self.half,
+            group=self.tile_columns,
+            factors=None if self.factors is None else self.factors.flatten(),
+        )
+        return int4_matrix(operand, dtype).view(num_experts, num_rows, num_columns)
 
 
 def supports_coded(weight: CodedExperts) -> bool:
@@ -85,7 +106,7 @@ def coded_product(
     K: tl.constexpr, CODES: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
     NUM_TILES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     NUM_STAGES: tl.constexpr, HAS_FACTORS: tl.constexpr, KNOWS_E4M3: tl.constexpr,
-    USES_PTX: tl.constexpr,
+    USES_PTX: tl.constexpr, UNROLL: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """[BLOCK_M, BLOCK_N]: gathered rows times the rows `w_rows` of an expert.
 
@@ -102,7 +123,7 @@ def coded_product(
     scale_pointers = scales_ptr + tile_rows * NUM_TILES
     acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     # The number of stages is named, so that loads of scales are pipelined with the others.
-    for k in tl.range(0, K, STEP, num_stages=NUM_STAGES):
+    for k in tl.range(0, K, STEP, num_stages=NUM_STAGES, loop_unroll_factor=UNROLL):
         x = _load_columns(x_pointers, is_row, offsets, k, K, STEP)
         if IS_FP8:
             if K % STEP == 0:

@@ -179,6 +179,7 @@ def _moe_grouped_kernel(
     HAS_FACTORS: tl.constexpr = False,
     KNOWS_E4M3: tl.constexpr = False,
     USES_PTX: tl.constexpr = False,
+    UNROLL: tl.constexpr = 1,
 ):
     NUM_TILES_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     NUM_OUTPUTS: tl.constexpr = N // 2 if IS_GATED else N
@@ -213,7 +214,7 @@ def _moe_grouped_kernel(
         acc = coded_product(
             x_pointers, is_route, weight, code_scales_ptr, factors_ptr, expert, w_rows, N, K, CODES,
             TILE_ROWS, TILE_COLUMNS, NUM_TILES, BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES, HAS_FACTORS,
-            KNOWS_E4M3, USES_PTX,
+            KNOWS_E4M3, USES_PTX, UNROLL,
         )  # fmt: skip
     else:
         acc = _product(
@@ -337,6 +338,7 @@ def _operand(
             "HAS_FACTORS": weight.factors is not None,
             "KNOWS_E4M3": knows_e4m3(x.device),
             "USES_PTX": uses_ptx(x.device),
+            "UNROLL": tile.unroll,
         }
         return (weight.data, weight.scales, weight.factors), coding
     assert x.dtype == weight.dtype, f"{x.dtype} against {weight.dtype}"

@@ -40,6 +40,8 @@ class Tile:
     # Columns of the second weight prefetched to the L2 cache while the first product still runs: 0
     # or a power of two >= 64.
     prefetch_k: int = field(default=0, kw_only=True)
+    # Steps of columns that a stage holds, for quantised weights.
+    unroll: int = field(default=1, kw_only=True)
 
     def stage_bytes(self, element_bytes: int) -> int:
         """Shared memory of one stage."""
@@ -73,18 +75,31 @@ class TilePlan:
     few_gate_up: FewTile
     few_down: FewTile
     pairs: tuple[Pair, ...]  # ascending; the last is for any number of tokens
+    # Quantised experts: from so many tokens on they are made matrices first, with this tile then.
+    matrices_from: int = ALWAYS
+    matrix_tile: Tile | None = None
 
     def pair(self, num_tokens: int) -> Pair:
         return next(pair for pair in self.pairs if num_tokens <= pair.max_tokens)
+
+    def tiles(self, num_tokens: int) -> tuple[Tile, Tile]:
+        """Of gate and up, and of down; of more tokens than `few_up_to`."""
+        if num_tokens >= self.matrices_from:
+            assert self.matrix_tile is not None, "matrices are multiplied by tiles"
+            return self.matrix_tile, self.matrix_tile
+        pair = self.pair(num_tokens)
+        return pair.gate_up, pair.down
 
     @property
     def ends(self) -> tuple[int, ...]:
         """Numbers of tokens up to which one of the tilings is used, but for the last."""
         ends = (self.few_up_to, *(pair.max_tokens for pair in self.pairs[:-1]))
+        if self.matrices_from < ALWAYS:
+            ends = (*ends, self.matrices_from - 1)
         return tuple(end for end in ends if end > 0)
 
 
-_FEW = {"few_gate_up": FewTile(16, 256, 4), "few_down": FewTile(8, 256, 4)}
+_FEW_GATE_UP, _FEW_DOWN = FewTile(16, 256, 4), FewTile(8, 256, 4)
 _FEW_TOKENS = 4
 
 
@@ -99,7 +114,8 @@ TUNED: dict[str, dict[ExpertShape, TilePlan]] = {
         # Qwen3-30B-A3B. Where to begin, from vLLM's table of the same shape.
         ExpertShape(num_experts=128, num_active=8, hidden=2048, inner=768): TilePlan(
             few_up_to=_FEW_TOKENS,
-            **_FEW,
+            few_gate_up=_FEW_GATE_UP,
+            few_down=_FEW_DOWN,
             pairs=(
                 _same(8, 16, 64, 64, 1, 4, 5),
                 _same(32, 16, 64, 256, 1, 4, 2),
@@ -107,6 +123,21 @@ TUNED: dict[str, dict[ExpertShape, TilePlan]] = {
                 _same(128, 16, 128, 128, 1, 4, 2),
                 _same(256, 32, 256, 128, 16, 4, 2),
                 _same(512, 64, 128, 64, 1, 4, 3),
+                _same(ALWAYS, 128, 256, 64, 16, 8, 4),
+            ),
+        ),
+        # DeepSeek-V2-Lite: the tiles of as many routes an expert above, not tuned yet.
+        ExpertShape(num_experts=64, num_active=6, hidden=2048, inner=1408): TilePlan(
+            few_up_to=_FEW_TOKENS,
+            few_gate_up=_FEW_GATE_UP,
+            few_down=_FEW_DOWN,
+            pairs=(
+                _same(8, 16, 64, 64, 1, 4, 5),
+                _same(24, 16, 64, 256, 1, 4, 2),
+                _same(48, 16, 256, 128, 1, 8, 2),
+                _same(96, 16, 128, 128, 1, 4, 2),
+                _same(192, 32, 256, 128, 16, 4, 2),
+                _same(384, 64, 128, 64, 1, 4, 3),
                 _same(ALWAYS, 128, 256, 64, 16, 8, 4),
             ),
         ),
@@ -129,6 +160,10 @@ _CODED_BY_ROUTES = (
     (64, Tile(64, 64, 128, 8, 4, 3)),
     (ALWAYS, Tile(128, 128, 64, 16, 8, 4)),
 )
+# Routes an expert from which quantised experts are made matrices: decoding in registers takes half
+# of a product's time, a matrix is written once, two bytes a number, and its products are dense.
+_MATRIX_ROUTES = 256
+_MATRIX_TILE = Tile(128, 256, 64, 16, 8, 4)
 _LADDER = tuple(2**i for i in range(3, 15))
 
 
@@ -152,11 +187,13 @@ def build_plan(
     if is_deterministic:
         tile = fitted(_INVARIANT, device, element_bytes)
         pairs: tuple[Pair, ...] = (Pair(max_tokens=ALWAYS, gate_up=tile, down=tile),)
-        return TilePlan(few_up_to=0, **_FEW, pairs=pairs)
+        return TilePlan(few_up_to=0, few_gate_up=_FEW_GATE_UP, few_down=_FEW_DOWN, pairs=pairs)
     if is_tuned(shape, device) and element_bytes == 2:
         return TUNED[device.name][shape]
     pairs = _pairs_by_routes(shape, device, element_bytes)
-    return TilePlan(few_up_to=_FEW_TOKENS, **_FEW, pairs=pairs)
+    return TilePlan(
+        few_up_to=_FEW_TOKENS, few_gate_up=_FEW_GATE_UP, few_down=_FEW_DOWN, pairs=pairs
+    )
 
 
 def build_coded_plan(
@@ -165,10 +202,12 @@ def build_coded_plan(
     fit_down: Callable[[Tile], Tile],
     *,
     is_deterministic: bool = False,
+    matrix_device: DeviceProperties | None = None,
 ) -> TilePlan:
     """The tilings of a mixture of quantised experts; not measured yet.
 
     fit_gate_up, fit_down: what makes a tile one for the weight's scales and the GPU.
+    matrix_device: of experts that can be made matrices; None = they cannot.
     """
     steps = (
         [(ALWAYS, _CODED_INVARIANT)] if is_deterministic else _by_tokens(shape, _CODED_BY_ROUTES)
@@ -177,7 +216,14 @@ def build_coded_plan(
         Pair(max_tokens=most, gate_up=fit_gate_up(tile), down=fit_down(tile))
         for most, tile in steps
     )
-    return TilePlan(few_up_to=0, **_FEW, pairs=tuple(pairs))
+    plan = TilePlan(few_up_to=0, few_gate_up=_FEW_GATE_UP, few_down=_FEW_DOWN, pairs=tuple(pairs))
+    if is_deterministic or matrix_device is None:
+        return plan
+    return replace(
+        plan,
+        matrices_from=-(-_MATRIX_ROUTES * shape.num_experts // shape.num_active),
+        matrix_tile=fitted(_MATRIX_TILE, matrix_device),
+    )
 
 
 def _pairs_by_routes(

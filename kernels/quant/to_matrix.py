@@ -16,7 +16,7 @@ from kernels.quant.fp8_linear import Fp8Operand
 from kernels.quant.int4_linear import FourBitOperand
 from kernels.quant.steps import Codes, load_scale
 
-_BLOCK = 2048  # numbers of a program
+_BLOCK = 2048  # bytes of a program
 
 
 @triton.jit
@@ -45,42 +45,45 @@ def _fp8_matrix_kernel(
     tl.store(matrix_ptr + row * K + columns, w.to(matrix_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_runs"])
 def _int4_matrix_kernel(
-    packed_ptr,  # [N, K / 2] uint8
+    packed_ptr,  # [num_runs, HALF] uint8
     scales_ptr,  # [N, NUM_GROUPS] as CODES says
     factors_ptr,  # [N] fp32 if HAS_FACTORS
-    matrix_ptr,  # [N, K]
-    K: tl.constexpr,
+    matrix_ptr,  # [num_runs, 2 * HALF]
+    num_runs,
+    RUNS_A_ROW: tl.constexpr,
     HALF: tl.constexpr,
     GROUP: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
     CODES: tl.constexpr,
     IS_E2M1: tl.constexpr,
     HAS_FACTORS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK_RUNS: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
+    """Runs of all rows, one after the other; half a run has one scale."""
     if USE_PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    row = tl.program_id(0).to(tl.int64)
-    places = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = places < K // 2
-    packed = tl.load(packed_ptr + row * (K // 2) + places, mask=mask, other=0)
-    low_columns = places // HALF * (2 * HALF) + places % HALF
+    run = tl.program_id(0) * BLOCK_RUNS + tl.arange(0, BLOCK_RUNS)
+    mask = (run < num_runs)[:, None]
+    row = tl.minimum(run, num_runs - 1) // RUNS_A_ROW
+    first_column = run % RUNS_A_ROW * (2 * HALF)
+    offsets = run.to(tl.int64)[:, None] * HALF + tl.arange(0, HALF)[None, :]
+    packed = tl.load(packed_ptr + offsets, mask=mask, other=0)
+    matrix_at = matrix_ptr + run.to(tl.int64)[:, None] * (2 * HALF) + tl.arange(0, HALF)[None, :]
     for i in tl.static_range(2):
-        columns = low_columns + i * HALF
-        group = tl.minimum(columns // GROUP, NUM_GROUPS - 1)
+        group = tl.minimum((first_column + i * HALF) // GROUP, NUM_GROUPS - 1)
         scale, zero = load_scale(scales_ptr + row * NUM_GROUPS + group, CODES)
         numbers = ((packed >> (4 * i)) & 15).to(tl.int32)
         if IS_E2M1:
-            w = widen_e2m1(numbers, tl.float32) * scale
+            w = widen_e2m1(numbers, tl.float32) * scale[:, None]
         else:
-            w = (numbers - zero).to(tl.float32) * scale
+            w = (numbers - zero[:, None]).to(tl.float32) * scale[:, None]
         if HAS_FACTORS:
-            w *= tl.load(factors_ptr + row)
-        tl.store(matrix_ptr + row * K + columns, w.to(matrix_ptr.dtype.element_ty), mask=mask)
+            w *= tl.load(factors_ptr + row)[:, None]
+        tl.store(matrix_at + i * HALF, w.to(matrix_ptr.dtype.element_ty), mask=mask)
 
 
 def fp8_matrix(weight: Fp8Operand, dtype: torch.dtype) -> Tensor:
@@ -109,19 +112,22 @@ def int4_matrix(weight: FourBitOperand, dtype: torch.dtype) -> Tensor:
     num_rows, num_columns = weight.packed.shape[0], 2 * weight.packed.shape[1]
     matrix = torch.empty((num_rows, num_columns), dtype=dtype, device=weight.packed.device)
     use_pdl = pdl_supported(matrix.device)
-    _int4_matrix_kernel[(num_rows, triton.cdiv(num_columns // 2, _BLOCK))](
+    num_runs = weight.packed.numel() // weight.half
+    block_runs = _BLOCK // weight.half
+    _int4_matrix_kernel[(triton.cdiv(num_runs, block_runs),)](
         weight.packed,
         weight.scales,
         weight.factors,
         matrix,
-        K=num_columns,
+        num_runs,
+        RUNS_A_ROW=num_columns // (2 * weight.half),
         HALF=weight.half,
         GROUP=weight.group,
         NUM_GROUPS=weight.scales.shape[1],
         CODES=weight.codes,
         IS_E2M1=weight.codes in (Codes.MXFP4, Codes.NVFP4),
         HAS_FACTORS=weight.factors is not None,
-        BLOCK=_BLOCK,
+        BLOCK_RUNS=block_runs,
         USE_PDL=use_pdl,
         launch_pdl=use_pdl,
     )

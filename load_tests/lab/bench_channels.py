@@ -37,7 +37,13 @@ from load_tests.lab.handoff_stages import Stages, stages_of
 from load_tests.lab.step_load import StepLoad
 from load_tests.mixed_load import LONG_TOKENS, MixedLoad
 from load_tests.tables import describe_machine, render_rows
-from load_tests.testbed.channel_ends import NUM_LANES, End, ReceivingProcess, SendingProcess
+from load_tests.testbed.channel_ends import (
+    LOOPBACK,
+    NUM_LANES,
+    End,
+    ReceivingProcess,
+    SendingProcess,
+)
 
 T = TypeVar("T")
 
@@ -348,6 +354,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="write everything to this file")
     parser.add_argument("--worker", choices=("send", "receive"), help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--address", default=LOOPBACK, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
@@ -377,7 +384,7 @@ def work(args: argparse.Namespace) -> None:
     # Room for the longest of the prompts that arrive, and then as much for them to be anywhere.
     longest = max(args.tokens, LONG_TOKENS[1] // args.shrink if args.handoffs_per_s else 0)
     num_blocks = STORE_FACTOR * QWEN3_8B.num_blocks_for(longest)
-    end = End(args.folder, QWEN3_8B, num_blocks, config, args.device)
+    end = End(args.folder, QWEN3_8B, num_blocks, config, args.device, args.address)
     stages = Stages()
     if args.stages:
         stages.watch_end(end)

@@ -1,22 +1,29 @@
-"""What one engine on one GPU reaches: prefill tokens/s, decode ms/step, latency of short prompts.
+"""What one engine reaches: prefill tokens/s, decode ms/step, latency of short prompts.
 
     python -m load_tests.lab.bench_engine --shapes qwen3-8b --peer peer.txt --chain chain.txt
     python -m load_tests.lab.bench_engine --works decode_bs256 --no-host --eager
+    python -m load_tests.lab.bench_engine --quantization fp8 --kv-dtype fp8_e4m3
     python -m load_tests.lab.bench_engine --shapes qwen3-30b-a3b --pin-routing 0 --no-host
+    python -m load_tests.lab.bench_engine --shapes qwen3-32b --tensor-parallel 2 --quick
+    python -m load_tests.lab.bench_engine --tensor-parallel 2 --expert-parallel \\
+        --shapes qwen3-30b-a3b --pin-routing 0 --set execution.enable_two_batch_overlap true
     python -m load_tests.lab.bench_engine --profile --works prefill_16x4096 decode_bs64 --traces DIR
 
 In this process, random weights, greedy, no end of sequence, prefix cache off, and timed as the
 peer times itself: prompts are new in every round; a prefill is the median of rounds in which every
 prompt gets one token, a decode step the 128th part of the median for 129 tokens less that for one.
+`--quick` takes one round, and as a decode step the median of those in which all rows decode.
+`--tensor-parallel` starts the other ranks as processes, a GPU for each (following.py).
 `--peer` reads its RESULT line and `--chain` what a bare chain of kernels printed. Knows no Ray.
 """
 
 import argparse
 import json
+import logging
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +35,7 @@ from configs.schema import AppConfig
 from engine.scheduling.contracts import StepOutput
 from load_tests.lab.comparison import Comparison, compare, read_chain, read_peer, render_comparisons
 from load_tests.lab.floors import H200, floor_s
+from load_tests.lab.following import LOG_FORMAT, Following
 from load_tests.lab.host_work import measure_host_work
 from load_tests.lab.in_process import EngineInProcess
 from load_tests.lab.kernel_profile import (
@@ -45,19 +53,23 @@ from load_tests.lab.works import DECODE_STEPS, DECODES, WORKS, Kind, Work
 from load_tests.prompts import RandomPrompts
 from load_tests.tables import Figure, describe_machine, render
 
+logger = logging.getLogger(__name__)
+
 NUM_ROUNDS = {Kind.PREFILL: 3, Kind.SHORT_PREFILL: 7, Kind.DECODE: 3}
 WARM_UPS = ((8, 128, 8), (64, 512, 4))  # prompts, their tokens, new tokens
 HOST_WORK = DECODES[3]  # the largest batch: most work for the host, least time on the device
 NUM_TRACED_STEPS = 16
 NUM_TRACED_TOKENS = 512  # of every row: the first to decode must still be here with the last
 NUM_LISTED_KERNELS = 20
+NUM_QUICK_TOKENS = DECODE_STEPS + 72  # rows begin to decode up to so many steps apart
 
 
 class Bench:
     """Times works on one engine; prompts are random ids, never the same twice."""
 
-    def __init__(self, ours: EngineInProcess, *, seed: int = 0) -> None:
+    def __init__(self, ours: EngineInProcess, *, seed: int = 0, is_quick: bool = False) -> None:
         self.ours = ours
+        self._is_quick = is_quick
         self._random = RandomPrompts(ours.engine.spec.vocab_size, seed=seed)
 
     def warm_up(self) -> None:
@@ -66,14 +78,38 @@ class Bench:
             self._seconds(num_rows, num_tokens, num_new)
 
     def rounds_s(self, work: Work) -> list[float]:
-        """A duration of every round: of the whole prefill, or of one decode step on average."""
-        num_rounds = range(NUM_ROUNDS[work.kind])
+        """A duration of every round: of the whole prefill, or of one decode step on average.
+
+        Where it is to be quick, of one prefill, or of every step in which all rows decode.
+        """
+        if self._is_quick and work.kind is Kind.DECODE:
+            return self._steps_s(work)
+        num_rounds = range(1 if self._is_quick else NUM_ROUNDS[work.kind])
         firsts_s = [self._seconds(work.num_rows, work.num_tokens, 1) for _ in num_rounds]
         if work.kind is not Kind.DECODE:
             return firsts_s
         num_new = 1 + DECODE_STEPS
         alls_s = [self._seconds(work.num_rows, work.num_tokens, num_new) for _ in num_rounds]
         return step_rounds_s(firsts_s, alls_s)
+
+    def _steps_s(self, work: Work) -> list[float]:
+        """From the return of one step to that of the next, of those of all rows alone."""
+        for prompt in self.prompts(work.num_rows, work.num_tokens):
+            self.ours.add(prompt, NUM_QUICK_TOKENS)
+        self._step_until_decoding(work.num_rows)
+        steps_s: list[float] = []
+        began_s = time.perf_counter()
+
+        def note(output: StepOutput) -> None:
+            nonlocal began_s
+            ended_s = time.perf_counter()
+            if len(output.tokens) == output.num_scheduled_tokens == work.num_rows:
+                steps_s.append(ended_s - began_s)
+            began_s = ended_s
+
+        self.ours.run_until_idle(note)
+        assert len(steps_s) >= DECODE_STEPS, f"only {len(steps_s)} steps of all rows"
+        return steps_s[:DECODE_STEPS]
 
     def trace(self, work: Work, path: Path) -> None:
         """Write the profiler's trace of a prefill, or of decode steps of all rows, to `path`."""
@@ -150,11 +186,14 @@ def run_works(
 ) -> list[Comparison]:
     """Time every work, in order, and set it beside what others reached."""
     engine = bench.ours.engine
-    floors = [floor_s(work, engine.spec, engine.layout.dtype, H200) for work in works]
-    return [
-        compare(work, bench.rounds_s(work), least_s, peer=peer, chain=chain)
-        for work, least_s in zip(works, floors, strict=True)
-    ]
+    machine = H200.times(bench.ours.num_ranks)
+    found = []
+    for work in works:
+        least_s = floor_s(work, engine.spec, engine.layout.dtype, machine)
+        one = compare(work, bench.rounds_s(work), least_s, peer=peer, chain=chain)
+        logger.info("%s: %.4g %s", work.key, one.value, work.kind.value)
+        found.append(one)
+    return found
 
 
 def profile_works(bench: Bench, works: Sequence[Work], folder: Path, png: Path | None) -> str:
@@ -182,17 +221,24 @@ def engine_config(folder: Path, args: argparse.Namespace) -> AppConfig:
         "model.device": args.device,
         "model.dtype": "bfloat16" if args.device == "cuda" else "auto",
         "model.weights": args.weights,
+        "model.quantization": args.quantization,
         "model.max_model_len": args.max_model_len,
         "model.deterministic": args.deterministic,
         "model.attention.prefill": args.attention_prefill,
         "model.attention.decode": args.attention_decode,
         "cache.enable_prefix_caching": False,
         "cache.num_blocks": args.num_blocks,
+        "cache.kv_dtype": args.kv_dtype,
         "scheduler.max_num_batched_tokens": args.max_num_batched_tokens,
         "scheduler.max_num_seqs": args.max_rows,
         "scheduler.overlap": False if args.no_overlap else None,
         "execution.cuda_graphs": False if args.eager else None,
+        "workers.tensor_parallel_size": args.tensor_parallel,
+        "workers.expert_parallel": args.expert_parallel,
     }
+    if args.tensor_parallel > 1 and args.device == "cuda":
+        overrides["workers.num_gpus"] = 1
+    overrides |= {key: json.loads(value) for key, value in args.set}
     return load_config(None, overrides)
 
 
@@ -203,6 +249,8 @@ def build_parser() -> argparse.ArgumentParser:
     model.add_argument("--model", type=Path, help="a folder with config.json instead of --shapes")
     parser.add_argument("--weights", choices=("random", "safetensors"), default="random")
     parser.add_argument("--weight-format", choices=sorted(WEIGHT_FORMATS), default="dense")
+    parser.add_argument("--quantization", choices=("auto", "fp8"), default="auto")
+    parser.add_argument("--kv-dtype", choices=("auto", "fp8_e4m3"), default="auto")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--max-model-len", type=int, default=16384)
     parser.add_argument("--max-num-batched-tokens", type=int, default=16384)
@@ -216,6 +264,14 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--pin-routing", type=int, metavar="SEED", help="experts drawn uniformly (a mixture)"
     )
+    parser.add_argument("--tensor-parallel", type=int, choices=(1, 2, 4, 8), default=1)
+    parser.add_argument("--expert-parallel", action="store_true", help="whole experts a rank")
+    parser.add_argument(
+        "--set", nargs=2, action="append", default=[], metavar=("KEY", "VALUE"),
+        help="any other key of the configuration, its value in JSON",
+    )  # fmt: skip
+    parser.add_argument("--nccl", action="store_true", help="no sums through peer memory")
+    parser.add_argument("--quick", action="store_true", help="one round of each work")
     parser.add_argument("--works", nargs="*", default=[""], help="parts of names; default: all")
     parser.add_argument("--no-host", action="store_true", help="leave out the host's work")
     parser.add_argument("--seed", type=int, default=0)
@@ -235,7 +291,14 @@ def describe(bench: Bench, args: argparse.Namespace) -> dict[str, object]:
     on_gpu = args.device == "cuda"
     switches = (
         "weight_format",
+        "quantization",
+        "kv_dtype",
         "deterministic",
+        "tensor_parallel",
+        "expert_parallel",
+        "set",
+        "nccl",
+        "quick",
         "eager",
         "no_overlap",
         "attention_prefill",
@@ -257,17 +320,38 @@ def describe(bench: Bench, args: argparse.Namespace) -> dict[str, object]:
 
 def run(args: argparse.Namespace, scratch: Path) -> str:
     """Build the engine, measure what `args` asks for, and return what is to be printed."""
+    folder = args.model or write_shapes(args.shapes, scratch, args.weight_format)
+    config, model = engine_config(folder, args), None
+    if args.tensor_parallel > 1:
+        with Following(
+            config, scratch, pinned=args.pin_routing, uses_peer_memory=not args.nccl
+        ) as others:
+            if args.pin_routing is not None:
+                model = build_pinned(config, args.pin_routing, others.comm.rank)
+            ours = EngineInProcess(config, model, comm=others.comm)
+            del model
+            ours.engine.core.wrap_executor(others.lead)
+            return measure(ours, args, scratch, others.end)
+    if args.pin_routing is not None:
+        model = build_pinned(config, args.pin_routing)
+    ours = EngineInProcess(config, model)
+    del model  # the engine's alone: what is dropped with it is free
+    return measure(ours, args, scratch, _no_others)
+
+
+def measure(
+    ours: EngineInProcess,
+    args: argparse.Namespace,
+    scratch: Path,
+    end_others: Callable[[], list[Figure]],
+) -> str:
+    """What is to be printed. end_others: stops other ranks and says what they cost the host."""
     peer = read_peer(args.peer) if args.peer else {}
     chain = read_chain(args.chain) if args.chain else {}
     works = [work for work in WORKS if any(part in work.key for part in args.works)]
-    folder = args.model or write_shapes(args.shapes, scratch, args.weight_format)
-    config, model = engine_config(folder, args), None
-    if args.pin_routing is not None:
-        max_tokens = max(args.max_num_batched_tokens, args.max_rows)
-        model = build_pinned(config, max_tokens, args.pin_routing)
-    bench = Bench(EngineInProcess(config, model), seed=args.seed)
-    del model  # the engine's alone: what is dropped with it is free
+    bench = Bench(ours, seed=args.seed, is_quick=args.quick)
     bench.warm_up()
+    logger.info("ready and warm")
     if args.profile:
         return profile_works(bench, works, args.traces or scratch, args.png)
     comparisons = run_works(bench, works, peer, chain)
@@ -275,12 +359,18 @@ def run(args: argparse.Namespace, scratch: Path) -> str:
     if not args.no_host:
         prompts = bench.prompts(HOST_WORK.num_rows, HOST_WORK.num_tokens)
         host = measure_host_work(bench.ours, prompts)
+    host += end_others()
     results = Results(comparisons=comparisons, host=host, about=describe(bench, args))
     return results.to_json() if args.json else results.render(is_document=args.markdown)
 
 
+def _no_others() -> list[Figure]:
+    return []
+
+
 def main() -> None:
     args = build_parser().parse_args()
+    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
     with tempfile.TemporaryDirectory() as scratch:
         print(run(args, Path(scratch)))
 

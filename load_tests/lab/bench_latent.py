@@ -2,15 +2,18 @@
 
     python -m load_tests.lab.bench_latent
     python -m load_tests.lab.bench_latent --heads 128 --rows 1 16 64 --keys 4096
+    python -m load_tests.lab.bench_latent --heads 16 --rows 64 --keys 4096 --tiles
 
 Decode: one new token a row, absorbed, in a CUDA graph over several layers, so that latents come
 from memory. `attention` is the whole backend: queries of latents, attention, values. Before it is
-timed it is held against the torch backend. Exits with 1 if a case differs.
+timed it is held against the torch backend. `--tiles` tries tilings of the decode kernel. Prompts:
+a layer of the backends that this machine has, without history. Exits with 1 if a case differs.
 """
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,14 +21,24 @@ import torch
 from torch import Tensor
 
 from kernels.attention.latent import LatentShape
+from kernels.attention.latent_decode import LatentConfig, fitted_config
+from kernels.attention.latent_flash import FlashLatent
 from kernels.attention.latent_reference import ReferenceLatent
 from kernels.attention.latent_triton import TritonLatent
 from kernels.attention.protocol import AttentionStep, build_step
+from kernels.device import device_properties
 from load_tests.lab.moe_step import H200_MEASURED, MAX_ERROR, graph_us
 from load_tests.tables import render_rows
 
 NUM_LAYERS = 8  # whose latents together are far more than an L2 cache holds
 BLOCK_SIZE = 16
+PROMPTS = ((8, 1024), (2, 4096), (1, 16000))
+# keys, warps, stages, programs an SM
+TILINGS = (
+    (32, 4, 2, 2), (32, 4, 3, 2), (32, 4, 4, 1), (32, 4, 5, 1), (32, 8, 3, 2), (32, 8, 5, 1),
+    (64, 4, 2, 2), (64, 4, 3, 1), (64, 8, 2, 2), (64, 8, 3, 1), (16, 4, 4, 2), (16, 4, 5, 2),
+    (16, 4, 3, 3),
+)  # fmt: skip
 
 
 def _shape(num_heads: int) -> LatentShape:
@@ -46,29 +59,99 @@ def _step(num_rows: int, num_keys: int) -> AttentionStep:
     return build_step([1] * num_rows, [num_keys - 1] * num_rows, blocks, "cuda")
 
 
-def measure(shape: LatentShape, num_rows: int, num_keys: int) -> tuple[list[str], bool]:
-    """A line of the table, and whether the result is that of torch."""
-    step = _step(num_rows, num_keys)
+def _data(shape: LatentShape, step: AttentionStep) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q, the step's own latents, the up-projection and a store."""
     device, dtype = torch.device("cuda"), torch.bfloat16
-    num_blocks = len(step.block_ids)
-    size = (num_blocks, NUM_LAYERS, 1, BLOCK_SIZE, 1, shape.width)
-    store = torch.randn(size, dtype=dtype, device=device)
-    q = torch.randn(num_rows, shape.num_heads, shape.query_dim, dtype=dtype, device=device)
+    size = (len(step.block_ids), NUM_LAYERS, 1, BLOCK_SIZE, 1, shape.width)
+    num_tokens = step.num_tokens
     made = (shape.num_heads, shape.nope_dim + shape.value_dim, shape.rank)
-    up = torch.randn(made, dtype=dtype, device=device) * shape.rank**-0.5
-    new = torch.zeros(num_rows, 1, shape.width, dtype=dtype, device=device)
-    outs: list[Tensor] = []
-    backends: tuple[Any, ...] = (ReferenceLatent, TritonLatent)
-    for backend in backends:
-        built = backend(shape, block_size=BLOCK_SIZE, dtype=dtype, device=device)
-        metadata = built.plan(step)
-        outs.append(built.run(q, new, up, 0, store, metadata).float())
-    error = float((outs[1] - outs[0]).norm() / outs[0].norm())
-    calls = [partial(built.run, q, new, up, layer, store, metadata) for layer in range(NUM_LAYERS)]
-    us = graph_us(calls)
+    return (
+        torch.randn(num_tokens, shape.num_heads, shape.query_dim, dtype=dtype, device=device),
+        torch.zeros(num_tokens, 1, shape.width, dtype=dtype, device=device),
+        torch.randn(made, dtype=dtype, device=device) * shape.rank**-0.5,
+        torch.randn(size, dtype=dtype, device=device),
+    )
+
+
+def _build(backend: Any, shape: LatentShape, **options: Any) -> Any:  # noqa: ANN401
+    device = torch.device("cuda")
+    return backend(shape, block_size=BLOCK_SIZE, dtype=torch.bfloat16, device=device, **options)
+
+
+def measure(
+    shape: LatentShape, num_rows: int, num_keys: int, configs: Sequence[LatentConfig | None]
+) -> Iterator[tuple[list[str], bool]]:
+    """Lines of the table, and whether the result is that of torch; a config of None = the own."""
+    step = _step(num_rows, num_keys)
+    q, new, up, store = _data(shape, step)
+    reference = _build(ReferenceLatent, shape)
+    truth = reference.run(q, new, up, 0, store, reference.plan(step)).float()
     floor_us = 1e6 * num_rows * num_keys * shape.width * 2 / H200_MEASURED.bytes_per_s
-    cells = [str(shape.num_heads), str(num_rows), str(num_keys), f"{us:.1f}", f"{floor_us:.1f}"]
-    return [*cells, f"{floor_us / us:.0%}", f"{error:.1e}"], error < MAX_ERROR
+    for config in configs:
+        built = _build(TritonLatent, shape, decode_config=config)
+        metadata = built.plan(step)
+        found = built.run(q, new, up, 0, store, metadata).float()
+        error = float((found - truth).norm() / truth.norm())
+        calls = [
+            partial(built.run, q, new, up, layer, store, metadata) for layer in range(NUM_LAYERS)
+        ]
+        us = graph_us(calls)
+        cells = [str(shape.num_heads), str(num_rows), str(num_keys), f"{us:.1f}", f"{floor_us:.1f}"]
+        tiles = "" if config is None else _told(config)
+        yield [*cells, f"{floor_us / us:.0%}", f"{error:.1e}", tiles], error < MAX_ERROR
+
+
+def _told(config: LatentConfig) -> str:
+    cut = config.decode
+    return f"{cut.tile_keys} keys, {cut.num_warps} warps, {cut.num_stages} stages, " + str(
+        cut.num_programs
+    )
+
+
+def tilings(shape: LatentShape) -> list[LatentConfig]:
+    """What `--tiles` tries."""
+    device = device_properties(torch.device("cuda"))
+    own = fitted_config(shape, device, whole_rows=False)
+    return [
+        replace(
+            own,
+            decode=replace(
+                own.decode,
+                tile_keys=tile_keys,
+                num_warps=num_warps,
+                num_stages=num_stages,
+                num_programs=per_sm * device.num_sms,
+            ),
+        )
+        for tile_keys, num_warps, num_stages, per_sm in TILINGS
+    ]
+
+
+def measure_prompts(
+    shape: LatentShape, num_rows: int, num_tokens: int
+) -> Iterator[tuple[list[str], bool]]:
+    """A line of each backend that this machine has."""
+    num_blocks = -(-num_tokens // BLOCK_SIZE)
+    blocks = torch.randperm(num_rows * num_blocks).view(num_rows, num_blocks).tolist()
+    step = build_step([num_tokens] * num_rows, [0] * num_rows, blocks, "cuda")
+    q, new, up, store = _data(shape, step)
+    pairs = num_rows * num_tokens * (num_tokens + 1) / 2
+    flops = 2 * pairs * shape.num_heads * sum(shape.head_sizes)
+    truth: Tensor | None = None
+    for backend in (TritonLatent, FlashLatent):
+        try:
+            built = _build(backend, shape)
+        except (ImportError, ValueError) as reason:
+            print(f"{backend.__name__}: {reason}", file=sys.stderr)
+            continue
+        metadata = built.plan(step)
+        found = built.run(q, new, up, 0, store, metadata).float()
+        truth = found if truth is None else truth
+        error = float((found - truth).norm() / truth.norm())
+        run = partial(built.run, q, new, up, 0, store, metadata)
+        us = graph_us([run])
+        cells = [str(shape.num_heads), f"{num_rows}x{num_tokens}", backend.__name__, f"{us:.1f}"]
+        yield [*cells, f"{flops / us / 1e6:.0f}", f"{error:.1e}"], error < MAX_ERROR
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -76,13 +159,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--heads", type=int, nargs="*", default=[16, 128])
     parser.add_argument("--rows", type=int, nargs="*", default=[1, 16, 64])
     parser.add_argument("--keys", type=int, nargs="*", default=[1024, 4096])
+    parser.add_argument("--tiles", action="store_true", help="try tilings of the decode kernel")
     args = parser.parse_args(argv)
-    lines = [["heads", "rows", "keys", "us a layer", "floor us", "of floor", "error"]]
+    lines = [["heads", "rows", "keys", "us a layer", "floor us", "of floor", "error", "tiles"]]
     is_good = True
     for num_heads in args.heads:
+        shape = _shape(num_heads)
+        configs = [None, *(tilings(shape) if args.tiles else ())]
         for num_rows in args.rows:
             for num_keys in args.keys:
-                line, is_same = measure(_shape(num_heads), num_rows, num_keys)
+                for line, is_same in measure(shape, num_rows, num_keys, configs):
+                    lines.append(line)
+                    is_good = is_good and is_same
+    print(render_rows(lines), flush=True)
+    lines = [["heads", "prompts", "backend", "us a layer", "TFLOP/s of attention", "difference"]]
+    for num_heads in () if args.tiles else args.heads:
+        for num_rows, num_tokens in PROMPTS:
+            for line, is_same in measure_prompts(_shape(num_heads), num_rows, num_tokens):
                 lines.append(line)
                 is_good = is_good and is_same
     print(render_rows(lines))

@@ -43,7 +43,9 @@ from load_tests.lab.moe_tuning import Tuning, compile_all, render_plan
 from load_tests.tables import render_rows
 
 SHAPES = {
+    "gpt-oss-20b": ExpertShape(num_experts=32, num_active=4, hidden=2880, inner=2880),
     "qwen3-30b-a3b": ExpertShape(num_experts=128, num_active=8, hidden=2048, inner=768),
+    "deepseek-v2-lite": ExpertShape(num_experts=64, num_active=6, hidden=2048, inner=1408),
     "mixtral-8x7b": ExpertShape(num_experts=8, num_active=2, hidden=4096, inner=14336),
 }
 TOKENS = (1, 16, 64, 256, 1024, 8192)
@@ -73,6 +75,13 @@ def measure(
             "router": step.router,
             "gate_up": partial(step.few_gate_up, plan.few_gate_up),
             "down": partial(step.few_down, plan.few_down),
+        }
+    elif step.num_tokens >= plan.matrices_from:
+        kernels = {
+            "router": step.router,
+            "align": partial(step.align, plan.tiles(step.num_tokens)[0].block_m),
+            "matrices": step.matrices,
+            "sum": step.total,
         }
     else:
         pair = plan.pair(step.num_tokens)

@@ -27,6 +27,12 @@ class Machine:
         """Memory and arithmetic overlap perfectly."""
         return max(num_bytes / self.bytes_per_s, flops / self.flops_per_s)
 
+    def times(self, num_devices: int) -> "Machine":
+        """So many that share all work equally and exchange nothing."""
+        return Machine(
+            bytes_per_s=num_devices * self.bytes_per_s, flops_per_s=num_devices * self.flops_per_s
+        )
+
 
 H200 = Machine(bytes_per_s=4.29e12, flops_per_s=805e12)  # bf16
 
@@ -45,11 +51,11 @@ def decode_floor_s(
 ) -> float:
     """One step of `num_rows` rows that attend to `num_keys` keys each, their own included."""
     keys = _attended_keys(num_keys, spec)
-    num_bytes = linear_bytes(spec, dtype, num_rows) + DTYPE_BYTES[dtype] * (
-        head_parameters(spec)
-        + num_rows * spec.hidden_size  # of the embedding
-        + num_rows * (keys + spec.num_layers) * _kept_numbers(spec)
-    )
+    # Of the head and of the embedding.
+    num_outer = head_parameters(spec) + num_rows * spec.hidden_size
+    num_kept = num_rows * (keys + spec.num_layers) * _kept_numbers(spec)
+    num_bytes = linear_bytes(spec, dtype, num_rows)
+    num_bytes += _weight_bytes(spec, dtype) * num_outer + DTYPE_BYTES[dtype] * num_kept
     linear = active_parameters(spec) + head_parameters(spec)
     attention = keys * _absorbed_products(spec)
     return machine.seconds(num_bytes, 2 * num_rows * (linear + attention))
@@ -125,10 +131,15 @@ def _parameters(spec: ModelSpec, num_experts: float) -> float:
 
 def linear_bytes(spec: ModelSpec, dtype: KvDtype, num_tokens: int) -> float:
     """Bytes of those weights, without scales where they are quantised."""
-    each: float = DTYPE_BYTES[dtype]
+    each: float = _weight_bytes(spec, dtype)
     if spec.quantization is not None:
         each = 1 if spec.quantization.packing in (Packing.FP8, Packing.ONLINE_FP8) else 0.5
     return each * read_parameters(spec, num_tokens)
+
+
+def _weight_bytes(spec: ModelSpec, dtype: KvDtype) -> int:
+    """Of an element of a weight that is not quantised, beside K and V in `dtype`."""
+    return DTYPE_BYTES[spec.dtype if dtype == "fp8_e4m3" else dtype]
 
 
 def head_parameters(spec: ModelSpec) -> int:
@@ -137,11 +148,14 @@ def head_parameters(spec: ModelSpec) -> int:
 
 
 def _prefill_floor_s(work: Work, spec: ModelSpec, dtype: KvDtype, machine: Machine) -> float:
-    linear = work.num_rows * (work.num_tokens * active_parameters(spec) + head_parameters(spec))
+    num_products = work.num_tokens * active_parameters(spec)
+    if spec.quantization is not None and spec.quantization.quantizes_activations:
+        num_products /= 2  # of e4m3 numbers there are twice as many in a second
+    linear = work.num_rows * (num_products + head_parameters(spec))
     pairs = sum(_causal_pairs(work.num_tokens, window) for window in spec.layer_windows)
     attention = work.num_rows * pairs * _products(spec)
     read_bytes = linear_bytes(spec, dtype, work.num_rows * work.num_tokens)
-    num_bytes = read_bytes + DTYPE_BYTES[dtype] * head_parameters(spec)
+    num_bytes = read_bytes + _weight_bytes(spec, dtype) * head_parameters(spec)
     return machine.seconds(num_bytes, 2 * (linear + attention))
 
 

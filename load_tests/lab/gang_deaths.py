@@ -2,12 +2,13 @@
 
     RAY_AUTH_MODE=disabled OMP_NUM_THREADS=1 \\
         python -m load_tests.lab.gang_deaths --out gang_deaths.md
+    python -m load_tests.lab.gang_deaths --device cuda    # a unified worker on two GPUs
 
-Once a unified worker, once a prefill and a decode worker. Each cell is a handful of streamed
-requests to the real application, one signal to one rank, and a look at what came of it: answers
-that were whole, wrong or lost; seconds until the gang was whole again; what was left of the old
-one. Answers are compared token for token with those of an engine
-of one rank in this process. Exits with 1 if one was wrong or lost, or anything was left.
+Once a unified worker, once a prefill and a decode worker (on GPUs that takes four). Each cell is a
+handful of streamed requests to the real application, one signal to one rank, and a look at what
+came of it: answers that were whole, wrong or lost; seconds until the gang was whole again; what was
+left of the old one. Answers are compared token for token with those of an engine of
+one rank on the CPU, in this process. Exits with 1 if one was wrong or lost, or anything was left.
 """
 
 import argparse
@@ -19,6 +20,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import torch
 
 from actors.lifecycle.deployment import rank_name
 from actors.lifecycle.placement_groups import worker_groups
@@ -56,6 +59,14 @@ APART: dict[str, object] = {
     "handoff.piece_bytes": 1,  # a block a piece: a transfer takes as long as its prompt
 }
 DEPLOYMENTS = ((UNIFIED, ("unified",)), (APART, ("prefill", "decode")))
+# In fp32, so that only sums in another order stand between a GPU's tokens and a CPU's.
+ON_GPUS: dict[str, object] = {
+    "model.device": "cuda",
+    "model.dtype": "float32",
+    "workers.num_gpus": 1,
+    "cache.num_blocks": 2048,
+}
+GPUS_APART = 2 * NUM_RANKS
 PHASES = (
     "before a prompt",
     "mid prompt",
@@ -242,16 +253,16 @@ def num_rings() -> int:
     return len({word for word in words if word.startswith("@laps-ring-")})
 
 
-def render(outcomes: Sequence[Outcome], seed: int) -> str:
+def render(outcomes: Sequence[Outcome], seed: int, device: str) -> str:
     """The record, in markdown."""
     machine = ", ".join(f"{what}: {value}" for what, value in describe_machine().items())
     return "\n".join(
         [
             "# What the death of a rank costs",
             "",
-            f"    {COMMAND} --seed {seed}",
+            f"    {COMMAND} --device {device} --seed {seed}",
             "",
-            f"Workers of {NUM_RANKS} ranks on a CPU (gloo), the shipped model, workers.stall_s",
+            f"Workers of {NUM_RANKS} ranks ({device}), the shipped model, workers.stall_s",
             f"{STALL_S:g}, supervisor_silence_s 8; {machine}. {NUM_STREAMS} streams of",
             f"{STREAM_TOKENS} tokens, and a prompt of {PROMPT_TOKENS} tokens but for `mid stream`.",
             "Once a unified worker, once a prefill and a decode worker, of which one is hit; there",
@@ -267,19 +278,29 @@ def render(outcomes: Sequence[Outcome], seed: int) -> str:
     )
 
 
+def deployments(device: str) -> list[tuple[dict[str, object], tuple[str, ...]]]:
+    """Settings of each application, and the roles of its workers."""
+    if device == "cpu":
+        return [(DEPLOYMENT | workers, roles) for workers, roles in DEPLOYMENTS]
+    enough = torch.cuda.device_count() >= GPUS_APART
+    chosen = DEPLOYMENTS if enough else DEPLOYMENTS[:1]
+    return [(DEPLOYMENT | ON_GPUS | workers, roles) for workers, roles in chosen]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--out", type=Path, help="write the record there, in markdown")
     parser.add_argument(
         "--only", default="", help="cells whose role, rank, signal and phase hold this"
     )
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**32))
     args = parser.parse_args()
     cases = draw_cases(random.Random(args.seed))
     cluster = Cluster.start()
     outcomes = []
     try:
-        for number, (deployment, roles) in enumerate(DEPLOYMENTS):
+        for number, (deployment, roles) in enumerate(deployments(args.device)):
             cells = [
                 cell
                 for cell in itertools.product(roles, range(NUM_RANKS), SIGNALS, PHASES)
@@ -287,7 +308,7 @@ def main() -> None:
             ]
             if not cells:
                 continue
-            system = System(cluster, f"gang-deaths-{number}", DEPLOYMENT | deployment)
+            system = System(cluster, f"gang-deaths-{number}", deployment)
             stages = {role: GangStage(system, cases, role) for role in roles}
             for role, rank, name, phase in cells:
                 outcomes.append(stages[role].run(rank, name, phase))
@@ -295,7 +316,7 @@ def main() -> None:
             system.stop()
     finally:
         cluster.stop()
-    text = render(outcomes, args.seed)
+    text = render(outcomes, args.seed, args.device)
     if args.out:
         args.out.write_text(text)
     print(text)

@@ -10,6 +10,7 @@ import torch
 from configs.schema import AppConfig
 from engine.build import Engine, build_engine
 from engine.clock import MonotonicClock
+from engine.layers.context import SINGLE_RANK, Comm
 from engine.models.llama import CausalLM
 from engine.request import Request, RequestKey, RequestSpec, SamplingParams
 from engine.scheduling.contracts import StepOutput
@@ -18,9 +19,15 @@ from engine.scheduling.contracts import StepOutput
 class EngineInProcess:
     """Steps on the calling thread; nothing is left of a request when its last token is out."""
 
-    def __init__(self, config: AppConfig, model: CausalLM | None = None) -> None:
-        """Loads the model, if none is given, and warms up. Raises ConfigError if it cannot."""
-        self.engine: Engine = _build(config, model)
+    def __init__(
+        self, config: AppConfig, model: CausalLM | None = None, comm: Comm = SINGLE_RANK
+    ) -> None:
+        """Loads the model, if none is given, and warms up. Raises ConfigError if it cannot.
+
+        comm: to other ranks, which build at the same time; `engine.core` has to lead them then.
+        """
+        self.engine: Engine = _build(config, model, comm)
+        self.num_ranks = comm.rank.size
         self._model_config = config.model
         self._num_requests = 0
 
@@ -91,8 +98,8 @@ class EngineInProcess:
             on_step(self.step())
 
 
-def _build(config: AppConfig, model: CausalLM | None = None) -> Engine:
-    return build_engine(config, "bench", MonotonicClock(), _no_handoff, model=model)
+def _build(config: AppConfig, model: CausalLM | None = None, comm: Comm = SINGLE_RANK) -> Engine:
+    return build_engine(config, "bench", MonotonicClock(), _no_handoff, model=model, comm=comm)
 
 
 def _no_handoff(event: object) -> None:

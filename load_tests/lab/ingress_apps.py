@@ -117,6 +117,8 @@ async def serve_plain(port: int, step_s: float) -> None:
     config = uvicorn.Config(plain_app(ticks), access_log=False, log_level="warning")
     server = uvicorn.Server(config)
     listening = socket.create_server(("127.0.0.1", port), backlog=config.backlog)
+    # asyncio sets it only where a socket names its protocol; connections inherit it.
+    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     ticking = asyncio.create_task(ticks.run())
     serving = asyncio.create_task(server.serve([listening]))
     print(SERVING, flush=True)  # who connects now waits until it is accepted

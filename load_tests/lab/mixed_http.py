@@ -1,12 +1,13 @@
 """Serves a mixed load through a running server: one streamed completion a request, prompts as ids.
 
-One process reads some thousand tokens a second; for more, several take every n-th request each.
+One process reads some ten thousand tokens a second; for more, several take every n-th request each.
 They share processors with the server where both run on one machine.
 """
 
 import asyncio
 import gc
 import multiprocessing
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -14,14 +15,15 @@ from dataclasses import dataclass
 from multiprocessing.synchronize import Barrier
 from threading import BrokenBarrierError
 
-import httpx
 import msgspec
 
+from load_tests.http_load.client import DONE, LoadError, Server
+from load_tests.http_load.preflight import find_model
+from load_tests.http_load.sse import EventParser
 from load_tests.mixed_load import MixedLoad, Served, Stamps
+from load_tests.testbed.stream_client import Piece, StreamClient
 
 TIMEOUT_S = 600.0
-EVENT = "data: "
-DONE = "[DONE]"
 GATHER_S = 120.0  # for several processes to start, import and draw their prompts
 
 
@@ -43,18 +45,14 @@ class Share:
 
 
 class MixedClient:
-    """Asks a server over as many connections as there are requests at once."""
+    """Asks a server over as many connections as there are requests at once.
 
-    def __init__(self, url: str, client: httpx.AsyncClient) -> None:
-        self._url = url.rstrip("/")
-        self._client = client
-        self._model = ""
+    While requests are due it only writes and reads: what came is looked at in the end.
+    """
 
-    async def connect(self) -> None:
-        """Learn the model's name. Raises httpx.HTTPError when there is no server."""
-        answer = await self._client.get(f"{self._url}/v1/models")
-        answer.raise_for_status()
-        self._model = answer.json()["data"][0]["id"]
+    def __init__(self, server: Server, model: str) -> None:
+        self._client = StreamClient(server)
+        self._model = model
 
     async def serve(self, load: MixedLoad, vocab_size: int, share: Share) -> list[Served]:
         """Run `load` to its last token. Raises ExceptionGroup when requests are refused."""
@@ -62,20 +60,19 @@ class MixedClient:
         assert len(arrivals) >= share.of, f"too few arrive in {load.duration_s} s at {load.rate}/s"
         prompts = load.prompts(arrivals, vocab_size)[share.first :: share.of]
         arrivals = arrivals[share.first :: share.of]
-        stamps = Stamps(arrivals)
+        requests = [self._request(prompt, load.num_output_tokens) for prompt in prompts]
         gc.collect()
+        gc.freeze()
         share.gather()
         start_s = time.perf_counter()
-        async with asyncio.TaskGroup() as tasks:
-            for index, arrival in enumerate(arrivals):
-                await asyncio.sleep(max(0.0, start_s + arrival.at_s - time.perf_counter()))
-                one = self._one(index, prompts[index], load.num_output_tokens, stamps, start_s)
-                tasks.create_task(one)
+        answers = await self._ask_when_due(requests, [start_s + one.at_s for one in arrivals])
+        self._client.close()
+        stamps = Stamps(arrivals)
+        for index, pieces in enumerate(answers):
+            _stamp(stamps, index, pieces, start_s)
         return stamps.served(load.num_output_tokens)
 
-    async def _one(
-        self, index: int, prompt: Sequence[int], num_tokens: int, stamps: Stamps, start_s: float
-    ) -> None:
+    def _request(self, prompt: Sequence[int], num_tokens: int) -> bytes:
         body = {
             "model": self._model,
             "prompt": prompt,
@@ -85,17 +82,50 @@ class MixedClient:
             "stream": True,
             "return_token_ids": True,
         }
-        is_done = False
-        async with self._client.stream("POST", f"{self._url}/v1/completions", json=body) as answer:
-            answer.raise_for_status()
-            async for line in answer.aiter_lines():
-                data = line.removeprefix(EVENT)
-                is_done = is_done or data == DONE
-                if data and data != DONE:
-                    num_new = _num_tokens(data)
-                    if num_new:
-                        stamps.add(index, time.perf_counter() - start_s, num_new)
-        assert is_done, f"the stream of request {index} broke off"
+        return self._client.request("/v1/completions", msgspec.json.encode(body))
+
+    async def _ask_when_due(
+        self, requests: Sequence[bytes], due_s: Sequence[float]
+    ) -> list[list[Piece]]:
+        """Sends each request when it is due; returns the pieces of each answer.
+
+        A thread says when: an event loop wakes up to a millisecond late.
+        """
+        loop, is_over = asyncio.get_running_loop(), threading.Event()
+        answers: list[list[Piece]] = [[] for _ in requests]
+
+        async def ask(index: int) -> None:
+            async with asyncio.timeout(TIMEOUT_S):
+                answers[index] = await self._client.post(requests[index])
+
+        async with asyncio.TaskGroup() as tasks:
+
+            def start(index: int) -> None:
+                if not is_over.is_set():
+                    tasks.create_task(ask(index))
+
+            def call_when_due() -> None:
+                for index, at_s in enumerate(due_s):
+                    if is_over.wait(max(0.0, at_s - time.perf_counter())):
+                        return
+                    loop.call_soon_threadsafe(start, index)
+
+            try:
+                await asyncio.to_thread(call_when_due)
+            finally:
+                is_over.set()
+        return answers
+
+
+def _stamp(stamps: Stamps, index: int, pieces: Sequence[Piece], start_s: float) -> None:
+    """Notes when the tokens of one answer came. Raises AssertionError if it broke off."""
+    events, is_done = EventParser(), False
+    for at_s, piece in pieces:
+        for data in events.feed(piece):
+            is_done = is_done or data == DONE
+            if data != DONE and (num_new := _num_tokens(data)):
+                stamps.add(index, at_s - start_s, num_new)
+    assert is_done, f"the stream of request {index} broke off"
 
 
 def serve_over_http(
@@ -145,20 +175,14 @@ def _serve_gathered(
 
 
 def _serve_share(url: str, load: MixedLoad, vocab_size: int, share: Share) -> list[Served]:
+    server = Server(url=url.rstrip("/"))
     try:
-        return asyncio.run(_serve(url, load, vocab_size, share))
-    except (httpx.HTTPError, ExceptionGroup) as error:  # of one request, or of some at once
+        client = MixedClient(server, find_model(server, None).model)
+        return asyncio.run(client.serve(load, vocab_size, share))
+    except (LoadError, OSError, ExceptionGroup) as error:  # of one request, or of some at once
         reason = error.exceptions[0] if isinstance(error, ExceptionGroup) else error
-        # An httpx error cannot be passed on to another process.
+        # Not every error can be passed on to another process.
         raise ConnectionError(f"{url}: {reason!r}") from error
-
-
-async def _serve(url: str, load: MixedLoad, vocab_size: int, share: Share) -> list[Served]:
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    async with httpx.AsyncClient(timeout=TIMEOUT_S, limits=limits) as client:
-        mixed = MixedClient(url, client)
-        await mixed.connect()
-        return await mixed.serve(load, vocab_size, share)
 
 
 def _num_tokens(data: str) -> int:

@@ -206,6 +206,15 @@ class MoeStep:
             partial(grouped_down, by_block(self._inner, b), w.down, r, b, tile) for w, r, b in parts
         ]
 
+    def matrices(self) -> list[Call]:
+        """Both weights of a layer, of 4 bits."""
+        return [partial(self._matrices, layer) for layer in self._layers]
+
+    def _matrices(self, layer: Layer) -> None:
+        for weight in (layer.gate_up, layer.down):
+            if isinstance(weight, CodedExperts):
+                weight.matrices(self._x.dtype)
+
     def total(self) -> list[Call]:
         return [partial(combine, self._outputs, routes) for routes in self.routes]
 
@@ -249,16 +258,24 @@ class MoeStep:
         if self.num_tokens <= plan.few_up_to:
             inner = few_gate_up(self._x, _dense(layer.gate_up), routes, plan.few_gate_up)
             return few_down(inner, _dense(layer.down), routes, plan.few_down)
-        pair = plan.pair(self.num_tokens)
-        blocks = align(routes.ids, self.shape.num_experts, pair.gate_up.block_m)
-        inner = grouped_gate_up(self._x, layer.gate_up, routes, blocks, pair.gate_up)
-        outputs = grouped_down(inner, layer.down, routes, blocks, pair.down)
+        gate_up, down = plan.tiles(self.num_tokens)
+        blocks = align(routes.ids, self.shape.num_experts, gate_up.block_m)
+        weight = self._read(layer.gate_up, plan)
+        inner = grouped_gate_up(self._x, weight, routes, blocks, gate_up)
+        del weight
+        outputs = grouped_down(inner, self._read(layer.down, plan), routes, blocks, down)
         return combine(outputs, routes)
+
+    def _read(self, weight: Tensor | CodedExperts, plan: TilePlan) -> Tensor | CodedExperts:
+        """The weight as the plan's products take it."""
+        if isinstance(weight, CodedExperts) and self.num_tokens >= plan.matrices_from:
+            return weight.matrices(self._x.dtype)
+        return weight
 
     # ---- what is known of them ----
 
     def floor_us(self, kernel: str, machine: Machine) -> float:
-        """The least time of a call of `router`, `align`, `gate_up`, `down`, `sum` or `whole`."""
+        """The least time of a call of a method of the name, or of `sum` or `whole`."""
         shape, tokens = self.shape, self.num_tokens
         routes, hidden, inner = tokens * shape.num_active, shape.hidden, shape.inner
         distinct = self.num_distinct
@@ -269,6 +286,7 @@ class MoeStep:
             "gate_up": (distinct * 2 * inner * hidden + tokens * hidden, 2 * routes * inner),
             "down": (distinct * inner * hidden + routes * (inner + hidden), routes * inner),
             "sum": ((routes + tokens) * hidden, 0),
+            "matrices": (3 * shape.num_experts * inner * hidden, 0),  # written
         }
         kernel = kernel.removeprefix(LIBRARY)
         if kernel == "whole":
@@ -287,12 +305,15 @@ class MoeStep:
             ours = product, self.few_down(plan.few_down)[0]()
             twins = inner, outputs.float().sum(dim=1)
         else:
-            pair = plan.pair(self.num_tokens)
-            blocks = self.blocks(pair.gate_up.block_m)[0]
+            up_tile, down_tile = plan.tiles(self.num_tokens)
+            blocks = self.blocks(up_tile.block_m)[0]
             lines = by_block(inner, blocks)
             is_line = ~lines[:, 0].isnan()
-            product = grouped_gate_up(self._x, layer.gate_up, routes, blocks, pair.gate_up)
-            ours = product[is_line], self.down(pair.down)[0]()
+            up = self._read(layer.gate_up, plan)
+            product = grouped_gate_up(self._x, up, routes, blocks, up_tile)
+            del up
+            rows, weight = by_block(self._inner, blocks), self._read(layer.down, plan)
+            ours = product[is_line], grouped_down(rows, weight, routes, blocks, down_tile)
             twins = lines[is_line], outputs
         return max(_error(a, b) for a, b in zip(ours, twins, strict=True))
 

@@ -19,6 +19,7 @@ from engine.layers.moe import Mixture, Router
 from engine.models.llama import CausalLM
 from engine.models.registry import WeightSource, build_model
 from engine.models.spec import load_spec
+from engine.ranks.rank import WHOLE_MODEL, Rank
 from engine.runner.replica import DTYPES, compute_dtype
 from kernels.moe.routes import Routes
 
@@ -87,16 +88,24 @@ def count_distinct(model: CausalLM, sizes: Sequence[int]) -> list[DistinctExpert
     return found
 
 
-def build_pinned(config: AppConfig, max_tokens: int, seed: int) -> CausalLM:
-    """The model of `config` with pinned routing. Raises ConfigError as `build_engine` does."""
-    model, spec = config.model, load_spec(Path(config.model.path))
+def build_pinned(config: AppConfig, seed: int, rank: Rank = WHOLE_MODEL) -> CausalLM:
+    """A rank's part of the model of `config` with pinned routing, for steps of any size.
+
+    Raises ConfigError as `build_engine` does.
+    """
+    model, scheduler = config.model, config.scheduler
+    sizes = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
+    assert all(isinstance(size, int) for size in sizes), f"{sizes}: steps have a size"
+    max_tokens = max(int(size) for size in sizes)
+    sharing, spec = config.workers.expert_sharing, load_spec(Path(model.path))
     built = build_model(
         Path(model.path),
         dtype=DTYPES[compute_dtype(model, spec)],
         device=torch.device(model.device),
         max_model_len=model.max_model_len or spec.max_model_len,
-        source=WeightSource(is_random=model.weights == "random"),
+        source=WeightSource(is_random=model.weights == "random", sharing=sharing),
         is_deterministic=model.deterministic,
+        rank=rank,
     )
     pin_routing(built, max_tokens, seed)
     return built

@@ -102,9 +102,17 @@ class End:
     """One process's store and what its channels need."""
 
     def __init__(
-        self, folder: Path, layout: KvLayout, num_blocks: int, config: HandoffConfig, device: str
+        self,
+        folder: Path,
+        layout: KvLayout,
+        num_blocks: int,
+        config: HandoffConfig,
+        device: str,
+        address: str = LOOPBACK,
     ) -> None:
+        """folder: both ends have it. address: where this end listens; the other one reaches it."""
         self.config = config
+        self.address = address
         self.store = KvStore(layout, num_blocks=num_blocks, device=torch.device(device))
         self.pieces = KvPieces(self.store)
         self._board = FileBoard(folder)
@@ -177,7 +185,7 @@ class End:
             empty=self.pieces.empty,
         )
         try:
-            await connection.open(self._board, request.rendezvous_key, LOOPBACK)
+            await connection.open(self._board, request.rendezvous_key, self.address)
         except BaseException:
             await connection.close()
             raise
@@ -195,7 +203,7 @@ class ReceivingProcess:
         self._end = end
         self._more = dict(more or {})
         self._listener = Listener(str(folder / "calls"), "AF_UNIX")
-        self._server = CallServer(LOOPBACK, {"take": self._take})
+        self._server = CallServer(end.address, {"take": self._take})
         self._channel: ReceiveChannel | None = None
         self._serving: set[asyncio.Task[None]] = set()
 

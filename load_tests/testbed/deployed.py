@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
-import msgspec
 import openai
 import ray
 from prometheus_client.parser import text_string_to_metric_families
@@ -60,9 +59,8 @@ def free_port() -> int:
 
 def make_config(name: str, overrides: Mapping[str, object]) -> AppConfig:
     roles = {"workers.unified": 0, "workers.prefill": 0, "workers.decode": 0}
-    config = load_config(None, roles | LIFETIMES | {"name": name} | dict(overrides))
-    model = msgspec.structs.replace(config.model, path=str(MODEL))
-    return msgspec.structs.replace(config, model=model)
+    model = {"name": name, "model.path": str(MODEL)}
+    return load_config(None, roles | LIFETIMES | model | dict(overrides))
 
 
 @dataclass

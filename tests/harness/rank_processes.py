@@ -116,6 +116,8 @@ def hear() -> Any:
 class StagedRanks:
     """Ranks on one GPU, which NCCL refuses: exchanges go through host memory, never in graphs."""
 
+    fused_sums = None
+
     def __init__(self, host: Comm) -> None:
         self.rank = host.rank
         self._host = host

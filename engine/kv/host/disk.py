@@ -7,12 +7,16 @@ of its own in memory, from the heads of the files.
     head     magic, blocks, bytes of each, namespace; name and digest of each block; a hash of that
     blocks   from a multiple of 4096 on
 
-A file is written under another name, by one writer at a time, and renamed when it is whole; what a
-writer finds under such a name was left by one that died. No write is waited for until it
-is on the device, so after a crash of the machine a file may be torn: a head that is not what its
-hash says makes the file void, and each block's digest is checked where it is loaded to. Files of
-other namespaces (another model, layout or key) are not read; they count, and are evicted alike:
-those used longest ago go first, by the time of their last change. Only this user can read them.
+A file is written by one writer at a time under one name, and renamed when it is whole; what a
+writer finds under that name was left by one that died. No write is waited for until it is on the
+device, so after a crash of the machine a file may be torn: a head that is not what its hash says
+makes the file void, and each block's digest is checked where it is loaded to. Files of other
+namespaces (another model, layout or key) are not read; they count, and are evicted alike: those
+used longest ago go first, by the time of their last change. Only this user can read them.
+
+The file of the writers' lock holds the bytes of all files, so the folder is listed for a write only
+when it seems full; then a sixteenth of it is made free. What was removed otherwise, or never came
+to be, counts until then.
 
 Knows no tensors; one thread writes, one reads, and any may look up.
 """
@@ -43,7 +47,9 @@ _HEAD = struct.Struct("<8sQQ16s")
 _ENTRY = struct.Struct(f"<{HASH_BYTES}sq")
 _CHECK_BYTES = 16
 _ALIGNMENT = 4096
-_SUFFIX, _PARTIAL = ".kv", ".part"
+_SUFFIX, _PARTIAL = ".kv", "part"
+_TOTAL = struct.Struct("<q")
+_FREED_SHARE = 16
 _LIST_EVERY_S = 1.0
 
 Row = NDArray[np.uint8]
@@ -75,6 +81,7 @@ class DiskFiles:
         self._index: dict[bytes, DiskBlock] = {}
         self._files: dict[str, list[bytes]] = {}  # name -> hashes; void files have none
         self._listed = -_LIST_EVERY_S, -1  # when, and the folder's time of change
+        self.num_changes = 0  # of the index
         self.num_evicted = 0  # blocks of this namespace
         self.num_void = 0  # files whose head is not what was written
         self.refresh(time.monotonic())
@@ -127,46 +134,56 @@ class DiskFiles:
         size = first + len(blocks) * self._block_bytes
         if size > self.num_bytes:
             return False
-        partial = self.folder / (name + _PARTIAL)
-        try:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-            with self._locked():
-                self._make_room(size)
+        partial = self.folder / _PARTIAL
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+        with self._locked() as lock:
+            self._make_room(lock, size)
+            try:
                 with os.fdopen(os.open(partial, flags, 0o600), "wb") as file:
                     file.write(head.ljust(first, b"\0"))
                     for _, _, row in blocks:
                         file.write(row.data)
                 partial.rename(self.folder / name)
-        except BaseException:
-            partial.unlink(missing_ok=True)
-            raise
+            except BaseException:
+                partial.unlink(missing_ok=True)
+                raise
         self._add(name, [(block_hash, digest) for block_hash, digest, _ in blocks])
         return True
 
     @contextmanager
-    def _locked(self) -> Iterator[None]:
+    def _locked(self) -> Iterator[int]:
         """One writer of the machine at a time, or they would exceed the bound together."""
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         fd = os.open(self.folder / "lock", flags, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)
-            yield
+            yield fd
         finally:
             os.close(fd)
 
-    def _make_room(self, size: int) -> None:
-        """Removes the files used longest ago until `size` more bytes fit."""
-        for partial in self.folder.glob(f"*{_PARTIAL}"):
-            partial.unlink(missing_ok=True)
+    def _make_room(self, lock: int, size: int) -> None:
+        """Counts `size` more bytes, and removes files if they would be too many."""
+        counted = os.pread(lock, _TOTAL.size, 0)
+        total = _TOTAL.unpack(counted)[0] if len(counted) == _TOTAL.size else self.num_bytes
+        if total + size > self.num_bytes:
+            total = self._evict(size)
+        # Before the file is there: a writer that dies may count too much, never too little.
+        os.pwrite(lock, _TOTAL.pack(total + size), 0)
+
+    def _evict(self, size: int) -> int:
+        """Removes the files used longest ago until `size` more bytes fit; returns what is left."""
         files = sorted((mtime_ns, num_bytes, name) for name, num_bytes, mtime_ns in self._found())
-        total = size + sum(num_bytes for _, num_bytes, _ in files)
+        total = sum(num_bytes for _, num_bytes, _ in files)
+        if total + size <= self.num_bytes:
+            return total
         for _, num_bytes, name in files:
-            if total <= self.num_bytes:
+            if total + size <= self.num_bytes - self.num_bytes // _FREED_SHARE:
                 break
             (self.folder / name).unlink(missing_ok=True)
             self.num_evicted += len(self._files.get(name, ()))
             self._drop(name)
             total -= num_bytes
+        return total
 
     # ---- what is there ---------------------------------------------------------------------------
 
@@ -224,12 +241,14 @@ class DiskFiles:
             offset = first + i * self._block_bytes
             self._index[block_hash] = DiskBlock(name, offset, block_hash, digest)
         self._files[name] = [block_hash for block_hash, _ in blocks]
+        self.num_changes += 1
 
     def _drop(self, name: str) -> None:
         for block_hash in self._files.pop(name, []):
             found = self._index.get(block_hash)
             if found is not None and found.file == name:
                 self._index.pop(block_hash, None)
+        self.num_changes += 1
 
 
 def kept_key(path: Path) -> bytes:

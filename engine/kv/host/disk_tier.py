@@ -1,7 +1,8 @@
 """One worker's disk tier: its arena's blocks are written behind, and read back when that pays.
 
-Two threads: one writes, in the order of publication, and one reads. At most `_MAX_QUEUED_BYTES`
-wait to be written; what comes beyond that is dropped, as is what has left the arena by then. A disk
+Two threads: one writes, in the order of publication, as many blocks to a file as wait, and one
+reads. At most `_MAX_QUEUED_BYTES` wait to be written; what comes beyond that is dropped, as is what
+has left the arena by then. A disk
 that does not answer is not waited for: while a read is under way for longer than predicted, the
 next one is predicted to take as much longer, so nothing is read that is sooner computed. After an
 error nothing more is written; what cannot be read is forgotten.
@@ -9,9 +10,9 @@ error nothing more is written; what cannot be read is forgotten.
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import islice
 
 from engine.kv.host.arena import HostArena, HostBlock
 from engine.kv.host.disk import DiskBlock, DiskFiles, Row
@@ -48,12 +49,13 @@ class DiskTier:
         self.block_s = arena.block_bytes / _PRIOR_BYTES_S  # predicted, of reading
         self.num_loaded = 0
         self._num_written = self._num_dropped = 0
-        self._num_queued = self._num_done = 0  # blocks to be written; each has one thread
+        self._waiting: deque[HostBlock] = deque()  # to be written
         self.num_reading = 0
         self._refreshed_s = time.monotonic()
         self._read_since_s: float | None = None
         self._is_writing = True  # False after an error
         self._told: set[bytes] | None = None  # None = tell everything
+        self._told_changes = -1  # of the index of files, when it was told last
         self._sequence = 0
         found = files.folder.stat()
         self.place = f"{arena.place}/{found.st_dev}/{found.st_ino}"
@@ -69,29 +71,31 @@ class DiskTier:
     def write_behind(self, blocks: Sequence[HostBlock]) -> None:
         """Queues blocks of the arena; those that are there already are left out."""
         new = [block for block in blocks if self._files.get(block.block_hash) is None]
-        room = max(
-            0, _MAX_QUEUED_BYTES // self._arena.block_bytes - self._num_queued + self._num_done
-        )
+        room = max(0, _MAX_QUEUED_BYTES // self._arena.block_bytes - len(self._waiting))
         kept = new[:room] if self._is_writing else []
         self._num_dropped += len(new) - len(kept)
-        size = max(1, _GROUP_BYTES // self._arena.block_bytes)
-        rest = iter(kept)
-        while group := list(islice(rest, size)):
-            self._num_queued += len(group)
-            self._write_lane.post(lambda group=group: self._write(group))  # type: ignore[misc]
+        self._waiting.extend(kept)
+        if kept:
+            self._write_lane.post(self._write)
 
-    def _write(self, group: Sequence[HostBlock]) -> None:
-        """On the writing thread."""
+    def _write(self) -> None:
+        """On the writing thread: all that waits, which may be nothing by now."""
         try:
-            if self._is_writing:
+            self._files.refresh(time.monotonic())
+            while self._is_writing and (group := self._next_group()):
                 self._write_group(group)
         except OSError as error:
             logger.error("%s is written to no more: %s", self._files.folder, error)
             self._is_writing = False
-        self._num_done += len(group)
+            self._num_dropped += len(self._waiting)
+            self._waiting.clear()
+
+    def _next_group(self) -> list[HostBlock]:
+        """The blocks that have waited longest; empty = none wait."""
+        most = max(1, _GROUP_BYTES // self._arena.block_bytes)
+        return [self._waiting.popleft() for _ in range(min(most, len(self._waiting)))]
 
     def _write_group(self, group: Sequence[HostBlock]) -> None:
-        self._files.refresh(time.monotonic())
         copies: list[tuple[bytes, int, Row]] = []
         for block in group:
             row = self._arena.blocks[block.slot].copy()
@@ -107,7 +111,7 @@ class DiskTier:
         """Where a block is, as far as this worker knows: it looks every second, by and by."""
         if (now_s := time.monotonic()) - self._refreshed_s > _REFRESH_S:
             self._refreshed_s = now_s
-            self._write_lane.post(lambda: self._write([]))
+            self._write_lane.post(self._write)
         return self._files.get(block_hash)
 
     def read_seconds(self, num_blocks: int) -> float:
@@ -139,8 +143,11 @@ class DiskTier:
 
     def take_events(self) -> IndexChanges | None:
         """Net changes since the last call, as of the index's; see `PublishedBlocks`."""
-        now, before = self._files.hashes(), self._told
-        self._told = now
+        before, num_changes = self._told, self._files.num_changes
+        if before is not None and num_changes == self._told_changes:
+            return None  # a set of all names is not made for nothing
+        self._told = now = self._files.hashes()
+        self._told_changes = num_changes
         if now == before:
             return None
         sequence, self._sequence = self._sequence, self._sequence + 1

@@ -212,6 +212,25 @@ def test_files_used_longest_ago_go_first_and_the_bound_holds(path: Path) -> None
     assert not files.write([(name_of(i), 0, _row(i)) for i in range(200)]), "it cannot fit"
 
 
+def test_writers_list_a_folder_when_it_seems_full_and_stay_below_its_bound(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file_bytes = 4096 + SIZE
+    writers = [_files(path, 64 * file_bytes) for _ in range(2)]
+    listings = []
+    found = DiskFiles._found
+    monkeypatch.setattr(DiskFiles, "_found", lambda self: listings.append(self) or found(self))
+    for number in range(200):
+        _write(writers[number % 2], range(number, number + 1))
+        if number == 30:
+            next(path.glob("*.kv")).unlink()  # counts until the folder is listed
+        if number == 40:
+            (path / "lock").write_bytes(b"")  # as a writer finds it that is the first
+        assert len(list(path.glob("*.kv"))) <= 64
+    # The first write, the one after the count was lost, and one for each 4 files once it is full.
+    assert 20 < len(listings) < 50
+
+
 KILLED = """
 import sys
 from hashlib import blake2b
@@ -244,10 +263,10 @@ def test_what_a_killed_writer_leaves_is_whole_or_not_found(path: Path, number: i
     writer.send_signal(signal.SIGKILL)
     writer.wait()
     writer.stdout.close()
-    (path / "dead.kv.part").write_bytes(b"left by one that died")
+    (path / "part").write_bytes(b"left by one that died")
     files = _files(path, 2**30)
     assert files.num_blocks >= 8
     assert files.num_void == 0
     assert all(_is_whole(files, i) for i in range(files.num_blocks))
     _write(files, range(10**6, 10**6 + 1))
-    assert not list(path.glob("*.part"))
+    assert not (path / "part").exists()

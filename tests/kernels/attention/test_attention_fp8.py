@@ -58,7 +58,7 @@ class Stored:
             assert_close(out, self.problem.exact(layer), tolerance or TOLERANCES[self.dtype])
 
 
-def _stored(
+def stored_problem(
     rows: Sequence[tuple[int, int]],
     shape: AttentionShape,
     *,
@@ -155,12 +155,12 @@ def test_the_reference_attends_to_what_is_stored(
 ) -> None:
     for block_size, heads in ((1, (6, 2)), (7, (3, 3))):
         shape = _shape(heads, 10, has_sinks=has_sinks)
-        case = _stored(rows, shape, block_size=block_size, dtype=torch.float32)
+        case = stored_problem(rows, shape, block_size=block_size, dtype=torch.float32)
         case.check(_reference(case))
 
 
 def test_scales_are_asked_for_where_the_store_has_numbers() -> None:
-    case = _stored([(3, 1)], _shape((4, 2), 8), block_size=4, dtype=torch.float32)
+    case = stored_problem([(3, 1)], _shape((4, 2), 8), block_size=4, dtype=torch.float32)
     backend = _reference(case)
     metadata = backend.plan(case.problem.step)
     with pytest.raises(AssertionError, match="scales None"):
@@ -237,7 +237,9 @@ def interpreted_checks() -> list[Callable[[], None]]:
     ) -> Callable[[], None]:
         def run_check() -> None:
             shape = _shape(heads, 64, has_sinks=options.pop("has_sinks", False))
-            case = _stored(rows, shape, block_size=options.pop("block_size", 16), dtype=dtype)
+            case = stored_problem(
+                rows, shape, block_size=options.pop("block_size", 16), dtype=dtype
+            )
             case.check(_triton(case, **options))
 
         return run_check
@@ -257,7 +259,7 @@ def interpreted_checks() -> list[Callable[[], None]]:
 def check_verification() -> None:
     for dtype, has_sinks in ((torch.float32, False), (torch.float16, True)):
         shape = _shape((8, 2), 64, has_sinks=has_sinks)
-        case = _stored(VERIFIED, shape, block_size=16, dtype=dtype)
+        case = stored_problem(VERIFIED, shape, block_size=16, dtype=dtype)
         case.check(_verify(case, 4, **VERIFY_TILES))
 
 
@@ -272,7 +274,9 @@ def test_small_cases_equal_float64_in_the_interpreter(cases: str) -> None:
 def check_bits(device: str, dtype: torch.dtype, **options: Any) -> None:
     """With fixed tiles every token has the same bits alone, as a prompt's and as an answer's."""
     options.pop("decode_config", None)
-    case = _stored([(2, 1), (40, 7)], _shape((8, 2), 64), block_size=16, dtype=dtype, device=device)
+    case = stored_problem(
+        [(2, 1), (40, 7)], _shape((8, 2), 64), block_size=16, dtype=dtype, device=device
+    )
     backend = _triton(case, fixed_tile=True, **options)
     problem, step = case.problem, case.problem.step
     for layer in range(len(WINDOWS)):
@@ -297,7 +301,7 @@ def check_replays(
     shape = _shape((8, 2), 64, layer_windows=(None,))
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     cases = [
-        _stored([(n, 1) for n in lengths], shape, block_size=16, dtype=dtype, device=device)
+        stored_problem([(n, 1) for n in lengths], shape, block_size=16, dtype=dtype, device=device)
         for lengths in ([3, 40, 130], [200], [0, 1, 16, 17])
     ]
     first = cases[0]
@@ -339,7 +343,7 @@ def test_attention_on_a_gpu_equals_float64(
     for rows in (ROW_SETS["everything"], LONG_ROWS, [(n // 2, 1) for n in range(300)]):
         for has_sinks in (False, True):
             shape = _shape(heads, head_dim, has_sinks=has_sinks)
-            case = _stored(rows, shape, block_size=block_size, dtype=dtype, device="cuda")
+            case = stored_problem(rows, shape, block_size=block_size, dtype=dtype, device="cuda")
             case.check(_triton(case))
             case.check(_triton(case, fixed_tile=True))
         case.check(_triton(case, **_small_tiles()))
@@ -354,7 +358,7 @@ def test_queries_that_verify_drafts_equal_float64(
     for rows in (VERIFIED, [(1000, 1), (4159, 5), (4092, 4), (8190, 2)]):
         for has_sinks in (False, True):
             shape = _shape(heads, head_dim, has_sinks=has_sinks)
-            case = _stored(rows, shape, block_size=16, dtype=dtype, device="cuda")
+            case = stored_problem(rows, shape, block_size=16, dtype=dtype, device="cuda")
             case.check(_verify(case, 5))
             case.check(_verify(case, 5, **VERIFY_TILES))
 
@@ -363,7 +367,7 @@ def test_queries_that_verify_drafts_equal_float64(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_reference_on_a_gpu_equals_float64(dtype: torch.dtype) -> None:
     shape = _shape((8, 2), 80)
-    case = _stored(ROW_SETS["everything"], shape, block_size=16, dtype=dtype, device="cuda")
+    case = stored_problem(ROW_SETS["everything"], shape, block_size=16, dtype=dtype, device="cuda")
     case.check(_reference(case))
 
 

@@ -3,11 +3,12 @@
 import importlib.util
 from dataclasses import replace
 from importlib.machinery import ModuleSpec
+from types import ModuleType
 
 import pytest
 import torch
 
-from kernels.attention import select
+from kernels.attention import flash_attn, select
 from kernels.attention.phased import PhasedAttention
 from kernels.attention.protocol import AttentionShape
 from kernels.attention.select import (
@@ -89,23 +90,23 @@ def test_auto_depends_on_device_and_shape_alone(monkeypatch: pytest.MonkeyPatch)
     assert automatic_name("decode", SMALL_HEADS, hopper) == "reference"
 
 
-def test_auto_goes_round_what_does_not_read_e4m3_numbers() -> None:
-    hopper = gpu("H100")
-    assert automatic_name("prefill", PLAIN, hopper, is_fp8=True) == "triton"
-    assert automatic_name("decode", PLAIN, hopper, is_fp8=True) == "triton"
-    assert automatic_name("prefill", SMALL_HEADS, hopper, is_fp8=True) == "reference"
-    assert automatic_name("prefill", PLAIN, device_properties(CPU), is_fp8=True) == "reference"
-
-
 @pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("name", ["flashinfer", "flash_attn"])
+@pytest.mark.parametrize(
+    ("phase", "name", "why"),
+    [
+        ("prefill", "flashinfer", "not with cache.kv_dtype fp8_e4m3"),
+        ("decode", "flashinfer", "not with cache.kv_dtype fp8_e4m3"),
+        ("decode", "flash_attn", "with cache.kv_dtype fp8_e4m3 it is for prompts"),
+    ],
+)
 def test_a_backend_that_does_not_read_e4m3_numbers_says_so(
-    name: AttentionName, monkeypatch: pytest.MonkeyPatch
+    phase: str, name: AttentionName, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _install(monkeypatch, "flashinfer", "vllm")
+    names = AttentionNames(prefill="triton", decode="triton")
     with pytest.raises(BackendUnavailable) as raised:
         build_attention(
-            AttentionNames(prefill=name, decode="auto"),
+            replace(names, **{phase: name}),
             PLAIN,
             block_size=16,
             dtype=torch.bfloat16,
@@ -114,8 +115,9 @@ def test_a_backend_that_does_not_read_e4m3_numbers_says_so(
             is_fp8=True,
         )
     message = str(raised.value)
-    assert "not with cache.kv_dtype fp8_e4m3" in message
-    assert message.endswith("What would work for prefill: triton, reference")
+    assert why in message
+    others = {"prefill": "flash_attn, triton, reference", "decode": "triton, reference"}
+    assert message.endswith(f"What would work for {phase}: {others[phase]}")
 
 
 @pytest.mark.parametrize("name", sorted(GPUS))
@@ -180,7 +182,9 @@ def test_what_a_backend_cannot_do_is_said_before_it_is_built(
     assert "80" in reason("flash_attn", SMALL_HEADS, brain, 16)
     assert "24" in reason("flash_attn", PLAIN, brain, 24)
     assert "attention sinks" in reason("flashinfer", replace(PLAIN, has_sinks=True), brain, 16)
-    assert "attention sinks" in reason("flash_attn", WITH_SINKS, brain, 16)
+    assert reason("flash_attn", WITH_SINKS, brain, 16) == "can"
+    many_heads = replace(WITH_SINKS, num_heads=96, num_kv_heads=8)
+    assert "64 heads, not of 96" in reason("flash_attn", many_heads, brain, 16)
     assert reason("triton", WITH_SINKS, brain, 16) == "can"
     assert reason("triton", WIDE_HEADS, brain, 16) == "can"
     assert reason("triton", WINDOWED, half, 48) == "can"
@@ -202,16 +206,34 @@ def test_what_a_backend_cannot_do_is_said_before_it_is_built(
 
 
 @pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("name", ["flashinfer", "flash_attn"])
 def test_a_backend_without_sinks_names_those_that_have_them(
-    name: AttentionName, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     _install(monkeypatch, "flashinfer", "vllm", "vllm_flash_attn")
     with_sinks = replace(PLAIN, has_sinks=True)
     with pytest.raises(
-        BackendUnavailable, match=r"without attention sinks.*: triton, flex, reference$"
+        BackendUnavailable,
+        match=r"without attention sinks.*: flash_attn, triton, flex, reference$",
     ):
-        _build(name, "triton", with_sinks, device=GPU)
+        _build("flashinfer", "triton", with_sinks, device=GPU)
+
+
+@pytest.mark.usefixtures("hopper")
+def test_a_flash_attention_that_takes_no_sinks_is_refused_with_how_to_get_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def without_sinks(q: object, k: object, v: object) -> None:
+        raise AssertionError("refused before")
+
+    _install(monkeypatch, "vllm")
+    library = ModuleType("vllm.vllm_flash_attn")
+    library.flash_attn_varlen_func = without_sinks  # type: ignore[attr-defined]
+    library.get_scheduler_metadata = without_sinks  # type: ignore[attr-defined]
+    monkeypatch.setattr(flash_attn, "import_library", lambda: library)
+    given = {"block_size": 16, "dtype": torch.bfloat16, "device": GPU}
+    with pytest.raises(ValueError, match="no attention sinks; a newer vllm brings them"):
+        flash_attn.FlashAttention(WITH_SINKS, **given)  # type: ignore[arg-type]
+    flash_attn.FlashAttention(WINDOWED, **given)  # type: ignore[arg-type]
 
 
 def test_flash_attention_is_for_hopper(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -173,6 +173,29 @@ def test_sinks_equal_float64_on_a_gpu(
     _check_shape(index, rows, dtype, "cuda", fixed_tile=True)
 
 
+# What a library warns of while it is imported must not fail, and so break, the import.
+@pytest.mark.filterwarnings("default")
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "index", [i for i, shape in enumerate(SHAPES) if shape[2] and not shape[4]]
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("rows", [ROW_SETS["everything"], LONG_ROWS], ids=["small", "long"])
+def test_sinks_in_bfloat16_equal_float64_by_flash_attention_3(
+    index: int, dtype: torch.dtype, rows: list[tuple[int, int]]
+) -> None:
+    from kernels.attention.flash_attn import FlashAttention
+
+    shape = _shape(*SHAPES[index])
+    problem = build_problem(rows, shape, block_size=16, dtype=dtype, device="cuda")
+    assert problem.sinks is not None
+    problem.sinks = problem.sinks.bfloat16().float()
+    device = torch.device("cuda")
+    backend = FlashAttention(shape, block_size=16, dtype=dtype, device=device)
+    for layer in range(len(shape.layer_windows)):
+        check(backend, problem, layer)
+
+
 @pytest.mark.gpu
 def test_sinks_of_gpt_oss_shapes_in_long_rows() -> None:
     """64 heads of 64 over 8 KV heads; a window of 128 every other layer; rows in many parts."""

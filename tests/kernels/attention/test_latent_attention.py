@@ -12,11 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.attention import select_latent
 from kernels.attention.latent import LatentShape, PhasedLatent
 from kernels.attention.latent_reference import ReferenceLatent
 from kernels.attention.names import AttentionNames, BackendUnavailable
 from kernels.attention.protocol import AttentionStep, build_step
 from kernels.attention.select import build_attention
+from kernels.device import device_properties
+from tests.harness.gpus import gpu
 from tests.kernels.attention.attention_cases import (
     ROW_SETS,
     TOLERANCES,
@@ -155,7 +158,7 @@ def test_the_reference_is_exact(rows: str) -> None:
     ("name", "fixed_tile", "said"),
     [
         ("flashinfer", False, "flashinfer cannot compute latent.*reference or triton"),
-        ("flash_attn", False, "flash_attn cannot compute latent.*reference or triton"),
+        ("flash_attn", False, "flash_attn cannot compute latent.*needs a GPU|need a GPU"),
         ("reference", True, "with the same bits in any batch; choose triton"),
         ("triton", False, "need a GPU; choose reference"),
         ("auto", True, "need a GPU"),
@@ -167,6 +170,32 @@ def test_what_cannot_compute_latents_says_what_can(name: Any, fixed_tile: bool, 
             AttentionNames(prefill=name, decode=name), SMALL, block_size=16, dtype=torch.float32,
             device=torch.device("cpu"), fixed_tile=fixed_tile,
         )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("gpu_name", "shape", "dtype", "wanted"),
+    [
+        ("H200", V2_LITE, torch.bfloat16, ("flash_attn", "triton")),
+        ("H200", SMALL, torch.bfloat16, ("triton", "triton")),
+        ("H200", V3, torch.float32, ("reference", "reference")),
+        ("L4", V2_LITE, torch.float16, ("triton", "triton")),
+        ("L4", _shape(3, 24, 16, 8, 8), torch.float16, ("reference", "reference")),
+        ("CPU", V3, torch.bfloat16, ("reference", "reference")),
+    ],
+)
+def test_what_auto_means(
+    monkeypatch: pytest.MonkeyPatch,
+    gpu_name: str,
+    shape: LatentShape,
+    dtype: torch.dtype,
+    wanted: tuple[str, str],
+) -> None:
+    cpu = torch.device("cpu")
+    device = device_properties(cpu) if gpu_name == "CPU" else gpu(gpu_name)
+    monkeypatch.setattr(select_latent, "device_properties", lambda _: device)
+    target = select_latent.Target(shape=shape, block_size=16, dtype=dtype, device=cpu)
+    found = tuple(select_latent.automatic_name(phase, target) for phase in ("prefill", "decode"))
+    assert found == wanted
 
 
 # ---- Triton --------------------------------------------------------------------------------------
@@ -225,6 +254,7 @@ def check_all() -> None:
     _check_fixed_bits()
     _check_replays()
     _check_products()
+    _check_joined_keys()
 
 
 def _check_fixed_bits(device: str = "cpu", dtype: torch.dtype = torch.float32) -> None:
@@ -277,6 +307,16 @@ def _check_products(device: str = "cpu", dtype: torch.dtype = torch.float32) -> 
             assert_close(out, exact, TOLERANCES[dtype])
 
 
+def _check_joined_keys(device: str = "cpu", dtype: torch.dtype = torch.float32) -> None:
+    from kernels.attention.latent_keys import join_keys, join_keys_torch
+
+    for num_keys, shape in ((1, SMALL), (5, _shape(17, 16, 6, 20, 9)), (0, SMALL)):
+        made = torch.randn(num_keys, shape.num_heads, shape.nope_dim + shape.value_dim)
+        vectors = torch.randn(num_keys, shape.width)
+        tensors = made.to(device, dtype), vectors.to(device, dtype)
+        assert torch.equal(join_keys(*tensors, shape), join_keys_torch(*tensors, shape))
+
+
 @pytest.mark.slow
 def test_some_sizes_in_the_interpreter() -> None:
     run_interpreted("tests.kernels.attention.test_latent_attention:check_some")
@@ -304,11 +344,29 @@ def test_the_kernels_on_a_gpu(shape: LatentShape, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [V2_LITE, V3], ids=str)
+def test_flash_attention_on_a_gpu(shape: LatentShape, dtype: torch.dtype) -> None:
+    pytest.importorskip("vllm")
+    from kernels.attention.latent_flash import FlashLatent
+
+    for rows in (*ROW_SETS.values(), LONG_ROWS):
+        problem = build_problem(rows, shape, dtype=dtype, device="cuda")
+        for options in ({}, {"piece_bytes": 64 * 2**20}):
+            flash = FlashLatent(
+                shape, block_size=16, dtype=dtype, device=torch.device("cuda"), **options
+            )
+            check(flash, problem)
+            check(PhasedLatent(prefill=flash, decode=_triton(problem), graph=None), problem)
+
+
+@pytest.mark.gpu
 def test_bits_and_replays_on_a_gpu() -> None:
     for dtype in (torch.bfloat16, torch.float16):
         _check_fixed_bits("cuda", dtype)
         _check_replays("cuda", dtype)
         _check_products("cuda", dtype)
+        _check_joined_keys("cuda", dtype)
 
 
 @pytest.mark.gpu

@@ -3,7 +3,13 @@
 import pytest
 import torch
 
-from kernels.attention import latent_decode, latent_prefill, latent_triton, triton_decode
+from kernels.attention import (
+    latent_decode,
+    latent_keys,
+    latent_prefill,
+    latent_triton,
+    triton_decode,
+)
 from kernels.kv import latent_store
 from kernels.linear import by_head
 from kernels.moe import limited_choice
@@ -15,7 +21,7 @@ from tests.kernels.cross_compile import compiled_for
 
 ONE_EACH = {capability: name for name, (capability, _, _) in GPUS.items()}
 MODULES = (
-    latent_triton, latent_decode, latent_prefill, triton_decode, latent_store, by_head,
+    latent_triton, latent_decode, latent_keys, latent_prefill, triton_decode, latent_store, by_head,
     limited_choice,
 )  # fmt: skip
 
@@ -34,6 +40,9 @@ def test_latent_attention_compiles_for_every_gpu(name: str) -> None:
                 )  # fmt: skip
                 metadata = backend.plan(problem.step)
                 backend.run(problem.q, problem.latent_new, problem.up, 1, problem.store, metadata)
+            made = torch.empty(7, shape.num_heads, shape.nope_dim + shape.value_dim)
+            vectors = torch.empty(7, shape.width, dtype=torch.bfloat16)
+            latent_keys.join_keys(made.bfloat16(), vectors, shape)
             weight = torch.ones(shape.rank, dtype=torch.bfloat16)
             places = torch.zeros(len(problem.q), dtype=torch.int32)
             latent_store.rotate_and_store_latent(
@@ -53,5 +62,5 @@ def test_latent_attention_compiles_for_every_gpu(name: str) -> None:
             limited_choice.choose_limited(
                 torch.empty(4, num_tokens, 256), 8, selection, normalises=True
             )
-    assert {"_latent_decode_kernel", "_latent_combine_kernel", "_by_head_kernel"} < set(found)
+    assert {"_latent_decode_kernel", "_join_keys_kernel", "_by_head_kernel"} < set(found)
     assert max(found.values()) <= device.shared_memory_per_block_bytes, found

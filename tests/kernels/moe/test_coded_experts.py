@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -136,6 +137,32 @@ def check_layer() -> None:
             assert torch.equal(part, whole[start:end])
 
 
+def _check_matrices(
+    form: str, num_tokens: int, sizes: tuple[int, int, int, int], dtype: torch.dtype,
+    device: torch.device,
+) -> None:  # fmt: skip
+    """sizes: experts, active ones, hidden, inner. So many tokens that matrices are made."""
+    from engine.layers.moe_cuda import TritonExperts
+
+    num_experts, num_active, hidden, inner = sizes
+    gate_up, exact_up = _experts(form, (num_experts, 2 * inner, hidden), dtype, device)
+    down, exact_down = _experts(form, (num_experts, hidden, inner), dtype, device)
+    routes = random_routes(num_tokens, num_experts, num_active, device.type)
+    x = random_tensor(num_tokens, hidden, dtype=dtype, device=device.type)
+    experts = TritonExperts(gate_up, down, num_active=num_active, is_deterministic=False)
+    turn = next(size for size in experts.token_sizes if size + 1 >= num_tokens)
+    assert turn + 1 == num_tokens, f"matrices are made from {turn + 1} tokens"
+    exact = exact_outputs(exact_inner(x, exact_up, routes).to(dtype), exact_down, routes)
+    assert_near(experts(x, routes, None), exact.sum(dim=1), dtype)
+
+
+def check_matrices() -> None:
+    small = {"_MATRIX_ROUTES": 8, "_MATRIX_TILE": Tile(16, 32, 64, 2, 4, 2)}
+    with patch.multiple("kernels.moe.tiles", **small):
+        for form in ("int4 groups", "int4 rows", "nvfp4", "mxfp4"):
+            _check_matrices(form, 16, (4, 2, 64, 128), torch.float16, CPU)
+
+
 def check_refused() -> None:
     from engine.errors import ConfigError
     from engine.layers.moe_cuda import coded_operand
@@ -161,7 +188,11 @@ NIGHTLY = pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    ["products", "refused", *(pytest.param(n, marks=NIGHTLY) for n in ("all_products", "layer"))],
+    [
+        "products",
+        "refused",
+        *(pytest.param(n, marks=NIGHTLY) for n in ("all_products", "layer", "matrices")),
+    ],
 )
 def test_interpreted_products_of_quantised_experts_are_their_formula(name: str) -> None:
     run_interpreted(f"{MODULE}:check_{name}")
@@ -207,7 +238,13 @@ def test_products_of_quantised_experts_compile_within_the_shared_memory(name: st
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
-    "tile", [Tile(16, 64, 128, 1, 4, 4), Tile(64, 64, 128, 8, 4, 3), Tile(128, 128, 64, 16, 8, 4)]
+    "tile",
+    [
+        Tile(16, 64, 128, 1, 4, 4),
+        Tile(16, 64, 128, 1, 4, 3, unroll=3),
+        Tile(64, 64, 128, 8, 4, 3),
+        Tile(128, 128, 64, 16, 8, 4),
+    ],
 )
 @pytest.mark.parametrize("form", FORMS)
 def test_products_of_quantised_experts_on_a_gpu(form: str, tile: Tile, dtype: torch.dtype) -> None:
@@ -218,6 +255,14 @@ def test_products_of_quantised_experts_on_a_gpu(form: str, tile: Tile, dtype: to
         (1100, (4, 1, 64, 64)),
     ):
         _check_products(form, num_tokens, sizes, dtype, tile, GPU)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", [form for form in FORMS if not form.startswith("fp8")])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_matrices_of_quantised_experts_on_a_gpu(form: str, dtype: torch.dtype) -> None:
+    _check_matrices(form, 1024, (8, 2, 512, 320), dtype, GPU)
+    _check_matrices(form, 2048, (32, 4, 2880, 2880), dtype, GPU)
 
 
 @pytest.mark.gpu

@@ -176,6 +176,21 @@ def test_a_run_measures_and_prints_every_work(
 
 
 @pytest.mark.slow
+def test_two_ranks_are_measured_as_one_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    works = (Work(Kind.PREFILL, 3, 40), Work(Kind.DECODE, 4, 9))
+    monkeypatch.setattr(bench_engine, "WORKS", works)
+    monkeypatch.setattr(bench_engine, "WARM_UPS", ((2, 5, 2),))
+    switches = [*TINY, "--no-host", "--quick", "--tensor-parallel", "2", "--json"]
+    printed = json.loads(run(build_parser().parse_args(switches), tmp_path))
+    assert list(printed["works"]) == [work.key for work in works]
+    host = {name: figure["value"] for name, figure in printed["host"].items()}
+    assert host["ring to rank 1, p50"] <= host["ring to rank 1, p99"]
+    assert 0 < host["rank 1: launch"] < host["rank 1: message to launched"]
+
+
+@pytest.mark.slow
 def test_every_prompt_is_new_and_within_the_vocabulary(bench: Bench) -> None:
     prompts = bench.prompts(5, 12) + bench.prompts(5, 12)
     assert len(set(map(tuple, prompts))) == 10, f"seed {SEED}"

@@ -1,0 +1,150 @@
+"""FlashAttention-3 for prompts over a store of e4m3 numbers.
+
+The library multiplies such numbers only with queries of eight bits. Here a step's keys, history and
+new ones, are copied from the store to numbers of 16 bits, one row after the other, and attended as
+they are: K and V are rounded as a later answer reads them, and nothing else is. The copy is one
+read of a byte and one write of two: at 16,000 keys a two-hundredth of their attention.
+
+Steps in which a key has few queries, those in CUDA graphs, and those with more keys than are copied
+go to the Triton kernels, which read the store. Knows no requests.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels.attention.flash_attn import import_library, why_not, window_size
+from kernels.attention.gathering import to_device
+from kernels.attention.protocol import AttentionShape, AttentionStep, RowTensors
+from kernels.attention.triton import TritonAttention, TritonMetadata
+from kernels.kv.scales import KvScales
+from kernels.kv.widen import widen
+
+MAX_COPIED_KEYS = 131_072
+# Copying a key takes as long as the difference between both kernels for so many queries.
+_MIN_QUERIES = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopiedKeys:
+    """A step whose keys are copied, layer by layer."""
+
+    rows: RowTensors
+    # [R + 1] int32
+    cu_keys: Tensor
+    num_keys: int
+    max_keys: int  # of a row
+    max_new_tokens: int
+
+
+class WidenedAttention:
+    """A `GraphAttention` for rows of two or more new tokens."""
+
+    def __init__(
+        self,
+        shape: AttentionShape,
+        *,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """Raises ValueError for what one of both kernels does not support."""
+        reason = why_not(shape, block_size, dtype, device)
+        if reason is not None:
+            raise ValueError(reason)
+        self._attend: Callable[..., Tensor] = import_library().flash_attn_varlen_func
+        self._triton = TritonAttention(shape, block_size=block_size, dtype=dtype, device=device)
+        self._shape = shape
+        self._dtype = dtype
+        self._device = device
+
+    def prepare(self, *, max_rows: int, max_row_tokens: int, max_row_keys: int) -> None:
+        """Take memory for the largest copy and give it back, so that it is counted as needed."""
+        num_keys = min(MAX_COPIED_KEYS, max_rows * max_row_keys)
+        size = (2, num_keys, self._shape.num_kv_heads, self._shape.head_dim)
+        copied = torch.empty(size, dtype=self._dtype, device=self._device)
+        del copied
+
+    def plan(self, step: AttentionStep) -> CopiedKeys | TritonMetadata:
+        num_keys = step.num_computed_tokens + step.num_new_tokens
+        cu_keys = np.concatenate(([0], np.cumsum(num_keys)))
+        num_queries = int((step.num_new_tokens * num_keys).sum())  # of all keys together
+        if cu_keys[-1] > MAX_COPIED_KEYS or num_queries < _MIN_QUERIES * cu_keys[-1]:
+            return self._triton.plan(step)
+        return CopiedKeys(
+            rows=step.device_rows,
+            cu_keys=to_device(cu_keys.astype(np.int32), self._device),
+            num_keys=int(cu_keys[-1]),
+            max_keys=step.max_keys,
+            max_new_tokens=step.max_new_tokens,
+        )
+
+    def run(
+        self,
+        q: Tensor,
+        k_new: Tensor,
+        v_new: Tensor,
+        layer: int,
+        store: Tensor,
+        metadata: CopiedKeys | TritonMetadata,
+        out: Tensor | None = None,
+        sinks: Tensor | None = None,
+        scales: KvScales | None = None,
+    ) -> Tensor:
+        """Reads the fresh K and V from `store`, as later steps do."""
+        if isinstance(metadata, TritonMetadata):
+            return self._triton.run(q, k_new, v_new, layer, store, metadata, out, sinks, scales)
+        assert sinks is None, "a shape with sinks was refused"
+        assert scales is not None, "of a store of e4m3 numbers"
+        k, v = widen(
+            store,
+            layer,
+            scales,
+            metadata.rows,
+            metadata.cu_keys,
+            num_keys=metadata.num_keys,
+            max_keys=metadata.max_keys,
+            dtype=q.dtype,
+        )
+        attended = self._attend(
+            q=q,
+            k=k,
+            v=v,
+            max_seqlen_q=metadata.max_new_tokens,
+            cu_seqlens_q=metadata.rows.cu_tokens,
+            max_seqlen_k=metadata.max_keys,
+            cu_seqlens_k=metadata.cu_keys,
+            softmax_scale=self._shape.scale,
+            causal=True,
+            window_size=window_size(self._shape.layer_windows[layer]),
+            fa_version=3,
+            out=None if out is None else out.view(q.shape),
+        )
+        return attended.view(len(q), -1) if out is None else out
+
+    # ---- in a CUDA graph, where the number of keys is not known ----------------------------------
+
+    @property
+    def can_capture_prompts(self) -> bool:
+        return True
+
+    def open_graph(
+        self,
+        rows: RowTensors,
+        *,
+        max_keys: int,
+        max_tokens: int | None = None,
+        max_row_tokens: int | None = None,
+    ) -> TritonMetadata:
+        return self._triton.open_graph(
+            rows, max_keys=max_keys, max_tokens=max_tokens, max_row_tokens=max_row_tokens
+        )
+
+    def begin(self, metadata: TritonMetadata) -> None:
+        self._triton.begin(metadata)
+
+    def refresh(self, metadata: TritonMetadata, step: AttentionStep) -> None:
+        self._triton.refresh(metadata, step)

@@ -1,0 +1,361 @@
+"""Sums over ranks through memory that they share, alone or with the residual and norm after them.
+
+    y = x_0 + x_1 + ...                        in rank order, in fp32, rounded once
+    residual += y;  out = rms_norm(residual)   as `kernels.rms_norm.rms_norm_add`
+
+Every rank adds the same numbers in the same order, so all have the same bits, and those of one call
+in any size, with the norm or without.
+
+    one shot    each rank writes its x to all others, one barrier, each adds all
+    two shots   each rank writes to the owner of a row, a barrier, the owner adds and writes the
+                sum to all others, a barrier; less is sent where ranks are more than two
+
+Writing to others' memory, not reading from it: a store waits for nobody, and what is read is local.
+A row is a line of the tensor with a norm, else a piece of `PIECE_BYTES`. Block b takes rows b,
+b + grid, ...; in two shots, groups of as many rows as ranks, of which each rank owns one.
+Torch twins: `kernels.comm.reference`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.comm.signals import MAX_BLOCKS, NUM_SLOTS, SIGNAL_BYTES, begin, data_of, end, meet
+from kernels.device import device_properties
+from kernels.pdl import pdl_supported
+from kernels.rms_norm import MAX_ROW, num_warps_of
+
+PIECE_BYTES = 8192
+# In which the parts of a tensor are added.
+SUM_DTYPES = {
+    torch.bfloat16: tl.float32,
+    torch.float16: tl.float32,
+    torch.float32: tl.float32,
+    torch.int32: tl.int32,
+    torch.int64: tl.int64,
+}
+_VECTOR_BYTES = 16
+_NUM_SLOTS = tl.constexpr(NUM_SLOTS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerMemory:
+    """The memory of all ranks, as one of them has it mapped; see `kernels.comm.signals`."""
+
+    rank: int
+    # int64, of each rank
+    memories: tuple[Tensor, ...]
+    # int64 [MAX_BLOCKS], this rank's own
+    count: Tensor
+    max_blocks: int  # that run at once
+
+    @classmethod
+    def of(cls, rank: int, memories: Sequence[Tensor]) -> "PeerMemory":
+        """memories: equal in size and zero in all ranks before anybody writes there."""
+        mine = memories[rank]
+        return cls(
+            rank=rank,
+            memories=tuple(memories),
+            count=torch.zeros(MAX_BLOCKS, dtype=torch.int64, device=mine.device),
+            max_blocks=min(MAX_BLOCKS, device_properties(mine.device).num_sms),
+        )
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.memories)
+
+    @property
+    def slot_bytes(self) -> int:
+        room = self.memories[0].nbytes - SIGNAL_BYTES
+        return room // NUM_SLOTS // _VECTOR_BYTES * _VECTOR_BYTES
+
+
+@triton.jit
+def _columns_of(row, numel, ROW: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
+    """The elements of a row, and which of them are there; numel: of the tensor, by WIDTH."""
+    columns = tl.arange(0, BLOCK)
+    places = row * ROW + columns
+    if ROW == BLOCK:
+        return places, places < numel * WIDTH
+    return places, columns < ROW
+
+
+@triton.jit
+def _add_parts(
+    x_ptr,
+    mine,
+    there,
+    stride,
+    places,
+    mask,
+    RANK: tl.constexpr,
+    WORLD: tl.constexpr,
+    SUM_DTYPE: tl.constexpr,
+):
+    """The sum of all ranks' parts of a row: the own one of x, others' as they were written here."""
+    total = tl.zeros(places.shape, SUM_DTYPE)
+    for peer in tl.static_range(WORLD):
+        if peer == RANK:
+            part = tl.load(x_ptr + places, mask=mask, other=0.0)
+        else:
+            part = tl.load(mine + there + peer * stride, mask=mask, other=0.0, cache_modifier=".cg")
+        total = part.to(SUM_DTYPE) if peer == 0 else total + part.to(SUM_DTYPE)  # -0 stays -0
+    return total
+
+
+@triton.jit
+def _write_to_ranks(memories, into, value, mask, SKIPPED: tl.constexpr, WORLD: tl.constexpr):
+    """Write to the same place in the data of every rank but `SKIPPED`; -1 = of all."""
+    for rank in tl.static_range(WORLD):
+        if rank != SKIPPED:
+            tl.store(data_of(memories[rank], value.dtype) + into, value, mask=mask)
+
+
+@triton.jit
+def _weight_of(weight_ptr, ROW: tl.constexpr, BLOCK: tl.constexpr, HAS_NORM: tl.constexpr):
+    """In fp32; read before earlier kernels have ended, as nobody writes it."""
+    weight = tl.zeros((BLOCK,), tl.float32)
+    if HAS_NORM:
+        columns = tl.arange(0, BLOCK)
+        weight = tl.load(weight_ptr + columns, mask=columns < ROW, other=0.0).to(tl.float32)
+    return weight
+
+
+@triton.jit
+def _finish(
+    total,
+    places,
+    mask,
+    weight,
+    residual_ptr,
+    out_ptr,
+    eps: tl.constexpr,
+    ROW: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+):
+    """Store a row's sum, or what comes of it. The formula and its order are of kernels.rms_norm."""
+    dtype = out_ptr.dtype.element_ty
+    out = total.to(dtype)
+    if HAS_NORM:
+        residual = tl.load(residual_ptr + places, mask=mask, other=0.0).to(tl.float32)
+        x = (out.to(tl.float32) + residual).to(dtype)
+        tl.store(residual_ptr + places, x, mask=mask)
+        x = x.to(tl.float32)
+        scale = tl.rsqrt(tl.sum(x * x, axis=0) / ROW + eps)
+        out = (x * scale * weight).to(dtype)
+    tl.store(out_ptr + places, out, mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_rows", "numel"])
+def _one_shot_kernel(
+    x_ptr,  # [numel]
+    residual_ptr,  # [rows, ROW]
+    weight_ptr,  # [ROW]
+    out_ptr,  # [numel]; may be x
+    memories,
+    count_ptr,
+    num_rows,
+    numel,  # by WIDTH
+    eps: tl.constexpr,
+    ROW: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SLOT: tl.constexpr,  # elements
+    RANK: tl.constexpr,
+    WORLD: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    SUM_DTYPE: tl.constexpr,
+    USE_PDL: tl.constexpr,
+):
+    if USE_PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    columns = tl.arange(0, BLOCK)
+    weight = _weight_of(weight_ptr, ROW, BLOCK, HAS_NORM)
+    if USE_PDL:
+        tl.extra.cuda.gdc_wait()
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    before = begin(count_ptr)
+    zero = tl.zeros((), tl.int64)  # places are 64 bits wide
+    slot = (before // 2 % _NUM_SLOTS) * SLOT
+    # Each sender has its own part of a slot.
+    stride = (zero + num_rows) * ROW
+    for row in range(tl.program_id(0), num_rows, tl.num_programs(0)):
+        places, mask = _columns_of(zero + row, numel, ROW, BLOCK, WIDTH)
+        x = tl.load(x_ptr + places, mask=mask, other=0.0)
+        into = slot + RANK * stride + (zero + row) * ROW + columns
+        _write_to_ranks(memories, into, x, mask, RANK, WORLD)
+    meet(memories, before + 1, RANK, WORLD)
+    mine = data_of(memories[RANK], dtype)
+    for row in range(tl.program_id(0), num_rows, tl.num_programs(0)):
+        places, mask = _columns_of(zero + row, numel, ROW, BLOCK, WIDTH)
+        there = slot + (zero + row) * ROW + columns
+        total = _add_parts(x_ptr, mine, there, stride, places, mask, RANK, WORLD, SUM_DTYPE)
+        _finish(total, places, mask, weight, residual_ptr, out_ptr, eps, ROW, HAS_NORM)
+    end(count_ptr, before)
+
+
+@triton.jit(do_not_specialize=["num_rows", "numel"])
+def _two_shot_kernel(
+    x_ptr,  # [numel]
+    residual_ptr,  # [rows, ROW]
+    weight_ptr,  # [ROW]
+    out_ptr,  # [numel]; may be x
+    memories,
+    count_ptr,
+    num_rows,
+    numel,  # by WIDTH
+    eps: tl.constexpr,
+    ROW: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SLOT: tl.constexpr,  # elements
+    RANK: tl.constexpr,
+    WORLD: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    SUM_DTYPE: tl.constexpr,
+    USE_PDL: tl.constexpr,
+):
+    if USE_PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    columns = tl.arange(0, BLOCK)
+    weight = _weight_of(weight_ptr, ROW, BLOCK, HAS_NORM)
+    if USE_PDL:
+        tl.extra.cuda.gdc_wait()
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    before = begin(count_ptr)
+    zero = tl.zeros((), tl.int64)  # places are 64 bits wide
+    slot = (before // 2 % _NUM_SLOTS) * SLOT
+    num_groups = tl.cdiv(num_rows, WORLD)
+    # A slot: parts of own rows by sender and group, then sums by row.
+    stride = (zero + num_groups) * ROW
+    sums = slot + WORLD * stride
+    for group in range(tl.program_id(0), num_groups, tl.num_programs(0)):
+        into = slot + RANK * stride + (zero + group) * ROW + columns
+        for owner in tl.static_range(WORLD):
+            if owner != RANK:
+                row = (zero + group) * WORLD + owner
+                places, mask = _columns_of(row, numel, ROW, BLOCK, WIDTH)
+                mask = mask & (row < num_rows)
+                x = tl.load(x_ptr + places, mask=mask, other=0.0)
+                tl.store(data_of(memories[owner], dtype) + into, x, mask=mask)
+    meet(memories, before + 1, RANK, WORLD)
+    mine = data_of(memories[RANK], dtype)
+    for group in range(tl.program_id(0), num_groups, tl.num_programs(0)):
+        row = (zero + group) * WORLD + RANK
+        places, mask = _columns_of(row, numel, ROW, BLOCK, WIDTH)
+        mask = mask & (row < num_rows)
+        there = slot + (zero + group) * ROW + columns
+        total = _add_parts(x_ptr, mine, there, stride, places, mask, RANK, WORLD, SUM_DTYPE)
+        _write_to_ranks(memories, sums + row * ROW + columns, total.to(dtype), mask, -1, WORLD)
+    meet(memories, before + 2, RANK, WORLD)
+    for group in range(tl.program_id(0), num_groups, tl.num_programs(0)):
+        for owner in range(WORLD):
+            row = (zero + group) * WORLD + owner
+            if row < num_rows:
+                places, mask = _columns_of(row, numel, ROW, BLOCK, WIDTH)
+                there = mine + sums + row * ROW + columns
+                total = tl.load(there, mask=mask, other=0.0, cache_modifier=".cg")
+                _finish(total, places, mask, weight, residual_ptr, out_ptr, eps, ROW, HAS_NORM)
+    end(count_ptr, before)
+
+
+def needed_bytes(x: Tensor, num_ranks: int, *, two_shots: bool, has_norm: bool) -> int:
+    """Of a slot, for a sum of `x`."""
+    row = x.shape[1] if has_norm else _piece(x)
+    num_rows = -(-x.numel() // row)
+    num_groups = -(-num_rows // num_ranks) if two_shots else num_rows
+    return row * x.element_size() * num_groups * num_ranks * (2 if two_shots else 1)
+
+
+def sum_over_ranks(x: Tensor, memory: PeerMemory, *, two_shots: bool = False) -> Tensor:
+    """x: contiguous; overwritten by the sum and returned. Every rank calls it with equal shapes."""
+    assert x.is_contiguous(), f"strides {x.stride()}"
+    if x.numel() > 0:
+        _launch(x, None, None, 0.0, memory, two_shots)
+    return x
+
+
+def sum_add_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    memory: PeerMemory,
+    *,
+    two_shots: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """residual += the sum of x, then x = rms_norm(residual); returns (x, residual), both in place.
+
+    x, residual: [T, n] contiguous, in one float type; weight: [n], in that or fp32.
+    """
+    assert x.is_contiguous(), f"strides {x.stride()}"
+    assert residual.is_contiguous(), f"strides {residual.stride()}"
+    assert x.shape == residual.shape, f"{list(x.shape)} and {list(residual.shape)}"
+    assert fits_norm(x), f"{list(x.shape)} in {x.dtype} are no lines of whole vectors"
+    assert weight.shape == x.shape[1:], f"weight {list(weight.shape)} for rows of {x.shape[1]}"
+    if x.numel() > 0:
+        _launch(x, residual, weight, eps, memory, two_shots)
+    return x, residual
+
+
+def fits_norm(x: Tensor) -> bool:
+    """Whether a line is one of the rows that `sum_add_norm` takes."""
+    num_bytes = x.shape[-1] * x.element_size()
+    return x.ndim == 2 and num_bytes % _VECTOR_BYTES == 0 and x.shape[-1] <= MAX_ROW
+
+
+def _piece(x: Tensor) -> int:
+    return PIECE_BYTES // x.element_size()
+
+
+def _launch(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    eps: float,
+    memory: PeerMemory,
+    two_shots: bool,
+) -> None:
+    has_norm = residual is not None
+    row = x.shape[1] if has_norm else _piece(x)
+    block, num_rows = triton.next_power_of_2(row), -(-x.numel() // row)
+    num_units = -(-num_rows // memory.num_ranks) if two_shots else num_rows
+    needed = needed_bytes(x, memory.num_ranks, two_shots=two_shots, has_norm=has_norm)
+    assert needed <= memory.slot_bytes, f"{needed} bytes in a slot of {memory.slot_bytes}"
+    per_vector = _VECTOR_BYTES // x.element_size()
+    # Where the end of a tensor cuts a vector, every element is moved alone.
+    width = per_vector if x.numel() % per_vector == 0 else 1
+    use_pdl = pdl_supported(x.device)
+    kernel = _two_shot_kernel if two_shots else _one_shot_kernel
+    kernel[(grid_of(num_units, memory.max_blocks),)](
+        x,
+        x if residual is None else residual,
+        x if weight is None else weight,
+        x,
+        memory.memories,
+        memory.count,
+        num_rows,
+        x.numel() // width,
+        eps=eps,
+        ROW=row,
+        BLOCK=block,
+        WIDTH=width,
+        SLOT=memory.slot_bytes // x.element_size(),
+        RANK=memory.rank,
+        WORLD=memory.num_ranks,
+        HAS_NORM=has_norm,
+        SUM_DTYPE=SUM_DTYPES[x.dtype],
+        USE_PDL=use_pdl,
+        num_warps=num_warps_of(block),  # the order of a norm's sum follows from it
+        launch_pdl=use_pdl,
+    )
+
+
+def grid_of(num_units: int, max_blocks: int) -> int:
+    """Blocks, of which each takes as many units, as far as that is possible."""
+    per_block = -(-num_units // max_blocks)
+    return -(-num_units // per_block)

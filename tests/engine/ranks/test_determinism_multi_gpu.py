@@ -1,0 +1,61 @@
+"""Deterministic mode on two GPUs: one request's logits are the same bits however computed."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.layers.context import Comm
+from engine.models.registry import build_model
+from tests.engine.runner.determinism_trials import hash_alone, hash_among_others, one_prompt
+from tests.harness.rank_processes import RankProcesses
+from tests.harness.tiny_models import LATENT_ON_GPU, save_model
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.multi_gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+
+NUM_TRIALS = 50
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankProcesses]:
+    with RankProcesses(2, tmp_path_factory.mktemp("ranks"), "cuda") as started:
+        yield started
+
+
+def _hashes(comm: Comm, folder: Path) -> set[str]:
+    model = build_model(
+        folder,
+        dtype=torch.bfloat16,
+        device=torch.device("cuda", comm.rank.index),
+        is_deterministic=True,
+        rank=comm.rank,
+    )
+    prompt = one_prompt(99)
+    found = {hash_alone(model, prompt, comm)}
+    return found | {hash_among_others(model, prompt, seed, comm) for seed in range(NUM_TRIALS)}
+
+
+@pytest.mark.parametrize(
+    "architecture", ["Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM"]
+)
+def test_fifty_ways_to_compute_a_request_have_one_hash_on_all_ranks(
+    ranks: RankProcesses, architecture: str, tmp_path: Path
+) -> None:
+    settings = {
+        "hidden_size": 512,
+        "intermediate_size": 720,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "dtype": torch.bfloat16,
+    }
+    save_model(tmp_path, architecture, seed=6, **LATENT_ON_GPU.get(architecture, settings))
+    first, other = ranks.run(_hashes, tmp_path)
+    assert len(first) == 1
+    assert first == other

@@ -1,0 +1,176 @@
+"""Sums through peer memory on two GPUs: their bits, replays without end, late ranks, any sizes."""
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.layers.context import Comm
+from engine.ranks.peer_ranks import PeerRanks
+from kernels.comm import reference
+from kernels.comm.sums import PeerMemory, sum_add_norm, sum_over_ranks
+from kernels.rms_norm import rms_norm_add
+from tests.harness.rank_processes import RankProcesses
+
+pytestmark = [
+    pytest.mark.multi_gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+
+SIZE = 1 << (min(max(torch.cuda.device_count(), 1), 8).bit_length() - 1)  # 2, 4 or 8
+SEED = random.SystemRandom().randrange(2**31)
+EPS = 1e-6
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.int32, torch.int64)
+NUMELS = (1, 7, 4096, 5120, 9001, 300_000, 1_000_003)
+ROWS = (1, 3, 16, 131, 133, 257)
+WIDTHS = (128, 2880, 5120, 8192)
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankProcesses]:
+    with RankProcesses(SIZE, tmp_path_factory.mktemp("ranks"), "cuda") as started:
+        yield started
+
+
+def _memory(comm: Comm) -> PeerMemory:
+    assert isinstance(comm, PeerRanks), "these GPUs have no peer access"
+    return comm.memory
+
+
+def _draw(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
+    """The same on every GPU that draws it."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    if dtype.is_floating_point:
+        return torch.randn(shape, device="cuda", generator=generator).to(dtype)
+    return torch.randint(-1000, 1000, shape, device="cuda", generator=generator, dtype=dtype)
+
+
+def _parts(comm: Comm, shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> list[Tensor]:
+    return [_draw(shape, dtype, seed + rank) for rank in range(comm.rank.size)]
+
+
+def _wrong_sums(comm: Comm, seed: int) -> list[str]:
+    """Cases whose bits are not those of torch's sum in rank order."""
+    memory, wrong = _memory(comm), []
+    for dtype in DTYPES:
+        for numel in NUMELS:
+            parts = _parts(comm, (numel,), dtype, seed)
+            expected = reference.sum_over_ranks(parts)
+            for two_shots in (False, True):
+                x = parts[comm.rank.index].clone()
+                if not torch.equal(sum_over_ranks(x, memory, two_shots=two_shots), expected):
+                    wrong.append(f"{dtype} {numel} two_shots={two_shots}")
+    return wrong
+
+
+def test_sums_have_the_bits_of_a_sum_in_rank_order(ranks: RankProcesses) -> None:
+    assert ranks.run(_wrong_sums, SEED) == [[] for _ in range(SIZE)], SEED
+
+
+def _wrong_norms(comm: Comm, seed: int) -> list[str]:
+    memory, wrong = _memory(comm), []
+    for dtype in (torch.bfloat16, torch.float16):
+        for rows in ROWS:
+            for width in WIDTHS:
+                parts = _parts(comm, (rows, width), dtype, seed)
+                residual, weight = _draw((rows, width), dtype, 1), _draw((width,), dtype, 2)
+                summed = reference.sum_over_ranks(parts)
+                expected = rms_norm_add(summed, residual.clone(), weight, EPS)
+                for two_shots in (False, True):
+                    x, stream = parts[comm.rank.index].clone(), residual.clone()
+                    found = sum_add_norm(x, stream, weight, EPS, memory, two_shots=two_shots)
+                    if not all(map(torch.equal, found, expected)):
+                        wrong.append(f"{dtype} {rows} x {width} two_shots={two_shots}")
+    return wrong
+
+
+def test_a_sum_with_norm_has_the_bits_of_a_sum_and_a_norm(ranks: RankProcesses) -> None:
+    assert ranks.run(_wrong_norms, SEED) == [[] for _ in range(SIZE)], SEED
+
+
+def _late(comm: Comm, late: int, number: int) -> None:
+    """Every rank is late at other times, by up to a millisecond."""
+    if comm.rank.index == (number + late) % comm.rank.size:
+        torch.cuda._sleep(random.Random(number).randrange(2_000_000))  # type: ignore[no-untyped-call]
+
+
+def _wrong_mixed(comm: Comm, seed: int) -> int:
+    """Calls of all sizes, one after the other without a wait; how many of them were wrong."""
+    rng, memory = random.Random(seed), _memory(comm)
+    checks: list[Tensor] = []
+    for number in range(400):
+        numel = rng.choice(NUMELS)
+        parts = _parts(comm, (numel,), torch.int32, number)
+        if number % 20 == 0:
+            _late(comm, rng.randrange(8), number)
+        summed = sum_over_ranks(parts[comm.rank.index], memory, two_shots=rng.random() < 0.3)
+        others = _parts(comm, (numel,), torch.int32, number)
+        checks.append((summed == reference.sum_over_ranks(others)).all())
+    return int((~torch.stack(checks)).sum())
+
+
+def test_sizes_may_change_from_call_to_call_and_ranks_be_late(ranks: RankProcesses) -> None:
+    assert ranks.run(_wrong_mixed, SEED) == [0] * SIZE, SEED
+
+
+def _replay(comm: Comm, num_replays: int, seed: int) -> tuple[int, bool]:
+    """A graph of a step's sums: wrong replays, and whether floats kept their bits in all."""
+    memory = _memory(comm)
+    number = torch.zeros((), dtype=torch.int32, device="cuda")
+    weight = _draw((5120,), torch.bfloat16, 3)
+    x, residual = (_draw((16, 5120), torch.bfloat16, seed + i) for i in (comm.rank.index, 99))
+
+    def run() -> tuple[Any, ...]:
+        whole = number + comm.rank.index
+        totals = [
+            sum_over_ranks(whole.repeat(numel), memory, two_shots=numel == 4097)
+            for numel in (3, 4097, 30_000)
+        ]
+        return totals, sum_add_norm(x.clone(), residual.clone(), weight, EPS, memory)
+
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        totals, (normed, stream) = run()
+    graph.replay()
+    first = normed.clone(), stream.clone()
+    num_wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    has_changed = torch.zeros((), dtype=torch.bool, device="cuda")
+    size = comm.rank.size
+    for count in range(num_replays):
+        number.fill_(count)
+        graph.replay()
+        if count % 1000 == 7:
+            _late(comm, count, count)
+        for total in totals:
+            num_wrong += (total != size * count + size * (size - 1) // 2).any()
+        has_changed |= (normed != first[0]).any() | (stream != first[1]).any()
+    return int(num_wrong), bool(has_changed)
+
+
+def test_ten_thousand_replays_are_right_and_have_the_same_bits(ranks: RankProcesses) -> None:
+    found = ranks.run(_replay, 10_000, SEED)
+    assert found == [(0, False)] * SIZE, SEED
+
+
+def _in_two_streams(comm: Comm, seed: int) -> bool:
+    """Operations of two streams in turns, through the object that orders them."""
+    side: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    wrong: list[Tensor] = []
+    main = torch.cuda.current_stream()
+    for number in range(200):
+        stream = side if number % 3 == 1 else main
+        with torch.cuda.stream(stream):
+            parts = _parts(comm, (1 + number * 37,), torch.int32, seed + number)
+            expected = reference.sum_over_ranks(parts)
+            wrong.append((comm.all_reduce(parts[comm.rank.index]) != expected).any())
+    torch.cuda.synchronize()
+    return bool(torch.stack(wrong).any())
+
+
+def test_two_streams_may_take_turns(ranks: RankProcesses) -> None:
+    assert ranks.run(_in_two_streams, SEED) == [False] * SIZE, SEED

@@ -1,0 +1,61 @@
+"""Many ways of computing one request's logits, and a hash of their bits for each.
+
+Neighbours, chunks and the order of rows are drawn from a seed; ranks that share the model draw the
+same.
+"""
+
+import hashlib
+import random
+
+import torch
+
+from engine.layers.context import SINGLE_RANK, Comm
+from engine.models.llama import CausalLM
+from tests.engine.runner.step_driver import StepDriver
+from tests.harness.tiny_models import VOCAB_SIZE
+
+LENGTH = 150
+
+
+def one_prompt(seed: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(VOCAB_SIZE) for _ in range(LENGTH)]
+
+
+def fixed_driver(model: CausalLM, seed: int, comm: Comm = SINGLE_RANK) -> StepDriver:
+    return StepDriver(model, seed=seed, block_size=16, num_blocks=160, fixed_tile=True, comm=comm)
+
+
+def hash_alone(model: CausalLM, prompt: list[int], comm: Comm = SINGLE_RANK) -> str:
+    """All logits of `prompt` in one step of its own."""
+    driver = fixed_driver(model, 0, comm)
+    driver.admit(0, prompt)
+    return _digest(driver.logits({0: LENGTH})[0])
+
+
+def hash_among_others(
+    model: CausalLM, prompt: list[int], seed: int, comm: Comm = SINGLE_RANK
+) -> str:
+    """All logits of `prompt`, in random chunks, beside random neighbours."""
+    rng = random.Random(seed)
+    driver = fixed_driver(model, seed, comm)
+    driver.admit(0, prompt)
+    neighbours = list(range(1, rng.randrange(1, 8)))
+    for row in neighbours:
+        driver.admit(row, [rng.randrange(VOCAB_SIZE) for _ in range(rng.randrange(1, 250))])
+    lines = []
+    while (left := LENGTH - driver.num_computed[0]) > 0:
+        largest = rng.choice((1, 1, 2, 30, LENGTH))
+        num_new = {0: rng.randrange(1, min(left, largest) + 1)}
+        for row in neighbours:
+            row_left = len(driver.tokens[row]) - driver.num_computed[row]
+            if row_left and rng.random() < 0.7:
+                num_new[row] = rng.randrange(1, min(row_left, rng.choice((1, 40, 250))) + 1)
+        rows = list(num_new)
+        rng.shuffle(rows)
+        lines.append(driver.logits({row: num_new[row] for row in rows})[0])
+    return _digest(torch.cat(lines))
+
+
+def _digest(logits: torch.Tensor) -> str:
+    return hashlib.blake2b(logits.cpu().numpy().tobytes()).hexdigest()

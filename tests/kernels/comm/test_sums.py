@@ -1,0 +1,52 @@
+"""Sums over ranks: their arithmetic and places under the interpreter; compiled for another GPU."""
+
+import random
+
+import pytest
+import torch
+
+from kernels.comm import signals, sums
+from kernels.comm.signals import MAX_BLOCKS, SIGNAL_BYTES
+from kernels.comm.sums import PeerMemory, grid_of, sum_add_norm, sum_over_ranks
+from kernels.device import DeviceProperties
+from tests.kernels.cross_compile import compiled_for
+from tests.kernels.interpreter import run_interpreted
+
+CHECKS = "tests.kernels.comm.interpreted"
+SEED = str(random.SystemRandom().randrange(2**32))
+H200 = DeviceProperties(
+    name="NVIDIA H200",
+    capability=(9, 0),
+    memory_bytes=141 * 2**30,
+    num_sms=132,
+    shared_memory_per_block_bytes=227 * 1024,
+)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 8])
+def test_every_rank_has_the_sum_in_rank_order(num_ranks: int) -> None:
+    run_interpreted(f"{CHECKS}:check_sums", SEED, str(num_ranks))
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_residual_and_norm_follow_the_sum(num_ranks: int) -> None:
+    run_interpreted(f"{CHECKS}:check_norms", SEED, str(num_ranks))
+
+
+@pytest.mark.parametrize("two_shots", [False, True])
+def test_it_compiles_for_an_h200(two_shots: bool) -> None:
+    memories = tuple(torch.zeros((SIGNAL_BYTES + 2**22) // 8, dtype=torch.int64) for _ in range(2))
+    count = torch.zeros(MAX_BLOCKS, dtype=torch.int64)
+    memory = PeerMemory(rank=1, memories=memories, count=count, max_blocks=H200.num_sms)
+    x = torch.zeros(16, 5120, dtype=torch.bfloat16)
+    with compiled_for(H200, sums, signals) as shared_bytes:
+        sum_over_ranks(x, memory, two_shots=two_shots)
+        sum_add_norm(x, x.clone(), x[0], 1e-6, memory, two_shots=two_shots)
+    assert shared_bytes
+
+
+def test_a_grid_shares_rows_out_evenly_among_no_more_blocks_than_run_at_once() -> None:
+    for num_rows in (1, 131, 132, 133, 256, 2048):
+        grid = grid_of(num_rows, 132)
+        assert grid <= 132
+        assert -(-num_rows // grid) == -(-num_rows // 132)
