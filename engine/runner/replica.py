@@ -374,7 +374,10 @@ class Replica:
             is_fp8 = self._layout.dtype == "fp8_e4m3"
             phases = build_attention(chosen, shape, is_fp8=is_fp8, **given)
             if asked.attention_backend == "decode":
-                add_verification(phases, chosen, shape, max_queries=1 + asked.max_drafts, **given)
+                num_queries = 1 + asked.max_drafts
+                add_verification(
+                    phases, chosen, shape, max_queries=num_queries, is_fp8=is_fp8, **given
+                )
             return phases
         except BackendUnavailable as error:
             raise ConfigError(f"model.attention: {error}") from error
