@@ -351,11 +351,6 @@ def _cache_contradiction(config: AppConfig) -> str | None:
             f"cache.kv_dtype: {cache.kv_dtype} with speculation.drafter {drafter}, which keeps"
             " hidden states in the model's dtype beside K and V; set it to auto, or another drafter"
         )
-    if cache.kv_dtype != "auto" and config.speculation.attention_backend == "decode":
-        return (
-            f"cache.kv_dtype: {cache.kv_dtype} with speculation.attention_backend decode, whose"
-            " kernel does not read it; set that to prefill, or this to auto"
-        )
     if cache.kv_scales is not None and cache.kv_dtype == "auto":
         return "cache.kv_scales: needs cache.kv_dtype fp8_e4m3; set that, or leave the scales out"
     if cache.num_blocks is None:

@@ -271,10 +271,13 @@ class WorkersConfig(_Section, frozen=True):
     # Of a mixture of experts, each rank holds whole experts, an equal number in the order of their
     # indices, instead of a part of every expert. Attention is shared as without it.
     expert_parallel: bool = False
-    # With whole experts, in steps of at least so many tokens that replay no graph each rank goes on
-    # with its share of the tokens between one attention and the next, and sends them to the ranks
-    # of their experts. Every rank then holds all of a shared expert. None = tokens never travel.
+    # With whole experts, in steps of at least so many tokens each rank goes on with its share of
+    # them between one attention and the next, and sends them to other ranks for their experts.
+    # Every rank then holds all of a shared expert. None = tokens never travel.
     expert_exchange_min_tokens: Positive | None = None
+    # Where such tokens go: all_gather = all of them to all ranks, in steps that replay a graph too;
+    # all_to_all = each to the ranks of its experts, for which the host waits in every layer.
+    expert_exchange: Literal["all_gather", "all_to_all"] = "all_gather"
     torch_threads: Positive = 1  # per rank, for operations on a CPU
     # A worker whose engine has work and makes no progress for so long exits, and is restarted. So
     # does one of several ranks if one of them does not take part in a step for so long, or stands
@@ -282,11 +285,13 @@ class WorkersConfig(_Section, frozen=True):
     stall_s: Seconds = 60.0
 
     @property
-    def expert_sharing(self) -> Literal["units", "experts", "exchanged"]:
+    def expert_sharing(self) -> Literal["units", "experts", "exchanged", "gathered"]:
         """What of the experts a rank holds; see `ExpertSharing`."""
         if not self.expert_parallel:
             return "units"
-        return "experts" if self.expert_exchange_min_tokens is None else "exchanged"
+        if self.expert_exchange_min_tokens is None:
+            return "experts"
+        return "gathered" if self.expert_exchange == "all_gather" else "exchanged"
 
     @property
     def num_ranks(self) -> dict[str, int]:

@@ -8,6 +8,8 @@ import msgspec
 
 from engine.request import PromptLogprobs, SamplingParams
 
+NEWEST = -1  # as a draft: see `StepPlan.drafts`
+
 
 class RowAdmission(msgspec.Struct, frozen=True, kw_only=True):
     """A request entering a device row (new, handed over, or back after preemption)."""
@@ -50,6 +52,8 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     # The newest token of each constrained row; its constraint accepts it before the row samples.
     accepted_tokens: list[tuple[int, int]] = []  # (row, token id)
     # (index in the plan, drafts): what these rows sample does not become part of their history.
+    # `NEWEST` in place of each: only the device has them. The row computes the last one, which is
+    # what it drew in the plan before, and its choice does not depend on the others.
     drafts: list[tuple[int, list[int]]] = []
     # (row, token ids): tokens to append to the history of a row that was last in a plan's `drafts`.
     verified_tokens: list[tuple[int, list[int]]] = []

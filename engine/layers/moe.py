@@ -20,8 +20,10 @@ from engine.layers.operations import Flow, Lane, Op, wait
 from engine.layers.quantized_weight import dequantize
 from engine.layers.token_exchange import (
     Dispatched,
+    Gathered,
     add_parts,
     dispatch,
+    gather_tokens,
     own_rows,
     send_back,
     spread_rows,
@@ -103,7 +105,7 @@ class HeldExperts:
 class Mixture:
     """y = sum of the weighted outputs of a token's experts."""
 
-    __slots__ = ("_experts", "_is_replicated", "_shared", "router")
+    __slots__ = ("_experts", "_gathers_tokens", "_is_replicated", "_shared", "router")
 
     def __init__(
         self,
@@ -112,11 +114,14 @@ class Mixture:
         experts: Experts,
         shared: SharedExpert | None,
         is_replicated: bool = False,
+        gathers_tokens: bool = False,
     ) -> None:
         """`router` may be replaced later: benchmarks choose their own routes.
 
         is_replicated: every rank has all of the shared expert, and computes its own tokens.
+        gathers_tokens: tokens that are shared out go to all ranks, not to those of their experts.
         """
+        self._gathers_tokens = gathers_tokens
         self.router = router
         self._experts = experts
         self._shared = shared
@@ -155,16 +160,22 @@ class Mixture:
             waits = (Lane.SEND, Lane.BESIDE)
             share = partial(_share, self._shared)
             shared = (Op(beside, share, lane=Lane.BESIDE, needs=normed),)
+        if self._gathers_tokens:
+            dispatch_a, compute = self._gather, self._compute_gathered
+            combine_a, combine_b = self._scatter, self._add_shared
+        else:
+            dispatch_a, compute = self._dispatch, self._compute_dispatched
+            combine_a, combine_b = self._send_back, self._add_parts
         return (
             Op(select, self._select_own, needs=normed),
-            Op("dispatch_a", self._dispatch, lane=Lane.SEND, needs=(select,)),
+            Op("dispatch_a", dispatch_a, lane=Lane.SEND, needs=(select,)),
             *shared,
             Op("dispatch_b", wait, waits=(Lane.SEND,), needs=("dispatch_a",)),
-            Op("experts", self._compute_dispatched, needs=("dispatch_b",)),
-            Op("combine_a", self._send_back, lane=Lane.SEND, needs=("experts",)),
+            Op("experts", compute, needs=("dispatch_b",)),
+            Op("combine_a", combine_a, lane=Lane.SEND, needs=("experts",)),
             Op(
                 "combine_b",
-                self._add_parts,
+                combine_b,
                 waits=waits,
                 needs=("combine_a", *(op.name for op in shared)),
             ),
@@ -196,6 +207,27 @@ class Mixture:
         if shared is not None:
             total = reference.combine(total[:, None], shared.output, shared.gate)
         flow.x = total.to(flow.x.dtype)
+
+    def _gather(self, flow: Flow) -> None:
+        routes, flow.routes = flow.routes, None
+        assert routes is not None
+        flow.dispatched = gather_tokens(flow.x, routes, flow.ctx.comm)
+
+    def _compute_gathered(self, flow: Flow) -> None:
+        gathered: Gathered = flow.dispatched
+        flow.parts = self._experts(gathered.x, gathered.routes, None)
+
+    def _scatter(self, flow: Flow) -> None:
+        assert flow.parts is not None
+        flow.parts = flow.ctx.comm.reduce_scatter(flow.parts)
+
+    def _add_shared(self, flow: Flow) -> None:
+        parts, shared = flow.parts, flow.shared
+        flow.dispatched = flow.parts = flow.shared = None
+        assert parts is not None
+        flow.x = parts
+        if shared is not None:
+            flow.x = reference.combine(parts[:, None], shared.output, shared.gate)
 
     @property
     def _own(self) -> tuple[Experts, int]:

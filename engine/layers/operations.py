@@ -64,7 +64,7 @@ class Flow:
     tokens: ProjectedTokens | None = None
     routes: Routes | None = None
     shared: Any = None  # `SharedOutput` of moe.py
-    dispatched: Any = None  # `Dispatched` of token_exchange.py
+    dispatched: Any = None  # `Dispatched` or `Gathered` of token_exchange.py
     # [R, hidden], then [S, hidden]  outputs of the rows that came, then of those that were sent
     parts: Tensor | None = None
     # [P] as of `slots`, of the own rows, where ranks have shares of the tokens

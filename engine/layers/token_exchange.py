@@ -6,7 +6,10 @@
 A rank's own rows are its share of a step's tokens, padded to the number that rank 0 has. A row goes
 once to each rank that holds any of its experts, and comes back as that rank's part of the weighted
 sum. How many rows travel is known only once the router has chosen, so the host waits for it once a
-layer: nothing here can be captured in a graph.
+layer: `dispatch` cannot be captured in a graph.
+
+Instead, every row may go to every rank (`gather_tokens`), and a reduce-scatter adds the parts. Of
+few ranks nearly every row goes everywhere anyway. All sizes are known, so that can be captured.
 """
 
 from dataclasses import dataclass
@@ -59,6 +62,24 @@ class Dispatched:
     sent: list[int]  # own rows for each rank
     received: list[int]
     num_own: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Gathered:
+    """The rows of all ranks, [n P, hidden], padding included."""
+
+    x: Tensor
+    routes: Routes  # to the experts of all ranks
+
+
+def gather_tokens(x: Tensor, routes: Routes, comm: Comm) -> Gathered:
+    """x: [P, hidden], routes: of these own rows to all ranks' experts."""
+    # Both have 4 bytes: they travel together.
+    told = torch.cat((routes.ids, routes.weights.view(torch.int32)), dim=1)
+    ids, weights = (part.contiguous() for part in comm.all_gather(told).chunk(2, dim=1))
+    return Gathered(
+        x=comm.all_gather(x), routes=Routes(ids=ids, weights=weights.view(torch.float32))
+    )
 
 
 def dispatch(x: Tensor, routes: Routes, num_held: int, comm: Comm) -> Dispatched:

@@ -144,7 +144,13 @@ class CausalLM:
         mixture = self.spec.mixture
         if mixture is None or mixture.held is None or len(self.layers) == 1:
             return False
-        return mixture.sharing == "exchanged"
+        return mixture.may_share_tokens
+
+    @property
+    def can_capture_exchange(self) -> bool:
+        """Whether `exchange_operations` may be captured: their sizes do not depend on routes."""
+        mixture = self.spec.mixture
+        return self.can_exchange and mixture is not None and mixture.sharing == "gathered"
 
     @property
     def dtype(self) -> torch.dtype:

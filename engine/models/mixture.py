@@ -47,6 +47,7 @@ def build_mixture(
         experts=experts,
         shared=_build_shared(weights, ops, is_deterministic=is_deterministic),
         is_replicated=spec.replicates_shared and spec.held is not None,
+        gathers_tokens=spec.sharing == "gathered",
     )
 
 

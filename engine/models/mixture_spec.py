@@ -20,7 +20,8 @@ Scores = Literal["softmax", "sigmoid"]
 # units      each rank has a part of the units of every expert, and of a shared one
 # experts    each rank has whole experts, and a part of a shared one
 # exchanged  each rank has whole experts, and all of a shared one; tokens may travel to experts
-ExpertSharing = Literal["units", "experts", "exchanged"]
+# gathered   the same; all tokens may travel to all ranks
+ExpertSharing = Literal["units", "experts", "exchanged", "gathered"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +88,12 @@ class MixtureSpec:
     @property
     def replicates_shared(self) -> bool:
         """Whether every rank has all of the shared expert, for its own share of the tokens."""
-        return self.sharing == "exchanged"
+        return self.may_share_tokens
+
+    @property
+    def may_share_tokens(self) -> bool:
+        """Whether ranks may have shares of a step's tokens between attention and attention."""
+        return self.sharing in ("exchanged", "gathered")
 
     @property
     def num_held(self) -> int:

@@ -8,6 +8,7 @@ plan.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -37,10 +38,13 @@ class CapturedSteps:
         last_tokens: Tensor,
         max_model_len: int,
         make_context: MakeContext,
+        exchanges: Callable[[int], bool] | None = None,
         shared_stream: SharedExpertStream | None = None,
     ) -> None:
         """last_tokens: [rows + 1]  each row's newest token; the last entry is for padding rows.
 
+        exchanges: whether ranks share out a step of so many tokens; None = none. Steps of two
+        batches do not.
         shared_stream: computes the steps that it covers; None = none.
         """
         self._model = model
@@ -48,6 +52,7 @@ class CapturedSteps:
         self._last_tokens = last_tokens
         self._max_model_len = max_model_len
         self._make_context = make_context
+        self._exchanges = exchanges
         self._shared_stream = shared_stream
 
     def decode_graphs(self, sizes: Sequence[GraphSize], buffers: StepBuffers) -> StepGraphs:
@@ -114,7 +119,10 @@ class CapturedSteps:
 
         def run(size: GraphSize, metadata: Any) -> GraphOutput:  # noqa: ANN401
             self._attention.begin(metadata)
-            return compute(buffers, size, self._make_context(*_places(buffers, size), metadata))
+            ctx = self._make_context(*_places(buffers, size), metadata)
+            if self._exchanges is not None:
+                ctx = replace(ctx, exchanges=self._exchanges(size.num_tokens))
+            return compute(buffers, size, ctx)
 
         def refresh(size: GraphSize, metadata: Any, step: AttentionStep) -> None:  # noqa: ANN401
             self._attention.refresh(metadata, step)

@@ -145,9 +145,10 @@ class Executor:
         self._kv_scales = scales
 
     def exchange_tokens(self, min_tokens: int) -> None:
-        """From now on, steps of at least so many tokens that replay no graph share them out.
+        """From now on, steps of at least so many tokens share them out between ranks.
 
-        The model must be able to; see `CausalLM.exchange_operations`. All ranks get the same.
+        The model must be able to; see `CausalLM.exchange_operations`. Graphs do so if it can be
+        captured: call it before they are. All ranks get the same.
         """
         assert self.model.can_exchange, "the model's ranks have no whole experts"
         self._min_exchanged = min_tokens
@@ -234,6 +235,7 @@ class Executor:
             last_tokens=self._last_tokens,
             max_model_len=self._max_model_len,
             make_context=self._context,
+            exchanges=self._exchanges if self.model.can_capture_exchange else None,
             shared_stream=self._shared_stream,
         )
 

@@ -19,6 +19,9 @@ FEW_ROWS = 128
 # Beyond 1,024 tokens a graph saves no device time. But launching a step kernel by kernel occupies
 # the host, which delays the tokens of the previous step.
 _MAX_RAGGED_TOKENS = 4096
+# Of models with latent attention, which graphs compute token by token: beyond, making keys and
+# values costs less than a graph saves. Of these sizes each also keeps memory for every token.
+MAX_LATENT_TOKENS = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

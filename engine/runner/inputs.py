@@ -17,7 +17,8 @@ earlier one may still be queued in the stream.
 `RequestRows` holds the tokens with which a row was admitted and that are still to be computed. Of
 sampled tokens it holds only the number. Their ids may not have reached the host yet, so a step
 reads the newest from a table on the device. A token whose K and V are in the store is not needed
-again. Drafts are in the table behind the known tokens, for the steps whose plan names them.
+again. Drafts are in the table behind the known tokens, for the steps whose plan names them. Of
+drafts that only the device has a step reads the newest likewise.
 """
 
 from collections.abc import Sequence
@@ -32,7 +33,7 @@ from torch import Tensor
 
 from engine.kv.layout import KvLayout
 from engine.kv.tables import BlockTables, concat_ranges
-from engine.plan import StepPlan
+from engine.plan import NEWEST, StepPlan
 from engine.runner.graph_sizes import GraphSize
 from kernels.attention.protocol import AttentionStep, RowTensors
 
@@ -200,12 +201,16 @@ class RequestRows:
 
     def input_ids(self, rows: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Token at each position of each row; both [T]. -1 - row: the row's newest sampled one."""
-        is_given = (self._first_given[rows] <= positions) & (positions < self._end_given[rows])
-        assert (is_given | (positions == self._num_known_tokens[rows] - 1)).all(), (
+        first, end = self._first_given[rows], self._end_given[rows]
+        token_ids = self._token_ids[rows, positions]
+        is_in_table = (first <= positions) & (positions < end)
+        is_given = is_in_table & (token_ids != NEWEST)
+        is_newest = positions == np.where(is_in_table, end, self._num_known_tokens[rows]) - 1
+        assert (is_given | is_newest).all(), (
             f"rows {rows[~is_given].tolist()} compute tokens at {positions[~is_given].tolist()},"
             " which they were not given and are not their newest"
         )
-        return np.where(is_given, self._token_ids[rows, positions], -1 - rows)
+        return np.where(is_given, token_ids, -1 - rows)
 
 
 class InputBatch(msgspec.Struct, frozen=True, kw_only=True):

@@ -31,7 +31,13 @@ from engine.runner.calibration import Room
 from engine.runner.executor import Executor
 from engine.runner.expert_load import ExpertLoads
 from engine.runner.exports import ExportKeeper
-from engine.runner.graph_sizes import GraphSize, PromptSizes, ragged_sizes, verify_sizes
+from engine.runner.graph_sizes import (
+    MAX_LATENT_TOKENS,
+    GraphSize,
+    PromptSizes,
+    ragged_sizes,
+    verify_sizes,
+)
 from engine.runner.graphs import CudaRecorder, Recorder
 from engine.runner.grid_sizes import grid_sizes
 from engine.runner.overlap_rule import build_rule, layer_costs
@@ -144,7 +150,11 @@ class Replica:
         attention = self._build_attention()  # before loading, so that errors come early
         self._uses_graphs = _uses_graphs(config, attention)
         self._prompt_sizes = build_prompt_sizes(
-            config.laps, sizes, attention, uses_graphs=self._uses_graphs
+            config.laps,
+            sizes,
+            attention,
+            uses_graphs=self._uses_graphs,
+            is_latent=spec.latent is not None,
         )
         self._verify_sizes = build_verify_sizes(
             config.speculation, sizes, attention, uses_graphs=self._uses_graphs
@@ -364,7 +374,10 @@ class Replica:
             is_fp8 = self._layout.dtype == "fp8_e4m3"
             phases = build_attention(chosen, shape, is_fp8=is_fp8, **given)
             if asked.attention_backend == "decode":
-                add_verification(phases, chosen, shape, max_queries=1 + asked.max_drafts, **given)
+                num_queries = 1 + asked.max_drafts
+                add_verification(
+                    phases, chosen, shape, max_queries=num_queries, is_fp8=is_fp8, **given
+                )
             return phases
         except BackendUnavailable as error:
             raise ConfigError(f"model.attention: {error}") from error
@@ -384,7 +397,12 @@ def _uses_graphs(config: AppConfig, attention: Phases) -> bool:
 
 
 def build_prompt_sizes(
-    laps: LapsConfig, sizes: StepSizes, attention: Phases, *, uses_graphs: bool
+    laps: LapsConfig,
+    sizes: StepSizes,
+    attention: Phases,
+    *,
+    uses_graphs: bool,
+    is_latent: bool = False,
 ) -> PromptSizes | None:
     """The prompt steps to capture; None = none. ConfigError if requested but impossible."""
     asked, is_grid = laps.enable_batch_prefill_cuda_graph, laps.batch_prefill_form == "grid"
@@ -400,7 +418,8 @@ def build_prompt_sizes(
             laps.batch_prefill_seq_lengths,
             max_row_tokens=laps.batch_prefill_max_seq_len,
         )
-    return ragged_sizes(sizes.max_rows, sizes.max_tokens, max_graph_rows=sizes.max_graph_rows)
+    max_tokens = min(sizes.max_tokens, MAX_LATENT_TOKENS) if is_latent else sizes.max_tokens
+    return ragged_sizes(sizes.max_rows, max_tokens, max_graph_rows=sizes.max_graph_rows)
 
 
 def build_verify_sizes(

@@ -30,6 +30,9 @@ class SharedExpertStream:
         self._model = model
         self._max_tokens = max_tokens
         self._stages = bind(model.operations, SHARED_BESIDE)
+        self._exchange_stages = (
+            bind(model.exchange_operations, SHARED_BESIDE) if model.can_capture_exchange else ()
+        )
         is_cuda = model.device.type == "cuda"
         self._lanes: Lanes = StreamLanes(model.device, (Lane.BESIDE,)) if is_cuda else InlineLanes()
 
@@ -46,5 +49,6 @@ class SharedExpertStream:
     ) -> ForwardResult:
         """See `CausalLM.forward`."""
         flow = self._model.begin(input_ids, ctx, logit_indices, checks_finite=checks_finite)
-        drive(self._stages, [flow], self._lanes)
+        stages = self._exchange_stages if ctx.exchanges else self._stages
+        drive(stages, [flow], self._lanes)
         return self._model.result(flow)

@@ -153,6 +153,8 @@ class Sampler:
     @torch.inference_mode()
     def append(self, row: int, token_ids: list[int]) -> None:
         """Append tokens to the history of a row whose last lines had drafts."""
+        if row not in self._special_rows:  # it has no history
+            return
         if row in self._constraints:
             for token_id in token_ids:
                 self._constraints.accept_token(row, token_id)
@@ -186,10 +188,9 @@ class Sampler:
         as if all its drafts were part of its history, the one before as if all but the last were,
         and so on. Its history does not advance; `append` does that once the tokens are known.
         """
-        ahead = None if drafts is None else lines_ahead(rows, drafts)
         self._check(logits, rows, drafts or {})
         if greedy is None or not self.is_plain(rows):
-            return self._sample(logits, rows, greedy, ahead, drafts or {})
+            return self._sample(logits, rows, greedy, drafts or {})
         return SampledTensors(token_ids=greedy.token_ids, is_finite=greedy.is_finite, logprobs=None)
 
     @torch.inference_mode()
@@ -198,7 +199,6 @@ class Sampler:
         logits: Tensor,
         rows: list[int],
         greedy: GreedyChoice | None,
-        ahead: Ahead | None,
         drafts: Mapping[int, Sequence[int]],
     ) -> SampledTensors:
         choice = greedy if greedy is not None else greedy_choice(logits)
@@ -206,6 +206,7 @@ class Sampler:
             return SampledTensors(
                 token_ids=choice.token_ids, is_finite=choice.is_finite, logprobs=None
             )
+        ahead = lines_ahead(rows, drafts) if drafts else None
         adjusted = positions_of(rows, self._adjusted_rows)
         if adjusted:
             part = self._choose_adjusted(logits, rows, adjusted, ahead)

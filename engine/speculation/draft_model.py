@@ -8,6 +8,10 @@ The draft model's sampler gets the request's parameters: seed, output index, pen
 Noise is named by seed, index and token, so where both models' logits lead to the same token, the
 draft is right at any temperature.
 
+A pass is launched before the one before it is waited for, as steps of the target are: it reads the
+newest draft on the device. Only for requests whose choice depends on which tokens the drafts are
+(penalties, constraints) is every pass waited for.
+
 Its KV lies in a store of its own with as many blocks as the target's and under the same block ids.
 So there is one accounting: whoever holds a block holds it in both stores, and nothing is allocated
 or freed here. The target's prefix index says nothing of this store: `_contents` knows which of its
@@ -16,17 +20,19 @@ request that is not caught up gets no drafts yet; so does one that came with its
 worker. A wrong value here could only make a draft wrong.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
-from engine.core import Executor
-from engine.plan import RowAdmission, StepPlan
+from engine.core import Executor, PendingStep
+from engine.plan import NEWEST, RowAdmission, StepPlan
 from engine.request import Request, RequestKey, SamplingParams
 
 _FIRST_PASS_S = 1e-3  # until one was timed
 _DECAY = 0.9  # of the mean duration of a pass, a pass
+_MAX_IN_FLIGHT = 1  # passes while the next one is launched: what an executor has memory for
 
 
 @dataclass(slots=True, kw_only=True)
@@ -52,6 +58,26 @@ class _Seat:
         self.num_known_tokens += len(new)
         self.num_computed_tokens = min(self.num_computed_tokens, self.num_known_tokens - 1)
         self.drafts = []
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Proposal:
+    """Drafts that are being made; places are indices of `asked`."""
+
+    asked: Sequence[tuple[Request, int]]
+    found: list[list[int]]  # drafts that are known here
+    ended: set[int] = field(default_factory=set)  # places that get no more
+    # Passes not waited for: their places, and whether it is another than the first.
+    launched: deque[tuple[list[int], PendingStep, bool]] = field(default_factory=deque)
+
+    def going_on(self, places: Sequence[int], num_drawn: int) -> list[int]:
+        """Those of the places, with `num_drawn` drafts each, that ask for more."""
+        return [i for i in places if num_drawn < self.asked[i][1] and i not in self.ended]
+
+    def must_know_drafts(self, places: Sequence[int]) -> bool:
+        """Whether the next draft of any depends on which tokens the drafts before are."""
+        params = [self.asked[place][0].params for place in places]
+        return any(p.needs_history or p.is_constrained for p in params)
 
 
 class DraftModel:
@@ -102,17 +128,20 @@ class DraftModel:
 
     def propose(self, asked: Sequence[tuple[Request, int]]) -> list[list[int]]:
         start_s = self._now_s()
-        found: list[list[int]] = [[] for _ in asked]
-        places = self._first_pass(asked, found)
-        while places := [i for i in places if len(found[i]) < asked[i][1]]:
-            pass_start_s = self._now_s()
-            places = self._next_pass(places, asked, found)
-            self._pass_s += (1 - _DECAY) * (self._now_s() - pass_start_s - self._pass_s)
-        for (request, _), drafts in zip(asked, found, strict=True):
+        proposal = _Proposal(asked=asked, found=[[] for _ in asked])
+        places, num_drawn = self._first_pass(asked, proposal), 1
+        while places := proposal.going_on(places, num_drawn):
+            num_left = 0 if proposal.must_know_drafts(places) else _MAX_IN_FLIGHT
+            self._settle(proposal, num_left)
+            if places := proposal.going_on(places, num_drawn):
+                self._next_pass(places, num_drawn, proposal)
+            num_drawn += 1
+        self._settle(proposal, 0)
+        for (request, _), drafts in zip(asked, proposal.found, strict=True):
             if (seat := self._seats.get(request.key)) is not None:
                 seat.drafts = list(drafts)
         self._spent_s = self._now_s() - start_s
-        return found
+        return proposal.found
 
     def add_finished(self, request: Request) -> None:
         """Does nothing: a model does not learn from answers."""
@@ -124,9 +153,7 @@ class DraftModel:
 
     # ---- passes ---------------------------------------------------------------------------------
 
-    def _first_pass(
-        self, asked: Sequence[tuple[Request, int]], found: list[list[int]]
-    ) -> list[int]:
+    def _first_pass(self, asked: Sequence[tuple[Request, int]], proposal: _Proposal) -> list[int]:
         """Compute what is missing of all; a first draft for those caught up. Returns these."""
         admissions: list[RowAdmission] = []
         verified: list[tuple[int, list[int]]] = []
@@ -175,68 +202,68 @@ class DraftModel:
             verified_tokens=verified,
             drafts=[(i, []) for i in range(len(spans)) if ends[i]],
         )
-        tokens = self._run(plan)
+        places = [place for place, _, _ in spans]
+        proposal.launched.append((places, self._launch(plan), False))
         self._end_writing(asked, spans)
-        return self._take(asked, found, [place for place, _, _ in spans], tokens)
+        return [place for place, is_end in zip(places, ends, strict=True) if is_end]
 
-    def _next_pass(
-        self, places: list[int], asked: Sequence[tuple[Request, int]], found: list[list[int]]
-    ) -> list[int]:
-        """Compute the newest draft of each of `places` and draw the next one."""
-        seats = [self._seats[asked[place][0].key] for place in places]
+    def _next_pass(self, places: list[int], num_drawn: int, proposal: _Proposal) -> None:
+        """Compute the newest of the `num_drawn` drafts of each of `places`, draw the next one."""
+        seats = [self._seats[proposal.asked[place][0].key] for place in places]
         counts = [1] * len(places)
+        drafts = [proposal.found[place] for place in places]
+        if proposal.launched:
+            drafts = [[NEWEST] * num_drawn] * len(places)
         plan = StepPlan(
             step=self._num_steps,
             rows=[seat.row for seat in seats],
             num_new_tokens=counts,
-            num_computed_tokens=[
-                seat.num_known_tokens + len(found[place]) - 1
-                for seat, place in zip(seats, places, strict=True)
-            ],
+            num_computed_tokens=[seat.num_known_tokens + num_drawn - 1 for seat in seats],
             num_logits=counts,
             num_samples=counts,
             new_block_ids=[[] for _ in places],
-            drafts=[(i, list(found[place])) for i, place in enumerate(places)],
+            drafts=[(i, list(its_drafts)) for i, its_drafts in enumerate(drafts)],
         )
-        return self._take(asked, found, places, self._run(plan))
+        proposal.launched.append((places, self._launch(plan), True))
 
-    def _take(
-        self,
-        asked: Sequence[tuple[Request, int]],
-        found: list[list[int]],
-        places: list[int],
-        tokens: list[list[int] | None],
-    ) -> list[int]:
-        """Append what was drawn; returns the places that may go on."""
-        left: list[int] = []
-        for place, drawn in zip(places, tokens, strict=True):
-            request = asked[place][0]
-            if drawn is None:  # not finite: zero what the row wrote, and begin anew
-                self._zero_block_ids += request.block_ids
-                self.forget(request)
-                found[place] = []
-            elif drawn:
-                found[place] += drawn
-                left += [place] if drawn[0] not in request.stop_ids else []
-        return left
+    def _settle(self, proposal: _Proposal, num_left: int) -> None:
+        """Wait for the launched passes but the last `num_left`, and take what they drew."""
+        while len(proposal.launched) > num_left:
+            places, pending, is_later = proposal.launched.popleft()
+            result = pending.wait()
+            if is_later and result.duration_s is not None:
+                self._pass_s += (1 - _DECAY) * (result.duration_s - self._pass_s)
+            for place, drawn, is_finite in zip(
+                places, result.tokens, result.is_finite, strict=True
+            ):
+                if place not in proposal.ended:
+                    self._take(proposal, place, drawn if is_finite else None)
 
-    def _run(self, plan: StepPlan) -> list[list[int] | None]:
-        """[R]  what each row drew; None = its numbers are not finite.
+    def _take(self, proposal: _Proposal, place: int, drawn: list[int] | None) -> None:
+        """Append what was drawn; None = the row's numbers are not finite."""
+        request = proposal.asked[place][0]
+        if drawn is None:  # zero what the row wrote, and begin anew
+            self._zero_block_ids += request.block_ids
+            for block_id in request.block_ids:
+                self._contents[block_id] = b""
+            self.forget(request)
+            proposal.found[place] = []
+            proposal.ended.add(place)
+        elif drawn:
+            proposal.found[place] += drawn
+            if drawn[0] in request.stop_ids:
+                proposal.ended.add(place)
 
-        Rows that were left and blocks to be zeroed since the last step are added to the plan.
-        """
+    def _launch(self, plan: StepPlan) -> PendingStep:
+        """Rows that were left and blocks to be zeroed since the last step are added to the plan."""
         released, self._released_rows = self._released_rows, []
         zeroed, self._zero_block_ids = self._zero_block_ids, []
-        for block_id in zeroed:
-            self._contents[block_id] = b""
         plan = msgspec.structs.replace(
             plan, zero_block_ids=list(dict.fromkeys(zeroed)), released_rows=released
         )
         self._num_steps += 1
         self.num_computed_tokens += plan.num_tokens
-        result = self._executor.launch(plan).wait()
-        drawn = zip(result.tokens, result.is_finite, strict=True)
-        return [tokens if is_finite else None for tokens, is_finite in drawn]
+        return self._executor.launch(plan)
 
     # ---- blocks ---------------------------------------------------------------------------------
 

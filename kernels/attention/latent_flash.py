@@ -23,6 +23,7 @@ from kernels.attention.latent_prefill import (
     latent_prefill,
     made_keys,
     plan_prefill,
+    prepare_pieces,
 )
 from kernels.attention.protocol import AttentionStep
 
@@ -60,8 +61,21 @@ class FlashLatent:
         self._attend: Callable[..., Tensor] = flash_attn.import_library().flash_attn_varlen_func
         self._shape = shape
         self._block_size = block_size
+        self._dtype, self._device = dtype, device
         self._config = LatentPrefillConfig()
         self._max_piece_keys = keys_a_piece(shape, dtype, piece_bytes)
+
+    def prepare(self, *, max_rows: int, max_row_tokens: int, max_row_keys: int) -> None:
+        del max_row_tokens
+        prepare_pieces(
+            self._shape,
+            self._config,
+            block_size=self._block_size,
+            dtype=self._dtype,
+            device=self._device,
+            num_keys=min(self._max_piece_keys, max_rows * max_row_keys),
+            num_more=self._shape.num_heads * self._shape.query_dim,
+        )
 
     def plan(self, step: AttentionStep) -> LatentPrefill:
         return plan_prefill(

@@ -27,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.attention.latent import LatentShape
-from kernels.attention.protocol import AttentionStep
+from kernels.attention.protocol import AttentionStep, build_step
 from kernels.attention.triton_prefill import _find_row
 from kernels.kv.append import layer_lines
 from kernels.pdl import pdl_supported
@@ -171,6 +171,7 @@ def _latent_prefill_kernel(
     out_ptr,  # [T, heads, VALUE_DIM]
     # constants
     num_rows,
+    q_token_stride,
     SCALE_LOG2E: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     NOPE_DIM: tl.constexpr,
@@ -179,7 +180,6 @@ def _latent_prefill_kernel(
     RANK: tl.constexpr,
     PADDED_NOPE: tl.constexpr,
     PADDED_VALUE: tl.constexpr,
-    Q_TOKEN_STRIDE: tl.constexpr,
     TILE_QUERIES: tl.constexpr,
     TILE_KEYS: tl.constexpr,
     ROW_TILE: tl.constexpr,
@@ -209,7 +209,7 @@ def _latent_prefill_kernel(
     nope = tl.arange(0, PADDED_NOPE)
     rope = tl.arange(0, ROPE_DIM)
     value = tl.arange(0, PADDED_VALUE)
-    q_at = q_ptr + tokens[:, None] * Q_TOKEN_STRIDE + head * (NOPE_DIM + ROPE_DIM)
+    q_at = q_ptr + tokens[:, None] * q_token_stride + head * (NOPE_DIM + ROPE_DIM)
     is_nope = is_query[:, None] & (nope < NOPE_DIM)[None, :]
     q_nope = tl.load(q_at + nope[None, :], mask=is_nope, other=0.0)
     q_rope = tl.load(q_at + NOPE_DIM + rope[None, :], mask=is_query[:, None], other=0.0)
@@ -286,6 +286,38 @@ def latent_prefill(
         )  # fmt: skip
 
 
+def prepare_pieces(
+    shape: LatentShape,
+    config: LatentPrefillConfig,
+    *,
+    block_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    num_keys: int,
+    num_more: int = 0,
+) -> None:
+    """Compile the kernel for a first, a last, an only piece and one between.
+
+    Takes and gives back the memory of a piece of `num_keys` keys, each with `num_more` numbers
+    besides those here, so that whoever measures what is left counts it.
+    """
+    made = shape.num_heads * (shape.nope_dim + shape.value_dim)
+    torch.empty((num_keys, made + shape.width + num_more), dtype=dtype, device=device)
+
+    def zeros(*size: int) -> Tensor:
+        return torch.zeros(size, dtype=dtype, device=device)
+
+    step = build_step([2], [1], [[0]], device)
+    q, out = zeros(2, shape.num_heads, shape.query_dim), zeros(2, shape.num_heads * shape.value_dim)
+    up = zeros(shape.num_heads, shape.nope_dim + shape.value_dim, shape.rank)
+    store = zeros(1, shape.num_layers, 1, block_size, 1, shape.width)
+    for max_piece_keys in (3, 1):  # of the row's 3
+        work = plan_prefill(
+            step, 0, shape, config, block_size=block_size, max_piece_keys=max_piece_keys
+        )
+        latent_prefill(q, up, out, 0, store, work)
+
+
 def made_keys(
     up: Tensor, layer: int, store: Tensor, piece: Piece, shape: LatentShape
 ) -> tuple[Tensor, Tensor]:
@@ -318,6 +350,7 @@ def _attend_piece(
         piece.spans,
         *outputs,
         len(work.num_keys),
+        q.stride(0),
         SCALE_LOG2E=shape.scale * math.log2(math.e),
         NUM_HEADS=shape.num_heads,
         NOPE_DIM=shape.nope_dim,
@@ -326,7 +359,6 @@ def _attend_piece(
         RANK=shape.rank,
         PADDED_NOPE=max(16, triton.next_power_of_2(shape.nope_dim)),
         PADDED_VALUE=max(16, triton.next_power_of_2(shape.value_dim)),
-        Q_TOKEN_STRIDE=q.stride(0),
         TILE_QUERIES=config.tile_queries,
         TILE_KEYS=config.tile_keys,
         ROW_TILE=_ROW_TILE,

@@ -1,14 +1,14 @@
 """The project's own backend of latent attention on a GPU: absorbed for single tokens, made keys
 for prompts.
 
-With fixed tiles every token, of prompts too, is attended to as a row of its own, absorbed and
-without a split: then a request's results are bitwise equal alone and in any batch, in chunks or at
-once. The price is more products in prompts and no split of long rows.
+In a graph every token, of prompts too, is attended to as a row of its own, absorbed: how many keys
+would have to be made differs from replay to replay. With fixed tiles they always are, and without a
+split: then a request's results are bitwise equal alone and in any batch, in chunks or at once. The
+price is more products in prompts and no split of long rows.
 """
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,8 +28,10 @@ from kernels.attention.latent_prefill import (
     keys_a_piece,
     latent_prefill,
     plan_prefill,
+    prepare_pieces,
 )
 from kernels.attention.protocol import AttentionStep, RowTensors
+from kernels.attention.token_rows import expand_rows, open_token_rows
 from kernels.device import device_properties
 from kernels.linear.by_head import product_by_head
 
@@ -40,12 +42,14 @@ class TritonLatentMetadata:
 
     decode: LatentWork | None  # the first tokens of the step, each a row
     prefill: LatentPrefill | None
+    # Rows of several tokens, of which those of `decode` are made; None = they are the step's own.
+    expanded: RowTensors | None = None
 
 
 class TritonLatent:
     """A `GraphLatent`; keeps no state of a step."""
 
-    can_capture_prompts = False  # the size of a prompt's products depends on its history
+    can_capture_prompts = True
 
     def __init__(
         self,
@@ -62,6 +66,7 @@ class TritonLatent:
         """Raises ValueError for a device whose shared memory is too small."""
         self._shape = shape
         self._block_size = block_size
+        self._dtype, self._device = dtype, device
         self._is_fixed_tile = fixed_tile
         self._decode_config = decode_config or fitted_config(
             shape, device_properties(device), whole_rows=fixed_tile
@@ -69,10 +74,22 @@ class TritonLatent:
         self._prefill_config = prefill_config or LatentPrefillConfig()
         self._max_piece_keys = keys_a_piece(shape, dtype, piece_bytes)
 
+    def prepare(self, *, max_rows: int, max_row_tokens: int, max_row_keys: int) -> None:
+        if self._is_fixed_tile:
+            return  # no keys are made
+        del max_row_tokens
+        prepare_pieces(
+            self._shape,
+            self._prefill_config,
+            block_size=self._block_size,
+            dtype=self._dtype,
+            device=self._device,
+            num_keys=min(self._max_piece_keys, max_rows * max_row_keys),
+        )
+
     def plan(self, step: AttentionStep) -> TritonLatentMetadata:
         if self._is_fixed_tile:
-            rows = _rows_of_tokens(step)
-            return TritonLatentMetadata(decode=self._open(rows, step.max_keys), prefill=None)
+            return self._plan_tokens(step)
         num_single = step.num_single_rows
         decode = prefill = None
         if num_single:
@@ -134,13 +151,26 @@ class TritonLatent:
         max_row_tokens: int | None = None,
     ) -> TritonLatentMetadata:
         del max_row_tokens
-        assert max_tokens is None, "prompts are not captured"
+        expanded = None if max_tokens is None else rows
+        if max_tokens is not None:
+            rows = open_token_rows(rows, max_tokens)
         work = open_latent(rows, max_keys, self._shape, self._decode_config)
-        return TritonLatentMetadata(decode=work, prefill=None)
+        return TritonLatentMetadata(decode=work, prefill=None, expanded=expanded)
 
     def begin(self, metadata: TritonLatentMetadata) -> None:
-        if metadata.decode is not None:
-            plan_latent(metadata.decode)
+        work = metadata.decode
+        assert work is not None, "metadata of no graph"
+        if metadata.expanded is not None:
+            expand_rows(metadata.expanded, work.split.rows)
+        plan_latent(work)
+
+    def _plan_tokens(self, step: AttentionStep) -> TritonLatentMetadata:
+        """Each token as a row."""
+        is_single = step.num_single_rows == step.num_rows
+        max_tokens = None if is_single else step.num_tokens
+        metadata = self.open_graph(step.device_rows, max_keys=step.max_keys, max_tokens=max_tokens)
+        self.begin(metadata)
+        return metadata
 
     def refresh(self, metadata: TritonLatentMetadata, step: AttentionStep) -> None:
         """Does nothing: the device plans from the rows' own buffers."""
@@ -149,29 +179,3 @@ class TritonLatent:
         work = open_latent(rows, max_keys, self._shape, self._decode_config)
         plan_latent(work)
         return work
-
-
-def _rows_of_tokens(step: AttentionStep) -> RowTensors:
-    """Every new token of the step as a row of its own: it sees the keys up to itself."""
-    rows = step.device_rows
-    if step.num_single_rows == step.num_rows:
-        return rows
-    num_keys = np.concatenate(
-        [
-            np.arange(computed + 1, computed + new + 1)
-            for computed, new in zip(step.num_computed_tokens, step.num_new_tokens, strict=True)
-        ]
-    )
-    first_blocks = np.repeat(step.cu_blocks[:-1], step.num_new_tokens)
-    device = rows.num_keys.device
-
-    def on_device(values: np.ndarray) -> Tensor:
-        host = torch.from_numpy(values.astype(np.int32))
-        return host if device.type != "cuda" else host.pin_memory().to(device, non_blocking=True)
-
-    return RowTensors(
-        cu_tokens=on_device(np.arange(len(num_keys) + 1)),
-        num_keys=on_device(num_keys),
-        cu_blocks=on_device(first_blocks),
-        block_ids=rows.block_ids,
-    )

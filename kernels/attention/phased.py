@@ -60,10 +60,10 @@ class Phases:
     ) -> None:
         """graph: `decode` again if it can be captured in a CUDA graph, else None.
 
-        prompt_graph: likewise for `prefill`; in a graph it also attends single tokens.
+        prompt_graph: what attends prompts in graphs, and single tokens beside them; None = they
+        cannot be captured.
         """
         assert graph is None or graph is decode, "a graph would compute with another backend"
-        assert prompt_graph is None or prompt_graph is prefill, "likewise"
         self._prefill = prefill
         self._decode = decode
         self._graph = graph

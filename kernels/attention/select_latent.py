@@ -54,7 +54,7 @@ def build_latent_attention(
     graph = _build_triton(target, fixed_tile=fixed_tile) if decode_name == "triton" else None
     decode = graph or _build(decode_name, target)
     prefill = decode if prefill_name == decode_name else _build(prefill_name, target)
-    return PhasedLatent(prefill=prefill, decode=decode, graph=graph)
+    return PhasedLatent(prefill=prefill, decode=decode, graph=graph, prompt_graph=graph)
 
 
 def automatic_name(phase: str, target: Target) -> AttentionName:

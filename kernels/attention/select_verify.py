@@ -23,10 +23,12 @@ def add_verification(
     dtype: torch.dtype,
     device: torch.device,
     fixed_tile: bool,
+    is_fp8: bool = False,
 ) -> None:
     """From now on `phases` attends rows of 2 to `max_queries` new tokens by the decode backend.
 
-    Raises BackendUnavailable where there is none that reads a row's keys once for all of them.
+    is_fp8: as in `build_attention`. Raises BackendUnavailable where there is none that reads a
+    row's keys once for all of them.
     """
     if isinstance(shape, LatentShape):
         raise BackendUnavailable(f"latent attention has no kernel that verifies; {_INSTEAD}")
@@ -38,7 +40,9 @@ def add_verification(
     if name == "auto":
         name = automatic_name("decode", shape, device_properties(device))
     if name == "reference":
-        reference = ReferenceAttention(shape, block_size=block_size, dtype=dtype, device=device)
+        reference = ReferenceAttention(
+            shape, block_size=block_size, dtype=dtype, device=device, is_fp8=is_fp8
+        )
         phases.verify_with(reference, max_queries)
         return
     if name != "triton":

@@ -158,7 +158,7 @@ def _num_tiles(num_keys, TILE_KEYS: tl.constexpr, WINDOW: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=["num_rows", "num_items"],
+    do_not_specialize=["num_rows", "num_items", "max_extra_items"],
     do_not_specialize_on_alignment=["num_keys_ptr", "cu_blocks_ptr"],
 )
 def _plan_kernel(
@@ -167,7 +167,7 @@ def _plan_kernel(
     items_ptr,
     num_rows,
     num_items,
-    MAX_EXTRA_ITEMS: tl.constexpr,
+    max_extra_items,
     MIN_PART_TILES: tl.constexpr,
     TILE_KEYS: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -178,8 +178,8 @@ def _plan_kernel(
         num_keys = tl.load(num_keys_ptr + start + lane, mask=start + lane < num_rows, other=0)
         num_tiles, _ = _num_tiles(num_keys, TILE_KEYS, WINDOW)
         num_all_tiles += tl.sum(num_tiles)
-    # sum of ceil(tiles / limit) over rows <= rows + all tiles / limit <= rows + MAX_EXTRA_ITEMS
-    limit = tl.maximum(tl.cdiv(num_all_tiles, MAX_EXTRA_ITEMS), MIN_PART_TILES)
+    # sum of ceil(tiles / limit) over rows <= rows + all tiles / limit <= rows + max_extra_items
+    limit = tl.maximum(tl.cdiv(num_all_tiles, max_extra_items), MIN_PART_TILES)
     num_used = 0
     for start in range(0, num_rows, _ROW_TILE):
         row = num_rows - 1 - start - lane
@@ -429,7 +429,7 @@ def plan_decode(work: DecodeWork) -> None:
             items,
             len(work.rows.num_keys),
             len(items),
-            MAX_EXTRA_ITEMS=_max_extra_items(work.shape, work.config),
+            _max_extra_items(work.shape, work.config),
             MIN_PART_TILES=work.config.min_part_tiles,
             TILE_KEYS=work.config.tile_keys,
             WINDOW=window or 0,

@@ -7,7 +7,8 @@ combines the parts. Here a program multiplies all queries of a row that share a 
 tile of keys, [queries x heads that share it] lines of one product: four queries of four heads fill
 the 16 lines that a product has at least. A part of a row may hold no key that some query sees; such
 a query's sum is empty and weighs nothing. A row of one token is a row like any other. Which rows a
-step has, and how many tokens each, is read on the device, so one captured graph serves any mix.
+step has, and how many tokens each, is read on the device, so one captured graph serves any mix. A
+store of e4m3 numbers is read as in `triton_decode`.
 """
 
 from dataclasses import dataclass, replace
@@ -17,6 +18,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.attention.eight_bits import (
+    SHIFT,
+    add_values,
+    dot_keys,
+    joined,
+    split_queries,
+    widen_pairs,
+)
 from kernels.attention.protocol import AttentionShape, AttentionStep, RowTensors
 from kernels.attention.triton import check_supported, decode_config_for, fitted_decode
 from kernels.attention.triton_decode import (
@@ -24,15 +33,19 @@ from kernels.attention.triton_decode import (
     DecodeConfig,
     DecodeWork,
     capped,
+    check_store,
     key_offsets,
     layer_constants,
     open_decode,
     plan_decode,
     sink_scores,
+    times_scale,
     with_sink,
 )
 from kernels.device import device_properties
+from kernels.kv.scales import KvScales
 from kernels.pdl import pdl_supported
+from kernels.quant.decode import knows_e4m3
 
 _ITEM_FIELDS = tl.constexpr(8)  # of an item, see `triton_decode`
 _COMBINED_COLUMNS = 1024  # numbers of a row's output that are combined at once
@@ -119,6 +132,7 @@ def _verify_kernel(
     num_arrived_ptr,
     out_ptr,
     sinks_ptr,  # fp32 [heads], or None
+    scales_ptr,  # fp32 [layers, 2, kv_heads] of a store of e4m3 numbers, or None
     layer,
     SCALE_LOG2E: tl.constexpr,
     SOFTCAP_LOG2E: tl.constexpr,
@@ -138,6 +152,9 @@ def _verify_kernel(
     QUERY_ROWS: tl.constexpr,
     PART_TILE: tl.constexpr,
     NUM_COLUMNS: tl.constexpr,
+    WIDTH: tl.constexpr,  # as of the decode kernel, and SHIFT
+    SHIFT: tl.constexpr,
+    KNOWS_E4M3: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
     NUM_LINES: tl.constexpr = MAX_QUERIES * NUM_GROUPS
@@ -178,23 +195,30 @@ def _verify_kernel(
         other=0.0,
     )
     last_seen = num_keys - num_queries + query  # the key of the query's own token
-    k_ptr = store_ptr + layer.to(tl.int64) * LAYER_STRIDE + kv_head * HEAD_DIM
+    IS_FP8: tl.constexpr = scales_ptr is not None
+    number = tl.arange(0, WIDTH)
+    k_ptr = store_ptr + layer.to(tl.int64) * LAYER_STRIDE + kv_head * WIDTH
     v_ptr = k_ptr + HALF_STRIDE
+    score_scale = times_scale(SCALE_LOG2E, scales_ptr, layer, 0, kv_head, NUM_KV_HEADS)
+    q, q_odd, score_scale = split_queries(q, score_scale, QUERY_ROWS, WIDTH, IS_FP8)
     if sinks_ptr is not None:
         sink = sink_scores(sinks_ptr, heads, is_line & (part == 0))
 
     biggest = tl.full([QUERY_ROWS], float("-inf"), tl.float32)
     total = tl.zeros([QUERY_ROWS], tl.float32)
-    acc = tl.zeros([QUERY_ROWS, HEAD_DIM], tl.float32)
+    acc = tl.zeros([QUERY_ROWS, WIDTH], tl.float32)
+    acc_odd = acc
     for start in tl.range(first_key, end_key, TILE_KEYS):
         keys = start + lane
         offsets = key_offsets(blocks, keys, BLOCK_SIZE, BLOCK_STRIDE, TOKEN_STRIDE)
         is_key = keys < end_key
-        k = tl.load(k_ptr + offsets[:, None] + dim[None, :], mask=is_key[:, None], other=0.0)
-        v = tl.load(v_ptr + offsets[:, None] + dim[None, :], mask=is_key[:, None], other=0.0)
+        k = tl.load(k_ptr + offsets[:, None] + number[None, :], mask=is_key[:, None], other=0)
+        v = tl.load(v_ptr + offsets[:, None] + number[None, :], mask=is_key[:, None], other=0)
         next_keys = keys + TILE_KEYS
         blocks = tl.load(ids_ptr + next_keys // BLOCK_SIZE, mask=next_keys < end_key, other=0)
-        scores = tl.dot(q, tl.trans(k)) * SCALE_LOG2E
+        k, k_odd = widen_pairs(k, q.dtype, IS_FP8, KNOWS_E4M3)
+        v, v_odd = widen_pairs(v, q.dtype, IS_FP8, KNOWS_E4M3)
+        scores = dot_keys(q, q_odd, k, k_odd, IS_FP8) * score_scale
         if SOFTCAP_LOG2E > 0:
             scores = capped(scores, SOFTCAP_LOG2E)
         is_seen = is_key[None, :] & (keys[None, :] <= last_seen[:, None])
@@ -205,14 +229,16 @@ def _verify_kernel(
         finite = tl.where(
             bigger == float("-inf"), 0.0, bigger
         )  # a tile that the query sees none of
-        p = tl.exp2(scores - finite[:, None])
+        p = tl.exp2(scores - (finite - SHIFT)[:, None])
         shrink = tl.exp2(biggest - finite)
         total = total * shrink + tl.sum(p, 1)
-        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None])
+        acc, acc_odd = add_values(p, v, v_odd, acc, acc_odd, shrink, IS_FP8)
         biggest = bigger
+    acc = joined(acc, acc_odd, IS_FP8)
     if sinks_ptr is not None:
-        biggest, total, acc = with_sink(sink, biggest, total, acc)
+        biggest, total, acc = with_sink(sink, biggest, total, acc, SHIFT)
     out = acc / tl.where(total > 0, total, 1.0)[:, None]
+    out = times_scale(out, scales_ptr, layer, 1, kv_head, NUM_KV_HEADS)
 
     head_offset = kv_head * (NUM_GROUPS * HEAD_DIM)
     if num_parts == 1:
@@ -224,7 +250,7 @@ def _verify_kernel(
         partial_at = partial_ptr + slot.to(tl.int64) * (NUM_LINES * HEAD_DIM)
         within = line[:, None] * HEAD_DIM + dim[None, :]
         tl.store(partial_at + within, out, mask=is_line[:, None])
-        log_sum = tl.where(total > 0, biggest + tl.log2(total), float("-inf"))
+        log_sum = tl.where(total > 0, biggest - SHIFT + tl.log2(total), float("-inf"))
         tl.store(log_sums_ptr + slot * NUM_LINES + line, log_sum, mask=is_line)
         # Order: all threads' stores, the barrier, one thread's release; the last's acquire, loads.
         tl.debug_barrier()
@@ -268,12 +294,16 @@ def verify_attention(
     store: Tensor,
     work: VerifyWork,
     sinks: Tensor | None = None,
+    scales: KvScales | None = None,
 ) -> None:
     """Writes the tokens of all rows of `work` that have keys; a row has at most `max_queries`.
 
     q: [T, heads, head_dim], its tokens and heads may be strided; out: [T, heads * head_dim]
-    contiguous. store: [blocks, layers, 2, block_size, kv_heads, head_dim]. sinks: fp32 [heads].
+    contiguous. store: [blocks, layers, 2, block_size, kv_heads, head_dim], with `scales` of uint8.
+    sinks: fp32 [heads].
     """
+    check_store(q, store, scales)
+    words = store if scales is None else store.view(torch.uint16)
     shape, split, config = work.shape, work.split, work.split.config
     assert (sinks is not None) == shape.has_sinks, f"sinks {sinks}, has_sinks {shape.has_sinks}"
     use_pdl = pdl_supported(q.device)
@@ -281,7 +311,7 @@ def verify_attention(
     query_rows = max(MIN_DOT_ROWS, triton.next_power_of_2(split.shape.num_groups))
     _verify_kernel[(shape.num_kv_heads, len(items))](
         q,
-        store,
+        words,
         split.rows.block_ids,
         split.rows.cu_tokens,
         split.rows.num_keys,
@@ -291,13 +321,17 @@ def verify_attention(
         split.num_arrived,
         out,
         sinks,
+        None if scales is None else scales.scale,
         layer,
-        **layer_constants(q, layer, store, shape),
+        **layer_constants(q, layer, words, shape),
         MAX_QUERIES=work.max_queries,
         TILE_KEYS=config.tile_keys,
         QUERY_ROWS=query_rows,
         PART_TILE=_PART_TILE,
         NUM_COLUMNS=_COMBINED_COLUMNS,
+        WIDTH=words.shape[5],
+        SHIFT=0.0 if scales is None else SHIFT,
+        KNOWS_E4M3=scales is not None and knows_e4m3(q.device),
         USE_PDL=use_pdl,
         num_warps=max(config.num_warps, min(8, query_rows // _LINES_PER_WARP)),
         num_stages=config.num_stages,
@@ -346,13 +380,12 @@ class TritonVerify:
         metadata: VerifyWork,
         out: Tensor | None = None,
         sinks: Tensor | None = None,
-        scales: object = None,
+        scales: KvScales | None = None,
     ) -> Tensor:
-        """Reads the fresh K and V from `store`, like all others; numbers of 8 bits it does not."""
-        assert scales is None, "K and V of 8 bits have no kernel that verifies"
+        """Reads the fresh K and V from `store`, like all others."""
         if out is None:
             out = torch.empty((len(q), q.shape[1] * q.shape[2]), dtype=q.dtype, device=q.device)
-        verify_attention(q, out, layer, store, metadata, sinks)
+        verify_attention(q, out, layer, store, metadata, sinks, scales)
         return out
 
     @property

@@ -37,18 +37,18 @@ def uses_ptx(device: torch.device) -> bool:
     return device.type == "cuda" and not triton.knobs.runtime.interpret
 
 
-# Two bytes become a pair of bfloat16: sign and the other bits are put to their places, and a
-# product with 2^120 (0x7b80) corrects the exponent. Adding -0 keeps the sign of a zero.
+# Two bytes become a pair of bfloat16: before each come eight copies of its sign, so that one shift
+# and one mask put sign and number to their places, and a product with 2^120 (0x7b80) corrects the
+# exponent. Adding -0 keeps the sign of a zero.
 WIDEN_E4M3 = """
 {
-.reg .b32 codes, bits, factor, zero;
+.reg .b32 bits, factor, zero;
 mov.b32 factor, 0x7b807b80;
 mov.b32 zero, 0x80008000;
-cvt.u32.u16 codes, $1;
-prmt.b32 codes, codes, 0, 0x1404;
-shr.b32 bits, codes, 4;
-and.b32 bits, bits, 0x07f007f0;
-lop3.b32 bits, codes, 0x80008000, bits, 0xea;
+cvt.u32.u16 bits, $1;
+prmt.b32 bits, bits, 0, 0x9180;
+shl.b32 bits, bits, 4;
+and.b32 bits, bits, 0x87f087f0;
 fma.rn.bf16x2 $0, bits, factor, zero;
 }
 """

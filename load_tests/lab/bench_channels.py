@@ -3,11 +3,13 @@
     python -m load_tests.lab.bench_channels --json channels.json          # two GPUs of one host
     python -m load_tests.lab.bench_channels --handoffs-per-s 16 --seconds 60    # as they come
     python -m load_tests.lab.bench_channels --seconds 0 --stages          # where the time goes
+    python -m load_tests.lab.bench_channels --seconds 0 --kv-dtype fp8_e4m3
     python -m load_tests.lab.bench_channels --device cpu --tokens 64  # gloo only, tries the bench
 
-A handoff is `--tokens` of Qwen3-8B, in blocks of 2.36 MB, digested at both ends, piece by piece
-with an acknowledgement each, as between workers. The decode steps are a stand-in (step_load.py);
-meanwhile handoffs follow one on the other, or come as the mixed load's prompts do (mixed_load.py).
+A handoff is `--tokens` of Qwen3-8B, in blocks of 2.36 MB (half in FP8), digested at both ends,
+piece by piece with an acknowledgement each, as between workers. The decode steps are a stand-in
+(step_load.py); meanwhile handoffs follow one on the other, or come as the mixed load's prompts do
+(mixed_load.py).
 Starts a process for each end, which sees one GPU; needs no Ray and no model.
 """
 
@@ -47,9 +49,13 @@ from load_tests.testbed.channel_ends import (
 
 T = TypeVar("T")
 
-QWEN3_8B = KvLayout.with_heads(
-    num_layers=36, block_size=16, num_kv_heads=8, head_dim=128, dtype="bfloat16"
-)
+LAYOUTS = {
+    dtype: KvLayout.with_heads(
+        num_layers=36, block_size=16, num_kv_heads=8, head_dim=128, dtype=dtype
+    )
+    for dtype in ("bfloat16", "fp8_e4m3")
+}
+QWEN3_8B = LAYOUTS["bfloat16"]
 KINDS: dict[str, tuple[ChannelKind, ...]] = {
     "cuda": ("cuda_ipc", "nccl_pair", "gloo_pair"),
     "cpu": ("gloo_pair",),
@@ -340,6 +346,7 @@ def parse() -> argparse.Namespace:
         help="which kinds; default all of the device",
     )
     parser.add_argument("--tokens", type=int, default=8192, help="of one handoff")
+    parser.add_argument("--kv-dtype", choices=sorted(LAYOUTS), default="bfloat16")
     parser.add_argument("--rounds", type=int, default=10, help="handoffs, idle")
     parser.add_argument("--seconds", type=float, default=5.0, help="of decode steps; 0 = none")
     parser.add_argument(
@@ -383,8 +390,9 @@ def work(args: argparse.Namespace) -> None:
     )
     # Room for the longest of the prompts that arrive, and then as much for them to be anywhere.
     longest = max(args.tokens, LONG_TOKENS[1] // args.shrink if args.handoffs_per_s else 0)
-    num_blocks = STORE_FACTOR * QWEN3_8B.num_blocks_for(longest)
-    end = End(args.folder, QWEN3_8B, num_blocks, config, args.device, args.address)
+    layout = LAYOUTS[args.kv_dtype]
+    num_blocks = STORE_FACTOR * layout.num_blocks_for(longest)
+    end = End(args.folder, layout, num_blocks, config, args.device, args.address)
     stages = Stages()
     if args.stages:
         stages.watch_end(end)

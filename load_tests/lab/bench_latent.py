@@ -87,7 +87,12 @@ def measure(
     reference = _build(ReferenceLatent, shape)
     truth = reference.run(q, new, up, 0, store, reference.plan(step)).float()
     floor_us = 1e6 * num_rows * num_keys * shape.width * 2 / H200_MEASURED.bytes_per_s
+    sizes = [str(shape.num_heads), str(num_rows), str(num_keys)]
     for config in configs:
+        tiles = "" if config is None else _told(config)
+        if config is not None and not _fits(config, shape):
+            yield [*sizes, "", "", "", "too large", tiles], True
+            continue
         built = _build(TritonLatent, shape, decode_config=config)
         metadata = built.plan(step)
         found = built.run(q, new, up, 0, store, metadata).float()
@@ -96,9 +101,15 @@ def measure(
             partial(built.run, q, new, up, layer, store, metadata) for layer in range(NUM_LAYERS)
         ]
         us = graph_us(calls)
-        cells = [str(shape.num_heads), str(num_rows), str(num_keys), f"{us:.1f}", f"{floor_us:.1f}"]
-        tiles = "" if config is None else _told(config)
+        cells = [*sizes, f"{us:.1f}", f"{floor_us:.1f}"]
         yield [*cells, f"{floor_us / us:.0%}", f"{error:.1e}", tiles], error < MAX_ERROR
+
+
+def _fits(config: LatentConfig, shape: LatentShape) -> bool:
+    """Whether a tiling of few heads, with a buffer fewer than stages, has room."""
+    cut = config.decode
+    tiles = 2 * shape.width * (cut.tile_keys * (cut.num_stages - 1) + 16)
+    return tiles < device_properties(torch.device("cuda")).shared_memory_per_block_bytes - 4096
 
 
 def _told(config: LatentConfig) -> str:

@@ -100,8 +100,8 @@ def make_weight(
         return LinearWeight(_random(num_rows, num_columns, device) * size)
     if weight_format.startswith("fp8"):
         tile = (128, 128) if weight_format == "fp8-block" else (1, num_columns)
-        numbers = (_random(num_rows, num_columns, device) * 100).clamp_(-448, 448)  # else NaN
-        data = numbers.to(torch.float8_e4m3fn)
+        numbers = _random(num_rows, num_columns, device) * 100
+        data = numbers.clamp(-448, 448).to(torch.float8_e4m3fn)  # beyond, torch makes NaN
         shape = (num_rows // tile[0], num_columns // tile[1])
         values = torch.rand(shape, device=device).add_(0.5).mul_(size / 100)
         return LinearWeight(data, None, WeightFormat.FP8, _scales(values, tile, rounds=True))
@@ -250,7 +250,7 @@ def tilings(num_tokens: int) -> list[QuantConfig]:
             block_m=block_m, block_n=n, split_k=split, num_warps=warps, num_stages=stages,
             prefetch_bytes=prefetch,
         )
-        for n, warps in ((64, 4), (128, 4), (128, 8))
+        for n, warps in ((64, 4), (128, 4), (128, 8), (256, 8))
         for split in (1, 2, 4, 8)
         for stages, prefetch in ((3, 512), (6, 0), (8, 512))
     ]  # fmt: skip

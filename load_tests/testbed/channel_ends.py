@@ -129,7 +129,10 @@ class End:
 
     def fill(self) -> None:
         """With random numbers, and their digests: as if steps had written all blocks."""
-        self.store.tensor.normal_()
+        if self.store.tensor.dtype is torch.uint8:
+            self.store.tensor.random_()
+        else:
+            self.store.tensor.normal_()
         block_ids = range(self.store.num_blocks)
         self.store.digests.keep(block_ids, self.store.digest(block_ids))
 

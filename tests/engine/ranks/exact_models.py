@@ -17,7 +17,7 @@ from torch import Tensor
 
 from engine.layers import moe
 from engine.layers.context import Comm
-from engine.layers.token_exchange import Dispatched
+from engine.layers.token_exchange import Dispatched, Gathered, gather_tokens
 from engine.layers.vocabulary import SharedEmbedding, SharedHead
 from engine.models import llama
 from engine.models.llama import CausalLM, attention_shape
@@ -238,6 +238,10 @@ _EXCHANGE_FAULTS: dict[str, Any] = {
     "another rank's rows": lambda: patch.object(llama, "own_rows", _others_rows),
 }
 EXCHANGE_FAULTS = tuple(_EXCHANGE_FAULTS)
+GATHER_FAULT = "routes of another row"
+_GATHER_FAULTS: dict[str, Any] = {
+    GATHER_FAULT: lambda: patch.object(moe, "gather_tokens", _other_routes),
+}
 
 
 def _flipped(send_back: Any) -> Any:
@@ -246,6 +250,11 @@ def _flipped(send_back: Any) -> Any:
         return found
 
     return send
+
+
+def _other_routes(x: Tensor, routes: Routes, comm: Comm) -> Gathered:
+    found = gather_tokens(x, routes, comm)
+    return replace(found, routes=replace(found.routes, ids=found.routes.ids.flip(0)))
 
 
 def _first_part(parts: Tensor, dispatched: Dispatched) -> Tensor:
@@ -270,5 +279,5 @@ def planted(fault: str | None) -> Iterator[None]:
     if fault is None:
         yield
         return
-    with (_FAULTS | _EXPERT_FAULTS | _EXCHANGE_FAULTS)[fault]():
+    with (_FAULTS | _EXPERT_FAULTS | _EXCHANGE_FAULTS | _GATHER_FAULTS)[fault]():
         yield

@@ -36,6 +36,7 @@ NUM_TRIED_STEPS = 2
 EVERY_STEP = OverlapRule(min_prompt_tokens=2, min_decode_rows=2)
 DRAWN = SamplingParams(max_tokens=64, temperature=1.2, top_p=0.9, seed=5, ignore_eos=True)
 EXCHANGED = WeightSource(sharing="exchanged")
+GATHERED = WeightSource(sharing="gathered")
 EXPERT_PARALLEL = WeightSource(sharing="experts")
 SCORED = msgspec.structs.replace(GREEDY, prompt_logprobs=3, logprobs=2)
 

@@ -133,11 +133,13 @@ def test_ranks_go_the_same_way_with_and_without_graphs(
         shared.end()
 
 
-@pytest.mark.parametrize("min_exchanged", [None, 32])
+@pytest.mark.parametrize(
+    ("min_exchanged", "way"), [(None, "all_gather"), (32, "all_to_all"), (2, "all_gather")]
+)
 def test_ranks_with_whole_experts_go_the_same_way(
-    ranks: RankProcesses, min_exchanged: int | None, tmp_path: Path
+    ranks: RankProcesses, min_exchanged: int | None, way: str, tmp_path: Path
 ) -> None:
-    """Decode steps in graphs; long ones with tokens that travel; experts counted meanwhile."""
+    """Steps in graphs, or long ones with tokens that travel; experts counted meanwhile."""
     save_model(
         tmp_path,
         "Qwen2MoeForCausalLM",
@@ -157,7 +159,8 @@ def test_ranks_with_whole_experts_go_the_same_way(
         "model__path": str(tmp_path),
         "workers__expert_parallel": True,
         "workers__expert_exchange_min_tokens": min_exchanged,
-        "laps__enable_batch_prefill_cuda_graph": min_exchanged is None,
+        "workers__expert_exchange": way,
+        "laps__enable_batch_prefill_cuda_graph": way == "all_gather",
         "execution__expert_load_steps": 8,
     }
     shared = SharedEngine(ranks, settings)

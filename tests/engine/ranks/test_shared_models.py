@@ -12,7 +12,13 @@ from torch import Tensor
 
 from engine.errors import ConfigError
 from engine.layers.context import SINGLE_RANK
-from engine.layers.schedules import DECODE, EXCHANGE_PROMPTS, SHARE_PROMPTS, bind
+from engine.layers.schedules import (
+    DECODE,
+    EXCHANGE_PROMPTS,
+    SHARE_PROMPTS,
+    SHARED_BESIDE,
+    bind,
+)
 from engine.models.registry import AS_PUBLISHED, WeightSource
 from engine.plan import StepResult
 from engine.ranks.rank import Rank
@@ -22,12 +28,14 @@ from tests.engine.ranks.exact_models import (
     EXCHANGE_FAULTS,
     EXPERT_FAULTS,
     FAULTS,
+    GATHER_FAULT,
     build_exact,
     save_whole_numbers,
 )
 from tests.engine.ranks.rank_stories import (
     EXCHANGED,
     EXPERT_PARALLEL,
+    GATHERED,
     NUM_TRIED_STEPS,
     embed,
     finite_rows,
@@ -99,6 +107,18 @@ CASES = {
         {"num_hidden_layers": 3, "n_shared_experts": 2},
         EXCHANGED,
     ),
+    "tokens gathered for experts, a dense layer, a shared expert": Case(
+        2,
+        "Qwen2MoeForCausalLM",
+        {"num_hidden_layers": 4, "mlp_only_layers": [1]},
+        GATHERED,
+    ),
+    "tokens gathered by four ranks, latents": Case(
+        4,
+        "DeepseekV3ForCausalLM",
+        {"num_hidden_layers": 3, "n_shared_experts": 2},
+        GATHERED,
+    ),
     "four ranks, two KV heads": Case(
         4,
         "Qwen3ForCausalLM",
@@ -155,6 +175,7 @@ def test_ranks_compute_the_bits_of_one_rank(
         "experts and a shared one, a dense layer",
         "whole experts and a shared one, a dense layer",
         "tokens that travel to experts, a dense layer, a shared expert",
+        "tokens gathered for experts, a dense layer, a shared expert",
         pytest.param("latents", marks=pytest.mark.nightly),
     ],
 )
@@ -167,12 +188,19 @@ def test_ranks_that_split_their_steps_have_the_bits_of_one_rank(
         assert _are_equal(found, alone)
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "fewer KV heads than ranks, QK-norm, tied",
+        "tokens gathered for experts, a dense layer, a shared expert",
+    ],
+)
 def test_captured_steps_of_ranks_have_the_bits_of_one_rank(
-    two: RankProcesses, tmp_path: Path
+    name: str, two: RankProcesses, tmp_path: Path
 ) -> None:
-    folder = _save(CASES["fewer KV heads than ranks, QK-norm, tied"], tmp_path)
+    folder = _save(CASES[name], tmp_path)
     alone = tell(SINGLE_RANK, folder)
-    for found in two.run(tell, folder, None, True):
+    for found in two.run(tell, folder, None, True, False, CASES[name].source):
         assert _are_equal(found, alone)
 
 
@@ -202,10 +230,22 @@ def test_tokens_that_travel_wrongly_show(fault: str, two: RankProcesses, tmp_pat
         assert not _are_equal(found, alone)
 
 
-def test_layers_whose_tokens_travel_follow_every_schedule(tmp_path: Path) -> None:
+def test_tokens_that_are_gathered_wrongly_show(two: RankProcesses, tmp_path: Path) -> None:
+    case = CASES["tokens gathered for experts, a dense layer, a shared expert"]
+    folder = _save(case, tmp_path)
+    alone = tell(SINGLE_RANK, folder)
+    for found in two.run(tell, folder, GATHER_FAULT, False, False, case.source):
+        assert not _are_equal(found, alone)
+
+
+@pytest.mark.parametrize("source", [EXCHANGED, GATHERED])
+def test_layers_whose_tokens_travel_follow_every_schedule(
+    source: WeightSource, tmp_path: Path
+) -> None:
     folder = _save(CASES["tokens that travel to experts, a dense layer, a shared expert"], tmp_path)
-    model, _ = build_exact(folder, Rank(1, 2), source=EXCHANGED)
-    for schedule in (EXCHANGE_PROMPTS, DECODE, SHARE_PROMPTS):
+    model, _ = build_exact(folder, Rank(1, 2), source=source)
+    assert model.can_capture_exchange == (source is GATHERED)
+    for schedule in (EXCHANGE_PROMPTS, DECODE, SHARE_PROMPTS, SHARED_BESIDE):
         stages = bind(model.exchange_operations[:-1], schedule)
         names = [op.name for stage in stages for op in stage]
         assert names.count("combine_b") == 3

@@ -15,7 +15,7 @@ from engine.layers.context import SINGLE_RANK, Comm
 from engine.models.registry import AS_PUBLISHED, WeightSource, build_model
 from engine.text.tokenizing import load_tokenizer
 from kernels.attention.select import AttentionName, AttentionNames
-from tests.engine.ranks.rank_stories import EXCHANGED, EXPERT_PARALLEL
+from tests.engine.ranks.rank_stories import EXCHANGED, EXPERT_PARALLEL, GATHERED
 from tests.engine.runner.step_driver import StepDriver
 from tests.engine.test_gpu_engine import DECISIVE, mixed_work
 from tests.harness.in_process import GREEDY, answer
@@ -101,7 +101,9 @@ def test_logits_are_close_to_those_of_one_rank(
     assert errors.quantile(0.8 if is_mixture else 1.0) < (1.5 if is_mixture else 2) * MAX_ERROR
 
 
-@pytest.mark.parametrize("source", [EXPERT_PARALLEL, EXCHANGED], ids=["summed", "exchanged"])
+@pytest.mark.parametrize(
+    "source", [EXPERT_PARALLEL, EXCHANGED, GATHERED], ids=["summed", "exchanged", "gathered"]
+)
 @pytest.mark.parametrize("architecture", ["Qwen3MoeForCausalLM", "DeepseekV2ForCausalLM"])
 def test_whole_experts_give_logits_close_to_those_of_one_rank(
     ranks: RankProcesses, architecture: str, source: WeightSource, tmp_path: Path

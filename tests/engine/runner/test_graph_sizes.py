@@ -1,5 +1,7 @@
 """Sizes of captured steps: bounded padding, the smallest that fits, and what fits none."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -8,7 +10,7 @@ from hypothesis import strategies as st
 from configs.schema import LapsConfig
 from engine.errors import ConfigError
 from engine.runner.auto import StepSizes
-from engine.runner.graph_sizes import GraphSize, decode_sizes, ragged_sizes
+from engine.runner.graph_sizes import MAX_LATENT_TOKENS, GraphSize, decode_sizes, ragged_sizes
 from engine.runner.grid_sizes import grid_sizes
 from engine.runner.replica import build_prompt_sizes
 from kernels.attention.phased import PhasedAttention
@@ -135,6 +137,10 @@ def test_a_gpu_captures_ragged_steps_unless_told_otherwise() -> None:
         _config(batch_prefill_form="grid"), SIZES, attention, uses_graphs=True
     )
     assert grid == grid_sizes((1, 2, 4, 8), (16, 32, 64, 128, 256), max_row_tokens=256)
+    latents = build_prompt_sizes(
+        _config(), replace(SIZES, max_tokens=4000), attention, uses_graphs=True, is_latent=True
+    )
+    assert latents == ragged_sizes(20, MAX_LATENT_TOKENS)
     off = _config(enable_batch_prefill_cuda_graph=False)
     assert build_prompt_sizes(off, SIZES, attention, uses_graphs=True) is None
 

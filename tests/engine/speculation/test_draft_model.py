@@ -62,9 +62,14 @@ def asked() -> list[Asked]:
 def test_a_draft_model_equal_to_the_target_is_always_right(
     folder: Path, asked: list[Asked], overlap: bool
 ) -> None:
-    """It sees the same tokens and draws with the same noise, at any temperature."""
+    """It sees the same tokens and draws with the same noise, at any temperature.
+
+    Also with passes launched ahead, which only requests without penalties and constraints allow.
+    """
+    free = [one for one in asked if not (one[1].needs_history or one[1].is_constrained)]
     with exact_arithmetic():
-        expected = run(start_exact(folder, speculation__drafter="none"), asked)
+        plain = start_exact(folder, speculation__drafter="none")
+        expected, free_expected = run(plain, asked), run(plain, free)
         drafts = DRAFTS | {"speculation__model_path": str(folder), "speculation__max_drafts": 3}
         engine = start_exact(folder, scheduler__overlap=overlap, **drafts)
         drafter = engine.core.scheduler.drafting.drafter
@@ -74,6 +79,7 @@ def test_a_draft_model_equal_to_the_target_is_always_right(
         for _ in range(2):  # the second time with prefixes that are here
             assert_same(run(engine, asked), expected)
             assert not drafter._seats
+        assert_same(run(engine, free), free_expected)
         counts = engine.core.scheduler.draft_counts
     print("seed", SEED)
     assert counts.num_accepted == counts.num_drafted > 50

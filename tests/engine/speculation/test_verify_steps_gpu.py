@@ -103,6 +103,27 @@ def test_deterministic_answers_with_drafts_are_those_without_bit_by_bit(
     assert engine.core.scheduler.draft_counts.num_accepted > 200
 
 
+@pytest.mark.parametrize("is_free", [False, True], ids=["passes waited for", "passes ahead"])
+def test_a_draft_model_equal_to_the_target_is_always_right(
+    folder: Path, asked: list[Asked], is_free: bool
+) -> None:
+    """Passes are launched ahead where no choice depends on which tokens the drafts are."""
+    some = [one for one in asked if not (is_free and one[1].needs_history)]
+    expected = run(_start(folder, model__deterministic=True), some)
+    engine = _start(
+        folder,
+        model__deterministic=True,
+        speculation__drafter="draft_model",
+        speculation__model_path=str(folder),
+        speculation__adaptive=False,
+        speculation__max_drafts=3,
+        speculation__max_temperature=9.0,
+    )
+    assert_same(run(engine, some), expected)
+    counts = engine.core.scheduler.draft_counts
+    assert counts.num_accepted == counts.num_drafted > 200
+
+
 @pytest.mark.parametrize(
     "settings",
     [

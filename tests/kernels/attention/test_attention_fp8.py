@@ -24,6 +24,8 @@ from tests.kernels.attention.attention_cases import (
 from tests.kernels.interpreter import drawn, run_interpreted
 
 WINDOWS = (None, 3, 70)
+VERIFIED = [(0, 1), (31, 1), (0, 2), (13, 3), (62, 4), (130, 2)]
+VERIFY_TILES = {"tile_keys": 16, "min_part_tiles": 1, "num_programs": 40}
 LONG_ROWS = [(63, 1), (127, 1), (1000, 1), (4159, 1), (0, 129), (700, 65), (127, 2)]
 NUM_LONG = 128 * 1024  # keys
 
@@ -116,6 +118,20 @@ def _triton(case: Stored, **options: Any) -> Any:
         dtype=case.dtype,
         device=case.store.device,
         **options,
+    )
+
+
+def _verify(case: Stored, max_queries: int, **tiles: Any) -> Any:
+    from kernels.attention.triton_decode import DecodeConfig
+    from kernels.attention.triton_verify import TritonVerify
+
+    return TritonVerify(
+        case.problem.shape,
+        max_queries=max_queries,
+        block_size=case.problem.block_size,
+        dtype=case.dtype,
+        device=case.store.device,
+        config=DecodeConfig(**tiles) if tiles else None,
     )
 
 
@@ -236,7 +252,15 @@ def interpreted_checks() -> list[Callable[[], None]]:
         layers(everything, (2, 2), torch.float32, fixed_tile=True),
         lambda: check_bits("cpu", torch.float32, **tiles),
         check_replays,
+        check_verification,
     ]
+
+
+def check_verification() -> None:
+    for dtype, has_sinks in ((torch.float32, False), (torch.float16, True)):
+        shape = _shape((8, 2), 64, has_sinks=has_sinks)
+        case = stored_problem(VERIFIED, shape, block_size=16, dtype=dtype)
+        case.check(_verify(case, 4, **VERIFY_TILES))
 
 
 @pytest.mark.slow
@@ -323,6 +347,20 @@ def test_attention_on_a_gpu_equals_float64(
             case.check(_triton(case))
             case.check(_triton(case, fixed_tile=True))
         case.check(_triton(case, **_small_tiles()))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("heads", "head_dim"), [((32, 8), 128), ((6, 2), 64), ((16, 1), 128)])
+def test_queries_that_verify_drafts_equal_float64(
+    heads: tuple[int, int], head_dim: int, dtype: torch.dtype
+) -> None:
+    for rows in (VERIFIED, [(1000, 1), (4159, 5), (4092, 4), (8190, 2)]):
+        for has_sinks in (False, True):
+            shape = _shape(heads, head_dim, has_sinks=has_sinks)
+            case = stored_problem(rows, shape, block_size=16, dtype=dtype, device="cuda")
+            case.check(_verify(case, 5))
+            case.check(_verify(case, 5, **VERIFY_TILES))
 
 
 @pytest.mark.gpu

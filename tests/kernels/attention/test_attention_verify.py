@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels.attention.protocol import AttentionShape
+from kernels.kv.scales import KvScales
 from tests.harness.gpus import GPUS, gpu
 from tests.kernels.attention.attention_cases import (
     TOLERANCES,
@@ -201,12 +202,16 @@ def _compile(
     device = gpu(name)
     with compiled_for(device, triton, triton_decode, triton_verify) as found:
         for heads, head_dim, max_queries in cases:
-            for has_sinks in (False, True)[: len(nums_rows)]:
+            for has_sinks in (False, True)[: len(nums_rows)]:  # and numbers of 8 bits likewise
                 shape = _shape(heads, head_dim, has_sinks=has_sinks)
                 problem = build_problem(
                     [(5, 1), (90, 2)], shape, block_size=16, dtype=torch.bfloat16
                 )
                 wide = triton_verify._widened(shape, max_queries)
+                store, scales = problem.store, None
+                if has_sinks:
+                    store = store.to(torch.float8_e4m3fn).view(torch.uint8)
+                    scales = KvScales.of(torch.ones(len(WINDOWS), 2, heads[1]))
                 for num_rows in nums_rows:
                     config = triton.fitted_decode(triton.decode_config_for(num_rows), wide, device)
                     rows = problem.step.device_rows
@@ -214,7 +219,7 @@ def _compile(
                     triton_decode.plan_decode(work.split)
                     q = torch.empty(problem.step.num_tokens, *heads[:1], head_dim).bfloat16()
                     triton_verify.verify_attention(
-                        q, torch.empty_like(q).flatten(1), 1, problem.store, work, problem.sinks
+                        q, torch.empty_like(q).flatten(1), 1, store, work, problem.sinks, scales
                     )
     assert {"_plan_kernel", "_verify_kernel"} == set(found)
     assert max(found.values()) <= device.shared_memory_per_block_bytes, found

@@ -18,6 +18,7 @@ from kernels.attention.latent_reference import ReferenceLatent
 from kernels.attention.names import AttentionNames, BackendUnavailable
 from kernels.attention.protocol import AttentionStep, build_step
 from kernels.attention.select import build_attention
+from kernels.attention.token_rows import expand_rows_torch, open_token_rows
 from kernels.device import device_properties
 from tests.harness.gpus import gpu
 from tests.kernels.attention.attention_cases import (
@@ -237,7 +238,9 @@ def check_some() -> None:
     problem = build_problem([(2, 1), (35, 1), (0, 7), (18, 9)], SMALL)
     made = SMALL.num_heads * (SMALL.nope_dim + SMALL.value_dim) + SMALL.width
     check(_triton(problem, **_small_tiles(), piece_bytes=4 * made * 11), problem)
+    _triton(problem, **_small_tiles()).prepare(max_rows=1, max_row_tokens=5, max_row_keys=5)
     check(_triton(problem, fixed_tile=True), problem)
+    _check_prompt_replays(1)
 
 
 def check_all() -> None:
@@ -255,6 +258,7 @@ def check_all() -> None:
     _check_replays()
     _check_products()
     _check_joined_keys()
+    _check_prompt_replays()
 
 
 def _check_fixed_bits(device: str = "cpu", dtype: torch.dtype = torch.float32) -> None:
@@ -292,6 +296,33 @@ def _check_replays(device: str = "cpu", dtype: torch.dtype = torch.float32) -> N
             q = torch.cat((problem.q, torch.zeros_like(problem.q[:1]).expand(padding, -1, -1)))
             out = backend.run(q, None, problem.up, 0, problem.store, metadata)
             assert_close(out[: len(rows)], problem.exact(0), TOLERANCES[out.dtype])
+
+
+def _check_prompt_replays(
+    count: int = 4, device: str = "cpu", dtype: torch.dtype = torch.float32
+) -> None:
+    """Rows of any number of tokens in fixed buffers, every token as a row of its own."""
+    fixed: FixedRows | None = None
+    for rows in ([(3, 9), (40, 1), (17, 6)], [(0, 16)], [(50, 1)], [(0, 2), (90, 5), (1, 1)])[
+        :count
+    ]:
+        problem = build_problem(rows, SMALL, device=device, dtype=dtype)
+        backend = _triton(problem, **_small_tiles())
+        fixed = fixed or FixedRows(5, 60, device)
+        metadata = backend.open_graph(fixed.rows, max_keys=96, max_tokens=18)
+        for _ in range(2):
+            fixed.load(problem.step)
+            backend.begin(metadata)
+            num_tokens = problem.step.num_tokens
+            q = torch.cat((problem.q, torch.zeros_like(problem.q[:1]).expand(18, -1, -1)))[:18]
+            out = backend.run(q, None, problem.up, 0, problem.store, metadata)
+            assert_close(out[:num_tokens], problem.exact(0), TOLERANCES[out.dtype])
+            found = metadata.decode.split.rows
+            assert found.num_keys[num_tokens:].sum() == 0, "padding sees something"
+            twin = open_token_rows(fixed.rows, 18)
+            expand_rows_torch(fixed.rows, twin)
+            assert torch.equal(twin.num_keys, found.num_keys)
+            assert torch.equal(twin.cu_blocks, found.cu_blocks)
 
 
 def _check_products(device: str = "cpu", dtype: torch.dtype = torch.float32) -> None:
@@ -367,6 +398,7 @@ def test_bits_and_replays_on_a_gpu() -> None:
         _check_replays("cuda", dtype)
         _check_products("cuda", dtype)
         _check_joined_keys("cuda", dtype)
+        _check_prompt_replays(4, "cuda", dtype)
 
 
 @pytest.mark.gpu

@@ -32,13 +32,18 @@ def _fma_bf16x2(a: Words, b: Words, c: Words) -> Words:
 
 
 def _prmt(a: Words, b: Words, selectors: Words) -> Words:
-    """Byte i of the result is that byte of b:a which hexadecimal digit i of the selector names."""
+    """Byte i of the result is that byte of b:a which hexadecimal digit i of the selector names.
+
+    With 8 added to the digit it is eight copies of the byte's sign.
+    """
     found, selector = np.zeros_like(a), int(selectors[0])
     for place in range(4):
         digit = selector >> (4 * place) & 15
-        assert digit < 8, "signs are not copied here"
-        source = a if digit < 4 else b
-        found |= (source >> np.uint32(8 * (digit % 4)) & np.uint32(255)) << np.uint32(8 * place)
+        source = a if digit & 7 < 4 else b
+        byte = source >> np.uint32(8 * (digit % 4)) & np.uint32(255)
+        if digit >= 8:
+            byte = (byte >> np.uint32(7)) * np.uint32(255)
+        found |= byte << np.uint32(8 * place)
     return found
 
 

@@ -350,6 +350,24 @@ def test_rounding_in_the_gate_changes_no_bit(tile: tuple[int, int | None]) -> No
 
 
 @pytest.mark.gpu
+def test_sums_of_rows_of_fp8_lose_less_than_rounding_does() -> None:
+    """The matrix units' own sums have fewer bits than fp32."""
+    from engine.layers.quantized_cuda import QuantizedLinear
+    from kernels.quant.token_groups import quantize_tokens
+
+    for shape in ((17, 4096, 4096), (64, 6144, 4096), (300, 4096, 12288)):
+        case = fp8_case(shape, (1, shape[2]), torch.bfloat16, GPU, quantizes_inputs=True)
+        linear = build_linear(case.weight)
+        assert isinstance(linear, QuantizedLinear)
+        assert linear.rounded is not None
+        codes, scales = quantize_tokens(case.x, shape[2])
+        exact = (codes.float().double() * scales.double().T) @ case.exact.double().T
+        ours = linear.rounded.of_rounded(codes, scales, torch.bfloat16)
+        error = float((ours.double() - exact).norm() / exact.norm())
+        assert error < 0.013, f"{shape}: off by {error}, half of what rounding costs"
+
+
+@pytest.mark.gpu
 def test_blocks_of_fp8_are_summed_in_fp32() -> None:
     from engine.layers.quantized_cuda import _fp8_operand
     from kernels.quant.fp8_blocks import fp8_blocks, reference
