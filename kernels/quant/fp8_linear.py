@@ -57,10 +57,14 @@ INVARIANT = QuantConfig(block_m=64, num_stages=5)
 _MANY_TOKENS = QuantConfig(block_m=128, block_n=128, block_k=64, num_warps=8, num_stages=4)
 _NARROW = QuantConfig(block_m=128, block_n=64, block_k=128, num_stages=4)
 FEW_TILES = 256  # fewer tiles of 128 by 128 leave multiprocessors idle: then tiles are halved
-# Chosen by what the compiler reports (registers, shared memory), not by measurements: a program
-# waits for its numbers to be decoded, so three of them a multiprocessor overlap.
+# Chosen by what the compiler reports (registers, shared memory), and by one measurement on an H200:
+# with twelve warps a multiprocessor, 64 weight rows and four warps a program, INT4 reached a third
+# of the memory's rate at 1 and at 16 tokens, and its instructions less than half of what a
+# multiprocessor issues. So few tokens have 24 warps: programs of 128 rows, which also read the
+# inputs half as often, three a multiprocessor.
 _PROGRAMS = 384
-_STAGES = {16: 6, 32: 4, 64: 3}  # by block_m: so that 227 KiB hold three programs
+_FEW = QuantConfig(block_m=16, block_n=128, num_warps=8, num_stages=4)
+_SOME = {32: QuantConfig(block_m=32, num_stages=4), 64: QuantConfig(block_m=64, num_stages=3)}
 _LEAST_PART = 512  # columns
 _MAX_PARTS = {16: 8, 32: 4, 64: 4}  # by block_m: parts are written and read again
 
@@ -70,8 +74,7 @@ def choose_config(num_tokens: int, num_rows: int, num_columns: int) -> QuantConf
     if num_tokens > MAX_ONE_TILE:
         num_tiles = triton.cdiv(num_tokens, 128) * triton.cdiv(num_rows, 128)
         return _NARROW if num_tiles < FEW_TILES else _MANY_TOKENS
-    block_m = max(16, int(triton.next_power_of_2(num_tokens)))
-    config = QuantConfig(block_m=block_m, num_stages=_STAGES[block_m])
+    config = _FEW if num_tokens <= _FEW.block_m else _SOME[triton.next_power_of_2(num_tokens)]
     most = min(_MAX_PARTS[config.block_m], num_columns // _LEAST_PART)
     split_k = 1
     while 2 * split_k <= most and split_k * triton.cdiv(num_rows, config.block_n) < _PROGRAMS:
