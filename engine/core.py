@@ -232,9 +232,10 @@ class EngineCore:
         result = pending.wait()
         now_s = self._times.end(Phase.WAIT)
         self._predict_end(now_s)
-        if self._overlap and not self._in_flight and self.scheduler.is_held_for_drafts:
-            self._idle_since_s = now_s
+        is_idle = self._overlap and not self._in_flight and self.scheduler.is_held_for_drafts
         output = self.scheduler.commit(plan, result)
+        if is_idle and self.scheduler.num_running > 0:  # else it has nothing to do
+            self._idle_since_s = now_s
         self._times.end(Phase.COMMIT)
         return output
 

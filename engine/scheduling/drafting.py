@@ -32,6 +32,8 @@ from engine.speculation.drafter import Drafter, DraftPolicy
 _MAX_REST_STEPS = 64
 _FIRST_GAP_S = 0.5e-3  # of the host between two steps that do not overlap, until one was measured
 _GAP_DECAY = 0.9  # of its mean, a gap
+_MAX_GAP_RATIO = 4.0  # of a gap that counts to their mean: a pause of the host is none of them
+_GAP_FADE = 0.99  # of the same, a step that does not wait: only one that does measures it anew
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,6 +248,7 @@ class Drafting:
 
     def count_idle(self, seconds: float) -> None:
         """The device had nothing to do before the step just planned, because rows were held."""
+        seconds = min(seconds, _MAX_GAP_RATIO * self._gap_s)
         self._idle_s += seconds
         self._gap_s += (1 - _GAP_DECAY) * (seconds - self._gap_s)
 
@@ -269,7 +272,10 @@ class Drafting:
             )
             for num in (num_rows, num_all)
         )
-        return num_rows * (together_s + self._gap_s) < num_all * (alone_s - self._gap_s)
+        if num_rows * (together_s + self._gap_s) < num_all * (alone_s - self._gap_s):
+            return True
+        self._gap_s *= _GAP_FADE
+        return False
 
     def take_verified(self, requests: Sequence[Request]) -> dict[RequestKey, list[int]]:
         """The tokens of a step with drafts, of each of `requests` whose last one had any.

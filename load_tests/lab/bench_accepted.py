@@ -12,7 +12,10 @@ the controller decides how many drafts there are, for each such probability.
 
 In this process, weights at random, greedy, no prefix cache. Milliseconds a token = 128th part of
 the median for 129 tokens less that for one, of all rows together, as `bench_engine` times decode
-steps. Plain steps run on the same weights in the same process. Knows no Ray and no HTTP.
+steps: rows with luck end early and leave the others to smaller steps. "all rows": only from when
+each row has its first token until one has its last. Rows a step: of those with drafts; fewer than
+there are means that rows take turns. The device's time is that of steps with the most rows. Plain
+steps run on the same weights in the same process. Knows no Ray and no HTTP.
 """
 
 import argparse
@@ -32,6 +35,7 @@ from configs.schema import AppConfig
 from engine.core import Executor, PendingStep
 from engine.plan import StepPlan, StepResult
 from engine.request import Request
+from engine.scheduling.contracts import StepOutput
 from load_tests.lab.in_process import EngineInProcess
 from load_tests.lab.shapes import SHAPES, WEIGHT_FORMATS, write_shapes
 from load_tests.lab.works import DECODES
@@ -74,7 +78,7 @@ class SyntheticAcceptance:
         self._executor = executor
         self._draw = random.Random(seed)
         self.probability = 0.0
-        self.steps_s: list[float] = []  # of the device, for steps with drafts
+        self.steps: list[tuple[int, float]] = []  # with drafts: their rows, the device's seconds
 
     def launch(self, plan: StepPlan) -> PendingStep:
         return _Accepting(plan, self._executor.launch(plan), self)
@@ -86,7 +90,7 @@ class SyntheticAcceptance:
             if drafts and tokens[index]:
                 tokens[index] = drafts[: self._num_accepted(len(drafts))] + tokens[index][:1]
         if result.duration_s is not None:
-            self.steps_s.append(result.duration_s)
+            self.steps.append((len(plan.drafts), result.duration_s))
         return msgspec.structs.replace(result, tokens=tokens)
 
     def _num_accepted(self, num_drafts: int) -> int:
@@ -145,13 +149,28 @@ class Found:
 
     firsts_s: list[float] = field(default_factory=list)  # until each row has its first token
     alls_s: list[float] = field(default_factory=list)  # until each has all
+    together_s: list[float] = field(default_factory=list)  # a token of each, while all run
     accepted_length: float | None = None
-    step_ms: float | None = None  # of the device, a step with drafts
+    steps: list[tuple[int, float]] = field(default_factory=list)
 
     @property
     def token_ms(self) -> float:
         took_s = statistics.median(self.alls_s) - statistics.median(self.firsts_s)
         return 1e3 * took_s / NUM_NEW
+
+    @property
+    def together_ms(self) -> float:
+        return 1e3 * statistics.median(self.together_s)
+
+    @property
+    def rows_a_step(self) -> float:
+        return statistics.mean(num_rows for num_rows, _ in self.steps)
+
+    @property
+    def step_ms(self) -> float:
+        """Of the device, a step with drafts of as many rows as there were in one."""
+        most = max(num_rows for num_rows, _ in self.steps)
+        return 1e3 * statistics.median(s for num_rows, s in self.steps if num_rows == most)
 
 
 class Bench:
@@ -177,24 +196,39 @@ class Bench:
         self._seconds(num_rows, num_keys, NUM_NEW // 4)
         before = counts.num_accepted, counts.num_verified
         if self.acceptance is not None:
-            self.acceptance.steps_s.clear()
+            self.acceptance.steps.clear()
         found = Found()
         for _ in range(num_rounds):
             found.firsts_s.append(self._seconds(num_rows, num_keys, 1))
-            found.alls_s.append(self._seconds(num_rows, num_keys, 1 + NUM_NEW))
+            found.alls_s.append(self._seconds(num_rows, num_keys, 1 + NUM_NEW, found))
         num_verified = counts.num_verified - before[1]
         if num_verified:
             found.accepted_length = 1 + (counts.num_accepted - before[0]) / num_verified
-        if self.acceptance is not None and self.acceptance.steps_s:
-            found.step_ms = 1e3 * statistics.median(self.acceptance.steps_s)
+        if self.acceptance is not None:
+            found.steps = list(self.acceptance.steps)
         return found
 
-    def _seconds(self, num_rows: int, num_keys: int, num_new: int) -> float:
+    def _seconds(
+        self, num_rows: int, num_keys: int, num_new: int, found: Found | None = None
+    ) -> float:
+        """From adding the prompts until each row has all; `found` gets what is in `together_s`."""
         prompts = self._prompts.draw(num_rows, num_keys)
         started_s = time.perf_counter()
-        answers = self._ours.generate(prompts, num_new)
+        nums = {self._ours.add(prompt, num_new): 0 for prompt in prompts}
+        marks: list[tuple[float, int]] = []  # while all run: when, and tokens so far
+
+        def count(output: StepOutput) -> None:
+            for _, record in output.tokens:
+                nums[record.key] += 1
+            if min(nums.values()) > 0 and max(nums.values()) < num_new:
+                marks.append((time.perf_counter(), sum(nums.values())))
+
+        self._ours.run_until_idle(count)
         took_s = time.perf_counter() - started_s
-        assert all(len(answer) == num_new for answer in answers), "not every token was generated"
+        assert set(nums.values()) == {num_new}, "not every token was generated"
+        if found is not None:
+            (begin_s, before), (end_s, after) = marks[0], marks[-1]
+            found.together_s.append((end_s - begin_s) * num_rows / (after - before))
         return took_s
 
 
@@ -249,7 +283,7 @@ def measure(folder: Path, args: argparse.Namespace) -> list[list[str]]:
 
 
 def _line(work: tuple[int, int], name: str, found: Found, plain: Found) -> list[str]:
-    length, step_ms = found.accepted_length, found.step_ms
+    length = found.accepted_length
     return [
         str(work[0]),
         str(work[1]),
@@ -257,8 +291,10 @@ def _line(work: tuple[int, int], name: str, found: Found, plain: Found) -> list[
         "" if length is None else f"{length:.2f}",
         f"{found.token_ms:.3f}",
         f"{plain.token_ms / found.token_ms:.2f}",
-        "" if step_ms is None else f"{step_ms:.2f}",
-        "" if length is None else f"{found.token_ms * length:.2f}",
+        f"{found.together_ms:.3f}",
+        f"{plain.together_ms / found.together_ms:.2f}",
+        f"{found.rows_a_step:.1f}" if found.steps else "",
+        f"{found.step_ms:.2f}" if found.steps else "",
     ]
 
 
@@ -300,10 +336,11 @@ def main() -> None:
     args = build_parser().parse_args()
     device = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
     print(describe_machine() | {"device": device, "torch": torch.__version__}, flush=True)
-    header = ["rows", "keys", "drafts", "accepted length", "ms a token", "x", "device ms a step"]
+    header = ["rows", "keys", "drafts", "accepted length", "ms a token", "x", "all rows", "x"]
+    header += ["rows a step", "device ms"]
     with tempfile.TemporaryDirectory() as scratch:
         folder = args.model or write_shapes(args.shapes, Path(scratch), args.weight_format)
-        print("\n" + render_rows([[*header, "ms a step"], *measure(folder, args)]))
+        print("\n" + render_rows([header, *measure(folder, args)]))
 
 
 if __name__ == "__main__":

@@ -153,8 +153,19 @@ class Engine:
             overlap=load.is_overlapped,
         )
         self._num_requests = 0
-        for row in range(load.num_rows):  # so that they do not end together
+        self.refill()
+
+    def refill(self) -> None:
+        """A request for each row, of lengths that do not end together."""
+        load = self._load
+        for row in range(load.num_rows):
             self._add(1 + (row + 1) * load.request_tokens // load.num_rows)
+
+    def drain(self) -> None:
+        """Step until no request is left."""
+        while self._core.has_work:
+            self._core.step()
+            self.clock.advance(TURN_S)
 
     def _add(self, num_tokens: int) -> None:
         self._num_requests += 1
@@ -171,15 +182,15 @@ class Engine:
         )
 
     def run(self) -> float:
-        """Seconds a token, over `num_tokens` of them."""
-        num_tokens = 0
+        """Seconds a token, over `num_tokens` of them, from now on."""
+        num_tokens, start_s = 0, self.clock.now_s()
         while num_tokens < self._load.num_tokens:
             output = self._core.step()
             num_tokens += len(output.tokens)
             for _ in output.left:
                 self._add(self._load.request_tokens)
             self.clock.advance(TURN_S)
-        return self.clock.now_s() / num_tokens
+        return (self.clock.now_s() - start_s) / num_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

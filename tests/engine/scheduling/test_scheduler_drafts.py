@@ -193,7 +193,8 @@ def test_rows_wait_for_held_ones_where_two_steps_cost_more_than_the_gap() -> Non
 
 def test_rows_without_drafts_overlap_beside_one_with_drafts_where_the_gap_is_long() -> None:
     drafting = _drafting(_guesser(), 2, holds=True)
-    drafting.count_idle(100.0)
+    for _ in range(60):
+        drafting.count_idle(100.0)
     replica = Replica(overlap=True, drafting=drafting)
     guessed = replica.add("a", prompt_of(4), params=params_of(24))
     plain = replica.add("b", prompt_of(4, 1), params=params_of(12), max_drafts=0)

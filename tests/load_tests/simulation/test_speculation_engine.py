@@ -47,3 +47,30 @@ def test_the_controller_knows_of_rows_that_are_held_and_of_a_device_that_waits()
     measured = engine.controller.statistics().measured_gain
     assert measured is not None
     assert measured == pytest.approx(plain_s / seconds, rel=0.25)
+
+
+def test_a_pause_without_requests_does_not_part_the_rows() -> None:
+    """It is no gap between two steps: rows that wait for each other do so afterwards, too."""
+    load = Load(num_rows=16, acceptance=0.8, num_tokens=3000)
+    engine = Engine(load, drafts=True)
+    engine.run()
+    before_s = engine.run()
+    engine.drain()
+    engine.clock.advance(60.0)
+    engine.refill()
+    engine.run()
+    assert engine.run() < 1.1 * before_s
+    assert engine.controller.statistics().num_stops == 0
+
+
+def test_a_pause_of_the_host_between_two_steps_parts_them_for_a_while_at_most() -> None:
+    load = Load(num_rows=16, acceptance=0.8, num_tokens=3000)
+    engine = Engine(load, drafts=True)
+    engine.run()
+    before_s = engine.run()
+    for _ in range(30):  # as if there were nothing but pauses, until rows are kept apart
+        engine.scheduler.drafting.count_idle(0.2)
+    engine.scheduler.drafting._idle_s = 0.0  # which the controller does not pay for here
+    for _ in range(4):
+        engine.run()
+    assert engine.run() < 1.1 * before_s
