@@ -12,6 +12,7 @@ from engine.build import Engine
 from engine.errors import ConfigError
 from engine.request import SamplingParams
 from kernels.reference import TorchOps
+from load_tests.testbed.quantised_folders import write_quantised
 from tests.engine.ranks.exact_models import save_whole_numbers, snapped_mixtures
 from tests.engine.speculation.eagle_heads import record_proposals
 from tests.engine.speculation.guessed_engines import (
@@ -59,6 +60,20 @@ def test_greedy_drafts_are_those_of_an_independent_layer(folder: Path) -> None:
     assert len(proposals) > 20
     for tokens, drafts in proposals[::3]:
         assert drafts == plain_mtp(folder).greedy_drafts(tokens, len(drafts)), tokens
+
+
+def test_the_layer_of_a_quantised_model_drafts_likewise(folder: Path, tmp_path: Path) -> None:
+    """DeepSeek-V3 is published in FP8, the layer too, but for its map of both streams."""
+    stands_for = tmp_path / "stands_for"
+    quantised = write_quantised(folder, "fp8-block", tmp_path / "q", stands_for=stands_for)
+    engine = start(quantised)
+    proposals = record_proposals(engine)
+    prompt = random.Random(SEED).choices(range(3, VOCAB_SIZE), k=12)
+    run(engine, [(prompt, SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True))])
+    print("seed", SEED)
+    assert proposals
+    for tokens, drafts in proposals:
+        assert drafts == plain_mtp(stands_for).greedy_drafts(tokens, len(drafts)), tokens
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlapped"])
