@@ -145,7 +145,10 @@ class Bench:
             output = self.ours.step()
             if len(output.tokens) == output.num_scheduled_tokens == num_rows:
                 return
-        raise AssertionError(f"{num_rows} rows never decoded together")
+        num_blocks = self.ours.engine.cache.num_blocks
+        raise AssertionError(
+            f"{num_rows} rows never decoded together: {num_blocks} KV blocks may be too few"
+        )
 
     def _seconds(self, num_rows: int, num_tokens: int, num_new: int) -> float:
         """From adding `num_rows` prompts until each has `num_new` tokens on the host."""
