@@ -2,22 +2,17 @@
 
 What runs, by format, scales, number of tokens:
 
-    format  inputs may be rounded   1 to 16  17 to 64  65 to 511  512 and more  deterministic
-    FP8     yes, tiles of 128       weights  weights   blocks     blocks        one tiling
-    FP8     yes, a scale a row      weights  rows      rows       rows          one tiling
-    FP8     else                    weights  weights   weights    matrix        one tiling
-    4 bits  -                       weights  weights   weights    matrix        one tiling
+    format  inputs may be rounded   1 to 64  65 to 511  512 and more  deterministic
+    FP8     yes, tiles of 128       weights  blocks     blocks        one tiling
+    FP8     yes, a scale a row      weights  rows       rows          one tiling
+    FP8     else                    weights  weights    matrix        one tiling
+    4 bits  -                       weights  weights    matrix        one tiling
 
     weights     inputs as they are, weights decoded in registers: `fp8_linear`, `int4_linear`
     one tiling  the same with one tiling for any number of tokens
     blocks      inputs rounded to e4m3 in groups of 128, `fp8_blocks`; Hopper only
-    rows        inputs rounded to e4m3 token by token, cuBLAS or CUTLASS by torch; bfloat16 only.
-                The matrix units' own sums: fewer bits than fp32, more than the numbers rounded
+    rows        inputs rounded to e4m3 token by token, cuBLAS or CUTLASS by torch; bfloat16 only
     matrix      weights decoded to a buffer in the inputs' dtype, and cuBLAS
-
-By weights, every tile of weight rows reads all inputs, from 17 tokens on more bytes than weights:
-on an H200 (load_tests/results/quantisation.md) gate and up of Qwen3-8B take 35 us by rows at 16 as
-at 64 tokens.
 
 So an answer's first token may come from rounded inputs and the others from inputs as they are; in
 deterministic mode nothing but weights is rounded.
@@ -50,8 +45,7 @@ from kernels.quant.steps import MAX_SMALL, Codes
 from kernels.quant.to_matrix import fp8_matrix, int4_matrix
 from kernels.quant.token_groups import quantize_tokens
 
-BLOCKS_FROM = MAX_ONE_TILE + 1  # tokens
-ROWS_FROM = 17
+ROUNDED_FROM = MAX_ONE_TILE + 1  # tokens
 # A matrix is written and read again, four bytes a weight: that is little beside so many products.
 MATRIX_FROM = 512
 _E4M3_CAPABILITY = (8, 9)
@@ -101,7 +95,7 @@ class Fp8Matrix:
 class Fp8Blocks(Fp8Matrix):
     """FP8 weights in tiles of 128 columns; the inputs of many tokens are rounded likewise."""
 
-    many_from = BLOCKS_FROM
+    many_from = ROUNDED_FROM
     group = TILE_COLUMNS
 
     def many(self, x: Tensor) -> Tensor:
@@ -114,7 +108,7 @@ class Fp8Blocks(Fp8Matrix):
 class Fp8Rows(Fp8Matrix):
     """FP8 weights with a scale a row; the inputs of many tokens are rounded likewise."""
 
-    many_from = ROWS_FROM
+    many_from = ROUNDED_FROM
 
     def __init__(self, weight: Fp8Operand) -> None:
         super().__init__(weight)
@@ -125,13 +119,14 @@ class Fp8Rows(Fp8Matrix):
         return self.of_rounded(*quantize_tokens(x, self.group), x.dtype)
 
     def of_rounded(self, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+        # Without fast accumulation: the matrix units' own sums have too few bits.
         y = torch._scaled_mm(
             codes,
             self.weight.codes.t(),
             scale_a=scales.view(-1, 1),
             scale_b=self._row_scales,
             out_dtype=dtype,
-            use_fast_accum=True,
+            use_fast_accum=False,
         )
         return y if self.weight.bias is None else y.add_(self.weight.bias)
 

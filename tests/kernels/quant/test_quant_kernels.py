@@ -351,7 +351,7 @@ def test_rounding_in_the_gate_changes_no_bit(tile: tuple[int, int | None]) -> No
 
 @pytest.mark.gpu
 def test_sums_of_rows_of_fp8_lose_less_than_rounding_does() -> None:
-    """The matrix units' own sums have fewer bits than fp32."""
+    """The matrix units' own sums, which have fewer bits than fp32, would be faster."""
     from engine.layers.quantized_cuda import QuantizedLinear
     from kernels.quant.token_groups import quantize_tokens
 
