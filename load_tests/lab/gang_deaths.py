@@ -63,6 +63,9 @@ DEPLOYMENTS = ((UNIFIED, ("unified",)), (APART, ("prefill", "decode")))
 ON_GPUS: dict[str, object] = {
     "model.device": "cuda",
     "model.dtype": "float32",
+    "model.attention.prefill": "reference",  # the one that computes in fp32
+    "model.attention.decode": "reference",
+    "execution.cuda_graphs": False,
     "workers.num_gpus": 1,
     "cache.num_blocks": 2048,
 }
