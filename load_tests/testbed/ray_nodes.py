@@ -16,6 +16,8 @@ from tempfile import TemporaryDirectory
 from typing import Literal, get_args
 
 import psutil
+from ray._common.utils import reset_ray_address
+from ray._private.utils import read_ray_address
 
 from load_tests.testbed.deployed import ROOT, free_port, wait_until
 from load_tests.testbed.machines import Machine, network
@@ -79,6 +81,7 @@ def ray_nodes(
         }
         nodes = _places(kind, every, stack)
         cluster = RayNodes(nodes, folder, free_port())
+        stack.callback(forget_address, cluster)
         share = 2 // len(nodes)
         for node in nodes:
             stack.callback(_stop, node, _start(cluster, node, share, has_gpus=has_gpus))
@@ -126,6 +129,12 @@ def _start(
         return subprocess.Popen(
             node.command(words), stdout=log, stderr=subprocess.STDOUT, start_new_session=True
         )
+
+
+def forget_address(cluster: RayNodes) -> None:
+    """Removes what a head that was killed leaves: whoever starts Ray next would look for it."""
+    if read_ray_address() == cluster.gcs_address:
+        reset_ray_address()
 
 
 def _answers(cluster: RayNodes) -> bool:
