@@ -67,6 +67,27 @@ def record_proposals(engine: Engine) -> list[tuple[list[int], list[int]]]:
     return drafter.proposals
 
 
+def by_text(proposals: list[tuple[list[int], list[int]]]) -> dict[tuple[int, ...], list[int]]:
+    """Drafts after each text; without texts of two requests that got different ones."""
+    found: dict[tuple[int, ...], list[int]] = {}
+    twice: set[tuple[int, ...]] = set()
+    for tokens, drafts in proposals:
+        if found.setdefault(tuple(tokens), drafts) != drafts:
+            twice.add(tuple(tokens))
+    return {text: drafts for text, drafts in found.items() if text not in twice}
+
+
+def assert_same_drafts(
+    ones: list[tuple[list[int], list[int]]], others: list[tuple[list[int], list[int]]]
+) -> None:
+    """After equal texts. How often a row drafts hangs on how long steps take, and is not judged."""
+    first, second = by_text(ones), by_text(others)
+    both = first.keys() & second.keys()
+    assert len(both) > 50
+    differ = [text for text in both if first[text] != second[text]]
+    assert not differ, f"{len(differ)} of {len(both)} drafts differ, the first after {differ[0]}"
+
+
 @lru_cache(maxsize=1)
 def _transformers(folder: Path) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from engine.request import SamplingParams
-from tests.engine.speculation.eagle_heads import record_proposals
+from tests.engine.speculation.eagle_heads import assert_same_drafts, record_proposals
 from tests.engine.speculation.mtp_models import plain_mtp, save_mtp_model
 from tests.harness.in_process import GREEDY, answer, start_engine
 from tests.harness.tiny_models import LATENT_ON_GPU, VOCAB_SIZE
@@ -42,14 +42,12 @@ def test_no_answer_changes_and_graphs_draft_the_same(tmp_path: Path) -> None:
     save_mtp_model(tmp_path, seed=5, **{**sizes, "num_hidden_layers": 3})
     settings = {**BASE, "model__path": str(tmp_path), "model__deterministic": True}
     expected = [found.tokens for found in answer(start_engine(**settings), _work(30))]
-    counts = []
+    proposals = []
     for graphs in (True, False):
         engine = start_engine(**settings, **DRAFTS, execution__cuda_graphs=graphs)
+        proposals.append(record_proposals(engine))
         assert [found.tokens for found in answer(engine, _work(30))] == expected
-        drafted = engine.core.scheduler.draft_counts
-        counts.append((drafted.drafted_at, drafted.accepted_at))
-    assert counts[0] == counts[1]
-    assert sum(counts[0][0]) > 100
+    assert_same_drafts(*proposals)
 
 
 def test_drafts_in_fp32_are_those_of_an_independent_layer(tmp_path: Path) -> None:
