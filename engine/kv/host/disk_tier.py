@@ -80,9 +80,11 @@ class DiskTier:
 
     def _write(self) -> None:
         """On the writing thread: all that waits, which may be nothing by now."""
+        if not self._is_writing:
+            return
         try:
             self._files.refresh(time.monotonic())
-            while self._is_writing and (group := self._next_group()):
+            while group := self._next_group():
                 self._write_group(group)
         except OSError as error:
             logger.error("%s is written to no more: %s", self._files.folder, error)

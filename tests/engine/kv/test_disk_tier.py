@@ -161,6 +161,25 @@ def test_a_stalled_read_makes_reading_unworthy(
     assert world.disk.read_seconds(1) > 9.0
 
 
+def test_a_disk_that_fails_is_said_so_once_and_looked_at_no_more(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError("no such device")
+
+    monkeypatch.setattr(world.files, "write", fail)
+    monkeypatch.setattr(world.files, "refresh", fail)
+    for first in (0, 4, 8):
+        world.save(range(first, first + 4))
+        world.disk._refreshed_s = 0.0
+        world.disk.get(name_of(99))
+        world.settle()
+    assert [record.message for record in caplog.records if "no more" in record.message] == [
+        f"{world.files.folder} is written to no more: no such device"
+    ]
+    assert world.disk.statistics().num_written == 0
+
+
 def test_a_restart_finds_what_was_written_and_another_key_nothing(path: Path) -> None:
     _write(_files(path), range(5))
     assert [_is_whole(_files(path), i) for i in range(6)] == [True] * 5 + [False]
