@@ -160,13 +160,20 @@ _CODED_BY_ROUTES = (
     (64, Tile(64, 64, 128, 8, 4, 3)),
     (ALWAYS, Tile(128, 128, 64, 16, 8, 4)),
 )
-# Of 4 bits. Measured on an H200 with gpt-oss-20b's shapes in MXFP4: two warps of 16 rows each do
-# not wait for each other's products, 215 us a layer of 16 tokens where four of 64 take 235.
+# Of 4 bits.
 _FOUR_BIT_BY_ROUTES = (
-    (16, Tile(16, 32, 128, 1, 2, 3, unroll=3)),
+    (16, Tile(16, 64, 128, 1, 4, 4)),
     (32, Tile(32, 64, 128, 4, 4, 4)),
     (64, Tile(64, 64, 128, 8, 4, 3)),
     (ALWAYS, Tile(128, 64, 64, 16, 4, 4)),
+)
+# Of `kernels.moe.mxfp4`: not measured yet.
+_MXFP4_INVARIANT = Tile(16, 64, 32, 1, 2, 3, unroll=3)
+_MXFP4_BY_ROUTES = (
+    (4, Tile(8, 64, 32, 1, 2, 3, unroll=3)),
+    (16, Tile(16, 64, 32, 1, 2, 3, unroll=3)),
+    (32, Tile(32, 64, 32, 4, 2, 3, unroll=3)),
+    (ALWAYS, Tile(64, 64, 32, 8, 2, 3)),
 )
 # Routes an expert from which quantised experts are made matrices: decoding in registers takes half
 # of a product's time, a matrix is written once, two bytes a number, and its products are dense. On
@@ -212,15 +219,20 @@ def build_coded_plan(
     fit_down: Callable[[Tile], Tile],
     *,
     is_deterministic: bool = False,
+    is_mxfp4: bool = False,
     matrix_device: DeviceProperties | None = None,
 ) -> TilePlan:
     """The tilings of a mixture of quantised experts; of FP8 not measured yet.
 
     fit_gate_up, fit_down: what makes a tile one for the weight's scales and the GPU.
+    is_mxfp4: whether both weights are of `kernels.moe.mxfp4`.
     matrix_device: of experts of 4 bits, which can be made matrices; None = they cannot.
     """
     by_routes = _CODED_BY_ROUTES if matrix_device is None else _FOUR_BIT_BY_ROUTES
-    steps = [(ALWAYS, _CODED_INVARIANT)] if is_deterministic else _by_tokens(shape, by_routes)
+    if is_mxfp4:
+        by_routes = _MXFP4_BY_ROUTES
+    invariant = _MXFP4_INVARIANT if is_mxfp4 else _CODED_INVARIANT
+    steps = [(ALWAYS, invariant)] if is_deterministic else _by_tokens(shape, by_routes)
     pairs = (
         Pair(max_tokens=most, gate_up=fit_gate_up(tile), down=fit_down(tile))
         for most, tile in steps
