@@ -30,7 +30,7 @@ from kernels.moe.align import Blocks
 from kernels.moe.coded import CodedExperts, coded_product
 from kernels.moe.form import PLAIN, ExpertForm, bias_of
 from kernels.moe.gate import gate_factor, up_factor
-from kernels.moe.mxfp4 import Mxfp4Experts, mxfp4_product
+from kernels.moe.mxfp4 import Mxfp4Experts, mxfp4_product, prefetch_tile
 from kernels.moe.reference import ExpertMatrices, routes_by_expert
 from kernels.moe.routes import Routes
 from kernels.moe.tiles import Tile
@@ -48,6 +48,21 @@ def _tile_of(program, num_blocks, NUM_TILES_N: tl.constexpr, GROUP_M: tl.constex
     height = tl.minimum(num_blocks - first, GROUP_M)
     inside = program % group_size
     return first + inside % height, inside // height
+
+
+@triton.jit
+def _prefetch(
+    weight_ptr, expert_ptr, tile_n, N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr,
+    PREFETCH_K: tl.constexpr, IS_MXFP4: tl.constexpr,
+):  # fmt: skip
+    """Prefetch the first columns of a tile to the L2 cache."""
+    expert = tl.load(expert_ptr)
+    if expert >= 0:
+        if IS_MXFP4:
+            prefetch_tile(weight_ptr, expert, tile_n, N, K, BLOCK_N, PREFETCH_K)
+        else:
+            rows = tl.minimum(tile_n * BLOCK_N + tl.arange(0, BLOCK_N), N - 1)
+            prefetch_rows(weight_ptr, expert.to(tl.int64) * N + rows, 0, K, PREFETCH_K)
 
 
 @triton.jit
@@ -216,9 +231,9 @@ def _moe_grouped_kernel(
     block, tile_n = _tile_of(tl.program_id(0), num_blocks, NUM_TILES_N, GROUP_M)
     if USE_PDL:
         if PREFETCH_K > 0:
-            early = tl.maximum(tl.load(experts_ptr + block), 0).to(tl.int64)
-            w_rows = tl.minimum(tile_n * BLOCK_N + tl.arange(0, BLOCK_N), N - 1)
-            prefetch_rows(prefetched_ptr, early * N + w_rows, 0, K, PREFETCH_K)
+            _prefetch(
+                prefetched_ptr, experts_ptr + block, tile_n, N, K, BLOCK_N, PREFETCH_K, IS_MXFP4
+            )
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     expert = tl.load(experts_ptr + block)
@@ -359,7 +374,6 @@ def _operand(
         pieces = _pieces(weight, tile, is_gated=is_gated) if tile.by_tma else weight
         return (pieces, None, None), {}
     assert not tile.by_tma, "the copy engine does not load quantised experts"
-    assert tile.prefetch_k == 0, "quantised experts are not prefetched"
     coding = {
         "NUM_STAGES": tile.num_stages,
         "USES_PTX": uses_ptx(x.device),
@@ -368,6 +382,7 @@ def _operand(
     if isinstance(weight, Mxfp4Experts):
         weight.check(tile, is_gated=is_gated)
         return (weight.data, weight.scales, None), coding | {"IS_MXFP4": True}
+    assert tile.prefetch_k == 0, "only MXFP4's words are prefetched"
     assert weight.half in (0, tile.block_k), f"runs of {weight.half}, {tile.block_k} a tile"
     coding |= {
         "CODES": weight.codes,

@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.device import DeviceProperties, stages_that_fit
+from kernels.linear.small import prefetch_rows
 from kernels.moe.tiles import Tile
 from kernels.pdl import pdl_supported
 from kernels.quant.decode import uses_ptx
@@ -28,6 +29,7 @@ STEP = 2 * GROUP  # columns, with scales in one word
 _MAX_WARPS = 2
 _MAX_SUMS = 4096  # of a program
 _MATRIX_ROWS = 64  # of a program
+_LINE_WORDS = tl.constexpr(32)  # of a cache line
 _GROUP, _STEP, _WORDS = tl.constexpr(GROUP), tl.constexpr(STEP), tl.constexpr(WORDS)
 
 
@@ -127,6 +129,19 @@ def mxfp4_experts(packed: Tensor, scales: Tensor, *, is_gated: bool) -> Mxfp4Exp
 def _gathered(rows: Tensor, *, is_gated: bool) -> Tensor:
     """rows: [N, ...], of gate and then of up if gated; these alternate in the result."""
     return rows.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1) if is_gated else rows
+
+
+@triton.jit
+def prefetch_tile(
+    words_ptr, expert, tile_n, N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr,
+    PREFETCH_K: tl.constexpr,
+) -> None:  # fmt: skip
+    """Prefetch the words of a tile's first PREFETCH_K columns, a power of two, to the L2 cache."""
+    groups = tl.minimum(tl.arange(0, PREFETCH_K // _GROUP), K // _GROUP - 1)
+    lines = expert.to(tl.int64) * (K // _GROUP) + groups
+    prefetch_rows(
+        words_ptr, lines, tile_n * BLOCK_N * _WORDS, N * _WORDS, BLOCK_N * _WORDS, _LINE_WORDS
+    )
 
 
 @triton.jit

@@ -232,20 +232,21 @@ def test_products_of_quantised_experts_compile_within_the_shared_memory(name: st
     routes = Routes(ids=torch.zeros(8, 2, dtype=torch.int32), weights=torch.ones(8, 2))
     x = torch.empty(8, 256, dtype=torch.bfloat16)
     with compiled_for(device, grouped) as found:
-        for form in ("fp8 wide tiles", "int4 halves", "mxfp4", "nvfp4"):
+        for form in ("fp8 wide tiles", "int4 halves", "mxfp4", "nvfp4", WORDS):
             weight, _ = _experts(form, (8, 512, 256), torch.bfloat16, CPU)
             up, _ = _operand(form, weight, TILE, is_gated=True)
+            down, _ = _operand(form, weight, TILE)
 
             def fit(tile: Tile, operand: CodedExperts | Mxfp4Experts = up) -> Tile:
                 return operand.fit(tile, device)
 
-            for pair in build_coded_plan(shape, fit, fit).pairs:
+            for pair in build_coded_plan(shape, fit, fit, is_mxfp4=form == WORDS).pairs:
                 blocks = Blocks(
                     routes=torch.zeros(16, pair.gate_up.block_m, dtype=torch.int32),
                     experts=torch.zeros(16, dtype=torch.int32),
                 )
                 y = grouped.grouped_gate_up(x, up, routes, blocks, pair.gate_up)
-                grouped.grouped_down(y, up, routes, blocks, pair.down)
+                grouped.grouped_down(y, down, routes, blocks, pair.down)
     assert set(found) == {"_moe_grouped_kernel"}
     assert max(found.values()) <= device.shared_memory_per_block_bytes
 
@@ -273,6 +274,25 @@ def test_products_of_quantised_experts_on_a_gpu(form: str, tile: Tile, dtype: to
         (1100, (4, 1, 64, 64)),
     ):
         _check_products(form, num_tokens, sizes, dtype, tile, GPU)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "tile",
+    [
+        Tile(8, 16, 32, 1, 1, 4, unroll=3),
+        Tile(8, 32, 32, 1, 2, 4, unroll=3, prefetch_k=2048),
+        Tile(16, 64, 32, 1, 2, 3, unroll=3),
+        Tile(64, 64, 32, 8, 2, 3),
+    ],
+)
+def test_products_of_words_on_a_gpu(tile: Tile) -> None:
+    for num_tokens, sizes in (
+        (1, (128, 8, 2048, 768)),
+        (37, (60, 4, 512, 192)),
+        (300, (8, 2, 2880, 2880)),
+    ):
+        _check_products(WORDS, num_tokens, sizes, torch.bfloat16, tile, GPU)
 
 
 @pytest.mark.gpu
