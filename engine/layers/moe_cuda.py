@@ -223,9 +223,9 @@ def _operand(weight: LinearWeight, *, is_gated: bool) -> ExpertWeight:
 
 
 def coded_operand(weight: LinearWeight, *, is_gated: bool) -> CodedExperts | Mxfp4Experts:
-    """A quantised weight as the kernels take it. Raises ConfigError if none reads it.
+    """A quantised weight as the kernels take it, in its memory, which may be written anew.
 
-    is_gated: whether it is of gate and up.
+    is_gated: whether it is of gate and up. Raises ConfigError if no kernel reads the weight.
     """
     assert weight.scales is not None, f"{weight.format} without scales"
     scales = compacted(weight.scales)
@@ -238,8 +238,6 @@ def coded_operand(weight: LinearWeight, *, is_gated: bool) -> CodedExperts | Mxf
     codes, values = Codes.FP8, scales.values
     if weight.format is not WeightFormat.FP8:
         codes, values = four_bit_codes(scales)
-    if codes is Codes.MXFP4_SMALL and supports_mxfp4(values, scales.half, scales.dtype):
-        return mxfp4_experts(weight.data, values, is_gated=is_gated)
     operand = CodedExperts(
         codes=codes,
         data=weight.data.view(torch.uint8),
@@ -251,4 +249,6 @@ def coded_operand(weight: LinearWeight, *, is_gated: bool) -> CodedExperts | Mxf
     )
     if not supports_coded(operand):
         raise unreadable(weight, f"groups of {scales.columns} inputs")
+    if codes is Codes.MXFP4_SMALL and supports_mxfp4(values, scales.half, scales.dtype):
+        return mxfp4_experts(weight.data, values, is_gated=is_gated)
     return operand

@@ -114,11 +114,12 @@ def supports_mxfp4(scales: Tensor, half: int, dtype: torch.dtype) -> bool:
 
 
 def mxfp4_experts(packed: Tensor, scales: Tensor, *, is_gated: bool) -> Mxfp4Experts:
-    """packed: uint8 [experts, N, K / 2] in runs of 64; scales: uint8 [experts, N, K / 32]."""
+    """The experts in the memory of `packed`, which is overwritten: both would take twice as much.
+
+    packed: uint8 [experts, N, K / 2] in runs of 64; scales: uint8 [experts, N, K / 32].
+    """
     num_experts, num_rows, num_groups = scales.shape
-    data = torch.empty(
-        (num_experts, num_groups, num_rows, WORDS), dtype=torch.int32, device=packed.device
-    )
+    data = packed.view(-1).view(torch.int32).view(num_experts, num_groups, num_rows, WORDS)
     for expert, rows in enumerate(packed):  # one by one: all at once would take much memory
         words = pack_words(unpack_int4(_gathered(rows, is_gated=is_gated), GROUP))
         data[expert] = words.transpose(0, 1)

@@ -8,7 +8,7 @@ import itertools
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 import torch
@@ -140,8 +140,10 @@ def quantised_layers(
         gate_up, down = (
             make_weight(weight_format, *sizes, device.type).by_expert(experts) for sizes in maps
         )
+        # Operands may take the weights' memory.
+        first, second = (replace(weight, data=weight.data.clone()) for weight in (gate_up, down))
+        matrices = (expert_matrices(first), expert_matrices(second))
         operands = (coded_operand(gate_up, is_gated=True), coded_operand(down, is_gated=False))
-        matrices = (expert_matrices(gate_up), expert_matrices(down))
         return Layer(router * hidden**-0.5, *operands, matrices)
 
     return [layer() for _ in range(num_layers)]
