@@ -41,8 +41,8 @@ def _places(number: int) -> list[int]:
 
 def pack_words(numbers: Tensor) -> Tensor:
     """numbers: [..., K] uint8 of 0 to 15, K in groups; returns int32 [..., K / 32, 4]."""
-    tables = torch.tensor([_places(i) for i in range(8)], device=numbers.device)
-    tables = tables.to(torch.uint32).view(torch.int32)
+    tables = torch.tensor([_places(i) for i in range(8)]).to(torch.uint32).view(torch.int32)
+    tables = tables.to(numbers.device)
     eights = numbers.unflatten(-1, (-1, 2, WORDS, 4)).transpose(-3, -2).flatten(-2)
     words = torch.zeros(eights.shape[:-1], dtype=torch.int32, device=numbers.device)
     for i in range(8):
