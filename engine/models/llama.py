@@ -27,7 +27,7 @@ from engine.layers.attention import (
     StoredTokens,
 )
 from engine.layers.context import SINGLE_RANK, Comm, ForwardContext, LastTokens
-from engine.layers.linear import Gated, Identity, Linear, LinearWeight, build_linear
+from engine.layers.linear import Gated, Identity, Linear, LinearWeight, build_linear, form_of
 from engine.layers.mlp import FeedForward, GatedMlp, build_mlp
 from engine.layers.moe import Mixture
 from engine.layers.norm import RmsNorm
@@ -53,6 +53,7 @@ from kernels.attention.latent import LatentShape
 from kernels.attention.masks import MaskFunction
 from kernels.attention.protocol import AttentionShape
 from kernels.ops import HeadNorms, Ops
+from kernels.quant.coded_tokens import InputForm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -341,7 +342,7 @@ class DecoderLayer:
         own, flow.residual = self._attention_norm.add(flow.x, flow.residual)
         x = gather_rows(own, len(flow.ctx.slots), flow.ctx.comm)
         q, k, v = self._attention.project(x, flow.ctx)
-        flow.tokens = ProjectedTokens(x=x, q=q, k=k, v=v, residual=flow.residual)
+        flow.tokens = ProjectedTokens(q=q, k=k, v=v, residual=flow.residual)
 
     def _gather_and_prepare_last(self, flow: Flow) -> None:
         num_tokens, comm, residual = len(flow.ctx.slots), flow.ctx.comm, flow.residual
@@ -361,9 +362,11 @@ class DecoderLayer:
 
     def _prepare(self, flow: Flow) -> None:
         """Writes ctx.kv_store."""
-        residual = _add_and_norm(flow, self._attention_norm)
-        q, k, v = self._attention.project(flow.x, flow.ctx)
-        flow.tokens = ProjectedTokens(x=flow.x, q=q, k=k, v=v, residual=residual)
+        form = self._attention.form(len(flow.x))
+        residual = _add_and_norm(flow, self._attention_norm, form)
+        x, flow.coded = flow.x if flow.coded is None else flow.coded, None
+        q, k, v = self._attention.project(x, flow.ctx)
+        flow.tokens = ProjectedTokens(q=q, k=k, v=v, residual=residual)
 
     def _prepare_last(self, flow: Flow) -> None:
         """`_prepare`; then only the tokens stay whose logits are asked for, if they are known."""
@@ -378,7 +381,7 @@ class DecoderLayer:
         if flow.checks_finite:
             flow.finite_sums = stored.finite_sums()
         if last is not None:
-            flow.tokens = self._project_last(stored, last)
+            flow.tokens = self._project_last(flow.x, stored, last)
             flow.ctx = last.ctx
         elif flow.chosen is not None:
             flow.has_ended = len(flow.chosen) == 0
@@ -394,14 +397,16 @@ class DecoderLayer:
         """`_prepare` without queries; writes ctx.kv_store."""
         residual = _add_and_norm(flow, self._attention_norm)
         k, v = self._attention.store(flow.x, flow.ctx)
-        return StoredTokens(x=flow.x, k=k, v=v, residual=residual)
+        return StoredTokens(k=k, v=v, residual=residual)
 
-    def _project_last(self, stored: StoredTokens, last: LastTokens) -> ProjectedTokens:
+    def _project_last(
+        self, normed: Tensor, stored: StoredTokens, last: LastTokens
+    ) -> ProjectedTokens:
         """Project the queries that `_store` left out, for each row's last token only; [R]."""
-        x = stored.x.index_select(0, last.indices)
+        x = normed.index_select(0, last.indices)
         q, k, v = self._attention.project(x, last.ctx)
         residual = stored.residual.index_select(0, last.indices)
-        return ProjectedTokens(x=x, q=q, k=k, v=v, residual=residual)
+        return ProjectedTokens(q=q, k=k, v=v, residual=residual)
 
     def _core(self, flow: Flow) -> None:
         self._attend(flow, None)
@@ -419,7 +424,9 @@ class DecoderLayer:
         flow.x, flow.residual = self._attention.output(attended, flow.ctx), residual
 
     def _prepare_mlp(self, flow: Flow) -> None:
-        _add_and_norm(flow, self._mlp_norm)
+        # Tokens travel as they are.
+        form = None if flow.ctx.exchanges else form_of(self._mlp, len(flow.x))
+        _add_and_norm(flow, self._mlp_norm, form)
 
     def _finish_mlp(self, flow: Flow) -> None:
         """What comes after the sum over the ranks: nothing here."""
@@ -443,15 +450,21 @@ def _settle(flow: Flow) -> None:
         flow.owes_sum = False
 
 
-def _add_and_norm(flow: Flow, norm: RmsNorm) -> Tensor:
-    """Adds `x` to the residual stream and normalises that into `x`; returns the stream."""
+def _add_and_norm(flow: Flow, norm: RmsNorm, form: InputForm | None = None) -> Tensor:
+    """Adds `x` to the residual stream and normalises that into `x`; returns the stream.
+
+    form: of what comes next: where it can be, the norm is coded so, into `coded` alone.
+    """
     fused = flow.ctx.fused_sums
     if flow.owes_sum and fused is not None and flow.residual is not None:
         flow.x, flow.residual = norm.add_sum(flow.x, flow.residual, fused)
         flow.owes_sum = False
-    else:
-        _settle(flow)
+        return flow.residual
+    _settle(flow)
+    if form is None:
         flow.x, flow.residual = norm.add(flow.x, flow.residual)
+    else:
+        flow.coded, flow.residual = norm.add_coded(flow.x, flow.residual, form)
     return flow.residual
 
 
