@@ -2,14 +2,14 @@
 
 What runs, by format, scales, number of tokens:
 
-    format  inputs may be rounded   1 to 64          65 to 511  512 and more  deterministic
-    FP8     yes, tiles of 128       pieces, weights  blocks     blocks        one tiling
-    FP8     yes, a scale a row      pieces, weights  rows       rows          one tiling
-    FP8     else                    pieces, weights  weights    matrix        one tiling
-    4 bits  -                       weights          weights    matrix        one tiling
+    format  inputs may be rounded   1 to 64  65 to 511  512 and more  deterministic
+    FP8     yes, tiles of 128       pieces   blocks     blocks        one tiling
+    FP8     yes, a scale a row      pieces   rows       rows          one tiling
+    FP8     else                    pieces   weights    matrix        one tiling
+    4 bits  -                       weights  weights    matrix        one tiling
 
-    pieces      inputs as they are, in two FP8 numbers each, which a norm or a gate before the
-                product has made: `fp8_pieces`; Hopper and bfloat16 only, else weights
+    pieces      inputs as they are, in two FP8 numbers each: `fp8_pieces`; Hopper and bfloat16
+                only, else weights
     weights     inputs as they are, weights decoded in registers: `fp8_linear`, `int4_linear`
     one tiling  the same with one tiling for any number of tokens
     blocks      inputs rounded to e4m3 in groups of 128, `fp8_blocks`; Hopper only
@@ -60,6 +60,9 @@ from kernels.quant.token_groups import code_tokens
 ROUNDED_FROM = MAX_ONE_TILE + 1  # tokens
 # A matrix is written and read again, four bytes a weight: that is little beside so many products.
 MATRIX_FROM = 512
+# Up to so many tokens each program of a product may code the inputs that it reads, of more it would
+# spend most of its instructions on them.
+CODED_INSIDE_TO = 16
 # Up to so many columns the matrix units' own sums are taken, which have fewer bits than fp32: on an
 # H200 they are 12 % faster, with more columns no faster.
 UNIT_SUMS_TO = 8192
@@ -74,7 +77,7 @@ class Product(Protocol):
     def few(
         self, x: Tensor, counters: Tensor, config: QuantConfig | None, *, gated: bool
     ) -> Tensor:
-        """By weights decoded in registers; any number of tokens."""
+        """Of inputs as they are, any number of tokens; config: of weights decoded in registers."""
         ...
 
     def many(self, x: Tensor) -> Tensor: ...
@@ -100,7 +103,12 @@ class Fp8Matrix:
     def few(
         self, x: Tensor, counters: Tensor, config: QuantConfig | None, *, gated: bool
     ) -> Tensor:
-        return fp8_linear(x, self.weight, counters, config, gated=gated)
+        num_tokens, form = len(x), self._few_form
+        if form is None or config is not None or num_tokens > MAX_PIECES_TOKENS:
+            return fp8_linear(x, self.weight, counters, config, gated=gated)
+        if num_tokens <= CODED_INSIDE_TO:
+            return fp8_pieces_linear(x, self.weight, self._dtype, counters, gated=gated)
+        return self.of_pieces(code_tokens(x, form), counters, gated=gated)
 
     def many(self, x: Tensor) -> Tensor:
         return F.linear(x, fp8_matrix(self.weight, x.dtype), self.weight.bias)

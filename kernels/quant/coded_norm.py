@@ -49,9 +49,9 @@ def _coded_norm_kernel(
     y = tl.reshape(y, (BLOCK // WIDTH, WIDTH)).to(tl.float32)
     scales, first, second = code_groups(y, PIECES, KNOWS_E4M3)
     places = codes_ptr + row * n + columns
-    tl.store(places, first.to(tl.float8e4nv), mask=mask)
+    tl.store(places, first, mask=mask)
     if PIECES == 2:
-        tl.store(places + num_tokens.to(tl.int64) * n, second.to(tl.float8e4nv), mask=mask)
+        tl.store(places + num_tokens.to(tl.int64) * n, second, mask=mask)
     tl.store(scales_ptr + groups * num_tokens + row, scales, mask=groups * WIDTH < n)
 
 

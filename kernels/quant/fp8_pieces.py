@@ -30,7 +30,13 @@ from kernels.linear.small import (
 from kernels.pdl import pdl_supported
 from kernels.quant.coded_tokens import SECOND_PIECE, CodedTokens, InputForm, empty_coded
 from kernels.quant.decode import knows_e4m3
-from kernels.quant.fp8_linear import LINE_BYTES, Fp8Operand, QuantConfig, fitted_config
+from kernels.quant.fp8_linear import (
+    LINE_BYTES,
+    Fp8Operand,
+    QuantConfig,
+    check_inputs,
+    fitted_config,
+)
 from kernels.quant.token_groups import code_groups
 
 MAX_TOKENS = 64
@@ -108,6 +114,18 @@ def _add(
 
 
 @triton.jit
+def _scaled(
+    acc, scale_pointers, x_scale_pointers, NUM_TILES: tl.constexpr, X_GROUPS: tl.constexpr
+) -> tl.tensor:  # fmt: skip
+    """acc, by scales that are the same for all columns."""
+    if NUM_TILES == 1:
+        acc *= tl.load(scale_pointers)[:, None]
+    if X_GROUPS == 1:
+        acc *= tl.load(x_scale_pointers)[None, :]
+    return acc
+
+
+@triton.jit
 def _store_coded(
     acc, bias_ptr, codes_ptr, scales_ptr, w_rows, tile, tokens, num_tokens, N: tl.constexpr,
     HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KNOWS_E4M3: tl.constexpr,
@@ -122,15 +140,15 @@ def _store_coded(
     is_token = tokens < num_tokens
     columns = tile * WIDTH + tl.arange(0, WIDTH)
     places = codes_ptr + tokens[:, None].to(tl.int64) * NUM_OUTPUTS + columns[None, :]
-    tl.store(places, first.to(tl.float8e4nv), mask=is_token[:, None])
+    tl.store(places, first, mask=is_token[:, None])
     places += num_tokens.to(tl.int64) * NUM_OUTPUTS
-    tl.store(places, second.to(tl.float8e4nv), mask=is_token[:, None])
+    tl.store(places, second, mask=is_token[:, None])
     tl.store(scales_ptr + tile * num_tokens + tokens, scales, mask=is_token)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _fp8_pieces_kernel(
-    x_ptr,  # [2, num_tokens, K] e4m3
+    x_ptr,  # [2, num_tokens, K] e4m3; if X_GROUPS is 0 [num_tokens, K], not coded
     x_scales_ptr,  # [X_GROUPS, num_tokens] fp32
     codes_ptr,  # [N, K] e4m3
     scales_ptr,  # [ceil(N / TILE_ROWS), NUM_TILES] fp32
@@ -142,6 +160,7 @@ def _fp8_pieces_kernel(
     num_tokens,
     N: tl.constexpr,
     K: tl.constexpr,
+    STRIDE_X: tl.constexpr,
     X_GROUP: tl.constexpr,
     X_GROUPS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
@@ -174,8 +193,8 @@ def _fp8_pieces_kernel(
     tokens = tl.arange(0, BLOCK_M)
     is_token = tokens < num_tokens
     k_offsets = tl.arange(0, BLOCK_K)
-    first_pointers = x_ptr + tokens[:, None].to(tl.int64) * K + k_start + k_offsets[None, :]
-    second_pointers = first_pointers + num_tokens.to(tl.int64) * K
+    x_pointers = x_ptr + tokens[:, None].to(tl.int64) * STRIDE_X + k_start + k_offsets[None, :]
+    second_offset = num_tokens.to(tl.int64) * K
     codes_pointers = codes_ptr + w_rows[:, None] * K + k_start + k_offsets[None, :]
     scale_pointers = scales_ptr + w_rows // TILE_ROWS * NUM_TILES
     x_scale_pointers = x_scales_ptr + tl.minimum(tokens, num_tokens - 1)
@@ -183,19 +202,20 @@ def _fp8_pieces_kernel(
     # The number of stages is named, so that loads of scales are pipelined with the others.
     for k in tl.range(0, PART_K, BLOCK_K, num_stages=NUM_STAGES):
         num_left = K - k_start - k
-        first = load_tokens(first_pointers + k, is_token, k_offsets, num_left, MASK_K)
-        second = load_tokens(second_pointers + k, is_token, k_offsets, num_left, MASK_K)
         w = _load_codes(codes_pointers + k, k_offsets, num_left, MASK_K)
-        total = _multiply(w, first, second, KNOWS_E4M3)
+        x = load_tokens(x_pointers + k, is_token, k_offsets, num_left, MASK_K)
+        if X_GROUPS == 0:
+            x_scales, first, second = code_groups(x.to(tl.float32), 2, KNOWS_E4M3)
+            total = _multiply(w, first, second, KNOWS_E4M3) * x_scales[None, :]
+        else:
+            second_pointers = x_pointers + second_offset + k
+            second = load_tokens(second_pointers, is_token, k_offsets, num_left, MASK_K)
+            total = _multiply(w, x, second, KNOWS_E4M3)
         if X_GROUPS > 1:
             group = tl.minimum((k_start + k) // X_GROUP, X_GROUPS - 1)
             total *= tl.load(x_scale_pointers + group * num_tokens)[None, :]
         acc = _add(acc, total, scale_pointers, k_start + k, TILE_COLUMNS, NUM_TILES)
-    if NUM_TILES == 1:
-        acc *= tl.load(scale_pointers)[:, None]
-    if X_GROUPS == 1:
-        acc *= tl.load(x_scale_pointers)[None, :]
-    acc = tl.trans(acc)
+    acc = tl.trans(_scaled(acc, scale_pointers, x_scale_pointers, NUM_TILES, X_GROUPS))
     is_last = True
     if SPLIT_K > 1:
         offsets = tokens[:, None].to(tl.int64) * N + columns[None, :]
@@ -217,7 +237,7 @@ def _fp8_pieces_kernel(
 
 
 def fp8_pieces_linear(
-    x: CodedTokens,
+    x: CodedTokens | Tensor,
     weight: Fp8Operand,
     dtype: torch.dtype,
     counters: Tensor,
@@ -225,14 +245,14 @@ def fp8_pieces_linear(
     *,
     gated: bool = False,
 ) -> Tensor:
-    """x: [T, K] in two pieces; counters: from `kernels.linear.small.tile_counters`.
+    """x: [T, K] in two pieces, or as they are: then every program codes what it reads.
 
-    Returns [T, N] in `dtype`; gated: silu(gate) * up, [T, N / 2], with rows of gate first in the
-    weight.
+    counters: from `kernels.linear.small.tile_counters`. Returns [T, N] in `dtype`; gated:
+    silu(gate) * up, [T, N / 2], with rows of gate first in the weight.
     """
     num_rows = weight.codes.shape[0]
     num_outputs = num_rows // 2 if gated else num_rows
-    y = torch.empty((x.num_tokens, num_outputs), dtype=dtype, device=x.codes.device)
+    y = counters.new_empty((_num_tokens(x), num_outputs), dtype=dtype)
     if y.numel() > 0:
         _launch(x, weight, y, None, counters, _cut(x, weight, config), is_gated=gated)
     return y
@@ -261,13 +281,17 @@ def codes_gate(num_tokens: int, weight: Fp8Operand) -> bool:
     return num_rows % choose_config(num_tokens, num_rows, num_columns).block_n == 0
 
 
-def _cut(x: CodedTokens, weight: Fp8Operand, config: QuantConfig | None) -> QuantConfig:
+def _num_tokens(x: CodedTokens | Tensor) -> int:
+    return len(x) if isinstance(x, Tensor) else x.num_tokens
+
+
+def _cut(x: CodedTokens | Tensor, weight: Fp8Operand, config: QuantConfig | None) -> QuantConfig:
     """The tiling, with steps of columns that share a scale."""
     num_rows, num_columns = weight.codes.shape
-    wanted = config or choose_config(x.num_tokens, num_rows, num_columns)
-    memory_bytes = device_properties(x.codes.device).shared_memory_per_block_bytes
+    wanted = config or choose_config(_num_tokens(x), num_rows, num_columns)
+    memory_bytes = device_properties(weight.codes.device).shared_memory_per_block_bytes
     block_k = wanted.block_k
-    if x.scales.shape[0] > 1:
+    if isinstance(x, CodedTokens) and len(x.scales) > 1:
         block_k = min(block_k, x.group)
     if weight.scales.shape[1] > 1:
         block_k = min(block_k, weight.tile_columns)
@@ -275,7 +299,7 @@ def _cut(x: CodedTokens, weight: Fp8Operand, config: QuantConfig | None) -> Quan
 
 
 def _launch(
-    x: CodedTokens,
+    x: CodedTokens | Tensor,
     weight: Fp8Operand,
     y: Tensor,
     y_scales: Tensor | None,
@@ -285,30 +309,36 @@ def _launch(
     is_gated: bool,
 ) -> None:
     num_rows, num_columns = weight.codes.shape
-    num_tokens = x.num_tokens
+    num_tokens = _num_tokens(x)
     num_tiles = triton.cdiv(num_rows, cut.block_n)
-    assert x.codes.shape == (2, num_tokens, num_columns), f"{x.codes.shape}, {weight.codes.shape}"
+    if isinstance(x, Tensor):
+        check_inputs(x, num_columns)
+        inputs, x_scales, groups, group = x, weight.scales, 0, cut.block_k
+    else:
+        inputs, x_scales, groups, group = x.codes, x.scales, len(x.scales), x.group
+        assert inputs.shape == (2, num_tokens, num_columns), f"{inputs.shape}, {num_columns}"
     assert num_tokens <= cut.block_m, f"{num_tokens} tokens in a tile of {cut.block_m}"
-    partials = x.scales
+    partials = x_scales
     if cut.split_k > 1:
         assert num_tiles <= counters.numel(), f"{num_tiles} tiles, {counters.numel()} counters"
-        partials = x.scales.new_empty((cut.split_k, num_tokens, num_rows))
+        partials = x_scales.new_empty((cut.split_k, num_tokens, num_rows))
     use_pdl = pdl_supported(y.device)
     _fp8_pieces_kernel[(num_tiles, cut.split_k)](
-        x.codes,
-        x.scales,
+        inputs,
+        x_scales,
         weight.codes,
         weight.scales,
         weight.scales if weight.bias is None else weight.bias,
         y,
-        x.scales if y_scales is None else y_scales,
+        x_scales if y_scales is None else y_scales,
         partials,
         counters,
         num_tokens,
         N=num_rows,
         K=num_columns,
-        X_GROUP=x.group,
-        X_GROUPS=x.scales.shape[0],
+        STRIDE_X=inputs.stride(-2),
+        X_GROUP=group,
+        X_GROUPS=groups,
         TILE_ROWS=weight.tile_rows,
         TILE_COLUMNS=weight.tile_columns,
         NUM_TILES=weight.scales.shape[1],

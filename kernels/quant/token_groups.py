@@ -33,14 +33,14 @@ def _round_e4m3(x):
 
 @triton.jit
 def _nearest_e4m3(x, KNOWS_E4M3: tl.constexpr):
-    return x.to(tl.float8e4nv).to(tl.float32) if KNOWS_E4M3 else _round_e4m3(x)
+    return (x if KNOWS_E4M3 else _round_e4m3(x)).to(tl.float8e4nv)
 
 
 @triton.jit
 def code_groups(x, PIECES: tl.constexpr, KNOWS_E4M3: tl.constexpr):  # noqa: ANN201
     """x: fp32 [groups, columns].
 
-    Returns scales [groups], and both pieces in fp32, e4m3 numbers; the second of one is the first.
+    Returns scales [groups], and both pieces in e4m3; the second of one is the first.
     """
     largest = tl.max(tl.abs(x), axis=1)
     if PIECES == 1:
@@ -55,7 +55,8 @@ def code_groups(x, PIECES: tl.constexpr, KNOWS_E4M3: tl.constexpr):  # noqa: ANN
         scales = tl.where(exponent < 255, scales, float("inf"))
         scaled = x * ((261 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]
         first = _nearest_e4m3(scaled, KNOWS_E4M3)
-        second = _nearest_e4m3((scaled - first) * _SECOND_FACTOR, KNOWS_E4M3)
+        rest = (scaled - first.to(tl.float32)) * _SECOND_FACTOR
+        second = _nearest_e4m3(rest, KNOWS_E4M3)
     return scales, first, second
 
 
@@ -91,10 +92,10 @@ def _token_groups_kernel(
         x = x.to(x_ptr.dtype.element_ty).to(tl.float32)
     scales, first, second = code_groups(x, PIECES, KNOWS_E4M3)
     places = codes_ptr + token * K + columns
-    tl.store(places, first.to(tl.float8e4nv), mask=mask)
+    tl.store(places, first, mask=mask)
     if PIECES == 2:
         second_places = places + num_tokens.to(tl.int64) * K
-        tl.store(second_places, second.to(tl.float8e4nv), mask=mask)
+        tl.store(second_places, second, mask=mask)
     tl.store(scales_ptr + groups * num_tokens + token, scales, mask=groups < num_groups)
 
 
