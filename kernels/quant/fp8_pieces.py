@@ -52,7 +52,7 @@ _CONFIGS = {
 }
 _TALL = QuantConfig(block_m=64, block_n=256, num_warps=8, num_stages=4)
 _TALL_FROM = 16384  # rows
-_PROGRAMS = 256  # about two a multiprocessor
+_PROGRAMS = 192  # of two that a multiprocessor holds; all run at once
 _LEAST_PART = 1024  # columns
 
 
