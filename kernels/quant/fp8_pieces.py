@@ -13,6 +13,7 @@ token has one scale. The rest is as in `kernels.quant.fp8_linear`.
 """
 
 from dataclasses import replace
+from math import gcd
 
 import torch
 import triton
@@ -292,9 +293,9 @@ def _cut(x: CodedTokens | Tensor, weight: Fp8Operand, config: QuantConfig | None
     memory_bytes = device_properties(weight.codes.device).shared_memory_per_block_bytes
     block_k = wanted.block_k
     if isinstance(x, CodedTokens) and len(x.scales) > 1:
-        block_k = min(block_k, x.group)
+        block_k = gcd(block_k, x.group)
     if weight.scales.shape[1] > 1:
-        block_k = min(block_k, weight.tile_columns)
+        block_k = gcd(block_k, weight.tile_columns)
     return fitted_config(replace(wanted, block_k=block_k), block_k, memory_bytes)
 
 

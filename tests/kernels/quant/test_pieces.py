@@ -60,6 +60,7 @@ def check_products_interpreted() -> None:
         ((5, 96, 160), (1, 160), 160, parts),
         ((13, 128, 192), (32, 64), 64, plain),
         ((3, 64, 208), (64, 128), 208, None),
+        ((2, 64, 384), (32, 192), 384, None),  # tiles that no power of two divides
         ((7, 64, 256), (1, 256), 64, parts),
     ):
         for gated in (False, True):
