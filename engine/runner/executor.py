@@ -24,7 +24,7 @@ from engine.runner.captured_steps import CapturedSteps
 from engine.runner.decode_run import DecodeInputs, DecodeRun
 from engine.runner.expert_load import ExpertLoads
 from engine.runner.exports import ExportKeeper
-from engine.runner.graph_sizes import GraphSize, PromptSizes, decode_sizes
+from engine.runner.graph_sizes import GraphSize, PromptSizes, decode_sizes, split_verify_sizes
 from engine.runner.graphs import (
     ExecutorStatistics,
     PromptStepCounter,
@@ -59,6 +59,8 @@ from kernels.kv.scales import KvScales
 
 # For smaller steps, the extra attention plan costs more than the skipped last-layer queries.
 _MIN_TOKENS_TO_SKIP_QUERIES = 1024
+# Tokens of a split graph with drafts, over those of the whole one; more cost what splitting gains.
+_MAX_SPAN_PADDING = 1.25
 
 
 class Executor:
@@ -118,6 +120,7 @@ class Executor:
         self._verify_graphs: StepGraphs | None = None
         self._max_row_samples = 1
         self._split_decode_graphs: StepGraphs | None = None  # over the buffers of those
+        self._split_verify_graphs: StepGraphs | None = None  # likewise
         self._decode_run: DecodeRun | None = None
         self._prompt_graphs: StepGraphs | None = None
         self._prompt_steps: PromptStepCounter | None = None
@@ -228,6 +231,24 @@ class Executor:
             graphs.capture(recorder, report)
         self._split_decode_graphs = graphs
 
+    def capture_split_verification(
+        self, recorder: Recorder, report: Callable[[str], None], *, min_tokens: int
+    ) -> None:
+        """Likewise of steps with drafts of at least so many tokens, if such steps were captured."""
+        whole = self._verify_graphs
+        if whole is None:
+            return
+        assert self._two_batches is not None, "no rule says which steps are split"
+        row_tokens, buffers = self._max_row_samples, whole.buffers
+        sizes = split_verify_sizes(self._max_rows, row_tokens, buffers.max_tokens)
+        sizes = [size for size in sizes if size.num_tokens >= min_tokens]
+        if not sizes:
+            return
+        graphs = self._captured_steps().split_verify_graphs(sizes, buffers, self._two_batches)
+        with torch.inference_mode():
+            graphs.capture(recorder, report)
+        self._split_verify_graphs = graphs
+
     def _captured_steps(self) -> CapturedSteps:
         return CapturedSteps(
             self.model,
@@ -235,6 +256,7 @@ class Executor:
             last_tokens=self._last_tokens,
             max_model_len=self._max_model_len,
             make_context=self._context,
+            comm=self._comm,
             exchanges=self._exchanges if self.model.can_capture_exchange else None,
             shared_stream=self._shared_stream,
         )
@@ -311,18 +333,8 @@ class Executor:
         inputs = self._decode_run.go_on(plan) if self._decode_run else None
         if inputs is not None and self._decode_graphs is not None:
             return self._replay(self._decode_graphs, inputs)
-        num_tokens, longest_row = plan.num_tokens, max(plan.num_new_tokens)
         is_decode = plan.is_decode
-        verifies = self._verify_graphs is not None and _is_short(plan, self._max_row_samples)
-        graphs = self._decode_graphs if is_decode else self._prompt_graphs
-        num_rows = len(plan.rows)
-        if verifies:
-            graphs = self._verify_graphs
-        elif plan.drafts:  # other graphs have a line of logits for each of their rows
-            num_rows = max(num_rows, sum(plan.num_samples))
-        size = graphs.size_for(num_rows, num_tokens, longest_row) if graphs else None
-        if self._prompt_steps is not None and not is_decode and not verifies:
-            self._prompt_steps.count(num_tokens, longest_row, size)
+        graphs, size = self._graph_for(plan)
         if graphs is not None and size is not None:
             inputs = DecodeInputs(batch=self._write_batch(plan, graphs.buffers, size), size=size)
             if is_decode and self._decode_run is not None and not plan.drafts:
@@ -344,6 +356,43 @@ class Executor:
             is_finite_token=result.is_finite,
             exported=result.exported,
         )
+
+    def _graph_for(self, plan: StepPlan) -> tuple[StepGraphs | None, GraphSize | None]:
+        """The kind of graphs of such a step and the size that holds it; None = there is none."""
+        step = len(plan.rows), plan.num_tokens, max(plan.num_new_tokens)
+        num_rows, num_tokens, longest_row = step
+        whole = self._verify_graphs
+        if whole is not None and _is_short(plan, self._max_row_samples):
+            size = whole.size_for(*step)
+            split = self._split_verification(size, *step)
+            return (whole, size) if split is None else (self._split_verify_graphs, split)
+        is_decode = plan.is_decode
+        graphs = self._decode_graphs if is_decode else self._prompt_graphs
+        if plan.drafts:  # these graphs have a line of logits for each of their rows
+            num_rows = max(num_rows, sum(plan.num_samples))
+        size = graphs.size_for(num_rows, num_tokens, longest_row) if graphs else None
+        if self._prompt_steps is not None and not is_decode:
+            self._prompt_steps.count(num_tokens, longest_row, size)
+        return graphs, size
+
+    def _split_verification(
+        self, whole: GraphSize | None, num_rows: int, num_tokens: int, longest_row: int
+    ) -> GraphSize | None:
+        """The split graph of a step with drafts that it computes sooner than the whole one does.
+
+        None = none: its spans would hold too much padding where rows have few drafts, or the rule
+        refuses.
+        """
+        graphs, two_batches = self._split_verify_graphs, self._two_batches
+        if whole is None or graphs is None or two_batches is None:
+            return None
+        size = graphs.size_for(num_rows, num_tokens, longest_row)
+        if size is None or num_rows <= size.num_rows // 2:  # the second half would be padding
+            return None
+        if size.num_tokens > _MAX_SPAN_PADDING * whole.num_tokens:
+            return None
+        pays = two_batches.splits_decode(size.num_rows, self._max_row_samples)
+        return size if pays else None
 
     def _compute_everywhere(self, plan: StepPlan, chunks: list[PromptChunk]) -> ComputedStep:
         """A step with prompt log-probabilities: needs hidden states everywhere, so no graph."""

@@ -313,8 +313,10 @@ class Replica:
             lag = self._overlap_trials(executor).decode_lag(capture)
             if lag is not None:
                 executor.two_batches.lag_by(lag)
-        if capture is not None:
-            capture(MIN_DECODE_ROWS if asked == "measured" else asked)
+        if recorder is not None:
+            least = MIN_DECODE_ROWS if asked == "measured" else asked
+            executor.capture_split_decodes(recorder, logger.info, min_rows=least)
+            executor.capture_split_verification(recorder, logger.info, min_tokens=least)
 
     def _measure_overlap(self, executor: Executor) -> None:
         """Find the thresholds that the configuration leaves to measurement."""
