@@ -548,13 +548,15 @@ def _build_draft_model(
             f" {spec.vocab_size}; drafts need a model of the same vocabulary"
         )
     replica = _drafting_replica(config, path, own, None, measured, grammars)
+    executor = replica.build_executor()
     return DraftModel(
-        replica.build_executor(),
+        executor,
         num_blocks=measured.executor.kv_store.num_blocks,
         block_size=config.cache.block_size,
         max_model_len=replica.max_row_tokens,
         max_tokens=measured.sizes.max_tokens,
         now_s=clock.now_s,
+        give_drafts=_way_to_target(executor),
     )
 
 
@@ -568,14 +570,22 @@ def _build_feature_drafter(
     given = config, path, head.model.spec, head.model
     replica = _drafting_replica(*given, measured, grammars)
     replica.keep_exports(lambda _: NextFeatures(planes, block_size))
+    executor = replica.build_executor()
     return FeatureDrafter(
-        replica.build_executor(),
+        executor,
         num_blocks=measured.executor.kv_store.num_blocks,
         block_size=block_size,
         max_model_len=replica.max_row_tokens,
         max_tokens=measured.sizes.max_tokens,
         now_s=clock.now_s,
+        give_drafts=_way_to_target(executor),
     )
+
+
+def _way_to_target(drafter: Executor) -> Callable[[int], None] | None:
+    """How drafts get into the target's steps without the host; None = they do not."""
+    is_linked = drafter.guesses is not None and drafter.can_plan_ahead
+    return drafter.give_drafts if is_linked else None
 
 
 def _drafting_replica(
@@ -609,7 +619,10 @@ def _drafting_replica(
     )
     kv_scales = _load_kv_scales(replaced, spec)
     layout = _rank_layout(replaced, spec, WHOLE_MODEL, kv_scales)
-    return Replica(replaced, spec, layout, measured.sizes, model, grammars, kv_scales=kv_scales)
+    replica = Replica(replaced, spec, layout, measured.sizes, model, grammars, kv_scales=kv_scales)
+    if _overlaps(config) and target.can_plan_ahead:
+        replica.draft_for(target)
+    return replica
 
 
 def build_policy(asked: SpeculationConfig) -> DraftPolicy:

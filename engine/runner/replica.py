@@ -139,6 +139,7 @@ class Replica:
         self._sends_blocks = sends_blocks
         self._comm = comm
         self._keep_exports: KeepExports | None = None
+        self._target: Executor | None = None
         self._device = torch.device(config.model.device)
         self._dtype = DTYPES[compute_dtype(config.model, spec)]
         self._kv_scales: KvScales | None = None
@@ -169,6 +170,10 @@ class Replica:
     def keep_exports(self, keep: KeepExports) -> None:
         """What executors built from now on do with what the model exports."""
         self._keep_exports = keep
+
+    def draft_for(self, target: Executor) -> None:
+        """Executors built from now on draft for `target`."""
+        self._target = target
 
     def build_executor(self) -> Executor:
         """A warmed-up, captured executor with the configured number of blocks, or all that fit."""
@@ -249,6 +254,8 @@ class Replica:
             executor.exchange_tokens(min_exchanged)
         if self._config.speculation.drafter != "none":
             executor.allow_drafts(self._config.speculation.max_drafts)
+        if self._target is not None:
+            executor.draft_for(self._target)
         if self._overlaps:
             self._overlap_two_batches(executor)
         self._use_second_stream(executor)

@@ -109,7 +109,7 @@ def test_halves_of_the_rows_give_the_answers_of_whole_steps(
     guess(engine, asked, plain, num_drafts=num_drafts, error_rate=0.2, seed=SEED)
     with exact_arithmetic():
         assert_same(run(engine, asked), plain)
-    assert engine.executor.two_batches.statistics().num_replayed > 5
+    assert engine.executor.two_batches.statistics().num_replayed > 2
 
 
 @pytest.mark.parametrize("max_drafts", range(1, 9))
