@@ -14,13 +14,16 @@ from engine.models.llama import attention_shape
 from engine.plan import StepPlan
 from engine.request import SamplingParams
 from engine.runner.executor import Executor
+from engine.runner.graph_sizes import ragged_sizes, verify_sizes
 from engine.speculation.draft_model import DraftModel
 from kernels.attention.phased import PhasedAttention
+from tests.engine.runner.graph_story import RerunRecorder
 from tests.engine.speculation.eagle_heads import save_head
 from tests.engine.speculation.guessed_engines import (
     Asked,
     assert_same,
     exact_arithmetic,
+    exact_model,
     run,
     save_exact_model,
     start_exact,
@@ -91,8 +94,13 @@ def launched_plans() -> Iterator[list[tuple[Executor, StepPlan]]]:
         yield plans
 
 
-def _start(folder: Path, drafter: str, path: Path, *, moves: bool, **overrides: object) -> Engine:
-    """moves: on the device, by attention that knows nothing but tensors; else plans become true."""
+# How a plan meets the device: it becomes true before it is launched, or its inputs are moved there,
+# before kernels or before graphs.
+WAYS = ["made true", "moved", "moved in graphs"]
+
+
+def _start(folder: Path, drafter: str, path: Path, *, way: str, **overrides: object) -> Engine:
+    """way: one of WAYS; inputs are moved for attention that knows nothing but tensors."""
     engine = start_exact(
         folder,
         scheduler__overlap=True,
@@ -101,13 +109,23 @@ def _start(folder: Path, drafter: str, path: Path, *, moves: bool, **overrides: 
         speculation__max_temperature=9.0,
         **{"speculation__max_drafts": 3, **overrides},
     )
-    if moves:
+    if way != "made true":
         for executor in (engine.executor, _drafter(engine)._executor):
             assert isinstance(executor, Executor)
-            rows = ExactRows(attention_shape(executor.model.spec))
-            executor._attention = PhasedAttention(prefill=rows, decode=rows, graph=None)
-            executor.guesses._attention = executor._attention
+            _move_inputs(executor, captures=way == "moved in graphs")
     return engine
+
+
+def _move_inputs(executor: Executor, *, captures: bool) -> None:
+    rows = ExactRows(attention_shape(executor.model.spec))
+    given = {"prefill": rows, "decode": rows, "graph": rows, "prompt_graph": rows}
+    executor._attention = PhasedAttention(**given)
+    assert executor.guesses is not None
+    executor.guesses._attention = executor._attention
+    if captures:
+        prompts = ragged_sizes(6, 32)
+        executor.capture_graphs(RerunRecorder(), print, prompts=prompts, verify=verify_sizes(6, 32))
+        executor.kv_store.tensor.fill_(50.0)
 
 
 def _drafter(engine: Engine) -> DraftModel:
@@ -116,13 +134,14 @@ def _drafter(engine: Engine) -> DraftModel:
     return drafter
 
 
-@pytest.mark.parametrize("moves", [False, True], ids=["made true", "moved"])
+@pytest.mark.parametrize("way", WAYS)
 def test_drafts_of_an_equal_model_are_all_right(
-    folder: Path, asked: list[Asked], plain: list[Answer], moves: bool
+    folder: Path, asked: list[Asked], plain: list[Answer], way: str
 ) -> None:
     """It draws with the target's noise, so each token, position and index is where it belongs."""
-    engine = _start(folder, "draft_model", folder, moves=moves)
-    _drafter(engine)._executor.model = engine.executor.model  # type: ignore[attr-defined]
+    # Graphs keep the model that they were captured with.
+    with patch("engine.runner.replica.build_model", lambda *_, **__: exact_model(folder)):
+        engine = _start(folder, "draft_model", folder, way=way)
     with exact_arithmetic(), launched_plans() as plans:
         for _ in range(2):  # the second time with prefixes that are here
             assert_same(run(engine, asked), plain)
@@ -132,7 +151,7 @@ def test_drafts_of_an_equal_model_are_all_right(
     assert sum(len(plan.ahead) for executor, plan in plans if executor is engine.executor) > 20
 
 
-@pytest.mark.parametrize("moves", [False, True], ids=["made true", "moved"])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("drafter", ["draft_model", "eagle3"])
 def test_wrong_drafts_change_no_answer(
     folder: Path,
@@ -140,14 +159,14 @@ def test_wrong_drafts_change_no_answer(
     plain: list[Answer],
     tmp_path: Path,
     drafter: str,
-    moves: bool,
+    way: str,
 ) -> None:
     """Few blocks, so that requests are preempted, and chunks beside rows with drafts."""
     if drafter == "eagle3":
         save_head(tmp_path, seed=SEED)
     else:
         save_model(tmp_path, seed=SEED + 1, num_hidden_layers=1)
-    engine = _start(folder, drafter, tmp_path, moves=moves, cache__num_blocks=30)
+    engine = _start(folder, drafter, tmp_path, way=way, cache__num_blocks=30)
     with exact_arithmetic(), launched_plans() as plans:
         assert_same(run(engine, asked), plain)
     counts = engine.core.scheduler.draft_counts
@@ -160,7 +179,7 @@ def test_rows_that_may_go_ahead_are_in_every_step(folder: Path) -> None:
     """From their first drafts until a step may give the last token."""
     draw = random.Random(SEED)
     params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
-    engine = _start(folder, "draft_model", folder, moves=False)
+    engine = _start(folder, "draft_model", folder, way="made true")
     prompt = draw.choices(range(3, VOCAB_SIZE), k=10)
     with exact_arithmetic(), launched_plans() as plans:
         run(engine, [(prompt, params)])
