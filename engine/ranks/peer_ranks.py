@@ -156,8 +156,9 @@ class PeerRanks:
         limits = self._limits
         measured = "measured" if limits.is_measured else "not measured on this GPU"
         return (
-            f"sums of up to {limits.plain / 2**20:g} MiB go through peer"
-            f" memory ({measured}), larger ones through NCCL"
+            f"sums of up to {limits.plain / 2**20:g} MiB ({measured}), with a norm of up to"
+            f" {max(limits.norm, limits.stream) / 2**20:g}, go through peer memory, larger ones"
+            " through NCCL"
         )
 
     def _shares(self, x: Tensor, num_bytes: int) -> bool:
