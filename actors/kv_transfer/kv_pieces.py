@@ -183,9 +183,7 @@ class KvPieces:
 
     def empty(self, num_bytes: int) -> PieceBytes:
         """A buffer to receive into, page-locked if the store is on a GPU."""
-        buffer = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self.is_on_gpu)
-        data: PieceBytes = buffer.numpy()
-        return data
+        return empty_bytes(num_bytes, self.device)
 
     # ---- from any thread: queued on the device, not waited for ----------------------------------
 
@@ -307,6 +305,13 @@ class KvPieces:
     async def _run(self, copy: Callable[[], T]) -> T:
         # A copy that has begun cannot be stopped, so it must be waited for.
         return await to_the_end(asyncio.get_running_loop().run_in_executor(self._threads, copy))
+
+
+def empty_bytes(num_bytes: int, device: torch.device) -> PieceBytes:
+    """A buffer in host memory, page-locked if it is for a GPU."""
+    buffer = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    data: PieceBytes = buffer.numpy()
+    return data
 
 
 def copy_blocks(

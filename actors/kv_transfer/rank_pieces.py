@@ -37,7 +37,13 @@ from actors.kv_transfer.contracts import (
     StagedPiece,
     StoredBlocks,
 )
-from actors.kv_transfer.kv_pieces import GATHER_BYTES, KvPieces, QueuedTake, copy_blocks
+from actors.kv_transfer.kv_pieces import (
+    GATHER_BYTES,
+    KvPieces,
+    QueuedTake,
+    copy_blocks,
+    empty_bytes,
+)
 from actors.kv_transfer.waits import to_the_end
 from engine.errors import HandoffError
 from engine.kv.layout import KvPart
@@ -153,6 +159,10 @@ class RankPieces:
         """A copy of blocks of these stores in host memory."""
         return await self._run(lambda: self._gather(blocks.block_ids))
 
+    def empty(self, num_bytes: int) -> PieceBytes:
+        """As `KvPieces.empty`."""
+        return empty_bytes(num_bytes, self.device)
+
     async def pull(
         self, source: RankSources, source_ids: Sequence[int], ids: Sequence[int], digests: list[int]
     ) -> bool:
@@ -204,7 +214,12 @@ class RankPieces:
             blocks = torch.empty(shape, dtype=self.dtype, device=self.device)
             for one in self._holders():
                 blocks[..., one.part.heads, :] = one.store.gather(block_ids)
-            data: PieceBytes = blocks.cpu().view(-1).view(torch.uint8).numpy()
+            staged = blocks.view(-1).view(torch.uint8)
+            if self.device.type == "cpu":
+                copied: PieceBytes = staged.numpy()
+                return copied
+            data = self.empty(staged.numel())
+            torch.from_numpy(data).copy_(staged, non_blocking=True)
         return data
 
     def _write(

@@ -107,8 +107,7 @@ class WorkerChannels:
         self._deadline_s = deadline_s
         self._floors_gb_s = floors_gb_s or FloorsConfig()
         self._device = device
-        on_gpu = device.pieces if device else None
-        self._empty = on_gpu.empty if isinstance(on_gpu, KvPieces) else pageable
+        self._empty = device.pieces.empty if device else pageable
         self._budget = ByteBudget(max_in_flight_bytes)
 
     def offer(self, kind: ChannelKind) -> bytes:
