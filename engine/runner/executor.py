@@ -24,8 +24,8 @@ from engine.runner.captured_steps import CapturedSteps
 from engine.runner.decode_run import DecodeInputs, DecodeRun
 from engine.runner.expert_load import ExpertLoads
 from engine.runner.exports import ExportKeeper
-from engine.runner.graph_sizes import GraphSize, PromptSizes, decode_sizes, split_verify_sizes
-from engine.runner.graphs import ExecutorStatistics, PromptStepCounter, Recorder, StepGraphs
+from engine.runner.graph_sizes import GraphSize, PromptSizes
+from engine.runner.graphs import ExecutorStatistics, Recorder, StepGraphs
 from engine.runner.guessed_rows import GuessedRows, StepGuesses, TokenTable
 from engine.runner.inputs import InputBatch, RequestRows, StepBuffers, write_input_batch
 from engine.runner.last_tokens import LastTokenSteps
@@ -41,6 +41,7 @@ from engine.runner.results import (
 )
 from engine.runner.rows import Rows
 from engine.runner.shared_stream import SharedExpertStream
+from engine.runner.step_graph_set import StepGraphSet
 from engine.runner.two_batches import BatchPart, TwoBatches
 from engine.sampling.sampled import RowSampler as RowSampler
 from kernels.attention.phased import Phases
@@ -50,8 +51,6 @@ from kernels.kv.scales import KvScales
 
 # For smaller steps, the extra attention plan costs more than the skipped last-layer queries.
 _MIN_TOKENS_TO_SKIP_QUERIES = 1024
-# Tokens of a split graph with drafts, over those of the whole one; more cost what splitting gains.
-_MAX_SPAN_PADDING = 1.25
 
 
 class Executor:
@@ -108,14 +107,9 @@ class Executor:
         self.guesses: StepGuesses | None = None  # None = no model drafts
         self._buffers = self._step_buffers(max_num_batched_tokens)
         self._slots = StepSlots(self._max_samples, model.device)
-        self._decode_graphs: StepGraphs | None = None
-        self._verify_graphs: StepGraphs | None = None
+        self._graphs = StepGraphSet(max_rows, self._step_buffers)
         self._max_row_samples = 1
-        self._split_decode_graphs: StepGraphs | None = None  # over the buffers of those
-        self._split_verify_graphs: StepGraphs | None = None  # likewise
         self._decode_run: DecodeRun | None = None
-        self._prompt_graphs: StepGraphs | None = None
-        self._prompt_steps: PromptStepCounter | None = None
         self._two_batches: TwoBatches | None = None
         self._keeper: ExportKeeper | None = None
         self._min_exchanged: int | None = None  # tokens; None = never
@@ -210,26 +204,13 @@ class Executor:
         steps, which need a prefill backend that can be captured; None = capture none for them.
         `verify`: sizes for steps with drafts whose rows are short, ascending; () = none.
         """
-        steps = self._captured_steps()
-        with torch.inference_mode():
-            if prompts is not None:
-                buffers = self._step_buffers(prompts.sizes[-1].num_tokens)
-                prompt = steps.prompt_graphs(prompts.sizes, buffers)
-                prompt.capture(recorder, report)
-                self._prompt_graphs = prompt
-                self._prompt_steps = PromptStepCounter(prompts)
-            if verify:
-                buffers = self._step_buffers(verify[-1].num_tokens)
-                graphs = steps.verify_graphs(verify, buffers)
-                graphs.capture(recorder, report)
-                self._verify_graphs = graphs
-            buffers = self._step_buffers(self._max_rows)
-            decode = steps.decode_graphs(decode_sizes(self._max_rows), buffers)
-            decode.capture(recorder, report)
-            self._decode_graphs = decode
-            self._decode_run = DecodeRun(
-                decode.buffers, self._rows.tokens, self._rows.blocks, self.layout.block_size
-            )
+        given = self._captured_steps(), recorder, report
+        self._graphs.capture(
+            *given, prompts=prompts, verify=verify, row_tokens=self._max_row_samples
+        )
+        assert self._graphs.decode is not None, "captured just now"
+        tables = self._rows.tokens, self._rows.blocks
+        self._decode_run = DecodeRun(self._graphs.decode.buffers, *tables, self.layout.block_size)
 
     def capture_split_decodes(
         self, recorder: Recorder, report: Callable[[str], None], *, min_rows: int
@@ -238,35 +219,15 @@ class Executor:
 
         The rule given to `overlap_two_batches` says which of both a step replays.
         """
-        assert self._decode_graphs is not None, "captured after the whole ones"
-        assert self._two_batches is not None, "no rule says which steps are split"
-        sizes = [s for s in decode_sizes(self._max_rows) if s.num_rows >= max(min_rows, 2)]
-        if not sizes:
-            return
-        graphs = self._captured_steps().split_decode_graphs(
-            sizes, self._decode_graphs.buffers, self._two_batches
-        )
-        with torch.inference_mode():
-            graphs.capture(recorder, report)
-        self._split_decode_graphs = graphs
+        given = self._captured_steps(), self.two_batches, recorder, report
+        self._graphs.capture_split_decodes(*given, min_rows=min_rows)
 
     def capture_split_verification(
         self, recorder: Recorder, report: Callable[[str], None], *, min_tokens: int
     ) -> None:
         """Likewise of steps with drafts of at least so many tokens, if such steps were captured."""
-        whole = self._verify_graphs
-        if whole is None:
-            return
-        assert self._two_batches is not None, "no rule says which steps are split"
-        row_tokens, buffers = self._max_row_samples, whole.buffers
-        sizes = split_verify_sizes(self._max_rows, row_tokens, buffers.max_tokens)
-        sizes = [size for size in sizes if size.num_tokens >= min_tokens]
-        if not sizes:
-            return
-        graphs = self._captured_steps().split_verify_graphs(sizes, buffers, self._two_batches)
-        with torch.inference_mode():
-            graphs.capture(recorder, report)
-        self._split_verify_graphs = graphs
+        given = self._captured_steps(), self.two_batches, recorder, report
+        self._graphs.capture_split_verification(*given, min_tokens=min_tokens)
 
     def _captured_steps(self) -> CapturedSteps:
         return CapturedSteps(
@@ -286,14 +247,7 @@ class Executor:
         return self._attention.max_few_tokens > 1
 
     def statistics(self) -> ExecutorStatistics:
-        decode, prompt, steps = self._decode_graphs, self._prompt_graphs, self._prompt_steps
-        return ExecutorStatistics(
-            decode_graphs=decode.statistics() if decode else None,
-            verify_graphs=self._verify_graphs.statistics() if self._verify_graphs else None,
-            prompt_graphs=prompt.statistics() if prompt else None,
-            prompt_steps=steps.statistics() if steps else None,
-            two_batches=self._two_batches.statistics() if self._two_batches else None,
-        )
+        return self._graphs.statistics(self._two_batches)
 
     def launch(self, plan: StepPlan) -> PendingStep | EmptyStep:
         """Queue a step: apply admissions and blocks, compute, sample, and keep the tokens.
@@ -353,13 +307,15 @@ class Executor:
         if chunks:
             return self._compute_everywhere(plan, chunks)
         inputs = self._decode_run.go_on(plan) if self._decode_run else None
-        if inputs is not None and self._decode_graphs is not None:
-            return self._replay(self._decode_graphs, inputs)
-        graphs, size = self._graph_for(plan)
+        if inputs is not None:
+            return self._replay(self._graphs.of_decodes(inputs.size), inputs)
+        graphs, size = self._graphs.choose(plan)
         if graphs is not None and size is not None:
             inputs = DecodeInputs(batch=self._write_batch(plan, graphs.buffers, size), size=size)
-            if self._decode_run is not None and plan.is_decode and not plan.drafts:
-                self._decode_run.begin(plan, inputs)
+            if graphs is self._graphs.decode:
+                if self._decode_run is not None and not plan.drafts:
+                    self._decode_run.begin(plan, inputs)
+                graphs = self._graphs.of_decodes(size)
             return self._replay(graphs, inputs)
         batch = self._write_batch(plan, self._buffers)
         samples = len(batch.sampling) > 0
@@ -378,43 +334,9 @@ class Executor:
             exported=result.exported,
         )
 
-    def _graph_for(self, plan: StepPlan) -> tuple[StepGraphs | None, GraphSize | None]:
-        """The kind of graphs of such a step and the size that holds it; None = there is none."""
-        num_rows, step = len(plan.rows), (plan.num_tokens, max(plan.num_new_tokens))
-        whole = self._verify_graphs
-        if whole is not None and _is_short(plan, self._max_row_samples):
-            size = whole.size_for(num_rows, *step)
-            split = self._split_verification(plan, size) if size else None
-            return (whole, size) if split is None else (self._split_verify_graphs, split)
-        is_decode = plan.is_decode
-        graphs = self._decode_graphs if is_decode else self._prompt_graphs
-        if plan.drafts:  # these graphs have a line of logits for each of their rows
-            num_rows = max(num_rows, sum(plan.num_samples))
-        size = graphs.size_for(num_rows, *step) if graphs else None
-        if self._prompt_steps is not None and not is_decode:
-            self._prompt_steps.count(*step, size)
-        return graphs, size
-
-    def _split_verification(self, plan: StepPlan, whole: GraphSize) -> GraphSize | None:
-        """The split graph that computes a step with drafts instead of the whole one; None = none.
-
-        Its spans must hold little padding where rows have few drafts.
-        """
-        graphs, two_batches = self._split_verify_graphs, self._two_batches
-        if graphs is None or two_batches is None:
-            return None
-        num_rows = len(plan.rows)
-        size = graphs.size_for(num_rows, plan.num_tokens, max(plan.num_new_tokens))
-        if size is None or size.num_tokens > _MAX_SPAN_PADDING * whole.num_tokens:
-            return None
-        has_halves = num_rows > size.num_rows // 2
-        pays = has_halves and two_batches.splits_decode(size.num_rows, self._max_row_samples)
-        return size if pays else None
-
     def _compute_everywhere(self, plan: StepPlan, chunks: list[PromptChunk]) -> ComputedStep:
         """A step with prompt log-probabilities: needs hidden states everywhere, so no graph."""
-        if self._prompt_steps is not None:
-            self._prompt_steps.count(plan.num_tokens, max(plan.num_new_tokens), None)
+        self._graphs.count_unreplayed(plan)
         batch = self._write_batch(plan, self._buffers)
         result = self._forward(batch, checks_finite=True)
         lines = batch.logit_indices
@@ -430,9 +352,6 @@ class Executor:
 
     def _replay(self, graphs: StepGraphs, inputs: DecodeInputs) -> ComputedStep:
         batch, size = inputs.batch, inputs.size
-        if graphs is self._decode_graphs and self._splits_graph(size):
-            assert self._split_decode_graphs is not None
-            graphs = self._split_decode_graphs
         num_sampled = len(batch.sampling)
         output = graphs.replay(size, batch.attention).first(num_sampled, batch.end_token)
         return ComputedStep(
@@ -442,12 +361,6 @@ class Executor:
             is_finite_token=output.is_finite_token,
             exported=output.exported,
         )
-
-    def _splits_graph(self, size: GraphSize) -> bool:
-        graphs, two_batches = self._split_decode_graphs, self._two_batches
-        if graphs is None or two_batches is None or not graphs.has(size):
-            return False
-        return two_batches.splits_decode(size.num_rows)
 
     def _sample(self, computed: ComputedStep, drafts: dict[int, list[int]] | None) -> StepTensors:
         """Draw a token for each row that samples, and keep it on the device.
@@ -592,8 +505,3 @@ class Executor:
 def _drafts_by_row(plan: StepPlan) -> dict[int, list[int]] | None:
     """None = no row has drafts."""
     return {plan.rows[index]: drafts for index, drafts in plan.drafts} if plan.drafts else None
-
-
-def _is_short(plan: StepPlan, max_tokens: int) -> bool:
-    """Whether some rows have drafts, and all of them few tokens."""
-    return bool(plan.drafts) and not plan.is_decode and max(plan.num_new_tokens) <= max_tokens

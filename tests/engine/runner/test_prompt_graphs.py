@@ -143,7 +143,7 @@ def test_in_the_grid_each_row_lies_at_the_end_of_its_span(model: CausalLM) -> No
     driver.admit(2, [14])
     driver.sample({0: 2})
     driver.sample({0: 1, 1: 4, 2: 1})  # batch order: row 2, row 0, row 1; size 4 x 5
-    graphs = driver.executor._prompt_graphs
+    graphs = driver.executor._graphs.prompt
     assert graphs is not None
 
     def sent(name: str, size: int) -> list[int]:

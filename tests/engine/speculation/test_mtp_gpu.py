@@ -58,7 +58,7 @@ def test_steps_with_drafts_replay_graphs_and_change_no_answer(tmp_path: Path) ->
     settings = {**BASE, "model__path": str(tmp_path), "model__deterministic": True}
     expected = [found.tokens for found in answer(start_engine(**settings), _work(24))]
     engine = start_engine(**settings, **DRAFTS, speculation__max_graph_tokens=64)
-    graphs = engine.executor._verify_graphs
+    graphs = engine.executor._graphs.verify
     assert graphs is not None
     with patch.object(graphs, "replay", wraps=graphs.replay) as replay:
         assert [found.tokens for found in answer(engine, _work(24))] == expected

@@ -63,6 +63,6 @@ def capture_verification(
         rule = OverlapRule(min_prompt_tokens=None, min_decode_rows=split_from)
         executor.overlap_two_batches(rule, threshold=0.48)
         executor.capture_split_verification(recorder, lambda _: None, min_tokens=split_from)
-    executor._decode_graphs = executor._decode_run = None
+    executor._graphs.decode = executor._decode_run = None
     executor.kv_store.tensor.fill_(50.0)
     return recorder
