@@ -19,7 +19,6 @@ next step is dropped. A row with a constraint waits for its token instead, and n
 with it; so does a row with drafts (`drafting`). Knows no tensors, no Ray and no text.
 """
 
-from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
@@ -27,12 +26,12 @@ from configs.resolved import ResolvedLaps, ResolvedScheduler
 from engine.cost_model import StepCosts, StepWork
 from engine.errors import CapacityError
 from engine.kv.cache import BlockCache, BlockTerms
-from engine.messages import STEP_TOKEN_BUCKETS
 from engine.plan import StepPlan, StepResult
 from engine.request import Request, RequestKey
 from engine.scheduling.budget import StepBudget
 from engine.scheduling.capacity import Capacity
 from engine.scheduling.contracts import BlockHasher, HandoffQueue, SchedulerStatistics, StepOutput
+from engine.scheduling.counters import SchedulerCounters
 from engine.scheduling.drafting import NO_DRAFTS, DraftCounts, Drafting, PlannedDrafts, StepRoom
 from engine.scheduling.finish import Ending, FinishRules, SampledTokens
 from engine.scheduling.host_loads import HostLoads, HostLoadStatistics, HostTier
@@ -109,11 +108,7 @@ class Scheduler:
         self._capacity = Capacity(config.unreserved_share, cache, self._blocks, *requests)
         self._expired: list[Request] = []
         self._in_flight = StepsInFlight()
-        self._num_steps = 0
-        self._step_counts = [0] * (len(STEP_TOKEN_BUCKETS) + 1)
-        self._num_step_tokens = 0
-        self._num_preemptions = self._num_preemptions_for_others = 0
-        self._num_prompt_tokens_computed = self._num_cached_tokens = 0
+        self._counters = SchedulerCounters()
         self.deferred_until_s: float | None = None  # set if the last `plan` waits for short prompts
 
     # ---- entering and leaving -------------------------------------------------------------------
@@ -209,8 +204,7 @@ class Scheduler:
         assert plan.step == result.step, f"plan {plan.step} got result {result.step}"
         output = StepOutput(num_scheduled_tokens=plan.num_tokens, has_progressed=True)
         step = self._in_flight.pop()
-        self._step_counts[bisect_left(STEP_TOKEN_BUCKETS, plan.num_tokens)] += 1
-        self._num_step_tokens += plan.num_tokens
+        self._counters.committed(plan.num_tokens)
         if result.duration_s is not None:
             self._prompts.observe(step.work, result.duration_s)
         self._cache.release(step.zero_block_ids)  # not earlier: a handoff could write to them
@@ -310,17 +304,10 @@ class Scheduler:
         return replace(queued, room_s=self._capacity.seconds_until_room(self.costs))
 
     def statistics(self) -> SchedulerStatistics:
-        return SchedulerStatistics(
+        return self._counters.statistics(
             num_waiting=len(self._waiting),
             num_running=len(self._running),
             num_queued_tokens=self._waiting.num_tokens + self._running.num_queued_tokens,
-            step_counts=tuple(self._step_counts),
-            num_step_tokens=self._num_step_tokens,
-            num_preemptions=self._num_preemptions,
-            num_preemptions_for_others=self._num_preemptions_for_others,
-            num_steps=self._num_steps,
-            num_prompt_tokens_computed=self._num_prompt_tokens_computed,
-            num_cached_tokens=self._num_cached_tokens,
             num_output_tokens=self._sampled.num_tokens,
         )
 
@@ -357,7 +344,7 @@ class Scheduler:
                 break
             if len(self._in_flight) > 0:
                 return None
-            self._num_preemptions_for_others += is_for_others
+            self._counters.num_preemptions_for_others += is_for_others
             self._preempt(victim)
         grown = self._blocks.grow(full)
         # The admission of an entering row lists all its blocks.
@@ -439,7 +426,7 @@ class Scheduler:
             return False
         if request.num_preemptions == 0:
             request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
-            self._num_cached_tokens += request.num_cached_tokens
+            self._counters.num_cached_tokens += request.num_cached_tokens
         return True
 
     def _plan_drafts(
@@ -475,7 +462,7 @@ class Scheduler:
         """Build the plan, count its step as in flight, and advance the progress of its requests."""
         verified = self.drafting.take_verified(decodes.requests)
         columns = decodes, chunks, grown, zero_block_ids, self._rows
-        plan = build_plan(self._num_steps, *columns, drafts, verified)
+        plan = build_plan(self._counters.num_steps, *columns, drafts, verified)
         decodes.advance()
         guessed = {decodes.requests[index].key for index in drafts.guessed}  # see `Drafting.commit`
         at_boundary = decodes.at_block_boundary(self._block_size)
@@ -483,8 +470,7 @@ class Scheduler:
         decodes.advance_drafts(drafts.drafts)
         begun: list[Request] = []
         for request, num_tokens in chunks:
-            num_prompt_left = max(0, request.num_prompt_tokens - request.num_computed_tokens)
-            self._num_prompt_tokens_computed += min(num_tokens, num_prompt_left)
+            self._counters.computes(request, num_tokens)
             request.num_computed_tokens += num_tokens
             if request.num_computed_tokens % self._block_size < num_tokens:
                 filled.append((request, request.num_computed_tokens))
@@ -503,7 +489,7 @@ class Scheduler:
             planned_drafts=drafts,
         )
         self._in_flight.add(step)
-        self._num_steps += 1
+        self._counters.num_steps += 1
         return plan
 
     # ---- parts of commit ------------------------------------------------------------------------
@@ -554,7 +540,7 @@ class Scheduler:
         self._handoff_queue.retract(request.key)
         self._cache.release(self._blocks.take(request))
         request.start_over()
-        self._num_preemptions += 1
+        self._counters.num_preemptions += 1
         self._look_up_on_host(request)
         self._waiting.add(request)
         self._reserve.add(request)

@@ -3,8 +3,11 @@
 import random
 from collections.abc import Callable, Sequence
 
+from engine.plan import given
 from engine.request import Request
+from engine.scheduling.drafting import Drafting
 from engine.speculation.drafter import HostDrafter
+from tests.harness.fakes import Draft, extend_histories, next_token
 
 AnswerOf = Callable[[Request], Sequence[int]]
 
@@ -62,3 +65,35 @@ class Guesser(HostDrafter):
 
     def forget(self, request: Request) -> None:
         pass
+
+
+class DeviceGuesser(Guesser):
+    """Likewise of a `FakeExecutor`'s answers; where it may, its drafts stay on that device."""
+
+    @property
+    def can_propose_ahead(self) -> bool:
+        return True
+
+    def propose_ahead(self, asked: Sequence[tuple[Request, int, int]]) -> list[list[int]]:
+        return [self._propose_ahead(num_drafts) for _, num_drafts, _ in asked]
+
+    def _propose_ahead(self, num_drafts: int) -> list[int]:
+        self.num_proposals += 1
+        if self._draw.random() < self._silence_rate:
+            return []
+        return [given(place) for place in range(self._draw.randint(1, num_drafts))]
+
+    def draft(self, seed: int, tokens: Sequence[int], num_drafts: int) -> list[int]:
+        """As of `FakeExecutor`."""
+        histories: list[int] = []
+        known = list(tokens)
+        for _ in range(num_drafts):
+            extend_histories(histories, known)
+            known.append(self._perhaps_wrong(next_token(seed, histories[-1])))
+        return known[len(tokens) :]
+
+
+def on_device(drafting: Drafting | None) -> Draft | None:
+    """What a `FakeExecutor` has of the drafter; None = nothing."""
+    drafter = None if drafting is None else drafting.drafter
+    return drafter.draft if isinstance(drafter, DeviceGuesser) else None

@@ -6,7 +6,7 @@ model read another request's block, a lost one or one that is not finite fails a
 device, steps take effect in the order of their launch, the tokens they sample stay in the rows' own
 memory, and a result is known only to who waits for it, the oldest first. What it "samples" is a
 pure function of a request's seed and tokens, so `expected_output` knows every request's tokens
-without any scheduling.
+without any scheduling. Drafts that only the device has are what `draft` says when the step runs.
 """
 
 from collections import deque
@@ -14,7 +14,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from engine.plan import RowAdmission, StepPlan, StepResult, TokenLogprobs
+import msgspec
+
+from engine.plan import NEWEST, RowAdmission, StepPlan, StepResult, TokenLogprobs, given
 from engine.request import Request, RequestKey, SamplingParams
 
 VOCAB_SIZE = 97
@@ -67,6 +69,9 @@ def expected_output(
             return output, "length"
 
 
+Draft = Callable[[int, Sequence[int], int], list[int]]  # a row's seed, tokens, number of drafts
+
+
 @dataclass(slots=True)
 class _Row:
     """A row's memory on the device; `tokens` has those sampled by launched steps, too."""
@@ -78,14 +83,14 @@ class _Row:
     num_computed: int | None = None  # None before its first step
     is_finite: bool = True
     is_given_up: bool = False  # the host knows that it is not finite
-    unverified: list[int] = field(default_factory=list)  # got in a step with drafts
+    unverified: list[int] = field(default_factory=list)  # got in steps with drafts
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FakePendingStep:
     """A launched step; what the host must not know before `wait` is in `_result`."""
 
-    plan: StepPlan
+    plan: StepPlan  # with true numbers
     rows: list[_Row]  # parallel to the plan's rows
     _result: StepResult
     _on_wait: Callable[["FakePendingStep"], None]
@@ -119,14 +124,19 @@ class FakeExecutor:
         max_num_batched_tokens: int,
         max_model_len: int,
         max_in_flight: int = 1,
+        draft: Draft | None = None,
     ) -> None:
-        """`max_in_flight`: how many launched steps may be waited for at any time."""
+        """`max_in_flight`: how many launched steps may be waited for at any time.
+
+        `draft`: makes the drafts that plans name by `given`; None = none does.
+        """
         self.plans: list[StepPlan] = []
         self.num_waited = 0  # of `plans`
         self.step_s: float | None = None  # what a step is said to have taken
         self.is_idle = False  # whether all launched steps are said to have ended
         self._in_flight: deque[FakePendingStep] = deque()
         self._max_in_flight = max_in_flight
+        self._draft = draft
         self._block_size = block_size
         self._max_rows = max_rows
         self._max_num_batched_tokens = max_num_batched_tokens
@@ -195,8 +205,10 @@ class FakeExecutor:
             self._append_blocks(row, block_ids)
         for row, token_ids in plan.verified_tokens:
             self._verify(row, token_ids)
+        plan = self._true_plan(plan)
         for index, drafts in plan.drafts:
-            self._guess(self._rows[plan.rows[index]], drafts)
+            state = self._rows[plan.rows[index]]
+            self._append(state, state.unverified + drafts)
             assert plan.num_new_tokens[index] == plan.num_samples[index] == 1 + len(drafts)
         self._run(plan)
         result = self._sample(plan)
@@ -254,15 +266,42 @@ class FakeExecutor:
 
     def _verify(self, row: int, token_ids: list[int]) -> None:
         state = self._rows[row]
-        assert token_ids == state.unverified, f"row {row} got {state.unverified}, not {token_ids}"
-        state.unverified = []
-        self._guess(state, token_ids)
-        state.num_computed = len(state.tokens) - 1
-
-    def _guess(self, state: _Row, token_ids: Sequence[int]) -> None:
+        got = state.unverified[: len(token_ids)]
+        assert token_ids == got, f"row {row} got {state.unverified}, not {token_ids}"
         assert token_ids, "no token to add"
+        del state.unverified[: len(token_ids)]
+        self._append(state, token_ids)
+
+    def _append(self, state: _Row, token_ids: Sequence[int]) -> None:
         state.tokens += token_ids
         extend_histories(state.histories, state.tokens)
+
+    def _true_plan(self, plan: StepPlan) -> StepPlan:
+        """The plan with the drafts that the device has, and rows where they are."""
+        num_computed, drafts = list(plan.num_computed_tokens), dict(plan.drafts)
+        for index, its_drafts in plan.drafts:
+            row = plan.rows[index]
+            state = self._rows[row]
+            num_due = its_drafts.count(NEWEST) if index in plan.ahead else 0
+            assert its_drafts[:num_due] == [NEWEST] * num_due, f"row {row}: {its_drafts}"
+            assert bool(state.unverified) <= bool(num_due), f"row {row}: nobody named its tokens"
+            shortfall = num_due - len(state.unverified)
+            assert shortfall >= 0, f"row {row} got {state.unverified}, at most {num_due} were due"
+            last = num_computed[index] + plan.num_new_tokens[index] - 1
+            self._place_of(row, last)  # its inputs are written there before they are moved
+            num_computed[index] -= shortfall
+            drafts[index] = self._drafts_of(state, its_drafts[num_due:])
+        assert set(plan.ahead) <= set(drafts), f"step {plan.step}: {plan.ahead} without drafts"
+        return msgspec.structs.replace(
+            plan, num_computed_tokens=num_computed, drafts=list(drafts.items()), ahead=[]
+        )
+
+    def _drafts_of(self, state: _Row, drafts: list[int]) -> list[int]:
+        if not drafts or drafts[0] >= 0:
+            return drafts
+        assert drafts == [given(place) for place in range(len(drafts))], f"drafts {drafts}"
+        assert self._draft is not None, "nobody drafts on this device"
+        return self._draft(state.seed, state.tokens + state.unverified, len(drafts))
 
     def _run(self, plan: StepPlan) -> None:
         writers: dict[tuple[int, int], int] = {}
@@ -275,6 +314,7 @@ class FakeExecutor:
                 strict=True,
             )
         )
+        drafted = dict(plan.drafts)
         for i, (row, num_computed, num_new, samples) in enumerate(spans):
             state = self._rows[row]
             assert not state.is_given_up, f"step {plan.step}: row {row} is not finite, but goes on"
@@ -289,7 +329,8 @@ class FakeExecutor:
                 f"row {row} samples: {samples}, reaches its end: {is_end}"
             )
             assert plan.num_logits[i] == int(samples), f"row {row}: {plan.num_logits[i]} logits"
-            assert not state.unverified, f"row {row} got {state.unverified}, and nobody said so"
+            is_named = i in drafted or not state.unverified
+            assert is_named, f"row {row} got {state.unverified}, and nobody said so"
             self._check_present(row, num_computed)
         for row, num_computed, num_new, _ in spans:
             for position in range(num_computed, num_computed + num_new):
@@ -336,6 +377,7 @@ class FakeExecutor:
                 self._spoil(row, computed)
             if i in drafts:
                 tokens[-1] += self._sample_drafted(state, drafts[i]) if is_finite[-1] else []
+                self._forget_drafts(state, len(drafts[i]), tokens[-1])
             elif plan.num_samples[i]:
                 token_id = next_token(state.seed, state.histories[-1])
                 state.tokens.append(token_id)  # a device draws from NaN, too, and goes on with it
@@ -350,14 +392,19 @@ class FakeExecutor:
         )
 
     def _sample_drafted(self, state: _Row, drafts: list[int]) -> list[int]:
-        """The row forgets its drafts; what it got, it is told with its next step."""
+        """The row's new tokens."""
         ends = range(len(state.tokens) - len(drafts), len(state.tokens) + 1)
         samples = [next_token(state.seed, state.histories[end - 1]) for end in ends]
-        del state.tokens[ends[0] :], state.histories[ends[0] :]
         while len(samples) > 1 and samples[: len(samples) - 1] != drafts[: len(samples) - 1]:
             samples.pop()
-        state.unverified = list(samples)
         return samples
+
+    def _forget_drafts(self, state: _Row, num_drafts: int, got: list[int]) -> None:
+        """What the row got in steps with drafts it is told when the host knows it."""
+        num_told = len(state.tokens) - len(state.unverified) - num_drafts
+        del state.tokens[num_told:], state.histories[num_told:]
+        state.unverified += got
+        state.num_computed = num_told + len(state.unverified) - 1
 
     def _spoil(self, row: int, positions: range) -> None:
         for position in positions:

@@ -10,6 +10,7 @@ from engine.plan import StepPlan, StepResult
 from engine.request import Request, RequestKey
 from engine.scheduling.capacity import Capacity
 from engine.scheduling.contracts import StepOutput
+from engine.scheduling.drafting import Drafting, PlannedDrafts
 from engine.scheduling.finish import Ending, FinishRules, SampledTokens
 from engine.scheduling.in_flight import StepInFlight, StepsInFlight
 from engine.scheduling.request_blocks import RequestBlocks
@@ -318,3 +319,36 @@ class AnnouncesWhatIsStillInFlight(Scheduler):
             self._handoff_queue.advance(request)
             request.num_indexed_blocks = num_indexed_blocks
         return plan
+
+
+class WithPlantedDrafting(Scheduler):
+    """A scheduler whose `Drafting` has the bug."""
+
+    drafting_class: type[Drafting]
+
+    def __init__(self, config: SchedulerConfig, **parts: Any) -> None:
+        super().__init__(config, **parts)
+        self.drafting.__class__ = self.drafting_class
+
+
+class TokensInFlightAreForgotten(WithPlantedDrafting):
+    class drafting_class(Drafting):  # noqa: N801 - an attribute
+        def _num_in_flight(self, request: Request) -> int:
+            return 0
+
+
+class GoesAheadPastItsLastToken(WithPlantedDrafting):
+    class drafting_class(Drafting):  # noqa: N801 - an attribute
+        def _go_on(self, request: Request, index: int, planned: PlannedDrafts) -> bool:
+            num_known, request.max_known_tokens = request.max_known_tokens, 10**6
+            goes_on = super()._go_on(request, index, planned)
+            request.max_known_tokens = num_known
+            return goes_on
+
+
+class WhoLeavesStaysAhead(WithPlantedDrafting):
+    class drafting_class(Drafting):  # noqa: N801 - an attribute
+        def unseat(self, request: Request) -> None:
+            ahead = dict(self._ahead)
+            super().unseat(request)
+            self._ahead = ahead

@@ -18,6 +18,7 @@ from engine.scheduling.finish import FinishRules
 from engine.scheduling.scheduler import DEFAULT_LAPS, Scheduler
 from tests.engine.scheduling.in_flight import check_blocks_in_flight
 from tests.engine.scheduling.running_rows import check_running
+from tests.harness.drafters import on_device
 from tests.harness.fakes import (
     EOS_TOKEN_ID,
     VOCAB_SIZE,
@@ -73,6 +74,7 @@ class Replica:
             max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=max_model_len,
             max_in_flight=1 + int(overlap),
+            draft=on_device(drafting),
         )
         self.scheduler = Scheduler(
             SchedulerConfig(

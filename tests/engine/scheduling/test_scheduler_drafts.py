@@ -9,7 +9,7 @@ from engine.request import Request
 from engine.scheduling.drafting import Drafting
 from engine.speculation.drafter import FixedDrafts
 from tests.engine.scheduling.replica import BLOCK_SIZE, Replica, params_of, prompt_of
-from tests.harness.drafters import Guesser
+from tests.harness.drafters import DeviceGuesser, Guesser
 from tests.harness.fakes import VOCAB_SIZE, expected_output
 
 
@@ -30,10 +30,17 @@ def _num_tokens(replica: Replica) -> int:
     return sum(plan.num_tokens for plan in replica.executor.plans)
 
 
-def _check_mix(mix: int, *, overlap: bool) -> Replica:
+WAYS = ["in turn", "overlapped", "planned ahead"]
+
+
+def _check_mix(mix: int, way: str) -> Replica:
     """Random requests, errors, memory and aborts; every answer is the oracle's."""
     draw = random.Random(mix)
-    guesser = _guesser(
+    overlap = way != "in turn"
+    guesser_class = DeviceGuesser if way == "planned ahead" else Guesser
+    guesser = guesser_class(
+        _answer_of,
+        vocab_size=VOCAB_SIZE,
         error_rate=draw.choice([0.0, 0.2, 0.5, 1.0]),
         silence_rate=draw.choice([0.0, 0.4]),
         pass_s=draw.choice([0.0, 1e-3]),
@@ -68,9 +75,11 @@ def _check_mix(mix: int, *, overlap: bool) -> Replica:
     return replica
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlapped"])
-def test_no_draft_changes_an_answer(overlap: bool) -> None:
-    replicas = [_check_mix(mix, overlap=overlap) for mix in range(8)]
+@pytest.mark.parametrize("way", WAYS)
+def test_no_draft_changes_an_answer(way: str) -> None:
+    replicas = [_check_mix(mix, way) for mix in range(8)]
+    plans = [plan for replica in replicas for plan in replica.executor.plans]
+    assert any(plan.ahead for plan in plans) == (way == "planned ahead")
     counts = [replica.scheduler.statistics() for replica in replicas]
     drafts = [replica.scheduler.draft_counts for replica in replicas]
     assert sum(count.num_preemptions for count in counts) > 5
@@ -80,11 +89,11 @@ def test_no_draft_changes_an_answer(overlap: bool) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlapped"])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("block", range(2))
-def test_no_draft_changes_an_answer_in_many_mixes(block: int, overlap: bool) -> None:
+def test_no_draft_changes_an_answer_in_many_mixes(block: int, way: str) -> None:
     for mix in range(1000 * (block + 1), 1000 * (block + 1) + 100):
-        _check_mix(mix, overlap=overlap)
+        _check_mix(mix, way)
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlapped"])

@@ -23,11 +23,15 @@ from configs.schema import LapsConfig
 from engine.plan import StepResult
 from engine.request import SamplingParams
 from engine.scheduling.contracts import StepOutput
+from engine.scheduling.drafting import Drafting
 from engine.scheduling.finish import Ending, SampledTokens
 from engine.scheduling.in_flight import StepInFlight
 from engine.scheduling.scheduler import DEFAULT_LAPS, Scheduler
+from engine.speculation.drafter import FixedDrafts
 from tests.engine.scheduling import planted_bugs
 from tests.engine.scheduling.world import BLOCK_SIZE, CONFIG, World
+from tests.harness.drafters import DeviceGuesser
+from tests.harness.fakes import VOCAB_SIZE
 
 # One of few prompts for each length, so that prefixes are shared.
 PROMPTS = st.builds(
@@ -148,6 +152,23 @@ SHORT_FIRST = LapsConfig(
 )
 
 
+class SpeculatingMachine(OverlappedMachine):
+    """Rows are planned before the drafts of their step in flight are judged, and others held."""
+
+    config = msgspec.structs.replace(CONFIG, max_num_batched_tokens=9)
+
+    def _build_world(self) -> World:
+        guesser = DeviceGuesser(
+            lambda _: [], vocab_size=VOCAB_SIZE, error_rate=0.3, silence_rate=0.1
+        )
+        return World(
+            self.scheduler_class,
+            overlap=True,
+            config=self.config,
+            drafting=Drafting(guesser, FixedDrafts(3), holds=True),
+        )
+
+
 class ExclusiveMachine(OverlappedMachine):
     laps = SHORT_FIRST
 
@@ -207,6 +228,7 @@ SETTINGS = settings(
 MACHINES = (
     SchedulerMachine,
     OverlappedMachine,
+    SpeculatingMachine,
     ExclusiveMachine,
     FillMachine,
     ReservingMachine,
@@ -217,6 +239,7 @@ for _machine in MACHINES:
 WIDE = settings(SETTINGS, max_examples=2000)
 TestSchedulerUnderRandomHistories = pytest.mark.slow(SchedulerMachine.TestCase)
 TestOverlappedSchedulerUnderRandomHistories = pytest.mark.slow(OverlappedMachine.TestCase)
+TestSpeculationUnderRandomHistories = pytest.mark.slow(SpeculatingMachine.TestCase)
 
 TestShortFirstUnderRandomHistories = pytest.mark.slow(ExclusiveMachine.TestCase)
 TestReserveUnderRandomHistories = pytest.mark.slow(ReservingMachine.TestCase)
@@ -311,3 +334,19 @@ def test_the_machine_finds_a_bug_that_needs_a_step_in_flight(
 ) -> None:
     with pytest.raises(AssertionError, match=named):
         _find(planted, OverlappedMachine)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("planted", "named"),
+    [
+        at_night(planted_bugs.TokensInFlightAreForgotten, "goes on at"),
+        at_night(planted_bugs.GoesAheadPastItsLastToken, r"is in \(prompts, decodes\)"),
+        (planted_bugs.WhoLeavesStaysAhead, "drafting remembers"),
+    ],
+)
+def test_the_machine_finds_a_bug_of_rows_planned_ahead(
+    planted: type[Scheduler], named: str
+) -> None:
+    with pytest.raises(AssertionError, match=named):
+        _find(planted, SpeculatingMachine)

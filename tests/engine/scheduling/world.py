@@ -18,12 +18,14 @@ from engine.kv.transfer import HandoffReady, OutgoingEvent, OutgoingHandoffs
 from engine.messages import FailureRecord, TokenRecord
 from engine.request import Request, RequestKey, RequestSpec, SamplingParams
 from engine.scheduling.contracts import StepOutput
+from engine.scheduling.drafting import Drafting
 from engine.scheduling.finish import FinishRules
 from engine.scheduling.scheduler import DEFAULT_LAPS, Scheduler
 from tests.engine.scheduling.fake_host_tier import FakeHostTier
 from tests.engine.scheduling.in_flight import check_blocks_in_flight
 from tests.engine.scheduling.reading_sender import ReadingSender
 from tests.engine.scheduling.running_rows import check_running
+from tests.harness.drafters import on_device
 from tests.harness.fakes import EOS_TOKEN_ID, FakeExecutor, expected_output
 
 BLOCK_SIZE = 4
@@ -61,6 +63,7 @@ class World:
         laps: LapsConfig = DEFAULT_LAPS,
         config: SchedulerConfig = CONFIG,
         host_tier: FakeHostTier | None = None,
+        drafting: Drafting | None = None,
     ) -> None:
         self.config = config
         self.host_tier = host_tier
@@ -78,6 +81,7 @@ class World:
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=MAX_MODEL_LEN,
             max_in_flight=1 + int(overlap),
+            draft=on_device(drafting),
         )
         if host_tier is not None:
             host_tier.executor = self.executor
@@ -95,6 +99,7 @@ class World:
             finish_rules=FinishRules((EOS_TOKEN_ID,), MAX_MODEL_LEN),
             laps=laps,
             host_tier=host_tier,
+            drafting=drafting,
         )
         self.core = EngineCore(self.scheduler, self.executor, self.clock, overlap=overlap)
         self.stories: dict[RequestKey, Story] = {}
@@ -240,6 +245,8 @@ class World:
         assert all(story.phase == "over" for story in self.stories.values())
         self.check()
         assert self.cache.num_available == NUM_BLOCKS
+        kept = self.scheduler.drafting.kept_keys()
+        assert not kept, f"drafting remembers {kept}"
 
     # ---- what must hold at any time -------------------------------------------------------------
 
@@ -353,6 +360,6 @@ class World:
 
     def _check_left(self, output: StepOutput) -> None:
         """Named once: whoever finished, failed or moved on in this step."""
-        moved = [r.key for _, r in output.tokens if self.stories[r.key].phase != "scheduler"]
-        due = moved + [failure.key for _, failure in output.failures]
+        moved = {r.key for _, r in output.tokens if self.stories[r.key].phase != "scheduler"}
+        due = [*moved, *(failure.key for _, failure in output.failures)]
         assert sorted(output.left) == sorted(due), f"named as gone: {output.left}, but gone: {due}"

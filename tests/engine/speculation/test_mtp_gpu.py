@@ -57,7 +57,7 @@ def test_steps_with_drafts_replay_graphs_and_change_no_answer(tmp_path: Path) ->
     save_mtp_model(tmp_path, seed=7, **{**sizes, "num_hidden_layers": 3})
     settings = {**BASE, "model__path": str(tmp_path), "model__deterministic": True}
     expected = [found.tokens for found in answer(start_engine(**settings), _work(24))]
-    engine = start_engine(**settings, **DRAFTS, speculation__max_graph_tokens=64)
+    engine = start_engine(**settings, **DRAFTS, speculation__max_graph_tokens=96)
     graphs = engine.executor._graphs.verify
     assert graphs is not None
     with patch.object(graphs, "replay", wraps=graphs.replay) as replay:
