@@ -2,18 +2,37 @@
 
     a row with drafts was planned as if all were right; it is `shortfall` tokens behind that
 
-    accept   samples of the rows with drafts -> shortfalls, newest tokens      after a step
-    move     positions, keys and slots of rows that were planned ahead         before the next one
+    following  the token after each line of a step
+    accept     samples of the rows with drafts -> shortfalls, newest tokens      after a step
+    move       positions, keys, slots, lines of rows that were planned ahead     before the next one
 
 So a step can be launched before the host knows how many tokens the last one gave. The same rules on
 the host: `engine.speculation.acceptance`, `write_input_batch` of the true lengths. Nothing here
-waits for the device. All tensors are int32 unless stated.
+waits for the device; on a GPU each is one kernel, as the device waits for them between two steps.
+All tensors are int32 unless stated.
 """
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from kernels.input_ids import resolve_input_ids
+
+
+def following(input_ids: Tensor, lines: Tensor | None, num_lines: int, table: Tensor) -> Tensor:
+    """[S]  the token after the token of each line, which is a draft unless the line is a row's last
+
+    input_ids: [T] as of `resolve_input_ids`, looked up in `table`. lines: [S] or more; None = S is
+    T, all in order.
+    """
+    if input_ids.is_cuda:
+        from kernels.guesses_triton import following as on_gpu  # a CPU needs no Triton
+
+        return on_gpu(input_ids, lines, num_lines, table)
+    places = torch.arange(num_lines) if lines is None else lines[:num_lines].long()
+    last = len(input_ids) - 1
+    return resolve_input_ids(input_ids[(places + 1).clamp(max=last)], table)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,11 +57,16 @@ class RowStates:
 def accept(drawn: Tensor, following: Tensor, guessed: GuessedLines, states: RowStates) -> None:
     """Write the states of all rows with drafts.
 
-    drawn: [S] a line's token, negative where nothing could be drawn. following: [S] the token after
-    the line's in the step, which is a draft unless the line is its row's last.
+    drawn: [S] a line's token, negative where nothing could be drawn. following: [S] as of
+    `following`.
     """
+    if drawn.is_cuda:
+        from kernels.guesses_triton import accept as on_gpu
+
+        on_gpu(drawn, following, guessed, states)
+        return
     samples = drawn[guessed.lines]  # [G, E]
-    is_judged = torch.arange(samples.shape[1], device=drawn.device) < guessed.counts[:, None] - 1
+    is_judged = torch.arange(samples.shape[1]) < guessed.counts[:, None] - 1
     is_right = (samples >= 0) & (samples == following[guessed.lines]) & is_judged
     num_right = is_right.long().cumprod(1).sum(1, keepdim=True)  # [G, 1]
     last = samples.gather(1, num_right)
@@ -56,26 +80,44 @@ def accept(drawn: Tensor, following: Tensor, guessed: GuessedLines, states: RowS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedTokens:
-    """T tokens of R rows as a step was planned; `move` changes the first three in place."""
+class PlannedStep:
+    """T tokens of R rows with S lines, as planned; `move` changes all but the blocks in place."""
 
     num_keys: Tensor  # [R or more]
     positions: Tensor  # [T or more, with padding between]
     slots: Tensor  # likewise
+    lines: Tensor | None  # [S or more]; None = they stay
     cu_blocks: Tensor  # [R + 1 or more]
     block_ids: Tensor
 
 
-def move(
-    planned: PlannedTokens, behind: Tensor, places: Tensor, of_rows: Tensor, block_size: int
-) -> None:
-    """Move each row back by behind[r] tokens, [R].
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowMoves:
+    """Whose shortfall what is moved back by: device rows, that of no row where nothing is. int64"""
 
-    places, of_rows: int64 [T]  where each token lies in `positions`, and its row in the step.
+    rows: Tensor  # [R]
+    lines: Tensor  # [S]  rows whose tokens moved, or that end earlier
+    ends: Tensor  # [S]  only the latter
+    places: Tensor  # [T]  where each token lies in `PlannedStep.positions`
+    token_rows: Tensor  # [T]  its row in the step
+
+
+def move(planned: PlannedStep, moves: RowMoves, shortfalls: Tensor, block_size: int) -> Tensor:
+    """Move each row back; returns by how many tokens each line's row is behind its plan, [S].
+
+    shortfalls: as of `RowStates`.
     """
+    if shortfalls.is_cuda:
+        from kernels.guesses_triton import move as on_gpu
+
+        return on_gpu(planned, moves, shortfalls, block_size)
+    behind, token_rows, places = shortfalls[moves.rows], moves.token_rows, moves.places
     planned.num_keys[: len(behind)] -= behind
-    positions = planned.positions[places] - behind[of_rows]
+    positions = planned.positions[places] - behind[token_rows]
     in_row = positions.long()
-    blocks = planned.block_ids[planned.cu_blocks[of_rows].long() + in_row // block_size]
+    blocks = planned.block_ids[planned.cu_blocks[token_rows].long() + in_row // block_size]
     planned.positions[places] = positions
     planned.slots[places] = (blocks * block_size + in_row % block_size).int()
+    if planned.lines is not None:
+        planned.lines[: len(moves.ends)] -= shortfalls[moves.ends]
+    return shortfalls[moves.lines]

@@ -27,8 +27,7 @@ from engine.runner.inputs import InputBatch, StepBuffers
 from engine.runner.results import StepTensors
 from engine.sampling.staging import Staging
 from kernels.attention.phased import Phases
-from kernels.guesses import GuessedLines, PlannedTokens, RowStates, accept, move
-from kernels.input_ids import resolve_input_ids
+from kernels.guesses import GuessedLines, PlannedStep, RowMoves, RowStates, accept, following, move
 
 
 class TokenTable:
@@ -119,34 +118,31 @@ class GuessedRows:
             np.repeat(np.arange(batch.num_rows), num_new),
         )
         of_rows, of_lines, ends, places, token_rows = sent
-        behind = shortfalls[of_rows]
         rows = batch.attention.device_rows
-        planned = PlannedTokens(
+        planned = PlannedStep(
             num_keys=rows.num_keys,
             positions=batch.positions,
             slots=batch.slots,
+            lines=buffers.on_device("logit_indices", len(ends)) if plan.open_ended else None,
             cu_blocks=rows.cu_blocks,
             block_ids=rows.block_ids,
         )
-        move(planned, behind, places, token_rows, block_size)
-        if plan.open_ended:
-            buffers.on_device("logit_indices", len(ends)).sub_(shortfalls[ends])
-        return msgspec.structs.replace(batch, behind=shortfalls[of_lines])
+        moves = RowMoves(
+            rows=of_rows, lines=of_lines, ends=ends, places=places, token_rows=token_rows
+        )
+        return msgspec.structs.replace(batch, behind=move(planned, moves, shortfalls, block_size))
 
-    def accept(self, plan: StepPlan, batch: InputBatch, drawn: Tensor, input_ids: Tensor) -> Tensor:
+    def accept(self, plan: StepPlan, batch: InputBatch, drawn: Tensor, table: Tensor) -> Tensor:
         """Queue what a step with drafts makes of its rows; returns what follows each line, [S].
 
-        drawn: [S]. input_ids: [T], as computed.
+        drawn: [S]. table: which the step's input ids were looked up in.
         """
-        lines = batch.logit_indices
-        if lines is None:
-            lines = torch.arange(len(drawn), device=drawn.device)
-        following = input_ids[(lines + 1).clamp(max=len(input_ids) - 1)]
+        follows = following(batch.input_ids, batch.logit_indices, len(drawn), table)
         guessed = self._lines_of(plan, batch)
         if self.overrule is not None:
-            self.overrule(drawn, following, guessed)
-        accept(drawn, following, guessed, self._states)
-        return following
+            self.overrule(drawn, follows, guessed)
+        accept(drawn, follows, guessed, self._states)
+        return follows
 
     def _lines_of(self, plan: StepPlan, batch: InputBatch) -> GuessedLines:
         is_guessed = np.isin(batch.plan_rows, [index for index, _ in plan.drafts])
@@ -193,8 +189,8 @@ class StepGuesses:
         if not plan.drafts or self._drafts_for is not None:
             return left
         assert left.drawn is not None, "rows with drafts sample"
-        ids = resolve_input_ids(batch.input_ids, self._table.flat)
-        return replace(left, following=self.rows.accept(plan, batch, left.drawn, ids))
+        follows = self.rows.accept(plan, batch, left.drawn, self._table.flat)
+        return replace(left, following=follows)
 
     def give(self, place: int) -> None:
         """See `Executor.give_drafts`."""
