@@ -103,10 +103,11 @@ class CausalLM:
         self.layers = layers
         self.rotary = rotary
         *earlier_layers, last_layer = layers
+        has_dp_attention = spec.has_dp_attention
         # The forward pass, layer by layer; `flow`s go through it in order, or as a schedule has it.
         self.operations: Sequence[tuple[Op, ...]] = (
             *(layer.operations() for layer in earlier_layers),
-            last_layer.last_operations(),
+            last_layer.dp_last_operations() if has_dp_attention else last_layer.last_operations(),
         )
         self._embedding = embedding
         self._final_norm = final_norm
@@ -163,6 +164,8 @@ class CausalLM:
     @property
     def can_skip_queries(self) -> bool:
         """Whether `forward` accepts a context with `last`."""
+        if self.spec.has_dp_attention:
+            return False  # ranks exchange as many rows in the last layer as in the others
         return self.layers[-1].can_store_alone and not self._exports_all
 
     @property
@@ -304,6 +307,18 @@ class DecoderLayer:
             *self._after_attention(),
         )
 
+    def dp_last_operations(self) -> tuple[Op, ...]:
+        """`last_operations` with DP attention: only the output leaves out what nobody asks for.
+
+        Every rank exchanges all of its rows, whose numbers the others know.
+        """
+        return (
+            Op("prepare", self._prepare_and_check),
+            Op("core", self._core, needs=("prepare",)),
+            *self._after_attention(),
+            Op("output", _keep_chosen, needs=("combine_b",)),
+        )
+
     def exchange_operations(self, *, is_first: bool = False) -> tuple[Op, ...]:
         """`operations` that take and leave this rank's rows; is_first: they begin with all."""
         sent, mlp = "comm_prepare_mlp_a", self._mlp
@@ -351,9 +366,14 @@ class DecoderLayer:
 
     def _after_attention(self) -> tuple[Op, ...]:
         sent, feed_forward = "comm_prepare_mlp_a", self._mlp.operations()
-        return (
+        attended = (
             Op(sent, _sum_over_ranks, lane=Lane.SEND, needs=("core",)),
             Op("comm_prepare_mlp_b", self._prepare_mlp, waits=(Lane.SEND,), needs=(sent,)),
+        )
+        if isinstance(self._mlp, Mixture) and self._mlp.has_dp_attention:
+            return (*attended, *feed_forward)  # which add up over the ranks
+        return (
+            *attended,
             *feed_forward,
             Op("combine_a", _sum_over_ranks, lane=Lane.SEND, needs=(feed_forward[-1].name,)),
             Op("combine_b", self._finish_mlp, waits=(Lane.SEND,), needs=("combine_a",)),
@@ -364,6 +384,12 @@ class DecoderLayer:
         residual = _add_and_norm(flow, self._attention_norm)
         q, k, v = self._attention.project(flow.x, flow.ctx)
         flow.tokens = ProjectedTokens(x=flow.x, q=q, k=k, v=v, residual=residual)
+
+    def _prepare_and_check(self, flow: Flow) -> None:
+        self._prepare(flow)
+        assert flow.tokens is not None
+        if flow.checks_finite:
+            flow.finite_sums = flow.tokens.finite_sums()
 
     def _prepare_last(self, flow: Flow) -> None:
         """`_prepare`; then only the tokens stay whose logits are asked for, if they are known."""
@@ -455,6 +481,15 @@ def _add_and_norm(flow: Flow, norm: RmsNorm) -> Tensor:
     return flow.residual
 
 
+def _keep_chosen(flow: Flow) -> None:
+    if flow.chosen is None:
+        return
+    flow.has_ended = len(flow.chosen) == 0
+    flow.x = flow.x.index_select(0, flow.chosen)
+    if flow.residual is not None:
+        flow.residual = flow.residual.index_select(0, flow.chosen)
+
+
 def _scatter_rows(flow: Flow) -> None:
     flow.x = scatter_rows(flow.x, flow.ctx.comm)
 
@@ -536,16 +571,17 @@ def build_decoder(
     one layer by layer, so peak memory does not double.
     """
     part = spec.of_rank(rank)
+    ends = WHOLE_MODEL if spec.has_dp_attention else rank
     layers: list[DecoderLayer] = []
     while weights.layers:
         layer_weights = weights.layers.pop(0)
         layers.append(_build_layer(part, len(layers), layer_weights, ops, is_deterministic))
     return CausalLM(
         spec=part,
-        embedding=_build_embedding(spec, weights, rank),
+        embedding=_build_embedding(spec, weights, ends),
         layers=layers,
         final_norm=build_norm(spec, weights.final_norm, ops),
-        head=_build_head(spec, weights, is_deterministic, rank),
+        head=_build_head(spec, weights, is_deterministic, ends),
         rotary=build_rotary(spec, max_model_len, weights.embedding.device, ops),
     )
 
