@@ -4,11 +4,9 @@ Other processes import this file, which is why it leaves out what takes seconds:
 """
 
 import itertools
-import threading
-import uuid
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from configs.schema import SchedulerConfig
@@ -21,18 +19,17 @@ from engine.layers.context import SINGLE_RANK, Comm
 from engine.messages import FailureRecord, TokenRecord
 from engine.models.registry import AS_PUBLISHED, WeightSource
 from engine.plan import StepPlan
-from engine.ranks.leading import Follower, LeadingExecutor, RankEnd, RankReports
-from engine.ranks.plan_ring import PlanRing, PlanRingReader, RingError
 from engine.request import Request, RequestKey, RequestSpec, SamplingParams
 from engine.runner import executor as runner
 from engine.sampling.sampler import Sampler
 from engine.scheduling.dp_scheduler import DpScheduler
 from engine.scheduling.finish import FinishRules
 from engine.scheduling.scheduler import Scheduler
-from tests.engine.ranks.exact_models import build_exact, planted, snapped_mixtures
+from tests.engine.ranks.exact_models import build_exact
 from tests.engine.runner.graph_story import RerunRecorder
 from tests.harness.fakes import RecordingHandoffQueue
-from tests.harness.rank_processes import TIMEOUT_S, RankProcesses
+from tests.harness.led_ranks import LedRanks
+from tests.harness.rank_processes import RankProcesses
 
 DP_ATTENTION = WeightSource(sharing="dp_attention")
 BLOCK_SIZE = 4
@@ -62,20 +59,6 @@ def build_executor(
     if captures:
         executor.capture_graphs(RerunRecorder(), lambda _: None, prompts=None)
     return executor
-
-
-def follow(comm: Comm, folder: Path, name: str, captures: bool, fault: str | None) -> str:
-    """All that another rank does; returns how it ended."""
-    with planted(fault), snapped_mixtures():
-        executor = build_executor(comm, folder, DP_ATTENTION, captures=captures)
-        ring = PlanRingReader(name, comm.rank.index - 1, TIMEOUT_S, TIMEOUT_S)
-        try:
-            Follower(executor, ring, lambda _: None).run()
-        except RingError as error:
-            return str(error)
-        finally:
-            ring.close()
-    return "stopped"
 
 
 class _Recorded:
@@ -181,7 +164,7 @@ def engine_of_one_rank(folder: Path) -> ExactEngine:
     return ExactEngine(executor, *_books(1), overlap=False)
 
 
-class DpEngine:
+class DpEngine(LedRanks):
     """The engine of `ranks`, for as long as the context is open."""
 
     def __init__(
@@ -194,43 +177,17 @@ class DpEngine:
         fault: str | None = None,
     ) -> None:
         """fault: a mistake of the other ranks, see `planted`."""
-        self._ranks = ranks
-        self._given = folder, captures, overlap
-        self._fault = fault
-        self.ends: list[RankEnd] = []
-        self.has_ended = threading.Event()
+        super().__init__(ranks, _build_exact, folder, captures, is_exact=True, fault=fault)
+        self.engine: ExactEngine
+        self._build = partial(_build_exact, ranks.comm, folder, captures)
+        self._overlap = overlap
 
     def __enter__(self) -> Self:
-        folder, captures, overlap = self._given
-        comm, name = self._ranks.comm, f"test-dp-{uuid.uuid4().hex}"
-        size = comm.rank.size
-        self._ring = PlanRing(name, size - 1, TIMEOUT_S)
-        self._ranks.start(follow, folder, name, captures, self._fault)
-        executor = build_executor(comm, folder, DP_ATTENTION, captures=captures)
-        for _ in range(size - 1):
-            self._ring.accept(TIMEOUT_S)
-        reports = RankReports(self._ring, size, self._note)
-        reports.start()
-        self._leading = LeadingExecutor(
-            executor, self._ring, reports, compare_every=1, patience_s=TIMEOUT_S
-        )
-        self.engine = ExactEngine(self._leading, *_books(size), overlap=overlap)
+        super().__enter__()
+        size = self.ranks.comm.rank.size
+        self.engine = ExactEngine(self.lead(self._build()), *_books(size), overlap=self._overlap)
         return self
 
-    def _note(self, end: RankEnd) -> None:
-        self.ends.append(end)
-        self.has_ended.set()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if not self.has_ended.is_set():
-            self._leading.stop()
-            if kind is None:
-                size = self._ranks.comm.rank.size
-                assert self._ranks.answers() == ["stopped"] * (size - 1)
-        assert self.has_ended.wait(TIMEOUT_S), "the reports' thread ends with its followers"
-        self._ring.close()
+def _build_exact(comm: Comm, folder: Path, captures: bool) -> Executor:
+    return build_executor(comm, folder, DP_ATTENTION, captures=captures)

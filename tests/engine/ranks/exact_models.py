@@ -17,6 +17,7 @@ from torch import Tensor
 
 from engine.layers import moe
 from engine.layers.context import Comm
+from engine.layers.row_exchange import RowExchange
 from engine.layers.token_exchange import Dispatched, Gathered, gather_tokens
 from engine.layers.vocabulary import SharedEmbedding, SharedHead
 from engine.models import llama
@@ -244,6 +245,43 @@ _GATHER_FAULTS: dict[str, Any] = {
 }
 
 
+DP_FAULTS = ("routes of another rank's rows", "another rank's outputs", "own rows alone")
+_DP_FAULTS: dict[str, Any] = {
+    DP_FAULTS[0]: lambda: patch.object(RowExchange, "gather", _other_ranks_routes),
+    DP_FAULTS[1]: lambda: patch.object(RowExchange, "scatter", _other_outputs(RowExchange.scatter)),
+    DP_FAULTS[2]: lambda: patch.object(RowExchange, "_to_all", _own_alone(RowExchange._to_all)),
+}
+
+
+def _other_ranks_routes(self: RowExchange, x: Tensor, routes: Routes) -> Gathered:
+    found: Gathered = _gather_rows(self, x, routes)
+    routes = found.routes
+    flipped = replace(routes, ids=routes.ids.flip(0), weights=routes.weights.flip(0))
+    return replace(found, routes=flipped)
+
+
+_gather_rows = RowExchange.gather
+
+
+def _other_outputs(scatter: Any) -> Any:
+    def of_others(self: RowExchange, parts: Tensor, num_rows: int) -> Tensor:
+        found: Tensor = scatter(self, parts.flip(0), num_rows)
+        return found
+
+    return of_others
+
+
+def _own_alone(to_all: Any) -> Any:
+    def of_own(self: RowExchange, own: Tensor) -> Tensor:
+        found: Tensor = to_all(self, own)
+        start = sum(self.num_rows[: self.comm.rank.index])
+        kept = torch.zeros_like(found)
+        kept[start : start + len(own)] = own
+        return kept
+
+    return of_own
+
+
 def _flipped(send_back: Any) -> Any:
     def send(outputs: Tensor, *others: Any) -> Tensor:
         found: Tensor = send_back(outputs.flip(0), *others)
@@ -279,5 +317,6 @@ def planted(fault: str | None) -> Iterator[None]:
     if fault is None:
         yield
         return
-    with (_FAULTS | _EXPERT_FAULTS | _EXCHANGE_FAULTS | _GATHER_FAULTS)[fault]():
+    known = _FAULTS | _EXPERT_FAULTS | _EXCHANGE_FAULTS | _GATHER_FAULTS | _DP_FAULTS
+    with known[fault]():
         yield
