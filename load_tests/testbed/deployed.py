@@ -133,10 +133,13 @@ class Application:
 
     def is_quiet(self) -> bool:
         """No request, block, row, lease or reservation is held by any worker."""
+        workers, num_rows = self.config.workers, self.config.scheduler.max_num_seqs
+        if workers.enable_dp_attention:
+            num_rows *= workers.tensor_parallel_size  # each rank has as many
         return all(
             not seen["held_blocks"]
             and seen["num_requests"] == 0
-            and seen["free_rows"] == self.config.scheduler.max_num_seqs
+            and seen["free_rows"] == num_rows
             and seen["streams"]["num_unacknowledged_tokens"] == 0
             for seen in self.statistics().values()
         )
