@@ -61,7 +61,6 @@ def bind(spec: DeploymentSpec) -> Application:
         actor_options=supervisor_options(),
     )
     deployment = serve.deployment(
-        serve.ingress()(Ingress),
         name="ingress",
         num_replicas=edge.num_replicas,
         max_ongoing_requests=edge.max_ongoing_requests,
@@ -74,7 +73,7 @@ def bind(spec: DeploymentSpec) -> Application:
         deployment_actors=[supervisor],
         logging_config=LoggingConfig(enable_access_log=False),  # /metrics counts requests
     )
-    return deployment.bind(spec)
+    return deployment(serve.ingress()(Ingress)).bind(spec)
 
 
 def _print_without_traceback(*kinds: type[Exception]) -> None:

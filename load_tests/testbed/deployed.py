@@ -134,7 +134,7 @@ class Application:
     def is_quiet(self) -> bool:
         """No request, block, row, lease or reservation is held by any worker."""
         workers, num_rows = self.config.workers, self.config.scheduler.max_num_seqs
-        if workers.enable_dp_attention:
+        if workers.enable_dp_attention and num_rows != "auto":
             num_rows *= workers.tensor_parallel_size  # each rank has as many
         return all(
             not seen["held_blocks"]
