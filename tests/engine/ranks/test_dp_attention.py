@@ -1,10 +1,13 @@
 """DP attention: ranks with requests of their own share the experts, and compute one rank's bits."""
 
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from engine.errors import WorkerError
 from engine.layers.row_exchange import Padding, RowExchange, choose_padding
@@ -192,6 +195,30 @@ def test_an_aborted_request_leaves_its_rank_alone(two: RankProcesses, folder: Pa
         ours.run()
         assert [_said(ours.records[kept])] == expected
         assert [cache.num_held for cache in ours.caches.of_rank] == [0, 0]
+
+
+def test_a_row_that_is_not_finite_ends_alone(
+    two: RankProcesses, folder: Path, tmp_path: Path
+) -> None:
+    """Its numbers reach the other rank's experts beside rows that go on."""
+    requests = [(PROMPT, LONG), ([3, *PROMPT], DRAWN)]
+    alone = engine_of_one_rank(folder)
+    keys = [alone.add(*request) for request in requests]
+    alone.run()
+    said = {token for key in keys for token in alone.tokens(key)}
+    broken = next(token for token in range(100) if token not in said | {3, *PROMPT})
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.embed_tokens.weight"][broken] = torch.inf
+    save_file(tensors, path, metadata={"format": "pt"})
+    with DpEngine(two, tmp_path, overlap=True) as shared:
+        ours = shared.engine
+        good = [ours.add(*request, rank=rank) for rank, request in enumerate(requests)]
+        bad = ours.add([9, broken, 9], LONG, rank=0)
+        ours.run()
+        assert [failure.key for failure in ours.failures] == [bad]
+        assert [ours.tokens(key) for key in good] == [alone.tokens(key) for key in keys]
 
 
 def test_the_death_of_a_rank_ends_the_step_of_all(folder: Path, tmp_path: Path) -> None:
