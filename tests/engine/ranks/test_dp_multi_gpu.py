@@ -53,7 +53,8 @@ def test_tokens_are_those_that_one_gpu_nearly_says(
     has_graphs: bool, ranks: RankProcesses, tmp_path: Path
 ) -> None:
     """More requests than rows, every kind of sampling; an idle rank at the end, and at first."""
-    save_model(tmp_path, "DeepseekV3ForCausalLM", seed=5, **LATENT_ON_GPU["DeepseekV3ForCausalLM"])
+    sizes = LATENT_ON_GPU["DeepseekV3ForCausalLM"] | {"max_position_embeddings": 1024}
+    save_model(tmp_path, "DeepseekV3ForCausalLM", seed=5, **sizes)
     settings = ALONE | {"model__path": str(tmp_path), "execution__cuda_graphs": has_graphs}
     alone = start_engine(**settings)
     work = [(list(range(40, 51)), GREEDY), *mixed_work(seed=7, count=60)]
