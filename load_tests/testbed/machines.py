@@ -109,7 +109,10 @@ class Network:
         self._bridge = f"laps{subnet}"
         self._num_machines = 0
         self.machines: dict[str, Machine] = {}
-        _ip("link", "add", self._bridge, "type", "bridge")
+        # A bridge without an address of its own takes that of one of its cables, and another when
+        # that is pulled: connections of all machines to this process would stand still then.
+        address = f"02:77:00:00:00:{subnet:02x}"
+        _ip("link", "add", self._bridge, "address", address, "type", "bridge")
         _ip("addr", "add", f"10.77.{subnet}.254/24", "dev", self._bridge)
         _ip("link", "set", self._bridge, "up")
 
