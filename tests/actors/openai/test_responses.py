@@ -5,7 +5,6 @@ from dataclasses import replace
 from typing import Any
 
 import httpx
-import httpx2
 import openai
 import pytest
 from openai.types.responses import Response
@@ -20,7 +19,8 @@ from configs.schema import EdgeConfig
 from engine.errors import RequestError
 from engine.messages import TokenizeRequest
 from engine.text.tokenizing import Tokenizing, load_tokenizer
-from tests.actors.ingress.edge_app import MODEL_FOLDER, EdgeApp, edge_app
+from tests.actors.ingress.edge_app import MODEL_FOLDER, edge_app
+from tests.actors.openai.clients import client_of
 from tests.actors.openai.dialects import DIALECT
 from tests.actors.openai.saying import say
 
@@ -265,16 +265,6 @@ def test_logprobs_are_of_the_text(tokenizing: Tokenizing) -> None:
 
 
 # ---- over the application -----------------------------------------------------------------------
-
-
-def client_of(app: EdgeApp) -> openai.AsyncOpenAI:
-    transport = httpx2.ASGITransport(app=app.app, raise_app_exceptions=False)
-    return openai.AsyncOpenAI(
-        api_key="none",
-        base_url="http://127.0.0.1:8000/v1",
-        http_client=httpx2.AsyncClient(transport=transport),
-        max_retries=0,
-    )
 
 
 def test_a_conversation_goes_on_from_a_stored_response() -> None:
