@@ -9,7 +9,7 @@ machines have no way out. Each machine's user is `laps`, with a home of its own.
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import yaml
@@ -94,17 +94,18 @@ class Desk:
         machine.run(["/usr/sbin/sshd", "-f", "/tmp/sshd_config"], {})
 
 
-def fill_in(head: Machine, workers: Sequence[Machine]) -> dict[str, object]:
+def fill_in(head: Machine, *workers: Machine) -> dict[str, object]:
     """Returns the cluster file as an operator of these machines would have it."""
     cluster = yaml.safe_load(CLUSTER_FILE.read_text())
     cluster["provider"]["head_ip"] = head.address
     cluster["provider"]["worker_ips"] = [worker.address for worker in workers]
     cluster["min_workers"] = cluster["max_workers"] = len(workers)
     cluster["auth"] = {"ssh_user": USER, "ssh_private_key": KEY}
-    installs = [command for command in cluster["setup_commands"] if "laps-venv" in command]
+    words = ("-m venv", "pip install")
+    installs = [c for c in cluster["setup_commands"] if any(word in c for word in words)]
     assert len(installs) == 2, f"{CLUSTER_FILE}: what installs the project? {installs}"
     kept = [command for command in cluster["setup_commands"] if command not in installs]
-    cluster["setup_commands"] = [*kept, LINK]
+    cluster["setup_commands"] = [LINK, *kept]
     for role, num_cpus in (("head", 0), ("worker", 1)):
         commands = cluster[f"{role}_start_ray_commands"]
         cluster[f"{role}_start_ray_commands"] = [
