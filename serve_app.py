@@ -63,7 +63,6 @@ def bind(spec: DeploymentSpec) -> Application:
         actor_options=supervisor_options(),
     )
     deployment = serve.deployment(
-        serve.ingress()(Ingress),
         name="ingress",
         num_replicas=edge.num_replicas,
         max_ongoing_requests=edge.max_ongoing_requests,
@@ -76,7 +75,7 @@ def bind(spec: DeploymentSpec) -> Application:
         deployment_actors=[supervisor],
         logging_config=LoggingConfig(enable_access_log=False),  # /metrics counts requests
     )
-    return deployment.bind(spec)
+    return deployment(serve.ingress()(Ingress)).bind(spec)
 
 
 def _spreading(edge: EdgeConfig) -> dict[str, Any]:

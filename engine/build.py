@@ -10,21 +10,20 @@ import hashlib
 import logging
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import msgspec
 import torch
 from torch import Tensor
 
-from configs.schema import AppConfig, SpeculationConfig
+from configs.schema import AppConfig
+from engine.build_drafting import build_drafting, build_head
 from engine.clock import Clock
 from engine.constraints.grammars import Grammars
 from engine.constraints.vocabulary import load_vocabulary
 from engine.core import EngineCore
 from engine.errors import ConfigError, RequestError
 from engine.kv.cache import BlockCache
-from engine.kv.features import FeaturePlanes
 from engine.kv.hashes import RequestHasher
 from engine.kv.host.arena import HostArena
 from engine.kv.host.disk import DiskFiles
@@ -37,23 +36,18 @@ from engine.kv.store import KvStore
 from engine.kv.transfer import OutgoingEvent, OutgoingHandoffs
 from engine.layers.context import SINGLE_RANK, Comm
 from engine.messages import DiskTierLoad, ExpertTotals, HostTierLoad, LoadReport, Role
-from engine.models.eagle3 import build_eagle3, read_eagle3
-from engine.models.feature_head import FeatureHead
-from engine.models.kv_scales import digest_of_scales, load_kv_scales
+from engine.model_folder import read_folder
 from engine.models.llama import CausalLM
-from engine.models.mtp import build_mtp, read_mtp
 from engine.models.quantized_tensors import weight_bytes
-from engine.models.registry import build_ops
-from engine.models.spec import ModelSpec, load_spec
+from engine.models.spec import ModelSpec
 from engine.ranks.agreement import hanging_up_on_error, value_of_first
-from engine.ranks.rank import SIZE_KEY, WHOLE_MODEL, Rank
+from engine.ranks.rank import SIZE_KEY
 from engine.ranks.shared_stores import RankStore, share_stores
 from engine.request import SamplingParams, find_id_beyond
 from engine.runner.auto import (
     Calibration,
     Footprint,
     Limits,
-    StepSizes,
     choose_limits,
     choose_sizes,
     describe,
@@ -61,23 +55,16 @@ from engine.runner.auto import (
 )
 from engine.runner.calibration import calibrate
 from engine.runner.executor import Executor
-from engine.runner.exports import NextFeatures, TokenFeatures
-from engine.runner.replica import DTYPES, Replica, compute_dtype
+from engine.runner.measured import Measured
+from engine.runner.replica import Replica, compute_dtype
 from engine.scheduling.drafting import Drafting
 from engine.scheduling.finish import FinishRules
 from engine.scheduling.scheduler import Scheduler
-from engine.speculation.controller import SpeculationController
-from engine.speculation.draft_model import DraftModel
-from engine.speculation.drafter import Drafter, DraftPolicy, FixedDrafts, RequestNgrams
-from engine.speculation.feature_drafter import FeatureDrafter
-from engine.speculation.ngram import NgramRules
-from engine.speculation.rules import DEFAULT_RULES
 from kernels.compilation import CompilationCounter
 from kernels.device import device_properties
 
 logger = logging.getLogger(__name__)
 BLOCK_KEY_BYTES = 32
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,12 +195,12 @@ def build_engine(
     """
     _check_size(config, comm)
     torch.set_num_threads(config.workers.torch_threads)
-    spec, kv_scales, layout, whole = _read_folder(config, comm.rank)
+    spec, kv_scales, layout, whole = read_folder(config, comm.rank)
     compilations, grammars = _count_compilations(config), _build_grammars(config, spec)
     with hanging_up_on_error(comm):
         given = config, spec, (layout, kv_scales), clock, comm, model, grammars
         measured = _build_measured(*given, sends_blocks=role == "prefill")
-        drafting = _build_drafting(config, spec, measured, grammars, clock)
+        drafting = build_drafting(config, spec, measured, grammars, clock, holds=_overlaps(config))
         moves = comm.rank.size > 1 and role != "unified"
         stores = share_stores(comm, measured.executor.kv_store, whole) if moves else ()
     executor = measured.executor
@@ -262,81 +249,6 @@ def _check_size(config: AppConfig, comm: Comm) -> None:
         )
 
 
-def _load_spec(config: AppConfig) -> ModelSpec:
-    return load_spec(
-        Path(config.model.path),
-        quantization=config.model.quantization,
-        sharing=config.workers.expert_sharing,
-    )
-
-
-def _load_kv_scales(config: AppConfig, spec: ModelSpec) -> Tensor | None:
-    """fp32 [layers, 2, KV heads of all ranks]; None = K and V are kept as they are computed."""
-    if config.cache.kv_dtype == "auto":
-        return None
-    if spec.latent is not None:
-        raise ConfigError(
-            "cache.kv_dtype: fp8_e4m3 is for K and V with heads; latent attention (MLA) keeps one"
-            " short vector a token, as it is computed: leave it at auto"
-        )
-    return load_kv_scales(
-        Path(config.model.path),
-        spec,
-        file=None if config.cache.kv_scales is None else Path(config.cache.kv_scales),
-        is_random=config.model.weights == "random",
-    )
-
-
-def _read_folder(
-    config: AppConfig, rank: Rank
-) -> tuple[ModelSpec, Tensor | None, KvLayout, KvLayout]:
-    """The model, its scales of K and V, and the layouts of the rank's blocks and of whole ones."""
-    spec = _load_spec(config)
-    kv_scales = _load_kv_scales(config, spec)
-    part = _rank_layout(config, spec, rank, kv_scales)
-    return spec, kv_scales, part, _rank_layout(config, spec, WHOLE_MODEL, kv_scales)
-
-
-def _rank_layout(
-    config: AppConfig, spec: ModelSpec, rank: Rank, kv_scales: Tensor | None
-) -> KvLayout:
-    part, block_size = spec.of_rank(rank), config.cache.block_size
-    if kv_scales is None:
-        dtype, width = compute_dtype(config.model, spec), _feature_width(config, spec)
-        layout = part.kv_layout(block_size=block_size, dtype=dtype)
-        return layout if width is None else layout.with_features(width)
-    digest = digest_of_scales(kv_scales)
-    return part.kv_layout(block_size=block_size, dtype="fp8_e4m3", scales=digest)
-
-
-def _feature_width(config: AppConfig, spec: ModelSpec) -> int | None:
-    """Of the vector that a drafter reads of each token; None = none does."""
-    match config.speculation.drafter:
-        case "eagle3":
-            return read_eagle3(_drafter_folder(config), spec).decoder.hidden_size
-        case "mtp":
-            return read_mtp(_drafter_folder(config), spec).hidden_size
-        case _:
-            return None
-
-
-def _drafter_folder(config: AppConfig) -> Path:
-    return Path(config.speculation.model_path or config.model.path)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Measured:
-    """An executor, and what is known of it before its first request."""
-
-    executor: Executor
-    limits: Limits
-    calibration: Calibration | None
-    graph_token_sizes: tuple[int, ...]
-    verify_token_sizes: tuple[int, ...]
-    sizes: StepSizes
-    head: FeatureHead | None = None  # that drafts
-
-
 def _build_measured(
     config: AppConfig,
     spec: ModelSpec,
@@ -347,7 +259,7 @@ def _build_measured(
     grammars: Grammars,
     *,
     sends_blocks: bool,
-) -> _Measured:
+) -> Measured:
     """Build for the sizes chosen for the device; measure steps if the configuration needs them."""
     layout, kv_scales = kv
     element_bytes = DTYPE_BYTES[compute_dtype(config.model, spec)]
@@ -371,7 +283,7 @@ def _build_measured(
         comm=comm,
         kv_scales=kv_scales,
     )
-    head = _build_head(config, spec, replica)
+    head = build_head(config, spec, replica)
     executor = replica.build_executor()
     calibration = None
     if needs_calibration(config):
@@ -388,7 +300,7 @@ def _build_measured(
     limits = choose_limits(config, sizes, calibration)
     if limits.choices:
         logger.info("%s", describe(device, limits, calibration))
-    return _Measured(
+    return Measured(
         executor=executor,
         limits=limits,
         calibration=calibration,
@@ -397,31 +309,6 @@ def _build_measured(
         sizes=sizes,
         head=head,
     )
-
-
-def _build_head(config: AppConfig, target: ModelSpec, replica: Replica) -> FeatureHead | None:
-    """The head, if one drafts; from now on the model's steps keep what it reads."""
-    folder, model = _drafter_folder(config), replica.model
-    ops, is_deterministic = build_ops(model.device), config.model.deterministic
-    match config.speculation.drafter:
-        case "eagle3":
-            head = build_eagle3(
-                folder,
-                read_eagle3(folder, target),
-                model.embedding,
-                dtype=model.dtype,
-                ops=ops,
-                max_model_len=model.rotary.max_tokens,
-                is_deterministic=is_deterministic,
-            )
-        case "mtp":
-            head = build_mtp(folder, model, target, ops, is_deterministic=is_deterministic)
-        case _:
-            model.export(None)
-            return None
-    model.export(head.export)
-    replica.keep_exports(lambda store: TokenFeatures(FeaturePlanes(store, head.width)))
-    return head
 
 
 def _build_host_tier(
@@ -490,7 +377,7 @@ def _build_grammars(config: AppConfig, spec: ModelSpec) -> Grammars:
 
 def _build_scheduler(
     spec: ModelSpec,
-    measured: _Measured,
+    measured: Measured,
     max_model_len: int,
     cache: BlockCache,
     hasher: RequestHasher,
@@ -512,122 +399,8 @@ def _build_scheduler(
     )
 
 
-def _build_drafting(
-    config: AppConfig, spec: ModelSpec, measured: _Measured, grammars: Grammars, clock: Clock
-) -> Drafting:
-    """The drafts of one worker's requests; none unless the configuration names a drafter."""
-    asked = config.speculation
-    holds = _overlaps(config)
-    drafter: Drafter
-    if asked.drafter == "none":
-        return Drafting(None, None, holds=holds)
-    if measured.head is not None:
-        drafter = _build_feature_drafter(config, measured.head, measured, grammars, clock)
-    elif asked.model_path is not None:
-        drafter = _build_draft_model(config, asked.model_path, spec, measured, grammars, clock)
-    else:
-        drafter = RequestNgrams(NgramRules(max_corpus_tokens=asked.max_corpus_tokens))
-    return Drafting(
-        drafter, build_policy(asked), holds=holds, graph_tokens=measured.verify_token_sizes
-    )
-
-
-def _build_draft_model(
-    config: AppConfig,
-    path: str,
-    spec: ModelSpec,
-    measured: _Measured,
-    grammars: Grammars,
-    clock: Clock,
-) -> DraftModel:
-    """An executor like the target's over the smaller model, with as many blocks."""
-    own = load_spec(Path(path))
-    if own.vocab_size != spec.vocab_size:
-        raise ConfigError(
-            f"speculation.model_path: {path} has {own.vocab_size} tokens and the model"
-            f" {spec.vocab_size}; drafts need a model of the same vocabulary"
-        )
-    replica = _drafting_replica(config, path, own, None, measured, grammars)
-    return DraftModel(
-        replica.build_executor(),
-        num_blocks=measured.executor.kv_store.num_blocks,
-        block_size=config.cache.block_size,
-        max_model_len=replica.max_row_tokens,
-        max_tokens=measured.sizes.max_tokens,
-        now_s=clock.now_s,
-    )
-
-
-def _build_feature_drafter(
-    config: AppConfig, head: FeatureHead, measured: _Measured, grammars: Grammars, clock: Clock
-) -> FeatureDrafter:
-    """An executor over the head, which reads and writes vectors in the target's store."""
-    planes = FeaturePlanes(measured.executor.kv_store, head.width)
-    head.read_from(planes)
-    path, block_size = str(_drafter_folder(config)), config.cache.block_size
-    given = config, path, head.model.spec, head.model
-    replica = _drafting_replica(*given, measured, grammars)
-    replica.keep_exports(lambda _: NextFeatures(planes, block_size))
-    return FeatureDrafter(
-        replica.build_executor(),
-        num_blocks=measured.executor.kv_store.num_blocks,
-        block_size=block_size,
-        max_model_len=replica.max_row_tokens,
-        max_tokens=measured.sizes.max_tokens,
-        now_s=clock.now_s,
-    )
-
-
-def _drafting_replica(
-    config: AppConfig,
-    path: str,
-    spec: ModelSpec,
-    model: CausalLM | None,
-    measured: _Measured,
-    grammars: Grammars,
-) -> Replica:
-    """Like the target's, with as many blocks, for another model."""
-    target = measured.executor
-    length = model.rotary.max_tokens if model is not None else None
-    own = msgspec.structs.replace(
-        config.model,
-        path=path,
-        max_model_len=length,
-        dtype=_NAMES[target.model.dtype],
-        weights="safetensors",
-        quantization="auto",
-    )
-    num_blocks = target.kv_store.num_blocks
-    replaced = msgspec.structs.replace(
-        config,
-        model=own,
-        cache=msgspec.structs.replace(config.cache, num_blocks=num_blocks, kv_scales=None),
-        execution=msgspec.structs.replace(
-            config.execution, expert_load_steps=0, dual_stream_token_threshold=0
-        ),
-        speculation=SpeculationConfig(),
-    )
-    kv_scales = _load_kv_scales(replaced, spec)
-    layout = _rank_layout(replaced, spec, WHOLE_MODEL, kv_scales)
-    return Replica(replaced, spec, layout, measured.sizes, model, grammars, kv_scales=kv_scales)
-
-
-def build_policy(asked: SpeculationConfig) -> DraftPolicy:
-    if not asked.adaptive:
-        return FixedDrafts(asked.max_drafts, max_temperature=asked.max_temperature)
-    most = asked.max_drafts
-    rules = replace(
-        DEFAULT_RULES,
-        max_temperature=asked.max_temperature,
-        max_drafts=most,
-        first_drafts=min(DEFAULT_RULES.first_drafts, most),
-        retry_drafts=min(DEFAULT_RULES.retry_drafts, most),
-    )
-    return SpeculationController(rules)
-
-
 def _build_core(
-    config: AppConfig, scheduler: Scheduler, measured: _Measured, clock: Clock
+    config: AppConfig, scheduler: Scheduler, measured: Measured, clock: Clock
 ) -> EngineCore:
     if measured.calibration is not None:
         scheduler.learn(measured.calibration.samples)

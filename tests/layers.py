@@ -132,6 +132,15 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "engine.speculation.acceptance",
     ),
     "engine.kv_calibration": ("kernels", "engine"),
+    "engine.model_folder": (
+        "configs.schema",
+        "engine.errors",
+        "engine.kv.layout",
+        "engine.models",
+        "engine.ranks.rank",
+        "engine.runner.replica",
+    ),
+    "engine.build_drafting": ("configs.schema", "engine"),
     "engine.build": ("configs.schema", "kernels.compilation", "kernels.device", "engine"),
     # -- actors, from below
     "actors.lifecycle": (
@@ -242,6 +251,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
         "kernels",
         "engine.build",
         "engine.kv_calibration",
+        "engine.model_folder",
         "engine.constraints.compiling",
         "engine.kv.device_offer",
         "engine.kv.features",

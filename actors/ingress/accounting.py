@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 from actors.ingress.pipeline import ChoiceDelta, PreparedRequest
 from actors.ingress.rate_limits import Grant
-from actors.observability.metrics import LatencyMetrics
+from actors.observability.latency_metrics import LatencyMetrics
 from actors.observability.request_times import RequestTimes
 from actors.observability.tracing import Trace
 from engine.clock import Clock

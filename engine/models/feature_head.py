@@ -10,10 +10,11 @@ from typing import Protocol
 from torch import Tensor
 
 from engine.layers.attention import SelfAttention
+from engine.layers.decoder import DecoderLayer
 from engine.layers.mlp import FeedForward
 from engine.layers.norm import RmsNorm
 from engine.layers.operations import Flow
-from engine.models.llama import CausalLM, DecoderLayer, Export
+from engine.models.llama import CausalLM, Export
 
 
 class ReadsFeatures(Protocol):

@@ -1,4 +1,4 @@
-"""The Llama architecture and its relatives (Mistral, Qwen, gpt-oss, Gemma): model and layers.
+"""The Llama architecture and its relatives (Mistral, Qwen, gpt-oss, Gemma).
 
     ids -> embedding -> [norm -> attention -> norm -> MLP] x layers -> norm -> head -> logits
 
@@ -20,21 +20,16 @@ import torch
 from torch import Tensor
 
 from engine.errors import ConfigError
-from engine.layers.attention import (
-    Attention,
-    ProjectedTokens,
-    SelfAttention,
-    StoredTokens,
-)
-from engine.layers.context import SINGLE_RANK, Comm, ForwardContext, LastTokens
+from engine.layers.attention import Attention, SelfAttention
+from engine.layers.context import SINGLE_RANK, Comm, ForwardContext
+from engine.layers.decoder import DecoderLayer, OutputNormLayer
 from engine.layers.linear import Gated, Identity, Linear, LinearWeight, build_linear
 from engine.layers.mlp import FeedForward, GatedMlp, build_mlp
-from engine.layers.moe import Mixture
 from engine.layers.norm import RmsNorm
-from engine.layers.operations import Flow, Lane, Op, run_in_order, wait
+from engine.layers.operations import Flow, Op, run_in_order
+from engine.layers.residual import add_and_norm, settle
 from engine.layers.rope_spec import RopeSpec
 from engine.layers.rotary import RotaryTable, RotaryTables
-from engine.layers.token_exchange import gather_rows, own_rows, scatter_rows
 from engine.layers.vocabulary import (
     CappedHead,
     Embedding,
@@ -93,7 +88,7 @@ class CausalLM:
         *,
         spec: ModelSpec,
         embedding: Embedding,
-        layers: list["DecoderLayer"],
+        layers: list[DecoderLayer],
         final_norm: RmsNorm,
         head: Head,
         rotary: RotaryTables,
@@ -238,7 +233,7 @@ class CausalLM:
         is_finite = None if sums is None else flow.ctx.comm.all_reduce(sums).isfinite()
         if flow.has_ended:
             return ForwardResult(hidden=flow.x[:0], is_finite=is_finite)
-        _add_and_norm(flow, self._final_norm)
+        add_and_norm(flow, self._final_norm)
         return ForwardResult(hidden=flow.x, is_finite=is_finite)
 
     def logits(self, hidden: Tensor, comm: Comm = SINGLE_RANK) -> Tensor:
@@ -259,239 +254,8 @@ def _side_by_side(export: Export, entering: dict[int, Tensor], final: Tensor) ->
 
 def _stream(flow: Flow) -> Tensor:
     """A copy [T, hidden] of the residual stream, between two layers."""
-    _settle(flow)
+    settle(flow)
     return flow.x.clone() if flow.residual is None else flow.x + flow.residual
-
-
-class DecoderLayer:
-    """Pre-norm attention and feed-forward, as operations that schedules may order.
-
-    Each of the two parts adds the output of the part before to the residual stream, normalises and
-    computes, and communicates only at its end. `operations` is the layer's one definition.
-    """
-
-    __slots__ = ("_attention", "_attention_norm", "_mlp", "_mlp_norm")
-
-    def __init__(
-        self,
-        *,
-        attention_norm: RmsNorm,
-        attention: SelfAttention,
-        mlp_norm: RmsNorm,
-        mlp: FeedForward,
-    ) -> None:
-        self._attention_norm = attention_norm
-        self._attention = attention
-        self._mlp_norm = mlp_norm
-        self._mlp = mlp
-
-    def operations(self) -> tuple[Op, ...]:
-        """See `engine.layers.operations`."""
-        return (
-            Op("prepare", self._prepare),
-            Op("core", self._core, needs=("prepare",)),
-            *self._after_attention(),
-        )
-
-    def last_operations(self, *, gathers: bool = False) -> tuple[Op, ...]:
-        """`operations` of the model's last layer, which also leaves out what nobody asks for.
-
-        gathers: it begins with this rank's rows.
-        """
-        return (
-            Op("prepare", self._gather_and_prepare_last if gathers else self._prepare_last),
-            Op("core", self._core_last, needs=("prepare",)),
-            *self._after_attention(),
-        )
-
-    def exchange_operations(self, *, is_first: bool = False) -> tuple[Op, ...]:
-        """`operations` that take and leave this rank's rows; is_first: they begin with all."""
-        sent, mlp = "comm_prepare_mlp_a", self._mlp
-        feed_forward = (
-            mlp.exchange_operations() if isinstance(mlp, Mixture) else self._gathered_mlp()
-        )
-        return (
-            Op("prepare", self._prepare_first_rows if is_first else self._prepare_rows),
-            Op("core", self._core, needs=("prepare",)),
-            Op(sent, _scatter_rows, lane=Lane.SEND, needs=("core",)),
-            Op("comm_prepare_mlp_b", self._prepare_mlp, waits=(Lane.SEND,), needs=(sent,)),
-            *feed_forward,
-        )
-
-    def _gathered_mlp(self) -> tuple[Op, ...]:
-        """A dense feed-forward part, of which each rank has some units of every token."""
-        sent, back = "dispatch_a", "combine_a"
-        (mlp,) = self._mlp.operations()
-        return (
-            Op(sent, _gather_rows, lane=Lane.SEND, needs=("comm_prepare_mlp_b",)),
-            Op("dispatch_b", wait, waits=(Lane.SEND,), needs=(sent,)),
-            replace(mlp, needs=("dispatch_b",)),
-            Op(back, _scatter_rows, lane=Lane.SEND, needs=(mlp.name,)),
-            Op("combine_b", self._finish_mlp, waits=(Lane.SEND,), needs=(back,)),
-        )
-
-    def _prepare_first_rows(self, flow: Flow) -> None:
-        comm = flow.ctx.comm
-        flow.x = own_rows(flow.x, comm)
-        flow.own_slots = own_rows(flow.ctx.slots, comm, fill=-1)
-        self._prepare_rows(flow)
-
-    def _prepare_rows(self, flow: Flow) -> None:
-        """`_prepare` from this rank's rows, of which the residual stream stays."""
-        own, flow.residual = self._attention_norm.add(flow.x, flow.residual)
-        x = gather_rows(own, len(flow.ctx.slots), flow.ctx.comm)
-        q, k, v = self._attention.project(x, flow.ctx)
-        flow.tokens = ProjectedTokens(x=x, q=q, k=k, v=v, residual=flow.residual)
-
-    def _gather_and_prepare_last(self, flow: Flow) -> None:
-        num_tokens, comm, residual = len(flow.ctx.slots), flow.ctx.comm, flow.residual
-        assert residual is not None, "the first layer has begun the stream"
-        flow.x, flow.residual = (gather_rows(t, num_tokens, comm) for t in (flow.x, residual))
-        self._prepare_last(flow)
-
-    def _after_attention(self) -> tuple[Op, ...]:
-        sent, feed_forward = "comm_prepare_mlp_a", self._mlp.operations()
-        return (
-            Op(sent, _sum_over_ranks, lane=Lane.SEND, needs=("core",)),
-            Op("comm_prepare_mlp_b", self._prepare_mlp, waits=(Lane.SEND,), needs=(sent,)),
-            *feed_forward,
-            Op("combine_a", _sum_over_ranks, lane=Lane.SEND, needs=(feed_forward[-1].name,)),
-            Op("combine_b", self._finish_mlp, waits=(Lane.SEND,), needs=("combine_a",)),
-        )
-
-    def _prepare(self, flow: Flow) -> None:
-        """Writes ctx.kv_store."""
-        residual = _add_and_norm(flow, self._attention_norm)
-        q, k, v = self._attention.project(flow.x, flow.ctx)
-        flow.tokens = ProjectedTokens(x=flow.x, q=q, k=k, v=v, residual=residual)
-
-    def _prepare_last(self, flow: Flow) -> None:
-        """`_prepare`; then only the tokens stay whose logits are asked for, if they are known."""
-        last = flow.ctx.last
-        if last is None:
-            self._prepare(flow)
-            stored: StoredTokens | None = flow.tokens
-        else:
-            assert flow.chosen is None, "the context has chosen already"
-            stored = self._store(flow)
-        assert stored is not None
-        if flow.checks_finite:
-            flow.finite_sums = stored.finite_sums()
-        if last is not None:
-            flow.tokens = self._project_last(stored, last)
-            flow.ctx = last.ctx
-        elif flow.chosen is not None:
-            flow.has_ended = len(flow.chosen) == 0
-        if last is not None or flow.chosen is not None:
-            flow.slots = None  # the chosen are no padding
-
-    @property
-    def can_store_alone(self) -> bool:
-        """Whether the last layer may compute K and V of all tokens, and queries of some."""
-        return self._attention.can_store_alone
-
-    def _store(self, flow: Flow) -> StoredTokens:
-        """`_prepare` without queries; writes ctx.kv_store."""
-        residual = _add_and_norm(flow, self._attention_norm)
-        k, v = self._attention.store(flow.x, flow.ctx)
-        return StoredTokens(x=flow.x, k=k, v=v, residual=residual)
-
-    def _project_last(self, stored: StoredTokens, last: LastTokens) -> ProjectedTokens:
-        """Project the queries that `_store` left out, for each row's last token only; [R]."""
-        x = stored.x.index_select(0, last.indices)
-        q, k, v = self._attention.project(x, last.ctx)
-        residual = stored.residual.index_select(0, last.indices)
-        return ProjectedTokens(x=x, q=q, k=k, v=v, residual=residual)
-
-    def _core(self, flow: Flow) -> None:
-        self._attend(flow, None)
-
-    def _core_last(self, flow: Flow) -> None:
-        self._attend(flow, flow.chosen)
-
-    def _attend(self, flow: Flow, chosen: Tensor | None) -> None:
-        """chosen: as of `Flow`."""
-        tokens, flow.tokens = flow.tokens, None
-        assert tokens is not None
-        attended, residual = self._attention.attend(tokens, flow.ctx), tokens.residual
-        if chosen is not None:
-            attended, residual = (t.index_select(0, chosen) for t in (attended, residual))
-        flow.x, flow.residual = self._attention.output(attended, flow.ctx), residual
-
-    def _prepare_mlp(self, flow: Flow) -> None:
-        _add_and_norm(flow, self._mlp_norm)
-
-    def _finish_mlp(self, flow: Flow) -> None:
-        """What comes after the sum over the ranks: nothing here."""
-
-    @property
-    def mlp(self) -> FeedForward:
-        return self._mlp
-
-
-def _sum_over_ranks(flow: Flow) -> None:
-    """Now, or, where that is faster, with the norm that follows."""
-    fused = flow.ctx.fused_sums
-    flow.owes_sum = True
-    if fused is None or flow.residual is None or not fused.fits(flow.x):
-        _settle(flow)
-
-
-def _settle(flow: Flow) -> None:
-    if flow.owes_sum:
-        flow.x = flow.ctx.comm.all_reduce(flow.x)
-        flow.owes_sum = False
-
-
-def _add_and_norm(flow: Flow, norm: RmsNorm) -> Tensor:
-    """Adds `x` to the residual stream and normalises that into `x`; returns the stream."""
-    fused = flow.ctx.fused_sums
-    if flow.owes_sum and fused is not None and flow.residual is not None:
-        flow.x, flow.residual = norm.add_sum(flow.x, flow.residual, fused)
-        flow.owes_sum = False
-    else:
-        _settle(flow)
-        flow.x, flow.residual = norm.add(flow.x, flow.residual)
-    return flow.residual
-
-
-def _scatter_rows(flow: Flow) -> None:
-    flow.x = scatter_rows(flow.x, flow.ctx.comm)
-
-
-def _gather_rows(flow: Flow) -> None:
-    flow.x = gather_rows(flow.x, len(flow.ctx.slots), flow.ctx.comm)
-
-
-class OutputNormLayer(DecoderLayer):
-    """A layer that also normalises what its two parts return (Gemma)."""
-
-    __slots__ = ("_attention_output_norm", "_mlp_output_norm")
-
-    def __init__(
-        self,
-        *,
-        attention_norm: RmsNorm,
-        attention: SelfAttention,
-        attention_output_norm: RmsNorm,
-        mlp_norm: RmsNorm,
-        mlp: FeedForward,
-        mlp_output_norm: RmsNorm,
-    ) -> None:
-        super().__init__(
-            attention_norm=attention_norm, attention=attention, mlp_norm=mlp_norm, mlp=mlp
-        )
-        self._attention_output_norm = attention_output_norm
-        self._mlp_output_norm = mlp_output_norm
-
-    def _prepare_mlp(self, flow: Flow) -> None:
-        _settle(flow)
-        flow.x = self._attention_output_norm(flow.x)
-        super()._prepare_mlp(flow)
-
-    def _finish_mlp(self, flow: Flow) -> None:
-        _settle(flow)
-        flow.x = self._mlp_output_norm(flow.x)
 
 
 def attention_shape(

@@ -27,6 +27,9 @@ from kernels.attention.latent_prefill import (
 )
 from kernels.attention.protocol import AttentionStep
 
+# Strides of what the library reads through the GPU's copy engine are multiples of it.
+_TMA_BYTES = 16
+
 
 def why_not(
     shape: LatentShape, block_size: int, dtype: torch.dtype, device: torch.device
@@ -114,7 +117,7 @@ class FlashLatent:
         shape, (piece,) = self._shape, work.pieces
         made, vectors = made_keys(up, layer, store, piece, shape)
         self._attend(
-            q=q,
+            q=_with_aligned_rows(q),
             k=join_keys(made, vectors, shape),
             v=made[..., shape.nope_dim :],
             max_seqlen_q=work.max_new_tokens,
@@ -126,3 +129,8 @@ class FlashLatent:
             fa_version=3,
             out=out.view(len(q), shape.num_heads, shape.value_dim),
         )
+
+
+def _with_aligned_rows(q: Tensor) -> Tensor:
+    """`q`, copied if the stride between its tokens is none that the library takes."""
+    return q if q.stride(0) * q.element_size() % _TMA_BYTES == 0 else q.contiguous()

@@ -16,11 +16,13 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from actors.ingress.observation import Observation
+from actors.observability.latency_metrics import INTER_TOKEN, INTER_TOKEN_BEFORE
 from actors.observability.merged_metrics import prometheus_text
-from actors.observability.metrics import INTER_TOKEN, INTER_TOKEN_BEFORE, TOTALS, IngressMetrics
+from actors.observability.metrics import IngressMetrics
 from actors.observability.ray_metrics import RayMetrics
 from actors.observability.recent_ttft import RecentTtft
 from actors.observability.request_times import Stage
+from actors.observability.worker_metrics import TOTALS
 from actors.routing.worker_links import WorkerLink
 from actors.rpc.handles import WorkerHandle
 from configs.load import PROJECT_ROOT

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from engine.layers import schedules
+from engine.layers.decoder import DecoderLayer
 from engine.layers.mlp import GatedMlp
 from engine.layers.moe import Mixture, SharedExpert
 from engine.layers.operations import Flow, Lane, Op, run_in_order
@@ -23,7 +24,6 @@ from engine.layers.schedules import (
     drive,
     prompt_schedule,
 )
-from engine.models.llama import DecoderLayer
 
 PAGE = Path(__file__).parents[3] / "docs" / "layer_operations.md"
 SUMMED = ("prepare", "core", "comm_prepare_mlp_a", "comm_prepare_mlp_b")

@@ -48,7 +48,7 @@ def test_fifty_ways_to_compute_a_request_have_one_hash_on_all_ranks(
 ) -> None:
     settings = {
         "hidden_size": 512,
-        "intermediate_size": 720,
+        "intermediate_size": 736,
         "num_hidden_layers": 3,
         "num_attention_heads": 8,
         "num_key_value_heads": 2,

@@ -24,6 +24,7 @@ MODEL = Path(__file__).parents[3] / "demo_model" / "laps-demo"
 SIZE = 2
 SETTINGS = {
     "model__device": "cuda",
+    "workers__num_gpus": 1,
     "cache__num_blocks": 600,
     "scheduler__max_num_seqs": 24,
     "scheduler__max_num_batched_tokens": 96,

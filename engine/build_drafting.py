@@ -1,0 +1,182 @@
+"""Builds what drafts for one worker's requests: n-grams, a smaller model, or a head of the model.
+
+A model or a head drafts on an executor of its own, with as many blocks as the target's.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+
+from configs.schema import AppConfig, SpeculationConfig
+from engine.clock import Clock
+from engine.constraints.grammars import Grammars
+from engine.errors import ConfigError
+from engine.kv.features import FeaturePlanes
+from engine.model_folder import drafter_folder, load_scales, rank_layout
+from engine.models.eagle3 import build_eagle3, read_eagle3
+from engine.models.feature_head import FeatureHead
+from engine.models.llama import CausalLM
+from engine.models.mtp import build_mtp
+from engine.models.registry import build_ops
+from engine.models.spec import ModelSpec, load_spec
+from engine.ranks.rank import WHOLE_MODEL
+from engine.runner.exports import NextFeatures, TokenFeatures
+from engine.runner.measured import Measured
+from engine.runner.replica import DTYPES, Replica
+from engine.scheduling.drafting import Drafting
+from engine.speculation.controller import SpeculationController
+from engine.speculation.draft_model import DraftModel
+from engine.speculation.drafter import Drafter, DraftPolicy, FixedDrafts, RequestNgrams
+from engine.speculation.feature_drafter import FeatureDrafter
+from engine.speculation.ngram import NgramRules
+from engine.speculation.rules import DEFAULT_RULES
+
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def build_head(config: AppConfig, target: ModelSpec, replica: Replica) -> FeatureHead | None:
+    """The head, if one drafts; from now on the model's steps keep what it reads."""
+    folder, model = drafter_folder(config), replica.model
+    ops, is_deterministic = build_ops(model.device), config.model.deterministic
+    match config.speculation.drafter:
+        case "eagle3":
+            head = build_eagle3(
+                folder,
+                read_eagle3(folder, target),
+                model.embedding,
+                dtype=model.dtype,
+                ops=ops,
+                max_model_len=model.rotary.max_tokens,
+                is_deterministic=is_deterministic,
+            )
+        case "mtp":
+            head = build_mtp(folder, model, target, ops, is_deterministic=is_deterministic)
+        case _:
+            model.export(None)
+            return None
+    model.export(head.export)
+    replica.keep_exports(lambda store: TokenFeatures(FeaturePlanes(store, head.width)))
+    return head
+
+
+def build_drafting(
+    config: AppConfig,
+    spec: ModelSpec,
+    measured: Measured,
+    grammars: Grammars,
+    clock: Clock,
+    *,
+    holds: bool,
+) -> Drafting:
+    """The drafts of one worker's requests; none unless the configuration names a drafter.
+
+    holds: as of `Drafting`.
+    """
+    asked = config.speculation
+    drafter: Drafter
+    if asked.drafter == "none":
+        return Drafting(None, None, holds=holds)
+    if measured.head is not None:
+        drafter = _build_feature_drafter(config, measured.head, measured, grammars, clock)
+    elif asked.model_path is not None:
+        drafter = _build_draft_model(config, asked.model_path, spec, measured, grammars, clock)
+    else:
+        drafter = RequestNgrams(NgramRules(max_corpus_tokens=asked.max_corpus_tokens))
+    return Drafting(
+        drafter, build_policy(asked), holds=holds, graph_tokens=measured.verify_token_sizes
+    )
+
+
+def _build_draft_model(
+    config: AppConfig,
+    path: str,
+    spec: ModelSpec,
+    measured: Measured,
+    grammars: Grammars,
+    clock: Clock,
+) -> DraftModel:
+    """An executor like the target's over the smaller model, with as many blocks."""
+    own = load_spec(Path(path))
+    if own.vocab_size != spec.vocab_size:
+        raise ConfigError(
+            f"speculation.model_path: {path} has {own.vocab_size} tokens and the model"
+            f" {spec.vocab_size}; drafts need a model of the same vocabulary"
+        )
+    replica = _drafting_replica(config, path, own, None, measured, grammars)
+    return DraftModel(
+        replica.build_executor(),
+        num_blocks=measured.executor.kv_store.num_blocks,
+        block_size=config.cache.block_size,
+        max_model_len=replica.max_row_tokens,
+        max_tokens=measured.sizes.max_tokens,
+        now_s=clock.now_s,
+    )
+
+
+def _build_feature_drafter(
+    config: AppConfig, head: FeatureHead, measured: Measured, grammars: Grammars, clock: Clock
+) -> FeatureDrafter:
+    """An executor over the head, which reads and writes vectors in the target's store."""
+    planes = FeaturePlanes(measured.executor.kv_store, head.width)
+    head.read_from(planes)
+    path, block_size = str(drafter_folder(config)), config.cache.block_size
+    given = config, path, head.model.spec, head.model
+    replica = _drafting_replica(*given, measured, grammars)
+    replica.keep_exports(lambda _: NextFeatures(planes, block_size))
+    return FeatureDrafter(
+        replica.build_executor(),
+        num_blocks=measured.executor.kv_store.num_blocks,
+        block_size=block_size,
+        max_model_len=replica.max_row_tokens,
+        max_tokens=measured.sizes.max_tokens,
+        now_s=clock.now_s,
+    )
+
+
+def _drafting_replica(
+    config: AppConfig,
+    path: str,
+    spec: ModelSpec,
+    model: CausalLM | None,
+    measured: Measured,
+    grammars: Grammars,
+) -> Replica:
+    """Like the target's, with as many blocks, for another model."""
+    target = measured.executor
+    length = model.rotary.max_tokens if model is not None else None
+    own = msgspec.structs.replace(
+        config.model,
+        path=path,
+        max_model_len=length,
+        dtype=_NAMES[target.model.dtype],
+        weights="safetensors",
+        quantization="auto",
+    )
+    num_blocks = target.kv_store.num_blocks
+    replaced = msgspec.structs.replace(
+        config,
+        model=own,
+        cache=msgspec.structs.replace(config.cache, num_blocks=num_blocks, kv_scales=None),
+        execution=msgspec.structs.replace(
+            config.execution, expert_load_steps=0, dual_stream_token_threshold=0
+        ),
+        speculation=SpeculationConfig(),
+    )
+    kv_scales = load_scales(replaced, spec)
+    layout = rank_layout(replaced, spec, WHOLE_MODEL, kv_scales)
+    return Replica(replaced, spec, layout, measured.sizes, model, grammars, kv_scales=kv_scales)
+
+
+def build_policy(asked: SpeculationConfig) -> DraftPolicy:
+    if not asked.adaptive:
+        return FixedDrafts(asked.max_drafts, max_temperature=asked.max_temperature)
+    most = asked.max_drafts
+    rules = replace(
+        DEFAULT_RULES,
+        max_temperature=asked.max_temperature,
+        max_drafts=most,
+        first_drafts=min(DEFAULT_RULES.first_drafts, most),
+        retry_drafts=min(DEFAULT_RULES.retry_drafts, most),
+    )
+    return SpeculationController(rules)

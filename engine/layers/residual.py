@@ -1,0 +1,44 @@
+"""The residual stream of a flow between two parts of a layer, and the sum over ranks it may owe.
+
+Operations and parts of operations: each reads and writes the fields of one `Flow`.
+"""
+
+from torch import Tensor
+
+from engine.layers.norm import RmsNorm
+from engine.layers.operations import Flow
+from engine.layers.token_exchange import gather_rows, scatter_rows
+
+
+def sum_over_ranks(flow: Flow) -> None:
+    """Now, or, where that is faster, with the norm that follows."""
+    fused = flow.ctx.fused_sums
+    flow.owes_sum = True
+    if fused is None or flow.residual is None or not fused.fits(flow.x):
+        settle(flow)
+
+
+def settle(flow: Flow) -> None:
+    if flow.owes_sum:
+        flow.x = flow.ctx.comm.all_reduce(flow.x)
+        flow.owes_sum = False
+
+
+def add_and_norm(flow: Flow, norm: RmsNorm) -> Tensor:
+    """Adds `x` to the residual stream and normalises that into `x`; returns the stream."""
+    fused = flow.ctx.fused_sums
+    if flow.owes_sum and fused is not None and flow.residual is not None:
+        flow.x, flow.residual = norm.add_sum(flow.x, flow.residual, fused)
+        flow.owes_sum = False
+    else:
+        settle(flow)
+        flow.x, flow.residual = norm.add(flow.x, flow.residual)
+    return flow.residual
+
+
+def scatter_flow(flow: Flow) -> None:
+    flow.x = scatter_rows(flow.x, flow.ctx.comm)
+
+
+def gather_flow(flow: Flow) -> None:
+    flow.x = gather_rows(flow.x, len(flow.ctx.slots), flow.ctx.comm)

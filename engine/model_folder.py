@@ -1,0 +1,80 @@
+"""Reads what a model's folder and the configuration say before any weight is read.
+
+That is the model, the scales of its K and V, and the layouts of its blocks.
+"""
+
+from pathlib import Path
+
+from torch import Tensor
+
+from configs.schema import AppConfig
+from engine.errors import ConfigError
+from engine.kv.layout import KvLayout
+from engine.models.eagle3 import read_eagle3
+from engine.models.kv_scales import digest_of_scales, load_kv_scales
+from engine.models.mtp import read_mtp
+from engine.models.spec import ModelSpec, load_spec
+from engine.ranks.rank import WHOLE_MODEL, Rank
+from engine.runner.replica import compute_dtype
+
+
+def _load_spec(config: AppConfig) -> ModelSpec:
+    return load_spec(
+        Path(config.model.path),
+        quantization=config.model.quantization,
+        sharing=config.workers.expert_sharing,
+    )
+
+
+def load_scales(config: AppConfig, spec: ModelSpec) -> Tensor | None:
+    """fp32 [layers, 2, KV heads of all ranks]; None = K and V are kept as they are computed."""
+    if config.cache.kv_dtype == "auto":
+        return None
+    if spec.latent is not None:
+        raise ConfigError(
+            "cache.kv_dtype: fp8_e4m3 is for K and V with heads; latent attention (MLA) keeps one"
+            " short vector a token, as it is computed: leave it at auto"
+        )
+    return load_kv_scales(
+        Path(config.model.path),
+        spec,
+        file=None if config.cache.kv_scales is None else Path(config.cache.kv_scales),
+        is_random=config.model.weights == "random",
+    )
+
+
+def read_folder(
+    config: AppConfig, rank: Rank
+) -> tuple[ModelSpec, Tensor | None, KvLayout, KvLayout]:
+    """The model, its scales of K and V, and the layouts of the rank's blocks and of whole ones."""
+    spec = _load_spec(config)
+    kv_scales = load_scales(config, spec)
+    part = rank_layout(config, spec, rank, kv_scales)
+    return spec, kv_scales, part, rank_layout(config, spec, WHOLE_MODEL, kv_scales)
+
+
+def rank_layout(
+    config: AppConfig, spec: ModelSpec, rank: Rank, kv_scales: Tensor | None
+) -> KvLayout:
+    part, block_size = spec.of_rank(rank), config.cache.block_size
+    if kv_scales is None:
+        dtype, width = compute_dtype(config.model, spec), _feature_width(config, spec)
+        layout = part.kv_layout(block_size=block_size, dtype=dtype)
+        return layout if width is None else layout.with_features(width)
+    digest = digest_of_scales(kv_scales)
+    return part.kv_layout(block_size=block_size, dtype="fp8_e4m3", scales=digest)
+
+
+def _feature_width(config: AppConfig, spec: ModelSpec) -> int | None:
+    """Of the vector that a drafter reads of each token; None = none does."""
+    match config.speculation.drafter:
+        case "eagle3":
+            return read_eagle3(drafter_folder(config), spec).decoder.hidden_size
+        case "mtp":
+            return read_mtp(drafter_folder(config), spec).hidden_size
+        case _:
+            return None
+
+
+def drafter_folder(config: AppConfig) -> Path:
+    return Path(config.speculation.model_path or config.model.path)
