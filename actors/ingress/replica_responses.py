@@ -65,7 +65,7 @@ class ReplicaResponses:
         if not is_id or self.own.find(response_id) is not None:
             return None
         answers = await self._ask(FIND, response_id)
-        found = (msgspec.json.decode(one, type=StoredResponse) for one in answers if one)
+        found = (StoredResponse.decoded(one) for one in answers if one)
         response = next(found, None)
         if response is None:
             _check(answers)
@@ -95,9 +95,9 @@ class ReplicaResponses:
     # ---- asked by other replicas ----------------------------------------------------------------
 
     async def _find(self, response_id: bytes) -> bytes:
-        """An id -> StoredResponse, as JSON as messages came; b"" = it is not here."""
+        """An id -> StoredResponse, encoded; b"" = it is not here."""
         found = self.own.find(decode(response_id, str))
-        return b"" if found is None else msgspec.json.encode(found)
+        return b"" if found is None else found.encoded()
 
     async def _forget(self, response_id: bytes) -> bytes:
         self.own.forget(decode(response_id, str))

@@ -53,9 +53,7 @@ class ToolCall(LenientObject, frozen=True, kw_only=True):
     type: str | None = None
 
 
-class Message(LenientObject, frozen=True, kw_only=True, omit_defaults=True):
-    """May be encoded again: what was absent stays absent, for an empty `Raw` is no JSON."""
-
+class Message(LenientObject, frozen=True, kw_only=True):
     role: str
     content: str | list[ContentPart | str] | None = None
     name: str | None = None
@@ -63,9 +61,9 @@ class Message(LenientObject, frozen=True, kw_only=True, omit_defaults=True):
     tool_call_id: str | None = None
     # Extensions: for templates that keep it. The second is vLLM's newer name of the first.
     reasoning_content: str | None = None
-    reasoning: Raw = Raw()  # text; other servers' objects are ignored
+    reasoning: Raw = field(default_factory=Raw)  # text; other servers' objects are ignored
     refusal: str | None = None  # stands in for the content
-    audio: Raw = Raw()
+    audio: Raw = field(default_factory=Raw)
     function_call: FunctionCall | None = None  # what `tool_calls` replaced
 
 

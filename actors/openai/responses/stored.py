@@ -7,6 +7,8 @@ replica has its own (actors/ingress/replica_responses.py).
 from collections import OrderedDict
 
 import msgspec
+from msgspec import Raw
+from msgspec.structs import asdict
 
 from actors.openai.prompts import count_chars
 from actors.openai.request_bodies import Message
@@ -21,6 +23,18 @@ class StoredResponse(msgspec.Struct, frozen=True, kw_only=True):
     body: bytes  # as it was sent
     messages: list[Message]  # the conversation up to its end
     num_bytes: int  # of both; a character counts as one, a message as 64
+
+    def encoded(self) -> bytes:
+        """As JSON, as the messages came: what a message lacks is left out, an empty `Raw` too."""
+        messages = [
+            {name: value for name, value in asdict(one).items() if value not in (None, Raw())}
+            for one in self.messages
+        ]
+        return msgspec.json.encode(asdict(self) | {"messages": messages})
+
+    @staticmethod
+    def decoded(data: bytes) -> "StoredResponse":
+        return msgspec.json.decode(data, type=StoredResponse)
 
 
 class StoredResponses:

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import httpx
+import msgspec
 import openai
 import pytest
 from openai.types.responses import Response
@@ -12,8 +13,9 @@ from pydantic import TypeAdapter
 
 from actors.openai.chat_dialect import ToolFormat
 from actors.openai.protocol import ParsedRequest
+from actors.openai.request_bodies import Message
 from actors.openai.responses.reading import parse_responses
-from actors.openai.responses.stored import StoredResponses
+from actors.openai.responses.stored import StoredResponse, StoredResponses
 from actors.openai.served_model import ServedModel
 from configs.schema import EdgeConfig
 from engine.errors import RequestError
@@ -304,6 +306,24 @@ def test_a_stream_over_the_application_ends_as_it_should() -> None:
         assert kinds[-1] == "response.incomplete"
 
     app.ask(main)
+
+
+def test_a_stored_response_travels_as_it_is() -> None:
+    stored = StoredResponses(max_bytes=10_000)
+    said = [
+        {"role": "user", "content": [{"type": "text", "text": "hé"}], "name": "x"},
+        {"role": "assistant", "content": None, "reasoning": "hm", "tool_calls": []},
+        {"role": "tool", "content": "1", "tool_call_id": "c1"},
+    ]
+    messages = msgspec.json.decode(json.dumps(said), type=list[Message])
+    stored.keep("resp_1", b'{"id": "resp_1"}', messages)
+    found = stored.find("resp_1")
+    assert found is not None
+    again = StoredResponse.decoded(found.encoded())
+    assert again.encoded() == found.encoded()
+    assert again.body == found.body
+    assert [bytes(one.reasoning) for one in again.messages] == [b"", b'"hm"', b""]
+    assert [one.content for one in again.messages] == [one.content for one in messages]
 
 
 def test_stored_responses_are_bounded_by_bytes() -> None:
