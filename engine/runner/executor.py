@@ -99,8 +99,7 @@ class Executor:
         self.kv_store = KvStore(layout, num_blocks=num_blocks, device=model.device)
         self._attention = attention
         self._sends_blocks = sends_blocks
-        self._max_rows = max_rows
-        self._max_tokens = max_num_batched_tokens
+        self._max_rows, self._max_tokens = max_rows, max_num_batched_tokens
         self._max_samples = max_rows
         self._max_model_len = max_model_len
         self._max_blocks_per_row = layout.num_blocks_for(max_model_len)
