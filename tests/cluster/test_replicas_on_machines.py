@@ -40,6 +40,7 @@ CHANGES: dict[str, object] = {
     "api": {
         "keys": {name: hashlib.sha256(name.encode()).hexdigest() for name in ("free", "limited")},
         "limits": {"limited": {"requests_per_minute": LIMIT}},
+        "open_paths": ["/ready"],
     },
 }
 
