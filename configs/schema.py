@@ -188,9 +188,10 @@ class ExecutionConfig(_Section, frozen=True):
     # predicts a gain, from rates measured on an H200; measured = from where on ten split steps were
     # 5 % faster than ten whole ones at the start.
     tbo_min_prompt_tokens: Annotated[int, Meta(ge=2)] | Auto | Measured = "auto"
-    # Steps without prompts are split from so many rows; of these sizes there are graphs of either
-    # kind. None = never, since the layers' weights are read twice; measured = as above, and how far
-    # the second batch lags follows from the share of communication.
+    # Steps without prompts are split from so many rows, drafts counted; of these sizes there are
+    # graphs of either kind. None = never, since the layers' weights are read twice; measured = as
+    # above, of rows without drafts, and how far the second batch lags follows from the share of
+    # communication.
     tbo_min_decode_rows: Annotated[int, Meta(ge=2)] | Measured | None = None
     # Tokens of every expert are counted, for /metrics, and read from the device every so many
     # steps without waiting; one more launch a layer with experts. 0 = they are not counted.
