@@ -13,6 +13,8 @@ from kernels.kv.latent_store import rotate_and_store_latent
 from kernels.kv.rotate_and_store import rotate_and_store
 from kernels.kv.scales import KvScales
 from kernels.ops import HeadNorms, LatentNorm
+from kernels.quant.coded_norm import rms_norm_coded
+from kernels.quant.coded_tokens import CodedTokens, InputForm
 from kernels.rms_norm import rms_norm, rms_norm_add
 from kernels.silu_mul import silu_mul
 
@@ -39,6 +41,13 @@ class TritonOps:
     ) -> tuple[Tensor, Tensor]:
         """x, residual: [T, n], both overwritten, weight: [n]; returns them."""
         return rms_norm_add(x, residual, weight, eps)
+
+    def rms_norm_coded(
+        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, form: InputForm
+    ) -> tuple[CodedTokens, Tensor]:
+        """x: [T, n], residual: [T, n], overwritten; weight: [n]; returns (norm in e4m3, sum)."""
+        coded = rms_norm_coded(x, residual, weight, eps, form)
+        return coded, x if residual is None else residual
 
     def rotary(self, cos_sin: Tensor, positions: Tensor) -> RotaryPositions:
         """cos_sin: fp32 [max_positions, head_dim]; positions: int32 [T]."""

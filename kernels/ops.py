@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from kernels.kv.scales import KvScales
+from kernels.quant.coded_tokens import CodedTokens, InputForm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +45,12 @@ class Ops(Protocol):
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         """Returns (rms_norm(x + residual), x + residual); may overwrite `x` and `residual`."""
+        ...
+
+    def rms_norm_coded(
+        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, form: InputForm
+    ) -> tuple[CodedTokens, Tensor]:
+        """As `rms_norm_add` with the norm coded; without `residual`, the sum is `x`."""
         ...
 
     def rotary(self, cos_sin: Tensor, positions: Tensor) -> Any:  # noqa: ANN401

@@ -12,6 +12,8 @@ from torch import Tensor
 from kernels.kv.append import kv_append, latent_append, slot_lines
 from kernels.kv.scales import KvScales, to_e4m3
 from kernels.ops import HeadNorms, LatentNorm
+from kernels.quant import coded_tokens
+from kernels.quant.coded_tokens import CodedTokens, InputForm
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -148,6 +150,13 @@ class TorchOps:
     ) -> tuple[Tensor, Tensor]:
         """x, residual: [T, n], weight: [n]; returns (norm, sum)."""
         return rms_norm_add(x, residual, weight, eps)
+
+    def rms_norm_coded(
+        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, form: InputForm
+    ) -> tuple[CodedTokens, Tensor]:
+        """x, residual: [T, n], weight: [n]; returns (norm in e4m3, sum)."""
+        total = x if residual is None else x + residual
+        return coded_tokens.reference(rms_norm(total, weight, eps), form), total
 
     def rotary(self, cos_sin: Tensor, positions: Tensor) -> StepAngles:
         """cos_sin: fp32 [max_positions, head_dim], cos | sin; positions: int32 [T]."""

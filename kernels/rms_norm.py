@@ -19,6 +19,30 @@ _ELEMENTS_PER_THREAD = 16  # two 16-byte loads of each operand in flight
 
 
 @triton.jit
+def normalised_row(
+    x_ptr, residual_ptr, weight_ptr, row, eps: tl.constexpr, n: tl.constexpr,
+    x_stride: tl.constexpr, residual_stride: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    BLOCK: tl.constexpr, USE_PDL: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """[BLOCK], in x's dtype; the residual stream is written on the way."""
+    columns = tl.arange(0, BLOCK)
+    mask = columns < n
+    weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+    if USE_PDL:
+        tl.extra.cuda.gdc_wait()
+    x = tl.load(x_ptr + row * x_stride + columns, mask=mask, other=0.0)
+    if HAS_RESIDUAL:
+        place = residual_ptr + row * residual_stride + columns
+        residual = tl.load(place, mask=mask, other=0.0).to(tl.float32)
+        # The norm is computed from the stream as stored, that is, after rounding.
+        x = (x.to(tl.float32) + residual).to(x_ptr.dtype.element_ty)
+        tl.store(place, x, mask=mask)
+    x = x.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(x * x, axis=0) / n + eps)
+    return (x * scale * weight).to(x_ptr.dtype.element_ty)
+
+
+@triton.jit
 def _rms_norm_kernel(
     x_ptr,  # [T, n]
     residual_ptr,  # [T, n]
@@ -36,22 +60,12 @@ def _rms_norm_kernel(
     if USE_PDL:
         tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
+    out = normalised_row(
+        x_ptr, residual_ptr, weight_ptr, row, eps, n, x_stride, residual_stride, HAS_RESIDUAL,
+        BLOCK, USE_PDL,
+    )  # fmt: skip
     columns = tl.arange(0, BLOCK)
-    mask = columns < n
-    weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
-    if USE_PDL:
-        tl.extra.cuda.gdc_wait()
-    x = tl.load(x_ptr + row * x_stride + columns, mask=mask, other=0.0)
-    if HAS_RESIDUAL:
-        place = residual_ptr + row * residual_stride + columns
-        residual = tl.load(place, mask=mask, other=0.0).to(tl.float32)
-        # The norm is computed from the stream as stored, that is, after rounding.
-        x = (x.to(tl.float32) + residual).to(x_ptr.dtype.element_ty)
-        tl.store(place, x, mask=mask)
-    x = x.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(x * x, axis=0) / n + eps)
-    out = (x * scale * weight).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + row * out_stride + columns, out, mask=mask)
+    tl.store(out_ptr + row * out_stride + columns, out, mask=columns < n)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -60,7 +74,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
     Returns a new contiguous [T, n] in x's dtype.
     """
-    _check(x, weight)
+    check_norm(x, weight)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _launch(x, None, weight, out, eps)
     return out
@@ -71,14 +85,14 @@ def rms_norm_add(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 
     x, residual: [T, n] of one dtype, rows may be strided, n <= 16384; weight: [n].
     """
-    _check(x, weight)
-    _check(residual, weight)
+    check_norm(x, weight)
+    check_norm(residual, weight)
     assert x.shape == residual.shape, f"{list(x.shape)} and {list(residual.shape)}"
     _launch(x, residual, weight, x, eps)
     return x, residual
 
 
-def _check(x: Tensor, weight: Tensor) -> None:
+def check_norm(x: Tensor, weight: Tensor) -> None:
     assert x.ndim == 2, f"{list(x.shape)} are no rows"
     assert weight.shape == x.shape[1:], f"weight {list(weight.shape)} for rows of {x.shape[1]}"
     dtypes = (x.dtype, torch.float32)

@@ -12,17 +12,16 @@ import torch
 from torch import Tensor
 
 from engine.layers.context import ForwardContext
-from engine.layers.linear import Linear
+from engine.layers.linear import Linear, form_of, product
 from kernels.attention.protocol import AttentionBackend
 from kernels.ops import HeadNorms, Ops
+from kernels.quant.coded_tokens import CodedTokens, InputForm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StoredTokens:
     """A layer's tensors after K and V were computed and written to the store."""
 
-    # [T, hidden]  normalised
-    x: Tensor
     # [T, kv_heads, head_dim]
     k: Tensor
     v: Tensor
@@ -55,7 +54,11 @@ class SelfAttention(Protocol):
     @property
     def can_store_alone(self) -> bool: ...
 
-    def project(self, x: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor, Tensor]: ...
+    def form(self, num_tokens: int) -> InputForm | None: ...
+
+    def project(
+        self, x: Tensor | CodedTokens, ctx: ForwardContext
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
 
     def store(self, x: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor]: ...
 
@@ -107,9 +110,15 @@ class Attention:
         self._head_norms = head_norms
         self._ops = ops
 
-    def project(self, x: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor, Tensor]:
+    def form(self, num_tokens: int) -> InputForm | None:
+        """How the norm before `project` may code so many tokens; None = not at all."""
+        return form_of(self._qkv, num_tokens)
+
+    def project(
+        self, x: Tensor | CodedTokens, ctx: ForwardContext
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """x: [T, hidden]; returns rotated q, k, v; writes ctx.kv_store at the step's tokens."""
-        return self._rotate_and_store(self._qkv(x, ctx.lane), ctx)
+        return self._rotate_and_store(product(self._qkv, x, ctx.lane), ctx)
 
     @property
     def can_store_alone(self) -> bool:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from engine.layers.attention import ProjectedTokens, SelfAttention, StoredTokens
 from engine.layers.context import LastTokens
+from engine.layers.linear import form_of
 from engine.layers.mlp import FeedForward
 from engine.layers.moe import Mixture
 from engine.layers.norm import RmsNorm
@@ -95,7 +96,7 @@ class DecoderLayer:
         own, flow.residual = self._attention_norm.add(flow.x, flow.residual)
         x = gather_rows(own, len(flow.ctx.slots), flow.ctx.comm)
         q, k, v = self._attention.project(x, flow.ctx)
-        flow.tokens = ProjectedTokens(x=x, q=q, k=k, v=v, residual=flow.residual)
+        flow.tokens = ProjectedTokens(q=q, k=k, v=v, residual=flow.residual)
 
     def _gather_and_prepare_last(self, flow: Flow) -> None:
         num_tokens, comm, residual = len(flow.ctx.slots), flow.ctx.comm, flow.residual
@@ -115,9 +116,11 @@ class DecoderLayer:
 
     def _prepare(self, flow: Flow) -> None:
         """Writes ctx.kv_store."""
-        residual = add_and_norm(flow, self._attention_norm)
-        q, k, v = self._attention.project(flow.x, flow.ctx)
-        flow.tokens = ProjectedTokens(x=flow.x, q=q, k=k, v=v, residual=residual)
+        form = self._attention.form(len(flow.x))
+        residual = add_and_norm(flow, self._attention_norm, form)
+        x, flow.coded = flow.x if flow.coded is None else flow.coded, None
+        q, k, v = self._attention.project(x, flow.ctx)
+        flow.tokens = ProjectedTokens(q=q, k=k, v=v, residual=residual)
 
     def _prepare_last(self, flow: Flow) -> None:
         """`_prepare`; then only the tokens stay whose logits are asked for, if they are known."""
@@ -132,7 +135,7 @@ class DecoderLayer:
         if flow.checks_finite:
             flow.finite_sums = stored.finite_sums()
         if last is not None:
-            flow.tokens = self._project_last(stored, last)
+            flow.tokens = self._project_last(flow.x, stored, last)
             flow.ctx = last.ctx
         elif flow.chosen is not None:
             flow.has_ended = len(flow.chosen) == 0
@@ -148,14 +151,16 @@ class DecoderLayer:
         """`_prepare` without queries; writes ctx.kv_store."""
         residual = add_and_norm(flow, self._attention_norm)
         k, v = self._attention.store(flow.x, flow.ctx)
-        return StoredTokens(x=flow.x, k=k, v=v, residual=residual)
+        return StoredTokens(k=k, v=v, residual=residual)
 
-    def _project_last(self, stored: StoredTokens, last: LastTokens) -> ProjectedTokens:
+    def _project_last(
+        self, normed: Tensor, stored: StoredTokens, last: LastTokens
+    ) -> ProjectedTokens:
         """Project the queries that `_store` left out, for each row's last token only; [R]."""
-        x = stored.x.index_select(0, last.indices)
+        x = normed.index_select(0, last.indices)
         q, k, v = self._attention.project(x, last.ctx)
         residual = stored.residual.index_select(0, last.indices)
-        return ProjectedTokens(x=x, q=q, k=k, v=v, residual=residual)
+        return ProjectedTokens(q=q, k=k, v=v, residual=residual)
 
     def _core(self, flow: Flow) -> None:
         self._attend(flow, None)
@@ -173,7 +178,9 @@ class DecoderLayer:
         flow.x, flow.residual = self._attention.output(attended, flow.ctx), residual
 
     def _prepare_mlp(self, flow: Flow) -> None:
-        add_and_norm(flow, self._mlp_norm)
+        # Tokens travel as they are.
+        form = None if flow.ctx.exchanges else form_of(self._mlp, len(flow.x))
+        add_and_norm(flow, self._mlp_norm, form)
 
     def _finish_mlp(self, flow: Flow) -> None:
         """What comes after the sum over the ranks: nothing here."""

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from engine.layers.attention import ProjectedTokens
 from engine.layers.context import ForwardContext
-from engine.layers.linear import Linear
+from engine.layers.linear import Linear, form_of, product
 from engine.layers.norm import RmsNorm
 from kernels.attention.latent import LatentBackend
 from kernels.ops import LatentNorm, Ops
+from kernels.quant.coded_tokens import CodedTokens, InputForm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,9 +71,15 @@ class LatentAttention:
         self._out = out
         self._ops = ops
 
-    def project(self, x: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor, Tensor]:
+    def form(self, num_tokens: int) -> InputForm | None:
+        """How the norm before `project` may code so many tokens; None = not at all."""
+        return form_of(self._qkv, num_tokens)
+
+    def project(
+        self, x: Tensor | CodedTokens, ctx: ForwardContext
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """x: [T, hidden]; returns rotated q, the kept vector, and nothing as v."""
-        projected = self._qkv(x, ctx.lane)
+        projected = product(self._qkv, x, ctx.lane)
         q, kv = projected[:, : -self._width], projected[:, -self._width :]
         if self._q_up is not None:
             q = self._q_up.linear(self._q_up.norm(q), ctx.lane)

@@ -7,7 +7,7 @@ for two batches at once); calls of one lane run one after the other.
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch.nn.functional as F  # noqa: N812  (the field's own spelling)
 from torch import Tensor
@@ -16,6 +16,7 @@ from engine.errors import ConfigError
 from engine.layers.quantized_weight import Scales, dequantize
 from kernels.linear.packed import can_pack, pack_weight, packed_linear
 from kernels.ops import Ops
+from kernels.quant.coded_tokens import CodedTokens, InputForm
 
 # A weight of up to this many elements (1 MiB of fp32) may still be in cache at the next step. Then
 # a plain product of one row is faster than the packed one, and holding both forms costs little.
@@ -63,6 +64,32 @@ class Linear(Protocol):
     def __call__(self, x: Tensor, lane: int = 0) -> Tensor:
         """x: [T, in]; returns [T, out]."""
         ...
+
+
+@runtime_checkable
+class CodedReader(Protocol):
+    """What also takes inputs in FP8, which a norm before it has coded."""
+
+    def form(self, num_tokens: int) -> InputForm | None:
+        """How the norm codes so many tokens; None = it leaves them as they are."""
+        ...
+
+    def of_coded(self, x: CodedTokens, lane: int = 0) -> Tensor:
+        """As the call itself, of inputs in that form."""
+        ...
+
+
+def form_of(reader: object, num_tokens: int) -> InputForm | None:
+    """How the norm before `reader`, a `CodedReader` or not, may code so many tokens."""
+    return reader.form(num_tokens) if isinstance(reader, CodedReader) else None
+
+
+def product(linear: Linear, x: Tensor | CodedTokens, lane: int) -> Tensor:
+    """x: [T, in], coded where `form_of` says so; returns [T, out]."""
+    if isinstance(x, Tensor):
+        return linear(x, lane)
+    assert isinstance(linear, CodedReader), f"{type(linear)} takes no coded inputs"
+    return linear.of_coded(x, lane)
 
 
 class DenseLinear:

@@ -34,12 +34,12 @@ def build_mlp(
     gated = build_gated(gate_up, ops, is_deterministic=is_deterministic)
     back = build_linear(down, is_deterministic=is_deterministic)
     if gate_up.scales is not None and down.scales is not None and down.data.device.type == "cuda":
-        from engine.layers.quantized_cuda import QuantizedLinear, RoundedMlp
+        from engine.layers.quantized_cuda import CodedMlp, QuantizedLinear
 
         assert isinstance(gated, QuantizedLinear)
         assert isinstance(back, QuantizedLinear)
-        if gated.rounded is not None and back.rounded is not None:
-            return RoundedMlp(gated, back, back.rounded)
+        if gated.takes_coded and back.takes_coded:
+            return CodedMlp(gated, back)
     return GatedMlp(gated=gated, down=back)
 
 

@@ -4,6 +4,7 @@ from torch import Tensor
 
 from engine.layers.context import FusedSums
 from kernels.ops import Ops
+from kernels.quant.coded_tokens import CodedTokens, InputForm
 
 
 class RmsNorm:
@@ -29,6 +30,12 @@ class RmsNorm:
         if residual is None:
             return self(x), x
         return self._ops.rms_norm_add(x, residual, self._weight, self._eps)
+
+    def add_coded(
+        self, x: Tensor, residual: Tensor | None, form: InputForm
+    ) -> tuple[CodedTokens, Tensor]:
+        """As `add`, with the norm coded."""
+        return self._ops.rms_norm_coded(x, residual, self._weight, self._eps, form)
 
     def add_sum(self, x: Tensor, residual: Tensor, sums: FusedSums) -> tuple[Tensor, Tensor]:
         """As `add` of the sum of `x` over the ranks."""

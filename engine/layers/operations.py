@@ -26,13 +26,14 @@ it needs, whatever the lanes are: that is the ordinary forward pass.
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from engine.layers.attention import ProjectedTokens
 from engine.layers.context import ForwardContext
 from kernels.moe.routes import Routes
+from kernels.quant.coded_tokens import CodedTokens
 
 
 class Lane(Enum):
@@ -49,6 +50,8 @@ class Flow:
     # [T, hidden]  the output of the part before, not added to `residual` yet; or normalised
     x: Tensor
     residual: Tensor | None = None  # None = the stream begins with `x`
+    # `x` normalised, in FP8, for the product that comes next and clears it; None = `x` itself is
+    coded: CodedTokens | None = None
     # `x` is this rank's part of a sum, which the norm that follows takes (`FusedSums`).
     owes_sum: bool = False
     # of `FeedForward`; None where no token is padding
@@ -73,7 +76,7 @@ class Flow:
     def tensors(self) -> tuple[object, ...]:
         """All that an operation of this flow may read; whoever has them keeps their memory."""
         routed = self.routes, self.shared, self.dispatched, self.parts
-        return self.x, self.residual, self.tokens, *routed
+        return self.x, self.residual, self.coded, self.tokens, *routed
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +97,25 @@ def plain_mlp(compute: Callable[[Tensor, int], Tensor]) -> tuple[Op, ...]:
 
     def run(flow: Flow) -> None:
         flow.x = compute(flow.x, flow.ctx.lane)
+
+    return (Op("mlp", run, needs=("comm_prepare_mlp_b",)),)
+
+
+class CodedCompute(Protocol):
+    """A feed-forward part that also takes what the norm before it has coded (`CodedReader`)."""
+
+    def __call__(self, x: Tensor, lane: int = 0) -> Tensor: ...
+
+    def of_coded(self, x: CodedTokens, lane: int = 0) -> Tensor: ...
+
+
+def coded_operations(compute: CodedCompute) -> tuple[Op, ...]:
+    """As `plain_mlp`."""
+
+    def run(flow: Flow) -> None:
+        coded, lane = flow.coded, flow.ctx.lane
+        flow.x = compute(flow.x, lane) if coded is None else compute.of_coded(coded, lane)
+        flow.coded = None
 
     return (Op("mlp", run, needs=("comm_prepare_mlp_b",)),)
 

@@ -3,21 +3,25 @@
 What runs, by format, scales, number of tokens:
 
     format  inputs may be rounded   1 to 64  65 to 511  512 and more  deterministic
-    FP8     yes, tiles of 128       weights  blocks     blocks        one tiling
-    FP8     yes, a scale a row      weights  rows       rows          one tiling
-    FP8     else                    weights  weights    matrix        one tiling
+    FP8     yes, tiles of 128       pieces   blocks     blocks        one tiling
+    FP8     yes, a scale a row      pieces   rows       rows          one tiling
+    FP8     else                    pieces   weights    matrix        one tiling
     4 bits  -                       weights  weights    matrix        one tiling
 
+    pieces      inputs as they are, in two FP8 numbers each: `fp8_pieces`; Hopper and bfloat16
+                only, else weights
     weights     inputs as they are, weights decoded in registers: `fp8_linear`, `int4_linear`
     one tiling  the same with one tiling for any number of tokens
     blocks      inputs rounded to e4m3 in groups of 128, `fp8_blocks`; Hopper only
     rows        inputs rounded to e4m3 token by token, cuBLAS or CUTLASS by torch; bfloat16 only
     matrix      weights decoded to a buffer in the inputs' dtype, and cuBLAS
 
-So an answer's first token may come from rounded inputs and the others from inputs as they are; in
-deterministic mode nothing but weights is rounded.
+Inputs are coded by the norm before a product (`form`, `of_coded`) or else before it, with the same
+result. So an answer's first token may come from rounded inputs and the others from inputs as they
+are; in deterministic mode nothing but weights is rounded.
 """
 
+from abc import ABC, abstractmethod
 from typing import Protocol
 
 import torch
@@ -26,11 +30,12 @@ from torch import Tensor
 
 from engine.errors import ConfigError
 from engine.layers.linear import NUM_LANES, LinearWeight, WeightFormat
-from engine.layers.operations import Op, plain_mlp
+from engine.layers.operations import Op, coded_operations
 from engine.layers.quantized_weight import Scales, compacted
 from kernels.device import device_properties
 from kernels.linear.small import tile_counters
 from kernels.ops import Ops
+from kernels.quant.coded_tokens import CodedTokens, InputForm
 from kernels.quant.fp8_blocks import TILE_COLUMNS, fp8_blocks, supports_blocks
 from kernels.quant.fp8_linear import (
     INVARIANT,
@@ -40,14 +45,27 @@ from kernels.quant.fp8_linear import (
     fp8_linear,
     supports_fp8,
 )
+from kernels.quant.fp8_pieces import MAX_TOKENS as MAX_PIECES_TOKENS
+from kernels.quant.fp8_pieces import (
+    codes_gate,
+    fp8_pieces_gate,
+    fp8_pieces_linear,
+    supports_pieces,
+)
 from kernels.quant.int4_linear import FourBitOperand, int4_linear, join_zeros, supports_int4
 from kernels.quant.steps import MAX_SMALL, Codes
 from kernels.quant.to_matrix import fp8_matrix, int4_matrix
-from kernels.quant.token_groups import quantize_tokens
+from kernels.quant.token_groups import code_tokens
 
 ROUNDED_FROM = MAX_ONE_TILE + 1  # tokens
 # A matrix is written and read again, four bytes a weight: that is little beside so many products.
 MATRIX_FROM = 512
+# Up to so many tokens each program of a product may code the inputs that it reads, of more it would
+# spend most of its instructions on them.
+CODED_INSIDE_TO = 16
+# Up to so many columns the matrix units' own sums are taken, which have fewer bits than fp32: on an
+# H200 they are 12 % faster, with more columns no faster.
+UNIT_SUMS_TO = 8192
 _E4M3_CAPABILITY = (8, 9)
 
 
@@ -59,19 +77,13 @@ class Product(Protocol):
     def few(
         self, x: Tensor, counters: Tensor, config: QuantConfig | None, *, gated: bool
     ) -> Tensor:
-        """By weights decoded in registers; any number of tokens."""
+        """Of inputs as they are, any number of tokens; config: of weights decoded in registers."""
         ...
 
     def many(self, x: Tensor) -> Tensor: ...
 
-
-class RoundedProduct(Product, Protocol):
-    """A product whose inputs are rounded where there are many tokens."""
-
-    group: int  # columns of an input that share a scale
-
-    def of_rounded(self, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-        """codes, scales: from `quantize_tokens` by `group`; returns [T, out] in `dtype`."""
+    def form(self, num_tokens: int) -> InputForm | None:
+        """How the inputs of so many tokens are best coded before; None = not at all."""
         ...
 
 
@@ -80,53 +92,82 @@ class Fp8Matrix:
 
     many_from = MATRIX_FROM
 
-    def __init__(self, weight: Fp8Operand) -> None:
+    def __init__(self, weight: Fp8Operand, dtype: torch.dtype) -> None:
+        """dtype: of inputs and outputs."""
         self.weight = weight
+        self._dtype = dtype
+        self._few_form: InputForm | None = None
+        if supports_pieces(weight, dtype):
+            self._few_form = InputForm(pieces=2, group=weight.codes.shape[1])
 
     def few(
         self, x: Tensor, counters: Tensor, config: QuantConfig | None, *, gated: bool
     ) -> Tensor:
-        return fp8_linear(x, self.weight, counters, config, gated=gated)
+        num_tokens, form = len(x), self._few_form
+        if form is None or config is not None or num_tokens > MAX_PIECES_TOKENS:
+            return fp8_linear(x, self.weight, counters, config, gated=gated)
+        if num_tokens <= CODED_INSIDE_TO:
+            return fp8_pieces_linear(x, self.weight, self._dtype, counters, gated=gated)
+        return self.of_pieces(code_tokens(x, form), counters, gated=gated)
 
     def many(self, x: Tensor) -> Tensor:
         return F.linear(x, fp8_matrix(self.weight, x.dtype), self.weight.bias)
 
+    def form(self, num_tokens: int) -> InputForm | None:
+        return self._few_form if num_tokens <= MAX_PIECES_TOKENS else None
 
-class Fp8Blocks(Fp8Matrix):
+    def of_pieces(self, x: CodedTokens, counters: Tensor, *, gated: bool) -> Tensor:
+        return fp8_pieces_linear(x, self.weight, self._dtype, counters, gated=gated)
+
+
+class Fp8Rounding(Fp8Matrix, ABC):
+    """FP8 weights; the inputs of many tokens are rounded."""
+
+    many_from = ROUNDED_FROM
+
+    def __init__(self, weight: Fp8Operand, dtype: torch.dtype, group: int) -> None:
+        """group: columns of a rounded input that share a scale."""
+        super().__init__(weight, dtype)
+        self.many_form = InputForm(pieces=1, group=group)
+
+    def form(self, num_tokens: int) -> InputForm | None:
+        return self.many_form if num_tokens >= ROUNDED_FROM else super().form(num_tokens)
+
+    def many(self, x: Tensor) -> Tensor:
+        return self.of_rounded(code_tokens(x, self.many_form))
+
+    @abstractmethod
+    def of_rounded(self, x: CodedTokens) -> Tensor:
+        """x: in `many_form`; returns [T, out]."""
+
+
+class Fp8Blocks(Fp8Rounding):
     """FP8 weights in tiles of 128 columns; the inputs of many tokens are rounded likewise."""
 
-    many_from = ROUNDED_FROM
-    group = TILE_COLUMNS
+    def __init__(self, weight: Fp8Operand, dtype: torch.dtype) -> None:
+        super().__init__(weight, dtype, TILE_COLUMNS)
 
-    def many(self, x: Tensor) -> Tensor:
-        return self.of_rounded(*quantize_tokens(x, self.group), x.dtype)
-
-    def of_rounded(self, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-        return fp8_blocks(codes, scales, self.weight, dtype)
+    def of_rounded(self, x: CodedTokens) -> Tensor:
+        return fp8_blocks(x.codes[0], x.scales, self.weight, self._dtype)
 
 
-class Fp8Rows(Fp8Matrix):
+class Fp8Rows(Fp8Rounding):
     """FP8 weights with a scale a row; the inputs of many tokens are rounded likewise."""
 
-    many_from = ROUNDED_FROM
-
-    def __init__(self, weight: Fp8Operand) -> None:
-        super().__init__(weight)
+    def __init__(self, weight: Fp8Operand, dtype: torch.dtype) -> None:
+        num_columns = weight.codes.shape[1]
+        super().__init__(weight, dtype, num_columns)
         self._row_scales = weight.scales.view(1, -1)
-        self.group = weight.codes.shape[1]
+        self._sums_in_units = num_columns <= UNIT_SUMS_TO
 
-    def many(self, x: Tensor) -> Tensor:
-        return self.of_rounded(*quantize_tokens(x, self.group), x.dtype)
-
-    def of_rounded(self, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-        # Without fast accumulation: the matrix units' own sums have too few bits.
+    def of_rounded(self, x: CodedTokens) -> Tensor:
         y = torch._scaled_mm(
-            codes,
+            x.codes[0],
             self.weight.codes.t(),
-            scale_a=scales.view(-1, 1),
+            scale_a=x.scales.view(-1, 1),
             scale_b=self._row_scales,
-            out_dtype=dtype,
-            use_fast_accum=False,
+            out_dtype=self._dtype,
+            use_fast_accum=self._sums_in_units,
         )
         return y if self.weight.bias is None else y.add_(self.weight.bias)
 
@@ -146,6 +187,9 @@ class FourBitMatrix:
 
     def many(self, x: Tensor) -> Tensor:
         return F.linear(x, int4_matrix(self.weight, x.dtype), self.weight.bias)
+
+    def form(self, num_tokens: int) -> InputForm | None:
+        return None
 
 
 class QuantizedLinear:
@@ -167,10 +211,14 @@ class QuantizedLinear:
         self._counters = [tile_counters(weight.data.device) for _ in range(NUM_LANES)]
 
     @property
-    def rounded(self) -> RoundedProduct | None:
-        """The product of inputs that are rounded before; None = this map rounds none."""
-        is_rounding = isinstance(self.product, Fp8Blocks | Fp8Rows) and self._many_from is not None
-        return self.product if is_rounding else None  # type: ignore[return-value]
+    def takes_coded(self) -> bool:
+        """Whether there is a `form` for some number of tokens."""
+        is_free = self._many_from is not None and self._order is None
+        return is_free and isinstance(self.product, Fp8Matrix)
+
+    def form(self, num_tokens: int) -> InputForm | None:
+        """How the inputs of so many tokens may be coded for `of_coded`; None = not at all."""
+        return self.product.form(num_tokens) if self.takes_coded else None
 
     def __call__(self, x: Tensor, lane: int = 0) -> Tensor:
         """x: [T, in]; returns [T, out], or [T, out / 2] if gated."""
@@ -182,36 +230,76 @@ class QuantizedLinear:
         y = self.product.many(x)
         return y if self._ops is None else self._ops.silu_mul(y)
 
+    def of_coded(self, x: CodedTokens, lane: int = 0) -> Tensor:
+        """x: [T, in] as `form` says; otherwise as the call."""
+        if not x.is_rounded:
+            assert isinstance(self.product, Fp8Matrix)
+            is_gated = self._ops is not None
+            return self.product.of_pieces(x, self._counters[lane], gated=is_gated)
+        y = self.of_rounded(x)
+        return y if self._ops is None else self._ops.silu_mul(y)
 
-class RoundedMlp:
-    """`GatedMlp` that rounds down's inputs in the kernel of the gate where there are many tokens.
+    def of_rounded(self, x: CodedTokens) -> Tensor:
+        """x: [T, in], rounded; returns [T, out], before any gate."""
+        assert isinstance(self.product, Fp8Rounding)
+        return self.product.of_rounded(x)
 
-    The numbers are those of `GatedMlp`; a launch and a tensor less.
+    def coded_gate(self, x: CodedTokens, lane: int) -> CodedTokens:
+        """silu(gate) * up in pieces, [T, out / 2], of x in pieces; only after `codes_gate`."""
+        assert isinstance(self.product, Fp8Matrix)
+        return fp8_pieces_gate(x, self.product.weight, self._counters[lane])
+
+    def codes_gate(self, num_tokens: int) -> bool:
+        """Whether the gate of so many tokens can leave its result in pieces."""
+        product = self.product
+        return isinstance(product, Fp8Matrix) and codes_gate(num_tokens, product.weight)
+
+
+class CodedMlp:
+    """`GatedMlp` whose gate codes its result for the product after it.
+
+    A launch and a tensor less. With rounded inputs the numbers are those of `GatedMlp`.
     """
 
-    __slots__ = ("_down", "_gated", "_rounded")
+    __slots__ = ("_down", "_gated")
 
     token_sizes: tuple[int, ...] = ()  # as of `GatedMlp`
 
-    def __init__(
-        self, gated: QuantizedLinear, down: QuantizedLinear, rounded: RoundedProduct
-    ) -> None:
-        """rounded: of `down`."""
+    def __init__(self, gated: QuantizedLinear, down: QuantizedLinear) -> None:
         self._gated = gated
         self._down = down
-        self._rounded = rounded
+
+    def form(self, num_tokens: int) -> InputForm | None:
+        """See `CodedReader`."""
+        form, down = self._gated.form(num_tokens), self._down.form(num_tokens)
+        return form if _pieces(form) == _pieces(down) else None
 
     def __call__(self, x: Tensor, lane: int = 0, slots: Tensor | None = None) -> Tensor:
         """x: [T, hidden]; returns [T, hidden]; padding is computed as all else."""
-        many_from = max(self._gated.product.many_from, self._rounded.many_from)
-        if x.shape[0] < many_from:
-            return self._down(self._gated(x, lane), lane)
-        gate_up = self._gated.product.many(x)
-        codes, scales = quantize_tokens(gate_up, self._rounded.group, gated=True)
-        return self._rounded.of_rounded(codes, scales, x.dtype)
+        form = self.form(x.shape[0])
+        if form is not None and form.pieces == 1:
+            return self.of_coded(code_tokens(x, form), lane)
+        return self._down(self._gated(x, lane), lane)
+
+    def of_coded(self, x: CodedTokens, lane: int = 0) -> Tensor:
+        """x: [T, hidden] as `form` says; otherwise as the call."""
+        num_tokens = x.num_tokens
+        form = self._down.form(num_tokens)
+        assert form is not None, "no form of so many tokens"
+        if x.is_rounded:
+            inner = code_tokens(self._gated.of_rounded(x), form, gated=True)
+        elif self._gated.codes_gate(num_tokens):
+            inner = self._gated.coded_gate(x, lane)
+        else:
+            return self._down(self._gated.of_coded(x, lane), lane)
+        return self._down.of_coded(inner, lane)
 
     def operations(self) -> tuple[Op, ...]:
-        return plain_mlp(self)
+        return coded_operations(self)
+
+
+def _pieces(form: InputForm | None) -> int | None:
+    return None if form is None else form.pieces
 
 
 def check_dtype(scales: Scales) -> None:
@@ -227,15 +315,15 @@ def _product(weight: LinearWeight, scales: Scales) -> Product:
     check_dtype(scales)
     if weight.format in (WeightFormat.INT4, WeightFormat.FP4):
         return FourBitMatrix(_four_bit_operand(weight, scales))
-    operand = _fp8_operand(weight, scales)
-    if not scales.quantizes_inputs:
-        return Fp8Matrix(operand)
-    if scales.values.shape[1] > 1:
-        return Fp8Blocks(operand) if supports_blocks(operand) else Fp8Matrix(operand)
+    operand, dtype = _fp8_operand(weight, scales), scales.dtype
     capability = device_properties(weight.data.device).capability
-    can_round = capability is not None and capability >= _E4M3_CAPABILITY
-    can_multiply = scales.rows == 1 and scales.dtype is torch.bfloat16
-    return Fp8Rows(operand) if can_round and can_multiply else Fp8Matrix(operand)
+    has_e4m3 = capability is not None and capability >= _E4M3_CAPABILITY
+    if not scales.quantizes_inputs or not has_e4m3:
+        return Fp8Matrix(operand, dtype)
+    if scales.values.shape[1] > 1:
+        return Fp8Blocks(operand, dtype) if supports_blocks(operand) else Fp8Matrix(operand, dtype)
+    can_multiply = scales.rows == 1 and dtype is torch.bfloat16
+    return Fp8Rows(operand, dtype) if can_multiply else Fp8Matrix(operand, dtype)
 
 
 def _fp8_operand(weight: LinearWeight, scales: Scales) -> Fp8Operand:

@@ -8,6 +8,7 @@ from torch import Tensor
 from engine.layers.norm import RmsNorm
 from engine.layers.operations import Flow
 from engine.layers.token_exchange import gather_rows, scatter_rows
+from kernels.quant.coded_tokens import InputForm
 
 
 def sum_over_ranks(flow: Flow) -> None:
@@ -24,15 +25,21 @@ def settle(flow: Flow) -> None:
         flow.owes_sum = False
 
 
-def add_and_norm(flow: Flow, norm: RmsNorm) -> Tensor:
-    """Adds `x` to the residual stream and normalises that into `x`; returns the stream."""
+def add_and_norm(flow: Flow, norm: RmsNorm, form: InputForm | None = None) -> Tensor:
+    """Adds `x` to the residual stream and normalises that into `x`; returns the stream.
+
+    form: of what comes next: where it can be, the norm is coded so, into `coded` alone.
+    """
     fused = flow.ctx.fused_sums
     if flow.owes_sum and fused is not None and flow.residual is not None:
         flow.x, flow.residual = norm.add_sum(flow.x, flow.residual, fused)
         flow.owes_sum = False
-    else:
-        settle(flow)
+        return flow.residual
+    settle(flow)
+    if form is None:
         flow.x, flow.residual = norm.add(flow.x, flow.residual)
+    else:
+        flow.coded, flow.residual = norm.add_coded(flow.x, flow.residual, form)
     return flow.residual
 
 

@@ -1,21 +1,18 @@
-"""Inputs of a product rounded to e4m3, with a scale for each token and group of columns.
+"""Inputs of a product coded in e4m3, by formulas of coded_tokens.py.
 
-    s[t, g] = max over the group of |x| / 448        q = round(x / s)        (1 where all are zero)
-
-448 is e4m3's largest number; rounding is to the nearest, ties to even. A group is `group` columns,
-or a whole row. Scales are written with the tokens of a group adjacent, as products read them. x may
-be silu(gate) * up, computed on the way: in fp32, rounded once to the inputs' dtype, so that codes
-are those of `kernels.silu_mul`'s result. Torch twin: `reference`.
+x may be silu(gate) * up, computed on the way: in fp32, rounded once to the inputs' dtype, so that
+codes are those of `kernels.silu_mul`'s result. Torch twin: `kernels.quant.coded_tokens.reference`.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from kernels.pdl import pdl_supported
+from kernels.quant.coded_tokens import SECOND_PIECE, CodedTokens, InputForm, empty_coded
+from kernels.quant.decode import knows_e4m3
 
-MAX_E4M3 = 448.0
+_SECOND_FACTOR = tl.constexpr(1 / SECOND_PIECE)
 _COLUMNS = 2048  # of a program, where groups are smaller than rows
 _NUM_WARPS = 4
 
@@ -34,10 +31,39 @@ def _round_e4m3(x):
     return tl.where(x < 0, -rounded, rounded)
 
 
+@triton.jit
+def _nearest_e4m3(x, KNOWS_E4M3: tl.constexpr):
+    return (x if KNOWS_E4M3 else _round_e4m3(x)).to(tl.float8e4nv)
+
+
+@triton.jit
+def code_groups(x, PIECES: tl.constexpr, KNOWS_E4M3: tl.constexpr):  # noqa: ANN201
+    """x: fp32 [groups, columns].
+
+    Returns scales [groups], and both pieces in e4m3; the second of one is the first.
+    """
+    largest = tl.max(tl.abs(x), axis=1)
+    if PIECES == 1:
+        scales = tl.where(largest > 0, largest / 448.0, 1.0)
+        # At most 448 but for the rounding of the division.
+        scaled = tl.minimum(tl.maximum(x / scales[:, None], -448.0), 448.0)
+        first = _nearest_e4m3(scaled, KNOWS_E4M3)
+        second = first
+    else:
+        exponent = tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 8)
+        scales = ((exponent - 7) << 23).to(tl.float32, bitcast=True)
+        scales = tl.where(exponent < 255, scales, float("inf"))
+        scaled = x * ((261 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]
+        first = _nearest_e4m3(scaled, KNOWS_E4M3)
+        rest = (scaled - first.to(tl.float32)) * _SECOND_FACTOR
+        second = _nearest_e4m3(rest, KNOWS_E4M3)
+    return scales, first, second
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def _token_groups_kernel(
     x_ptr,  # [T, K], row stride `row_stride`; if IS_GATED [T, 2 K], gate's columns first
-    codes_ptr,  # [T, K] e4m3
+    codes_ptr,  # [PIECES, T, K] e4m3
     scales_ptr,  # [groups, num_tokens] fp32
     num_tokens,
     row_stride,
@@ -45,8 +71,9 @@ def _token_groups_kernel(
     GROUP: tl.constexpr,
     BLOCK_GROUPS: tl.constexpr,
     BLOCK: tl.constexpr,  # columns of a group, a power of two
+    PIECES: tl.constexpr,
     IS_GATED: tl.constexpr,
-    IS_INTERPRETED: tl.constexpr,
+    KNOWS_E4M3: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
     if USE_PDL:
@@ -63,22 +90,28 @@ def _token_groups_kernel(
         up = tl.load(x_ptr + token * row_stride + K + columns, mask=mask, other=0.0).to(tl.float32)
         x = x / (1.0 + tl.exp(-x)) * up
         x = x.to(x_ptr.dtype.element_ty).to(tl.float32)
-    largest = tl.max(tl.abs(x), axis=1)
-    scales = tl.where(largest > 0, largest / 448.0, 1.0)
-    # At most 448 but for the rounding of the division.
-    scaled = tl.minimum(tl.maximum(x / scales[:, None], -448.0), 448.0)
-    if IS_INTERPRETED:
-        scaled = _round_e4m3(scaled)
-    tl.store(codes_ptr + token * K + columns, scaled.to(tl.float8e4nv), mask=mask)
+    scales, first, second = code_groups(x, PIECES, KNOWS_E4M3)
+    places = codes_ptr + token * K + columns
+    tl.store(places, first, mask=mask)
+    if PIECES == 2:
+        second_places = places + num_tokens.to(tl.int64) * K
+        tl.store(second_places, second, mask=mask)
     tl.store(scales_ptr + groups * num_tokens + token, scales, mask=groups < num_groups)
 
 
 def quantize_tokens(x: Tensor, group: int, *, gated: bool = False) -> tuple[Tensor, Tensor]:
     """x: [T, K], rows may be strided; group: columns, a power of two, or K for whole rows.
 
-    gated: x is [T, 2 K] = [gate | up]. Returns [T, K] e4m3 and [ceil(K / group), T] fp32.
+    gated: x is [T, 2 K] = [gate | up]. Returns [T, K] e4m3 and [ceil(K / group), T] fp32, rounded.
     """
+    coded = code_tokens(x, InputForm(pieces=1, group=group), gated=gated)
+    return coded.codes[0], coded.scales
+
+
+def code_tokens(x: Tensor, form: InputForm, *, gated: bool = False) -> CodedTokens:
+    """x, gated, and the group of the form: as of `quantize_tokens`."""
     num_tokens, num_columns = x.shape
+    group = form.group
     if gated:
         assert num_columns % 2 == 0, f"{num_columns} columns are no two halves"
         num_columns //= 2
@@ -87,34 +120,25 @@ def quantize_tokens(x: Tensor, group: int, *, gated: bool = False) -> tuple[Tens
     assert group in (block, num_columns), f"groups of {group} in {num_columns} columns"
     num_groups = triton.cdiv(num_columns, group)
     block_groups = max(1, min(_COLUMNS // block, triton.next_power_of_2(num_groups)))
-    codes = torch.empty((num_tokens, num_columns), dtype=torch.float8_e4m3fn, device=x.device)
-    scales = torch.empty((num_groups, num_tokens), dtype=torch.float32, device=x.device)
+    coded = empty_coded(num_tokens, num_columns, form, x)
     if x.numel() == 0:
-        return codes, scales
+        return coded
     use_pdl = pdl_supported(x.device)
     _token_groups_kernel[(num_tokens, triton.cdiv(num_groups, block_groups))](
         x,
-        codes,
-        scales,
+        coded.codes,
+        coded.scales,
         num_tokens,
         x.stride(0),
         K=num_columns,
         GROUP=group,
         BLOCK_GROUPS=block_groups,
         BLOCK=block,
+        PIECES=form.pieces,
         IS_GATED=gated,
-        IS_INTERPRETED=x.device.type != "cuda",
+        KNOWS_E4M3=knows_e4m3(x.device),
         USE_PDL=use_pdl,
         num_warps=max(_NUM_WARPS, min(16, block * block_groups // 512)),
         launch_pdl=use_pdl,
     )
-    return codes, scales
-
-
-def reference(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """`quantize_tokens` in torch; K must be a multiple of `group`."""
-    groups = x.float().reshape(x.shape[0], -1, group)
-    largest = groups.abs().amax(dim=2)
-    scales = torch.where(largest > 0, largest / MAX_E4M3, torch.ones_like(largest))
-    scaled = (groups / scales[:, :, None]).clamp(-MAX_E4M3, MAX_E4M3)
-    return scaled.to(torch.float8_e4m3fn).reshape(x.shape), scales.T.contiguous()
+    return coded

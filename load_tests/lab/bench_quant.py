@@ -2,6 +2,7 @@
 
     python -m load_tests.lab.bench_quant                        # everything, into a table
     python -m load_tests.lab.bench_quant --formats int4 --kinds gated --tokens 1 64 --tune
+    python -m load_tests.lab.bench_quant --formats fp8-row --tokens 1 16 64 --ways pieces --tune
 
 Kernels are compiled first, in processes side by side. Each is then held against float64 of the same
 quantised numbers, and a CUDA graph computes one product with each of several weights, more than the
@@ -9,8 +10,9 @@ L2 cache holds; a time is the median of replays, a product. A case that fails is
 why. The floor is the weight's bytes over the memory's rate or the operations over the matrix units'
 (at twice bfloat16's rate where both operands are FP8), whichever is longer.
 
-`chosen` is what the engine runs, `weights` decodes weights in registers, `many` is what the engine
-runs for many tokens; `--tune` tries other tilings of `weights`, and of products of FP8 tiles.
+`chosen` is what the engine runs by itself, `pieces` what it runs after a norm or a gate for up to
+64 tokens, `weights` decodes weights in registers, `many` is what it runs for many tokens; `--tune`
+tries other tilings of `weights` and `pieces`, and of products of FP8 tiles.
 """
 
 import argparse
@@ -29,15 +31,17 @@ import torch.nn.functional as F  # noqa: N812  (the field's own spelling)
 from torch import Tensor
 
 from engine.layers.linear import Linear, LinearWeight, WeightFormat, build_gated, build_linear
-from engine.layers.quantized_cuda import Fp8Blocks, QuantizedLinear
+from engine.layers.quantized_cuda import Fp8Blocks, Fp8Matrix, QuantizedLinear
 from engine.layers.quantized_weight import Scales, dequantize
 from kernels.fused import TritonOps
 from kernels.linear.small import tile_counters
 from kernels.quant import fp8_linear
+from kernels.quant.coded_tokens import CodedTokens, InputForm
 from kernels.quant.fp8_blocks import BlocksConfig, fp8_blocks
 from kernels.quant.fp8_linear import Fp8Operand, QuantConfig
+from kernels.quant.fp8_pieces import fp8_pieces_linear
 from kernels.quant.runs import choose_half
-from kernels.quant.token_groups import quantize_tokens
+from kernels.quant.token_groups import code_tokens, quantize_tokens
 from kernels.silu_mul import silu_mul
 from load_tests.lab.floors import H200
 from load_tests.tables import render_rows
@@ -169,6 +173,9 @@ def ways_of(
     if num_tokens >= 64:
         products = [_gate(linear.product.many, gated) for linear in maps]
         yield Way(name="many", products=products, is_rounded=is_rounded)
+    form = maps[0].form(num_tokens)
+    if form is not None and form.pieces == 2:
+        yield from _pieces_ways(maps, form, num_tokens, gated=gated, tune=tune)
     if is_rounded and num_tokens >= 16:
         yield from _rounded_ways(weight_format, weights, maps, gated=gated, tune=tune)
 
@@ -195,6 +202,43 @@ def _rounded_ways(
         for cut in BLOCK_TILINGS:
             products = [_gate(_by_blocks(operand, cut), gated) for operand in operands]
             yield Way(name=f"blocks {_numbers(cut)}", products=products, is_rounded=True)
+
+
+def _pieces_ways(
+    maps: Sequence[QuantizedLinear],
+    form: InputForm,
+    num_tokens: int,
+    *,
+    gated: bool,
+    tune: bool,
+) -> Iterator[Way]:
+    """Products of inputs that were coded before, without the time that this takes.
+
+    A deep weight's inputs are coded by a gate, in groups of half its tile.
+    """
+    operands = [linear.product.weight for linear in maps if isinstance(linear.product, Fp8Matrix)]
+    num_rows, num_columns = operands[0].codes.shape
+    if num_columns > 2 * num_rows:
+        form = replace(form, group=64 if num_tokens <= 32 else 128)
+    cuts = [None, *(PIECES_TILINGS[64 if num_tokens > 32 else 16] if tune else ())]
+    for cut in cuts:
+        name = "pieces" if cut is None else f"pieces {_numbers(cut)}"
+        products = [_by_pieces(operand, form, cut, gated) for operand in operands]
+        yield Way(name=name, products=products)
+
+
+def _by_pieces(
+    operand: Fp8Operand, form: InputForm, cut: QuantConfig | None, gated: bool
+) -> Product:
+    counters = tile_counters(torch.device("cuda"))
+    coded: dict[int, CodedTokens] = {}
+
+    def product(x: Tensor) -> Tensor:
+        if x.data_ptr() not in coded:
+            coded[x.data_ptr()] = code_tokens(x, form)
+        return fp8_pieces_linear(coded[x.data_ptr()], operand, x.dtype, counters, cut, gated=gated)
+
+    return product
 
 
 def _build(weight: LinearWeight, gated: bool) -> Linear:
@@ -256,6 +300,18 @@ def tilings(num_tokens: int) -> list[QuantConfig]:
     ]  # fmt: skip
 
 
+# By the tokens of a tile, which is no smaller than the number of tokens.
+PIECES_TILINGS = {
+    tokens: [
+        QuantConfig(block_m=m, block_n=n, split_k=split, num_warps=warps, num_stages=stages)
+        for m, n, warps, stages in cuts
+        for split in (1, 2, 4, 8)
+    ]
+    for tokens, cuts in (
+        (16, ((16, 64, 4, 6), (16, 128, 4, 3), (16, 128, 4, 5), (16, 128, 8, 4), (16, 256, 8, 3))),
+        (64, ((64, 128, 4, 3), (64, 128, 8, 3), (64, 256, 8, 3), (64, 256, 8, 4))),
+    )
+}  # fmt: skip
 BLOCK_TILINGS = [
     BlocksConfig(block_m=m, block_n=n, num_warps=w, num_stages=s, programs_per_sm=p)
     for m, n, w, s, p in (
@@ -278,10 +334,9 @@ def _numbers(cut: QuantConfig | BlocksConfig) -> str:
 # ---- times ---------------------------------------------------------------------------------------
 
 
-def measure(
-    weight_format: str, kind: str, token_counts: Sequence[int], *, tune: bool, compiles_only: bool
-) -> Iterator[Timing]:
-    """Every way of a format on products of `kind`."""
+def measure(weight_format: str, kind: str, args: argparse.Namespace) -> Iterator[Timing]:
+    """Every way of a format on products of `kind`, or those that `args` name."""
+    compiles_only = args.compile
     num_rows, num_columns = KINDS[kind]
     first = make_weight(weight_format, num_rows, num_columns)
     num_weights = 1 if compiles_only else max(2, -(-MIN_WEIGHT_BYTES // first.data.nbytes))
@@ -290,14 +345,16 @@ def measure(
     matrix = first.data
     if first.scales is not None:
         matrix = dequantize(first.data, replace(first.scales, dtype=torch.float32))
-    for num_tokens in token_counts:
+    for num_tokens in args.tokens:
         x = _random(num_tokens, num_columns)
         exact = None
         if num_tokens <= CHECKED_TOKENS and not compiles_only:
             exact = _exact(x, matrix, gated=kind == "gated")
         # Where arithmetic takes the time, weights need not come from memory.
         few = weights if num_tokens < 1024 else weights[:2]
-        for way in ways_of(weight_format, few, num_tokens, gated=kind == "gated", tune=tune):
+        for way in ways_of(weight_format, few, num_tokens, gated=kind == "gated", tune=args.tune):
+            if args.ways and way.name.partition(" ")[0] not in args.ways:
+                continue
             timing = Timing(
                 kind=kind,
                 num_tokens=num_tokens,
@@ -372,6 +429,7 @@ def compile_all(args: argparse.Namespace) -> None:
     """Compile every kernel, one process for each format and kind; fills Triton's cache on disk."""
     base = [sys.executable, "-m", "load_tests.lab.bench_quant", "--compile"]
     base += ["--tune"] if args.tune else []
+    base += ["--ways", *args.ways] if args.ways else []
     base += ["--tokens", *(str(number) for number in args.tokens)]
     started = [
         subprocess.Popen([*base, "--formats", weight_format, "--kinds", kind])
@@ -418,6 +476,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS))
     parser.add_argument("--kinds", nargs="+", choices=sorted(KINDS), default=list(KINDS))
     parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))
+    parser.add_argument("--ways", nargs="+", help="first words of their names; default: all")
     parser.add_argument("--tune", action="store_true", help="try other tilings too")
     parser.add_argument("--seconds", type=float, default=480.0, help="end in order after so long")
     parser.add_argument("--json", type=Path, help="write everything to this file")
@@ -429,7 +488,7 @@ def _until(
     end_s: float, weight_format: str, kind: str, args: argparse.Namespace
 ) -> Iterator[Timing]:
     """Timings until `end_s`; what ends them early is the last."""
-    measured = measure(weight_format, kind, args.tokens, tune=args.tune, compiles_only=args.compile)
+    measured = measure(weight_format, kind, args)
     try:
         for timing in measured:
             yield timing

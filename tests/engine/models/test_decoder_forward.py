@@ -2,16 +2,20 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor
 
+from engine.layers.attention import Attention
 from engine.layers.context import ForwardContext, LastTokens, SingleRank
+from engine.layers.operations import Op, coded_operations
 from engine.models.llama import CausalLM, attention_shape
 from engine.models.registry import build_model, build_ops
 from kernels.attention.protocol import build_step
 from kernels.attention.reference import ReferenceAttention
+from kernels.quant.coded_tokens import CodedTokens, InputForm, decoded
 from kernels.reference import TorchOps
 from tests.engine.models.closeness import assert_same_logits
 from tests.harness.tiny_models import reference_logits, save_model
@@ -162,3 +166,42 @@ def test_a_token_without_a_slot_changes_no_other(model: CausalLM) -> None:
 
 def test_a_processor_computes_with_torch() -> None:
     assert isinstance(build_ops(CPU), TorchOps)
+
+
+class Decoding:
+    """A linear map or a feed-forward part that has its inputs coded, and makes them whole again."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+        self.num_coded = 0
+
+    def form(self, num_tokens: int) -> InputForm | None:
+        assert num_tokens == len(TOKENS)
+        return InputForm(pieces=2, group=16)
+
+    def of_coded(self, x: CodedTokens, lane: int = 0) -> Tensor:
+        self.num_coded += 1
+        return self._inner(decoded(x).float(), lane)  # type: ignore[no-any-return]
+
+    def __call__(self, x: Tensor, lane: int = 0) -> Tensor:
+        return self._inner(x, lane)  # type: ignore[no-any-return]
+
+    def operations(self) -> tuple[Op, ...]:
+        return coded_operations(self)
+
+
+def test_norms_code_for_what_takes_coded_inputs(folder: Path, model: CausalLM) -> None:
+    readers = []
+    for layer in model.layers:
+        attention = cast("Attention", layer._attention)
+        attention._qkv, layer._mlp = Decoding(attention._qkv), Decoding(layer._mlp)
+        readers += [attention._qkv, layer._mlp]
+    model.operations = (
+        *(layer.operations() for layer in model.layers[:-1]),
+        model.layers[-1].last_operations(),
+    )
+    with torch.inference_mode():
+        ours = model.logits(model.forward(TOKENS, _context(model)).hidden)
+    theirs = torch.cat([reference_logits(folder, row) for row in (FIRST, SECOND)])
+    assert float((ours - theirs).norm() / theirs.norm()) < 1e-2, "nine bits of every input"
+    assert [reader.num_coded for reader in readers] == [1] * len(readers)

@@ -137,22 +137,31 @@ def check_fp4_interpreted() -> None:
 
 
 def check_rounding_interpreted() -> None:
-    from kernels.quant.token_groups import quantize_tokens, reference
+    from kernels.quant.coded_tokens import InputForm, decoded, reference
+    from kernels.quant.token_groups import code_tokens
 
     for num_tokens, num_columns, group in ((3, 384, 128), (5, 200, 200), (1, 64, 64)):
         x = torch.randn(num_tokens, num_columns + 24)[:, 8:-16]
         x = x * torch.exp2(torch.randn(num_tokens, 1) * 5)
         x[-1, :128] = 0
         x[0, 5:60] *= 1e-4  # subnormal numbers
-        ours, theirs = quantize_tokens(x, group), reference(x, group)
-        assert torch.equal(ours[0].float(), theirs[0].float())
-        assert torch.equal(ours[1], theirs[1])
+        x = x.bfloat16().float()
+        for pieces in (1, 2):
+            form = InputForm(pieces=pieces, group=group)
+            ours, theirs = code_tokens(x, form), reference(x, form)
+            assert torch.equal(ours.codes.float(), theirs.codes.float())
+            assert torch.equal(ours.scales, theirs.scales)
+        off, sizes = decoded(ours) - x, x.abs().view(num_tokens, -1, group)
+        largest = sizes.amax(2, keepdim=True)
+        off = off.abs().view_as(sizes)
+        assert not off[sizes >= largest * 2**-14].any(), "two pieces are all of a bfloat16"
+        assert (off <= largest * 2**-22).all()
 
 
 def check_rounding_gated_interpreted() -> None:
     """Rounding on the way, and products of it, are those of the gate's own result."""
     from engine.layers.quantized_cuda import Fp8Blocks, Fp8Rows, _fp8_operand
-    from kernels.quant.token_groups import quantize_tokens
+    from kernels.quant.token_groups import code_tokens, quantize_tokens
     from kernels.silu_mul import silu_mul
 
     for dtype in (torch.float32, torch.float16):
@@ -166,10 +175,9 @@ def check_rounding_gated_interpreted() -> None:
     for kind, tile in ((Fp8Blocks, (64, 128)), (Fp8Rows, (1, 256))):
         weight = fp8_case((1, 96, 256), tile, torch.float32, CPU, with_bias=True).weight
         assert weight.scales is not None
-        product = kind(_fp8_operand(weight, weight.scales))
+        product = kind(_fp8_operand(weight, weight.scales), torch.float32)
         gate_up = torch.randn(70, 512)
-        rounded = quantize_tokens(gate_up, product.group, gated=True)
-        ours = product.of_rounded(*rounded, torch.float32)
+        ours = product.of_rounded(code_tokens(gate_up, product.many_form, gated=True))
         assert torch.equal(ours, product.many(silu_mul(gate_up)))
 
 
@@ -226,7 +234,7 @@ def check_layers_interpreted() -> None:
     for kind, tile in ((Fp8Blocks, (64, 128)), (Fp8Rows, (1, 256))):
         case = fp8_case((70, 96, 256), tile, torch.float32, CPU, with_bias=True)
         assert case.weight.scales is not None
-        product = kind(_fp8_operand(case.weight, case.weight.scales))
+        product = kind(_fp8_operand(case.weight, case.weight.scales), torch.float32)
         _near_rounded(product.many(case.x), case)
 
 
@@ -329,7 +337,7 @@ def test_inputs_of_many_tokens_are_rounded_with_fp8_weights(tile: tuple[int, int
 @pytest.mark.parametrize("tile", [(128, 128), (1, None)])
 def test_rounding_in_the_gate_changes_no_bit(tile: tuple[int, int | None]) -> None:
     from engine.layers.mlp import GatedMlp, build_mlp
-    from engine.layers.quantized_cuda import RoundedMlp
+    from engine.layers.quantized_cuda import CodedMlp
     from kernels.fused import TritonOps
 
     def made(num_rows: int, num_columns: int) -> LinearWeight:
@@ -340,7 +348,7 @@ def test_rounding_in_the_gate_changes_no_bit(tile: tuple[int, int | None]) -> No
 
     up, down, ops = made(2 * 1536, 1024), made(1024, 1536), TritonOps()
     fused = build_mlp(up, down, ops)
-    assert isinstance(fused, RoundedMlp)
+    assert isinstance(fused, CodedMlp)
     apart = GatedMlp(gated=build_gated(up, ops), down=build_linear(down))
     for num_tokens in (1, 64, 65, 333, 1024):
         x = torch.randn(num_tokens, 1024, device=GPU, dtype=torch.bfloat16)
@@ -351,18 +359,19 @@ def test_rounding_in_the_gate_changes_no_bit(tile: tuple[int, int | None]) -> No
 
 @pytest.mark.gpu
 def test_sums_of_rows_of_fp8_lose_less_than_rounding_does() -> None:
-    """The matrix units' own sums, which have fewer bits than fp32, would be faster."""
-    from engine.layers.quantized_cuda import QuantizedLinear
-    from kernels.quant.token_groups import quantize_tokens
+    """The matrix units' own sums, which have fewer bits than fp32, are taken where faster."""
+    from engine.layers.quantized_cuda import Fp8Rows, QuantizedLinear
+    from kernels.quant.coded_tokens import decoded
+    from kernels.quant.token_groups import code_tokens
 
     for shape in ((17, 4096, 4096), (64, 6144, 4096), (300, 4096, 12288)):
         case = fp8_case(shape, (1, shape[2]), torch.bfloat16, GPU, quantizes_inputs=True)
         linear = build_linear(case.weight)
         assert isinstance(linear, QuantizedLinear)
-        assert linear.rounded is not None
-        codes, scales = quantize_tokens(case.x, shape[2])
-        exact = (codes.float().double() * scales.double().T) @ case.exact.double().T
-        ours = linear.rounded.of_rounded(codes, scales, torch.bfloat16)
+        assert isinstance(linear.product, Fp8Rows)
+        coded = code_tokens(case.x, linear.product.many_form)
+        exact = decoded(coded) @ case.exact.double().T
+        ours = linear.product.of_rounded(coded)
         error = float((ours.double() - exact).norm() / exact.norm())
         assert error < 0.013, f"{shape}: off by {error}, half of what rounding costs"
 
@@ -385,16 +394,17 @@ def test_blocks_of_fp8_are_summed_in_fp32() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_inputs_are_rounded_as_torch_rounds_them(dtype: torch.dtype) -> None:
-    from kernels.quant.token_groups import quantize_tokens, reference
+    from kernels.quant.coded_tokens import InputForm, reference
+    from kernels.quant.token_groups import quantize_tokens
 
     for num_tokens, num_columns, group in ((1, 4096, 128), (77, 12288, 128), (9, 12288, 12288)):
         x = torch.randn(num_tokens, num_columns + 24, device=GPU)[:, 8:-16]
         x = (x * torch.exp2(torch.randn(num_tokens, 1, device=GPU) * 2)).to(dtype)
         codes, scales = quantize_tokens(x, group)
-        theirs, their_scales = reference(x, group)
-        torch.testing.assert_close(scales, their_scales, rtol=5e-7, atol=0)
+        exact = reference(x, InputForm(pieces=1, group=group))
+        torch.testing.assert_close(scales, exact.scales, rtol=5e-7, atol=0)
         # A division that is rounded otherwise may end on the other side of a tie.
-        differ = (codes.float() != theirs.float()).float().mean()
+        differ = (codes.float() != exact.codes[0].float()).float().mean()
         assert differ < 1e-4, f"{differ:.2%} of the numbers differ"
 
 

@@ -1,0 +1,89 @@
+"""Inputs of a product in e4m3, with a scale for each token and group of columns; torch alone.
+
+Rounded, for many tokens (448 is e4m3's largest number; a scale is 1 where all are zero):
+
+    s[t, g] = max over the group of |x| / 448        q = round(x / s)
+
+In two pieces, for few tokens, so that FP8 matrix units multiply the inputs as they are:
+
+    x = s * (q + r / 32)        q = round(x / s)        r = round(32 * (x / s - q))
+
+s is the power of two that brings the group's largest number to 128 or more, below 256. A bfloat16
+has eight bits, q the first four of them and r the others: numbers of at least 2^-14 of the largest
+are exact, the others are off by at most 2^-22 of it. Where any number is not finite, no product is.
+
+Rounding is to the nearest, ties to even. A group is `group` columns, or a whole row. Scales are
+written with the tokens of a group adjacent, as products read them. Kernels: token_groups.py,
+coded_norm.py.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+MAX_E4M3 = 448.0
+SECOND_PIECE = 1 / 32  # of its last place; a power of two
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputForm:
+    """How the inputs of a product are coded."""
+
+    pieces: int  # 1 = rounded, 2 = as they are
+    group: int  # columns that share a scale
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodedTokens:
+    """Inputs [T, K] as products in FP8 take them."""
+
+    codes: Tensor  # [pieces, T, K] e4m3
+    scales: Tensor  # [ceil(K / group), T] fp32
+    group: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.codes.shape[1]
+
+    @property
+    def is_rounded(self) -> bool:
+        return len(self.codes) == 1
+
+
+def empty_coded(num_tokens: int, num_columns: int, form: InputForm, like: Tensor) -> CodedTokens:
+    """Memory for coded inputs, on the device of `like`."""
+    num_groups = -(-num_columns // form.group)
+    return CodedTokens(
+        codes=torch.empty(
+            (form.pieces, num_tokens, num_columns), dtype=torch.float8_e4m3fn, device=like.device
+        ),
+        scales=torch.empty((num_groups, num_tokens), dtype=torch.float32, device=like.device),
+        group=form.group,
+    )
+
+
+def reference(x: Tensor, form: InputForm) -> CodedTokens:
+    """x [T, K] as `form` says; K must be a multiple of its group."""
+    groups = x.float().reshape(x.shape[0], -1, form.group)
+    largest = groups.abs().amax(dim=2)
+    if form.pieces == 1:
+        scales = torch.where(largest > 0, largest / MAX_E4M3, torch.ones_like(largest))
+        scaled = (groups / scales[:, :, None]).clamp(-MAX_E4M3, MAX_E4M3)
+        pieces = [scaled.to(torch.float8_e4m3fn)]
+    else:
+        _, exponents = torch.frexp(largest.clamp(min=2.0**-119))  # it is below 2^exponent
+        scales = torch.exp2((exponents - 8).float())
+        scaled = groups / scales[:, :, None]
+        first = scaled.to(torch.float8_e4m3fn)
+        pieces = [first, ((scaled - first.float()) / SECOND_PIECE).to(torch.float8_e4m3fn)]
+    codes = torch.stack([piece.reshape(x.shape) for piece in pieces])
+    return CodedTokens(codes=codes, scales=scales.T.contiguous(), group=form.group)
+
+
+def decoded(x: CodedTokens) -> Tensor:
+    """What `x` stands for, [T, K] in float64; K must be a multiple of the group."""
+    first, *others = x.codes.float().double().unbind()
+    for second in others:
+        first = first + second * SECOND_PIECE
+    return first * x.scales.double().T.repeat_interleave(x.group, dim=1)

@@ -1,0 +1,310 @@
+"""Inputs in two FP8 pieces: coded by the norm or the gate before a product, and multiplied."""
+
+from functools import partial
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.layers.linear import build_gated, build_linear, form_of
+from engine.layers.mlp import GatedMlp
+from kernels.ops import Ops
+from kernels.quant.coded_tokens import CodedTokens, InputForm, decoded, reference
+from kernels.reference import TorchOps, rms_norm_add
+from tests.harness.gpus import gpu
+from tests.kernels.interpreter import run_interpreted
+from tests.kernels.linear.linear_cases import (
+    CPU,
+    GPU,
+    assert_near,
+    exact_gated,
+    exact_product,
+    poison,
+)
+from tests.kernels.quant.quant_cases import Case, fp8_case
+
+MODULE = "tests.kernels.quant.test_pieces"
+OPS = cast("Ops", TorchOps())
+# Of a sum in fp32 from matrix units that add 128 products in fewer bits.
+MAX_SUM_ERROR = 1e-3
+
+
+def _exact_mlp(x: Tensor, up: Case, down: Case) -> Tensor:
+    inner = exact_gated(x, up.exact, up.weight.bias)
+    return exact_product(inner, down.exact, down.weight.bias)
+
+
+# ---- on a CPU ------------------------------------------------------------------------------------
+
+
+def _operand(case: Case) -> Any:
+    from engine.layers.quantized_cuda import _fp8_operand
+
+    assert case.weight.scales is not None
+    return _fp8_operand(case.weight, case.weight.scales)
+
+
+def check_products_interpreted() -> None:
+    """Parts of columns, groups of inputs, tiles of the weight; columns cut short."""
+    from kernels.linear.small import tile_counters
+    from kernels.quant.fp8_linear import QuantConfig
+    from kernels.quant.fp8_pieces import fp8_pieces_gate, fp8_pieces_linear
+    from kernels.quant.token_groups import code_tokens
+
+    counters = tile_counters(CPU)
+    plain = QuantConfig(block_m=16, block_n=64)
+    parts = QuantConfig(block_m=16, block_n=64, block_k=32, split_k=3)
+    for shape, tile, group, cut in (
+        ((1, 80, 256), (128, 128), 256, plain),
+        ((5, 96, 160), (1, 160), 160, parts),
+        ((13, 128, 192), (32, 64), 64, plain),
+        ((3, 64, 208), (64, 128), 208, None),
+        ((2, 64, 384), (32, 192), 384, None),  # tiles that no power of two divides
+        ((7, 64, 256), (1, 256), 64, parts),
+    ):
+        for gated in (False, True):
+            case = fp8_case(shape, tile, torch.float32, CPU, with_bias=gated)
+            x, operand = case.x.bfloat16().float(), _operand(case)
+            coded = code_tokens(x, InputForm(pieces=2, group=group))
+            exact = exact_gated if gated else exact_product
+            for inputs in (coded, x.contiguous()):
+                ours = fp8_pieces_linear(inputs, operand, torch.float32, counters, cut, gated=gated)
+                assert_near(ours, exact(x, case.exact, case.weight.bias), torch.float32)
+            assert not counters.any(), "a call left its counts behind"
+        if cut is not None and shape[1] % cut.block_n == 0:
+            gate = fp8_pieces_gate(coded, operand, counters, cut)
+            assert gate.group == cut.block_n // 2
+            wanted = exact_gated(x, case.exact, case.weight.bias)
+            error = float((decoded(gate) - wanted).norm() / wanted.norm())
+            assert error < 1.5e-3, f"off by {error}: pieces have nine bits"
+            assert not counters.any(), "a call left its counts behind"
+
+
+def check_norms_interpreted() -> None:
+    from kernels.fused import TritonOps
+
+    ops = TritonOps()
+    for num_tokens, n, group in ((3, 200, 200), (2, 384, 128), (1, 128, 128)):
+        for pieces in (1, 2):
+            form = InputForm(pieces=pieces, group=group)
+            x, residual = torch.randn(2, num_tokens, n + 8)[:, :, :n].half().unbind()
+            weight = torch.randn(n).half()
+            wanted, wanted_sum = TorchOps().rms_norm_coded(x, residual, weight, 1e-6, form)
+            alone, _ = ops.rms_norm_coded(wanted_sum, None, weight, 1e-6, form)
+            ours, our_sum = ops.rms_norm_coded(x, residual, weight, 1e-6, form)
+            assert torch.equal(our_sum, wanted_sum)
+            for coded in (ours, alone):
+                assert coded.scales.shape == wanted.scales.shape
+                error = (decoded(coded) - decoded(wanted)).norm() / decoded(wanted).norm()
+                assert error < 5e-3, f"off by {error}: the norm is rounded to the other side"
+
+
+def check_layers_interpreted() -> None:
+    """Which maps take which form, and a feed-forward part of coded inputs."""
+    from engine.layers import quantized_cuda
+    from engine.layers.quantized_cuda import CodedMlp, QuantizedLinear
+    from kernels.quant.token_groups import code_tokens
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(quantized_cuda, "supports_pieces", lambda *_: True)
+    for tile in ((1, None), (64, 64)):
+        made = partial(_made, tile=tile, dtype=torch.float16, device=CPU)
+        up, down = made(256, 128), made(96, 128)
+        gated, back = QuantizedLinear(up.weight, OPS), QuantizedLinear(down.weight)
+        x = torch.randn(9, 128).bfloat16().half()
+        form = gated.form(9)
+        assert form == InputForm(pieces=2, group=128)
+        coded = code_tokens(x, form)
+        mlp = CodedMlp(gated, back)
+        assert mlp.form(9) == form
+        error = (mlp.of_coded(coded).double() - _exact_mlp(x, up, down)).norm()
+        assert error < 2e-3 * _exact_mlp(x, up, down).norm()
+        exact = exact_gated(x, up.exact, up.weight.bias)
+        assert_near(gated.of_coded(coded), exact, torch.float16)
+        assert mlp.form(65) is None, "nothing is rounded that may not be"
+        fixed = QuantizedLinear(up.weight, OPS, is_deterministic=True)
+        assert form_of(fixed, 9) is None
+    patch.undo()
+
+
+def _made(
+    num_rows: int,
+    num_columns: int,
+    *,
+    tile: tuple[int, int | None],
+    dtype: torch.dtype,
+    device: torch.device,
+    quantizes_inputs: bool = False,
+) -> Case:
+    tile_columns = tile[1] or num_columns
+    return fp8_case(
+        (1, num_rows, num_columns), (tile[0], tile_columns), dtype, device, with_bias=True,
+        quantizes_inputs=quantizes_inputs,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["products", "norms", "layers"])
+def test_interpreted_kernels_are_their_formula(name: str) -> None:
+    run_interpreted(f"{MODULE}:check_{name}_interpreted")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_tokens", [1, 32, 64])
+def test_no_instruction_is_spent_on_a_weight(num_tokens: int) -> None:
+    """Both operands of a product come from shared memory, and the sums fit the registers."""
+    from kernels.linear.small import tile_counters
+    from kernels.quant import fp8_pieces
+    from kernels.quant.fp8_linear import Fp8Operand
+    from tests.kernels.cross_compile import compiled_for
+
+    kept: list[Any] = []
+    device = gpu("H200")
+    with compiled_for(device, fp8_pieces, kept=kept) as found:
+        for num_rows, num_columns, group in ((24576, 4096, 4096), (4096, 12288, 64)):
+            weight = Fp8Operand(
+                codes=torch.empty(num_rows, num_columns, dtype=torch.float8_e4m3fn),
+                scales=torch.empty(num_rows, 1), tile_rows=1, tile_columns=num_columns,
+            )  # fmt: skip
+            x = CodedTokens(
+                codes=torch.empty(2, num_tokens, num_columns, dtype=torch.float8_e4m3fn),
+                scales=torch.empty(num_columns // group, num_tokens), group=group,
+            )  # fmt: skip
+            if group == 64:
+                fp8_pieces.fp8_pieces_linear(x, weight, torch.bfloat16, tile_counters(CPU))
+            else:
+                fp8_pieces.fp8_pieces_gate(x, weight, tile_counters(CPU))
+    assert max(found.values()) <= device.shared_memory_per_block_bytes
+    for made in kept:
+        products = [line for line in made.asm["ptx"].splitlines() if "wgmma.mma_async" in line]
+        assert products, "other matrix units than Hopper's"
+        assert all("e4m3.e4m3" in line for line in products), "a weight is converted"
+
+
+# ---- on a GPU ------------------------------------------------------------------------------------
+
+SHAPES = [(1, 24576, 4096), (3, 6144, 4096), (16, 4096, 12288), (17, 1040, 4096), (32, 272, 768)]
+SHAPES += [(33, 272, 784), (64, 24576, 4096), (50, 4096, 12288)]
+TILES = [(128, 128), (1, None)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tile", TILES)
+def test_products_are_those_of_the_inputs_as_they_are(tile: tuple[int, int | None]) -> None:
+    from kernels.linear.small import tile_counters
+    from kernels.quant.fp8_pieces import codes_gate, fp8_pieces_gate, fp8_pieces_linear
+    from kernels.quant.token_groups import code_tokens
+
+    counters = tile_counters(GPU)
+    for index, shape in enumerate(SHAPES):
+        case = fp8_case(
+            shape, (tile[0], tile[1] or shape[2]), torch.bfloat16, GPU, with_bias=index % 2 == 0
+        )
+        operand = _operand(case)
+        groups = [shape[2]] + [64, 128] * (shape[2] % 128 == 0)
+        for group in [*groups, 0]:
+            coded = code_tokens(case.x, InputForm(pieces=2, group=group)) if group else case.x
+            for gated in (False, True):
+                exact = (exact_gated if gated else exact_product)(
+                    case.x, case.exact, case.weight.bias
+                )
+                for dtype in (torch.float32, torch.bfloat16):
+                    poison(2 * shape[0] * shape[1])
+                    ours = fp8_pieces_linear(coded, operand, dtype, counters, gated=gated)
+                    error = float((ours.double() - exact).norm() / exact.norm())
+                    print(f"{shape} groups of {group} gated {gated} {dtype}: off by {error:.1e}")
+                    limit = MAX_SUM_ERROR if dtype is torch.float32 else 3e-3
+                    assert error < limit, f"{shape}, {group}: off by {error}"
+            if group and codes_gate(shape[0], operand):
+                exact = exact_gated(case.x, case.exact, case.weight.bias)
+                gate = decoded(fp8_pieces_gate(coded, operand, counters))
+                assert float((gate - exact).norm() / exact.norm()) < 3e-3
+    assert not counters.any(), "a call left its counts behind"
+
+
+@pytest.mark.gpu
+def test_a_norm_codes_its_result_bit_by_bit() -> None:
+    from kernels.fused import TritonOps
+    from kernels.quant.token_groups import code_tokens
+
+    ops = TritonOps()
+    for num_tokens, n in ((1, 4096), (77, 5120), (500, 4096)):
+        x, residual = torch.randn(2, num_tokens, n, device=GPU).bfloat16().unbind()
+        weight = torch.randn(n, device=GPU).bfloat16()
+        normed, stream = ops.rms_norm_add(x.clone(), residual.clone(), weight, 1e-6)
+        for pieces, group in ((1, n), (1, 128), (2, n), (2, 128)):
+            form = InputForm(pieces=pieces, group=group)
+            ours, our_stream = ops.rms_norm_coded(x, residual.clone(), weight, 1e-6, form)
+            apart = code_tokens(normed, form)
+            assert torch.equal(our_stream, stream)
+            assert torch.equal(ours.codes.view(torch.uint8), apart.codes.view(torch.uint8))
+            assert torch.equal(ours.scales, apart.scales)
+            if pieces == 2:
+                exact = reference(normed, form)
+                assert torch.equal(apart.codes.float(), exact.codes.float())
+                assert torch.equal(apart.scales, exact.scales)
+
+
+@pytest.mark.gpu
+def test_what_is_not_finite_stays_so() -> None:
+    from kernels.linear.small import tile_counters
+    from kernels.quant.fp8_pieces import fp8_pieces_linear
+    from kernels.quant.token_groups import code_tokens
+
+    case = fp8_case((3, 1024, 1024), (1, 1024), torch.bfloat16, GPU)
+    for bad in (torch.inf, -torch.inf, torch.nan):
+        x = case.x.clone()
+        x[1, 77] = bad
+        coded = code_tokens(x, InputForm(pieces=2, group=1024))
+        y = fp8_pieces_linear(coded, _operand(case), torch.bfloat16, tile_counters(GPU))
+        assert not y[1].isfinite().any()
+        assert y[0].isfinite().all()
+        assert y[2].isfinite().all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tile", TILES)
+def test_a_feed_forward_part_is_the_same_coded_and_not(tile: tuple[int, int | None]) -> None:
+    """By the norm and in a graph; with rounded inputs in every bit."""
+    from engine.layers.quantized_cuda import CodedMlp, QuantizedLinear
+    from kernels.fused import TritonOps
+
+    made = partial(_made, tile=tile, dtype=torch.bfloat16, device=GPU, quantizes_inputs=True)
+    up, down = made(2 * 3072, 1024), made(1024, 3072)
+    ops = TritonOps()
+    gated, back = build_gated(up.weight, ops), build_linear(down.weight)
+    assert isinstance(gated, QuantizedLinear)
+    assert isinstance(back, QuantizedLinear)
+    coded_mlp, apart = CodedMlp(gated, back), GatedMlp(gated=gated, down=back)
+    weight = torch.randn(1024, device=GPU).bfloat16()
+    for num_tokens in (1, 16, 20, 64, 65, 300):
+        form = coded_mlp.form(num_tokens)
+        assert form is not None
+        x, residual = torch.randn(2, num_tokens, 1024, device=GPU).bfloat16().unbind()
+        normed, _ = rms_norm_add(x, residual, weight, 1e-6)
+
+        def run(form: InputForm = form, x: Tensor = x, residual: Tensor = residual) -> Tensor:
+            y, stream = x.clone(), residual.clone()
+            for _ in range(3):
+                coded, stream = ops.rms_norm_coded(y, stream, weight, 1e-6, form)
+                y = coded_mlp.of_coded(coded)
+            return y
+
+        coded, _ = ops.rms_norm_coded(x.clone(), residual.clone(), weight, 1e-6, form)
+        ours = coded_mlp.of_coded(coded)
+        if num_tokens > 64:
+            added, _ = ops.rms_norm_add(x.clone(), residual.clone(), weight, 1e-6)
+            assert torch.equal(ours, apart(added))
+        else:
+            exact = _exact_mlp(normed, up, down)
+            assert float((ours.double() - exact).norm() / exact.norm()) < 6e-3
+        run()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = run()
+        for _ in range(3):
+            x.normal_()
+            captured.fill_(torch.nan)
+            graph.replay()
+            assert torch.equal(captured, run())
