@@ -292,7 +292,13 @@ class Cluster:
 
     @classmethod
     def start(cls) -> "Cluster":
+        """On a Ray cluster of its own, which `stop` ends."""
         ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+        return cls.serve()
+
+    @classmethod
+    def serve(cls) -> "Cluster":
+        """On the Ray cluster that this process has joined."""
         port = free_port()
         serve.start(http_options={"host": "127.0.0.1", "port": port})
         return cls(port=port)

@@ -15,12 +15,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from engine.layers import moe
+from engine.layers import decoder, moe
 from engine.layers.context import Comm
 from engine.layers.row_exchange import RowExchange
 from engine.layers.token_exchange import Dispatched, Gathered, gather_tokens
 from engine.layers.vocabulary import SharedEmbedding, SharedHead
-from engine.models import llama
 from engine.models.llama import CausalLM, attention_shape
 from engine.models.llama_weights import Split, StackedTensor
 from engine.models.registry import AS_PUBLISHED, WeightSource, build_model
@@ -236,7 +235,7 @@ _EXCHANGE_FAULTS: dict[str, Any] = {
     "shared experts of all tokens on every rank": lambda: patch.object(
         moe, "_share_own", moe._share
     ),
-    "another rank's rows": lambda: patch.object(llama, "own_rows", _others_rows),
+    "another rank's rows": lambda: patch.object(decoder, "own_rows", _others_rows),
 }
 EXCHANGE_FAULTS = tuple(_EXCHANGE_FAULTS)
 GATHER_FAULT = "routes of another row"
